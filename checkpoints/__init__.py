@@ -1,0 +1,1 @@
+"""Trained artifacts small enough to ship, one folder each."""

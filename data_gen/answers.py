@@ -1,0 +1,74 @@
+"""The target's own answers: prompts in, token ids out, batched by length."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from keepsight.data_gen.prompts import Prompt
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A prompt as token ids.
+
+    Attributes:
+        index: Its number in the data set.
+        source: Where it comes from.
+        ids: Chat template applied.
+        response: Token ids of a given response; None when the target is to answer.
+    """
+
+    index: int
+    source: str
+    ids: list[int]
+    response: list[int] | None
+
+
+def render(index: int, prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> Rendered:
+    """Apply the chat template (raw text stays raw) and tokenise."""
+    if prompt.template:
+        text = tokenizer.apply_chat_template(list(prompt.messages), tokenize=False, add_generation_prompt=True)
+    else:
+        text = prompt.messages[0]["content"]
+    ids = tokenizer(str(text), add_special_tokens=not prompt.template)["input_ids"]
+    response = None
+    if prompt.response is not None:
+        response = [*tokenizer(prompt.response, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    return Rendered(index, prompt.source, list(ids), response)
+
+
+def batches(prompts: list[Rendered], max_tokens: int) -> Iterator[list[Rendered]]:
+    """Prompts of similar length together, each batch at most `max_tokens` long with its padding (or one prompt)."""
+    batch: list[Rendered] = []
+    for prompt in sorted(prompts, key=lambda rendered: len(rendered.ids)):
+        if batch and len(prompt.ids) * (len(batch) + 1) > max_tokens:
+            yield batch
+            batch = []
+        batch.append(prompt)
+    if batch:
+        yield batch
+
+
+@torch.no_grad()
+def answer(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch: list[Rendered], max_new_tokens: int
+) -> list[list[int]]:
+    """Greedy answers of at most `max_new_tokens` tokens, end token included; given responses are taken as they are."""
+    waiting = [prompt for prompt in batch if prompt.response is None]
+    generated: dict[int, list[int]] = {}
+    if waiting:
+        inputs = tokenizer.pad({"input_ids": [prompt.ids for prompt in waiting]}, return_tensors="pt").to(model.device)
+        output = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)  # type: ignore[operator]
+        rows = output[:, inputs["input_ids"].shape[1] :].tolist()
+        end = tokenizer.eos_token_id
+        generated = {prompt.index: _until(end, row) for prompt, row in zip(waiting, rows, strict=True)}
+    return [
+        generated[prompt.index] if prompt.response is None else prompt.response[:max_new_tokens] for prompt in batch
+    ]
+
+
+def _until(end: int, ids: list[int]) -> list[int]:
+    """Up to and with the first end token; what follows it is padding."""
+    return ids[: ids.index(end) + 1] if end in ids else ids

@@ -1,0 +1,89 @@
+"""Make training data: a mixture's prompts, answered by the target, in resumable shards."""
+
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from keepsight.data_gen.answers import Rendered, answer, batches, render
+from keepsight.data_gen.mixture import Mixture
+from keepsight.data_gen.shards import Answered, DataSettings, ShardWriter
+from keepsight.errors import UserError
+from keepsight.models.targets import Target
+
+
+def generate_data(
+    target: Target,
+    mixture: Mixture,
+    mixture_values: dict[str, Any],
+    out: Path,
+    *,
+    limit: int,
+    seed: int,
+    max_new_tokens: int,
+    shard_size: int,
+    batch_tokens: int,
+) -> dict[str, Any]:
+    """Answer `limit` prompts and write them under `out`; goes on where an earlier run stopped.
+
+    Args:
+        target: Who answers, greedily.
+        mixture: Draws prompt number i from (seed, i) alone.
+        mixture_values: The mixture as plain values, for the manifest.
+        out: Data folder.
+        limit: Number of samples.
+        seed: Of the draws.
+        max_new_tokens: Length limit of an answer, in tokens.
+        shard_size: Samples a shard.
+        batch_tokens: Prompt tokens of one batch, padding included.
+
+    Returns:
+        The manifest.
+
+    Raises:
+        UserError: a prompt and its answer do not fit the target's context, or `out` holds other data.
+    """
+    settings = DataSettings(
+        target.name, target.version, target.template_digest, mixture_values, seed, limit, shard_size, max_new_tokens
+    )
+    writer = ShardWriter(out, settings)
+    tokenizer = target.tokenizer
+    progress = tqdm(total=limit, desc="answers", unit="sample")
+    for shard in writer.shards():
+        missing = writer.missing(shard)
+        progress.update(len(shard) - len(missing))
+        prompts = [render(index, mixture.prompt(seed, index, _counter(target)), tokenizer) for index in missing]
+        for prompt in prompts:
+            _check_fits(prompt, target, max_new_tokens)
+        for batch in batches(prompts, batch_tokens):
+            answers = answer(target.model, tokenizer, batch, max_new_tokens)
+            writer.append(shard, [_answered(*pair, target) for pair in zip(batch, answers, strict=True)])
+            progress.update(len(batch))
+        writer.finish(shard)
+    progress.close()
+    return writer.complete()
+
+
+def _counter(target: Target) -> Any:
+    return lambda text: len(target.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _answered(prompt: Rendered, ids: list[int], target: Target) -> Answered:
+    decode = target.tokenizer.decode
+    return Answered(
+        prompt.index,
+        prompt.source,
+        prompt.ids,
+        ids,
+        str(decode(prompt.ids)),
+        str(decode(ids, skip_special_tokens=True)),
+    )
+
+
+def _check_fits(prompt: Rendered, target: Target, max_new_tokens: int) -> None:
+    context = target.model.config.get_text_config().max_position_embeddings
+    if len(prompt.ids) + max_new_tokens > context:
+        raise UserError(
+            f"prompt {prompt.index} ({prompt.source}) has {len(prompt.ids)} tokens, with {max_new_tokens} for the answer "
+            f"more than the context of {context}; lower the mixture's max_tokens"
+        )

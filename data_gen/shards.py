@@ -1,0 +1,176 @@
+"""Shards on disk: written so that a killed run goes on without a lost or a doubled sample, and read for training.
+
+    out/manifest.json          counts, the target, its version, the chat template's digest, the mixture, the seed
+    out/shard-00000.jsonl      complete shards only; a row a sample
+    out/shard-00001.jsonl.partial   the shard in work: whole lines count, a line cut by a kill is made again
+"""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from keepsight.errors import UserError
+from keepsight.files import read_json, read_jsonl, text_digest, write_json
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A training sample: a prompt and the answer whose attention is learned.
+
+    Attributes:
+        index: Number in the data set.
+        source: Kind of the prompt.
+        prompt_ids: Token ids of the rendered prompt.
+        answer_ids: Token ids of the answer, end token included.
+        prompt: The rendered prompt as text.
+        answer: The answer as text.
+    """
+
+    index: int
+    source: str
+    prompt_ids: list[int]
+    answer_ids: list[int]
+    prompt: str
+    answer: str
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    """What decides every sample: a run goes on only with the same settings.
+
+    Attributes:
+        model: Hub id or folder of the target.
+        version: Its revision or the digest of its weight file.
+        template_digest: Digest of its chat template.
+        mixture: The mixture as plain values.
+        seed: Of the mixture's draws.
+        limit: Number of samples.
+        shard_size: Samples a shard.
+        max_new_tokens: Length limit of an answer.
+    """
+
+    model: str
+    version: str
+    template_digest: str
+    mixture: dict[str, Any] = field(hash=False)
+    seed: int
+    limit: int
+    shard_size: int
+    max_new_tokens: int
+
+
+class ShardWriter:
+    """Writes samples in shards.
+
+    Raises:
+        UserError: the folder holds data made with other settings.
+    """
+
+    def __init__(self, folder: Path, settings: DataSettings) -> None:
+        self.folder, self.settings = folder, settings
+        if (folder / "manifest.json").exists():
+            _check_same(folder, read_json(folder / "manifest.json")["settings"], asdict(settings))
+        else:
+            self._write_manifest(complete=False)
+
+    def shards(self) -> list[range]:
+        """The samples' indices, shard by shard."""
+        size, limit = self.settings.shard_size, self.settings.limit
+        return [range(start, min(start + size, limit)) for start in range(0, limit, size)]
+
+    def missing(self, shard: range) -> list[int]:
+        """Indices of a shard that no earlier run has answered."""
+        path = self._path(shard)
+        if path.exists():
+            return []
+        done = {row["index"] for row in _whole_lines(self._partial(shard))}
+        return [index for index in shard if index not in done]
+
+    def append(self, shard: range, samples: Iterable[Answered]) -> None:
+        """Add samples to the shard in work."""
+        with self._partial(shard).open("a", encoding="utf-8") as stream:
+            for sample in samples:
+                stream.write(json.dumps(asdict(sample), ensure_ascii=False) + "\n")
+
+    def finish(self, shard: range) -> None:
+        """Give a shard its name, its samples in order."""
+        if self._path(shard).exists():
+            return
+        partial = self._partial(shard)
+        rows = sorted(_whole_lines(partial), key=lambda row: row["index"])
+        if [row["index"] for row in rows] != list(shard):
+            raise UserError(f"{partial}: {len(rows)} of {len(shard)} samples are there; run the same command again")
+        sorted_file = partial.with_suffix(".sorted")
+        sorted_file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+        sorted_file.replace(self._path(shard))
+        partial.unlink()
+
+    def complete(self) -> dict[str, Any]:
+        """Write the final manifest and return it."""
+        return self._write_manifest(complete=True)
+
+    def _write_manifest(self, complete: bool) -> dict[str, Any]:
+        manifest: dict[str, Any] = {"complete": complete, "settings": asdict(self.settings)}
+        if complete:
+            rows = [row for shard in self.shards() for row in read_jsonl(self._path(shard))]
+            manifest |= {
+                "samples": len(rows),
+                "prompt_tokens": sum(len(row["prompt_ids"]) for row in rows),
+                "answer_tokens": sum(len(row["answer_ids"]) for row in rows),
+                "sources": dict(Counter(row["source"] for row in rows).most_common()),
+                "shards": [self._path(shard).name for shard in self.shards()],
+                "digest": text_digest("".join(self._path(shard).read_text("utf-8") for shard in self.shards())),
+            }
+        write_json(self.folder / "manifest.json", manifest)
+        return manifest
+
+    def _path(self, shard: range) -> Path:
+        return self.folder / f"shard-{shard.start // self.settings.shard_size:05d}.jsonl"
+
+    def _partial(self, shard: range) -> Path:
+        return self._path(shard).with_suffix(".jsonl.partial")
+
+
+def _whole_lines(partial: Path) -> list[dict[str, Any]]:
+    """The samples of a shard in work. What a kill left of the last line is cut off the file."""
+    if not partial.exists():
+        return []
+    text = partial.read_bytes()
+    whole = text.rfind(b"\n") + 1
+    if whole < len(text):
+        partial.write_bytes(text[:whole])
+    return list(read_jsonl(partial))
+
+
+def _check_same(folder: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    for key, value in wanted.items():
+        if found.get(key) != value:
+            raise UserError(
+                f"{folder}: this data was made with {key}={found.get(key)!r}, now it is {value!r}; "
+                "choose another out=, or delete the folder"
+            )
+
+
+def read_samples(folder: Path, model: str, template_digest: str) -> tuple[list[Answered], dict[str, Any]]:
+    """The samples of a finished data folder, in order, and its manifest.
+
+    Raises:
+        UserError: the folder is missing, empty, unfinished, or made with another model or chat template.
+    """
+    if not (folder / "manifest.json").exists():
+        raise UserError(f"{folder}: no manifest.json; make the data with `keepsight data out={folder}`")
+    manifest = read_json(folder / "manifest.json")
+    if not manifest.get("complete"):
+        raise UserError(f"{folder}: this data is unfinished; run the same `keepsight data out={folder}` again to finish it")
+    made = manifest["settings"]
+    if made["model"] != model:
+        raise UserError(f"{folder}: this data was answered by {made['model']!r}, not by {model!r}; make it again")
+    if made["template_digest"] != template_digest:
+        raise UserError(f"{folder}: this data was made with another chat template of {model!r}; make it again")
+    samples = [Answered(**row) for name in manifest["shards"] for row in read_jsonl(folder / Path(name).name)]
+    if not samples:
+        raise UserError(f"{folder}: this data folder holds no sample; raise limit=")
+    return samples, manifest

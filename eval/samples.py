@@ -1,0 +1,55 @@
+"""One evaluation sample: a prompt, what its answer is scored against, and how it becomes token ids."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from keepsight.errors import UserError
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A prompt with its references, as every task of `keepsight.eval` makes them.
+
+    Attributes:
+        id: Unique within its task and length.
+        task: What the `task` column shows, such as `niah_single` or a file's name.
+        length: What the `length` column shows: the nominal prompt length in tokens of the target's tokenizer.
+        prompt: The text of the user's turn.
+        references: Accepted answers.
+        metric: A key of `keepsight.eval.metrics.METRICS`.
+        max_new_tokens: Length limit of the answer, in tokens.
+        answer_prefix: Text that begins the assistant's turn; the target continues it.
+        chat: Whether the prompt goes through the chat template (LongBench's few-shot and code tasks do not).
+        spans: Texts that must stand in the rendered prompt for the sample to be answerable.
+        classes: The class names of a classification task.
+    """
+
+    id: str
+    task: str
+    length: int
+    prompt: str
+    references: tuple[str, ...]
+    metric: str
+    max_new_tokens: int
+    answer_prefix: str = ""
+    chat: bool = True
+    spans: tuple[str, ...] = ()
+    classes: tuple[str, ...] = ()
+
+
+def render(sample: Sample, tokenizer: Any) -> list[int]:
+    """The sample's prompt as token ids: chat template, then the answer prefix.
+
+    Raises:
+        UserError: a span that the answer needs is not in the rendered prompt.
+    """
+    text = sample.prompt
+    if sample.chat:
+        turns = [{"role": "user", "content": sample.prompt}]
+        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    ids: list[int] = tokenizer(text + sample.answer_prefix, add_special_tokens=not sample.chat)["input_ids"]
+    rendered = tokenizer.decode(ids)
+    for span in sample.spans:
+        if span not in rendered:
+            raise UserError(f"sample {sample.task}/{sample.id}: the answer span {span!r} was cut from the prompt")
+    return ids

@@ -1,0 +1,7 @@
+"""`python -m keepsight`."""
+
+import sys
+
+from keepsight.cli import main
+
+sys.exit(main())

@@ -1,0 +1,1 @@
+"""One file a command: a `Config` with its keys, and `run(config)`."""

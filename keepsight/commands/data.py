@@ -1,0 +1,88 @@
+"""keepsight data: prompts and the target's own greedy answers, as training data.
+
+    keepsight data recipe=smollm2-135m out=runs/data limit=200
+    keepsight data recipe=llama8b mixture=my_mixture.yaml out=runs/data limit=20000
+
+A killed run goes on when the same command is given again.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from keepsight import recipes
+from keepsight.config import Recipe
+from keepsight.data_gen.generate import generate_data
+from keepsight.data_gen.mixture import Mixture
+from keepsight.errors import UserError
+from keepsight.targets import target_of
+
+
+@dataclass
+class Config(Recipe):
+    """Keys of `keepsight data`.
+
+    Attributes:
+        out: Folder for the shards and the manifest.
+        mixture: Name of a file in recipes/mixture/, or a path to a YAML file of your own.
+        limit: Number of samples.
+        seed: Of the mixture's draws.
+        max_new_tokens: Length limit of an answer, in tokens.
+        shard_size: Samples a shard.
+        batch_tokens: Prompt tokens answered in one batch; lower it when memory runs out.
+    """
+
+    out: str = "???"
+    mixture: str = "offline"
+    limit: int = 200
+    seed: int = 0
+    max_new_tokens: int = 128
+    shard_size: int = 64
+    batch_tokens: int = 8192
+
+
+def run(config: Config) -> None:
+    """Make the data and say what it holds."""
+    if config.limit < 1:
+        raise UserError(f"limit={config.limit} must be at least 1")
+    values = read_mixture(config.mixture)
+    mixture = Mixture.from_values(values)
+    target = target_of(config)
+    manifest = generate_data(
+        target,
+        mixture,
+        values,
+        Path(config.out),
+        limit=config.limit,
+        seed=config.seed,
+        max_new_tokens=config.max_new_tokens,
+        shard_size=config.shard_size,
+        batch_tokens=config.batch_tokens,
+    )
+    print(
+        f"{manifest['samples']} samples, {manifest['prompt_tokens']} prompt and {manifest['answer_tokens']} answer tokens "
+        f"in {config.out}"
+    )
+
+
+def read_mixture(name: str) -> dict[str, Any]:
+    """A mixture's plain values from recipes/mixture/NAME.yaml or from a YAML file.
+
+    Raises:
+        UserError: no such mixture, or the file is not YAML.
+    """
+    known = {path.stem: path for base in recipes.__path__ for path in sorted((Path(base) / "mixture").glob("*.yaml"))}
+    path = known.get(name) or Path(name)
+    if not path.is_file():
+        raise UserError(f"mixture={name} is neither a file nor one of {', '.join(known)}")
+    try:
+        values = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    except (YAMLError, OmegaConfBaseException) as error:
+        raise UserError(f"{path}: not a YAML file ({' '.join(str(error).split())})") from None
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: expected keys such as min_tokens, max_tokens and sources")
+    return {str(key): value for key, value in values.items()}

@@ -1,0 +1,163 @@
+"""Real English and real code that every Python installation holds, split in two: a training and an evaluation part.
+
+Documents are the language reference's topics (`pydoc_data.topics`) and the standard library's source files. A document
+belongs to one part as a whole, by a hash of its name, so that the training mixture and the evaluation share none.
+"""
+
+import ast
+import hashlib
+import re
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal
+
+from pydoc_data.topics import topics
+
+from keepsight.errors import UserError
+
+Part = Literal["training", "evaluation"]
+
+# Test suites, generated tables and third-party packages: neither prose nor code that anyone wrote to be read.
+SKIPPED_FOLDERS = frozenset(
+    "test tests idlelib lib2to3 site-packages dist-packages encodings ensurepip turtledemo pydoc_data __phello__".split()
+)
+SHARED_WORDS = 6
+"""So many words in a row, found in a training document, make a sentence of the evaluation one of training."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """One document: a topic of the language reference, or a source file of the standard library.
+
+    Attributes:
+        name: `topics/assert`, or the file's path below the library's folder.
+        text: The whole text.
+    """
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Docstring:
+    """The documentation of one object: `name` as in `module.Class.method`, and the `text` of its docstring."""
+
+    name: str
+    text: str
+
+
+def part_of(name: str) -> Part:
+    """The part that the document `name` belongs to, the same on every machine: one in five is for evaluation.
+
+    A package is one document here, and a module goes with its pure-Python twin (`_pydecimal` with `decimal`), because
+    their texts repeat each other.
+    """
+    folder, _, rest = name.partition("/")
+    group = rest if folder == "topics" else re.sub(r"^(_py|_)", "", folder.removesuffix(".py"))
+    return "evaluation" if hashlib.sha256(group.encode()).digest()[0] % 5 == 0 else "training"
+
+
+@lru_cache(maxsize=4)
+def topic_documents(part: Part) -> tuple[Document, ...]:
+    """The topics of the language reference that belong to `part`, by name."""
+    named = ((f"topics/{name}", text) for name, text in sorted(topics.items()))
+    return tuple(Document(name, text) for name, text in named if part_of(name) == part)
+
+
+@lru_cache(maxsize=4)
+def source_documents(part: Part) -> tuple[Document, ...]:
+    """The source files of the standard library that belong to `part`, by name.
+
+    Raises:
+        UserError: this Python has no library sources on disk.
+    """
+    library = Path(sysconfig.get_paths()["stdlib"])
+    paths = [(path.relative_to(library).as_posix(), path) for path in sorted(library.rglob("*.py"))]
+    chosen = [(name, path) for name, path in paths if _is_library(name) and part_of(name) == part]
+    if not chosen:
+        raise UserError(f"{library}: no .py files of the standard library; use a Python that keeps its sources")
+    return tuple(Document(name, path.read_text(encoding="utf-8", errors="replace")) for name, path in chosen)
+
+
+def _is_library(name: str) -> bool:
+    folders = name.split("/")[:-1]
+    skipped = any(folder in SKIPPED_FOLDERS or folder.startswith("config-") for folder in folders)
+    return not skipped and not name.startswith("_sysconfigdata")
+
+
+@lru_cache(maxsize=512)
+def docstrings(document: Document) -> tuple[Docstring, ...]:
+    """The docstrings of a source file, module first; empty where it does not parse."""
+    try:
+        tree = ast.parse(document.text)
+    except SyntaxError:
+        return ()
+    module = document.name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    return tuple(_docstrings_below(tree, module))
+
+
+def _docstrings_below(node: ast.Module | ast.ClassDef | ast.FunctionDef, name: str) -> Iterator[Docstring]:
+    text = ast.get_docstring(node)
+    if text:
+        yield Docstring(name, text)
+    for child in node.body:
+        if isinstance(child, ast.ClassDef | ast.FunctionDef):
+            yield from _docstrings_below(child, f"{name}.{child.name}")
+
+
+def prose(text: str) -> list[str]:
+    """The paragraphs of `text` that are running English, each on one line; listings, grammars and tables are left."""
+    paragraphs = (" ".join(paragraph.split()) for paragraph in re.split(r"\n\s*\n", text))
+    return [paragraph for paragraph in paragraphs if _is_prose(paragraph)]
+
+
+def _is_prose(paragraph: str) -> bool:
+    if len(paragraph) < 120 or not paragraph[0].isupper() or paragraph[-1] not in ".!?":
+        return False
+    plain = sum(character.isalpha() or character in " ,.'’" for character in paragraph)
+    return plain >= 0.96 * len(paragraph) and not re.search(r">>>|::|  |[=_{}\[\]<>|\\]", paragraph)
+
+
+def sentences(paragraph: str) -> list[str]:
+    """The sentences of a paragraph, in order."""
+    return re.split(r"(?<=[.!?]) (?=[A-Z])", paragraph)
+
+
+@lru_cache(maxsize=1)
+def evaluation_paragraphs() -> tuple[str, ...]:
+    """Prose of the evaluation part, document by document, without the sentences that training documents hold too."""
+    topics_prose = [prose(document.text) for document in topic_documents("evaluation")]
+    library_prose = [prose(entry.text) for document in source_documents("evaluation") for entry in docstrings(document)]
+    paragraphs = [sentences(paragraph) for group in topics_prose + library_prose for paragraph in group]
+    shared = _openings_in_training({_opening(sentence) for group in paragraphs for sentence in group})
+    seen: set[str] = set()
+    kept = [_fresh(group, shared, seen) for group in paragraphs]
+    return tuple(paragraph for paragraph in kept if paragraph)
+
+
+def _fresh(group: list[str], shared: set[tuple[str, ...]], seen: set[str]) -> str:
+    """The group's sentences that are neither shared nor seen before, as one paragraph; notes the new ones as seen."""
+    fresh = [sentence for sentence in group if _opening(sentence) not in shared and sentence not in seen]
+    fresh = [sentence for sentence in fresh if len(_opening(sentence)) == SHARED_WORDS]
+    seen.update(fresh)
+    return " ".join(fresh)
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"\w+", text)
+
+
+def _opening(sentence: str) -> tuple[str, ...]:
+    return tuple(_words(sentence)[:SHARED_WORDS])
+
+
+def _openings_in_training(openings: set[tuple[str, ...]]) -> set[tuple[str, ...]]:
+    found: set[tuple[str, ...]] = set()
+    for document in topic_documents("training") + source_documents("training"):
+        words = _words(document.text)
+        windows = zip(*(words[start:] for start in range(SHARED_WORDS)), strict=False)
+        found.update(openings.intersection(windows))
+    return found

@@ -1,0 +1,96 @@
+"""Reading and writing files so that nothing half-written is left. Every folder may import this file."""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from keepsight.errors import UserError
+
+
+@contextmanager
+def atomic_folder(folder: Path) -> Iterator[Path]:
+    """Yield an empty folder beside `folder` that takes its name when the block ends, replacing what stood there.
+
+    When the block raises, `folder` is as it was.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        yield unfinished
+        unfinished.chmod(0o755)
+        replaced = folder.with_name(f"{unfinished.name}-replaced")
+        if folder.exists():
+            folder.rename(replaced)
+        unfinished.rename(folder)
+        shutil.rmtree(replaced, ignore_errors=True)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write `text` (UTF-8) so that `path` holds either all of it or what it held before."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """`write_text` of `value` as indented JSON."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """The JSON value of a file.
+
+    Raises:
+        UserError: the file is missing or is not JSON.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+    except ValueError as error:
+        raise UserError(f"{path}: not valid JSON ({error}); restore the file or make it again") from None
+
+
+def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a JSON Lines file, one a line; empty lines are passed over.
+
+    Raises:
+        UserError: a line is not a JSON object; its number is named.
+    """
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise UserError(f"{path}:{number}: not valid JSON ({error}); is the line cut off?") from None
+            if not isinstance(row, dict):
+                raise UserError(f"{path}:{number}: expected a JSON object, got {type(row).__name__}")
+            yield row
+
+
+def file_digest(path: Path) -> str:
+    """`sha256:` and the hexadecimal digest of a file's bytes."""
+    with path.open("rb") as stream:
+        digest = hashlib.sha256()
+        while block := stream.read(1 << 20):
+            digest.update(block)
+    return f"sha256:{digest.hexdigest()}"
+
+
+def text_digest(text: str) -> str:
+    """`sha256:` and the hexadecimal digest of a text's UTF-8 bytes."""
+    return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"

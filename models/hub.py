@@ -1,0 +1,140 @@
+"""Adapters to and from the Hugging Face Hub, or whichever server HF_ENDPOINT names.
+
+Only the files of an adapter travel, each by its name. The token is the one the Hub's client finds, HF_TOKEN or what
+`hf auth login` saved; it is neither printed nor stored.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from huggingface_hub import CommitOperationAdd, HfApi, get_token, snapshot_download
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+
+from keepsight.errors import UserError
+from keepsight.files import file_digest
+from keepsight.models.lookahead import FILES, load_lookahead
+
+CARD = "README.md"
+
+
+@dataclass(frozen=True)
+class Upload:
+    """What a push would send.
+
+    Attributes:
+        folder: The adapter.
+        repo_id: `user/name` on the Hub.
+        files: Names of the files that travel, all directly inside `folder`.
+        left_out: Names of the files and folders beside them that stay.
+        private: Whether the repository must be private.
+        revision: The branch; None is the repository's main branch.
+    """
+
+    folder: Path
+    repo_id: str
+    files: tuple[str, ...]
+    left_out: tuple[str, ...]
+    private: bool = False
+    revision: str | None = None
+
+    @property
+    def url(self) -> str:
+        """The page of the branch on the Hub."""
+        return f"{HfApi().endpoint}/{self.repo_id}" + (f"/tree/{self.revision}" if self.revision else "")
+
+    def describe(self) -> str:
+        """One line for each file (its size in bytes, its digest, its path), under a line that names the destination."""
+        lines = [f"to {self.url} ({'private' if self.private else 'public'} if it has to be created):"]
+        for path in (self.folder / name for name in self.files):
+            lines.append(f"  {path.stat().st_size:>12,} bytes  {file_digest(path)}  {path}")
+        lines += [f"  left out: {self.folder / name}" for name in self.left_out]
+        return "\n".join(lines)
+
+
+def plan_upload(folder: Path, repo_id: str, *, private: bool = False, revision: str | None = None) -> Upload:
+    """Check an adapter folder and list what `push` would send. Nothing is sent, and no network is needed.
+
+    Raises:
+        UserError: the folder is no complete, intact adapter with a card, or `repo_id` is no `user/name`.
+    """
+    _check_repo_id(repo_id)
+    load_lookahead(folder)
+    if not (folder / CARD).is_file():
+        raise UserError(f"{folder}: {CARD} is missing; write the adapter's card (sources, licences, results) first")
+    pictures = sorted(path.name for path in folder.glob("*.png") if path.is_file())
+    files = (*FILES, CARD, *pictures)
+    left_out = tuple(sorted(path.name for path in folder.iterdir() if path.name not in files))
+    return Upload(folder, repo_id, files, left_out, private, revision)
+
+
+def push(upload: Upload) -> str:
+    """Send the files of `upload` as one commit, making the repository and the branch when needed.
+
+    Returns:
+        The commit's page on the Hub.
+
+    Raises:
+        UserError: there is no token, the Hub refuses or does not answer, or the repository is public and must not be.
+    """
+    if get_token() is None:
+        raise UserError("no Hugging Face token: set HF_TOKEN or run `hf auth login`, with a token that may write")
+    api = HfApi()
+    with _hub_errors(f"cannot push {upload.folder} to {upload.repo_id}"):
+        api.create_repo(upload.repo_id, private=upload.private, exist_ok=True)
+        if upload.private and not api.model_info(upload.repo_id).private:
+            raise UserError(f"{upload.repo_id} exists and is public: make it private on the Hub or choose another name")
+        if upload.revision:
+            api.create_branch(upload.repo_id, branch=upload.revision, exist_ok=True)
+        additions = [CommitOperationAdd(name, upload.folder / name) for name in upload.files]
+        message = "Upload a keepsight adapter"
+        return api.create_commit(upload.repo_id, additions, commit_message=message, revision=upload.revision).commit_url
+
+
+def fetch(reference: str, revision: str | None = None) -> Path:
+    """The folder of an adapter: `reference` itself when it is one, else the Hub's, fetched once into the Hub's cache.
+
+    Files are asked for by name, so a repository decides neither what is written nor where. Without network
+    (or with HF_HUB_OFFLINE=1) the cached copy is used.
+
+    Args:
+        reference: A local folder or a Hub id (`user/name`).
+        revision: Branch, tag or commit on the Hub.
+
+    Raises:
+        UserError: it is neither a folder nor a Hub id, or the Hub and its cache do not have it.
+    """
+    if Path(reference).is_dir():
+        return Path(reference)
+    _check_repo_id(reference)
+    with _hub_errors(f"adapter {reference!r} is no folder here and cannot be fetched from the Hub"):
+        return Path(snapshot_download(reference, revision=revision, allow_patterns=[*FILES, CARD]))
+
+
+def _check_repo_id(repo_id: str) -> None:
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError:
+        valid = False
+    else:
+        valid = repo_id.count("/") == 1
+    if not valid:
+        raise UserError(f"{repo_id!r} is neither an adapter's folder nor a Hub id; a Hub id looks like user/name")
+
+
+@contextmanager
+def _hub_errors(what: str) -> Iterator[None]:
+    """Say in one line what failed.
+
+    Everything is caught, because beside its own errors the Hub's client lets pass those of its HTTP library, which
+    differs between its versions.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"{what}: {reason[:400]}") from error

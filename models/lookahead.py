@@ -1,0 +1,251 @@
+"""The lookahead module: n soft tokens, and LoRA that is on for them alone (LookaheadKV, section 3).
+
+An adapter is a folder that plain PEFT loads too. PEFT then leaves the base model's outputs as they are, because the
+saved configuration makes the LoRA an activated one (aLoRA) whose invocation token never occurs in a text.
+"""
+
+import copy
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftConfig, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from keepsight.errors import UserError
+from keepsight.files import atomic_folder, file_digest, read_json, write_json
+
+ADAPTER, TOKENS, CONFIG = "adapter_model.safetensors", "lookahead_tokens.safetensors", "lookahead_config.json"
+FILES = ("adapter_config.json", ADAPTER, TOKENS, CONFIG)
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_PREFIX = "base_model.model."  # what PEFT puts before the names of a saved adapter's tensors
+
+
+@dataclass(frozen=True)
+class LookaheadSettings:
+    """The shape of a lookahead module and how its observations are reduced.
+
+    Attributes:
+        tokens: n, the number of soft tokens.
+        rank: LoRA rank; 0 trains the soft tokens alone.
+        alpha: LoRA scale times rank.
+        dropout: LoRA dropout while training.
+        group: Reduction over the query heads of a KV head.
+        pooling: `max` or `avg`.
+        kernel: Pooling kernel at selection; training compares unpooled importance.
+    """
+
+    tokens: int = 32
+    rank: int = 8
+    alpha: float = 32
+    dropout: float = 0.0
+    group: str = "mean"
+    pooling: str = "max"
+    kernel: int = 7
+
+
+class Lookahead(nn.Module):
+    """A target with a lookahead module attached. The LoRA is off unless `switch(True)` or `active()` turns it on.
+
+    Attributes:
+        model: The target; its own parameters are frozen.
+        tokens: [n, hidden] float32, the soft tokens' embeddings.
+        settings: The module's shape.
+    """
+
+    def __init__(self, model: PreTrainedModel, settings: LookaheadSettings, name: str = "lookahead") -> None:
+        super().__init__()
+        self.model, self.settings, self.name = model, settings, name
+        model.requires_grad_(False)
+        embedding = model.get_input_embeddings().weight
+        scale = embedding.detach().float().std().item()
+        self.tokens = nn.Parameter(
+            torch.randn(settings.tokens, embedding.shape[1], device=embedding.device) * scale
+        )
+        if settings.rank:
+            inject_adapter_in_model(lora_config(model, settings), model, name)
+        self._layers = [layer for layer in model.modules() if isinstance(layer, LoraLayer) and name in layer.lora_A]
+        for layer in self._layers:
+            layer.lora_A[name].float()
+            layer.lora_B[name].float()
+        self.switch(False)
+
+    def switch(self, on: bool) -> None:
+        """Turn the LoRA (and the gradients of its weights) on or off."""
+        for layer in self._layers:
+            if on:
+                layer.set_adapter([self.name])
+            layer.enable_adapters(on)
+
+    @contextmanager
+    def active(self, on: bool = True) -> Iterator[None]:
+        """Turn the LoRA on (or off) within the block, and back after it."""
+        self.switch(on)
+        try:
+            yield
+        finally:
+            self.switch(not on)
+
+    def observers(self, batch: int) -> Tensor:
+        """The soft tokens as input embeddings [batch, n, hidden] in the target's dtype."""
+        return self.tokens.to(self.model.dtype).expand(batch, -1, -1)
+
+    def lora_state(self) -> dict[str, Tensor]:
+        """The LoRA's tensors under the names PEFT saves them with."""
+        if not self._layers:
+            return {}
+        state = get_peft_model_state_dict(self.model, adapter_name=self.name, save_embedding_layers=False)
+        return {_PREFIX + key: value.detach().contiguous().cpu() for key, value in state.items()}
+
+    def load_state(self, lora: dict[str, Tensor], tokens: Tensor) -> None:
+        """Set the weights.
+
+        Raises:
+            UserError: a tensor is missing, surplus, or of another shape.
+        """
+        own = self.lora_state()
+        if odd := set(own) ^ set(lora):
+            raise UserError(f"{ADAPTER}: missing or surplus tensor {min(odd)!r}: the adapter is for another model")
+        for key, value in [*own.items(), ("lookahead_tokens", self.tokens)]:
+            given = tokens if key == "lookahead_tokens" else lora[key]
+            if given.shape != value.shape:
+                raise UserError(
+                    f"tensor {key!r} has shape {list(given.shape)}, this model needs {list(value.shape)}: "
+                    "the adapter is for another model"
+                )
+        with torch.no_grad():
+            self.tokens.copy_(tokens)
+        if lora:
+            plain = {key.removeprefix(_PREFIX): value for key, value in lora.items()}
+            set_peft_model_state_dict(self.model, plain, adapter_name=self.name)
+
+
+def lora_config(model: PreTrainedModel, settings: LookaheadSettings) -> LoraConfig:
+    """LoRA on every projection that the loss can reach.
+
+    Importance reads queries and keys only, so the last layer's value, output and MLP projections get no gradient.
+    """
+    last = model.config.get_text_config().num_hidden_layers - 1
+    return LoraConfig(
+        r=settings.rank,
+        lora_alpha=settings.alpha,  # type: ignore[arg-type]
+        lora_dropout=settings.dropout,
+        target_modules=list(PROJECTIONS),
+        exclude_modules=rf".*layers\.{last}\.(self_attn\.[vo]_proj|mlp\..*)",
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=model.config.name_or_path,
+    )
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Where an adapter comes from; saved beside its settings.
+
+    Attributes:
+        base_model: Hub id or folder of the target.
+        base_version: Its revision, or the digest of its weight file.
+        template_digest: Digest of the chat template that rendered the training prompts.
+        data_digest: Digest of the training data's manifest.
+        training: Summary: steps, prompt lengths, losses.
+        keepsight_version: Of the code that trained it.
+    """
+
+    base_model: str
+    base_version: str = "unknown"
+    template_digest: str = ""
+    data_digest: str = ""
+    training: dict[str, Any] = field(default_factory=dict)
+    keepsight_version: str = ""
+
+
+def save_lookahead(module: Lookahead, folder: Path, provenance: Provenance, card: str) -> None:
+    """Write an adapter folder: complete, or not at all."""
+    config = copy.copy(lora_config(module.model, module.settings))
+    config.alora_invocation_tokens = [module.model.get_input_embeddings().weight.shape[0]]  # no text has this id
+    config.inference_mode = True
+    with atomic_folder(folder) as unfinished:
+        save_file(module.lora_state(), unfinished / ADAPTER, metadata={"format": "pt"})
+        save_file({"lookahead_tokens": module.tokens.detach().cpu()}, unfinished / TOKENS, metadata={"format": "pt"})
+        config.save_pretrained(str(unfinished))
+        digests = {name: file_digest(unfinished / name) for name in (ADAPTER, TOKENS)}
+        settings = {"settings": asdict(module.settings), "provenance": asdict(provenance), "digests": digests}
+        write_json(unfinished / CONFIG, settings)
+        (unfinished / "README.md").write_text(card, encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A lookahead adapter read from its folder, verified, not yet attached to a model."""
+
+    folder: Path
+    settings: LookaheadSettings
+    provenance: Provenance
+    lora: dict[str, Tensor]
+    tokens: Tensor
+    digest: str
+
+    def attach(self, model: PreTrainedModel) -> Lookahead:
+        """The module on a model; attached once, however often this is called.
+
+        Raises:
+            UserError: the adapter was trained for another model.
+        """
+        attached: dict[str, Lookahead] = model.__dict__.setdefault("_keepsight_lookahead", {})
+        if self.digest not in attached:
+            self._check_base(model)
+            module = Lookahead(model, self.settings, f"lookahead_{self.digest[-8:]}")
+            module.load_state(self.lora, self.tokens.to(module.tokens.device))
+            attached[self.digest] = module.requires_grad_(False).eval()
+        return attached[self.digest]
+
+    def _check_base(self, model: PreTrainedModel) -> None:
+        loaded, expected = model.config.name_or_path, self.provenance.base_model
+        is_hub_id = re.fullmatch(r"[\w.-]+/[\w.-]+", loaded or "") and not Path(loaded).exists()
+        if is_hub_id and expected and loaded != expected:
+            raise UserError(f"{self.folder}: this adapter is for {expected!r}, but the model is {loaded!r}")
+        hidden = model.get_input_embeddings().weight.shape[1]
+        if self.tokens.shape[1] != hidden:
+            raise UserError(
+                f"{self.folder}: this adapter is for {expected!r} with hidden size {self.tokens.shape[1]}, "
+                f"but the model's is {hidden}"
+            )
+
+
+def load_lookahead(folder: Path) -> Artifact:
+    """Read and verify an adapter folder.
+
+    Raises:
+        UserError: a file is missing or corrupt, or differs from the digest recorded when it was saved.
+    """
+    for name in FILES:
+        if not (folder / name).is_file():
+            raise UserError(f"{folder}: {name} is missing; a lookahead adapter needs {', '.join(FILES)}")
+    config = read_json(folder / CONFIG)
+    try:
+        settings, provenance = LookaheadSettings(**config["settings"]), Provenance(**config["provenance"])
+        digests = {name: config["digests"][name] for name in (ADAPTER, TOKENS)}
+        PeftConfig.from_pretrained(str(folder))
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{folder / CONFIG}: not a lookahead adapter's configuration ({error})") from None
+    for name, expected in digests.items():
+        if (found := file_digest(folder / name)) != expected:
+            raise UserError(f"{folder / name}: its digest is {found}, {CONFIG} says {expected}; fetch the adapter again")
+    tokens = _read(folder / TOKENS)["lookahead_tokens"]
+    return Artifact(folder, settings, provenance, _read(folder / ADAPTER), tokens, digests[ADAPTER])
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise UserError(f"{path}: not a safetensors file ({error}); fetch the adapter again") from None
+

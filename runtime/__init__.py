@@ -1,0 +1,1 @@
+"""The shared runtime: importance, attention, cache, prefill, selection, decoding."""

@@ -1,0 +1,33 @@
+"""`generate`: an answer from what a method keeps."""
+
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from keepsight.runtime.evict import FullCache, Method
+
+
+def generate(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    method: Method | None = None,
+    *,
+    attention_mask: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
+    """Answer prompts from a cache that `method` has compressed.
+
+    Args:
+        model: Any causal language model of transformers with full attention.
+        input_ids: [B, N] int64, padded on the left.
+        method: Such as `SnapKV(budget=128)`; the full cache by default.
+        attention_mask: [B, N], 0 for padding; needed when a row is padded.
+        options: Whatever `model.generate` takes: `max_new_tokens`, `do_sample`, `temperature`, `streamer`, ...
+
+    Returns:
+        [B, T] int64: the answers alone, without the prompts, padded on the right.
+    """
+    mask = attention_mask if attention_mask is not None else input_ids.new_ones(input_ids.shape)
+    ids = model.generate(input_ids, attention_mask=mask, custom_generate=method or FullCache(), **options)  # type: ignore[operator]
+    return ids[:, input_ids.shape[1] :]

@@ -1,0 +1,299 @@
+"""Push and fetch against a local server that plays the Hub's part."""
+
+import base64
+import hashlib
+import json
+import re
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import constants
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from keepsight.errors import UserError
+from keepsight.models.hub import Upload, fetch, plan_upload, push
+from keepsight.models.lookahead import FILES, Lookahead, LookaheadSettings, Provenance, load_lookahead, save_lookahead
+
+REPO, TOKEN, COMMIT = "ada/adapter", "hf_secretsecretsecret", "c0ffee" * 6 + "c0ff"
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+class FakeHub(ThreadingHTTPServer):
+    """One repository's worth of the Hub's HTTP interface."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        self.files: dict[str, bytes] = {}
+        self.blobs: dict[str, bytes] = {}
+        self.created: dict[str, Any] = {}
+        self.requests: list[str] = []
+        self.tokens: dict[str, str | None] = {}
+        self.exists_in_public = False
+
+    def api(self, route: str, body: bytes) -> Any:
+        """The JSON answer to an API route; None is 404."""
+        if route == "/api/repos/create":
+            self.created = json.loads(body)
+            return {"url": f"{self.url}/{REPO}"}
+        if route == "/api/validate-yaml":
+            return {"errors": [], "warnings": []}
+        if route.startswith(f"/api/models/{REPO}/preupload/"):
+            names = [file["path"] for file in json.loads(body)["files"]]
+            return {"files": [{"path": name, "uploadMode": _mode(name), "shouldIgnore": False} for name in names]}
+        if route == f"/{REPO}.git/info/lfs/objects/batch":
+            return {"transfer": "basic", "objects": [self._lfs_action(item) for item in json.loads(body)["objects"]]}
+        if route.startswith(f"/api/models/{REPO}/branch/"):
+            return {}
+        if route.startswith(f"/api/models/{REPO}/commit/"):
+            self._commit([json.loads(line) for line in body.splitlines()])
+            return {"commitUrl": f"{self.url}/{REPO}/commit/{COMMIT}", "commitOid": COMMIT}
+        if route.startswith(f"/api/models/{REPO}/tree/"):
+            return [
+                {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+                for name, data in self.files.items()
+            ]
+        if re.fullmatch(rf"/api/models/{REPO}(/revision/.*)?", route):
+            private = self.created.get("visibility") == "private" and not self.exists_in_public
+            return {"id": REPO, "sha": COMMIT, "private": private, "siblings": []}
+        return None
+
+    def _lfs_action(self, item: dict[str, Any]) -> dict[str, Any]:
+        return {**item, "actions": {"upload": {"href": f"{self.url}/lfs/{item['oid']}"}}}
+
+    def _commit(self, lines: list[dict[str, Any]]) -> None:
+        for line in lines:
+            value = line["value"]
+            if line["key"] == "file":
+                self.files[value["path"]] = base64.b64decode(value["content"])
+            elif line["key"] == "lfsFile":
+                self.files[value["path"]] = self.blobs[value["oid"]]
+
+
+def _mode(name: str) -> str:
+    return "lfs" if name.endswith((".safetensors", ".png")) else "regular"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: FakeHub
+
+    def _read(self) -> bytes:
+        if length := self.headers.get("Content-Length"):
+            return self.rfile.read(int(length))
+        body = b""
+        while self.headers.get("Transfer-Encoding") == "chunked" and (size := int(self.rfile.readline(), 16)):
+            body += self.rfile.read(size)
+            self.rfile.readline()
+        return body
+
+    def _answer(self, status: int, body: bytes, **headers: str) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(body)), **headers}.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def _serve(self) -> None:
+        route, body = self.path.partition("?")[0], self._read()
+        self.server.requests.append(f"{self.command} {route}")
+        if route.startswith("/lfs/"):
+            self.server.blobs[route.removeprefix("/lfs/")] = body
+            return self._answer(200, b"")
+        self.server.tokens[route] = self.headers.get("Authorization")
+        if route.startswith(f"/{REPO}/resolve/"):
+            data = self.server.files[route.split("/", 5)[5]]
+            etag = f'"{hashlib.sha1(data).hexdigest()}"'
+            return self._answer(200, data, ETag=etag, X_Repo_Commit=COMMIT)
+        if (answer := self.server.api(route, body)) is None:
+            return self._answer(404, b"{}", X_Error_Code="RepoNotFound")
+        return self._answer(200, json.dumps(answer).encode(), Content_Type="application/json")
+
+    do_GET = do_HEAD = do_POST = do_PUT = _serve
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeHub]:
+    with FakeHub() as server:
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        for name, value in {
+            "ENDPOINT": server.url,
+            "HUGGINGFACE_CO_URL_TEMPLATE": server.url + "/{repo_id}/resolve/{revision}/{filename}",
+            "HF_HUB_CACHE": str(tmp_path / "cache"),
+            "HF_HUB_DISABLE_XET": True,
+            "HF_HUB_OFFLINE": False,
+        }.items():
+            monkeypatch.setattr(constants, name, value)
+        yield server
+        server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adapter as training leaves it, with things beside it that are nobody else's business."""
+    folder = tmp_path_factory.mktemp("runs") / "adapter"
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=2, **sizes))
+    module = Lookahead(model, LookaheadSettings(tokens=4, rank=2))
+    save_lookahead(module, folder, Provenance("ada/tiny"), "---\nlicense: apache-2.0\n---\n# Card\n")
+    (folder / "loss.png").write_bytes(PNG)
+    (folder / "secret.txt").write_text("password")
+    (folder / "pytorch_model.bin").write_bytes(b"\x80\x04N.")
+    (folder / "checkpoint-10").mkdir()
+    (folder / "checkpoint-10" / "plot.png").write_bytes(PNG)
+    return folder
+
+
+@pytest.fixture
+def adapter(saved: Path, tmp_path: Path) -> Path:
+    """A copy that a test may spoil."""
+    copy = tmp_path / "adapter"
+    copy.mkdir()
+    for path in saved.iterdir():
+        if path.is_file():
+            (copy / path.name).write_bytes(path.read_bytes())
+    return copy
+
+
+def _expected(folder: Path) -> dict[str, bytes]:
+    return {name: (folder / name).read_bytes() for name in (*FILES, "README.md", "loss.png")}
+
+
+def test_push_sends_the_adapters_files_and_nothing_else(
+    hub: FakeHub, saved: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    url = push(plan_upload(saved, REPO))
+
+    assert url == f"{hub.url}/{REPO}/commit/{COMMIT}"
+    assert hub.files == _expected(saved)
+    assert set(hub.blobs.values()) <= set(hub.files.values())
+    about_the_repository = {route: token for route, token in hub.tokens.items() if REPO in route or "/repos/" in route}
+    assert len(about_the_repository) >= 4
+    assert set(about_the_repository.values()) == {f"Bearer {TOKEN}"}
+    assert TOKEN not in "".join(capfd.readouterr())
+
+
+def test_push_to_a_branch_of_a_private_repository(hub: FakeHub, saved: Path) -> None:
+    upload = plan_upload(saved, REPO, private=True, revision="v2")
+    push(upload)
+
+    assert hub.created["visibility"] == "private"
+    assert f"POST /api/models/{REPO}/branch/v2" in hub.requests
+    assert f"POST /api/models/{REPO}/commit/v2" in hub.requests
+    assert upload.url == f"{hub.url}/{REPO}/tree/v2"
+
+
+def test_private_push_refuses_a_public_repository(hub: FakeHub, saved: Path) -> None:
+    hub.exists_in_public = True
+    with pytest.raises(UserError, match="is public"):
+        push(plan_upload(saved, REPO, private=True))
+    assert hub.files == {}
+
+
+def test_plan_names_each_file_and_sends_nothing(hub: FakeHub, saved: Path) -> None:
+    upload = plan_upload(saved, REPO)
+    text = upload.describe()
+
+    assert hub.requests == []
+    assert TOKEN not in text
+    assert f"to {hub.url}/{REPO} " in text
+    for name, data in _expected(saved).items():
+        line = next(line for line in text.splitlines() if line.endswith(f"  {saved / name}"))
+        assert f"{len(data):,} bytes" in line
+        assert f"sha256:{hashlib.sha256(data).hexdigest()}" in line
+    assert upload.left_out == ("checkpoint-10", "pytorch_model.bin", "secret.txt")
+
+
+def test_push_needs_a_token(hub: FakeHub, saved: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
+    with pytest.raises(UserError, match="HF_TOKEN"):
+        push(plan_upload(saved, REPO))
+    assert hub.requests == []
+
+
+@pytest.mark.parametrize("name", [*FILES, "README.md"])
+def test_an_incomplete_adapter_is_refused(adapter: Path, name: str) -> None:
+    (adapter / name).unlink()
+    with pytest.raises(UserError, match=re.escape(name)):
+        plan_upload(adapter, REPO)
+
+
+def test_a_pickle_under_an_adapters_name_is_refused(adapter: Path) -> None:
+    pickle, config = adapter / "adapter_model.safetensors", adapter / "lookahead_config.json"
+    pickle.write_bytes(b"\x80\x04N.")
+    settings = json.loads(config.read_text())
+    settings["digests"][pickle.name] = f"sha256:{hashlib.sha256(pickle.read_bytes()).hexdigest()}"
+    config.write_text(json.dumps(settings))
+    with pytest.raises(UserError, match="not a safetensors file"):
+        plan_upload(adapter, REPO)
+
+
+@pytest.mark.parametrize("repo_id", ["adapter", "a/b/c", "ada/../x", "https://hub/ada/x", ""])
+def test_a_wrong_repository_name_is_refused(saved: Path, repo_id: str) -> None:
+    with pytest.raises(UserError, match="user/name"):
+        plan_upload(saved, repo_id)
+
+
+def test_what_was_pushed_is_fetched(hub: FakeHub, saved: Path) -> None:
+    push(plan_upload(saved, REPO))
+    fetched = fetch(REPO)
+
+    names = (*FILES, "README.md")
+    assert {path.name: path.read_bytes() for path in fetched.iterdir()} == {n: (saved / n).read_bytes() for n in names}
+    assert load_lookahead(fetched).digest == load_lookahead(saved).digest
+
+
+def test_fetched_names_stay_in_their_folder(hub: FakeHub, saved: Path, tmp_path: Path) -> None:
+    before = set(tmp_path.parent.iterdir())
+    escapes = ("../escape.png", "../../../../escape.png", "/escape.png", "sub/README.md", "adapter_model.bin")
+    hub.files = _expected(saved) | dict.fromkeys(escapes, b"\x80\x04N.")
+    fetched = fetch(REPO)
+
+    assert {path.name for path in fetched.rglob("*")} == {*FILES, "README.md"}
+    assert not [path for path in tmp_path.rglob("*") if path.name.startswith("escape")]
+    assert set(tmp_path.parent.iterdir()) == before
+
+
+def test_offline_uses_the_cache(hub: FakeHub, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.files = _expected(saved)
+    fetched = fetch(REPO)
+    requests = len(hub.requests)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+
+    assert fetch(REPO) == fetched
+    assert len(hub.requests) == requests
+
+
+def test_a_local_folder_is_taken_as_it_is(hub: FakeHub, saved: Path) -> None:
+    assert fetch(str(saved)) == saved
+    assert hub.requests == []
+
+
+@pytest.mark.parametrize("reference", ["ada/unknown", "no/such/folder", "runs"])
+def test_what_cannot_be_found_is_named(hub: FakeHub, reference: str) -> None:
+    with pytest.raises(UserError, match=re.escape(repr(reference))) as caught:
+        fetch(reference)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_hub_that_does_not_answer(saved: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(UserError, match="cannot push") as caught:
+        push(Upload(saved, REPO, FILES, ()))
+    assert TOKEN not in str(caught.value)
+    with pytest.raises(UserError, match="cannot be fetched"):
+        fetch(REPO)

@@ -1,0 +1,220 @@
+"""Prefill, eviction and decoding on tiny random models, against full attention and against one another."""
+
+import pytest
+import torch
+from tests.tiny import FAMILIES, prompt_ids, tiny_model
+from transformers import LogitsProcessorList
+
+from keepsight import generate
+from keepsight.errors import UserError
+from keepsight.runtime.attention import record_attention
+from keepsight.runtime.cache import cache_bytes, entries
+from keepsight.runtime.decode import decode, join, score_answer, stop_after
+from keepsight.runtime.evict import FullCache
+from keepsight.runtime.methods import METHODS, Oracle, SnapKV, StreamingLLM, make_method
+from keepsight.runtime.methods.oracle import OwnAnswer
+from keepsight.runtime.methods.window import PromptWindow
+from keepsight.runtime.prefill import prefill
+
+SMALL = [StreamingLLM(12), SnapKV(12, PromptWindow(4), window=4), Oracle(12, OwnAnswer(8))]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_chunked_prefill_equals_whole(family, chunk):
+    model = tiny_model(family)
+    ids, mask = prompt_ids(40, 23)
+    whole, chunked = prefill(model, ids, mask, window=8), prefill(model, ids, mask, chunk=chunk, window=8)
+    torch.testing.assert_close(whole.logits, chunked.logits, atol=1e-4, rtol=1e-4)
+    for pair in zip(whole.window, chunked.window, strict=True):
+        torch.testing.assert_close(*pair, atol=1e-4, rtol=1e-4)
+    real = mask.bool()[:, None, :, None]
+    for (keys, values), (keys2, values2) in zip(entries(whole.cache), entries(chunked.cache), strict=True):
+        torch.testing.assert_close(keys * real, keys2 * real, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(values * real, values2 * real, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_full_cache_decodes_as_transformers_does(family):
+    model = tiny_model(family)
+    ids, mask = prompt_ids(30, 11)
+    expected = model.generate(ids, attention_mask=mask, max_new_tokens=9, do_sample=False)
+    assert torch.equal(generate(model, ids, attention_mask=mask, max_new_tokens=9, do_sample=False), expected[:, 30:])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("method", SMALL, ids=lambda method: type(method).__name__)
+def test_evicted_decoding_equals_masked_full_attention(family, method):
+    """Same answer likelihoods as full attention in which the evicted entries are masked, head by head."""
+    model = tiny_model(family)
+    ids, _ = prompt_ids(40)
+    answer = torch.randint(3, 128, (1, 6), generator=torch.Generator().manual_seed(1))
+    prefilled = prefill(model, ids)
+    selected = method.select(prefilled, method.importance(model, prefilled))
+    nll, _ = score_answer(model, method.compress(model, prefilled), answer)
+    logits = _masked_attention(model, torch.cat([ids, answer], 1), 40, selected)[:, 39:-1]
+    expected = torch.nn.functional.cross_entropy(logits.transpose(1, 2), answer, reduction="none")
+    torch.testing.assert_close(nll, expected, atol=2e-4, rtol=1e-4)
+
+
+def _masked_attention(model, ids, prompt_length, selected):
+    """Full attention where rows after the prompt see only the selected prompt entries of their KV head."""
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import repeat_kv
+
+    def masked(module, query, key, value, attention_mask, scaling=None, **_):
+        group, length = module.num_key_value_groups, query.shape[2]
+        visible = torch.ones(length, length).tril().bool().expand(1, key.shape[1], -1, -1).clone()
+        kept = torch.zeros(1, key.shape[1], prompt_length).scatter_(2, selected[module.layer_idx], 1).bool()
+        visible[:, :, prompt_length:, :prompt_length] &= kept[:, :, None]
+        visible = visible.repeat_interleave(group, dim=1)
+        weights = (query @ repeat_kv(key, group).transpose(2, 3) * scaling).masked_fill(~visible, -torch.inf)
+        return (weights.softmax(-1) @ repeat_kv(value, group)).transpose(1, 2).contiguous(), None
+
+    AttentionInterface.register("test_masked", masked)
+    before = model.config._attn_implementation
+    model.set_attn_implementation("test_masked")
+    with torch.no_grad():
+        logits = model(ids, use_cache=False).logits
+    model.set_attn_implementation(before)
+    return logits
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("method", SMALL, ids=lambda method: type(method).__name__)
+def test_padded_batches_equal_single_prompts(family, method):
+    """Rows of 40, 26 and 9 tokens at budget 12: the last one is shorter than the budget and loses nothing."""
+    model = tiny_model(family)
+    ids, mask = prompt_ids(40, 26, 9)
+    answer = torch.randint(3, 128, (3, 5), generator=torch.Generator().manual_seed(1))
+    batch_nll, _ = score_answer(model, method.compress(model, prefill(model, ids, mask)), answer)
+    batch_ids = generate(model, ids, method, attention_mask=mask, max_new_tokens=6, do_sample=False)
+    for row, length in enumerate([40, 26, 9]):
+        single = ids[row : row + 1, -length:]
+        nll, _ = score_answer(model, method.compress(model, prefill(model, single)), answer[row : row + 1])
+        torch.testing.assert_close(batch_nll[row : row + 1], nll, atol=2e-4, rtol=1e-4)
+        alone = generate(model, single, method, max_new_tokens=6, do_sample=False)[0]
+        assert batch_ids[row, : len(alone)].tolist() == alone.tolist()
+
+
+def test_the_shorter_prompt_loses_nothing():
+    model, method = tiny_model(), SMALL[1]
+    ids, _ = prompt_ids(9)
+    full = generate(model, ids, max_new_tokens=6, do_sample=False)
+    assert torch.equal(generate(model, ids, method, max_new_tokens=6, do_sample=False), full)
+    assert method.compress(model, prefill(model, ids)).size == 9
+
+
+@pytest.mark.parametrize("method", SMALL, ids=lambda method: type(method).__name__)
+def test_budget_and_bytes_are_exact(method):
+    model = tiny_model()
+    kept = method.compress(model, prefill(model, prompt_ids(40)[0]))
+    assert [keys.shape for keys, _ in entries(kept.cache)] == [(1, 2, 12, 8)] * 3
+    assert cache_bytes(kept.cache) == 3 * 2 * 12 * 8 * 2 * 4
+
+
+def test_positions_go_on_after_the_prompt():
+    model = tiny_model()
+    kept = StreamingLLM(12).compress(model, prefill(model, prompt_ids(40)[0]))
+    assert (kept.cache.get_seq_length(), kept.size, kept.lengths.tolist()) == (40, 12, [40])
+    decode(model, kept, stop_after(5, None), pad_token=0)
+    assert (kept.cache.get_seq_length(), kept.size, kept.evicted) == (44, 16, 28)
+
+
+def test_streamingllm_keeps_sinks_and_recent_entries():
+    model = tiny_model()
+    prefilled = prefill(model, *prompt_ids(40, 30))
+    method = StreamingLLM(10)
+    selected = method.select(prefilled, method.importance(model, prefilled))[0]
+    assert selected[0, 0].tolist() == [0, 1, 2, 3, *range(34, 40)]
+    assert selected[1, 1].tolist() == [10, 11, 12, 13, *range(34, 40)]
+
+
+def test_snapkv_keeps_its_window_and_pools_the_rest():
+    model = tiny_model()
+    prefilled = prefill(model, prompt_ids(40)[0])
+    method = SnapKV(8, PromptWindow(4), window=4, kernel=3)
+    importance = method.importance(model, prefilled)[1][0]
+    raw = PromptWindow(4)(model, prefilled)[1][0].view(2, 2, 40).mean(1)
+    for entry in range(36):
+        expected = raw[:, max(entry - 1, 0) : min(entry + 2, 36)].amax(1)
+        torch.testing.assert_close(importance[:, entry], expected)
+    assert torch.isinf(importance[:, 36:]).all()
+
+
+def test_a_method_is_stateless():
+    model, method = tiny_model(), SMALL[2]
+    first, second = prompt_ids(40, seed=1)[0], prompt_ids(33, seed=2)[0]
+    before = generate(model, first, method, max_new_tokens=5, do_sample=False)
+    generate(model, second, method, max_new_tokens=5, do_sample=False)
+    assert torch.equal(generate(model, first, method, max_new_tokens=5, do_sample=False), before)
+
+
+def test_observing_leaves_the_prompt_untouched():
+    model = tiny_model()
+    prefilled = prefill(model, prompt_ids(40)[0])
+    before = [tensor.clone() for pair in entries(prefilled.cache) for tensor in pair]
+    for method in SMALL:
+        decode(model, method.compress(model, prefilled), stop_after(4, None), pad_token=0)
+    after = [tensor for pair in entries(prefilled.cache) for tensor in pair]
+    assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
+
+
+def test_joined_variants_decode_as_they_do_alone():
+    model = tiny_model()
+    prefilled = prefill(model, prompt_ids(40)[0])
+    states = [method.compress(model, prefilled) for method in [*SMALL, StreamingLLM(20), FullCache()]]
+    alone = [decode(model, state.copy(), stop_after(6, None), pad_token=0) for state in states]
+    assert torch.equal(decode(model, join(states), stop_after(6, None), pad_token=0), torch.cat(alone))
+
+
+def test_custom_generate_samples_and_processes_logits():
+    model, ids = tiny_model(), prompt_ids(40)[0]
+    torch.manual_seed(3)
+    sampled = model.generate(ids, custom_generate=SMALL[1], max_new_tokens=20, do_sample=True, temperature=2.0)
+    greedy = model.generate(ids, custom_generate=SMALL[1], max_new_tokens=20, do_sample=False)
+    assert torch.equal(greedy[:, :40], ids)
+    assert not torch.equal(sampled, greedy)
+    only = LogitsProcessorList([lambda _, scores: scores.masked_fill(torch.arange(128) != 77, -torch.inf)])
+    forced = model.generate(ids, custom_generate=SMALL[1], max_new_tokens=4, do_sample=False, logits_processor=only)
+    assert forced[0, 40:].tolist() == [77] * 4
+
+
+def test_ratio_budget_rounds():
+    model = tiny_model()
+    prefilled = prefill(model, prompt_ids(41)[0])
+    assert StreamingLLM(0.9).entries(prefilled) == 37
+    assert StreamingLLM(0.01).entries(prefilled) == 5
+
+
+def test_recording_keeps_the_outputs():
+    model = tiny_model()
+    ids, mask = prompt_ids(20, 13)
+    with torch.no_grad():
+        before = model(ids, attention_mask=mask).logits
+        record_attention(model)
+        after = model(ids, attention_mask=mask).logits
+    torch.testing.assert_close(before, after, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "budget", "options", "said"),
+    [
+        ("snapkvv", 64, {}, "did you mean 'snapkv'"),
+        ("snapkv", 0, {}, "budget 0 is below 1"),
+        ("snapkv", 32, {}, "must be above the 32 protected"),
+        ("streamingllm", 4, {}, "must be above the 4 protected"),
+        ("snapkv", 64, {"kernel": 4}, "kernel 4 must be odd"),
+        ("snapkv", 64, {"windows": 8}, "no option 'windows'"),
+        ("snapkv", 1.5, {}, "not a ratio"),
+        ("snapkv", None, {}, "needs a budget"),
+        ("lookaheadkv", 64, {}, "needs adapter="),
+    ],
+)
+def test_bad_values_are_named(name, budget, options, said):
+    with pytest.raises(UserError, match=said):
+        make_method(name, budget, **options)
+
+
+def test_every_method_is_known_by_name():
+    assert set(METHODS) == {"full", "streamingllm", "snapkv", "lookaheadkv", "oracle"}

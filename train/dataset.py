@@ -1,0 +1,57 @@
+"""Samples as batches."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from keepsight.data_gen.shards import Answered
+
+
+class SampleDataset(Dataset[dict[str, Any]]):
+    """Prompt and answer ids of samples, with `length` (tokens) for samplers that group by it."""
+
+    def __init__(self, samples: Sequence[Answered]) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        sample = self.samples[index]
+        return {
+            "index": sample.index,
+            "prompt_ids": sample.prompt_ids,
+            "answer_ids": sample.answer_ids,
+            "length": len(sample.prompt_ids) + len(sample.answer_ids),
+        }
+
+
+def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Pad prompts on the left and answers on the right.
+
+    Returns:
+        `prompt_ids` [B, N], `answer_ids` [B, T], their masks (bool; None where nothing is padded), and `indices`.
+    """
+    prompts, prompt_mask = _pad([row["prompt_ids"] for row in rows], left=True)
+    answers, answer_mask = _pad([row["answer_ids"] for row in rows], left=False)
+    return {
+        "prompt_ids": prompts,
+        "prompt_mask": prompt_mask,
+        "answer_ids": answers,
+        "answer_mask": answer_mask,
+        "indices": [row["index"] for row in rows],
+    }
+
+
+def _pad(rows: list[list[int]], left: bool) -> tuple[Tensor, Tensor | None]:
+    longest = max(map(len, rows))
+    padding = [[0] * (longest - len(row)) for row in rows]
+    ids = torch.tensor([pad + row if left else row + pad for row, pad in zip(rows, padding, strict=True)])
+    if not any(padding):
+        return ids, None
+    lengths = torch.tensor([len(row) for row in rows])[:, None]
+    order = torch.arange(longest)
+    return ids, order >= longest - lengths if left else order < lengths

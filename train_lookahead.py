@@ -1,0 +1,12 @@
+"""Train a lookahead module: `accelerate launch train_lookahead.py recipe=smollm2-135m data=runs/data out=runs/adapter`.
+
+On a laptop, in a few minutes: `python train_lookahead.py data=runs/data out=runs/adapter train.steps=200`.
+"""
+
+import sys
+
+from keepsight.cli import run
+from keepsight.commands import train
+
+if __name__ == "__main__":
+    sys.exit(run(train, sys.argv[1:]))

@@ -1,0 +1,1 @@
+../../keepsight/__init__.py
