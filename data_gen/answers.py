@@ -32,7 +32,7 @@ def render(index: int, prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> Re
         text = tokenizer.apply_chat_template(list(prompt.messages), tokenize=False, add_generation_prompt=True)
     else:
         text = prompt.messages[0]["content"]
-    ids = tokenizer(str(text), add_special_tokens=not prompt.template)["input_ids"]
+    ids = tokenizer(str(text) + prompt.answer_prefix, add_special_tokens=not prompt.template)["input_ids"]
     response = None
     if prompt.response is not None:
         response = [*tokenizer(prompt.response, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]

@@ -7,6 +7,7 @@ from tqdm import tqdm
 
 from keepsight.data_gen.answers import Rendered, answer, batches, render
 from keepsight.data_gen.mixture import Mixture
+from keepsight.data_gen.prompts import CountTokens
 from keepsight.data_gen.shards import Answered, DataSettings, ShardWriter
 from keepsight.errors import UserError
 from keepsight.models.targets import Target
@@ -47,12 +48,12 @@ def generate_data(
         target.name, target.version, target.template_digest, mixture_values, seed, limit, shard_size, max_new_tokens
     )
     writer = ShardWriter(out, settings)
-    tokenizer = target.tokenizer
+    tokenizer, count_tokens = target.tokenizer, _counter(target)
     progress = tqdm(total=limit, desc="answers", unit="sample")
     for shard in writer.shards():
         missing = writer.missing(shard)
         progress.update(len(shard) - len(missing))
-        prompts = [render(index, mixture.prompt(seed, index, _counter(target)), tokenizer) for index in missing]
+        prompts = [render(index, mixture.prompt(seed, index, count_tokens), tokenizer) for index in missing]
         for prompt in prompts:
             _check_fits(prompt, target, max_new_tokens)
         for batch in batches(prompts, batch_tokens):
@@ -64,7 +65,7 @@ def generate_data(
     return writer.complete()
 
 
-def _counter(target: Target) -> Any:
+def _counter(target: Target) -> CountTokens:
     return lambda text: len(target.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 

@@ -7,13 +7,13 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from keepsight.errors import UserError
-from keepsight.files import read_json, read_jsonl, text_digest, write_json
+from keepsight.files import append_lines, read_json, read_jsonl, text_digest, whole_lines, write_json, write_text
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Answered:
 
 @dataclass(frozen=True)
 class DataSettings:
-    """What decides every sample: a run goes on only with the same settings.
+    """What decides every sample: a run goes on only with the same settings (but for `limit`).
 
     Attributes:
         model: Hub id or folder of the target.
@@ -47,7 +47,7 @@ class DataSettings:
         template_digest: Digest of its chat template.
         mixture: The mixture as plain values.
         seed: Of the mixture's draws.
-        limit: Number of samples.
+        limit: Number of samples; a later run may raise it and goes on.
         shard_size: Samples a shard.
         max_new_tokens: Length limit of an answer.
     """
@@ -85,27 +85,25 @@ class ShardWriter:
         """Indices of a shard that no earlier run has answered."""
         path = self._path(shard)
         if path.exists():
-            return []
-        done = {row["index"] for row in _whole_lines(self._partial(shard))}
+            if len(list(read_jsonl(path))) >= len(shard):
+                return []
+            path.rename(self._partial(shard))  # limit= was raised: the last shard of then is not the last of now
+        done = {row["index"] for row in whole_lines(self._partial(shard))}
         return [index for index in shard if index not in done]
 
     def append(self, shard: range, samples: Iterable[Answered]) -> None:
         """Add samples to the shard in work."""
-        with self._partial(shard).open("a", encoding="utf-8") as stream:
-            for sample in samples:
-                stream.write(json.dumps(asdict(sample), ensure_ascii=False) + "\n")
+        append_lines(self._partial(shard), map(asdict, samples))
 
     def finish(self, shard: range) -> None:
         """Give a shard its name, its samples in order."""
         if self._path(shard).exists():
             return
         partial = self._partial(shard)
-        rows = sorted(_whole_lines(partial), key=lambda row: row["index"])
+        rows = sorted(whole_lines(partial), key=lambda row: row["index"])
         if [row["index"] for row in rows] != list(shard):
             raise UserError(f"{partial}: {len(rows)} of {len(shard)} samples are there; run the same command again")
-        sorted_file = partial.with_suffix(".sorted")
-        sorted_file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-        sorted_file.replace(self._path(shard))
+        write_text(self._path(shard), "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
         partial.unlink()
 
     def complete(self) -> dict[str, Any]:
@@ -115,7 +113,7 @@ class ShardWriter:
     def _write_manifest(self, complete: bool) -> dict[str, Any]:
         manifest: dict[str, Any] = {"complete": complete, "settings": asdict(self.settings)}
         if complete:
-            rows = [row for shard in self.shards() for row in read_jsonl(self._path(shard))]
+            rows = [row for shard in self.shards() for row in read_jsonl(self._path(shard)) if row["index"] in shard]
             manifest |= {
                 "samples": len(rows),
                 "prompt_tokens": sum(len(row["prompt_ids"]) for row in rows),
@@ -134,20 +132,9 @@ class ShardWriter:
         return self._path(shard).with_suffix(".jsonl.partial")
 
 
-def _whole_lines(partial: Path) -> list[dict[str, Any]]:
-    """The samples of a shard in work. What a kill left of the last line is cut off the file."""
-    if not partial.exists():
-        return []
-    text = partial.read_bytes()
-    whole = text.rfind(b"\n") + 1
-    if whole < len(text):
-        partial.write_bytes(text[:whole])
-    return list(read_jsonl(partial))
-
-
 def _check_same(folder: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
     for key, value in wanted.items():
-        if found.get(key) != value:
+        if key != "limit" and found.get(key) != value:
             raise UserError(
                 f"{folder}: this data was made with {key}={found.get(key)!r}, now it is {value!r}; "
                 "choose another out=, or delete the folder"
@@ -171,6 +158,7 @@ def read_samples(folder: Path, model: str, template_digest: str) -> tuple[list[A
     if made["template_digest"] != template_digest:
         raise UserError(f"{folder}: this data was made with another chat template of {model!r}; make it again")
     samples = [Answered(**row) for name in manifest["shards"] for row in read_jsonl(folder / Path(name).name)]
+    samples = [sample for sample in samples if sample.index < made["limit"]]
     if not samples:
         raise UserError(f"{folder}: this data folder holds no sample; raise limit=")
     return samples, manifest

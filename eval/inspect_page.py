@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from keepsight.eval.pages import flatten, render_page
-from keepsight.eval.plots import style_of
+from keepsight.eval.styles import style_of
 from keepsight.files import write_text
 
 

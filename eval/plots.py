@@ -3,16 +3,17 @@
 import io
 import math
 import os
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import matplotlib
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, MaxNLocator, NullFormatter, NullLocator, PercentFormatter
 
+from keepsight.eval.styles import STYLES, style_of
 from keepsight.eval.summary import (
     FULL,
     SummaryRow,
@@ -29,31 +30,6 @@ TEXT, GRID = "#262626", "#d4d4d4"
 
 
 @dataclass(frozen=True)
-class Style:
-    """How a method is drawn, in every plot and page the same."""
-
-    colour: str
-    marker: str
-    line: str = "-"
-
-
-# The Okabe-Ito palette, which stays apart under the common colour-vision deficiencies, less its pale yellow.
-_BLUE, _VERMILLION, _GREEN, _ORANGE = "#0072B2", "#D55E00", "#009E73", "#E69F00"
-_SKY, _PURPLE, _GREY = "#56B4E9", "#CC79A7", "#8A8A8A"
-STYLES = {
-    FULL: Style("#6A6A6A", "", "--"),
-    "oracle": Style(_GREEN, "D", ":"),
-    "lookaheadkv": Style(_BLUE, "o"),
-    "snapkv": Style(_VERMILLION, "s"),
-    "streamingllm": Style(_GREY, "v"),
-    "laq": Style(_PURPLE, "^"),
-    "speckv": Style(_SKY, "P"),
-    "dapq": Style(_ORANGE, "X"),
-}
-_COLOURS, _MARKERS = (_PURPLE, _SKY, _ORANGE, _GREY), ("<", ">", "h", "*", "p", "d", "H")
-
-
-@dataclass(frozen=True)
 class Measure:
     """A column of the summary, and how it is drawn."""
 
@@ -61,12 +37,6 @@ class Measure:
     value: Callable[[SummaryRow], float]
     interval: Callable[[SummaryRow], tuple[float, float]]
     scale: Callable[[Axes, list[float]], None]
-
-
-def style_of(method: str) -> Style:
-    """The fixed style of a method; one that has no style of its own gets one by a checksum of its name."""
-    digest = zlib.crc32(method.encode())
-    return STYLES.get(method) or Style(_COLOURS[digest % len(_COLOURS)], _MARKERS[digest % len(_MARKERS)], "-.")
 
 
 def plot_scores(summary: Sequence[SummaryRow], path: Path) -> None:
@@ -119,8 +89,7 @@ def as_svg(figure: Figure, salt: str) -> str:
         salt: Makes the element's identifiers differ from those of the page's other figures.
     """
     text = io.StringIO()
-    settings = {"svg.fonttype": "none", "svg.hashsalt": salt}
-    with matplotlib.rc_context(settings):
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": salt}):
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     svg = text.getvalue()
     svg = svg[svg.index("<svg") :].strip()
@@ -196,7 +165,7 @@ def _budget_axis(panel: Axes, budgets: list[int]) -> None:
 
 
 def _finish(figure: Figure, rows: Sequence[SummaryRow]) -> None:
-    shown: dict[str, object] = {}
+    shown: dict[str, Artist] = {}
     for panel in figure.axes:
         for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
             shown.setdefault(label, handle)

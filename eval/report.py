@@ -11,7 +11,8 @@ from typing import Any
 from markupsafe import Markup
 
 from keepsight.eval.pages import flatten, render_page
-from keepsight.eval.plots import as_svg, excess_nll_figure, overview_figure, scores_figure, style_of
+from keepsight.eval.plots import as_svg, excess_nll_figure, overview_figure, scores_figure
+from keepsight.eval.styles import style_of
 from keepsight.eval.summary import FULL, SummaryRow, by_task_and_length, mean_over_tasks, share_of_full, summarize
 from keepsight.files import write_text
 

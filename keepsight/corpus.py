@@ -12,18 +12,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal
-
 from pydoc_data.topics import topics
+from typing import Literal
 
 from keepsight.errors import UserError
 
 Part = Literal["training", "evaluation"]
 
 # Test suites, generated tables and third-party packages: neither prose nor code that anyone wrote to be read.
-SKIPPED_FOLDERS = frozenset(
-    "test tests idlelib lib2to3 site-packages dist-packages encodings ensurepip turtledemo pydoc_data __phello__".split()
-)
+SKIPPED_FOLDERS = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "encodings", "ensurepip"}
+SKIPPED_FOLDERS |= {"turtledemo", "pydoc_data", "__phello__"}
+
 SHARED_WORDS = 6
 """So many words in a row, found in a training document, make a sentence of the evaluation one of training."""
 
@@ -58,6 +57,11 @@ def part_of(name: str) -> Part:
     folder, _, rest = name.partition("/")
     group = rest if folder == "topics" else re.sub(r"^(_py|_)", "", folder.removesuffix(".py"))
     return "evaluation" if hashlib.sha256(group.encode()).digest()[0] % 5 == 0 else "training"
+
+
+def is_topic(document: Document) -> bool:
+    """Whether the document is a topic of the language reference rather than a source file."""
+    return document.name.startswith("topics/")
 
 
 @lru_cache(maxsize=4)

@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -69,7 +69,7 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
     Raises:
         UserError: a line is not a JSON object; its number is named.
     """
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
@@ -80,6 +80,23 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
             if not isinstance(row, dict):
                 raise UserError(f"{path}:{number}: expected a JSON object, got {type(row).__name__}")
             yield row
+
+
+def whole_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a JSON Lines file that grows, none when it is missing. What a kill left of the last line is cut off."""
+    if not path.exists():
+        return []
+    text = path.read_bytes()
+    whole = text.rfind(b"\n") + 1
+    if whole < len(text):
+        path.write_bytes(text[:whole])
+    return list(read_jsonl(path))
+
+
+def append_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """Add objects to a JSON Lines file, a line each."""
+    with path.open("a", encoding="utf-8") as stream:
+        stream.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
 def file_digest(path: Path) -> str:

@@ -30,7 +30,7 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 _PREFIX = "base_model.model."  # what PEFT puts before the names of a saved adapter's tensors
 
 
-@dataclass(frozen=True)
+@dataclass
 class LookaheadSettings:
     """The shape of a lookahead module and how its observations are reduced.
 

@@ -26,15 +26,15 @@ ROOT = Path(__file__).resolve().parent.parent
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 FOLDERS: dict[str, str] = PROJECT["tool"]["setuptools"]["package-dir"]
 
-# Which folders each folder may import from, beside itself. Whatever is not named here belongs to no layer: it may be
-# imported by all (keepsight/errors.py) and imports nothing of ours but its like.
-LAYERS = {
-    "runtime": set(),
-    "models": set(),
-    "runtime.methods": {"runtime", "models"},
-    "data_gen": {"models"},
-    "train": {"data_gen", "models", "runtime"},
-    "eval": {"runtime", "runtime.methods", "models"},
+# Which folders each folder may import from, beside itself and what is shared by all.
+SHARED = {"keepsight.corpus", "keepsight.errors", "keepsight.files"}
+BELOW: dict[str, set[str]] = {
+    "keepsight.runtime": set(),
+    "keepsight.models": set(),
+    "keepsight.runtime.methods": {"keepsight.runtime", "keepsight.models"},
+    "keepsight.data_gen": {"keepsight.models"},
+    "keepsight.train": {"keepsight.data_gen", "keepsight.models", "keepsight.runtime"},
+    "keepsight.eval": {"keepsight.runtime", "keepsight.runtime.methods", "keepsight.models"},
 }
 
 
@@ -54,10 +54,9 @@ def _imports(path: Path) -> set[str]:
     return froms | {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
 
 
-def _layer(module: str) -> str | None:
-    """The layer of a dotted module or of a file's path in the wheel; None for what belongs to none."""
-    parts = module.removesuffix(".py").replace("/", ".").split(".")[1:]
-    return next((name for name in (".".join(parts[:2]), parts[0] if parts else "") if name in LAYERS), None)
+def _layer(module: str) -> str:
+    """The longest name of a layer that begins a dotted module; the module itself when it belongs to none."""
+    return max((name for name in BELOW if f"{module}.".startswith(f"{name}.")), key=len, default=module)
 
 
 @pytest.fixture(scope="module")
@@ -88,9 +87,8 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
 def test_the_wheel_works_from_another_folder(wheel: Path, tmp_path: Path) -> None:
     _pip("install", "--no-deps", "--quiet", "--target", str(tmp_path / "site"), str(wheel))
     code = """
-import importlib.resources, json, keepsight, keepsight.recipes
-recipes = importlib.resources.files("keepsight.recipes")
-names = sorted(entry.name for folder in ("recipe", "mixture") for entry in (recipes / folder).iterdir())
+import json, keepsight, keepsight.recipes, pathlib
+names = sorted(path.name for path in pathlib.Path(keepsight.recipes.__file__).parent.rglob("*.yaml"))
 print(json.dumps([keepsight.__file__, keepsight.recipes.__file__, list(keepsight.__path__), names]))
 """
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
@@ -99,8 +97,7 @@ print(json.dumps([keepsight.__file__, keepsight.recipes.__file__, list(keepsight
     site = tmp_path / "site" / "keepsight"
     assert [Path(package), Path(recipes)] == [site / "__init__.py", site / "recipes" / "__init__.py"]
     assert search_path == [str(site)]
-    yaml = [path.name for folder in ("recipe", "mixture") for path in (ROOT / "recipes" / folder).glob("*.yaml")]
-    assert names == sorted(yaml) != []
+    assert names == sorted(path.name for path in (ROOT / "recipes").rglob("*.yaml")) != []
 
 
 def test_every_package_is_listed() -> None:
@@ -133,7 +130,8 @@ def test_importing_the_package_is_cheap() -> None:
 
 
 def test_what_is_imported_is_declared() -> None:
-    requirements = PROJECT["project"]["dependencies"] + sum(PROJECT["project"]["optional-dependencies"].values(), [])
+    extras = PROJECT["project"]["optional-dependencies"].values()
+    requirements = [*PROJECT["project"]["dependencies"], *(name for extra in extras for name in extra)]
     declared = {_normal(re.split(r"[^\w.-]", requirement)[0]) for requirement in requirements}
     installed = importlib.metadata.packages_distributions()
     modules = {module.split(".")[0] for name, path in _files() if name.endswith(".py") for module in _imports(path)}
@@ -148,12 +146,11 @@ def _normal(distribution: str) -> str:
 def test_folders_import_only_what_is_below_them() -> None:
     upward = set()
     for name, path in _files():
-        layer = _layer(name)
-        if not name.endswith(".py") or name.startswith(("keepsight/commands/", "keepsight/__")):
+        module = name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        layer = _layer(module)
+        if not name.endswith(".py") or layer not in BELOW.keys() | SHARED:
             continue
-        for module in (module for module in _imports(path) if module.startswith("keepsight.")):
-            imported = _layer(module)
-            allowed = LAYERS.get(layer or "", set()) | {layer, None}
-            if imported not in allowed or module.startswith("keepsight.commands"):
-                upward.add(f"{name} imports {module}")
+        allowed = SHARED | {layer} | BELOW.get(layer, set())
+        ours = {imported for imported in _imports(path) if imported.split(".")[0] == "keepsight"}
+        upward |= {f"{name} imports {imported}" for imported in ours if _layer(imported) not in allowed}
     assert not upward

@@ -14,7 +14,8 @@ DPI = 150
 BLUE, VERMILLION, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#8A8A8A"  # Okabe-Ito: apart for colour-blind readers
 SMOOTHING = 0.95
 """Weight of the past in the running mean of the loss."""
-LAYOUT = [["loss", "loss", "loss", "rank", "rank", "rank"], ["kl", "kl", "recall", "recall", "tau", "tau"]]
+PANELS = "LLLPPP;kkrrtt"
+"""Loss and Predicted ranking over steps; below them kl, recall and tau by layer."""
 BY_LAYER = {"kl": "KL divergence (nats)", "recall": "recall at the budget", "tau": "Kendall's tau"}
 
 Log = Sequence[Mapping[str, Any]]
@@ -45,11 +46,11 @@ def training_figure(log: Log) -> Figure:
             Values that are missing or not finite are left out.
     """
     figure = Figure(figsize=(10.5, 6.2), layout="constrained")
-    panels = figure.subplot_mosaic(LAYOUT)
-    _loss_panel(panels["loss"], log)
-    _rank_panel(panels["rank"], log)
+    panels = figure.subplot_mosaic(PANELS)
+    _loss_panel(panels["L"], log)
+    _rank_panel(panels["P"], log)
     for name, label in BY_LAYER.items():
-        _layer_panel(panels[name], log, f"eval_{name}_by_layer", label)
+        _layer_panel(panels[name[0]], log, f"eval_{name}_by_layer", label)
     for panel in panels.values():
         _tidy(panel)
     return figure

@@ -23,7 +23,7 @@ from keepsight.train.objective import LookaheadObjective
 _WEIGHTS, _TOKENS = "lookahead.safetensors", "tokens"
 
 
-@dataclass(frozen=True)
+@dataclass
 class TrainSettings:
     """Optimisation of a lookahead module: Adam, cosine with warmup and minimum, clipping (LookaheadKV, table 16).
 

@@ -28,7 +28,7 @@ class Config(Recipe):
 
     Attributes:
         out: Folder for the shards and the manifest.
-        mixture: Name of a file in recipes/mixture/, or a path to a YAML file of your own.
+        mixture: Name of a file in recipes/mixtures/, or a path to a YAML file of your own.
         limit: Number of samples.
         seed: Of the mixture's draws.
         max_new_tokens: Length limit of an answer, in tokens.
@@ -50,7 +50,7 @@ def run(config: Config) -> None:
     if config.limit < 1:
         raise UserError(f"limit={config.limit} must be at least 1")
     values = read_mixture(config.mixture)
-    mixture = Mixture.from_values(values)
+    mixture = Mixture.from_config(values)
     target = target_of(config)
     manifest = generate_data(
         target,
@@ -70,12 +70,12 @@ def run(config: Config) -> None:
 
 
 def read_mixture(name: str) -> dict[str, Any]:
-    """A mixture's plain values from recipes/mixture/NAME.yaml or from a YAML file.
+    """A mixture's plain values from recipes/mixtures/NAME.yaml or from a YAML file.
 
     Raises:
         UserError: no such mixture, or the file is not YAML.
     """
-    known = {path.stem: path for base in recipes.__path__ for path in sorted((Path(base) / "mixture").glob("*.yaml"))}
+    known = {path.stem: path for base in recipes.__path__ for path in sorted((Path(base) / "mixtures").glob("*.yaml"))}
     path = known.get(name) or Path(name)
     if not path.is_file():
         raise UserError(f"mixture={name} is neither a file nor one of {', '.join(known)}")

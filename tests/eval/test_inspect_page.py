@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from keepsight.eval.inspect_page import encode_counts, write_inspect_page
-from keepsight.eval.plots import style_of
+from keepsight.eval.styles import style_of
 
 TOKENS = ["<|im_start|>", "user", "\n", "\t", " the", " </script><script>alert(1)</script>", "�", " 4711", "  "]
 

@@ -58,6 +58,11 @@ def write(folder: Path, tasks: dict[str, Any], **files: Sequence[dict[str, Any]]
     return folder
 
 
+def refused(folder: Path, files: list[str] | None, tokenizer: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        read_samples(folder, files, 100, tokenizer)
+
+
 def one(folder: Path, tokenizer: Any) -> Sample:
     samples, _ = read_samples(folder, None, 4096, tokenizer)
     assert len(samples) == 1
@@ -178,8 +183,7 @@ def test_files_that_cannot_be_scored_are_left_out_with_a_reason(
 )
 def test_named_file_that_cannot_be_read(tmp_path: Path, tokenizer: Any, files: list[str], message: str) -> None:
     write(tmp_path, {"a": QA, "proc": {"layout": "longproc"}}, a=[row("1")], proc=[{}], stray=[{}])
-    with pytest.raises(UserError, match=message):
-        read_samples(tmp_path, files, 100, tokenizer)
+    refused(tmp_path, files, tokenizer, message)
 
 
 @pytest.mark.parametrize(
@@ -199,8 +203,7 @@ def test_named_file_that_cannot_be_read(tmp_path: Path, tokenizer: Any, files: l
 )
 def test_bad_entry_of_tasks_json(tmp_path: Path, tokenizer: Any, entry: dict[str, Any], message: str) -> None:
     write(tmp_path, {"a": entry}, a=[row("1")])
-    with pytest.raises(UserError, match=message):
-        read_samples(tmp_path, ["a"], 100, tokenizer)
+    refused(tmp_path, ["a"], tokenizer, message)
 
 
 @pytest.mark.parametrize(
@@ -223,34 +226,27 @@ def test_bad_row_is_named_by_its_line(
     good = needle("qa_1", 0) if entry is NEEDLES else row("0", all_classes=["x"])
     write(tmp_path, {"a": entry})
     (tmp_path / "a.jsonl").write_text(json.dumps(good) + "\n\n" + json.dumps(bad) + "\n")
-    with pytest.raises(UserError, match=message):
-        read_samples(tmp_path, ["a"], 100, tokenizer)
+    refused(tmp_path, ["a"], tokenizer, message)
 
 
 def test_truncated_line(tmp_path: Path, tokenizer: Any) -> None:
     write(tmp_path, {"a": QA}, a=[row("1"), row("2")])
     path = tmp_path / "a.jsonl"
     path.write_text(path.read_text()[:-20])
-    with pytest.raises(UserError, match=r"a\.jsonl:2: not valid JSON"):
-        read_samples(tmp_path, ["a"], 100, tokenizer)
+    refused(tmp_path, ["a"], tokenizer, r"a\.jsonl:2: not valid JSON")
 
 
 def test_missing_folder_and_files(tmp_path: Path, tokenizer: Any) -> None:
-    with pytest.raises(UserError, match="nowhere: no such folder"):
-        read_samples(tmp_path / "nowhere", None, 100, tokenizer)
+    refused(tmp_path / "nowhere", None, tokenizer, "nowhere: no such folder")
     folder = tmp_path / "eval"
     folder.mkdir()
-    with pytest.raises(UserError, match=r"holds no \.jsonl file"):
-        read_samples(folder, None, 100, tokenizer)
+    refused(folder, None, tokenizer, r"holds no \.jsonl file")
     (folder / "a.jsonl").write_text(json.dumps(row("1")))
-    with pytest.raises(UserError, match=r"no tasks\.json in it or beside it"):
-        read_samples(folder, None, 100, tokenizer)
+    refused(folder, None, tokenizer, r"no tasks\.json in it or beside it")
     (folder / "tasks.json").write_text("[]")
-    with pytest.raises(UserError, match=r"tasks\.json: expected an object"):
-        read_samples(folder, None, 100, tokenizer)
+    refused(folder, None, tokenizer, r"tasks\.json: expected an object")
     (folder / "tasks.json").write_text('{"a": {"layout": "longproc"}}')
-    with pytest.raises(UserError, match="none of a can be read"):
-        read_samples(folder, None, 100, tokenizer)
+    refused(folder, None, tokenizer, "none of a can be read")
 
 
 @pytest.mark.parametrize(("max_tokens", "limit", "message"), [(0, None, "max_tokens=0"), (9, 0, "limit=0")])

@@ -9,7 +9,7 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from keepsight.eval import plots, report, summary
+from keepsight.eval import plots, report, styles, summary
 
 Row = dict[str, Any]
 
@@ -148,7 +148,7 @@ def test_scores_figure_draws_each_method_at_its_budgets(rows: list[Row]) -> None
     assert panel.get_xscale() == "log"
     assert [label.get_text() for label in panel.get_xticklabels()] == ["64", "128"]
     full = next(line for line in panel.get_lines() if line.get_label() == "full")
-    assert list(full.get_ydata()) == [1.0, 1.0]
+    assert np.array_equal(full.get_ydata(), [1.0, 1.0])
     assert full.get_linestyle() == "--"
 
 
@@ -171,8 +171,8 @@ def test_a_method_has_one_colour_in_every_figure(rows: list[Row]) -> None:
             if line.get_label() == method
         ]
         assert len(drawn) >= 5
-        assert set(drawn) == {plots.style_of(method).colour}
-    assert len({style.colour for style in plots.STYLES.values()}) == len(plots.STYLES)
+        assert set(drawn) == {styles.style_of(method).colour}
+    assert len({style.colour for style in styles.STYLES.values()}) == len(styles.STYLES)
 
 
 def test_negative_excess_nll_stays_inside_the_panel() -> None:
@@ -243,7 +243,7 @@ def test_svg_takes_the_colours_of_the_page(rows: list[Row]) -> None:
     assert svg.startswith("<svg")
     assert "currentColor" in svg
     assert plots.TEXT not in svg
-    assert plots.style_of("snapkv").colour.lower() in svg.lower()
+    assert styles.style_of("snapkv").colour.lower() in svg.lower()
 
 
 def test_examples_are_those_that_differ_most_taking_tasks_in_turn(rows: list[Row]) -> None:

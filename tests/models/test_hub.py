@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from huggingface_hub import constants
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from keepsight.errors import UserError
 from keepsight.models.hub import Upload, fetch, plan_upload, push
 from keepsight.models.lookahead import FILES, Lookahead, LookaheadSettings, Provenance, load_lookahead, save_lookahead
+from tests.tiny import tiny_model
 
 REPO, TOKEN, COMMIT = "ada/adapter", "hf_secretsecretsecret", "c0ffee" * 6 + "c0ff"
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -141,10 +140,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeHub]:
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An adapter as training leaves it, with things beside it that are nobody else's business."""
     folder = tmp_path_factory.mktemp("runs") / "adapter"
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=2, **sizes))
-    module = Lookahead(model, LookaheadSettings(tokens=4, rank=2))
+    module = Lookahead(tiny_model(), LookaheadSettings(tokens=4, rank=2))
     save_lookahead(module, folder, Provenance("ada/tiny"), "---\nlicense: apache-2.0\n---\n# Card\n")
     (folder / "loss.png").write_bytes(PNG)
     (folder / "secret.txt").write_text("password")

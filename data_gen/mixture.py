@@ -1,0 +1,177 @@
+"""A mixture of sources: prompt number i depends on the seed and on i alone, so that generation can resume anywhere."""
+
+import difflib
+import math
+import random
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import MISSING, dataclass, fields
+from functools import lru_cache
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from keepsight.data_gen.code import CodeCompletion, CodeQuestions
+from keepsight.data_gen.documentation import Documentation, Passages
+from keepsight.data_gen.everyday import Everyday
+from keepsight.data_gen.key_values import KeyValues
+from keepsight.data_gen.local_jsonl import LocalJsonl
+from keepsight.data_gen.prompts import CountTokens, DoesNotFit, Prompt, Request, Source
+from keepsight.data_gen.retrieval import Needles
+from keepsight.data_gen.text import Continuation
+from keepsight.errors import UserError
+
+SOURCES: dict[str, type[Any]] = {
+    "needles": Needles,
+    "key_values": KeyValues,
+    "documentation": Documentation,
+    "passages": Passages,
+    "everyday": Everyday,
+    "code_completion": CodeCompletion,
+    "code_questions": CodeQuestions,
+    "continuation": Continuation,
+    "local_jsonl": LocalJsonl,
+}
+"""The kinds that a mixture's entry may name; its further keys are the fields of the class."""
+
+ROUND = 1000
+"""About so many draws later the sources come in the same order again."""
+
+ENTRY_KEYS = ("kind", "weight", "min_tokens", "max_tokens")
+SHORTEST = 64
+"""Fewest tokens that prompts may be asked to have; below, questions alone fill them."""
+
+DRAWS = 50
+"""Draws that may fail to fit before the mixture is called impossible."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One source with its share of the draws and its lengths in tokens."""
+
+    kind: str
+    source: Source
+    weight: float
+    min_tokens: int
+    max_tokens: int
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Sources with their weights and lengths."""
+
+    entries: tuple[Entry, ...]
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any] | DictConfig) -> "Mixture":
+        """Build a mixture from `min_tokens`, `max_tokens` and a list `sources` of `kind`, `weight` and options.
+
+        Raises:
+            UserError: a key, a kind, an option or a value is wrong, or a file is missing.
+        """
+        values = OmegaConf.to_container(config, resolve=True) if isinstance(config, DictConfig) else dict(config)
+        if not isinstance(values, dict):
+            raise UserError(f"mixture: expected keys with values, got {type(values).__name__}")
+        _check_names("mixture", "key", values, ("min_tokens", "max_tokens", "sources"))
+        sources = values.get("sources")
+        if not isinstance(sources, list) or not sources:
+            raise UserError("mixture: sources must be a list of at least one {kind: ..., weight: ...}")
+        bounds = {key: values[key] for key in ("min_tokens", "max_tokens") if key in values}
+        return cls(tuple(_entry(f"mixture.sources[{row}]", source, bounds) for row, source in enumerate(sources)))
+
+    def prompt(self, seed: int, index: int, count_tokens: CountTokens) -> Prompt:
+        """Prompt number `index`, the same for the same seed, index and tokenizer.
+
+        Args:
+            seed: Of the whole mixture.
+            index: From 0.
+            count_tokens: Number of tokens of a text; pass the same function each time, local files are counted once
+                for each.
+        """
+        schedule = _schedule(tuple(entry.weight for entry in self.entries), seed)
+        rounds, place = divmod(index, len(schedule))
+        chosen = schedule[place]
+        before = rounds * schedule.count(chosen) + schedule[:place].count(chosen)
+        rng = random.Random(f"keepsight:{seed}:{index}")
+        return _drawn(self.entries[chosen], rng, count_tokens, seed, before)
+
+
+def _drawn(entry: Entry, rng: random.Random, count_tokens: CountTokens, seed: int, number: int) -> Prompt:
+    """A prompt of a random length; what does not fit its length is drawn again, with a new one."""
+    for _ in range(DRAWS):
+        tokens = round(math.exp(rng.uniform(math.log(entry.min_tokens), math.log(entry.max_tokens))))
+        with suppress(DoesNotFit):
+            return entry.source.sample(Request(rng, tokens, entry.max_tokens, count_tokens, seed, number))
+    raise UserError(f"mixture: no prompt of {entry.kind} fits {entry.max_tokens} tokens; raise max_tokens")
+
+
+@lru_cache(maxsize=16)
+def _schedule(weights: tuple[float, ...], seed: int) -> tuple[int, ...]:
+    """A round's sources, shuffled: each as often as its weight says, to the nearest draw, and once at least."""
+    counts = [max(1, round(weight / sum(weights) * ROUND)) for weight in weights]
+    schedule = [source for source, count in enumerate(counts) for _ in range(count)]
+    random.Random(f"keepsight:{seed}").shuffle(schedule)
+    return tuple(schedule)
+
+
+def _entry(where: str, values: Any, bounds: dict[str, Any]) -> Entry:
+    if not isinstance(values, dict):
+        raise UserError(f"{where}: expected {{kind: ..., weight: ...}}, got {values!r}")
+    kind = str(values.get("kind"))
+    _check_names(where, "kind", [kind], SOURCES)
+    where = f"{where} ({kind})"
+    options = {key: value for key, value in values.items() if key not in ENTRY_KEYS}
+    _check_names(where, "option", options, [field.name for field in fields(SOURCES[kind])])
+    weight = values.get("weight", 1.0)
+    if not _is_number(weight) or not 0 < weight < math.inf:
+        raise UserError(f"{where}: weight must be a number above 0, got {weight!r}")
+    low, high = _lengths(where, {**bounds, **values})
+    return Entry(kind, _built(where, SOURCES[kind], options), float(weight), low, high)
+
+
+def _lengths(where: str, values: dict[str, Any]) -> tuple[int, int]:
+    low, high = values.get("min_tokens", 200), values.get("max_tokens", 2048)
+    if type(low) is not int or type(high) is not int or not SHORTEST <= low <= high:
+        expected = f"whole numbers with {SHORTEST} <= min_tokens <= max_tokens"
+        raise UserError(f"{where}: min_tokens and max_tokens must be {expected}, got {low!r} and {high!r}")
+    return low, high
+
+
+def _built(where: str, source: type[Any], options: dict[str, Any]) -> Source:
+    """The source with its options; lists become tuples."""
+    given = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
+    for field in fields(source):
+        if field.name not in given and field.default is MISSING:
+            raise UserError(f"{where}: the option {field.name} is missing")
+        expected, right = TYPES[field.type]
+        if field.name in given and not right(given[field.name]):
+            raise UserError(f"{where}: {field.name} must be {expected}, got {options[field.name]!r}")
+    built: Source = source(**given)
+    return built
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+TYPES: dict[Any, tuple[str, Callable[[Any], bool]]] = {
+    bool: ("true or false", lambda value: isinstance(value, bool)),
+    int: ("a whole number", lambda value: type(value) is int),
+    float: ("a share between 0 and 1", lambda value: _is_number(value) and 0 <= value <= 1),
+    str: ("a text", lambda value: isinstance(value, str)),
+    tuple[str, ...]: ("a list of texts", lambda value: _all(value, lambda item: isinstance(item, str))),
+    tuple[float, ...]: ("a list of weights", lambda value: _all(value, lambda item: _is_number(item) and item >= 0)),
+}
+"""What an option of each type must be, in words and as a check."""
+
+
+def _all(value: Any, right: Callable[[Any], bool]) -> bool:
+    return isinstance(value, tuple) and all(right(item) for item in value)
+
+
+def _check_names(where: str, what: str, given: Iterable[Any], known: Iterable[str]) -> None:
+    for name in given:
+        if name not in (names := sorted(known)):
+            close = difflib.get_close_matches(str(name), names, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise UserError(f"{where}: unknown {what} {name!r}{hint} (known: {', '.join(names) or 'none'})")

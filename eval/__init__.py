@@ -1,0 +1,1 @@
+"""Evaluation: tasks, metrics, the sweep over methods and budgets, and the report."""

@@ -1,0 +1,70 @@
+"""keepsight demo: the main job on a small model in about ten minutes on two cores.
+
+    keepsight demo out=runs/demo
+
+The target answers a small mixture of prompts, a lookahead module is trained on the answers, and needle tasks show what
+it keeps beside the full cache, the oracle, SnapKV and StreamingLLM. A stopped demo goes on from where it was.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from keepsight.commands import data, train
+from keepsight.commands import eval as evaluation
+from keepsight.config import Command, Recipe
+
+
+@dataclass
+class Config(Recipe):
+    """Keys of `keepsight demo`.
+
+    Attributes:
+        out: Folder for data, adapter and report.
+        samples: Training samples.
+        steps: Training steps, of one sample each.
+        tests: Needle samples for each length.
+        lengths: Prompt lengths of the needle tasks, in tokens.
+    """
+
+    out: str = "runs/demo"
+    samples: int = 100
+    steps: int = 180
+    tests: int = 10
+    lengths: list[int] = field(default_factory=lambda: [512, 1024])
+
+
+def run(config: Config) -> None:
+    """Run the three steps and print how long each took."""
+    out = Path(config.out)
+    steps: dict[str, Callable[[], None]] = {
+        "answers": lambda: data.run(_step(data.Config, config, out=out / "data", mixture="demo", limit=config.samples)),
+        "training": lambda: train.run(_step(train.Config, config, data=out / "data", out=out / "adapter")),
+        "evaluation": lambda: evaluation.run(
+            _step(
+                evaluation.Config,
+                config,
+                adapter=out / "adapter",
+                lengths=config.lengths,
+                samples=config.tests,
+                out=out / "eval",
+            )
+        ),
+    }
+    seconds = {}
+    for name, step in steps.items():
+        print(f"\n=== {name}", flush=True)
+        start = time.perf_counter()
+        step()
+        seconds[name] = time.perf_counter() - start
+    print("\n" + "\n".join(f"{name:<11} {each:6.0f} s" for name, each in seconds.items()))
+    print(f"{'together':<11} {sum(seconds.values()):6.0f} s")
+
+
+def _step(command: type[Command], config: Config, **values: Any) -> Command:
+    """A command's configuration: the demo's model and module, a short training, and these values."""
+    training = replace(config.train, steps=config.steps, accumulation=1, held_out=6, measure_every=60, save_every=60)
+    plain = {key: str(value) if isinstance(value, Path) else value for key, value in values.items()}
+    return command(model=config.model, lookahead=config.lookahead, train=training, **plain)

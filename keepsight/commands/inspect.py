@@ -1,0 +1,98 @@
+"""keepsight inspect: an HTML page that shows which prompt tokens a method keeps, by layer, beside SnapKV.
+
+    keepsight inspect prompt=@file.txt method=lookaheadkv budget=64 out=runs/kept.html
+    keepsight inspect "prompt=What is the capital of France?" method=snapkv budget=40
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from keepsight.config import Recipe
+from keepsight.errors import UserError
+from keepsight.eval.inspect_page import write_inspect_page
+from keepsight.models.targets import Target
+from keepsight.runtime.evict import Evict, Method
+from keepsight.runtime.methods import make_method
+from keepsight.runtime.prefill import Prefilled, prefill
+from keepsight.targets import adapter_of, target_of
+
+
+@dataclass
+class Config(Recipe):
+    """Keys of `keepsight inspect`.
+
+    Attributes:
+        prompt: The user's turn as text, or @FILE.
+        method: The method to look at.
+        compare: The method beside it.
+        budget: Entries per layer and KV head.
+        options: Options of the method, such as {kernel: 5}.
+        template: Whether the chat template is applied.
+        out: The page.
+    """
+
+    prompt: str = "???"
+    method: str = "lookaheadkv"
+    compare: str = "snapkv"
+    budget: int = 64
+    options: dict[str, Any] = field(default_factory=dict)
+    template: bool = True
+    out: str = "runs/inspect.html"
+
+
+def run(config: Config) -> None:
+    """Write the page."""
+    names = dict.fromkeys([config.method, config.compare])
+    methods = {name: _method(name, config) for name in names}
+    text = _read(config.prompt)
+    target = target_of(config)
+    ids = _ids(text, config.template, target)
+    prefilled = prefill(target.model, torch.tensor([ids], device=target.model.device))
+    kept = {name: _kept(method, target, prefilled) for name, method in methods.items()}
+    tokens = [str(target.tokenizer.decode([token])) for token in ids]
+    settings = {"model": target.name, "budget": config.budget, "adapter": config.adapter, "prompt tokens": len(ids)}
+    write_inspect_page(Path(config.out), tokens, kept, f"{config.method} at budget {config.budget}", settings)
+    print(f"{len(ids)} tokens, {config.budget} kept per layer and KV head: {config.out}")
+
+
+def _method(name: str, config: Config) -> Evict:
+    options = config.options if name == config.method else {}
+    method: Method = make_method(name, config.budget, adapter_of(config), **options)
+    if not isinstance(method, Evict):
+        raise UserError(f"method {name!r} evicts nothing, so there is nothing to inspect")
+    return method
+
+
+def _read(prompt: str) -> str:
+    if not prompt.startswith("@"):
+        return prompt
+    try:
+        return Path(prompt[1:]).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"prompt={prompt}: cannot be read as UTF-8 text ({error})") from None
+
+
+def _ids(text: str, template: bool, target: Target) -> list[int]:
+    if template:
+        turns = [{"role": "user", "content": text}]
+        text = str(target.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+    ids: list[int] = target.tokenizer(text, add_special_tokens=not template)["input_ids"]
+    context = target.model.config.get_text_config().max_position_embeddings
+    if not 0 < len(ids) <= context:
+        raise UserError(f"the prompt has {len(ids)} tokens; this model takes 1 to {context}")
+    return ids
+
+
+def _kept(method: Evict, target: Target, prefilled: Prefilled) -> np.ndarray:
+    """[layers, KV heads, N] bool."""
+    if method.entries(prefilled) >= prefilled.length:
+        raise UserError(f"budget={method.budget} keeps all {prefilled.length} prompt tokens; lower it")
+    selected = method.select(prefilled, method.importance(target.model, prefilled))
+    chosen = torch.zeros(len(selected), selected[0].shape[1], prefilled.length, dtype=torch.bool)
+    for layer, indices in enumerate(selected):
+        chosen[layer].scatter_(1, indices[0].cpu(), True)
+    return chosen.numpy()

@@ -1,0 +1,1 @@
+../../keepsight/__main__.py
