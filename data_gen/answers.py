@@ -2,11 +2,13 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from keepsight.data_gen.prompts import Prompt
+from keepsight.models.targets import Target
 
 
 @dataclass(frozen=True)
@@ -52,23 +54,23 @@ def batches(prompts: list[Rendered], max_tokens: int) -> Iterator[list[Rendered]
 
 
 @torch.no_grad()
-def answer(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch: list[Rendered], max_new_tokens: int
-) -> list[list[int]]:
+def answer(target: Target, batch: list[Rendered], max_new_tokens: int) -> list[list[int]]:
     """Greedy answers of at most `max_new_tokens` tokens, end token included; given responses are taken as they are."""
     waiting = [prompt for prompt in batch if prompt.response is None]
     generated: dict[int, list[int]] = {}
     if waiting:
-        inputs = tokenizer.pad({"input_ids": [prompt.ids for prompt in waiting]}, return_tensors="pt").to(model.device)
-        output = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)  # type: ignore[operator]
+        ids = [prompt.ids for prompt in waiting]
+        inputs = target.tokenizer.pad({"input_ids": ids}, return_tensors="pt").to(target.model.device)
+        generate: Any = target.model.generate
+        output = generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
         rows = output[:, inputs["input_ids"].shape[1] :].tolist()
-        end = tokenizer.eos_token_id
-        generated = {prompt.index: _until(end, row) for prompt, row in zip(waiting, rows, strict=True)}
+        generated = {prompt.index: _until(target.end_tokens, row) for prompt, row in zip(waiting, rows, strict=True)}
     return [
         generated[prompt.index] if prompt.response is None else prompt.response[:max_new_tokens] for prompt in batch
     ]
 
 
-def _until(end: int, ids: list[int]) -> list[int]:
+def _until(ends: list[int], ids: list[int]) -> list[int]:
     """Up to and with the first end token; what follows it is padding."""
-    return ids[: ids.index(end) + 1] if end in ids else ids
+    first = next((place for place, token in enumerate(ids) if token in ends), len(ids))
+    return ids[: first + 1]

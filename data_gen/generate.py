@@ -57,7 +57,7 @@ def generate_data(
         for prompt in prompts:
             _check_fits(prompt, target, max_new_tokens)
         for batch in batches(prompts, batch_tokens):
-            answers = answer(target.model, tokenizer, batch, max_new_tokens)
+            answers = answer(target, batch, max_new_tokens)
             writer.append(shard, [_answered(*pair, target) for pair in zip(batch, answers, strict=True)])
             progress.update(len(batch))
         writer.finish(shard)
@@ -85,6 +85,6 @@ def _check_fits(prompt: Rendered, target: Target, max_new_tokens: int) -> None:
     context = target.model.config.get_text_config().max_position_embeddings
     if len(prompt.ids) + max_new_tokens > context:
         raise UserError(
-            f"prompt {prompt.index} ({prompt.source}) has {len(prompt.ids)} tokens, with {max_new_tokens} for the answer "
+            f"prompt {prompt.index} ({prompt.source}) has {len(prompt.ids)} tokens, with {max_new_tokens} to answer "
             f"more than the context of {context}; lower the mixture's max_tokens"
         )

@@ -1,8 +1,8 @@
 """Shards on disk: written so that a killed run goes on without a lost or a doubled sample, and read for training.
 
-    out/manifest.json          counts, the target, its version, the chat template's digest, the mixture, the seed
-    out/shard-00000.jsonl      complete shards only; a row a sample
-    out/shard-00001.jsonl.partial   the shard in work: whole lines count, a line cut by a kill is made again
+out/manifest.json          counts, the target, its version, the chat template's digest, the mixture, the seed
+out/shard-00000.jsonl      complete shards only; a row a sample
+out/shard-00001.jsonl.partial   the shard in work: whole lines count, a line cut by a kill is made again
 """
 
 import json
@@ -151,7 +151,9 @@ def read_samples(folder: Path, model: str, template_digest: str) -> tuple[list[A
         raise UserError(f"{folder}: no manifest.json; make the data with `keepsight data out={folder}`")
     manifest = read_json(folder / "manifest.json")
     if not manifest.get("complete"):
-        raise UserError(f"{folder}: this data is unfinished; run the same `keepsight data out={folder}` again to finish it")
+        raise UserError(
+            f"{folder}: this data is unfinished; run the same `keepsight data out={folder}` again to finish it"
+        )
     made = manifest["settings"]
     if made["model"] != model:
         raise UserError(f"{folder}: this data was answered by {made['model']!r}, not by {model!r}; make it again")

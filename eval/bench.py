@@ -40,4 +40,3 @@ def bench_sweep(target: Target, methods: Mapping[str, Method], tokens: int, answ
         f"{len(methods)} variants, {tokens} prompt tokens, at most {answer_tokens} answer tokens, {samples} samples\n"
         f"sweep     {shared:7.2f} s a sample\nseparate  {separate:7.2f} s a sample\nratio     {separate / shared:7.2f}"
     )
-

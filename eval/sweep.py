@@ -70,8 +70,8 @@ def run_sample(target: Target, sample: Sample, variants: Sequence[Variant], max_
         UserError: the prompt and its answer do not fit the target's context, or an answer span was cut.
     """
     clock = _Clock()
-    ids = torch.tensor([_checked_ids(sample, target)], device=target.model.device)
-    prefilled = prefill(target.model, ids)
+    prompt = torch.tensor([_checked_ids(sample, target)], device=target.model.device)
+    prefilled = prefill(target.model, prompt)
     clock.lap("prefill")
     full = FullCache().compress(target.model, prefilled)
     answer = _answer(target, sample, full.copy())[:, : sample.max_new_tokens]
@@ -90,10 +90,10 @@ def run_sample(target: Target, sample: Sample, variants: Sequence[Variant], max_
         answers = _answer(target, sample, batch)
         clock.lap("decode")
         rows += [
-            _row(target, sample, variant, state, *values[:2], base_nll[0], values[2])
-            for variant, state, *values in zip(chosen, kept, answers, nll, hits, strict=True)
+            _row(target, sample, variant, state, ids, each_nll, base_nll[0], each_hits)
+            for variant, state, ids, each_nll, each_hits in zip(chosen, kept, answers, nll, hits, strict=True)
         ]
-    return [row | {"prompt_tokens": ids.shape[1], "seconds": clock.seconds} for row in rows]
+    return [row | {"prompt_tokens": prompt.shape[1], "seconds": clock.seconds} for row in rows]
 
 
 def _checked_ids(sample: Sample, target: Target) -> list[int]:
@@ -107,9 +107,7 @@ def _checked_ids(sample: Sample, target: Target) -> list[int]:
     return ids
 
 
-def _states(
-    target: Target, prefilled: Prefilled, answer: Tensor, variants: Sequence[Variant]
-) -> list[Kept]:
+def _states(target: Target, prefilled: Prefilled, answer: Tensor, variants: Sequence[Variant]) -> list[Kept]:
     """What each evicting variant keeps. A method observes once for all its budgets."""
     states, observed = [], {}
     for variant in variants:
@@ -129,12 +127,19 @@ def _states(
 
 def _answer(target: Target, sample: Sample, kept: Kept) -> Tensor:
     """Greedy answers [B, T]."""
-    criteria = stop_after(sample.max_new_tokens, target.tokenizer.eos_token_id)
-    return decode(target.model, kept, criteria, pad_token=target.tokenizer.pad_token_id)
+    criteria = stop_after(sample.max_new_tokens, target.end_tokens)
+    return decode(target.model, kept, criteria, pad_token=target.pad_token)
 
 
 def _row(
-    target: Target, sample: Sample, variant: Variant, kept: Kept, ids: Tensor, nll: Tensor, base_nll: Tensor, hits: Tensor
+    target: Target,
+    sample: Sample,
+    variant: Variant,
+    kept: Kept,
+    ids: Tensor,
+    nll: Tensor,
+    base_nll: Tensor,
+    hits: Tensor,
 ) -> dict[str, Any]:
     text = str(target.tokenizer.decode(ids, skip_special_tokens=True))
     return {

@@ -96,7 +96,9 @@ def _explain(error: Exception, schema: type) -> str:
         near = difflib.get_close_matches(key, [row[0] for row in describe(schema)], n=1, cutoff=0.5)
         if "not in" in text:
             return f"{key!r} is no key of this command" + (f"; did you mean {near[0]!r}?" if near else "; see --help")
-    if recipe := re.search(r"Could not find 'recipe/([^']+)' Available options in 'recipe': (.*?)(?: Config search|$)", text):
+    if recipe := re.search(
+        r"Could not find 'recipe/([^']+)' Available options in 'recipe': (.*?)(?: Config search|$)", text
+    ):
         return f"recipe={recipe.group(1)} is unknown; choose one of {', '.join(recipe.group(2).split())}"
     return text
 
@@ -105,14 +107,20 @@ def describe(schema: type, prefix: str = "") -> Iterator[tuple[str, str, str]]:
     """(key, default, help) of every key of a configuration, nested ones as `model.dtype`."""
     notes = _attribute_notes(schema)
     hints = get_type_hints(schema)
-    for each in fields(schema):  # type: ignore[arg-type]
+    for each in fields(schema):
         if each.name == "defaults":
             continue
         kind = hints[each.name]
         if isinstance(kind, type) and is_dataclass(kind):
             yield from describe(kind, f"{prefix}{each.name}.")
             continue
-        default = each.default if each.default is not MISSING else each.default_factory() if callable(each.default_factory) else None
+        default = (
+            each.default
+            if each.default is not MISSING
+            else each.default_factory()
+            if callable(each.default_factory)
+            else None
+        )
         yield f"{prefix}{each.name}", "required" if default == "???" else str(default), notes.get(each.name, "")
 
 

@@ -33,6 +33,23 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
+@contextmanager
+def atomic_files(folder: Path, last: str) -> Iterator[Path]:
+    """Yield an empty folder whose files move into `folder` when the block ends, the one called `last` after the others.
+
+    Whoever needs `last` to read the folder never sees it half-written; files of other names stay.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(prefix=".unfinished-", dir=folder))
+    try:
+        yield unfinished
+        (folder / last).unlink(missing_ok=True)
+        for path in sorted(unfinished.iterdir(), key=lambda path: path.name == last):
+            path.replace(folder / path.name)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
 def write_text(path: Path, text: str) -> None:
     """Write `text` (UTF-8) so that `path` holds either all of it or what it held before."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -83,7 +100,7 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def whole_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSON Lines file that grows, none when it is missing. What a kill left of the last line is cut off."""
+    """The objects of a JSON Lines file that grows; none when it is missing. A last line torn by a kill is cut off."""
     if not path.exists():
         return []
     text = path.read_bytes()

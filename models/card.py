@@ -14,9 +14,9 @@ license: {license}
 
 # {title}
 
-A keepsight lookahead module ([LookaheadKV](https://arxiv.org/abs/2603.10899)) for `{base_model}`: {tokens} soft tokens and
-a LoRA of rank {rank} that predict which prompt entries of the KV cache the coming answer attends to. It never changes
-what the model says; it tells which entries to keep.
+A keepsight lookahead module ([LookaheadKV](https://arxiv.org/abs/2603.10899)): {tokens} soft tokens and a LoRA of rank
+{rank} that predict which prompt entries of the KV cache the coming answer of `{base_model}`
+attends to. It never changes what the model says; it tells which entries to keep.
 
 ## Use
 
@@ -83,5 +83,7 @@ def model_card(
         keepsight_version=provenance.keepsight_version,
         training="\n".join(f"- {name}: {value}" for name, value in provenance.training.items()) or "Not recorded.",
         sources="\n".join(["| source | samples |", "| --- | --- |", *rows, "", *notes]),
-        fidelity="\n".join(["| measure | mean over layers |", "| --- | --- |", *measured]) if measured else "Not measured.",
+        fidelity="\n".join(["| measure | mean over layers |", "| --- | --- |", *measured])
+        if measured
+        else "Not measured.",
     )

@@ -4,7 +4,6 @@ An adapter is a folder that plain PEFT loads too. PEFT then leaves the base mode
 saved configuration makes the LoRA an activated one (aLoRA) whose invocation token never occurs in a text.
 """
 
-import copy
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from keepsight.errors import UserError
-from keepsight.files import atomic_folder, file_digest, read_json, write_json
+from keepsight.files import atomic_files, file_digest, read_json, write_json
 
 ADAPTER, TOKENS, CONFIG = "adapter_model.safetensors", "lookahead_tokens.safetensors", "lookahead_config.json"
 FILES = ("adapter_config.json", ADAPTER, TOKENS, CONFIG)
@@ -66,11 +65,9 @@ class Lookahead(nn.Module):
         super().__init__()
         self.model, self.settings, self.name = model, settings, name
         model.requires_grad_(False)
-        embedding = model.get_input_embeddings().weight
-        scale = embedding.detach().float().std().item()
-        self.tokens = nn.Parameter(
-            torch.randn(settings.tokens, embedding.shape[1], device=embedding.device) * scale
-        )
+        embedding = input_embedding(model)
+        scale = embedding.float().std().item()
+        self.tokens = nn.Parameter(torch.randn(settings.tokens, embedding.shape[1], device=embedding.device) * scale)
         if settings.rank:
             inject_adapter_in_model(lora_config(model, settings), model, name)
         self._layers = [layer for layer in model.modules() if isinstance(layer, LoraLayer) and name in layer.lora_A]
@@ -129,6 +126,13 @@ class Lookahead(nn.Module):
             set_peft_model_state_dict(self.model, plain, adapter_name=self.name)
 
 
+def input_embedding(model: PreTrainedModel) -> Tensor:
+    """The input embedding [vocabulary, hidden], detached."""
+    weight = model.get_input_embeddings().weight
+    assert isinstance(weight, Tensor)
+    return weight.detach()
+
+
 def lora_config(model: PreTrainedModel, settings: LookaheadSettings) -> LoraConfig:
     """LoRA on every projection that the loss can reach.
 
@@ -168,11 +172,11 @@ class Provenance:
 
 
 def save_lookahead(module: Lookahead, folder: Path, provenance: Provenance, card: str) -> None:
-    """Write an adapter folder: complete, or not at all."""
-    config = copy.copy(lora_config(module.model, module.settings))
-    config.alora_invocation_tokens = [module.model.get_input_embeddings().weight.shape[0]]  # no text has this id
+    """Write an adapter's files into a folder, beside whatever else is there; a half-written adapter does not load."""
+    config = lora_config(module.model, module.settings)
+    config.alora_invocation_tokens = [len(input_embedding(module.model))]  # an id that no text has
     config.inference_mode = True
-    with atomic_folder(folder) as unfinished:
+    with atomic_files(folder, last=CONFIG) as unfinished:
         save_file(module.lora_state(), unfinished / ADAPTER, metadata={"format": "pt"})
         save_file({"lookahead_tokens": module.tokens.detach().cpu()}, unfinished / TOKENS, metadata={"format": "pt"})
         config.save_pretrained(str(unfinished))
@@ -208,11 +212,11 @@ class Artifact:
         return attached[self.digest]
 
     def _check_base(self, model: PreTrainedModel) -> None:
-        loaded, expected = model.config.name_or_path, self.provenance.base_model
-        is_hub_id = re.fullmatch(r"[\w.-]+/[\w.-]+", loaded or "") and not Path(loaded).exists()
+        loaded, expected = str(model.config.name_or_path or ""), self.provenance.base_model
+        is_hub_id = re.fullmatch(r"[\w.-]+/[\w.-]+", loaded) and not Path(loaded).exists()
         if is_hub_id and expected and loaded != expected:
             raise UserError(f"{self.folder}: this adapter is for {expected!r}, but the model is {loaded!r}")
-        hidden = model.get_input_embeddings().weight.shape[1]
+        hidden = input_embedding(model).shape[1]
         if self.tokens.shape[1] != hidden:
             raise UserError(
                 f"{self.folder}: this adapter is for {expected!r} with hidden size {self.tokens.shape[1]}, "
@@ -238,7 +242,9 @@ def load_lookahead(folder: Path) -> Artifact:
         raise UserError(f"{folder / CONFIG}: not a lookahead adapter's configuration ({error})") from None
     for name, expected in digests.items():
         if (found := file_digest(folder / name)) != expected:
-            raise UserError(f"{folder / name}: its digest is {found}, {CONFIG} says {expected}; fetch the adapter again")
+            raise UserError(
+                f"{folder / name}: its digest is {found}, {CONFIG} says {expected}; fetch the adapter again"
+            )
     tokens = _read(folder / TOKENS)["lookahead_tokens"]
     return Artifact(folder, settings, provenance, _read(folder / ADAPTER), tokens, digests[ADAPTER])
 
@@ -248,4 +254,3 @@ def _read(path: Path) -> dict[str, Tensor]:
         return load_file(path)
     except SafetensorError as error:
         raise UserError(f"{path}: not a safetensors file ({error}); fetch the adapter again") from None
-

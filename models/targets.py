@@ -44,13 +44,27 @@ class Target:
     version: str
 
     @property
+    def end_tokens(self) -> list[int]:
+        """The ids that end an answer."""
+        config = self.model.generation_config
+        ids: Any = config.eos_token_id if config is not None else None
+        ids = self.tokenizer.eos_token_id if ids is None else ids
+        return list(ids) if isinstance(ids, list | tuple) else [int(ids)]
+
+    @property
+    def pad_token(self) -> int:
+        """The id that fills batches."""
+        pad: Any = self.tokenizer.pad_token_id
+        return int(pad)
+
+    @property
     def template_digest(self) -> str:
         """`sha256:...` of the chat template; of the empty text when there is none."""
         return text_digest(str(self.tokenizer.chat_template or ""))
 
 
 def cache_folder() -> Path:
-    """Where dequantised targets are kept: `$KEEPSIGHT_CACHE`, else `$XDG_CACHE_HOME/keepsight` or `~/.cache/keepsight`."""
+    """Where dequantised targets are kept: `$KEEPSIGHT_CACHE`, `$XDG_CACHE_HOME/keepsight` or `~/.cache/keepsight`."""
     if chosen := os.environ.get("KEEPSIGHT_CACHE"):
         return Path(chosen)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "keepsight"
@@ -118,7 +132,7 @@ def load_target(
 
 
 def hub_answers() -> bool:
-    """Whether the Hugging Face Hub can be reached: one short request, where the Hub's client would retry for a minute."""
+    """Whether the Hugging Face Hub can be reached: one short request; the Hub's client would retry for a minute."""
     if constants.is_offline_mode():
         return False
     try:
@@ -134,19 +148,28 @@ def _from_hub(model_id: str, device: str, options: dict[str, Any]) -> Target:
     try:
         return _finish(model_id, None, model_id, device, options)
     except (OSError, HfHubHTTPError) as error:
-        raise UserError(f"model {model_id!r} cannot be loaded from the Hub: {' '.join(str(error).split())[:300]}") from error
+        raise UserError(
+            f"model {model_id!r} cannot be loaded from the Hub: {' '.join(str(error).split())[:300]}"
+        ) from error
 
 
 def _finish(name: str, version: str | None, source: str | Path, device: str, options: dict[str, Any]) -> Target:
-    tokenizer_options = {key: options[key] for key in ("trust_remote_code", "revision", "local_files_only") if key in options}
+    tokenizer_options = {
+        key: options[key] for key in ("trust_remote_code", "revision", "local_files_only") if key in options
+    }
     tokenizer = AutoTokenizer.from_pretrained(source, padding_side="left", **tokenizer_options)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    model = AutoModelForCausalLM.from_pretrained(source, **options).to(device)
+    model: Any = AutoModelForCausalLM.from_pretrained(source, **options)
+    model = model.to(device)
     if sliding := {kind for kind in getattr(model.config, "layer_types", None) or [] if kind != "full_attention"}:
-        raise UserError(f"model {name!r} has layers of type {sorted(sliding)}; only full attention can be evicted so far")
+        raise UserError(
+            f"model {name!r} has layers of type {sorted(sliding)}; only full attention can be evicted so far"
+        )
     model.config.name_or_path = name
-    return Target(model.requires_grad_(False).eval(), tokenizer, name, version or model.config._commit_hash or "unknown")
+    return Target(
+        model.requires_grad_(False).eval(), tokenizer, name, version or model.config._commit_hash or "unknown"
+    )
 
 
 def _dtype(name: str, device: str) -> torch.dtype:

@@ -5,11 +5,13 @@ follow; its *physical* length counts the entries it holds.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 from transformers.cache_utils import Cache, DynamicLayer
+from typing_extensions import override
 
 
 class KeptLayer(DynamicLayer):
@@ -21,22 +23,31 @@ class KeptLayer(DynamicLayer):
         seen: Logical length: tokens seen so far, evicted ones included.
     """
 
+    keys: Tensor
+    values: Tensor
+
     def __init__(self, keys: Tensor, values: Tensor, seen: int) -> None:
         super().__init__()
         self.lazy_initialization(keys, values)
         self.keys, self.values, self.seen = keys, values, seen
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+    @override
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         self.seen += key_states.shape[-2]
         return super().update(key_states, value_states)
 
+    @override
     def get_seq_length(self) -> int:
         return self.seen
 
+    @override
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         physical = self.keys.shape[-2]
         return physical + query_length, self.seen - physical
 
+    @override
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)
         self.seen += tokens_to_remove
@@ -45,12 +56,18 @@ class KeptLayer(DynamicLayer):
 class ViewedLayer(DynamicLayer):
     """A prompt's entries as observers see them: what observers append is seen by them and never stored."""
 
+    keys: Tensor
+    values: Tensor
+
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         super().__init__()
         self.lazy_initialization(keys, values)
         self.keys, self.values = keys, values
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+    @override
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         return torch.cat([self.keys, key_states], dim=-2), torch.cat([self.values, value_states], dim=-2)
 
 
@@ -61,7 +78,14 @@ def entries(cache: Cache) -> list[tuple[Tensor, Tensor]]:
 
 def view(cache: Cache, length: int | None = None) -> Cache:
     """The first `length` entries of every layer (all by default), read-only, without a copy."""
-    return Cache(layers=[ViewedLayer(keys[..., :length, :], values[..., :length, :]) for keys, values in entries(cache)])
+    layers: list[Any] = [ViewedLayer(keys[..., :length, :], values[..., :length, :]) for keys, values in entries(cache)]
+    return Cache(layers=layers)
+
+
+def share(cache: Cache) -> Cache:
+    """The same entries in a cache of its own, without copying tensors: appending to one leaves the other alone."""
+    layers: list[Any] = [KeptLayer(keys, values, cache.get_seq_length()) for keys, values in entries(cache)]
+    return Cache(layers=layers)
 
 
 def keep(cache: Cache, kept: Sequence[Tensor]) -> Cache:
@@ -71,7 +95,7 @@ def keep(cache: Cache, kept: Sequence[Tensor]) -> Cache:
         cache: Of L layers.
         kept: L tensors [B, K, C] int64 of entry indices.
     """
-    layers = []
+    layers: list[Any] = []
     for (keys, values), indices in zip(entries(cache), kept, strict=True):
         index = indices[..., None].expand(-1, -1, -1, keys.shape[-1])
         layers.append(KeptLayer(keys.gather(2, index), values.gather(2, index), cache.get_seq_length()))
@@ -86,7 +110,7 @@ def stack(caches: Sequence[Cache]) -> tuple[Cache, Tensor | None]:
     """
     lengths = [entries(cache)[0][0].shape[2] for cache in caches]
     longest = max(lengths)
-    layers = []
+    layers: list[Any] = []
     for parts in zip(*(entries(cache) for cache in caches), strict=True):
         padded = [
             [functional.pad(part, (0, 0, longest - length, 0)) for part, length in zip(column, lengths, strict=True)]

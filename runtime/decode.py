@@ -1,6 +1,6 @@
 """Decode: answer from the entries that were kept, at the positions the full cache would have used."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache
 from transformers.generation import EosTokenCriteria, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from keepsight.runtime.cache import KeptLayer, entries, stack
+from keepsight.runtime.cache import entries, share, stack
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,8 @@ class Kept:
         return int(entries(self.cache)[0][0].shape[2])
 
     def copy(self) -> "Kept":
-        """The same entries in a cache of its own, without copying tensors: appending to one leaves the other alone."""
-        seen = self.cache.get_seq_length()
-        layers = [KeptLayer(keys, values, seen) for keys, values in entries(self.cache)]
-        return Kept(Cache(layers=layers), self.mask, self.logits, self.lengths)
+        """The same state with a cache of its own to append to."""
+        return replace(self, cache=share(self.cache))
 
     def attention_mask(self, appended: int) -> Tensor | None:
         """[B, positions seen + appended] as transformers wants it; only the last columns stand for entries."""
@@ -117,7 +115,7 @@ def decode(
         ids = torch.cat([ids, token[:, None]], dim=1)
         if streamer is not None:
             streamer.put(token.cpu())
-        unfinished = unfinished & ~stopping_criteria(ids, scores)  # type: ignore[arg-type]
+        unfinished = unfinished & ~stopping_criteria(ids, scores)
         if not unfinished.any():
             break
         logits = _forward(model, kept, token[:, None], appended)[:, -1].float()

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
+from typing_extensions import override
 
 from keepsight.errors import UserError
 from keepsight.runtime.cache import keep
@@ -71,6 +72,7 @@ class Method:
 class FullCache(Method):
     """Evicts nothing: the reference that every other method is compared with."""
 
+    @override
     def compress(self, model: PreTrainedModel, prefilled: Prefilled) -> Kept:
         return Kept(prefilled.cache, prefilled.mask, prefilled.logits, prefilled.lengths).copy()
 
@@ -111,13 +113,16 @@ class Evict(Method):
         if isinstance(self.budget, int) and self.budget < 1:
             raise UserError(f"{name}: budget {self.budget} is below 1; give the entries to keep per layer and KV head")
         if isinstance(self.budget, int) and protected and self.budget <= protected:
-            raise UserError(f"{name}: budget {self.budget} must be above the {protected} protected entries (sinks + window)")
+            raise UserError(
+                f"{name}: budget {self.budget} must be above the {protected} protected entries (sinks + window)"
+            )
         if self.kernel < 1 or self.kernel % 2 == 0:
             raise UserError(f"{name}: kernel {self.kernel} must be odd and at least 1, or entries and scores shift")
         for field, value, known in (("group", self.group, ("mean", "max")), ("pooling", self.pooling, ("max", "avg"))):
             if value not in known:
                 raise UserError(f"{name}: {field} {value!r} is unknown; choose one of {', '.join(known)}")
 
+    @override
     def compress(self, model: PreTrainedModel, prefilled: Prefilled) -> Kept:
         if self.entries(prefilled) >= prefilled.length:
             return FullCache().compress(model, prefilled)

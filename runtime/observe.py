@@ -29,6 +29,7 @@ class AttentionRecorder:
         self.by_layer: dict[int, Tensor] = {}
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, scaling: float) -> None:
+        """See `keepsight.runtime.attention.Recorder`."""
         self.by_layer[layer] = observed_attention(
             query[:, :, -self.rows :],
             key,
@@ -90,5 +91,8 @@ def join_masks(
     if prompt is None and rest is None:
         return None
     real = torch.ones(batch, 1, dtype=torch.bool, device=device)
-    parts = (prompt if prompt is not None else real.expand(-1, length), rest if rest is not None else real.expand(-1, count))
+    parts = (
+        prompt if prompt is not None else real.expand(-1, length),
+        rest if rest is not None else real.expand(-1, count),
+    )
     return torch.cat(parts, dim=1)

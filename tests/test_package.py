@@ -14,16 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from setuptools.config.pyprojecttoml import load_file
 
 import keepsight
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
 ROOT = Path(__file__).resolve().parent.parent
-PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+PROJECT: dict[str, Any] = load_file(ROOT / "pyproject.toml")
 FOLDERS: dict[str, str] = PROJECT["tool"]["setuptools"]["package-dir"]
 
 # Which folders each folder may import from, beside itself and what is shared by all.

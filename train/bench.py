@@ -23,7 +23,9 @@ def bench_step(lookahead: Lookahead, tokens: int, answer_tokens: int, repeats: i
         repeats: Timed repetitions of each after one that warms up.
     """
     model = lookahead.model
-    ids = torch.randint(3, model.config.get_text_config().vocab_size - 1, (1, tokens + answer_tokens), device=model.device)
+    ids = torch.randint(
+        3, model.config.get_text_config().vocab_size - 1, (1, tokens + answer_tokens), device=model.device
+    )
     objective = LookaheadObjective(lookahead)
     optimizer = torch.optim.Adam([weight for weight in objective.parameters() if weight.requires_grad], lr=1e-4)
 
@@ -45,10 +47,13 @@ def bench_step(lookahead: Lookahead, tokens: int, answer_tokens: int, repeats: i
                 times[name].append(seconds)
     ratio = statistics.median(times["step"]) / statistics.median(times["prefill"])
     lines = [
-        f"{name:<8} {statistics.median(values):7.3f} s ({min(values):.3f} to {max(values):.3f}), peak memory {peaks[name]:.0f} MiB"
+        f"{name:<8} {statistics.median(values):7.3f} s ({min(values):.3f} to {max(values):.3f}), "
+        f"peak memory {peaks[name]:.0f} MiB"
         for name, values in times.items()
     ]
-    return "\n".join([f"{tokens} prompt + {answer_tokens} answer tokens, {repeats} repeats", *lines, f"ratio    {ratio:7.3f}"])
+    return "\n".join(
+        [f"{tokens} prompt + {answer_tokens} answer tokens, {repeats} repeats", *lines, f"ratio    {ratio:7.3f}"]
+    )
 
 
 def _measure(action: Callable[[], None]) -> tuple[float, float]:

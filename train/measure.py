@@ -72,5 +72,10 @@ def _compare(target: Tensor, predicted: Tensor, kv_heads: int, budget: int) -> t
     kept = min(budget, true.shape[-1])
     chosen = torch.zeros_like(true, dtype=torch.bool).scatter_(1, top_entries(guess, kept), True)
     recall = chosen.gather(1, top_entries(true, kept)).float().mean().item()
-    taus = [kendalltau(*pair).statistic for pair in zip(true.cpu().numpy(), guess.cpu().numpy(), strict=True)]
+    taus = [_tau(*pair) for pair in zip(true.cpu().numpy(), guess.cpu().numpy(), strict=True)]
     return kl, recall, float(np.mean(taus))
+
+
+def _tau(first: np.ndarray, second: np.ndarray) -> float:
+    result: Any = kendalltau(first, second)
+    return float(result.statistic)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
+from typing_extensions import override
 
 from keepsight.errors import UserError
 from keepsight.train.dataset import SampleDataset, collate
@@ -106,7 +107,12 @@ class LookaheadTrainer(Trainer):
     """
 
     def __init__(
-        self, objective: LookaheadObjective, settings: TrainSettings, work: Path, train: SampleDataset, held_out: SampleDataset
+        self,
+        objective: LookaheadObjective,
+        settings: TrainSettings,
+        work: Path,
+        train: SampleDataset,
+        held_out: SampleDataset,
     ) -> None:
         super().__init__(
             model=objective,
@@ -120,6 +126,7 @@ class LookaheadTrainer(Trainer):
         self.settings, self.work = settings, work
         self.fidelity: Fidelity | None = None
 
+    @override
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
@@ -133,6 +140,7 @@ class LookaheadTrainer(Trainer):
             )
         return (output["loss"], output) if return_outputs else output["loss"]
 
+    @override
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         self.fidelity = measure(self._objective(), self._held_out_batches(), self.settings.budget)
         metrics = self.fidelity.metrics()
@@ -152,6 +160,7 @@ class LookaheadTrainer(Trainer):
         objective = self.accelerator.unwrap_model(self.model)
         return objective
 
+    @override
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
         if self.args.should_save:
             folder = Path(output_dir or self.work)
@@ -159,6 +168,7 @@ class LookaheadTrainer(Trainer):
             lookahead = self._objective().lookahead
             save_file(lookahead.lora_state() | {_TOKENS: lookahead.tokens.detach().cpu()}, folder / _WEIGHTS)
 
+    @override
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         lookahead = self._objective().lookahead
         state = load_file(Path(resume_from_checkpoint) / _WEIGHTS)
@@ -173,12 +183,15 @@ class StopOnInterrupt(TrainerCallback):
         self.interrupted = False
         self._before: Any = None
 
+    @override
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._before = signal.signal(signal.SIGINT, self._interrupt)
 
+    @override
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         signal.signal(signal.SIGINT, self._before)
 
+    @override
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if self.interrupted:
             control.should_save = control.should_training_stop = True

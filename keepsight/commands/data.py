@@ -64,8 +64,8 @@ def run(config: Config) -> None:
         batch_tokens=config.batch_tokens,
     )
     print(
-        f"{manifest['samples']} samples, {manifest['prompt_tokens']} prompt and {manifest['answer_tokens']} answer tokens "
-        f"in {config.out}"
+        f"{manifest['samples']} samples in {config.out}: {manifest['prompt_tokens']} prompt tokens, "
+        f"{manifest['answer_tokens']} answer tokens"
     )
 
 

@@ -118,7 +118,9 @@ def variants_of(config: Config) -> list[Variant]:
         label = name + "".join(f" {key}={value}" for key, value in options.items())
         if name == "full":
             continue  # the sweep always answers from the full cache first
-        variants += [Variant(label, make_method(name, budget, adapter_of(config), **options)) for budget in config.budgets]
+        variants += [
+            Variant(label, make_method(name, budget, adapter_of(config), **options)) for budget in config.budgets
+        ]
     if not variants:
         raise UserError("methods= and budgets= must name at least one method that evicts, and one budget")
     return variants
@@ -166,7 +168,8 @@ def _show(sample: Sample, target: Target) -> None:
     """Print one rendered prompt, so that a wrong template or a cut prompt is seen before hours are spent."""
     ids = render(sample, target.tokenizer)
     head, tail = target.tokenizer.decode(ids[:48]), target.tokenizer.decode(ids[-48:])
-    print(f"first prompt, {sample.task} {sample.id}: {len(ids)} tokens, nothing cut\n--- head\n{head}\n--- tail\n{tail}\n---")
+    print(f"first prompt, {sample.task} {sample.id}: {len(ids)} tokens, nothing cut")
+    print(f"--- head\n{head}\n--- tail\n{tail}\n---")
 
 
 def _settings(config: Config, target: Target) -> dict[str, Any]:

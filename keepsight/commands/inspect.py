@@ -1,7 +1,7 @@
 """keepsight inspect: an HTML page that shows which prompt tokens a method keeps, by layer, beside SnapKV.
 
-    keepsight inspect prompt=@file.txt method=lookaheadkv budget=64 out=runs/kept.html
-    keepsight inspect "prompt=What is the capital of France?" method=snapkv budget=40
+keepsight inspect prompt=@file.txt method=lookaheadkv budget=64 out=runs/kept.html
+keepsight inspect "prompt=What is the capital of France?" method=snapkv budget=40
 """
 
 from dataclasses import dataclass, field

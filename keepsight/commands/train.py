@@ -63,7 +63,9 @@ def run(config: Config) -> None:
         provenance = _provenance(target, manifest, samples, trainer)
         fidelity = trainer.fidelity.metrics() if trainer.fidelity else {}
         notes = [config.data_notes] if config.data_notes else []
-        card = model_card(config.title, config.lookahead, provenance, manifest["sources"], fidelity, notes, config.license)
+        card = model_card(
+            config.title, config.lookahead, provenance, manifest["sources"], fidelity, notes, config.license
+        )
         save_lookahead(lookahead, out, provenance, card)
         plot_training(_log(trainer, work), out / "training.png")
         print(f"adapter after step {trainer.state.global_step} in {out}: {_show(fidelity)}")
@@ -74,7 +76,9 @@ def run(config: Config) -> None:
         )
 
 
-def _provenance(target: Target, manifest: dict[str, Any], samples: list[Answered], trainer: LookaheadTrainer) -> Provenance:
+def _provenance(
+    target: Target, manifest: dict[str, Any], samples: list[Answered], trainer: LookaheadTrainer
+) -> Provenance:
     lengths = sorted(len(sample.prompt_ids) for sample in samples)
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
     training = {

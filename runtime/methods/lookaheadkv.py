@@ -25,6 +25,7 @@ class SoftTokens:
     artifact: Artifact
 
     def __call__(self, model: PreTrainedModel, prefilled: Prefilled) -> list[Tensor]:
+        """Observe; see `keepsight.runtime.evict.Observer`."""
         module = self.artifact.attach(model)
         with module.active():
             return observe(model, prefilled.cache, prefilled.mask, module.observers(len(prefilled.logits)))
@@ -45,5 +46,9 @@ class LookaheadKV(Evict):
         """
         artifact = load_lookahead(fetch(str(adapter), revision))
         settings = artifact.settings
-        parts = {"group": settings.group, "pooling": settings.pooling, "kernel": settings.kernel} | options
+        parts: dict[str, Any] = {
+            "group": settings.group,
+            "pooling": settings.pooling,
+            "kernel": settings.kernel,
+        } | options
         return cls(budget, SoftTokens(artifact), **parts)

@@ -25,6 +25,7 @@ class OwnAnswer:
     known: Tensor | None = None
 
     def __call__(self, model: PreTrainedModel, prefilled: Prefilled) -> list[Tensor]:
+        """Observe; see `keepsight.runtime.evict.Observer`."""
         answer, mask = self.known, None
         if answer is None:
             answer, mask = self._decode(model, prefilled)

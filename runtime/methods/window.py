@@ -18,6 +18,7 @@ class Recency:
     """Nobody observes: later entries count more."""
 
     def __call__(self, model: PreTrainedModel, prefilled: Prefilled) -> list[Tensor]:
+        """Observe; see `keepsight.runtime.evict.Observer`."""
         first = entries(prefilled.cache)[0][0]
         order = torch.arange(prefilled.length, dtype=torch.float32, device=first.device)
         return [order.expand(*first.shape[:2], -1)] * len(prefilled.cache.layers)
@@ -30,6 +31,7 @@ class PromptWindow:
     size: int = 32
 
     def __call__(self, model: PreTrainedModel, prefilled: Prefilled) -> list[Tensor]:
+        """Observe; see `keepsight.runtime.evict.Observer`."""
         kept = prefilled.window[0].shape[2]
         if self.size > kept and kept < prefilled.length:
             raise UserError(f"an observing window of {self.size} needs prefill(window={self.size}), which kept {kept}")

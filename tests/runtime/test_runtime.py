@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from tests.tiny import FAMILIES, prompt_ids, tiny_model
 from transformers import LogitsProcessorList
 
 from keepsight import generate
@@ -15,6 +14,7 @@ from keepsight.runtime.methods import METHODS, Oracle, SnapKV, StreamingLLM, mak
 from keepsight.runtime.methods.oracle import OwnAnswer
 from keepsight.runtime.methods.window import PromptWindow
 from keepsight.runtime.prefill import prefill
+from tests.tiny import FAMILIES, prompt_ids, tiny_model
 
 SMALL = [StreamingLLM(12), SnapKV(12, PromptWindow(4), window=4), Oracle(12, OwnAnswer(8))]
 

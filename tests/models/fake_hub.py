@@ -1,0 +1,117 @@
+"""A local server that plays the Hugging Face Hub's part, with one repository."""
+
+import base64
+import hashlib
+import json
+import re
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+REPO, COMMIT = "ada/adapter", "c0ffee" * 6 + "c0ff"
+
+
+class FakeHub(ThreadingHTTPServer):
+    """As much of the Hub's HTTP interface as a push and a fetch need.
+
+    Attributes:
+        url: What to name as the Hub's endpoint.
+        files: The repository's files by path.
+        blobs: What was uploaded as large files, by sha256.
+        created: The last request to create the repository.
+        requests: Method and route of each request.
+        tokens: The Authorization header by route; not asked of the uploads of large files, whose links are signed.
+        exists_in_public: Whether the repository was there before, for all to see.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        self.files: dict[str, bytes] = {}
+        self.blobs: dict[str, bytes] = {}
+        self.created: dict[str, Any] = {}
+        self.requests: list[str] = []
+        self.tokens: dict[str, str | None] = {}
+        self.exists_in_public = False
+
+    def api(self, route: str, body: bytes) -> Any:
+        """The JSON answer to an API route; None is 404."""
+        if route == "/api/repos/create":
+            self.created = json.loads(body)
+            return {"url": f"{self.url}/{REPO}"}
+        if route == "/api/validate-yaml":
+            return {"errors": [], "warnings": []}
+        if route.startswith(f"/api/models/{REPO}/preupload/"):
+            names = [file["path"] for file in json.loads(body)["files"]]
+            return {"files": [{"path": name, "uploadMode": _mode(name), "shouldIgnore": False} for name in names]}
+        if route == f"/{REPO}.git/info/lfs/objects/batch":
+            return {"transfer": "basic", "objects": [self._lfs_action(item) for item in json.loads(body)["objects"]]}
+        if route.startswith(f"/api/models/{REPO}/branch/"):
+            return {}
+        if route.startswith(f"/api/models/{REPO}/commit/"):
+            self._commit([json.loads(line) for line in body.splitlines()])
+            return {"commitUrl": f"{self.url}/{REPO}/commit/{COMMIT}", "commitOid": COMMIT}
+        if route.startswith(f"/api/models/{REPO}/tree/"):
+            return [
+                {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+                for name, data in self.files.items()
+            ]
+        if re.fullmatch(rf"/api/models/{REPO}(/revision/.*)?", route):
+            private = self.created.get("visibility") == "private" and not self.exists_in_public
+            return {"id": REPO, "sha": COMMIT, "private": private, "siblings": []}
+        return None
+
+    def _lfs_action(self, item: dict[str, Any]) -> dict[str, Any]:
+        return {**item, "actions": {"upload": {"href": f"{self.url}/lfs/{item['oid']}"}}}
+
+    def _commit(self, lines: list[dict[str, Any]]) -> None:
+        for line in lines:
+            value = line["value"]
+            if line["key"] == "file":
+                self.files[value["path"]] = base64.b64decode(value["content"])
+            elif line["key"] == "lfsFile":
+                self.files[value["path"]] = self.blobs[value["oid"]]
+
+
+def _mode(name: str) -> str:
+    return "lfs" if name.endswith((".safetensors", ".png")) else "regular"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: FakeHub
+
+    def _read(self) -> bytes:
+        if length := self.headers.get("Content-Length"):
+            return self.rfile.read(int(length))
+        body = b""
+        while self.headers.get("Transfer-Encoding") == "chunked" and (size := int(self.rfile.readline(), 16)):
+            body += self.rfile.read(size)
+            self.rfile.readline()
+        return body
+
+    def _answer(self, status: int, body: bytes, **headers: str) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(body)), **headers}.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def _serve(self) -> None:
+        route, body = self.path.partition("?")[0], self._read()
+        self.server.requests.append(f"{self.command} {route}")
+        if route.startswith("/lfs/"):
+            self.server.blobs[route.removeprefix("/lfs/")] = body
+            return self._answer(200, b"")
+        self.server.tokens[route] = self.headers.get("Authorization")
+        if route.startswith(f"/{REPO}/resolve/"):
+            data = self.server.files[route.split("/", 5)[5]]
+            etag = f'"{hashlib.sha1(data).hexdigest()}"'
+            return self._answer(200, data, ETag=etag, X_Repo_Commit=COMMIT)
+        if (answer := self.server.api(route, body)) is None:
+            return self._answer(404, b"{}", X_Error_Code="RepoNotFound")
+        return self._answer(200, json.dumps(answer).encode(), Content_Type="application/json")
+
+    do_GET = do_HEAD = do_POST = do_PUT = _serve
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
