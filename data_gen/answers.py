@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from keepsight.data_gen.prompts import Prompt
+from keepsight.models.chat import chat_text
 from keepsight.models.targets import Target
 
 
@@ -30,11 +31,8 @@ class Rendered:
 
 def render(index: int, prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> Rendered:
     """Apply the chat template (raw text stays raw) and tokenise."""
-    if prompt.template:
-        text = tokenizer.apply_chat_template(list(prompt.messages), tokenize=False, add_generation_prompt=True)
-    else:
-        text = prompt.messages[0]["content"]
-    ids = tokenizer(str(text) + prompt.answer_prefix, add_special_tokens=not prompt.template)["input_ids"]
+    text = chat_text(tokenizer, prompt.messages) if prompt.template else prompt.messages[0]["content"]
+    ids = tokenizer(text + prompt.answer_prefix, add_special_tokens=not prompt.template)["input_ids"]
     response = None
     if prompt.response is not None:
         response = [*tokenizer(prompt.response, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]

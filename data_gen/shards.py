@@ -5,7 +5,6 @@ out/shard-00000.jsonl      complete shards only; a row a sample
 out/shard-00001.jsonl.partial   the shard in work: whole lines count, a line cut by a kill is made again
 """
 
-import json
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from keepsight.errors import UserError
-from keepsight.files import append_lines, read_json, read_jsonl, text_digest, whole_lines, write_json, write_text
+from keepsight.files import append_lines, read_json, read_jsonl, text_digest, whole_lines, write_json, write_lines
 
 
 @dataclass(frozen=True)
@@ -71,10 +70,9 @@ class ShardWriter:
 
     def __init__(self, folder: Path, settings: DataSettings) -> None:
         self.folder, self.settings = folder, settings
-        if (folder / "manifest.json").exists():
+        if (folder / "manifest.json").exists() and any(folder.glob("shard-*")):
             _check_same(folder, read_json(folder / "manifest.json")["settings"], asdict(settings))
-        else:
-            self._write_manifest(complete=False)
+        self._write_manifest(complete=False)
 
     def shards(self) -> list[range]:
         """The samples' indices, shard by shard."""
@@ -97,13 +95,14 @@ class ShardWriter:
 
     def finish(self, shard: range) -> None:
         """Give a shard its name, its samples in order."""
-        if self._path(shard).exists():
-            return
         partial = self._partial(shard)
+        if self._path(shard).exists():
+            partial.unlink(missing_ok=True)
+            return
         rows = sorted(whole_lines(partial), key=lambda row: row["index"])
         if [row["index"] for row in rows] != list(shard):
             raise UserError(f"{partial}: {len(rows)} of {len(shard)} samples are there; run the same command again")
-        write_text(self._path(shard), "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        write_lines(self._path(shard), rows)
         partial.unlink()
 
     def complete(self) -> dict[str, Any]:

@@ -1,9 +1,15 @@
 """One evaluation sample: a prompt, what its answer is scored against, and how it becomes token ids."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from keepsight.errors import UserError
+from keepsight.models.chat import chat_text
+
+
+class CutSpanError(UserError):
+    """A prompt without the text that its answer needs: scoring it would blame the method for the prompt."""
 
 
 @dataclass(frozen=True)
@@ -37,19 +43,32 @@ class Sample:
     classes: tuple[str, ...] = ()
 
 
+def answerable(samples: Iterable[Sample], tokenizer: Any) -> tuple[list[Sample], list[str]]:
+    """The samples whose prompts hold what their answers need, and why each other one is refused."""
+    kept, refused = [], []
+    for sample in samples:
+        try:
+            render(sample, tokenizer)
+        except CutSpanError as error:
+            refused.append(str(error))
+        else:
+            kept.append(sample)
+    return kept, refused
+
+
 def render(sample: Sample, tokenizer: Any) -> list[int]:
     """The sample's prompt as token ids: chat template, then the answer prefix.
 
     Raises:
-        UserError: a span that the answer needs is not in the rendered prompt.
+        CutSpanError: a span that the answer needs is not in the rendered prompt.
+        UserError: there is no chat template.
     """
     text = sample.prompt
     if sample.chat:
-        turns = [{"role": "user", "content": sample.prompt}]
-        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        text = chat_text(tokenizer, [{"role": "user", "content": sample.prompt}])
     ids: list[int] = tokenizer(text + sample.answer_prefix, add_special_tokens=not sample.chat)["input_ids"]
     rendered = tokenizer.decode(ids)
     for span in sample.spans:
         if span not in rendered:
-            raise UserError(f"sample {sample.task}/{sample.id}: the answer span {span!r} was cut from the prompt")
+            raise CutSpanError(f"sample {sample.task}/{sample.id}: the answer span {span!r} was cut from the prompt")
     return ids

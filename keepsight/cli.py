@@ -12,7 +12,6 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from keepsight.config import describe, parse
 from keepsight.errors import UserError
 
 COMMANDS = {
@@ -36,17 +35,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name, *rest = given
     if name not in COMMANDS:
         return _fail(f"{name!r} is no command; choose one of {', '.join(COMMANDS)}")
-    return run(importlib.import_module(f"keepsight.commands.{name}"), rest)
+    return _guard(lambda: _execute(importlib.import_module(f"keepsight.commands.{name}"), rest))
 
 
 def run(command: Any, arguments: Sequence[str]) -> int:
     """Run a command's module: its `Config` is parsed from `key=value` arguments and given to its `run`."""
+    return _guard(lambda: _execute(command, arguments))
+
+
+def _execute(command: Any, arguments: Sequence[str]) -> None:
+    from keepsight.config import parse  # takes seconds: it brings torch
+
     logging.basicConfig(format="%(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     if {"-h", "--help"} & set(arguments):
         print(_help(command))
-        return 0
-    return _guard(lambda: command.run(parse(command.Config, _positional(command, arguments))))
+    else:
+        command.run(parse(command.Config, _positional(command, arguments)))
 
 
 def _positional(command: Any, arguments: Sequence[str]) -> list[str]:
@@ -55,12 +60,13 @@ def _positional(command: Any, arguments: Sequence[str]) -> list[str]:
     overrides = []
     for argument in arguments:
         if argument.startswith("--"):
-            argument = argument.removeprefix("--").replace("-", "_") + "=true"
+            key, given, value = argument.removeprefix("--").partition("=")
+            argument = f"{key.replace('-', '_')}={value if given else 'true'}"
         elif "=" not in argument:
             key = next(keys, None)
             if key is None:
                 raise UserError(f"{argument!r} is not understood; arguments are written key=value, see --help")
-            argument = f"{key}='{argument}'"
+            argument = f"{key}={argument}"
         overrides.append(argument)
     return overrides
 
@@ -94,6 +100,8 @@ def _overview() -> str:
 
 def _help(command: Any) -> str:
     """A command's docstring and its keys, each with default and meaning."""
+    from keepsight.config import describe
+
     width = min(shutil.get_terminal_size().columns, 120)
     lines = [inspect.cleandoc(command.__doc__ or ""), "", "keys (key=value), with their defaults before the recipe:"]
     for key, default, note in describe(command.Config):

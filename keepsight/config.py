@@ -4,15 +4,15 @@ import difflib
 import inspect
 import re
 from collections.abc import Iterator
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, TypeVar, get_type_hints
 
 from hydra import compose, initialize_config_module
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from keepsight.errors import UserError
 from keepsight.models.lookahead import LookaheadSettings
@@ -75,27 +75,56 @@ def parse(schema: type[Command], overrides: list[str]) -> Command:
     """
     ConfigStore.instance().store(name="command", node=schema)
     GlobalHydra.instance().clear()
+    kinds = {key: kind for key, kind, _, _ in _keys(schema)}
     try:
         with initialize_config_module("keepsight.recipes", version_base="1.3"):
-            composed = compose("command", overrides=overrides)
+            composed = compose("command", overrides=[_readable(override, kinds) for override in overrides])
         config = OmegaConf.to_object(composed)
     except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(_explain(error, schema)) from None
+        raise UserError(_explain(error)) from None
     assert isinstance(config, schema)
     return config
 
 
-def _explain(error: Exception, schema: type) -> str:
-    """Hydra's message as one line, with the near match of a misspelt key or recipe."""
+def at_least_one(config: Recipe, *keys: str) -> None:
+    """Check the keys that count something.
+
+    Raises:
+        UserError: a value is below 1.
+    """
+    for key in keys:
+        if getattr(config, key) < 1:
+            raise UserError(f"{key}={getattr(config, key)} must be at least 1")
+
+
+def _readable(override: str, kinds: dict[str, Any]) -> str:
+    """`key=value` with a known key, and text in quotes: to Hydra's grammar commas and brackets mean something."""
+    key, _, value = override.partition("=")
+    if key not in (*kinds, "recipe"):
+        group = [known for known in kinds if known.startswith(f"{key}.")]
+        near = difflib.get_close_matches(key, [*kinds, "recipe"], n=1, cutoff=0.5)
+        hint = f"it holds {', '.join(group)}" if group else f"did you mean {near[0]!r}?" if near else "see --help"
+        raise UserError(f"{key!r} is no key of this command; {hint}")
+    is_quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "\"'"
+    if kinds.get(key) not in (str, str | None) or value == "null" or is_quoted:
+        return override
+    value = value.replace("${", r"\${")
+    quoted = re.sub(r"(\\*)('|\Z)", lambda found: found[1] * 2 + found[2].replace("'", r"\'"), value)
+    return f"{key}='{quoted}'"
+
+
+def _explain(error: Exception) -> str:
+    """Hydra's message as one line about the argument at fault."""
     text = " ".join(str(error).split())
-    if missing := re.search(r"Missing mandatory value: (\S+)|missing value.*full_key: (\S+)", text):
-        key = missing.group(1) or missing.group(2)
-        return f"{key}= is required; see --help"
-    if unknown := re.search(r"Could not override '([^']+)'|Key '([^']+)' (?:is not in struct|not in)", text):
-        key = unknown.group(1) or unknown.group(2)
-        near = difflib.get_close_matches(key, [row[0] for row in describe(schema)], n=1, cutoff=0.5)
-        if "not in" in text:
-            return f"{key!r} is no key of this command" + (f"; did you mean {near[0]!r}?" if near else "; see --help")
+    if isinstance(error, MissingMandatoryValue):
+        return f"{error.full_key}= is required; see --help"
+    if isinstance(error, OverrideParseException):
+        return f"{error.override!r} cannot be read; write key=value, a list as key=[a,b], text with symbols in quotes"
+    if ambiguous := re.match("Ambiguous value for argument '(.*?)=(.*?)'", text):
+        return f"{ambiguous[1]}={ambiguous[2]}: a list is written {ambiguous[1]}=[{ambiguous[2]}]"
+    if wrong := re.match("Error merging override (.*)", text):
+        reason = str(error.__cause__).partition("\n")[0]
+        return f"{wrong[1]}: {reason}"
     if recipe := re.search(
         r"Could not find 'recipe/([^']+)' Available options in 'recipe': (.*?)(?: Config search|$)", text
     ):
@@ -103,8 +132,14 @@ def _explain(error: Exception, schema: type) -> str:
     return text
 
 
-def describe(schema: type, prefix: str = "") -> Iterator[tuple[str, str, str]]:
+def describe(schema: type) -> Iterator[tuple[str, str, str]]:
     """(key, default, help) of every key of a configuration, nested ones as `model.dtype`."""
+    for key, _, default, note in _keys(schema):
+        yield key, "required" if default == "???" else str(default), note
+
+
+def _keys(schema: type, prefix: str = "") -> Iterator[tuple[str, Any, Any, str]]:
+    """(key, type, default, help) of every key."""
     notes = _attribute_notes(schema)
     hints = get_type_hints(schema)
     for each in fields(schema):
@@ -112,16 +147,10 @@ def describe(schema: type, prefix: str = "") -> Iterator[tuple[str, str, str]]:
             continue
         kind = hints[each.name]
         if isinstance(kind, type) and is_dataclass(kind):
-            yield from describe(kind, f"{prefix}{each.name}.")
+            yield from _keys(kind, f"{prefix}{each.name}.")
             continue
-        default = (
-            each.default
-            if each.default is not MISSING
-            else each.default_factory()
-            if callable(each.default_factory)
-            else None
-        )
-        yield f"{prefix}{each.name}", "required" if default == "???" else str(default), notes.get(each.name, "")
+        default = each.default_factory() if callable(each.default_factory) else each.default
+        yield f"{prefix}{each.name}", kind, default, notes.get(each.name, "")
 
 
 def _attribute_notes(schema: type) -> dict[str, str]:

@@ -106,14 +106,23 @@ def whole_lines(path: Path) -> list[dict[str, Any]]:
     text = path.read_bytes()
     whole = text.rfind(b"\n") + 1
     if whole < len(text):
-        path.write_bytes(text[:whole])
+        os.truncate(path, whole)
     return list(read_jsonl(path))
 
 
 def append_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     """Add objects to a JSON Lines file, a line each."""
     with path.open("a", encoding="utf-8") as stream:
-        stream.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        stream.write(_lines(rows))
+
+
+def write_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """`write_text` of objects as a JSON Lines file."""
+    write_text(path, _lines(rows))
+
+
+def _lines(rows: Iterable[dict[str, Any]]) -> str:
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
 def file_digest(path: Path) -> str:

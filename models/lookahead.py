@@ -24,7 +24,8 @@ from keepsight.errors import UserError
 from keepsight.files import atomic_files, file_digest, read_json, write_json
 
 ADAPTER, TOKENS, CONFIG = "adapter_model.safetensors", "lookahead_tokens.safetensors", "lookahead_config.json"
-FILES = ("adapter_config.json", ADAPTER, TOKENS, CONFIG)
+PEFT_CONFIG = "adapter_config.json"
+FILES = (PEFT_CONFIG, ADAPTER, TOKENS, CONFIG)
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _PREFIX = "base_model.model."  # what PEFT puts before the names of a saved adapter's tensors
 
@@ -188,7 +189,16 @@ def save_lookahead(module: Lookahead, folder: Path, provenance: Provenance, card
 
 @dataclass(frozen=True)
 class Artifact:
-    """A lookahead adapter read from its folder, verified, not yet attached to a model."""
+    """A lookahead adapter read from its folder, verified, not yet attached to a model.
+
+    Attributes:
+        folder: Where it was read.
+        settings: The module's shape.
+        provenance: Where it comes from.
+        lora: The LoRA's tensors under the names PEFT saves them with.
+        tokens: [n, hidden] float32.
+        digest: Of `lookahead_config.json`, which holds the settings and the digests of the tensors' files.
+    """
 
     folder: Path
     settings: LookaheadSettings
@@ -207,7 +217,10 @@ class Artifact:
         if self.digest not in attached:
             self._check_base(model)
             module = Lookahead(model, self.settings, f"lookahead_{self.digest[-8:]}")
-            module.load_state(self.lora, self.tokens.to(module.tokens.device))
+            try:
+                module.load_state(self.lora, self.tokens.to(module.tokens.device))
+            except UserError as error:
+                raise UserError(f"{self.folder}: {error}") from None
             attached[self.digest] = module.requires_grad_(False).eval()
         return attached[self.digest]
 
@@ -237,16 +250,21 @@ def load_lookahead(folder: Path) -> Artifact:
     try:
         settings, provenance = LookaheadSettings(**config["settings"]), Provenance(**config["provenance"])
         digests = {name: config["digests"][name] for name in (ADAPTER, TOKENS)}
-        PeftConfig.from_pretrained(str(folder))
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{folder / CONFIG}: not a lookahead adapter's configuration ({error})") from None
+    try:
+        PeftConfig.from_pretrained(str(folder))
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{folder / PEFT_CONFIG}: not a PEFT configuration ({error})") from None
     for name, expected in digests.items():
         if (found := file_digest(folder / name)) != expected:
             raise UserError(
                 f"{folder / name}: its digest is {found}, {CONFIG} says {expected}; fetch the adapter again"
             )
-    tokens = _read(folder / TOKENS)["lookahead_tokens"]
-    return Artifact(folder, settings, provenance, _read(folder / ADAPTER), tokens, digests[ADAPTER])
+    tokens = _read(folder / TOKENS).get("lookahead_tokens")
+    if tokens is None:
+        raise UserError(f"{folder / TOKENS}: holds no tensor 'lookahead_tokens'; fetch the adapter again")
+    return Artifact(folder, settings, provenance, _read(folder / ADAPTER), tokens, file_digest(folder / CONFIG))
 
 
 def _read(path: Path) -> dict[str, Tensor]:

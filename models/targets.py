@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 from huggingface_hub import constants, try_to_load_from_cache
-from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.utils import validate_repo_id
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import is_flash_attn_2_available
 
@@ -25,6 +27,7 @@ from keepsight.files import atomic_folder, file_digest, text_digest
 logger = logging.getLogger("keepsight")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+ATTENTION = ("sdpa", "eager", "flash_attention_2")
 
 
 @dataclass(frozen=True)
@@ -112,7 +115,7 @@ def load_target(
     Raises:
         UserError: the model cannot be had, a digest differs, or a value is unknown.
     """
-    device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    device = _device(device)
     options: dict[str, Any] = {
         "dtype": _dtype(dtype, device),
         "attn_implementation": _attention(attention, device),
@@ -120,9 +123,10 @@ def load_target(
     }
     if Path(model_id).is_dir():
         return _finish(model_id, _folder_version(Path(model_id)), Path(model_id), device, options)
+    _check_hub_id(model_id)
     offline = not hub_answers()
     if not offline or try_to_load_from_cache(model_id, "config.json", revision=revision):
-        return _from_hub(model_id, device, options | {"revision": revision, "local_files_only": offline})
+        return _finish(model_id, None, model_id, device, options | {"revision": revision, "local_files_only": offline})
     if packaged is None:
         raise UserError(f"model {model_id!r} is no folder, is not in the Hub's cache, and the Hub does not answer")
     path = packaged_file(packaged)
@@ -144,23 +148,13 @@ def hub_answers() -> bool:
     return True
 
 
-def _from_hub(model_id: str, device: str, options: dict[str, Any]) -> Target:
-    try:
-        return _finish(model_id, None, model_id, device, options)
-    except (OSError, HfHubHTTPError) as error:
-        raise UserError(
-            f"model {model_id!r} cannot be loaded from the Hub: {' '.join(str(error).split())[:300]}"
-        ) from error
-
-
 def _finish(name: str, version: str | None, source: str | Path, device: str, options: dict[str, Any]) -> Target:
-    tokenizer_options = {
-        key: options[key] for key in ("trust_remote_code", "revision", "local_files_only") if key in options
-    }
-    tokenizer = AutoTokenizer.from_pretrained(source, padding_side="left", **tokenizer_options)
+    try:
+        tokenizer, model = _read(source, options)
+    except (OSError, ValueError, RuntimeError, HfHubHTTPError, SafetensorError) as error:
+        raise UserError(f"model {name!r} cannot be loaded: {' '.join(str(error).split())[:300]}") from error
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    model: Any = AutoModelForCausalLM.from_pretrained(source, **options)
     model = model.to(device)
     if sliding := {kind for kind in getattr(model.config, "layer_types", None) or [] if kind != "full_attention"}:
         raise UserError(
@@ -172,6 +166,15 @@ def _finish(name: str, version: str | None, source: str | Path, device: str, opt
     )
 
 
+def _read(source: str | Path, options: dict[str, Any]) -> tuple[PreTrainedTokenizerBase, Any]:
+    shared = {key: options[key] for key in ("trust_remote_code", "revision", "local_files_only") if key in options}
+    tokenizer = AutoTokenizer.from_pretrained(source, padding_side="left", **shared)
+    model, report = AutoModelForCausalLM.from_pretrained(source, output_loading_info=True, **options)
+    if missing := report["missing_keys"]:  # transformers would go on with random weights
+        raise ValueError(f"its weight files lack {min(missing)} and {len(missing) - 1} more; fetch it again")
+    return tokenizer, model
+
+
 def _dtype(name: str, device: str) -> torch.dtype:
     if name == "auto":
         return torch.float32 if device == "cpu" else torch.bfloat16
@@ -181,9 +184,29 @@ def _dtype(name: str, device: str) -> torch.dtype:
 
 
 def _attention(name: str, device: str) -> str:
-    if name != "auto":
-        return name
-    return "flash_attention_2" if device != "cpu" and is_flash_attn_2_available() else "sdpa"
+    if name not in ("auto", *ATTENTION):
+        raise UserError(f"attention {name!r} is unknown; choose auto or one of {', '.join(ATTENTION)}")
+    flash = device != "cpu" and is_flash_attn_2_available()
+    if name == "flash_attention_2" and not flash:
+        raise UserError("attention 'flash_attention_2' needs a GPU and the package flash-attn; choose auto")
+    return ("flash_attention_2" if flash else "sdpa") if name == "auto" else name
+
+
+def _device(name: str) -> str:
+    if name == "auto":
+        return f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"  # one GPU a process
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:  # the second when torch was built without that device
+        raise UserError(f"device {name!r} cannot be used ({str(error).partition('. ')[0]}); choose auto") from None
+    return name
+
+
+def _check_hub_id(model_id: str) -> None:
+    try:
+        validate_repo_id(model_id)
+    except HFValidationError:
+        raise UserError(f"model {model_id!r} is neither a folder nor a Hub id; a Hub id looks like user/name") from None
 
 
 def _checked_digest(path: Path, expected: str | None) -> str:

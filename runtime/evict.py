@@ -107,7 +107,13 @@ class Evict(Method):
     window: int = 0
 
     def __post_init__(self) -> None:
-        name, protected = type(self).__name__, self.sinks + self.window
+        name = type(self).__name__
+        if type(self.budget) not in (int, float):
+            raise UserError(f"{name}: budget {self.budget!r} must be a whole number of entries, or a ratio")
+        for field in ("kernel", "sinks", "window"):
+            if type(getattr(self, field)) is not int or getattr(self, field) < 0:
+                raise UserError(f"{name}: {field} {getattr(self, field)!r} must be a whole number")
+        protected = self.sinks + self.window
         if isinstance(self.budget, float) and not 0 < self.budget <= 1:
             raise UserError(f"{name}: budget {self.budget} is not a ratio in (0, 1]; give entries as a whole number")
         if isinstance(self.budget, int) and self.budget < 1:

@@ -1,9 +1,21 @@
 """Tiny random models that tests build for themselves."""
 
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+import pydoc_data.topics
+from pathlib import Path
+from typing import Any
 
-_SHAPE = {
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+_SHAPE: dict[str, Any] = {
     "vocab_size": 128,
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -19,14 +31,49 @@ _SHAPE = {
     "pad_token_id": 2,
 }
 FAMILIES = ["llama", "qwen3"]
+_VOCABULARY = 512
+_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
 
 
-def tiny_model(family: str = "llama", seed: int = 0) -> PreTrainedModel:
-    """A random 3-layer model in float32 with 4 query and 2 KV heads."""
+def tiny_model(family: str = "llama", seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """A random 3-layer model in float32 with 4 query and 2 KV heads; `changes` go into its configuration."""
     torch.manual_seed(seed)
+    shape = _SHAPE | changes
     if family == "qwen3":
-        return Qwen3ForCausalLM(Qwen3Config(**_SHAPE)).eval()
-    return LlamaForCausalLM(LlamaConfig(**_SHAPE)).eval()
+        return Qwen3ForCausalLM(Qwen3Config(**shape)).eval()
+    return LlamaForCausalLM(LlamaConfig(**shape)).eval()
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level BPE of 512 entries, learned from Python's own documentation, with a chat template."""
+    special = ["<|pad|>", "<|start|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=_VOCABULARY, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    bpe.train_from_iterator([pydoc_data.topics.topics[name] for name in ("for", "class", "with")], trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        bos_token="<|start|>",
+        eos_token="<|end|>",
+        pad_token="<|pad|>",
+        chat_template=_TEMPLATE,
+    )
+
+
+def save_tiny_target(folder: Path, family: str = "llama") -> Path:
+    """Save a tiny model (context of 4096 tokens) and its tokenizer as transformers does; returns `folder`."""
+    tokenizer = tiny_tokenizer()
+    model = tiny_model(family, vocab_size=len(tokenizer), max_position_embeddings=4096, pad_token_id=0)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(str(folder))
+    return folder
 
 
 def prompt_ids(*lengths: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,11 +1,12 @@
 """Samples as batches."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Sampler
+from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from keepsight.data_gen.shards import Answered
 
@@ -27,6 +28,25 @@ class SampleDataset(Dataset[dict[str, Any]]):
             "answer_ids": sample.answer_ids,
             "length": len(sample.prompt_ids) + len(sample.answer_ids),
         }
+
+
+class GroupedByLength(Sampler[int]):
+    """Samples of similar length one after the other, in an order that seed and epoch decide."""
+
+    def __init__(self, samples: SampleDataset, group: int, seed: int) -> None:
+        self.lengths = [samples[place]["length"] for place in range(len(samples))]
+        self.group, self.seed, self.epoch = group, seed, 0
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Called by accelerate when an epoch begins."""
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        return iter(get_length_grouped_indices(self.lengths, self.group, generator=generator))
 
 
 def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -45,11 +45,18 @@ def measure(objective: LookaheadObjective, batches: Iterable[dict[str, Any]], bu
         objective: Its lookahead module predicts; its target answers.
         batches: As `keepsight.train.dataset.collate` makes them.
         budget: Entries a KV head for the recall; prompts no longer than it count with recall 1.
+
+    Raises:
+        FloatingPointError: an importance is NaN or infinite.
     """
+    training = objective.training
+    objective.eval()
     rows: list[np.ndarray] = []
     for values in batches:
         batch = Batch(values["prompt_ids"], values["prompt_mask"], values["answer_ids"], values["answer_mask"])
         target, predicted = objective.importances(batch)
+        if not all(torch.isfinite(layer).all() for layer in [*target, *predicted]):
+            raise FloatingPointError("the importance of held-out samples is not finite")
         kv_heads = objective.lookahead.model.config.get_text_config().num_key_value_heads
         for row in range(len(batch.prompt_ids)):
             real = slice(None) if batch.prompt_mask is None else batch.prompt_mask[row]
@@ -61,6 +68,7 @@ def measure(objective: LookaheadObjective, batches: Iterable[dict[str, Any]], bu
                     ]
                 )
             )
+    objective.train(training)
     kl, recall, tau = np.mean(rows, axis=0).T.tolist()
     return Fidelity(kl, recall, tau)
 
@@ -77,5 +85,6 @@ def _compare(target: Tensor, predicted: Tensor, kv_heads: int, budget: int) -> t
 
 
 def _tau(first: np.ndarray, second: np.ndarray) -> float:
+    """Kendall's tau-b; 0 where one side is level, which ranks nothing."""
     result: Any = kendalltau(first, second)
-    return float(result.statistic)
+    return float(np.nan_to_num(result.statistic))

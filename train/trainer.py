@@ -2,24 +2,23 @@
 
 import json
 import math
-import signal
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_utils import get_last_checkpoint
+from transformers import Trainer, TrainingArguments
 from typing_extensions import override
 
 from keepsight.errors import UserError
-from keepsight.train.dataset import SampleDataset, collate
+from keepsight.files import whole_lines, write_text
+from keepsight.train.dataset import GroupedByLength, SampleDataset, collate
 from keepsight.train.measure import Fidelity, measure
 from keepsight.train.objective import LookaheadObjective
+from keepsight.train.resume import StopOnInterrupt, check_same_settings, last_checkpoint, state_of
 
 _WEIGHTS, _TOKENS = "lookahead.safetensors", "tokens"
 
@@ -91,11 +90,10 @@ def training_arguments(settings: TrainSettings, work: Path) -> TrainingArguments
         logging_nan_inf_filter=False,
         report_to=settings.report_to,
         remove_unused_columns=False,
-        train_sampling_strategy="group_by_length" if settings.group_by_length else "random",
-        length_column_name="length",
         label_names=[],
         ddp_find_unused_parameters=False,
         dataloader_pin_memory=torch.cuda.is_available(),
+        use_cpu=not torch.accelerator.is_available(),  # else processes on CPUs would not find one another
     )
 
 
@@ -120,37 +118,63 @@ class LookaheadTrainer(Trainer):
             data_collator=collate,
             train_dataset=train,
             eval_dataset=held_out,
-            callbacks=[StopOnInterrupt()],
         )
         self.model_accepts_loss_kwargs = False
         self.settings, self.work = settings, work
         self.fidelity: Fidelity | None = None
+        self._indices: list[int] = []
+
+    def restore(self, checkpoint: Path) -> None:
+        """Take up the weights and the log of a finished training, and measure them."""
+        self._load_from_checkpoint(str(checkpoint))
+        self.state = state_of(checkpoint)
+        self.evaluate()
+
+    @override
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        if not self.settings.group_by_length:
+            return super()._get_train_sampler(train_dataset)
+        samples: Any = self.train_dataset
+        return GroupedByLength(samples, self.settings.batch_size * self.settings.accumulation, self.settings.seed)
 
     @override
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        indices = inputs.pop("indices")
+        self._indices = inputs.pop("indices")
         output = model(**inputs)
         if not torch.isfinite(output["loss"]):
-            last = get_last_checkpoint(str(self.work))
-            raise UserError(
-                f"the loss is {output['loss'].item()} at step {self.state.global_step + 1} on samples {indices}; "
-                f"lower train.learning_rate and resume from {last or 'the start: there is no checkpoint yet'}"
-            )
+            raise self._no_number(f"the loss is {output['loss'].item()} at step {self.state.global_step + 1}")
         return (output["loss"], output) if return_outputs else output["loss"]
 
     @override
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        self.fidelity = measure(self._objective(), self._held_out_batches(), self.settings.budget)
+        if not self.settings.held_out:
+            return {}
+        try:
+            self.fidelity = measure(self._objective(), self._held_out_batches(), self.settings.budget)
+        except FloatingPointError as error:
+            raise self._no_number(f"{error} after step {self.state.global_step}") from None
         metrics = self.fidelity.metrics()
         self.log(dict(metrics))
         if self.is_world_process_zero():
-            row = {"step": self.state.global_step, **metrics, **self.fidelity.by_layer()}
-            with (self.work / "fidelity.jsonl").open("a", encoding="utf-8") as stream:
-                stream.write(json.dumps(row) + "\n")
+            self._keep({"step": self.state.global_step, **metrics, **self.fidelity.by_layer()})
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
+
+    def _keep(self, row: dict[str, Any]) -> None:
+        """Add a measurement; those of this step or later ones are of a run that was stopped, and are made again."""
+        path = self.work / "fidelity.jsonl"
+        rows = [each for each in whole_lines(path) if each["step"] < row["step"]]
+        write_text(path, "".join(json.dumps(each) + "\n" for each in [*rows, row]))
+
+    def _no_number(self, what: str) -> UserError:
+        """What to say of a value that is NaN or infinite: a checkpoint of the step it follows holds what led to it."""
+        good = last_checkpoint(self.work, before=self.state.global_step) or "none, there is no checkpoint yet"
+        return UserError(
+            f"{what} on samples {self._indices}; the last good checkpoint: {good}; "
+            "lower train.learning_rate and train again under another out="
+        )
 
     def _held_out_batches(self) -> Any:
         loader = DataLoader(self.eval_dataset, self.args.per_device_train_batch_size, collate_fn=collate)  # type: ignore[arg-type]
@@ -166,7 +190,10 @@ class LookaheadTrainer(Trainer):
             folder = Path(output_dir or self.work)
             folder.mkdir(parents=True, exist_ok=True)
             lookahead = self._objective().lookahead
-            save_file(lookahead.lora_state() | {_TOKENS: lookahead.tokens.detach().cpu()}, folder / _WEIGHTS)
+            state = lookahead.lora_state() | {_TOKENS: lookahead.tokens.detach().cpu()}
+            if broken := [name for name, value in state.items() if not torch.isfinite(value).all()]:
+                raise self._no_number(f"weight {broken[0]!r} is not finite after step {self.state.global_step}")
+            save_file(state, folder / _WEIGHTS)
 
     @override
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
@@ -174,32 +201,6 @@ class LookaheadTrainer(Trainer):
         state = load_file(Path(resume_from_checkpoint) / _WEIGHTS)
         tokens = state.pop(_TOKENS).to(lookahead.tokens.device)
         lookahead.load_state(state, tokens)
-
-
-class StopOnInterrupt(TrainerCallback):
-    """The first Ctrl-C finishes the step, saves a checkpoint and ends the training; a second one ends it at once."""
-
-    def __init__(self) -> None:
-        self.interrupted = False
-        self._before: Any = None
-
-    @override
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self._before = signal.signal(signal.SIGINT, self._interrupt)
-
-    @override
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        signal.signal(signal.SIGINT, self._before)
-
-    @override
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        if self.interrupted:
-            control.should_save = control.should_training_stop = True
-
-    def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        if self.interrupted:
-            raise KeyboardInterrupt
-        self.interrupted = True
 
 
 def split(samples: list[Any], held_out: int) -> tuple[SampleDataset, SampleDataset]:
@@ -228,23 +229,23 @@ def train(
         UserError: too few samples, other settings than the checkpoint's, or a loss that is not a number.
     """
     work.mkdir(parents=True, exist_ok=True)
-    _check_same_settings(work / "settings.json", asdict(settings))
+    shape = {f"lookahead.{key}": value for key, value in asdict(objective.lookahead.settings).items()}
+    check_same_settings(work / "settings.json", asdict(settings) | shape | {"data.samples": len(samples)})
     trainer = LookaheadTrainer(objective, settings, work, *split(samples, settings.held_out))
-    last = get_last_checkpoint(str(work))
-    if last:
-        print(f"going on from {last}")
-    trainer.train(resume_from_checkpoint=last)
-    stopper = next(each for each in trainer.callback_handler.callbacks if isinstance(each, StopOnInterrupt))
-    return trainer, not stopper.interrupted
+    stopper = StopOnInterrupt()
+    trainer.add_callback(stopper)
+    with stopper.watching():
+        _go_on(trainer, last_checkpoint(work))
+    return trainer, trainer.state.global_step >= trainer.state.max_steps
 
 
-def _check_same_settings(path: Path, settings: dict[str, Any]) -> None:
-    if path.exists():
-        for key, value in json.loads(path.read_text(encoding="utf-8")).items():
-            if settings.get(key) != value:
-                raise UserError(
-                    f"{path}: this training began with train.{key}={value!r}, now it is {settings.get(key)!r}; "
-                    "choose another out=, or delete the folder"
-                )
+def _go_on(trainer: LookaheadTrainer, checkpoint: Path | None) -> None:
+    if checkpoint is None:
+        trainer.train()
+        return
+    print(f"going on from {checkpoint}")
+    state = state_of(checkpoint)
+    if state.global_step < state.max_steps:
+        trainer.train(resume_from_checkpoint=str(checkpoint))
     else:
-        path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        trainer.restore(checkpoint)  # the Trainer would take one step more

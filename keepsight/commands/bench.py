@@ -8,7 +8,7 @@ Prints times as median and range of `repeats`, and peak memory. Nothing is writt
 
 from dataclasses import dataclass
 
-from keepsight.config import Recipe
+from keepsight.config import Recipe, at_least_one
 from keepsight.errors import UserError
 from keepsight.eval.bench import bench_sweep
 from keepsight.models.lookahead import Lookahead
@@ -40,6 +40,7 @@ class Config(Recipe):
 
 def run(config: Config) -> None:
     """Measure and print."""
+    at_least_one(config, "tokens", "answer_tokens", "repeats", "samples")
     if config.what == "train":
         lookahead = Lookahead(target_of(config).model, config.lookahead)
         print(bench_step(lookahead, config.tokens, config.answer_tokens, config.repeats))

@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from keepsight import recipes
-from keepsight.config import Recipe
+from keepsight.config import Recipe, at_least_one
 from keepsight.data_gen.generate import generate_data
 from keepsight.data_gen.mixture import Mixture
 from keepsight.errors import UserError
@@ -47,8 +47,7 @@ class Config(Recipe):
 
 def run(config: Config) -> None:
     """Make the data and say what it holds."""
-    if config.limit < 1:
-        raise UserError(f"limit={config.limit} must be at least 1")
+    at_least_one(config, "limit", "max_new_tokens", "shard_size", "batch_tokens")
     values = read_mixture(config.mixture)
     mixture = Mixture.from_config(values)
     target = target_of(config)

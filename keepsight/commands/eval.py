@@ -11,6 +11,7 @@ sample), summary.csv, plots and report.html. A stopped run goes on when the same
 import platform
 import shlex
 import sys
+from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,15 +21,15 @@ import transformers
 from tqdm import tqdm
 
 from keepsight import __version__
-from keepsight.config import Recipe
+from keepsight.config import Recipe, at_least_one
 from keepsight.errors import UserError
 from keepsight.eval import jsonl, niah
 from keepsight.eval.plots import plot_excess_nll, plot_scores
 from keepsight.eval.report import write_report
-from keepsight.eval.samples import Sample, render
+from keepsight.eval.samples import Sample, answerable, render
 from keepsight.eval.summary import summarize, table, write_summary
 from keepsight.eval.sweep import Variant, sweep
-from keepsight.files import append_lines, read_json, whole_lines, write_json
+from keepsight.files import append_lines, read_json, whole_lines, write_json, write_lines
 from keepsight.models.targets import Target
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.methods import make_method
@@ -83,14 +84,16 @@ class Config(Recipe):
 
 def run(config: Config) -> None:
     """Evaluate, then write the summary, the plots and the report."""
+    at_least_one(config, "max_batch")
+    if config.max_new_tokens < 0:
+        raise UserError(f"max_new_tokens={config.max_new_tokens} must be at least 0, for each task's own limit")
     variants = variants_of(config)
     out = Path(config.out)
     target = target_of(config)
     settings = _settings(config, target)
-    done = _previous(out, settings)
     samples = samples_of(config, target)
+    finished = _finished(out, settings, 1 + len(variants))
     _show(samples[0], target)
-    finished = {(row["task"], row["length"], row["sample"]) for row in done}
     with tqdm(total=len(samples), initial=len(finished), desc="samples", unit="sample") as progress:
         for rows in sweep(target, samples, variants, finished, config.max_batch):
             append_lines(out / "results.jsonl", rows)
@@ -113,7 +116,9 @@ def variants_of(config: Config) -> list[Variant]:
     """Every method at every budget; made before the target is loaded, so that bad values end the command at once."""
     variants = []
     for given in config.methods:
-        options = dict(given) if not isinstance(given, str) else {"name": given}
+        if not isinstance(given, str | dict):
+            raise UserError(f"methods={given!r}: expected a method's name, or {{name: NAME, option: value}}")
+        options = {"name": given} if isinstance(given, str) else dict(given)
         name = str(options.pop("name", ""))
         label = name + "".join(f" {key}={value}" for key, value in options.items())
         if name == "full":
@@ -131,6 +136,9 @@ def samples_of(config: Config, target: Target) -> list[Sample]:
     samples: list[Sample] = []
     for task in config.tasks:
         samples += _real_samples(config, target) if task == "jsonl" else _needles(task, config, target)
+    samples, refused = answerable(samples, target.tokenizer)
+    for reason in refused:
+        print(f"refused, not scored: {reason}")
     if not samples:
         raise UserError("tasks= and samples= leave no sample to evaluate")
     if config.max_new_tokens:
@@ -197,14 +205,17 @@ def _adapter_digest(config: Config) -> str | None:
     return next((artifact.digest for artifact in artifacts if artifact is not None), None)
 
 
-def _previous(out: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """Rows of an earlier run with the same settings.
+def _finished(out: Path, settings: dict[str, Any], rows_each: int) -> set[tuple[Any, ...]]:
+    """(task, length, sample id) of what an earlier run with the same settings has done.
+
+    A sample of fewer rows than `rows_each`, cut short by a kill or a full disk, is done again: its rows are dropped.
 
     Raises:
         UserError: `out` holds results of other settings.
     """
-    path = out / "settings.json"
-    if path.exists():
+    path, results = out / "settings.json", out / "results.jsonl"
+    rows = whole_lines(results)
+    if rows and path.exists():
         before = read_json(path)
         for key, value in settings.items():
             if key not in ("command", "versions") and before.get(key) != value:
@@ -213,4 +224,12 @@ def _previous(out: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
                     "choose another out=, or delete the folder"
                 )
     write_json(path, settings)
-    return whole_lines(out / "results.jsonl")
+    counts = Counter(_key(row) for row in rows)
+    whole = [row for row in rows if counts[_key(row)] == rows_each]
+    if len(whole) < len(rows):
+        write_lines(results, whole)
+    return {_key(row) for row in whole}
+
+
+def _key(row: dict[str, Any]) -> tuple[Any, ...]:
+    return row["task"], row["length"], row["sample"]

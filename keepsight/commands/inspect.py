@@ -14,6 +14,7 @@ import torch
 from keepsight.config import Recipe
 from keepsight.errors import UserError
 from keepsight.eval.inspect_page import write_inspect_page
+from keepsight.models.chat import chat_text
 from keepsight.models.targets import Target
 from keepsight.runtime.evict import Evict, Method
 from keepsight.runtime.methods import make_method
@@ -78,8 +79,7 @@ def _read(prompt: str) -> str:
 
 def _ids(text: str, template: bool, target: Target) -> list[int]:
     if template:
-        turns = [{"role": "user", "content": text}]
-        text = str(target.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+        text = chat_text(target.tokenizer, [{"role": "user", "content": text}])
     ids: list[int] = target.tokenizer(text, add_special_tokens=not template)["input_ids"]
     context = target.model.config.get_text_config().max_position_embeddings
     if not 0 < len(ids) <= context:

@@ -7,7 +7,6 @@ The adapter is written to `out`, checkpoints and logs to `out/training`. A stopp
 checkpoint when the same command is given again.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from keepsight import __version__
 from keepsight.config import Recipe
 from keepsight.data_gen.shards import Answered, read_samples
 from keepsight.errors import UserError
+from keepsight.files import whole_lines
 from keepsight.models.card import model_card
 from keepsight.models.lookahead import Lookahead, Provenance, save_lookahead
 from keepsight.models.targets import Target
@@ -94,8 +94,8 @@ def _provenance(
 
 def _log(trainer: LookaheadTrainer, work: Path) -> list[dict[str, Any]]:
     """The Trainer's log and the measurements by layer, as rows."""
-    measured = (work / "fidelity.jsonl").read_text(encoding="utf-8").splitlines()
-    return [row for row in trainer.state.log_history if "loss" in row] + [json.loads(line) for line in measured]
+    measured = whole_lines(work / "fidelity.jsonl")
+    return [row for row in trainer.state.log_history if "loss" in row] + measured
 
 
 def _show(fidelity: dict[str, float]) -> str:

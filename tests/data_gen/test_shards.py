@@ -1,0 +1,162 @@
+"""Shards: what a stopped run leaves is used once, and what is not finished does not pass for data."""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keepsight.data_gen.shards import Answered, DataSettings, ShardWriter, read_samples
+from keepsight.errors import UserError
+from keepsight.files import read_json, read_jsonl
+
+SETTINGS = DataSettings("ada/tiny", "c0ffee", "sha256:template", {"sources": [{"kind": "needles"}]}, 3, 10, 4, 16)
+
+
+def sample(index: int) -> Answered:
+    return Answered(index, "ab"[index % 2], [5] * (index + 1), [7] * index + [2], f"prompt {index} ü", f"answer {index}")
+
+
+def run(folder: Path, settings: DataSettings = SETTINGS, stop_after: int = 1000) -> dict[str, Any]:
+    """Answer what is missing, the last sample of a shard first, until `stop_after` samples are written."""
+    writer = ShardWriter(folder, settings)
+    for shard in writer.shards():
+        for index in reversed(writer.missing(shard)):
+            if (stop_after := stop_after - 1) < 0:
+                raise KeyboardInterrupt
+            writer.append(shard, [sample(index)])
+        writer.finish(shard)
+    return writer.complete()
+
+
+def indices(folder: Path) -> list[list[int]]:
+    return [[row["index"] for row in read_jsonl(path)] for path in sorted(folder.glob("shard-*.jsonl"))]
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    manifest = run(tmp_path)
+    assert names(tmp_path) == ["manifest.json", *(f"shard-0000{row}.jsonl" for row in range(3))]
+    assert indices(tmp_path) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    samples, read = read_samples(tmp_path, "ada/tiny", "sha256:template")
+    assert samples == [sample(index) for index in range(10)]
+    assert read == manifest == read_json(tmp_path / "manifest.json")
+    assert manifest["settings"] == asdict(SETTINGS)
+    counts = {"samples": 10, "prompt_tokens": 55, "answer_tokens": 55, "sources": {"a": 5, "b": 5}}
+    assert {key: manifest[key] for key in counts} == counts
+    assert manifest["shards"] == [f"shard-0000{row}.jsonl" for row in range(3)]
+
+
+@pytest.mark.parametrize("stops", [[0], [1], [4], [5, 1, 1], [9], [3, 0, 3]])
+def test_a_stopped_run_goes_on(tmp_path: Path, stops: list[int]) -> None:
+    reference = run(tmp_path / "whole")
+    folder, done = tmp_path / "stopped", 0
+    for stop in stops:
+        with pytest.raises(KeyboardInterrupt):
+            run(folder, stop_after=stop)
+        done += stop
+        assert indices(folder) == [[0, 1, 2, 3], [4, 5, 6, 7]][: done // 4]
+        with pytest.raises(UserError, match="unfinished; run the same `keepsight data out=.*stopped` again"):
+            read_samples(folder, "ada/tiny", "sha256:template")
+    assert run(folder, stop_after=10 - done) == reference
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == {
+        path.name: path.read_bytes() for path in (tmp_path / "whole").iterdir()
+    }
+
+
+def test_a_line_torn_by_a_kill_is_made_again(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, stop_after=6)
+    partial = tmp_path / "shard-00001.jsonl.partial"
+    assert [row["index"] for row in read_jsonl(partial)] == [7, 6]
+    partial.write_bytes(partial.read_bytes()[:-9])
+    assert ShardWriter(tmp_path, SETTINGS).missing(range(4, 8)) == [4, 5, 6]
+    run(tmp_path)
+    assert indices(tmp_path) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+
+
+def test_a_kill_between_naming_a_shard_and_removing_its_work(tmp_path: Path) -> None:
+    run(tmp_path)
+    (tmp_path / "shard-00001.jsonl.partial").write_bytes((tmp_path / "shard-00001.jsonl").read_bytes())
+    run(tmp_path, stop_after=0)
+    assert indices(tmp_path) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_a_shard_with_a_sample_too_few_gets_no_name(tmp_path: Path) -> None:
+    writer = ShardWriter(tmp_path, SETTINGS)
+    writer.append(range(0, 4), map(sample, [0, 1, 3]))
+    with pytest.raises(UserError, match=r"shard-00000.jsonl.partial: 3 of 4 samples are there; run the same command"):
+        writer.finish(range(0, 4))
+    assert indices(tmp_path) == []
+
+
+def test_raising_the_limit_goes_on(tmp_path: Path) -> None:
+    run(tmp_path / "data")
+    more = replace(SETTINGS, limit=15)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "data", more, stop_after=1)
+    with pytest.raises(UserError, match="unfinished"):
+        read_samples(tmp_path / "data", "ada/tiny", "sha256:template")
+    assert run(tmp_path / "data", more, stop_after=4) == run(tmp_path / "whole", more)
+    samples, _ = read_samples(tmp_path / "data", "ada/tiny", "sha256:template")
+    assert samples == [sample(index) for index in range(15)]
+
+
+def test_lowering_the_limit_reads_fewer(tmp_path: Path) -> None:
+    run(tmp_path)
+    manifest = run(tmp_path, replace(SETTINGS, limit=5), stop_after=0)
+    samples, _ = read_samples(tmp_path, "ada/tiny", "sha256:template")
+    assert samples == [sample(index) for index in range(5)]
+    assert manifest["samples"] == 5
+    assert run(tmp_path, stop_after=0)["samples"] == 10
+
+
+CHANGES = {
+    "model": "ada/other",
+    "version": "decaf",
+    "template_digest": "sha256:other",
+    "mixture": {},
+    "seed": 4,
+    "shard_size": 5,
+    "max_new_tokens": 17,
+}
+
+
+@pytest.mark.parametrize("key", CHANGES)
+def test_other_settings_do_not_mix(tmp_path: Path, key: str) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, stop_after=1)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(UserError, match=f"this data was made with {key}=.*; choose another out=, or delete the folder"):
+        run(tmp_path, replace(SETTINGS, **{key: CHANGES[key]}))
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_run_that_made_nothing_binds_nobody(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, replace(SETTINGS, seed=99), stop_after=0)
+    assert run(tmp_path)["settings"]["seed"] == 3
+
+
+def test_what_is_no_data_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no manifest.json; make the data with `keepsight data out="):
+        read_samples(tmp_path / "missing", "ada/tiny", "sha256:template")
+    run(tmp_path)
+    with pytest.raises(UserError, match="answered by 'ada/tiny', not by 'ada/other'; make it again"):
+        read_samples(tmp_path, "ada/other", "sha256:template")
+    with pytest.raises(UserError, match="another chat template of 'ada/tiny'"):
+        read_samples(tmp_path, "ada/tiny", "sha256:other")
+    manifest = read_json(tmp_path / "manifest.json")
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest | {"shards": []}))
+    with pytest.raises(UserError, match="holds no sample"):
+        read_samples(tmp_path, "ada/tiny", "sha256:template")
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    shard = tmp_path / "shard-00001.jsonl"
+    shard.write_bytes(shard.read_bytes()[:-20])
+    with pytest.raises(UserError, match=r"shard-00001.jsonl:4: not valid JSON"):
+        read_samples(tmp_path, "ada/tiny", "sha256:template")

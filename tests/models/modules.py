@@ -1,0 +1,44 @@
+"""Lookahead modules as training might leave them, on tiny random models."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from keepsight.models.lookahead import (
+    Lookahead,
+    LookaheadSettings,
+    Provenance,
+    save_lookahead,
+)
+from keepsight.runtime.observe import observe
+from keepsight.runtime.prefill import Prefilled
+from tests.tiny import tiny_model
+
+SHAPE = LookaheadSettings(tokens=5, rank=2, alpha=8)
+
+
+def random_module(family: str = "llama", settings: LookaheadSettings = SHAPE, seed: int = 7) -> Lookahead:
+    """A module as training might leave it: PEFT starts with B = 0, which would hide every mistake."""
+    module = Lookahead(tiny_model(family), settings)
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in lora_parameters(module).values():
+            parameter.normal_(std=0.2)
+        module.tokens.normal_()
+    return module
+
+
+def lora_parameters(module: Lookahead) -> dict[str, torch.nn.Parameter]:
+    return {name: value for name, value in module.model.named_parameters() if ".lora_" in name}
+
+
+def importance(module: Lookahead, prefilled: Prefilled) -> Tensor:
+    """[layers, B, H, N] as the module predicts it."""
+    with torch.no_grad(), module.active():
+        return torch.stack(observe(module.model, prefilled.cache, prefilled.mask, module.observers(2)))
+
+
+def save(module: Lookahead, folder: Path, base: str = "ada/tiny") -> Path:
+    save_lookahead(module, folder, Provenance(base), "---\nlicense: apache-2.0\n---\n# Card\n")
+    return folder

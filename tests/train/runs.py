@@ -1,0 +1,107 @@
+"""Small trainings, and what can happen to them."""
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from keepsight.data_gen.shards import Answered
+from keepsight.models.lookahead import Lookahead, LookaheadSettings
+from keepsight.train.dataset import SampleDataset, collate
+from keepsight.train.objective import LookaheadObjective
+from keepsight.train.trainer import TrainSettings
+from tests.tiny import tiny_model
+
+SHAPE = LookaheadSettings(tokens=4, rank=2, alpha=8)
+LENGTHS = [(24, 6), (17, 3), (31, 8), (12, 5), (28, 2), (20, 7), (15, 4)]
+
+
+def settings(**changes) -> TrainSettings:
+    """12 samples, 6 steps an epoch, 8 steps in all."""
+    values: dict[str, Any] = {
+        "steps": 8,
+        "batch_size": 2,
+        "held_out": 2,
+        "measure_every": 4,
+        "save_every": 3,
+        "report_to": [],
+    }
+    return TrainSettings(**values | {"learning_rate": 1e-2, "budget": 6} | changes)
+
+
+def samples(count: int = 14) -> list[Answered]:
+    """Random prompts and answers of different lengths; their indices have gaps, as after a filter."""
+    generator = torch.Generator().manual_seed(3)
+
+    def ids(length: int) -> list[int]:
+        return torch.randint(6, 128, (length,), generator=generator).tolist()
+
+    lengths = [LENGTHS[number % len(LENGTHS)] for number in range(count)]
+    return [Answered(3 * number, "test", ids(n), ids(t), "", "") for number, (n, t) in enumerate(lengths)]
+
+
+def objective(family: str = "llama", shape: LookaheadSettings = SHAPE) -> LookaheadObjective:
+    model = tiny_model(family)
+    torch.manual_seed(0)
+    return LookaheadObjective(Lookahead(model, shape))
+
+
+class Disturbed(LookaheadObjective):
+    """An objective to which something happens at the n-th training batch."""
+
+    def __init__(self, lookahead: Lookahead, at: int, action: Callable[["Disturbed"], object]) -> None:
+        super().__init__(lookahead)
+        self.at, self.action, self.calls = at, action, 0
+
+    def forward(self, *args, **kwargs) -> dict[str, Tensor]:
+        self.calls += 1
+        if self.calls == self.at:
+            self.action(self)
+        return super().forward(*args, **kwargs)
+
+
+def disturbed(at: int, action: Callable[[Disturbed], object], **options) -> Disturbed:
+    return Disturbed(objective(**options).lookahead, at, action)
+
+
+def crash(_: object) -> None:
+    raise RuntimeError("power failure")
+
+
+def press_ctrl_c(_: object) -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def press_ctrl_c_twice(_: object) -> None:
+    press_ctrl_c(_)
+    press_ctrl_c(_)
+
+
+def spoil(each: Disturbed) -> None:
+    with torch.no_grad():
+        each.lookahead.tokens.fill_(torch.nan)
+
+
+def collated(dataset: SampleDataset) -> dict:
+    return collate([dataset[place] for place in range(len(dataset))])
+
+
+def tensors(each: LookaheadObjective) -> dict[str, Tensor]:
+    return each.lookahead.lora_state() | {"tokens": each.lookahead.tokens.detach().clone()}
+
+
+def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+    return set(first) == set(second) and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def checkpoints(work: Path) -> list[str]:
+    return sorted(path.name for path in work.glob("checkpoint-*"))
+
+
+def rows(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]

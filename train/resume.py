@@ -1,0 +1,76 @@
+"""What a training that is stopped, killed or started again needs: checkpoints, settings, and Ctrl-C."""
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
+from typing_extensions import override
+
+from keepsight.errors import UserError
+from keepsight.files import read_json, write_json
+
+
+def last_checkpoint(work: Path, before: int | None = None) -> Path | None:
+    """The newest complete checkpoint in `work`; of an earlier step than `before`, when that is given.
+
+    The Trainer writes its state last, so a checkpoint without one was cut off by a kill.
+    """
+    steps = {int(path.parent.name.rpartition("-")[2]): path.parent for path in work.glob(f"*-*/{TRAINER_STATE_NAME}")}
+    return max((pair for pair in steps.items() if before is None or pair[0] < before), default=(0, None))[1]
+
+
+def state_of(checkpoint: Path) -> TrainerState:
+    """The Trainer's state when it wrote a checkpoint."""
+    return TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
+
+
+def check_same_settings(path: Path, settings: dict[str, Any]) -> None:
+    """Write the settings when a training begins; when it goes on, compare.
+
+    Raises:
+        UserError: the training began with other settings.
+    """
+    if not path.exists():
+        write_json(path, settings)
+    for key, value in read_json(path).items():
+        if settings.get(key) != value:
+            name = key if "." in key else f"train.{key}"
+            raise UserError(
+                f"{path}: this training began with {name}={value!r}, now it is {settings.get(key)!r}; "
+                "choose another out=, or delete the folder"
+            )
+
+
+class StopOnInterrupt(TrainerCallback):
+    """The first Ctrl-C finishes the step, saves a checkpoint and ends the training; a second one ends it at once."""
+
+    def __init__(self) -> None:
+        self.interrupted = False
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Catch Ctrl-C within the block. Only the main thread can; in others nothing changes."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = signal.signal(signal.SIGINT, self._interrupt)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    @override
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if self.interrupted:
+            control.should_save = control.should_training_stop = True
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        if self.interrupted:
+            raise KeyboardInterrupt
+        self.interrupted = True
