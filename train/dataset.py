@@ -1,5 +1,6 @@
 """Samples as batches."""
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch.utils.data import Dataset, Sampler
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from keepsight.data_gen.shards import Answered
+from keepsight.errors import UserError
 
 
 class SampleDataset(Dataset[dict[str, Any]]):
@@ -28,6 +30,20 @@ class SampleDataset(Dataset[dict[str, Any]]):
             "answer_ids": sample.answer_ids,
             "length": len(sample.prompt_ids) + len(sample.answer_ids),
         }
+
+
+def split(samples: Sequence[Answered], held_out: int) -> tuple[SampleDataset, SampleDataset]:
+    """Training samples, and every k-th sample held out, so that all parts of the mixture are measured.
+
+    Raises:
+        UserError: too few samples for both.
+    """
+    if len(samples) <= held_out:
+        raise UserError(f"train.held_out={held_out} needs more than the {len(samples)} samples of the data; lower it")
+    step = math.ceil(len(samples) / held_out) if held_out else len(samples) + 1
+    measured = samples[step - 1 :: step]
+    chosen = {sample.index for sample in measured}
+    return SampleDataset([sample for sample in samples if sample.index not in chosen]), SampleDataset(measured)
 
 
 class GroupedByLength(Sampler[int]):

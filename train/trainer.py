@@ -1,7 +1,6 @@
 """Train a lookahead module with the transformers Trainer underneath."""
 
 import json
-import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from typing_extensions import override
 
 from keepsight.errors import UserError
 from keepsight.files import whole_lines, write_text
-from keepsight.train.dataset import GroupedByLength, SampleDataset, collate
+from keepsight.train.dataset import GroupedByLength, SampleDataset, collate, split
 from keepsight.train.measure import Fidelity, measure
 from keepsight.train.objective import LookaheadObjective
 from keepsight.train.resume import StopOnInterrupt, check_same_settings, last_checkpoint, state_of
@@ -201,20 +200,6 @@ class LookaheadTrainer(Trainer):
         state = load_file(Path(resume_from_checkpoint) / _WEIGHTS)
         tokens = state.pop(_TOKENS).to(lookahead.tokens.device)
         lookahead.load_state(state, tokens)
-
-
-def split(samples: list[Any], held_out: int) -> tuple[SampleDataset, SampleDataset]:
-    """Training samples, and every k-th sample held out, so that all parts of the mixture are measured.
-
-    Raises:
-        UserError: too few samples for both.
-    """
-    if len(samples) <= held_out:
-        raise UserError(f"train.held_out={held_out} needs more than the {len(samples)} samples of the data; lower it")
-    step = math.ceil(len(samples) / held_out) if held_out else len(samples) + 1
-    measured = samples[step - 1 :: step]
-    chosen = {sample.index for sample in measured}
-    return SampleDataset([sample for sample in samples if sample.index not in chosen]), SampleDataset(measured)
 
 
 def train(

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from keepsight.errors import UserError
 from keepsight.models.lookahead import LookaheadSettings
+from keepsight.train.dataset import split
 from keepsight.train.measure import measure
-from keepsight.train.trainer import split, train
+from keepsight.train.trainer import train
 from tests.train.runs import (
     SHAPE,
     checkpoints,

@@ -13,9 +13,10 @@ from transformers import TrainerCallback
 
 from keepsight.data_gen.shards import Answered
 from keepsight.errors import UserError
+from keepsight.train.dataset import split
 from keepsight.train.measure import measure
 from keepsight.train.objective import LookaheadObjective
-from keepsight.train.trainer import LookaheadTrainer, split, train
+from keepsight.train.trainer import LookaheadTrainer, train
 from tests.tiny import FAMILIES
 from tests.train.runs import (
     checkpoints,
