@@ -49,19 +49,18 @@ def generate_data(
     )
     writer = ShardWriter(out, settings)
     tokenizer, count_tokens = target.tokenizer, _counter(target)
-    progress = tqdm(total=limit, desc="answers", unit="sample")
-    for shard in writer.shards():
-        missing = writer.missing(shard)
-        progress.update(len(shard) - len(missing))
-        prompts = [render(index, mixture.prompt(seed, index, count_tokens), tokenizer) for index in missing]
-        for prompt in prompts:
-            _check_fits(prompt, target, max_new_tokens)
-        for batch in batches(prompts, batch_tokens):
-            answers = answer(target, batch, max_new_tokens)
-            writer.append(shard, [_answered(*pair, target) for pair in zip(batch, answers, strict=True)])
-            progress.update(len(batch))
-        writer.finish(shard)
-    progress.close()
+    with tqdm(total=limit, desc="answers", unit="sample") as progress:
+        for shard in writer.shards():
+            missing = writer.missing(shard)
+            progress.update(len(shard) - len(missing))
+            prompts = [render(index, mixture.prompt(seed, index, count_tokens), tokenizer) for index in missing]
+            for prompt in prompts:
+                _check_fits(prompt, target, max_new_tokens)
+            for batch in batches(prompts, batch_tokens):
+                answers = answer(target, batch, max_new_tokens)
+                writer.append(shard, [_answered(*pair, target) for pair in zip(batch, answers, strict=True)])
+                progress.update(len(batch))
+            writer.finish(shard)
     return writer.complete()
 
 

@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
-from keepsight.models.lookahead import LookaheadSettings, Provenance
+from keepsight.models.adapter import Provenance
+from keepsight.models.lookahead import LookaheadSettings
 
 _CARD = """---
 base_model: {base_model}

@@ -15,7 +15,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from keepsight.errors import UserError
 from keepsight.files import file_digest
-from keepsight.models.lookahead import FILES, load_lookahead
+from keepsight.models.adapter import FILES, load_lookahead
 
 CARD = "README.md"
 

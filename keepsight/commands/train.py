@@ -18,8 +18,9 @@ from keepsight.config import Recipe
 from keepsight.data_gen.shards import Answered, read_samples
 from keepsight.errors import UserError
 from keepsight.files import whole_lines
+from keepsight.models.adapter import Provenance, save_lookahead
 from keepsight.models.card import model_card
-from keepsight.models.lookahead import Lookahead, Provenance, save_lookahead
+from keepsight.models.lookahead import Lookahead
 from keepsight.models.targets import Target
 from keepsight.targets import target_of
 from keepsight.train.objective import LookaheadObjective

@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from keepsight.models.adapter import Artifact, load_lookahead
 from keepsight.models.hub import fetch
-from keepsight.models.lookahead import Artifact, load_lookahead
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.observe import observe
 from keepsight.runtime.prefill import Prefilled

@@ -15,7 +15,9 @@ SETTINGS = DataSettings("ada/tiny", "c0ffee", "sha256:template", {"sources": [{"
 
 
 def sample(index: int) -> Answered:
-    return Answered(index, "ab"[index % 2], [5] * (index + 1), [7] * index + [2], f"prompt {index} ü", f"answer {index}")
+    return Answered(
+        index, "ab"[index % 2], [5] * (index + 1), [7] * index + [2], f"prompt {index} ü", f"answer {index}"
+    )
 
 
 def run(folder: Path, settings: DataSettings = SETTINGS, stop_after: int = 1000) -> dict[str, Any]:

@@ -5,12 +5,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from keepsight.models.lookahead import (
-    Lookahead,
-    LookaheadSettings,
-    Provenance,
-    save_lookahead,
-)
+from keepsight.models.adapter import Provenance, save_lookahead
+from keepsight.models.lookahead import Lookahead, LookaheadSettings
 from keepsight.runtime.observe import observe
 from keepsight.runtime.prefill import Prefilled
 from tests.tiny import tiny_model

@@ -11,8 +11,9 @@ import pytest
 from huggingface_hub import constants
 
 from keepsight.errors import UserError
+from keepsight.models.adapter import FILES, Provenance, load_lookahead, save_lookahead
 from keepsight.models.hub import Upload, fetch, plan_upload, push
-from keepsight.models.lookahead import FILES, Lookahead, LookaheadSettings, Provenance, load_lookahead, save_lookahead
+from keepsight.models.lookahead import Lookahead, LookaheadSettings
 from tests.models.fake_hub import COMMIT, REPO, FakeHub
 from tests.tiny import tiny_model
 

@@ -9,13 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from keepsight.errors import UserError
 from keepsight.files import file_digest
-from keepsight.models.lookahead import (
-    ADAPTER,
-    CONFIG,
-    FILES,
-    TOKENS,
-    load_lookahead,
-)
+from keepsight.models.adapter import ADAPTER, CONFIG, FILES, TOKENS, load_lookahead
 from tests.models.modules import random_module, save
 from tests.tiny import prompt_ids, tiny_model
 
@@ -53,7 +47,7 @@ def test_a_write_that_fails_leaves_no_adapter_that_loads(adapter, monkeypatch):
         raise OSError(28, "No space left on device")
 
     before = {path.name: path.read_bytes() for path in adapter.iterdir()}
-    monkeypatch.setattr("keepsight.models.lookahead.write_json", full)
+    monkeypatch.setattr("keepsight.models.adapter.write_json", full)
     with pytest.raises(OSError, match="No space left"):
         save(random_module(seed=8), adapter)
     assert {path.name: path.read_bytes() for path in adapter.iterdir()} == before
@@ -111,8 +105,8 @@ def test_a_peft_configuration_that_is_none_is_named(adapter):
     ("changes", "said"),
     [
         ({"hidden_size": 48}, "hidden size 32, but the model's is 48"),
-        ({"num_hidden_layers": 4}, "missing or surplus tensor"),
-        ({"num_hidden_layers": 2}, "missing or surplus tensor"),
+        ({"num_hidden_layers": 4}, "missing or surplus LoRA tensor"),
+        ({"num_hidden_layers": 2}, "missing or surplus LoRA tensor"),
         ({"intermediate_size": 96}, "shape"),
         ({"num_attention_heads": 8}, "shape"),
     ],

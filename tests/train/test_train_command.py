@@ -13,7 +13,7 @@ from keepsight.commands import train as command
 from keepsight.config import ModelConfig
 from keepsight.data_gen.shards import Answered, DataSettings, ShardWriter
 from keepsight.errors import UserError
-from keepsight.models.lookahead import ADAPTER, FILES, TOKENS, load_lookahead
+from keepsight.models.adapter import ADAPTER, FILES, TOKENS, load_lookahead
 from keepsight.models.targets import load_target
 from tests.tiny import save_tiny_target
 from tests.train.runs import SHAPE, Disturbed, press_ctrl_c, rows, same, samples, settings, spoil

@@ -1,0 +1,147 @@
+"""Lookahead adapters on disk: saved, verified, loaded, attached to a model.
+
+An adapter is a folder that plain PEFT loads too. PEFT then leaves the base model's outputs as they are, because the
+saved configuration makes the LoRA an activated one (aLoRA) whose invocation token never occurs in a text.
+"""
+
+import re
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from peft import PeftConfig
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from keepsight.errors import UserError
+from keepsight.files import atomic_files, file_digest, read_json, write_json
+from keepsight.models.lookahead import Lookahead, LookaheadSettings, input_embedding, lora_config
+
+ADAPTER, TOKENS, CONFIG = "adapter_model.safetensors", "lookahead_tokens.safetensors", "lookahead_config.json"
+PEFT_CONFIG = "adapter_config.json"
+FILES = (PEFT_CONFIG, ADAPTER, TOKENS, CONFIG)
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Where an adapter comes from; saved beside its settings.
+
+    Attributes:
+        base_model: Hub id or folder of the target.
+        base_version: Its revision, or the digest of its weight file.
+        template_digest: Digest of the chat template that rendered the training prompts.
+        data_digest: Digest of the training data's manifest.
+        training: Summary: steps, prompt lengths, losses.
+        keepsight_version: Of the code that trained it.
+    """
+
+    base_model: str
+    base_version: str = "unknown"
+    template_digest: str = ""
+    data_digest: str = ""
+    training: dict[str, Any] = field(default_factory=dict)
+    keepsight_version: str = ""
+
+
+def save_lookahead(module: Lookahead, folder: Path, provenance: Provenance, card: str) -> None:
+    """Write an adapter's files into a folder, beside whatever else is there; a half-written adapter does not load."""
+    config = lora_config(module.model, module.settings)
+    config.alora_invocation_tokens = [len(input_embedding(module.model))]  # an id that no text has
+    config.inference_mode = True
+    with atomic_files(folder, last=CONFIG) as unfinished:
+        save_file(module.lora_state(), unfinished / ADAPTER, metadata={"format": "pt"})
+        save_file({"lookahead_tokens": module.tokens.detach().cpu()}, unfinished / TOKENS, metadata={"format": "pt"})
+        config.save_pretrained(str(unfinished))
+        digests = {name: file_digest(unfinished / name) for name in (ADAPTER, TOKENS)}
+        settings = {"settings": asdict(module.settings), "provenance": asdict(provenance), "digests": digests}
+        write_json(unfinished / CONFIG, settings)
+        (unfinished / "README.md").write_text(card, encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A lookahead adapter read from its folder, verified, not yet attached to a model.
+
+    Attributes:
+        folder: Where it was read.
+        settings: The module's shape.
+        provenance: Where it comes from.
+        lora: The LoRA's tensors under the names PEFT saves them with.
+        tokens: [n, hidden] float32.
+        digest: Of `lookahead_config.json`, which holds the settings and the digests of the tensors' files.
+    """
+
+    folder: Path
+    settings: LookaheadSettings
+    provenance: Provenance
+    lora: dict[str, Tensor]
+    tokens: Tensor
+    digest: str
+
+    def attach(self, model: PreTrainedModel) -> Lookahead:
+        """The module on a model; attached once, however often this is called.
+
+        Raises:
+            UserError: the adapter was trained for another model.
+        """
+        attached: dict[str, Lookahead] = model.__dict__.setdefault("_keepsight_lookahead", {})
+        if self.digest not in attached:
+            self._check_base(model)
+            module = Lookahead(model, self.settings, f"lookahead_{self.digest[-8:]}")
+            try:
+                module.load_state(self.lora, self.tokens.to(module.tokens.device))
+            except UserError as error:
+                raise UserError(f"{self.folder}: {error}") from None
+            attached[self.digest] = module.requires_grad_(False).eval()
+        return attached[self.digest]
+
+    def _check_base(self, model: PreTrainedModel) -> None:
+        loaded, expected = str(model.config.name_or_path or ""), self.provenance.base_model
+        is_hub_id = re.fullmatch(r"[\w.-]+/[\w.-]+", loaded) and not Path(loaded).exists()
+        if is_hub_id and expected and loaded != expected:
+            raise UserError(f"{self.folder}: this adapter is for {expected!r}, but the model is {loaded!r}")
+        hidden = input_embedding(model).shape[1]
+        if self.tokens.shape[1] != hidden:
+            raise UserError(
+                f"{self.folder}: this adapter is for {expected!r} with hidden size {self.tokens.shape[1]}, "
+                f"but the model's is {hidden}"
+            )
+
+
+def load_lookahead(folder: Path) -> Artifact:
+    """Read and verify an adapter folder.
+
+    Raises:
+        UserError: a file is missing or corrupt, or differs from the digest recorded when it was saved.
+    """
+    for name in FILES:
+        if not (folder / name).is_file():
+            raise UserError(f"{folder}: {name} is missing; a lookahead adapter needs {', '.join(FILES)}")
+    config = read_json(folder / CONFIG)
+    try:
+        settings, provenance = LookaheadSettings(**config["settings"]), Provenance(**config["provenance"])
+        digests = {name: config["digests"][name] for name in (ADAPTER, TOKENS)}
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{folder / CONFIG}: not a lookahead adapter's configuration ({error})") from None
+    try:
+        PeftConfig.from_pretrained(str(folder))
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{folder / PEFT_CONFIG}: not a PEFT configuration ({error})") from None
+    for name, expected in digests.items():
+        if (found := file_digest(folder / name)) != expected:
+            raise UserError(
+                f"{folder / name}: its digest is {found}, {CONFIG} says {expected}; fetch the adapter again"
+            )
+    tokens = _read(folder / TOKENS).get("lookahead_tokens")
+    if tokens is None:
+        raise UserError(f"{folder / TOKENS}: holds no tensor 'lookahead_tokens'; fetch the adapter again")
+    return Artifact(folder, settings, provenance, _read(folder / ADAPTER), tokens, file_digest(folder / CONFIG))
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise UserError(f"{path}: not a safetensors file ({error}); fetch the adapter again") from None

@@ -1,0 +1,188 @@
+"""The sweep shares one prefill and decodes in batches; each row is what the method alone would give."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from keepsight.errors import UserError
+from keepsight.eval import sweep as sweep_module
+from keepsight.eval.samples import Sample, render
+from keepsight.eval.sweep import Variant, run_sample, sweep
+from keepsight.models.adapter import Provenance, save_lookahead
+from keepsight.models.lookahead import Lookahead, LookaheadSettings
+from keepsight.models.targets import Target, load_target
+from keepsight.runtime.cache import cache_bytes
+from keepsight.runtime.decode import score_answer
+from keepsight.runtime.evict import Evict, FullCache
+from keepsight.runtime.generate import generate
+from keepsight.runtime.methods import LookaheadKV, Oracle, SnapKV, StreamingLLM
+from keepsight.runtime.methods.oracle import OwnAnswer
+from keepsight.runtime.prefill import Prefilled, prefill
+from tests.tiny import FAMILIES, save_tiny_target
+
+TEXT = "The quick brown fox jumps over the lazy dog, and then it sleeps. " * 6
+SAMPLE = Sample("one", "test", 256, TEXT, ("fox",), "string_match_all", 24, answer_prefix="It is")
+OTHER = replace(SAMPLE, id="two", prompt=TEXT[:170] + "for i in range(10): print(i)", length=128)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Target:
+    """With so many end tokens that answers differ in length."""
+    folder = save_tiny_target(tmp_path_factory.mktemp("target"), request.param)
+    loaded = load_target(str(folder), dtype="float32", device="cpu")
+    assert loaded.model.generation_config is not None
+    loaded.model.generation_config.eos_token_id = [2, *range(480, 500)]
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def variants(target: Target, tmp_path_factory: pytest.TempPathFactory) -> list[Variant]:
+    folder = tmp_path_factory.mktemp("adapter")
+    module = Lookahead(load_target(target.name, device="cpu").model, LookaheadSettings(tokens=4, rank=2))
+    save_lookahead(module, folder, Provenance(target.name), "# Card\n")
+    return [
+        Variant("oracle", Oracle(16)),
+        Variant("oracle", Oracle(0.5)),
+        Variant("snapkv", SnapKV(40)),
+        Variant("snapkv", SnapKV(64)),
+        Variant("streamingllm", StreamingLLM(8)),
+        Variant("streamingllm", StreamingLLM(0.25)),
+        Variant("lookaheadkv", LookaheadKV.from_pretrained(folder, 12)),
+        Variant("lookaheadkv", LookaheadKV.from_pretrained(folder, 100_000)),
+    ]
+
+
+@pytest.fixture(scope="module")
+def rows(target: Target, variants: list[Variant]) -> list[dict[str, Any]]:
+    return run_sample(target, SAMPLE, variants, 16)
+
+
+def ids_of(target: Target, sample: Sample = SAMPLE) -> Tensor:
+    return torch.tensor([render(sample, target.tokenizer)], device=target.model.device)
+
+
+def alone(method: Any) -> Any:
+    """The method as it is used outside a sweep; an oracle answers as long as the sample allows."""
+    own = isinstance(method, Evict) and isinstance(method.observer, OwnAnswer)
+    return replace(method, observer=OwnAnswer(SAMPLE.max_new_tokens)) if own else method
+
+
+def test_the_full_cache_comes_first_and_agrees_with_itself(target: Target, rows: list[dict[str, Any]]) -> None:
+    assert [row["method"] for row in rows].count("full") == 1
+    full, tokens = rows[0], ids_of(target).shape[1]
+    assert (full["method"], full["budget"], full["agreement"]) == ("full", None, 1.0)
+    assert abs(full["excess_nll"]) < 1e-5
+    assert full["kept"] == full["prompt_tokens"] == tokens
+    assert full["references"] == ["fox"] and (full["task"], full["length"], full["sample"]) == ("test", 256, "one")
+
+
+def test_a_budget_above_the_prompt_is_the_full_cache(rows: list[dict[str, Any]]) -> None:
+    full, whole = rows[0], rows[-1]
+    assert (whole["method"], whole["budget"]) == ("lookaheadkv", 100_000)
+    assert abs(whole["excess_nll"]) < 1e-5
+    assert whole | {"excess_nll": full["excess_nll"], "method": "full", "budget": None} == full
+
+
+def test_answers_equal_generate_one_by_one(target: Target, variants: list[Variant], rows: list[dict[str, Any]]) -> None:
+    ids, options = ids_of(target), {"max_new_tokens": SAMPLE.max_new_tokens, "do_sample": False}
+    for row, method in zip(rows, [FullCache(), *(variant.method for variant in variants)], strict=True):
+        answer = generate(target.model, ids, alone(method), **options)
+        assert row["answer"] == target.tokenizer.decode(answer[0], skip_special_tokens=True)
+    assert len({row["answer"] for row in rows}) > 4
+
+
+def test_scores_equal_those_of_each_cache_alone(
+    target: Target, variants: list[Variant], rows: list[dict[str, Any]]
+) -> None:
+    prefilled = prefill(target.model, ids_of(target))
+    options = {"max_new_tokens": SAMPLE.max_new_tokens, "do_sample": False}
+    answer = generate(target.model, ids_of(target), FullCache(), **options)
+    base, _ = score_answer(target.model, FullCache().compress(target.model, prefilled), answer)
+    for row, variant in zip(rows[1:], variants, strict=True):
+        kept = alone(variant.method).compress(target.model, prefilled)
+        assert (row["kept"], row["kv_bytes"]) == (kept.size, cache_bytes(kept.cache))
+        nll, hits = score_answer(target.model, kept, answer)
+        assert row["excess_nll"] == pytest.approx((nll - base).mean().item(), abs=1e-5)
+        assert row["agreement"] == pytest.approx(hits.float().mean().item())
+    assert min(row["agreement"] for row in rows) < 1 and max(row["excess_nll"] for row in rows) > 0.01
+
+
+def test_budgets_are_exact(target: Target, rows: list[dict[str, Any]]) -> None:
+    tokens = ids_of(target).shape[1]
+    expected = [16, round(tokens / 2), 40, 64, 8, round(tokens / 4), 12, tokens]
+    assert [row["kept"] for row in rows[1:]] == expected
+
+
+def comparable(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Without what clocks and the order of additions decide."""
+    return [{**row, "seconds": 0, "excess_nll": pytest.approx(row["excess_nll"], abs=1e-5)} for row in rows]
+
+
+@pytest.mark.parametrize("max_batch", [1, 3, 8])
+def test_the_size_of_batches_changes_nothing(
+    target: Target, variants: list[Variant], rows: list[dict[str, Any]], max_batch: int
+) -> None:
+    assert [row | {"seconds": 0} for row in run_sample(target, SAMPLE, variants, max_batch)] == comparable(rows)
+
+
+@pytest.mark.parametrize("max_batch", [1, 3, 16])
+def test_no_more_than_max_batch_are_decoded_together(
+    target: Target, variants: list[Variant], max_batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes, join = [], sweep_module.join
+    monkeypatch.setattr(sweep_module, "join", lambda states: sizes.append(len(states)) or join(states))
+    run_sample(target, SAMPLE, variants, max_batch)
+    assert sizes == {1: [1] * 8, 3: [3, 3, 2], 16: [8]}[max_batch]
+
+
+@dataclass(frozen=True)
+class Counting:
+    """Random scores; keeps count of its calls."""
+
+    calls: list[int] = field(default_factory=list)
+
+    def __call__(self, model: PreTrainedModel, prefilled: Prefilled) -> list[Tensor]:
+        self.calls.append(prefilled.length)
+        generator = torch.Generator().manual_seed(0)
+        return [torch.rand(1, 4, prefilled.length, generator=generator) for _ in prefilled.cache.layers]
+
+
+def test_one_prefill_a_sample_and_one_observation_a_method(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefills, one, two = [], Counting(), Counting()
+    monkeypatch.setattr(
+        sweep_module, "prefill", lambda model, ids: prefills.append(ids.shape[1]) or prefill(model, ids)
+    )
+    budgets = (8, 16, 0.5, 9999)
+    mixed = [Variant(str(id(each)), Evict(budget, each)) for budget in budgets for each in (one, two)]
+    for sample in (SAMPLE, OTHER):
+        run_sample(target, sample, mixed, 16)
+    assert prefills == one.calls == two.calls == [ids_of(target, sample).shape[1] for sample in (SAMPLE, OTHER)]
+
+
+def test_a_cut_span_is_refused(target: Target, variants: list[Variant]) -> None:
+    run_sample(target, replace(SAMPLE, spans=("lazy dog",)), variants[:1], 16)
+    with pytest.raises(UserError, match="sample test/one: the answer span 'lazy cat' was cut from the prompt"):
+        run_sample(target, replace(SAMPLE, spans=("lazy dog", "lazy cat")), variants[:1], 16)
+
+
+def test_a_prompt_beyond_the_context_is_refused(target: Target, variants: list[Variant]) -> None:
+    longest = 4096 - ids_of(target).shape[1]
+    with pytest.raises(
+        UserError, match=r"sample test/one has \d+ tokens, with \d+ for the answer more than the context"
+    ):
+        run_sample(target, replace(SAMPLE, max_new_tokens=longest + 1), variants[:1], 16)
+
+
+def test_what_is_done_is_passed_over(target: Target, variants: list[Variant], tmp_path: Path) -> None:
+    done = {("test", 256, "one"), ("test", 999, "two"), ("other", 128, "two")}
+    (made,) = sweep(target, [SAMPLE, OTHER], variants, done, 16)
+    assert [(row["sample"], row["method"]) for row in made] == [
+        ("two", name) for name in ["full", *(variant.name for variant in variants)]
+    ]
+    assert not list(sweep(target, [SAMPLE], variants, done, 16))

