@@ -60,8 +60,8 @@ def _positional(command: Any, arguments: Sequence[str]) -> list[str]:
     overrides = []
     for argument in arguments:
         if argument.startswith("--"):
-            key, given, value = argument.removeprefix("--").partition("=")
-            argument = f"{key.replace('-', '_')}={value if given else 'true'}"
+            flag, given, value = argument.removeprefix("--").partition("=")
+            argument = f"{flag.replace('-', '_')}={value if given else 'true'}"
         elif "=" not in argument:
             key = next(keys, None)
             if key is None:

@@ -5,7 +5,7 @@ import inspect
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_origin, get_type_hints
 
 from hydra import compose, initialize_config_module
 from hydra.core.config_store import ConfigStore
@@ -105,6 +105,8 @@ def _readable(override: str, kinds: dict[str, Any]) -> str:
         near = difflib.get_close_matches(key, [*kinds, "recipe"], n=1, cutoff=0.5)
         hint = f"it holds {', '.join(group)}" if group else f"did you mean {near[0]!r}?" if near else "see --help"
         raise UserError(f"{key!r} is no key of this command; {hint}")
+    if get_origin(kinds.get(key)) is dict:
+        return f"++{override}"  # Hydra takes an empty mapping's new keys only so
     is_quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "\"'"
     if kinds.get(key) not in (str, str | None) or value == "null" or is_quoted:
         return override

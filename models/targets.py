@@ -169,7 +169,8 @@ def _finish(name: str, version: str | None, source: str | Path, device: str, opt
 def _read(source: str | Path, options: dict[str, Any]) -> tuple[PreTrainedTokenizerBase, Any]:
     shared = {key: options[key] for key in ("trust_remote_code", "revision", "local_files_only") if key in options}
     tokenizer = AutoTokenizer.from_pretrained(source, padding_side="left", **shared)
-    model, report = AutoModelForCausalLM.from_pretrained(source, output_loading_info=True, **options)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(source, output_loading_info=True, **options)
+    model, report = loaded
     if missing := report["missing_keys"]:  # transformers would go on with random weights
         raise ValueError(f"its weight files lack {min(missing)} and {len(missing) - 1} more; fetch it again")
     return tokenizer, model

@@ -164,10 +164,12 @@ def test_raising_the_limit_keeps_what_is_there(
     make(target, mixture_values, tmp_path / "data", limit=7)
     first = rows_of(tmp_path / "data")
     asked: list[int] = []
-    monkeypatch.setattr(
-        "keepsight.data_gen.generate.answer",
-        lambda target, batch, limit: asked.extend(prompt.index for prompt in batch) or answer(target, batch, limit),
-    )
+
+    def noted(target: Target, batch: list[Rendered], limit: int) -> list[list[int]]:
+        asked.extend(prompt.index for prompt in batch)
+        return answer(target, batch, limit)
+
+    monkeypatch.setattr("keepsight.data_gen.generate.answer", noted)
     make(target, mixture_values, tmp_path / "data", limit=12)
     assert sorted(asked) == list(range(7, 12))
     assert rows_of(tmp_path / "data")[:7] == first

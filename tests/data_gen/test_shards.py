@@ -62,7 +62,7 @@ def test_a_stopped_run_goes_on(tmp_path: Path, stops: list[int]) -> None:
             run(folder, stop_after=stop)
         done += stop
         assert indices(folder) == [[0, 1, 2, 3], [4, 5, 6, 7]][: done // 4]
-        with pytest.raises(UserError, match="unfinished; run the same `keepsight data out=.*stopped` again"):
+        with pytest.raises(UserError, match=r"unfinished; run the same `keepsight data out=.*stopped` again"):
             read_samples(folder, "ada/tiny", "sha256:template")
     assert run(folder, stop_after=10 - done) == reference
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == {
@@ -118,7 +118,7 @@ def test_lowering_the_limit_reads_fewer(tmp_path: Path) -> None:
     assert run(tmp_path, stop_after=0)["samples"] == 10
 
 
-CHANGES = {
+CHANGES: dict[str, Any] = {
     "model": "ada/other",
     "version": "decaf",
     "template_digest": "sha256:other",

@@ -18,7 +18,7 @@ from keepsight.models.adapter import Provenance, save_lookahead
 from keepsight.models.lookahead import Lookahead, LookaheadSettings
 from keepsight.models.targets import Target, load_target
 from keepsight.runtime.cache import cache_bytes
-from keepsight.runtime.decode import score_answer
+from keepsight.runtime.decode import Kept, score_answer
 from keepsight.runtime.evict import Evict, FullCache
 from keepsight.runtime.generate import generate
 from keepsight.runtime.methods import LookaheadKV, Oracle, SnapKV, StreamingLLM
@@ -90,7 +90,8 @@ def test_a_budget_above_the_prompt_is_the_full_cache(rows: list[dict[str, Any]])
 
 
 def test_answers_equal_generate_one_by_one(target: Target, variants: list[Variant], rows: list[dict[str, Any]]) -> None:
-    ids, options = ids_of(target), {"max_new_tokens": SAMPLE.max_new_tokens, "do_sample": False}
+    ids = ids_of(target)
+    options: dict[str, Any] = {"max_new_tokens": SAMPLE.max_new_tokens, "do_sample": False}
     for row, method in zip(rows, [FullCache(), *(variant.method for variant in variants)], strict=True):
         answer = generate(target.model, ids, alone(method), **options)
         assert row["answer"] == target.tokenizer.decode(answer[0], skip_special_tokens=True)
@@ -101,7 +102,7 @@ def test_scores_equal_those_of_each_cache_alone(
     target: Target, variants: list[Variant], rows: list[dict[str, Any]]
 ) -> None:
     prefilled = prefill(target.model, ids_of(target))
-    options = {"max_new_tokens": SAMPLE.max_new_tokens, "do_sample": False}
+    options: dict[str, Any] = {"max_new_tokens": SAMPLE.max_new_tokens, "do_sample": False}
     answer = generate(target.model, ids_of(target), FullCache(), **options)
     base, _ = score_answer(target.model, FullCache().compress(target.model, prefilled), answer)
     for row, variant in zip(rows[1:], variants, strict=True):
@@ -136,7 +137,12 @@ def test_no_more_than_max_batch_are_decoded_together(
     target: Target, variants: list[Variant], max_batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes, join = [], sweep_module.join
-    monkeypatch.setattr(sweep_module, "join", lambda states: sizes.append(len(states)) or join(states))
+
+    def noted(states: list[Kept]) -> Kept:
+        sizes.append(len(states))
+        return join(states)
+
+    monkeypatch.setattr(sweep_module, "join", noted)
     run_sample(target, SAMPLE, variants, max_batch)
     assert sizes == {1: [1] * 8, 3: [3, 3, 2], 16: [8]}[max_batch]
 
@@ -155,9 +161,12 @@ class Counting:
 
 def test_one_prefill_a_sample_and_one_observation_a_method(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     prefills, one, two = [], Counting(), Counting()
-    monkeypatch.setattr(
-        sweep_module, "prefill", lambda model, ids: prefills.append(ids.shape[1]) or prefill(model, ids)
-    )
+
+    def noted(model: PreTrainedModel, ids: Tensor) -> Prefilled:
+        prefills.append(ids.shape[1])
+        return prefill(model, ids)
+
+    monkeypatch.setattr(sweep_module, "prefill", noted)
     budgets = (8, 16, 0.5, 9999)
     mixed = [Variant(str(id(each)), Evict(budget, each)) for budget in budgets for each in (one, two)]
     for sample in (SAMPLE, OTHER):

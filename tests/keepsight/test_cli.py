@@ -1,56 +1,15 @@
 """The command line as a user types it: what it prints, and what it says to bad input."""
 
-import errno
-import json
-import os
-import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from keepsight.cli import COMMANDS
-from keepsight.data_gen import shards
-from keepsight.files import append_lines, read_json, read_jsonl
-from tests.keepsight.commands import NEEDLES, CommandLine, save_target_and_adapter, tree
+from tests.keepsight.commands import DATA, NEEDLES, CommandLine, tree
 from tests.tiny import tiny_model, tiny_tokenizer
 
-ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.usefixtures("here")
 TINY = ("model.id=tiny", "model.device=cpu", "adapter=null")
-DATA = ["limit=6", "shard_size=2", "max_new_tokens=4", "mixture=mixture.yaml", "out=data"]
-MIXTURE = """
-min_tokens: 100
-max_tokens: 400
-sources:
-  - {kind: local_jsonl, path: rows.jsonl}
-  - {kind: key_values}
-"""
-
-
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("prepared")
-    save_target_and_adapter(folder)
-    (folder / "mixture.yaml").write_text(MIXTURE)
-    append_lines(folder / "rows.jsonl", [{"prompt": f"Say {number}."} for number in range(9)])
-    return folder
-
-
-@pytest.fixture(autouse=True)
-def here(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A fresh working folder with `tiny`, `adapter`, a mixture and its rows."""
-    folder = Path(shutil.copytree(prepared, tmp_path / "work"))
-    monkeypatch.chdir(folder)
-    return folder
-
-
-@pytest.fixture
-def keepsight(capsys: pytest.CaptureFixture[str]) -> CommandLine:
-    return CommandLine(capsys)
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]])
@@ -103,13 +62,13 @@ WRONG = {
     "eval out=out adapter=./none": "'./none' is neither an adapter's folder nor a Hub id; ",
     "eval out=out methods=[snapkv] max_batch=0": "max_batch=0 must be at least 1",
     "eval out=out methods=[snapkv] samples=0": "tasks= and samples= leave no sample to evaluate",
-    "eval out=out methods=[snapkv] tasks=[niah_simple]": "task 'niah_simple' is unknown; choose one of niah, niah_single",
+    "eval out=out methods=[snapkv] tasks=[niah_one]": "task 'niah_one' is unknown; choose one of niah, niah_single",
     "eval out=out methods=[snapkv] lengths=[20]": "niah_single: length 20 is too short; its needles alone need ",
     "eval out=out methods=[snapkv] haystack=none.txt": "none.txt: the haystack cannot be read ",
     "eval out=out methods=[snapkv] tasks=[jsonl]": "tasks=[jsonl] needs jsonl.dir=FOLDER ",
     "eval out=out methods=[snapkv] tasks=[jsonl] jsonl.dir=none": "none: no such folder; ",
     "inspect prompt=@none.txt method=snapkv out=out": "prompt=@none.txt: cannot be read as UTF-8 text ",
-    "inspect prompt=Hello method=snapkv out=out": "budget=64 keeps all 5 prompt tokens; lower it",
+    "inspect prompt=Hello method=snapkv out=out": "budget=64 keeps all 7 prompt tokens; lower it",
     "inspect prompt=Hello method=full out=out": "method 'full' evicts nothing, so there is nothing to inspect",
     "bench both": "bench 'both' is unknown; choose train or eval",
     "bench eval samples=0": "samples=0 must be at least 1",
@@ -126,23 +85,6 @@ def test_bad_input_ends_with_one_line(keepsight: CommandLine, line: str, here: P
     tiny = [key for key in TINY if key.partition("=")[0] not in line]
     assert keepsight.fails(command, *tiny, *given).startswith(WRONG[line])
     assert tree(here) == before
-
-
-def test_a_local_source_with_a_cut_line(keepsight: CommandLine, here: Path) -> None:
-    rows = (here / "rows.jsonl").read_bytes()
-    (here / "rows.jsonl").write_bytes(rows[:-6])
-    assert "rows.jsonl:9: not valid JSON" in keepsight.fails("data", *TINY, *DATA)
-    (here / "rows.jsonl").write_bytes(rows)
-    assert keepsight("data", *TINY, *DATA).startswith("6 samples in data: ")
-
-
-def test_a_mixture_that_is_no_mixture(keepsight: CommandLine, here: Path) -> None:
-    (here / "mixture.yaml").write_text("sources: [")
-    assert keepsight.fails("data", *TINY, *DATA).startswith("mixture.yaml: not a YAML file (")
-    (here / "mixture.yaml").write_text(MIXTURE.replace("local_jsonl", "local_json"))
-    assert "unknown kind 'local_json'; did you mean local_jsonl?" in keepsight.fails("data", *TINY, *DATA)
-    (here / "mixture.yaml").write_text("- 1")
-    assert keepsight.fails("data", *TINY, *DATA).startswith("mixture.yaml: expected keys such as min_tokens")
 
 
 def test_prompts_longer_than_the_context(keepsight: CommandLine, here: Path) -> None:
@@ -192,52 +134,6 @@ def test_an_adapter_that_does_not_fit(keepsight: CommandLine, here: Path, name: 
     assert not (here / "page.html").exists()
 
 
-def test_data_that_cannot_be_trained_on(keepsight: CommandLine, here: Path) -> None:
-    (here / "data").mkdir()
-    assert keepsight.fails("train", *TINY, "data=data", "out=new").startswith("data: no manifest.json; make the data")
-    keepsight("data", *TINY, *DATA)
-    (here / "tiny").rename("other")
-    message = keepsight.fails("train", "model.id=other", "data=data", "out=new")
-    assert message == "data: this data was answered by 'tiny', not by 'other'; make it again"
-    (here / "other").rename("tiny")
-    manifest = read_json(here / "data" / "manifest.json")
-    (here / "data" / "manifest.json").write_text(json.dumps(manifest | {"complete": False}))
-    message = keepsight.fails("train", *TINY, "data=data", "out=new")
-    assert message == "data: this data is unfinished; run the same `keepsight data out=data` again to finish it"
-    assert not (here / "new").exists()
-
-
-def test_other_settings_in_the_same_folder(keepsight: CommandLine) -> None:
-    keepsight("data", *TINY, *DATA)
-    message = keepsight.fails("data", *TINY, *DATA, "seed=7")
-    assert message == "data: this data was made with seed=0, now it is 7; choose another out=, or delete the folder"
-    assert keepsight("data", *TINY, *DATA, "limit=8").startswith("8 samples in data: ")
-
-
-def test_a_full_disk_keeps_what_is_done(keepsight: CommandLine, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    room = [3]
-
-    def limited(path: Path, rows: Any) -> None:
-        for row in rows:
-            room[0] -= 1
-            if room[0] < 0:
-                with path.open("a") as stream:
-                    stream.write(json.dumps(row)[:40])
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-            append_lines(path, [row])
-
-    with monkeypatch.context() as patch:
-        patch.setattr(shards, "append_lines", limited)
-        message = keepsight.fails("data", *TINY, *DATA)
-    assert "No space left on device: 'data/shard-00001.jsonl.partial'; free some space and run the same" in message
-    assert [path.name for path in (here / "data").glob("shard-*.jsonl")] == ["shard-00000.jsonl"]
-    keepsight("data", *TINY, *DATA)
-    stopped = [list(read_jsonl(path)) for path in sorted((here / "data").glob("shard-*"))]
-    shutil.rmtree(here / "data")
-    keepsight("data", *TINY, *DATA)
-    assert stopped == [list(read_jsonl(path)) for path in sorted((here / "data").glob("shard-*"))]
-
-
 def test_push_shows_what_it_would_send(keepsight: CommandLine, here: Path) -> None:
     (here / "adapter" / "notes.txt").write_text("mine")
     printed = keepsight("push", "adapter", "ada/x", "--dry-run")
@@ -247,23 +143,3 @@ def test_push_shows_what_it_would_send(keepsight: CommandLine, here: Path) -> No
         size = (here / "adapter" / name).stat().st_size
         assert f"{size:,} bytes" in next(line for line in printed.splitlines() if line.endswith(f"adapter/{name}"))
     assert "  left out: adapter/notes.txt\n" in printed
-
-
-def test_an_interrupted_process_says_so_and_goes_on(keepsight: CommandLine, here: Path) -> None:
-    given = ["data", *TINY, *DATA, "limit=24", "max_new_tokens=60"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "keepsight", *given]
-    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 90
-    while process.poll() is None and not list((here / "data").glob("shard-00001*")) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 2 and "Traceback" not in errors
-    last = errors.rstrip("\n").splitlines()[-1]
-    assert last == "keepsight: error: interrupted; what was done is kept: run the same command again to go on"
-    assert (here / "data" / "shard-00000.jsonl").exists()
-    assert read_json(here / "data" / "manifest.json")["complete"] is False
-    assert keepsight(*given).startswith("24 samples in data: ")
-    rows = [row["index"] for path in sorted((here / "data").glob("shard-*")) for row in read_jsonl(path)]
-    assert rows == list(range(24))

@@ -69,6 +69,10 @@ def test_lists_and_options_arrive_with_their_types() -> None:
     config = parse(evaluation.Config, ["out=a", "budgets=[64,0.1]", "methods=[full,{name: snapkv, kernel: 5}]"])
     assert config.budgets == [64, 0.1] and [type(budget) for budget in config.budgets] == [int, float]
     assert config.methods == ["full", {"name": "snapkv", "kernel": 5}]
+    assert parse(inspection.Config, ["prompt=a", "options={kernel: 5, group: max}"]).options == {
+        "kernel": 5,
+        "group": "max",
+    }
     assert parse(evaluation.Config, ["out=a", "jsonl.files=[trec,hotpotqa]"]).jsonl.files == ["trec", "hotpotqa"]
 
 

