@@ -1,7 +1,7 @@
 """Prompts whose answer stands somewhere in a long text: needles with many wordings."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from keepsight.data_gen import haystacks, phrases
@@ -15,11 +15,12 @@ HAYSTACKS = ("documentation", "stories", "noise", "log", "code")
 
 @dataclass(frozen=True)
 class Quiz:
-    """What is hidden (`needles`) and what is asked; `prefix` may begin the answer."""
+    """What is hidden (`needles`), what is asked and its true `answer`; `prefix` may begin the answer."""
 
     needles: list[str]
     question: str
     prefix: str
+    answer: str
 
 
 @dataclass(frozen=True)
@@ -30,11 +31,14 @@ class Needles:
         forms: Weights of `FORMS`.
         haystacks: Weights of `HAYSTACKS`.
         prefixed: Share of prompts whose answer has its beginning given.
+        truthful: Give the hidden values as the response, where a small target would often answer something else
+            (LookaheadKV, appendix D: responses need not be the target's own).
     """
 
     forms: tuple[float, ...] = (0.45, 0.3, 0.12, 0.13)
     haystacks: tuple[float, ...] = (0.5, 0.2, 0.1, 0.1, 0.1)
     prefixed: float = 0.3
+    truthful: bool = False
 
     def __post_init__(self) -> None:
         for name, weights, kinds in (("forms", self.forms, FORMS), ("haystacks", self.haystacks, HAYSTACKS)):
@@ -51,7 +55,13 @@ class Needles:
         frame = partial(framed, quiz.question, rng.getrandbits(64))
         text = fit(partial(_fill, frame, quiz.needles, depths, kind, rng.getrandbits(64)), request)
         prefix = quiz.prefix if rng.random() < self.prefixed else ""
-        return user_prompt(f"needles/{form}", text, answer_prefix=prefix)
+        response = _response(quiz, prefix) if self.truthful else None
+        return replace(user_prompt(f"needles/{form}", text, answer_prefix=prefix), response=response)
+
+
+def _response(quiz: Quiz, prefix: str) -> str:
+    """The true answer: what follows `prefix`, or a whole sentence."""
+    return f" {quiz.answer}." if prefix else f"{quiz.prefix} {quiz.answer}.".strip()
 
 
 def _fill(frame: partial[str], needles: list[str], depths: list[float], kind: str, seed: int, characters: int) -> str:
@@ -81,7 +91,8 @@ def _quiz(form: str, rng: random.Random) -> Quiz:
     question = rng.choice(wordings).format(**names, **asked)
     single = form in ("single", "multi_key")
     prefix = rng.choice(phrases.PREFIXES).format(**names, **asked) if single else ""
-    return Quiz(needles, _capital(question), _capital(prefix))
+    answer = facts[0][1] if single else ", ".join(value for _, value in facts)
+    return Quiz(needles, _capital(question), _capital(prefix), answer)
 
 
 def _stated(facts: list[tuple[str, str]], names: dict[str, str], rng: random.Random) -> list[str]:

@@ -18,8 +18,9 @@ from keepsight.config import Recipe
 from keepsight.data_gen.shards import Answered, read_samples
 from keepsight.errors import UserError
 from keepsight.files import whole_lines
-from keepsight.models.adapter import Provenance, save_lookahead
+from keepsight.models.adapter import Provenance, load_lookahead, save_lookahead
 from keepsight.models.card import model_card
+from keepsight.models.hub import fetch
 from keepsight.models.lookahead import Lookahead
 from keepsight.models.targets import Target
 from keepsight.targets import target_of
@@ -35,6 +36,7 @@ class Config(Recipe):
     Attributes:
         data: Folder made by `keepsight data`.
         out: Folder for the adapter.
+        init: Adapter to start from, a folder or a Hub id; random soft tokens by default.
         max_prompt_tokens: Leaves out longer prompts; 0 keeps all.
         title: Heading of the model card.
         license: Of the adapter, as the Hub names licences.
@@ -43,6 +45,7 @@ class Config(Recipe):
 
     data: str = "???"
     out: str = "???"
+    init: str | None = None
     max_prompt_tokens: int = 0
     title: str = "keepsight lookahead adapter"
     license: str = "apache-2.0"
@@ -59,6 +62,9 @@ def run(config: Config) -> None:
     out, work = Path(config.out), Path(config.out) / "training"
     set_seed(config.train.seed)
     lookahead = Lookahead(target.model, config.lookahead)
+    if config.init:
+        artifact = load_lookahead(fetch(config.init))
+        lookahead.load_state(artifact.lora, artifact.tokens)
     trainer, finished = train(LookaheadObjective(lookahead), config.train, work, samples)
     if trainer.is_world_process_zero():
         provenance = _provenance(target, manifest, samples, trainer)
