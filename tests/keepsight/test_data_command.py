@@ -90,7 +90,13 @@ def test_an_interrupted_process_says_so_and_goes_on(keepsight: CommandLine, here
     given = ["data", *TINY, *DATA, "limit=24", "max_new_tokens=60"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "keepsight", *given]
-    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # background jobs ignore it
+    )
     deadline = time.monotonic() + 90
     while process.poll() is None and not list((here / "data").glob("shard-00001*")) and time.monotonic() < deadline:
         time.sleep(0.01)
