@@ -40,7 +40,9 @@ def run(config: Config) -> None:
     """Run the three steps and print how long each took."""
     out = Path(config.out)
     steps: dict[str, Callable[[], None]] = {
-        "answers": lambda: data.run(_step(data.Config, config, out=out / "data", mixture="demo", limit=config.samples)),
+        "answers": lambda: data.run(
+            _step(data.Config, config, out=out / "data", mixture="demo", limit=config.samples, max_new_tokens=48)
+        ),
         "training": lambda: train.run(_step(train.Config, config, data=out / "data", out=out / "adapter")),
         "evaluation": lambda: evaluation.run(
             _step(
