@@ -4,6 +4,7 @@
 and may be used for any number of prompts and models.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -29,12 +30,12 @@ class Observer(Protocol):
         ...
 
 
-class Method:
+class Method(ABC):
     """What `generate`, `model.generate(custom_generate=...)` and the evaluation run."""
 
+    @abstractmethod
     def compress(self, model: PreTrainedModel, prefilled: Prefilled) -> Kept:
         """The entries to decode from; `prefilled` stays as it is."""
-        raise NotImplementedError(f"{type(self).__name__} must define compress()")
 
     @torch.no_grad()
     def __call__(
