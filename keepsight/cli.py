@@ -22,6 +22,7 @@ COMMANDS = {
     "push": "upload an adapter to the Hugging Face Hub",
     "bench": "measure speed and memory: bench train, bench eval",
     "demo": "the main job on a small model: data, training, evaluation",
+    "draft": "search the target's layers for those that make a good draft",
 }
 BAD_INPUT = 2
 

@@ -47,12 +47,28 @@ class ModelConfig:
 
 
 @dataclass
+class DraftConfig:
+    """The draft of the methods that need one (SpecKV, SpecPC); none when both `layers` and `id` are null.
+
+    Attributes:
+        layers: Indices of the target's own layers that make the draft, ascending; `keepsight draft` finds good ones.
+        id: Hub id or local folder of another model with the target's vocabulary.
+        revision: Its branch, tag or commit on the Hub.
+    """
+
+    layers: list[int] | None = None
+    id: str | None = None
+    revision: str | None = None
+
+
+@dataclass
 class Recipe:
     """What a file in recipes/recipe/ sets; every command takes all of it, and each key can be overridden.
 
     Attributes:
         model: The target.
         adapter: Lookahead adapter: a folder, a Hub id, or shipped:NAME for one that comes with keepsight.
+        draft: The model that guesses answers for the methods that need a draft.
         lookahead: Shape of a lookahead module in training.
         train: Its optimisation.
     """
@@ -60,6 +76,7 @@ class Recipe:
     defaults: list[Any] = field(default_factory=lambda: ["_self_", {"recipe": DEFAULT_RECIPE}])
     model: ModelConfig = field(default_factory=ModelConfig)
     adapter: str | None = None
+    draft: DraftConfig = field(default_factory=DraftConfig)
     lookahead: LookaheadSettings = field(default_factory=LookaheadSettings)
     train: TrainSettings = field(default_factory=TrainSettings)
 

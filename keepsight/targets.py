@@ -1,9 +1,10 @@
-"""From a recipe to a loaded target and the adapter it names."""
+"""From a recipe to a loaded target, the adapter and the draft it names."""
 
 from pathlib import Path
 
 from keepsight.config import Recipe
 from keepsight.errors import UserError
+from keepsight.models.drafts import Draft, LayerSubset, load_draft
 from keepsight.models.targets import Target, load_target
 
 _SHIPPED = "shipped:"
@@ -39,3 +40,22 @@ def adapter_of(recipe: Recipe) -> str | None:
         if (folder := Path(base) / name).is_dir():
             return str(folder)
     raise UserError(f"adapter={recipe.adapter}: keepsight ships no adapter {name!r}; name a folder or a Hub id")
+
+
+def draft_of(recipe: Recipe, target: Target) -> Draft | None:
+    """The recipe's draft, found to fit the target; None when the recipe names none.
+
+    Raises:
+        UserError: both kinds of draft are named, or the one that is named does not fit the target.
+    """
+    named, model = recipe.draft, recipe.model
+    if named.layers is not None and named.id is not None:
+        raise UserError(f"draft.layers and draft.id={named.id} name two drafts; add draft.layers=null or draft.id=null")
+    if named.id is not None:
+        options = {"dtype": model.dtype, "device": model.device, "attention": model.attention}
+        return load_draft(named.id, target, revision=named.revision, **options)
+    if named.layers is None:
+        return None
+    draft = LayerSubset(tuple(named.layers))
+    draft.of(target.model)
+    return draft

@@ -60,7 +60,7 @@ def save_lookahead(module: Lookahead, folder: Path, provenance: Provenance, card
         (unfinished / "README.md").write_text(card, encoding="utf-8")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Artifact:
     """A lookahead adapter read from its folder, verified, not yet attached to a model.
 

@@ -10,14 +10,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import flash_attention_mask, sdpa_mask
 from transformers.modeling_flash_attention_utils import _flash_attention_forward
 
-Recorder = Callable[[int, Tensor, Tensor, float], None]
-"""Called with the layer's index, its queries [B, H, q, d], all keys they may see [B, K, S, d] (both after RoPE), and
-the factor that multiplies their dot products. The queries are those of the last q of the S positions."""
+from keepsight.runtime.cache import PaddedKeys
+
+Recorder = Callable[[int, Tensor, Tensor, float, Tensor | None], None]
+"""Called with the layer's index, its queries [B, H, q, d], all keys they may see [B, K, S, d] (both after RoPE), the
+factor that multiplies their dot products, and the keys' padding [B, K, S] bool (False for padding) where it differs by
+head, else None. The queries are those of the last q of the S positions."""
 
 # A name with "flash" or "sdpa" in it would take code paths in transformers that belong to its own implementations.
 _DENSE, _VARLEN = "keepsight_dense", "keepsight_varlen"
@@ -33,21 +37,27 @@ def record_attention(model: PreTrainedModel) -> None:
 def _dense(
     module: nn.Module,
     query: Tensor,
-    key: Tensor,
+    key: Tensor | PaddedKeys,
     value: Tensor,
     attention_mask: Tensor | None,
     recorder: Recorder | None = None,
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    _record(recorder, module, query, key, scaling)
-    return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
+    keys, real = key if isinstance(key, PaddedKeys) else (key, None)
+    _record(recorder, module, query, keys, scaling, real)
+    if real is not None:
+        return grouped_attention(query, keys, value, _causal(query.shape[2], real), scaling), None
+    # Under a mask transformers repeats keys and values for every query head; grouping the queries copies none.
+    if attention_mask is not None and query.shape[1] * query.shape[2] <= keys.shape[2]:
+        return grouped_attention(query, keys, value, attention_mask, scaling), None
+    return sdpa_attention_forward(module, query, keys, value, attention_mask, scaling=scaling, **options)
 
 
 def _varlen(
     module: nn.Module,
     query: Tensor,
-    key: Tensor,
+    key: Tensor | PaddedKeys,
     value: Tensor,
     attention_mask: Tensor | None,
     recorder: Recorder | None = None,
@@ -55,7 +65,9 @@ def _varlen(
     dropout: float = 0.0,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    _record(recorder, module, query, key, scaling)
+    if isinstance(key, PaddedKeys):
+        return _dense(module, query, key, value, None, recorder, scaling)
+    _record(recorder, module, query, key, scaling, None)
     output = _flash_attention_forward(
         query.transpose(1, 2),
         key.transpose(1, 2),
@@ -71,9 +83,44 @@ def _varlen(
     return output, None
 
 
-def _record(recorder: Recorder | None, module: nn.Module, query: Tensor, key: Tensor, scaling: float | None) -> None:
+def grouped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
+    """Attention in which the query heads of a KV head are rows of one head, so that no key or value is repeated.
+
+    Args:
+        query: [B, H, q, d].
+        key: [B, K, S, d].
+        value: [B, K, S, d].
+        mask: [B, 1 or K, q, S]: bool (True where a query may look), or what is added to the logits.
+        scaling: Factor of the dot products; 1 / sqrt(d) by default.
+
+    Returns:
+        [B, q, H, d], contiguous.
+    """
+    batch, heads, rows, width = query.shape
+    kv_heads = key.shape[1]
+    mask = mask[:, :, None].expand(-1, -1, heads // kv_heads, -1, -1).flatten(2, 3)
+    grouped = query.reshape(batch, kv_heads, -1, width)
+    output = functional.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scaling)
+    return output.view(batch, heads, rows, width).transpose(1, 2).contiguous()
+
+
+def _causal(rows: int, real: Tensor) -> Tensor:
+    """[B, K, q, S] bool: what each of the last q of S positions may see."""
+    keys = real.shape[2]
+    positions = torch.arange(keys, device=real.device)
+    return real[:, :, None] & (positions <= positions[keys - rows :, None])
+
+
+def _record(
+    recorder: Recorder | None,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    scaling: float | None,
+    real: Tensor | None,
+) -> None:
     if recorder is not None:
-        recorder(int(module.layer_idx), query, key, scaling or query.shape[-1] ** -0.5)  # type: ignore[arg-type]
+        recorder(int(module.layer_idx), query, key, scaling or query.shape[-1] ** -0.5, real)  # type: ignore[arg-type]
 
 
 AttentionInterface.register(_DENSE, _dense)

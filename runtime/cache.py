@@ -1,11 +1,12 @@
-"""Cache layers of our own: entries after eviction, and a prompt's entries as observers see them.
+"""Cache layers of our own: entries after eviction, and entries as observers see them.
 
 Every layer stores KV heads, never query heads. A layer's *logical* length counts the tokens seen, from which positions
-follow; its *physical* length counts the entries it holds.
+follow; its *physical* length counts the entries it holds. Where KV heads hold different numbers of entries they are
+stored one after another (`RaggedLayer`) and padded on the left, one layer at a time, while they are attended to.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,29 +15,58 @@ from transformers.cache_utils import Cache, DynamicLayer
 from typing_extensions import override
 
 
-class KeptLayer(DynamicLayer):
-    """Entries that survived an eviction, and those appended since.
+class PaddedKeys(NamedTuple):
+    """Keys of which some are padding that differs by head: what a layer hands to the attention function.
 
-    Args:
+    Attributes:
+        keys: [B, K, S, d].
+        real: [B, K, S] bool, False for padding.
+    """
+
+    keys: Tensor
+    real: Tensor
+
+
+class LayerEntries(NamedTuple):
+    """The entries of one layer.
+
+    Attributes:
         keys: [B, K, C, d], as the model computed them: RoPE at the original positions.
         values: [B, K, C, d].
+        real: [B, K, C] bool, False for padding on the left; None when all are real or a mask of the batch says it.
+    """
+
+    keys: Tensor
+    values: Tensor
+    real: Tensor | None
+
+
+class KeptLayer(DynamicLayer):
+    """The same number of entries in each KV head, and those appended since.
+
+    Args:
+        keys: [B, K, C, d].
+        values: [B, K, C, d].
         seen: Logical length: tokens seen so far, evicted ones included.
+        real: [B, K, C] bool, for entries that were padded to one length; None otherwise.
     """
 
     keys: Tensor
     values: Tensor
 
-    def __init__(self, keys: Tensor, values: Tensor, seen: int) -> None:
+    def __init__(self, keys: Tensor, values: Tensor, seen: int, real: Tensor | None = None) -> None:
         super().__init__()
         self.lazy_initialization(keys, values)
-        self.keys, self.values, self.seen = keys, values, seen
+        self.keys, self.values, self.seen, self.real = keys, values, seen, real
 
     @override
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> Any:
         self.seen += key_states.shape[-2]
-        return super().update(key_states, value_states)
+        keys, values = super().update(key_states, value_states)
+        if self.real is None:
+            return keys, values
+        self.real = functional.pad(self.real, (0, key_states.shape[-2]), value=True)
+        return PaddedKeys(keys, self.real), values
 
     @override
     def get_seq_length(self) -> int:
@@ -51,40 +81,115 @@ class KeptLayer(DynamicLayer):
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)
         self.seen += tokens_to_remove
+        if self.real is not None:
+            self.real = self.real[..., : self.keys.shape[-2]]
+
+    def entries(self) -> LayerEntries:
+        """All entries."""
+        return LayerEntries(self.keys, self.values, self.real)
+
+    def share(self) -> "KeptLayer":
+        """A layer of its own over the same tensors."""
+        return KeptLayer(self.keys, self.values, self.seen, self.real)
+
+
+class RaggedLayer(KeptLayer):
+    """Different numbers of entries by KV head, stored without padding; entries appended since have one length.
+
+    Args:
+        kept_keys: [total, d], head after head and row after row.
+        kept_values: [total, d].
+        counts: [B, K] int64: entries of each head; they sum up to `total`.
+        seen: Logical length.
+        appended: Keys and values [B, K, T, d] appended since; none by default.
+    """
+
+    def __init__(
+        self,
+        kept_keys: Tensor,
+        kept_values: Tensor,
+        counts: Tensor,
+        seen: int,
+        appended: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
+        empty = kept_keys.new_empty(*counts.shape, 0, kept_keys.shape[-1])
+        super().__init__(*(appended or (empty, empty)), seen)
+        self.kept_keys, self.kept_values, self.counts = kept_keys, kept_values, counts
+
+    @override
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> Any:
+        super().update(key_states, value_states)
+        keys, values, real = self.entries()
+        assert real is not None
+        return PaddedKeys(keys, real), values
+
+    @override
+    def entries(self) -> LayerEntries:
+        """All entries, padded on the left to the longest head."""
+        longest = int(self.counts.max())
+        real = torch.arange(longest, device=self.counts.device) >= longest - self.counts[..., None]
+        keys, values = (
+            torch.cat([_unpack(kept, real), appended], dim=2)
+            for kept, appended in ((self.kept_keys, self.keys), (self.kept_values, self.values))
+        )
+        return LayerEntries(keys, values, functional.pad(real, (0, self.keys.shape[2]), value=True))
+
+    @override
+    def share(self) -> "RaggedLayer":
+        return RaggedLayer(self.kept_keys, self.kept_values, self.counts, self.seen, (self.keys, self.values))
 
 
 class ViewedLayer(DynamicLayer):
-    """A prompt's entries as observers see them: what observers append is seen by them and never stored."""
+    """Entries as observers see them: what observers append is seen by them and never stored."""
 
     keys: Tensor
     values: Tensor
 
-    def __init__(self, keys: Tensor, values: Tensor) -> None:
+    def __init__(self, keys: Tensor, values: Tensor, real: Tensor | None = None) -> None:
         super().__init__()
         self.lazy_initialization(keys, values)
-        self.keys, self.values = keys, values
+        self.keys, self.values, self.real = keys, values, real
 
     @override
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
-        return torch.cat([self.keys, key_states], dim=-2), torch.cat([self.values, value_states], dim=-2)
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> Any:
+        keys = torch.cat([self.keys, key_states], dim=-2)
+        values = torch.cat([self.values, value_states], dim=-2)
+        if self.real is None:
+            return keys, values
+        return PaddedKeys(keys, functional.pad(self.real, (0, key_states.shape[-2]), value=True)), values
 
 
-def entries(cache: Cache) -> list[tuple[Tensor, Tensor]]:
-    """Keys and values [B, K, C, d] of each layer."""
-    return [(layer.keys, layer.values) for layer in cache.layers]  # type: ignore[union-attr, misc]
+def _unpack(packed: Tensor, real: Tensor) -> Tensor:
+    """[total, d] -> [B, K, C, d], zeros where `real` is False."""
+    padded = packed.new_zeros(*real.shape, packed.shape[-1])
+    padded[real] = packed
+    return padded
+
+
+def entries(cache: Cache) -> list[LayerEntries]:
+    """The entries of each layer, padded where its heads differ."""
+    return [
+        layer.entries() if isinstance(layer, KeptLayer) else LayerEntries(layer.keys, layer.values, None)  # type: ignore[union-attr, arg-type]
+        for layer in cache.layers
+    ]
 
 
 def view(cache: Cache, length: int | None = None) -> Cache:
-    """The first `length` entries of every layer (all by default), read-only, without a copy."""
-    layers: list[Any] = [ViewedLayer(keys[..., :length, :], values[..., :length, :]) for keys, values in entries(cache)]
+    """The first `length` entries of every layer (all by default), read-only; only ragged layers are copied."""
+    layers: list[Any] = [
+        ViewedLayer(keys[..., :length, :], values[..., :length, :], None if real is None else real[..., :length])
+        for keys, values, real in entries(cache)
+    ]
     return Cache(layers=layers)
 
 
 def share(cache: Cache) -> Cache:
     """The same entries in a cache of its own, without copying tensors: appending to one leaves the other alone."""
-    layers: list[Any] = [KeptLayer(keys, values, cache.get_seq_length()) for keys, values in entries(cache)]
+    seen = cache.get_seq_length()
+    layers: list[Any] = [
+        layer.share() if isinstance(layer, KeptLayer) else KeptLayer(layer.keys, layer.values, seen)  # type: ignore[union-attr, arg-type]
+        for layer in cache.layers
+    ]
     return Cache(layers=layers)
 
 
@@ -93,12 +198,20 @@ def keep(cache: Cache, kept: Sequence[Tensor]) -> Cache:
 
     Args:
         cache: Of L layers.
-        kept: L tensors [B, K, C] int64 of entry indices.
+        kept: L tensors [B, K, C] bool: which entries stay. Where their number is the same in all layers and heads the
+            new layers are dense, otherwise all of them are ragged.
     """
+    seen = cache.get_seq_length()
+    counts = [mask.sum(dim=-1) for mask in kept]
+    first = int(counts[0].flatten()[0])
+    alike = all(bool((count == first).all()) for count in counts)
     layers: list[Any] = []
-    for (keys, values), indices in zip(entries(cache), kept, strict=True):
-        index = indices[..., None].expand(-1, -1, -1, keys.shape[-1])
-        layers.append(KeptLayer(keys.gather(2, index), values.gather(2, index), cache.get_seq_length()))
+    for (keys, values, _), mask, count in zip(entries(cache), kept, counts, strict=True):
+        if alike:
+            shape = (*keys.shape[:2], first, keys.shape[-1])
+            layers.append(KeptLayer(keys[mask].view(shape), values[mask].view(shape), seen))
+        else:
+            layers.append(RaggedLayer(keys[mask], values[mask], count, seen))
     return Cache(layers=layers)
 
 
@@ -106,29 +219,62 @@ def stack(caches: Sequence[Cache]) -> tuple[Cache, Tensor | None]:
     """Join caches of one logical length along the batch, padded on the left to the longest.
 
     Returns:
-        The joined cache, and the mask [sum of batches, C] bool that is False for padding; None when nothing is padded.
+        The joined cache, and the mask [sum of batches, C] bool that is False for padding; None when nothing is padded,
+        or when padding differs by head and the layers know it.
     """
-    lengths = [entries(cache)[0][0].shape[2] for cache in caches]
+    parts = [entries(cache) for cache in caches]
+    if any(layer.real is not None for part in parts for layer in part):
+        return _stack_by_head(caches, parts), None
+    lengths = [part[0].keys.shape[2] for part in parts]
     longest = max(lengths)
-    layers: list[Any] = []
-    for parts in zip(*(entries(cache) for cache in caches), strict=True):
-        padded = [
-            [functional.pad(part, (0, 0, longest - length, 0)) for part, length in zip(column, lengths, strict=True)]
-            for column in zip(*parts, strict=True)
-        ]
-        layers.append(KeptLayer(torch.cat(padded[0]), torch.cat(padded[1]), caches[0].get_seq_length()))
+    layers: list[Any] = [
+        KeptLayer(*(torch.cat([_pad(each[kind], longest) for each in column]) for kind in (0, 1)), _seen(caches))
+        for column in zip(*parts, strict=True)
+    ]
     joined = Cache(layers=layers)
     if min(lengths) == longest:
         return joined, None
-    first = [longest - length for cache, length in zip(caches, lengths, strict=True) for _ in range(_batch(cache))]
+    first = [longest - length for part, length in zip(parts, lengths, strict=True) for _ in part[0].keys]
     device = layers[0].keys.device
     return joined, torch.arange(longest, device=device) >= torch.tensor(first, device=device)[:, None]
 
 
+def _stack_by_head(caches: Sequence[Cache], parts: list[list[LayerEntries]]) -> Cache:
+    layers: list[Any] = []
+    for column in zip(*parts, strict=True):
+        longest = max(each.keys.shape[2] for each in column)
+        real = [
+            each.real if each.real is not None else each.keys.new_ones(each.keys.shape[:3], dtype=torch.bool)
+            for each in column
+        ]
+        layers.append(
+            KeptLayer(
+                torch.cat([_pad(each.keys, longest) for each in column]),
+                torch.cat([_pad(each.values, longest) for each in column]),
+                _seen(caches),
+                torch.cat([functional.pad(each, (longest - each.shape[2], 0)) for each in real]),
+            )
+        )
+    return Cache(layers=layers)
+
+
 def cache_bytes(cache: Cache) -> int:
-    """Bytes of all keys and values: layers x batch x KV heads x entries x head dimension x 2 x item size."""
-    return sum(tensor.numel() * tensor.element_size() for pair in entries(cache) for tensor in pair)
+    """Bytes of all keys and values: entries of all layers, rows and KV heads x head dimension x 2 x item size.
+
+    The 8 bytes a head of a ragged layer's counts are not in it.
+    """
+    total = 0
+    for layer in cache.layers:
+        held = [layer.keys, layer.values]
+        if isinstance(layer, RaggedLayer):
+            held += [layer.kept_keys, layer.kept_values]
+        total += sum(tensor.numel() * tensor.element_size() for tensor in held)  # type: ignore[union-attr]
+    return total
 
 
-def _batch(cache: Cache) -> int:
-    return entries(cache)[0][0].shape[0]
+def _pad(tensor: Tensor, length: int) -> Tensor:
+    return functional.pad(tensor, (0, 0, length - tensor.shape[2], 0))
+
+
+def _seen(caches: Sequence[Cache]) -> int:
+    return caches[0].get_seq_length()

@@ -1,12 +1,18 @@
-"""A method: who observes the prompt, how the observations are pooled, and what is kept within the budget.
+"""A method: who observes the prompt, how the observations are reduced and pooled, what each head may keep.
 
-`prefill -> observe -> select -> decode`: a method is a small frozen dataclass that names its parts, holds no state,
-and may be used for any number of prompts and models.
+`prefill -> observe -> allocate + select -> decode`: a method is a small frozen dataclass that names its parts, holds
+no state, and may be used for any number of prompts and models. Every eviction method of the papers is an `Evict` with
+other parts.
+
+The budget, for every method: entries per layer and KV head on average, sinks and window inside it; all layers and
+heads together keep exactly layers x KV heads x budget. A ratio (a float between 0 and 1) stands for `round(ratio * N)`,
+N being the longest prompt of the batch. A prompt no longer than the budget is left untouched. Generated tokens come on
+top and are never evicted, unless `every` is set: then prompt and generated tokens together never exceed the budget.
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,26 +22,41 @@ from transformers.generation.streamers import BaseStreamer
 from typing_extensions import override
 
 from keepsight.errors import UserError
+from keepsight.runtime.allocate import Allocation, Uniform
 from keepsight.runtime.cache import keep
-from keepsight.runtime.decode import Kept, decode
-from keepsight.runtime.importance import pool, reduce_group, top_entries
-from keepsight.runtime.prefill import Prefilled, prefill
-
-
-class Observer(Protocol):
-    """Scores a prompt's entries for a method."""
-
-    def __call__(self, model: PreTrainedModel, prefilled: Prefilled) -> list[Tensor]:
-        """For each layer, [B, H, N] float32 by query head (or [B, K, N] by KV head): higher is more important."""
-        ...
+from keepsight.runtime.decode import Reapply, decode
+from keepsight.runtime.importance import Pool, Reduce, pool, reduce_group, top_mask
+from keepsight.runtime.observe import Observer
+from keepsight.runtime.prefill import prefill
+from keepsight.runtime.state import Needs, State
 
 
 class Method(ABC):
     """What `generate`, `model.generate(custom_generate=...)` and the evaluation run."""
 
     @abstractmethod
-    def compress(self, model: PreTrainedModel, prefilled: Prefilled) -> Kept:
-        """The entries to decode from; `prefilled` stays as it is."""
+    def start(
+        self, model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None = None, *, chunk: int | None = None
+    ) -> State:
+        """Read a prompt and return the state to answer from.
+
+        Args:
+            model: The target.
+            input_ids: [B, N] int64, padded on the left.
+            mask: [B, N], 0 for padding; None when no row is padded.
+            chunk: Tokens a forward pass of the prefill.
+        """
+
+    def reapply(self, model: PreTrainedModel) -> Reapply | None:
+        """What decoding does every few tokens to hold the budget; None for nothing."""
+        return None
+
+    def check(self, length: int) -> None:
+        """Refuse a prompt of `length` tokens that this method cannot work on, before any model runs.
+
+        Raises:
+            UserError: with one line that says why.
+        """
 
     @torch.no_grad()
     def __call__(
@@ -53,47 +74,62 @@ class Method(ABC):
         Returns:
             [B, N + T] int64: prompt and answer, as `model.generate` returns them.
         """
-        prefilled = prefill(
-            model, input_ids, model_kwargs.get("attention_mask"), chunk=generation_config.prefill_chunk_size
-        )
         pad = generation_config.pad_token_id
+        mask = model_kwargs.get("attention_mask")
         return decode(
             model,
-            self.compress(model, prefilled),
+            self.start(model, input_ids, mask, chunk=generation_config.prefill_chunk_size),
             stopping_criteria,
             pad_token=0 if pad is None else int(pad),
             prompt_ids=input_ids,
             logits_processor=logits_processor,
             do_sample=bool(generation_config.do_sample),
             streamer=streamer,
-        )
+            reapply=self.reapply(model),
+        ).ids
+
+
+class CacheMethod(Method):
+    """A method that reads the whole prompt and then decides what stays in the cache."""
+
+    @abstractmethod
+    def compress(self, model: PreTrainedModel, state: State) -> State:
+        """The state to decode from; the given one stays as it is."""
+
+    def needs(self) -> Needs:
+        """What the prefill must record."""
+        return Needs()
+
+    @override
+    def start(
+        self, model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None = None, *, chunk: int | None = None
+    ) -> State:
+        return self.compress(model, prefill(model, input_ids, mask, chunk=chunk, needs=self.needs()))
 
 
 @dataclass(frozen=True)
-class FullCache(Method):
+class FullCache(CacheMethod):
     """Evicts nothing: the reference that every other method is compared with."""
 
     @override
-    def compress(self, model: PreTrainedModel, prefilled: Prefilled) -> Kept:
-        return Kept(prefilled.cache, prefilled.mask, prefilled.logits, prefilled.lengths).copy()
+    def compress(self, model: PreTrainedModel, state: State) -> State:
+        return state.copy()
 
 
 @dataclass(frozen=True)
-class Evict(Method):
-    """Keeps the `budget` most important prompt entries of every layer and KV head.
-
-    The budget is absolute: entries per layer and KV head, sinks and window inside it. A ratio (a float between 0 and
-    1) stands for `round(ratio * N)`, N being the longest prompt of the batch. A prompt no longer than the budget is
-    left untouched. Generated tokens come on top and are never evicted.
+class Evict(CacheMethod):
+    """Keeps the `budget` most important entries of a prompt; see the module for what the budget counts.
 
     Attributes:
-        budget: Entries to keep.
-        observer: Scores the prompt's entries.
-        group: How the query heads of a KV head are reduced: `mean` or `max`.
-        pooling: `max` or `avg` over `kernel` neighbours, after the group's reduction.
-        kernel: Odd; 1 turns pooling off.
+        budget: Entries per layer and KV head, or a ratio.
+        observer: Scores the entries.
+        reduce: Over the observing queries, then over the query heads of a KV head.
+        pool: Over neighbouring entries, after the reduction.
+        allocate: How many entries each layer and KV head may keep.
         sinks: First entries that are always kept.
         window: Last entries that are always kept; they are not pooled with the others.
+        every: Apply the method again after so many generated tokens, keeping `budget - every` entries, so that the
+            cache never holds more than the budget; 0 to evict from the prompt alone.
 
     Raises:
         UserError: a value is out of range; one line names it.
@@ -101,82 +137,120 @@ class Evict(Method):
 
     budget: int | float
     observer: Observer
-    group: str = "mean"
-    pooling: str = "max"
-    kernel: int = 7
+    reduce: Reduce = Reduce()
+    pool: Pool = Pool()
+    allocate: Allocation = Uniform()
     sinks: int = 0
     window: int = 0
+    every: int = 0
 
     def __post_init__(self) -> None:
-        name = type(self).__name__
-        if type(self.budget) not in (int, float):
-            raise UserError(f"{name}: budget {self.budget!r} must be a whole number of entries, or a ratio")
-        for field in ("kernel", "sinks", "window"):
+        name, budget, protected = type(self).__name__, self.budget, self.sinks + self.window
+        for field in ("sinks", "window", "every"):
             if type(getattr(self, field)) is not int or getattr(self, field) < 0:
                 raise UserError(f"{name}: {field} {getattr(self, field)!r} must be a whole number")
-        protected = self.sinks + self.window
-        if isinstance(self.budget, float) and not 0 < self.budget <= 1:
-            raise UserError(f"{name}: budget {self.budget} is not a ratio in (0, 1]; give entries as a whole number")
-        if isinstance(self.budget, int) and self.budget < 1:
-            raise UserError(f"{name}: budget {self.budget} is below 1; give the entries to keep per layer and KV head")
-        if isinstance(self.budget, int) and protected and self.budget <= protected:
+        if type(budget) not in (int, float):
+            raise UserError(f"{name}: budget {budget!r} must be a whole number of entries, or a ratio")
+        if isinstance(budget, float):
+            if not 0 < budget <= 1:
+                raise UserError(f"{name}: budget {budget} is not a ratio in (0, 1]; give entries as a whole number")
+            if self.every:
+                raise UserError(f"{name}: every {self.every} needs a budget in entries, not the ratio {budget}")
+            return
+        if budget < 1:
+            raise UserError(f"{name}: budget {budget} is below 1; give the entries to keep per layer and KV head")
+        if budget - self.every <= protected and (protected or self.every):
+            spared = f" and the {self.every} of every" if self.every else ""
             raise UserError(
-                f"{name}: budget {self.budget} must be above the {protected} protected entries (sinks + window)"
+                f"{name}: budget {budget} must be above the {protected} protected entries (sinks + window){spared}"
             )
-        if self.kernel < 1 or self.kernel % 2 == 0:
-            raise UserError(f"{name}: kernel {self.kernel} must be odd and at least 1, or entries and scores shift")
-        for field, value, known in (("group", self.group, ("mean", "max")), ("pooling", self.pooling, ("max", "avg"))):
-            if value not in known:
-                raise UserError(f"{name}: {field} {value!r} is unknown; choose one of {', '.join(known)}")
+        self.allocate.check(budget - self.every, protected)
 
     @override
-    def compress(self, model: PreTrainedModel, prefilled: Prefilled) -> Kept:
-        if self.entries(prefilled) >= prefilled.length:
-            return FullCache().compress(model, prefilled)
-        return self.keep(prefilled, self.importance(model, prefilled))
+    def needs(self) -> Needs:
+        return self.observer.for_window(self.window).needs()
 
-    def entries(self, prefilled: Prefilled) -> int:
-        """The budget in entries for this prompt."""
+    @override
+    @torch.no_grad()
+    def compress(self, model: PreTrainedModel, state: State) -> State:
+        if self.fits(state):
+            return FullCache().compress(model, state)
+        return self.keep(state, self.importance(model, state))
+
+    @override
+    def reapply(self, model: PreTrainedModel) -> Reapply | None:
+        return Reapply(self.every, lambda state: self.compress(model, state)) if self.every else None
+
+    def entries(self, state: State) -> int:
+        """How many entries per layer and KV head are kept of this state."""
         if isinstance(self.budget, int):
-            return self.budget
-        return max(round(self.budget * prefilled.length), self.sinks + self.window + 1)
+            return self.budget - self.every
+        return max(round(self.budget * state.length), self.sinks + self.window + 1)
+
+    def fits(self, state: State) -> bool:
+        """Whether nothing has to be evicted."""
+        return int(state.held().double().mean(dim=(0, 2)).max().ceil()) <= self.entries(state)
 
     @torch.no_grad()
-    def importance(self, model: PreTrainedModel, prefilled: Prefilled) -> list[Tensor]:
-        """For each layer, the pooled importance [B, K, N] float32: +inf where protected, -inf for padding.
+    def importance(self, model: PreTrainedModel, state: State) -> list[Tensor]:
+        """For each layer, the importance [B, K, C] float32: +inf where protected, -inf for padding.
 
-        One call serves every budget.
+        One call serves every budget and allocation.
         """
-        kv_heads = prefilled.cache.layers[0].keys.shape[1]  # type: ignore[union-attr]
+        return self.reduced(state, self.observe(model, state))
+
+    def observe(self, model: PreTrainedModel, state: State) -> list[Tensor]:
+        """What the observer alone says; see `Observer`. The same for all methods with its observer and reduction."""
+        return self.observer.for_window(self.window)(model, state, self.reduce.queries)
+
+    def reduced(self, state: State, observed: list[Tensor]) -> list[Tensor]:
+        """Observations reduced over heads, pooled, with what is protected and what is padding marked."""
         return [
-            self._protect(reduce_group(observed, kv_heads, self.group), prefilled)
-            for observed in self.observer(model, prefilled)
+            self._protect(reduce_group(layer, each.keys.shape[1], self.reduce.heads), each.real)
+            for layer, each in zip(observed, state.entries(), strict=True)
         ]
 
-    def keep(self, prefilled: Prefilled, importance: list[Tensor]) -> Kept:
+    def keep(self, state: State, importance: list[Tensor]) -> State:
         """Select within the budget and gather what was selected."""
-        return self.gather(prefilled, self.select(prefilled, importance))
+        return self.gather(state, self.select(state, importance))
 
-    def select(self, prefilled: Prefilled, importance: list[Tensor]) -> list[Tensor]:
-        """For each layer, the kept entries [B, K, C] int64 in ascending order; ties go to the lowest index."""
-        return [top_entries(layer, min(self.entries(prefilled), prefilled.length)) for layer in importance]
+    def select(self, state: State, importance: list[Tensor]) -> list[Tensor]:
+        """For each layer, which entries stay: [B, K, C] bool. Ties go to the lowest index."""
+        budget = self.entries(state)
+        counts = self.allocate(importance, budget)
+        if type(self.allocate) is Uniform and all(each.real is None for each in state.entries()):
+            return [top_mask(layer, min(budget, layer.shape[-1])) for layer in importance]
+        return [top_mask(*pair) for pair in zip(importance, counts, strict=True)]
 
-    def gather(self, prefilled: Prefilled, selected: list[Tensor]) -> Kept:
-        """A cache of the selected entries. Rows shorter than the budget keep padding, which is masked."""
-        mask = None
-        if prefilled.mask is not None:
-            mask = prefilled.mask.gather(1, selected[0][:, 0])
-            mask = None if mask.all() else mask
-        return Kept(keep(prefilled.cache, selected), mask, prefilled.logits, prefilled.lengths)
+    def gather(self, state: State, selected: list[Tensor]) -> State:
+        """A state of the selected entries alone."""
+        trace = state.trace
+        if trace.received:
+            trace = replace(trace, received=_gather_received(trace.received, selected))
+        return replace(state, cache=keep(state.cache, selected), mask=None, trace=trace)
 
-    def _protect(self, importance: Tensor, prefilled: Prefilled) -> Tensor:
-        length, pooled = prefilled.length, importance.clone()
+    def _protect(self, importance: Tensor, real: Tensor | None) -> Tensor:
+        length, pooled = importance.shape[-1], importance.clone()
         free = length - self.window
-        pooled[..., :free] = pool(importance[..., :free].contiguous(), self.kernel, self.pooling)
+        pooled[..., :free] = pool(importance[..., :free].contiguous(), self.pool.kernel, self.pool.kind)
         pooled[..., free:] = torch.inf
-        if prefilled.mask is None:
+        if real is None:
             pooled[..., : self.sinks] = torch.inf
             return pooled
-        order = prefilled.mask.long().cumsum(dim=1)
-        pooled.masked_fill_((order <= self.sinks)[:, None], torch.inf)
-        return pooled.masked_fill_(~prefilled.mask[:, None], -torch.inf)
+        order = real.long().cumsum(dim=-1)
+        pooled.masked_fill_(order <= self.sinks, torch.inf)
+        return pooled.masked_fill_(~real, -torch.inf)
+
+
+def _gather_received(received: tuple[Tensor, ...], selected: list[Tensor]) -> tuple[Tensor, ...]:
+    """[B, H, C] of each layer at the selected entries of its KV head, padded on the left where heads differ."""
+    gathered = []
+    for layer, mask in zip(received, selected, strict=True):
+        counts = mask.sum(dim=-1)
+        longest = int(counts.max())
+        group = layer.shape[1] // mask.shape[1]
+        real = torch.arange(longest, device=mask.device) >= longest - counts[..., None]
+        by_head = layer.new_zeros(*layer.shape[:2], longest)
+        by_head[real.repeat_interleave(group, dim=1)] = layer[mask.repeat_interleave(group, dim=1)]
+        gathered.append(by_head)
+    return tuple(gathered)

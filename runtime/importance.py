@@ -1,49 +1,105 @@
-"""How important each prompt entry is to the queries that observe it.
+"""How important each entry is to the queries that observe it.
 
-Shapes: B batch, H query heads, K KV heads (query head h reads KV head h // (H / K)), q queries, S keys, N prompt
+Shapes: B batch, H query heads, K KV heads (query head h reads KV head h // (H / K)), q queries, S keys, N observed
 entries, d head dimension. The order is that of LookaheadKV's implementation base (KVCache-Factory with KV-head
-granularity): softmax over all keys, slice the prompt's, reduce over queries, reduce over the group, pool.
+granularity): softmax over all keys, slice the observed ones, reduce over queries, reduce over the group, pool.
 """
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from keepsight.errors import UserError
+
 _ROWS_AT_ONCE = 128  # bounds the memory of one block of attention weights to B x H x 128 x S float32
+_OVER_QUERIES = ("mean", "max", "sum")
+
+
+@dataclass(frozen=True)
+class Reduce:
+    """How the attention of many queries becomes one importance for each KV head: first over queries, then over heads.
+
+    Attributes:
+        queries: `mean` (the same ranking as a sum) or `max`, over the observing queries of each query head.
+        heads: `mean` or `max` over the query heads of a KV head; `mean of layer`: over all of the layer's query heads,
+            so that its KV heads keep the same entries.
+    """
+
+    queries: str = "mean"
+    heads: str = "mean"
+
+    def __post_init__(self) -> None:
+        for field, known in (("queries", ("mean", "max")), ("heads", ("mean", "max", "mean of layer"))):
+            if getattr(self, field) not in known:
+                raise UserError(f"reduce: {field} {getattr(self, field)!r} is unknown; choose one of {', '.join(known)}")
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Pooling over neighbouring entries with stride 1, so that an entry is kept together with what surrounds it.
+
+    Attributes:
+        kind: `max` pads with -inf; `avg` pads with zeros and always divides by `kernel` (SnapKV's two poolings).
+        kernel: Odd number of entries; 1 turns pooling off.
+    """
+
+    kind: str = "max"
+    kernel: int = 7
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("max", "avg"):
+            raise UserError(f"pool: kind {self.kind!r} is unknown; choose one of max, avg")
+        if type(self.kernel) is not int or self.kernel < 1 or self.kernel % 2 == 0:
+            raise UserError(f"pool: kernel {self.kernel!r} must be odd and at least 1, or entries and scores shift")
+
+
+NO_POOL = Pool(kernel=1)
 
 
 def observed_attention(
     query: Tensor,
     key: Tensor,
     scaling: float,
-    prompt_length: int,
+    length: int,
     *,
     key_mask: Tensor | None = None,
     query_mask: Tensor | None = None,
+    reduction: str = "mean",
 ) -> Tensor:
-    """Mean attention that observing queries pay to each prompt entry (LookaheadKV, section 2).
+    """Attention that observing queries pay to each of the first entries, reduced over the queries.
 
     Args:
         query: [B, H, q, d], the queries of the last q of the S positions; causal among themselves.
         key: [B, K, S, d].
         scaling: Factor of the dot products.
-        prompt_length: N; columns from N on take part in the softmax and are dropped after it.
-        key_mask: [B, S] bool, False for padding. Where absent, every key is real.
-        query_mask: [B, q] bool, False for padding rows, which are left out of the mean.
+        length: N; columns from N on take part in the softmax and are dropped after it.
+        key_mask: [B, S], or [B, 1 or K, S], bool, False for padding. Where absent, every key is real.
+        query_mask: [B, q] bool, False for padding rows, which are left out.
+        reduction: Over the queries: `mean` (LookaheadKV, section 2), `max` (SpecKV) or `sum` (H2O).
 
     Returns:
-        [B, H, N] float32, differentiable. A row sums to at most 1.
+        [B, H, N] float32, differentiable. No N x N tensor is made: rows are taken in blocks.
     """
+    assert reduction in _OVER_QUERIES
     batch, _, rows, _ = query.shape
-    total: Tensor | float = 0.0
+    total: Tensor | None = None
     for start in range(0, rows, _ROWS_AT_ONCE):
         block = slice(start, min(start + _ROWS_AT_ONCE, rows))
-        weights = _attention(query[:, :, block], key, scaling, rows - start, key_mask)[..., :prompt_length]
+        weights = _attention(query[:, :, block], key, scaling, rows - start, key_mask)[..., :length]
         if query_mask is not None:
             weights = weights * query_mask[:, None, block, None]
-        total = total + weights.sum(dim=2)
+        reduced = weights.amax(dim=2) if reduction == "max" else weights.sum(dim=2)
+        if total is None:
+            total = reduced
+        else:
+            total = torch.maximum(total, reduced) if reduction == "max" else total + reduced
+    assert total is not None
+    if reduction != "mean":
+        return total
     counted = query_mask.sum(dim=1) if query_mask is not None else query.new_full((batch,), rows, dtype=torch.long)
-    return torch.as_tensor(total) / counted.clamp(min=1)[:, None, None]
+    return total / counted.clamp(min=1)[:, None, None]
 
 
 def _attention(query: Tensor, key: Tensor, scaling: float, rows_left: int, key_mask: Tensor | None) -> Tensor:
@@ -51,25 +107,25 @@ def _attention(query: Tensor, key: Tensor, scaling: float, rows_left: int, key_m
     batch, heads, rows, width = query.shape
     kv_heads, keys = key.shape[1], key.shape[2]
     grouped = query.reshape(batch, kv_heads, (heads // kv_heads) * rows, width)
-    logits = (grouped @ key.transpose(-1, -2)).view(batch, heads, rows, keys).float() * scaling
+    logits = (grouped @ key.transpose(-1, -2)).view(batch, kv_heads, -1, rows, keys).float() * scaling
     last_visible = keys - rows_left + torch.arange(rows, device=query.device)
     visible = torch.arange(keys, device=query.device) <= last_visible[:, None]
     if key_mask is not None:
-        visible = visible & key_mask[:, None, None]
-    return logits.masked_fill(~visible, torch.finfo(torch.float32).min).softmax(dim=-1)
+        by_head = key_mask if key_mask.dim() == 3 else key_mask[:, None]
+        visible = visible & by_head[:, :, None, None]
+    return logits.masked_fill(~visible, torch.finfo(torch.float32).min).softmax(dim=-1).flatten(1, 2)
 
 
 def reduce_group(importance: Tensor, kv_heads: int, reduction: str = "mean") -> Tensor:
-    """[B, H, N] over query heads -> [B, K, N] over KV heads, by `mean` or `max` within each group."""
+    """[B, H, N] over query heads -> [B, K, N] over KV heads; `reduction` as `Reduce.heads`."""
+    if reduction == "mean of layer":
+        return importance.mean(dim=1, keepdim=True).expand(-1, kv_heads, -1)
     grouped = importance.unflatten(1, (kv_heads, -1))
     return grouped.amax(dim=2) if reduction == "max" else grouped.mean(dim=2)
 
 
 def pool(importance: Tensor, kernel: int, kind: str = "max") -> Tensor:
-    """Pool [B, K, N] over neighbours with stride 1, so that an entry is kept together with what surrounds it.
-
-    `max` pads with -inf; `avg` pads with zeros and always divides by `kernel` (SnapKV's two poolings).
-    """
+    """Pool [B, K, N] over neighbours; see `Pool`."""
     if kernel == 1:
         return importance
     if kind == "max":
@@ -77,19 +133,29 @@ def pool(importance: Tensor, kernel: int, kind: str = "max") -> Tensor:
     return functional.avg_pool1d(importance, kernel, stride=1, padding=kernel // 2)
 
 
-def top_entries(importance: Tensor, budget: int) -> Tensor:
-    """Indices of the `budget` largest values along the last axis, in ascending order; ties go to the lowest index.
+def top_mask(importance: Tensor, count: int | Tensor) -> Tensor:
+    """Which entries are the `count` most important along the last axis; ties go to the lowest index.
 
     Args:
         importance: [..., N] float, without NaN.
-        budget: At most N.
+        count: At most N; one for all, or [...] int64, one for each row.
 
     Returns:
-        [..., budget] int64. `torch.topk` alone leaves open which of several equal values it takes.
+        [..., N] bool. `torch.topk` alone leaves open which of several equal values it takes.
     """
-    threshold = importance.topk(budget, dim=-1).values[..., -1:]
+    if isinstance(count, Tensor):
+        order = importance.argsort(dim=-1, descending=True, stable=True)
+        ranks = torch.arange(importance.shape[-1], device=importance.device).expand_as(order)
+        return torch.zeros_like(order).scatter_(-1, order, ranks) < count[..., None]
+    if count == 0:
+        return torch.zeros_like(importance, dtype=torch.bool)
+    threshold = importance.topk(count, dim=-1).values[..., -1:]
     above = importance > threshold
     tied = importance == threshold
-    wanted = budget - above.sum(dim=-1, keepdim=True)
-    kept = above | (tied & (tied.cumsum(dim=-1) <= wanted))
-    return kept.nonzero()[:, -1].view(*importance.shape[:-1], budget)
+    wanted = count - above.sum(dim=-1, keepdim=True)
+    return above | (tied & (tied.cumsum(dim=-1) <= wanted))
+
+
+def top_entries(importance: Tensor, budget: int) -> Tensor:
+    """Indices [..., budget] int64 of what `top_mask` selects, ascending."""
+    return top_mask(importance, budget).nonzero()[:, -1].view(*importance.shape[:-1], budget)

@@ -1,8 +1,10 @@
-"""Observe: a second, short pass over a prefilled prompt whose queries score the prompt's entries.
+"""Observe: a second, short pass over what was read, whose queries score its entries.
 
 What follows a prompt cannot change the prompt's keys and values (causality), so any observers can be run after the
 prefill, and none of them leaves a trace in the cache.
 """
+
+from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor
@@ -12,36 +14,91 @@ from transformers.cache_utils import Cache
 from keepsight.runtime.attention import record_attention
 from keepsight.runtime.cache import view
 from keepsight.runtime.importance import observed_attention
+from keepsight.runtime.state import Needs, State
+
+
+class Observer(ABC):
+    """Scores the entries of a state for a method. Observers hold no state of their own and change none."""
+
+    @abstractmethod
+    def __call__(self, model: PreTrainedModel, state: State, reduction: str) -> list[Tensor]:
+        """How important each entry is.
+
+        Args:
+            model: The target.
+            state: What it has read: a whole prompt, or an evicted cache.
+            reduction: Over the observing queries, `mean` or `max`; without queries it means nothing.
+
+        Returns:
+            For each layer, [B, H, C] float32 by query head or [B, K, C] by KV head: higher is more important.
+        """
+
+    def needs(self) -> Needs:
+        """What the prefill must record for this observer."""
+        return Needs()
+
+    def for_window(self, window: int) -> "Observer":
+        """The observer that fits a method which keeps the last `window` entries; itself unless it was left open."""
+        return self
 
 
 class AttentionRecorder:
-    """Records, for each layer, the mean attention of the last `rows` queries to the first `prompt_length` entries.
+    """Records, for each layer, the attention of the last `rows` queries to the entries before them.
 
     Attributes:
-        by_layer: layer -> [B, H, N] float32.
+        by_layer: layer -> [B, H, S - rows] float32, reduced over the queries.
     """
 
     def __init__(
-        self, prompt_length: int, rows: int, *, key_mask: Tensor | None = None, query_mask: Tensor | None = None
+        self,
+        rows: int,
+        *,
+        key_mask: Tensor | None = None,
+        query_mask: Tensor | None = None,
+        reduction: str = "mean",
     ) -> None:
-        self.prompt_length, self.rows = prompt_length, rows
+        self.rows, self.reduction = rows, reduction
         self.key_mask, self.query_mask = key_mask, query_mask
         self.by_layer: dict[int, Tensor] = {}
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, scaling: float) -> None:
+    def __call__(self, layer: int, query: Tensor, key: Tensor, scaling: float, real: Tensor | None) -> None:
         """See `keepsight.runtime.attention.Recorder`."""
+        if real is not None and self.query_mask is not None:
+            real = real.clone()
+            real[:, :, -self.rows :] &= self.query_mask[:, None]
         self.by_layer[layer] = observed_attention(
             query[:, :, -self.rows :],
             key,
             scaling,
-            self.prompt_length,
-            key_mask=self.key_mask,
+            key.shape[2] - self.rows,
+            key_mask=self.key_mask if real is None else real,
             query_mask=self.query_mask,
+            reduction=self.reduction,
         )
 
     def layers(self) -> list[Tensor]:
         """The recorded tensors in the order of the layers."""
         return [self.by_layer[layer] for layer in sorted(self.by_layer)]
+
+
+def look_back(
+    model: PreTrainedModel,
+    state: State,
+    embeddings: Tensor,
+    *,
+    observer_mask: Tensor | None = None,
+    reduction: str = "mean",
+) -> list[Tensor]:
+    """Let observers look back from where a state's next token would go; see `observe`."""
+    return observe(
+        model,
+        state.cache,
+        state.mask,
+        embeddings,
+        first=state.lengths,
+        observer_mask=observer_mask,
+        reduction=reduction,
+    )
 
 
 def observe(
@@ -51,33 +108,39 @@ def observe(
     embeddings: Tensor,
     *,
     prompt_length: int | None = None,
+    first: Tensor | None = None,
     observer_mask: Tensor | None = None,
+    reduction: str = "mean",
 ) -> list[Tensor]:
-    """Let observers look back at a prompt.
+    """Let observers look back at a cache.
 
     Args:
         model: The model that filled the cache, with whatever adapter the observers need switched on.
-        cache: Its first N entries are the prompt's; it is not changed.
+        cache: Its first N entries are what is observed; it is not changed.
         mask: [B, N] bool, False for left padding; None when no row is padded.
-        embeddings: [B, n, hidden], the observers' input embeddings; they take the positions after the prompt.
+        embeddings: [B, n, hidden], the observers' input embeddings.
         prompt_length: N; the whole cache by default.
+        first: [B] int64, the first observer's position; the number of real entries by default.
         observer_mask: [B, n] bool, False for padding on the right of the observers.
+        reduction: Over the observers: `mean` or `max`.
 
     Returns:
-        For each layer, [B, H, N] float32: mean attention of the observers. Gradients flow to `embeddings` and to the
-        model's trainable parameters.
+        For each layer, [B, H, N] float32: the observers' attention. Gradients flow to `embeddings` and to the model's
+        trainable parameters.
     """
     record_attention(model)
-    length = prompt_length if prompt_length is not None else cache.get_seq_length()
+    viewed = view(cache, prompt_length)
+    length = viewed.get_seq_length()
     batch, count, _ = embeddings.shape
-    first = mask.sum(dim=1) if mask is not None else torch.full((batch,), length, device=embeddings.device)
+    if first is None:
+        first = mask.sum(dim=1) if mask is not None else torch.full((batch,), length, device=embeddings.device)
     key_mask = join_masks(mask, observer_mask, batch, length, count, embeddings.device)
-    recorder = AttentionRecorder(length, count, key_mask=key_mask, query_mask=observer_mask)
+    recorder = AttentionRecorder(count, key_mask=key_mask, query_mask=observer_mask, reduction=reduction)
     model.base_model(
         inputs_embeds=embeddings,
         attention_mask=key_mask,
         position_ids=first[:, None] + torch.arange(count, device=embeddings.device),
-        past_key_values=view(cache, length),
+        past_key_values=viewed,
         use_cache=True,
         recorder=recorder,
     )

@@ -48,7 +48,7 @@ def target_importance(model: PreTrainedModel, batch: Batch) -> tuple[Cache, list
     ids = torch.cat([batch.prompt_ids, batch.answer_ids], dim=1)
     rows, length = batch.answer_ids.shape[1], batch.prompt_ids.shape[1]
     mask = join_masks(batch.prompt_mask, batch.answer_mask, len(ids), length, rows, ids.device)
-    recorder = AttentionRecorder(length, rows, key_mask=mask, query_mask=batch.answer_mask)
+    recorder = AttentionRecorder(rows, key_mask=mask, query_mask=batch.answer_mask)
     cache = DynamicCache()
     model.base_model(
         input_ids=ids,

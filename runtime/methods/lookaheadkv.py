@@ -6,16 +6,18 @@ from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
+from typing_extensions import override
 
 from keepsight.models.adapter import Artifact, load_lookahead
 from keepsight.models.hub import fetch
 from keepsight.runtime.evict import Evict
-from keepsight.runtime.observe import observe
-from keepsight.runtime.prefill import Prefilled
+from keepsight.runtime.importance import Pool, Reduce
+from keepsight.runtime.observe import Observer, look_back
+from keepsight.runtime.state import State
 
 
 @dataclass(frozen=True)
-class SoftTokens:
+class SoftTokens(Observer):
     """A lookahead module's soft tokens observe, seen through its LoRA (LookaheadKV, section 3, algorithm 2).
 
     Attributes:
@@ -24,11 +26,11 @@ class SoftTokens:
 
     artifact: Artifact
 
-    def __call__(self, model: PreTrainedModel, prefilled: Prefilled) -> list[Tensor]:
-        """Observe; see `keepsight.runtime.evict.Observer`."""
+    @override
+    def __call__(self, model: PreTrainedModel, state: State, reduction: str) -> list[Tensor]:
         module = self.artifact.attach(model)
         with module.active():
-            return observe(model, prefilled.cache, prefilled.mask, module.observers(len(prefilled.logits)))
+            return look_back(model, state, module.observers(len(state.logits)), reduction=reduction)
 
 
 @dataclass(frozen=True)
@@ -47,8 +49,7 @@ class LookaheadKV(Evict):
         artifact = load_lookahead(fetch(str(adapter), revision))
         settings = artifact.settings
         parts: dict[str, Any] = {
-            "group": settings.group,
-            "pooling": settings.pooling,
-            "kernel": settings.kernel,
+            "reduce": Reduce(heads=settings.group),
+            "pool": Pool(settings.pooling, settings.kernel),
         } | options
         return cls(budget, SoftTokens(artifact), **parts)

@@ -8,7 +8,7 @@ from torch import Tensor
 from keepsight.models.adapter import Provenance, save_lookahead
 from keepsight.models.lookahead import Lookahead, LookaheadSettings
 from keepsight.runtime.observe import observe
-from keepsight.runtime.prefill import Prefilled
+from keepsight.runtime.state import State
 from tests.tiny import tiny_model
 
 SHAPE = LookaheadSettings(tokens=5, rank=2, alpha=8)
@@ -29,10 +29,10 @@ def lora_parameters(module: Lookahead) -> dict[str, torch.nn.Parameter]:
     return {name: value for name, value in module.model.named_parameters() if ".lora_" in name}
 
 
-def importance(module: Lookahead, prefilled: Prefilled) -> Tensor:
+def importance(module: Lookahead, state: State) -> Tensor:
     """[layers, B, H, N] as the module predicts it."""
     with torch.no_grad(), module.active():
-        return torch.stack(observe(module.model, prefilled.cache, prefilled.mask, module.observers(2)))
+        return torch.stack(observe(module.model, state.cache, state.mask, module.observers(2)))
 
 
 def save(module: Lookahead, folder: Path, base: str = "ada/tiny") -> Path:

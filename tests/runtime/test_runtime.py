@@ -8,15 +8,18 @@ from keepsight import generate
 from keepsight.errors import UserError
 from keepsight.runtime.attention import record_attention
 from keepsight.runtime.cache import cache_bytes, entries
-from keepsight.runtime.decode import decode, join, score_answer, stop_after
+from keepsight.runtime.decode import decode, score_answer, stop_after
+from keepsight.runtime.drafting import DraftTokens
 from keepsight.runtime.evict import FullCache
 from keepsight.runtime.methods import METHODS, Oracle, SnapKV, StreamingLLM, make_method
 from keepsight.runtime.methods.oracle import OwnAnswer
-from keepsight.runtime.methods.window import PromptWindow
+from keepsight.runtime.importance import Pool
+from keepsight.runtime.methods.snapkv import PromptWindow
 from keepsight.runtime.prefill import prefill
+from keepsight.runtime.state import Needs, join
 from tests.tiny import FAMILIES, prompt_ids, tiny_model
 
-SMALL = [StreamingLLM(12), SnapKV(12, PromptWindow(4), window=4), Oracle(12, OwnAnswer(8))]
+SMALL = [StreamingLLM(12), SnapKV(12, window=4), Oracle(12, DraftTokens(OwnAnswer(8)))]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -24,12 +27,14 @@ SMALL = [StreamingLLM(12), SnapKV(12, PromptWindow(4), window=4), Oracle(12, Own
 def test_chunked_prefill_equals_whole(family, chunk):
     model = tiny_model(family)
     ids, mask = prompt_ids(40, 23)
-    whole, chunked = prefill(model, ids, mask, window=8), prefill(model, ids, mask, chunk=chunk, window=8)
+    whole, chunked = (prefill(model, ids, mask, chunk=each, needs=Needs(8, received=True)) for each in (None, chunk))
     torch.testing.assert_close(whole.logits, chunked.logits, atol=1e-4, rtol=1e-4)
-    for pair in zip(whole.window, chunked.window, strict=True):
+    for pair in zip(whole.trace.window, chunked.trace.window, strict=True):
+        torch.testing.assert_close(*pair, atol=1e-4, rtol=1e-4)
+    for pair in zip(whole.trace.received, chunked.trace.received, strict=True):
         torch.testing.assert_close(*pair, atol=1e-4, rtol=1e-4)
     real = mask.bool()[:, None, :, None]
-    for (keys, values), (keys2, values2) in zip(entries(whole.cache), entries(chunked.cache), strict=True):
+    for (keys, values, _), (keys2, values2, _) in zip(entries(whole.cache), entries(chunked.cache), strict=True):
         torch.testing.assert_close(keys * real, keys2 * real, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(values * real, values2 * real, atol=1e-4, rtol=1e-4)
 
@@ -65,8 +70,7 @@ def _masked_attention(model, ids, prompt_length, selected):
     def masked(module, query, key, value, attention_mask, scaling=None, **_):
         group, length = module.num_key_value_groups, query.shape[2]
         visible = torch.ones(length, length).tril().bool().expand(1, key.shape[1], -1, -1).clone()
-        kept = torch.zeros(1, key.shape[1], prompt_length).scatter_(2, selected[module.layer_idx], 1).bool()
-        visible[:, :, prompt_length:, :prompt_length] &= kept[:, :, None]
+        visible[:, :, prompt_length:, :prompt_length] &= selected[module.layer_idx][:, :, None]
         visible = visible.repeat_interleave(group, dim=1)
         weights = (query @ repeat_kv(key, group).transpose(2, 3) * scaling).masked_fill(~visible, -torch.inf)
         return (weights.softmax(-1) @ repeat_kv(value, group)).transpose(1, 2).contiguous(), None
@@ -102,23 +106,24 @@ def test_the_shorter_prompt_loses_nothing():
     ids, _ = prompt_ids(9)
     full = generate(model, ids, max_new_tokens=6, do_sample=False)
     assert torch.equal(generate(model, ids, method, max_new_tokens=6, do_sample=False), full)
-    assert method.compress(model, prefill(model, ids)).size == 9
+    assert method.compress(model, prefill(model, ids)).length == 9
 
 
 @pytest.mark.parametrize("method", SMALL, ids=lambda method: type(method).__name__)
 def test_budget_and_bytes_are_exact(method):
     model = tiny_model()
     kept = method.compress(model, prefill(model, prompt_ids(40)[0]))
-    assert [keys.shape for keys, _ in entries(kept.cache)] == [(1, 2, 12, 8)] * 3
+    assert [keys.shape for keys, _, _ in entries(kept.cache)] == [(1, 2, 12, 8)] * 3
     assert cache_bytes(kept.cache) == 3 * 2 * 12 * 8 * 2 * 4
 
 
 def test_positions_go_on_after_the_prompt():
     model = tiny_model()
     kept = StreamingLLM(12).compress(model, prefill(model, prompt_ids(40)[0]))
-    assert (kept.cache.get_seq_length(), kept.size, kept.lengths.tolist()) == (40, 12, [40])
-    decode(model, kept, stop_after(5, None), pad_token=0)
-    assert (kept.cache.get_seq_length(), kept.size, kept.evicted) == (44, 16, 28)
+    assert (kept.cache.get_seq_length(), kept.length, kept.lengths.tolist()) == (40, 12, [40])
+    after = decode(model, kept, stop_after(5, None), pad_token=0).state
+    assert (after.cache.get_seq_length(), after.length, after.lengths.tolist()) == (44, 16, [44])
+    assert after.tokens.shape == (1, 44)
 
 
 def test_streamingllm_keeps_sinks_and_recent_entries():
@@ -126,16 +131,16 @@ def test_streamingllm_keeps_sinks_and_recent_entries():
     prefilled = prefill(model, *prompt_ids(40, 30))
     method = StreamingLLM(10)
     selected = method.select(prefilled, method.importance(model, prefilled))[0]
-    assert selected[0, 0].tolist() == [0, 1, 2, 3, *range(34, 40)]
-    assert selected[1, 1].tolist() == [10, 11, 12, 13, *range(34, 40)]
+    assert selected[0, 0].nonzero()[:, 0].tolist() == [0, 1, 2, 3, *range(34, 40)]
+    assert selected[1, 1].nonzero()[:, 0].tolist() == [10, 11, 12, 13, *range(34, 40)]
 
 
 def test_snapkv_keeps_its_window_and_pools_the_rest():
     model = tiny_model()
     prefilled = prefill(model, prompt_ids(40)[0])
-    method = SnapKV(8, PromptWindow(4), window=4, kernel=3)
+    method = SnapKV(8, window=4, pool=Pool(kernel=3))
     importance = method.importance(model, prefilled)[1][0]
-    raw = PromptWindow(4)(model, prefilled)[1][0].view(2, 2, 40).mean(1)
+    raw = PromptWindow(4)(model, prefilled, "mean")[1][0].view(2, 2, 40).mean(1)
     for entry in range(36):
         expected = raw[:, max(entry - 1, 0) : min(entry + 2, 36)].amax(1)
         torch.testing.assert_close(importance[:, entry], expected)
@@ -153,10 +158,10 @@ def test_a_method_is_stateless():
 def test_observing_leaves_the_prompt_untouched():
     model = tiny_model()
     prefilled = prefill(model, prompt_ids(40)[0])
-    before = [tensor.clone() for pair in entries(prefilled.cache) for tensor in pair]
+    before = [tensor.clone() for each in entries(prefilled.cache) for tensor in each[:2]]
     for method in SMALL:
         decode(model, method.compress(model, prefilled), stop_after(4, None), pad_token=0)
-    after = [tensor for pair in entries(prefilled.cache) for tensor in pair]
+    after = [tensor for each in entries(prefilled.cache) for tensor in each[:2]]
     assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
 
 
@@ -164,8 +169,8 @@ def test_joined_variants_decode_as_they_do_alone():
     model = tiny_model()
     prefilled = prefill(model, prompt_ids(40)[0])
     states = [method.compress(model, prefilled) for method in [*SMALL, StreamingLLM(20), FullCache()]]
-    alone = [decode(model, state.copy(), stop_after(6, None), pad_token=0) for state in states]
-    assert torch.equal(decode(model, join(states), stop_after(6, None), pad_token=0), torch.cat(alone))
+    alone = [decode(model, state.copy(), stop_after(6, None), pad_token=0).ids for state in states]
+    assert torch.equal(decode(model, join(states), stop_after(6, None), pad_token=0).ids, torch.cat(alone))
 
 
 def test_custom_generate_samples_and_processes_logits():
@@ -204,7 +209,7 @@ def test_recording_keeps_the_outputs():
         ("snapkv", 0, {}, "budget 0 is below 1"),
         ("snapkv", 32, {}, "must be above the 32 protected"),
         ("streamingllm", 4, {}, "must be above the 4 protected"),
-        ("snapkv", 64, {"kernel": 4}, "kernel 4 must be odd"),
+        ("snapkv", 64, {"pool": {"kernel": 4}}, "kernel 4 must be odd"),
         ("snapkv", 64, {"windows": 8}, "no option 'windows'"),
         ("snapkv", 1.5, {}, "not a ratio"),
         ("snapkv", None, {}, "needs a budget"),
@@ -217,4 +222,4 @@ def test_bad_values_are_named(name, budget, options, said):
 
 
 def test_every_method_is_known_by_name():
-    assert set(METHODS) == {"full", "streamingllm", "snapkv", "lookaheadkv", "oracle"}
+    assert set(METHODS) == {"full", "streamingllm", "snapkv", "lookaheadkv", "oracle", "evict"}

@@ -1,0 +1,136 @@
+"""keepsight draft: find the layers of a target that make a good draft of it.
+
+    keepsight draft recipe=smollm2-135m keep=[20,16,12] out=runs/draft
+    keepsight draft recipe=qwen3-8b data=runs/data keep=[24,18] out=runs/draft
+
+Takes layers out one after the other, always the one whose absence changes the target's answers least, and compares the
+subsets of the sizes in `keep` with the target on held-out texts. Prints a table and the line for the recipe; writes
+draft.json and draft.png to `out`. A stopped search goes on when the same command is given again.
+"""
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+
+from keepsight.commands.data import read_mixture
+from keepsight.config import Recipe, at_least_one
+from keepsight.data_gen.generate import generate_data
+from keepsight.data_gen.mixture import Mixture
+from keepsight.data_gen.shards import Answered, read_samples
+from keepsight.errors import UserError
+from keepsight.eval.plots import save_png
+from keepsight.files import write_json
+from keepsight.models.drafts import keep_layers
+from keepsight.models.targets import Target
+from keepsight.targets import target_of
+from keepsight.train.draft_layers import Subset, Text, closeness, draft_figure, read, search, seconds_a_token
+
+
+@dataclass
+class Config(Recipe):
+    """Keys of `keepsight draft`.
+
+    Attributes:
+        out: Folder for the results.
+        keep: Sizes of the drafts to report, in layers.
+        data: Folder made by `keepsight data`; by default texts are made under `out`.
+        mixture: Prompts of these texts: a file in recipes/mixtures/, or a path to a YAML file of your own.
+        prompt_tokens: Shortest and longest prompt; longer ones in `data` are left out.
+        samples: Texts of the search.
+        held_out: Further texts, for the table.
+        answer_tokens: Answer tokens compared, from the answer's start.
+        seed: Of the mixture's draws.
+    """
+
+    out: str = "???"
+    keep: list[int] = field(default_factory=lambda: [20, 16, 12])
+    data: str | None = None
+    mixture: str = "offline"
+    prompt_tokens: list[int] = field(default_factory=lambda: [128, 512])
+    samples: int = 16
+    held_out: int = 32
+    answer_tokens: int = 32
+    seed: int = 0
+
+
+def run(config: Config) -> None:
+    """Search, compare, print and write."""
+    at_least_one(config, "samples", "held_out", "answer_tokens")
+    if len(config.prompt_tokens) != 2:
+        raise UserError(f"prompt_tokens={config.prompt_tokens}: expected the shortest and the longest, as [128,512]")
+    target, out = target_of(config), Path(config.out)
+    layers = target.model.config.get_text_config().num_hidden_layers
+    if not config.keep or not all(1 <= size < layers for size in config.keep):
+        raise UserError(f"keep={config.keep}: expected sizes from 1 to {layers - 1}, the target has {layers} layers")
+    samples, digest = _samples(config, target)
+    texts = _texts(target, samples[: config.samples], config.answer_tokens)
+    searched = search(target.model, texts, min(config.keep), out / "search.jsonl")
+    texts = _texts(target, samples[config.samples :], config.answer_tokens)
+    chosen = [_held_out(target, subset, texts) for subset in searched if len(subset.layers) in config.keep]
+    times = [_relative_time(target, subset, samples[config.samples].prompt_ids) for subset in chosen]
+    counts = {key: getattr(config, key) for key in ("samples", "held_out", "answer_tokens")}
+    settings = {"model": target.name, "version": target.version, "data": digest} | counts
+    rows = [asdict(subset) | {"time": time} for subset, time in zip(chosen, times, strict=True)]
+    write_json(out / "draft.json", {"settings": settings, "drafts": rows})
+    save_png(draft_figure(searched, chosen), out / "draft.png")
+    print(f"{_table(chosen, times, config)}\n\nfor the recipe:")
+    for subset in chosen:
+        print(f"draft: {{layers: {subset.layers}}}")
+
+
+def _samples(config: Config, target: Target) -> tuple[list[Answered], str]:
+    """`samples` and `held_out` texts together, and the digest of the data that they are from."""
+    wanted = config.samples + config.held_out
+    folder = Path(config.data) if config.data else Path(config.out) / "data"
+    longest = config.prompt_tokens[1]
+    if not config.data:
+        _answer(config, target, folder, wanted)
+    samples, manifest = read_samples(folder, target.name, target.template_digest)
+    if config.data:
+        samples = [sample for sample in samples if len(sample.prompt_ids) <= longest]
+    if len(samples) < wanted:
+        raise UserError(
+            f"data={folder}: {len(samples)} samples have at most {longest} prompt tokens, "
+            f"samples= and held_out= need {wanted}; lower them, or raise prompt_tokens="
+        )
+    return samples[:wanted], manifest["digest"]
+
+
+def _answer(config: Config, target: Target, folder: Path, count: int) -> None:
+    """Make texts: prompts of the mixture and what the target answers."""
+    shortest, longest = config.prompt_tokens
+    values = read_mixture(config.mixture) | {"min_tokens": shortest, "max_tokens": longest}
+    generate_data(
+        target,
+        Mixture.from_config(values),
+        values,
+        folder,
+        limit=count,
+        seed=config.seed,
+        max_new_tokens=config.answer_tokens,
+        shard_size=64,
+        batch_tokens=8192,
+    )
+
+
+def _texts(target: Target, samples: list[Answered], answer_tokens: int) -> list[Text]:
+    return [read(target.model, sample.prompt_ids, sample.answer_ids[:answer_tokens]) for sample in samples]
+
+
+def _held_out(target: Target, subset: Subset, texts: list[Text]) -> Subset:
+    return Subset(**asdict(closeness(keep_layers(target.model, subset.layers), texts)), layers=subset.layers)
+
+
+def _relative_time(target: Target, subset: Subset, prompt_ids: list[int]) -> float:
+    """A draft's time a token by the target's, the median of three pairs of measurements."""
+    draft = keep_layers(target.model, subset.layers)
+    return median(seconds_a_token(draft, prompt_ids) / seconds_a_token(target.model, prompt_ids) for _ in range(3))
+
+
+def _table(chosen: list[Subset], times: list[float], config: Config) -> str:
+    lines = [f"{config.held_out} held-out texts, at most {config.answer_tokens} answer tokens of each"]
+    lines.append("layers  agreement  accepted  KL (nats)  time a token")
+    for subset, time in zip(chosen, times, strict=True):
+        values = f"{subset.agreement:9.3f}  {subset.accepted:8.1f}  {subset.kl:9.3f}  {time:11.2f}x"
+        lines.append(f"{len(subset.layers):6}  {values}")
+    return "\n".join(lines)

@@ -1,0 +1,164 @@
+"""Drafts: the models that guess an answer for the methods that look at the guess (SpecKV, SpecPC).
+
+A draft is a value that a method holds; which model drafts for a target, `draft.of(target)` says. Not every target has
+a smaller sibling with the same tokenizer, so a draft may also be made of its own layers, as in self-speculative
+decoding (Zhang et al. 2023, "Draft & Verify", arXiv 2309.08168).
+"""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+from transformers import PreTrainedModel
+
+from keepsight.errors import UserError
+from keepsight.models.targets import Target, load_target
+
+_OURS = "_keepsight_"  # what keepsight keeps on a model: attached adapters, drafts
+
+
+class Draft(Protocol):
+    """Says which model drafts for a target. Immutable and hashable: methods with equal drafts can share one run."""
+
+    @property
+    def name(self) -> str:
+        """For tables and plots."""
+        ...
+
+    def of(self, target: PreTrainedModel) -> PreTrainedModel:
+        """The drafting model, in evaluation mode; the same one however often this is called."""
+        ...
+
+
+@dataclass(frozen=True)
+class LayerSubset:
+    """Some of the target's own layers between its embedding and its head. The weights are the target's, not copies.
+
+    Attributes:
+        layers: Indices of the layers to keep, ascending.
+
+    Raises:
+        UserError: `layers` is empty or does not ascend; or, when it is first used, the target has no such layer.
+    """
+
+    layers: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise UserError("draft layers [] keep nothing; name the layers of the target to keep, such as [0,1,5]")
+        if any(type(layer) is not int or layer < 0 for layer in self.layers):
+            raise UserError(f"draft layers {list(self.layers)} must be whole numbers, counted from 0")
+        if list(self.layers) != sorted(set(self.layers)):
+            raise UserError(f"draft layers {list(self.layers)} must ascend, each named once")
+
+    @property
+    def name(self) -> str:
+        """Such as `layers 0-3,7,9-11`."""
+        starts = [layer for layer in self.layers if layer - 1 not in self.layers]
+        ends = [layer for layer in self.layers if layer + 1 not in self.layers]
+        runs = (str(start) if start == end else f"{start}-{end}" for start, end in zip(starts, ends, strict=True))
+        return f"layers {','.join(runs)}"
+
+    def of(self, target: PreTrainedModel) -> PreTrainedModel:
+        """The target's layers as a model of its own, made once for each target.
+
+        Raises:
+            UserError: the target has no such layer.
+        """
+        made: dict[tuple[int, ...], PreTrainedModel] = target.__dict__.setdefault(f"{_OURS}drafts", {})
+        if self.layers not in made:
+            self._check_range(target)
+            made[self.layers] = keep_layers(target, self.layers)
+        return made[self.layers]
+
+    def _check_range(self, target: PreTrainedModel) -> None:
+        count = target.config.get_text_config().num_hidden_layers
+        if self.layers[-1] >= count:
+            raise UserError(f"draft layer {self.layers[-1]} is out of range: the target's layers are 0 to {count - 1}")
+
+
+@dataclass(frozen=True)
+class LoadedDraft:
+    """Another model with the target's vocabulary; `load_draft` makes it.
+
+    Attributes:
+        name: Hub id or folder.
+        version: Revision or digest of its weights, as a target's.
+        model: In evaluation mode, without gradients on its parameters.
+    """
+
+    name: str
+    version: str
+    model: PreTrainedModel = field(compare=False, repr=False)
+
+    def of(self, target: PreTrainedModel) -> PreTrainedModel:
+        """The loaded model, whatever the target: `load_draft` has compared the vocabularies."""
+        return self.model
+
+
+def load_draft(model_id: str, target: Target, *, revision: str | None = None, **options: Any) -> LoadedDraft:
+    """Load a draft from a folder or the Hub.
+
+    Args:
+        model_id: A local folder or a Hub id.
+        target: Whose answers it is to guess.
+        revision: Branch, tag or commit on the Hub.
+        options: `dtype`, `device` and `attention`, as `load_target` takes them.
+
+    Raises:
+        UserError: the model cannot be had, or its tokenizer has another vocabulary than the target's.
+    """
+    loaded = load_target(model_id, revision=revision, **options)
+    _check_vocabulary(loaded, target)
+    return LoadedDraft(loaded.name, loaded.version, loaded.model)
+
+
+def keep_layers(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
+    """A model of some of a model's layers, over the same tensors.
+
+    It has modules and a configuration of its own: its layers are numbered from 0 in its caches, and its attention
+    function can be switched apart from the model's. Adapters that are attached to the model are left out. The tensors
+    must not be moved or cast on one of the two alone.
+
+    Args:
+        model: A causal language model; it stays as it is.
+        layers: Indices of the layers to keep, in the order in which they are to run.
+    """
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
+    for module in model.modules():
+        if isinstance(module, BaseTunerLayer):
+            memo[id(module)] = copy.deepcopy(module.get_base_layer(), memo)
+    stack: Any = model.get_decoder().layers
+    kept = [copy.deepcopy(stack[layer], memo) for layer in layers]
+    memo[id(stack)] = nn.ModuleList(kept)
+    plain = copy.copy(model)
+    for name in [name for name in vars(plain) if name == "peft_config" or name.startswith(_OURS)]:
+        del plain.__dict__[name]
+    draft = copy.deepcopy(plain, memo)
+    for place, layer in enumerate(kept):
+        for module in layer.modules():
+            if hasattr(module, "layer_idx"):
+                module.layer_idx = place
+    config = draft.config.get_text_config()
+    if getattr(config, "layer_types", None):
+        config.layer_types = [config.layer_types[layer] for layer in layers]
+    config.num_hidden_layers = len(layers)
+    return draft
+
+
+def _check_vocabulary(draft: Target, target: Target) -> None:
+    own, wanted = draft.tokenizer.get_vocab(), target.tokenizer.get_vocab()
+    numbers = {**own, **wanted}
+    if odd := [token for token in numbers if own.get(token) != wanted.get(token)]:
+        token = min(odd, key=numbers.__getitem__)
+        raise UserError(
+            f"draft {draft.name!r} has another vocabulary than the target {target.name!r}: token {token!r} is "
+            f"{_number(own, token)} there and {_number(wanted, token)} in the target; choose a draft of its family"
+        )
+
+
+def _number(vocabulary: dict[str, int], token: str) -> str:
+    return f"id {vocabulary[token]}" if token in vocabulary else "missing"

@@ -1,0 +1,127 @@
+"""Draft tokens stand where the answer will be and observe the prompt from there.
+
+LAQ, SpecKV, DapQ and the oracle differ in who writes the draft and in how many of the prompt's last queries observe
+beside it; the rest is the same and is here.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from typing_extensions import override
+
+from keepsight.runtime.decode import decode, stop_after
+from keepsight.runtime.importance import observed_attention
+from keepsight.runtime.observe import Observer, look_back
+from keepsight.runtime.state import Needs, State
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Tokens that stand in place of the answer.
+
+    Attributes:
+        ids: [B, T] int64, padded on the right.
+        mask: [B, T] bool, False for padding; None when no row is padded.
+    """
+
+    ids: Tensor
+    mask: Tensor | None = None
+
+
+class Drafter(ABC):
+    """Writes a draft of the answer."""
+
+    @abstractmethod
+    def __call__(self, model: PreTrainedModel, state: State) -> Draft:
+        """The draft for a state that `model`, the target, has read."""
+
+    def needs(self) -> Needs:
+        """What the prefill must record for this drafter."""
+        return Needs()
+
+
+@dataclass(frozen=True, eq=False)
+class Given(Drafter):
+    """A draft that is there already."""
+
+    draft: Draft
+
+    @override
+    def __call__(self, model: PreTrainedModel, state: State) -> Draft:
+        return self.draft
+
+
+@dataclass(frozen=True)
+class DraftTokens(Observer):
+    """The tokens of a draft observe, at the positions of the answer, together with the last prompt tokens.
+
+    Attributes:
+        drafter: Writes the draft.
+        window: How many of the last prompt tokens observe too; None for as many as the method keeps.
+    """
+
+    drafter: Drafter
+    window: int | None = 0
+
+    @override
+    def __call__(self, model: PreTrainedModel, state: State, reduction: str) -> list[Tensor]:
+        draft = self.drafter(model, state)
+        embeddings = model.get_input_embeddings()(draft.ids)
+        observed = look_back(model, state, embeddings, observer_mask=draft.mask, reduction=reduction)
+        if not self.window:
+            return observed
+        rows = min(self.window, state.trace.window[0].shape[2])
+        drafted = draft.ids.shape[1] if draft.mask is None else draft.mask.sum(dim=1)[:, None, None]
+        return [
+            _combine(of_window, of_draft, rows, drafted, reduction)
+            for of_window, of_draft in zip(window_attention(state, rows, reduction), observed, strict=True)
+        ]
+
+    @override
+    def needs(self) -> Needs:
+        return Needs(window=self.window or 0) | self.drafter.needs()
+
+    @override
+    def for_window(self, window: int) -> "Observer":
+        return DraftTokens(self.drafter, window) if self.window is None else self
+
+
+def _combine(of_window: Tensor, of_draft: Tensor, rows: int, drafted: int | Tensor, reduction: str) -> Tensor:
+    if reduction == "max":
+        return torch.maximum(of_window, of_draft)
+    return (of_window * rows + of_draft * drafted) / (rows + drafted)
+
+
+def window_attention(state: State, rows: int, reduction: str) -> list[Tensor]:
+    """Attention of the last `rows` queries to all entries, for each layer [B, H, C] float32 (SnapKV, section 4)."""
+    row_mask = None if state.tokens_mask is None else state.tokens_mask[:, -rows:]
+    return [
+        observed_attention(
+            queries[:, :, -rows:],
+            each.keys,
+            scaling,
+            each.keys.shape[2],
+            key_mask=each.real,
+            query_mask=row_mask,
+            reduction=reduction,
+        )
+        for queries, each, scaling in zip(state.trace.window, state.entries(), state.trace.scaling, strict=True)
+    ]
+
+
+def greedy_draft(model: PreTrainedModel, state: State, tokens: int) -> Draft:
+    """A greedy answer of at most `tokens` tokens, its end token included; the state's cache grows."""
+    config = model.generation_config
+    end = config.eos_token_id if config is not None else None
+    ids = decode(model, state, stop_after(tokens, end), pad_token=0).ids
+    return Draft(ids, None if end is None else until_end(ids, end))
+
+
+def until_end(ids: Tensor, end: int | list[int]) -> Tensor | None:
+    """[B, T] bool: True up to each row's first end token; None when all of it is."""
+    ended = torch.isin(ids, torch.tensor(end, device=ids.device)).long()
+    mask = (ended.cumsum(dim=1) - ended) == 0
+    return None if bool(mask.all()) else mask

@@ -1,0 +1,44 @@
+"""SnapKV: the prompt's own last tokens observe."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from transformers import PreTrainedModel
+from typing_extensions import override
+
+from keepsight.runtime.drafting import window_attention
+from keepsight.runtime.evict import Evict
+from keepsight.runtime.observe import Observer
+from keepsight.runtime.state import Needs, State
+
+
+@dataclass(frozen=True)
+class PromptWindow(Observer):
+    """The last tokens observe (SnapKV, section 4). Their queries were kept when they were read.
+
+    Attributes:
+        size: How many; None for as many as the method keeps.
+    """
+
+    size: int | None = None
+
+    @override
+    def __call__(self, model: PreTrainedModel, state: State, reduction: str) -> list[Tensor]:
+        assert self.size is not None
+        return window_attention(state, min(self.size, state.trace.window[0].shape[2]), reduction)
+
+    @override
+    def needs(self) -> Needs:
+        return Needs(window=self.size or 0)
+
+    @override
+    def for_window(self, window: int) -> "Observer":
+        return PromptWindow(window) if self.size is None else self
+
+
+@dataclass(frozen=True)
+class SnapKV(Evict):
+    """The last 32 prompt tokens observe and are kept, with what they attend to (window 32, max-pool 7)."""
+
+    observer: Observer = PromptWindow()
+    window: int = 32

@@ -1,0 +1,34 @@
+"""StreamingLLM: the first entries and the most recent ones. Nobody observes."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from typing_extensions import override
+
+from keepsight.runtime.evict import Evict
+from keepsight.runtime.importance import NO_POOL, Pool
+from keepsight.runtime.observe import Observer
+from keepsight.runtime.state import State
+
+
+@dataclass(frozen=True)
+class Recency(Observer):
+    """Later entries count more."""
+
+    @override
+    def __call__(self, model: PreTrainedModel, state: State, reduction: str) -> list[Tensor]:
+        return [
+            torch.arange(keys.shape[2], dtype=torch.float32, device=keys.device).expand(*keys.shape[:2], -1)
+            for keys, _, _ in state.entries()
+        ]
+
+
+@dataclass(frozen=True)
+class StreamingLLM(Evict):
+    """The first 4 entries (sinks) and the most recent ones (StreamingLLM, section 3)."""
+
+    observer: Observer = Recency()
+    pool: Pool = NO_POOL
+    sinks: int = 4

@@ -1,0 +1,189 @@
+"""The state of a prompt that a model has read: its KV entries, where the next token goes, what its queries looked at.
+
+`prefill` makes a state, a method's `compress` makes a smaller one, `read` appends tokens to one, `decode` answers
+from one. A state of a whole prompt and a compressed one are the same thing, so that a method can be applied to an
+evicted cache again, in the middle of an answer or at the next turn of a conversation.
+"""
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers.cache_utils import Cache
+
+from keepsight.runtime.cache import LayerEntries, cache_bytes, entries, share, stack
+from keepsight.runtime.importance import observed_attention
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What observers need to know of the queries that have passed; a prefill records no more than this.
+
+    Attributes:
+        window: The last so many queries of every layer.
+        received: Whether to add up the attention that each entry receives from all queries.
+    """
+
+    window: int = 0
+    received: bool = False
+
+    def __or__(self, other: "Needs") -> "Needs":
+        return Needs(max(self.window, other.window), self.received or other.received)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What the queries so far leave behind for observers.
+
+    Attributes:
+        needs: What is recorded.
+        window: For each layer, the queries [B, H, w, d] of the last w tokens, after RoPE; w is at most `needs.window`.
+        received: For each layer, the attention that each entry has received from all queries, [B, H, C] float32;
+            empty unless asked for.
+        scaling: Factor of the attention's dot products, by layer.
+    """
+
+    needs: Needs = Needs()
+    window: tuple[Tensor, ...] = ()
+    received: tuple[Tensor, ...] = ()
+    scaling: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class State:
+    """What a model has read so far. Reading and decoding append to the cache; methods leave it as it is.
+
+    Attributes:
+        cache: C entries a layer and KV head (which may differ), of M >= C tokens.
+        mask: [B, C] bool, False for padding; None when no entry is padding, or when the cache's layers know it.
+        logits: [B, V] float32, of the last token.
+        tokens: [B, M] int64: everything read, evicted tokens included, padded on the left.
+        lengths: [B] int64: each row's tokens without padding; also the position of its next token.
+        trace: What the queries looked at.
+    """
+
+    cache: Cache
+    mask: Tensor | None
+    logits: Tensor
+    tokens: Tensor
+    lengths: Tensor
+    trace: Trace = field(default_factory=Trace)
+
+    @property
+    def length(self) -> int:
+        """Entries of the longest KV head, padding included."""
+        return max(layer.keys.shape[2] for layer in self.entries())
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of all keys and values."""
+        return cache_bytes(self.cache)
+
+    @property
+    def tokens_mask(self) -> Tensor | None:
+        """[B, M] bool, False where `tokens` is padding; None when nothing is."""
+        width = self.tokens.shape[1]
+        if bool((self.lengths == width).all()):
+            return None
+        return torch.arange(width, device=self.lengths.device) >= width - self.lengths[:, None]
+
+    def entries(self) -> list[LayerEntries]:
+        """Keys, values [B, K, C, d] of each layer, and which of them are real, [B, 1 or K, C] or None for all."""
+        own = None if self.mask is None else self.mask[:, None]
+        return [each if each.real is not None else each._replace(real=own) for each in entries(self.cache)]
+
+    def held(self) -> Tensor:
+        """[L, B, K] int64: real entries of each layer, row and KV head."""
+        return torch.stack([_held(each) for each in self.entries()])
+
+    def copy(self) -> "State":
+        """The same state with a cache of its own to append to."""
+        return replace(self, cache=share(self.cache))
+
+    def attention_mask(self) -> Tensor | None:
+        """[B, M] as transformers wants it; only its last C columns stand for entries."""
+        if self.mask is None:
+            return None
+        return functional.pad(self.mask, (self.cache.get_seq_length() - self.mask.shape[1], 0))
+
+
+def _held(layer: LayerEntries) -> Tensor:
+    batch, kv_heads, length, _ = layer.keys.shape
+    if layer.real is None:
+        return torch.full((batch, kv_heads), length, device=layer.keys.device)
+    return layer.real.sum(dim=-1).expand(-1, kv_heads)
+
+
+def join(states: list[State]) -> State:
+    """Several states that have read the same number of tokens (one prompt under several methods) as one batch.
+
+    The joined state has no trace: it is for decoding.
+    """
+    cache, padding = stack([state.cache for state in states])
+    mask = padding
+    if any(state.mask is not None for state in states):
+        longest = max(state.length for state in states)
+        mask = torch.cat([_padded_mask(state, longest) for state in states])
+    return State(
+        cache,
+        mask,
+        torch.cat([state.logits for state in states]),
+        torch.cat([state.tokens for state in states]),
+        torch.cat([state.lengths for state in states]),
+    )
+
+
+def _padded_mask(state: State, longest: int) -> Tensor:
+    mask = state.mask
+    if mask is None:
+        mask = torch.ones(len(state.logits), state.length, dtype=torch.bool, device=state.logits.device)
+    return functional.pad(mask, (longest - mask.shape[1], 0))
+
+
+class TraceRecorder:
+    """Records what `needs` asks for over one or more forward passes that append to a trace.
+
+    Args:
+        trace: What was recorded before.
+        mask: [B, C + q] bool over the entries after the pass, False for padding; None when none is.
+    """
+
+    def __init__(self, trace: Trace, mask: Tensor | None = None) -> None:
+        self.before, self.mask = trace, mask
+        self.window: dict[int, Tensor] = {}
+        self.received: dict[int, Tensor] = {}
+        self.scaling: dict[int, float] = {}
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, scaling: float, real: Tensor | None) -> None:
+        """See `keepsight.runtime.attention.Recorder`."""
+        self.scaling[layer] = scaling
+        needs = self.before.needs
+        if needs.window:
+            recent = query[:, :, -needs.window :]
+            if layer < len(self.before.window) and recent.shape[2] < needs.window:
+                recent = torch.cat([self.before.window[layer], recent], dim=2)[:, :, -needs.window :]
+            self.window[layer] = recent.clone()  # a slice would keep the whole prompt's queries alive
+        if needs.received:
+            self.received[layer] = self._received(layer, query, key, scaling, real)
+
+    def _received(self, layer: int, query: Tensor, key: Tensor, scaling: float, real: Tensor | None) -> Tensor:
+        rows = query.shape[2]
+        key_mask = self.mask if real is None else real
+        rows_mask = None if self.mask is None else self.mask[:, -rows:]
+        total = observed_attention(
+            query, key, scaling, key.shape[2], key_mask=key_mask, query_mask=rows_mask, reduction="sum"
+        )
+        if layer < len(self.before.received):
+            total[..., :-rows] += self.before.received[layer]
+        return total
+
+    def trace(self) -> Trace:
+        """The trace after the pass."""
+        layers = sorted(self.scaling)
+        return Trace(
+            self.before.needs,
+            tuple(self.window[layer] for layer in layers if layer in self.window),
+            tuple(self.received[layer] for layer in layers if layer in self.received),
+            tuple(self.scaling[layer] for layer in layers),
+        )

@@ -1,0 +1,252 @@
+"""Drafts against models built layer by layer, and the drafts that are refused."""
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import AddedToken
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache
+
+from keepsight.config import DraftConfig, ModelConfig, Recipe
+from keepsight.errors import UserError
+from keepsight.models.drafts import LayerSubset, LoadedDraft, load_draft
+from keepsight.models.lookahead import Lookahead, LookaheadSettings
+from keepsight.models.targets import Target, load_target
+from keepsight.runtime.attention import record_attention
+from keepsight.runtime.prefill import prefill
+from keepsight.targets import draft_of
+from tests.tiny import FAMILIES, prompt_ids, save_tiny_target, tiny_model, tiny_tokenizer
+
+DEPTH = 5
+KEPT = (0, 2, 4)
+IDS = prompt_ids(24)[0]
+
+
+@pytest.fixture(params=FAMILIES)
+def target(request: pytest.FixtureRequest) -> PreTrainedModel:
+    return deep(request.param)
+
+
+def deep(family: str = "llama") -> PreTrainedModel:
+    return tiny_model(family, num_hidden_layers=DEPTH)
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel, ids: Tensor = IDS) -> Tensor:
+    return model(input_ids=ids, use_cache=False).logits
+
+
+def reference(target: PreTrainedModel, layers: tuple[int, ...]) -> Any:
+    """A new model that holds copies of the chosen layers."""
+    model = tiny_model(target.config.model_type, seed=1, num_hidden_layers=len(layers))
+    for name in ("embed_tokens", "norm"):
+        setattr(model.model, name, copy.deepcopy(getattr(target.model, name)))
+    model.lm_head = copy.deepcopy(target.lm_head)
+    for place, layer in enumerate(layers):
+        model.model.layers[place].load_state_dict(target.model.layers[layer].state_dict())
+    return model
+
+
+def adapted(target: PreTrainedModel) -> Lookahead:
+    """A lookahead module whose LoRA changes what the target computes."""
+    lookahead = Lookahead(target, LookaheadSettings(tokens=4, rank=2))
+    with torch.no_grad():
+        for name, weight in target.named_parameters():
+            if "lora_B" in name:
+                weight.normal_()
+    return lookahead
+
+
+@pytest.mark.parametrize("layers", [KEPT, (0,), (4,), (1, 2), tuple(range(DEPTH))])
+def test_a_draft_is_the_chosen_layers(target: PreTrainedModel, layers: tuple[int, ...]) -> None:
+    assert torch.equal(logits(LayerSubset(layers).of(target)), logits(reference(target, layers)))
+
+
+@pytest.mark.parametrize("layers", [KEPT, (3,)])
+def test_decoding_with_a_cache_is_decoding_without(target: PreTrainedModel, layers: tuple[int, ...]) -> None:
+    draft, cache = LayerSubset(layers).of(target), DynamicCache()
+    whole = logits(draft)
+    with torch.no_grad():
+        steps = [draft(input_ids=IDS[:, :20], past_key_values=cache, use_cache=True).logits]
+        steps += [draft(input_ids=IDS[:, n : n + 1], past_key_values=cache, use_cache=True).logits for n in (20, 21)]
+    assert len(cache.layers) == len(layers)
+    torch.testing.assert_close(torch.cat(steps, dim=1), whole[:, :22])
+    answer = draft.generate(IDS, max_new_tokens=5, do_sample=False)  # type: ignore[operator]
+    for place in range(IDS.shape[1], answer.shape[1]):
+        assert answer[0, place] == logits(draft, answer[:, :place])[0, -1].argmax()
+
+
+def test_the_weights_are_the_targets(target: PreTrainedModel) -> None:
+    draft = LayerSubset(KEPT).of(target)
+    owned = {tensor.data_ptr() for tensor in [*target.parameters(), *target.buffers()]}
+    shared = dict(draft.named_parameters()) | dict(draft.named_buffers())
+    assert all(tensor.data_ptr() in owned for tensor in shared.values())
+    for place, layer in enumerate(KEPT):
+        own, theirs = (
+            dict(each.named_parameters()) for each in (draft.model.layers[place], target.model.layers[layer])
+        )
+        assert {name: weight.data_ptr() for name, weight in own.items()} == {
+            name: weight.data_ptr() for name, weight in theirs.items()
+        }
+
+
+def test_the_target_stays_as_it_is(target: PreTrainedModel) -> None:
+    before, config = logits(target), target.config.to_dict()
+    draft = LayerSubset(KEPT).of(target)
+    logits(draft)
+    assert target.config.to_dict() == config
+    assert [layer.self_attn.layer_idx for layer in target.model.layers] == list(range(DEPTH))
+    assert torch.equal(logits(target), before)
+    assert draft.config.num_hidden_layers == len(KEPT)
+
+
+def test_attention_is_recorded_on_the_draft_alone(target: PreTrainedModel) -> None:
+    draft = LayerSubset(KEPT).of(target)
+    assert draft.config._attn_implementation == target.config._attn_implementation == "sdpa"
+    prefilled = prefill(draft, IDS)
+    assert target.config._attn_implementation == "sdpa"
+    assert {layer.self_attn.config._attn_implementation for layer in target.model.layers} == {"sdpa"}
+    assert len(prefilled.cache.layers) == len(prefilled.window) == len(KEPT)
+    torch.testing.assert_close(prefilled.logits, logits(reference(target, KEPT))[:, -1])
+
+
+def test_a_target_that_is_recorded_first(target: PreTrainedModel) -> None:
+    record_attention(target)
+    draft = LayerSubset(KEPT).of(target)
+    torch.testing.assert_close(prefill(draft, IDS).logits, logits(reference(target, KEPT))[:, -1])
+    assert len(prefill(target, IDS).window) == DEPTH
+
+
+def test_adapters_stay_with_the_target(target: PreTrainedModel) -> None:
+    plain = logits(reference(target, KEPT))
+    early = LayerSubset(KEPT).of(target)
+    lookahead = adapted(target)
+    late = LayerSubset((0, 1)).of(target)
+    off = logits(target)
+    with lookahead.active():
+        on = logits(target)
+        assert torch.equal(logits(early), plain)
+        while_on = LayerSubset((1, 2)).of(target)
+    assert not torch.equal(on, off)
+    for draft in (early, late, while_on):
+        assert not any("lora" in name for name, _ in draft.named_parameters())
+    assert torch.equal(logits(early), plain)
+    bare = deep(target.config.model_type)
+    assert torch.equal(logits(late), logits(reference(bare, (0, 1))))
+    assert torch.equal(logits(while_on), logits(reference(bare, (1, 2))))
+    assert torch.equal(logits(target), off)
+    with lookahead.active():
+        assert torch.equal(logits(target), on)
+
+
+def test_a_draft_can_be_adapted_on_its_own(target: PreTrainedModel) -> None:
+    adapted(target)
+    off, draft = logits(target), LayerSubset(KEPT).of(target)
+    with adapted(draft).active():
+        assert torch.equal(logits(target), off)
+
+
+def test_a_draft_is_made_once_for_each_target() -> None:
+    first, second, draft = deep(), deep(), LayerSubset(KEPT)
+    assert draft.of(first) is draft.of(first) is LayerSubset(KEPT).of(first)
+    assert draft.of(first) is not draft.of(second)
+    assert draft.of(first) is not LayerSubset((0, 2)).of(first)
+    assert LayerSubset((1,)).of(draft.of(first)).config.num_hidden_layers == 1
+    assert {draft, LayerSubset(KEPT), LayerSubset((0,))} == {draft, LayerSubset((0,))}
+
+
+@pytest.mark.parametrize(
+    ("layers", "name"),
+    [((3,), "layers 3"), ((0, 1, 2), "layers 0-2"), ((0, 2, 3, 4, 9), "layers 0,2-4,9"), ((5, 6), "layers 5-6")],
+)
+def test_the_name_of_a_subset(layers: tuple[int, ...], name: str) -> None:
+    assert LayerSubset(layers).name == name
+
+
+WRONG_LAYERS: dict[tuple[Any, ...], str] = {
+    (): "draft layers [] keep nothing; ",
+    (0, -1): "draft layers [0, -1] must be whole numbers, counted from 0",
+    (0, 1.5): "draft layers [0, 1.5] must be whole numbers, counted from 0",
+    (0, 1, 1): "draft layers [0, 1, 1] must ascend, each named once",
+    (2, 1): "draft layers [2, 1] must ascend, each named once",
+    (0, 5): "draft layer 5 is out of range: the target's layers are 0 to 4",
+}
+
+
+@pytest.mark.parametrize("layers", WRONG_LAYERS)
+def test_layers_that_are_refused(layers: tuple[int, ...]) -> None:
+    model = deep()
+    model.forward = lambda **_: pytest.fail("a model ran")
+    recipe = Recipe(model=ModelConfig(id="tiny"), draft=DraftConfig(layers=list(layers)))
+    target = Target(model, tiny_tokenizer(), "tiny", "1")
+    with pytest.raises(UserError) as caught:
+        draft_of(recipe, target)
+    assert str(caught.value).startswith(WRONG_LAYERS[layers]) and "\n" not in str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def loaded(folder: Path) -> Target:
+    return load_target(str(folder), device="cpu")
+
+
+def with_tokens(target: Target, *tokens: str) -> Target:
+    """The target with further tokens in its vocabulary."""
+    tokenizer: Any = copy.deepcopy(target.tokenizer)
+    tokenizer.add_tokens([AddedToken(token, special=True) for token in tokens])
+    return replace(target, tokenizer=tokenizer)
+
+
+def test_another_model_with_the_same_vocabulary(tmp_path: Path, loaded: Target) -> None:
+    path = str(save_tiny_target(tmp_path / "small", "qwen3"))
+    draft = load_draft(path, loaded, device="cpu")
+    model = draft.of(loaded.model)
+    assert model.config.model_type == "qwen3" and model is draft.of(deep())
+    assert (draft.name, draft.version) == (path, load_target(path, device="cpu").version)
+    assert draft == load_draft(path, loaded, device="cpu") and len({draft, load_draft(path, loaded, device="cpu")}) == 1
+    assert draft != LoadedDraft(path, "another version", model)
+
+
+def test_vocabularies_are_compared_token_by_token(folder: Path, loaded: Target) -> None:
+    size = len(loaded.tokenizer)
+    other = replace(with_tokens(loaded, "<|think|>"), name="big")
+    with pytest.raises(UserError) as caught:
+        load_draft(str(folder), other, device="cpu")
+    assert str(caught.value) == (
+        f"draft {str(folder)!r} has another vocabulary than the target 'big': token '<|think|>' is missing there and "
+        f"id {size} in the target; choose a draft of its family"
+    )
+
+
+def test_a_draft_with_more_tokens_or_other_ids(tmp_path: Path, loaded: Target) -> None:
+    first = with_tokens(loaded, "<|a|>", "<|b|>")
+    draft = save_tiny_target(tmp_path / "draft")
+    first.tokenizer.save_pretrained(str(draft))
+    size = len(loaded.tokenizer)
+    with pytest.raises(UserError, match=rf"token '<\|a\|>' is id {size} there and missing in the target"):
+        load_draft(str(draft), loaded, device="cpu")
+    with pytest.raises(UserError, match=rf"token '<\|b\|>' is id {size + 1} there and id {size} in the target"):
+        load_draft(str(draft), with_tokens(loaded, "<|b|>", "<|a|>"), device="cpu")
+    assert load_draft(str(draft), first, device="cpu").name == str(draft)
+
+
+def test_the_draft_of_a_recipe(folder: Path, loaded: Target) -> None:
+    recipe = Recipe(model=ModelConfig(id=str(folder), device="cpu", dtype="bfloat16"))
+    assert draft_of(recipe, loaded) is None
+    subset = draft_of(replace(recipe, draft=DraftConfig(layers=[0, 2])), loaded)
+    assert subset == LayerSubset((0, 2))
+    other = draft_of(replace(recipe, draft=DraftConfig(id=str(folder))), loaded)
+    assert isinstance(other, LoadedDraft) and other.model.dtype == torch.bfloat16
+    with pytest.raises(UserError, match=r"draft.layers and draft.id=.* name two drafts; add draft.layers=null or"):
+        draft_of(replace(recipe, draft=DraftConfig(layers=[0], id=str(folder))), loaded)
+    with pytest.raises(UserError, match="'a b' is neither a folder nor a Hub id"):
+        draft_of(replace(recipe, draft=DraftConfig(id="a b")), loaded)

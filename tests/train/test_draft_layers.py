@@ -1,0 +1,171 @@
+"""The search for a draft's layers against its definition: every trial a whole model, every token by itself."""
+
+import copy
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from keepsight.errors import UserError
+from keepsight.models.drafts import keep_layers
+from keepsight.train import draft_layers
+from keepsight.train.draft_layers import Subset, Text, closeness, draft_figure, read, search, seconds_a_token
+from tests.tiny import FAMILIES, prompt_ids, tiny_model
+
+DEPTH = 5
+PROMPTS = [prompt_ids(length, seed=length)[0][0].tolist() for length in (20, 9, 14)]
+LENGTHS = [6, 1, 4]
+
+
+@pytest.fixture(params=FAMILIES)
+def target(request: pytest.FixtureRequest) -> Any:
+    return tiny_model(request.param, num_hidden_layers=DEPTH)
+
+
+def answers(target: Any) -> list[list[int]]:
+    """The target's own greedy answers."""
+    found = []
+    for prompt, length in zip(PROMPTS, LENGTHS, strict=True):
+        ids = list(prompt)
+        for _ in range(length):
+            ids.append(int(next_logits(target, ids).argmax()))
+        found.append(ids[len(prompt) :])
+    return found
+
+
+def texts(target: Any) -> list[Text]:
+    return [read(target, prompt, answer) for prompt, answer in zip(PROMPTS, answers(target), strict=True)]
+
+
+@torch.no_grad()
+def next_logits(model: Any, ids: list[int]) -> Tensor:
+    return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
+
+
+def without(target: Any, layers: list[int]) -> Any:
+    """A copy of the target that skips the other layers."""
+    model = copy.deepcopy(target)
+    model.model.layers = nn.ModuleList(model.model.layers[layer] for layer in layers)
+    model.config.num_hidden_layers = len(layers)
+    return model
+
+
+def by_definition(target: Any, draft: Any) -> tuple[float, float, float]:
+    """KL, agreement and accepted tokens, one token at a time."""
+    divergences, right, runs = [], [], []
+    for prompt, answer in zip(PROMPTS, answers(target), strict=True):
+        hits = []
+        for place in range(len(answer)):
+            ids = [*prompt, *answer[:place]]
+            p, q = (next_logits(model, ids).double().softmax(-1) for model in (target, draft))
+            divergences.append(sum(float(a) * math.log(float(a) / float(b)) for a, b in zip(p, q, strict=True)))
+            hits.append(int(q.argmax()) == answer[place])
+        right += hits
+        runs.append(hits.index(False) if False in hits else len(hits))
+    return sum(divergences) / len(divergences), sum(right) / len(right), sum(runs) / len(runs)
+
+
+def plant_a_layer_that_does_nothing(target: Any, layer: int) -> None:
+    with torch.no_grad():
+        target.model.layers[layer].self_attn.o_proj.weight.zero_()
+        target.model.layers[layer].mlp.down_proj.weight.zero_()
+
+
+@pytest.mark.parametrize("layers", [[0, 1, 2, 3], [0, 2, 4], [1]])
+def test_closeness_by_its_definition(target: Any, layers: list[int]) -> None:
+    found = closeness(keep_layers(target, layers), texts(target))
+    expected = by_definition(target, without(target, layers))
+    assert (found.kl, found.agreement, found.accepted) == pytest.approx(expected, rel=1e-4)
+
+
+def test_the_target_is_its_own_best_draft(target: Any) -> None:
+    found = closeness(target, texts(target))
+    assert found.kl == pytest.approx(0, abs=1e-6)
+    assert (found.agreement, found.accepted) == (1, pytest.approx(sum(LENGTHS) / len(LENGTHS)))
+
+
+@pytest.mark.parametrize("layer", range(DEPTH))
+def test_a_layer_that_does_nothing_goes_first(target: Any, layer: int, tmp_path: Path) -> None:
+    plant_a_layer_that_does_nothing(target, layer)
+    (subset,) = search(target, texts(target), DEPTH - 1, tmp_path / "log.jsonl")
+    assert subset.layers == [each for each in range(DEPTH) if each != layer]
+    assert subset.kl == pytest.approx(0, abs=1e-6) and subset.agreement == 1
+
+
+def test_every_step_takes_out_what_is_missed_least(target: Any, tmp_path: Path) -> None:
+    before = next_logits(target, PROMPTS[0])
+    found = search(target, texts(target), 1, tmp_path / "log.jsonl")
+    assert torch.equal(next_logits(target, PROMPTS[0]), before)
+    layers = list(range(DEPTH))
+    for subset in found:
+        trials = {layer: without(target, [each for each in layers if each != layer]) for layer in layers}
+        results = {layer: by_definition(target, draft) for layer, draft in trials.items()}
+        best = min(layers, key=lambda layer: results[layer][0])
+        layers = [layer for layer in layers if layer != best]
+        assert subset.layers == layers
+        assert (subset.kl, subset.agreement, subset.accepted) == pytest.approx(results[best], rel=1e-4)
+    assert len(layers) == 1
+
+
+def test_a_stopped_search_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny_model(num_hidden_layers=DEPTH)
+    whole = search(target, texts(target), 1, tmp_path / "whole.jsonl")
+    log = tmp_path / "log.jsonl"
+    assert search(target, texts(target), 3, log) == whole[:2]
+    log.write_bytes(log.read_bytes()[:-10])  # as a kill may leave it
+    trials: list[int] = []
+    monkeypatch.setattr(draft_layers, "_closeness", counted(trials))
+    resumed = search(target, texts(target), 1, log)
+    assert [subset.layers for subset in resumed] == [subset.layers for subset in whole]
+    assert len(trials) == 4 + 3 + 2
+    assert log.read_text() == (tmp_path / "whole.jsonl").read_text()
+    assert search(target, texts(target), 2, log) == whole
+    assert len(trials) == 4 + 3 + 2
+
+
+def counted(calls: list[int]) -> Any:
+    measured = draft_layers._closeness
+
+    def counting(*arguments: Any) -> Any:
+        calls.append(1)
+        return measured(*arguments)
+
+    return counting
+
+
+def test_a_log_of_another_search_is_refused(tmp_path: Path) -> None:
+    target, log = tiny_model(num_hidden_layers=3), tmp_path / "log.jsonl"
+    search(target, texts(target), 2, log)
+    before = log.read_text()
+    with pytest.raises(UserError, match=r"log.jsonl: this search began with another target or other texts; choose"):
+        search(target, texts(target)[:2], 1, log)
+    assert log.read_text() == before
+    assert [len(json.loads(line).get("layers", [])) for line in before.splitlines()] == [0, 2]
+
+
+def test_seconds_a_token_decodes_that_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, lengths = tiny_model(), []
+    forward = model.forward
+
+    def noted(**inputs: Any) -> Any:
+        lengths.append(inputs["input_ids"].shape[1])
+        return forward(**inputs)
+
+    monkeypatch.setattr(model, "forward", noted)
+    assert seconds_a_token(model, PROMPTS[0], tokens=3) > 0
+    assert lengths == [20, 1, 1, 1]
+
+
+def test_the_figure_shows_search_and_held_out() -> None:
+    searched = [Subset(0.1, 0.9, 3.0, [0, 1, 2]), Subset(0.4, 0.6, 1.0, [0, 1]), Subset(2.0, 0.1, 0.0, [0])]
+    (panel,) = draft_figure(searched, [Subset(0.5, 0.5, 1.0, [0, 1])]).axes
+    drawn = {
+        str(line.get_label()): (np.asarray(line.get_xdata()).tolist(), np.asarray(line.get_ydata()).tolist())
+        for line in panel.get_lines()
+    }
+    assert drawn == {"texts of the search": ([3, 2, 1], [0.9, 0.6, 0.1]), "held-out texts": ([2], [0.5])}

@@ -1,0 +1,186 @@
+"""Which of a target's layers make a good draft, found by measurement.
+
+Backward elimination: of the layers that are left, the one goes next without which the draft stays closest to the
+target. Nothing is trained. Which layers can go depends on the model: in large ones most stand late in the middle (Men
+et al. 2024, "ShortGPT", arXiv 2403.03853). "Draft & Verify" (Zhang et al. 2023, arXiv 2309.08168) searches for the
+layers that self-speculative decoding skips by Bayesian optimisation.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import mean, median
+
+import torch
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from torch import Tensor
+from torch.nn import functional
+from tqdm import tqdm
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache
+
+from keepsight.errors import UserError
+from keepsight.files import append_lines, text_digest, whole_lines, write_lines
+from keepsight.models.drafts import keep_layers
+from keepsight.train.plots import BLUE, VERMILLION
+
+
+@dataclass(frozen=True)
+class Text:
+    """A prompt of N tokens with an answer of T, as the target reads them.
+
+    Attributes:
+        ids: [1, N + T - 1] int64: the prompt and the answer but for its last token.
+        expected: [T, V] float32: the target's log-probabilities of the answer's tokens.
+    """
+
+    ids: Tensor
+    expected: Tensor
+
+
+@dataclass(frozen=True)
+class Closeness:
+    """How closely a draft follows the target, both reading the target's answers (teacher-forced).
+
+    Attributes:
+        kl: KL(target || draft) in nats, the mean over all answer tokens.
+        agreement: Share of the answer tokens where draft and target have the same arg-max.
+        accepted: Tokens from the answer's start to the first disagreement, the mean over the texts.
+    """
+
+    kl: float
+    agreement: float
+    accepted: float
+
+
+@dataclass(frozen=True)
+class Subset(Closeness):
+    """Layers of the target, and how closely they follow it.
+
+    Attributes:
+        layers: Indices of the kept layers, ascending.
+    """
+
+    layers: list[int]
+
+
+@torch.no_grad()
+def read(target: PreTrainedModel, prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> Text:
+    """What the target makes of an answer that is given."""
+    ids = torch.tensor([[*prompt_ids, *answer_ids[:-1]]], device=target.device)
+    logits = target(input_ids=ids, use_cache=False, logits_to_keep=len(answer_ids)).logits[0]
+    return Text(ids, logits.float().log_softmax(-1))
+
+
+def closeness(draft: PreTrainedModel, texts: Sequence[Text]) -> Closeness:
+    """How closely a draft follows the target over some texts."""
+    return _closeness(draft, texts, _embedded(draft, texts))
+
+
+@torch.no_grad()
+def search(target: PreTrainedModel, texts: Sequence[Text], keep: int, log: Path) -> list[Subset]:
+    """Take layers out, one after the other, until `keep` are left.
+
+    What the layers before the one on trial give out is computed once for all trials.
+
+    Args:
+        target: Stays as it is.
+        texts: What draft and target are compared on.
+        keep: Layers in the last subset.
+        log: JSON Lines, a line a removal; a search that is stopped goes on from there.
+
+    Returns:
+        The subsets, the largest first.
+
+    Raises:
+        UserError: `log` is of a search on another target or other texts.
+    """
+    found = _logged(log, target, texts)
+    layers = found[-1].layers if found else list(range(target.config.get_text_config().num_hidden_layers))
+    inputs = _inputs(keep_layers(target, layers), _embedded(target, texts))
+    with tqdm(total=sum(range(keep + 1, len(layers) + 1)), desc="layers on trial", unit="trial") as progress:
+        while len(layers) > keep:
+            trials = []
+            for place in range(len(layers)):
+                trials.append(_closeness(keep_layers(target, layers[place + 1 :]), texts, inputs[place]))
+                progress.update()
+            place = min(range(len(layers)), key=lambda place: trials[place].kl)
+            layers = [*layers[:place], *layers[place + 1 :]]
+            inputs = [*inputs[:place], *_inputs(keep_layers(target, layers[place:]), inputs[place])]
+            found.append(Subset(**asdict(trials[place]), layers=layers))
+            append_lines(log, [asdict(found[-1])])
+    return found
+
+
+@torch.no_grad()
+def seconds_a_token(model: PreTrainedModel, prompt_ids: Sequence[int], tokens: int = 32) -> float:
+    """The median time of a greedy decoding step after a prompt."""
+    cache, seconds = DynamicCache(), []
+    ids = torch.tensor([prompt_ids], device=model.device)
+    for _ in range(tokens + 1):
+        start = time.perf_counter()
+        logits = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        ids = torch.tensor([[int(logits[0, -1].argmax())]], device=model.device)  # waits for a GPU
+        seconds.append(time.perf_counter() - start)
+    return median(seconds[1:])
+
+
+def draft_figure(searched: Sequence[Subset], held_out: Sequence[Subset]) -> Figure:
+    """Agreement against the number of layers kept: a line for the search, a mark for each subset on held-out texts."""
+    figure = Figure(figsize=(5.0, 3.2), layout="constrained")
+    panel = figure.subplots()
+    for subsets, label, colour, line in (
+        (searched, "texts of the search", BLUE, "o-"),
+        (held_out, "held-out texts", VERMILLION, "s"),
+    ):
+        sizes, values = [len(subset.layers) for subset in subsets], [subset.agreement for subset in subsets]
+        panel.plot(sizes, values, line, color=colour, linewidth=1.6, markersize=4, label=label)
+    panel.set_title("Answer tokens on which draft and target agree", fontsize=10)
+    panel.set_xlabel("layers kept", fontsize=9)
+    panel.set_ylim(0, 1)
+    panel.xaxis.set_major_locator(MaxNLocator(integer=True))
+    panel.grid(axis="y", color="#d4d4d4", linewidth=0.6)
+    panel.set_axisbelow(True)
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.tick_params(labelsize=8)
+    panel.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def _logged(log: Path, target: PreTrainedModel, texts: Sequence[Text]) -> list[Subset]:
+    """The subsets of an earlier run of the same search; the log's first line says which search it is."""
+    ids = text_digest(str([(text.ids.tolist(), len(text.expected)) for text in texts]))
+    search = {"target": str(target.config.name_or_path), "texts": ids}
+    rows = whole_lines(log)
+    if not rows:
+        write_lines(log, [search])
+    elif rows[0] != search:
+        raise UserError(f"{log}: this search began with another target or other texts; choose another out=")
+    return [Subset(**row) for row in rows[1:]]
+
+
+@torch.no_grad()
+def _embedded(model: PreTrainedModel, texts: Sequence[Text]) -> list[Tensor]:
+    return [model.get_input_embeddings()(text.ids) for text in texts]
+
+
+@torch.no_grad()
+def _closeness(model: PreTrainedModel, texts: Sequence[Text], hidden: Sequence[Tensor]) -> Closeness:
+    """`closeness` of a draft that ends with these layers, where `hidden` [1, N + T - 1, hidden size] comes in."""
+    divergences, agreements, accepted = [], [], []
+    for text, states in zip(texts, hidden, strict=True):
+        logits = model(inputs_embeds=states, use_cache=False, logits_to_keep=len(text.expected)).logits[0]
+        guess = logits.float().log_softmax(-1)
+        divergences.append(functional.kl_div(guess, text.expected, reduction="none", log_target=True).sum(-1))
+        agreements.append(guess.argmax(-1) == text.expected.argmax(-1))
+        accepted.append(int(agreements[-1].long().cumprod(0).sum()))
+    return Closeness(float(torch.cat(divergences).mean()), float(torch.cat(agreements).float().mean()), mean(accepted))
+
+
+def _inputs(model: PreTrainedModel, hidden: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
+    """For each layer, what comes in: [1, N + T - 1, hidden size] for each text."""
+    decoder = model.get_decoder()
+    states = [decoder(inputs_embeds=each, use_cache=False, output_hidden_states=True).hidden_states for each in hidden]
+    return list(zip(*(each[:-1] for each in states), strict=True))
