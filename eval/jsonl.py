@@ -86,6 +86,7 @@ def _longbench_sample(file: JsonlFile, where: str, row: Mapping[str, Any]) -> Sa
         task=file.task,
         length=0,
         prompt=_fill(file.template, texts),
+        question=_fill(file.template.partition("{context}")[2], texts),
         references=_texts(where, row, "answers"),
         metric=file.metric,
         max_new_tokens=_limit(file, where, file.task),

@@ -80,6 +80,7 @@ def make_samples(
     tokenizer: Any,
     haystack: Path | None = None,
     max_new_tokens: int | None = None,
+    every_key: bool = False,
 ) -> list[Sample]:
     """Samples of one kind whose rendered prompt and answer together fill `length` tokens, or a sentence less.
 
@@ -91,6 +92,7 @@ def make_samples(
         tokenizer: Of the target, with a chat template.
         haystack: A text file to hide the needles in; None takes the evaluation's own prose.
         max_new_tokens: Length limit of the answer in tokens; None takes the kind's.
+        every_key: Ask for each key in turn, so that a haystack of several keys becomes several samples.
 
     Raises:
         UserError: the kind is unknown, the needles alone are longer than `length`, or the file is unusable.
@@ -104,8 +106,32 @@ def make_samples(
         rng = random.Random(f"niah:{kind}:{length}:{seed}:{index}")
         depths = spread(index, count, KINDS[kind].keys * KINDS[kind].values, rng)
         quiz = _quiz(kind, length, f"{seed}-{index}", limit, rng)
-        made.append(_filled(quiz, depths, hay, rng.randrange(len(hay.sentences)), tokenizer))
+        sample = _filled(quiz, depths, hay, rng.randrange(len(hay.sentences)), tokenizer)
+        made += _asked_for_each_key(sample) if every_key else [sample]
     return made
+
+
+def _asked_for_each_key(sample: Sample) -> list[Sample]:
+    """The sample once for each key in its haystack."""
+    facts: dict[str, list[str]] = {}
+    for span in sample.spans:
+        key, _, value = span.removeprefix(NEEDLE.partition("{key}")[0]).removesuffix(".").partition(" is: ")
+        facts.setdefault(key, []).append(value)
+    asked = []
+    for number, (key, values) in enumerate(facts.items()):
+        wording, prefix = (ONE, ONE_PREFIX) if len(values) == 1 else (SOME, SOME_PREFIX)
+        question = wording.partition("{text}")[2].replace("{keys}", key)
+        asked.append(
+            replace(
+                sample,
+                id=f"{sample.id}-{number}",
+                prompt=sample.context + question,
+                question=question,
+                references=tuple(values),
+                answer_prefix=prefix.format(keys=key),
+            )
+        )
+    return asked
 
 
 def _quiz(kind: str, length: int, name: str, max_new_tokens: int, rng: random.Random) -> Sample:
@@ -121,6 +147,7 @@ def _quiz(kind: str, length: int, name: str, max_new_tokens: int, rng: random.Ra
         task=f"niah_{kind}",
         length=length,
         prompt=(ONE if one else SOME).replace("{keys}", _listed(asked)),
+        question=(ONE if one else SOME).partition("{text}")[2].replace("{keys}", _listed(asked)),
         references=tuple(value for key, value in facts if key in asked),
         metric="string_match_all",
         max_new_tokens=max_new_tokens,

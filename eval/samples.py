@@ -21,6 +21,7 @@ class Sample:
         task: What the `task` column shows, such as `niah_single` or a file's name.
         length: What the `length` column shows: the nominal prompt length in tokens of the target's tokenizer.
         prompt: The text of the user's turn.
+        question: The end of `prompt` that asks about what stands before it; empty when the two cannot be told apart.
         references: Accepted answers.
         metric: A key of `keepsight.eval.metrics.METRICS`.
         max_new_tokens: Length limit of the answer, in tokens.
@@ -38,9 +39,15 @@ class Sample:
     metric: str
     max_new_tokens: int
     answer_prefix: str = ""
+    question: str = ""
     chat: bool = True
     spans: tuple[str, ...] = ()
     classes: tuple[str, ...] = ()
+
+    @property
+    def context(self) -> str:
+        """The prompt without its question."""
+        return self.prompt.removesuffix(self.question)
 
 
 def answerable(samples: Iterable[Sample], tokenizer: Any) -> tuple[list[Sample], list[str]]:
@@ -63,12 +70,36 @@ def render(sample: Sample, tokenizer: Any) -> list[int]:
         CutSpanError: a span that the answer needs is not in the rendered prompt.
         UserError: there is no chat template.
     """
-    text = sample.prompt
-    if sample.chat:
-        text = chat_text(tokenizer, [{"role": "user", "content": sample.prompt}])
-    ids: list[int] = tokenizer(text + sample.answer_prefix, add_special_tokens=not sample.chat)["input_ids"]
+    ids: list[int] = tokenizer(_text(sample, tokenizer), add_special_tokens=not sample.chat)["input_ids"]
     rendered = tokenizer.decode(ids)
     for span in sample.spans:
         if span not in rendered:
             raise CutSpanError(f"sample {sample.task}/{sample.id}: the answer span {span!r} was cut from the prompt")
     return ids
+
+
+def render_apart(sample: Sample, tokenizer: Any) -> tuple[list[int], list[int]]:
+    """The sample's prompt in two: what comes before the question, and the question with all that follows it.
+
+    Raises:
+        UserError: the sample's question cannot be told from its context.
+    """
+    render(sample, tokenizer)
+    text = _text(sample, tokenizer)
+    question = sample.question.strip()
+    start = text.rfind(question) if question else -1
+    if start < 1:
+        raise UserError(
+            f"sample {sample.task}/{sample.id} does not say where its question starts; evaluate it with question=seen"
+        )
+    start -= len(text[:start]) - len(text[:start].rstrip())
+    context: list[int] = tokenizer(text[:start], add_special_tokens=not sample.chat)["input_ids"]
+    rest: list[int] = tokenizer(text[start:], add_special_tokens=False)["input_ids"]
+    return context, rest
+
+
+def _text(sample: Sample, tokenizer: Any) -> str:
+    """The prompt as the target reads it, answer prefix included."""
+    if not sample.chat:
+        return sample.prompt + sample.answer_prefix
+    return chat_text(tokenizer, [{"role": "user", "content": sample.prompt}]) + sample.answer_prefix

@@ -1,12 +1,15 @@
 """Allocation: how many entries each layer and KV head may keep, so that all of them together are exactly the budget."""
 
+import heapq
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from keepsight.errors import UserError
+from keepsight.runtime.importance import top_mask
 
 
 class Allocation(ABC):
@@ -22,7 +25,8 @@ class Allocation(ABC):
 
         Returns:
             L tensors [B, K] int64. In every row they sum up to L x K x budget, or to all real entries if these are
-            fewer; no head gets more than it has, or fewer than it protects.
+            fewer; no head gets more than it has, or fewer than it protects. A head of an evicted cache may have fewer
+            than its share; others then get the rest.
         """
 
     def check(self, budget: int, protected: int) -> None:
@@ -37,9 +41,10 @@ class Allocation(ABC):
 class Uniform(Allocation):
     """The same number of entries in every layer and KV head."""
 
+    @override
     def __call__(self, importance: list[Tensor], budget: int) -> list[Tensor]:
-        """Divide; see `Allocation`."""
-        return [real_entries(layer).clamp(max=budget) for layer in importance]
+        real = torch.stack([real_entries(layer) for layer in importance])
+        return list(torch.stack([_evenly(row, budget) for row in real.unbind(1)], dim=1))
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,7 @@ class Pyramid(Allocation):
 
     The schedule is over what is not protected. Prompts of fewer than twice that are divided evenly. Rounding makes
     the published schedule exceed the budget by up to 5 %; here the surplus is taken back from the layers that were
-    rounded up most.
+    rounded up most, the last ones.
 
     Attributes:
         beta: The last layer gets 1 / beta of the average, the first one what is left to 2.
@@ -60,33 +65,35 @@ class Pyramid(Allocation):
         if type(self.beta) is not int or self.beta < 1:
             raise UserError(f"pyramidkv: beta {self.beta!r} must be a whole number of at least 1")
 
+    @override
     def check(self, budget: int, protected: int) -> None:
-        """See `Allocation.check`."""
-        if not protected and (budget - protected) // self.beta < 1:
+        if not protected and budget // self.beta < 1:
             raise UserError(
                 f"pyramidkv: budget {budget} with beta {self.beta} leaves the last layer without entries; "
                 f"give a budget of at least {self.beta}, or protect a window"
             )
 
+    @override
     def __call__(self, importance: list[Tensor], budget: int) -> list[Tensor]:
-        """Divide; see `Allocation`."""
-        kv_heads, layers = importance[0].shape[1], len(importance)
-        rows = []
-        for row in range(len(importance[0])):
-            real = int(real_entries(importance[0])[row, 0])
-            protected = int(protected_entries(importance[0])[row, 0])
-            free = budget - protected
-            if real <= budget:
-                caps = torch.full((layers,), real)
-            elif real - protected < 2 * free:
-                caps = torch.full((layers,), budget)
-            else:
-                published = pyramid_schedule(free, real - protected, layers, self.beta)
-                ideal = torch.linspace(published[0], 2 * free - published[0], layers)
-                caps = settle(torch.tensor(published), ideal, free * layers, real - protected) + protected
-            rows.append(caps)
-        caps = torch.stack(rows, dim=1).to(importance[0].device)  # [L, B]
-        return [layer[:, None].expand(-1, kv_heads) for layer in caps]
+        real = torch.stack([real_entries(layer) for layer in importance])
+        protected = torch.stack([protected_entries(layer) for layer in importance])
+        rows = [self._divide(*row, budget) for row in zip(real.unbind(1), protected.unbind(1), strict=True)]
+        return list(torch.stack(rows, dim=1))
+
+    def _divide(self, real: Tensor, protected: Tensor, budget: int) -> Tensor:
+        """[L, K] entries to keep of one row's real and protected ones, both [L, K]."""
+        available, longest, free = real - protected, int(real.max()), budget - int(protected.max())
+        total = min(real.numel() * budget, int(real.sum())) - int(protected.sum())
+        # Layers that differ were evicted from by this schedule before: the prompt was long enough.
+        if bool((real == longest).all()) and longest < 2 * free:
+            published = [free] * len(real)
+        else:
+            published = pyramid_schedule(free, int(available.max()), len(real), self.beta)
+        ideal = torch.linspace(published[0], 2 * free - published[0], len(real), dtype=torch.float64)
+        most = available.amin(dim=1)
+        caps = settle(torch.tensor(published), ideal, min(free * len(real), int(most.sum())), most)
+        by_head = [each[:, None].expand(-1, real.shape[1]) for each in (caps, ideal)]
+        return protected + settle(by_head[0], by_head[1], total, available).to(real.device)
 
 
 def pyramid_schedule(budget: int, candidates: int, layers: int, beta: int = 20) -> list[int]:
@@ -110,14 +117,15 @@ def pyramid_schedule(budget: int, candidates: int, layers: int, beta: int = 20) 
 class Adaptive(Allocation):
     """Heads of a layer share its budget by where the most important entries are (AdaKV, section 4).
 
-    Every head is promised a share of the average, its floor; protected entries are outside of both.
+    Every head is promised a share of the average, its floor.
 
     Attributes:
         floor: The promised share, alpha.
-        blend: True: a head gets (1 - alpha) of what it has among the layer's most important entries, plus its floor
-            (AdaKV's code). False: at least its floor, and beyond it whatever is most important (kvpress).
+        blend: True: of what is not protected, a head gets (1 - alpha) of what it has among the layer's most important
+            entries, plus its floor (AdaKV's code). False: at least its floor, protected entries included, and beyond
+            it whatever is most important (kvpress).
         normalize: Whether a head's importance is scaled by the share of it that its own top entries hold, before
-            heads are compared (KVCache-Factory's variant).
+            heads are compared (KVCache-Factory's variant; for importance of one sign).
     """
 
     floor: float = 0.2
@@ -128,75 +136,98 @@ class Adaptive(Allocation):
         if not 0 <= self.floor <= 1:
             raise UserError(f"adakv: floor {self.floor!r} must be between 0 and 1")
 
+    @override
     def check(self, budget: int, protected: int) -> None:
-        """See `Allocation.check`."""
         if not protected and int(budget * self.floor) < 1:
             raise UserError(
                 f"adakv: budget {budget} with floor {self.floor} can leave a head without entries; "
-                "raise the floor, or protect a window"
+                "raise the floor or the budget, or protect a window"
             )
 
+    @override
     def __call__(self, importance: list[Tensor], budget: int) -> list[Tensor]:
-        """Divide; see `Allocation`."""
-        return [torch.stack([self._divide(row, budget) for row in layer]) for layer in importance]
+        of_layers = torch.stack([real_entries(layer).sum(dim=-1) for layer in importance], dim=1)
+        totals = [_evenly(row, budget * importance[0].shape[1]).tolist() for row in of_layers]
+        return [
+            torch.stack([self._divide(row, total[index]) for row, total in zip(layer, totals, strict=True)])
+            for index, layer in enumerate(importance)
+        ]
 
-    def _divide(self, importance: Tensor, budget: int) -> Tensor:
+    def _divide(self, importance: Tensor, total: int) -> Tensor:
         """[K] entries for the heads of one row, from [K, C]."""
-        protected, real = protected_entries(importance), real_entries(importance)
-        heads = len(importance)
-        total = min(budget * heads, int(real.sum())) - int(protected.sum())
-        candidates = importance.masked_fill(torch.isposinf(importance), -torch.inf)
-        share = total // heads
-        ranked = self._comparable(candidates, share)
-        available = real - protected
+        protected = protected_entries(importance)
+        available = real_entries(importance) - protected
+        free, average = total - int(protected.sum()), total // len(importance)
+        share = free // len(importance)
+        ranked = self._comparable(importance.masked_fill(torch.isposinf(importance), -torch.inf), share)
         if not self.blend:
-            floor = (available.clamp(max=int(share * self.floor))).tolist()
-            return protected + _top_counts(_promised(ranked, floor), total, available)
-        counts = _top_counts(ranked, total, available)
-        ideal = counts * (1 - self.floor) + share * self.floor
-        published = (counts * (1 - self.floor) + int(share * self.floor)).round().long()
-        return protected + settle(published, ideal, total, available)
+            promised = (int(average * self.floor) - protected).clamp(min=0)
+            first = top_mask(ranked, torch.minimum(promised, available))
+            return protected + _among_top(ranked.masked_fill(first, torch.inf), free)
+        among_top = _among_top(ranked, free)
+        ideal = among_top.double() * (1 - self.floor) + share * self.floor
+        return protected + settle(blended(among_top, share, self.floor), ideal, free, available)
 
     def _comparable(self, candidates: Tensor, share: int) -> Tensor:
         if not self.normalize:
             return candidates
-        finite = candidates.masked_fill(torch.isinf(candidates), 0.0)
-        held = finite.topk(min(share, finite.shape[1]), dim=-1).values.sum(-1) / finite.sum(-1).clamp(min=1e-30)
-        return candidates * held.clamp(min=1e-30)[:, None]
+        ordered = candidates.sort(dim=-1, descending=True).values.nan_to_num(neginf=0.0)
+        held, whole = ordered[:, :share].sum(-1, keepdim=True), ordered.sum(-1, keepdim=True)
+        scaled = candidates * torch.where(whole == 0, 1.0, held / whole)
+        return scaled.masked_fill(torch.isneginf(candidates), -torch.inf)
 
 
-def _promised(ranked: Tensor, floor: list[int]) -> Tensor:
-    """Importance in which each head's `floor` best entries come before everything else."""
-    result = ranked.clone()
-    for head, count in enumerate(floor):
-        result[head, ranked[head].argsort(descending=True, stable=True)[:count]] = torch.inf
-    return result
-
-
-def _top_counts(ranked: Tensor, total: int, available: Tensor) -> Tensor:
-    """[K]: how many of the `total` best entries of all heads fall into each; ties go to the first head and index."""
-    order = ranked.flatten().argsort(descending=True, stable=True)[:total]
-    counts = torch.bincount(order // ranked.shape[1], minlength=len(ranked))
-    return torch.minimum(counts, available)
-
-
-def settle(counts: Tensor, ideal: Tensor, total: int, most: int | Tensor) -> Tensor:
-    """Rounded counts changed one by one until they sum up to `total`, first where they are furthest from `ideal`.
+def blended(among_top: Tensor, budget: int, floor: float) -> Tensor:
+    """AdaKV's entries by head, exactly as its code rounds them; their sum can miss `budget` x K.
 
     Args:
-        counts: [n] int64.
-        ideal: [n] float, what they were rounded from.
-        total: The sum to reach.
-        most: The largest count allowed, for all or [n]; their sum is at least `total`.
+        among_top: [K] int64, how many of the layer's most important entries each head has.
+        budget: B, entries a head without the window.
+        floor: Alpha.
     """
-    counts = torch.minimum(counts, torch.as_tensor(most, device=counts.device)).clamp(min=0)
-    while (missing := total - int(counts.sum())) != 0:
-        gap = (ideal - counts) * (1 if missing > 0 else -1)
-        blocked = counts >= torch.as_tensor(most, device=counts.device) if missing > 0 else counts <= 0
-        chosen = gap.masked_fill(blocked, -torch.inf).argsort(descending=True, stable=True)
-        free = int((~blocked).sum())
-        counts[chosen[: min(abs(missing), free)]] += 1 if missing > 0 else -1
-    return counts
+    return (among_top * (1 - floor) + int(budget * floor)).round().long()
+
+
+def _among_top(ranked: Tensor, total: int) -> Tensor:
+    """[K]: how many of the `total` best entries of all heads fall into each; ties go to the first head and index."""
+    return top_mask(ranked.flatten(), total).view_as(ranked).sum(dim=-1)
+
+
+def _evenly(available: Tensor, share: int) -> Tensor:
+    """`share` of each, and from others what some lack."""
+    total = min(available.numel() * share, int(available.sum()))
+    return settle(available.clamp(max=share), torch.full_like(available, share), total, available)
+
+
+def settle(counts: Tensor, ideal: Tensor, total: int, most: Tensor) -> Tensor:
+    """Rounded counts changed one by one until they sum up to `total`, each time the one furthest from `ideal`.
+
+    Args:
+        counts: Of any shape, int64; ties go to the first.
+        ideal: What they were rounded from, of the same shape.
+        total: The sum to reach.
+        most: The largest count allowed for each; their sum is at least `total`.
+    """
+    limits, wanted = most.flatten().tolist(), ideal.flatten().tolist()
+    settled = [max(0, min(pair)) for pair in zip(counts.flatten().tolist(), limits, strict=True)]
+    missing = total - sum(settled)
+    step = 1 if missing > 0 else -1
+
+    def place(index: int) -> tuple[float, int]:
+        # Rounded, so that the noise of floats does not decide ties.
+        return round((settled[index] - wanted[index]) * step, 6), index
+
+    def can_change(index: int) -> bool:
+        return settled[index] < limits[index] if step > 0 else settled[index] > 0
+
+    waiting = [place(index) for index in range(len(settled)) if can_change(index)]
+    heapq.heapify(waiting)
+    for _ in range(abs(missing)):
+        _, index = heapq.heappop(waiting)
+        settled[index] += step
+        if can_change(index):
+            heapq.heappush(waiting, place(index))
+    return torch.tensor(settled, device=counts.device).view(counts.shape)
 
 
 def real_entries(importance: Tensor) -> Tensor:

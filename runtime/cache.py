@@ -216,7 +216,7 @@ def keep(cache: Cache, kept: Sequence[Tensor]) -> Cache:
 
 
 def stack(caches: Sequence[Cache]) -> tuple[Cache, Tensor | None]:
-    """Join caches of one logical length along the batch, padded on the left to the longest.
+    """Join caches along the batch, padded on the left to the longest; the logical length is that of the longest.
 
     Returns:
         The joined cache, and the mask [sum of batches, C] bool that is False for padding; None when nothing is padded,
@@ -258,6 +258,21 @@ def _stack_by_head(caches: Sequence[Cache], parts: list[list[LayerEntries]]) -> 
     return Cache(layers=layers)
 
 
+def rewind(cache: Cache, rows: Tensor, real: Tensor) -> Cache:
+    """Some rows of a dense cache; where padding is known by head, entries that are not `real` become padding.
+
+    Args:
+        cache: Whose layers all hold dense entries.
+        rows: [R] int64.
+        real: [R, C] bool, with C that of the longest layer; layers are aligned at their last entry.
+    """
+    layers: list[Any] = []
+    for keys, values, own in entries(cache):
+        by_head = None if own is None else own[rows] & real[:, None, -keys.shape[2] :]
+        layers.append(KeptLayer(keys[rows], values[rows], cache.get_seq_length(), by_head))
+    return Cache(layers=layers)
+
+
 def cache_bytes(cache: Cache) -> int:
     """Bytes of all keys and values: entries of all layers, rows and KV heads x head dimension x 2 x item size.
 
@@ -277,4 +292,4 @@ def _pad(tensor: Tensor, length: int) -> Tensor:
 
 
 def _seen(caches: Sequence[Cache]) -> int:
-    return caches[0].get_seq_length()
+    return max(cache.get_seq_length() for cache in caches)

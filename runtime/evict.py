@@ -181,6 +181,10 @@ class Evict(CacheMethod):
     def reapply(self, model: PreTrainedModel) -> Reapply | None:
         return Reapply(self.every, lambda state: self.compress(model, state)) if self.every else None
 
+    def reads_itself(self, length: int) -> bool:
+        """Whether a prompt of `length` tokens is not prefilled as usual, so that its prefill cannot be shared."""
+        return False
+
     def entries(self, state: State) -> int:
         """How many entries per layer and KV head are kept of this state."""
         if isinstance(self.budget, int):

@@ -5,6 +5,7 @@ entries, d head dimension. The order is that of LookaheadKV's implementation bas
 granularity): softmax over all keys, slice the observed ones, reduce over queries, reduce over the group, pool.
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -33,7 +34,9 @@ class Reduce:
     def __post_init__(self) -> None:
         for field, known in (("queries", ("mean", "max")), ("heads", ("mean", "max", "mean of layer"))):
             if getattr(self, field) not in known:
-                raise UserError(f"reduce: {field} {getattr(self, field)!r} is unknown; choose one of {', '.join(known)}")
+                raise UserError(
+                    f"reduce: {field} {getattr(self, field)!r} is unknown; choose one of {', '.join(known)}"
+                )
 
 
 @dataclass(frozen=True)
@@ -84,18 +87,14 @@ def observed_attention(
     """
     assert reduction in _OVER_QUERIES
     batch, _, rows, _ = query.shape
-    total: Tensor | None = None
+    blocks = []
     for start in range(0, rows, _ROWS_AT_ONCE):
         block = slice(start, min(start + _ROWS_AT_ONCE, rows))
         weights = _attention(query[:, :, block], key, scaling, rows - start, key_mask)[..., :length]
         if query_mask is not None:
             weights = weights * query_mask[:, None, block, None]
-        reduced = weights.amax(dim=2) if reduction == "max" else weights.sum(dim=2)
-        if total is None:
-            total = reduced
-        else:
-            total = torch.maximum(total, reduced) if reduction == "max" else total + reduced
-    assert total is not None
+        blocks.append(weights.amax(dim=2) if reduction == "max" else weights.sum(dim=2))
+    total = functools.reduce(torch.maximum if reduction == "max" else torch.add, blocks)
     if reduction != "mean":
         return total
     counted = query_mask.sum(dim=1) if query_mask is not None else query.new_full((batch,), rows, dtype=torch.long)

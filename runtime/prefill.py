@@ -11,6 +11,9 @@ from transformers.cache_utils import DynamicCache
 from keepsight.runtime.attention import record_attention
 from keepsight.runtime.state import Needs, State, Trace, TraceRecorder
 
+WINDOW = Needs(window=32)
+"""What most methods need."""
+
 
 @torch.no_grad()
 def prefill(
@@ -19,7 +22,7 @@ def prefill(
     attention_mask: Tensor | None = None,
     *,
     chunk: int | None = None,
-    needs: Needs = Needs(window=32),
+    needs: Needs = WINDOW,
 ) -> State:
     """Run the prompt through the model.
 

@@ -26,8 +26,21 @@ class Recency(Observer):
 
 
 @dataclass(frozen=True)
+class Earliness(Observer):
+    """Earlier entries count more."""
+
+    @override
+    def __call__(self, model: PreTrainedModel, state: State, reduction: str) -> list[Tensor]:
+        return [-layer for layer in Recency()(model, state, reduction)]
+
+
+@dataclass(frozen=True)
 class StreamingLLM(Evict):
-    """The first 4 entries (sinks) and the most recent ones (StreamingLLM, section 3)."""
+    """The first 4 entries (sinks) and the most recent ones (StreamingLLM, section 3).
+
+    KVCache-Factory's has a fixed number of recent entries, and spends the rest of the budget on sinks:
+    `StreamingLLM(budget, observer=Earliness(), window=32)`.
+    """
 
     observer: Observer = Recency()
     pool: Pool = NO_POOL

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from keepsight.errors import UserError
+from keepsight.eval import answers as answers_module
 from keepsight.eval import sweep as sweep_module
 from keepsight.eval.samples import Sample, render
 from keepsight.eval.sweep import Variant, run_sample, sweep
@@ -18,14 +19,18 @@ from keepsight.models.adapter import Provenance, save_lookahead
 from keepsight.models.lookahead import Lookahead, LookaheadSettings
 from keepsight.models.targets import Target, load_target
 from keepsight.runtime.cache import cache_bytes
-from keepsight.runtime.decode import Kept, score_answer
+from keepsight.runtime.decode import score_answer
+from keepsight.runtime.drafting import DraftTokens
 from keepsight.runtime.evict import Evict, FullCache
 from keepsight.runtime.generate import generate
 from keepsight.runtime.methods import LookaheadKV, Oracle, SnapKV, StreamingLLM
 from keepsight.runtime.methods.oracle import OwnAnswer
-from keepsight.runtime.prefill import Prefilled, prefill
+from keepsight.runtime.observe import Observer
+from keepsight.runtime.prefill import prefill
+from keepsight.runtime.state import Needs, State
 from tests.tiny import FAMILIES, save_tiny_target
 
+MANY = 100_000
 TEXT = "The quick brown fox jumps over the lazy dog, and then it sleeps. " * 6
 SAMPLE = Sample("one", "test", 256, TEXT, ("fox",), "string_match_all", 24, answer_prefix="It is")
 OTHER = replace(SAMPLE, id="two", prompt=TEXT[:170] + "for i in range(10): print(i)", length=128)
@@ -60,7 +65,7 @@ def variants(target: Target, tmp_path_factory: pytest.TempPathFactory) -> list[V
 
 @pytest.fixture(scope="module")
 def rows(target: Target, variants: list[Variant]) -> list[dict[str, Any]]:
-    return run_sample(target, SAMPLE, variants, 16)
+    return run_sample(target, SAMPLE, variants, MANY)
 
 
 def ids_of(target: Target, sample: Sample = SAMPLE) -> Tensor:
@@ -69,8 +74,8 @@ def ids_of(target: Target, sample: Sample = SAMPLE) -> Tensor:
 
 def alone(method: Any) -> Any:
     """The method as it is used outside a sweep; an oracle answers as long as the sample allows."""
-    own = isinstance(method, Evict) and isinstance(method.observer, OwnAnswer)
-    return replace(method, observer=OwnAnswer(SAMPLE.max_new_tokens)) if own else method
+    own = isinstance(method, Oracle)
+    return replace(method, observer=DraftTokens(OwnAnswer(SAMPLE.max_new_tokens))) if own else method
 
 
 def test_the_full_cache_comes_first_and_agrees_with_itself(target: Target, rows: list[dict[str, Any]]) -> None:
@@ -86,7 +91,8 @@ def test_a_budget_above_the_prompt_is_the_full_cache(rows: list[dict[str, Any]])
     full, whole = rows[0], rows[-1]
     assert (whole["method"], whole["budget"]) == ("lookaheadkv", 100_000)
     assert abs(whole["excess_nll"]) < 1e-5
-    assert whole | {"excess_nll": full["excess_nll"], "method": "full", "budget": None} == full
+    same = {"excess_nll": full["excess_nll"], "method": "full", "budget": None}
+    assert whole | same | CLOCKS == full | CLOCKS
 
 
 def test_answers_equal_generate_one_by_one(target: Target, variants: list[Variant], rows: list[dict[str, Any]]) -> None:
@@ -107,7 +113,7 @@ def test_scores_equal_those_of_each_cache_alone(
     base, _ = score_answer(target.model, FullCache().compress(target.model, prefilled), answer)
     for row, variant in zip(rows[1:], variants, strict=True):
         kept = alone(variant.method).compress(target.model, prefilled)
-        assert (row["kept"], row["kv_bytes"]) == (kept.size, cache_bytes(kept.cache))
+        assert (row["kept"], row["kv_bytes"]) == (kept.length, cache_bytes(kept.cache))
         nll, hits = score_answer(target.model, kept, answer)
         assert row["excess_nll"] == pytest.approx((nll - base).mean().item(), abs=1e-5)
         assert row["agreement"] == pytest.approx(hits.float().mean().item())
@@ -120,64 +126,69 @@ def test_budgets_are_exact(target: Target, rows: list[dict[str, Any]]) -> None:
     assert [row["kept"] for row in rows[1:]] == expected
 
 
+CLOCKS = {"seconds": 0, "time_to_first_token": 0, "tokens_per_second": 0}
+
+
 def comparable(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Without what clocks and the order of additions decide."""
-    return [{**row, "seconds": 0, "excess_nll": pytest.approx(row["excess_nll"], abs=1e-5)} for row in rows]
+    return [row | CLOCKS | {"excess_nll": pytest.approx(row["excess_nll"], abs=1e-5)} for row in rows]
 
 
-@pytest.mark.parametrize("max_batch", [1, 3, 8])
+@pytest.mark.parametrize("batch_tokens", [1, 300, 400])
 def test_the_size_of_batches_changes_nothing(
-    target: Target, variants: list[Variant], rows: list[dict[str, Any]], max_batch: int
+    target: Target, variants: list[Variant], rows: list[dict[str, Any]], batch_tokens: int
 ) -> None:
-    assert [row | {"seconds": 0} for row in run_sample(target, SAMPLE, variants, max_batch)] == comparable(rows)
+    assert [row | CLOCKS for row in run_sample(target, SAMPLE, variants, batch_tokens)] == comparable(rows)
 
 
-@pytest.mark.parametrize("max_batch", [1, 3, 16])
-def test_no_more_than_max_batch_are_decoded_together(
-    target: Target, variants: list[Variant], max_batch: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("batch_tokens", [1, 200, 400])
+def test_batches_stay_within_their_tokens(
+    target: Target, variants: list[Variant], batch_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sizes, join = [], sweep_module.join
+    sizes, join = [], answers_module.join
 
-    def noted(states: list[Kept]) -> Kept:
-        sizes.append(len(states))
+    def noted(states: list[State]) -> State:
+        sizes.append((len(states), max(state.length for state in states) + SAMPLE.max_new_tokens))
         return join(states)
 
-    monkeypatch.setattr(sweep_module, "join", noted)
-    run_sample(target, SAMPLE, variants, max_batch)
-    assert sizes == {1: [1] * 8, 3: [3, 3, 2], 16: [8]}[max_batch]
+    monkeypatch.setattr(answers_module, "join", noted)
+    run_sample(target, SAMPLE, variants, batch_tokens)
+    assert sum(rows for rows, _ in sizes) == 8
+    assert all(rows == 1 or rows * width <= batch_tokens for rows, width in sizes)
+    assert len(sizes) == 8 if batch_tokens == 1 else len(sizes) < 8
 
 
-@dataclass(frozen=True)
-class Counting:
+@dataclass(frozen=True, eq=False)
+class Counting(Observer):
     """Random scores; keeps count of its calls."""
 
     calls: list[int] = field(default_factory=list)
 
-    def __call__(self, model: PreTrainedModel, prefilled: Prefilled) -> list[Tensor]:
-        self.calls.append(prefilled.length)
+    def __call__(self, model: PreTrainedModel, state: State, reduction: str) -> list[Tensor]:
+        self.calls.append(state.length)
         generator = torch.Generator().manual_seed(0)
-        return [torch.rand(1, 4, prefilled.length, generator=generator) for _ in prefilled.cache.layers]
+        return [torch.rand(1, 4, state.length, generator=generator) for _ in state.cache.layers]
 
 
 def test_one_prefill_a_sample_and_one_observation_a_method(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     prefills, one, two = [], Counting(), Counting()
 
-    def noted(model: PreTrainedModel, ids: Tensor) -> Prefilled:
+    def noted(model: PreTrainedModel, ids: Tensor, needs: Needs) -> State:
         prefills.append(ids.shape[1])
-        return prefill(model, ids)
+        return prefill(model, ids, needs=needs)
 
     monkeypatch.setattr(sweep_module, "prefill", noted)
     budgets = (8, 16, 0.5, 9999)
     mixed = [Variant(str(id(each)), Evict(budget, each)) for budget in budgets for each in (one, two)]
     for sample in (SAMPLE, OTHER):
-        run_sample(target, sample, mixed, 16)
+        run_sample(target, sample, mixed, MANY)
     assert prefills == one.calls == two.calls == [ids_of(target, sample).shape[1] for sample in (SAMPLE, OTHER)]
 
 
 def test_a_cut_span_is_refused(target: Target, variants: list[Variant]) -> None:
-    run_sample(target, replace(SAMPLE, spans=("lazy dog",)), variants[:1], 16)
+    run_sample(target, replace(SAMPLE, spans=("lazy dog",)), variants[:1], MANY)
     with pytest.raises(UserError, match="sample test/one: the answer span 'lazy cat' was cut from the prompt"):
-        run_sample(target, replace(SAMPLE, spans=("lazy dog", "lazy cat")), variants[:1], 16)
+        run_sample(target, replace(SAMPLE, spans=("lazy dog", "lazy cat")), variants[:1], MANY)
 
 
 def test_a_prompt_beyond_the_context_is_refused(target: Target, variants: list[Variant]) -> None:
@@ -185,13 +196,13 @@ def test_a_prompt_beyond_the_context_is_refused(target: Target, variants: list[V
     with pytest.raises(
         UserError, match=r"sample test/one has \d+ tokens, with \d+ for the answer more than the context"
     ):
-        run_sample(target, replace(SAMPLE, max_new_tokens=longest + 1), variants[:1], 16)
+        run_sample(target, replace(SAMPLE, max_new_tokens=longest + 1), variants[:1], MANY)
 
 
 def test_what_is_done_is_passed_over(target: Target, variants: list[Variant], tmp_path: Path) -> None:
     done = {("test", 256, "one"), ("test", 999, "two"), ("other", 128, "two")}
-    (made,) = sweep(target, [SAMPLE, OTHER], variants, done, 16)
+    (made,) = sweep(target, [SAMPLE, OTHER], variants, done, MANY)
     assert [(row["sample"], row["method"]) for row in made] == [
         ("two", name) for name in ["full", *(variant.name for variant in variants)]
     ]
-    assert not list(sweep(target, [SAMPLE], variants, done, 16))
+    assert not list(sweep(target, [SAMPLE], variants, done, MANY))

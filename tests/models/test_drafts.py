@@ -18,7 +18,6 @@ from keepsight.models.drafts import LayerSubset, LoadedDraft, load_draft
 from keepsight.models.lookahead import Lookahead, LookaheadSettings
 from keepsight.models.targets import Target, load_target
 from keepsight.runtime.attention import record_attention
-from keepsight.runtime.prefill import prefill
 from keepsight.targets import draft_of
 from tests.tiny import FAMILIES, prompt_ids, save_tiny_target, tiny_model, tiny_tokenizer
 
@@ -105,21 +104,32 @@ def test_the_target_stays_as_it_is(target: PreTrainedModel) -> None:
     assert draft.config.num_hidden_layers == len(KEPT)
 
 
+@torch.no_grad()
+def recorded(model: PreTrainedModel) -> tuple[list[int], Tensor]:
+    """The layers that a recorder sees, and the logits."""
+    layers: list[int] = []
+    record_attention(model)
+    output = model(input_ids=IDS, use_cache=False, recorder=lambda layer, *_: layers.append(layer))
+    return layers, output.logits
+
+
 def test_attention_is_recorded_on_the_draft_alone(target: PreTrainedModel) -> None:
     draft = LayerSubset(KEPT).of(target)
     assert draft.config._attn_implementation == target.config._attn_implementation == "sdpa"
-    prefilled = prefill(draft, IDS)
+    layers, output = recorded(draft)
+    assert layers == list(range(len(KEPT)))
+    torch.testing.assert_close(output, logits(reference(target, KEPT)))
     assert target.config._attn_implementation == "sdpa"
     assert {layer.self_attn.config._attn_implementation for layer in target.model.layers} == {"sdpa"}
-    assert len(prefilled.cache.layers) == len(prefilled.window) == len(KEPT)
-    torch.testing.assert_close(prefilled.logits, logits(reference(target, KEPT))[:, -1])
 
 
 def test_a_target_that_is_recorded_first(target: PreTrainedModel) -> None:
-    record_attention(target)
+    assert recorded(target)[0] == list(range(DEPTH))
     draft = LayerSubset(KEPT).of(target)
-    torch.testing.assert_close(prefill(draft, IDS).logits, logits(reference(target, KEPT))[:, -1])
-    assert len(prefill(target, IDS).window) == DEPTH
+    layers, output = recorded(draft)
+    assert layers == list(range(len(KEPT)))
+    torch.testing.assert_close(output, logits(reference(target, KEPT)))
+    assert recorded(target)[0] == list(range(DEPTH))
 
 
 def test_adapters_stay_with_the_target(target: PreTrainedModel) -> None:

@@ -1,0 +1,159 @@
+"""Answers of many variants in one batch, with the full cache's answer as everyone's first guess.
+
+Scoring the full cache's answer under a variant tells at each token what the variant itself would have said. Up to the
+first token where it would have said something else, its own greedy answer is therefore known; only what comes after
+is decoded. Under greedy decoding this is exact.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import psutil
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from keepsight.runtime.decode import Reapply, decode, stop_after
+from keepsight.runtime.prefill import read
+from keepsight.runtime.state import State, forget_last, join
+
+_SHARE_OF_FREE_MEMORY = 0.25
+
+
+@dataclass(frozen=True)
+class Answered:
+    """What one variant says.
+
+    Attributes:
+        ids: [T] int64, its own greedy answer.
+        nll: [T'] float32, negative log-likelihood of the full cache's answer in nats.
+        hits: [T'] bool, whether each token of the full cache's answer is the arg-max.
+        tokens_per_second: Answer tokens of its batch for each second that scoring and decoding the batch took.
+    """
+
+    ids: Tensor
+    nll: Tensor
+    hits: Tensor
+    tokens_per_second: float
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What ends an answer, and how large a batch may be.
+
+    Attributes:
+        max_new_tokens: Of an answer.
+        end_tokens: Ids that end one.
+        batch_tokens: KV entries a head over all rows of a batch, answers included.
+    """
+
+    max_new_tokens: int
+    end_tokens: list[int]
+    batch_tokens: int
+
+
+def default_batch_tokens(model: PreTrainedModel) -> int:
+    """As many entries as fill a quarter of the memory that is free now."""
+    config = model.config.get_text_config()
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    entry = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * model.dtype.itemsize
+    if model.device.type == "cuda":
+        free = torch.cuda.mem_get_info(model.device)[0]
+    else:
+        free = psutil.virtual_memory().available
+    return max(int(free * _SHARE_OF_FREE_MEMORY / entry), 1)
+
+
+def answer_all(model: PreTrainedModel, states: Sequence[State], answer: Tensor, limits: Limits) -> list[Answered]:
+    """Every variant's answer and what it thinks of the full cache's.
+
+    Args:
+        model: The target.
+        states: Of one row each; they stay as they are.
+        answer: [1, T] int64, the full cache's greedy answer under the same limits.
+        limits: See `Limits`.
+    """
+    order = sorted(range(len(states)), key=lambda index: states[index].length)
+    answered: dict[int, Answered] = {}
+    for batch in _batches(order, [state.length + limits.max_new_tokens for state in states], limits.batch_tokens):
+        results = _answer_batch(model, [states[index] for index in batch], answer, limits)
+        answered.update(zip(batch, results, strict=True))
+    return [answered[index] for index in range(len(states))]
+
+
+def _batches(order: Sequence[int], sizes: Sequence[int], most: int) -> Iterator[list[int]]:
+    """Consecutive states whose padded sizes stay within `most`; one alone may exceed it. `order` is by size."""
+    batch: list[int] = []
+    for index in order:
+        if batch and (len(batch) + 1) * sizes[index] > most:
+            yield batch
+            batch = []
+        batch.append(index)
+    if batch:
+        yield batch
+
+
+def _answer_batch(model: PreTrainedModel, states: list[State], answer: Tensor, limits: Limits) -> list[Answered]:
+    start = time.perf_counter()
+    before = join(states)
+    answers = answer.expand(len(states), -1)
+    logits, after = before.logits[:, None], before
+    if answer.shape[1] > 1:
+        after, rest = read(model, before, answers[:, :-1])
+        logits = torch.cat([logits, rest], dim=1)
+    nll = functional.cross_entropy(logits.transpose(1, 2), answers, reduction="none")
+    own = logits.argmax(dim=-1)
+    hits = own == answers
+    agreed = hits.long().cumprod(dim=1).sum(dim=1)
+    ids = [_own_start(*row) for row in zip(answers, own, agreed.tolist(), strict=True)]
+    open_rows = [row for row, each in enumerate(ids) if not _ended(each, answer.shape[1], int(agreed[row]), limits)]
+    if open_rows:
+        rows = torch.tensor(open_rows, device=answer.device)
+        known = agreed[rows]
+        state = forget_last(after, rows, answer.shape[1] - 1 - known, logits[rows, known])
+        for row, rest_ids in zip(open_rows, _finish(model, state, limits, int(known.min())), strict=True):
+            ids[row] = _cut(torch.cat([ids[row][:-1], rest_ids]), limits)
+    seconds = time.perf_counter() - start
+    speed = sum(len(each) for each in ids) / seconds
+    return [Answered(*row, speed) for row in zip(ids, nll, hits, strict=True)]
+
+
+def _own_start(answer: Tensor, own: Tensor, agreed: int) -> Tensor:
+    """What a row says as far as it is known: the tokens it shares with the full cache, then its first other one."""
+    return torch.cat([answer[:agreed], own[agreed : agreed + 1]])
+
+
+def _ended(ids: Tensor, length: int, agreed: int, limits: Limits) -> bool:
+    return agreed == length or int(ids[-1]) in limits.end_tokens or len(ids) >= limits.max_new_tokens
+
+
+def _finish(model: PreTrainedModel, state: State, limits: Limits, known: int) -> Tensor:
+    """Greedy continuations [R, T], long enough for the row of which the least is known."""
+    criteria = stop_after(limits.max_new_tokens - known, limits.end_tokens)
+    return decode(model, state, criteria, pad_token=limits.end_tokens[0]).ids
+
+
+def _cut(ids: Tensor, limits: Limits) -> Tensor:
+    """Up to the first end token, and no longer than allowed."""
+    ended = torch.isin(ids, torch.tensor(limits.end_tokens, device=ids.device)).nonzero()
+    stop = int(ended[0]) + 1 if len(ended) else len(ids)
+    return ids[: min(stop, limits.max_new_tokens)]
+
+
+def answer_evicting(model: PreTrainedModel, state: State, answer: Tensor, limits: Limits, reapply: Reapply) -> Answered:
+    """The same for one variant that also evicts while it decodes: token by token, and scored between evictions."""
+    start = time.perf_counter()
+    criteria = stop_after(limits.max_new_tokens, limits.end_tokens)
+    ids = decode(model, state.copy(), criteria, pad_token=limits.end_tokens[0], reapply=reapply).ids[0]
+    speed = len(ids) / (time.perf_counter() - start)
+    scored, logits = replace(state.copy()), [state.logits[:, None]]
+    for block in answer[:, :-1].split(reapply.every, dim=1):
+        if len(logits) > 1:
+            scored = reapply.compress(scored)
+        scored, rest = read(model, scored, block)
+        logits.append(rest)
+    joined = torch.cat(logits, dim=1)
+    nll = functional.cross_entropy(joined.transpose(1, 2), answer, reduction="none")
+    return Answered(ids, nll[0], joined.argmax(dim=-1)[0] == answer[0], speed)

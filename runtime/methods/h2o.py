@@ -1,0 +1,41 @@
+"""H2O: the entries that all queries together attend to most."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from transformers import PreTrainedModel
+from typing_extensions import override
+
+from keepsight.runtime.evict import Evict
+from keepsight.runtime.importance import NO_POOL, Pool
+from keepsight.runtime.observe import Observer
+from keepsight.runtime.state import Needs, State
+
+
+@dataclass(frozen=True)
+class ReceivedAttention(Observer):
+    """Every token that was read observes: attention received, summed over all queries (H2O, section 4).
+
+    The sum is made while the tokens are read, in blocks of queries. It is not divided by the number of queries that
+    could see an entry, so that early entries have an advantage.
+    """
+
+    @override
+    def __call__(self, model: PreTrainedModel, state: State, reduction: str) -> list[Tensor]:
+        return list(state.trace.received)
+
+    @override
+    def needs(self) -> Needs:
+        return Needs(received=True)
+
+
+@dataclass(frozen=True)
+class H2O(Evict):
+    """What has received most attention, and the last 32 entries (H2O, algorithm 1).
+
+    Evicts once after the prompt, as KVCache-Factory does; `every` evicts while decoding too, as the paper does.
+    """
+
+    observer: Observer = ReceivedAttention()
+    pool: Pool = NO_POOL
+    window: int = 32

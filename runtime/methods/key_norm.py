@@ -1,0 +1,32 @@
+"""KeyNorm: entries whose keys are short. Nobody observes."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from transformers import PreTrainedModel
+from typing_extensions import override
+
+from keepsight.runtime.evict import Evict
+from keepsight.runtime.importance import NO_POOL, Pool
+from keepsight.runtime.observe import Observer
+from keepsight.runtime.state import State
+
+
+@dataclass(frozen=True)
+class ShortKeys(Observer):
+    """Minus the L2 norm of each key, after RoPE (arXiv 2406.11430, section 3)."""
+
+    @override
+    def __call__(self, model: PreTrainedModel, state: State, reduction: str) -> list[Tensor]:
+        return [-each.keys.float().norm(dim=-1) for each in state.entries()]
+
+
+@dataclass(frozen=True)
+class KeyNorm(Evict):
+    """The entries with the shortest keys (arXiv 2406.11430), without sinks or window.
+
+    KVCache-Factory leaves the first two layers whole, and so keeps more than its budget. Here all layers count.
+    """
+
+    observer: Observer = ShortKeys()
+    pool: Pool = NO_POOL

@@ -1,0 +1,90 @@
+"""LaCache: a ladder of positions that shifts from layer to layer. Nobody observes."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from typing_extensions import override
+
+from keepsight.errors import UserError
+from keepsight.runtime.evict import Evict
+from keepsight.runtime.importance import NO_POOL, Pool
+from keepsight.runtime.observe import Observer
+from keepsight.runtime.state import State
+
+
+@dataclass(frozen=True)
+class Ladder(Observer):
+    """Entries that a ladder-shaped cache would drop later count more (LaCache, arXiv 2507.14204, section 3).
+
+    A ladder is some consecutive entries. Each layer keeps a part of them, and the part shifts by one entry from layer
+    to layer, so that what one layer drops another one has. A pass cuts all entries after the sinks into ladders and
+    drops what a layer does not keep, the oldest first; another pass does the same to what is left, until less than a
+    ladder is left. The most recent entries, as many as there are layers, are spared. Every budget stops this somewhere.
+
+    The published code does so while tokens come in, and drops whole ladders at a time, so that it ends up below its
+    budget; after several passes it lengthens its ladders. Here the whole prompt is read with full attention first, and
+    the last ladder is dropped only as far as the budget says.
+
+    A span that covers all layers keeps every entry of a ladder in every layer. Then only age counts: StreamingLLM.
+
+    Attributes:
+        span: Layers that keep an entry.
+        overlap: Layers that two neighbouring entries of a ladder share.
+        sinks: First entries that are in no ladder: the method's sinks.
+    """
+
+    span: int = 16
+    overlap: int = 0
+    sinks: int = 4
+
+    def __post_init__(self) -> None:
+        if type(self.span) is not int or self.span < 1:
+            raise UserError(f"lacache: span {self.span!r} must be a whole number of layers, at least 1")
+        if type(self.overlap) is not int or not 0 <= self.overlap < self.span:
+            raise UserError(f"lacache: overlap {self.overlap!r} must be a whole number below the span of {self.span}")
+        if type(self.sinks) is not int or self.sinks < 0:
+            raise UserError(f"lacache: sinks {self.sinks!r} must be a whole number")
+
+    @override
+    def __call__(self, model: PreTrainedModel, state: State, reduction: str) -> list[Tensor]:
+        layers = len(state.cache.layers)
+        scores = []
+        for layer, (each, held) in enumerate(zip(state.entries(), state.held(), strict=True)):
+            score = torch.zeros(each.keys.shape[:3], device=each.keys.device)
+            for length in held.unique().tolist():
+                ranks = self._ranks(length, layer, layers).to(score)
+                score[..., score.shape[-1] - length :][held == length] = ranks
+            scores.append(score)
+        return scores
+
+    def shape(self, layers: int) -> tuple[int, int]:
+        """Entries of a ladder, and how many of them each layer keeps (section 3.2)."""
+        step = self.span - self.overlap
+        length = 1 + max(0, -((self.span - layers) // step))
+        return length, min(-(-self.span // step), length)
+
+    def _ranks(self, length: int, layer: int, layers: int) -> Tensor:
+        """[length]: when each entry is dropped, from 0."""
+        ladder, kept = self.shape(layers)
+        first = layer % (ladder - kept + 1)
+        sinks = min(self.sinks, length)
+        recent_from = max(length - layers, sinks)
+        left, dropped = torch.arange(sinks, recent_from), []
+        while len(left) >= ladder > kept:
+            whole = len(left) // ladder * ladder
+            ladders = left[:whole].view(-1, ladder)
+            dropped += [torch.cat([ladders[:, :first], ladders[:, first + kept :]], dim=1).flatten()]
+            left = torch.cat([ladders[:, first : first + kept].flatten(), left[whole:]])
+        order = torch.cat([*dropped, left, torch.arange(recent_from, length), torch.arange(sinks)])
+        return torch.empty(length).scatter_(0, order, torch.arange(length).float())
+
+
+@dataclass(frozen=True)
+class LaCache(Evict):
+    """4 sinks, and a ladder of positions that shifts from layer to layer (LaCache, section 3)."""
+
+    observer: Observer = Ladder()
+    pool: Pool = NO_POOL
+    sinks: int = 4

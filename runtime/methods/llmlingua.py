@@ -1,0 +1,134 @@
+"""LLMLingua-2: a small encoder says which words of a prompt to keep. It does not see the question.
+
+Source: "LLMLingua-2: Data Distillation for Efficient and Faithful Task-Agnostic Prompt Compression". The encoder runs
+in its authors' package: `pip install keepsight[llmlingua]`.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from typing_extensions import override
+
+from keepsight.errors import UserError
+from keepsight.runtime.text import ShortenText, optional_package, pieces
+
+LabelledWords = list[tuple[str, bool]]
+"""The words of a text in their order, and whether each is kept."""
+
+_STEP = 0.01  # the package keeps whole percents
+_SLACK = 32  # characters between two words, beyond what could not be found
+_BETWEEN_WORDS, _BEFORE_LABEL = "\t\t|\t\t", " "
+
+
+@dataclass(frozen=True)
+class Package:
+    """Word labels from the `llmlingua` package with its own defaults.
+
+    Attributes:
+        model: Folder or Hub id of the encoder.
+    """
+
+    model: str = "microsoft/llmlingua-2-xlm-roberta-large-meetingbank"
+
+    def __call__(self, text: str, rate: float) -> LabelledWords:
+        """The words of a text, a share `rate` of which is kept.
+
+        Raises:
+            UserError: the package is not installed or its models cannot be had.
+        """
+        labelled = _compressor(self.model).compress_prompt_llmlingua2(
+            [text], rate=rate, return_word_label=True, word_sep=_BETWEEN_WORDS, label_sep=_BEFORE_LABEL
+        )["fn_labeled_original_prompt"]
+        pairs = (each.rpartition(_BEFORE_LABEL) for each in labelled.split(_BETWEEN_WORDS) if each)
+        return [(word, label == "1") for word, _, label in pairs]
+
+
+@dataclass(frozen=True)
+class LLMLingua2(ShortenText):
+    """Keeps the words before the window that LLMLingua-2 keeps, and the window.
+
+    The package is asked for the share of words that fits the budget. Its words are not the target's tokens, and it
+    rounds to whole percents of each stretch of 510 of its own tokens, so that fewer tokens than the budget may come
+    out; where it would be more, it is asked again for less. Line breaks are not words and are dropped.
+
+    Attributes:
+        label: From a text and the share of words to keep to all of its words, labelled; the package by default.
+    """
+
+    label: Callable[[str, float], LabelledWords] = Package()
+
+    @override
+    def select(self, model: PreTrainedModel, input_ids: Tensor) -> Tensor:
+        texts = pieces(self.tokenizer, input_ids[: len(input_ids) - self.window].tolist())
+        room = self.tokens(len(input_ids)) - self.window
+        rate = room / len(texts)
+        kept: list[int] = []
+        while rate > 0:
+            kept = kept_tokens(texts, self.label("".join(texts), rate))
+            if len(kept) <= room:
+                break
+            rate, kept = rate * room / len(kept) - _STEP, []
+        return self.with_window(torch.tensor(kept, dtype=torch.long, device=input_ids.device), len(input_ids))
+
+
+def kept_tokens(texts: list[str], words: LabelledWords) -> list[int]:
+    """The tokens that hold a part of a kept word, ascending.
+
+    Args:
+        texts: Of each token; see `keepsight.runtime.text.pieces`.
+        words: The words of the joined text in their order. A word that is not found where it should be (the encoder
+            rewrites some characters) is passed over.
+    """
+    text = "".join(texts)
+    marked = np.zeros(len(text) + 1, dtype=np.int64)
+    cursor, slack = 0, _SLACK
+    for word, is_kept in words:
+        while cursor < len(text) and text[cursor].isspace():
+            cursor += 1
+        start = text.find(word, cursor, cursor + slack + len(word))
+        if start < 0 or not word:
+            slack += len(word) + 1
+            continue
+        cursor, slack = start + len(word), _SLACK
+        marked[start:cursor] = is_kept
+    before = [0, *marked.cumsum().tolist()]
+    ends = [0, *accumulate(len(each) for each in texts)]
+    return [token for token in range(len(texts)) if before[ends[token + 1]] > before[ends[token]]]
+
+
+@lru_cache(maxsize=1)
+def _compressor(model: str) -> Any:
+    package = optional_package("llmlingua", "llmlingua")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        with _same_random_numbers():
+            return package.PromptCompressor(
+                model_name=model,
+                device_map=device,
+                model_config={"trust_remote_code": False},
+                use_llmlingua2=True,
+            )
+    except OSError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"LLMLingua2: model {model!r} cannot be loaded; give a folder or a Hub id: {reason}") from None
+
+
+@contextmanager
+def _same_random_numbers() -> Iterator[None]:
+    """The package seeds every generator of the process; give them back as they were."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)

@@ -1,0 +1,112 @@
+"""SpecKV-PC: SpecPC shortens the prompt, then SpecKV evicts from the KV cache of what is left.
+
+The draft model runs once, on the whole prompt: its attention shortens the prompt, and what it generated observes the
+short prompt in place of the answer. Source: the cascade in the released code of "Draft-based Approximate Inference for
+LLMs".
+"""
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
+from typing_extensions import override
+
+from keepsight.models import drafts
+from keepsight.runtime.allocate import Allocation, Uniform
+from keepsight.runtime.drafting import Draft, DraftTokens, Given
+from keepsight.runtime.evict import Evict, Method
+from keepsight.runtime.importance import Pool, Reduce
+from keepsight.runtime.methods.specpc import SpecPC
+from keepsight.runtime.prefill import prefill
+from keepsight.runtime.prompt import pad_left, require_whole, unpadded
+from keepsight.runtime.state import State
+
+
+@dataclass(frozen=True)
+class SpecKVPC(Method):
+    """Shortens the prompt with a draft model's attention, then evicts with the draft model's answer.
+
+    Attributes:
+        budget: Entries per layer and KV head, or a ratio of the whole prompt; see `keepsight.runtime.evict`.
+        draft: Which model drafts for the target.
+        prompt_budget: Tokens that SpecPC keeps; never fewer than `budget`, so that the budget is always used.
+        lookahead: Tokens that the draft generates at most, its end token included; all of them observe.
+        kernel: SpecPC's pooling and neighbourhood, in tokens (as published, for every model).
+        first_layer: SpecPC's; see there.
+        window: Last tokens of the short prompt that are kept and observe too. The published window of 32 does not
+            count the last prompt token, which is here an entry like any other: 33.
+        allocate: How many entries each layer and KV head may keep.
+
+    Raises:
+        UserError: a value is out of range; one line names it.
+    """
+
+    budget: int | float
+    draft: drafts.Draft = field(kw_only=True)
+    prompt_budget: int = 2048
+    lookahead: int = 20
+    kernel: int = 32
+    first_layer: int | None = None
+    window: int = 33
+    allocate: Allocation = Uniform()
+
+    def __post_init__(self) -> None:
+        require_whole(type(self).__name__, prompt_budget=(self.prompt_budget, 1))
+        self._evict(Draft(torch.empty(1, 0, dtype=torch.long)))
+        self._shorten(0)
+
+    @override
+    def check(self, length: int) -> None:
+        self._shorten(0).check(length)
+
+    @override
+    @torch.no_grad()
+    def start(
+        self, model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None = None, *, chunk: int | None = None
+    ) -> State:
+        prompts = unpadded(input_ids, mask)
+        for prompt in prompts:
+            self.check(len(prompt))
+        entries = self._entries(max(len(prompt) for prompt in prompts))
+        short, drafted = [], []
+        for prompt in prompts:
+            shorten = self._shorten(entries)
+            scores, generated = shorten.look(model, prompt)
+            short.append(prompt[shorten.select_by(scores)])
+            drafted.append(generated)
+        evict = replace(self._evict(_pad_right(drafted)), budget=entries)
+        state = prefill(model, *pad_left(short), chunk=chunk, needs=evict.needs())
+        return evict.compress(model, state)
+
+    def _entries(self, length: int) -> int:
+        if isinstance(self.budget, int):
+            return self.budget
+        return max(round(self.budget * length), self.window + 1)
+
+    def _shorten(self, entries: int) -> SpecPC:
+        return SpecPC(
+            max(self.prompt_budget, entries),
+            draft=self.draft,
+            lookahead=self.lookahead,
+            kernel=self.kernel,
+            first_layer=self.first_layer,
+        )
+
+    def _evict(self, draft: Draft) -> Evict:
+        return Evict(
+            self.budget,
+            DraftTokens(Given(draft), self.window),
+            Reduce("max", "max"),
+            Pool("max", 7),
+            self.allocate,
+            window=self.window,
+        )
+
+
+def _pad_right(drafted: list[Tensor]) -> Draft:
+    ids = pad_sequence(drafted, batch_first=True)
+    lengths = torch.tensor([len(each) for each in drafted], device=ids.device)
+    mask = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
+    return Draft(ids, None if bool(mask.all()) else mask)

@@ -1,0 +1,175 @@
+"""SpecPC: a draft model's attention says which prompt tokens the target gets to read.
+
+Source: "Draft-based Approximate Inference for LLMs", section 5, algorithm 2 and table 8, with the details of its
+released code where they differ from the text: the window's own keys are scored too, pooling takes an even kernel, and
+neighbours are added until the budget is full.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import PreTrainedModel
+from typing_extensions import override
+
+from keepsight.errors import UserError
+from keepsight.models import drafts
+from keepsight.runtime.decode import decode, stop_after
+from keepsight.runtime.importance import observed_attention
+from keepsight.runtime.prefill import prefill
+from keepsight.runtime.prompt import ShortenPrompt, require_whole
+from keepsight.runtime.state import Needs, State
+
+_FIRST_LAYER = 8  # of the published configurations, whose drafts have 16 and 24 layers
+
+
+@dataclass(frozen=True)
+class SpecPC(ShortenPrompt):
+    """Keeps the tokens that a draft model attends to when it begins its answer, and their neighbours.
+
+    Attributes:
+        draft: Which model drafts for the target.
+        lookahead: Tokens that the draft generates. The last of them is never read, so that one less observes beside
+            the window; with 1 (as published) the window observes alone.
+        first_layer: The draft's layers before it are left out; None for 8, or for half of the draft's layers where
+            that is less.
+        reduction: `max` or `sum`, over observing queries, heads and layers.
+        pooling: `max` or `avg`, over neighbouring tokens.
+        kernel: Tokens pooled; may be even; 1 turns pooling off. As published: 64 for Qwen2.5, 32 for Llama 3.
+        neighbors: Tokens taken along with a selected one, itself included; None for as many as `kernel`, 0 for none.
+    """
+
+    window: int = 64
+    draft: drafts.Draft = field(kw_only=True)
+    lookahead: int = 1
+    first_layer: int | None = None
+    reduction: str = "max"
+    pooling: str = "max"
+    kernel: int = 64
+    neighbors: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        name = type(self).__name__
+        require_whole(
+            name,
+            window=(self.window, 1),
+            lookahead=(self.lookahead, 1),
+            first_layer=(self.first_layer or 0, 0),
+            kernel=(self.kernel, 1),
+            neighbors=(self.neighbors or 0, 0),
+        )
+        for option, known in (("reduction", ("max", "sum")), ("pooling", ("max", "avg"))):
+            if getattr(self, option) not in known:
+                raise UserError(f"{name}: {option} {getattr(self, option)!r} is unknown; choose {' or '.join(known)}")
+
+    @override
+    def select(self, model: PreTrainedModel, input_ids: Tensor) -> Tensor:
+        scores, _ = self.look(model, input_ids)
+        return self.select_by(scores)
+
+    def select_by(self, scores: Tensor) -> Tensor:
+        """The tokens to keep, [C] int64 ascending, of a prompt with such scores [N] float32."""
+        neighbors = self.kernel if self.neighbors is None else self.neighbors
+        budget = self.tokens(len(scores))
+        return select_tokens(scores, budget, self.window, self.kernel, neighbors, self.pooling)
+
+    @torch.no_grad()
+    def look(self, model: PreTrainedModel, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Let the draft read a prompt and begin its answer.
+
+        Args:
+            model: The target.
+            input_ids: [N] int64, without padding.
+
+        Returns:
+            The scores [N] float32 of the prompt's tokens, and what the draft generated: [T] int64, at most
+            `lookahead` tokens, its end token included. Both on the device of `input_ids`.
+
+        Raises:
+            UserError: the draft has no layer `first_layer`.
+        """
+        draft = self.draft.of(model)
+        first = self._first_layer(draft)
+        prompt = input_ids[None].to(draft.device)
+        state = prefill(draft, prompt, needs=Needs(window=self.window + self.lookahead - 1))
+        config = draft.generation_config
+        stop = stop_after(self.lookahead, config.eos_token_id if config is not None else None)
+        decoded = decode(draft, state, stop, pad_token=0)
+        scores = self._scores(decoded.state, first, prompt.shape[1], decoded.ids.shape[1] - 1)
+        return scores.to(input_ids.device), decoded.ids[0].to(input_ids.device)
+
+    def _scores(self, state: State, first: int, length: int, generated: int) -> Tensor:
+        """[N] float32. Maximum and sum commute, so that all queries of a layer are reduced at once."""
+        rows = self.window + generated
+        ramp = torch.linspace(0, 1, self.window) if self.window > 1 else torch.ones(1)
+        weights = functional.pad(ramp, (0, generated), value=1.0).to(state.logits.device)
+        layers = zip(state.trace.window, state.entries(), state.trace.scaling, strict=True)
+        by_layer = [
+            observed_attention(
+                queries[:, :, -rows:],
+                each.keys,
+                scaling,
+                length,
+                query_mask=weights[None],
+                reduction=self.reduction,
+            )[0]
+            for queries, each, scaling in list(layers)[first:]
+        ]
+        by_head = torch.cat(by_layer)
+        return by_head.amax(dim=0) if self.reduction == "max" else by_head.sum(dim=0)
+
+    def _first_layer(self, draft: PreTrainedModel) -> int:
+        layers = draft.config.get_text_config().num_hidden_layers
+        if self.first_layer is None:
+            return min(_FIRST_LAYER, layers // 2)
+        if self.first_layer >= layers:
+            raise UserError(
+                f"{type(self).__name__}: first_layer {self.first_layer} is out of range: "
+                f"the draft's layers are 0 to {layers - 1}"
+            )
+        return self.first_layer
+
+
+def select_tokens(
+    scores: Tensor, budget: int, window: int, kernel: int, neighbors: int, pooling: str = "max"
+) -> Tensor:
+    """Which tokens are kept for their scores.
+
+    The last tokens come first; then the tokens by their pooled scores, the highest first, each followed by its
+    neighbours, the nearest first; until the budget is full. Ties go to the lowest index.
+
+    Args:
+        scores: [N] float, of all tokens, those of the window included; not negative.
+        budget: Tokens to keep.
+        window: Last tokens that are always kept; at most `budget`.
+        kernel: Tokens pooled: of an even number one more follows a token than precedes it. Zeros pad both ends.
+        neighbors: Size of a token's neighbourhood, itself included, of the same shape as the kernel; 0 for none.
+        pooling: `max`, or `avg` that always divides by `kernel`.
+
+    Returns:
+        [min(budget, N)] int64, ascending.
+    """
+    length = len(scores)
+    if budget >= length:
+        return torch.arange(length, device=scores.device)
+    ranked = _pool(scores, kernel, pooling).argsort(descending=True, stable=True)[:budget]
+    wanted = (ranked[:, None] + _nearest_first(neighbors).to(scores.device)).clamp(0, length - 1).flatten()
+    wanted = torch.cat([torch.arange(length - window, length, device=scores.device), wanted])
+    place = torch.arange(len(wanted), device=scores.device)
+    first_place = torch.full_like(scores, len(wanted), dtype=torch.long).scatter_reduce(0, wanted, place, "amin")
+    return first_place.argsort(stable=True)[:budget].sort().values
+
+
+def _pool(scores: Tensor, kernel: int, pooling: str) -> Tensor:
+    before = (kernel - 1) // 2
+    padded = functional.pad(scores[None], (before, kernel - 1 - before))
+    pool = functional.max_pool1d if pooling == "max" else functional.avg_pool1d
+    return pool(padded, kernel, stride=1)[0]
+
+
+def _nearest_first(neighbors: int) -> Tensor:
+    """Offsets of a token's neighbours: 0, -1, 1, -2, 2, ..."""
+    offsets = torch.arange(max(neighbors, 1)) - (max(neighbors, 1) - 1) // 2
+    return offsets[offsets.abs().argsort(stable=True)]

@@ -1,0 +1,123 @@
+"""Prompt compression: some of a prompt's tokens are kept, and the model reads only those.
+
+What is left is a prompt of its own: its tokens stand at positions 0..C-1, all of them get KV entries in every layer and
+head, and the answer continues at position C. No chat template is applied again; whatever part of it is to survive must
+be among the kept tokens, which is why these methods protect the prompt's last tokens (question and assistant header).
+
+The budget: tokens kept of each prompt. A ratio (a float between 0 and 1) stands for `round(ratio * N)`, N being the
+prompt's own length, and for no less than the window. A prompt no longer than the budget is left as it is.
+"""
+
+from abc import abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
+from typing_extensions import override
+
+from keepsight.errors import UserError
+from keepsight.runtime.evict import Method
+from keepsight.runtime.prefill import prefill
+from keepsight.runtime.state import Needs, State
+
+
+@dataclass(frozen=True)
+class ShortenPrompt(Method):
+    """Keeps some of the prompt's tokens and reads only those.
+
+    Attributes:
+        budget: Tokens to keep, or a ratio; see the module.
+        window: Last tokens that are always kept; they count towards the budget.
+
+    Raises:
+        UserError: a value is out of range; one line names it.
+    """
+
+    budget: int | float
+    window: int = 0
+
+    def __post_init__(self) -> None:
+        name, budget, window = type(self).__name__, self.budget, self.window
+        require_whole(name, window=(window, 0))
+        if type(budget) not in (int, float):
+            raise UserError(f"{name}: budget {budget!r} must be a whole number of tokens, or a ratio")
+        if isinstance(budget, float) and not 0 < budget <= 1:
+            raise UserError(f"{name}: budget {budget} is not a ratio in (0, 1]; give tokens as a whole number")
+        if isinstance(budget, int) and budget < max(window, 1):
+            raise UserError(f"{name}: budget {budget} must be at least {max(window, 1)}, the window's tokens included")
+
+    @abstractmethod
+    def select(self, model: PreTrainedModel, input_ids: Tensor) -> Tensor:
+        """Which tokens of one prompt are kept.
+
+        Args:
+            model: The target.
+            input_ids: [N] int64, without padding; longer than the budget.
+
+        Returns:
+            [C] int64: their indices, ascending; at most `self.tokens(N)` of them.
+        """
+
+    def tokens(self, length: int) -> int:
+        """How many tokens of a prompt of `length` tokens may be kept."""
+        if isinstance(self.budget, int):
+            return min(self.budget, length)
+        return min(max(round(self.budget * length), self.window, 1), length)
+
+    @override
+    def check(self, length: int) -> None:
+        if length < self.window:
+            raise UserError(
+                f"{type(self).__name__}: a prompt of {length} tokens is shorter than the window of {self.window}; "
+                f"give a longer prompt or a smaller window"
+            )
+
+    @torch.no_grad()
+    def shorten(self, model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None = None) -> list[Tensor]:
+        """The kept tokens [C] int64 of each prompt of a batch (see `start`), one prompt at a time."""
+        prompts = unpadded(input_ids, mask)
+        for prompt in prompts:
+            self.check(len(prompt))
+        return [
+            prompt if self.tokens(len(prompt)) == len(prompt) else prompt[self.select(model, prompt)]
+            for prompt in prompts
+        ]
+
+    @override
+    def start(
+        self, model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None = None, *, chunk: int | None = None
+    ) -> State:
+        short, short_mask = pad_left(self.shorten(model, input_ids, mask))
+        return prefill(model, short, short_mask, chunk=chunk, needs=Needs())
+
+
+def unpadded(input_ids: Tensor, mask: Tensor | None = None) -> list[Tensor]:
+    """The prompts of a batch: [N] int64 each, without the padding of [B, N] that `mask` marks with 0."""
+    if mask is None:
+        return list(input_ids)
+    return [row[real] for row, real in zip(input_ids, mask.bool(), strict=True)]
+
+
+def pad_left(prompts: list[Tensor]) -> tuple[Tensor, Tensor | None]:
+    """A batch [B, N] int64 of prompts, padded on the left with 0, and its mask [B, N] bool; None without padding."""
+    ids = pad_sequence(prompts, batch_first=True, padding_side="left")
+    lengths = torch.tensor([len(prompt) for prompt in prompts], device=ids.device)
+    mask = torch.arange(ids.shape[1], device=ids.device) >= ids.shape[1] - lengths[:, None]
+    return ids, None if bool(mask.all()) else mask
+
+
+def require_whole(name: str, **fields: tuple[object, int]) -> None:
+    """Refuse values that are not whole numbers of at least so much.
+
+    Args:
+        name: Of the method.
+        fields: Each field's value and its smallest allowed value.
+
+    Raises:
+        UserError: with one line that names the field.
+    """
+    for field, (value, least) in fields.items():
+        if type(value) is not int or value < least:
+            raise UserError(f"{name}: {field} {value!r} must be a whole number of at least {least}")
