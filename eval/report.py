@@ -45,13 +45,25 @@ class Example:
 
 @dataclass(frozen=True)
 class Timing:
-    """Means of one method and budget over all samples: seconds for each phase, and what was kept."""
+    """Means of one method and budget over all samples.
+
+    Attributes:
+        method: Name.
+        budget: Entries per KV head and layer; None for the full cache.
+        seconds: Of each phase before the first token.
+        time_to_first_token: Their sum.
+        tokens_per_second: Answer tokens of the batch in which it was decoded.
+        recall: Share of the entries that the answer attends to most which were kept; None where it has no meaning.
+        kept: Entries per layer and KV head.
+        kv_mib: MiB of keys and values.
+    """
 
     method: str
     budget: int | None
-    prefill: float
-    observe: float
-    decode: float
+    seconds: dict[str, float]
+    time_to_first_token: float
+    tokens_per_second: float
+    recall: float | None
     kept: float
     kv_mib: float
 
@@ -150,12 +162,17 @@ def _at_budget(full: Row | None, rows: list[Row]) -> Example:
 
 
 def _timing(rows: list[Row]) -> Timing:
-    phases = ("prefill", "observe", "decode")
-    seconds = {phase: statistics.fmean(row["seconds"][phase] for row in rows) for phase in phases}
+    def mean(key: str) -> float:
+        return statistics.fmean(row[key] for row in rows)
+
+    recalls = [row["recall"] for row in rows if row["recall"] is not None]
     return Timing(
         method=rows[0]["method"],
         budget=rows[0]["budget"],
-        **seconds,
-        kept=statistics.fmean(row["kept"] for row in rows),
-        kv_mib=statistics.fmean(row["kv_bytes"] for row in rows) / 2**20,
+        seconds={phase: statistics.fmean(row["seconds"][phase] for row in rows) for phase in rows[0]["seconds"]},
+        time_to_first_token=mean("time_to_first_token"),
+        tokens_per_second=mean("tokens_per_second"),
+        recall=statistics.fmean(recalls) if recalls else None,
+        kept=mean("kept"),
+        kv_mib=mean("kv_bytes") / 2**20,
     )

@@ -29,6 +29,7 @@ from keepsight.runtime.importance import reduce_group, top_mask
 from keepsight.runtime.methods.oracle import OwnAnswer
 from keepsight.runtime.observe import Observer
 from keepsight.runtime.prefill import prefill, read
+from keepsight.runtime.prompt import ShortenPrompt
 from keepsight.runtime.state import Needs, State
 
 QUESTIONS = ("seen", "unseen", "multi")
@@ -210,11 +211,22 @@ def _compress_all(
             start = time.perf_counter()
             state = method.compress(target.model, prefilled)
             compressed.append(_Compressed(state, replace(prefill_seconds, select=_since(start)), None))
+        elif isinstance(method, ShortenPrompt):
+            compressed.append(_shortened(target, prefilled, method))
         else:
             start = time.perf_counter()
             state = method.start(target.model, prefilled.tokens)
             compressed.append(_Compressed(state, Seconds(prefill=_since(start)), None))
     return compressed
+
+
+def _shortened(target: Target, prefilled: State, method: ShortenPrompt) -> _Compressed:
+    start = time.perf_counter()
+    short = method.shorten(target.model, prefilled.tokens)[0]
+    chosen = _since(start)
+    start = time.perf_counter()
+    state = prefill(target.model, short[None], needs=Needs())
+    return _Compressed(state, Seconds(prefill=_since(start), draft=chosen), None)
 
 
 def _evicted(
@@ -330,9 +342,11 @@ def sweep(
 
     Under `question=multi` samples that stand one after another and share task, length and context are one group.
     """
-    left = [sample for sample in samples if (sample.task, sample.length, sample.id) not in done]
-    for group in groups_of(left, question):
-        yield from run_samples(target, group, variants, batch_tokens, question)
+    for group in groups_of(samples, question):
+        wanted = [(sample.task, sample.length, sample.id) not in done for sample in group]
+        if any(wanted):
+            rows = run_samples(target, group, variants, batch_tokens, question)
+            yield from (each for each, missing in zip(rows, wanted, strict=True) if missing)
 
 
 def groups_of(samples: Sequence[Sample], question: str) -> list[list[Sample]]:

@@ -16,31 +16,82 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from keepsight.models.targets import load_target
+    from keepsight.runtime.conversation import Conversation
     from keepsight.runtime.generate import generate
-    from keepsight.runtime.methods import FullCache, LookaheadKV, Oracle, SnapKV, StreamingLLM
+    from keepsight.runtime.methods import (
+        H2O,
+        LAQ,
+        TOVA,
+        AdaKV,
+        DapQ,
+        Evict,
+        FullCache,
+        KeyNorm,
+        LaCache,
+        LAQPlus,
+        LLMLingua2,
+        LookaheadKV,
+        Oracle,
+        PyramidKV,
+        RandomEntries,
+        SentenceSimilarity,
+        SnapKV,
+        SpecKV,
+        SpecKVPC,
+        SpecPC,
+        StreamingLLM,
+        Truncation,
+    )
+    from keepsight.runtime.saved import load_state, save_state
 
 __version__ = "0.1.0"
-__all__ = ["FullCache", "LookaheadKV", "Oracle", "SnapKV", "StreamingLLM", "generate", "load_target"]
+__all__ = [
+    "H2O",
+    "LAQ",
+    "TOVA",
+    "AdaKV",
+    "Conversation",
+    "DapQ",
+    "Evict",
+    "FullCache",
+    "KeyNorm",
+    "LAQPlus",
+    "LLMLingua2",
+    "LaCache",
+    "LookaheadKV",
+    "Oracle",
+    "PyramidKV",
+    "RandomEntries",
+    "SentenceSimilarity",
+    "SnapKV",
+    "SpecKV",
+    "SpecKVPC",
+    "SpecPC",
+    "StreamingLLM",
+    "Truncation",
+    "generate",
+    "load_state",
+    "load_target",
+    "save_state",
+]
+
+_ELSEWHERE = {
+    "Conversation": "keepsight.runtime.conversation",
+    "generate": "keepsight.runtime.generate",
+    "load_state": "keepsight.runtime.saved",
+    "load_target": "keepsight.models.targets",
+    "save_state": "keepsight.runtime.saved",
+}
 
 _here = Path(__file__).resolve().parent
 if not (_here / "runtime").is_dir():  # a checkout: runtime/, models/, ... lie beside this folder, not in it
     __path__.append(str(_here.parent))
 
-_MODULES = {
-    "FullCache": "keepsight.runtime.methods",
-    "LookaheadKV": "keepsight.runtime.methods",
-    "Oracle": "keepsight.runtime.methods",
-    "SnapKV": "keepsight.runtime.methods",
-    "StreamingLLM": "keepsight.runtime.methods",
-    "generate": "keepsight.runtime.generate",
-    "load_target": "keepsight.models.targets",
-}
-
 
 def __getattr__(name: str) -> object:
-    if name not in _MODULES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_MODULES[name]), name)
+    return getattr(import_module(_ELSEWHERE.get(name, "keepsight.runtime.methods")), name)
 
 
 def __dir__() -> list[str]:

@@ -6,6 +6,7 @@ from keepsight.config import Recipe
 from keepsight.errors import UserError
 from keepsight.models.drafts import Draft, LayerSubset, load_draft
 from keepsight.models.targets import Target, load_target
+from keepsight.runtime.methods import Resources
 
 _SHIPPED = "shipped:"
 
@@ -59,3 +60,13 @@ def draft_of(recipe: Recipe, target: Target) -> Draft | None:
     draft = LayerSubset(tuple(named.layers))
     draft.of(target.model)
     return draft
+
+
+def has_draft(recipe: Recipe) -> bool:
+    """Whether the recipe names a draft."""
+    return recipe.draft.layers is not None or recipe.draft.id is not None
+
+
+def resources_of(recipe: Recipe, target: Target) -> Resources:
+    """What methods may need: the recipe's adapter and draft, and the target's tokenizer."""
+    return Resources(adapter_of(recipe), draft_of(recipe, target), target.tokenizer)

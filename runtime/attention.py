@@ -1,8 +1,8 @@
 """The attention function that lets a recorder see each layer's queries and keys.
 
 It is registered with transformers under two neutral names and computes attention exactly as sdpa or flash_attention_2
-do. Whoever calls `model(..., recorder=...)` gets `recorder(layer, query, key, scaling)` called in every layer; nothing
-of transformers is patched.
+do. Whoever calls `model(..., recorder=...)` gets `recorder(layer, query, key, scaling)` called in every layer, and
+`model(..., attend=...)` has another function compute the attention; nothing of transformers is patched.
 """
 
 from collections.abc import Callable
@@ -23,6 +23,10 @@ Recorder = Callable[[int, Tensor, Tensor, float, Tensor | None], None]
 factor that multiplies their dot products, and the keys' padding [B, K, S] bool (False for padding) where it differs by
 head, else None. The queries are those of the last q of the S positions."""
 
+Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
+"""Computes a layer's attention in place of the usual function: called with the layer's index, its queries [B, H, q, d],
+keys and values [B, K, S, d] and the factor of the dot products, it returns [B, q, H, d], contiguous."""
+
 # A name with "flash" or "sdpa" in it would take code paths in transformers that belong to its own implementations.
 _DENSE, _VARLEN = "keepsight_dense", "keepsight_varlen"
 
@@ -41,10 +45,13 @@ def _dense(
     value: Tensor,
     attention_mask: Tensor | None,
     recorder: Recorder | None = None,
+    attend: Attend | None = None,
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     keys, real = key if isinstance(key, PaddedKeys) else (key, None)
+    if attend is not None:
+        return attend(_layer(module), query, keys, value, _factor(query, scaling)), None
     _record(recorder, module, query, keys, scaling, real)
     if real is not None:
         return grouped_attention(query, keys, value, _causal(query.shape[2], real), scaling), None
@@ -61,12 +68,13 @@ def _varlen(
     value: Tensor,
     attention_mask: Tensor | None,
     recorder: Recorder | None = None,
+    attend: Attend | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    if isinstance(key, PaddedKeys):
-        return _dense(module, query, key, value, None, recorder, scaling)
+    if isinstance(key, PaddedKeys) or attend is not None:
+        return _dense(module, query, key, value, None, recorder, attend, scaling)
     _record(recorder, module, query, key, scaling, None)
     output = _flash_attention_forward(
         query.transpose(1, 2),
@@ -120,7 +128,15 @@ def _record(
     real: Tensor | None,
 ) -> None:
     if recorder is not None:
-        recorder(int(module.layer_idx), query, key, scaling or query.shape[-1] ** -0.5, real)  # type: ignore[arg-type]
+        recorder(_layer(module), query, key, _factor(query, scaling), real)
+
+
+def _layer(module: nn.Module) -> int:
+    return int(module.layer_idx)  # type: ignore[arg-type]
+
+
+def _factor(query: Tensor, scaling: float | None) -> float:
+    return scaling or query.shape[-1] ** -0.5
 
 
 AttentionInterface.register(_DENSE, _dense)

@@ -215,8 +215,12 @@ def keep(cache: Cache, kept: Sequence[Tensor]) -> Cache:
     return Cache(layers=layers)
 
 
-def stack(caches: Sequence[Cache]) -> tuple[Cache, Tensor | None]:
+def stack(caches: Sequence[Cache], masks: Sequence[Tensor | None]) -> tuple[Cache, Tensor | None]:
     """Join caches along the batch, padded on the left to the longest; the logical length is that of the longest.
+
+    Args:
+        caches: Of the same number of layers.
+        masks: For each cache, [B, C] bool, False for padding; None when nothing is, or when its layers know it.
 
     Returns:
         The joined cache, and the mask [sum of batches, C] bool that is False for padding; None when nothing is padded,
@@ -224,38 +228,40 @@ def stack(caches: Sequence[Cache]) -> tuple[Cache, Tensor | None]:
     """
     parts = [entries(cache) for cache in caches]
     if any(layer.real is not None for part in parts for layer in part):
-        return _stack_by_head(caches, parts), None
-    lengths = [part[0].keys.shape[2] for part in parts]
-    longest = max(lengths)
+        return _stack_by_head(caches, masks, parts), None
+    longest = max(part[0].keys.shape[2] for part in parts)
     layers: list[Any] = [
         KeptLayer(*(torch.cat([_pad(each[kind], longest) for each in column]) for kind in (0, 1)), _seen(caches))
         for column in zip(*parts, strict=True)
     ]
-    joined = Cache(layers=layers)
-    if min(lengths) == longest:
-        return joined, None
-    first = [longest - length for part, length in zip(parts, lengths, strict=True) for _ in part[0].keys]
-    device = layers[0].keys.device
-    return joined, torch.arange(longest, device=device) >= torch.tensor(first, device=device)[:, None]
+    mask = torch.cat([_real(part[0], mask, longest)[:, 0] for part, mask in zip(parts, masks, strict=True)])
+    return Cache(layers=layers), None if bool(mask.all()) else mask
 
 
-def _stack_by_head(caches: Sequence[Cache], parts: list[list[LayerEntries]]) -> Cache:
+def _stack_by_head(
+    caches: Sequence[Cache], masks: Sequence[Tensor | None], parts: Sequence[Sequence[LayerEntries]]
+) -> Cache:
     layers: list[Any] = []
     for column in zip(*parts, strict=True):
         longest = max(each.keys.shape[2] for each in column)
-        real = [
-            each.real if each.real is not None else each.keys.new_ones(each.keys.shape[:3], dtype=torch.bool)
-            for each in column
-        ]
         layers.append(
             KeptLayer(
                 torch.cat([_pad(each.keys, longest) for each in column]),
                 torch.cat([_pad(each.values, longest) for each in column]),
                 _seen(caches),
-                torch.cat([functional.pad(each, (longest - each.shape[2], 0)) for each in real]),
+                torch.cat([_real(each, mask, longest) for each, mask in zip(column, masks, strict=True)]),
             )
         )
     return Cache(layers=layers)
+
+
+def _real(layer: LayerEntries, mask: Tensor | None, longest: int) -> Tensor:
+    """[B, K, longest] bool: which entries are real once they are padded on the left; `mask` as for `stack`."""
+    real = layer.real
+    if real is None:
+        real = layer.keys.new_ones(layer.keys.shape[:3], dtype=torch.bool)
+        real = real if mask is None else real & mask[:, None]
+    return functional.pad(real, (longest - real.shape[2], 0))
 
 
 def rewind(cache: Cache, rows: Tensor, real: Tensor) -> Cache:

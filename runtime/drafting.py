@@ -74,11 +74,8 @@ class DraftTokens(Observer):
         if not self.window:
             return observed
         rows = min(self.window, state.trace.window[0].shape[2])
-        drafted = draft.ids.shape[1] if draft.mask is None else draft.mask.sum(dim=1)[:, None, None]
-        return [
-            _combine(of_window, of_draft, rows, drafted, reduction)
-            for of_window, of_draft in zip(window_attention(state, rows, reduction), observed, strict=True)
-        ]
+        real = draft.mask if draft.mask is not None else torch.ones_like(draft.ids, dtype=torch.bool)
+        return combine(window_attention(state, rows, reduction), observed, rows, real, reduction)
 
     @override
     def needs(self) -> Needs:
@@ -89,10 +86,22 @@ class DraftTokens(Observer):
         return DraftTokens(self.drafter, window) if self.window is None else self
 
 
-def _combine(of_window: Tensor, of_draft: Tensor, rows: int, drafted: int | Tensor, reduction: str) -> Tensor:
+def combine(of_window: list[Tensor], of_draft: list[Tensor], rows: int, real: Tensor, reduction: str) -> list[Tensor]:
+    """What a prompt's last queries and a draft observe together.
+
+    Args:
+        of_window: For each layer, [B, H, C] float32, reduced over the window's queries.
+        of_draft: The same, reduced over the draft's queries.
+        rows: Queries of the window.
+        real: [B, T] bool, False where the draft is padding.
+        reduction: `mean` or `max`, as both were reduced.
+    """
     if reduction == "max":
-        return torch.maximum(of_window, of_draft)
-    return (of_window * rows + of_draft * drafted) / (rows + drafted)
+        return [torch.maximum(*pair) for pair in zip(of_window, of_draft, strict=True)]
+    drafted = real.sum(dim=1)[:, None, None]
+    return [
+        (window * rows + draft * drafted) / (rows + drafted) for window, draft in zip(of_window, of_draft, strict=True)
+    ]
 
 
 def window_attention(state: State, rows: int, reduction: str) -> list[Tensor]:

@@ -28,7 +28,7 @@ from keepsight.runtime.decode import Reapply, decode
 from keepsight.runtime.importance import Pool, Reduce, pool, reduce_group, top_mask
 from keepsight.runtime.observe import Observer
 from keepsight.runtime.prefill import prefill
-from keepsight.runtime.state import Needs, State
+from keepsight.runtime.state import Needs, State, Trace
 
 
 class Method(ABC):
@@ -174,7 +174,7 @@ class Evict(CacheMethod):
     @torch.no_grad()
     def compress(self, model: PreTrainedModel, state: State) -> State:
         if self.fits(state):
-            return FullCache().compress(model, state)
+            return replace(state.copy(), trace=self._held_queries(state.trace))
         return self.keep(state, self.importance(model, state))
 
     @override
@@ -189,7 +189,7 @@ class Evict(CacheMethod):
         """How many entries per layer and KV head are kept of this state."""
         if isinstance(self.budget, int):
             return self.budget - self.every
-        return max(round(self.budget * state.length), self.sinks + self.window + 1)
+        return max(round(self.budget * state.tokens.shape[1]), self.sinks + self.window + 1)
 
     def fits(self, state: State) -> bool:
         """Whether nothing has to be evicted."""
@@ -228,10 +228,18 @@ class Evict(CacheMethod):
 
     def gather(self, state: State, selected: list[Tensor]) -> State:
         """A state of the selected entries alone."""
-        trace = state.trace
+        trace = self._held_queries(state.trace)
         if trace.received:
             trace = replace(trace, received=_gather_received(trace.received, selected))
         return replace(state, cache=keep(state.cache, selected), mask=None, trace=trace)
+
+    def _held_queries(self, trace: Trace) -> Trace:
+        """The trace without the queries whose own entries may be evicted: they can no longer be told apart.
+
+        Cut also where nothing is evicted, so that the rows of a batch observe as they do alone.
+        """
+        window = tuple(queries[:, :, max(queries.shape[2] - self.window, 0) :] for queries in trace.window)
+        return replace(trace, window=window)
 
     def _protect(self, importance: Tensor, real: Tensor | None) -> Tensor:
         length, pooled = importance.shape[-1], importance.clone()

@@ -60,17 +60,19 @@ def prefill(
 
 
 @torch.no_grad()
-def read(model: PreTrainedModel, state: State, tokens: Tensor) -> tuple[State, Tensor]:
+def read(model: PreTrainedModel, state: State, tokens: Tensor, *, logits_to_keep: int = 0) -> tuple[State, Tensor]:
     """Let the model read more tokens after a state, evicted or not; the state's cache grows.
 
     Args:
         model: The target, without adapters.
         state: What was read before.
         tokens: [B, q] int64, none of them padding.
+        logits_to_keep: Of how many last tokens logits are computed; 0 for all.
 
     Returns:
-        The state after them, and the logits [B, q, V] float32 of all q tokens.
+        The state after them, and the logits [B, q, V] float32 of all q tokens, or of the last ones.
     """
+    record_attention(model)
     steps = torch.arange(tokens.shape[1], device=tokens.device)
     mask = None if state.mask is None else functional.pad(state.mask, (0, tokens.shape[1]), value=True)
     after = replace(state, mask=mask, tokens=torch.cat([state.tokens, tokens], dim=1))
@@ -84,6 +86,7 @@ def read(model: PreTrainedModel, state: State, tokens: Tensor) -> tuple[State, T
         position_ids=state.lengths[:, None] + steps,
         past_key_values=state.cache,
         use_cache=True,
+        logits_to_keep=logits_to_keep,
         recorder=recorder if state.trace.needs != Needs() else None,
     )
     logits = output.logits.float()

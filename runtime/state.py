@@ -120,11 +120,7 @@ def join(states: list[State]) -> State:
 
     The joined state has no trace: it is for decoding.
     """
-    cache, padding = stack([state.cache for state in states])
-    mask = padding
-    if any(state.mask is not None for state in states):
-        longest = max(state.length for state in states)
-        mask = torch.cat([_padded_mask(state, longest) for state in states])
+    cache, mask = stack([state.cache for state in states], [state.mask for state in states])
     return State(
         cache,
         mask,
@@ -132,13 +128,6 @@ def join(states: list[State]) -> State:
         torch.cat([_padded_tokens(state, max(each.tokens.shape[1] for each in states)) for state in states]),
         torch.cat([state.lengths for state in states]),
     )
-
-
-def _padded_mask(state: State, longest: int) -> Tensor:
-    mask = state.mask
-    if mask is None:
-        mask = torch.ones(len(state.logits), state.length, dtype=torch.bool, device=state.logits.device)
-    return functional.pad(mask, (longest - mask.shape[1], 0))
 
 
 def _padded_tokens(state: State, longest: int) -> Tensor:

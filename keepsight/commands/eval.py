@@ -3,8 +3,13 @@
     keepsight eval adapter=runs/adapter tasks=[niah_single] lengths=[512,1024] budgets=[64,128] samples=20 out=runs/eval
     keepsight eval tasks=[jsonl] jsonl.dir=DIR max_tokens=2048 methods=[full,snapkv,lookaheadkv] out=runs/real
 
-Tasks: niah_single, niah_multikey, niah_multivalue, niah_multiquery (niah: all four), jsonl. Methods: full, oracle,
-lookaheadkv, snapkv, streamingllm, or one with options: {name: snapkv, window: 16}. `out` gets results.jsonl (a row a
+    keepsight eval "methods=[snapkv,{name: snapkv, allocate: adakv},{name: evict, observer: key_norm, pool: none}]" ...
+    accelerate launch -m keepsight eval ...                    # samples divided over processes, results merged once
+
+Tasks: niah_single, niah_multikey, niah_multivalue, niah_multiquery (niah: all four), jsonl. Methods: a name (the
+README has the table), or one with options. An option is a field of the method, such as window, sinks, every (evict
+while decoding too), or a part: observer, reduce, pool, allocate. question=unseen compresses the context before the
+question arrives, question=multi asks several questions of one compressed cache. `out` gets results.jsonl (a row a
 sample), summary.csv, plots and report.html. A stopped run goes on when the same command is given again.
 """
 
@@ -18,22 +23,24 @@ from typing import Any
 
 import torch
 import transformers
+from accelerate import PartialState
 from tqdm import tqdm
 
 from keepsight import __version__
-from keepsight.config import Recipe, at_least_one
+from keepsight.config import Recipe
 from keepsight.errors import UserError
 from keepsight.eval import jsonl, niah
+from keepsight.eval.answers import default_batch_tokens
 from keepsight.eval.plots import plot_excess_nll, plot_scores
 from keepsight.eval.report import write_report
 from keepsight.eval.samples import Sample, answerable, render
 from keepsight.eval.summary import summarize, table, write_summary
-from keepsight.eval.sweep import Variant, sweep
+from keepsight.eval.sweep import QUESTIONS, Variant, groups_of, sweep
 from keepsight.files import append_lines, read_json, whole_lines, write_json, write_lines
 from keepsight.models.targets import Target
 from keepsight.runtime.evict import Evict
-from keepsight.runtime.methods import make_method
-from keepsight.targets import adapter_of, target_of
+from keepsight.runtime.methods import Resources, make_method
+from keepsight.targets import adapter_of, has_draft, resources_of, target_of
 
 
 @dataclass
@@ -65,7 +72,10 @@ class Config(Recipe):
         jsonl: Real samples.
         max_tokens: Longest prompt of the jsonl task; longer ones are dropped and counted.
         max_new_tokens: Shortens every answer to this many tokens; 0 for each task's own limit.
-        max_batch: Variants decoded together; lower it when memory runs out.
+        question: What methods see while they compress: seen (the whole prompt), unseen (only what stands before the
+            question), multi (the same, and every question about a context is asked of one compressed cache).
+        max_batch_tokens: KV entries a head over all variants that are decoded together; 0 for a quarter of the memory
+            that is free.
     """
 
     out: str = "???"
@@ -79,26 +89,48 @@ class Config(Recipe):
     jsonl: JsonlConfig = field(default_factory=JsonlConfig)
     max_tokens: int = 2048
     max_new_tokens: int = 0
-    max_batch: int = 16
+    question: str = "seen"
+    max_batch_tokens: int = 0
 
 
 def run(config: Config) -> None:
     """Evaluate, then write the summary, the plots and the report."""
-    at_least_one(config, "max_batch")
-    if config.max_new_tokens < 0:
-        raise UserError(f"max_new_tokens={config.max_new_tokens} must be at least 0, for each task's own limit")
-    variants = variants_of(config)
-    out = Path(config.out)
+    for key in ("max_new_tokens", "max_batch_tokens"):
+        if getattr(config, key) < 0:
+            raise UserError(f"{key}={getattr(config, key)} must be at least 0, which leaves it to keepsight")
+    if config.question not in QUESTIONS:
+        raise UserError(f"question={config.question} is unknown; choose one of {', '.join(QUESTIONS)}")
+    stand_in: Any = object()
+    resources = Resources(adapter_of(config), stand_in if has_draft(config) else None, stand_in)
+    variants_of(config, resources)  # bad values end here, before anything loads
+    processes, out = PartialState(cpu=not torch.cuda.is_available()), Path(config.out)
     target = target_of(config)
-    settings = _settings(config, target)
+    variants = variants_of(config, resources_of(config, target))
+    settings = _settings(config, target, variants)
     samples = samples_of(config, target)
-    finished = _finished(out, settings, 1 + len(variants))
-    _show(samples[0], target)
-    with tqdm(total=len(samples), initial=len(finished), desc="samples", unit="sample") as progress:
-        for rows in sweep(target, samples, variants, finished, config.max_batch):
-            append_lines(out / "results.jsonl", rows)
+    if processes.is_main_process:
+        merge(out, settings, 1 + len(variants))
+        _show(samples[0], target)
+    processes.wait_for_everyone()
+    finished = {_key(row) for row in whole_lines(out / "results.jsonl")}
+    own = _own_share(samples, config.question, processes)
+    part = out / (f"results-{processes.process_index}.jsonl" if processes.num_processes > 1 else "results.jsonl")
+    most = config.max_batch_tokens or default_batch_tokens(target.model) // processes.num_processes
+    with tqdm(total=len(own), desc="samples", unit="sample", disable=not processes.is_main_process) as progress:
+        progress.update(sum(_sample_key(sample) in finished for sample in own))
+        for rows in sweep(target, own, variants, finished, most, config.question):
+            append_lines(part, rows)
             progress.update()
-    write_all(out, settings)
+    processes.wait_for_everyone()
+    if processes.is_main_process:
+        merge(out, settings, 1 + len(variants))
+        write_all(out, settings)
+
+
+def _own_share(samples: list[Sample], question: str, processes: PartialState) -> list[Sample]:
+    """Every n-th group of samples, n being the number of processes."""
+    groups = groups_of(samples, question)
+    return [sample for group in groups[processes.process_index :: processes.num_processes] for sample in group]
 
 
 def write_all(out: Path, settings: dict[str, Any]) -> None:
@@ -112,20 +144,21 @@ def write_all(out: Path, settings: dict[str, Any]) -> None:
     print(f"{table(summary)}\n\nreport: {out / 'report.html'}")
 
 
-def variants_of(config: Config) -> list[Variant]:
-    """Every method at every budget; made before the target is loaded, so that bad values end the command at once."""
-    variants = []
+def variants_of(config: Config, resources: Resources) -> list[Variant]:
+    """Every method at every budget."""
+    variants: list[Variant] = []
     for given in config.methods:
         if not isinstance(given, str | dict):
             raise UserError(f"methods={given!r}: expected a method's name, or {{name: NAME, option: value}}")
         options = {"name": given} if isinstance(given, str) else dict(given)
         name = str(options.pop("name", ""))
-        label = name + "".join(f" {key}={value}" for key, value in options.items())
+        label = str(options.pop("label", name + "".join(f" {key}={value}" for key, value in options.items())))
         if name == "full":
             continue  # the sweep always answers from the full cache first
-        variants += [
-            Variant(label, make_method(name, budget, adapter_of(config), **options)) for budget in config.budgets
-        ]
+        for budget in config.budgets:
+            if any((each.name, each.budget) == (label, budget) for each in variants):
+                raise UserError(f"methods= and budgets= name {label!r} at budget {budget} twice; name it once")
+            variants.append(Variant(label, make_method(name, budget, resources, **options)))
     if not variants:
         raise UserError("methods= and budgets= must name at least one method that evicts, and one budget")
     return variants
@@ -157,7 +190,9 @@ def _needles(task: str, config: Config, target: Target) -> list[Sample]:
         sample
         for kind in kinds
         for length in config.lengths
-        for sample in niah.make_samples(kind, length, config.samples, config.seed, target.tokenizer, haystack)
+        for sample in niah.make_samples(
+            kind, length, config.samples, config.seed, target.tokenizer, haystack, every_key=config.question == "multi"
+        )
     ]
 
 
@@ -180,10 +215,12 @@ def _show(sample: Sample, target: Target) -> None:
     print(f"--- head\n{head}\n--- tail\n{tail}\n---")
 
 
-def _settings(config: Config, target: Target) -> dict[str, Any]:
+def _settings(config: Config, target: Target, variants: list[Variant]) -> dict[str, Any]:
     """What the results depend on, for the report and for resuming."""
     given = asdict(config)
-    kept = {key: given[key] for key in given if key not in ("defaults", "lookahead", "train", "out", "max_batch")}
+    kept = {
+        key: given[key] for key in given if key not in ("defaults", "lookahead", "train", "out", "max_batch_tokens")
+    }
     versions = {
         "keepsight": __version__,
         "torch": torch.__version__,
@@ -193,20 +230,20 @@ def _settings(config: Config, target: Target) -> dict[str, Any]:
     return kept | {
         "target": {"name": target.name, "version": target.version},
         "adapter": adapter_of(config),
-        "adapter_digest": _adapter_digest(config),
+        "adapter_digest": _adapter_digest(variants),
         "versions": versions,
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
     }
 
 
-def _adapter_digest(config: Config) -> str | None:
-    methods = [variant.method for variant in variants_of(config) if isinstance(variant.method, Evict)]
+def _adapter_digest(variants: list[Variant]) -> str | None:
+    methods = [variant.method for variant in variants if isinstance(variant.method, Evict)]
     artifacts = [getattr(method.observer, "artifact", None) for method in methods]
     return next((artifact.digest for artifact in artifacts if artifact is not None), None)
 
 
-def _finished(out: Path, settings: dict[str, Any], rows_each: int) -> set[tuple[Any, ...]]:
-    """(task, length, sample id) of what an earlier run with the same settings has done.
+def merge(out: Path, settings: dict[str, Any], rows_each: int) -> None:
+    """Bring what all processes of this and earlier runs have written into `results.jsonl`.
 
     A sample of fewer rows than `rows_each`, cut short by a kill or a full disk, is done again: its rows are dropped.
 
@@ -214,7 +251,8 @@ def _finished(out: Path, settings: dict[str, Any], rows_each: int) -> set[tuple[
         UserError: `out` holds results of other settings.
     """
     path, results = out / "settings.json", out / "results.jsonl"
-    rows = whole_lines(results)
+    parts = sorted(out.glob("results-*.jsonl"))
+    rows = [row for part in (results, *parts) for row in whole_lines(part)]
     if rows and path.exists():
         before = read_json(path)
         for key, value in settings.items():
@@ -226,10 +264,15 @@ def _finished(out: Path, settings: dict[str, Any], rows_each: int) -> set[tuple[
     write_json(path, settings)
     counts = Counter(_key(row) for row in rows)
     whole = [row for row in rows if counts[_key(row)] == rows_each]
-    if len(whole) < len(rows):
+    if parts or len(whole) < len(rows):
         write_lines(results, whole)
-    return {_key(row) for row in whole}
+    for part in parts:
+        part.unlink()
 
 
 def _key(row: dict[str, Any]) -> tuple[Any, ...]:
     return row["task"], row["length"], row["sample"]
+
+
+def _sample_key(sample: Sample) -> tuple[Any, ...]:
+    return sample.task, sample.length, sample.id

@@ -17,9 +17,10 @@ from keepsight.eval.inspect_page import write_inspect_page
 from keepsight.models.chat import chat_text
 from keepsight.models.targets import Target
 from keepsight.runtime.evict import Evict, Method
-from keepsight.runtime.methods import make_method
-from keepsight.runtime.prefill import Prefilled, prefill
-from keepsight.targets import adapter_of, target_of
+from keepsight.runtime.methods import Resources, make_method
+from keepsight.runtime.prefill import prefill
+from keepsight.runtime.state import State
+from keepsight.targets import adapter_of, has_draft, resources_of, target_of
 
 
 @dataclass
@@ -48,23 +49,26 @@ class Config(Recipe):
 def run(config: Config) -> None:
     """Write the page."""
     names = dict.fromkeys([config.method, config.compare])
-    methods = {name: _method(name, config) for name in names}
+    stand_in: Any = object()
+    resources = Resources(adapter_of(config), stand_in if has_draft(config) else None, stand_in)
+    for name in names:
+        _method(name, config, resources)  # bad values end here, before anything loads
     text = _read(config.prompt)
     target = target_of(config)
-    ids = _ids(text, config.template, target)
-    prefilled = prefill(target.model, torch.tensor([ids], device=target.model.device))
-    kept = {name: _kept(method, target, prefilled) for name, method in methods.items()}
-    tokens = [str(target.tokenizer.decode([token])) for token in ids]
-    settings = {"model": target.name, "budget": config.budget, "adapter": config.adapter, "prompt tokens": len(ids)}
+    resources = resources_of(config, target)
+    ids = torch.tensor([_ids(text, config.template, target)], device=target.model.device)
+    kept = {name: _kept(_method(name, config, resources), target, ids) for name in names}
+    tokens = [str(target.tokenizer.decode([token])) for token in ids[0].tolist()]
+    settings = {"model": target.name, "budget": config.budget, "adapter": config.adapter, "prompt tokens": len(tokens)}
     write_inspect_page(Path(config.out), tokens, kept, f"{config.method} at budget {config.budget}", settings)
-    print(f"{len(ids)} tokens, {config.budget} kept per layer and KV head: {config.out}")
+    print(f"{len(tokens)} tokens, {config.budget} kept per layer and KV head: {config.out}")
 
 
-def _method(name: str, config: Config) -> Evict:
+def _method(name: str, config: Config, resources: Resources) -> Evict:
     options = config.options if name == config.method else {}
-    method: Method = make_method(name, config.budget, adapter_of(config), **options)
+    method: Method = make_method(name, config.budget, resources, **options)
     if not isinstance(method, Evict):
-        raise UserError(f"method {name!r} evicts nothing, so there is nothing to inspect")
+        raise UserError(f"method {name!r} evicts nothing from the cache, so there is nothing to inspect")
     return method
 
 
@@ -87,12 +91,10 @@ def _ids(text: str, template: bool, target: Target) -> list[int]:
     return ids
 
 
-def _kept(method: Evict, target: Target, prefilled: Prefilled) -> np.ndarray:
+def _kept(method: Evict, target: Target, ids: torch.Tensor) -> np.ndarray:
     """[layers, KV heads, N] bool."""
-    if method.entries(prefilled) >= prefilled.length:
-        raise UserError(f"budget={method.budget} keeps all {prefilled.length} prompt tokens; lower it")
-    selected = method.select(prefilled, method.importance(target.model, prefilled))
-    chosen = torch.zeros(len(selected), selected[0].shape[1], prefilled.length, dtype=torch.bool)
-    for layer, indices in enumerate(selected):
-        chosen[layer].scatter_(1, indices[0].cpu(), True)
-    return chosen.numpy()
+    state: State = prefill(target.model, ids, needs=method.needs())
+    if method.fits(state):
+        raise UserError(f"budget={method.budget} keeps all {state.length} prompt tokens; lower it")
+    selected = method.select(state, method.importance(target.model, state))
+    return torch.cat(selected).cpu().numpy()

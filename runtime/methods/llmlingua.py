@@ -24,6 +24,7 @@ from keepsight.runtime.text import ShortenText, optional_package, pieces
 LabelledWords = list[tuple[str, bool]]
 """The words of a text in their order, and whether each is kept."""
 
+_KINDS = ("xlm-roberta-large", "bert-base-multilingual-cased")
 _STEP = 0.01  # the package keeps whole percents
 _SLACK = 32  # characters between two words, beyond what could not be found
 _BETWEEN_WORDS, _BEFORE_LABEL = "\t\t|\t\t", " "
@@ -34,10 +35,17 @@ class Package:
     """Word labels from the `llmlingua` package with its own defaults.
 
     Attributes:
-        model: Folder or Hub id of the encoder.
+        model: Folder or Hub id of the encoder; the package tells its kind by the name.
+
+    Raises:
+        UserError: the name says nothing to the package.
     """
 
     model: str = "microsoft/llmlingua-2-xlm-roberta-large-meetingbank"
+
+    def __post_init__(self) -> None:
+        if not any(kind in self.model for kind in _KINDS):
+            raise UserError(f"LLMLingua2: model {self.model!r} must have {' or '.join(_KINDS)} in its name")
 
     def __call__(self, text: str, rate: float) -> LabelledWords:
         """The words of a text, a share `rate` of which is kept.

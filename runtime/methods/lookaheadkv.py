@@ -47,9 +47,14 @@ class LookaheadKV(Evict):
             UserError: the adapter cannot be had, is corrupt, or an option is out of range.
         """
         artifact = load_lookahead(fetch(str(adapter), revision))
-        settings = artifact.settings
-        parts: dict[str, Any] = {
-            "reduce": Reduce(heads=settings.group),
-            "pool": Pool(settings.pooling, settings.kernel),
-        } | options
-        return cls(budget, SoftTokens(artifact), **parts)
+        return cls(budget, **parts_of(artifact) | options)
+
+
+def parts_of(artifact: Artifact) -> dict[str, Any]:
+    """The observer, reduction and pooling that an adapter was trained for."""
+    settings = artifact.settings
+    return {
+        "observer": SoftTokens(artifact),
+        "reduce": Reduce(heads=settings.group),
+        "pool": Pool(settings.pooling, settings.kernel),
+    }

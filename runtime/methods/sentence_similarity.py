@@ -19,7 +19,7 @@ from typing_extensions import override
 from keepsight.errors import UserError
 from keepsight.runtime.text import ShortenText, optional_package, pieces
 
-_SENTENCE = re.compile(r".+?(?:[.!?]+[\"')\]]*(?=\s|$)|\n|$)", re.DOTALL)
+_SENTENCE = re.compile(r".+?(?:[.!?]+[\"')\]]*(?=\s|\Z)|\n|\Z)", re.DOTALL)
 
 
 @dataclass(frozen=True)

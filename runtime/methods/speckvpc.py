@@ -16,8 +16,8 @@ from typing_extensions import override
 from keepsight.models import drafts
 from keepsight.runtime.allocate import Allocation, Uniform
 from keepsight.runtime.drafting import Draft, DraftTokens, Given
-from keepsight.runtime.evict import Evict, Method
-from keepsight.runtime.importance import Pool, Reduce
+from keepsight.runtime.evict import Method
+from keepsight.runtime.methods.speckv import SpecKV
 from keepsight.runtime.methods.specpc import SpecPC
 from keepsight.runtime.prefill import prefill
 from keepsight.runtime.prompt import pad_left, require_whole, unpadded
@@ -35,6 +35,7 @@ class SpecKVPC(Method):
         lookahead: Tokens that the draft generates at most, its end token included; all of them observe.
         kernel: SpecPC's pooling and neighbourhood, in tokens (as published, for every model).
         first_layer: SpecPC's; see there.
+        prompt_window: SpecPC's window: the last prompt tokens that are kept and that the draft observes with.
         window: Last tokens of the short prompt that are kept and observe too. The published window of 32 does not
             count the last prompt token, which is here an entry like any other: 33.
         allocate: How many entries each layer and KV head may keep.
@@ -49,6 +50,7 @@ class SpecKVPC(Method):
     lookahead: int = 20
     kernel: int = 32
     first_layer: int | None = None
+    prompt_window: int = 64
     window: int = 33
     allocate: Allocation = Uniform()
 
@@ -88,21 +90,16 @@ class SpecKVPC(Method):
     def _shorten(self, entries: int) -> SpecPC:
         return SpecPC(
             max(self.prompt_budget, entries),
+            self.prompt_window,
             draft=self.draft,
             lookahead=self.lookahead,
             kernel=self.kernel,
             first_layer=self.first_layer,
         )
 
-    def _evict(self, draft: Draft) -> Evict:
-        return Evict(
-            self.budget,
-            DraftTokens(Given(draft), self.window),
-            Reduce("max", "max"),
-            Pool("max", 7),
-            self.allocate,
-            window=self.window,
-        )
+    def _evict(self, draft: Draft) -> SpecKV:
+        observer = DraftTokens(Given(draft), self.window)
+        return SpecKV(self.budget, observer, allocate=self.allocate, window=self.window)
 
 
 def _pad_right(drafted: list[Tensor]) -> Draft:

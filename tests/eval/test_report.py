@@ -30,7 +30,10 @@ def row(method: str, budget: int | None, score: float, **changes: Any) -> Row:
         "answer": f"{method} says 4711",
         "references": ["4711"],
         "question": "seen",
-        "seconds": {"prefill": 1.0, "observe": 0.5, "decode": 0.25},
+        "recall": 1.0 if method == "full" else 0.5,
+        "seconds": {"prefill": 1.0, "draft": 0.0, "observe": 0.5, "select": 0.25},
+        "time_to_first_token": 1.75,
+        "tokens_per_second": 20.0,
     }
     return plain | changes
 
@@ -263,7 +266,8 @@ def test_an_example_shows_the_budget_where_the_answers_differ_most() -> None:
 
 
 def test_timings_are_means_with_the_full_cache_first(rows: list[Row]) -> None:
-    rows[0]["seconds"] = {"prefill": 7.0, "observe": 0.5, "decode": 0.25}
+    rows[0]["seconds"] = {"prefill": 7.0, "draft": 0.0, "observe": 0.5, "select": 0.25}
+    rows[1]["recall"] = None
     lines = report.timings(rows)
     assert [(line.method, line.budget) for line in lines] == [
         ("full", None),
@@ -272,6 +276,7 @@ def test_timings_are_means_with_the_full_cache_first(rows: list[Row]) -> None:
         ("lookaheadkv", 128),
         ("snapkv", 128),
     ]
-    assert lines[0].prefill == pytest.approx(2.0)
+    assert lines[0].seconds["prefill"] == pytest.approx(2.0)
+    assert (lines[0].recall, lines[2].recall) == (1.0, 0.5)
     assert lines[1].kept == 64
     assert lines[1].kv_mib == pytest.approx(64 / 1024)

@@ -44,7 +44,10 @@ def test_observing_leaves_prompt_and_model_alone_bit_for_bit(family, tmp_path):
         after = model(ids, attention_mask=mask).logits
     assert kept.length == 8
     assert torch.equal(after, expected)
-    assert all(torch.equal(*pair) for pair in zip(before, [t for each in entries(prefilled.cache) for t in each[:2]], strict=True))
+    assert all(
+        torch.equal(*pair)
+        for pair in zip(before, [t for each in entries(prefilled.cache) for t in each[:2]], strict=True)
+    )
     assert prefilled.length == 30
 
 

@@ -2,41 +2,61 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from keepsight.runtime.importance import observed_attention, pool, reduce_group, top_entries
+from keepsight.errors import UserError
+from keepsight.runtime.importance import Pool, Reduce, observed_attention, pool, reduce_group, top_entries, top_mask
 
 
-def _reference(query, key, scaling, prompt_length, key_mask=None, query_mask=None):
+def _reference(query, key, scaling, length, key_mask=None, query_mask=None, reduction="mean"):
     """One entry at a time, as the definition reads."""
     batch, heads, rows, _ = query.shape
     keys, group = key.shape[2], heads // key.shape[1]
-    result = torch.zeros(batch, heads, prompt_length)
+    result = torch.zeros(batch, heads, length)
     for b in range(batch):
         real_rows = [i for i in range(rows) if query_mask is None or query_mask[b, i]]
         for h in range(heads):
-            for i in real_rows:
-                seen = [j for j in range(keys - rows + i + 1) if key_mask is None or key_mask[b, j]]
+            weights = torch.zeros(len(real_rows), length)
+            for row, i in enumerate(real_rows):
+                mask = None if key_mask is None else key_mask[b]
+                if mask is not None and mask.dim() == 2:
+                    mask = mask[h // group]
+                seen = [j for j in range(keys - rows + i + 1) if mask is None or mask[j]]
                 logits = torch.stack([query[b, h, i] @ key[b, h // group, j] * scaling for j in seen])
                 for j, weight in zip(seen, logits.softmax(0), strict=True):
-                    if j < prompt_length:
-                        result[b, h, j] += weight / len(real_rows)
+                    if j < length:
+                        weights[row, j] = weight
+            over = {"mean": weights.mean(0), "sum": weights.sum(0), "max": weights.amax(0)}
+            result[b, h] = over[reduction]
     return result
 
 
-def test_observed_attention_equals_its_definition():
+@pytest.mark.parametrize("reduction", ["mean", "max", "sum"])
+def test_observed_attention_equals_its_definition(reduction):
     torch.manual_seed(0)
     query, key = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 10, 8)
     key_mask = torch.ones(2, 10, dtype=torch.bool)
     key_mask[1, :4] = False
     query_mask = torch.tensor([[True, True, True], [True, True, False]])
-    got = observed_attention(query, key, 0.3, 7, key_mask=key_mask, query_mask=query_mask)
-    torch.testing.assert_close(got, _reference(query, key, 0.3, 7, key_mask, query_mask))
+    masks = {"key_mask": key_mask, "query_mask": query_mask, "reduction": reduction}
+    torch.testing.assert_close(observed_attention(query, key, 0.3, 7, **masks), _reference(query, key, 0.3, 7, **masks))
 
 
-def test_many_rows_are_summed_in_blocks():
+def test_padding_may_differ_by_head():
+    torch.manual_seed(0)
+    query, key = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 10, 8)
+    key_mask = torch.arange(10) >= torch.tensor([[0, 5], [2, 6]])[..., None]
+    got = observed_attention(query, key, 0.3, 7, key_mask=key_mask)
+    torch.testing.assert_close(got, _reference(query, key, 0.3, 7, key_mask))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "max", "sum"])
+def test_many_rows_are_reduced_in_blocks(reduction):
     torch.manual_seed(0)
     query, key = torch.randn(1, 2, 150, 4), torch.randn(1, 2, 160, 4)
-    torch.testing.assert_close(observed_attention(query, key, 0.5, 10), _reference(query, key, 0.5, 10))
+    got = observed_attention(query, key, 0.5, 10, reduction=reduction)
+    torch.testing.assert_close(got, _reference(query, key, 0.5, 10, reduction=reduction))
 
 
 def test_group_reduction_and_pooling_do_not_commute():
@@ -47,20 +67,60 @@ def test_group_reduction_and_pooling_do_not_commute():
     assert reduce_group(heads, 1, "max").tolist() == [[[4.0, 4.0, 0.0]]]
 
 
+def test_mean_of_layer_gives_all_kv_heads_the_same():
+    heads = torch.tensor([[[1.0, 0.0], [3.0, 0.0], [0.0, 4.0], [0.0, 8.0]]])
+    assert reduce_group(heads, 2).tolist() == [[[2.0, 0.0], [0.0, 6.0]]]
+    assert reduce_group(heads, 2, "mean of layer").tolist() == [[[1.0, 3.0], [1.0, 3.0]]]
+
+
 def test_average_pooling_divides_by_the_kernel_at_the_edges():
     assert pool(torch.tensor([[[3.0, 3.0, 3.0]]]), 3, "avg").tolist() == [[[2.0, 3.0, 2.0]]]
+
+
+@pytest.mark.parametrize("kernel", [0, 4, 7.0])
+def test_kernels_are_odd(kernel):
+    with pytest.raises(UserError, match=f"kernel {kernel} must be odd"):
+        Pool(kernel=kernel)
+
+
+def test_unknown_reductions_are_named():
+    with pytest.raises(UserError, match="heads 'sum' is unknown"):
+        Reduce(heads="sum")
+    with pytest.raises(UserError, match="kind 'min' is unknown"):
+        Pool("min")
 
 
 def test_ties_go_to_the_lowest_index():
     scores = torch.tensor([[1.0, 2.0, 1.0, 2.0, 1.0, 0.0], [0.0, 0.0, 0.0, 0.0, 0.0, 0.0]])
     assert top_entries(scores, 4).tolist() == [[0, 1, 2, 3], [0, 1, 2, 3]]
     assert top_entries(scores, 3).tolist() == [[0, 1, 3], [0, 1, 2]]
+    assert top_mask(scores, torch.tensor([3, 1])).nonzero().tolist() == [[0, 0], [0, 1], [0, 3], [1, 0]]
+
+
+@st.composite
+def scores(draw):
+    """[rows, N] with ties, protected entries and padding, and how many to take of each row."""
+    rows, entries = draw(st.integers(1, 4)), draw(st.integers(1, 30))
+    value = st.sampled_from([0.0, 0.25, 0.5, 1.0, 3.0, float("inf"), float("-inf")])
+    values = draw(st.lists(st.lists(value, min_size=entries, max_size=entries), min_size=rows, max_size=rows))
+    return torch.tensor(values), draw(st.lists(st.integers(0, entries), min_size=rows, max_size=rows))
+
+
+@given(scores=scores())
+def test_selection_is_the_start_of_a_stable_sort(scores):
+    importance, counts = scores
+    by_row = top_mask(importance, torch.tensor(counts))
+    for row, (values, count) in enumerate(zip(importance.tolist(), counts, strict=True)):
+        expected = sorted(sorted(range(len(values)), key=lambda index: (-values[index], index))[:count])
+        assert by_row[row].nonzero()[:, 0].tolist() == expected
+        assert top_mask(importance, count)[row].nonzero()[:, 0].tolist() == expected
+        assert top_entries(importance, count)[row].tolist() == expected
 
 
 @pytest.mark.parametrize("budget", [1, 7, 64, 200])
-def test_selection_equals_a_stable_sort(budget):
-    scores = torch.randint(0, 9, (3, 2, 200), generator=torch.Generator().manual_seed(budget)).float()
-    scores[0, 0, :5] = torch.inf
-    scores[1, :, 100:150] = -torch.inf
-    expected = scores.sort(dim=-1, descending=True, stable=True).indices[..., :budget].sort(dim=-1).values
-    assert torch.equal(top_entries(scores, budget), expected)
+def test_selection_from_several_heads(budget):
+    importance = torch.randint(0, 9, (3, 2, 200), generator=torch.Generator().manual_seed(budget)).float()
+    importance[0, 0, :5] = torch.inf
+    importance[1, :, 100:150] = -torch.inf
+    expected = importance.sort(dim=-1, descending=True, stable=True).indices[..., :budget].sort(dim=-1).values
+    assert torch.equal(top_entries(importance, budget), expected)

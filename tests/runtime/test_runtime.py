@@ -11,9 +11,9 @@ from keepsight.runtime.cache import cache_bytes, entries
 from keepsight.runtime.decode import decode, score_answer, stop_after
 from keepsight.runtime.drafting import DraftTokens
 from keepsight.runtime.evict import FullCache
+from keepsight.runtime.importance import Pool
 from keepsight.runtime.methods import METHODS, Oracle, SnapKV, StreamingLLM, make_method
 from keepsight.runtime.methods.oracle import OwnAnswer
-from keepsight.runtime.importance import Pool
 from keepsight.runtime.methods.snapkv import PromptWindow
 from keepsight.runtime.prefill import prefill
 from keepsight.runtime.state import Needs, join

@@ -1,0 +1,115 @@
+"""Conversation: the next turn continues on the cache that the last one left behind."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation import LogitsProcessorList, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+
+from keepsight.errors import UserError
+from keepsight.runtime.decode import decode
+from keepsight.runtime.evict import CacheMethod, Method
+from keepsight.runtime.prefill import read
+from keepsight.runtime.state import State
+
+
+class Conversation:
+    """Several turns over one cache.
+
+    The first turn is what `generate` does. Each later turn is read after what the cache still holds, at the positions
+    that a full cache would use, and then the method is applied to the whole cache again, looking back from the turn's
+    end: before every answer the cache holds at most the method's budget, however long the conversation. A ratio counts
+    all tokens so far. Methods that shorten the prompt itself do so at the first turn only. Evicted entries are gone:
+    later turns cannot bring them back.
+
+    Args:
+        model: The target.
+        method: Such as `SnapKV(budget=128)`.
+        state: One to continue from, such as a loaded one; it stays as it is, so that several conversations can start
+            from it. None to start with an empty cache.
+
+    Attributes:
+        ids: [1, M] int64: all turns and answers so far.
+        state: What the model has read: all of `ids` but an answer's last token; None before the first turn.
+
+    Raises:
+        UserError: the state is a batch.
+    """
+
+    def __init__(self, model: PreTrainedModel, method: Method, state: State | None = None) -> None:
+        self.model, self.method, self.state = model, method, state
+        self.ids = torch.empty(1, 0, dtype=torch.long, device=model.device) if state is None else state.tokens
+        self._unread = self.ids[:, :0]
+        _require_single(self.ids)
+
+    def say(self, input_ids: Tensor, **options: Any) -> Tensor:
+        """Add a turn and answer it. When this raises, the conversation is as it was before.
+
+        Args:
+            input_ids: [1, n] int64: what follows the last answer, n >= 1. The answer counts with its end token where
+                it has one; a chat that was rendered whole goes on at `rendered[:, conversation.ids.shape[1]:]`.
+            options: Whatever `model.generate` takes: `max_new_tokens`, `do_sample`, `temperature`, `streamer`, ...
+                Penalties and streamers see the whole conversation as the prompt.
+
+        Returns:
+            [1, T] int64: the answer alone.
+
+        Raises:
+            UserError: the turn is a batch, or empty.
+        """
+        _require_single(input_ids)
+        if not input_ids.shape[1]:
+            raise UserError("conversation: the turn has no tokens; give at least one, such as the user's next message")
+        prompt = torch.cat([self.ids, input_ids.to(self.ids.device)], dim=1)
+        answer = partial(self._answer, streamer=options.get("streamer"))  # transformers does not hand it on by itself
+        mask = torch.ones_like(prompt)
+        ids = self.model.generate(prompt, attention_mask=mask, custom_generate=answer, **options)  # type: ignore[operator]
+        return ids[:, prompt.shape[1] :]
+
+    @torch.no_grad()
+    def _answer(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        streamer: BaseStreamer | None = None,
+        **model_kwargs: Any,
+    ) -> Tensor:
+        """The hook that transformers calls; see `Method.__call__`."""
+        _require_single(input_ids)
+        decoded = decode(
+            model,
+            self._read(input_ids, generation_config.prefill_chunk_size),
+            stopping_criteria,
+            pad_token=0,  # never used: a single row is not padded
+            prompt_ids=input_ids,
+            logits_processor=logits_processor,
+            do_sample=bool(generation_config.do_sample),
+            streamer=streamer,
+            reapply=self.method.reapply(model),
+        )
+        self.state, self.ids, self._unread = decoded.state, decoded.ids, decoded.ids[:, -1:]
+        return decoded.ids
+
+    def _read(self, prompt: Tensor, chunk: int | None) -> State:
+        """The state to answer from, within the budget."""
+        if self.state is None:
+            return self.method.start(self.model, prompt, chunk=chunk)
+        unread = torch.cat([self._unread, prompt[:, self.ids.shape[1] :]], dim=1)
+        state = self.state.copy()
+        for part in unread.split(chunk or unread.shape[1], dim=1):
+            state, _ = read(self.model, state, part, logits_to_keep=1)
+        return self.method.compress(self.model, state) if isinstance(self.method, CacheMethod) else state
+
+
+def _require_single(ids: Tensor) -> None:
+    if ids.dim() != 2 or len(ids) != 1:
+        raise UserError(
+            f"conversation: ids of shape {list(ids.shape)} are not one sequence [1, n]; "
+            "hold one conversation for each row, and give neither beams nor num_return_sequences"
+        )

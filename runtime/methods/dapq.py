@@ -1,0 +1,106 @@
+"""DapQ: any tokens observe, as long as they stand where the answer will be."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from typing_extensions import override
+
+from keepsight.errors import UserError
+from keepsight.runtime.drafting import Draft, Drafter, DraftTokens
+from keepsight.runtime.evict import Evict
+from keepsight.runtime.importance import NO_POOL, Pool
+from keepsight.runtime.observe import Observer
+from keepsight.runtime.state import State
+
+
+@dataclass(frozen=True)
+class PromptEnds(Drafter):
+    """The first and the last tokens of what was read (DapQ, section 5.1).
+
+    A row with fewer tokens than `first` or `last` repeats the one at that end.
+
+    Attributes:
+        first: How many of the first tokens.
+        last: How many of the last tokens.
+    """
+
+    first: int = 4
+    last: int = 28
+
+    def __post_init__(self) -> None:
+        for name in ("first", "last"):
+            if type(getattr(self, name)) is not int or getattr(self, name) < 0:
+                raise UserError(f"DapQ: {name} {getattr(self, name)!r} must be a whole number")
+        if self.first + self.last < 1:
+            raise UserError("DapQ: first 0 and last 0 leave no pseudo token; give at least one of them")
+
+    @override
+    def __call__(self, model: PreTrainedModel, state: State) -> Draft:
+        width, device = state.tokens.shape[1], state.tokens.device
+        start = width - state.lengths[:, None]  # of each row's real tokens
+        first = (start + torch.arange(self.first, device=device)).clamp(max=width - 1)
+        last = (width - self.last + torch.arange(self.last, device=device)).expand(len(start), -1)
+        return Draft(state.tokens.gather(1, torch.cat([first, torch.maximum(last, start)], dim=1)))
+
+
+@dataclass(frozen=True)
+class RandomTokens(Drafter):
+    """Tokens drawn evenly from the vocabulary, the same ones for every prompt.
+
+    Attributes:
+        count: How many.
+        seed: Of the draw.
+    """
+
+    count: int = 32
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if type(self.count) is not int or self.count < 1:
+            raise UserError(f"DapQ: count {self.count!r} must be a whole number of at least 1")
+
+    @override
+    def __call__(self, model: PreTrainedModel, state: State) -> Draft:
+        generator = torch.Generator().manual_seed(self.seed)
+        vocabulary = model.get_input_embeddings().num_embeddings
+        ids = torch.randint(int(vocabulary), (1, self.count), generator=generator)  # type: ignore[arg-type]
+        return Draft(ids.to(state.tokens.device).expand(len(state.tokens), -1))
+
+
+@dataclass(frozen=True)
+class ConstantText(Drafter):
+    """The same text after every prompt.
+
+    Attributes:
+        ids: Its token ids; any sequence of them is taken.
+    """
+
+    ids: Sequence[int]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ids", tuple(self.ids))
+        if not self.ids or any(type(each) is not int or each < 0 for each in self.ids):
+            raise UserError(f"DapQ: ids {list(self.ids)} must be token ids, at least one")
+
+    @override
+    def __call__(self, model: PreTrainedModel, state: State) -> Draft:
+        ids: Tensor = torch.tensor([list(self.ids)], device=state.tokens.device)
+        vocabulary = int(model.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
+        if int(ids.max()) >= vocabulary:
+            raise UserError(f"DapQ: token id {int(ids.max())} is outside of the target's vocabulary of {vocabulary}")
+        return Draft(ids.expand(len(state.tokens), -1))
+
+
+@dataclass(frozen=True)
+class DapQ(Evict):
+    """32 pseudo tokens observe from the answer's first positions (DapQ, arXiv 2603.11564, section 4).
+
+    The paper keeps no window. It does not say whether it pools, nor how a KV head's query heads are reduced: pooling
+    is off and the mean is taken unless told otherwise.
+    """
+
+    observer: Observer = DraftTokens(PromptEnds())
+    pool: Pool = NO_POOL

@@ -1,0 +1,151 @@
+"""LAQ and LAQ++: the target guesses the answer from a small cache, and the guess's own queries observe the prompt."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from typing_extensions import override
+
+from keepsight.errors import UserError
+from keepsight.runtime.cache import LayerEntries
+from keepsight.runtime.decode import decode, stop_after
+from keepsight.runtime.drafting import combine, until_end, window_attention
+from keepsight.runtime.evict import Evict
+from keepsight.runtime.importance import Pool, observed_attention
+from keepsight.runtime.methods.snapkv import SnapKV
+from keepsight.runtime.observe import Observer
+from keepsight.runtime.prefill import read
+from keepsight.runtime.state import Needs, State, Trace
+
+_MASKS = ("corrected", "published")
+
+
+@dataclass(frozen=True)
+class QueryCache(Observer):
+    """Queries of a guess that the target wrote from a SnapKV cache look back at the whole cache (LAQ).
+
+    The queries are kept as the small cache's hidden states made them. Nothing is run over the whole cache, and the
+    softmax is over its entries alone.
+
+    Attributes:
+        lookahead: Most tokens of the guess; its end token included.
+        window: How many of the prompt's last queries observe beside them.
+        budget: Of the SnapKV cache, entries or a ratio; None for the budget of the LAQ that holds this observer.
+        first_window: Window of the SnapKV cache.
+        first_pool: Pooling of the SnapKV cache.
+        mask: `corrected`: prompt queries see what stands before them, guessed ones every entry. `published`: as the
+            paper's code has it, a causal triangle over the last window + lookahead entries for all of them.
+    """
+
+    lookahead: int = 8
+    window: int = 0
+    budget: int | float | None = None
+    first_window: int = 32
+    first_pool: Pool = Pool()
+    mask: str = "corrected"
+
+    def __post_init__(self) -> None:
+        for name, least in (("lookahead", 1), ("window", 0), ("first_window", 1)):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise UserError(f"LAQ: {name} {value!r} must be a whole number of at least {least}")
+        if self.mask not in _MASKS:
+            raise UserError(f"LAQ: mask {self.mask!r} is unknown; choose one of {', '.join(_MASKS)}")
+        if type(self.budget) is int and self.budget <= self.first_window:
+            raise UserError(
+                f"LAQ: budget {self.budget} must be above the first_window {self.first_window} of the cache that the "
+                "guess is written from; raise it, or lower the observer's first_window"
+            )
+
+    @override
+    def __call__(self, model: PreTrainedModel, state: State, reduction: str) -> list[Tensor]:
+        guessed, real = self._guess(model, state)
+        rows = min(self.window, state.trace.window[0].shape[2])
+        window_mask = None if state.tokens_mask is None else state.tokens_mask[:, state.tokens.shape[1] - rows :]
+        if self.mask == "published":
+            both = [
+                torch.cat([before[:, :, before.shape[2] - rows :], after], dim=2)
+                for before, after in zip(state.trace.window, guessed, strict=True)
+            ]
+            seen = real.new_ones(len(real), rows) if window_mask is None else window_mask
+            return _under_triangle(state, both, torch.cat([seen, real], dim=1), reduction)
+        observed = [
+            _from_beyond(queries, each, scaling, real, reduction)
+            for queries, each, scaling in zip(guessed, state.entries(), state.trace.scaling, strict=True)
+        ]
+        if not rows:
+            return observed
+        return combine(window_attention(state, rows, reduction), observed, rows, real, reduction)
+
+    @override
+    def needs(self) -> Needs:
+        return Needs(window=max(self.window, self.first_window))
+
+    def _guess(self, model: PreTrainedModel, state: State) -> tuple[tuple[Tensor, ...], Tensor]:
+        """The guess's queries [B, H, T, d] of each layer, and which of them are real, [B, T] bool."""
+        if self.budget is None:
+            raise UserError("LAQ: the observer needs a budget for the cache that the guess is written from")
+        small = SnapKV(self.budget, window=self.first_window, pool=self.first_pool).compress(model, state)
+        small = replace(small, trace=Trace(Needs(window=self.lookahead)))  # from here on the guess's queries alone
+        config = model.generation_config
+        end = config.eos_token_id if config is not None else None
+        guess = decode(model, small, stop_after(self.lookahead, end), pad_token=0)
+        after, _ = read(model, guess.state, guess.ids[:, -1:])
+        real = None if end is None else until_end(guess.ids, end)
+        return after.trace.window, torch.ones_like(guess.ids, dtype=torch.bool) if real is None else real
+
+
+def _from_beyond(queries: Tensor, layer: LayerEntries, scaling: float, real: Tensor, reduction: str) -> Tensor:
+    """Attention [B, H, C] of queries [B, H, T, d] that see every entry and not each other."""
+    heads, rows = queries.shape[1:3]
+    # Each query stands as a head of its own, so that no causal mask is laid between them.
+    apart = queries.flatten(1, 2)[:, :, None]
+    weights = observed_attention(apart, layer.keys, scaling, layer.keys.shape[2], key_mask=layer.real)
+    weights = weights.unflatten(1, (heads, rows)) * real[:, None, :, None]
+    if reduction == "max":
+        return weights.amax(dim=2)
+    return weights.sum(dim=2) / real.sum(dim=1)[:, None, None]
+
+
+def _under_triangle(state: State, queries: list[Tensor], real: Tensor, reduction: str) -> list[Tensor]:
+    """Attention [B, H, C] of each layer, as if the queries [B, H, q, d] were those of the last q entries."""
+    order = real.long().argsort(dim=1, stable=True)  # padding first, so that every row ends at its last entry
+    place = order[:, None, :, None]
+    return [
+        observed_attention(
+            each.gather(2, place.expand_as(each)),
+            layer.keys,
+            scaling,
+            layer.keys.shape[2],
+            key_mask=layer.real,
+            query_mask=real.gather(1, order),
+            reduction=reduction,
+        )
+        for each, layer, scaling in zip(queries, state.entries(), state.trace.scaling, strict=True)
+    ]
+
+
+@dataclass(frozen=True)
+class LAQ(Evict):
+    """The target's guess of 8 tokens observes (Lookahead Q-Cache, arXiv 2505.20334). No window is kept.
+
+    An observer without a budget takes the method's when the method is made; the guess then depends on the budget, as
+    published. With a budget of its own, one observation serves all budgets.
+    """
+
+    observer: Observer = QueryCache()
+
+    @override
+    def __post_init__(self) -> None:
+        if isinstance(self.observer, QueryCache) and self.observer.budget is None:
+            object.__setattr__(self, "observer", replace(self.observer, budget=self.budget))
+        super().__post_init__()
+
+
+@dataclass(frozen=True)
+class LAQPlus(LAQ):
+    """LAQ++: the last 8 prompt tokens observe beside the guess, and are kept."""
+
+    observer: Observer = QueryCache(window=8)
+    window: int = 8

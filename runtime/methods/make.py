@@ -1,0 +1,134 @@
+"""Methods from names and plain values, as YAML and the command line give them.
+
+`{name: snapkv, window: 16, pool: {kernel: 5}, allocate: adakv}`: an option is a field of the method, and a part (an
+observer, drafter, reduction, pooling or allocation) is its name, a mapping with its name and options, or a mapping of
+options alone, which change the part that the method has.
+"""
+
+import dataclasses
+import difflib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from keepsight.errors import UserError
+from keepsight.runtime.allocate import ALLOCATIONS
+from keepsight.runtime.drafting import DraftTokens
+from keepsight.runtime.evict import FullCache, Method
+from keepsight.runtime.importance import NO_POOL, Pool, Reduce
+from keepsight.runtime.methods.lookaheadkv import LookaheadKV, parts_of
+from keepsight.runtime.methods.registry import DRAFTERS, METHODS, OBSERVERS
+from keepsight.runtime.methods.resources import Resources
+from keepsight.runtime.methods.speckv import DraftModel, SpecKV
+from keepsight.runtime.sparse_prefill import SparsePrefill
+
+_RESOURCES = ("artifact", "draft", "tokenizer")
+
+
+def make_method(name: str, budget: int | float | None, resources: Resources | None = None, **options: Any) -> Method:
+    """A method by its name in `METHODS`.
+
+    Args:
+        name: Such as `snapkv`; `evict` for a composition whose observer is among the options.
+        budget: Entries per layer and KV head, or a ratio; unused by `full`.
+        resources: For the methods that need an adapter, a draft or a tokenizer.
+        options: Other fields of the method, as values or as plain text and mappings.
+
+    Raises:
+        UserError: an unknown name or option, a value out of range, or a resource that is missing.
+    """
+    if name not in METHODS:
+        near = difflib.get_close_matches(name, METHODS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise UserError(f"method {name!r} is unknown; choose one of {', '.join(METHODS)}{hint}")
+    kind = METHODS[name]
+    if kind is FullCache:
+        return FullCache()
+    if budget is None:
+        raise UserError(f"method {name!r} needs a budget, in entries per layer and KV head")
+    reader = _Reader(resources or Resources())
+    try:
+        parts = reader.fields(kind, options, reader.defaults(kind), taken=("budget",))
+    except UserError as error:
+        raise UserError(f"method {name!r}: {error}") from None
+    make: Callable[..., Method] = kind
+    return make(budget, **parts)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Reader:
+    """Reads plain values; what a part needs and is not given comes from the resources."""
+
+    resources: Resources
+
+    def defaults(self, kind: type[Method]) -> dict[str, Any]:
+        """Parts that depend on the resources."""
+        if kind is LookaheadKV:
+            return parts_of(self.resources.artifact)
+        if kind is SpecKV:
+            draft: Any = self.resources.find("draft")
+            return {"observer": DraftTokens(DraftModel(draft), window=None)}
+        return {}
+
+    def fields(
+        self, kind: type, options: Mapping[str, Any], defaults: Mapping[str, Any], taken: tuple[str, ...] = ()
+    ) -> dict[str, Any]:
+        """Arguments for `kind` from options, defaults and resources.
+
+        Raises:
+            UserError: an unknown option, or a value that is missing.
+        """
+        known = {each.name: each for each in dataclasses.fields(kind) if each.name not in (*taken, *_RESOURCES)}
+        if unknown := sorted(set(options) - set(known)):
+            raise UserError(f"there is no option {unknown[0]!r}; it takes {', '.join(known) or 'none'}")
+        values = dict(defaults)
+        for name, value in options.items():
+            values[name] = self.part(name, value, defaults.get(name, known[name].default))
+        for each in dataclasses.fields(kind):
+            required = each.default is dataclasses.MISSING and each.default_factory is dataclasses.MISSING
+            if required and each.name not in (*values, *taken):
+                if each.name not in _RESOURCES:
+                    choices = f", one of {', '.join(OBSERVERS)}" if each.name == "observer" else ""
+                    raise UserError(f"option {each.name!r} is missing{choices}")
+                values[each.name] = self.resources.find(each.name)
+        return values
+
+    def part(self, role: str, value: Any, default: Any) -> Any:
+        """The value of the field `role`."""
+        if role in ("pool", "first_pool") and isinstance(value, str):
+            return NO_POOL if value == "none" else Pool(value)
+        if role == "reduce" and isinstance(value, str):
+            return Reduce(value, value)
+        return self.named(role, value, default) if role in _KINDS else value
+
+    def named(self, role: str, value: Any, default: Any) -> Any:
+        """A part from its name, from a mapping with its name and options, or from options that change `default`.
+
+        Raises:
+            UserError: an unknown name or option, or a value out of range.
+        """
+        if not isinstance(value, str | Mapping):
+            return value
+        options = {"name": value} if isinstance(value, str) else dict(value)
+        name = options.pop("name", None)
+        kinds = _KINDS.get(role) or {}
+        if name is not None and name not in kinds:
+            raise UserError(f"{role}: {name!r} is unknown; choose one of {', '.join(kinds)}")
+        if name is None and not dataclasses.is_dataclass(default):
+            raise UserError(f"{role}: give it a name, one of {', '.join(kinds)}")
+        kind = type(default) if name is None else kinds[name]
+        same = {each.name: getattr(default, each.name) for each in dataclasses.fields(kind)} if name is None else {}
+        try:
+            return kind(**self.fields(kind, options, same))
+        except UserError as error:
+            raise UserError(str(error) if role in str(error) else f"{role}: {error}") from None
+
+
+_KINDS: dict[str, Mapping[str, type]] = {
+    "observer": OBSERVERS,
+    "drafter": DRAFTERS,
+    "allocate": ALLOCATIONS,
+    "pool": {},
+    "first_pool": {},
+    "reduce": {},
+    "sparse": {"vertical_slash": SparsePrefill},
+}

@@ -1,0 +1,68 @@
+"""Every method, observer and drafter by name; adding a row here makes it known to all commands."""
+
+from keepsight.runtime.drafting import Drafter, DraftTokens
+from keepsight.runtime.evict import Evict, FullCache, Method
+from keepsight.runtime.methods.adakv import AdaKV
+from keepsight.runtime.methods.dapq import ConstantText, DapQ, PromptEnds, RandomTokens
+from keepsight.runtime.methods.h2o import H2O, ReceivedAttention
+from keepsight.runtime.methods.key_norm import KeyNorm, ShortKeys
+from keepsight.runtime.methods.lacache import LaCache, Ladder
+from keepsight.runtime.methods.laq import LAQ, LAQPlus, QueryCache
+from keepsight.runtime.methods.llmlingua import LLMLingua2
+from keepsight.runtime.methods.lookaheadkv import LookaheadKV, SoftTokens
+from keepsight.runtime.methods.oracle import Oracle, OwnAnswer
+from keepsight.runtime.methods.pyramidkv import PyramidKV
+from keepsight.runtime.methods.random_entries import Lots, RandomEntries
+from keepsight.runtime.methods.sentence_similarity import SentenceSimilarity
+from keepsight.runtime.methods.snapkv import PromptWindow, SnapKV
+from keepsight.runtime.methods.speckv import DraftModel, SpecKV
+from keepsight.runtime.methods.speckvpc import SpecKVPC
+from keepsight.runtime.methods.specpc import SpecPC
+from keepsight.runtime.methods.streamingllm import Earliness, Recency, StreamingLLM
+from keepsight.runtime.methods.tova import TOVA
+from keepsight.runtime.methods.truncation import Truncation
+from keepsight.runtime.observe import Observer
+
+METHODS: dict[str, type[Method]] = {
+    "full": FullCache,
+    "oracle": Oracle,
+    "lookaheadkv": LookaheadKV,
+    "laq": LAQ,
+    "laq++": LAQPlus,
+    "speckv": SpecKV,
+    "dapq": DapQ,
+    "snapkv": SnapKV,
+    "pyramidkv": PyramidKV,
+    "adakv": AdaKV,
+    "h2o": H2O,
+    "tova": TOVA,
+    "streamingllm": StreamingLLM,
+    "lacache": LaCache,
+    "key_norm": KeyNorm,
+    "random": RandomEntries,
+    "specpc": SpecPC,
+    "speckvpc": SpecKVPC,
+    "llmlingua2": LLMLingua2,
+    "sentence_similarity": SentenceSimilarity,
+    "truncation": Truncation,
+    "evict": Evict,
+}
+OBSERVERS: dict[str, type[Observer]] = {
+    "soft_tokens": SoftTokens,
+    "draft_tokens": DraftTokens,
+    "query_cache": QueryCache,
+    "prompt_window": PromptWindow,
+    "received_attention": ReceivedAttention,
+    "short_keys": ShortKeys,
+    "recency": Recency,
+    "earliness": Earliness,
+    "ladder": Ladder,
+    "lots": Lots,
+}
+DRAFTERS: dict[str, type[Drafter]] = {
+    "own_answer": OwnAnswer,
+    "draft_model": DraftModel,
+    "prompt_ends": PromptEnds,
+    "random_tokens": RandomTokens,
+    "constant_text": ConstantText,
+}

@@ -1,0 +1,135 @@
+"""SpecKV: a small draft model's answer observes the prompt, together with the prompt's last tokens."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+from torch.nn import functional
+from transformers import PreTrainedModel
+from typing_extensions import override
+
+from keepsight.errors import UserError
+from keepsight.models import drafts
+from keepsight.runtime.drafting import Draft, Drafter, DraftTokens, Given, greedy_draft
+from keepsight.runtime.evict import Evict
+from keepsight.runtime.importance import Pool, Reduce, observed_attention, reduce_group
+from keepsight.runtime.prefill import prefill
+from keepsight.runtime.sparse_prefill import Score, SparsePrefill
+from keepsight.runtime.state import Needs, State
+
+
+@dataclass(frozen=True)
+class DraftModel(Drafter):
+    """A draft model's greedy answer to everything the target has read.
+
+    Attributes:
+        draft: Says which model drafts for the target.
+        lookahead: Most tokens of the answer, its end token included. The paper lets the draft finish its answer: give
+            the task's answer length for that.
+    """
+
+    draft: drafts.Draft
+    lookahead: int = 32
+
+    def __post_init__(self) -> None:
+        if type(self.lookahead) is not int or self.lookahead < 1:
+            raise UserError(f"SpecKV: lookahead {self.lookahead!r} must be a whole number of at least 1")
+
+    @override
+    def __call__(self, model: PreTrainedModel, state: State) -> Draft:
+        return self.write(model, state.tokens, state.tokens_mask)
+
+    def write(self, model: PreTrainedModel, tokens: Tensor, mask: Tensor | None = None) -> Draft:
+        """The draft for tokens [B, M] that `model`, the target, need not have read; `mask` is False for padding."""
+        drafting = self.draft.of(model)
+        return greedy_draft(drafting, prefill(drafting, tokens, mask, needs=Needs()), self.lookahead)
+
+
+@dataclass(frozen=True)
+class SpecKV(Evict):
+    """Keeps what the draft or the last 33 prompt tokens attend to most (SpecKV, section 4 and table 8).
+
+    The published budget C and window W leave out the last prompt token, which is read again before the answer: they
+    are budget C + 1 and window W + 1 here. That token's entry and the first answer token come from the prefill.
+
+    Ada-SpecKV is `allocate=Adaptive()`: the paper names it, its code does not have it, and this is a reconstruction
+    (the importance of SpecKV, the allocation of AdaKV).
+
+    Attributes:
+        sparse: Reads prompts of more than its `vertical + band` tokens sparsely; None to read all of them densely.
+            Only `start` does so: a prompt that `compress` is given has been read already.
+    """
+
+    reduce: Reduce = Reduce("max", "max")
+    pool: Pool = Pool("max", 7)
+    window: int = 33
+    sparse: SparsePrefill | None = None
+
+    @override
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.sparse is None:
+            return
+        if self._drafter() is None:
+            raise UserError("SpecKV: sparse needs an observer that is DraftTokens of a DraftModel")
+        most = self.sparse.vertical + self.sparse.band
+        if not isinstance(self.budget, int) or self.budget > most:
+            raise UserError(
+                f"SpecKV: sparse needs a budget of at most {most} entries (vertical + band), not {self.budget}"
+            )
+
+    @classmethod
+    def with_draft(cls, draft: drafts.Draft, budget: int | float, lookahead: int = 32, **parts: Any) -> "SpecKV":
+        """The method with a draft; `parts` are other fields.
+
+        Raises:
+            UserError: a value is out of range.
+        """
+        return cls(budget, DraftTokens(DraftModel(draft, lookahead), window=None), **parts)
+
+    @override
+    def start(
+        self, model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None = None, *, chunk: int | None = None
+    ) -> State:
+        drafter, length = self._drafter(), input_ids.shape[1]
+        if self.sparse is None or drafter is None or length <= self.budget - self.every:
+            return super().start(model, input_ids, mask, chunk=chunk)
+        if not self.sparse.active(length + drafter.lookahead):
+            return super().start(model, input_ids, mask, chunk=chunk)
+        _refuse(length, mask, chunk)
+        draft = drafter.write(model, input_ids)
+        if not self.sparse.active(length + draft.ids.shape[1]):
+            given = replace(self, sparse=None, observer=replace(self.observer, drafter=Given(draft)))  # type: ignore[type-var]
+            return given.start(model, input_ids)
+        score = self._score(draft, length)
+        return self.keep(*self.sparse(model, input_ids, draft.ids, score, needs=self.needs(), window=self.window))
+
+    def _drafter(self) -> DraftModel | None:
+        drafter = self.observer.drafter if isinstance(self.observer, DraftTokens) else None
+        return drafter if isinstance(drafter, DraftModel) else None
+
+    def _score(self, draft: Draft, length: int) -> Score:
+        """What `reduced` says of a prompt of `length` tokens, for one layer of a pass over prompt and draft."""
+        observer = self.observer.for_window(self.window)
+        window = min(getattr(observer, "window", 0), length)
+        rows, real = window + draft.ids.shape[1], draft.mask
+        if real is not None:
+            real = functional.pad(real, (window, 0), value=True)
+
+        def score(query: Tensor, key: Tensor, scaling: float) -> Tensor:
+            observed = observed_attention(
+                query[:, :, -rows:], key, scaling, length, query_mask=real, reduction=self.reduce.queries
+            )
+            return self._protect(reduce_group(observed, key.shape[1], self.reduce.heads), None)
+
+        return score
+
+
+def _refuse(length: int, mask: Tensor | None, chunk: int | None) -> None:
+    if chunk is not None and chunk < length:
+        raise UserError(
+            f"SpecKV: sparse reads the prompt of {length} tokens in one pass, not in chunks of {chunk}; "
+            "leave out chunk or sparse"
+        )
+    if mask is not None and not bool(mask.bool().all()):
+        raise UserError("SpecKV: sparse reads prompts without padding; give prompts one by one, or leave out sparse")

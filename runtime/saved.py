@@ -1,0 +1,261 @@
+"""A compressed state on disk, to be asked again: one safetensors file that describes itself in its header.
+
+The file holds the cache as it lies in memory (ragged layers without padding), what observers need to evict further,
+and the tokens read. Nothing in it is ever unpickled.
+"""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from keepsight.errors import UserError
+from keepsight.files import atomic_files
+from keepsight.runtime.cache import KeptLayer, RaggedLayer, share
+from keepsight.runtime.state import Needs, State, Trace
+
+FILE = "state.safetensors"
+QUESTIONS = ("seen", "unseen", "multi")
+_KEY, _VERSION = "keepsight_state", 1
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """A loaded state and what was noted beside it.
+
+    Attributes:
+        state: On the target's device. Reading and decoding append to it: ask each question of a `state.copy()`.
+        question: What was compressed: `seen`, the whole prompt with its question; `unseen`, the context alone;
+            `multi`, the context alone, to be asked several questions.
+        target: Name of the model that read it; a note.
+        template_digest: Digest of the chat template that rendered the prompt; empty when none was given.
+    """
+
+    state: State
+    question: str
+    target: str
+    template_digest: str
+
+
+def save_state(
+    state: State, path: str | Path, *, model: PreTrainedModel, question: str = "seen", template_digest: str = ""
+) -> Path:
+    """Save a state; `path` then holds all of it, or none of it.
+
+    Its size is the state's `kv_bytes`, plus the trace, tokens and logits, plus a header of some kilobytes. A state that
+    will never be evicted from again needs no trace: save `dataclasses.replace(state, trace=Trace())`.
+
+    Args:
+        state: Dense or ragged, of any batch size.
+        path: A name that ends in `.safetensors`, or a folder in which the file is called `state.safetensors`.
+        model: The target that read it.
+        question: See `SavedState`.
+        template_digest: See `SavedState`.
+
+    Returns:
+        The file.
+
+    Raises:
+        UserError: `question` is unknown, or the state is not of this model; one line names both.
+    """
+    if question not in QUESTIONS:
+        raise UserError(f"question {question!r} is unknown; choose one of {', '.join(QUESTIONS)}")
+    file, tensors = _file(path), _tensors(state)
+    if (found := _shape_of(tensors)) != (expected := _shape(model)):
+        raise UserError(f"{file}: the state is not of this model: it has {found}, the model {expected}")
+    header = _Header(
+        version=_VERSION,
+        question=question,
+        target=str(model.config.name_or_path or ""),
+        shape=expected,
+        weights=weights_digest(model),
+        template_digest=template_digest,
+        seen=state.cache.get_seq_length(),
+        needs=asdict(state.trace.needs),
+        scaling=list(state.trace.scaling),
+        tensors=sorted(tensors),
+    )
+    header = replace(header, digest=_digest(header, tensors))
+    with atomic_files(file.parent, last=file.name) as unfinished:
+        save_file(tensors, unfinished / file.name, metadata={"format": "pt", _KEY: json.dumps(asdict(header))})
+    return file
+
+
+def load_state(path: str | Path, model: PreTrainedModel, *, template_digest: str = "") -> SavedState:
+    """Load a state that `save_state` wrote.
+
+    Args:
+        path: As for `save_state`.
+        model: The target: the same weights in the same dtype. Its name may differ.
+        template_digest: Of the chat template that will render the questions; compared when both are known.
+
+    Raises:
+        UserError: the file is missing, corrupt, of another format, or of another target or template.
+    """
+    file = _file(path)
+    if not file.is_file():
+        raise UserError(f"{file}: no such file; save a state with save_state first")
+    try:
+        with safe_open(file, framework="pt", device=str(model.device)) as stream:
+            header = _header(file, stream.metadata())
+            _check_target(file, header, model, template_digest)
+            if odd := set(header.tensors) ^ set(stream.keys()):
+                raise UserError(f"{file}: missing or surplus tensor {min(odd)!r}; copy the file again")
+            tensors = {name: stream.get_tensor(name) for name in header.tensors}
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{file}: not a whole safetensors file ({error}); copy it again") from None
+    if _digest(header, tensors) != header.digest:
+        raise UserError(f"{file}: its contents differ from the digest in its header; copy it again")
+    return SavedState(_state(header, tensors), header.question, header.target, header.template_digest)
+
+
+@dataclass(frozen=True)
+class _Header:
+    """What the file says of itself, as JSON among safetensors' own metadata."""
+
+    version: int
+    question: str
+    target: str
+    shape: dict[str, Any]
+    weights: str
+    template_digest: str
+    seen: int
+    needs: dict[str, Any]
+    scaling: list[float]
+    tensors: list[str]
+    digest: str = ""
+
+
+def _header(file: Path, metadata: dict[str, str] | None) -> _Header:
+    if _KEY not in (metadata or {}):
+        raise UserError(f"{file}: a safetensors file but not a saved state; give one that save_state wrote")
+    try:
+        values = json.loads((metadata or {})[_KEY])
+        if (version := values["version"]) != _VERSION:
+            raise UserError(
+                f"{file}: a saved state of format {version!r}, but this release reads format {_VERSION}; save it again"
+            )
+        return _Header(**values)
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise UserError(f"{file}: the header of this saved state is corrupt ({error}); copy it again") from None
+
+
+def _check_target(file: Path, header: _Header, model: PreTrainedModel, template_digest: str) -> None:
+    of = f"{file}: this state is of {header.target or 'a target without a name'!r}"
+    for name, value in _shape(model).items():
+        if header.shape.get(name) != value:
+            raise UserError(f"{of} with {name} {header.shape.get(name)}, but the model has {value}; load that target")
+    if weights_digest(model) != header.weights:
+        raise UserError(f"{of}, and the model has the same shape but other weights; load that target")
+    if template_digest and header.template_digest not in ("", template_digest):
+        raise UserError(
+            f"{of}, rendered with the chat template {header.template_digest}, but now it is {template_digest}; "
+            "use that template, or compress the prompt again"
+        )
+
+
+def weights_digest(model: PreTrainedModel) -> str:
+    """A cheap fingerprint of a model's own weights: the first values of each, adapters that observers attach left out.
+
+    Returns:
+        `sha256:` and the hexadecimal digest. The same weights in another dtype have another one.
+    """
+    own = [value for name, value in model.named_parameters() if "lora_" not in name]
+    first = torch.cat([value.detach().flatten()[:64].float() for value in own])
+    return f"sha256:{hashlib.sha256(_bytes(first)).hexdigest()}"
+
+
+def _file(path: str | Path) -> Path:
+    path = Path(path)
+    return path if path.suffix == ".safetensors" else path / FILE
+
+
+def _shape(model: PreTrainedModel) -> dict[str, Any]:
+    """What a state must fit."""
+    config = model.config.get_text_config()
+    heads = config.num_attention_heads
+    return {
+        "layers": config.num_hidden_layers,
+        "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
+        "vocabulary": config.vocab_size,
+        "dtype": str(model.dtype).removeprefix("torch."),
+    }
+
+
+def _shape_of(tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """What the state of these tensors is, as `_shape` says it of a model."""
+    keys = tensors["layers.0.keys"]
+    return {
+        "layers": sum(name.endswith(".keys") for name in tensors),
+        "kv_heads": keys.shape[1],
+        "head_dim": keys.shape[3],
+        "vocabulary": tensors["logits"].shape[1],
+        "dtype": str(keys.dtype).removeprefix("torch."),
+    }
+
+
+def _tensors(state: State) -> dict[str, Tensor]:
+    """All tensors of a state by the names they have in the file."""
+    found: dict[str, Tensor | None] = {
+        "tokens": state.tokens,
+        "lengths": state.lengths,
+        "logits": state.logits,
+        "mask": state.mask,
+    }
+    for index, layer in enumerate(share(state.cache).layers):
+        assert isinstance(layer, KeptLayer)
+        of_layer: dict[str, Tensor | None] = {"keys": layer.keys, "values": layer.values, "real": layer.real}
+        if isinstance(layer, RaggedLayer):
+            of_layer |= {"kept_keys": layer.kept_keys, "kept_values": layer.kept_values, "counts": layer.counts}
+        found |= {f"layers.{index}.{name}": tensor for name, tensor in of_layer.items()}
+    found |= {f"trace.window.{index}": tensor for index, tensor in enumerate(state.trace.window)}
+    found |= {f"trace.received.{index}": tensor for index, tensor in enumerate(state.trace.received)}
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in found.items() if tensor is not None}
+
+
+def _state(header: _Header, tensors: dict[str, Tensor]) -> State:
+    layers: list[Any] = []
+    for index in range(header.shape["layers"]):
+        of_layer = _named(tensors, f"layers.{index}.")
+        keys, values = of_layer["keys"], of_layer["values"]
+        if "counts" in of_layer:
+            packed = of_layer["kept_keys"], of_layer["kept_values"], of_layer["counts"]
+            layers.append(RaggedLayer(*packed, header.seen, (keys, values)))
+        else:
+            layers.append(KeptLayer(keys, values, header.seen, of_layer.get("real")))
+    window, received = (tuple(_named(tensors, f"trace.{kind}.").values()) for kind in ("window", "received"))
+    return State(
+        Cache(layers=layers),
+        tensors.get("mask"),
+        tensors["logits"],
+        tensors["tokens"],
+        tensors["lengths"],
+        Trace(Needs(**header.needs), window, received, tuple(header.scaling)),
+    )
+
+
+def _named(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """The tensors under a prefix by the rest of their names; numbers among these in their order."""
+    found = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    return dict(sorted(found.items(), key=lambda item: (len(item[0]), item[0])))
+
+
+def _digest(header: _Header, tensors: dict[str, Tensor]) -> str:
+    """Of the header without its digest, and of every tensor's bytes, in the order of their names."""
+    digest = hashlib.sha256(json.dumps(asdict(replace(header, digest="")), sort_keys=True).encode())
+    for name in header.tensors:
+        digest.update(_bytes(tensors[name]))
+    return f"sha256:{digest.hexdigest()}"
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return tensor.cpu().flatten().view(torch.uint8).numpy().data

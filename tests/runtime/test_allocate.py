@@ -1,0 +1,291 @@
+"""Allocations: the published schedules, and what every allocation owes on any importance."""
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from keepsight.errors import UserError
+from keepsight.runtime.allocate import ALLOCATIONS, Adaptive, Pyramid, Uniform, blended, pyramid_schedule, settle
+from keepsight.runtime.importance import top_mask
+
+ALL = [
+    Uniform(),
+    Pyramid(),
+    Pyramid(beta=3),
+    Adaptive(),
+    Adaptive(blend=False),
+    Adaptive(normalize=True),
+    Adaptive(floor=0.5, blend=False, normalize=True),
+]
+
+
+def _importance(layers, rows, heads, entries, seed, *, real=None, protected=0, levels=None):
+    """Random importance; `real` [layers, rows, heads] are padded on the left, the last `protected` always kept."""
+    generator = torch.Generator().manual_seed(seed)
+    result = []
+    for layer in range(layers):
+        values = torch.rand(rows, heads, entries, generator=generator) ** 4
+        if levels is not None:
+            values = (values * levels).round()
+        if protected:
+            values[..., -protected:] = torch.inf
+        if real is not None:
+            first = entries - real[layer]
+            values.masked_fill_(torch.arange(entries) < first[..., None], -torch.inf)
+        result.append(values)
+    return result
+
+
+@st.composite
+def prompts(draw, ragged=False):
+    """Random importance of a batch of prompts, or of evicted caches, and a budget."""
+    layers, rows, heads = (draw(st.integers(1, most)) for most in (5, 3, 4))
+    protected = draw(st.integers(0, 4))
+    entries = draw(st.integers(protected + 2, 40))
+    budget = draw(st.integers(protected + 1, entries))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
+    shape = (layers, rows, heads) if ragged else (1, rows, 1)
+    real = torch.randint(1, entries + 1, shape, generator=generator).expand(layers, rows, heads)
+    importance = _importance(
+        layers,
+        rows,
+        heads,
+        entries,
+        draw(st.integers(0, 999)),
+        real=real,
+        protected=protected,
+        levels=draw(st.sampled_from([None, 1, 5])),
+    )
+    return importance, budget
+
+
+def _check(allocate, importance, budget):
+    counts = allocate(importance, budget)
+    layers, (rows, heads, _) = len(importance), importance[0].shape
+    assert [each.shape for each in counts] == [(rows, heads)] * layers
+    stacked = torch.stack(counts)
+    real = torch.stack([(layer != -torch.inf).sum(-1) for layer in importance])
+    protected = torch.stack([(layer == torch.inf).sum(-1) for layer in importance])
+    for row in range(rows):
+        assert int(stacked[:, row].sum()) == min(layers * heads * budget, int(real[:, row].sum()))
+    assert bool((stacked <= real).all())
+    assert bool((stacked >= protected).all())
+    kept = torch.stack([top_mask(*pair) for pair in zip(importance, counts, strict=True)])
+    assert torch.equal(kept.sum(-1), stacked)
+    every = torch.stack(importance)
+    assert bool(kept[every == torch.inf].all())
+    assert not bool(kept[every == -torch.inf].any())
+
+
+@pytest.mark.parametrize("allocate", ALL, ids=repr)
+@given(prompt=prompts())
+def test_totals_are_exact_and_protected_entries_stay(allocate, prompt):
+    _check(allocate, *prompt)
+
+
+@pytest.mark.parametrize("allocate", ALL, ids=repr)
+@given(cache=prompts(ragged=True))
+def test_heads_with_less_than_their_share_leave_it_to_others(allocate, cache):
+    _check(allocate, *cache)
+
+
+@pytest.mark.parametrize("allocate", ALL, ids=repr)
+@given(prompt=prompts())
+def test_a_row_gets_what_it_would_alone(allocate, prompt):
+    importance, budget = prompt
+    together = torch.stack(allocate(importance, budget))
+    for row in range(together.shape[1]):
+        real = (importance[0][row, 0] != -torch.inf).sum()
+        alone = allocate([layer[row : row + 1, :, -real:] for layer in importance], budget)
+        assert torch.equal(together[:, row], torch.stack(alone)[:, 0])
+
+
+@given(prompt=prompts())
+def test_uniform_is_the_budget_everywhere(prompt):
+    importance, budget = prompt
+    real = torch.stack([(layer != -torch.inf).sum(-1) for layer in importance])
+    assert torch.equal(torch.stack(Uniform()(importance, budget)), real.clamp(max=budget))
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@given(seed=st.integers(0, 999), heads=st.integers(2, 5), entries=st.integers(8, 40), budget=st.integers(2, 8))
+def test_permuted_heads_get_permuted_budgets(normalize, seed, heads, entries, budget):
+    importance = _importance(1, 1, heads, entries, seed)
+    order = torch.randperm(heads, generator=torch.Generator().manual_seed(seed))
+    for allocate in (Adaptive(blend=False, normalize=normalize), Adaptive(floor=0.0, normalize=normalize)):
+        counts = allocate(importance, budget)[0][0]
+        permuted = allocate([importance[0][:, order]], budget)[0][0]
+        assert torch.equal(permuted, counts[order])
+
+
+# PyramidKV: check vector 5 of KVCache-Factory's schedule.
+
+
+@pytest.mark.parametrize(
+    ("budget", "window", "first", "last", "total"), [(256, 32, 437, 34, 7536), (2048, 8, 3978, 103, 65296)]
+)
+def test_pyramid_schedule_as_published(budget, window, first, last, total):
+    caps = pyramid_schedule(budget - window, 10**6, 32)
+    assert (caps[0], caps[-1], sum(caps)) == (first, last, total)
+    assert caps[:2] in ([437, 424], [3978, 3853])
+
+
+@pytest.mark.parametrize(("budget", "window"), [(256, 32), (2048, 8), (64, 32)])
+def test_pyramid_is_the_published_schedule_without_its_surplus(budget, window):
+    free, layers = budget - window, 32
+    real = torch.full((layers, 2), 3 * budget)
+    counts = Pyramid()._divide(real, torch.full_like(real, window), budget)
+    assert int(counts.sum()) == layers * 2 * budget
+    assert torch.equal(counts[:, 0], counts[:, 1])
+    published = torch.tensor(pyramid_schedule(free, 3 * budget - window, layers)) + window
+    assert int(counts[0, 0]) == int(published[0])
+    assert bool((counts[:, 0] <= published).all())
+    assert bool((counts[1:] <= counts[:-1]).all())
+    # What is left is the straight line from 2 B - B // beta down to B // beta.
+    line = torch.linspace(2 * free - free // 20, free // 20, layers) + window
+    assert float((counts[:, 0] - line).abs().max()) <= 1
+
+
+def test_pyramid_by_length_of_prompt():
+    """C = 256, W = 32, so B = 224: N = C - 1, C, 2 B - 1 and 2 B tokens."""
+    layers, window, budget = 32, 32, 256
+    for length, expected in ((255, 255), (256, 256), (447, 256)):
+        importance = _importance(layers, 1, 2, length, 0, protected=window)
+        counts = torch.stack(Pyramid()(importance, budget))
+        assert counts.unique().tolist() == [expected]
+    counts = torch.stack(Pyramid()(_importance(layers, 1, 2, 448, 0, protected=window), budget))
+    assert int(counts.sum()) == layers * 2 * budget
+    assert int(counts[0, 0, 0]) == 416 + window  # limited to what the prompt has
+    assert pyramid_schedule(224, 416, layers) == [416 - 12 * layer for layer in range(layers)]
+
+
+@pytest.mark.parametrize(("beta", "protected"), [(20, 2), (3, 0)])
+def test_pyramid_while_decoding_keeps_its_shape(beta, protected):
+    """Every layer has appended 4 entries; the schedule gives back what it gave before."""
+    allocate = Pyramid(beta)
+    before = torch.stack(allocate(_importance(6, 1, 2, 100, 0, protected=protected), 20))
+    appended = _importance(6, 1, 2, int(before.max()) + 4, 1, real=before + 4, protected=protected)
+    assert torch.equal(torch.stack(allocate(appended, 20)), before)
+
+
+# AdaKV: check vector 6.
+
+
+def _with_top(counts, share):
+    """[K, 3 * share]: of the best K * share entries of all heads, `counts` lie in each head."""
+    heads, entries = len(counts), 3 * share
+    importance = torch.linspace(0.4, 0.1, heads * entries).view(heads, entries)
+    for head, count in enumerate(counts):
+        importance[head, :count] += 0.5 + 0.01 * head
+    return importance[None]
+
+
+def test_adaptive_rounding_as_published():
+    assert blended(torch.tensor([17, 7, 0]), 8, 0.2).tolist() == [15, 7, 1]
+    importance = _with_top([17, 7, 0], 8)
+    assert Adaptive(floor=0.0)([importance], 8)[0].tolist() == [[17, 7, 0]]
+    assert Adaptive()([importance], 8)[0].tolist() == [[15, 7, 2]]
+
+
+def test_adaptive_hard_floor():
+    importance = _with_top([17, 7, 0], 8)
+    hard = Adaptive(blend=False)([importance], 8)[0][0]
+    assert int(hard[2]) == 1
+    assert int(hard.sum()) == 24
+    assert hard.tolist() == [17, 6, 1]  # the lowest of what heads 1 and 2 had among the top
+
+
+def test_the_hard_floor_counts_protected_entries():
+    """As kvpress does: int(10 * 0.5) of each head, its window of 4 among them."""
+    importance = _with_top([24, 0, 0], 8)
+    importance[..., -4:] = torch.inf
+    assert Adaptive(floor=0.5, blend=False)([importance], 10)[0].tolist() == [[20, 5, 5]]
+
+
+@given(prompt=prompts(), floor=st.sampled_from([0.0, 0.2, 0.5, 1.0]))
+def test_hard_floor_equals_its_definition(prompt, floor):
+    """kvpress: the best int(n * alpha) of each head are moved to the top, then the best K * n of the layer stay."""
+    importance, budget = prompt
+    layer = importance[0]
+    counts = Adaptive(floor=floor, blend=False)([layer], budget)[0]
+    heads = layer.shape[1]
+    for row, scores in enumerate(layer.tolist()):
+        safe, rest = set(), []
+        total = min(heads * budget, sum(value != -torch.inf for head in scores for value in head))
+        for head, values in enumerate(scores):
+            ranked = sorted(range(len(values)), key=lambda index: (-values[index], index))
+            ranked = [index for index in ranked if values[index] != -torch.inf]
+            promised = int(total // heads * floor)
+            safe |= {(head, index) for index in ranked[:promised]}
+            safe |= {(head, index) for index in ranked if values[index] == torch.inf}
+        for head, values in enumerate(scores):
+            for index, value in enumerate(values):
+                if (head, index) not in safe and value != -torch.inf:
+                    rest.append((-value, head, index))
+        assume(len(safe) <= total)
+        kept = safe | {(head, index) for _, head, index in sorted(rest)[: total - len(safe)]}
+        assert counts[row].tolist() == [sum(where[0] == head for where in kept) for head in range(heads)]
+
+
+@pytest.mark.parametrize("allocate", [Pyramid(4), Adaptive(floor=0.25), Adaptive(floor=0.25, blend=False)], ids=repr)
+@given(seed=st.integers(0, 999), budget=st.integers(4, 12), concentrated=st.booleans())
+def test_no_head_is_left_without_entries(allocate, seed, budget, concentrated):
+    allocate.check(budget, 0)
+    importance = _importance(3, 1, 4, 60, seed)
+    if concentrated:
+        importance = [layer + torch.tensor([1.0, 0, 0, 0])[:, None] for layer in importance]
+    assert int(torch.stack(allocate(importance, budget)).min()) >= 1
+
+
+def test_normalizing_scales_heads_by_what_their_top_holds():
+    """Head 1: top 2 hold 8 of 10, so 4 -> 3.2; head 2: 6 of 9, so 3.5 -> 2.33 and 2.5 -> 1.67 < 3.2."""
+    importance = torch.tensor([[[4.0, 4.0, 1.0, 1.0], [3.5, 2.5, 2.0, 1.0]]])
+    assert Adaptive(floor=0.0, normalize=True)([importance], 2)[0].tolist() == [[2, 2]]
+    spread = torch.tensor([[[4.0, 4.0, 0.0, 0.0], [4.5, 4.2, 4.1, 4.1]]])
+    assert Adaptive(floor=0.0)([spread], 2)[0].tolist() == [[0, 4]]
+    assert Adaptive(floor=0.0, normalize=True)([spread], 2)[0].tolist() == [[2, 2]]
+
+
+def test_ties_go_to_the_first_head():
+    equal = [torch.zeros(1, 3, 9)]
+    assert Adaptive(floor=0.0)(equal, 4)[0].tolist() == [[9, 3, 0]]
+    assert Adaptive(floor=0.25, blend=False)(equal, 4)[0].tolist() == [[9, 2, 1]]
+
+
+@given(
+    wanted=st.lists(st.floats(0, 20), min_size=1, max_size=6),
+    spare=st.lists(st.integers(0, 9), min_size=6, max_size=6),
+    share=st.floats(0, 1),
+)
+def test_settling_changes_the_furthest_one_by_one(wanted, spare, share):
+    counts = [round(each) for each in wanted]
+    most = [max(0, count + extra - 3) for count, extra in zip(counts, spare, strict=False)]
+    total = round(share * sum(most))
+    settled = settle(torch.tensor(counts), torch.tensor(wanted, dtype=torch.double), total, torch.tensor(most))
+    assert int(settled.sum()) == total
+    expected = [min(pair) for pair in zip(counts, most, strict=True)]
+    while sum(expected) != total:
+        step = 1 if sum(expected) < total else -1
+        free = [i for i, count in enumerate(expected) if (count < most[i] if step > 0 else count > 0)]
+        furthest = max(free, key=lambda i: (round((wanted[i] - expected[i]) * step, 6), -i))
+        expected[furthest] += step
+    assert settled.tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: Pyramid(0), "beta 0 must be"),
+        (lambda: Adaptive(1.5), "floor 1.5 must be between 0 and 1"),
+        (lambda: Pyramid().check(19, 0), "budget 19 with beta 20 leaves the last layer without entries"),
+        (lambda: Adaptive().check(4, 0), "budget 4 with floor 0.2 can leave a head without entries"),
+    ],
+)
+def test_bad_values_are_named(make, said):
+    with pytest.raises(UserError, match=said):
+        make()
+
+
+def test_every_allocation_is_known_by_name():
+    assert set(ALLOCATIONS) == {"uniform", "pyramidkv", "adakv"}

@@ -1,0 +1,214 @@
+"""Eviction while decoding: `every`, with every allocation, against a model that hides what was evicted."""
+
+import pytest
+import torch
+
+import keepsight.runtime.decode
+from keepsight import generate
+from keepsight.models.adapter import load_lookahead
+from keepsight.runtime.allocate import Adaptive, Pyramid, Uniform
+from keepsight.runtime.decode import decode, stop_after
+from keepsight.runtime.drafting import DraftTokens
+from keepsight.runtime.importance import NO_POOL, Pool
+from keepsight.runtime.methods import LookaheadKV, Oracle, SnapKV, StreamingLLM
+from keepsight.runtime.methods.lookaheadkv import SoftTokens
+from keepsight.runtime.methods.oracle import OwnAnswer
+from keepsight.runtime.methods.snapkv import PromptWindow
+from tests.models.modules import random_module, save
+from tests.runtime.slow import Slow
+from tests.tiny import FAMILIES, prompt_ids, tiny_model
+
+BUDGET, EVERY, TOKENS, PROMPT = 14, 4, 15, 30
+ALLOCATIONS = [Uniform(), Pyramid(beta=4), Adaptive()]
+METHODS = ["snapkv", "streamingllm", "oracle", "lookaheadkv"]
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory):
+    return load_lookahead(save(random_module(), tmp_path_factory.mktemp("adapter")))
+
+
+@pytest.fixture
+def make(artifact):
+    """A method by name, with small parts."""
+
+    def made(name, budget=BUDGET, every=EVERY, **parts):
+        if name == "snapkv":
+            return SnapKV(budget, window=3, pool=Pool(kernel=3), every=every, **parts)
+        if name == "streamingllm":
+            return StreamingLLM(budget, sinks=2, every=every, **parts)
+        if name == "oracle":
+            return Oracle(budget, DraftTokens(OwnAnswer(4)), pool=Pool(kernel=3), every=every, **parts)
+        return LookaheadKV(budget, SoftTokens(artifact), pool=Pool(kernel=3), every=every, **parts)
+
+    return made
+
+
+def answer(model, method, ids, mask=None, tokens=TOKENS):
+    """As `generate`, whatever the end token: the answer's ids and the state after it."""
+    state = method.start(model, ids, mask)
+    return decode(model, state, stop_after(tokens, None), pad_token=0, reapply=method.reapply(model))
+
+
+@pytest.fixture
+def held(monkeypatch):
+    """[L, B, K] of the cache after each token that decoding reads."""
+    seen, read = [], keepsight.runtime.decode.read
+
+    def spied(*args, **options):
+        state, logits = read(*args, **options)
+        seen.append(state.held())
+        return state, logits
+
+    monkeypatch.setattr(keepsight.runtime.decode, "read", spied)
+    return seen
+
+
+@pytest.mark.parametrize("allocate", ALLOCATIONS, ids=lambda part: type(part).__name__)
+@pytest.mark.parametrize("name", METHODS)
+def test_the_budget_is_never_exceeded_and_always_used(make, held, name, allocate):
+    """Steps of the oracle's own draft are read too: they belong to a copy that is dropped, and are left out here."""
+    model, method = tiny_model(), make(name, allocate=allocate)
+    ids, mask = prompt_ids(PROMPT, 21)
+    state = method.start(model, ids, mask)
+    held.clear()
+    reapply = method.reapply(model)
+
+    def compress(before):
+        count = len(held)
+        after = reapply.compress(before)
+        del held[count:]
+        return after
+
+    quiet = type(reapply)(reapply.every, compress)
+    decode(model, state, stop_after(TOKENS, None), pad_token=0, reapply=quiet)
+    totals = [each.double().mean(dim=(0, 2)).tolist() for each in held]
+    cycle = [BUDGET - EVERY + step % EVERY + 1 for step in range(TOKENS - 1)]
+    assert totals == [[total, total] for total in cycle]
+    assert max(cycle) == BUDGET
+    if type(allocate) is Uniform:
+        assert all(len(each.unique()) == 1 for each in held)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("allocate", ALLOCATIONS, ids=lambda part: type(part).__name__)
+@pytest.mark.parametrize("name", METHODS)
+def test_decoding_equals_a_model_that_hides_what_was_evicted(make, name, allocate, family):
+    if name == "lookaheadkv" and family != "llama":
+        pytest.skip("the module is for the llama model")
+    model, method, ids = tiny_model(family), make(name, allocate=allocate), prompt_ids(PROMPT)[0]
+    slow = Slow(model, method)
+    slow.read(ids)
+    # The first token comes from the prompt's own logits.
+    first = slow.logits().argmax(-1)
+    slow.evict()
+    expected = slow.answer(TOKENS, EVERY)
+    decoded = answer(model, method, ids)
+    assert decoded.ids[0, 0] == first[0]
+    assert decoded.ids.tolist() == expected.tolist()
+    torch.testing.assert_close(decoded.state.logits, slow.logits(), atol=2e-4, rtol=1e-3)
+    kept = torch.stack([layer.sum(1) for layer in slow.alive])
+    assert torch.equal(decoded.state.held()[:, 0], kept)
+
+
+@pytest.mark.parametrize("every", [2, 5])
+def test_queries_whose_entries_may_be_evicted_no_longer_observe(every):
+    """An observing window of 8 of which none is kept: after an eviction only the queries read since observe."""
+    model, ids = tiny_model(), prompt_ids(PROMPT)[0]
+    method = SnapKV(BUDGET, PromptWindow(8), window=0, pool=NO_POOL, every=every)
+    slow = Slow(model, method)
+    slow.read(ids)
+    slow.evict()
+    expected = slow.answer(TOKENS, every)
+    decoded = answer(model, method, ids)
+    assert decoded.ids.tolist() == expected.tolist()
+    torch.testing.assert_close(decoded.state.logits, slow.logits(), atol=2e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_until_the_first_eviction_the_answer_is_that_of_the_smaller_budget(make, name):
+    model, ids = tiny_model(), prompt_ids(PROMPT, seed=3)[0]
+    once = answer(model, make(name, BUDGET - EVERY, every=0), ids).ids
+    again = answer(model, make(name), ids).ids
+    assert again[:, : EVERY + 1].tolist() == once[:, : EVERY + 1].tolist()
+
+
+def test_later_evictions_change_the_answer(make):
+    """Or the tests here would compare nothing."""
+    model = tiny_model()
+    for name in METHODS:
+        differ = False
+        for seed in range(4):
+            ids = prompt_ids(PROMPT, seed=seed)[0]
+            differ |= not torch.equal(
+                answer(model, make(name, BUDGET - EVERY, every=0), ids, tokens=30).ids,
+                answer(model, make(name), ids, tokens=30).ids,
+            )
+        assert differ, name
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_nothing_changes_where_all_fits(make, name):
+    """`every` entries are free after each eviction: prompt, answer and those must fit."""
+    model, ids = tiny_model(), prompt_ids(PROMPT)[0]
+    method = make(name, PROMPT + TOKENS + EVERY)
+    decoded = answer(model, method, ids)
+    full = generate(model, ids, max_new_tokens=TOKENS, do_sample=False, eos_token_id=None)
+    assert torch.equal(decoded.ids, full)
+    assert decoded.state.held().unique().tolist() == [PROMPT + TOKENS - 1]
+
+
+def test_soft_tokens_look_from_the_current_position(make):
+    model, ids = tiny_model(), prompt_ids(PROMPT)[0]
+    method = make("lookaheadkv")
+    seen = []
+
+    def spy(module, args, options):
+        if options.get("inputs_embeds") is not None:
+            seen.append(options["position_ids"].flatten().tolist())
+
+    model.base_model.register_forward_pre_hook(spy, with_kwargs=True)
+    answer(model, method, ids)
+    starts = range(PROMPT, PROMPT + TOKENS - 1, EVERY)
+    assert seen == [list(range(start, start + 5)) for start in starts]
+    assert len(seen) == 4
+
+
+@pytest.mark.parametrize("allocate", ALLOCATIONS, ids=lambda part: type(part).__name__)
+@pytest.mark.parametrize("name", METHODS)
+def test_batches_equal_singles(make, name, allocate):
+    """Rows of 30, 19 and 7 tokens: the last one is shorter than what is kept, and is first evicted from later."""
+    model, method = tiny_model(), make(name, allocate=allocate)
+    ids, mask = prompt_ids(PROMPT, 19, 7)
+    batch = answer(model, method, ids, mask)
+    for row, length in enumerate([PROMPT, 19, 7]):
+        alone = answer(model, method, ids[row : row + 1, -length:])
+        assert batch.ids[row].tolist() == alone.ids[0].tolist()
+        torch.testing.assert_close(batch.state.logits[row], alone.state.logits[0], atol=2e-4, rtol=1e-3)
+
+
+def test_a_row_that_fits_observes_as_it_does_alone():
+    model, method = tiny_model(), SnapKV(BUDGET, PromptWindow(8), window=0, pool=NO_POOL, every=3)
+    ids, mask = prompt_ids(PROMPT, 10)
+    batch, alone = answer(model, method, ids, mask), answer(model, method, ids[1:, -10:])
+    assert batch.ids[1].tolist() == alone.ids[0].tolist()
+    torch.testing.assert_close(batch.state.logits[1], alone.state.logits[0], atol=2e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_both_entrances_evict_while_decoding(make, name):
+    model, ids, method = tiny_model(), prompt_ids(PROMPT)[0], make(name)
+    options = {"max_new_tokens": TOKENS, "do_sample": False, "eos_token_id": None}
+    expected = answer(model, method, ids).ids
+    assert torch.equal(generate(model, ids, method, **options), expected)
+    whole = model.generate(ids, custom_generate=method, **options)
+    assert torch.equal(whole, torch.cat([ids, expected], dim=1))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_that_evicts_while_decoding_is_stateless(make, name):
+    model, method = tiny_model(), make(name)
+    first, second = prompt_ids(PROMPT, seed=1)[0], prompt_ids(23, seed=2)[0]
+    before = answer(model, method, first).ids
+    answer(model, method, second)
+    assert torch.equal(answer(model, method, first).ids, before)

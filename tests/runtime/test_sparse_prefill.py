@@ -1,0 +1,239 @@
+"""SpecKV's sparse prefill against dense attention under its mask in closed form, and the kept set that follows."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from keepsight import generate
+from keepsight.errors import UserError
+from keepsight.models.drafts import LayerSubset
+from keepsight.runtime import sparse_attention as attention
+from keepsight.runtime.allocate import Adaptive
+from keepsight.runtime.cache import entries
+from keepsight.runtime.decode import decode, score_answer, stop_after
+from keepsight.runtime.drafting import DraftTokens
+from keepsight.runtime.methods.dapq import PromptEnds
+from keepsight.runtime.methods.speckv import DraftModel, SpecKV
+from keepsight.runtime.sparse_prefill import SparsePrefill
+from tests.runtime.dense import best, observed, pooled, run_dense
+from tests.tiny import FAMILIES, prompt_ids, tiny_model
+
+DRAFT = LayerSubset((0, 2))
+SPARSE = SparsePrefill(vertical=64, band=64)
+
+
+def closed_form(length, band, columns):
+    """Which of `length` keys each query sees, [K, N, N] bool: the band, and each KV head's columns."""
+    visible = torch.zeros(len(columns), length, length, dtype=torch.bool)
+    for head, chosen in enumerate(columns):
+        for i in range(length):
+            visible[head, i, max(64 * (i // 64) - band, 0) : i + 1] = True
+            visible[head, i, [t for t in chosen if t <= i]] = True
+    return visible
+
+
+def random_attention(length, count, seed=0, batch=1, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    query, key, value = (torch.randn(batch, heads, length, 16, generator=generator) for heads in (4, 2, 2))
+    columns = torch.stack([torch.randperm(length, generator=generator)[:count] for _ in range(2 * batch)])
+    return query.to(dtype), key.to(dtype), value.to(dtype), columns.sort(dim=-1).values.view(batch, 2, count)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("compute", [attention.by_blocks, attention.by_flex], ids=["blocks", "flex"])
+@pytest.mark.parametrize(("length", "count", "band"), [(300, 40, 64), (320, 5, 128), (50, 8, 64), (449, 100, 64)])
+def test_attention_equals_dense_attention_under_the_mask(compute, length, count, band):
+    query, key, value, columns = random_attention(length, count, batch=2)
+    output = compute(query, key, value, columns, band, 0.25)
+    assert output.shape == (2, length, 4, 16)
+    assert output.is_contiguous()
+    for row in range(2):
+        visible = closed_form(length, band, columns[row].tolist()).repeat_interleave(2, dim=0)
+        weights = query[row] @ key[row].repeat_interleave(2, dim=0).transpose(1, 2) * 0.25
+        expected = weights.masked_fill(~visible, -torch.inf).softmax(-1) @ value[row].repeat_interleave(2, dim=0)
+        torch.testing.assert_close(output[row].transpose(0, 1), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_the_band_starts_at_a_block():
+    """Query 200 sees keys from 128 with a band of 64: 73 keys, itself among them; not exactly 64."""
+    visible = closed_form(256, 64, [[]])[0]
+    assert visible[200].nonzero()[:, 0].tolist() == list(range(128, 201))
+    query, key, value, columns = random_attention(256, 1)
+    query, key = (torch.nn.functional.pad(each, (0, 240)) for each in (query, key))
+    one_hot = torch.eye(256)[None, None].expand(1, 2, -1, -1)
+    seen = attention.by_blocks(query, key, one_hot, columns, 64, 0.25)[0, 200].gt(0)
+    assert [head.nonzero()[:, 0].tolist() for head in seen] == [
+        sorted({int(columns[0, head // 2, 0]), *range(128, 201)}) for head in range(4)
+    ]
+
+
+def test_the_block_mask_holds_every_visible_key_and_skips_others():
+    length, count, band = 1100, 150, 64
+    columns = random_attention(length, count)[3]
+    dense = attention.block_mask(columns, 4, length, band).to_dense().bool()[0]
+    left = torch.arange(length)[:, None] // 64 * 64 - band
+    local = torch.arange(length)
+    local = (local >= left) & (local <= torch.arange(length)[:, None])
+    for head in range(4):
+        needed = torch.cat([columns[0, head // 2] < left, local], dim=1)
+        rows, places = needed.nonzero().unbind(1)
+        assert dense[head, rows // 128, places // 128].all()
+    assert dense.float().mean() < 0.5
+
+
+def test_blocks_read_no_more_than_band_and_columns(monkeypatch):
+    """Over 2048 queries: fewer than a quarter of the 2048 x 2048 / 2 products of dense attention."""
+    products = []
+    grouped = attention.grouped_attention
+
+    def counted(query, key, *rest):
+        products.append(query.shape[2] * key.shape[2])
+        return grouped(query, key, *rest)
+
+    monkeypatch.setattr(attention, "grouped_attention", counted)
+    attention.by_blocks(*random_attention(2048, 64), 64, 0.25)
+    assert sum(products) <= 2048 * (64 + 64 + 64) < 2048 * 2048 / 2 / 4
+
+
+def reference(model, ids, draft, capacity, window, vertical=64, band=64):
+    """One dense pass under the mask, in which each layer's scores choose its columns (facts 2.3 and 3).
+
+    Returns what each layer and KV head keeps of the prompt, the keys of each layer, and the logits of token N - 1.
+    """
+    length, total = ids.shape[1], ids.shape[1] + draft.shape[1]
+    candidates, rows, chosen = length - window, range(length - window, total), {}
+
+    def see(layer, query, key):
+        importance = pooled(
+            observed([query[:, row] for row in rows], [range(row + 1) for row in rows], key, candidates, "max", "max")
+        )
+        chosen[layer] = best(importance, capacity - window)
+        return closed_form(total, band, best(importance, min(vertical, candidates)))
+
+    passed, logits = run_dense(model, torch.cat([ids, draft], dim=1), see)
+    held = [[sorted(head | set(range(candidates, length))) for head in chosen[layer]] for layer in sorted(chosen)]
+    return held, [keys for _, keys in passed], logits[length - 1]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("length", [130, 185])
+def test_the_pass_equals_the_reference(family, length):
+    """Prompts of 130 and 185 tokens and 7 more: not multiples of 64."""
+    model = tiny_model(family, eos_token_id=None)
+    ids = prompt_ids(length)[0]
+    method = SpecKV.with_draft(DRAFT, 40, 7, window=9, sparse=SPARSE)
+    draft = DraftModel(DRAFT, 7).write(model, ids).ids
+    assert draft.shape == (1, 7)
+    held, keys, logits = reference(model, ids, draft, 40, 9)
+    state = method.start(model, ids)
+    torch.testing.assert_close(state.logits[0], logits, atol=1e-4, rtol=1e-3)
+    assert state.lengths.tolist() == [length]
+    assert state.cache.get_seq_length() == length
+    for layer, each in enumerate(entries(state.cache)):
+        for head in range(2):
+            torch.testing.assert_close(each.keys[0, head], keys[layer][head, held[layer][head]], atol=1e-4, rtol=1e-3)
+    dense = SpecKV.with_draft(DRAFT, 40, 7, window=9).start(model, ids)
+    assert not torch.allclose(dense.logits, state.logits, atol=1e-3)
+
+
+def test_exactly_vertical_plus_band_is_dense():
+    """128 tokens of prompt and draft are read as without `sparse`; 129 are not, and equal the reference."""
+    model = tiny_model(eos_token_id=None)
+    sparse, dense = (SpecKV.with_draft(DRAFT, 40, 7, window=9, sparse=each) for each in (SPARSE, None))
+    for length, same in ((121, True), (122, False)):
+        ids = prompt_ids(length)[0]
+        states = [method.start(model, ids) for method in (sparse, dense)]
+        pairs = list(zip(*(entries(state.cache) for state in states), strict=True))
+        assert all(torch.equal(one.keys, other.keys) for one, other in pairs) is same
+    held, keys, _ = reference(model, ids, DraftModel(DRAFT, 7).write(model, ids).ids, 40, 9)
+    for layer, each in enumerate(entries(sparse.start(model, ids).cache)):
+        torch.testing.assert_close(each.keys[0, 0], keys[layer][0, held[layer][0]], atol=1e-4, rtol=1e-3)
+
+
+def test_a_draft_that_ends_early_counts_as_it_is():
+    """With lookahead 7 a prompt of 124 could be read sparsely; its draft ends after one token, so it is not."""
+    model, ids = tiny_model(), prompt_ids(124)[0]
+    first = int(DraftModel(DRAFT, 1).write(model, ids).ids[0, 0])
+    DRAFT.of(model).generation_config.eos_token_id = first
+    sparse, dense = (SpecKV.with_draft(DRAFT, 40, 7, window=9, sparse=each) for each in (SPARSE, None))
+    for one, other in zip(*(entries(method.start(model, ids).cache) for method in (sparse, dense)), strict=True):
+        assert torch.equal(one.keys, other.keys)
+
+
+def test_a_prompt_within_the_budget_is_read_densely():
+    model, ids = tiny_model(eos_token_id=None), prompt_ids(125)[0]
+    method = SpecKV.with_draft(DRAFT, 125, 7, window=9, sparse=SPARSE)
+    full = generate(model, ids, max_new_tokens=4, do_sample=False)
+    assert torch.equal(generate(model, ids, method, max_new_tokens=4, do_sample=False), full)
+    assert method.start(model, ids).length == 125
+
+
+def test_batches_equal_single_prompts():
+    """Two prompts of one length, of which the first one's draft ends early."""
+    model = tiny_model()
+    ids = torch.cat([prompt_ids(150, seed=seed)[0] for seed in (1, 2)])
+    answers = [DraftModel(DRAFT, 7).write(model, ids[row : row + 1]).ids[0].tolist() for row in range(2)]
+    ending = next(token for token in answers[0] if token not in answers[1])
+    DRAFT.of(model).generation_config.eos_token_id = ending
+    draft = DraftModel(DRAFT, 7).write(model, ids)
+    assert draft.mask is not None
+    answer = prompt_ids(4, 4, seed=3)[0]
+    method: Any = SpecKV.with_draft(DRAFT, 40, 7, window=9, sparse=SPARSE)
+    together, _ = score_answer(model, method.start(model, ids), answer)
+    for row in range(2):
+        alone, _ = score_answer(model, method.start(model, ids[row : row + 1]), answer[row : row + 1])
+        torch.testing.assert_close(together[row : row + 1], alone, atol=2e-4, rtol=1e-3)
+
+
+def test_the_answer_is_evicted_too():
+    model, ids = tiny_model(eos_token_id=None), prompt_ids(150)[0]
+    method = SpecKV.with_draft(DRAFT, 40, 7, window=9, every=4, sparse=SPARSE)
+    held = []
+    for tokens in range(1, 12):
+        reapply = method.reapply(model)
+        after = decode(model, method.start(model, ids), stop_after(tokens, None), pad_token=0, reapply=reapply).state
+        held.append(int(after.held().max()))
+    assert held == [36, 37, 38, 39, 40, 37, 38, 39, 40, 37, 38]
+
+
+def test_ragged_budgets_and_bfloat16():
+    model, ids = tiny_model(eos_token_id=None).to(torch.bfloat16), prompt_ids(150)[0]
+    state = SpecKV.with_draft(DRAFT, 40, 7, window=9, allocate=Adaptive(), sparse=SPARSE).start(model, ids)
+    assert state.held().sum(dim=2).flatten().tolist() == [80, 80, 80]
+    assert state.logits.isfinite().all()
+
+
+def test_sparse_prefill_is_stateless():
+    model, method = tiny_model(), SpecKV.with_draft(DRAFT, 40, 7, window=9, sparse=SPARSE)
+    first, second = prompt_ids(150, seed=1)[0], prompt_ids(140, seed=2)[0]
+    before = generate(model, first, method, max_new_tokens=5, do_sample=False)
+    generate(model, second, method, max_new_tokens=5, do_sample=False)
+    assert torch.equal(generate(model, first, method, max_new_tokens=5, do_sample=False), before)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: SparsePrefill(band=100), "band 100 must be a multiple of 64"),
+        (lambda: SparsePrefill(band=0), "band 0 must be a multiple of 64, at least 64"),
+        (lambda: SparsePrefill(vertical=0), "vertical 0 must be a whole number of at least 1"),
+        (lambda: SpecKV.with_draft(DRAFT, 129, sparse=SPARSE), "at most 128 entries .* not 129"),
+        (lambda: SpecKV.with_draft(DRAFT, 0.5, sparse=SPARSE), "at most 128 entries .* not 0.5"),
+        (lambda: SpecKV(40, DraftTokens(PromptEnds()), sparse=SPARSE), "DraftTokens of a DraftModel"),
+    ],
+)
+def test_bad_values_are_named(make, said):
+    with pytest.raises(UserError, match=said):
+        make()
+
+
+def test_chunks_and_padding_are_refused():
+    model, (ids, mask) = tiny_model(), prompt_ids(150, 140)
+    method = SpecKV.with_draft(DRAFT, 40, 7, window=9, sparse=SPARSE)
+    with pytest.raises(UserError, match="in one pass, not in chunks of 32"):
+        method.start(model, ids[:1], chunk=32)
+    with pytest.raises(UserError, match="without padding"):
+        method.start(model, ids, mask)
+    short, short_mask = prompt_ids(100, 90)
+    assert method.start(model, short, short_mask, chunk=32).lengths.tolist() == [100, 90]

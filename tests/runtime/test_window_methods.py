@@ -1,0 +1,400 @@
+"""Methods that look at positions, at keys, or from the prompt's own tokens, against written-out definitions.
+
+The references take a tiny model's own queries and keys, make the whole attention matrix, and go through it in loops.
+"""
+
+import pytest
+import torch
+from torch.nn import functional
+
+from keepsight import generate
+from keepsight.errors import UserError
+from keepsight.runtime.allocate import Adaptive, Pyramid
+from keepsight.runtime.attention import record_attention
+from keepsight.runtime.cache import RaggedLayer
+from keepsight.runtime.decode import decode, score_answer, stop_after
+from keepsight.runtime.drafting import DraftTokens
+from keepsight.runtime.importance import Pool
+from keepsight.runtime.methods.adakv import AdaKV
+from keepsight.runtime.methods.h2o import H2O
+from keepsight.runtime.methods.key_norm import KeyNorm
+from keepsight.runtime.methods.lacache import LaCache, Ladder
+from keepsight.runtime.methods.lookaheadkv import LookaheadKV
+from keepsight.runtime.methods.oracle import Oracle, OwnAnswer
+from keepsight.runtime.methods.pyramidkv import PyramidKV
+from keepsight.runtime.methods.random_entries import Lots, RandomEntries
+from keepsight.runtime.methods.snapkv import SnapKV
+from keepsight.runtime.methods.streamingllm import Earliness, StreamingLLM
+from keepsight.runtime.methods.tova import TOVA
+from keepsight.runtime.prefill import prefill
+from keepsight.runtime.state import Needs
+from tests.models.modules import random_module, save
+from tests.runtime.masked import masked_logits
+from tests.tiny import FAMILIES, prompt_ids, tiny_model
+
+BUDGET, WINDOW = 16, 4
+LADDER = Ladder(span=1)
+METHODS = {
+    "h2o": H2O(BUDGET, window=WINDOW),
+    "tova": TOVA(BUDGET),
+    "snapkv": SnapKV(BUDGET, window=WINDOW),
+    "key_norm": KeyNorm(BUDGET),
+    "random": RandomEntries(BUDGET),
+    "streamingllm": StreamingLLM(BUDGET),
+    "streamingllm of KVCache-Factory": StreamingLLM(BUDGET, observer=Earliness(), window=WINDOW),
+    "lacache": LaCache(BUDGET, observer=LADDER),
+    "pyramidkv": PyramidKV(BUDGET, window=WINDOW, allocate=Pyramid(beta=4)),
+    "adakv": AdaKV(BUDGET, window=WINDOW),
+    "adakv of kvpress": AdaKV(BUDGET, window=WINDOW, allocate=Adaptive(blend=False, floor=0.5)),
+}
+RAGGED = ["pyramidkv", "adakv", "adakv of kvpress", "lookaheadkv with adakv", "oracle with adakv", "oracle pyramid"]
+
+
+@pytest.fixture(scope="module")
+def methods(tmp_path_factory):
+    adapter = save(random_module(), tmp_path_factory.mktemp("adapter"))
+    answer = DraftTokens(OwnAnswer(6))
+    return METHODS | {
+        "lookaheadkv with adakv": LookaheadKV.from_pretrained(adapter, BUDGET, allocate=Adaptive()),
+        "oracle with adakv": Oracle(BUDGET, answer, allocate=Adaptive(normalize=True), sinks=2),
+        "oracle pyramid": Oracle(BUDGET, answer, allocate=Pyramid(beta=4)),
+    }
+
+
+def _selected(method, model, ids, mask=None, chunk=None):
+    """For each layer, row and KV head, the kept entries, counted without padding."""
+    state = prefill(model, ids, mask, chunk=chunk, needs=method.needs())
+    selected = method.select(state, method.importance(model, state))
+    first = ids.shape[1] - state.lengths
+    return [
+        [[(head.nonzero()[:, 0] - first[row]).tolist() for head in heads] for row, heads in enumerate(layer)]
+        for layer in selected
+    ]
+
+
+def _attention(model, ids):
+    """Of each layer: the whole attention matrix [H, N, N] float32, and the keys [K, N, d]."""
+    seen = []
+    record_attention(model)
+    with torch.no_grad():
+        model(ids, recorder=lambda _, query, key, scaling, __: seen.append((query[0], key[0], scaling)))
+    result = []
+    for query, key, scaling in seen:
+        heads, length, _ = query.shape
+        weights = torch.zeros(heads, length, length)
+        for head in range(heads):
+            of_group = key[head // (heads // len(key))]
+            for row in range(length):
+                logits = (query[head, row : row + 1] @ of_group[: row + 1].T).float() * scaling
+                weights[head, row, : row + 1] = logits.softmax(-1)
+        result.append((weights, key))
+    return result
+
+
+def _best(scores, count):
+    return sorted(range(len(scores)), key=lambda index: (-scores[index], index))[:count]
+
+
+def _of_group(weights, kv_head):
+    group = len(weights) // 2
+    return weights[kv_head * group : (kv_head + 1) * group]
+
+
+def _h2o(weights, keys, head, layer):
+    length = weights.shape[1]
+    received = [
+        sum(float(_of_group(weights, head)[each, row, entry]) for each in range(2) for row in range(length)) / 2
+        for entry in range(length - WINDOW)
+    ]
+    return _best(received, BUDGET - WINDOW) + list(range(length - WINDOW, length))
+
+
+def _tova(weights, keys, head, layer):
+    length = weights.shape[1]
+    looked_at = [sum(float(each[length - 1, entry]) for each in weights) / 4 for entry in range(length - 1)]
+    return [*_best(looked_at, BUDGET - 1), length - 1]
+
+
+def _window_scores(weights, head):
+    length = weights.shape[1]
+    seen = [float(_of_group(weights, head)[:, length - WINDOW :, entry].mean()) for entry in range(length - WINDOW)]
+    return [max(seen[max(entry - 3, 0) : entry + 4]) for entry in range(length - WINDOW)]
+
+
+def _snapkv(weights, keys, head, layer):
+    length = weights.shape[1]
+    return _best(_window_scores(weights, head), BUDGET - WINDOW) + list(range(length - WINDOW, length))
+
+
+def _key_norm(weights, keys, head, layer):
+    return _best([-(sum(float(x) ** 2 for x in key) ** 0.5) for key in keys[head]], BUDGET)
+
+
+def _streamingllm(weights, keys, head, layer):
+    length = weights.shape[1]
+    return [0, 1, 2, 3, *range(length - BUDGET + 4, length)]
+
+
+def _streamingllm_factory(weights, keys, head, layer):
+    length = weights.shape[1]
+    return [*range(BUDGET - WINDOW), *range(length - WINDOW, length)]
+
+
+def _lacache(weights, keys, head, layer):
+    """3 layers and a span of 1: ladders of 3 entries, of which each layer keeps its own one."""
+    length, budget = weights.shape[1], BUDGET
+    entries, cursor = list(range(length)), 4
+    while len(entries) > budget:
+        if cursor + 3 > len(entries) - 3:  # the 3 most recent ones, as many as layers, are reached
+            if cursor == 4:
+                entries.pop(4)
+            else:
+                cursor = 4
+            continue
+        for dropped in [each for each in entries[cursor : cursor + 3] if each != entries[cursor + layer % 3]]:
+            if len(entries) > budget:
+                entries.remove(dropped)
+        cursor += 1
+    return entries
+
+
+def _pyramidkv(weights, keys, head, layer):
+    """B = 12 and beta = 4: layers get 21, 12 and 3 entries beside the window."""
+    length = weights.shape[1]
+    return _best(_window_scores(weights, head), [21, 12, 3][layer]) + list(range(length - WINDOW, length))
+
+
+def _shared(weights):
+    """How many of the layer's best 24 entries lie in head 0, and in head 1."""
+    length = weights.shape[1]
+    both = [score for head in range(2) for score in _window_scores(weights, head)]
+    best = _best(both, 2 * (BUDGET - WINDOW))
+    return [sum(index // (length - WINDOW) == head for index in best) for head in range(2)]
+
+
+def _adakv(weights, keys, head, layer):
+    """B = 12 and alpha = .2, so a floor of 2 (and an ideal of 2.4): what rounding misses goes to the further one."""
+    length, shared = weights.shape[1], _shared(weights)
+    counts = [round(count * 0.8 + 2) for count in shared]
+    while sum(counts) != 24:
+        step = 1 if sum(counts) < 24 else -1
+        gaps = [round((count * 0.8 + 2.4 - got) * step, 6) for count, got in zip(shared, counts, strict=True)]
+        counts[gaps.index(max(gaps))] += step
+    return _best(_window_scores(weights, head), counts[head]) + list(range(length - WINDOW, length))
+
+
+def _adakv_kvpress(weights, keys, head, layer):
+    """At least int(16 * .5) entries, the window of 4 among them."""
+    length, shared = weights.shape[1], _shared(weights)
+    counts = [min(max(count, 4), 20) for count in shared]
+    return _best(_window_scores(weights, head), counts[head]) + list(range(length - WINDOW, length))
+
+
+REFERENCES = {
+    "h2o": _h2o,
+    "tova": _tova,
+    "snapkv": _snapkv,
+    "key_norm": _key_norm,
+    "streamingllm": _streamingllm,
+    "streamingllm of KVCache-Factory": _streamingllm_factory,
+    "lacache": _lacache,
+    "pyramidkv": _pyramidkv,
+    "adakv": _adakv,
+    "adakv of kvpress": _adakv_kvpress,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_methods_keep_what_their_definitions_say(family, dtype):
+    model, ids = tiny_model(family).to(dtype), prompt_ids(61, seed=2)[0]  # a prompt without scores 1e-7 apart
+    for name, weight in model.named_parameters():
+        if "k_norm" in name:  # which else gives all keys one norm
+            torch.nn.init.uniform_(weight, 0.5, 1.5)
+    attention = _attention(model, ids)
+    for name, reference in REFERENCES.items():
+        kept = _selected(METHODS[name], model, ids)
+        for layer, (weights, keys) in enumerate(attention):
+            for head in range(2):
+                assert kept[layer][0][head] == sorted(reference(weights, keys, head, layer)), (name, layer, head)
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_row_of_a_padded_batch_keeps_what_it_would_alone(name, dtype):
+    """Rows of 50, 33 and 9 tokens; the last one is shorter than the budget and loses nothing."""
+    model, (ids, mask) = tiny_model().to(dtype), prompt_ids(50, 33, 9)
+    together = _selected(METHODS[name], model, ids, mask)
+    for row, length in enumerate([50, 33]):
+        alone = _selected(METHODS[name], model, ids[row : row + 1, -length:])
+        assert [layer[row] for layer in together] == [layer[0] for layer in alone]
+    assert all(layer[2] == [list(range(9))] * 2 for layer in together)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_chunked_prefill_keeps_the_same(name):
+    model, (ids, mask) = tiny_model(), prompt_ids(50, 33)
+    assert _selected(METHODS[name], model, ids, mask, chunk=7) == _selected(METHODS[name], model, ids, mask)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("chunk", [None, 7])
+def test_received_attention_is_the_sum_over_all_queries(family, chunk):
+    model, ids = tiny_model(family), prompt_ids(200)[0]
+    received = prefill(model, ids, chunk=chunk, needs=Needs(received=True)).trace.received
+    for got, (weights, _) in zip(received, _attention(model, ids), strict=True):
+        torch.testing.assert_close(got[0], weights.sum(dim=1), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", [*METHODS, *RAGGED[-3:]])
+def test_budget_and_bytes_are_exact(name, methods):
+    """Layers x KV heads x budget entries, and those x head dim x 2 x item size bytes; bytes have no padding."""
+    for dtype in (torch.float32, torch.bfloat16):
+        model = tiny_model().to(dtype)
+        state = prefill(model, prompt_ids(50)[0], needs=methods[name].needs())
+        kept = methods[name].compress(model, state)
+        assert int(kept.held().sum()) == 3 * 2 * BUDGET
+        assert kept.kv_bytes == 3 * 2 * BUDGET * 8 * 2 * dtype.itemsize
+
+
+def test_bytes_of_a_batch_count_no_padding():
+    model, (ids, mask) = tiny_model(), prompt_ids(50, 33, 9)
+    for name in ("snapkv", "adakv", "pyramidkv"):
+        kept = METHODS[name].compress(model, prefill(model, ids, mask, needs=METHODS[name].needs()))
+        assert kept.held().sum(dim=(0, 2)).tolist() == [6 * BUDGET, 6 * BUDGET, 6 * 9]
+        assert kept.kv_bytes == 6 * (BUDGET + BUDGET + 9) * 8 * 2 * 4
+
+
+@pytest.mark.parametrize(("name", "family"), [*((name, "llama") for name in RAGGED), ("adakv", "qwen3")])
+def test_ragged_decoding_equals_masked_dense_attention(name, family, methods):
+    model, method, (ids, _) = tiny_model(family), methods[name], prompt_ids(50)
+    answer = torch.randint(3, 128, (1, 6), generator=torch.Generator().manual_seed(1))
+    state = prefill(model, ids, needs=method.needs())
+    selected = method.select(state, method.importance(model, state))
+    kept = method.compress(model, state)
+    assert all(isinstance(layer, RaggedLayer) for layer in kept.cache.layers)
+    nll, _ = score_answer(model, kept.copy(), answer)
+    logits = masked_logits(model, torch.cat([ids, answer], 1), 50, selected)[:, 49:-1]
+    expected = functional.cross_entropy(logits.transpose(1, 2), answer, reduction="none")
+    torch.testing.assert_close(nll, expected, atol=2e-4, rtol=1e-4)
+    # Token by token, greedily.
+    written = decode(model, kept.copy(), stop_after(6, None), pad_token=0).ids
+    expected_ids = ids
+    for _ in range(6):
+        logits = masked_logits(model, expected_ids, 50, selected)
+        expected_ids = torch.cat([expected_ids, logits[:, -1:].argmax(-1)], dim=1)
+    assert torch.equal(written, expected_ids[:, 50:])
+
+
+@pytest.mark.parametrize("name", RAGGED)
+def test_ragged_batches_decode_as_single_prompts_do(name, methods):
+    model, (ids, mask) = tiny_model(), prompt_ids(50, 33, 9)
+    together = generate(model, ids, methods[name], attention_mask=mask, max_new_tokens=6, do_sample=False)
+    for row, length in enumerate([50, 33, 9]):
+        alone = generate(model, ids[row : row + 1, -length:], methods[name], max_new_tokens=6, do_sample=False)[0]
+        assert together[row, : len(alone)].tolist() == alone.tolist()
+
+
+def test_heads_differ_under_adakv_and_layers_under_pyramidkv():
+    model, (ids, _) = tiny_model(), prompt_ids(50)
+    for name, of_layers in (("pyramidkv", [50, 32, 14]), ("adakv", [32, 32, 32])):
+        held = METHODS[name].compress(model, prefill(model, ids, needs=METHODS[name].needs())).held()[:, 0]
+        assert held.sum(dim=1).tolist() == of_layers
+        assert bool((held[:, 0] != held[:, 1]).any()) == (name == "adakv")
+
+
+def test_evicting_while_decoding_never_exceeds_the_budget():
+    model, (ids, _) = tiny_model(), prompt_ids(50)
+    for method in (
+        H2O(20, window=4, every=4),
+        TOVA(20, every=1),
+        KeyNorm(20, every=3),
+        LaCache(20, observer=LADDER, every=4),
+        PyramidKV(20, window=4, every=4, allocate=Pyramid(beta=4)),
+        AdaKV(20, window=4, every=4),
+        RandomEntries(20, every=4),
+    ):
+        state = method.start(model, ids)
+        for tokens in range(1, 15):
+            written = decode(
+                model, state.copy(), stop_after(tokens, None), pad_token=0, reapply=method.reapply(model)
+            ).state
+            assert int(written.held().sum()) <= 3 * 2 * 20
+            assert written.held().sum(dim=2).min() > 0
+        assert int(written.held().sum()) > 3 * 2 * (20 - method.every)
+
+
+def test_random_entries_depend_on_seed_place_layer_and_head_alone():
+    model = tiny_model()
+    state, other = (prefill(model, prompt_ids(50, seed=seed)[0]) for seed in (0, 1))
+    lots = torch.stack(Lots()(model, state, "mean"))[:, 0]
+    assert torch.equal(torch.stack(Lots()(model, other, "mean"))[:, 0], lots)
+    longer = prefill(model, prompt_ids(60)[0])
+    assert torch.equal(torch.stack(Lots()(model, longer, "mean"))[:, 0, :, :50], lots)
+    assert not torch.equal(torch.stack(Lots(1)(model, state, "mean"))[:, 0], lots)
+    assert len({tuple(each.tolist()) for each in lots.flatten(0, 1)}) == 6
+    torch.manual_seed(5)
+    before = torch.rand(1)
+    torch.manual_seed(5)
+    Lots()(model, state, "mean")
+    assert torch.equal(torch.rand(1), before)
+
+
+@pytest.mark.parametrize(
+    ("span", "overlap", "layers", "ladder", "kept"),
+    [(16, 0, 32, 2, 1), (8, 4, 32, 7, 2), (9, 3, 32, 5, 2), (14, 0, 28, 2, 1), (16, 0, 30, 2, 1), (16, 8, 3, 1, 1)],
+)
+def test_shapes_of_ladders(span, overlap, layers, ladder, kept):
+    assert Ladder(span, overlap).shape(layers) == (ladder, kept)
+
+
+@pytest.mark.parametrize("observer", [Ladder(1), Ladder(2, 1), Ladder(3, 2), Ladder(4, 3)], ids=repr)
+@pytest.mark.parametrize("layers", [3, 6])
+def test_ladders_leave_each_layer_a_part_of_every_pass(observer, layers):
+    """After one pass, layers together hold all entries if the ladder shifts through it."""
+    ladder, kept = observer.shape(layers)
+    length = 4 + 5 * ladder + layers
+    left = {layer: set(range(length)) for layer in range(layers)}
+    for layer in range(layers):
+        ranks = observer._ranks(length, layer, layers)
+        assert sorted(ranks.tolist()) == list(range(length))
+        if ladder > kept:
+            left[layer] = set((ranks >= 5 * (ladder - kept)).nonzero()[:, 0].tolist())
+            assert len(left[layer]) == 4 + 5 * kept + layers
+        assert set(range(4)) | set(range(length - layers, length)) <= left[layer]
+        assert bool((ranks[:4] >= length - 4).all())
+    assert set().union(*left.values()) == set(range(length))
+
+
+def test_a_span_over_all_layers_is_streamingllm():
+    model, (ids, mask) = tiny_model(), prompt_ids(50, 33)
+    assert _selected(LaCache(BUDGET), model, ids, mask) == _selected(METHODS["streamingllm"], model, ids, mask)
+
+
+def test_named_methods_are_one_composition_with_the_published_defaults():
+    snapkv, lacache = SnapKV(64), LaCache(64)
+    assert (snapkv.window, snapkv.pool) == (32, Pool("max", 7))
+    assert (H2O(64).window, H2O(64).pool.kernel) == (32, 1)
+    assert (TOVA(64).window, TOVA(64).sinks) == (1, 0)
+    assert PyramidKV(64) == PyramidKV(64, snapkv.observer, window=32, allocate=Pyramid(20))
+    assert AdaKV(64) == AdaKV(64, snapkv.observer, window=32, allocate=Adaptive(0.2))
+    assert isinstance(lacache.observer, Ladder)
+    assert lacache.observer.sinks == lacache.sinks == StreamingLLM(64).sinks == 4
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: Ladder(0), "span 0 must be a whole number of layers"),
+        (lambda: Ladder(4, 4), "overlap 4 must be a whole number below the span of 4"),
+        (lambda: Ladder(4, -1), "overlap -1 must be"),
+        (lambda: Ladder(sinks=-1), "sinks -1 must be"),
+        (lambda: Lots(-1), "seed -1 must be"),
+        (lambda: H2O(32), "budget 32 must be above the 32 protected"),
+        (lambda: TOVA(1), "budget 1 must be above the 1 protected"),
+        (lambda: KeyNorm(19, allocate=Pyramid()), "leaves the last layer without entries"),
+    ],
+)
+def test_bad_values_are_named(make, said):
+    with pytest.raises(UserError, match=said):
+        make()
