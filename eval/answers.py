@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from keepsight.runtime.decode import Reapply, decode, stop_after
+from keepsight.runtime.decode import Reapply, decode, score_answer, stop_after
 from keepsight.runtime.prefill import read
-from keepsight.runtime.state import State, forget_last, join
+from keepsight.runtime.state import State, Trace, forget_last, join
 
 _SHARE_OF_FREE_MEMORY = 0.25
 
@@ -66,19 +66,34 @@ def default_batch_tokens(model: PreTrainedModel) -> int:
     return max(int(free * _SHARE_OF_FREE_MEMORY / entry), 1)
 
 
-def answer_all(model: PreTrainedModel, states: Sequence[State], answer: Tensor, limits: Limits) -> list[Answered]:
+def answer_full(model: PreTrainedModel, state: State, question: Tensor, limits: Limits) -> tuple[Tensor, Answered]:
+    """The full cache's greedy answer [1, T] int64, and the same with its likelihood; arguments as for `answer_all`."""
+    state = _after(model, replace(state.copy(), trace=Trace()), question)
+    start = time.perf_counter()
+    criteria = stop_after(limits.max_new_tokens, limits.end_tokens)
+    answer = decode(model, state.copy(), criteria, pad_token=limits.end_tokens[0]).ids
+    speed = answer.shape[1] / (time.perf_counter() - start)
+    nll, hits = score_answer(model, state, answer)
+    return answer, Answered(answer[0], nll[0], hits[0], speed)
+
+
+def answer_all(
+    model: PreTrainedModel, states: Sequence[State], question: Tensor, answer: Tensor, limits: Limits
+) -> list[Answered]:
     """Every variant's answer and what it thinks of the full cache's.
 
     Args:
         model: The target.
         states: Of one row each; they stay as they are.
+        question: [1, q] int64, what is read before the answer; empty when the states have read it.
         answer: [1, T] int64, the full cache's greedy answer under the same limits.
         limits: See `Limits`.
     """
     order = sorted(range(len(states)), key=lambda index: states[index].length)
+    sizes = [state.length + question.shape[1] + limits.max_new_tokens for state in states]
     answered: dict[int, Answered] = {}
-    for batch in _batches(order, [state.length + limits.max_new_tokens for state in states], limits.batch_tokens):
-        results = _answer_batch(model, [states[index] for index in batch], answer, limits)
+    for batch in _batches(order, sizes, limits.batch_tokens):
+        results = _answer_batch(model, [states[index] for index in batch], question, answer, limits)
         answered.update(zip(batch, results, strict=True))
     return [answered[index] for index in range(len(states))]
 
@@ -95,9 +110,16 @@ def _batches(order: Sequence[int], sizes: Sequence[int], most: int) -> Iterator[
         yield batch
 
 
-def _answer_batch(model: PreTrainedModel, states: list[State], answer: Tensor, limits: Limits) -> list[Answered]:
+def _after(model: PreTrainedModel, state: State, question: Tensor) -> State:
+    """The state once it has read the question; its cache grows."""
+    return read(model, state, question.expand(len(state.logits), -1))[0] if question.shape[1] else state
+
+
+def _answer_batch(
+    model: PreTrainedModel, states: list[State], question: Tensor, answer: Tensor, limits: Limits
+) -> list[Answered]:
+    before = _after(model, join(states), question)
     start = time.perf_counter()
-    before = join(states)
     answers = answer.expand(len(states), -1)
     logits, after = before.logits[:, None], before
     if answer.shape[1] > 1:
@@ -142,18 +164,21 @@ def _cut(ids: Tensor, limits: Limits) -> Tensor:
     return ids[: min(stop, limits.max_new_tokens)]
 
 
-def answer_evicting(model: PreTrainedModel, state: State, answer: Tensor, limits: Limits, reapply: Reapply) -> Answered:
+def answer_evicting(
+    model: PreTrainedModel, state: State, question: Tensor, answer: Tensor, limits: Limits, reapply: Reapply
+) -> Answered:
     """The same for one variant that also evicts while it decodes: token by token, and scored between evictions."""
+    state = _after(model, state.copy(), question)
     start = time.perf_counter()
     criteria = stop_after(limits.max_new_tokens, limits.end_tokens)
     ids = decode(model, state.copy(), criteria, pad_token=limits.end_tokens[0], reapply=reapply).ids[0]
     speed = len(ids) / (time.perf_counter() - start)
-    scored, logits = replace(state.copy()), [state.logits[:, None]]
-    for block in answer[:, :-1].split(reapply.every, dim=1):
-        if len(logits) > 1:
-            scored = reapply.compress(scored)
-        scored, rest = read(model, scored, block)
-        logits.append(rest)
+    logits = [state.logits[:, None]]
+    for first in range(0, answer.shape[1] - 1, reapply.every):
+        if first:
+            state = reapply.compress(state)
+        state, block = read(model, state, answer[:, first : min(first + reapply.every, answer.shape[1] - 1)])
+        logits.append(block)
     joined = torch.cat(logits, dim=1)
     nll = functional.cross_entropy(joined.transpose(1, 2), answer, reduction="none")
     return Answered(ids, nll[0], joined.argmax(dim=-1)[0] == answer[0], speed)

@@ -1,17 +1,25 @@
-"""What the shared prefill of a sweep saves, against one run for each method and budget."""
+"""What evaluation and eviction cost on this machine."""
 
+import functools
+import operator
+import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
+from tqdm import tqdm
 
+from keepsight.eval.answers import default_batch_tokens
+from keepsight.eval.memory import peak_bytes
 from keepsight.eval.niah import make_samples
 from keepsight.eval.samples import render
 from keepsight.eval.sweep import Variant, run_sample
 from keepsight.models.targets import Target
-from keepsight.runtime.evict import Method
+from keepsight.runtime.evict import Evict, Method
 from keepsight.runtime.generate import generate
+from keepsight.runtime.prefill import prefill
+from keepsight.runtime.state import State
 
 
 def bench_sweep(target: Target, methods: Mapping[str, Method], tokens: int, answer_tokens: int, samples: int) -> str:
@@ -25,10 +33,11 @@ def bench_sweep(target: Target, methods: Mapping[str, Method], tokens: int, answ
         replace(sample, max_new_tokens=answer_tokens)
         for sample in make_samples("single", tokens, samples + 1, 0, target.tokenizer)
     ]
-    run_sample(target, chosen[0], variants, len(variants))
+    most = default_batch_tokens(target.model)
+    run_sample(target, chosen[0], variants, most)
     start = time.perf_counter()
     for sample in chosen[1:]:
-        run_sample(target, sample, variants, len(variants))
+        run_sample(target, sample, variants, most)
     shared = (time.perf_counter() - start) / samples
     start = time.perf_counter()
     for sample in chosen[1:]:
@@ -37,6 +46,77 @@ def bench_sweep(target: Target, methods: Mapping[str, Method], tokens: int, answ
             generate(target.model, ids, method, max_new_tokens=answer_tokens, do_sample=False)
     separate = (time.perf_counter() - start) / samples
     return (
-        f"{len(methods)} variants, {tokens} prompt tokens, at most {answer_tokens} answer tokens, {samples} samples\n"
+        f"{len(methods)} variants, {tokens} prompt tokens, at most {answer_tokens} answer tokens, {samples} samples, "
+        f"{torch.get_num_threads()} threads\n"
         f"sweep     {shared:7.2f} s a sample\nseparate  {separate:7.2f} s a sample\nratio     {separate / shared:7.2f}"
     )
+
+
+def bench_evict(target: Target, methods: Mapping[str, Evict], lengths: Sequence[int], repeats: int) -> Iterator[str]:
+    """A line for each length and method: time and memory of observe and of select, against the prefill.
+
+    Args:
+        target: The model; its prompts are random tokens.
+        methods: By the name to show.
+        lengths: Prompt tokens.
+        repeats: Timed repetitions after one that warms up; the median is shown.
+    """
+    yield f"{torch.get_num_threads()} threads, median of {repeats}; memory is the most held at once beyond the prompt's"
+    yield f"{'tokens':>7}  {'method':<14}{'observe ms':>11}{'select ms':>11}{'of prefill':>12}{'peak MiB':>10}"
+    for length in lengths:
+        yield from _at_length(target, methods, length, repeats)
+
+
+def _at_length(target: Target, methods: Mapping[str, Evict], length: int, repeats: int) -> Iterator[str]:
+    vocabulary = target.model.config.get_text_config().vocab_size
+    ids = torch.randint(3, vocabulary - 1, (1, length), generator=torch.Generator().manual_seed(0))
+    ids = ids.to(target.model.device)
+    needs = functools.reduce(operator.or_, (method.needs() for method in methods.values()))
+
+    def plain() -> State:
+        return prefill(target.model, ids, needs=replace(needs, received=False))
+
+    seconds, peak = _median(plain, repeats), peak_bytes(plain) / 2**20
+    yield f"{length:>7}  {'prefill':<14}{seconds * 1000:>11.0f}{'':>11}{'':>12}{peak:>10.1f}"
+    if needs.received:  # what H2O observes is added up in the prefill, not after it
+        with_sums = _median(lambda: prefill(target.model, ids, needs=needs), repeats)
+        extra, share = (with_sums - seconds) * 1000, with_sums / seconds - 1
+        yield f"{length:>7}  {'sums for h2o':<14}{extra:>11.0f}{'':>11}{share:>12.2%}"
+    state = prefill(target.model, ids, needs=needs)
+    for name, method in tqdm(methods.items(), desc=f"{length} tokens", leave=False):
+        yield _line(name, method, target, state, repeats, seconds)
+
+
+def _line(name: str, method: Evict, target: Target, state: State, repeats: int, prefill_seconds: float) -> str:
+    observed = method.observe(target.model, state)
+
+    def select() -> State:
+        return method.keep(state, method.reduced(state, observed))
+
+    def observe() -> list[torch.Tensor]:
+        return method.observe(target.model, state)
+
+    seconds = [_median(step, repeats) for step in (observe, select)]
+    peak = max(peak_bytes(step) for step in (observe, select)) / 2**20
+    share = sum(seconds) / prefill_seconds
+    return (
+        f"{state.length:>7}  {name:<14}{seconds[0] * 1000:>11.1f}{seconds[1] * 1000:>11.1f}{share:>12.2%}{peak:>10.1f}"
+    )
+
+
+@torch.no_grad()
+def _median(action: Callable[[], object], repeats: int) -> float:
+    """Median seconds of an action, after one run that warms up."""
+    times = []
+    for _ in range(repeats + 1):
+        _synchronize()
+        start = time.perf_counter()
+        action()
+        _synchronize()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:])
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

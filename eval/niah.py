@@ -7,7 +7,6 @@ text file. Neither phrases nor words nor text are shared with the training mixtu
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -106,15 +105,15 @@ def make_samples(
         rng = random.Random(f"niah:{kind}:{length}:{seed}:{index}")
         depths = spread(index, count, KINDS[kind].keys * KINDS[kind].values, rng)
         quiz = _quiz(kind, length, f"{seed}-{index}", limit, rng)
-        sample = _filled(quiz, depths, hay, rng.randrange(len(hay.sentences)), tokenizer)
-        made += _asked_for_each_key(sample) if every_key else [sample]
+        quizzes = _for_each_key(quiz) if every_key else [quiz]
+        made += _filled(quizzes, depths, hay, rng.randrange(len(hay.sentences)), tokenizer)
     return made
 
 
-def _asked_for_each_key(sample: Sample) -> list[Sample]:
-    """The sample once for each key in its haystack."""
+def _for_each_key(quiz: Sample) -> list[Sample]:
+    """The quiz once for each key in its haystack."""
     facts: dict[str, list[str]] = {}
-    for span in sample.spans:
+    for span in quiz.spans:
         key, _, value = span.removeprefix(NEEDLE.partition("{key}")[0]).removesuffix(".").partition(" is: ")
         facts.setdefault(key, []).append(value)
     asked = []
@@ -123,9 +122,9 @@ def _asked_for_each_key(sample: Sample) -> list[Sample]:
         question = wording.partition("{text}")[2].replace("{keys}", key)
         asked.append(
             replace(
-                sample,
-                id=f"{sample.id}-{number}",
-                prompt=sample.context + question,
+                quiz,
+                id=f"{quiz.id}-{number}",
+                prompt=quiz.context + question,
                 question=question,
                 references=tuple(values),
                 answer_prefix=prefix.format(keys=key),
@@ -167,22 +166,21 @@ def _listed(keys: Sequence[str]) -> str:
     return keys[0] if len(keys) == 1 else f"{', '.join(keys[:-1])}, and {keys[-1]}"
 
 
-def _filled(quiz: Sample, depths: list[float], hay: Haystack, start: int, tokenizer: Any) -> Sample:
-    """The sample with as many sentences from sentence `start` on as its length allows."""
-    with_hay = partial(_with_hay, quiz, depths, hay, start)
+def _filled(quizzes: list[Sample], depths: list[float], hay: Haystack, start: int, tokenizer: Any) -> list[Sample]:
+    """The quizzes with one haystack: as many sentences from sentence `start` on as the length allows for all."""
+    quiz = quizzes[0]
     room = quiz.length - quiz.max_new_tokens
 
-    def fits(count: int) -> bool:
-        return len(render(with_hay(count), tokenizer)) <= room
+    def filled(count: int) -> list[Sample]:
+        text = hide(list(quiz.spans), depths, hay.cut(start, count))
+        return [replace(each, prompt=each.prompt.replace("{text}", text)) for each in quizzes]
 
-    needed = len(render(with_hay(0), tokenizer))
-    count = fullest(fits, hay.holds(start, room - needed))
+    def longest(count: int) -> int:
+        return max(len(render(each, tokenizer)) for each in filled(count))
+
+    needed = longest(0)
+    count = fullest(lambda count: longest(count) <= room, hay.holds(start, room - needed))
     if count < 0:
         least = needed + quiz.max_new_tokens
         raise UserError(f"{quiz.task}: length {quiz.length} is too short; its needles alone need {least} tokens")
-    return with_hay(count)
-
-
-def _with_hay(quiz: Sample, depths: list[float], hay: Haystack, start: int, count: int) -> Sample:
-    text = hide(list(quiz.spans), depths, hay.cut(start, count))
-    return replace(quiz, prompt=quiz.prompt.replace("{text}", text))
+    return filled(count)

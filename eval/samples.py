@@ -45,6 +45,11 @@ class Sample:
     classes: tuple[str, ...] = ()
 
     @property
+    def key(self) -> tuple[str, int, str]:
+        """What tells it from all other samples of an evaluation."""
+        return self.task, self.length, self.id
+
+    @property
     def context(self) -> str:
         """The prompt without its question."""
         return self.prompt.removesuffix(self.question)
@@ -82,20 +87,22 @@ def render_apart(sample: Sample, tokenizer: Any) -> tuple[list[int], list[int]]:
     """The sample's prompt in two: what comes before the question, and the question with all that follows it.
 
     Raises:
+        CutSpanError: as `render`.
         UserError: the sample's question cannot be told from its context.
     """
     render(sample, tokenizer)
-    text = _text(sample, tokenizer)
-    question = sample.question.strip()
-    start = text.rfind(question) if question else -1
-    if start < 1:
+    text, prompt, question = _text(sample, tokenizer), sample.prompt.strip(), sample.question.strip()
+    place = text.rfind(prompt)  # templates may strip a turn
+    if place < 0 or not question or not sample.context.strip():
         raise UserError(
             f"sample {sample.task}/{sample.id} does not say where its question starts; evaluate it with question=seen"
         )
-    start -= len(text[:start]) - len(text[:start].rstrip())
-    context: list[int] = tokenizer(text[:start], add_special_tokens=not sample.chat)["input_ids"]
-    rest: list[int] = tokenizer(text[start:], add_special_tokens=False)["input_ids"]
-    return context, rest
+    context = text[: place + len(prompt) - len(question)].rstrip()
+    rest = text[len(context) :]
+    return (
+        tokenizer(context, add_special_tokens=not sample.chat)["input_ids"],
+        tokenizer(rest, add_special_tokens=False)["input_ids"],
+    )
 
 
 def _text(sample: Sample, tokenizer: Any) -> str:

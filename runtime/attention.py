@@ -5,6 +5,7 @@ do. Whoever calls `model(..., recorder=...)` gets `recorder(layer, query, key, s
 `model(..., attend=...)` has another function compute the attention; nothing of transformers is patched.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,15 @@ Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
 """Computes a layer's attention in place of the usual function: called with the layer's index, its queries [B, H, q, d],
 keys and values [B, K, S, d] and the factor of the dot products, it returns [B, q, H, d], contiguous."""
 
+
+class OwnAttention(ABC):
+    """What a cache layer may return from `update` in place of keys: it computes the attention itself."""
+
+    @abstractmethod
+    def attend(self, query: Tensor, scaling: float) -> Tensor:
+        """Queries [B, H, q, d] after RoPE, of the last q tokens -> [B, q, H, d], contiguous."""
+
+
 # A name with "flash" or "sdpa" in it would take code paths in transformers that belong to its own implementations.
 _DENSE, _VARLEN = "keepsight_dense", "keepsight_varlen"
 
@@ -41,7 +51,7 @@ def record_attention(model: PreTrainedModel) -> None:
 def _dense(
     module: nn.Module,
     query: Tensor,
-    key: Tensor | PaddedKeys,
+    key: Tensor | PaddedKeys | OwnAttention,
     value: Tensor,
     attention_mask: Tensor | None,
     recorder: Recorder | None = None,
@@ -49,6 +59,8 @@ def _dense(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
+    if isinstance(key, OwnAttention):
+        return key.attend(query, _factor(query, scaling)), None
     keys, real = key if isinstance(key, PaddedKeys) else (key, None)
     if attend is not None:
         return attend(_layer(module), query, keys, value, _factor(query, scaling)), None
@@ -64,7 +76,7 @@ def _dense(
 def _varlen(
     module: nn.Module,
     query: Tensor,
-    key: Tensor | PaddedKeys,
+    key: Tensor | PaddedKeys | OwnAttention,
     value: Tensor,
     attention_mask: Tensor | None,
     recorder: Recorder | None = None,
@@ -73,7 +85,7 @@ def _varlen(
     dropout: float = 0.0,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    if isinstance(key, PaddedKeys) or attend is not None:
+    if isinstance(key, PaddedKeys | OwnAttention) or attend is not None:
         return _dense(module, query, key, value, None, recorder, attend, scaling)
     _record(recorder, module, query, key, scaling, None)
     output = _flash_attention_forward(

@@ -42,6 +42,10 @@ class Drafter(ABC):
         """What the prefill must record for this drafter."""
         return Needs()
 
+    @abstractmethod
+    def longest(self) -> int:
+        """The most tokens that a draft has."""
+
 
 @dataclass(frozen=True, eq=False)
 class Given(Drafter):
@@ -52,6 +56,10 @@ class Given(Drafter):
     @override
     def __call__(self, model: PreTrainedModel, state: State) -> Draft:
         return self.draft
+
+    @override
+    def longest(self) -> int:
+        return self.draft.ids.shape[1]
 
 
 @dataclass(frozen=True)
@@ -80,6 +88,10 @@ class DraftTokens(Observer):
     @override
     def needs(self) -> Needs:
         return Needs(window=self.window or 0) | self.drafter.needs()
+
+    @override
+    def positions(self) -> int:
+        return self.drafter.longest()
 
     @override
     def for_window(self, window: int) -> "Observer":

@@ -27,7 +27,7 @@ from keepsight.runtime.cache import keep
 from keepsight.runtime.decode import Reapply, decode
 from keepsight.runtime.importance import Pool, Reduce, pool, reduce_group, top_mask
 from keepsight.runtime.observe import Observer
-from keepsight.runtime.prefill import prefill
+from keepsight.runtime.prefill import context_of, prefill
 from keepsight.runtime.state import Needs, State, Trace
 
 
@@ -51,8 +51,12 @@ class Method(ABC):
         """What decoding does every few tokens to hold the budget; None for nothing."""
         return None
 
-    def check(self, length: int) -> None:
-        """Refuse a prompt of `length` tokens that this method cannot work on, before any model runs.
+    def check(self, length: int, context: int) -> None:
+        """Refuse a prompt that this method cannot work on, before any model runs.
+
+        Args:
+            length: Tokens of the prompt.
+            context: The most positions that the target can take.
 
         Raises:
             UserError: with one line that says why.
@@ -76,6 +80,7 @@ class Method(ABC):
         """
         pad = generation_config.pad_token_id
         mask = model_kwargs.get("attention_mask")
+        self.check(input_ids.shape[1], context_of(model))
         return decode(
             model,
             self.start(model, input_ids, mask, chunk=generation_config.prefill_chunk_size),
@@ -167,6 +172,21 @@ class Evict(CacheMethod):
         self.allocate.check(budget - self.every, protected)
 
     @override
+    def check(self, length: int, context: int) -> None:
+        name, observer = type(self).__name__, self.observer.for_window(self.window)
+        budget = self.budget if isinstance(self.budget, int) else self._ratio(length)
+        if length <= budget - self.every:
+            return
+        if (window := observer.needs().window) > length:
+            raise UserError(f"{name}: a prompt of {length} tokens is shorter than the {window} that observe it")
+        if (positions := observer.positions()) + length > context:
+            raise UserError(
+                f"{name}: {positions} observing tokens after a prompt of {length} do not fit the context of {context}; "
+                "shorten the draft (lookahead) or the prompt"
+            )
+        self.allocate.check(budget - self.every, self.sinks + self.window)
+
+    @override
     def needs(self) -> Needs:
         return self.observer.for_window(self.window).needs()
 
@@ -190,6 +210,9 @@ class Evict(CacheMethod):
         if isinstance(self.budget, int):
             return self.budget - self.every
         return max(round(self.budget * state.tokens.shape[1]), self.sinks + self.window + 1)
+
+    def _ratio(self, length: int) -> int:
+        return max(round(self.budget * length), self.sinks + self.window + 1)
 
     def fits(self, state: State) -> bool:
         """Whether nothing has to be evicted."""
@@ -221,6 +244,7 @@ class Evict(CacheMethod):
     def select(self, state: State, importance: list[Tensor]) -> list[Tensor]:
         """For each layer, which entries stay: [B, K, C] bool. Ties go to the lowest index."""
         budget = self.entries(state)
+        self.allocate.check(budget, self.sinks + self.window)  # a ratio becomes a number only here
         counts = self.allocate(importance, budget)
         if type(self.allocate) is Uniform and all(each.real is None for each in state.entries()):
             return [top_mask(layer, min(budget, layer.shape[-1])) for layer in importance]
@@ -244,6 +268,8 @@ class Evict(CacheMethod):
     def _protect(self, importance: Tensor, real: Tensor | None) -> Tensor:
         length, pooled = importance.shape[-1], importance.clone()
         free = length - self.window
+        if real is not None:  # padding must not reach its neighbours
+            importance = importance.masked_fill(~real, -torch.inf if self.pool.kind == "max" else 0.0)
         pooled[..., :free] = pool(importance[..., :free].contiguous(), self.pool.kernel, self.pool.kind)
         pooled[..., free:] = torch.inf
         if real is None:

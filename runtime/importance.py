@@ -79,7 +79,7 @@ def observed_attention(
         scaling: Factor of the dot products.
         length: N; columns from N on take part in the softmax and are dropped after it.
         key_mask: [B, S], or [B, 1 or K, S], bool, False for padding. Where absent, every key is real.
-        query_mask: [B, q] bool, False for padding rows, which are left out.
+        query_mask: [B, q] bool, False for padding rows, which are left out; or float, a weight of each query.
         reduction: Over the queries: `mean` (LookaheadKV, section 2), `max` (SpecKV) or `sum` (H2O).
 
     Returns:
@@ -87,14 +87,16 @@ def observed_attention(
     """
     assert reduction in _OVER_QUERIES
     batch, _, rows, _ = query.shape
-    blocks = []
-    for start in range(0, rows, _ROWS_AT_ONCE):
-        block = slice(start, min(start + _ROWS_AT_ONCE, rows))
-        weights = _attention(query[:, :, block], key, scaling, rows - start, key_mask)[..., :length]
+
+    def block(start: int) -> Tensor:
+        chosen = slice(start, min(start + _ROWS_AT_ONCE, rows))
+        weights = _attention(query[:, :, chosen], key, scaling, rows - start, key_mask)[..., :length]
         if query_mask is not None:
-            weights = weights * query_mask[:, None, block, None]
-        blocks.append(weights.amax(dim=2) if reduction == "max" else weights.sum(dim=2))
-    total = functools.reduce(torch.maximum if reduction == "max" else torch.add, blocks)
+            weights = weights * query_mask[:, None, chosen, None]
+        return weights.amax(dim=2) if reduction == "max" else weights.sum(dim=2)
+
+    join = torch.maximum if reduction == "max" else torch.add
+    total = functools.reduce(join, map(block, range(0, rows, _ROWS_AT_ONCE)))
     if reduction != "mean":
         return total
     counted = query_mask.sum(dim=1) if query_mask is not None else query.new_full((batch,), rows, dtype=torch.long)

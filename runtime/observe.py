@@ -37,6 +37,10 @@ class Observer(ABC):
         """What the prefill must record for this observer."""
         return Needs()
 
+    def positions(self) -> int:
+        """How many positions after what was read the observing tokens take, at most."""
+        return 0
+
     def for_window(self, window: int) -> "Observer":
         """The observer that fits a method which keeps the last `window` entries; itself unless it was left open."""
         return self

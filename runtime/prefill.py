@@ -99,3 +99,8 @@ def positions_of(mask: Tensor | None, length: int, device: torch.device) -> Tens
     if mask is None:
         return torch.arange(length, device=device)[None]
     return (mask.long().cumsum(dim=1) - 1).clamp(min=0)
+
+
+def context_of(model: PreTrainedModel) -> int:
+    """The most positions that a model was made for."""
+    return int(model.config.get_text_config().max_position_embeddings)

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from keepsight.errors import UserError
 from keepsight.runtime.evict import Method
-from keepsight.runtime.prefill import prefill
+from keepsight.runtime.prefill import context_of, prefill
 from keepsight.runtime.state import Needs, State
 
 
@@ -67,7 +67,7 @@ class ShortenPrompt(Method):
         return min(max(round(self.budget * length), self.window, 1), length)
 
     @override
-    def check(self, length: int) -> None:
+    def check(self, length: int, context: int) -> None:
         if length < self.window:
             raise UserError(
                 f"{type(self).__name__}: a prompt of {length} tokens is shorter than the window of {self.window}; "
@@ -79,7 +79,7 @@ class ShortenPrompt(Method):
         """The kept tokens [C] int64 of each prompt of a batch (see `start`), one prompt at a time."""
         prompts = unpadded(input_ids, mask)
         for prompt in prompts:
-            self.check(len(prompt))
+            self.check(len(prompt), context_of(model))
         return [
             prompt if self.tokens(len(prompt)) == len(prompt) else prompt[self.select(model, prompt)]
             for prompt in prompts

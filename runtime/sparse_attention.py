@@ -44,6 +44,7 @@ def by_blocks(query: Tensor, key: Tensor, value: Tensor, columns: Tensor, band: 
     """`sparse_attention`, 64 queries at a time over their band and the columns before it, and nothing else."""
     length = query.shape[2]
     first_keys, first_values = _at_columns(key, columns), _at_columns(value, columns)
+    later = torch.ones(BLOCK, BLOCK, dtype=torch.bool, device=query.device).triu(1)
     blocks = []
     for start in range(0, length, BLOCK):
         end, left = min(start + BLOCK, length), max(start - band, 0)
@@ -53,16 +54,11 @@ def by_blocks(query: Tensor, key: Tensor, value: Tensor, columns: Tensor, band: 
             torch.cat([each[:, :, :count], every[:, :, left:end]], dim=2)
             for each, every in ((first_keys, key), (first_values, value))
         )
-        positions = torch.arange(left, end, device=query.device)
-        causal = positions <= positions[start - left :, None]
-        seen = torch.cat(
-            [
-                before[:, :, None, :count].expand(-1, -1, end - start, -1),
-                causal.expand(*columns.shape[:2], -1, -1),
-            ],
-            dim=-1,
-        )
-        blocks.append(grouped_attention(query[:, :, start:end], keys, values, seen, scaling))
+        # Added to the logits, not a bool mask: sdpa on a CPU takes twice as long with one.
+        hidden = query.new_zeros(*columns.shape[:2], end - start, keys.shape[2])
+        hidden[..., :count].masked_fill_(~before[:, :, None, :count], -torch.inf)
+        hidden[..., count + start - left :].masked_fill_(later[: end - start, : end - start], -torch.inf)
+        blocks.append(grouped_attention(query[:, :, start:end], keys, values, hidden, scaling))
     return torch.cat(blocks, dim=1)
 
 

@@ -1,22 +1,29 @@
-"""keepsight bench: measure what a training step and a sweep cost on this machine.
+"""keepsight bench: measure what a training step, a sweep and an eviction cost on this machine.
 
     keepsight bench train tokens=1024 answer_tokens=64      # one training step against one inference prefill
-    keepsight bench eval tokens=1024 samples=3              # one sweep against as many separate runs
+    keepsight bench eval tokens=1024 answer_tokens=24       # one sweep against as many separate runs
+    keepsight bench evict lengths=[1024,4096]               # observe and select of each method against the prefill
 
-Prints times as median and range of `repeats`, and peak memory. Nothing is written.
+Prints times as median of `repeats`, and peak memory. Nothing is written.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
+
+from tqdm import tqdm
 
 from keepsight.config import Recipe, at_least_one
 from keepsight.errors import UserError
-from keepsight.eval.bench import bench_sweep
+from keepsight.eval.bench import bench_evict, bench_sweep
 from keepsight.models.lookahead import Lookahead
+from keepsight.models.targets import Target
+from keepsight.runtime.evict import Evict, Method
 from keepsight.runtime.methods import make_method
-from keepsight.targets import adapter_of, target_of
+from keepsight.targets import resources_of, target_of
 from keepsight.train.bench import bench_step
 
 POSITIONAL = ("what",)
+BENCHES = ("train", "eval", "evict")
 
 
 @dataclass
@@ -24,9 +31,12 @@ class Config(Recipe):
     """Keys of `keepsight bench`.
 
     Attributes:
-        what: train or eval.
-        tokens: Prompt length.
+        what: train, eval or evict.
+        tokens: Prompt length of bench train and bench eval.
         answer_tokens: Answer length.
+        lengths: Prompt lengths of bench evict.
+        methods: Of bench eval and bench evict.
+        budgets: Entries per layer and KV head; bench evict takes the first.
         repeats: Timed repetitions after one that warms up.
         samples: Samples of bench eval.
     """
@@ -34,6 +44,11 @@ class Config(Recipe):
     what: str = "???"
     tokens: int = 1024
     answer_tokens: int = 64
+    lengths: list[int] = field(default_factory=lambda: [1024, 4096])
+    methods: list[str] = field(
+        default_factory=lambda: ["lookaheadkv", "snapkv", "pyramidkv", "h2o", "tova", "streamingllm"]
+    )
+    budgets: list[int] = field(default_factory=lambda: [64, 128, 256])
     repeats: int = 5
     samples: int = 3
 
@@ -41,12 +56,27 @@ class Config(Recipe):
 def run(config: Config) -> None:
     """Measure and print."""
     at_least_one(config, "tokens", "answer_tokens", "repeats", "samples")
+    if config.what not in BENCHES:
+        raise UserError(f"bench {config.what!r} is unknown; choose one of {', '.join(BENCHES)}")
+    if not (config.lengths and config.methods and config.budgets):
+        raise UserError("lengths=, methods= and budgets= must each name something to measure")
+    target = target_of(config)
     if config.what == "train":
-        lookahead = Lookahead(target_of(config).model, config.lookahead)
+        lookahead = Lookahead(target.model, config.lookahead)
         print(bench_step(lookahead, config.tokens, config.answer_tokens, config.repeats))
     elif config.what == "eval":
-        methods = [(name, budget) for name in ("lookaheadkv", "snapkv", "streamingllm") for budget in (64, 128, 256)]
-        made = {f"{name} {budget}": make_method(name, budget, adapter_of(config)) for name, budget in methods}
-        print(bench_sweep(target_of(config), made, config.tokens, config.answer_tokens, config.samples))
+        made = {f"{name} {budget}": method for name, budget, method in _made(config, target, config.budgets)}
+        print(bench_sweep(target, made, config.tokens, config.answer_tokens, config.samples))
     else:
-        raise UserError(f"bench {config.what!r} is unknown; choose train or eval")
+        evicting: dict[str, Evict] = {}
+        for name, _, method in _made(config, target, config.budgets[:1]):
+            if not isinstance(method, Evict):
+                raise UserError(f"method {name!r} evicts nothing from the cache; bench evict measures those that do")
+            evicting[name] = method
+        for line in bench_evict(target, evicting, config.lengths, config.repeats):
+            tqdm.write(line)
+
+
+def _made(config: Config, target: Target, budgets: list[int]) -> list[tuple[str, Any, Method]]:
+    resources = resources_of(config, target)
+    return [(name, budget, make_method(name, budget, resources)) for name in config.methods for budget in budgets]

@@ -16,7 +16,6 @@ sample), summary.csv, plots and report.html. A stopped run goes on when the same
 import platform
 import shlex
 import sys
-from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -33,10 +32,11 @@ from keepsight.eval import jsonl, niah
 from keepsight.eval.answers import default_batch_tokens
 from keepsight.eval.plots import plot_excess_nll, plot_scores
 from keepsight.eval.report import write_report
+from keepsight.eval.results import finished, merge, part_of
 from keepsight.eval.samples import Sample, answerable, render
 from keepsight.eval.summary import summarize, table, write_summary
-from keepsight.eval.sweep import QUESTIONS, Variant, groups_of, sweep
-from keepsight.files import append_lines, read_json, whole_lines, write_json, write_lines
+from keepsight.eval.sweep import FULL, QUESTIONS, Variant, check_samples, groups_of, sweep
+from keepsight.files import append_lines, whole_lines
 from keepsight.models.targets import Target
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.methods import Resources, make_method
@@ -108,17 +108,18 @@ def run(config: Config) -> None:
     variants = variants_of(config, resources_of(config, target))
     settings = _settings(config, target, variants)
     samples = samples_of(config, target)
+    check_samples(target, samples, variants, config.question)
     if processes.is_main_process:
         merge(out, settings, 1 + len(variants))
         _show(samples[0], target)
     processes.wait_for_everyone()
-    finished = {_key(row) for row in whole_lines(out / "results.jsonl")}
+    done = finished(out)
     own = _own_share(samples, config.question, processes)
-    part = out / (f"results-{processes.process_index}.jsonl" if processes.num_processes > 1 else "results.jsonl")
+    part = part_of(out, processes.process_index, processes.num_processes)
     most = config.max_batch_tokens or default_batch_tokens(target.model) // processes.num_processes
     with tqdm(total=len(own), desc="samples", unit="sample", disable=not processes.is_main_process) as progress:
-        progress.update(sum(_sample_key(sample) in finished for sample in own))
-        for rows in sweep(target, own, variants, finished, most, config.question):
+        progress.update(sum(sample.key in done for sample in own))
+        for rows in sweep(target, own, variants, done, most, config.question):
             append_lines(part, rows)
             progress.update()
     processes.wait_for_everyone()
@@ -148,13 +149,9 @@ def variants_of(config: Config, resources: Resources) -> list[Variant]:
     """Every method at every budget."""
     variants: list[Variant] = []
     for given in config.methods:
-        if not isinstance(given, str | dict):
-            raise UserError(f"methods={given!r}: expected a method's name, or {{name: NAME, option: value}}")
-        options = {"name": given} if isinstance(given, str) else dict(given)
-        name = str(options.pop("name", ""))
-        label = str(options.pop("label", name + "".join(f" {key}={value}" for key, value in options.items())))
-        if name == "full":
+        if given == FULL or given == {"name": FULL}:
             continue  # the sweep always answers from the full cache first
+        name, label, options = _read_method(given)
         for budget in config.budgets:
             if any((each.name, each.budget) == (label, budget) for each in variants):
                 raise UserError(f"methods= and budgets= name {label!r} at budget {budget} twice; name it once")
@@ -162,6 +159,20 @@ def variants_of(config: Config, resources: Resources) -> list[Variant]:
     if not variants:
         raise UserError("methods= and budgets= must name at least one method that evicts, and one budget")
     return variants
+
+
+def _read_method(given: Any) -> tuple[str, str, dict[str, Any]]:
+    """Name, label and options of one of `methods`."""
+    if not isinstance(given, str | dict):
+        raise UserError(f"methods={given!r}: expected a method's name, or {{name: NAME, option: value}}")
+    options = {"name": given} if isinstance(given, str) else {str(key): value for key, value in given.items()}
+    name = str(options.pop("name", ""))
+    label = str(options.pop("label", name + "".join(f" {key}={value}" for key, value in options.items())))
+    if FULL in (name, label) or "budget" in options:
+        raise UserError(
+            f"methods={given!r}: {FULL!r} takes no options and labels nothing else; budgets= has the budgets"
+        )
+    return name, label, options
 
 
 def samples_of(config: Config, target: Target) -> list[Sample]:
@@ -174,6 +185,8 @@ def samples_of(config: Config, target: Target) -> list[Sample]:
         print(f"refused, not scored: {reason}")
     if not samples:
         raise UserError("tasks= and samples= leave no sample to evaluate")
+    if len({sample.key for sample in samples}) < len(samples):
+        raise UserError("tasks=, lengths= and jsonl.files= name some samples twice; name each once")
     if config.max_new_tokens:
         limit = config.max_new_tokens
         samples = [replace(sample, max_new_tokens=min(limit, sample.max_new_tokens)) for sample in samples]
@@ -240,39 +253,3 @@ def _adapter_digest(variants: list[Variant]) -> str | None:
     methods = [variant.method for variant in variants if isinstance(variant.method, Evict)]
     artifacts = [getattr(method.observer, "artifact", None) for method in methods]
     return next((artifact.digest for artifact in artifacts if artifact is not None), None)
-
-
-def merge(out: Path, settings: dict[str, Any], rows_each: int) -> None:
-    """Bring what all processes of this and earlier runs have written into `results.jsonl`.
-
-    A sample of fewer rows than `rows_each`, cut short by a kill or a full disk, is done again: its rows are dropped.
-
-    Raises:
-        UserError: `out` holds results of other settings.
-    """
-    path, results = out / "settings.json", out / "results.jsonl"
-    parts = sorted(out.glob("results-*.jsonl"))
-    rows = [row for part in (results, *parts) for row in whole_lines(part)]
-    if rows and path.exists():
-        before = read_json(path)
-        for key, value in settings.items():
-            if key not in ("command", "versions") and before.get(key) != value:
-                raise UserError(
-                    f"{out}: these results were made with {key}={before.get(key)!r}, now it is {value!r}; "
-                    "choose another out=, or delete the folder"
-                )
-    write_json(path, settings)
-    counts = Counter(_key(row) for row in rows)
-    whole = [row for row in rows if counts[_key(row)] == rows_each]
-    if parts or len(whole) < len(rows):
-        write_lines(results, whole)
-    for part in parts:
-        part.unlink()
-
-
-def _key(row: dict[str, Any]) -> tuple[Any, ...]:
-    return row["task"], row["length"], row["sample"]
-
-
-def _sample_key(sample: Sample) -> tuple[Any, ...]:
-    return sample.task, sample.length, sample.id

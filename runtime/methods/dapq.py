@@ -45,6 +45,10 @@ class PromptEnds(Drafter):
         last = (width - self.last + torch.arange(self.last, device=device)).expand(len(start), -1)
         return Draft(state.tokens.gather(1, torch.cat([first, torch.maximum(last, start)], dim=1)))
 
+    @override
+    def longest(self) -> int:
+        return self.first + self.last
+
 
 @dataclass(frozen=True)
 class RandomTokens(Drafter):
@@ -69,6 +73,10 @@ class RandomTokens(Drafter):
         ids = torch.randint(int(vocabulary), (1, self.count), generator=generator)  # type: ignore[arg-type]
         return Draft(ids.to(state.tokens.device).expand(len(state.tokens), -1))
 
+    @override
+    def longest(self) -> int:
+        return self.count
+
 
 @dataclass(frozen=True)
 class ConstantText(Drafter):
@@ -92,6 +100,10 @@ class ConstantText(Drafter):
         if int(ids.max()) >= vocabulary:
             raise UserError(f"DapQ: token id {int(ids.max())} is outside of the target's vocabulary of {vocabulary}")
         return Draft(ids.expand(len(state.tokens), -1))
+
+    @override
+    def longest(self) -> int:
+        return len(self.ids)
 
 
 @dataclass(frozen=True)

@@ -82,6 +82,10 @@ class QueryCache(Observer):
     def needs(self) -> Needs:
         return Needs(window=max(self.window, self.first_window))
 
+    @override
+    def positions(self) -> int:
+        return self.lookahead
+
     def _guess(self, model: PreTrainedModel, state: State) -> tuple[tuple[Tensor, ...], Tensor]:
         """The guess's queries [B, H, T, d] of each layer, and which of them are real, [B, T] bool."""
         if self.budget is None:

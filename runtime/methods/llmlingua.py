@@ -110,7 +110,13 @@ def kept_tokens(texts: list[str], words: LabelledWords) -> list[int]:
         marked[start:cursor] = is_kept
     before = [0, *marked.cumsum().tolist()]
     ends = [0, *accumulate(len(each) for each in texts)]
-    return [token for token in range(len(texts)) if before[ends[token + 1]] > before[ends[token]]]
+    kept: list[int] = []
+    for token in reversed(range(len(texts))):
+        # A token without text is the beginning of the next one's character.
+        starts_kept = not texts[token] and kept[-1:] == [token + 1]
+        if starts_kept or before[ends[token + 1]] > before[ends[token]]:
+            kept.append(token)
+    return kept[::-1]
 
 
 @lru_cache(maxsize=1)

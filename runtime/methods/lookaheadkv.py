@@ -32,6 +32,10 @@ class SoftTokens(Observer):
         with module.active():
             return look_back(model, state, module.observers(len(state.logits)), reduction=reduction)
 
+    @override
+    def positions(self) -> int:
+        return self.artifact.settings.tokens
+
 
 @dataclass(frozen=True)
 class LookaheadKV(Evict):

@@ -15,9 +15,11 @@ from keepsight.runtime.allocate import ALLOCATIONS
 from keepsight.runtime.drafting import DraftTokens
 from keepsight.runtime.evict import FullCache, Method
 from keepsight.runtime.importance import NO_POOL, Pool, Reduce
+from keepsight.runtime.methods.llmlingua import Package
 from keepsight.runtime.methods.lookaheadkv import LookaheadKV, parts_of
 from keepsight.runtime.methods.registry import DRAFTERS, METHODS, OBSERVERS
 from keepsight.runtime.methods.resources import Resources
+from keepsight.runtime.methods.sentence_similarity import Cosine
 from keepsight.runtime.methods.speckv import DraftModel, SpecKV
 from keepsight.runtime.sparse_prefill import SparsePrefill
 
@@ -131,4 +133,6 @@ _KINDS: dict[str, Mapping[str, type]] = {
     "first_pool": {},
     "reduce": {},
     "sparse": {"vertical_slash": SparsePrefill},
+    "label": {"package": Package},
+    "similarity": {"cosine": Cosine},
 }

@@ -25,6 +25,10 @@ class OwnAnswer(Drafter):
     def __call__(self, model: PreTrainedModel, state: State) -> Draft:
         return greedy_draft(model, state.copy(), self.max_new_tokens)
 
+    @override
+    def longest(self) -> int:
+        return self.max_new_tokens
+
 
 @dataclass(frozen=True)
 class Oracle(Evict):

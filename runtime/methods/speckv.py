@@ -39,6 +39,10 @@ class DraftModel(Drafter):
     def __call__(self, model: PreTrainedModel, state: State) -> Draft:
         return self.write(model, state.tokens, state.tokens_mask)
 
+    @override
+    def longest(self) -> int:
+        return self.lookahead
+
     def write(self, model: PreTrainedModel, tokens: Tensor, mask: Tensor | None = None) -> Draft:
         """The draft for tokens [B, M] that `model`, the target, need not have read; `mask` is False for padding."""
         drafting = self.draft.of(model)
@@ -88,13 +92,18 @@ class SpecKV(Evict):
         return cls(budget, DraftTokens(DraftModel(draft, lookahead), window=None), **parts)
 
     @override
+    def reads_itself(self, length: int) -> bool:
+        drafter = self._drafter()
+        if self.sparse is None or drafter is None or length <= self.budget - self.every:
+            return False
+        return self.sparse.active(length + drafter.lookahead)
+
+    @override
     def start(
         self, model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None = None, *, chunk: int | None = None
     ) -> State:
         drafter, length = self._drafter(), input_ids.shape[1]
-        if self.sparse is None or drafter is None or length <= self.budget - self.every:
-            return super().start(model, input_ids, mask, chunk=chunk)
-        if not self.sparse.active(length + drafter.lookahead):
+        if drafter is None or self.sparse is None or not self.reads_itself(length):
             return super().start(model, input_ids, mask, chunk=chunk)
         _refuse(length, mask, chunk)
         draft = drafter.write(model, input_ids)

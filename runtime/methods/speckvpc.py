@@ -19,7 +19,7 @@ from keepsight.runtime.drafting import Draft, DraftTokens, Given
 from keepsight.runtime.evict import Method
 from keepsight.runtime.methods.speckv import SpecKV
 from keepsight.runtime.methods.specpc import SpecPC
-from keepsight.runtime.prefill import prefill
+from keepsight.runtime.prefill import context_of, prefill
 from keepsight.runtime.prompt import pad_left, require_whole, unpadded
 from keepsight.runtime.state import State
 
@@ -60,8 +60,8 @@ class SpecKVPC(Method):
         self._shorten(0)
 
     @override
-    def check(self, length: int) -> None:
-        self._shorten(0).check(length)
+    def check(self, length: int, context: int) -> None:
+        self._shorten(0).check(length, context)
 
     @override
     @torch.no_grad()
@@ -70,7 +70,7 @@ class SpecKVPC(Method):
     ) -> State:
         prompts = unpadded(input_ids, mask)
         for prompt in prompts:
-            self.check(len(prompt))
+            self.check(len(prompt), context_of(model))
         entries = self._entries(max(len(prompt) for prompt in prompts))
         short, drafted = [], []
         for prompt in prompts:

@@ -72,7 +72,21 @@ def one(folder: Path, tokenizer: Any) -> Sample:
 def test_longbench_row(tmp_path: Path, tokenizer: Any) -> None:
     write(tmp_path, {"hotpotqa": QA}, hotpotqa=[row("x1", answers=["because", "so"])])
     prompt = "Read: some text\nQ: why?\nA:"
-    assert one(tmp_path, tokenizer) == Sample("x1", "hotpotqa", 512, prompt, ("because", "so"), "qa_f1", 32)
+    sample = one(tmp_path, tokenizer)
+    expected = Sample("x1", "hotpotqa", 512, prompt, ("because", "so"), "qa_f1", 32, question="\nQ: why?\nA:")
+    assert sample == expected
+    assert sample.context == "Read: some text"
+
+
+@pytest.mark.parametrize(
+    ("template", "question"),
+    [("{context}\n{input}", "\nwhy?"), ("Sum up.\n{context}\nNow sum up:", "\nNow sum up:"), ("{input}\n{context}", "")],
+)
+def test_the_question_is_what_follows_the_context(
+    tmp_path: Path, tokenizer: Any, template: str, question: str
+) -> None:
+    write(tmp_path, {"a": {**QA, "prompt": template}}, a=[row("1", "why? {input} why?\nwhy?")])
+    assert one(tmp_path, tokenizer).question == question
 
 
 def test_ruler_rows(tmp_path: Path, tokenizer: Any) -> None:
@@ -83,7 +97,7 @@ def test_ruler_rows(tmp_path: Path, tokenizer: Any) -> None:
         ("niah_single_1-3", "ruler_4k", "string_match_all", 128, "Find it.", " It is", ("7", "8")),
         ("qa_2-3", "ruler_4k", "string_match_part", 32, "Find it.", " It is", ("7", "8")),
     ]
-    assert all(sample.chat for sample in samples)
+    assert all(sample.chat and not sample.question for sample in samples)
 
 
 def test_ruler_file_named_after_its_task(tmp_path: Path, tokenizer: Any) -> None:

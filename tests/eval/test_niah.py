@@ -72,6 +72,42 @@ def test_the_kinds(kind: str, needles: int, keys: int, references: int, tokenize
         assert score(sample, "1234") == 0.0
 
 
+@pytest.mark.parametrize(("kind", "keys", "values"), [("single", 1, 1), ("multikey", 4, 1), ("multivalue", 1, 4)])
+def test_every_key_is_asked_for(kind: str, keys: int, values: int, tokenizer: PreTrainedTokenizerFast) -> None:
+    plain = niah.make_samples(kind, 900, 2, 1, tokenizer)
+    asked = niah.make_samples(kind, 900, 2, 1, tokenizer, every_key=True)
+    assert len(asked) == len({sample.key for sample in asked}) == 2 * keys
+    for number, sample in enumerate(asked):
+        first = asked[number // keys * keys]
+        assert (sample.context, sample.spans, sample.task) == (first.context, first.spans, f"niah_{kind}")
+        assert sample.prompt == sample.context + sample.question
+        stated = re.findall(r"for (\w+-\w+) is: (\d{7})\.", sample.context)
+        (key,) = re.findall(r"\w+-\w+", sample.question)
+        assert key in sample.answer_prefix and f" {key}" not in first.question.replace(key, "") + first.context[:150]
+        assert list(sample.references) == [value for other, value in stated if other == key]
+        assert len(sample.references) == values and set(sample.references) <= {value for _, value in stated}
+        assert all(span in sample.context for span in sample.spans) and len(sample.spans) == keys * values
+        assert 900 - 250 < used(sample, tokenizer) <= 900
+    for sample, others in zip(plain, (asked[:keys], asked[keys:]), strict=True):
+        assert {(each.question, each.references) for each in others} >= {(sample.question, sample.references)}
+
+
+def test_many_queries_become_one_query_each(tokenizer: PreTrainedTokenizerFast) -> None:
+    (together,) = niah.make_samples("multiquery", 900, 1, 1, tokenizer)
+    apart = niah.make_samples("multiquery", 900, 1, 1, tokenizer, every_key=True)
+    assert [sample.references for sample in apart] == [(value,) for value in together.references]
+    assert {sample.spans for sample in apart} == {together.spans}
+
+
+def test_no_question_makes_the_prompt_too_long(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    longest = "z" * 300  # the longest key's question decides how much haystack there is room for
+    monkeypatch.setattr(niah, "NOUNS", ("ant", "bee", "cat", longest))
+    for sample in niah.make_samples("multikey", 2500, 6, 0, tokenizer, every_key=True):
+        assert used(sample, tokenizer) <= 2500
+
+
 def test_wording_of_one_and_of_several(tokenizer: PreTrainedTokenizerFast) -> None:
     (one,) = niah.make_samples("multikey", 900, 1, 0, tokenizer)
     assert one.prompt.startswith(

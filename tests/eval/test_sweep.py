@@ -14,7 +14,7 @@ from keepsight.errors import UserError
 from keepsight.eval import answers as answers_module
 from keepsight.eval import sweep as sweep_module
 from keepsight.eval.samples import Sample, render
-from keepsight.eval.sweep import Variant, run_sample, sweep
+from keepsight.eval.sweep import Variant, check_samples, run_sample, sweep
 from keepsight.models.adapter import Provenance, save_lookahead
 from keepsight.models.lookahead import Lookahead, LookaheadSettings
 from keepsight.models.targets import Target, load_target
@@ -23,27 +23,16 @@ from keepsight.runtime.decode import score_answer
 from keepsight.runtime.drafting import DraftTokens
 from keepsight.runtime.evict import Evict, FullCache
 from keepsight.runtime.generate import generate
-from keepsight.runtime.methods import LookaheadKV, Oracle, SnapKV, StreamingLLM
+from keepsight.runtime.methods import LookaheadKV, Oracle, SnapKV, StreamingLLM, Truncation
 from keepsight.runtime.methods.oracle import OwnAnswer
 from keepsight.runtime.observe import Observer
 from keepsight.runtime.prefill import prefill
 from keepsight.runtime.state import Needs, State
-from tests.tiny import FAMILIES, save_tiny_target
 
 MANY = 100_000
 TEXT = "The quick brown fox jumps over the lazy dog, and then it sleeps. " * 6
 SAMPLE = Sample("one", "test", 256, TEXT, ("fox",), "string_match_all", 24, answer_prefix="It is")
 OTHER = replace(SAMPLE, id="two", prompt=TEXT[:170] + "for i in range(10): print(i)", length=128)
-
-
-@pytest.fixture(scope="module", params=FAMILIES)
-def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Target:
-    """With so many end tokens that answers differ in length."""
-    folder = save_tiny_target(tmp_path_factory.mktemp("target"), request.param)
-    loaded = load_target(str(folder), dtype="float32", device="cpu")
-    assert loaded.model.generation_config is not None
-    loaded.model.generation_config.eos_token_id = [2, *range(480, 500)]
-    return loaded
 
 
 @pytest.fixture(scope="module")
@@ -189,6 +178,15 @@ def test_a_cut_span_is_refused(target: Target, variants: list[Variant]) -> None:
     run_sample(target, replace(SAMPLE, spans=("lazy dog",)), variants[:1], MANY)
     with pytest.raises(UserError, match="sample test/one: the answer span 'lazy cat' was cut from the prompt"):
         run_sample(target, replace(SAMPLE, spans=("lazy dog", "lazy cat")), variants[:1], MANY)
+
+
+def test_nothing_is_refused_after_the_first_sample_ran(target: Target, variants: list[Variant]) -> None:
+    check_samples(target, [SAMPLE, OTHER], variants, "seen")
+    cut = replace(SAMPLE, spans=("lazy cat",))
+    with pytest.raises(UserError, match="the answer span 'lazy cat' was cut"):
+        check_samples(target, [SAMPLE, cut], variants, "seen")
+    with pytest.raises(UserError, match="Truncation: a prompt of .* is shorter than the window of 99"):
+        check_samples(target, [SAMPLE, OTHER], [Variant("truncation", Truncation(100, window=99))], "seen")
 
 
 def test_a_prompt_beyond_the_context_is_refused(target: Target, variants: list[Variant]) -> None:

@@ -113,7 +113,9 @@ class Slow:
     def _draft(self, tokens):
         ahead = Slow(self.model, self.method)
         ahead.ids, ahead.alive, ahead.visible = self.ids, list(self.alive), list(self.visible)
-        return ahead.answer(tokens)
+        draft = ahead.answer(tokens)
+        ends = (draft[0] == self.model.generation_config.eos_token_id).nonzero()[:, 0].tolist()
+        return draft[:, : ends[0] + 1] if ends else draft
 
     def _of_rows(self, rows, keys, values):
         """Rows that follow what was read look back at what is alive."""
@@ -161,5 +163,3 @@ class Slow:
             self.model.set_attn_implementation(before)
         order = range(self.layers)
         return output.logits, [queries[i] for i in order], [keys[i] for i in order], [values[i] for i in order]
-
-

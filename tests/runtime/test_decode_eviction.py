@@ -18,28 +18,29 @@ from tests.models.modules import random_module, save
 from tests.runtime.slow import Slow
 from tests.tiny import FAMILIES, prompt_ids, tiny_model
 
-BUDGET, EVERY, TOKENS, PROMPT = 14, 4, 15, 30
+BUDGET, EVERY, TOKENS, PROMPT = 14, 4, 11, 30
 ALLOCATIONS = [Uniform(), Pyramid(beta=4), Adaptive()]
 METHODS = ["snapkv", "streamingllm", "oracle", "lookaheadkv"]
 
 
 @pytest.fixture(scope="module")
-def artifact(tmp_path_factory):
-    return load_lookahead(save(random_module(), tmp_path_factory.mktemp("adapter")))
+def artifacts(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("adapters")
+    return {family: load_lookahead(save(random_module(family), folder / family)) for family in FAMILIES}
 
 
 @pytest.fixture
-def make(artifact):
+def make(artifacts):
     """A method by name, with small parts."""
 
-    def made(name, budget=BUDGET, every=EVERY, **parts):
+    def made(name, budget=BUDGET, every=EVERY, family="llama", **parts):
         if name == "snapkv":
             return SnapKV(budget, window=3, pool=Pool(kernel=3), every=every, **parts)
         if name == "streamingllm":
             return StreamingLLM(budget, sinks=2, every=every, **parts)
         if name == "oracle":
-            return Oracle(budget, DraftTokens(OwnAnswer(4)), pool=Pool(kernel=3), every=every, **parts)
-        return LookaheadKV(budget, SoftTokens(artifact), pool=Pool(kernel=3), every=every, **parts)
+            return Oracle(budget, DraftTokens(OwnAnswer(3)), pool=Pool(kernel=3), every=every, **parts)
+        return LookaheadKV(budget, SoftTokens(artifacts[family]), pool=Pool(kernel=3), every=every, **parts)
 
     return made
 
@@ -94,9 +95,7 @@ def test_the_budget_is_never_exceeded_and_always_used(make, held, name, allocate
 @pytest.mark.parametrize("allocate", ALLOCATIONS, ids=lambda part: type(part).__name__)
 @pytest.mark.parametrize("name", METHODS)
 def test_decoding_equals_a_model_that_hides_what_was_evicted(make, name, allocate, family):
-    if name == "lookaheadkv" and family != "llama":
-        pytest.skip("the module is for the llama model")
-    model, method, ids = tiny_model(family), make(name, allocate=allocate), prompt_ids(PROMPT)[0]
+    model, method, ids = tiny_model(family), make(name, family=family, allocate=allocate), prompt_ids(PROMPT)[0]
     slow = Slow(model, method)
     slow.read(ids)
     # The first token comes from the prompt's own logits.
@@ -135,16 +134,10 @@ def test_until_the_first_eviction_the_answer_is_that_of_the_smaller_budget(make,
 
 def test_later_evictions_change_the_answer(make):
     """Or the tests here would compare nothing."""
-    model = tiny_model()
+    model, ids = tiny_model(), prompt_ids(PROMPT)[0]
     for name in METHODS:
-        differ = False
-        for seed in range(4):
-            ids = prompt_ids(PROMPT, seed=seed)[0]
-            differ |= not torch.equal(
-                answer(model, make(name, BUDGET - EVERY, every=0), ids, tokens=30).ids,
-                answer(model, make(name), ids, tokens=30).ids,
-            )
-        assert differ, name
+        once, again = (answer(model, make(name, BUDGET - EVERY + every, every=every), ids) for every in (0, EVERY))
+        assert not torch.allclose(once.state.logits, again.state.logits, atol=0.01), name
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -171,7 +164,7 @@ def test_soft_tokens_look_from_the_current_position(make):
     answer(model, method, ids)
     starts = range(PROMPT, PROMPT + TOKENS - 1, EVERY)
     assert seen == [list(range(start, start + 5)) for start in starts]
-    assert len(seen) == 4
+    assert len(seen) == 3
 
 
 @pytest.mark.parametrize("allocate", ALLOCATIONS, ids=lambda part: type(part).__name__)

@@ -1,5 +1,7 @@
 """LAQ, DapQ and SpecKV against their definitions, written out with dense attention and loops."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -18,7 +20,7 @@ from tests.runtime.dense import best, observed, pooled, run_dense
 from tests.tiny import FAMILIES, prompt_ids, tiny_model
 
 DRAFT = LayerSubset((0, 2))
-SMALL_LAQ = {"first_window": 8, "lookahead": 5}
+SMALL_LAQ: Any = {"first_window": 8, "lookahead": 5}
 METHODS = {
     "laq": LAQ(16, QueryCache(**SMALL_LAQ)),
     "laq++": LAQPlus(16, QueryCache(window=4, **SMALL_LAQ), window=4),
@@ -110,7 +112,8 @@ def test_speckv_pools_after_the_reduction():
 def test_the_draft_is_the_draft_models_greedy_answer(family):
     model, (ids, mask) = tiny_model(family), prompt_ids(40, 23)
     draft = DraftModel(DRAFT, 6)(model, prefill(model, ids, mask))
-    expected = DRAFT.of(model).generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False)[:, 40:]
+    drafting: Any = DRAFT.of(model)
+    expected = drafting.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False)[:, 40:]
     real = torch.ones_like(draft.ids, dtype=torch.bool) if draft.mask is None else draft.mask
     assert torch.equal(draft.ids * real, expected * real)
     for row in range(2):

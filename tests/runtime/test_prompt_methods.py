@@ -120,7 +120,7 @@ def test_methods_keep_no_state(make):
 def test_prompts_shorter_than_the_window_are_refused(method):
     """By `check`, before any model runs, and by `start`."""
     with pytest.raises(UserError, match="prompt of 20 tokens is shorter than the window of 30"):
-        method.check(20)
+        method.check(20, 256)
     with pytest.raises(UserError, match="prompt of 20 tokens is shorter than the window of 30"):
         method.start(object(), prompt_ids(31, 20)[0], prompt_ids(31, 20)[1])
     method.check(30)
@@ -131,7 +131,10 @@ def test_prompts_shorter_than_the_window_are_refused(method):
     [
         (lambda: Truncation(0), "Truncation: budget 0 must be at least 1"),
         (lambda: Truncation(1.5), "budget 1.5 is not a ratio"),
-        (lambda: small_specpc(**{"budget": "many"}), "budget 'many' must be a whole number of tokens"),
+        (
+            lambda: Truncation("many"),  # type: ignore[arg-type]
+            "budget 'many' must be a whole number of tokens",
+        ),
         (lambda: small_specpc(3), "SpecPC: budget 3 must be at least 4"),
         (lambda: small_specpc(window=0), "window 0 must be a whole number of at least 1"),
         (lambda: small_specpc(lookahead=0), "lookahead 0 must"),

@@ -12,7 +12,7 @@ from keepsight.runtime.decode import decode, score_answer, stop_after
 from keepsight.runtime.drafting import DraftTokens
 from keepsight.runtime.evict import FullCache
 from keepsight.runtime.importance import Pool
-from keepsight.runtime.methods import METHODS, Oracle, SnapKV, StreamingLLM, make_method
+from keepsight.runtime.methods import Oracle, SnapKV, StreamingLLM, make_method
 from keepsight.runtime.methods.oracle import OwnAnswer
 from keepsight.runtime.methods.snapkv import PromptWindow
 from keepsight.runtime.prefill import prefill
@@ -219,7 +219,3 @@ def test_recording_keeps_the_outputs():
 def test_bad_values_are_named(name, budget, options, said):
     with pytest.raises(UserError, match=said):
         make_method(name, budget, **options)
-
-
-def test_every_method_is_known_by_name():
-    assert set(METHODS) == {"full", "streamingllm", "snapkv", "lookaheadkv", "oracle", "evict"}

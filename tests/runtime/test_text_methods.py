@@ -65,12 +65,14 @@ def test_kept_words_find_their_tokens():
     assert kept_tokens(texts, words) == [0, 3, 7]
     assert kept_tokens(texts, [("quick", True)]) == [1, 2]
     assert kept_tokens(texts, []) == []
+    assert kept_tokens(["", "", "€", " 5", "", "é", ""], [("€", True), ("5", False), ("é", True)]) == [0, 1, 2, 4, 5]
 
 
 def test_words_the_encoder_rewrites_do_not_lose_the_place():
-    """A hundred words that the text does not have, then one that it has."""
-    texts = [*("…" * 100), " word", " a", " word"]
-    assert kept_tokens(texts, [("...", True)] * 100 + [("word", True), ("a", False), ("word", True)]) == [100, 102]
+    """A hundred words that the text does not have, then some that it has, and one that is too far away to be meant."""
+    texts = [*("…" * 100), " word", " a", " word", "-" * 50, " far"]
+    words = [("...", True)] * 100 + [("word", True), ("a", False), ("word", True), ("far", True)]
+    assert kept_tokens(texts, words) == [100, 102]
 
 
 def test_too_many_kept_words_are_asked_for_again():

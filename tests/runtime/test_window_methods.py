@@ -29,7 +29,7 @@ from keepsight.runtime.methods.tova import TOVA
 from keepsight.runtime.prefill import prefill
 from keepsight.runtime.state import Needs
 from tests.models.modules import random_module, save
-from tests.runtime.masked import masked_logits
+from tests.runtime.dense import run_dense
 from tests.tiny import FAMILIES, prompt_ids, tiny_model
 
 BUDGET, WINDOW = 16, 4
@@ -142,19 +142,23 @@ def _streamingllm_factory(weights, keys, head, layer):
 
 def _lacache(weights, keys, head, layer):
     """3 layers and a span of 1: ladders of 3 entries, of which each layer keeps its own one."""
-    length, budget = weights.shape[1], BUDGET
+    return _compacted(weights.shape[1], BUDGET, layer, 3, 3, 1)
+
+
+def _compacted(length, budget, layer, layers, ladder, kept):
+    """Entries left when ladders are compacted one after the other, with 4 sinks, until the budget is met."""
     entries, cursor = list(range(length)), 4
+    own = range(layer % (ladder - kept + 1), layer % (ladder - kept + 1) + kept)
     while len(entries) > budget:
-        if cursor + 3 > len(entries) - 3:  # the 3 most recent ones, as many as layers, are reached
+        if cursor + ladder > len(entries) - layers or ladder == kept:  # as many recent ones as layers are spared
             if cursor == 4:
                 entries.pop(4)
-            else:
-                cursor = 4
+            cursor = 4
             continue
-        for dropped in [each for each in entries[cursor : cursor + 3] if each != entries[cursor + layer % 3]]:
+        for dropped in [each for place, each in enumerate(entries[cursor : cursor + ladder]) if place not in own]:
             if len(entries) > budget:
                 entries.remove(dropped)
-        cursor += 1
+        cursor += kept
     return entries
 
 
@@ -274,16 +278,27 @@ def test_ragged_decoding_equals_masked_dense_attention(name, family, methods):
     kept = method.compress(model, state)
     assert all(isinstance(layer, RaggedLayer) for layer in kept.cache.layers)
     nll, _ = score_answer(model, kept.copy(), answer)
-    logits = masked_logits(model, torch.cat([ids, answer], 1), 50, selected)[:, 49:-1]
+    logits = _masked_logits(model, torch.cat([ids, answer], 1), 50, selected)[:, 49:-1]
     expected = functional.cross_entropy(logits.transpose(1, 2), answer, reduction="none")
     torch.testing.assert_close(nll, expected, atol=2e-4, rtol=1e-4)
     # Token by token, greedily.
     written = decode(model, kept.copy(), stop_after(6, None), pad_token=0).ids
     expected_ids = ids
     for _ in range(6):
-        logits = masked_logits(model, expected_ids, 50, selected)
+        logits = _masked_logits(model, expected_ids, 50, selected)
         expected_ids = torch.cat([expected_ids, logits[:, -1:].argmax(-1)], dim=1)
     assert torch.equal(written, expected_ids[:, 50:])
+
+
+def _masked_logits(model, ids, prompt_length, selected):
+    """Dense attention where rows after the prompt see only the selected prompt entries of their KV head."""
+
+    def see(layer, query, key):
+        visible = torch.ones(len(key), query.shape[1], query.shape[1]).tril().bool()
+        visible[:, prompt_length:, :prompt_length] &= selected[layer][0][:, None]
+        return visible
+
+    return run_dense(model, ids, see)[1][None]
 
 
 @pytest.mark.parametrize("name", RAGGED)
@@ -346,6 +361,17 @@ def test_random_entries_depend_on_seed_place_layer_and_head_alone():
 )
 def test_shapes_of_ladders(span, overlap, layers, ladder, kept):
     assert Ladder(span, overlap).shape(layers) == (ladder, kept)
+
+
+@pytest.mark.parametrize("observer", [Ladder(1), Ladder(2), Ladder(3, 1), Ladder(2, 1), Ladder(9)], ids=repr)
+def test_ladders_stop_at_any_budget(observer):
+    ladder, kept = observer.shape(6)
+    for length in (5, 11, 30, 47):
+        for layer in range(6):
+            ranks = observer._ranks(length, layer, 6).tolist()
+            for budget in range(4, length):
+                expected = _compacted(length, budget, layer, 6, ladder, kept)
+                assert sorted(_best(ranks, budget)) == expected, (length, layer, budget)
 
 
 @pytest.mark.parametrize("observer", [Ladder(1), Ladder(2, 1), Ladder(3, 2), Ladder(4, 3)], ids=repr)

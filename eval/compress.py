@@ -1,0 +1,171 @@
+"""What the methods of a sweep answer from: their compressed states of one prefilled prompt, and what these cost.
+
+Methods with the same observer and reduction share one observation, those with the same drafter one draft.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from keepsight.runtime.drafting import Draft, Drafter, DraftTokens, Given
+from keepsight.runtime.evict import CacheMethod, Evict, Method
+from keepsight.runtime.importance import reduce_group
+from keepsight.runtime.methods.oracle import OwnAnswer
+from keepsight.runtime.observe import Observer
+from keepsight.runtime.prefill import context_of, prefill
+from keepsight.runtime.prompt import ShortenPrompt
+from keepsight.runtime.state import Needs, State
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """What a method costs before its first token. What methods share is measured once and shown for each of them.
+
+    Attributes:
+        prefill: The target's pass over the prompt; all that a method does which reads the prompt in its own way.
+        draft: Whatever writes a draft, or chooses the tokens of a shorter prompt.
+        observe: The observers' pass; LAQ's guess is written in it.
+        select: Reduction, pooling, allocation and gathering.
+    """
+
+    prefill: float = 0.0
+    draft: float = 0.0
+    observe: float = 0.0
+    select: float = 0.0
+
+
+@dataclass(frozen=True)
+class Compressed:
+    """What a method answers from.
+
+    Attributes:
+        state: Of one row.
+        seconds: What it cost.
+        kept: [L, K, N] bool, which of the prompt's entries it holds; None where that is not known.
+    """
+
+    state: State
+    seconds: Seconds
+    kept: Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class SharedPrompt:
+    """A prompt that was read once for many methods, and what they have found out about it so far.
+
+    Attributes:
+        model: The target.
+        state: Of one row, with all that the methods' observers need.
+        coming: What follows the prompt under the full cache: what the oracle's draft is.
+        seconds: Of the prefill.
+    """
+
+    model: PreTrainedModel
+    state: State
+    coming: Draft
+    seconds: float
+    _drafts: dict[Drafter, tuple[Draft, float]] = field(default_factory=dict, init=False)
+    _observed: dict[tuple[Observer, str], tuple[list[Tensor], Seconds]] = field(default_factory=dict, init=False)
+
+    @torch.no_grad()
+    def compress(self, method: Method) -> Compressed:
+        """The state that a method answers from."""
+        tokens = self.state.tokens
+        if isinstance(method, Evict) and not method.reads_itself(tokens.shape[1]):
+            return self._evict(method)
+        if isinstance(method, ShortenPrompt):
+            return self._shorten(method)
+        start = time.perf_counter()
+        if isinstance(method, CacheMethod) and not isinstance(method, Evict):
+            state = method.compress(self.model, self.state)
+            return Compressed(state, Seconds(prefill=self.seconds, select=since(start)), None)
+        state = method.start(self.model, tokens)
+        return Compressed(state, Seconds(prefill=since(start)), None)
+
+    @torch.no_grad()
+    def ranks(self) -> Tensor:
+        """[L, K, N] int64: the place of each entry when those of its head are ordered by what comes, best first."""
+        observed, _ = self._observe(DraftTokens(OwnAnswer()), "mean")
+        layers = zip(observed, self.state.entries(), strict=True)
+        importance = torch.cat([reduce_group(layer, each.keys.shape[1]) for layer, each in layers])
+        return importance.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
+
+    def _evict(self, method: Evict) -> Compressed:
+        if method.fits(self.state):
+            state = method.compress(self.model, self.state)
+            return Compressed(state, Seconds(prefill=self.seconds), self._everything())
+        observed, seconds = self._observe(method.observer.for_window(method.window), method.reduce.queries)
+        start = time.perf_counter()
+        selected = method.select(self.state, method.reduced(self.state, observed))
+        state = method.gather(self.state, selected)
+        return Compressed(state, replace(seconds, select=since(start)), torch.cat(selected))
+
+    def _shorten(self, method: ShortenPrompt) -> Compressed:
+        prompt = self.state.tokens[0]
+        method.check(len(prompt), context_of(self.model))
+        if method.tokens(len(prompt)) == len(prompt):
+            return Compressed(self.state, Seconds(prefill=self.seconds), self._everything())
+        start = time.perf_counter()
+        chosen = method.select(self.model, prompt)
+        drafting, start = since(start), time.perf_counter()
+        state = prefill(self.model, prompt[None, chosen], needs=Needs())
+        kept = ~self._everything()
+        kept[..., chosen] = True
+        return Compressed(state, Seconds(prefill=since(start), draft=drafting), kept)
+
+    def _observe(self, observer: Observer, reduction: str) -> tuple[list[Tensor], Seconds]:
+        key = observer, reduction
+        if key not in self._observed:
+            drafting = 0.0
+            if isinstance(observer, DraftTokens):
+                draft, drafting = self._draft(observer.drafter)
+                observer = replace(observer, drafter=Given(draft))
+            start = time.perf_counter()
+            observed = observer(self.model, self.state, reduction)
+            self._observed[key] = observed, Seconds(self.seconds, draft=drafting, observe=since(start))
+        return self._observed[key]
+
+    def _draft(self, drafter: Drafter) -> tuple[Draft, float]:
+        if drafter == OwnAnswer():
+            return self.coming, 0.0  # known already
+        if drafter not in self._drafts:
+            start = time.perf_counter()
+            draft = drafter(self.model, self.state)
+            self._drafts[drafter] = draft, since(start)
+        return self._drafts[drafter]
+
+    def _everything(self) -> Tensor:
+        return torch.cat([each.keys.new_ones(each.keys.shape[:3], dtype=torch.bool) for each in self.state.entries()])
+
+
+def needs_of(methods: Sequence[Method]) -> Needs:
+    """What a prefill must record so that all of the methods can share it."""
+    needs = Needs()
+    for method in methods:
+        if isinstance(method, CacheMethod):
+            needs = needs | method.needs()
+    return needs
+
+
+def recall(kept: Tensor | None, ranks: Tensor) -> float | None:
+    """Share of the entries which what comes attends to most, in equal number a head, that are kept.
+
+    Args:
+        kept: [L, K, N] bool; None where it is not known, which leaves the recall unknown too.
+        ranks: As `SharedPrompt.ranks` gives them.
+    """
+    if kept is None:
+        return None
+    wanted = ranks < round(kept.sum(dim=-1).float().mean().item())
+    return int((kept & wanted).sum()) / max(int(wanted.sum()), 1)
+
+
+def since(start: float) -> float:
+    """Seconds since then, what a GPU was given to do included."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - start

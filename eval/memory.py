@@ -1,0 +1,31 @@
+"""Peak memory of a piece of work, on the GPU or on the CPU."""
+
+import os
+from collections.abc import Callable
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+
+def peak_bytes(action: Callable[[], object]) -> int:
+    """The most bytes of tensors that an action holds at once, beyond what was there before.
+
+    On a CPU PyTorch's profiler adds up what its allocator gives and takes, which slows the action down: do not time it.
+    """
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        action()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would announce its start and stop
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        result = action()  # held, or what it frees would count as freed within
+    del result
+    changes = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]  # type: ignore[union-attr]
+    held = most = 0
+    for event in sorted(changes, key=lambda each: each.start_ns()):
+        held += event.nbytes()
+        most = max(most, held)
+    return most

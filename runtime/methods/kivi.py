@@ -1,0 +1,93 @@
+"""KIVI: the whole cache, or what another method keeps of it, in 1, 2 or 4 bits (arXiv 2402.02750)."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from transformers import PreTrainedModel
+from typing_extensions import override
+
+from keepsight.errors import UserError
+from keepsight.runtime.evict import CacheMethod
+from keepsight.runtime.quantization import Quantizer
+from keepsight.runtime.quantized_cache import (
+    PackedEntries,
+    PackedLayer,
+    pack_state,
+    prefill_packed,
+    require_full_attention,
+    require_unpadded,
+)
+from keepsight.runtime.state import Needs, State
+
+
+@dataclass(frozen=True)
+class Kivi(CacheMethod):
+    """Packs entries in groups; the most recent ones stay in full precision.
+
+    Attributes:
+        bits: Of each number: 1, 2 or 4.
+        group: Numbers that share a zero point and a scale; it must divide the head dimension.
+        residual: A multiple of the group: values of the last so many tokens, and keys of fewer, stay as they are.
+        one_bit: Levels under 1 bit; see `keepsight.runtime.quantization.Quantizer`.
+        inner: Keeps some of the prompt's entries, the same number in every KV head of a layer; those are packed. All
+            entries by default.
+
+    Raises:
+        UserError: a value is not offered; one line names it.
+    """
+
+    bits: int = 2
+    group: int = 32
+    residual: int = 128
+    one_bit: str = "middles"
+    inner: CacheMethod | None = None
+
+    def __post_init__(self) -> None:
+        check_sizes(self.quantizer, self.residual)
+        if isinstance(self.inner, Kivi):
+            raise UserError("inner: entries that are packed cannot be packed again; give a method that evicts")
+        if getattr(self.inner, "every", 0):
+            raise UserError("inner: a method that evicts while decoding cannot be packed; set its every to 0")
+
+    @property
+    def quantizer(self) -> Quantizer:
+        """Bits and groups."""
+        return Quantizer(self.bits, self.group, self.one_bit)
+
+    @override
+    def needs(self) -> Needs:
+        return Needs() if self.inner is None else self.inner.needs()
+
+    @override
+    def check(self, length: int) -> None:
+        if self.inner is not None:
+            self.inner.check(length)
+
+    @override
+    def start(
+        self, model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None = None, *, chunk: int | None = None
+    ) -> State:
+        require_full_attention(model)
+        require_unpadded(mask)
+        if self.inner is not None:
+            return pack_state(self.inner.start(model, input_ids, mask, chunk=chunk), self._pack)
+        return prefill_packed(model, input_ids, chunk, self._pack)
+
+    @override
+    def compress(self, model: PreTrainedModel, state: State) -> State:
+        require_full_attention(model)
+        return pack_state(state if self.inner is None else self.inner.compress(model, state), self._pack)
+
+    def _pack(self, keys: Tensor, values: Tensor, seen: int) -> PackedLayer:
+        self.quantizer.check_head(keys.shape[3])
+        return PackedLayer(PackedEntries.pack(self.quantizer, self.residual, keys, values), seen)
+
+
+def check_sizes(quantizer: Quantizer, residual: int) -> None:
+    """Refuse a residual that does not hold whole groups.
+
+    Raises:
+        UserError: with one line that says why.
+    """
+    if type(residual) is not int or residual < quantizer.group or residual % quantizer.group:
+        raise UserError(f"residual {residual!r} must be a multiple of the group of {quantizer.group}, and not below it")

@@ -1,0 +1,130 @@
+"""Numbers in 1, 2 or 4 bits: groups with a zero point and a scale of their own, packed into bytes.
+
+The groups are those of KIVI (arXiv 2402.02750): keys by channel, over neighbouring tokens; values by token, over
+neighbouring channels. With 1 bit KIVI's two levels are a group's extremes, which makes every entry too large; SpeCache
+(ICML 2025, equation 3) takes the middles of the group's lower and upper half.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from keepsight.errors import UserError
+
+BITS = (1, 2, 4)
+LEVELS = ("middles", "extremes")
+
+
+class Packed(NamedTuple):
+    """Quantised groups.
+
+    Attributes:
+        codes: [..., g * bits / 8] uint8. Element e of a group is in the bits from bits * e on, little end first.
+        scale: [...], in the dtype of what was quantised.
+        zero: [...], what code 0 stands for; the same dtype.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all three."""
+        return sum(each.numel() * each.element_size() for each in self)
+
+    def part(self, start: int, stop: int) -> "Packed":
+        """What is from `start` to before `stop` along dimension 2, without a copy."""
+        return Packed(*(each[:, :, start:stop] for each in self))
+
+    def joined(self, other: "Packed") -> "Packed":
+        """Both, one after the other along dimension 2."""
+        return Packed(*(torch.cat(pair, dim=2) for pair in zip(self, other, strict=True)))
+
+
+@dataclass(frozen=True)
+class Quantizer:
+    """How keys and values become codes and come back.
+
+    Attributes:
+        bits: Of each code: 1, 2 or 4.
+        group: Neighbours that share a zero point and a scale.
+        one_bit: Levels under 1 bit: `middles` of the group's halves (SpeCache), or its `extremes` (KIVI).
+
+    Raises:
+        UserError: a value is not offered; one line names it.
+    """
+
+    bits: int = 2
+    group: int = 32
+    one_bit: str = "middles"
+
+    def __post_init__(self) -> None:
+        if type(self.bits) is not int or self.bits not in BITS:
+            raise UserError(f"bits {self.bits!r} is not offered; choose one of {', '.join(map(str, BITS))}")
+        if type(self.group) is not int or self.group < 8 or self.group % 8:
+            raise UserError(f"group {self.group!r} must be a multiple of 8, such as 32 or 64")
+        if self.one_bit not in LEVELS:
+            raise UserError(f"one_bit {self.one_bit!r} is unknown; choose one of {', '.join(LEVELS)}")
+
+    def check_head(self, width: int) -> None:
+        """Refuse a head dimension that groups do not divide.
+
+        Raises:
+            UserError: with one line that says why.
+        """
+        if width % self.group:
+            fitting = [str(each) for each in range(8, width + 1, 8) if width % each == 0]
+            hint = f"choose a group of {', '.join(fitting)}" if fitting else "this model's values cannot be quantised"
+            raise UserError(f"group {self.group} does not divide the head dimension {width}; {hint}")
+
+    def pack_keys(self, keys: Tensor) -> Packed:
+        """[B, K, T, d] with T a multiple of the group -> groups [B, K, T / g, d]."""
+        return self.pack(keys.unflatten(2, (-1, self.group)).transpose(-1, -2))
+
+    def unpack_keys(self, packed: Packed) -> Tensor:
+        """Groups [B, K, T / g, d] -> [B, K, T, d]."""
+        return self.unpack(packed).transpose(-1, -2).flatten(2, 3)
+
+    def pack_values(self, values: Tensor) -> Packed:
+        """[B, K, T, d] -> groups [B, K, T, d / g]."""
+        return self.pack(values.unflatten(3, (-1, self.group)))
+
+    def unpack_values(self, packed: Packed) -> Tensor:
+        """Groups [B, K, T, d / g] -> [B, K, T, d]."""
+        return self.unpack(packed).flatten(3, 4)
+
+    def pack(self, groups: Tensor) -> Packed:
+        """Quantise groups [..., g] of any float dtype. Ties round to even; a constant group comes back exactly."""
+        low, high = (each.float() for each in torch.aminmax(groups, dim=-1))
+        if self.bits == 1 and self.one_bit == "middles":
+            zero, scale = low + (high - low) / 4, (high - low) / 2
+        else:
+            zero, scale = low, (high - low) / (2**self.bits - 1)
+        zero, scale = zero.to(groups.dtype), scale.to(groups.dtype)
+        step = torch.where(scale == 0, 1, scale.float())[..., None]
+        # With middles the largest element is at 1.5, which rounds to 2: codes are clamped.
+        codes = ((groups.float() - zero.float()[..., None]) / step).round().clamp(0, 2**self.bits - 1)
+        codes = codes.masked_fill(scale[..., None] == 0, 0).to(torch.uint8)
+        return Packed(pack_codes(codes, self.bits), scale, zero)
+
+    def unpack(self, packed: Packed) -> Tensor:
+        """[..., g], in the dtype of the scale."""
+        codes = unpack_codes(packed.codes, self.bits).to(packed.scale.dtype)
+        return torch.addcmul(packed.zero[..., None], codes, packed.scale[..., None])
+
+
+def pack_codes(codes: Tensor, bits: int) -> Tensor:
+    """[..., n] uint8 below 2 ** bits -> [..., n * bits / 8] uint8, little end first."""
+    return (codes.unflatten(-1, (-1, 8 // bits)) << _shifts(bits, codes.device)).sum(dim=-1, dtype=torch.uint8)
+
+
+def unpack_codes(packed: Tensor, bits: int) -> Tensor:
+    """The inverse of `pack_codes`."""
+    return ((packed[..., None] >> _shifts(bits, packed.device)) & (2**bits - 1)).flatten(-2)
+
+
+def _shifts(bits: int, device: torch.device) -> Tensor:
+    return torch.arange(0, 8, bits, dtype=torch.uint8, device=device)

@@ -1,0 +1,199 @@
+"""Conversations against full attention over the whole history, and against a model that hides what was evicted."""
+
+import pytest
+import torch
+from transformers import LogitsProcessorList
+
+from keepsight.errors import UserError
+from keepsight.runtime.allocate import Adaptive
+from keepsight.runtime.conversation import Conversation
+from keepsight.runtime.evict import FullCache
+from keepsight.runtime.importance import NO_POOL, Pool
+from keepsight.runtime.methods import SnapKV, StreamingLLM
+from keepsight.runtime.methods.snapkv import PromptWindow
+from tests.runtime.slow import Slow
+from tests.tiny import FAMILIES, prompt_ids, tiny_model
+
+GREEDY = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+TURNS = [prompt_ids(20, seed=1)[0], prompt_ids(7, seed=2)[0], prompt_ids(1, seed=3)[0]]
+SMALL = [
+    StreamingLLM(9, sinks=2),
+    SnapKV(10, window=3, pool=Pool(kernel=3)),
+    SnapKV(10, window=3, pool=Pool(kernel=3), allocate=Adaptive()),
+    SnapKV(10, PromptWindow(6), window=0, pool=NO_POOL),
+    SnapKV(12, window=3, pool=Pool(kernel=3), every=2),
+]
+
+
+def name(method):
+    return f"{type(method).__name__}-{type(getattr(method, 'allocate', None)).__name__}-{getattr(method, 'every', 0)}"
+
+
+def full_history(model, turns, **options):
+    """Answers of transformers' own generate, each over everything said before."""
+    history, answers = torch.empty(1, 0, dtype=torch.long), []
+    for turn in turns:
+        history = torch.cat([history, turn], dim=1)
+        ids = model.generate(history, attention_mask=torch.ones_like(history), **options)
+        answers.append(ids[:, history.shape[1] :])
+        history = ids
+    return answers, history
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("method", [FullCache(), StreamingLLM(64), SnapKV(1.0, window=3)], ids=name)
+def test_a_cache_that_holds_all_answers_like_the_whole_history(method, family):
+    model = tiny_model(family)
+    expected, history = full_history(model, TURNS, **GREEDY)
+    conversation = Conversation(model, method)
+    for turn, answer in zip(TURNS, expected, strict=True):
+        assert torch.equal(conversation.say(turn, **GREEDY), answer)
+    assert torch.equal(conversation.ids, history)
+    assert torch.equal(conversation.state.tokens, history[:, :-1])
+    assert conversation.state.held().unique().tolist() == [history.shape[1] - 1]
+
+
+def test_an_answer_that_ends_keeps_its_end_token():
+    """The answer's last token has not been read when the next turn comes, whether it is an end token or not."""
+    model = tiny_model()
+    first = full_history(model, TURNS, **GREEDY)[0][0]
+    options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": int(first[0, 2])}
+    expected, history = full_history(model, TURNS, **options)
+    conversation = Conversation(model, FullCache())
+    answers = [conversation.say(turn, **options) for turn in TURNS]
+    assert answers[0].shape[1] <= 3
+    assert [each.tolist() for each in answers] == [each.tolist() for each in expected]
+    assert torch.equal(conversation.ids, history)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("method", SMALL, ids=name)
+def test_an_evicted_conversation_equals_a_model_that_hides_what_was_evicted(method, family):
+    model = tiny_model(family)
+    slow, conversation = Slow(model, method), Conversation(model, method)
+    unread = torch.empty(1, 0, dtype=torch.long)
+    for turn in TURNS:
+        slow.read(torch.cat([unread, turn], dim=1))
+        slow.evict()
+        expected = slow.answer(GREEDY["max_new_tokens"], method.every)
+        assert conversation.say(turn, **GREEDY).tolist() == expected.tolist()
+        torch.testing.assert_close(conversation.state.logits, slow.logits(), atol=2e-4, rtol=1e-3)
+        assert torch.equal(conversation.state.tokens, slow.ids)
+        unread = expected[:, -1:]
+
+
+@pytest.mark.parametrize("method", SMALL, ids=name)
+def test_the_budget_holds_over_the_whole_conversation(method):
+    """Before each answer the cache holds the budget; the answer's tokens come on top unless `every` is set."""
+    model = tiny_model()
+    conversation = Conversation(model, method)
+    for turn in TURNS:
+        conversation.say(turn, **GREEDY)
+        held = conversation.state.held().double().mean().item()
+        assert held == (12 - 1 if method.every else method.budget + 5)
+
+
+def test_positions_go_on_at_the_logical_position():
+    model, seen = tiny_model(), []
+    conversation = Conversation(model, SMALL[0])
+    conversation.say(TURNS[0], **GREEDY)
+
+    def spy(module, args, options):
+        seen.extend(options["position_ids"].flatten().tolist())
+
+    model.base_model.register_forward_pre_hook(spy, with_kwargs=True)
+    conversation.say(TURNS[1], **GREEDY)
+    # 20 tokens, 6 of the answer (of which the last is read with the turn), 7 of the turn, 5 of the next answer
+    assert seen == list(range(25, 25 + 1 + 7 + 5))
+
+
+def test_a_ratio_counts_the_whole_conversation():
+    """Not what is left of it: otherwise each turn would shrink the cache by the ratio again."""
+    model, method = tiny_model(), StreamingLLM(0.5)
+    conversation = Conversation(model, method)
+    for turn in TURNS:
+        conversation.say(turn, **GREEDY)
+    before_answer = conversation.ids.shape[1] - 6
+    assert conversation.state.length == round(0.5 * before_answer) + 5
+
+
+def test_reading_a_turn_in_chunks_changes_nothing():
+    model, options = tiny_model(), GREEDY | {"prefill_chunk_size": 3}
+    whole, chunked = Conversation(model, SMALL[1]), Conversation(model, SMALL[1])
+    for turn in TURNS:
+        assert torch.equal(whole.say(turn, **GREEDY), chunked.say(turn, **options))
+    torch.testing.assert_close(whole.state.logits, chunked.state.logits, atol=1e-4, rtol=1e-4)
+
+
+def test_sampling_penalties_and_streamers_are_those_of_transformers():
+    class Streamer:
+        def __init__(self):
+            self.got = []
+
+        def put(self, ids):
+            self.got.extend(ids.flatten().tolist())
+
+        def end(self):
+            self.got.append("end")
+
+    model, streamer = tiny_model(), Streamer()
+    sampled = {"max_new_tokens": 6, "do_sample": True, "temperature": 1.5, "eos_token_id": None}
+    torch.manual_seed(5)
+    expected, history = full_history(model, TURNS[:2], repetition_penalty=1.3, **sampled)
+    torch.manual_seed(5)
+    conversation = Conversation(model, FullCache())
+    conversation.say(TURNS[0], repetition_penalty=1.3, **sampled)
+    answer = conversation.say(TURNS[1], repetition_penalty=1.3, streamer=streamer, **sampled)
+    assert torch.equal(answer, expected[1])
+    assert streamer.got == [*history[0].tolist(), "end"]
+
+
+def test_an_exception_leaves_the_conversation_as_it_was():
+    model = tiny_model()
+    conversation, undisturbed = Conversation(model, SMALL[1]), Conversation(model, SMALL[1])
+    for each in (conversation, undisturbed):
+        each.say(TURNS[0], **GREEDY)
+    count = 0
+
+    def fail(_, scores):
+        nonlocal count
+        count += 1
+        if count == 3:
+            raise RuntimeError("power cut")
+        return scores
+
+    with pytest.raises(RuntimeError, match="power cut"):
+        conversation.say(TURNS[1], logits_processor=LogitsProcessorList([fail]), **GREEDY)
+    assert torch.equal(conversation.ids, undisturbed.ids)
+    assert torch.equal(conversation.say(TURNS[1], **GREEDY), undisturbed.say(TURNS[1], **GREEDY))
+
+
+def test_conversations_from_one_state_do_not_touch_it():
+    model, method = tiny_model(), SMALL[2]
+    state = method.start(model, TURNS[0])
+    before, logits = state.held(), state.logits.clone()
+    first = [Conversation(model, FullCache(), state).say(turn, **GREEDY) for turn in TURNS[1:]]
+    again = [Conversation(model, FullCache(), state).say(turn, **GREEDY) for turn in TURNS[1:]]
+    assert [each.tolist() for each in first] == [each.tolist() for each in again]
+    assert torch.equal(state.held(), before)
+    assert torch.equal(state.logits, logits)
+
+
+@pytest.mark.parametrize(
+    ("ids", "options", "said"),
+    [
+        (torch.zeros(2, 3, dtype=torch.long), {}, r"shape \[2, 3\] are not one sequence"),
+        (torch.zeros(3, dtype=torch.long), {}, r"shape \[3\] are not one sequence"),
+        (torch.zeros(1, 0, dtype=torch.long), {}, "the turn has no tokens"),
+        (TURNS[0], {"num_return_sequences": 2, "do_sample": True}, "neither beams nor num_return_sequences"),
+    ],
+)
+def test_bad_turns_are_named(ids, options, said):
+    with pytest.raises(UserError, match=said):
+        Conversation(tiny_model(), FullCache()).say(ids, **(GREEDY | options))
+
+
+def test_a_batch_is_no_conversation():
+    model = tiny_model()
+    with pytest.raises(UserError, match="not one sequence"):
+        Conversation(model, FullCache(), FullCache().start(model, *prompt_ids(9, 4)))

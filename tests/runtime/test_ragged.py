@@ -1,0 +1,258 @@
+"""Cache layers whose KV heads hold different numbers of entries: bytes, joining, reading, attention."""
+
+import pytest
+import torch
+from transformers.cache_utils import Cache, DynamicCache
+
+from keepsight.runtime.allocate import Adaptive, Pyramid, Uniform
+from keepsight.runtime.attention import grouped_attention, record_attention
+from keepsight.runtime.cache import KeptLayer, RaggedLayer, ViewedLayer, cache_bytes, entries, keep, share, stack, view
+from keepsight.runtime.decode import decode, stop_after
+from keepsight.runtime.evict import FullCache
+from keepsight.runtime.importance import Pool
+from keepsight.runtime.methods import SnapKV, StreamingLLM
+from keepsight.runtime.prefill import prefill, read
+from keepsight.runtime.state import Needs, join
+from tests.tiny import FAMILIES, prompt_ids, tiny_model
+
+DTYPES = [torch.float32, torch.bfloat16]
+TOLERANCE = {torch.float32: {"atol": 2e-4, "rtol": 1e-4}, torch.bfloat16: {"atol": 0.1, "rtol": 0.05}}
+RAGGED = SnapKV(12, window=3, pool=Pool(kernel=3), allocate=Adaptive())
+METHODS = [RAGGED, SnapKV(12, window=3, allocate=Pyramid(beta=4)), StreamingLLM(9), StreamingLLM(20), FullCache()]
+
+
+def random_cache(lengths, dtype=torch.float32, layers=2, seen=50):
+    """A ragged cache [B, K] of random entries, and the same entries as lists."""
+    generator = torch.Generator().manual_seed(0)
+    counts, total = torch.tensor(lengths), sum(map(sum, lengths))
+    packed = [torch.randn(2, total, 4, generator=generator, dtype=torch.float32).to(dtype) for _ in range(layers)]
+    return Cache(layers=[RaggedLayer(keys, values, counts, seen) for keys, values in packed]), packed
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_ragged_layers_are_stored_to_the_byte(dtype):
+    lengths = [[3, 0, 5], [1, 7, 2]]
+    cache, _ = random_cache(lengths, dtype)
+    item = dtype.itemsize
+    assert cache_bytes(cache) == 2 * (3 + 5 + 1 + 7 + 2) * 4 * 2 * item
+    new = torch.zeros(2, 3, 2, 4, dtype=dtype)
+    for index in range(2):
+        cache.update(new, new, index)
+    assert cache_bytes(cache) == 2 * (18 + 2 * 3 * 2) * 4 * 2 * item
+    assert cache.get_seq_length() == 52
+
+
+def test_entries_are_padded_on_the_left_head_by_head():
+    lengths = [[3, 0, 5], [1, 7, 2]]
+    cache, packed = random_cache(lengths)
+    new = torch.randn(2, 3, 2, 4)
+    for index, (keys, values) in enumerate(packed):
+        seen, seen_values = cache.update(new, new + 1, index)
+        layer = cache.layers[index].entries()
+        assert torch.equal(seen.keys, layer.keys)
+        assert torch.equal(seen.real, layer.real)
+        assert torch.equal(seen_values, layer.values)
+        start = 0
+        for row in range(2):
+            for head in range(3):
+                count = lengths[row][head]
+                expected = torch.cat([keys[start : start + count], new[row, head]])
+                of_values = torch.cat([values[start : start + count], new[row, head] + 1])
+                assert layer.real[row, head].tolist() == [False] * (7 - count) + [True] * (count + 2)
+                assert torch.equal(layer.keys[row, head][layer.real[row, head]], expected)
+                assert torch.equal(layer.values[row, head][layer.real[row, head]], of_values)
+                start += count
+
+
+def test_keep_is_dense_where_all_heads_keep_the_same_number():
+    keys, values = torch.randn(2, 1, 2, 6, 4)
+    mask = torch.zeros(1, 2, 6).bool()
+    mask[0, 0, [1, 4]] = mask[0, 1, [0, 5]] = True
+    dense = keep(Cache(layers=[KeptLayer(keys, values, 9)]), [mask]).layers[0]
+    assert type(dense) is KeptLayer
+    assert torch.equal(dense.keys[0], torch.stack([keys[0, 0, [1, 4]], keys[0, 1, [0, 5]]]))
+    mask[0, 1, 2] = True
+    ragged = keep(Cache(layers=[KeptLayer(keys, values, 9)]), [mask]).layers[0]
+    assert type(ragged) is RaggedLayer
+    assert ragged.counts.tolist() == [[2, 3]]
+    assert torch.equal(ragged.kept_values, torch.cat([values[0, 0, [1, 4]], values[0, 1, [0, 2, 5]]]))
+    assert (dense.get_seq_length(), ragged.get_seq_length()) == (9, 9)
+
+
+def test_sharing_and_viewing_leave_the_cache_alone():
+    cache, _ = random_cache([[3, 1, 2]])
+    new = torch.randn(1, 3, 2, 4)
+    cache.update(new, new, 0)
+    cache.update(new, new, 1)
+    before = [[tensor.clone() for tensor in layer] for layer in entries(cache)]
+    for other in (share(cache), view(cache)):
+        seen, _ = other.update(new, new, 0)
+        assert torch.equal(seen.keys, torch.cat([before[0][0], new], dim=2))
+        assert seen.real[..., -2:].all()
+        assert torch.equal(seen.real[..., :-2], before[0][2])
+    again = [list(layer) for layer in entries(cache)]
+    assert all(
+        torch.equal(*pair) for old, now in zip(before, again, strict=True) for pair in zip(old, now, strict=True)
+    )
+
+
+def test_a_view_never_stores_what_observers_append():
+    keys, values = torch.randn(2, 1, 2, 6, 4)
+    new = torch.randn(1, 2, 3, 4)
+    layer = ViewedLayer(keys, values)
+    assert torch.equal(layer.update(new, new)[0], torch.cat([keys, new], dim=2))
+    assert layer.get_seq_length() == 6
+    assert view(Cache(layers=[KeptLayer(keys, values, 9)]), 4).layers[0].keys.shape[2] == 4
+
+
+def test_stacked_caches_keep_every_real_entry():
+    """A dense cache, a padded one and a ragged one: what a mask of the batch says must reach every head."""
+    ragged, _ = random_cache([[3, 1, 2]])
+    dense, padded = (
+        Cache(layers=[KeptLayer(*torch.randn(2, rows, 3, length, 4), 50) for _ in range(2)])
+        for rows, length in ((1, 5), (2, 6))
+    )
+    mask = torch.tensor([[True] * 6, [False] * 4 + [True] * 2])
+    joined, of_batch = stack([dense, padded, ragged], [None, mask, None])
+    assert of_batch is None
+    real = entries(joined)[1].real
+    assert real.sum(-1).tolist() == [[5, 5, 5], [6, 6, 6], [2, 2, 2], [3, 1, 2]]
+    held = [tensor for tensor in (entries(dense)[1].keys, entries(padded)[1].keys[:, :, -6:])]
+    assert torch.equal(entries(joined)[1].keys[0, 2][real[0, 2]], held[0][0, 2])
+    assert torch.equal(entries(joined)[1].keys[2, 1][real[2, 1]], held[1][1, 1, 4:])
+
+    joined, of_batch = stack([dense, padded], [None, mask])
+    assert of_batch.tolist() == [[False] + [True] * 5, [True] * 6, [False] * 4 + [True] * 2]
+    assert entries(joined)[0].real is None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_joined_states_decode_as_they_do_alone(family, dtype):
+    """Dense, ragged and whole states of a padded batch, all in one."""
+    model = tiny_model(family).to(dtype)
+    prefilled = prefill(model, *prompt_ids(30, 13))
+    states = [method.compress(model, prefilled) for method in METHODS]
+    tokens = prompt_ids(*[4] * 2 * len(states), seed=4)[0]
+    joined, logits = read(model, join([state.copy() for state in states]), tokens)
+    assert torch.equal(joined.held(), torch.cat([state.held() + 4 for state in states], dim=1))
+    for index, state in enumerate(states):
+        rows = slice(2 * index, 2 * index + 2)
+        _, alone = read(model, state.copy(), tokens[rows])
+        torch.testing.assert_close(logits[rows], alone, **TOLERANCE[dtype])
+    if dtype == torch.float32:
+        ids = decode(model, join(states), stop_after(6, None), pad_token=0).ids
+        alone = [decode(model, state.copy(), stop_after(6, None), pad_token=0).ids for state in states]
+        assert torch.equal(ids, torch.cat(alone))
+
+
+def test_joined_states_of_different_prompts_decode_as_they_do_alone():
+    model = tiny_model()
+    states = [method.start(model, prompt_ids(20 + index)[0]) for index, method in enumerate(METHODS)]
+    ids = decode(model, join(states), stop_after(6, None), pad_token=0).ids
+    alone = [decode(model, state.copy(), stop_after(6, None), pad_token=0).ids for state in states]
+    assert torch.equal(ids, torch.cat(alone))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("allocate", [Uniform(), Pyramid(beta=4), Adaptive()], ids=lambda part: type(part).__name__)
+@pytest.mark.parametrize("chunk", [1, 7])
+def test_chunked_prefill_then_eviction_equals_the_whole_one(family, allocate, chunk):
+    model = tiny_model(family)
+    method = SnapKV(12, window=3, pool=Pool(kernel=3), allocate=allocate)
+    whole, chunked = (method.start(model, *prompt_ids(30, 13), chunk=each) for each in (None, chunk))
+    assert torch.equal(whole.held(), chunked.held())
+    for (keys, values, real), (keys2, values2, real2) in zip(whole.entries(), chunked.entries(), strict=True):
+        torch.testing.assert_close(keys, keys2, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(values, values2, atol=1e-4, rtol=1e-4)
+        assert real is real2 is None or torch.equal(real, real2)
+    torch.testing.assert_close(whole.logits, chunked.logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("method", METHODS, ids=["adaptive", "pyramid", "nine", "twenty", "full"])
+def test_reading_several_tokens_equals_reading_one_by_one(family, dtype, method):
+    model = tiny_model(family).to(dtype)
+    state = method.compress(model, prefill(model, *prompt_ids(30, 13), needs=Needs(3, received=True)))
+    tokens = prompt_ids(6, 6, seed=5)[0]
+    at_once, logits = read(model, state.copy(), tokens)
+    single, one_by_one = state.copy(), []
+    for column in tokens.split(1, dim=1):
+        single, last = read(model, single, column)
+        one_by_one.append(last)
+    torch.testing.assert_close(logits, torch.cat(one_by_one, dim=1), **TOLERANCE[dtype])
+    assert torch.equal(at_once.held(), state.held() + 6)
+    assert torch.equal(at_once.tokens, single.tokens)
+    assert torch.equal(at_once.lengths, single.lengths)
+    for name in ("window", "received"):
+        for pair in zip(getattr(at_once.trace, name), getattr(single.trace, name), strict=True):
+            torch.testing.assert_close(*pair, **TOLERANCE[dtype])
+
+
+def test_only_the_last_logits_are_computed_where_only_those_are_wanted():
+    model = tiny_model()
+    state, tokens = RAGGED.start(model, prompt_ids(30)[0]), prompt_ids(5)[0]
+    whole, last = (read(model, state.copy(), tokens, logits_to_keep=count) for count in (0, 1))
+    assert (whole[1].shape[1], last[1].shape[1]) == (5, 1)
+    torch.testing.assert_close(last[0].logits, whole[0].logits)
+
+
+def loop_attention(query, key, value, mask, scaling):
+    """One query head, row and key at a time, in float64."""
+    batch, heads, rows, width = query.shape
+    group = heads // key.shape[1]
+    result = torch.zeros(batch, rows, heads, width, dtype=torch.float64)
+    for b in range(batch):
+        for h in range(heads):
+            of_head = mask[b, h // group if mask.shape[1] > 1 else 0]
+            for i in range(rows):
+                logits = key[b, h // group].double() @ query[b, h, i].double() * scaling
+                if mask.dtype == torch.bool:
+                    logits = logits.masked_fill(~of_head[i], -torch.inf)
+                else:
+                    logits = logits + of_head[i].double()
+                result[b, i, h] = logits.softmax(0) @ value[b, h // group].double()
+    return result
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("by_head", [False, True])
+@pytest.mark.parametrize("kind", ["bool", "float"])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("scaling", [0.5, None])
+def test_grouped_attention_equals_its_definition(dtype, by_head, kind, rows, scaling):
+    generator = torch.Generator().manual_seed(1)
+    query = torch.randn(2, 6, rows, 8, generator=generator).to(dtype)
+    key, value = (torch.randn(2, 3, 11, 8, generator=generator).to(dtype) for _ in range(2))
+    mask = torch.rand(2, 3 if by_head else 1, rows, 11, generator=generator) > 0.4
+    mask[..., 0] = True
+    if kind == "float":
+        mask = torch.where(mask, torch.randn(mask.shape, generator=generator), torch.finfo(dtype).min).to(dtype)
+    got = grouped_attention(query, key, value, mask, scaling)
+    assert (got.shape, got.dtype) == ((2, rows, 6, 8), dtype)
+    expected = loop_attention(query, key, value, mask, scaling or 8**-0.5)
+    tolerance = 1e-5 if dtype == torch.float32 else 0.03
+    torch.testing.assert_close(got.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_the_recording_attention_computes_what_the_model_does(family, dtype, attention):
+    """With a mask and without, in one pass and from a cache; whatever the model was loaded with."""
+    model = tiny_model(family).to(dtype)
+    model.set_attn_implementation(attention)
+    ids, mask = prompt_ids(20, 13)
+    outputs = []
+    for recorded in (False, True):
+        if recorded:
+            record_attention(model)
+        cache = DynamicCache()
+        with torch.no_grad():
+            first = model(ids[:, :15], attention_mask=mask[:, :15], past_key_values=cache).logits[:, -1]
+            rest = model(ids[:, 15:], attention_mask=mask, past_key_values=cache).logits
+            single = model(ids[:1, -13:]).logits
+        outputs.append([first, rest, single])
+    for before, after in zip(*outputs, strict=True):
+        torch.testing.assert_close(before, after, **TOLERANCE[dtype])

@@ -1,0 +1,264 @@
+"""States on disk: what comes back is what was saved, and what is wrong with a file is said in one line."""
+
+import json
+import os
+import struct
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from keepsight.errors import UserError
+from keepsight.runtime.allocate import Adaptive
+from keepsight.runtime.conversation import Conversation
+from keepsight.runtime.decode import decode, stop_after
+from keepsight.runtime.evict import FullCache
+from keepsight.runtime.methods import SnapKV
+from keepsight.runtime.prefill import prefill, read
+from keepsight.runtime.saved import load_state, save_state, weights_digest
+from keepsight.runtime.state import Needs, Trace, join
+from tests.models.modules import random_module
+from tests.tiny import FAMILIES, prompt_ids, tiny_model
+
+DENSE, RAGGED = SnapKV(12, window=4), SnapKV(12, window=4, allocate=Adaptive())
+STATES = {
+    "dense": lambda model: DENSE.start(model, prompt_ids(30)[0]),
+    "ragged": lambda model: RAGGED.start(model, prompt_ids(30)[0]),
+    "padded": lambda model: FullCache().compress(model, prefill(model, *prompt_ids(30, 11), needs=Needs(3))),
+    "ragged batch": lambda model: RAGGED.start(model, *prompt_ids(30, 11)),
+    "whole prompt": lambda model: prefill(model, prompt_ids(30)[0], needs=Needs(4, received=True)),
+    "appended": lambda model: read(model, RAGGED.start(model, prompt_ids(30)[0]), prompt_ids(5)[0])[0],
+    "joined": lambda model: join([STATES["dense"](model), STATES["ragged"](model)]),
+    "received": lambda model: RAGGED.compress(model, prefill(model, prompt_ids(30)[0], needs=Needs(4, received=True))),
+}
+
+
+def of_cache(state):
+    """Every tensor of the cache as it lies in memory."""
+    names = ["keys", "values", "real", "kept_keys", "kept_values", "counts"]
+    return [getattr(layer, name, None) for layer in state.cache.layers for name in names]
+
+
+def of_rest(state):
+    return [state.mask, state.logits, state.tokens, state.lengths, *state.trace.window, *state.trace.received]
+
+
+def size(tensors):
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
+
+
+def same(first, second):
+    if first is None or second is None:
+        return first is second
+    return first.dtype == second.dtype and torch.equal(first, second)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", STATES)
+def test_a_round_trip_is_equal_to_the_bit(tmp_path, kind, dtype):
+    model = tiny_model().to(dtype)
+    state = STATES[kind](model)
+    loaded = load_state(save_state(state, tmp_path / "a.safetensors", model=model), model).state
+    assert all(same(*pair) for pair in zip(of_cache(state), of_cache(loaded), strict=True))
+    assert all(same(*pair) for pair in zip(of_rest(state), of_rest(loaded), strict=True))
+    assert [type(layer) for layer in loaded.cache.layers] == [type(layer) for layer in state.copy().cache.layers]
+    assert loaded.cache.get_seq_length() == state.cache.get_seq_length()
+    assert (loaded.trace.needs, loaded.trace.scaling) == (state.trace.needs, state.trace.scaling)
+    assert torch.equal(loaded.held(), state.held())
+    assert loaded.kv_bytes == state.kv_bytes
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kind", STATES)
+def test_a_fresh_model_answers_several_questions_from_a_loaded_state(tmp_path, kind, family):
+    model, fresh = tiny_model(family), tiny_model(family)
+    state = STATES[kind](model)
+    loaded = load_state(save_state(state, tmp_path, model=model, question="multi"), fresh)
+    assert loaded.question == "multi"
+    batch = len(state.logits)
+    for seed in (1, 2, 1):
+        question = prompt_ids(*[4] * batch, seed=seed)[0]
+        before, after = (
+            decode(each_model, read(each_model, each.copy(), question)[0], stop_after(6, None), pad_token=0)
+            for each_model, each in ((model, state), (fresh, loaded.state))
+        )
+        assert torch.equal(before.ids, after.ids)
+        assert torch.equal(before.state.logits, after.state.logits)
+
+
+@pytest.mark.parametrize("method", [DENSE, RAGGED], ids=["dense", "ragged"])
+def test_a_loaded_state_is_evicted_from_as_the_saved_one(tmp_path, method):
+    """The trace is saved too: the next turn's observers see the same queries."""
+    model, turn = tiny_model(), prompt_ids(2, seed=9)[0]
+    state = method.start(model, prompt_ids(30)[0])
+    loaded = load_state(save_state(state, tmp_path, model=model), tiny_model()).state
+    options = {"max_new_tokens": 6, "do_sample": False}
+    talks = [Conversation(each_model, method, each) for each_model, each in ((model, state), (tiny_model(), loaded))]
+    assert torch.equal(*(talk.say(turn, **options) for talk in talks))
+    assert all(torch.equal(*pair) for pair in zip(*(talk.state.trace.window for talk in talks), strict=True))
+
+
+@pytest.mark.parametrize("kind", STATES)
+def test_the_file_holds_the_entries_and_a_small_rest(tmp_path, kind):
+    model = tiny_model()
+    state = STATES[kind](model)
+    padding = size(of_cache(state)) - state.kv_bytes  # counts of ragged heads, or a mask by head
+    file = save_state(state, tmp_path, model=model)
+    header = file.stat().st_size - state.kv_bytes - padding - size(of_rest(state))
+    assert 0 < header < 8192
+    bare = replace(state, trace=Trace())
+    saved = save_state(bare, tmp_path / "bare", model=model).stat().st_size
+    assert saved - state.kv_bytes - padding - size([state.mask, state.logits, state.tokens, state.lengths]) < 8192
+    if kind == "dense":
+        assert padding == 0
+
+
+def test_a_folder_or_a_file_is_named_and_replaced_whole(tmp_path):
+    model = tiny_model()
+    assert save_state(STATES["dense"](model), tmp_path / "new" / "folder", model=model).name == "state.safetensors"
+    file = save_state(STATES["dense"](model), str(tmp_path / "one.safetensors"), model=model)
+    assert file == tmp_path / "one.safetensors"
+    ragged = STATES["ragged"](model)
+    save_state(ragged, file, model=model)
+    assert torch.equal(load_state(file, model).state.held(), ragged.held())
+    assert sorted(os.listdir(tmp_path)) == ["new", "one.safetensors"]
+
+
+def test_a_failed_save_leaves_what_was_there(tmp_path, monkeypatch):
+    model = tiny_model()
+    file = save_state(STATES["dense"](model), tmp_path, model=model)
+    before = file.read_bytes()
+
+    def fail(tensors, path, metadata):
+        path.write_bytes(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr("keepsight.runtime.saved.save_file", fail)
+    with pytest.raises(OSError, match="disk full"):
+        save_state(STATES["ragged"](model), tmp_path, model=model)
+    assert file.read_bytes() == before
+    assert os.listdir(tmp_path) == ["state.safetensors"]
+
+
+def test_an_attached_adapter_does_not_make_another_target():
+    module = random_module()
+    assert weights_digest(module.model) == weights_digest(tiny_model())
+    assert weights_digest(tiny_model(seed=1)) != weights_digest(tiny_model())
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ({"num_hidden_layers": 2}, "with layers 3, but the model has 2"),
+        ({"num_key_value_heads": 4}, "with kv_heads 2, but the model has 4"),
+        ({"head_dim": 16}, "with head_dim 8, but the model has 16"),
+        ({"vocab_size": 64}, "with vocabulary 128, but the model has 64"),
+        ({"seed": 1}, "the same shape but other weights"),
+    ],
+)
+def test_another_target_is_refused(tmp_path, other, said):
+    model = tiny_model()
+    model.config.name_or_path = "ada/tiny"
+    file = save_state(STATES["ragged"](model), tmp_path, model=model)
+    with pytest.raises(UserError, match=said) as refused:
+        load_state(tmp_path, tiny_model(**other))
+    assert str(file) in str(refused.value)
+    assert "'ada/tiny'" in str(refused.value)
+    if "seed" not in other:
+        with pytest.raises(UserError, match="the state is not of this model"):
+            save_state(STATES["ragged"](model), tmp_path, model=tiny_model(**other))
+
+
+def test_another_dtype_is_refused(tmp_path):
+    model = tiny_model()
+    save_state(STATES["dense"](model), tmp_path, model=model)
+    with pytest.raises(UserError, match="with dtype float32, but the model has bfloat16"):
+        load_state(tmp_path, tiny_model().bfloat16())
+
+
+def test_the_name_of_the_target_is_only_a_note(tmp_path):
+    model, moved = tiny_model(), tiny_model()
+    model.config.name_or_path, moved.config.name_or_path = "ada/tiny", "elsewhere"
+    save_state(STATES["dense"](model), tmp_path, model=model)
+    assert load_state(tmp_path, moved).target == "ada/tiny"
+
+
+def test_the_chat_template_is_compared_where_both_are_known(tmp_path):
+    model = tiny_model()
+    save_state(STATES["dense"](model), tmp_path, model=model, template_digest="sha256:aa")
+    assert load_state(tmp_path, model).template_digest == "sha256:aa"
+    assert load_state(tmp_path, model, template_digest="sha256:aa").question == "seen"
+    with pytest.raises(UserError, match="chat template sha256:aa, but now it is sha256:bb"):
+        load_state(tmp_path, model, template_digest="sha256:bb")
+
+
+def test_an_unknown_question_is_refused(tmp_path):
+    model = tiny_model()
+    with pytest.raises(UserError, match="question 'later' is unknown; choose one of seen, unseen, multi"):
+        save_state(STATES["dense"](model), tmp_path, model=model, question="later")
+    assert not os.listdir(tmp_path)
+
+
+def header_of(file):
+    data = file.read_bytes()
+    length = struct.unpack("<Q", data[:8])[0]
+    return json.loads(data[8 : 8 + length])["__metadata__"]
+
+
+def rewrite(file, tensors=None, **changes):
+    """The same file with other tensors or other values in its header."""
+    metadata, tensors = header_of(file), load_file(file) if tensors is None else tensors
+    values = json.loads(metadata["keepsight_state"]) | changes
+    save_file(tensors, file, metadata={"keepsight_state": json.dumps(values)})
+
+
+def cut(file):
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def flip(file):
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 1
+    file.write_bytes(data)
+
+
+def drop_tensor(file):
+    tensors = load_file(file)
+    del tensors["layers.1.values"]
+    rewrite(file, tensors)
+
+
+def drop_key(file):
+    values = json.loads(header_of(file)["keepsight_state"])
+    del values["needs"]
+    save_file(load_file(file), file, metadata={"keepsight_state": json.dumps(values)})
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        (lambda file: file.unlink(), "no such file"),
+        (cut, "not a whole safetensors file"),
+        (lambda file: file.write_bytes(b""), "not a whole safetensors file"),
+        (lambda file: file.write_bytes(b"\x80\x04pickled" * 9), "not a whole safetensors file"),
+        (flip, "its contents differ from the digest"),
+        (lambda file: rewrite(file, seen=31), "its contents differ from the digest"),
+        (lambda file: rewrite(file, load_file(file) | {"extra": torch.ones(1)}), "surplus tensor 'extra'"),
+        (drop_tensor, "missing or surplus tensor 'layers.1.values'"),
+        (lambda file: rewrite(file, version=2), "of format 2, but this release reads format 1"),
+        (lambda file: save_file(load_file(file), file), "not a saved state"),
+        (lambda file: save_file(load_file(file), file, metadata={"keepsight_state": "{"}), "is corrupt"),
+        (lambda file: save_file(load_file(file), file, metadata={"keepsight_state": "[]"}), "is corrupt"),
+        (lambda file: rewrite(file, more=1), "is corrupt"),
+        (drop_key, "is corrupt"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_said_in_one_line(tmp_path, harm, said):
+    model = tiny_model()
+    file = save_state(STATES["ragged"](model), tmp_path, model=model)
+    harm(file)
+    with pytest.raises(UserError, match=said) as refused:
+        load_state(tmp_path, model)
+    assert str(refused.value).startswith(str(file))
+    assert "\n" not in str(refused.value)
