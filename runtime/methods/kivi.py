@@ -59,9 +59,9 @@ class Kivi(CacheMethod):
         return Needs() if self.inner is None else self.inner.needs()
 
     @override
-    def check(self, length: int) -> None:
+    def check(self, length: int, context: int) -> None:
         if self.inner is not None:
-            self.inner.check(length)
+            self.inner.check(length, context)
 
     @override
     def start(

@@ -25,6 +25,7 @@ from keepsight.runtime.decode import decode
 from keepsight.runtime.evict import CacheMethod
 from keepsight.runtime.methods.kivi import check_sizes
 from keepsight.runtime.offload import Fetch, FullEntries, Traffic, require_memory
+from keepsight.runtime.prefill import context_of
 from keepsight.runtime.quantization import Quantizer
 from keepsight.runtime.quantized_cache import (
     PackedEntries,
@@ -108,6 +109,7 @@ class SpeCache(CacheMethod):
         **model_kwargs: Any,
     ) -> Tensor:
         mask, pad = model_kwargs.get("attention_mask"), generation_config.pad_token_id
+        self.check(input_ids.shape[1], context_of(model))
         return decode(
             self.reader(model),
             self.start(model, input_ids, mask, chunk=generation_config.prefill_chunk_size),

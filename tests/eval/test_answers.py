@@ -55,8 +55,8 @@ def guesses(model: PreTrainedModel, states: list[State], limits: Limits) -> dict
     generator = torch.Generator().manual_seed(1)
     drawn = torch.randint(3, 100, (1, limits.max_new_tokens), generator=generator)
     own = {f"of state {index}": plain(model, state, limits)[None] for index, state in enumerate(states)}
-    cut = torch.cat([drawn[:, : limits.max_new_tokens // 2], torch.tensor([[END[0]]])], dim=1)
-    return own | {"of nobody": drawn, "of nobody, ending": cut, "an end token alone": torch.tensor([[END[-1]]])}
+    cut = torch.cat([drawn[:, : (limits.max_new_tokens - 1) // 2], torch.tensor([[limits.end_tokens[0]]])], dim=1)
+    return own | {"of nobody": drawn, "of nobody, ending": cut, "an end token alone": torch.tensor([[limits.end_tokens[-1]]])}
 
 
 @pytest.mark.parametrize("end_tokens", [END, [2]])
@@ -70,7 +70,7 @@ def test_any_guess_gives_the_greedy_answer(
         assert len({len(each) for each in expected}) > (3 if end_tokens == END else 0)
         assert len({tuple(each) for each in expected}) > 5
     for name, guess in guesses(model, states, limits).items():
-        answered = answer_all(model, states, NOTHING, guess[:, :most], limits)
+        answered = answer_all(model, states, NOTHING, guess, limits)
         assert [each.ids.tolist() for each in answered] == expected, name
 
 

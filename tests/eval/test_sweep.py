@@ -185,8 +185,8 @@ def test_nothing_is_refused_after_the_first_sample_ran(target: Target, variants:
     cut = replace(SAMPLE, spans=("lazy cat",))
     with pytest.raises(UserError, match="the answer span 'lazy cat' was cut"):
         check_samples(target, [SAMPLE, cut], variants, "seen")
-    with pytest.raises(UserError, match="Truncation: a prompt of .* is shorter than the window of 99"):
-        check_samples(target, [SAMPLE, OTHER], [Variant("truncation", Truncation(100, window=99))], "seen")
+    with pytest.raises(UserError, match="Truncation: a prompt of .* is shorter than the window of 999"):
+        check_samples(target, [SAMPLE, OTHER], [Variant("truncation", Truncation(1000, window=999))], "seen")
 
 
 def test_a_prompt_beyond_the_context_is_refused(target: Target, variants: list[Variant]) -> None:

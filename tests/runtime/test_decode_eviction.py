@@ -1,5 +1,7 @@
 """Eviction while decoding: `every`, with every allocation, against a model that hides what was evicted."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -191,7 +193,7 @@ def test_a_row_that_fits_observes_as_it_does_alone():
 @pytest.mark.parametrize("name", METHODS)
 def test_both_entrances_evict_while_decoding(make, name):
     model, ids, method = tiny_model(), prompt_ids(PROMPT)[0], make(name)
-    options = {"max_new_tokens": TOKENS, "do_sample": False, "eos_token_id": None}
+    options: dict[str, Any] = {"max_new_tokens": TOKENS, "do_sample": False, "eos_token_id": None}
     expected = answer(model, method, ids).ids
     assert torch.equal(generate(model, ids, method, **options), expected)
     whole = model.generate(ids, custom_generate=method, **options)

@@ -122,8 +122,8 @@ def test_prompts_shorter_than_the_window_are_refused(method):
     with pytest.raises(UserError, match="prompt of 20 tokens is shorter than the window of 30"):
         method.check(20, 256)
     with pytest.raises(UserError, match="prompt of 20 tokens is shorter than the window of 30"):
-        method.start(object(), prompt_ids(31, 20)[0], prompt_ids(31, 20)[1])
-    method.check(30)
+        method.start(tiny_model(), prompt_ids(31, 20)[0], prompt_ids(31, 20)[1])
+    method.check(30, 256)
 
 
 @pytest.mark.parametrize(

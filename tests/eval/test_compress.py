@@ -1,0 +1,202 @@
+"""Compressed states of one prefilled prompt are those of each method alone; drafts and observations are shared."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from keepsight.eval.compress import Compressed, SharedPrompt, needs_of, recall
+from keepsight.models.drafts import LayerSubset
+from keepsight.runtime.decode import decode, stop_after
+from keepsight.runtime.drafting import Draft, Drafter, DraftTokens, Given
+from keepsight.runtime.evict import CacheMethod, Evict, FullCache, Method
+from keepsight.runtime.importance import NO_POOL, Reduce
+from keepsight.runtime.methods import (
+    H2O,
+    LAQ,
+    TOVA,
+    AdaKV,
+    DapQ,
+    Oracle,
+    PyramidKV,
+    SnapKV,
+    SpecKV,
+    SpecKVPC,
+    SpecPC,
+    StreamingLLM,
+    Truncation,
+)
+from keepsight.runtime.methods.dapq import PromptEnds
+from keepsight.runtime.methods.oracle import OwnAnswer
+from keepsight.runtime.prefill import prefill
+from keepsight.runtime.state import State
+from tests.tiny import FAMILIES, prompt_ids, tiny_model
+
+DRAFT = LayerSubset((0, 1))
+METHODS: list[Method] = [
+    FullCache(),
+    SnapKV(40),
+    SnapKV(200),
+    SnapKV(0.25, window=8),
+    AdaKV(24, window=4),
+    PyramidKV(24, window=4),
+    H2O(40),
+    TOVA(16),
+    StreamingLLM(8),
+    DapQ(16),
+    LAQ(48),
+    SpecKV.with_draft(DRAFT, 48, lookahead=6),
+    SpecPC(30, window=8, kernel=4, draft=DRAFT),
+    SpecPC(300, draft=DRAFT),
+    SpecKVPC(40, draft=DRAFT, prompt_budget=60, prompt_window=8, kernel=4),
+    Truncation(30),
+    Truncation(0.5),
+    SnapKV(40, window=8, every=4),
+    SnapKV(200, window=8, every=4),
+]
+TOKENS = 150
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    return tiny_model(request.param, max_position_embeddings=512)
+
+
+@pytest.fixture(scope="module")
+def shared(model: PreTrainedModel) -> SharedPrompt:
+    state = prefill(model, prompt_ids(TOKENS)[0], needs=needs_of(METHODS))
+    answer = decode(model, state.copy(), stop_after(12, 2), pad_token=0).ids
+    return SharedPrompt(model, state, Draft(answer), 1.5)
+
+
+def assert_same(state: State, expected: State) -> None:
+    for layer, other in zip(state.entries(), expected.entries(), strict=True):
+        real = layer.keys.new_ones(layer.keys.shape[:3], dtype=torch.bool) if layer.real is None else layer.real
+        also = other.keys.new_ones(other.keys.shape[:3], dtype=torch.bool) if other.real is None else other.real
+        torch.testing.assert_close(layer.keys[real], other.keys[also])
+        torch.testing.assert_close(layer.values[real], other.values[also])
+    assert torch.equal(state.held(), expected.held())
+    assert torch.equal(state.lengths, expected.lengths)
+    torch.testing.assert_close(state.logits, expected.logits)
+
+
+def alone(shared: SharedPrompt, method: Method) -> State:
+    return method.start(shared.model, prompt_ids(TOKENS)[0])
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: f"{type(method).__name__} {vars(method)}"[:40])
+def test_each_state_is_that_of_the_method_alone(shared: SharedPrompt, method: Method) -> None:
+    compressed = shared.compress(method)
+    expected = alone(shared, method)
+    assert_same(compressed.state, expected)
+    if method.reapply(shared.model) is not None:  # goes on observing while it decodes
+        queries = [[each.shape for each in state.trace.window] for state in (compressed.state, expected)]
+        assert queries[0] == queries[1]
+    assert compressed.state.kv_bytes == expected.kv_bytes
+
+
+def test_the_oracle_observes_with_what_comes(shared: SharedPrompt) -> None:
+    for method in (Oracle(16), Oracle(24, allocate=AdaKV(24).allocate, window=4)):
+        given = replace(method, observer=DraftTokens(Given(shared.coming)))
+        assert_same(shared.compress(method).state, alone(shared, given))
+    short = Oracle(16, DraftTokens(OwnAnswer(2)))
+    assert_same(shared.compress(short).state, alone(shared, short))
+
+
+def test_seconds_are_split(shared: SharedPrompt) -> None:
+    for method in METHODS:
+        seconds = shared.compress(method).seconds
+        drafts = isinstance(method, SpecPC | Truncation | SpecKV) and not getattr(method, "budget", 0) == 300
+        assert (seconds.draft > 0) == drafts, method
+        evicts = isinstance(method, Evict) and method.budget != 200
+        assert (seconds.observe > 0) == evicts and (seconds.select > 0) == (evicts or isinstance(method, FullCache))
+        shares = isinstance(method, CacheMethod) or getattr(method, "budget", 0) == 300
+        assert (seconds.prefill == 1.5) == shares
+
+
+@dataclass(frozen=True)
+class CountingDrafter(Drafter):
+    calls: list[int] = field(default_factory=list, compare=False)
+
+    def __call__(self, model: PreTrainedModel, state: State) -> Draft:
+        self.calls.append(state.length)
+        return PromptEnds()(model, state)
+
+
+def test_drafts_and_observations_are_shared(shared: SharedPrompt, monkeypatch: pytest.MonkeyPatch) -> None:
+    passes, look = [], DraftTokens.__call__
+
+    def noted(self: DraftTokens, model: PreTrainedModel, state: State, reduction: str) -> list[Tensor]:
+        passes.append(reduction)
+        return look(self, model, state, reduction)
+
+    monkeypatch.setattr(DraftTokens, "__call__", noted)
+    fresh = SharedPrompt(shared.model, shared.state, shared.coming, 0.0)
+    drafter = CountingDrafter()
+    first = Evict(16, DraftTokens(drafter))
+    for method in (first, replace(first, budget=40), replace(first, pool=NO_POOL), replace(first, window=4)):
+        fresh.compress(method)
+    assert (drafter.calls, passes) == ([TOKENS], ["mean"])
+    fresh.compress(replace(first, reduce=Reduce("max", "max")))
+    fresh.compress(replace(first, observer=DraftTokens(drafter, window=4)))
+    assert (drafter.calls, passes) == ([TOKENS], ["mean", "max", "mean"])
+    fresh.ranks()
+    fresh.compress(Oracle(16))
+    assert passes == ["mean", "max", "mean", "mean"]
+
+
+def slow_recall(shared: SharedPrompt, compressed: Compressed) -> float:
+    """By sorting what the answer attends to, head by head; what is kept is found by comparing keys."""
+    observed = DraftTokens(Given(shared.coming))(shared.model, shared.state, "mean")
+    held = compressed.state.held()
+    average, found, wanted = round(held.float().mean().item()), 0, 0
+    for layer, (importance, whole, kept) in enumerate(
+        zip(observed, shared.state.entries(), compressed.state.entries(), strict=True)
+    ):
+        for head in range(2):
+            mean = (importance[0, 2 * head] + importance[0, 2 * head + 1]) / 2
+            best = sorted(range(TOKENS), key=lambda entry: -mean[entry].item())[:average]
+            count = int(held[layer, 0, head])
+            ours = {tuple(key) for key in kept.keys[0, head, kept.keys.shape[2] - count :].tolist()}
+            found += sum(tuple(whole.keys[0, head, entry].tolist()) in ours for entry in best)
+            wanted += average
+    return found / wanted
+
+
+@pytest.mark.parametrize("method", [SnapKV(40), AdaKV(24, window=4), PyramidKV(24, window=4), H2O(40), StreamingLLM(8)])
+def test_recall_is_the_share_of_what_the_answer_attends_to(shared: SharedPrompt, method: Method) -> None:
+    compressed = shared.compress(method)
+    found = recall(compressed.kept, shared.ranks())
+    assert found == pytest.approx(slow_recall(shared, compressed))
+    assert found is not None and 0 < found < 1
+
+
+def test_the_oracle_recalls_everything(shared: SharedPrompt) -> None:
+    for budget in (1, 16, 0.5, 149, 150, 9999):
+        assert recall(shared.compress(Oracle(budget, pool=NO_POOL)).kept, shared.ranks()) == 1.0
+    pooled = recall(shared.compress(Oracle(16)).kept, shared.ranks())
+    assert pooled is not None and 0.2 < pooled < 1
+
+
+def test_recall_of_shorter_prompts_is_that_of_their_tokens(shared: SharedPrompt) -> None:
+    compressed = shared.compress(Truncation(30))
+    assert compressed.kept is not None
+    kept = torch.zeros(TOKENS, dtype=torch.bool)
+    kept[:15] = kept[-15:] = True
+    assert torch.equal(compressed.kept, kept.expand(3, 2, -1))
+    assert 0 < (recall(compressed.kept, shared.ranks()) or 0) < 1
+    assert recall(shared.compress(Truncation(150)).kept, shared.ranks()) == 1.0
+    assert recall(shared.compress(METHODS[14]).kept, shared.ranks()) is None
+
+
+def test_ranks_put_ties_in_their_order() -> None:
+    class Tied(SharedPrompt):
+        def _observe(self, *_: Any) -> Any:
+            return [torch.tensor([[[1.0, 3.0, 3.0, 0.0]] * 4])] * 3, None
+
+    model = tiny_model()
+    ranks = Tied(model, prefill(model, prompt_ids(4)[0]), Draft(torch.tensor([[1]])), 0.0).ranks()
+    assert ranks.tolist() == [[[2, 0, 1, 3]] * 2] * 3

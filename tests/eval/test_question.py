@@ -1,0 +1,170 @@
+"""`question=unseen` and `multi`: the context is compressed alone, then asked."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from keepsight.errors import UserError
+from keepsight.eval import compress as compress_module
+from keepsight.eval import sweep as sweep_module
+from keepsight.eval.compress import SharedPrompt
+from keepsight.eval.samples import Sample, render, render_apart
+from keepsight.eval.sweep import Variant, groups_of, run_sample, run_samples, sweep
+from keepsight.models.drafts import LayerSubset
+from keepsight.models.targets import Target
+from keepsight.runtime.decode import decode, score_answer, stop_after
+from keepsight.runtime.drafting import Draft, DraftTokens, Given
+from keepsight.runtime.methods import H2O, LAQ, AdaKV, Oracle, SnapKV, SpecKV, SpecPC, StreamingLLM, Truncation
+from keepsight.runtime.prefill import prefill, read
+from keepsight.runtime.state import State
+
+MANY = 100_000
+TEXT = "The quick brown fox jumps over the lazy dog, and then it sleeps for a while in the sun. " * 4
+WORDS = ("fox", "dog", "sun")
+
+
+def sample(word: str) -> Sample:
+    question = f"\nWhere is the {word}?"
+    return Sample(word, "test", 128, TEXT + question, (word,), "qa_f1", 12, answer_prefix="It is", question=question)
+
+
+SAMPLES = [sample(word) for word in WORDS]
+DRAFT = LayerSubset((0, 1))
+VARIANTS = [
+    Variant("oracle", Oracle(24)),
+    Variant("snapkv", SnapKV(40)),
+    Variant("snapkv", SnapKV(0.4)),
+    Variant("snapkv", SnapKV(9999)),
+    Variant("adakv", AdaKV(40)),
+    Variant("h2o", H2O(36)),
+    Variant("laq", LAQ(48)),
+    Variant("streamingllm", StreamingLLM(12)),
+    Variant("speckv", SpecKV.with_draft(DRAFT, 48)),
+    Variant("specpc", SpecPC(40, window=8, kernel=4, draft=DRAFT)),
+    Variant("truncation", Truncation(30)),
+    Variant("snapkv every=4", SnapKV(40, window=8, every=4)),
+]
+CLOCKS = {"seconds": 0, "time_to_first_token": 0, "tokens_per_second": 0}
+
+
+def comparable(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Without what clocks and the order of additions decide."""
+    return [row | CLOCKS | {"excess_nll": pytest.approx(row["excess_nll"], abs=1e-4)} for row in rows]
+
+
+def ids_of(target: Target, each: Sample) -> tuple[Tensor, Tensor]:
+    context, rest = render_apart(each, target.tokenizer)
+    return torch.tensor([context]), torch.tensor([rest])
+
+
+def decoded(target: Target, state: State, variant: Variant | None = None) -> Tensor:
+    criteria = stop_after(12, target.end_tokens)
+    reapply = variant.method.reapply(target.model) if variant else None
+    return decode(target.model, state.copy(), criteria, pad_token=0, reapply=reapply).ids
+
+
+def full_answer(target: Target, each: Sample) -> Tensor:
+    return decoded(target, prefill(target.model, torch.cat(ids_of(target, each), dim=1)))
+
+
+def by_hand(target: Target, variant: Variant, asked: Sample, group: Sequence[Sample]) -> tuple[State, State]:
+    """The compressed context, and the same after the question."""
+    context, rest = ids_of(target, asked)
+    method: Any = variant.method
+    if isinstance(method, Oracle):
+        coming = [part for each in group for part in (ids_of(target, each)[1], full_answer(target, each))]
+        method = replace(method, observer=DraftTokens(Given(Draft(torch.cat(coming, dim=1)))))
+    state = method.start(target.model, context)
+    return state, read(target.model, state.copy(), rest)[0]
+
+
+def check_rows(target: Target, rows: list[dict[str, Any]], asked: Sample, group: Sequence[Sample]) -> None:
+    context, rest = ids_of(target, asked)
+    answer = full_answer(target, asked)
+    assert rows[0]["answer"] == target.tokenizer.decode(answer[0], skip_special_tokens=True)
+    assert rows[0]["kept"] == context.shape[1]
+    assert {row["prompt_tokens"] for row in rows} == {context.shape[1] + rest.shape[1]}
+    base = score_answer(target.model, prefill(target.model, torch.cat([context, rest], dim=1)), answer)[0]
+    for row, variant in zip(rows[1:], VARIANTS, strict=True):
+        state, after = by_hand(target, variant, asked, group)
+        assert row["kept"] == pytest.approx(state.held().float().mean().item(), abs=1e-3)
+        assert row["kv_bytes"] == state.kv_bytes
+        own = decoded(target, after, variant)
+        assert row["answer"] == target.tokenizer.decode(own[0], skip_special_tokens=True), variant
+        if variant.method.reapply(target.model) is None:
+            nll = score_answer(target.model, after, answer)[0]
+            assert row["excess_nll"] == pytest.approx((nll - base).mean().item(), abs=1e-4)
+    assert len({row["answer"] for row in rows}) > 4
+
+
+def test_unseen_compresses_the_context_and_reads_the_question(target: Target) -> None:
+    for asked in SAMPLES:
+        rows = run_sample(target, asked, VARIANTS, MANY, "unseen")
+        assert {row["question"] for row in rows} == {"unseen"}
+        check_rows(target, rows, asked, [asked])
+
+
+def test_multi_asks_all_questions_of_one_cache(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefills, compressed, compress, plain = [], [], SharedPrompt.compress, sweep_module.prefill
+
+    def noted(self: SharedPrompt, method: Any) -> Any:
+        compressed.append(method)
+        return compress(self, method)
+
+    def counted(*arguments: Any, **options: Any) -> State:
+        prefills.append(arguments[1].shape[1])
+        return plain(*arguments, **options)
+
+    monkeypatch.setattr(SharedPrompt, "compress", noted)
+    monkeypatch.setattr(sweep_module, "prefill", counted)
+    made = list(sweep(target, SAMPLES, VARIANTS, set(), MANY, "multi"))
+    assert compressed == [variant.method for variant in VARIANTS] and len(prefills) == 1
+    assert [{row["sample"] for row in rows} for rows in made] == [{word} for word in WORDS]
+    assert all(row["question"] == "multi" for rows in made for row in rows)
+    for asked, rows in zip(SAMPLES, made, strict=True):
+        check_rows(target, rows, asked, SAMPLES)
+        same = {"question": "multi"}
+        alone = [row | same for row in run_sample(target, asked, VARIANTS[1:], MANY, "unseen")]
+        recalls = [{**row, "recall": None} for row in [rows[0], *rows[2:]]]  # against what is asked in all
+        assert [{**row, "recall": None} | CLOCKS for row in alone] == comparable(recalls)
+    assert [len(group) for group in groups_of(SAMPLES, "unseen")] == [1, 1, 1]
+
+
+def test_a_question_asked_again_after_a_stop_has_its_group(target: Target) -> None:
+    whole = list(sweep(target, SAMPLES, VARIANTS, set(), MANY, "multi"))
+    (again,) = sweep(target, SAMPLES, VARIANTS, {each.key for each in SAMPLES[:1] + SAMPLES[2:]}, MANY, "multi")
+    assert [row | CLOCKS for row in again] == comparable(whole[1])
+    assert not list(sweep(target, SAMPLES, VARIANTS, {each.key for each in SAMPLES}, MANY, "multi"))
+
+
+def test_groups_share_task_length_and_context() -> None:
+    other = replace(SAMPLES[0], id="other", prompt="Else." + SAMPLES[0].question)
+    longer = replace(SAMPLES[0], id="longer", length=256)
+    groups = groups_of([*SAMPLES, other, longer, replace(SAMPLES[0], id="again")], "multi")
+    assert [[each.id for each in group] for group in groups] == [list(WORDS), ["other"], ["longer"], ["again"]]
+
+
+def test_small_batches_change_nothing(target: Target) -> None:
+    whole = run_samples(target, SAMPLES, VARIANTS, MANY, "multi")
+    small = run_samples(target, SAMPLES, VARIANTS, 1, "multi")
+    assert [[row | CLOCKS for row in rows] for rows in small] == [comparable(rows) for rows in whole]
+
+
+def test_seen_and_unseen_are_not_the_same(target: Target) -> None:
+    seen = run_sample(target, SAMPLES[0], VARIANTS, MANY, "seen")
+    unseen = run_sample(target, SAMPLES[0], VARIANTS, MANY, "unseen")
+    assert {row["question"] for row in seen} == {"seen"}
+    assert seen[0]["kept"] == len(render(SAMPLES[0], target.tokenizer)) > unseen[0]["kept"]
+    assert [row["recall"] for row in seen] != [row["recall"] for row in unseen]
+
+
+def test_a_sample_without_a_question_is_refused(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep_module, "prefill", None)
+    monkeypatch.setattr(compress_module, "prefill", None)
+    for question in ("unseen", "multi"):
+        with pytest.raises(UserError, match="sample test/fox does not say where its question starts"):
+            run_sample(target, replace(SAMPLES[0], question=""), VARIANTS, MANY, question)
