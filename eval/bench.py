@@ -16,8 +16,9 @@ from keepsight.eval.niah import make_samples
 from keepsight.eval.samples import render
 from keepsight.eval.sweep import Variant, run_sample
 from keepsight.models.targets import Target
-from keepsight.runtime.evict import Evict, Method
+from keepsight.runtime.evict import Evict
 from keepsight.runtime.generate import generate
+from keepsight.runtime.method import Method
 from keepsight.runtime.prefill import prefill
 from keepsight.runtime.state import State
 

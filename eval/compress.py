@@ -12,8 +12,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from keepsight.runtime.drafting import Draft, Drafter, DraftTokens, Given
-from keepsight.runtime.evict import CacheMethod, Evict, Method
+from keepsight.runtime.evict import Evict
 from keepsight.runtime.importance import reduce_group
+from keepsight.runtime.method import CacheMethod, Method
 from keepsight.runtime.methods.oracle import OwnAnswer
 from keepsight.runtime.observe import Observer
 from keepsight.runtime.prefill import context_of, prefill

@@ -25,7 +25,7 @@ from keepsight.eval.metrics import score
 from keepsight.eval.samples import Sample, render, render_apart
 from keepsight.models.targets import Target
 from keepsight.runtime.drafting import Draft
-from keepsight.runtime.evict import FullCache, Method
+from keepsight.runtime.method import FullCache, Method
 from keepsight.runtime.prefill import context_of, prefill
 
 QUESTIONS = ("seen", "unseen", "multi")

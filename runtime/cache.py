@@ -231,7 +231,11 @@ def stack(caches: Sequence[Cache], masks: Sequence[Tensor | None]) -> tuple[Cach
         return _stack_by_head(caches, masks, parts), None
     longest = max(part[0].keys.shape[2] for part in parts)
     layers: list[Any] = [
-        KeptLayer(*(torch.cat([_pad(each[kind], longest) for each in column]) for kind in (0, 1)), _seen(caches))
+        KeptLayer(
+            torch.cat([_pad(each.keys, longest) for each in column]),
+            torch.cat([_pad(each.values, longest) for each in column]),
+            _seen(caches),
+        )
         for column in zip(*parts, strict=True)
     ]
     mask = torch.cat([_real(part[0], mask, longest)[:, 0] for part, mask in zip(parts, masks, strict=True)])
@@ -285,11 +289,12 @@ def cache_bytes(cache: Cache) -> int:
     The 8 bytes a head of a ragged layer's counts are not in it.
     """
     total = 0
-    for layer in cache.layers:
+    layers: list[Any] = cache.layers
+    for layer in layers:
         held = [layer.keys, layer.values]
         if isinstance(layer, RaggedLayer):
             held += [layer.kept_keys, layer.kept_values]
-        total += sum(tensor.numel() * tensor.element_size() for tensor in held)  # type: ignore[union-attr]
+        total += sum(tensor.numel() * tensor.element_size() for tensor in held)
     return total
 
 

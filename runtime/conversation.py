@@ -11,7 +11,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from keepsight.errors import UserError
 from keepsight.runtime.decode import decode
-from keepsight.runtime.evict import CacheMethod, Method
+from keepsight.runtime.method import CacheMethod, Method
 from keepsight.runtime.prefill import read
 from keepsight.runtime.state import State
 

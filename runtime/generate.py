@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from keepsight.runtime.evict import FullCache, Method
+from keepsight.runtime.method import FullCache, Method
 
 
 def generate(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from keepsight.errors import UserError
-from keepsight.runtime.quantized_cache import Slots
+from keepsight.runtime.packed_entries import Slots
 
 _SPARE = 256
 """Tokens for which a new buffer has room beyond those that are there."""

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from keepsight.errors import UserError
-from keepsight.runtime.evict import Method
+from keepsight.runtime.method import Method
 from keepsight.runtime.prefill import context_of, prefill
 from keepsight.runtime.state import Needs, State
 

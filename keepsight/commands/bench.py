@@ -17,7 +17,8 @@ from keepsight.errors import UserError
 from keepsight.eval.bench import bench_evict, bench_sweep
 from keepsight.models.lookahead import Lookahead
 from keepsight.models.targets import Target
-from keepsight.runtime.evict import Evict, Method
+from keepsight.runtime.evict import Evict
+from keepsight.runtime.method import Method
 from keepsight.runtime.methods import make_method
 from keepsight.targets import resources_of, target_of
 from keepsight.train.bench import bench_step

@@ -114,7 +114,7 @@ def run(config: Config) -> None:
         _show(samples[0], target)
     processes.wait_for_everyone()
     done = finished(out)
-    own = _own_share(samples, config.question, processes)
+    own = own_share(samples, config.question, processes.process_index, processes.num_processes)
     part = part_of(out, processes.process_index, processes.num_processes)
     most = config.max_batch_tokens or default_batch_tokens(target.model) // processes.num_processes
     with tqdm(total=len(own), desc="samples", unit="sample", disable=not processes.is_main_process) as progress:
@@ -128,10 +128,9 @@ def run(config: Config) -> None:
         write_all(out, settings)
 
 
-def _own_share(samples: list[Sample], question: str, processes: PartialState) -> list[Sample]:
+def own_share(samples: list[Sample], question: str, process: int, processes: int) -> list[Sample]:
     """Every n-th group of samples, n being the number of processes."""
-    groups = groups_of(samples, question)
-    return [sample for group in groups[processes.process_index :: processes.num_processes] for sample in group]
+    return [sample for group in groups_of(samples, question)[process::processes] for sample in group]
 
 
 def write_all(out: Path, settings: dict[str, Any]) -> None:
@@ -168,10 +167,10 @@ def _read_method(given: Any) -> tuple[str, str, dict[str, Any]]:
     options = {"name": given} if isinstance(given, str) else {str(key): value for key, value in given.items()}
     name = str(options.pop("name", ""))
     label = str(options.pop("label", name + "".join(f" {key}={value}" for key, value in options.items())))
-    if FULL in (name, label) or "budget" in options:
-        raise UserError(
-            f"methods={given!r}: {FULL!r} takes no options and labels nothing else; budgets= has the budgets"
-        )
+    if FULL in (name, label):
+        raise UserError(f"methods={given!r}: {FULL!r} is the full cache, which takes no options; give another label")
+    if "budget" in options:
+        raise UserError(f"methods={given!r}: there is no option 'budget'; budgets= is for all methods")
     return name, label, options
 
 

@@ -16,7 +16,8 @@ from keepsight.errors import UserError
 from keepsight.eval.inspect_page import write_inspect_page
 from keepsight.models.chat import chat_text
 from keepsight.models.targets import Target
-from keepsight.runtime.evict import Evict, Method
+from keepsight.runtime.evict import Evict
+from keepsight.runtime.method import Method
 from keepsight.runtime.methods import Resources, make_method
 from keepsight.runtime.prefill import prefill
 from keepsight.runtime.state import State

@@ -1,6 +1,7 @@
 """The methods: one short file a family, a registry by name, and `make_method` for names and plain options."""
 
-from keepsight.runtime.evict import Evict, FullCache
+from keepsight.runtime.evict import Evict
+from keepsight.runtime.method import FullCache
 from keepsight.runtime.methods.adakv import AdaKV
 from keepsight.runtime.methods.dapq import DapQ
 from keepsight.runtime.methods.h2o import H2O

@@ -7,10 +7,10 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from keepsight.errors import UserError
-from keepsight.runtime.evict import CacheMethod
+from keepsight.runtime.method import CacheMethod
+from keepsight.runtime.packed_entries import PackedEntries
 from keepsight.runtime.quantization import Quantizer
 from keepsight.runtime.quantized_cache import (
-    PackedEntries,
     PackedLayer,
     pack_state,
     prefill_packed,

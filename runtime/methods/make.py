@@ -13,8 +13,8 @@ from typing import Any
 from keepsight.errors import UserError
 from keepsight.runtime.allocate import ALLOCATIONS
 from keepsight.runtime.drafting import DraftTokens
-from keepsight.runtime.evict import FullCache, Method
 from keepsight.runtime.importance import NO_POOL, Pool, Reduce
+from keepsight.runtime.method import FullCache, Method
 from keepsight.runtime.methods.llmlingua import Package
 from keepsight.runtime.methods.lookaheadkv import LookaheadKV, parts_of
 from keepsight.runtime.methods.registry import DRAFTERS, METHODS, OBSERVERS

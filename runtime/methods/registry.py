@@ -1,7 +1,8 @@
 """Every method, observer and drafter by name; adding a row here makes it known to all commands."""
 
 from keepsight.runtime.drafting import Drafter, DraftTokens
-from keepsight.runtime.evict import Evict, FullCache, Method
+from keepsight.runtime.evict import Evict
+from keepsight.runtime.method import FullCache, Method
 from keepsight.runtime.methods.adakv import AdaKV
 from keepsight.runtime.methods.dapq import ConstantText, DapQ, PromptEnds, RandomTokens
 from keepsight.runtime.methods.h2o import H2O, ReceivedAttention

@@ -16,7 +16,7 @@ from typing_extensions import override
 from keepsight.models import drafts
 from keepsight.runtime.allocate import Allocation, Uniform
 from keepsight.runtime.drafting import Draft, DraftTokens, Given
-from keepsight.runtime.evict import Method
+from keepsight.runtime.method import Method
 from keepsight.runtime.methods.speckv import SpecKV
 from keepsight.runtime.methods.specpc import SpecPC
 from keepsight.runtime.prefill import context_of, prefill

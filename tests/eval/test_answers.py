@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from keepsight.eval.answers import Limits, answer_all, answer_evicting, answer_full, default_batch_tokens
 from keepsight.runtime.decode import decode, score_answer, stop_after
 from keepsight.runtime.generate import generate
-from keepsight.runtime.methods import TOVA, AdaKV, H2O, PyramidKV, SnapKV, StreamingLLM, Truncation
+from keepsight.runtime.methods import H2O, TOVA, AdaKV, PyramidKV, SnapKV, StreamingLLM, Truncation
 from keepsight.runtime.prefill import read
 from keepsight.runtime.state import State
 from tests.tiny import FAMILIES, prompt_ids, tiny_model
@@ -56,7 +56,11 @@ def guesses(model: PreTrainedModel, states: list[State], limits: Limits) -> dict
     drawn = torch.randint(3, 100, (1, limits.max_new_tokens), generator=generator)
     own = {f"of state {index}": plain(model, state, limits)[None] for index, state in enumerate(states)}
     cut = torch.cat([drawn[:, : (limits.max_new_tokens - 1) // 2], torch.tensor([[limits.end_tokens[0]]])], dim=1)
-    return own | {"of nobody": drawn, "of nobody, ending": cut, "an end token alone": torch.tensor([[limits.end_tokens[-1]]])}
+    return own | {
+        "of nobody": drawn,
+        "of nobody, ending": cut,
+        "an end token alone": torch.tensor([[limits.end_tokens[-1]]]),
+    }
 
 
 @pytest.mark.parametrize("end_tokens", [END, [2]])

@@ -10,10 +10,12 @@ from transformers import PreTrainedModel
 
 from keepsight.eval.compress import Compressed, SharedPrompt, needs_of, recall
 from keepsight.models.drafts import LayerSubset
+from keepsight.runtime.allocate import Adaptive
 from keepsight.runtime.decode import decode, stop_after
 from keepsight.runtime.drafting import Draft, Drafter, DraftTokens, Given
-from keepsight.runtime.evict import CacheMethod, Evict, FullCache, Method
+from keepsight.runtime.evict import Evict
 from keepsight.runtime.importance import NO_POOL, Reduce
+from keepsight.runtime.method import CacheMethod, FullCache, Method
 from keepsight.runtime.methods import (
     H2O,
     LAQ,
@@ -32,6 +34,7 @@ from keepsight.runtime.methods import (
 from keepsight.runtime.methods.dapq import PromptEnds
 from keepsight.runtime.methods.oracle import OwnAnswer
 from keepsight.runtime.prefill import prefill
+from keepsight.runtime.sparse_prefill import SparsePrefill
 from keepsight.runtime.state import State
 from tests.tiny import FAMILIES, prompt_ids, tiny_model
 
@@ -49,6 +52,8 @@ METHODS: list[Method] = [
     DapQ(16),
     LAQ(48),
     SpecKV.with_draft(DRAFT, 48, lookahead=6),
+    SpecKV.with_draft(DRAFT, 48, lookahead=6, sparse=SparsePrefill(32, 64)),
+    SpecKV.with_draft(DRAFT, 48, lookahead=6, sparse=SparsePrefill(512, 64)),
     SpecPC(30, window=8, kernel=4, draft=DRAFT),
     SpecPC(300, draft=DRAFT),
     SpecKVPC(40, draft=DRAFT, prompt_budget=60, prompt_window=8, kernel=4),
@@ -99,7 +104,7 @@ def test_each_state_is_that_of_the_method_alone(shared: SharedPrompt, method: Me
 
 
 def test_the_oracle_observes_with_what_comes(shared: SharedPrompt) -> None:
-    for method in (Oracle(16), Oracle(24, allocate=AdaKV(24).allocate, window=4)):
+    for method in (Oracle(16), Oracle(24, allocate=Adaptive(), window=4)):
         given = replace(method, observer=DraftTokens(Given(shared.coming)))
         assert_same(shared.compress(method).state, alone(shared, given))
     short = Oracle(16, DraftTokens(OwnAnswer(2)))
@@ -109,11 +114,12 @@ def test_the_oracle_observes_with_what_comes(shared: SharedPrompt) -> None:
 def test_seconds_are_split(shared: SharedPrompt) -> None:
     for method in METHODS:
         seconds = shared.compress(method).seconds
-        drafts = isinstance(method, SpecPC | Truncation | SpecKV) and not getattr(method, "budget", 0) == 300
-        assert (seconds.draft > 0) == drafts, method
-        evicts = isinstance(method, Evict) and method.budget != 200
+        drafts = isinstance(method, SpecPC | Truncation | SpecKV | DapQ) and getattr(method, "budget", 0) != 300
+        sparse = isinstance(method, Evict) and method.reads_itself(TOKENS)
+        assert (seconds.draft > 0) == (drafts and not sparse), method
+        evicts = isinstance(method, Evict) and method.budget != 200 and not sparse
         assert (seconds.observe > 0) == evicts and (seconds.select > 0) == (evicts or isinstance(method, FullCache))
-        shares = isinstance(method, CacheMethod) or getattr(method, "budget", 0) == 300
+        shares = (isinstance(method, CacheMethod) and not sparse) or getattr(method, "budget", 0) == 300
         assert (seconds.prefill == 1.5) == shares
 
 
@@ -124,6 +130,9 @@ class CountingDrafter(Drafter):
     def __call__(self, model: PreTrainedModel, state: State) -> Draft:
         self.calls.append(state.length)
         return PromptEnds()(model, state)
+
+    def longest(self) -> int:
+        return 32
 
 
 def test_drafts_and_observations_are_shared(shared: SharedPrompt, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +198,8 @@ def test_recall_of_shorter_prompts_is_that_of_their_tokens(shared: SharedPrompt)
     assert torch.equal(compressed.kept, kept.expand(3, 2, -1))
     assert 0 < (recall(compressed.kept, shared.ranks()) or 0) < 1
     assert recall(shared.compress(Truncation(150)).kept, shared.ranks()) == 1.0
-    assert recall(shared.compress(METHODS[14]).kept, shared.ranks()) is None
+    cascade = SpecKVPC(40, draft=DRAFT, prompt_budget=60, prompt_window=8, kernel=4)
+    assert recall(shared.compress(cascade).kept, shared.ranks()) is None
 
 
 def test_ranks_put_ties_in_their_order() -> None:

@@ -80,11 +80,13 @@ def test_longbench_row(tmp_path: Path, tokenizer: Any) -> None:
 
 @pytest.mark.parametrize(
     ("template", "question"),
-    [("{context}\n{input}", "\nwhy?"), ("Sum up.\n{context}\nNow sum up:", "\nNow sum up:"), ("{input}\n{context}", "")],
+    [
+        ("{context}\n{input}", "\nwhy?"),
+        ("Sum up.\n{context}\nNow sum up:", "\nNow sum up:"),
+        ("{input}\n{context}", ""),
+    ],
 )
-def test_the_question_is_what_follows_the_context(
-    tmp_path: Path, tokenizer: Any, template: str, question: str
-) -> None:
+def test_the_question_is_what_follows_the_context(tmp_path: Path, tokenizer: Any, template: str, question: str) -> None:
     write(tmp_path, {"a": {**QA, "prompt": template}}, a=[row("1", "why? {input} why?\nwhy?")])
     assert one(tmp_path, tokenizer).question == question
 

@@ -11,7 +11,9 @@ from tests.tiny import tiny_tokenizer
 
 CONTEXT = "Who is it? The fox said: who is it? It is the fox, said the bear."
 QUESTION = "\n\nWho is it?"
-SAMPLE = Sample("one", "test", 64, CONTEXT + QUESTION, ("fox",), "qa_f1", 8, answer_prefix="Who is it?", question=QUESTION)
+SAMPLE = Sample(
+    "one", "test", 64, CONTEXT + QUESTION, ("fox",), "qa_f1", 8, answer_prefix="Who is it?", question=QUESTION
+)
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +61,7 @@ def test_a_template_that_strips_and_one_that_repeats_words_of_the_prompt() -> No
     ],
 )
 def test_a_question_that_cannot_be_told_apart(sample: Sample, tokenizer: Any) -> None:
-    with pytest.raises(UserError, match="sample test/one does not say where its question starts; .* question=seen"):
+    with pytest.raises(UserError, match=r"sample test/one does not say where its question starts; .* question=seen"):
         render_apart(sample, tokenizer)
 
 

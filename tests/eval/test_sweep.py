@@ -21,9 +21,10 @@ from keepsight.models.targets import Target, load_target
 from keepsight.runtime.cache import cache_bytes
 from keepsight.runtime.decode import score_answer
 from keepsight.runtime.drafting import DraftTokens
-from keepsight.runtime.evict import Evict, FullCache
+from keepsight.runtime.evict import Evict
 from keepsight.runtime.generate import generate
-from keepsight.runtime.methods import LookaheadKV, Oracle, SnapKV, StreamingLLM, Truncation
+from keepsight.runtime.method import FullCache
+from keepsight.runtime.methods import H2O, AdaKV, LookaheadKV, Oracle, SnapKV, StreamingLLM, Truncation
 from keepsight.runtime.methods.oracle import OwnAnswer
 from keepsight.runtime.observe import Observer
 from keepsight.runtime.prefill import prefill
@@ -109,6 +110,23 @@ def test_scores_equal_those_of_each_cache_alone(
     assert min(row["agreement"] for row in rows) < 1 and max(row["excess_nll"] for row in rows) > 0.01
 
 
+@pytest.mark.parametrize("ending", [False, True])
+def test_answers_of_one_token(target: Target, variants: list[Variant], ending: bool) -> None:
+    """As short as allowed, or because the full cache's first token ends its answer."""
+    first = int(prefill(target.model, ids_of(target)).logits.argmax())
+    config: Any = target.model.generation_config
+    before, short = config.eos_token_id, SAMPLE if ending else replace(SAMPLE, max_new_tokens=1)
+    evicting = [*variants, Variant("h2o every=4", H2O(48, every=4)), Variant("adakv", AdaKV(48))]
+    config.eos_token_id = [first, *before] if ending else before
+    try:
+        rows = run_sample(target, short, evicting, MANY)
+    finally:
+        config.eos_token_id = before
+    expected = target.tokenizer.decode([first], skip_special_tokens=True)
+    # No eviction changes the first token: it comes from the prefill.
+    assert [(row["answer"], row["agreement"], row["excess_nll"]) for row in rows] == [(expected, 1.0, 0.0)] * 11
+
+
 def test_budgets_are_exact(target: Target, rows: list[dict[str, Any]]) -> None:
     tokens = ids_of(target).shape[1]
     expected = [16, round(tokens / 2), 40, 64, 8, round(tokens / 4), 12, tokens]
@@ -185,7 +203,7 @@ def test_nothing_is_refused_after_the_first_sample_ran(target: Target, variants:
     cut = replace(SAMPLE, spans=("lazy cat",))
     with pytest.raises(UserError, match="the answer span 'lazy cat' was cut"):
         check_samples(target, [SAMPLE, cut], variants, "seen")
-    with pytest.raises(UserError, match="Truncation: a prompt of .* is shorter than the window of 999"):
+    with pytest.raises(UserError, match=r"Truncation: a prompt of .* is shorter than the window of 999"):
         check_samples(target, [SAMPLE, OTHER], [Variant("truncation", Truncation(1000, window=999))], "seen")
 
 

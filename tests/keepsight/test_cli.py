@@ -1,5 +1,6 @@
 """The command line as a user types it: what it prints, and what it says to bad input."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -45,22 +46,44 @@ WRONG = {
     "data out=data model.id=nowhere/": "model 'nowhere/' is neither a folder nor a Hub id; ",
     "data out=data model.dtype=int8": "dtype 'int8' is unknown; choose auto or one of float32, ",
     "data out=data model.device=abacus": "device 'abacus' cannot be used ",
-    "eval out=out methods=[snapkw]": "method 'snapkw' is unknown; choose one of full, streamingllm, snapkv, ",
+    "eval out=out methods=[snapkw]": "method 'snapkw' is unknown; choose one of full, oracle, lookaheadkv, ",
     "eval out=out methods=[7]": "methods=7: expected a method's name, or {name: NAME, option: value}",
     "eval out=out methods=[full]": "methods= and budgets= must name at least one method that evicts, and one budget",
-    "eval out=out methods=[{name:snapkv,windw:8}]": "method 'snapkv' has no option 'windw'; it takes group, pooling, ",
-    "eval out=out methods=[{name:snapkv,kernel:4}]": "SnapKV: kernel 4 must be odd and at least 1",
-    "eval out=out methods=[{name:snapkv,kernel:x}]": "SnapKV: kernel 'x' must be a whole number",
+    "eval out=out methods=[{name:snapkv,windw:8}]": "method 'snapkv': there is no option 'windw'; it takes observer, ",
+    "eval out=out methods=[{name:snapkv,pool:{kernel:4}}]": "method 'snapkv': pool: kernel 4 must be odd and at least 1",
+    "eval out=out methods=[{name:snapkv,pool:{kernel:x}}]": "method 'snapkv': pool: kernel 'x' must be odd ",
+    "eval out=out methods=[{window:8}]": "method '' is unknown; choose one of ",
+    "eval out=out methods=[{name:snapkv,budget:64}]": "methods={'name': 'snapkv', 'budget': 64}: there is no option ",
+    "eval out=out methods=[{name:full,window:8}]": "methods={'name': 'full', 'window': 8}: 'full' is the full cache, ",
+    "eval out=out methods=[{name:snapkv,label:full}]": "methods={'name': 'snapkv', 'label': 'full'}: 'full' is the ",
+    "eval out=out methods=[snapkv,snapkv]": "methods= and budgets= name 'snapkv' at budget 64 twice; name it once",
+    "eval out=out methods=[snapkv] budgets=[64,64]": "methods= and budgets= name 'snapkv' at budget 64 twice; ",
+    "eval out=out methods=[{name:tova,label:a},{name:h2o,label:a}]": "methods= and budgets= name 'a' at budget 64 ",
+    "eval out=out methods=[{name:snapkv,allocate:ada}]": "method 'snapkv': allocate: 'ada' is unknown; choose one of ",
+    "eval out=out methods=[{name:adakv,window:0}] budgets=[4]": "adakv: budget 4 with floor 0.2 can leave a head ",
+    "eval out=out methods=[{name:evict}]": "method 'evict': option 'observer' is missing, one of ",
+    "eval out=out methods=[{name:evict,observer:prompt}]": "method 'evict': observer: 'prompt' is unknown; choose one of ",
+    "eval out=out methods=[{name:dapq,observer:{drafter:it}}]": "method 'dapq': observer: drafter: 'it' is unknown; ",
+    "eval out=out methods=[speckv]": "method 'speckv': needs a draft: set draft.layers=[...] ",
+    "eval out=out methods=[specpc]": "method 'specpc': needs a draft: set draft.layers=[...] ",
+    "eval out=out methods=[laq] budgets=[16]": "LAQ: budget 16 must be above the first_window 32 ",
+    "eval out=out question=heard": "question=heard is unknown; choose one of seen, unseen, multi",
+    "eval out=out max_batch_tokens=-1": "max_batch_tokens=-1 must be at least 0, which leaves it to keepsight",
+    "eval out=out max_new_tokens=-1": "max_new_tokens=-1 must be at least 0, which leaves it to keepsight",
+    "eval out=out methods=[snapkv] budgets=[]": "methods= and budgets= must name at least one method that evicts",
+    "eval out=out methods=[lookaheadkv]": "method 'lookaheadkv': needs adapter=FOLDER_OR_HUB_ID; ",
+    "eval out=out adapter=./none": "method 'lookaheadkv': './none' is neither an adapter's folder nor a Hub id; ",
+    "inspect prompt=Hello method=full out=out": "method 'full' evicts nothing from the cache, so there is nothing ",
+    "inspect prompt=Hello method=specpc out=out draft.layers=[0]": "method 'specpc' evicts nothing from the cache, ",
+    "inspect prompt=Hello method=speckv out=out": "method 'speckv': needs a draft: set draft.layers=[...] ",
+    "inspect prompt=Hello method=snapkv options={kernel:3} out=out": "method 'snapkv': there is no option 'kernel'; ",
     "eval out=out methods=[snapkv] budgets=[0]": "SnapKV: budget 0 is below 1; ",
     "eval out=out methods=[snapkv] budgets=[-3]": "SnapKV: budget -3 is below 1; ",
     "eval out=out methods=[snapkv] budgets=[32]": "SnapKV: budget 32 must be above the 32 protected entries ",
     "eval out=out methods=[streamingllm] budgets=[4]": "StreamingLLM: budget 4 must be above the 4 protected entries ",
     "eval out=out methods=[snapkv] budgets=[1.5]": "SnapKV: budget 1.5 is not a ratio in (0, 1]; ",
     "eval out=out methods=[snapkv] budgets=[many]": "SnapKV: budget 'many' must be a whole number of entries, or a ",
-    "eval out=out methods=[lookaheadkv]": "method 'lookaheadkv' needs adapter=FOLDER_OR_HUB_ID; ",
     "eval out=out adapter=shipped:none": "adapter=shipped:none: keepsight ships no adapter 'none'; ",
-    "eval out=out adapter=./none": "'./none' is neither an adapter's folder nor a Hub id; ",
-    "eval out=out methods=[snapkv] max_batch=0": "max_batch=0 must be at least 1",
     "eval out=out methods=[snapkv] samples=0": "tasks= and samples= leave no sample to evaluate",
     "eval out=out methods=[snapkv] tasks=[niah_one]": "task 'niah_one' is unknown; choose one of niah, niah_single",
     "eval out=out methods=[snapkv] lengths=[20]": "niah_single: length 20 is too short; its needles alone need ",
@@ -69,8 +92,7 @@ WRONG = {
     "eval out=out methods=[snapkv] tasks=[jsonl] jsonl.dir=none": "none: no such folder; ",
     "inspect prompt=@none.txt method=snapkv out=out": "prompt=@none.txt: cannot be read as UTF-8 text ",
     "inspect prompt=Hello method=snapkv out=out": "budget=64 keeps all 7 prompt tokens; lower it",
-    "inspect prompt=Hello method=full out=out": "method 'full' evicts nothing, so there is nothing to inspect",
-    "bench both": "bench 'both' is unknown; choose train or eval",
+    "bench both": "bench 'both' is unknown; choose one of train, eval, evict",
     "bench eval samples=0": "samples=0 must be at least 1",
     "train data=none out=out": "none: no manifest.json; make the data with `keepsight data out=none`",
     "push none ada/x": "none: adapter_config.json is missing; a lookahead adapter needs ",
@@ -87,6 +109,26 @@ def test_bad_input_ends_with_one_line(keepsight: CommandLine, line: str, here: P
     assert tree(here) == before
 
 
+EARLY = [
+    line for line, said in WRONG.items() if re.match("eval|inspect", line) and not re.match("tasks=|task |niah", said)
+]
+
+
+@pytest.mark.parametrize(
+    "line", [line for line in EARLY if not re.search("tasks=|haystack=|prompt=@|method=snapkv out", line)]
+)
+def test_it_ends_before_the_target_is_loaded(keepsight: CommandLine, line: str) -> None:
+    command, *given = line.split(" ")
+    adapter = [] if "adapter=" in line else ["adapter=null"]
+    assert keepsight.fails(command, "model.id=nowhere/", *adapter, *given).startswith(WRONG[line])
+
+
+def test_samples_are_not_counted_twice(keepsight: CommandLine) -> None:
+    for twice in ("lengths=[320,320]", "tasks=[niah_single,niah_single]", "tasks=[niah,niah_multikey]"):
+        message = keepsight.fails("eval", *TINY, "methods=[snapkv]", "lengths=[512]", "samples=1", twice, "out=out")
+        assert message == "tasks=, lengths= and jsonl.files= name some samples twice; name each once"
+
+
 def test_prompts_longer_than_the_context(keepsight: CommandLine, here: Path) -> None:
     assert "more than the context of 4096; lower the mixture's max_tokens" in keepsight.fails(
         "data", *TINY, *DATA, "max_new_tokens=4090"
@@ -94,13 +136,12 @@ def test_prompts_longer_than_the_context(keepsight: CommandLine, here: Path) -> 
     assert not list((here / "data").glob("shard-*"))
     message = keepsight.fails("eval", *TINY, *NEEDLES, "methods=[snapkv]", "lengths=[5000]", "out=eval")
     assert "for the answer more than the context of 4096; lower lengths= or max_tokens=" in message
-    assert tree(here / "eval") == ["settings.json"]
+    assert not (here / "eval").exists()
     (here / "long.txt").write_text("word " * 5000)
     assert "this model takes 1 to 4096" in keepsight.fails("inspect", *TINY, "method=snapkv", "prompt=@long.txt")
     assert not (here / "runs").exists()
     # What ends without a result leaves no settings to disagree with.
     keepsight("data", *TINY, *DATA)
-    keepsight("eval", *TINY, *NEEDLES, "methods=[snapkv]", "out=eval")
 
 
 def other_model(adapter: Path) -> None:

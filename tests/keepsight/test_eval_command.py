@@ -1,7 +1,9 @@
 """`keepsight eval` and `keepsight inspect` from the prompt to their files, stopped and gone on with."""
 
+import base64
 import csv
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -10,9 +12,18 @@ import pytest
 
 from keepsight.cli import main
 from keepsight.commands import eval as evaluation
-from keepsight.files import append_lines, read_jsonl, write_json
+from keepsight.config import parse
+from keepsight.eval.jsonl_files import RULER_METRIC
+from keepsight.files import append_lines, read_jsonl, write_json, write_lines
+from keepsight.runtime.allocate import Adaptive
+from keepsight.runtime.drafting import DraftTokens
+from keepsight.runtime.evict import Evict
+from keepsight.runtime.importance import NO_POOL, Reduce
+from keepsight.runtime.methods import H2O, Resources, SnapKV
+from keepsight.runtime.methods.dapq import PromptEnds
 from tests.keepsight.commands import NEEDLES, CommandLine, tree
 
+RULER = {"layout": "ruler", "prompt": "{input}{answer_prefix}", "metric": RULER_METRIC}
 pytestmark = pytest.mark.usefixtures("here")
 TINY = ("model.id=tiny", "model.device=cpu", "adapter=adapter", "out=out")
 METHODS = ["full", "oracle", "lookaheadkv", "snapkv", "streamingllm"]
@@ -29,8 +40,9 @@ def whole(prepared: Path) -> list[dict[str, Any]]:
 
 
 def rows_of(out: Path) -> list[dict[str, Any]]:
-    """Results without their clocks."""
-    return [{**row, "seconds": None} for row in read_jsonl(out / "results.jsonl")]
+    """Results without what clocks decide."""
+    clocks = dict.fromkeys(["seconds", "time_to_first_token", "tokens_per_second"])
+    return [{**row, **clocks} for row in read_jsonl(out / "results.jsonl")]
 
 
 def test_every_method_and_budget_has_a_row_and_a_mean(keepsight: CommandLine, here: Path, whole: Any) -> None:
@@ -96,11 +108,13 @@ def test_a_stopped_evaluation_goes_on(
     assert rows_of(here / "out") == whole
     assert tree(here / "out") == FILES
     before = (here / "out" / "results.jsonl").read_bytes()
-    keepsight("eval", *TINY, *NEEDLES, "max_batch=1")
+    keepsight("eval", *TINY, *NEEDLES, "max_batch_tokens=1")
     assert (here / "out" / "results.jsonl").read_bytes() == before
 
 
-@pytest.mark.parametrize("change", ["budgets=[48]", "seed=7", "methods=[snapkv]", "model.dtype=bfloat16"])
+@pytest.mark.parametrize(
+    "change", ["budgets=[48]", "seed=7", "methods=[snapkv]", "question=unseen", "model.dtype=bfloat16"]
+)
 def test_other_settings_do_not_mix(keepsight: CommandLine, here: Path, change: str) -> None:
     given = [*NEEDLES, "methods=[oracle,snapkv]", "samples=1"]
     keepsight("eval", *TINY, *given)
@@ -141,6 +155,95 @@ def test_real_samples(keepsight: CommandLine, here: Path) -> None:
     assert "facts: 1 samples are longer than max_tokens=512 and were dropped" in printed
     found = [(row["task"], row["length"], row["sample"], row["method"]) for row in rows_of(here / "out")]
     assert found == [("facts", 512, sample, method) for sample in "01" for method in ("full", "snapkv")]
+
+
+def test_questions_of_real_samples(keepsight: CommandLine, here: Path) -> None:
+    (here / "real").mkdir()
+    real_samples(here / "real")
+    given = [*TINY, "tasks=[jsonl]", "jsonl.dir=real", "methods=[snapkv]", "budgets=[40]", "max_tokens=512"]
+    keepsight("eval", *given, "question=unseen")
+    assert {row["question"] for row in rows_of(here / "out")} == {"unseen"}
+    row = {"input": "Who wrote it?", "outputs": ["Ada"], "answer_prefix": "It is", "index": 0}
+    (here / "real" / "tasks.json").write_text(json.dumps({"facts": {**RULER, "max_new_tokens": 8}}))
+    write_lines(here / "real" / "facts.jsonl", [row])
+    message = keepsight.fails("eval", *given, "question=unseen", "out=other", "model.id=tiny")
+    assert message == "sample facts/facts-0 does not say where its question starts; evaluate it with question=seen"
+    assert not (here / "other").exists()
+
+
+def test_several_questions_of_one_context(keepsight: CommandLine, here: Path) -> None:
+    given = [*TINY, "tasks=[niah_multikey]", "lengths=[600]", "samples=2", "max_new_tokens=6", "methods=[snapkv,h2o]"]
+    keepsight("eval", *given, "budgets=[40]", "question=multi")
+    rows = rows_of(here / "out")
+    names = [f"1000-{number}-{key}" for number in range(2) for key in range(4)]
+    assert [row["sample"] for row in rows] == [name for name in names for _ in range(3)]
+    assert {row["question"] for row in rows} == {"multi"}
+    assert len({tuple(row["references"]) for row in rows}) == 8
+    assert json.loads((here / "out" / "settings.json").read_text())["question"] == "multi"
+    left = [row for row in read_jsonl(here / "out" / "results.jsonl") if row["sample"] not in names[2:5]]
+    write_lines(here / "out" / "results.jsonl", left)
+    keepsight("eval", *given, "budgets=[40]", "question=multi")
+    again = rows_of(here / "out")
+    assert sorted(again, key=str) == sorted(rows, key=str)
+
+
+COMPOSED = (
+    "methods=[snapkv,{name: evict, observer: {name: draft_tokens, drafter: prompt_ends, window: 4}, reduce: max, "
+    "pool: none, allocate: {name: adakv, floor: 0.5}, window: 4},{name: snapkv, label: wide, window: 36},"
+    "{name: h2o, every: 3}]"
+)
+
+
+def test_methods_are_composed_and_named(keepsight: CommandLine, here: Path) -> None:
+    keepsight("eval", *TINY, *NEEDLES, "samples=1", "budgets=[40]", COMPOSED)
+    names = [row["method"] for row in rows_of(here / "out")]
+    drafter = "{'name': 'draft_tokens', 'drafter': 'prompt_ends', 'window': 4}"
+    composed = f"evict observer={drafter} reduce=max pool=none allocate={{'name': 'adakv', 'floor': 0.5}} window=4"
+    assert names == ["full", "snapkv", composed, "wide", "h2o every=3"]
+    config = parse(evaluation.Config, [*TINY, COMPOSED, "budgets=[40]"])
+    methods = [variant.method for variant in evaluation.variants_of(config, Resources())]
+    look = DraftTokens(PromptEnds(), window=4)
+    assert methods == [
+        SnapKV(40),
+        Evict(40, look, reduce=Reduce("max", "max"), pool=NO_POOL, allocate=Adaptive(0.5), window=4),
+        SnapKV(40, window=36),
+        H2O(40, every=3),
+    ]
+
+
+EVERY = "full,oracle,lookaheadkv,laq,speckv,dapq,snapkv,pyramidkv,adakv,h2o,tova,streamingllm,specpc"
+
+
+def test_all_methods_of_the_papers(keepsight: CommandLine, here: Path) -> None:
+    given = ["tasks=[niah]", "lengths=[700]", f"methods=[{EVERY}]", "budgets=[64,128]", "samples=1"]
+    printed = keepsight("eval", *TINY, "draft.layers=[0,1]", "max_new_tokens=6", *given)
+    rows = rows_of(here / "out")
+    cells = [("full", None), *((name, budget) for name in EVERY.split(",")[1:] for budget in (64, 128))]
+    assert [(row["method"], row["budget"]) for row in rows] == cells * 4
+    assert tree(here / "out") == FILES
+    for row in rows:
+        assert row["method"] in printed
+        if row["budget"]:
+            assert row["kept"] == row["budget"]
+            assert row["kv_bytes"] == row["budget"] * 3 * 2 * 8 * 2 * 4  # layers, KV heads, floats, key and value
+            assert 0 < row["recall"] < 1
+    for row in read_jsonl(here / "out" / "results.jsonl"):
+        assert (
+            row["time_to_first_token"] == pytest.approx(sum(row["seconds"].values())) and row["tokens_per_second"] > 0
+        )
+        assert (row["seconds"]["draft"] > 0) == (row["method"] in ("speckv", "dapq", "specpc"))
+
+
+@pytest.mark.parametrize("method", ["adakv", "pyramidkv", "speckv", "h2o", "laq"])
+def test_every_eviction_can_be_inspected(keepsight: CommandLine, here: Path, method: str) -> None:
+    given = [f"method={method}", "budget=48", "draft.layers=[0,1]", "adapter=null", "out=page.html"]
+    printed = keepsight("inspect", *TINY[:2], "prompt=" + "Ada wrote it. " * 20, *given)
+    tokens = int(printed.split()[0])
+    data = json.loads(re.findall(r">(\{.*\})</script>", (here / "page.html").read_text("utf-8"))[0])
+    kept = {each["name"]: base64.b64decode(each["counts"]) for each in data["methods"]}
+    assert set(kept) == {method, "snapkv"} and len(data["tokens"]) == tokens
+    for counts in kept.values():
+        assert len(counts) == 3 * tokens and sum(counts) == 3 * 2 * 48
 
 
 def test_inspect_writes_its_page(keepsight: CommandLine, here: Path) -> None:

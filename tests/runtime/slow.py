@@ -87,17 +87,17 @@ class Slow:
 
     def _observed(self):
         """For each layer, [H, M]: how important each entry is to the method's observers."""
-        method = self.method
+        method, observer = self.method, self.method.observer
         if type(method) is StreamingLLM:
             return [torch.arange(self.ids.shape[1]).float().expand(self.kv_heads * self.group, -1)] * self.layers
-        if isinstance(method.observer, PromptWindow):
-            return self._of_window(min(method.observer.size or method.window, self.own_queries))
+        if isinstance(observer, PromptWindow):
+            return self._of_window(min(observer.size or method.window, self.own_queries))
         _, _, keys, values = self._pass(self.visible, input_ids=self.ids)
         if type(method) is Oracle:
-            rows = {"input_ids": self._draft(method.observer.drafter.max_new_tokens)}
+            rows = {"input_ids": self._draft(observer.drafter.max_new_tokens)}
             return self._of_rows(rows, keys, values)
         assert type(method) is LookaheadKV
-        module = method.observer.artifact.attach(self.model)
+        module = observer.artifact.attach(self.model)
         with module.active():
             return self._of_rows({"inputs_embeds": module.observers(1)}, keys, values)
 

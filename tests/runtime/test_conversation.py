@@ -1,19 +1,22 @@
 """Conversations against full attention over the whole history, and against a model that hides what was evicted."""
 
+from typing import Any
+
 import pytest
 import torch
 from transformers import LogitsProcessorList
 
 from keepsight.errors import UserError
 from keepsight.runtime.allocate import Adaptive
-from keepsight.runtime.conversation import Conversation
-from keepsight.runtime.evict import FullCache
+from keepsight.runtime.conversation import Conversation as AnyConversation
 from keepsight.runtime.importance import NO_POOL, Pool
+from keepsight.runtime.method import FullCache
 from keepsight.runtime.methods import SnapKV, StreamingLLM
 from keepsight.runtime.methods.snapkv import PromptWindow
 from tests.runtime.slow import Slow
 from tests.tiny import FAMILIES, prompt_ids, tiny_model
 
+Conversation: Any = AnyConversation  # its state is None before the first turn, and never here
 GREEDY = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
 TURNS = [prompt_ids(20, seed=1)[0], prompt_ids(7, seed=2)[0], prompt_ids(1, seed=3)[0]]
 SMALL = [

@@ -6,14 +6,15 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 from keepsight import generate
 from keepsight.errors import UserError
-from keepsight.runtime import quantized_cache
+from keepsight.runtime import packed_entries
 from keepsight.runtime.decode import decode, score_answer, stop_after
-from keepsight.runtime.evict import FullCache
+from keepsight.runtime.method import FullCache
 from keepsight.runtime.methods import AdaKV, PyramidKV, SnapKV
 from keepsight.runtime.methods.kivi import Kivi
+from keepsight.runtime.packed_entries import PackedEntries
 from keepsight.runtime.prefill import prefill, read
 from keepsight.runtime.quantization import Quantizer
-from keepsight.runtime.quantized_cache import PackedEntries, PackedLayer, packed_layers
+from keepsight.runtime.quantized_cache import PackedLayer, packed_layers
 from tests.runtime.slow_specache import dequantised
 from tests.tiny import FAMILIES, prompt_ids, tiny_model
 
@@ -53,10 +54,9 @@ def test_residual_lengths(extra, keys, values):
 @pytest.mark.parametrize("block", [8, 24, 1024])
 def test_attention_equals_dense_attention_over_what_is_unpacked(block, monkeypatch):
     """Block after block, token after token, and never more than a block unpacked."""
-    unpacked = []
-    keys_of = PackedEntries.keys
-    monkeypatch.setattr(quantized_cache, "_BLOCK", block)
-    monkeypatch.setattr(PackedEntries, "keys", lambda self, a, b: unpacked.append(b - a) or keys_of(self, a, b))
+    unpacked: list[int] = []
+    monkeypatch.setattr(packed_entries, "_BLOCK", block)
+    monkeypatch.setattr(PackedEntries, "keys", _noting(PackedEntries.keys, unpacked))
     keys, values, queries = _states(90), _states(90, 1), _states(90, 2, kv_heads=6)
     layer = PackedLayer(PackedEntries.pack(QUANTIZER, RESIDUAL, keys[:, :, :50], values[:, :, :50]), 50)
     attention, _ = layer.update(keys[:, :, 50:], values[:, :, 50:])
@@ -68,6 +68,14 @@ def test_attention_equals_dense_attention_over_what_is_unpacked(block, monkeypat
         weights = (0.25 * queries[:, :, token : token + 1] @ read_keys.transpose(-1, -2)).softmax(dim=-1)
         torch.testing.assert_close(output[:, token - 50], (weights @ read_values)[:, :, 0], atol=1e-5, rtol=1e-5)
     assert max(unpacked) <= block
+
+
+def _noting(keys_of, lengths):
+    def noting(self, start, stop):
+        lengths.append(stop - start)
+        return keys_of(self, start, stop)
+
+    return noting
 
 
 def test_old_groups_never_change():
@@ -199,7 +207,16 @@ def test_bad_inputs_are_refused():
 
 
 def test_sliding_attention_is_refused():
-    shape = dict(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
-    model = Gemma3ForCausalLM(Gemma3TextConfig(**shape, num_key_value_heads=1, head_dim=16, sliding_window=8))
+    config = Gemma3TextConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        sliding_window=8,
+    )
+    model = Gemma3ForCausalLM(config)
     with pytest.raises(UserError, match="gemma3_text has layers of sliding_attention"):
         SMALL.start(model, torch.arange(20)[None])

@@ -1,5 +1,7 @@
 """Cache layers whose KV heads hold different numbers of entries: bytes, joining, reading, attention."""
 
+from typing import Any
+
 import pytest
 import torch
 from transformers.cache_utils import Cache, DynamicCache
@@ -8,15 +10,18 @@ from keepsight.runtime.allocate import Adaptive, Pyramid, Uniform
 from keepsight.runtime.attention import grouped_attention, record_attention
 from keepsight.runtime.cache import KeptLayer, RaggedLayer, ViewedLayer, cache_bytes, entries, keep, share, stack, view
 from keepsight.runtime.decode import decode, stop_after
-from keepsight.runtime.evict import FullCache
 from keepsight.runtime.importance import Pool
+from keepsight.runtime.method import FullCache
 from keepsight.runtime.methods import SnapKV, StreamingLLM
 from keepsight.runtime.prefill import prefill, read
 from keepsight.runtime.state import Needs, join
 from tests.tiny import FAMILIES, prompt_ids, tiny_model
 
 DTYPES = [torch.float32, torch.bfloat16]
-TOLERANCE = {torch.float32: {"atol": 2e-4, "rtol": 1e-4}, torch.bfloat16: {"atol": 0.1, "rtol": 0.05}}
+TOLERANCE: dict[torch.dtype, dict[str, Any]] = {
+    torch.float32: {"atol": 2e-4, "rtol": 1e-4},
+    torch.bfloat16: {"atol": 0.1, "rtol": 0.05},
+}
 RAGGED = SnapKV(12, window=3, pool=Pool(kernel=3), allocate=Adaptive())
 METHODS = [RAGGED, SnapKV(12, window=3, allocate=Pyramid(beta=4)), StreamingLLM(9), StreamingLLM(20), FullCache()]
 
@@ -45,10 +50,11 @@ def test_ragged_layers_are_stored_to_the_byte(dtype):
 def test_entries_are_padded_on_the_left_head_by_head():
     lengths = [[3, 0, 5], [1, 7, 2]]
     cache, packed = random_cache(lengths)
+    seen: Any
     new = torch.randn(2, 3, 2, 4)
     for index, (keys, values) in enumerate(packed):
         seen, seen_values = cache.update(new, new + 1, index)
-        layer = cache.layers[index].entries()
+        layer: Any = entries(cache)[index]
         assert torch.equal(seen.keys, layer.keys)
         assert torch.equal(seen.real, layer.real)
         assert torch.equal(seen_values, layer.values)
@@ -84,13 +90,14 @@ def test_sharing_and_viewing_leave_the_cache_alone():
     new = torch.randn(1, 3, 2, 4)
     cache.update(new, new, 0)
     cache.update(new, new, 1)
-    before = [[tensor.clone() for tensor in layer] for layer in entries(cache)]
+    before: Any = [[tensor.clone() for tensor in layer if tensor is not None] for layer in entries(cache)]
     for other in (share(cache), view(cache)):
+        seen: Any
         seen, _ = other.update(new, new, 0)
         assert torch.equal(seen.keys, torch.cat([before[0][0], new], dim=2))
         assert seen.real[..., -2:].all()
         assert torch.equal(seen.real[..., :-2], before[0][2])
-    again = [list(layer) for layer in entries(cache)]
+    again: Any = entries(cache)
     assert all(
         torch.equal(*pair) for old, now in zip(before, again, strict=True) for pair in zip(old, now, strict=True)
     )
@@ -102,26 +109,26 @@ def test_a_view_never_stores_what_observers_append():
     layer = ViewedLayer(keys, values)
     assert torch.equal(layer.update(new, new)[0], torch.cat([keys, new], dim=2))
     assert layer.get_seq_length() == 6
-    assert view(Cache(layers=[KeptLayer(keys, values, 9)]), 4).layers[0].keys.shape[2] == 4
+    assert entries(view(Cache(layers=[KeptLayer(keys, values, 9)]), 4))[0].keys.shape[2] == 4
 
 
 def test_stacked_caches_keep_every_real_entry():
     """A dense cache, a padded one and a ragged one: what a mask of the batch says must reach every head."""
     ragged, _ = random_cache([[3, 1, 2]])
     dense, padded = (
-        Cache(layers=[KeptLayer(*torch.randn(2, rows, 3, length, 4), 50) for _ in range(2)])
-        for rows, length in ((1, 5), (2, 6))
+        Cache(layers=[KeptLayer(torch.randn(shape), torch.randn(shape), 50) for _ in range(2)])
+        for shape in ((1, 3, 5, 4), (2, 3, 6, 4))
     )
     mask = torch.tensor([[True] * 6, [False] * 4 + [True] * 2])
     joined, of_batch = stack([dense, padded, ragged], [None, mask, None])
     assert of_batch is None
-    real = entries(joined)[1].real
+    real: Any = entries(joined)[1].real
     assert real.sum(-1).tolist() == [[5, 5, 5], [6, 6, 6], [2, 2, 2], [3, 1, 2]]
-    held = [tensor for tensor in (entries(dense)[1].keys, entries(padded)[1].keys[:, :, -6:])]
-    assert torch.equal(entries(joined)[1].keys[0, 2][real[0, 2]], held[0][0, 2])
-    assert torch.equal(entries(joined)[1].keys[2, 1][real[2, 1]], held[1][1, 1, 4:])
+    assert torch.equal(entries(joined)[1].keys[0, 2][real[0, 2]], entries(dense)[1].keys[0, 2])
+    assert torch.equal(entries(joined)[1].keys[2, 1][real[2, 1]], entries(padded)[1].keys[1, 1, 4:])
 
     joined, of_batch = stack([dense, padded], [None, mask])
+    assert of_batch is not None
     assert of_batch.tolist() == [[False] + [True] * 5, [True] * 6, [False] * 4 + [True] * 2]
     assert entries(joined)[0].real is None
 
@@ -142,8 +149,8 @@ def test_joined_states_decode_as_they_do_alone(family, dtype):
         torch.testing.assert_close(logits[rows], alone, **TOLERANCE[dtype])
     if dtype == torch.float32:
         ids = decode(model, join(states), stop_after(6, None), pad_token=0).ids
-        alone = [decode(model, state.copy(), stop_after(6, None), pad_token=0).ids for state in states]
-        assert torch.equal(ids, torch.cat(alone))
+        answers = [decode(model, state.copy(), stop_after(6, None), pad_token=0).ids for state in states]
+        assert torch.equal(ids, torch.cat(answers))
 
 
 def test_joined_states_of_different_prompts_decode_as_they_do_alone():
@@ -165,7 +172,9 @@ def test_chunked_prefill_then_eviction_equals_the_whole_one(family, allocate, ch
     for (keys, values, real), (keys2, values2, real2) in zip(whole.entries(), chunked.entries(), strict=True):
         torch.testing.assert_close(keys, keys2, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(values, values2, atol=1e-4, rtol=1e-4)
-        assert real is real2 is None or torch.equal(real, real2)
+        assert (real is None) == (real2 is None)
+        if real is not None and real2 is not None:
+            assert torch.equal(real, real2)
     torch.testing.assert_close(whole.logits, chunked.logits, atol=1e-4, rtol=1e-4)
 
 

@@ -10,8 +10,8 @@ from keepsight.runtime.attention import record_attention
 from keepsight.runtime.cache import cache_bytes, entries
 from keepsight.runtime.decode import decode, score_answer, stop_after
 from keepsight.runtime.drafting import DraftTokens
-from keepsight.runtime.evict import FullCache
 from keepsight.runtime.importance import Pool
+from keepsight.runtime.method import FullCache
 from keepsight.runtime.methods import Oracle, SnapKV, StreamingLLM, make_method
 from keepsight.runtime.methods.oracle import OwnAnswer
 from keepsight.runtime.methods.snapkv import PromptWindow

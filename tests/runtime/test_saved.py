@@ -4,6 +4,7 @@ import json
 import os
 import struct
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from keepsight.errors import UserError
 from keepsight.runtime.allocate import Adaptive
 from keepsight.runtime.conversation import Conversation
 from keepsight.runtime.decode import decode, stop_after
-from keepsight.runtime.evict import FullCache
+from keepsight.runtime.method import FullCache
 from keepsight.runtime.methods import SnapKV
 from keepsight.runtime.prefill import prefill, read
 from keepsight.runtime.saved import load_state, save_state, weights_digest
@@ -22,7 +23,7 @@ from tests.models.modules import random_module
 from tests.tiny import FAMILIES, prompt_ids, tiny_model
 
 DENSE, RAGGED = SnapKV(12, window=4), SnapKV(12, window=4, allocate=Adaptive())
-STATES = {
+STATES: dict[str, Any] = {
     "dense": lambda model: DENSE.start(model, prompt_ids(30)[0]),
     "ragged": lambda model: RAGGED.start(model, prompt_ids(30)[0]),
     "padded": lambda model: FullCache().compress(model, prefill(model, *prompt_ids(30, 11), needs=Needs(3))),
@@ -94,7 +95,9 @@ def test_a_loaded_state_is_evicted_from_as_the_saved_one(tmp_path, method):
     state = method.start(model, prompt_ids(30)[0])
     loaded = load_state(save_state(state, tmp_path, model=model), tiny_model()).state
     options = {"max_new_tokens": 6, "do_sample": False}
-    talks = [Conversation(each_model, method, each) for each_model, each in ((model, state), (tiny_model(), loaded))]
+    talks: Any = [
+        Conversation(each_model, method, each) for each_model, each in ((model, state), (tiny_model(), loaded))
+    ]
     assert torch.equal(*(talk.say(turn, **options) for talk in talks))
     assert all(torch.equal(*pair) for pair in zip(*(talk.state.trace.window for talk in talks), strict=True))
 

@@ -1,6 +1,8 @@
 """SpeCache against full attention, and against a slow SpeCache on dense attention."""
 
+from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -9,9 +11,10 @@ import torch
 from keepsight import generate
 from keepsight.errors import UserError
 from keepsight.runtime.decode import decode, score_answer, stop_after
-from keepsight.runtime.evict import FullCache
+from keepsight.runtime.fetching import PairReader, specache_layers
+from keepsight.runtime.method import FullCache
 from keepsight.runtime.methods.kivi import Kivi
-from keepsight.runtime.methods.specache import PairReader, SpeCache
+from keepsight.runtime.methods.specache import SpeCache
 from keepsight.runtime.offload import FullEntries, Traffic
 from keepsight.runtime.prefill import prefill, read
 from keepsight.runtime.quantized_cache import PackedState
@@ -24,7 +27,7 @@ VARIANTS = [True, False]
 
 
 def _method(topk, **options):
-    return SpeCache(**{"bits": 1, "group": 8, "residual": 16} | options, topk=topk)
+    return replace(SpeCache(1, 8, 16, topk), **options)
 
 
 def _answer(*lengths):
@@ -86,7 +89,7 @@ def test_generate_greedy_and_sampled(speculative, sample):
 def test_batch_equals_single(speculative):
     model, ids = tiny_model(head_dim=WIDTH), prompt_ids(45, 45, 45)[0]
     method = _method(6, speculative=speculative)
-    options = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
+    options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
     together = generate(model, ids, method, **options)
     for row, expected in zip(ids, together, strict=True):
         assert torch.equal(generate(model, row[None], method, **options)[0], expected)
@@ -124,7 +127,7 @@ def test_an_interrupted_step_changes_nothing(failing, monkeypatch):
         state, logits = read(method.reader(model), state, token)
         torch.testing.assert_close(logits, wanted)
     assert state.kv_bytes == expected.kv_bytes
-    for one, other in zip(state.cache.layers, expected.cache.layers, strict=True):
+    for one, other in zip(specache_layers(state.cache), specache_layers(expected.cache), strict=True):
         everything = [layer.full.fetch(torch.arange(64).expand(1, KV_HEADS, -1)).wait() for layer in (one, other)]
         torch.testing.assert_close(everything[0].keys, everything[1].keys)
         torch.testing.assert_close(everything[0].values, everything[1].values)
@@ -164,7 +167,9 @@ def test_bytes_on_the_device_and_bytes_moved():
     assert traffic.offloaded == heads * 64 * entry  # the answer's 14 first tokens fill another 16 with the prompt's 2
     assert traffic.fetched == (1 + steps) * heads * 6 * entry  # the step before the first one fetches as well
     tensors = []
-    for layer in state.cache.layers:
+    for layer in specache_layers(state.cache):
+        assert layer.ahead is not None
+        assert layer.ahead.fetch is not None
         slots = layer.ahead.fetch.wait()
         tensors += [*layer.held.packed_keys, *layer.held.packed_values, layer.held.recent_keys]
         tensors += [layer.held.recent_values, *slots]
@@ -175,7 +180,7 @@ def test_bytes_on_the_device_and_bytes_moved():
 
 
 def _traffic(state):
-    return state.cache.layers[0].full.traffic
+    return specache_layers(state.cache)[0].full.traffic
 
 
 def test_full_entries_come_back_as_they_left():
@@ -196,7 +201,7 @@ def test_full_entries_come_back_as_they_left():
     [
         ({"topk": -1}, "topk -1 must be a whole number"),
         ({"topk": 0.5}, "topk 0.5"),
-        ({"heads": "sum"}, "heads 'sum' is unknown; choose one of max, mean"),
+        ({"heads": "sum"}, "heads 'sum' is unknown; choose one of mean, max"),
         ({"residual": 32, "group": 64}, "residual 32 must be a multiple of the group of 64"),
         ({"bits": 8}, "bits 8 is not offered"),
     ],

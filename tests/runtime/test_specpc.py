@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from keepsight import generate
 from keepsight.errors import UserError
 from keepsight.runtime.allocate import Adaptive
-from keepsight.runtime.evict import FullCache
+from keepsight.runtime.method import FullCache
 from keepsight.runtime.methods.specpc import select_tokens
 from tests.runtime.prompts import Fixed, small_cascade, small_specpc, tiny_draft
 from tests.tiny import FAMILIES, prompt_ids, tiny_model
