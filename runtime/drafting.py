@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from typing_extensions import override
 
+from keepsight.errors import UserError
 from keepsight.runtime.decode import decode, stop_after
 from keepsight.runtime.importance import observed_attention
 from keepsight.runtime.observe import Observer, look_back
@@ -81,7 +82,7 @@ class DraftTokens(Observer):
         observed = look_back(model, state, embeddings, observer_mask=draft.mask, reduction=reduction)
         if not self.window:
             return observed
-        rows = min(self.window, state.trace.window[0].shape[2])
+        rows = held_rows(state, self.window)
         real = draft.mask if draft.mask is not None else torch.ones_like(draft.ids, dtype=torch.bool)
         return combine(window_attention(state, rows, reduction), observed, rows, real, reduction)
 
@@ -114,6 +115,21 @@ def combine(of_window: list[Tensor], of_draft: list[Tensor], rows: int, real: Te
     return [
         (window * rows + draft * drafted) / (rows + drafted) for window, draft in zip(of_window, of_draft, strict=True)
     ]
+
+
+def held_rows(state: State, wanted: int) -> int:
+    """How many of the last `wanted` queries there are to observe from.
+
+    Raises:
+        UserError: none were recorded, or the entries of all of them may have been evicted.
+    """
+    held = state.trace.window[0].shape[2] if state.trace.window else 0
+    if not held:
+        raise UserError(
+            f"no query is left of the {wanted} that should observe: prefill with needs=method.needs(), and where an "
+            "evicted cache is evicted again, let the method keep its window"
+        )
+    return min(wanted, held)
 
 
 def window_attention(state: State, rows: int, reduction: str) -> list[Tensor]:

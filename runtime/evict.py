@@ -115,7 +115,7 @@ class Evict(CacheMethod):
         """How many entries per layer and KV head are kept of this state."""
         if isinstance(self.budget, int):
             return self.budget - self.every
-        return max(round(self.budget * state.tokens.shape[1]), self.sinks + self.window + 1)
+        return self._ratio(state.tokens.shape[1])
 
     def _ratio(self, length: int) -> int:
         return max(round(self.budget * length), self.sinks + self.window + 1)

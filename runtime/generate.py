@@ -1,5 +1,6 @@
 """`generate`: an answer from what a method keeps."""
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -29,5 +30,7 @@ def generate(
         [B, T] int64: the answers alone, without the prompts, padded on the right.
     """
     mask = attention_mask if attention_mask is not None else input_ids.new_ones(input_ids.shape)
-    ids = model.generate(input_ids, attention_mask=mask, custom_generate=method or FullCache(), **options)  # type: ignore[operator]
+    # transformers gives a streamer the prompt but no callable of ours; the method streams the answer itself.
+    custom = partial(method or FullCache(), streamer=options.get("streamer"))
+    ids = model.generate(input_ids, attention_mask=mask, custom_generate=custom, **options)  # type: ignore[operator]
     return ids[:, input_ids.shape[1] :]

@@ -1,7 +1,7 @@
 """A method: what `generate`, `model.generate(custom_generate=...)` and the evaluation run."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from keepsight.runtime.decode import Reapply, decode
 from keepsight.runtime.prefill import context_of, prefill
-from keepsight.runtime.state import Needs, State
+from keepsight.runtime.state import Needs, State, Trace
 
 
 class Method(ABC):
@@ -66,16 +66,18 @@ class Method(ABC):
         pad = generation_config.pad_token_id
         mask = model_kwargs.get("attention_mask")
         self.check(input_ids.shape[1], context_of(model))
+        state = self.start(model, input_ids, mask, chunk=generation_config.prefill_chunk_size)
+        reapply = self.reapply(model)
         return decode(
             model,
-            self.start(model, input_ids, mask, chunk=generation_config.prefill_chunk_size),
+            state if reapply else replace(state, trace=Trace()),  # recording for nobody would cost every step
             stopping_criteria,
             pad_token=0 if pad is None else int(pad),
             prompt_ids=input_ids,
             logits_processor=logits_processor,
             do_sample=bool(generation_config.do_sample),
             streamer=streamer,
-            reapply=self.reapply(model),
+            reapply=reapply,
         ).ids
 
 

@@ -10,7 +10,7 @@ from typing_extensions import override
 from keepsight.errors import UserError
 from keepsight.runtime.cache import LayerEntries
 from keepsight.runtime.decode import decode, stop_after
-from keepsight.runtime.drafting import combine, until_end, window_attention
+from keepsight.runtime.drafting import combine, held_rows, until_end, window_attention
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.importance import Pool, observed_attention
 from keepsight.runtime.methods.snapkv import SnapKV
@@ -61,7 +61,7 @@ class QueryCache(Observer):
     @override
     def __call__(self, model: PreTrainedModel, state: State, reduction: str) -> list[Tensor]:
         guessed, real = self._guess(model, state)
-        rows = min(self.window, state.trace.window[0].shape[2])
+        rows = held_rows(state, self.window) if self.window else 0
         window_mask = None if state.tokens_mask is None else state.tokens_mask[:, state.tokens.shape[1] - rows :]
         if self.mask == "published":
             both = [

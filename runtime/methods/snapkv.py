@@ -6,7 +6,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from typing_extensions import override
 
-from keepsight.runtime.drafting import window_attention
+from keepsight.runtime.drafting import held_rows, window_attention
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.observe import Observer
 from keepsight.runtime.state import Needs, State
@@ -25,7 +25,7 @@ class PromptWindow(Observer):
     @override
     def __call__(self, model: PreTrainedModel, state: State, reduction: str) -> list[Tensor]:
         assert self.size is not None
-        return window_attention(state, min(self.size, state.trace.window[0].shape[2]), reduction)
+        return window_attention(state, held_rows(state, self.size), reduction)
 
     @override
     def needs(self) -> Needs:

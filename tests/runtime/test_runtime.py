@@ -3,6 +3,7 @@
 import pytest
 import torch
 from transformers import LogitsProcessorList
+from transformers.generation.streamers import BaseStreamer
 
 from keepsight import generate
 from keepsight.errors import UserError
@@ -219,3 +220,28 @@ def test_recording_keeps_the_outputs():
 def test_bad_values_are_named(name, budget, options, said):
     with pytest.raises(UserError, match=said):
         make_method(name, budget, **options)
+
+
+class _Noted(BaseStreamer):
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.ended = False
+
+    def put(self, value: torch.Tensor) -> None:
+        self.tokens += value.flatten().tolist()
+
+    def end(self) -> None:
+        self.ended = True
+
+
+def test_streamers_get_prompt_and_answer():
+    model, ids, noted = tiny_model(), prompt_ids(40)[0], _Noted()
+    answer = generate(model, ids, SMALL[1], max_new_tokens=6, do_sample=False, streamer=noted)
+    assert noted.tokens == ids[0].tolist() + answer[0].tolist()
+    assert noted.ended
+
+
+def test_an_observer_without_queries_says_so():
+    model = tiny_model()
+    with pytest.raises(UserError, match="no query is left of the 4"):
+        SMALL[1].compress(model, prefill(model, prompt_ids(40)[0], needs=Needs()))
