@@ -135,8 +135,8 @@ def _answer_batch(
         rows = torch.tensor(open_rows, device=answer.device)
         known = agreed[rows]
         state = forget_last(after, rows, answer.shape[1] - 1 - known, logits[rows, known])
-        for row, rest_ids in zip(open_rows, _finish(model, state, limits, int(known.min())), strict=True):
-            ids[row] = _cut(torch.cat([ids[row][:-1], rest_ids]), limits)
+        for row, rest in zip(open_rows, _finish(model, state, limits, known.tolist()), strict=True):
+            ids[row] = torch.cat([ids[row][:-1], rest])
     seconds = time.perf_counter() - start
     speed = sum(len(each) for each in ids) / seconds
     return [Answered(*row, speed) for row in zip(ids, nll, hits, strict=True)]
@@ -151,17 +151,26 @@ def _ended(ids: Tensor, length: int, agreed: int, limits: Limits) -> bool:
     return agreed == length or int(ids[-1]) in limits.end_tokens or len(ids) >= limits.max_new_tokens
 
 
-def _finish(model: PreTrainedModel, state: State, limits: Limits, known: int) -> Tensor:
-    """Greedy continuations [R, T], long enough for the row of which the least is known."""
-    criteria = stop_after(limits.max_new_tokens - known, limits.end_tokens)
-    return decode(model, state, criteria, pad_token=limits.end_tokens[0]).ids
-
-
-def _cut(ids: Tensor, limits: Limits) -> Tensor:
-    """Up to the first end token, and no longer than allowed."""
-    ended = torch.isin(ids, torch.tensor(limits.end_tokens, device=ids.device)).nonzero()
-    stop = int(ended[0]) + 1 if len(ended) else len(ids)
-    return ids[: min(stop, limits.max_new_tokens)]
+def _finish(model: PreTrainedModel, state: State, limits: Limits, known: list[int]) -> list[Tensor]:
+    """Greedy continuations [T] of rows of which `known` tokens are known; rows that have ended leave the batch."""
+    written: list[list[int]] = [[] for _ in known]
+    rows = list(range(len(known)))
+    while True:
+        tokens = state.logits.argmax(dim=-1)
+        for row, token in zip(rows, tokens.tolist(), strict=True):
+            written[row].append(token)
+        stay = [
+            place
+            for place, row in enumerate(rows)
+            if written[row][-1] not in limits.end_tokens and known[row] + len(written[row]) < limits.max_new_tokens
+        ]
+        if not stay:
+            return [torch.tensor(each, device=tokens.device) for each in written]
+        if len(stay) < len(rows):
+            kept = torch.tensor(stay, device=tokens.device)
+            state = forget_last(state, kept, torch.zeros_like(kept), state.logits[kept])
+            rows, tokens = [rows[place] for place in stay], tokens[kept]
+        state, _ = read(model, state, tokens[:, None])
 
 
 def answer_evicting(

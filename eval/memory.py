@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -23,7 +24,8 @@ def peak_bytes(action: Callable[[], object]) -> int:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         result = action()  # held, or what it frees would count as freed within
     del result
-    changes = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]  # type: ignore[union-attr]
+    recorded: Any = profiled.profiler
+    changes = [event for event in recorded.kineto_results.events() if event.name() == "[memory]"]
     held = most = 0
     for event in sorted(changes, key=lambda each: each.start_ns()):
         held += event.nbytes()

@@ -14,6 +14,9 @@ from torch.nn import functional
 from transformers.cache_utils import Cache, DynamicLayer
 from typing_extensions import override
 
+_ROOM = 64
+"""Entries for which a layer makes room when it has to grow."""
+
 
 class PaddedKeys(NamedTuple):
     """Keys of which some are padding that differs by head: what a layer hands to the attention function.
@@ -58,15 +61,31 @@ class KeptLayer(DynamicLayer):
         super().__init__()
         self.lazy_initialization(keys, values)
         self.keys, self.values, self.seen, self.real = keys, values, seen, real
+        self._room: tuple[Tensor, Tensor] | None = None
 
     @override
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> Any:
         self.seen += key_states.shape[-2]
-        keys, values = super().update(key_states, value_states)
+        self._append(key_states, value_states)
         if self.real is None:
-            return keys, values
+            return self.keys, self.values
         self.real = functional.pad(self.real, (0, key_states.shape[-2]), value=True)
-        return PaddedKeys(keys, self.real), values
+        return PaddedKeys(self.keys, self.real), self.values
+
+    def _append(self, keys: Tensor, values: Tensor) -> None:
+        """Append in place where there is room: a copy of all entries at every token would cost more than attention.
+
+        The room belongs to this layer alone; what is shared with other layers is never written to.
+        """
+        before, after = self.keys.shape[2], self.keys.shape[2] + keys.shape[2]
+        if self._room is None or after > self._room[0].shape[2]:
+            shape = (*self.keys.shape[:2], after + _ROOM, self.keys.shape[3])
+            self._room = self.keys.new_empty(shape), self.values.new_empty(shape)
+            for room, own in zip(self._room, (self.keys, self.values), strict=True):
+                room[:, :, :before] = own
+        for room, new in zip(self._room, (keys, values), strict=True):
+            room[:, :, before:after] = new
+        self.keys, self.values = (room[:, :, :after] for room in self._room)
 
     @override
     def get_seq_length(self) -> int:
@@ -81,6 +100,7 @@ class KeptLayer(DynamicLayer):
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)
         self.seen += tokens_to_remove
+        self._room = None  # others may share what would be overwritten
         if self.real is not None:
             self.real = self.real[..., : self.keys.shape[-2]]
 

@@ -90,10 +90,13 @@ def observed_attention(
 
     def block(start: int) -> Tensor:
         chosen = slice(start, min(start + _ROWS_AT_ONCE, rows))
-        weights = _attention(query[:, :, chosen], key, scaling, rows - start, key_mask)[..., :length]
+        visible = key.shape[2] - rows + chosen.stop  # no query of the block sees what comes later
+        seen_mask = None if key_mask is None else key_mask[..., :visible]
+        weights = _attention(query[:, :, chosen], key[:, :, :visible], scaling, seen_mask)[..., :length]
         if query_mask is not None:
             weights = weights * query_mask[:, None, chosen, None]
-        return weights.amax(dim=2) if reduction == "max" else weights.sum(dim=2)
+        reduced = weights.amax(dim=2) if reduction == "max" else weights.sum(dim=2)
+        return functional.pad(reduced, (0, length - reduced.shape[-1]))
 
     join = torch.maximum if reduction == "max" else torch.add
     total = functools.reduce(join, map(block, range(0, rows, _ROWS_AT_ONCE)))
@@ -103,13 +106,13 @@ def observed_attention(
     return total / counted.clamp(min=1)[:, None, None]
 
 
-def _attention(query: Tensor, key: Tensor, scaling: float, rows_left: int, key_mask: Tensor | None) -> Tensor:
-    """Softmax in float32 of q queries, the first of which is `rows_left` from the end of the keys: [B, H, q, S]."""
+def _attention(query: Tensor, key: Tensor, scaling: float, key_mask: Tensor | None) -> Tensor:
+    """Softmax in float32 of the queries of the last q keys: [B, H, q, S]."""
     batch, heads, rows, width = query.shape
     kv_heads, keys = key.shape[1], key.shape[2]
     grouped = query.reshape(batch, kv_heads, (heads // kv_heads) * rows, width)
     logits = (grouped @ key.transpose(-1, -2)).view(batch, kv_heads, -1, rows, keys).float() * scaling
-    last_visible = keys - rows_left + torch.arange(rows, device=query.device)
+    last_visible = keys - rows + torch.arange(rows, device=query.device)
     visible = torch.arange(keys, device=query.device) <= last_visible[:, None]
     if key_mask is not None:
         by_head = key_mask if key_mask.dim() == 3 else key_mask[:, None]

@@ -7,8 +7,9 @@ layers that self-speculative decoding skips by Bayesian optimisation.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from statistics import mean, median
 
@@ -115,16 +116,16 @@ def search(target: PreTrainedModel, texts: Sequence[Text], keep: int, log: Path)
 
 
 @torch.no_grad()
-def seconds_a_token(model: PreTrainedModel, prompt_ids: Sequence[int], tokens: int = 32) -> float:
-    """The median time of a greedy decoding step after a prompt."""
-    cache, seconds = DynamicCache(), []
-    ids = torch.tensor([prompt_ids], device=model.device)
-    for _ in range(tokens + 1):
-        start = time.perf_counter()
-        logits = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-        ids = torch.tensor([[int(logits[0, -1].argmax())]], device=model.device)  # waits for a GPU
-        seconds.append(time.perf_counter() - start)
-    return median(seconds[1:])
+def relative_time(
+    draft: PreTrainedModel, target: PreTrainedModel, prompt_ids: Sequence[int], tokens: int = 64
+) -> float:
+    """A draft's time for a greedy decoding step after a prompt, by the target's: the ratio of the medians.
+
+    The two take turns, so that whatever else the machine does slows both.
+    """
+    turns = zip(_decoding(draft, prompt_ids), _decoding(target, prompt_ids), strict=True)
+    seconds = list(islice(turns, 1, tokens + 1))  # the prompts come first
+    return median(own for own, _ in seconds) / median(theirs for _, theirs in seconds)
 
 
 def draft_figure(searched: Sequence[Subset], held_out: Sequence[Subset]) -> Figure:
@@ -184,3 +185,13 @@ def _inputs(model: PreTrainedModel, hidden: Sequence[Tensor]) -> list[tuple[Tens
     decoder = model.get_decoder()
     states = [decoder(inputs_embeds=each, use_cache=False, output_hidden_states=True).hidden_states for each in hidden]
     return list(zip(*(each[:-1] for each in states), strict=True))
+
+
+def _decoding(model: PreTrainedModel, prompt_ids: Sequence[int]) -> Iterator[float]:
+    """Read a prompt and answer it greedily, without an end: the seconds of each forward pass."""
+    cache, ids = DynamicCache(), torch.tensor([prompt_ids], device=model.device)
+    while True:
+        start = time.perf_counter()
+        logits = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        ids = torch.tensor([[int(logits[0, -1].argmax())]], device=model.device)  # waits for a GPU
+        yield time.perf_counter() - start

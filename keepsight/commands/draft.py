@@ -10,7 +10,6 @@ draft.json and draft.png to `out`. A stopped search goes on when the same comman
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from statistics import median
 
 from keepsight.commands.data import read_mixture
 from keepsight.config import Recipe, at_least_one
@@ -23,7 +22,7 @@ from keepsight.files import write_json
 from keepsight.models.drafts import keep_layers
 from keepsight.models.targets import Target
 from keepsight.targets import target_of
-from keepsight.train.draft_layers import Subset, Text, closeness, draft_figure, read, search, seconds_a_token
+from keepsight.train.draft_layers import Subset, Text, closeness, draft_figure, read, relative_time, search
 
 
 @dataclass
@@ -122,9 +121,7 @@ def _held_out(target: Target, subset: Subset, texts: list[Text]) -> Subset:
 
 
 def _relative_time(target: Target, subset: Subset, prompt_ids: list[int]) -> float:
-    """A draft's time a token by the target's, the median of three pairs of measurements."""
-    draft = keep_layers(target.model, subset.layers)
-    return median(seconds_a_token(draft, prompt_ids) / seconds_a_token(target.model, prompt_ids) for _ in range(3))
+    return relative_time(keep_layers(target.model, subset.layers), target.model, prompt_ids)
 
 
 def _table(chosen: list[Subset], times: list[float], config: Config) -> str:

@@ -7,7 +7,7 @@ options alone, which change the part that the method has.
 
 import dataclasses
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from keepsight.errors import UserError
@@ -52,7 +52,7 @@ def make_method(name: str, budget: int | float | None, resources: Resources | No
         parts = reader.fields(kind, options, reader.defaults(kind), taken=("budget",))
     except UserError as error:
         raise UserError(f"method {name!r}: {error}") from None
-    make: Callable[..., Method] = kind
+    make: Any = kind
     return make(budget, **parts)
 
 
@@ -117,7 +117,7 @@ class _Reader:
             raise UserError(f"{role}: {name!r} is unknown; choose one of {', '.join(kinds)}")
         if name is None and not dataclasses.is_dataclass(default):
             raise UserError(f"{role}: give it a name, one of {', '.join(kinds)}")
-        kind = type(default) if name is None else kinds[name]
+        kind: Any = type(default) if name is None else kinds[name]
         same = {each.name: getattr(default, each.name) for each in dataclasses.fields(kind)} if name is None else {}
         try:
             return kind(**self.fields(kind, options, same))

@@ -21,6 +21,7 @@ from keepsight.runtime.drafting import Draft, DraftTokens, Given
 from keepsight.runtime.methods import H2O, LAQ, AdaKV, Oracle, SnapKV, SpecKV, SpecPC, StreamingLLM, Truncation
 from keepsight.runtime.prefill import prefill, read
 from keepsight.runtime.state import State
+from tests.eval.rows import CLOCKS, comparable
 
 MANY = 100_000
 TEXT = "The quick brown fox jumps over the lazy dog, and then it sleeps for a while in the sun. " * 4
@@ -48,12 +49,6 @@ VARIANTS = [
     Variant("truncation", Truncation(30)),
     Variant("snapkv every=4", SnapKV(40, window=8, every=4)),
 ]
-CLOCKS = {"seconds": 0, "time_to_first_token": 0, "tokens_per_second": 0}
-
-
-def comparable(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Without what clocks and the order of additions decide."""
-    return [row | CLOCKS | {"excess_nll": pytest.approx(row["excess_nll"], abs=1e-4)} for row in rows]
 
 
 def ids_of(target: Target, each: Sample) -> tuple[Tensor, Tensor]:

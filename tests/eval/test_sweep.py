@@ -1,6 +1,5 @@
 """The sweep shares one prefill and decodes in batches; each row is what the method alone would give."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from keepsight.runtime.methods.oracle import OwnAnswer
 from keepsight.runtime.observe import Observer
 from keepsight.runtime.prefill import prefill
 from keepsight.runtime.state import Needs, State
+from tests.eval.rows import CLOCKS, comparable
 
 MANY = 100_000
 TEXT = "The quick brown fox jumps over the lazy dog, and then it sleeps. " * 6
@@ -131,14 +131,6 @@ def test_budgets_are_exact(target: Target, rows: list[dict[str, Any]]) -> None:
     tokens = ids_of(target).shape[1]
     expected = [16, round(tokens / 2), 40, 64, 8, round(tokens / 4), 12, tokens]
     assert [row["kept"] for row in rows[1:]] == expected
-
-
-CLOCKS = {"seconds": 0, "time_to_first_token": 0, "tokens_per_second": 0}
-
-
-def comparable(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Without what clocks and the order of additions decide."""
-    return [row | CLOCKS | {"excess_nll": pytest.approx(row["excess_nll"], abs=1e-5)} for row in rows]
 
 
 @pytest.mark.parametrize("batch_tokens", [1, 300, 400])

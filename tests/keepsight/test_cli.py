@@ -60,7 +60,7 @@ WRONG = {
     "eval out=out methods=[snapkv] budgets=[64,64]": "methods= and budgets= name 'snapkv' at budget 64 twice; ",
     "eval out=out methods=[{name:tova,label:a},{name:h2o,label:a}]": "methods= and budgets= name 'a' at budget 64 ",
     "eval out=out methods=[{name:snapkv,allocate:ada}]": "method 'snapkv': allocate: 'ada' is unknown; choose one of ",
-    "eval out=out methods=[{name:adakv,window:0}] budgets=[4]": "adakv: budget 4 with floor 0.2 can leave a head ",
+    "eval out=out methods=[{name:adakv,window:0,observer:{size:4}}] budgets=[4]": "adakv: budget 4 with ",
     "eval out=out methods=[{name:evict}]": "method 'evict': option 'observer' is missing, one of ",
     "eval out=out methods=[{name:evict,observer:prompt}]": "method 'evict': observer: 'prompt' is unknown; ",
     "eval out=out methods=[{name:dapq,observer:{drafter:it}}]": "method 'dapq': observer: drafter: 'it' is unknown; ",

@@ -187,7 +187,7 @@ def test_an_adapter_says_how_it_was_trained(adapter: Path) -> None:
     assert (method.reduce, method.pool) == (Reduce(heads="max"), Pool("avg", 3))
     assert isinstance(method.observer, SoftTokens) and method.observer.artifact is resources.artifact
     pooled = make_method("lookaheadkv", 64, resources, pool={"kernel": 5}, allocate="pyramidkv")
-    parts = {"observer": method.observer, "reduce": Reduce(heads="max")}
+    parts: dict[str, Any] = {"observer": method.observer, "reduce": Reduce(heads="max")}
     assert pooled == LookaheadKV(64, pool=Pool("avg", 5), allocate=Pyramid(), **parts)
     free = make_method("evict", 64, resources, observer="soft_tokens")
     assert isinstance(free, Evict) and free.observer == method.observer and free.pool == Pool()
@@ -236,8 +236,13 @@ WRONG: list[tuple[str, Any, dict[str, Any], str]] = [
     ("snapkv", 64, {"allocate": "ada"}, "method 'snapkv': allocate: 'ada' is unknown; choose one of uniform, "),
     ("snapkv", 64, {"allocate": {"floor": 1}}, "method 'snapkv': allocate: there is no option 'floor'; it takes none"),
     ("adakv", 64, {"allocate": {"floor": 2}}, "method 'adakv': allocate: adakv: floor 2 must be between 0 and 1"),
-    ("adakv", 4, {"window": 0}, "adakv: budget 4 with floor 0.2 can leave a head without entries"),
-    ("pyramidkv", 9, {"window": 0}, "pyramidkv: budget 9 with beta 20 leaves the last layer without entries"),
+    (
+        "adakv",
+        4,
+        {"window": 0, "observer": {"size": 4}},
+        "adakv: budget 4 with floor 0.2 can leave a head without entries",
+    ),
+    ("pyramidkv", 9, {"window": 0, "observer": {"size": 4}}, "pyramidkv: budget 9 with beta 20 leaves"),
     ("evict", 64, {}, "method 'evict': option 'observer' is missing, one of soft_tokens, "),
     ("evict", 64, {"observer": "window"}, "method 'evict': observer: 'window' is unknown; choose one of "),
     ("evict", 64, {"observer": {"size": 4}}, "method 'evict': observer: give it a name, one of "),

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from keepsight.errors import UserError
 from keepsight.models.drafts import keep_layers
 from keepsight.train import draft_layers
-from keepsight.train.draft_layers import Subset, Text, closeness, draft_figure, read, search, seconds_a_token
+from keepsight.train.draft_layers import Subset, Text, closeness, draft_figure, read, relative_time, search
 from tests.tiny import FAMILIES, prompt_ids, tiny_model
 
 DEPTH = 5
@@ -148,17 +148,27 @@ def test_a_log_of_another_search_is_refused(tmp_path: Path) -> None:
     assert [len(json.loads(line).get("layers", [])) for line in before.splitlines()] == [0, 2]
 
 
-def test_seconds_a_token_decodes_that_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, lengths = tiny_model(), []
-    forward = model.forward
+def test_draft_and_target_are_timed_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny_model()
+    draft, calls = keep_layers(target, [1]), []
+    clock = iter(range(100))
+    monkeypatch.setattr(draft_layers.time, "perf_counter", lambda: next(clock))
 
-    def noted(**inputs: Any) -> Any:
-        lengths.append(inputs["input_ids"].shape[1])
-        return forward(**inputs)
+    def noted(model: Any, name: str, ticks: int) -> None:
+        forward = model.forward
 
-    monkeypatch.setattr(model, "forward", noted)
-    assert seconds_a_token(model, PROMPTS[0], tokens=3) > 0
-    assert lengths == [20, 1, 1, 1]
+        def note(**inputs: Any) -> Any:
+            calls.append((name, inputs["input_ids"].shape[1]))
+            for _ in range(ticks):
+                next(clock)
+            return forward(**inputs)
+
+        monkeypatch.setattr(model, "forward", note)
+
+    noted(draft, "draft", 2)
+    noted(target, "target", 4)
+    assert relative_time(draft, target, PROMPTS[0], tokens=3) == (2 + 1) / (4 + 1)
+    assert calls == [("draft", 20), ("target", 20), *[("draft", 1), ("target", 1)] * 3]
 
 
 def test_the_figure_shows_search_and_held_out() -> None:
