@@ -173,20 +173,30 @@ def _finish(model: PreTrainedModel, state: State, limits: Limits, known: list[in
         state, _ = read(model, state, tokens[:, None])
 
 
-def answer_evicting(
-    model: PreTrainedModel, state: State, question: Tensor, answer: Tensor, limits: Limits, reapply: Reapply
+def answer_alone(
+    model: PreTrainedModel, state: State, question: Tensor, answer: Tensor, limits: Limits, reapply: Reapply | None
 ) -> Answered:
-    """The same for one variant that also evicts while it decodes: token by token, and scored between evictions."""
+    """The same for one variant that no batch can hold: it evicts while it decodes, or its cache has a form of its own.
+
+    Args:
+        model: What reads the state: the target, or the method's reader.
+        state: Of one row; it stays as it is.
+        question: As for `answer_all`.
+        answer: As for `answer_all`.
+        limits: See `Limits`.
+        reapply: The method's eviction while decoding; the answer is scored between evictions.
+    """
     state = _after(model, state.copy(), question)
     start = time.perf_counter()
     criteria = stop_after(limits.max_new_tokens, limits.end_tokens)
     ids = decode(model, state.copy(), criteria, pad_token=limits.end_tokens[0], reapply=reapply).ids[0]
     speed = len(ids) / (time.perf_counter() - start)
     logits = [state.logits[:, None]]
-    for first in range(0, answer.shape[1] - 1, reapply.every):
-        if first:
+    every = reapply.every if reapply is not None else answer.shape[1]
+    for first in range(0, answer.shape[1] - 1, every):
+        if first and reapply is not None:
             state = reapply.compress(state)
-        state, block = read(model, state, answer[:, first : min(first + reapply.every, answer.shape[1] - 1)])
+        state, block = read(model, state, answer[:, first : min(first + every, answer.shape[1] - 1)])
         logits.append(block)
     joined = torch.cat(logits, dim=1)
     nll = functional.cross_entropy(joined.transpose(1, 2), answer, reduction="none")

@@ -125,13 +125,15 @@ def _panels(count: int, columns: int) -> tuple[Figure, Iterator[Axes]]:
 
 
 def _draw(panel: Axes, rows: Sequence[SummaryRow], measure: Measure) -> None:
+    for whole in (row for row in rows if row.budget is None):  # they keep every entry: a level, not a point
+        style = style_of(whole.method)
+        panel.axhline(measure.value(whole), color=style.colour, linestyle=style.line, linewidth=1, label=whole.method)
+    measure.scale(panel, [measure.value(row) for row in rows])
+    rows = [row for row in rows if row.budget is not None]
     methods = _methods(rows)
-    for full in (row for row in rows if row.method == FULL):
-        panel.axhline(measure.value(full), color=STYLES[FULL].colour, linestyle="--", linewidth=1, label=FULL)
     for place, method in enumerate(methods):
         points = sorted((row for row in rows if row.method == method), key=lambda row: row.budget or 0)
         _line(panel, points, measure, 2 ** (0.04 * (place - (len(methods) - 1) / 2)))
-    measure.scale(panel, [measure.value(row) for row in rows])
     _budget_axis(panel, sorted({row.budget for row in rows if row.budget is not None}))
     panel.grid(axis="y", color=GRID, linewidth=0.6)
     panel.set_axisbelow(True)

@@ -49,7 +49,7 @@ class Timing:
 
     Attributes:
         method: Name.
-        budget: Entries per KV head and layer; None for the full cache.
+        budget: Entries per KV head and layer; None where all are kept.
         seconds: Of each phase before the first token.
         time_to_first_token: Their sum.
         tokens_per_second: Answer tokens of the batch in which it was decoded.

@@ -187,7 +187,7 @@ def _block(title: str, rows: Sequence[SummaryRow]) -> str:
     lines = [title, f"{'budget':>6}  {'method':<{width}}  {'score':>6}  {'':<12}  {'excess NLL':>10}  agreement     n"]
     previous: object = object()
     for row in rows:
-        budget = "full" if row.budget is None else str(row.budget)
+        budget = "all" if row.budget is None else str(row.budget)
         share = share_of_full(row, rows)
         of_full = "" if row.method == FULL or share is None else f"{share:.2f} of full"
         lines.append(

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from keepsight.errors import UserError
-from keepsight.eval.answers import Answered, Limits, answer_all, answer_evicting, answer_full
+from keepsight.eval.answers import Answered, Limits, answer_all, answer_alone, answer_full
 from keepsight.eval.compress import Compressed, Seconds, SharedPrompt, needs_of, recall, since
 from keepsight.eval.metrics import score
 from keepsight.eval.samples import Sample, render, render_apart
@@ -27,6 +27,7 @@ from keepsight.models.targets import Target
 from keepsight.runtime.drafting import Draft
 from keepsight.runtime.method import FullCache, Method
 from keepsight.runtime.prefill import context_of, prefill
+from keepsight.runtime.quantized_cache import PackedState
 
 QUESTIONS = ("seen", "unseen", "multi")
 FULL = "full"
@@ -177,14 +178,16 @@ def _ids(sample: Sample, target: Target, question: str) -> tuple[Tensor, Tensor]
 def _answers(
     target: Target, asked: _Asked, methods: Sequence[Method], compressed: Sequence[Compressed]
 ) -> list[Answered]:
-    """Methods that evict while decoding answer alone, all others in batches."""
+    """Methods that evict while decoding and packed caches answer alone, all others in batches."""
     model, question = target.model, (asked.question, asked.answer, asked.limits)
-    reapplied = {index: each for index, method in enumerate(methods) if (each := method.reapply(model)) is not None}
-    together = [index for index in range(len(methods)) if index not in reapplied]
+    answers = {}
+    for index, (method, each) in enumerate(zip(methods, compressed, strict=True)):
+        reapply = method.reapply(model)
+        if reapply is not None or isinstance(each.state, PackedState):
+            answers[index] = answer_alone(method.reader(model), each.state, *question, reapply)
+    together = [index for index in range(len(methods)) if index not in answers]
     batched = answer_all(model, [compressed[index].state for index in together], *question)
-    answers = dict(zip(together, batched, strict=True))
-    for index, reapply in reapplied.items():
-        answers[index] = answer_evicting(model, compressed[index].state, *question, reapply)
+    answers.update(zip(together, batched, strict=True))
     return [answers[index] for index in range(len(methods))]
 
 

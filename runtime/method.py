@@ -32,6 +32,10 @@ class Method(ABC):
             chunk: Tokens a forward pass of the prefill.
         """
 
+    def reader(self, model: PreTrainedModel) -> PreTrainedModel:
+        """What `read`, `decode` and `score_answer` are called with in the model's place, for this method's states."""
+        return model
+
     def reapply(self, model: PreTrainedModel) -> Reapply | None:
         """What decoding does every few tokens to hold the budget; None for nothing."""
         return None
@@ -69,7 +73,7 @@ class Method(ABC):
         state = self.start(model, input_ids, mask, chunk=generation_config.prefill_chunk_size)
         reapply = self.reapply(model)
         return decode(
-            model,
+            self.reader(model),
             state if reapply else replace(state, trace=Trace()),  # recording for nobody would cost every step
             stopping_criteria,
             pad_token=0 if pad is None else int(pad),

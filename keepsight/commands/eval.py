@@ -16,6 +16,7 @@ sample), summary.csv, plots and report.html. A stopped run goes on when the same
 import platform
 import shlex
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ from keepsight.files import append_lines, whole_lines
 from keepsight.models.targets import Target
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.methods import Resources, make_method
+from keepsight.runtime.methods.make import takes
 from keepsight.targets import adapter_of, has_draft, resources_of, target_of
 
 
@@ -66,6 +68,7 @@ class Config(Recipe):
         lengths: Prompt lengths of the needle tasks, in tokens of the target's tokenizer.
         methods: Names, or {name: NAME, option: value}.
         budgets: Entries per layer and KV head, or ratios such as 0.1.
+        bits: For the methods that store entries in fewer bits: a row for each; their own default when empty.
         samples: Per task and length; per file of the jsonl task (0 for all).
         seed: Of the needle tasks.
         haystack: Text file to hide needles in, instead of the offline essays.
@@ -83,6 +86,7 @@ class Config(Recipe):
     lengths: list[int] = field(default_factory=lambda: [512, 1024])
     methods: list[Any] = field(default_factory=lambda: ["full", "oracle", "lookaheadkv", "snapkv", "streamingllm"])
     budgets: list[Any] = field(default_factory=lambda: [64, 128])
+    bits: list[int] = field(default_factory=list)
     samples: int = 20
     seed: int = 1000
     haystack: str | None = None
@@ -150,14 +154,25 @@ def variants_of(config: Config, resources: Resources) -> list[Variant]:
     for given in config.methods:
         if given == FULL or given == {"name": FULL}:
             continue  # the sweep always answers from the full cache first
-        name, label, options = _read_method(given)
-        for budget in config.budgets:
-            if any((each.name, each.budget) == (label, budget) for each in variants):
-                raise UserError(f"methods= and budgets= name {label!r} at budget {budget} twice; name it once")
-            variants.append(Variant(label, make_method(name, budget, resources, **options)))
+        for name, label, options in _by_bits(*_read_method(given), config.bits):
+            for budget in config.budgets if takes(name, "budget") else [None]:
+                if any((each.name, each.budget) == (label, budget) for each in variants):
+                    raise UserError(f"methods= and budgets= name {label!r} at budget {budget} twice; name it once")
+                variants.append(Variant(label, make_method(name, budget, resources, **options)))
     if not variants:
         raise UserError("methods= and budgets= must name at least one method that evicts, and one budget")
     return variants
+
+
+def _by_bits(
+    name: str, label: str, options: dict[str, Any], bits: list[int]
+) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """The method once for each of `bits`, if it has that option and does not say it itself."""
+    if not bits or "bits" in options or not takes(name, "bits"):
+        yield name, label, options
+        return
+    for each in bits:
+        yield name, f"{label} bits={each}", options | {"bits": each}
 
 
 def _read_method(given: Any) -> tuple[str, str, dict[str, Any]]:

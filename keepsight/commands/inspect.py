@@ -19,7 +19,7 @@ from keepsight.models.targets import Target
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.method import Method
 from keepsight.runtime.methods import Resources, make_method
-from keepsight.runtime.prefill import prefill
+from keepsight.runtime.prefill import context_of, prefill
 from keepsight.runtime.state import State
 from keepsight.targets import adapter_of, has_draft, resources_of, target_of
 
@@ -86,7 +86,7 @@ def _ids(text: str, template: bool, target: Target) -> list[int]:
     if template:
         text = chat_text(target.tokenizer, [{"role": "user", "content": text}])
     ids: list[int] = target.tokenizer(text, add_special_tokens=not template)["input_ids"]
-    context = target.model.config.get_text_config().max_position_embeddings
+    context = context_of(target.model)
     if not 0 < len(ids) <= context:
         raise UserError(f"the prompt has {len(ids)} tokens; this model takes 1 to {context}")
     return ids
@@ -94,6 +94,7 @@ def _ids(text: str, template: bool, target: Target) -> list[int]:
 
 def _kept(method: Evict, target: Target, ids: torch.Tensor) -> np.ndarray:
     """[layers, KV heads, N] bool."""
+    method.check(ids.shape[1], context_of(target.model))
     state: State = prefill(target.model, ids, needs=method.needs())
     if method.fits(state):
         raise UserError(f"budget={method.budget} keeps all {state.length} prompt tokens; lower it")

@@ -6,6 +6,7 @@ from keepsight.runtime.methods.adakv import AdaKV
 from keepsight.runtime.methods.dapq import DapQ
 from keepsight.runtime.methods.h2o import H2O
 from keepsight.runtime.methods.key_norm import KeyNorm
+from keepsight.runtime.methods.kivi import Kivi
 from keepsight.runtime.methods.lacache import LaCache
 from keepsight.runtime.methods.laq import LAQ, LAQPlus
 from keepsight.runtime.methods.llmlingua import LLMLingua2
@@ -18,6 +19,7 @@ from keepsight.runtime.methods.registry import DRAFTERS, METHODS, OBSERVERS
 from keepsight.runtime.methods.resources import Resources
 from keepsight.runtime.methods.sentence_similarity import SentenceSimilarity
 from keepsight.runtime.methods.snapkv import SnapKV
+from keepsight.runtime.methods.specache import SpeCache
 from keepsight.runtime.methods.speckv import SpecKV
 from keepsight.runtime.methods.speckvpc import SpecKVPC
 from keepsight.runtime.methods.specpc import SpecPC
@@ -37,6 +39,7 @@ __all__ = [
     "Evict",
     "FullCache",
     "KeyNorm",
+    "Kivi",
     "LAQPlus",
     "LLMLingua2",
     "LaCache",
@@ -47,6 +50,7 @@ __all__ = [
     "Resources",
     "SentenceSimilarity",
     "SnapKV",
+    "SpeCache",
     "SpecKV",
     "SpecKVPC",
     "SpecPC",

@@ -31,29 +31,44 @@ def make_method(name: str, budget: int | float | None, resources: Resources | No
 
     Args:
         name: Such as `snapkv`; `evict` for a composition whose observer is among the options.
-        budget: Entries per layer and KV head, or a ratio; unused by `full`.
+        budget: Entries per layer and KV head, or a ratio; unused by the methods that keep all entries.
         resources: For the methods that need an adapter, a draft or a tokenizer.
         options: Other fields of the method, as values or as plain text and mappings.
 
     Raises:
         UserError: an unknown name or option, a value out of range, or a resource that is missing.
     """
-    if name not in METHODS:
-        near = difflib.get_close_matches(name, METHODS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise UserError(f"method {name!r} is unknown; choose one of {', '.join(METHODS)}{hint}")
-    kind = METHODS[name]
+    kind = _kind(name)
     if kind is FullCache:
         return FullCache()
-    if budget is None:
-        raise UserError(f"method {name!r} needs a budget, in entries per layer and KV head")
+    make: Any = kind
     reader = _Reader(resources or Resources())
     try:
         parts = reader.fields(kind, options, reader.defaults(kind), taken=("budget",))
     except UserError as error:
         raise UserError(f"method {name!r}: {error}") from None
-    make: Any = kind
+    if not takes(name, "budget"):
+        return make(**parts)
+    if budget is None:
+        raise UserError(f"method {name!r} needs a budget, in entries per layer and KV head")
     return make(budget, **parts)
+
+
+def takes(name: str, field: str) -> bool:
+    """Whether a method has a field of this name.
+
+    Raises:
+        UserError: there is no such method.
+    """
+    return any(each.name == field for each in dataclasses.fields(_kind(name)))  # type: ignore[arg-type]
+
+
+def _kind(name: str) -> type[Method]:
+    if name in METHODS:
+        return METHODS[name]
+    near = difflib.get_close_matches(name, METHODS, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise UserError(f"method {name!r} is unknown; choose one of {', '.join(METHODS)}{hint}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +111,9 @@ class _Reader:
 
     def part(self, role: str, value: Any, default: Any) -> Any:
         """The value of the field `role`."""
+        if role == "inner" and isinstance(value, Mapping):
+            options = dict(value)
+            return make_method(str(options.pop("name", "")), options.pop("budget", None), self.resources, **options)
         if role in ("pool", "first_pool") and isinstance(value, str):
             return NO_POOL if value == "none" else Pool(value)
         if role == "reduce" and isinstance(value, str):

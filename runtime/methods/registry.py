@@ -7,6 +7,7 @@ from keepsight.runtime.methods.adakv import AdaKV
 from keepsight.runtime.methods.dapq import ConstantText, DapQ, PromptEnds, RandomTokens
 from keepsight.runtime.methods.h2o import H2O, ReceivedAttention
 from keepsight.runtime.methods.key_norm import KeyNorm, ShortKeys
+from keepsight.runtime.methods.kivi import Kivi
 from keepsight.runtime.methods.lacache import LaCache, Ladder
 from keepsight.runtime.methods.laq import LAQ, LAQPlus, QueryCache
 from keepsight.runtime.methods.llmlingua import LLMLingua2
@@ -16,6 +17,7 @@ from keepsight.runtime.methods.pyramidkv import PyramidKV
 from keepsight.runtime.methods.random_entries import Lots, RandomEntries
 from keepsight.runtime.methods.sentence_similarity import SentenceSimilarity
 from keepsight.runtime.methods.snapkv import PromptWindow, SnapKV
+from keepsight.runtime.methods.specache import SpeCache
 from keepsight.runtime.methods.speckv import DraftModel, SpecKV
 from keepsight.runtime.methods.speckvpc import SpecKVPC
 from keepsight.runtime.methods.specpc import SpecPC
@@ -46,6 +48,8 @@ METHODS: dict[str, type[Method]] = {
     "llmlingua2": LLMLingua2,
     "sentence_similarity": SentenceSimilarity,
     "truncation": Truncation,
+    "kivi": Kivi,
+    "specache": SpeCache,
     "evict": Evict,
 }
 OBSERVERS: dict[str, type[Observer]] = {

@@ -1,24 +1,19 @@
 """SpeCache: a copy in 1 or 2 bits to read, the full cache on the CPU, and a guessed token that fetches ahead."""
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
-import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
-from transformers.generation import LogitsProcessorList, StoppingCriteriaList
-from transformers.generation.streamers import BaseStreamer
+from transformers import PreTrainedModel
 from typing_extensions import override
 
 from keepsight.errors import UserError
-from keepsight.runtime.decode import decode
 from keepsight.runtime.fetching import PairReader, Selection, SpeCacheLayer
 from keepsight.runtime.importance import Reduce
 from keepsight.runtime.method import CacheMethod
 from keepsight.runtime.methods.kivi import check_sizes
 from keepsight.runtime.offload import FullEntries, Traffic, require_memory
 from keepsight.runtime.packed_entries import PackedEntries
-from keepsight.runtime.prefill import context_of
 from keepsight.runtime.quantization import Quantizer
 from keepsight.runtime.quantized_cache import pack_state, prefill_packed, require_full_attention, require_unpadded
 from keepsight.runtime.state import State
@@ -61,8 +56,8 @@ class SpeCache(CacheMethod):
         """Bits and groups."""
         return Quantizer(self.bits, self.group, self.one_bit)
 
+    @override
     def reader(self, model: PreTrainedModel) -> PreTrainedModel:
-        """What `read`, `decode` and `score_answer` are called with in the model's place."""
         return cast(PreTrainedModel, PairReader(model)) if self.speculative and self.topk else model
 
     @override
@@ -77,31 +72,6 @@ class SpeCache(CacheMethod):
     def compress(self, model: PreTrainedModel, state: State) -> State:
         self._require(model, state.tokens)
         return pack_state(state, self._packer())
-
-    @override
-    @torch.no_grad()
-    def __call__(
-        self,
-        model: PreTrainedModel,
-        input_ids: Tensor,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
-        streamer: BaseStreamer | None = None,
-        **model_kwargs: Any,
-    ) -> Tensor:
-        mask, pad = model_kwargs.get("attention_mask"), generation_config.pad_token_id
-        self.check(input_ids.shape[1], context_of(model))
-        return decode(
-            self.reader(model),
-            self.start(model, input_ids, mask, chunk=generation_config.prefill_chunk_size),
-            stopping_criteria,
-            pad_token=0 if pad is None else int(pad),
-            prompt_ids=input_ids,
-            logits_processor=logits_processor,
-            do_sample=bool(generation_config.do_sample),
-            streamer=streamer,
-        ).ids
 
     def _require(self, model: PreTrainedModel, tokens: Tensor) -> None:
         require_full_attention(model)

@@ -139,6 +139,9 @@ def test_prompts_longer_than_the_context(keepsight: CommandLine, here: Path) -> 
     assert not (here / "eval").exists()
     (here / "long.txt").write_text("word " * 5000)
     assert "this model takes 1 to 4096" in keepsight.fails("inspect", *TINY, "method=snapkv", "prompt=@long.txt")
+    (here / "long.txt").write_text("word " * 1360)
+    message = keepsight.fails("inspect", *TINY, "method=dapq", "prompt=@long.txt", "template=false")
+    assert "DapQ: 32 observing tokens after a prompt of 40" in message
     assert not (here / "runs").exists()
     # What ends without a result leaves no settings to disagree with.
     keepsight("data", *TINY, *DATA)
