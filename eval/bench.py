@@ -5,15 +5,17 @@ import operator
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 from tqdm import tqdm
+from transformers import PreTrainedModel
 
 from keepsight.eval.answers import default_batch_tokens
 from keepsight.eval.memory import peak_bytes
 from keepsight.eval.niah import make_samples
-from keepsight.eval.samples import render
+from keepsight.eval.samples import Sample, render
 from keepsight.eval.sweep import Variant, run_sample
 from keepsight.models.targets import Target
 from keepsight.runtime.evict import Evict
@@ -26,8 +28,8 @@ from keepsight.runtime.state import State
 def bench_sweep(target: Target, methods: Mapping[str, Method], tokens: int, answer_tokens: int, samples: int) -> str:
     """Seconds a sample of the sweep, and of a separate prefill and decode for each variant, as a few lines of text.
 
-    The sweep's time includes the full cache's own answer and the teacher-forced scores that separate runs do not give.
-    Answers of both end at an end token or after `answer_tokens` tokens.
+    The sweep's time includes the full cache's own answer, the teacher-forced scores and the recall, which separate
+    runs do not give. Every answer has exactly `answer_tokens` tokens in both: end tokens are not heeded.
     """
     variants = [Variant(name, method) for name, method in methods.items()]
     chosen = [
@@ -35,22 +37,43 @@ def bench_sweep(target: Target, methods: Mapping[str, Method], tokens: int, answ
         for sample in make_samples("single", tokens, samples + 1, 0, target.tokenizer)
     ]
     most = default_batch_tokens(target.model)
-    run_sample(target, chosen[0], variants, most)
-    start = time.perf_counter()
-    for sample in chosen[1:]:
-        run_sample(target, sample, variants, most)
-    shared = (time.perf_counter() - start) / samples
-    start = time.perf_counter()
-    for sample in chosen[1:]:
-        ids = torch.tensor([render(sample, target.tokenizer)], device=target.model.device)
-        for method in methods.values():
-            generate(target.model, ids, method, max_new_tokens=answer_tokens, do_sample=False)
-    separate = (time.perf_counter() - start) / samples
+    with _endless(target.model):
+        run_sample(target, chosen[0], variants, most)
+        shared = _seconds_each(lambda sample: run_sample(target, sample, variants, most), chosen[1:])
+        separate = _seconds_each(lambda sample: _one_by_one(target, sample, methods), chosen[1:])
     return (
-        f"{len(methods)} variants, {tokens} prompt tokens, at most {answer_tokens} answer tokens, {samples} samples, "
+        f"{len(methods)} variants, {tokens} prompt tokens, {answer_tokens} answer tokens, {samples} samples, "
         f"{torch.get_num_threads()} threads\n"
         f"sweep     {shared:7.2f} s a sample\nseparate  {separate:7.2f} s a sample\nratio     {separate / shared:7.2f}"
     )
+
+
+def _one_by_one(target: Target, sample: Sample, methods: Mapping[str, Method]) -> None:
+    ids = torch.tensor([render(sample, target.tokenizer)], device=target.model.device)
+    for method in methods.values():
+        generate(target.model, ids, method, max_new_tokens=sample.max_new_tokens, do_sample=False)
+
+
+def _seconds_each(action: Callable[[Sample], object], samples: Sequence[Sample]) -> float:
+    _synchronize()
+    start = time.perf_counter()
+    for sample in samples:
+        action(sample)
+    _synchronize()
+    return (time.perf_counter() - start) / len(samples)
+
+
+@contextmanager
+def _endless(model: PreTrainedModel) -> Iterator[None]:
+    """No token ends an answer within the block."""
+    config = model.generation_config
+    assert config is not None
+    before = config.eos_token_id
+    config.eos_token_id = -1
+    try:
+        yield
+    finally:
+        config.eos_token_id = before
 
 
 def bench_evict(target: Target, methods: Mapping[str, Evict], lengths: Sequence[int], repeats: int) -> Iterator[str]:
@@ -64,7 +87,7 @@ def bench_evict(target: Target, methods: Mapping[str, Evict], lengths: Sequence[
     """
     yield f"{torch.get_num_threads()} threads, median of {repeats}; memory is the most held at once beyond the prompt's"
     yield f"{'tokens':>7}  {'method':<14}{'observe ms':>11}{'select ms':>11}{'of prefill':>12}{'peak MiB':>10}"
-    for length in lengths:
+    for length in tqdm(lengths, desc="lengths"):
         yield from _at_length(target, methods, length, repeats)
 
 
@@ -84,7 +107,7 @@ def _at_length(target: Target, methods: Mapping[str, Evict], length: int, repeat
         extra, share = (with_sums - seconds) * 1000, with_sums / seconds - 1
         yield f"{length:>7}  {'sums for h2o':<14}{extra:>11.0f}{'':>11}{share:>12.2%}"
     state = prefill(target.model, ids, needs=needs)
-    for name, method in tqdm(methods.items(), desc=f"{length} tokens", leave=False):
+    for name, method in methods.items():
         yield _line(name, method, target, state, repeats, seconds)
 
 

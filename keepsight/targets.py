@@ -69,4 +69,4 @@ def has_draft(recipe: Recipe) -> bool:
 
 def resources_of(recipe: Recipe, target: Target) -> Resources:
     """What methods may need: the recipe's adapter and draft, and the target's tokenizer."""
-    return Resources(adapter_of(recipe), draft_of(recipe, target), target.tokenizer)
+    return Resources(adapter_of(recipe), lambda: draft_of(recipe, target), target.tokenizer)

@@ -134,7 +134,7 @@ def keep_layers(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedMode
     stack: Any = model.get_decoder().layers
     kept = [copy.deepcopy(stack[layer], memo) for layer in layers]
     memo[id(stack)] = nn.ModuleList(kept)
-    plain = copy.copy(model)
+    plain = copy.copy(model)  # without the record of its adapters and drafts
     for name in [name for name in vars(plain) if name == "peft_config" or name.startswith(_OURS)]:
         del plain.__dict__[name]
     draft = copy.deepcopy(plain, memo)

@@ -133,7 +133,7 @@ class Adaptive(Allocation):
     normalize: bool = False
 
     def __post_init__(self) -> None:
-        if not 0 <= self.floor <= 1:
+        if type(self.floor) not in (int, float) or not 0 <= self.floor <= 1:
             raise UserError(f"adakv: floor {self.floor!r} must be between 0 and 1")
 
     @override

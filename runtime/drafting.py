@@ -75,6 +75,10 @@ class DraftTokens(Observer):
     drafter: Drafter
     window: int | None = 0
 
+    def __post_init__(self) -> None:
+        if self.window is not None and (type(self.window) is not int or self.window < 0):
+            raise UserError(f"draft tokens: window {self.window!r} must be a whole number")
+
     @override
     def __call__(self, model: PreTrainedModel, state: State, reduction: str) -> list[Tensor]:
         draft = self.drafter(model, state)

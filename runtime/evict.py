@@ -56,10 +56,12 @@ class Evict(CacheMethod):
     every: int = 0
 
     def __post_init__(self) -> None:
-        name, budget, protected = type(self).__name__, self.budget, self.sinks + self.window
+        name, budget = type(self).__name__, self.budget
         for field in ("sinks", "window", "every"):
             if type(getattr(self, field)) is not int or getattr(self, field) < 0:
                 raise UserError(f"{name}: {field} {getattr(self, field)!r} must be a whole number")
+        protected = self.sinks + self.window
+        self.observer.for_window(self.window)  # refuses a window without tokens where they are to observe
         if type(budget) not in (int, float):
             raise UserError(f"{name}: budget {budget!r} must be a whole number of entries, or a ratio")
         if isinstance(budget, float):
@@ -132,6 +134,7 @@ class Evict(CacheMethod):
         """
         return self.reduced(state, self.observe(model, state))
 
+    @torch.no_grad()  # PEFT turns gradients on with an adapter
     def observe(self, model: PreTrainedModel, state: State) -> list[Tensor]:
         """What the observer alone says; see `Observer`. The same for all methods with its observer and reduction."""
         return self.observer.for_window(self.window)(model, state, self.reduce.queries)

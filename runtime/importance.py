@@ -14,7 +14,8 @@ from torch.nn import functional
 
 from keepsight.errors import UserError
 
-_ROWS_AT_ONCE = 128  # bounds the memory of one block of attention weights to B x H x 128 x S float32
+ROWS_AT_ONCE = 128
+"""Bounds the memory of one block of attention weights to B x H x 128 x S float32."""
 _OVER_QUERIES = ("mean", "max", "sum")
 
 
@@ -89,35 +90,41 @@ def observed_attention(
     batch, _, rows, _ = query.shape
 
     def block(start: int) -> Tensor:
-        chosen = slice(start, min(start + _ROWS_AT_ONCE, rows))
+        chosen = slice(start, min(start + ROWS_AT_ONCE, rows))
         visible = key.shape[2] - rows + chosen.stop  # no query of the block sees what comes later
         seen_mask = None if key_mask is None else key_mask[..., :visible]
-        weights = _attention(query[:, :, chosen], key[:, :, :visible], scaling, seen_mask)[..., :length]
+        weights = attention_weights(query[:, :, chosen], key[:, :, :visible], scaling, seen_mask)[..., :length]
         if query_mask is not None:
             weights = weights * query_mask[:, None, chosen, None]
         reduced = weights.amax(dim=2) if reduction == "max" else weights.sum(dim=2)
         return functional.pad(reduced, (0, length - reduced.shape[-1]))
 
     join = torch.maximum if reduction == "max" else torch.add
-    total = functools.reduce(join, map(block, range(0, rows, _ROWS_AT_ONCE)))
+    total = functools.reduce(join, map(block, range(0, rows, ROWS_AT_ONCE)))
     if reduction != "mean":
         return total
     counted = query_mask.sum(dim=1) if query_mask is not None else query.new_full((batch,), rows, dtype=torch.long)
     return total / counted.clamp(min=1)[:, None, None]
 
 
-def _attention(query: Tensor, key: Tensor, scaling: float, key_mask: Tensor | None) -> Tensor:
-    """Softmax in float32 of the queries of the last q keys: [B, H, q, S]."""
+def attention_weights(query: Tensor, key: Tensor, scaling: float, key_mask: Tensor | None = None) -> Tensor:
+    """Softmax in float32 of the queries of the last q keys; arguments as for `observed_attention`.
+
+    Returns:
+        [B, H, q, S] float32, causal.
+    """
     batch, heads, rows, width = query.shape
     kv_heads, keys = key.shape[1], key.shape[2]
     grouped = query.reshape(batch, kv_heads, (heads // kv_heads) * rows, width)
-    logits = (grouped @ key.transpose(-1, -2)).view(batch, kv_heads, -1, rows, keys).float() * scaling
-    last_visible = keys - rows + torch.arange(rows, device=query.device)
-    visible = torch.arange(keys, device=query.device) <= last_visible[:, None]
+    # In place, and masked only where something can be hidden: passes over the logits are most of the time this takes.
+    logits = (grouped @ key.transpose(-1, -2)).view(batch, kv_heads, -1, rows, keys).float().mul_(scaling)
+    least = torch.finfo(torch.float32).min
+    later = torch.ones(rows, rows, dtype=torch.bool, device=query.device).triu(1)
+    logits[..., keys - rows :].masked_fill_(later, least)
     if key_mask is not None:
         by_head = key_mask if key_mask.dim() == 3 else key_mask[:, None]
-        visible = visible & by_head[:, :, None, None]
-    return logits.masked_fill(~visible, torch.finfo(torch.float32).min).softmax(dim=-1).flatten(1, 2)
+        logits.masked_fill_(~by_head[:, :, None, None], least)
+    return logits.softmax(dim=-1).flatten(1, 2)
 
 
 def reduce_group(importance: Tensor, kv_heads: int, reduction: str = "mean") -> Tensor:

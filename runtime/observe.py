@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from keepsight.runtime.attention import record_attention
-from keepsight.runtime.cache import view
-from keepsight.runtime.importance import observed_attention
+from keepsight.runtime.cache import entries, view
+from keepsight.runtime.importance import ROWS_AT_ONCE, attention_weights, observed_attention
 from keepsight.runtime.state import Needs, State
 
 
@@ -80,6 +80,17 @@ class AttentionRecorder:
             reduction=self.reduction,
         )
 
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        """Attention and record from the same weights, where all queries observe and nothing is padding.
+
+        See `keepsight.runtime.attention.Attend`.
+        """
+        weights = attention_weights(query, key, scaling)
+        seen = weights[..., : key.shape[2] - self.rows]
+        self.by_layer[layer] = seen.amax(dim=2) if self.reduction == "max" else seen.mean(dim=2)
+        grouped = weights.to(value.dtype).reshape(*key.shape[:2], -1, key.shape[2]) @ value
+        return grouped.view(query.shape).transpose(1, 2).contiguous()
+
     def layers(self) -> list[Tensor]:
         """The recorded tensors in the order of the layers."""
         return [self.by_layer[layer] for layer in sorted(self.by_layer)]
@@ -140,6 +151,7 @@ def observe(
         first = mask.sum(dim=1) if mask is not None else torch.full((batch,), length, device=embeddings.device)
     key_mask = join_masks(mask, observer_mask, batch, length, count, embeddings.device)
     recorder = AttentionRecorder(count, key_mask=key_mask, query_mask=observer_mask, reduction=reduction)
+    padded = key_mask is not None or any(each.real is not None for each in entries(cache))
     model.base_model(
         inputs_embeds=embeddings,
         attention_mask=key_mask,
@@ -147,6 +159,7 @@ def observe(
         past_key_values=viewed,
         use_cache=True,
         recorder=recorder,
+        attend=recorder.attend if not padded and count <= ROWS_AT_ONCE else None,
     )
     return recorder.layers()
 

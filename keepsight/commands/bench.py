@@ -47,7 +47,7 @@ class Config(Recipe):
     answer_tokens: int = 64
     lengths: list[int] = field(default_factory=lambda: [1024, 4096])
     methods: list[str] = field(
-        default_factory=lambda: ["lookaheadkv", "snapkv", "pyramidkv", "h2o", "tova", "streamingllm"]
+        default_factory=lambda: ["lookaheadkv", "snapkv", "pyramidkv", "adakv", "tova", "streamingllm"]
     )
     budgets: list[int] = field(default_factory=lambda: [64, 128, 256])
     repeats: int = 5

@@ -1,6 +1,6 @@
 """keepsight draft: find the layers of a target that make a good draft of it.
 
-    keepsight draft recipe=smollm2-135m keep=[20,16,12] out=runs/draft
+    keepsight draft recipe=smollm2-135m keep=[26,20] out=runs/draft
     keepsight draft recipe=qwen3-8b data=runs/data keep=[24,18] out=runs/draft
 
 Takes layers out one after the other, always the one whose absence changes the target's answers least, and compares the

@@ -89,9 +89,11 @@ class ConstantText(Drafter):
     ids: Sequence[int]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "ids", tuple(self.ids))
-        if not self.ids or any(type(each) is not int or each < 0 for each in self.ids):
-            raise UserError(f"DapQ: ids {list(self.ids)} must be token ids, at least one")
+        given: object = self.ids
+        ids = tuple(given) if isinstance(given, Sequence) else ()
+        if not ids or any(type(each) is not int or each < 0 for each in ids):
+            raise UserError(f"DapQ: ids {given!r} must be a list of token ids, at least one")
+        object.__setattr__(self, "ids", ids)
 
     @override
     def __call__(self, model: PreTrainedModel, state: State) -> Draft:

@@ -52,6 +52,8 @@ class QueryCache(Observer):
                 raise UserError(f"LAQ: {name} {value!r} must be a whole number of at least {least}")
         if self.mask not in _MASKS:
             raise UserError(f"LAQ: mask {self.mask!r} is unknown; choose one of {', '.join(_MASKS)}")
+        if self.budget is not None and type(self.budget) not in (int, float):
+            raise UserError(f"LAQ: budget {self.budget!r} must be a whole number of entries, or a ratio")
         if type(self.budget) is int and self.budget <= self.first_window:
             raise UserError(
                 f"LAQ: budget {self.budget} must be above the first_window {self.first_window} of the cache that the "

@@ -14,7 +14,7 @@ from keepsight.errors import UserError
 from keepsight.runtime.allocate import ALLOCATIONS
 from keepsight.runtime.drafting import DraftTokens
 from keepsight.runtime.importance import NO_POOL, Pool, Reduce
-from keepsight.runtime.method import FullCache, Method
+from keepsight.runtime.method import Method
 from keepsight.runtime.methods.llmlingua import Package
 from keepsight.runtime.methods.lookaheadkv import LookaheadKV, parts_of
 from keepsight.runtime.methods.registry import DRAFTERS, METHODS, OBSERVERS
@@ -26,7 +26,7 @@ from keepsight.runtime.sparse_prefill import SparsePrefill
 _RESOURCES = ("artifact", "draft", "tokenizer")
 
 
-def make_method(name: str, budget: int | float | None, resources: Resources | None = None, **options: Any) -> Method:
+def make_method(name: str, budget: int | float | None, resources: Resources | None = None, /, **options: Any) -> Method:
     """A method by its name in `METHODS`.
 
     Args:
@@ -39,8 +39,6 @@ def make_method(name: str, budget: int | float | None, resources: Resources | No
         UserError: an unknown name or option, a value out of range, or a resource that is missing.
     """
     kind = _kind(name)
-    if kind is FullCache:
-        return FullCache()
     make: Any = kind
     reader = _Reader(resources or Resources())
     try:
@@ -126,6 +124,8 @@ class _Reader:
         Raises:
             UserError: an unknown name or option, or a value out of range.
         """
+        if value is not default and isinstance(value, int | float | list | None):
+            raise UserError(f"{role}: {value!r} must be a name, or a mapping with a name and options")
         if not isinstance(value, str | Mapping):
             return value
         options = {"name": value} if isinstance(value, str) else dict(value)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 from typing_extensions import override
 
+from keepsight.errors import UserError
 from keepsight.runtime.drafting import Draft, Drafter, DraftTokens, greedy_draft
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.observe import Observer
@@ -21,13 +22,17 @@ class OwnAnswer(Drafter):
 
     max_new_tokens: int = 64
 
+    def __post_init__(self) -> None:
+        if type(self.max_new_tokens) is not int or self.max_new_tokens < 1:
+            raise UserError(f"oracle: max_new_tokens {self.max_new_tokens!r} must be a whole number of at least 1")
+
     @override
     def __call__(self, model: PreTrainedModel, state: State) -> Draft:
         return greedy_draft(model, state.copy(), self.max_new_tokens)
 
     @override
     def longest(self) -> int:
-        return self.max_new_tokens
+        return 0  # it takes the positions of the answer itself, which has to fit anyway
 
 
 @dataclass(frozen=True)

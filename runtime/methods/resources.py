@@ -1,5 +1,6 @@
 """What some methods need beside their options: a trained adapter, a draft."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,12 +19,12 @@ class Resources:
 
     Attributes:
         adapter: Lookahead adapter: a folder or Hub id.
-        draft: The model that drafts for the target.
+        draft: The model that drafts for the target; or how to get it, asked when a method needs it.
         tokenizer: Of the target.
     """
 
     adapter: str | Path | None = None
-    draft: Draft | None = None
+    draft: Draft | Callable[[], Draft | None] | None = None
     tokenizer: PreTrainedTokenizerBase | None = None
 
     @cached_property
@@ -45,7 +46,9 @@ class Resources:
         """
         if name == "artifact":
             return self.artifact
-        if (found := getattr(self, name)) is not None:
+        given = getattr(self, name)
+        found = given() if name == "draft" and callable(given) else given
+        if found is not None:
             return found
         if name == "draft":
             raise UserError("needs a draft: set draft.layers=[...] (keepsight draft finds good ones) or draft.id=")

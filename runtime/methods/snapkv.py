@@ -6,6 +6,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from typing_extensions import override
 
+from keepsight.errors import UserError
 from keepsight.runtime.drafting import held_rows, window_attention
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.observe import Observer
@@ -21,6 +22,10 @@ class PromptWindow(Observer):
     """
 
     size: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.size is not None and (type(self.size) is not int or self.size < 1):
+            raise UserError(f"SnapKV: a window of {self.size!r} cannot observe; give a whole number of at least 1")
 
     @override
     def __call__(self, model: PreTrainedModel, state: State, reduction: str) -> list[Tensor]:

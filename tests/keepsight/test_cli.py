@@ -10,7 +10,7 @@ from tests.keepsight.commands import DATA, NEEDLES, CommandLine, tree
 from tests.tiny import tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.usefixtures("here")
-TINY = ("model.id=tiny", "model.device=cpu", "adapter=null")
+TINY = ("model.id=tiny", "model.device=cpu", "adapter=null", "draft.layers=null")
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]])

@@ -263,3 +263,30 @@ def test_bad_values_are_named(name: str, budget: Any, options: dict[str, Any], s
     with pytest.raises(UserError, match=said) as error:
         make_method(name, budget, AT_HAND, **options)
     assert "\n" not in str(error.value)
+
+
+LATE: list[tuple[str, Any, dict[str, Any], str]] = [
+    ("snapkv", 64, {"window": "x"}, "SnapKV: window 'x' must be a whole number"),
+    ("snapkv", 64, {"window": [1]}, r"SnapKV: window \[1\] must be a whole number"),
+    ("snapkv", 64, {"window": 0}, "SnapKV: a window of 0 cannot observe"),
+    ("snapkv", 64, {"reduce": 3}, "method 'snapkv': reduce: 3 must be a name, or a mapping with a name and options"),
+    ("snapkv", 64, {"pool": 5}, "method 'snapkv': pool: 5 must be a name, or a mapping"),
+    ("snapkv", 64, {"pool": None}, "method 'snapkv': pool: None must be a name, or a mapping"),
+    ("snapkv", 64, {"observer": 5}, "method 'snapkv': observer: 5 must be a name, or a mapping"),
+    ("snapkv", 64, {"allocate": ["adakv"]}, r"method 'snapkv': allocate: \['adakv'\] must be a name, or a mapping"),
+    ("snapkv", 64, {"observer": {"size": -3}}, "method 'snapkv': observer: SnapKV: a window of -3 cannot observe"),
+    ("snapkv", 64, {"budget": 3}, "method 'snapkv': there is no option 'budget'"),
+    ("snapkv", 64, {"resources": 3}, "method 'snapkv': there is no option 'resources'"),
+    ("full", 64, {"window": 3}, "method 'full': there is no option 'window'; it takes none"),
+    ("adakv", 64, {"allocate": {"floor": "x"}}, "method 'adakv': allocate: adakv: floor 'x' must be between 0 and 1"),
+    ("laq", 64, {"observer": {"budget": "x"}}, "method 'laq': observer: LAQ: budget 'x' must be a whole number"),
+    ("dapq", 64, {"observer": {"window": -1}}, "method 'dapq': observer: draft tokens: window -1 must be a whole"),
+    ("dapq", 64, {"observer": {"drafter": {"name": "constant_text", "ids": 5}}}, "DapQ: ids 5 must be a list of token"),
+    ("oracle", 64, {"observer": {"drafter": {"max_new_tokens": 0}}}, "oracle: max_new_tokens 0 must be a whole number"),
+]
+
+
+@pytest.mark.parametrize(("name", "budget", "options", "said"), LATE)
+def test_values_that_would_fail_late_are_named(name: str, budget: Any, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        make_method(name, budget, AT_HAND, **options)
