@@ -49,7 +49,7 @@ def bench_specache(target: Target, method: SpeCache, tokens: int, batch: int, st
 
 def _cache_line(name: str, model: PreTrainedModel, method: Method, ids: Tensor, steps: int) -> str:
     state = method.start(model, ids)
-    reader = method.reader(model) if isinstance(method, SpeCache) else model
+    reader = method.reader(model)
     state = _read(reader, state, 3)
     layers = specache_layers(state.cache)
     traffic = layers[0].full.traffic if layers else None

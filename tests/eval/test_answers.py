@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from keepsight.eval.answers import Limits, answer_all, answer_evicting, answer_full, default_batch_tokens
+from keepsight.eval.answers import Limits, answer_all, answer_alone, answer_full, default_batch_tokens
 from keepsight.runtime.decode import decode, score_answer, stop_after
 from keepsight.runtime.generate import generate
 from keepsight.runtime.methods import H2O, TOVA, AdaKV, PyramidKV, SnapKV, StreamingLLM, Truncation
@@ -132,7 +132,7 @@ def test_eviction_while_decoding(model: PreTrainedModel, method: Any, most: int)
     ids, _ = prompt_ids(90)
     limits, state = Limits(most, [2], MANY), method.start(model, ids)
     guess = prompt_ids(most, seed=5)[0]
-    answered = answer_evicting(model, state, NOTHING, guess, limits, method.reapply(model))
+    answered = answer_alone(model, state, NOTHING, guess, limits, method.reapply(model))
     alone = generate(model, ids, method, max_new_tokens=most, do_sample=False, eos_token_id=2)
     assert answered.ids.tolist() == alone[0].tolist()
     logits, step, since = [state.logits], state.copy(), 0

@@ -93,7 +93,8 @@ def test_blocks_read_no_more_than_band_and_columns(monkeypatch):
         return grouped(query, key, *rest)
 
     monkeypatch.setattr(attention, "grouped_attention", counted)
-    attention.by_blocks(*random_attention(2048, 64), 64, 0.25)
+    query, key, value, columns = random_attention(2048, 64)
+    attention.by_blocks(query, key, value, columns, 64, 0.25)
     assert sum(products) <= 2048 * (64 + 64 + 64) < 2048 * 2048 / 2 / 4
 
 
