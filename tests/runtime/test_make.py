@@ -24,11 +24,13 @@ from keepsight.runtime.methods import (
     OBSERVERS,
     AdaKV,
     DapQ,
+    Kivi,
     LookaheadKV,
     Oracle,
     PyramidKV,
     Resources,
     SnapKV,
+    SpeCache,
     SpecKV,
     SpecKVPC,
     SpecPC,
@@ -37,6 +39,7 @@ from keepsight.runtime.methods import (
 from keepsight.runtime.methods.dapq import ConstantText, PromptEnds, RandomTokens
 from keepsight.runtime.methods.laq import QueryCache
 from keepsight.runtime.methods.lookaheadkv import SoftTokens
+from keepsight.runtime.methods.make import takes
 from keepsight.runtime.methods.oracle import OwnAnswer
 from keepsight.runtime.methods.snapkv import PromptWindow
 from keepsight.runtime.methods.speckv import DraftModel
@@ -57,7 +60,9 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if name not in ("full", "evict", "lookaheadkv")])
+@pytest.mark.parametrize(
+    "name", [name for name in METHODS if takes(name, "budget") and name not in ("evict", "lookaheadkv")]
+)
 def test_a_name_is_the_method_as_it_comes(name: str) -> None:
     made = make_method(name, 128, AT_HAND)
     kind = METHODS[name]
@@ -67,6 +72,13 @@ def test_a_name_is_the_method_as_it_comes(name: str) -> None:
     parts: dict[str, Any] = {key: value for key, value in given.items() if key in fields}
     expected = SpecKV.with_draft(DRAFT, 128) if kind is SpecKV else kind(128, **parts)  # type: ignore[call-arg]
     assert made == expected
+
+
+def test_packed_caches_need_no_budget() -> None:
+    assert make_method("kivi", None, bits=4) == make_method("kivi", 64, bits=4) == Kivi(4)
+    assert make_method("specache", None, topk=16) == SpeCache(topk=16)
+    packed = make_method("kivi", None, inner={"name": "snapkv", "budget": 40, "pool": "none"})
+    assert packed == Kivi(inner=SnapKV(40, pool=NO_POOL))
 
 
 def test_full_needs_no_budget() -> None:
