@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from keepsight.runtime.batch import forget_last, join
 from keepsight.runtime.decode import Reapply, decode, score_answer, stop_after
 from keepsight.runtime.prefill import read
-from keepsight.runtime.state import State, Trace, forget_last, join
+from keepsight.runtime.state import State, Trace
 
 _SHARE_OF_FREE_MEMORY = 0.25
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.cache_utils import Cache
 
-from keepsight.runtime.cache import LayerEntries, cache_bytes, entries, rewind, share, stack
+from keepsight.runtime.cache import LayerEntries, cache_bytes, entries, share
 from keepsight.runtime.importance import observed_attention
 
 
@@ -113,47 +113,6 @@ def _held(layer: LayerEntries) -> Tensor:
     if layer.real is None:
         return torch.full((batch, kv_heads), length, device=layer.keys.device)
     return layer.real.sum(dim=-1).expand(-1, kv_heads)
-
-
-def join(states: list[State]) -> State:
-    """Several states, such as those of one prompt under several methods, as one batch.
-
-    The joined state has no trace: it is for decoding.
-    """
-    cache, mask = stack([state.cache for state in states], [state.mask for state in states])
-    return State(
-        cache,
-        mask,
-        torch.cat([state.logits for state in states]),
-        torch.cat([_padded_tokens(state, max(each.tokens.shape[1] for each in states)) for state in states]),
-        torch.cat([state.lengths for state in states]),
-    )
-
-
-def _padded_tokens(state: State, longest: int) -> Tensor:
-    return functional.pad(state.tokens, (longest - state.tokens.shape[1], 0))
-
-
-def forget_last(state: State, rows: Tensor, counts: Tensor, logits: Tensor) -> State:
-    """Some rows of a joined state as they were before their last tokens, without a copy of the others.
-
-    Args:
-        state: Joined; decoding from the result masks the forgotten entries.
-        rows: [R] int64, which rows.
-        counts: [R] int64, how many of each row's last tokens to forget.
-        logits: [R, V], of the last token that each row remembers.
-    """
-    length = state.length
-    real = torch.arange(length, device=rows.device) < length - counts[:, None]
-    by_head = any(each.real is not None for each in entries(state.cache))
-    mask = real if state.mask is None else state.mask[rows] & real
-    return State(
-        rewind(state.cache, rows, real),
-        None if by_head else mask,
-        logits,
-        state.tokens[rows],
-        state.lengths[rows] - counts,
-    )
 
 
 class TraceRecorder:

@@ -8,6 +8,7 @@ from transformers.generation.streamers import BaseStreamer
 from keepsight import generate
 from keepsight.errors import UserError
 from keepsight.runtime.attention import record_attention
+from keepsight.runtime.batch import join
 from keepsight.runtime.cache import cache_bytes, entries
 from keepsight.runtime.decode import decode, score_answer, stop_after
 from keepsight.runtime.drafting import DraftTokens
@@ -17,7 +18,7 @@ from keepsight.runtime.methods import Oracle, SnapKV, StreamingLLM, make_method
 from keepsight.runtime.methods.oracle import OwnAnswer
 from keepsight.runtime.methods.snapkv import PromptWindow
 from keepsight.runtime.prefill import prefill
-from keepsight.runtime.state import Needs, join
+from keepsight.runtime.state import Needs
 from tests.tiny import FAMILIES, prompt_ids, tiny_model
 
 SMALL = [StreamingLLM(12), SnapKV(12, window=4), Oracle(12, DraftTokens(OwnAnswer(8)))]

@@ -10,6 +10,7 @@ import torch
 
 from keepsight import generate
 from keepsight.errors import UserError
+from keepsight.runtime.batch import join
 from keepsight.runtime.decode import decode, score_answer, stop_after
 from keepsight.runtime.fetching import PairReader, specache_layers
 from keepsight.runtime.method import FullCache
@@ -18,7 +19,6 @@ from keepsight.runtime.methods.specache import SpeCache
 from keepsight.runtime.offload import FullEntries, Traffic
 from keepsight.runtime.prefill import prefill, read
 from keepsight.runtime.quantized_cache import PackedState
-from keepsight.runtime.state import join
 from tests.runtime.slow_specache import SlowSpeCache
 from tests.tiny import FAMILIES, prompt_ids, tiny_model
 
@@ -165,7 +165,6 @@ def test_bytes_on_the_device_and_bytes_moved():
     assert traffic.offloaded == heads * 48 * entry
     state = decode(method.reader(model), state, stop_after(steps + 1, None), pad_token=0).state
     assert traffic.offloaded == heads * 64 * entry  # the answer's 14 first tokens fill another 16 with the prompt's 2
-    assert traffic.fetched == (1 + steps) * heads * 6 * entry  # the step before the first one fetches as well
     tensors = []
     for layer in specache_layers(state.cache):
         assert layer.ahead is not None
@@ -174,6 +173,8 @@ def test_bytes_on_the_device_and_bytes_moved():
         tensors += [*layer.held.packed_keys, *layer.held.packed_values, layer.held.recent_keys]
         tensors += [layer.held.recent_values, *slots]
     assert state.kv_bytes == sum(each.numel() * each.element_size() for each in tensors)
+    # Counted once all are there; the step before the first one fetches as well.
+    assert traffic.fetched == (1 + steps) * heads * 6 * entry
     few = SpeCache(1, 8, 16, topk=1000).start(model, prompt_ids(50)[0])
     none = SpeCache(1, 8, 16, topk=0).start(model, prompt_ids(50)[0])
     assert few.kv_bytes - none.kv_bytes == LAYERS * KV_HEADS * 48 * (entry + 8)  # no more slots than packed entries
