@@ -2,7 +2,8 @@
 
 Scoring the full cache's answer under a variant tells at each token what the variant itself would have said. Up to the
 first token where it would have said something else, its own greedy answer is therefore known; only what comes after
-is decoded. Under greedy decoding this is exact.
+is decoded. Under greedy decoding this is exact up to rounding: in bfloat16, where two tokens are often equally likely,
+one pass over many tokens and one token at a time can choose differently (in 2 of 30 answers of a tiny random model).
 """
 
 import time
@@ -31,13 +32,17 @@ class Answered:
         ids: [T] int64, its own greedy answer.
         nll: [T'] float32, negative log-likelihood of the full cache's answer in nats.
         hits: [T'] bool, whether each token of the full cache's answer is the arg-max.
-        tokens_per_second: Answer tokens of its batch for each second that scoring and decoding the batch took.
+        tokens_per_second: Tokens of its whole batch for each second of decoding one by one; None where none had to be.
+        rows: Answers in that batch, at its start.
+        question: Seconds until its batch had read the question.
     """
 
     ids: Tensor
     nll: Tensor
     hits: Tensor
-    tokens_per_second: float
+    tokens_per_second: float | None
+    rows: int = 1
+    question: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -69,13 +74,14 @@ def default_batch_tokens(model: PreTrainedModel) -> int:
 
 def answer_full(model: PreTrainedModel, state: State, question: Tensor, limits: Limits) -> tuple[Tensor, Answered]:
     """The full cache's greedy answer [1, T] int64, and the same with its likelihood; arguments as for `answer_all`."""
-    state = _after(model, replace(state.copy(), trace=Trace()), question)
     start = time.perf_counter()
+    state = _after(model, replace(state.copy(), trace=Trace()), question)
+    asking, start = time.perf_counter() - start, time.perf_counter()
     criteria = stop_after(limits.max_new_tokens, limits.end_tokens)
     answer = decode(model, state.copy(), criteria, pad_token=limits.end_tokens[0]).ids
     speed = answer.shape[1] / (time.perf_counter() - start)
     nll, hits = score_answer(model, state, answer)
-    return answer, Answered(answer[0], nll[0], hits[0], speed)
+    return answer, Answered(answer[0], nll[0], hits[0], speed, question=asking)
 
 
 def answer_all(
@@ -119,8 +125,9 @@ def _after(model: PreTrainedModel, state: State, question: Tensor) -> State:
 def _answer_batch(
     model: PreTrainedModel, states: list[State], question: Tensor, answer: Tensor, limits: Limits
 ) -> list[Answered]:
-    before = _after(model, join(states), question)
     start = time.perf_counter()
+    before = _after(model, join(states), question)
+    asking, speed = time.perf_counter() - start, None
     answers = answer.expand(len(states), -1)
     logits, after = before.logits[:, None], before
     if answer.shape[1] > 1:
@@ -136,11 +143,12 @@ def _answer_batch(
         rows = torch.tensor(open_rows, device=answer.device)
         known = agreed[rows]
         state = forget_last(after, rows, answer.shape[1] - 1 - known, logits[rows, known])
-        for row, rest in zip(open_rows, _finish(model, state, limits, known.tolist()), strict=True):
+        start = time.perf_counter()
+        rests = _finish(model, state, limits, known.tolist())
+        speed = sum(map(len, rests)) / (time.perf_counter() - start)
+        for row, rest in zip(open_rows, rests, strict=True):
             ids[row] = torch.cat([ids[row][:-1], rest])
-    seconds = time.perf_counter() - start
-    speed = sum(len(each) for each in ids) / seconds
-    return [Answered(*row, speed) for row in zip(ids, nll, hits, strict=True)]
+    return [Answered(*row, speed, len(open_rows), asking) for row in zip(ids, nll, hits, strict=True)]
 
 
 def _own_start(answer: Tensor, own: Tensor, agreed: int) -> Tensor:
@@ -187,8 +195,11 @@ def answer_alone(
         limits: See `Limits`.
         reapply: The method's eviction while decoding; the answer is scored between evictions.
     """
-    state = _after(model, state.copy(), question)
     start = time.perf_counter()
+    state = _after(model, state.copy(), question)
+    if reapply is not None and question.shape[1]:
+        state = reapply.compress(state)  # the question has filled what was spared for generated tokens
+    asking, start = time.perf_counter() - start, time.perf_counter()
     criteria = stop_after(limits.max_new_tokens, limits.end_tokens)
     ids = decode(model, state.copy(), criteria, pad_token=limits.end_tokens[0], reapply=reapply).ids[0]
     speed = len(ids) / (time.perf_counter() - start)
@@ -201,4 +212,4 @@ def answer_alone(
         logits.append(block)
     joined = torch.cat(logits, dim=1)
     nll = functional.cross_entropy(joined.transpose(1, 2), answer, reduction="none")
-    return Answered(ids, nll[0], joined.argmax(dim=-1)[0] == answer[0], speed)
+    return Answered(ids, nll[0], joined.argmax(dim=-1)[0] == answer[0], speed, question=asking)

@@ -21,7 +21,7 @@ from keepsight.models.targets import Target
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.generate import generate
 from keepsight.runtime.method import Method
-from keepsight.runtime.prefill import prefill
+from keepsight.runtime.prefill import context_of, prefill
 from keepsight.runtime.state import State
 
 
@@ -95,6 +95,8 @@ def _at_length(target: Target, methods: Mapping[str, Evict], length: int, repeat
     vocabulary = target.model.config.get_text_config().vocab_size
     ids = torch.randint(3, vocabulary - 1, (1, length), generator=torch.Generator().manual_seed(0))
     ids = ids.to(target.model.device)
+    for method in methods.values():
+        method.check(length, context_of(target.model))
     needs = functools.reduce(operator.or_, (method.needs() for method in methods.values()))
 
     def plain() -> State:

@@ -31,12 +31,14 @@ class Seconds:
         draft: Whatever writes a draft, or chooses the tokens of a shorter prompt.
         observe: The observers' pass; LAQ's guess is written in it.
         select: Reduction, pooling, allocation and gathering.
+        question: Reading a question that comes after the compression, as one of its batch.
     """
 
     prefill: float = 0.0
     draft: float = 0.0
     observe: float = 0.0
     select: float = 0.0
+    question: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -62,13 +64,15 @@ class SharedPrompt:
         model: The target.
         state: Of one row, with all that the methods' observers need.
         coming: What follows the prompt under the full cache: what the oracle's draft is.
-        seconds: Of the prefill.
+        seconds: Of the prefill, without what the received attention took.
+        coming_seconds: Of writing `coming`.
     """
 
     model: PreTrainedModel
     state: State
     coming: Draft
     seconds: float
+    coming_seconds: float = 0.0
     _drafts: dict[Drafter, tuple[Draft, float]] = field(default_factory=dict, init=False)
     _observed: dict[tuple[Observer, str], tuple[list[Tensor], Seconds]] = field(default_factory=dict, init=False)
 
@@ -127,12 +131,13 @@ class SharedPrompt:
                 observer = replace(observer, drafter=Given(draft))
             start = time.perf_counter()
             observed = observer(self.model, self.state, reduction)
-            self._observed[key] = observed, Seconds(self.seconds, draft=drafting, observe=since(start))
+            took = since(start) + (self.state.trace.seconds if observer.needs().received else 0.0)
+            self._observed[key] = observed, Seconds(self.seconds, draft=drafting, observe=took)
         return self._observed[key]
 
     def _draft(self, drafter: Drafter) -> tuple[Draft, float]:
         if drafter == OwnAnswer():
-            return self.coming, 0.0  # known already
+            return self.coming, self.coming_seconds
         if drafter not in self._drafts:
             start = time.perf_counter()
             draft = drafter(self.model, self.state)

@@ -52,7 +52,8 @@ class Timing:
         budget: Entries per KV head and layer; None where all are kept.
         seconds: Of each phase before the first token.
         time_to_first_token: Their sum.
-        tokens_per_second: Answer tokens of the batch in which it was decoded.
+        tokens_per_second: Of the whole batch in which it was decoded; None where nothing had to be.
+        rows: Answers in that batch.
         recall: Share of the entries that the answer attends to most which were kept; None where it has no meaning.
         kept: Entries per layer and KV head.
         kv_mib: MiB of keys and values.
@@ -62,7 +63,8 @@ class Timing:
     budget: int | None
     seconds: dict[str, float]
     time_to_first_token: float
-    tokens_per_second: float
+    tokens_per_second: float | None
+    rows: float
     recall: float | None
     kept: float
     kv_mib: float
@@ -165,13 +167,15 @@ def _timing(rows: list[Row]) -> Timing:
     def mean(key: str) -> float:
         return statistics.fmean(row[key] for row in rows)
 
+    speeds = [row["tokens_per_second"] for row in rows if row["tokens_per_second"] is not None]
     recalls = [row["recall"] for row in rows if row["recall"] is not None]
     return Timing(
         method=rows[0]["method"],
         budget=rows[0]["budget"],
         seconds={phase: statistics.fmean(row["seconds"][phase] for row in rows) for phase in rows[0]["seconds"]},
         time_to_first_token=mean("time_to_first_token"),
-        tokens_per_second=mean("tokens_per_second"),
+        tokens_per_second=statistics.fmean(speeds) if speeds else None,
+        rows=mean("rows"),
         recall=statistics.fmean(recalls) if recalls else None,
         kept=mean("kept"),
         kv_mib=mean("kv_bytes") / 2**20,

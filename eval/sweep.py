@@ -11,7 +11,7 @@ of one compressed cache.
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -28,6 +28,7 @@ from keepsight.runtime.drafting import Draft
 from keepsight.runtime.method import FullCache, Method
 from keepsight.runtime.prefill import context_of, prefill
 from keepsight.runtime.quantized_cache import PackedState
+from keepsight.runtime.state import State
 
 QUESTIONS = ("seen", "unseen", "multi")
 FULL = "full"
@@ -134,29 +135,52 @@ def run_samples(
     """
     check_samples(target, samples, variants, question)
     evicting = [variant for variant in variants if not isinstance(variant.method, FullCache)]
-    methods = [variant.method for variant in evicting]
     parts = [_ids(sample, target, question) for sample in samples]
     prompt = parts[0][0]
     start = time.perf_counter()
-    state = prefill(target.model, prompt, needs=needs_of(methods))
-    seconds = since(start)
+    state = prefill(target.model, prompt, needs=needs_of([variant.method for variant in evicting]))
+    seconds = since(start) - state.trace.seconds
     asked = []
     for sample, (_, rest) in zip(samples, parts, strict=True):
         limits = Limits(sample.max_new_tokens, target.end_tokens, batch_tokens)
         asked.append(_Asked(sample, rest, limits, *answer_full(target.model, state, rest, limits)))
-    coming = Draft(torch.cat([ids for each in asked for ids in (each.question, each.answer)], dim=1))
-    shared = SharedPrompt(target.model, state, coming, seconds)
-    compressed = [shared.compress(method) for method in methods]
+    shared = _shared(target, state, asked, seconds)
     ranks = shared.ranks()
-    recalls = [recall(each.kept, ranks) for each in compressed]
+    shown = [{"prompt_tokens": prompt.shape[1] + each.question.shape[1], "question": question} for each in asked]
     full = Variant(FULL, FullCache()), Compressed(state, Seconds(prefill=seconds), None)
-    rows = []
-    for each in asked:
-        shown = {"prompt_tokens": prompt.shape[1] + each.question.shape[1], "question": question}
-        answers = _answers(target, each, methods, compressed)
-        columns = [(*full, each.full, 1.0), *zip(evicting, compressed, answers, recalls, strict=True)]
-        rows.append([_row(target, each, *column) | shown for column in columns])
+    rows = [[_row(target, each, *full, each.full, 1.0) | more] for each, more in zip(asked, shown, strict=True)]
+    for group in _within_memory(evicting, prompt.shape[1], batch_tokens):
+        methods = [variant.method for variant in group]
+        compressed = [shared.compress(method) for method in methods]
+        recalls = [recall(each.kept, ranks) for each in compressed]
+        for each, more, made in zip(asked, shown, rows, strict=True):
+            answers = _answers(target, each, methods, compressed)
+            columns = zip(group, compressed, answers, recalls, strict=True)
+            made += [_row(target, each, *column) | more for column in columns]
     return rows
+
+
+def _shared(target: Target, state: State, asked: Sequence[_Asked], seconds: float) -> SharedPrompt:
+    """What methods share. Under `multi` all questions with their answers, one after another, are what comes."""
+    coming = Draft(torch.cat([ids for each in asked for ids in (each.question, each.answer)], dim=1))
+    writing = sum(len(each.full.ids) / (each.full.tokens_per_second or 1.0) for each in asked)
+    return SharedPrompt(target.model, state, coming, seconds, writing)
+
+
+def _within_memory(variants: Sequence[Variant], length: int, most: int) -> Iterator[list[Variant]]:
+    """Consecutive variants whose states together hold no more than `most` entries a head; one alone may."""
+    group: list[Variant] = []
+    held = 0
+    for variant in variants:
+        budget = variant.budget if variant.budget is not None else length
+        size = min(length, budget if isinstance(budget, int) else round(budget * length))
+        if group and held + size > most:
+            yield group
+            group, held = [], 0
+        group.append(variant)
+        held += size
+    if group:
+        yield group
 
 
 def _ids(sample: Sample, target: Target, question: str) -> tuple[Tensor, Tensor]:
@@ -194,7 +218,8 @@ def _answers(
 def _row(
     target: Target, asked: _Asked, variant: Variant, compressed: Compressed, answered: Answered, found: float | None
 ) -> dict[str, Any]:
-    sample, state, seconds = asked.sample, compressed.state, asdict(compressed.seconds)
+    sample, state = asked.sample, compressed.state
+    seconds = asdict(replace(compressed.seconds, question=answered.question))
     text = str(target.tokenizer.decode(answered.ids, skip_special_tokens=True))
     return {
         "task": sample.task,
@@ -211,6 +236,7 @@ def _row(
         "seconds": seconds,
         "time_to_first_token": sum(seconds.values()),
         "tokens_per_second": answered.tokens_per_second,
+        "rows": answered.rows,
         "answer": text,
         "references": list(sample.references),
     }

@@ -14,6 +14,8 @@ from torch.nn import functional
 from transformers.cache_utils import Cache, DynamicLayer
 from typing_extensions import override
 
+from keepsight.errors import UserError
+
 _ROOM = 64
 """Entries for which a layer makes room when it has to grow."""
 
@@ -153,6 +155,15 @@ class RaggedLayer(KeptLayer):
             for kept, appended in ((self.kept_keys, self.keys), (self.kept_values, self.values))
         )
         return LayerEntries(keys, values, functional.pad(real, (0, self.keys.shape[2]), value=True))
+
+    @override
+    def crop(self, tokens_to_remove: int) -> None:
+        if -tokens_to_remove > (appended := self.keys.shape[2]):
+            raise UserError(
+                f"crop: cannot remove {-tokens_to_remove} tokens, only the {appended} that were read since the last "
+                "eviction; keep a copy of the state from before instead"
+            )
+        super().crop(tokens_to_remove)
 
     @override
     def share(self) -> "RaggedLayer":

@@ -13,6 +13,7 @@ from keepsight.errors import UserError
 from keepsight.runtime.decode import decode
 from keepsight.runtime.method import CacheMethod, Method
 from keepsight.runtime.prefill import read
+from keepsight.runtime.quantized_cache import PackedState
 from keepsight.runtime.state import State
 
 
@@ -22,8 +23,9 @@ class Conversation:
     The first turn is what `generate` does. Each later turn is read after what the cache still holds, at the positions
     that a full cache would use, and then the method is applied to the whole cache again, looking back from the turn's
     end: before every answer the cache holds at most the method's budget, however long the conversation. A ratio counts
-    all tokens so far. Methods that shorten the prompt itself do so at the first turn only. Evicted entries are gone:
-    later turns cannot bring them back.
+    all tokens so far. Methods that shorten the prompt itself do so at the first turn only. So do methods that pack
+    entries: what comes later is packed as it is read, and nothing of it is evicted. Evicted entries are gone: later
+    turns cannot bring them back.
 
     Args:
         model: The target.
@@ -36,7 +38,7 @@ class Conversation:
         state: What the model has read: all of `ids` but an answer's last token; None before the first turn.
 
     Raises:
-        UserError: the state is a batch.
+        UserError: the state is a batch, or its entries are packed.
     """
 
     def __init__(self, model: PreTrainedModel, method: Method, state: State | None = None) -> None:
@@ -44,6 +46,10 @@ class Conversation:
         self.ids = torch.empty(1, 0, dtype=torch.long, device=model.device) if state is None else state.tokens
         self._unread = self.ids[:, :0]
         _require_single(self.ids)
+        if isinstance(state, PackedState):
+            raise UserError(
+                "conversation: the state's entries are packed (kivi, specache); give the state that it was packed from"
+            )
 
     def say(self, input_ids: Tensor, **options: Any) -> Tensor:
         """Add a turn and answer it. When this raises, the conversation is as it was before.
@@ -83,7 +89,7 @@ class Conversation:
         """The hook that transformers calls; see `Method.__call__`."""
         _require_single(input_ids)
         decoded = decode(
-            model,
+            self.method.reader(model),
             self._read(input_ids, generation_config.prefill_chunk_size),
             stopping_criteria,
             pad_token=0,  # never used: a single row is not padded
@@ -102,9 +108,12 @@ class Conversation:
             return self.method.start(self.model, prompt, chunk=chunk)
         unread = torch.cat([self._unread, prompt[:, self.ids.shape[1] :]], dim=1)
         state = self.state.copy()
+        reader = self.method.reader(self.model) if isinstance(state, PackedState) else self.model
         for part in unread.split(chunk or unread.shape[1], dim=1):
-            state, _ = read(self.model, state, part, logits_to_keep=1)
-        return self.method.compress(self.model, state) if isinstance(self.method, CacheMethod) else state
+            state, _ = read(reader, state, part, logits_to_keep=1)
+        if isinstance(state, PackedState) or not isinstance(self.method, CacheMethod):
+            return state
+        return self.method.compress(self.model, state)
 
 
 def _require_single(ids: Tensor) -> None:

@@ -85,6 +85,7 @@ class Evict(CacheMethod):
         budget = self.budget if isinstance(self.budget, int) else self._ratio(length)
         if length <= budget - self.every:
             return
+        self._check_room(budget - self.every)
         if (window := observer.needs().window) > length:
             raise UserError(f"{name}: a prompt of {length} tokens is shorter than the {window} that observe it")
         if (positions := observer.positions()) + length > context:
@@ -92,7 +93,16 @@ class Evict(CacheMethod):
                 f"{name}: {positions} observing tokens after a prompt of {length} do not fit the context of {context}; "
                 "shorten the draft (lookahead) or the prompt"
             )
-        self.allocate.check(budget - self.every, self.sinks + self.window)
+
+    def _check_room(self, budget: int) -> None:
+        """A ratio becomes a number only where a prompt is known."""
+        protected = self.sinks + self.window
+        if protected and budget <= protected:
+            raise UserError(
+                f"{type(self).__name__}: budget {self.budget} leaves {budget} entries, which must be above the "
+                f"{protected} protected ones (sinks + window)"
+            )
+        self.allocate.check(budget, protected)
 
     @override
     def needs(self) -> Needs:
@@ -120,7 +130,7 @@ class Evict(CacheMethod):
         return self._ratio(state.tokens.shape[1])
 
     def _ratio(self, length: int) -> int:
-        return max(round(self.budget * length), self.sinks + self.window + 1)
+        return max(round(self.budget * length), 1)
 
     def fits(self, state: State) -> bool:
         """Whether nothing has to be evicted."""
@@ -153,7 +163,7 @@ class Evict(CacheMethod):
     def select(self, state: State, importance: list[Tensor]) -> list[Tensor]:
         """For each layer, which entries stay: [B, K, C] bool. Ties go to the lowest index."""
         budget = self.entries(state)
-        self.allocate.check(budget, self.sinks + self.window)  # a ratio becomes a number only here
+        self._check_room(budget)
         counts = self.allocate(importance, budget)
         if type(self.allocate) is Uniform and all(each.real is None for each in state.entries()):
             return [top_mask(layer, min(budget, layer.shape[-1])) for layer in importance]
@@ -176,10 +186,11 @@ class Evict(CacheMethod):
 
     def _protect(self, importance: Tensor, real: Tensor | None) -> Tensor:
         length, pooled = importance.shape[-1], importance.clone()
-        free = length - self.window
+        free = max(length - self.window, 0)
         if real is not None:  # padding must not reach its neighbours
             importance = importance.masked_fill(~real, -torch.inf if self.pool.kind == "max" else 0.0)
-        pooled[..., :free] = pool(importance[..., :free].contiguous(), self.pool.kernel, self.pool.kind)
+        if free:
+            pooled[..., :free] = pool(importance[..., :free].contiguous(), self.pool.kernel, self.pool.kind)
         pooled[..., free:] = torch.inf
         if real is None:
             pooled[..., : self.sinks] = torch.inf

@@ -5,7 +5,7 @@ head, and the answer continues at position C. No chat template is applied again;
 be among the kept tokens, which is why these methods protect the prompt's last tokens (question and assistant header).
 
 The budget: tokens kept of each prompt. A ratio (a float between 0 and 1) stands for `round(ratio * N)`, N being the
-prompt's own length, and for no less than the window. A prompt no longer than the budget is left as it is.
+prompt's own length. A prompt no longer than the budget is left as it is.
 """
 
 from abc import abstractmethod
@@ -64,7 +64,7 @@ class ShortenPrompt(Method):
         """How many tokens of a prompt of `length` tokens may be kept."""
         if isinstance(self.budget, int):
             return min(self.budget, length)
-        return min(max(round(self.budget * length), self.window, 1), length)
+        return min(max(round(self.budget * length), 1), length)
 
     @override
     def check(self, length: int, context: int) -> None:
@@ -72,6 +72,11 @@ class ShortenPrompt(Method):
             raise UserError(
                 f"{type(self).__name__}: a prompt of {length} tokens is shorter than the window of {self.window}; "
                 f"give a longer prompt or a smaller window"
+            )
+        if self.tokens(length) < self.window:
+            raise UserError(
+                f"{type(self).__name__}: budget {self.budget} leaves {self.tokens(length)} of {length} tokens, fewer "
+                f"than the window of {self.window}"
             )
 
     @torch.no_grad()

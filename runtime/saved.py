@@ -20,6 +20,7 @@ from transformers.cache_utils import Cache
 from keepsight.errors import UserError
 from keepsight.files import atomic_files
 from keepsight.runtime.cache import KeptLayer, RaggedLayer, share
+from keepsight.runtime.quantized_cache import PackedState
 from keepsight.runtime.state import Needs, State, Trace
 
 FILE = "state.safetensors"
@@ -64,10 +65,15 @@ def save_state(
         The file.
 
     Raises:
-        UserError: `question` is unknown, or the state is not of this model; one line names both.
+        UserError: `question` is unknown, the state's entries are packed, or the state is not of this model.
     """
     if question not in QUESTIONS:
         raise UserError(f"question {question!r} is unknown; choose one of {', '.join(QUESTIONS)}")
+    if isinstance(state, PackedState):
+        raise UserError(
+            f"{_file(path)}: a state with packed entries (kivi, specache) cannot be saved; save the state that it was "
+            "packed from, and compress that one again"
+        )
     file, tensors = _file(path), _tensors(state)
     if (found := _shape_of(tensors)) != (expected := _shape(model)):
         raise UserError(f"{file}: the state is not of this model: it has {found}, the model {expected}")

@@ -5,6 +5,7 @@ from one. A state of a whole prompt and a compressed one are the same thing, so 
 evicted cache again, in the middle of an answer or at the next turn of a conversation.
 """
 
+import time
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -42,12 +43,14 @@ class Trace:
         received: For each layer, the attention that each entry has received from all queries, [B, H, C] float32;
             empty unless asked for.
         scaling: Factor of the attention's dot products, by layer.
+        seconds: What adding up `received` took; on a GPU, only what it held up the CPU.
     """
 
     needs: Needs = Needs()
     window: tuple[Tensor, ...] = ()
     received: tuple[Tensor, ...] = ()
     scaling: tuple[float, ...] = ()
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -128,6 +131,7 @@ class TraceRecorder:
         self.window: dict[int, Tensor] = {}
         self.received: dict[int, Tensor] = {}
         self.scaling: dict[int, float] = {}
+        self.seconds = trace.seconds
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, scaling: float, real: Tensor | None) -> None:
         """See `keepsight.runtime.attention.Recorder`."""
@@ -139,7 +143,9 @@ class TraceRecorder:
                 recent = torch.cat([self.before.window[layer], recent], dim=2)[:, :, -needs.window :]
             self.window[layer] = recent.clone()  # a slice would keep the whole prompt's queries alive
         if needs.received:
+            start = time.perf_counter()
             self.received[layer] = self._received(layer, query, key, scaling, real)
+            self.seconds += time.perf_counter() - start
 
     def _received(self, layer: int, query: Tensor, key: Tensor, scaling: float, real: Tensor | None) -> Tensor:
         rows = query.shape[2]
@@ -160,4 +166,5 @@ class TraceRecorder:
             tuple(self.window[layer] for layer in layers if layer in self.window),
             tuple(self.received[layer] for layer in layers if layer in self.received),
             tuple(self.scaling[layer] for layer in layers),
+            self.seconds,
         )

@@ -48,7 +48,7 @@ class Config(Recipe):
 
     what: str = "???"
     tokens: int = 1024
-    answer_tokens: int = 64
+    answer_tokens: int = 24
     batch: int = 1
     bits: list[int] = field(default_factory=lambda: [1, 2])
     lengths: list[int] = field(default_factory=lambda: [1024, 4096])

@@ -33,7 +33,7 @@ class Config(Recipe):
         method: The method to look at.
         compare: The method beside it.
         budget: Entries per layer and KV head.
-        options: Options of the method, such as {kernel: 5}.
+        options: Options of the method, such as {pool: {kernel: 5}}.
         template: Whether the chat template is applied.
         out: The page.
     """

@@ -6,6 +6,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from typing_extensions import override
 
+from keepsight.errors import UserError
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.importance import NO_POOL, Pool
 from keepsight.runtime.observe import Observer
@@ -22,6 +23,11 @@ class ReceivedAttention(Observer):
 
     @override
     def __call__(self, model: PreTrainedModel, state: State, reduction: str) -> list[Tensor]:
+        if not state.trace.received:
+            raise UserError(
+                "h2o: the attention that entries received was not recorded when they were read; read the prompt with "
+                "this method, or prefill with needs=method.needs()"
+            )
         return list(state.trace.received)
 
     @override

@@ -1,6 +1,6 @@
 """LaCache: a ladder of positions that shifts from layer to layer. Nobody observes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,6 +12,8 @@ from keepsight.runtime.evict import Evict
 from keepsight.runtime.importance import NO_POOL, Pool
 from keepsight.runtime.observe import Observer
 from keepsight.runtime.state import State
+
+_SINKS = 4
 
 
 @dataclass(frozen=True)
@@ -32,19 +34,19 @@ class Ladder(Observer):
     Attributes:
         span: Layers that keep an entry.
         overlap: Layers that two neighbouring entries of a ladder share.
-        sinks: First entries that are in no ladder: the method's sinks.
+        sinks: First entries that are in no ladder; None for those of the LaCache that holds this observer, elsewhere 4.
     """
 
     span: int = 16
     overlap: int = 0
-    sinks: int = 4
+    sinks: int | None = None
 
     def __post_init__(self) -> None:
         if type(self.span) is not int or self.span < 1:
             raise UserError(f"lacache: span {self.span!r} must be a whole number of layers, at least 1")
         if type(self.overlap) is not int or not 0 <= self.overlap < self.span:
             raise UserError(f"lacache: overlap {self.overlap!r} must be a whole number below the span of {self.span}")
-        if type(self.sinks) is not int or self.sinks < 0:
+        if self.sinks is not None and (type(self.sinks) is not int or self.sinks < 0):
             raise UserError(f"lacache: sinks {self.sinks!r} must be a whole number")
 
     @override
@@ -69,7 +71,7 @@ class Ladder(Observer):
         """[length]: when each entry is dropped, from 0."""
         ladder, kept = self.shape(layers)
         first = layer % (ladder - kept + 1)
-        sinks = min(self.sinks, length)
+        sinks = min(_SINKS if self.sinks is None else self.sinks, length)
         recent_from = max(length - layers, sinks)
         left, dropped = torch.arange(sinks, recent_from), []
         while len(left) >= ladder > kept:
@@ -83,8 +85,18 @@ class Ladder(Observer):
 
 @dataclass(frozen=True)
 class LaCache(Evict):
-    """4 sinks, and a ladder of positions that shifts from layer to layer (LaCache, section 3)."""
+    """4 sinks, and a ladder of positions that shifts from layer to layer (LaCache, section 3).
+
+    An observer without sinks takes the method's when the method is made. To change them, make another method:
+    `dataclasses.replace` hands the observer on with those of the first one.
+    """
 
     observer: Observer = Ladder()
     pool: Pool = NO_POOL
-    sinks: int = 4
+    sinks: int = _SINKS
+
+    @override
+    def __post_init__(self) -> None:
+        if isinstance(self.observer, Ladder) and self.observer.sinks is None:
+            object.__setattr__(self, "observer", replace(self.observer, sinks=self.sinks))
+        super().__post_init__()

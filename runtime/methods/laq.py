@@ -88,11 +88,22 @@ class QueryCache(Observer):
     def positions(self) -> int:
         return self.lookahead
 
+    @override
+    def for_window(self, window: int) -> "Observer":
+        self._known_budget()  # before any prompt is read
+        return self
+
+    def _known_budget(self) -> int | float:
+        if self.budget is None:
+            raise UserError(
+                "LAQ: the observer has no budget for the cache that the guess is written from; give it one, as in "
+                "QueryCache(budget=64), or use LAQ, whose observer takes the method's"
+            )
+        return self.budget
+
     def _guess(self, model: PreTrainedModel, state: State) -> tuple[tuple[Tensor, ...], Tensor]:
         """The guess's queries [B, H, T, d] of each layer, and which of them are real, [B, T] bool."""
-        if self.budget is None:
-            raise UserError("LAQ: the observer needs a budget for the cache that the guess is written from")
-        small = SnapKV(self.budget, window=self.first_window, pool=self.first_pool).compress(model, state)
+        small = SnapKV(self._known_budget(), window=self.first_window, pool=self.first_pool).compress(model, state)
         small = replace(small, trace=Trace(Needs(window=self.lookahead)))  # from here on the guess's queries alone
         config = model.generation_config
         end = config.eos_token_id if config is not None else None
@@ -137,7 +148,8 @@ class LAQ(Evict):
     """The target's guess of 8 tokens observes (Lookahead Q-Cache, arXiv 2505.20334). No window is kept.
 
     An observer without a budget takes the method's when the method is made; the guess then depends on the budget, as
-    published. With a budget of its own, one observation serves all budgets.
+    published. With a budget of its own, one observation serves all budgets. For another budget make another method:
+    `dataclasses.replace` hands the observer on with the budget of the first one.
     """
 
     observer: Observer = QueryCache()

@@ -13,7 +13,7 @@ from keepsight.models import drafts
 from keepsight.runtime.drafting import Draft, Drafter, DraftTokens, Given, greedy_draft
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.importance import Pool, Reduce, observed_attention, reduce_group
-from keepsight.runtime.prefill import prefill
+from keepsight.runtime.prefill import context_of, prefill
 from keepsight.runtime.sparse_prefill import Score, SparsePrefill
 from keepsight.runtime.state import Needs, State
 
@@ -44,8 +44,13 @@ class DraftModel(Drafter):
         return self.lookahead
 
     def write(self, model: PreTrainedModel, tokens: Tensor, mask: Tensor | None = None) -> Draft:
-        """The draft for tokens [B, M] that `model`, the target, need not have read; `mask` is False for padding."""
+        """The draft for tokens [B, M] that `model`, the target, need not have read; `mask` is False for padding.
+
+        Raises:
+            UserError: prompt and draft do not fit the draft model's context.
+        """
         drafting = self.draft.of(model)
+        require_draft_fits("SpecKV", tokens.shape[1], self.lookahead, drafting)
         return greedy_draft(drafting, prefill(drafting, tokens, mask, needs=Needs()), self.lookahead)
 
 
@@ -132,6 +137,19 @@ class SpecKV(Evict):
             return self._protect(reduce_group(observed, key.shape[1], self.reduce.heads), None)
 
         return score
+
+
+def require_draft_fits(name: str, length: int, lookahead: int, drafting: PreTrainedModel) -> None:
+    """Refuse prompts that a draft model cannot read and answer.
+
+    Raises:
+        UserError: with one line that names the numbers.
+    """
+    if length + lookahead > (context := context_of(drafting)):
+        raise UserError(
+            f"{name}: a prompt of {length} tokens and a draft of {lookahead} do not fit the draft model's context of "
+            f"{context}; shorten the draft (lookahead) or the prompt, or take another draft model"
+        )
 
 
 def _refuse(length: int, mask: Tensor | None, chunk: int | None) -> None:

@@ -18,7 +18,7 @@ from keepsight.runtime.allocate import Allocation, Uniform
 from keepsight.runtime.drafting import Draft, DraftTokens, Given
 from keepsight.runtime.method import Method
 from keepsight.runtime.methods.speckv import SpecKV
-from keepsight.runtime.methods.specpc import SpecPC
+from keepsight.runtime.methods.specpc import SpecPC, require_room
 from keepsight.runtime.prefill import context_of, prefill
 from keepsight.runtime.prompt import pad_left, require_whole, unpadded
 from keepsight.runtime.state import State
@@ -62,6 +62,7 @@ class SpecKVPC(Method):
     @override
     def check(self, length: int, context: int) -> None:
         self._shorten(0).check(length, context)
+        require_room(type(self).__name__, length, self.lookahead, context)
 
     @override
     @torch.no_grad()
@@ -85,7 +86,7 @@ class SpecKVPC(Method):
     def _entries(self, length: int) -> int:
         if isinstance(self.budget, int):
             return self.budget
-        return max(round(self.budget * length), self.window + 1)
+        return max(round(self.budget * length), 1)
 
     def _shorten(self, entries: int) -> SpecPC:
         return SpecPC(

@@ -17,6 +17,7 @@ from keepsight.errors import UserError
 from keepsight.models import drafts
 from keepsight.runtime.decode import decode, stop_after
 from keepsight.runtime.importance import observed_attention
+from keepsight.runtime.methods.speckv import require_draft_fits
 from keepsight.runtime.prefill import prefill
 from keepsight.runtime.prompt import ShortenPrompt, require_whole
 from keepsight.runtime.state import Needs, State
@@ -65,6 +66,13 @@ class SpecPC(ShortenPrompt):
                 raise UserError(f"{name}: {option} {getattr(self, option)!r} is unknown; choose {' or '.join(known)}")
 
     @override
+    def check(self, length: int, context: int) -> None:
+        super().check(length, context)
+        if self.tokens(length) == length:
+            return  # nothing is drafted
+        require_room(type(self).__name__, length, self.lookahead, context)
+
+    @override
     def select(self, model: PreTrainedModel, input_ids: Tensor) -> Tensor:
         scores, _ = self.look(model, input_ids)
         return self.select_by(scores)
@@ -88,10 +96,11 @@ class SpecPC(ShortenPrompt):
             `lookahead` tokens, its end token included. Both on the device of `input_ids`.
 
         Raises:
-            UserError: the draft has no layer `first_layer`.
+            UserError: the draft has no layer `first_layer`, or its context is too short for the prompt and its answer.
         """
         draft = self.draft.of(model)
         first = self._first_layer(draft)
+        require_draft_fits(type(self).__name__, len(input_ids), self.lookahead, draft)
         prompt = input_ids[None].to(draft.device)
         state = prefill(draft, prompt, needs=Needs(window=self.window + self.lookahead - 1))
         config = draft.generation_config
@@ -130,6 +139,19 @@ class SpecPC(ShortenPrompt):
                 f"the draft's layers are 0 to {layers - 1}"
             )
         return self.first_layer
+
+
+def require_room(name: str, length: int, lookahead: int, context: int) -> None:
+    """Refuse prompts that leave no room for a draft in the target's context.
+
+    Raises:
+        UserError: with one line that names the numbers.
+    """
+    if length + lookahead > context:
+        raise UserError(
+            f"{name}: {lookahead} drafted tokens after a prompt of {length} do not fit the context of {context}; "
+            "shorten the draft (lookahead) or the prompt"
+        )
 
 
 def select_tokens(

@@ -74,7 +74,13 @@ def by_hand(target: Target, variant: Variant, asked: Sample, group: Sequence[Sam
         coming = [part for each in group for part in (ids_of(target, each)[1], full_answer(target, each))]
         method = replace(method, observer=DraftTokens(Given(Draft(torch.cat(coming, dim=1)))))
     state = method.start(target.model, context)
-    return state, read(target.model, state.copy(), rest)[0]
+    after = read(target.model, state.copy(), rest)[0]
+    reapply = method.reapply(target.model)
+    if reapply is None:
+        return state, after
+    after = reapply.compress(after)  # the question has filled what was spared for generated tokens
+    assert after.held().float().mean() <= method.budget - method.every
+    return state, after
 
 
 def check_rows(target: Target, rows: list[dict[str, Any]], asked: Sample, group: Sequence[Sample]) -> None:

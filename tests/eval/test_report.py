@@ -31,9 +31,10 @@ def row(method: str, budget: int | None, score: float, **changes: Any) -> Row:
         "references": ["4711"],
         "question": "seen",
         "recall": 1.0 if method == "full" else 0.5,
-        "seconds": {"prefill": 1.0, "draft": 0.0, "observe": 0.5, "select": 0.25},
+        "seconds": {"prefill": 1.0, "draft": 0.0, "observe": 0.5, "select": 0.25, "question": 0.0},
         "time_to_first_token": 1.75,
         "tokens_per_second": 20.0,
+        "rows": 2,
     }
     return plain | changes
 
@@ -266,7 +267,7 @@ def test_an_example_shows_the_budget_where_the_answers_differ_most() -> None:
 
 
 def test_timings_are_means_with_the_full_cache_first(rows: list[Row]) -> None:
-    rows[0]["seconds"] = {"prefill": 7.0, "draft": 0.0, "observe": 0.5, "select": 0.25}
+    rows[0]["seconds"] = {"prefill": 7.0, "draft": 0.0, "observe": 0.5, "select": 0.25, "question": 0.0}
     rows[1]["recall"] = None
     lines = report.timings(rows)
     assert [(line.method, line.budget) for line in lines] == [

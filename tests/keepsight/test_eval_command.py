@@ -41,7 +41,7 @@ def whole(prepared: Path) -> list[dict[str, Any]]:
 
 def rows_of(out: Path) -> list[dict[str, Any]]:
     """Results without what clocks decide."""
-    clocks = dict.fromkeys(["seconds", "time_to_first_token", "tokens_per_second"])
+    clocks = dict.fromkeys(["seconds", "time_to_first_token", "tokens_per_second", "rows"])
     return [{**row, **clocks} for row in read_jsonl(out / "results.jsonl")]
 
 
@@ -228,10 +228,9 @@ def test_all_methods_of_the_papers(keepsight: CommandLine, here: Path) -> None:
             assert row["kv_bytes"] == row["budget"] * 3 * 2 * 8 * 2 * 4  # layers, KV heads, floats, key and value
             assert 0 < row["recall"] < 1
     for row in read_jsonl(here / "out" / "results.jsonl"):
-        assert (
-            row["time_to_first_token"] == pytest.approx(sum(row["seconds"].values())) and row["tokens_per_second"] > 0
-        )
-        assert (row["seconds"]["draft"] > 0) == (row["method"] in ("speckv", "dapq", "specpc"))
+        assert row["time_to_first_token"] == pytest.approx(sum(row["seconds"].values()))
+        assert row["tokens_per_second"] is None or row["tokens_per_second"] > 0
+        assert (row["seconds"]["draft"] > 0) == (row["method"] in ("oracle", "speckv", "dapq", "specpc"))
 
 
 @pytest.mark.parametrize("method", ["adakv", "pyramidkv", "speckv", "h2o", "laq"])

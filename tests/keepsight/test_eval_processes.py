@@ -37,7 +37,7 @@ def launch(folder: Path, *given: str) -> subprocess.CompletedProcess[str]:
 
 def rows_of(out: Path) -> list[dict[str, Any]]:
     """Results in a fixed order, without what clocks decide."""
-    clocks = dict.fromkeys(["seconds", "time_to_first_token", "tokens_per_second"])
+    clocks = dict.fromkeys(["seconds", "time_to_first_token", "tokens_per_second", "rows"])
     rows = [{**row, **clocks} for row in read_jsonl(out / "results.jsonl")]
     return sorted(rows, key=lambda row: (row["sample"], row["method"]))
 

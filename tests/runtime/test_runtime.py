@@ -191,7 +191,17 @@ def test_ratio_budget_rounds():
     model = tiny_model()
     prefilled = prefill(model, prompt_ids(41)[0])
     assert StreamingLLM(0.9).entries(prefilled) == 37
-    assert StreamingLLM(0.01).entries(prefilled) == 5
+    assert SnapKV(0.5, window=4).entries(prefilled) == 20
+
+
+@pytest.mark.parametrize("method", [StreamingLLM(0.1), SnapKV(0.1, window=4), SnapKV(0.5)], ids=repr)
+def test_a_ratio_below_the_protected_entries_is_refused(method):
+    """Raising it without a word would give methods different totals at the same budget."""
+    model, ids = tiny_model(), prompt_ids(40)[0]
+    with pytest.raises(UserError, match=r"leaves \d+ entries, which must be above the \d+ protected ones"):
+        generate(model, ids, method, max_new_tokens=2)
+    with pytest.raises(UserError, match="protected ones"):
+        method.compress(model, prefill(model, ids))
 
 
 def test_recording_keeps_the_outputs():
