@@ -108,4 +108,4 @@ def test_ragged_layers_are_cropped_to_their_last_eviction_at_most():
     assert cache.get_seq_length() == 52
     cache.crop(-2)
     assert cache.get_seq_length() == 50
-    assert [layer.entries().real.sum(dim=-1).tolist() for layer in cache.layers] == [[[3, 1]]] * 2
+    assert [each.real.sum(dim=-1).tolist() for each in entries(cache)] == [[[3, 1]]] * 2
