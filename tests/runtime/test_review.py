@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from keepsight.errors import UserError
+from keepsight.runtime.cache import entries
 from keepsight.runtime.conversation import Conversation
 from keepsight.runtime.decode import decode, stop_after
 from keepsight.runtime.evict import Evict
