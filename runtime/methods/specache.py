@@ -27,7 +27,8 @@ class SpeCache(CacheMethod):
         bits: Of each number of the packed copy: 1, 2 or 4.
         group: Numbers that share a zero point and a scale; it must divide the head dimension.
         residual: A multiple of the group: values of the last so many tokens, and keys of fewer, stay as they are.
-        topk: Entries a KV head that are fetched; all packed ones where there are fewer. 0 fetches nothing.
+        topk: Entries a KV head that are fetched; all packed ones where there are fewer. 0 fetches nothing, and more
+            than the prompt has tokens is refused.
         heads: Reduction of attention over the query heads of a KV head: see `Reduce.heads`.
         speculative: Fetch ahead with a guessed token. Otherwise fetch what a token's own attention asks for, and attend
             again: exact, and waiting for every fetch (the paper's table 4).
@@ -55,6 +56,11 @@ class SpeCache(CacheMethod):
     def quantizer(self) -> Quantizer:
         """Bits and groups."""
         return Quantizer(self.bits, self.group, self.one_bit)
+
+    @override
+    def check(self, length: int, context: int) -> None:
+        if self.topk > length:
+            raise UserError(f"SpeCache: topk {self.topk} is above the {length} entries of the cache; lower topk")
 
     @override
     def reader(self, model: PreTrainedModel) -> PreTrainedModel:

@@ -73,13 +73,15 @@ def test_no_slots_are_kivi():
 
 @pytest.mark.parametrize("speculative", VARIANTS)
 @pytest.mark.parametrize("sample", [False, True])
-def test_generate_greedy_and_sampled(speculative, sample):
+def test_greedy_and_sampled_answers(speculative, sample):
+    """With all entries fetched those of the full cache; with few through `generate` too."""
     model, ids = tiny_model(head_dim=WIDTH), prompt_ids(40, 40)[0]
     method = _method(1000, speculative=speculative)
     answers = []
     for each in (FullCache(), method):
         torch.manual_seed(0)
-        answers.append(model.generate(ids, custom_generate=each, max_new_tokens=20, do_sample=sample))
+        state = each.start(model, ids)
+        answers.append(decode(each.reader(model), state, stop_after(20, None), pad_token=0, do_sample=sample).ids)
     assert torch.equal(*answers)
     few = generate(model, ids, _method(4, speculative=speculative), max_new_tokens=20, do_sample=sample)
     assert few.shape[0] == 2
@@ -235,3 +237,9 @@ def test_a_plain_model_reads_without_guessing():
     one, _ = score_answer(model, with_guess.start(model, ids), _answer(20))
     other, _ = score_answer(model, without.start(model, ids), _answer(20))
     torch.testing.assert_close(one, other)
+
+
+def test_more_entries_than_the_cache_has_are_refused():
+    model = tiny_model(head_dim=WIDTH)
+    with pytest.raises(UserError, match="topk 51 is above the 50 entries of the cache"):
+        generate(model, prompt_ids(50)[0], _method(51), max_new_tokens=2)
