@@ -220,3 +220,10 @@ def test_sliding_attention_is_refused():
     model = Gemma3ForCausalLM(config)
     with pytest.raises(UserError, match="gemma3_text has layers of sliding_attention"):
         SMALL.start(model, torch.arange(20)[None])
+
+
+def test_latent_attention_is_refused():
+    model = tiny_model(head_dim=32)
+    model.config.kv_lora_rank = 16  # as DeepSeek's configurations say it
+    with pytest.raises(UserError, match="has layers of latent attention"):
+        Kivi(2, 32, 32).start(model, prompt_ids(50)[0])
