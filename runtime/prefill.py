@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from keepsight.runtime.attention import record_attention
+from keepsight.runtime.features import RecordFeatures
 from keepsight.runtime.state import Needs, State, Trace, TraceRecorder
 
 WINDOW = Needs(window=32)
@@ -43,16 +44,17 @@ def prefill(
         end = min(start + step, input_ids.shape[1])
         seen = None if mask is None else mask[:, :end]
         recorder = TraceRecorder(trace, seen)
-        output = model(
-            input_ids=input_ids[:, start:end],
-            attention_mask=seen,
-            position_ids=positions[:, start:end],
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-            recorder=recorder,
-        )
-        trace = recorder.trace()
+        with RecordFeatures(model, needs.features) as recorded:
+            output = model(
+                input_ids=input_ids[:, start:end],
+                attention_mask=seen,
+                position_ids=positions[:, start:end],
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+                recorder=recorder,
+            )
+        trace = recorder.trace(recorded.outputs())
     lengths = torch.full((len(input_ids),), input_ids.shape[1], device=input_ids.device)
     return State(
         cache, mask, output.logits[:, -1].float(), input_ids, lengths if mask is None else mask.sum(dim=1), trace
@@ -78,19 +80,20 @@ def read(model: PreTrainedModel, state: State, tokens: Tensor, *, logits_to_keep
     after = replace(state, mask=mask, tokens=torch.cat([state.tokens, tokens], dim=1))
     recorder = TraceRecorder(state.trace, mask)
     attention_mask = state.attention_mask()
-    output = model(
-        input_ids=tokens,
-        attention_mask=None
-        if attention_mask is None
-        else functional.pad(attention_mask, (0, tokens.shape[1]), value=True),
-        position_ids=state.lengths[:, None] + steps,
-        past_key_values=state.cache,
-        use_cache=True,
-        logits_to_keep=logits_to_keep,
-        recorder=recorder if state.trace.needs != Needs() else None,
-    )
+    with RecordFeatures(model, state.trace.needs.features) as recorded:
+        output = model(
+            input_ids=tokens,
+            attention_mask=None
+            if attention_mask is None
+            else functional.pad(attention_mask, (0, tokens.shape[1]), value=True),
+            position_ids=state.lengths[:, None] + steps,
+            past_key_values=state.cache,
+            use_cache=True,
+            logits_to_keep=logits_to_keep,
+            recorder=recorder if state.trace.needs != Needs() else None,
+        )
     logits = output.logits.float()
-    trace = recorder.trace() if state.trace.needs != Needs() else state.trace
+    trace = recorder.trace(recorded.outputs()) if state.trace.needs != Needs() else state.trace
     return replace(after, logits=logits[:, -1], lengths=state.lengths + tokens.shape[1], trace=trace), logits
 
 

@@ -52,7 +52,8 @@ def save_state(
     """Save a state; `path` then holds all of it, or none of it.
 
     Its size is the state's `kv_bytes`, plus the trace, tokens and logits, plus a header of some kilobytes. A state that
-    will never be evicted from again needs no trace: save `dataclasses.replace(state, trace=Trace())`.
+    will never be evicted from again needs no trace: save `dataclasses.replace(state, trace=Trace())`. The features of
+    its tokens are left out in any case.
 
     Args:
         state: Dense or ragged, of any batch size.
@@ -85,7 +86,7 @@ def save_state(
         weights=weights_digest(model),
         template_digest=template_digest,
         seen=state.cache.get_seq_length(),
-        needs=asdict(state.trace.needs),
+        needs={"window": state.trace.needs.window, "received": state.trace.needs.received},
         scaling=list(state.trace.scaling),
         tensors=sorted(tensors),
     )

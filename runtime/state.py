@@ -6,6 +6,7 @@ evicted cache again, in the middle of an answer or at the next turn of a convers
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -24,13 +25,16 @@ class Needs:
     Attributes:
         window: The last so many queries of every layer.
         received: Whether to add up the attention that each entry receives from all queries.
+        features: Layers whose outputs are kept for every token; indices from 0, ascending.
     """
 
     window: int = 0
     received: bool = False
+    features: tuple[int, ...] = ()
 
     def __or__(self, other: "Needs") -> "Needs":
-        return Needs(max(self.window, other.window), self.received or other.received)
+        features = tuple(sorted({*self.features, *other.features}))
+        return Needs(max(self.window, other.window), self.received or other.received, features)
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,7 @@ class Trace:
         received: For each layer, the attention that each entry has received from all queries, [B, H, C] float32;
             empty unless asked for.
         scaling: Factor of the attention's dot products, by layer.
+        features: For each of the layers in `needs.features`, its output [B, M, hidden] for every token read.
         seconds: What adding up `received` took; on a GPU, only what it held up the CPU.
     """
 
@@ -50,7 +55,12 @@ class Trace:
     window: tuple[Tensor, ...] = ()
     received: tuple[Tensor, ...] = ()
     scaling: tuple[float, ...] = ()
+    features: tuple[Tensor, ...] = ()
     seconds: float = 0.0
+
+    def features_of(self, layers: Sequence[int]) -> Tensor:
+        """Outputs of some of the recorded layers side by side, [B, M, len(layers) * hidden]."""
+        return torch.cat([self.features[self.needs.features.index(layer)] for layer in layers], dim=-1)
 
 
 @dataclass(frozen=True)
@@ -158,13 +168,16 @@ class TraceRecorder:
             total[..., :-rows] += self.before.received[layer]
         return total
 
-    def trace(self) -> Trace:
-        """The trace after the pass."""
+    def trace(self, features: tuple[Tensor, ...] = ()) -> Trace:
+        """The trace after the pass, which gave these `Trace.features` of its own tokens."""
         layers = sorted(self.scaling)
+        before = self.before.features
+        joined = tuple(torch.cat(pair, dim=1) for pair in zip(before, features, strict=True)) if before else features
         return Trace(
             self.before.needs,
             tuple(self.window[layer] for layer in layers if layer in self.window),
             tuple(self.received[layer] for layer in layers if layer in self.received),
             tuple(self.scaling[layer] for layer in layers),
+            joined,
             self.seconds,
         )

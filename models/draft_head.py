@@ -1,0 +1,167 @@
+"""The EAGLE-3 draft head: one decoder layer that guesses the target's next tokens from the target's own features.
+
+Li et al. 2025, "EAGLE-3" (arXiv 2503.01840). Row t reads the target's features of token t and the embedding of token
+t + 1, and guesses token t + 2. What the layer puts out stands in for the features of the next row, so that it can go on
+by itself. Module names are the keys of public checkpoints.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, PreTrainedModel
+from transformers.models.llama.modeling_llama import (
+    LlamaMLP,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+)
+
+from keepsight.errors import UserError
+
+HeadAttend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Attention of a head's layer: queries [B, H, q, d], keys and values [B, K, q, d] of the new tokens, after RoPE ->
+[B, q, H, d]. Which earlier tokens they see is the caller's matter: a cache, a training step, a padding mask."""
+
+
+def default_feature_layers(layers: int) -> tuple[int, int, int]:
+    """The layers whose outputs EAGLE-3 reads, of a target with so many layers: low, middle, high.
+
+    They are what enters layers 2, L // 2 and L - 3, counted from 0.
+
+    Raises:
+        UserError: the target has too few layers for three different ones.
+    """
+    chosen = 1, layers // 2 - 1, layers - 4
+    if not 0 <= chosen[0] < chosen[1] < chosen[2]:
+        raise UserError(f"a target of {layers} layers is too shallow for an EAGLE-3 head; name its feature layers")
+    return chosen
+
+
+class HeadAttention(nn.Module):
+    """Projections of the layer; queries, keys and values come from embedding and feature side by side."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        heads, kv_heads, width = config.num_attention_heads, config.num_key_value_heads or 1, head_width(config)
+        self.width = width
+        self.q_proj = nn.Linear(2 * config.hidden_size, heads * width, bias=False)
+        self.k_proj = nn.Linear(2 * config.hidden_size, kv_heads * width, bias=False)
+        self.v_proj = nn.Linear(2 * config.hidden_size, kv_heads * width, bias=False)
+        self.o_proj = nn.Linear(heads * width, config.hidden_size, bias=False)
+
+    def forward(self, inputs: Tensor, rotation: tuple[Tensor, Tensor], attend: HeadAttend) -> Tensor:
+        """[B, q, 2 * hidden] -> [B, q, hidden]; `rotation` holds RoPE's cosines and sines."""
+        query, key, value = (
+            projection(inputs).unflatten(-1, (-1, self.width)).transpose(1, 2)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        query, key = apply_rotary_pos_emb(query, key, *rotation)
+        return self.o_proj(attend(query, key, value).flatten(2))
+
+
+class HeadLayer(nn.Module):
+    """The decoder layer. Its residual is the feature before any norm, not the embedding."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.self_attn = HeadAttention(config)
+        self.mlp = LlamaMLP(config)
+        self.hidden_norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(
+        self, embeddings: Tensor, features: Tensor, rotation: tuple[Tensor, Tensor], attend: HeadAttend
+    ) -> Tensor:
+        """Embeddings and features [B, q, hidden] -> [B, q, hidden]."""
+        inputs = torch.cat([self.input_layernorm(embeddings), self.hidden_norm(features)], dim=-1)
+        hidden = features + self.self_attn(inputs, rotation, attend)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class DraftHead(nn.Module):
+    """An EAGLE-3 head. The embedding is the target's and no part of it.
+
+    Args:
+        config: A Llama configuration of the layer (`hidden_size`, heads, RoPE, ...) with, as public checkpoints have
+            them, `vocab_size` of the target, `draft_vocab_size`, `target_hidden_size` (by default `hidden_size`), and
+            `eagle_config` with `eagle_aux_hidden_state_layer_ids`, the target's feature layers.
+
+    Attributes:
+        d2t: [draft_vocab] int64: the target's id minus the draft's id.
+        t2d: [vocab] bool: whether the target's id is in the draft's vocabulary.
+    """
+
+    d2t: Tensor
+    t2d: Tensor
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.config = config
+        width = getattr(config, "target_hidden_size", None) or config.hidden_size
+        draft_vocab = getattr(config, "draft_vocab_size", None) or config.vocab_size
+        self.fc = nn.Linear(3 * width, config.hidden_size, bias=False)
+        self.midlayer = HeadLayer(config)
+        self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, draft_vocab, bias=False)
+        self.rotary_emb = LlamaRotaryEmbedding(config)
+        self.register_buffer("d2t", torch.zeros(draft_vocab, dtype=torch.long))
+        self.register_buffer("t2d", torch.arange(config.vocab_size) < draft_vocab)
+
+    @property
+    def feature_layers(self) -> tuple[int, ...] | None:
+        """Indices of the target's layers whose outputs are its features; None to take the default ones."""
+        named: dict[str, Any] = getattr(self.config, "eagle_config", None) or {}
+        layers = named.get("eagle_aux_hidden_state_layer_ids")
+        return None if layers is None else tuple(layers)
+
+    def layers_of(self, target: PreTrainedModel) -> tuple[int, ...]:
+        """The target's layers whose outputs are the features."""
+        return self.feature_layers or default_feature_layers(target.config.get_text_config().num_hidden_layers)
+
+    def combine(self, features: Tensor) -> Tensor:
+        """The target's features of three layers side by side, [B, q, 3 * target_hidden] -> [B, q, hidden]."""
+        return self.fc(features)
+
+    def forward(self, embeddings: Tensor, features: Tensor, positions: Tensor, attend: HeadAttend) -> Tensor:
+        """One pass of the layer.
+
+        Args:
+            embeddings: [B, q, hidden], the target's embeddings of tokens t + 1.
+            features: [B, q, hidden] of tokens t: from `combine`, or what an earlier pass put out.
+            positions: [B or 1, q] int64, for RoPE.
+            attend: See `HeadAttend`.
+
+        Returns:
+            [B, q, hidden], before the last norm: the features of the next row.
+        """
+        return self.midlayer(embeddings, features, self.rotary_emb(embeddings, positions), attend)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """What `forward` puts out -> logits [..., draft_vocab] of token t + 2."""
+        return self.lm_head(self.norm(hidden))
+
+    def target_ids(self, draft_ids: Tensor) -> Tensor:
+        """The target's ids of the draft's."""
+        return draft_ids + self.d2t[draft_ids]
+
+    def set_vocabulary(self, target_ids: Tensor) -> None:
+        """Choose the draft's vocabulary: [draft_vocab] int64, ids of the target, ascending."""
+        self.d2t.copy_(target_ids - torch.arange(len(target_ids), device=target_ids.device))
+        self.t2d.zero_()
+        self.t2d[target_ids] = True
+
+
+def head_width(config: LlamaConfig) -> int:
+    """Dimensions of one attention head."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def causal_attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """`HeadAttend` over the tokens of one pass alone, without padding."""
+    output = nn.functional.scaled_dot_product_attention(
+        query, key, value, is_causal=True, enable_gqa=query.shape[1] != key.shape[1]
+    )
+    return output.transpose(1, 2)

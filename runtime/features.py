@@ -1,0 +1,53 @@
+"""Features: what chosen layers of a target put out, recorded while it runs."""
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from typing_extensions import Self
+
+from keepsight.errors import UserError
+
+
+class RecordFeatures:
+    """While entered, keeps the outputs of chosen decoder layers of a model's latest forward pass.
+
+    Args:
+        model: The target.
+        layers: Indices of its decoder layers, in the order in which their outputs are given.
+
+    Raises:
+        UserError: the target has no such layer.
+    """
+
+    def __init__(self, model: PreTrainedModel, layers: Sequence[int]) -> None:
+        stack: Any = model.get_decoder().layers if layers else ()
+        if wrong := [layer for layer in layers if not 0 <= layer < len(stack)]:
+            raise UserError(f"feature layer {wrong[0]} is out of range: the target's layers are 0 to {len(stack) - 1}")
+        self._modules: list[nn.Module] = [stack[layer] for layer in layers]
+        self._outputs: dict[int, Tensor] = {}
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> Self:
+        for place, module in enumerate(self._modules):
+            self._hooks.append(module.register_forward_hook(self._keeper(place)))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def outputs(self) -> tuple[Tensor, ...]:
+        """For each of the layers, [B, q, hidden] of the q tokens of the latest pass."""
+        return tuple(self._outputs[place] for place in range(len(self._modules)))
+
+    def _keeper(self, place: int) -> Any:
+        def keep(module: nn.Module, inputs: Any, output: Any) -> None:
+            self._outputs[place] = output if isinstance(output, Tensor) else output[0]
+
+        return keep
