@@ -16,6 +16,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from keepsight.errors import UserError
 from keepsight.models.lookahead import LookaheadSettings
+from keepsight.train.head_settings import DraftHeadSettings, RetrievalHeadSettings
 from keepsight.train.trainer import TrainSettings
 
 DEFAULT_RECIPE = "smollm2-135m"
@@ -54,11 +55,13 @@ class DraftConfig:
         layers: Indices of the target's own layers that make the draft, ascending; `keepsight draft` finds good ones.
         id: Hub id or local folder of another model with the target's vocabulary.
         revision: Its branch, tag or commit on the Hub.
+        head: EAGLE draft head of the target, a folder or Hub id, instead of a model.
     """
 
     layers: list[int] | None = None
     id: str | None = None
     revision: str | None = None
+    head: str | None = None
 
 
 @dataclass
@@ -68,17 +71,23 @@ class Recipe:
     Attributes:
         model: The target.
         adapter: Lookahead adapter: a folder, a Hub id, or shipped:NAME for one that comes with keepsight.
+        retrieval: Retrieval head: a folder, a Hub id, or shipped:NAME for one that comes with keepsight.
         draft: The model that guesses answers for the methods that need a draft.
         lookahead: Shape of a lookahead module in training.
         train: Its optimisation.
+        draft_head: Shape and training of a draft head.
+        retrieval_head: Variant and distillation of a retrieval head.
     """
 
     defaults: list[Any] = field(default_factory=lambda: ["_self_", {"recipe": DEFAULT_RECIPE}])
     model: ModelConfig = field(default_factory=ModelConfig)
     adapter: str | None = None
+    retrieval: str | None = None
     draft: DraftConfig = field(default_factory=DraftConfig)
     lookahead: LookaheadSettings = field(default_factory=LookaheadSettings)
     train: TrainSettings = field(default_factory=TrainSettings)
+    draft_head: DraftHeadSettings = field(default_factory=DraftHeadSettings)
+    retrieval_head: RetrievalHeadSettings = field(default_factory=RetrievalHeadSettings)
 
 
 Command = TypeVar("Command", bound=Recipe)
@@ -157,18 +166,19 @@ def describe(schema: type) -> Iterator[tuple[str, str, str]]:
         yield key, "required" if default == "???" else str(default), note
 
 
-def _keys(schema: type, prefix: str = "") -> Iterator[tuple[str, Any, Any, str]]:
-    """(key, type, default, help) of every key."""
+def _keys(schema: type, prefix: str = "", defaults: Any = None) -> Iterator[tuple[str, Any, Any, str]]:
+    """(key, type, default, help) of every key; `defaults` is an instance that holds other defaults than its class."""
     notes = _attribute_notes(schema)
     hints = get_type_hints(schema)
     for each in fields(schema):
         if each.name == "defaults":
             continue
         kind = hints[each.name]
-        if isinstance(kind, type) and is_dataclass(kind):
-            yield from _keys(kind, f"{prefix}{each.name}.")
-            continue
         default = each.default_factory() if callable(each.default_factory) else each.default
+        default = default if defaults is None else getattr(defaults, each.name)
+        if isinstance(kind, type) and is_dataclass(kind):
+            yield from _keys(kind, f"{prefix}{each.name}.", default)
+            continue
         yield f"{prefix}{each.name}", kind, default, notes.get(each.name, "")
 
 
