@@ -8,7 +8,7 @@ one pass over many tokens and one token at a time can choose differently (in 2 o
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import psutil
 import torch
@@ -16,12 +16,15 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from keepsight.runtime.batch import forget_last, join
-from keepsight.runtime.decode import Reapply, decode, score_answer, stop_after
+from keepsight.eval.guesses import Guesses, Writing, write
+from keepsight.runtime.decode import Reapply, decode, stop_after
 from keepsight.runtime.prefill import read
-from keepsight.runtime.state import State, Trace
+from keepsight.runtime.state import State
+from keepsight.runtime.together import apart, forget_last, read_together
 
 _SHARE_OF_FREE_MEMORY = 0.25
+_TOKENS_AT_ONCE = 64
+"""Bounds the logits of a scoring pass to rows x 64 x V float32."""
 
 
 @dataclass(frozen=True)
@@ -75,13 +78,18 @@ def default_batch_tokens(model: PreTrainedModel) -> int:
 def answer_full(model: PreTrainedModel, state: State, question: Tensor, limits: Limits) -> tuple[Tensor, Answered]:
     """The full cache's greedy answer [1, T] int64, and the same with its likelihood; arguments as for `answer_all`."""
     start = time.perf_counter()
-    state = _after(model, replace(state.copy(), trace=Trace()), question)
+    (state,) = _after(model, [apart(state)], question)
     asking, start = time.perf_counter() - start, time.perf_counter()
-    criteria = stop_after(limits.max_new_tokens, limits.end_tokens)
-    answer = decode(model, state.copy(), criteria, pad_token=limits.end_tokens[0]).ids
-    speed = answer.shape[1] / (time.perf_counter() - start)
-    nll, hits = score_answer(model, state, answer)
-    return answer, Answered(answer[0], nll[0], hits[0], speed, question=asking)
+    guesses = Guesses()
+    guesses.learn(state.tokens[0].tolist())
+    first = state.logits.argmax(dim=-1)
+    nll = functional.cross_entropy(state.logits, first)
+    writing = Writing(state, first.tolist(), [nll.item()])
+    write(model, [writing], guesses, limits.max_new_tokens, limits.end_tokens)
+    speed = len(writing.ids) / (time.perf_counter() - start)
+    ids = torch.tensor(writing.ids, device=question.device)
+    likelihood = torch.tensor(writing.nll, device=question.device)
+    return ids[None], Answered(ids, likelihood, torch.ones_like(ids, dtype=torch.bool), speed, question=asking)
 
 
 def answer_all(
@@ -96,90 +104,81 @@ def answer_all(
         answer: [1, T] int64, the full cache's greedy answer under the same limits.
         limits: See `Limits`.
     """
-    order = sorted(range(len(states)), key=lambda index: states[index].length)
-    sizes = [state.length + question.shape[1] + limits.max_new_tokens for state in states]
-    answered: dict[int, Answered] = {}
-    for batch in _batches(order, sizes, limits.batch_tokens):
-        results = _answer_batch(model, [states[index] for index in batch], question, answer, limits)
-        answered.update(zip(batch, results, strict=True))
-    return [answered[index] for index in range(len(states))]
+    answered = []
+    for batch in _batches(states, question.shape[1] + limits.max_new_tokens, limits.batch_tokens):
+        answered += _answer_batch(model, batch, question, answer, limits)
+    return answered
 
 
-def _batches(order: Sequence[int], sizes: Sequence[int], most: int) -> Iterator[list[int]]:
-    """Consecutive states whose padded sizes stay within `most`; one alone may exceed it. `order` is by size."""
-    batch: list[int] = []
-    for index in order:
-        if batch and (len(batch) + 1) * sizes[index] > most:
+def _batches(states: Sequence[State], more: int, most: int) -> Iterator[list[State]]:
+    """Consecutive states that together hold at most `most` entries a head once each has grown by `more`.
+
+    One alone may exceed it.
+    """
+    batch: list[State] = []
+    held = 0
+    for state in states:
+        size = state.length + more
+        if batch and held + size > most:
             yield batch
-            batch = []
-        batch.append(index)
+            batch, held = [], 0
+        batch.append(state)
+        held += size
     if batch:
         yield batch
 
 
-def _after(model: PreTrainedModel, state: State, question: Tensor) -> State:
-    """The state once it has read the question; its cache grows."""
-    return read(model, state, question.expand(len(state.logits), -1))[0] if question.shape[1] else state
+def _after(model: PreTrainedModel, states: list[State], question: Tensor) -> list[State]:
+    """The states once they have read the question; their caches grow."""
+    return read_together(model, states, [question] * len(states))[0] if question.shape[1] else states
 
 
 def _answer_batch(
     model: PreTrainedModel, states: list[State], question: Tensor, answer: Tensor, limits: Limits
 ) -> list[Answered]:
     start = time.perf_counter()
-    before = _after(model, join(states), question)
-    asking, speed = time.perf_counter() - start, None
-    answers = answer.expand(len(states), -1)
-    logits, after = before.logits[:, None], before
-    if answer.shape[1] > 1:
-        after, rest = read(model, before, answers[:, :-1])
-        logits = torch.cat([logits, rest], dim=1)
-    nll = functional.cross_entropy(logits.transpose(1, 2), answers, reduction="none")
-    own = logits.argmax(dim=-1)
-    hits = own == answers
-    agreed = hits.long().cumprod(dim=1).sum(dim=1)
-    ids = [_own_start(*row) for row in zip(answers, own, agreed.tolist(), strict=True)]
-    open_rows = [row for row, each in enumerate(ids) if not _ended(each, answer.shape[1], int(agreed[row]), limits)]
-    if open_rows:
-        rows = torch.tensor(open_rows, device=answer.device)
-        known = agreed[rows]
-        state = forget_last(after, rows, answer.shape[1] - 1 - known, logits[rows, known])
-        start = time.perf_counter()
-        rests = _finish(model, state, limits, known.tolist())
-        speed = sum(map(len, rests)) / (time.perf_counter() - start)
-        for row, rest in zip(open_rows, rests, strict=True):
-            ids[row] = torch.cat([ids[row][:-1], rest])
-    return [Answered(*row, speed, len(open_rows), asking) for row in zip(ids, nll, hits, strict=True)]
+    states = _after(model, [apart(state) for state in states], question)
+    asking = time.perf_counter() - start
+    guesses = Guesses()
+    guesses.learn(states[0].tokens[0].tolist())
+    guesses.learn(answer[0].tolist())
+    states, own, nll = _score(model, states, answer)
+    hits = own == answer
+    agreed = hits.long().cumprod(dim=1).sum(dim=1).tolist()
+    writings = [
+        Writing(forget_last(state, max(answer.shape[1] - 1 - count, 0)), ids[: count + 1].tolist(), [])
+        for state, ids, count in zip(states, own, agreed, strict=True)
+    ]
+    known, start = [len(each.ids) for each in writings], time.perf_counter()
+    write(model, writings, guesses, limits.max_new_tokens, limits.end_tokens)
+    seconds = time.perf_counter() - start
+    grown = [len(each.ids) - before for each, before in zip(writings, known, strict=True)]
+    rows = sum(map(bool, grown))
+    speed = sum(grown) / seconds if rows else None
+    ids = [torch.tensor(each.ids, device=answer.device) for each in writings]
+    return [Answered(*row, speed, rows, asking) for row in zip(ids, nll, hits, strict=True)]
 
 
-def _own_start(answer: Tensor, own: Tensor, agreed: int) -> Tensor:
-    """What a row says as far as it is known: the tokens it shares with the full cache, then its first other one."""
-    return torch.cat([answer[:agreed], own[agreed : agreed + 1]])
+def _score(model: PreTrainedModel, states: list[State], answer: Tensor) -> tuple[list[State], Tensor, Tensor]:
+    """What each of R states would say in place of every token of an answer [1, T], and the answer's likelihood.
 
+    Returns:
+        The states once they have read all of the answer but its last token; their own choices [R, T] int64; the
+        answer's negative log-likelihood [R, T] float32 in nats.
+    """
+    own, nll = [], []
 
-def _ended(ids: Tensor, length: int, agreed: int, limits: Limits) -> bool:
-    return agreed == length or int(ids[-1]) in limits.end_tokens or len(ids) >= limits.max_new_tokens
+    def judge(logits: Tensor, tokens: Tensor) -> None:
+        own.append(logits.argmax(dim=-1).view(len(states), -1))
+        expected = tokens.expand(len(states), -1).flatten()
+        nll.append(functional.cross_entropy(logits, expected, reduction="none").view(len(states), -1))
 
-
-def _finish(model: PreTrainedModel, state: State, limits: Limits, known: list[int]) -> list[Tensor]:
-    """Greedy continuations [T] of rows of which `known` tokens are known; rows that have ended leave the batch."""
-    written: list[list[int]] = [[] for _ in known]
-    rows = list(range(len(known)))
-    while True:
-        tokens = state.logits.argmax(dim=-1)
-        for row, token in zip(rows, tokens.tolist(), strict=True):
-            written[row].append(token)
-        stay = [
-            place
-            for place, row in enumerate(rows)
-            if written[row][-1] not in limits.end_tokens and known[row] + len(written[row]) < limits.max_new_tokens
-        ]
-        if not stay:
-            return [torch.tensor(each, device=tokens.device) for each in written]
-        if len(stay) < len(rows):
-            kept = torch.tensor(stay, device=tokens.device)
-            state = forget_last(state, kept, torch.zeros_like(kept), state.logits[kept])
-            rows, tokens = [rows[place] for place in stay], tokens[kept]
-        state, _ = read(model, state, tokens[:, None])
+    judge(torch.cat([state.logits for state in states]), answer[:, :1])
+    for start in range(0, answer.shape[1] - 1, _TOKENS_AT_ONCE):
+        end = min(start + _TOKENS_AT_ONCE, answer.shape[1] - 1)
+        states, logits = read_together(model, states, [answer[:, start:end]] * len(states))
+        judge(logits, answer[:, start + 1 : end + 1])
+    return states, torch.cat(own, dim=1), torch.cat(nll, dim=1)
 
 
 def answer_alone(

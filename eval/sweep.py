@@ -27,7 +27,6 @@ from keepsight.models.targets import Target
 from keepsight.runtime.drafting import Draft
 from keepsight.runtime.method import FullCache, Method
 from keepsight.runtime.prefill import context_of, prefill
-from keepsight.runtime.quantized_cache import PackedState
 from keepsight.runtime.state import State
 
 QUESTIONS = ("seen", "unseen", "multi")
@@ -202,12 +201,12 @@ def _ids(sample: Sample, target: Target, question: str) -> tuple[Tensor, Tensor]
 def _answers(
     target: Target, asked: _Asked, methods: Sequence[Method], compressed: Sequence[Compressed]
 ) -> list[Answered]:
-    """Methods that evict while decoding and packed caches answer alone, all others in batches."""
+    """Methods that evict while decoding and states that cannot be joined answer alone, all others in batches."""
     model, question = target.model, (asked.question, asked.answer, asked.limits)
     answers = {}
     for index, (method, each) in enumerate(zip(methods, compressed, strict=True)):
         reapply = method.reapply(model)
-        if reapply is not None or isinstance(each.state, PackedState):
+        if reapply is not None or not each.state.joins:
             answers[index] = answer_alone(method.reader(model), each.state, *question, reapply)
     together = [index for index in range(len(methods)) if index not in answers]
     batched = answer_all(model, [compressed[index].state for index in together], *question)

@@ -18,10 +18,12 @@ COMMANDS = {
     "data": "prompts of a mixture, answered by the target, in resumable shards",
     "train": "train a lookahead module (the same as train_lookahead.py)",
     "eval": "score methods and budgets on needle tasks or real samples; table, plots, report",
+    "hits": "how many of the entries the target looks at retrieval heads, Quest and exact top-k read",
     "inspect": "an HTML page that shows which prompt tokens a method keeps",
     "push": "upload an adapter to the Hugging Face Hub",
     "bench": "measure speed and memory: bench train, bench eval",
     "demo": "the main job on a small model: data, training, evaluation",
+    "plan": "how many layers' entries must lie in the CPU's memory, by length",
     "draft": "search the target's layers for those that make a good draft",
 }
 BAD_INPUT = 2

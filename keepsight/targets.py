@@ -1,10 +1,11 @@
-"""From a recipe to a loaded target, the adapter and the draft it names."""
+"""From a recipe to a loaded target, the adapter, the retrieval head and the draft it names."""
 
 from pathlib import Path
 
 from keepsight.config import Recipe
 from keepsight.errors import UserError
-from keepsight.models.drafts import Draft, LayerSubset, load_draft
+from keepsight.models.drafts import Draft, HeadDraft, LayerSubset, load_draft, load_head
+from keepsight.models.hub import fetch
 from keepsight.models.targets import Target, load_target
 from keepsight.runtime.methods import Resources
 
@@ -32,26 +33,47 @@ def adapter_of(recipe: Recipe) -> str | None:
     Raises:
         UserError: keepsight ships no adapter of that name.
     """
-    if recipe.adapter is None or not recipe.adapter.startswith(_SHIPPED):
-        return recipe.adapter
+    return _shipped("adapter", "adapter", recipe.adapter)
+
+
+def retrieval_of(recipe: Recipe) -> str | None:
+    """The recipe's retrieval head, named as `adapter_of` names adapters.
+
+    Raises:
+        UserError: keepsight ships no head of that name.
+    """
+    return _shipped("retrieval", "retrieval head", recipe.retrieval)
+
+
+def _shipped(key: str, kind: str, named: str | None) -> str | None:
+    """A folder or Hub id; what keepsight ships is found in its checkpoints."""
+    if named is None or not named.startswith(_SHIPPED):
+        return named
     from keepsight import checkpoints
 
-    name = recipe.adapter.removeprefix(_SHIPPED)
+    name = named.removeprefix(_SHIPPED)
     for base in checkpoints.__path__:
         if (folder := Path(base) / name).is_dir():
             return str(folder)
-    raise UserError(f"adapter={recipe.adapter}: keepsight ships no adapter {name!r}; name a folder or a Hub id")
+    raise UserError(f"{key}={named}: keepsight ships no {kind} {name!r}; name a folder or a Hub id")
 
 
-def draft_of(recipe: Recipe, target: Target) -> Draft | None:
+def draft_of(recipe: Recipe, target: Target) -> Draft | HeadDraft | None:
     """The recipe's draft, found to fit the target; None when the recipe names none.
 
     Raises:
-        UserError: both kinds of draft are named, or the one that is named does not fit the target.
+        UserError: several kinds of draft are named, or the one that is named does not fit the target.
     """
     named, model = recipe.draft, recipe.model
-    if named.layers is not None and named.id is not None:
-        raise UserError(f"draft.layers and draft.id={named.id} name two drafts; add draft.layers=null or draft.id=null")
+    kinds = {"draft.layers": named.layers, "draft.id": named.id, "draft.head": named.head}
+    given = [key for key, value in kinds.items() if value is not None]
+    if len(given) > 1:
+        second = given[1]
+        raise UserError(
+            f"{given[0]} and {second}={kinds[second]} name two drafts; add {given[0]}=null or {second}=null"
+        )
+    if named.head is not None:
+        return load_head(named.head, fetch(named.head, named.revision), target.model)
     if named.id is not None:
         options = {"dtype": model.dtype, "device": model.device, "attention": model.attention}
         return load_draft(named.id, target, revision=named.revision, **options)
@@ -64,9 +86,12 @@ def draft_of(recipe: Recipe, target: Target) -> Draft | None:
 
 def has_draft(recipe: Recipe) -> bool:
     """Whether the recipe names a draft."""
-    return recipe.draft.layers is not None or recipe.draft.id is not None
+    named = recipe.draft
+    return any(each is not None for each in (named.layers, named.id, named.head))
 
 
 def resources_of(recipe: Recipe, target: Target) -> Resources:
-    """What methods may need: the recipe's adapter and draft, and the target's tokenizer."""
-    return Resources(adapter_of(recipe), lambda: draft_of(recipe, target), target.tokenizer)
+    """What methods may need: the recipe's adapter, draft and retrieval head, and the target's tokenizer."""
+    return Resources(
+        adapter_of(recipe), lambda: draft_of(recipe, target), target.tokenizer, retrieval_of(recipe), target.model
+    )

@@ -1,4 +1,4 @@
-"""The model card of a lookahead adapter: what it is, what it was trained on, how it fares, how to use it."""
+"""The model card of a lookahead adapter, and what it shares with the cards of heads."""
 
 from collections.abc import Mapping, Sequence
 
@@ -33,7 +33,14 @@ model.generate(**inputs, custom_generate=LookaheadKV.from_pretrained("FOLDER_OR_
 
 Plain `peft.PeftModel.from_pretrained` loads it too and leaves the base model's outputs unchanged.
 
-## Training
+{origin}
+
+## Fidelity on held-out training samples
+
+{fidelity}
+"""
+
+_ORIGIN = """## Training
 
 {training}
 
@@ -42,12 +49,7 @@ keepsight {keepsight_version}.
 
 ## Data
 
-{sources}
-
-## Fidelity on held-out training samples
-
-{fidelity}
-"""
+{sources}"""
 
 
 def model_card(
@@ -70,21 +72,31 @@ def model_card(
         notes: Lines on licences and origins of the data.
         license_name: An identifier the Hub knows.
     """
-    rows = [f"| {name} | {count} |" for name, count in sources.items()]
-    measured = [f"| {name.removeprefix('eval_')} | {value:.4f} |" for name, value in fidelity.items()]
     return _CARD.format(
         title=title,
         license=license_name,
         tokens=settings.tokens,
         rank=settings.rank,
         base_model=provenance.base_model,
+        origin=origin(provenance, sources, notes),
+        fidelity=table(fidelity, "mean over layers"),
+    )
+
+
+def origin(provenance: Provenance, sources: Mapping[str, int], notes: Sequence[str]) -> str:
+    """The sections on training and data of any card; arguments as for `model_card`."""
+    rows = [f"| {name} | {count} |" for name, count in sources.items()]
+    return _ORIGIN.format(
         base_version=provenance.base_version,
         template_digest=provenance.template_digest,
         data_digest=provenance.data_digest,
         keepsight_version=provenance.keepsight_version,
         training="\n".join(f"- {name}: {value}" for name, value in provenance.training.items()) or "Not recorded.",
         sources="\n".join(["| source | samples |", "| --- | --- |", *rows, "", *notes]),
-        fidelity="\n".join(["| measure | mean over layers |", "| --- | --- |", *measured])
-        if measured
-        else "Not measured.",
     )
+
+
+def table(measured: Mapping[str, float], heading: str) -> str:
+    """What was measured as a Markdown table, `heading` over the values; one sentence when nothing was."""
+    rows = [f"| {name.removeprefix('eval_')} | {value:.4f} |" for name, value in measured.items()]
+    return "\n".join([f"| measure | {heading} |", "| --- | --- |", *rows]) if rows else "Not measured."

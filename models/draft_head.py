@@ -17,6 +17,7 @@ from transformers.models.llama.modeling_llama import (
     LlamaRotaryEmbedding,
     apply_rotary_pos_emb,
 )
+from typing_extensions import Self
 
 from keepsight.errors import UserError
 
@@ -40,19 +41,25 @@ def default_feature_layers(layers: int) -> tuple[int, int, int]:
 
 
 class HeadAttention(nn.Module):
-    """Projections of the layer; queries, keys and values come from embedding and feature side by side."""
+    """Projections of a head's layer.
 
-    def __init__(self, config: LlamaConfig) -> None:
+    Args:
+        config: Of the head; `qkv_bias` (by default false) gives queries, keys and values a bias.
+        inputs: Width of what they are projected from.
+    """
+
+    def __init__(self, config: LlamaConfig, inputs: int) -> None:
         super().__init__()
         heads, kv_heads, width = config.num_attention_heads, config.num_key_value_heads or 1, head_width(config)
+        bias = bool(getattr(config, "qkv_bias", False))
         self.width = width
-        self.q_proj = nn.Linear(2 * config.hidden_size, heads * width, bias=False)
-        self.k_proj = nn.Linear(2 * config.hidden_size, kv_heads * width, bias=False)
-        self.v_proj = nn.Linear(2 * config.hidden_size, kv_heads * width, bias=False)
+        self.q_proj = nn.Linear(inputs, heads * width, bias=bias)
+        self.k_proj = nn.Linear(inputs, kv_heads * width, bias=bias)
+        self.v_proj = nn.Linear(inputs, kv_heads * width, bias=bias)
         self.o_proj = nn.Linear(heads * width, config.hidden_size, bias=False)
 
     def forward(self, inputs: Tensor, rotation: tuple[Tensor, Tensor], attend: HeadAttend) -> Tensor:
-        """[B, q, 2 * hidden] -> [B, q, hidden]; `rotation` holds RoPE's cosines and sines."""
+        """[B, q, inputs] -> [B, q, hidden]; `rotation` holds RoPE's cosines and sines."""
         query, key, value = (
             projection(inputs).unflatten(-1, (-1, self.width)).transpose(1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
@@ -61,12 +68,30 @@ class HeadAttention(nn.Module):
         return self.o_proj(attend(query, key, value).flatten(2))
 
 
+class HeadRotaryEmbedding(LlamaRotaryEmbedding):
+    """RoPE whose frequencies stay in float32, and are computed at once, whatever the head around them is built on.
+
+    In half precision the angles of far positions would be wrong.
+    """
+
+    def __init__(self, config: LlamaConfig) -> None:
+        with torch.device("cpu"):
+            super().__init__(config)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        exact = dict(self.named_buffers())
+        super()._apply(fn, recurse)
+        for name, frequencies in exact.items():
+            setattr(self, name, frequencies.to(self.get_buffer(name).device))
+        return self
+
+
 class HeadLayer(nn.Module):
     """The decoder layer. Its residual is the feature before any norm, not the embedding."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.self_attn = HeadAttention(config)
+        self.self_attn = HeadAttention(config, 2 * config.hidden_size)
         self.mlp = LlamaMLP(config)
         self.hidden_norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -87,7 +112,9 @@ class DraftHead(nn.Module):
     Args:
         config: A Llama configuration of the layer (`hidden_size`, heads, RoPE, ...) with, as public checkpoints have
             them, `vocab_size` of the target, `draft_vocab_size`, `target_hidden_size` (by default `hidden_size`), and
-            `eagle_config` with `eagle_aux_hidden_state_layer_ids`, the target's feature layers.
+            `eagle_config` with `eagle_aux_hidden_state_layer_ids`, the target's feature layers. EAGLE-3.1 adds
+            `fc_norm`, a norm for each of the three layers' features, and `norm_output`: the features of the next row
+            are what the last norm gives.
 
     Attributes:
         d2t: [draft_vocab] int64: the target's id minus the draft's id.
@@ -102,11 +129,14 @@ class DraftHead(nn.Module):
         self.config = config
         width = getattr(config, "target_hidden_size", None) or config.hidden_size
         draft_vocab = getattr(config, "draft_vocab_size", None) or config.vocab_size
+        self.norm_output = bool(getattr(config, "norm_output", False))
+        if getattr(config, "fc_norm", False):
+            self.fc_norm = nn.ModuleList(LlamaRMSNorm(width, eps=config.rms_norm_eps) for _ in range(3))
         self.fc = nn.Linear(3 * width, config.hidden_size, bias=False)
         self.midlayer = HeadLayer(config)
         self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, draft_vocab, bias=False)
-        self.rotary_emb = LlamaRotaryEmbedding(config)
+        self.rotary_emb = HeadRotaryEmbedding(config)
         self.register_buffer("d2t", torch.zeros(draft_vocab, dtype=torch.long))
         self.register_buffer("t2d", torch.arange(config.vocab_size) < draft_vocab)
 
@@ -123,6 +153,9 @@ class DraftHead(nn.Module):
 
     def combine(self, features: Tensor) -> Tensor:
         """The target's features of three layers side by side, [B, q, 3 * target_hidden] -> [B, q, hidden]."""
+        if hasattr(self, "fc_norm"):
+            taps = features.chunk(3, dim=-1)
+            features = torch.cat([norm(tap) for norm, tap in zip(self.fc_norm, taps, strict=True)], dim=-1)
         return self.fc(features)
 
     def forward(self, embeddings: Tensor, features: Tensor, positions: Tensor, attend: HeadAttend) -> Tensor:
@@ -135,13 +168,14 @@ class DraftHead(nn.Module):
             attend: See `HeadAttend`.
 
         Returns:
-            [B, q, hidden], before the last norm: the features of the next row.
+            [B, q, hidden], the features of the next row; before the last norm unless the config has `norm_output`.
         """
-        return self.midlayer(embeddings, features, self.rotary_emb(embeddings, positions), attend)
+        hidden = self.midlayer(embeddings, features, self.rotary_emb(embeddings, positions), attend)
+        return self.norm(hidden) if self.norm_output else hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """What `forward` puts out -> logits [..., draft_vocab] of token t + 2."""
-        return self.lm_head(self.norm(hidden))
+        return self.lm_head(hidden if self.norm_output else self.norm(hidden))
 
     def target_ids(self, draft_ids: Tensor) -> Tensor:
         """The target's ids of the draft's."""

@@ -1,13 +1,15 @@
-"""Drafts: the models that guess an answer for the methods that look at the guess (SpecKV, SpecPC).
+"""Drafts: what guesses an answer for the methods that look at the guess (SpecKV, SpecPC).
 
 A draft is a value that a method holds; which model drafts for a target, `draft.of(target)` says. Not every target has
 a smaller sibling with the same tokenizer, so a draft may also be made of its own layers, as in self-speculative
-decoding (Zhang et al. 2023, "Draft & Verify", arXiv 2309.08168).
+decoding (Zhang et al. 2023, "Draft & Verify", arXiv 2309.08168), or be a draft head, which is no model of its own: it
+goes on from the target's features.
 """
 
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -15,6 +17,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from keepsight.errors import UserError
+from keepsight.models.draft_head import DraftHead
+from keepsight.models.draft_head_files import load_draft_head
+from keepsight.models.feature_head import FeatureHead
 from keepsight.models.targets import Target, load_target
 
 _OURS = "_keepsight_"  # what keepsight keeps on a model: attached adapters, drafts
@@ -97,6 +102,31 @@ class LoadedDraft:
     def of(self, target: PreTrainedModel) -> PreTrainedModel:
         """The loaded model, whatever the target: `load_draft` has compared the vocabularies."""
         return self.model
+
+
+@dataclass(frozen=True)
+class HeadDraft:
+    """A draft head of the target; `load_head` makes it.
+
+    Attributes:
+        name: Hub id or folder.
+        layers: The target's layers whose outputs the head reads.
+        head: On the target's device, in its dtype.
+    """
+
+    name: str
+    layers: tuple[int, ...]
+    head: DraftHead | FeatureHead = field(repr=False)
+
+
+def load_head(name: str, folder: Path, target: PreTrainedModel) -> HeadDraft:
+    """Load a draft head from a folder, for the target that it goes on from.
+
+    Raises:
+        UserError: the folder holds no head, or one of another target.
+    """
+    head = load_draft_head(folder, target)
+    return HeadDraft(name, head.layers_of(target), head)
 
 
 def load_draft(model_id: str, target: Target, *, revision: str | None = None, **options: Any) -> LoadedDraft:

@@ -1,10 +1,10 @@
-"""Adapters to and from the Hugging Face Hub, or whichever server HF_ENDPOINT names.
+"""Adapters and heads to and from the Hugging Face Hub, or whichever server HF_ENDPOINT names.
 
-Only the files of an adapter travel, each by its name. The token is the one the Hub's client finds, HF_TOKEN or what
-`hf auth login` saved; it is neither printed nor stored.
+Only the files of the kinds in `KINDS` travel, each by its name. The token is the one the Hub's client finds, HF_TOKEN
+or what `hf auth login` saved; it is neither printed nor stored.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +15,46 @@ from huggingface_hub.utils import validate_repo_id
 
 from keepsight.errors import UserError
 from keepsight.files import file_digest
-from keepsight.models.adapter import FILES, load_lookahead
+from keepsight.models import adapter, draft_head_files, retrieval_head_files
 
 CARD = "README.md"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of artifact.
+
+    Attributes:
+        name: What it is called.
+        files: Names of the files that it needs, which no other kind has.
+        check: Reads and verifies a folder.
+        extra: Names of files that it may have.
+    """
+
+    name: str
+    files: tuple[str, ...]
+    check: Callable[[Path], object]
+    extra: tuple[str, ...] = ()
+
+
+KINDS = (
+    Kind("lookahead adapter", adapter.FILES, adapter.load_lookahead),
+    Kind("draft head", draft_head_files.FILES, draft_head_files.load_draft_head, (draft_head_files.ORIGIN,)),
+    Kind("retrieval head", retrieval_head_files.FILES, retrieval_head_files.load_retrieval_head),
+)
+
+
+def kind_of(folder: Path) -> Kind:
+    """The kind of a folder: the one most of whose files are there.
+
+    Raises:
+        UserError: it has no file of any kind.
+    """
+    found = [sum((folder / name).is_file() for name in kind.files) for kind in KINDS]
+    if not any(found):
+        kinds = "; ".join(f"{kind.name}: {', '.join(kind.files)}" for kind in KINDS)
+        raise UserError(f"{folder}: holds nothing that can be pushed ({kinds}); name the folder that training wrote")
+    return KINDS[found.index(max(found))]
 
 
 @dataclass(frozen=True)
@@ -25,7 +62,7 @@ class Upload:
     """What a push would send.
 
     Attributes:
-        folder: The adapter.
+        folder: The adapter or head.
         repo_id: `user/name` on the Hub.
         files: Names of the files that travel, all directly inside `folder`.
         left_out: Names of the files and folders beside them that stay.
@@ -55,17 +92,19 @@ class Upload:
 
 
 def plan_upload(folder: Path, repo_id: str, *, private: bool = False, revision: str | None = None) -> Upload:
-    """Check an adapter folder and list what `push` would send. Nothing is sent, and no network is needed.
+    """Check an artifact's folder and list what `push` would send. Nothing is sent, and no network is needed.
 
     Raises:
-        UserError: the folder is no complete, intact adapter with a card, or `repo_id` is no `user/name`.
+        UserError: the folder is no complete, intact artifact with a card, or `repo_id` is no `user/name`.
     """
     _check_repo_id(repo_id)
-    load_lookahead(folder)
+    kind = kind_of(folder)
+    kind.check(folder)
     if not (folder / CARD).is_file():
-        raise UserError(f"{folder}: {CARD} is missing; write the adapter's card (sources, licences, results) first")
+        raise UserError(f"{folder}: {CARD} is missing; write the {kind.name}'s card (sources, licences, results) first")
+    extra = [name for name in kind.extra if (folder / name).is_file()]
     pictures = sorted(path.name for path in folder.glob("*.png") if path.is_file())
-    files = (*FILES, CARD, *pictures)
+    files = (*kind.files, *extra, CARD, *pictures)
     left_out = tuple(sorted(path.name for path in folder.iterdir() if path.name not in files))
     return Upload(folder, repo_id, files, left_out, private, revision)
 
@@ -89,12 +128,12 @@ def push(upload: Upload) -> str:
         if upload.revision:
             api.create_branch(upload.repo_id, branch=upload.revision, exist_ok=True)
         additions = [CommitOperationAdd(name, upload.folder / name) for name in upload.files]
-        message = "Upload a keepsight adapter"
+        message = "Upload from keepsight"
         return api.create_commit(upload.repo_id, additions, commit_message=message, revision=upload.revision).commit_url
 
 
 def fetch(reference: str, revision: str | None = None) -> Path:
-    """The folder of an adapter: `reference` itself when it is one, else the Hub's, fetched once into the Hub's cache.
+    """The folder of an artifact: `reference` itself when it is one, else the Hub's, fetched once into the Hub's cache.
 
     Files are asked for by name, so a repository decides neither what is written nor where. Without network
     (or with HF_HUB_OFFLINE=1) the cached copy is used.
@@ -104,13 +143,19 @@ def fetch(reference: str, revision: str | None = None) -> Path:
         revision: Branch, tag or commit on the Hub.
 
     Raises:
-        UserError: it is neither a folder nor a Hub id, or the Hub and its cache do not have it.
+        UserError: it is neither a folder nor a Hub id, the Hub and its cache do not have it, or it is a draft head
+            without a safetensors file.
     """
     if Path(reference).is_dir():
         return Path(reference)
     _check_repo_id(reference)
-    with _hub_errors(f"adapter {reference!r} is no folder here and cannot be fetched from the Hub"):
-        return Path(snapshot_download(reference, revision=revision, allow_patterns=[*FILES, CARD]))
+    names = [name for kind in KINDS for name in (*kind.files, *kind.extra)]
+    with _hub_errors(f"{reference!r} is no folder here and cannot be fetched from the Hub"):
+        folder = Path(snapshot_download(reference, revision=revision, allow_patterns=[*names, CARD]))
+    if {name for name in names if (folder / name).is_file()} == {draft_head_files.CONFIG}:
+        advice = draft_head_files.how_to_convert(f"after `hf download {reference} --local-dir HEAD`, in folder HEAD")
+        raise UserError(f"{reference}: has no {draft_head_files.WEIGHTS}, which a draft head needs; {advice}")
+    return folder
 
 
 def _check_repo_id(repo_id: str) -> None:
@@ -121,7 +166,7 @@ def _check_repo_id(repo_id: str) -> None:
     else:
         valid = repo_id.count("/") == 1
     if not valid:
-        raise UserError(f"{repo_id!r} is neither an adapter's folder nor a Hub id; a Hub id looks like user/name")
+        raise UserError(f"{repo_id!r} is neither a folder nor a Hub id; a Hub id looks like user/name")
 
 
 @contextmanager

@@ -66,7 +66,7 @@ def _dense(
         return attend(_layer(module), query, keys, value, _factor(query, scaling)), None
     _record(recorder, module, query, keys, scaling, real)
     if real is not None:
-        return grouped_attention(query, keys, value, _causal(query.shape[2], real), scaling), None
+        return grouped_attention(query, keys, value, visible(query.shape[2], real), scaling), None
     # Under a mask transformers repeats keys and values for every query head; grouping the queries copies none.
     if attention_mask is not None and query.shape[1] * query.shape[2] <= keys.shape[2]:
         return grouped_attention(query, keys, value, attention_mask, scaling), None
@@ -103,14 +103,17 @@ def _varlen(
     return output, None
 
 
-def grouped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
+def grouped_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None
+) -> Tensor:
     """Attention in which the query heads of a KV head are rows of one head, so that no key or value is repeated.
 
     Args:
         query: [B, H, q, d].
         key: [B, K, S, d].
         value: [B, K, S, d].
-        mask: [B, 1 or K, q, S]: bool (True where a query may look), or what is added to the logits.
+        mask: [B, 1 or K, q, S]: bool (True where a query may look), or what is added to the logits; None where every
+            query sees every key.
         scaling: Factor of the dot products; 1 / sqrt(d) by default.
 
     Returns:
@@ -118,13 +121,14 @@ def grouped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, s
     """
     batch, heads, rows, width = query.shape
     kv_heads = key.shape[1]
-    mask = mask[:, :, None].expand(-1, -1, heads // kv_heads, -1, -1).flatten(2, 3)
+    if mask is not None:
+        mask = mask[:, :, None].expand(-1, -1, heads // kv_heads, -1, -1).flatten(2, 3)
     grouped = query.reshape(batch, kv_heads, -1, width)
     output = functional.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scaling)
     return output.view(batch, heads, rows, width).transpose(1, 2).contiguous()
 
 
-def _causal(rows: int, real: Tensor) -> Tensor:
+def visible(rows: int, real: Tensor) -> Tensor:
     """[B, K, q, S] bool: what each of the last q of S positions may see."""
     keys = real.shape[2]
     positions = torch.arange(keys, device=real.device)

@@ -16,17 +16,22 @@ class RecordFeatures:
 
     Args:
         model: The target.
-        layers: Indices of its decoder layers, in the order in which their outputs are given.
+        layers: Indices of its decoder layers, in the order in which their outputs are given. One past the last layer
+            stands for what the lm_head reads: the last layer's output after the final norm.
 
     Raises:
         UserError: the target has no such layer.
     """
 
     def __init__(self, model: PreTrainedModel, layers: Sequence[int]) -> None:
-        stack: Any = model.get_decoder().layers if layers else ()
-        if wrong := [layer for layer in layers if not 0 <= layer < len(stack)]:
-            raise UserError(f"feature layer {wrong[0]} is out of range: the target's layers are 0 to {len(stack) - 1}")
-        self._modules: list[nn.Module] = [stack[layer] for layer in layers]
+        decoder: Any = model.get_decoder()
+        outputs = [*decoder.layers, decoder] if layers else []
+        if wrong := [layer for layer in layers if not 0 <= layer < len(outputs)]:
+            raise UserError(
+                f"feature layer {wrong[0]} is out of range: the target's layers are 0 to {len(outputs) - 2}, "
+                f"and {len(outputs) - 1} is what its final norm gives"
+            )
+        self._modules: list[nn.Module] = [outputs[layer] for layer in layers]
         self._outputs: dict[int, Tensor] = {}
         self._hooks: list[Any] = []
 

@@ -115,16 +115,55 @@ def attention_weights(query: Tensor, key: Tensor, scaling: float, key_mask: Tens
     """
     batch, heads, rows, width = query.shape
     kv_heads, keys = key.shape[1], key.shape[2]
-    grouped = query.reshape(batch, kv_heads, (heads // kv_heads) * rows, width)
+    grouped = (query * scaling).reshape(batch, kv_heads, (heads // kv_heads) * rows, width)
     # In place, and masked only where something can be hidden: passes over the logits are most of the time this takes.
-    logits = (grouped @ key.transpose(-1, -2)).view(batch, kv_heads, -1, rows, keys).float().mul_(scaling)
+    logits = (grouped @ key.transpose(-1, -2)).view(batch, kv_heads, -1, rows, keys).float()
     least = torch.finfo(torch.float32).min
-    later = torch.ones(rows, rows, dtype=torch.bool, device=query.device).triu(1)
-    logits[..., keys - rows :].masked_fill_(later, least)
+    logits[..., keys - rows :].masked_fill_(_later(rows, query.device), least)
     if key_mask is not None:
         by_head = key_mask if key_mask.dim() == 3 else key_mask[:, None]
         logits.masked_fill_(~by_head[:, :, None, None], least)
     return logits.softmax(dim=-1).flatten(1, 2)
+
+
+def attend_after(
+    query: Tensor, stored: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], scaling: float, reduction: str
+) -> tuple[Tensor, Tensor]:
+    """Attention of observers to stored entries and to each other, and what they pay to the stored ones.
+
+    The two are never put into one tensor: a copy of the entries, and every pass over the logits that can be saved,
+    is time that shows.
+
+    Args:
+        query: [B, H, q, d], the observers' queries, causal among themselves.
+        stored: Keys and values [B, K, N, d], all of them real and visible to every observer.
+        own: Keys and values [B, K, q, d] of the observers.
+        scaling: Factor of the dot products.
+        reduction: Over the queries: `mean` or `max`.
+
+    Returns:
+        What `observed_attention` returns, [B, H, N] float32, and the output [B, q, H, d] of softmax attention in
+        float32; both differentiable.
+    """
+    batch, heads, rows, width = query.shape
+    (keys, values), (own_keys, own_values) = stored, own
+    grouped = (query * scaling).reshape(batch, keys.shape[1], -1, width)
+    logits = (grouped @ keys.transpose(-1, -2)).float()
+    between = (grouped @ own_keys.transpose(-1, -2)).float().unflatten(2, (-1, rows))
+    between = between.masked_fill(_later(rows, query.device), -torch.inf).flatten(2, 3)
+    # Softmax is the same whatever is subtracted, so that no gradient flows through the maximum.
+    highest = torch.maximum(*(each.detach().amax(dim=-1, keepdim=True) for each in (logits, between)))
+    weights, between = logits.sub_(highest).exp_(), (between - highest).exp()
+    total = weights.sum(dim=-1, keepdim=True) + between.sum(dim=-1, keepdim=True)
+    output = (weights.to(values.dtype) @ values + between.to(values.dtype) @ own_values) / total
+    by_head, share = weights.view(batch, heads, rows, -1), total.view(batch, heads, rows, 1).reciprocal()
+    paid = (by_head * share).amax(dim=2) if reduction == "max" else (share.transpose(2, 3) @ by_head)[:, :, 0] / rows
+    return paid, output.to(values.dtype).view(batch, heads, rows, width).transpose(1, 2).contiguous()
+
+
+def _later(rows: int, device: torch.device) -> Tensor:
+    """[rows, rows] bool: what comes after each of so many queries."""
+    return torch.ones(rows, rows, dtype=torch.bool, device=device).triu(1)
 
 
 def reduce_group(importance: Tensor, kv_heads: int, reduction: str = "mean") -> Tensor:

@@ -4,16 +4,19 @@ What follows a prompt cannot change the prompt's keys and values (causality), so
 prefill, and none of them leaves a trace in the cache.
 """
 
+import functools
 from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
+from typing_extensions import override
 
-from keepsight.runtime.attention import record_attention
-from keepsight.runtime.cache import entries, view
-from keepsight.runtime.importance import ROWS_AT_ONCE, attention_weights, observed_attention
+from keepsight.runtime.attention import OwnAttention, record_attention
+from keepsight.runtime.cache import ViewedLayer, entries, view
+from keepsight.runtime.importance import ROWS_AT_ONCE, attend_after, observed_attention
 from keepsight.runtime.state import Needs, State
 
 
@@ -80,20 +83,42 @@ class AttentionRecorder:
             reduction=self.reduction,
         )
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """Attention and record from the same weights, where all queries observe and nothing is padding.
-
-        See `keepsight.runtime.attention.Attend`.
-        """
-        weights = attention_weights(query, key, scaling)
-        seen = weights[..., : key.shape[2] - self.rows]
-        self.by_layer[layer] = seen.amax(dim=2) if self.reduction == "max" else seen.mean(dim=2)
-        grouped = weights.to(value.dtype).reshape(*key.shape[:2], -1, key.shape[2]) @ value
-        return grouped.view(query.shape).transpose(1, 2).contiguous()
-
     def layers(self) -> list[Tensor]:
         """The recorded tensors in the order of the layers."""
         return [self.by_layer[layer] for layer in sorted(self.by_layer)]
+
+
+class _WatchedLayer(ViewedLayer):
+    """A layer without padding that keeps how the observers attend to its entries; all that is appended observes.
+
+    Attributes:
+        importance: [B, H, N] float32, reduced over the observers; once they have attended.
+    """
+
+    importance: Tensor
+
+    def __init__(self, keys: Tensor, values: Tensor, reduction: str) -> None:
+        super().__init__(keys, values)
+        self.reduction = reduction
+
+    @override
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> Any:
+        return _Look(self, key_states, value_states), value_states
+
+
+class _Look(OwnAttention):
+    """Observers that attend to a layer and to each other, without a copy of the layer's entries."""
+
+    def __init__(self, layer: _WatchedLayer, keys: Tensor, values: Tensor) -> None:
+        self.layer, self.keys, self.values = layer, keys, values
+
+    @override
+    def attend(self, query: Tensor, scaling: float) -> Tensor:
+        layer = self.layer
+        layer.importance, output = attend_after(
+            query, (layer.keys, layer.values), (self.keys, self.values), scaling, layer.reduction
+        )
+        return output
 
 
 def look_back(
@@ -150,17 +175,19 @@ def observe(
     if first is None:
         first = mask.sum(dim=1) if mask is not None else torch.full((batch,), length, device=embeddings.device)
     key_mask = join_masks(mask, observer_mask, batch, length, count, embeddings.device)
-    recorder = AttentionRecorder(count, key_mask=key_mask, query_mask=observer_mask, reduction=reduction)
-    padded = key_mask is not None or any(each.real is not None for each in entries(cache))
-    model.base_model(
+    look = functools.partial(
+        model.base_model,
         inputs_embeds=embeddings,
-        attention_mask=key_mask,
         position_ids=first[:, None] + torch.arange(count, device=embeddings.device),
-        past_key_values=viewed,
         use_cache=True,
-        recorder=recorder,
-        attend=recorder.attend if not padded and count <= ROWS_AT_ONCE else None,
     )
+    stored = entries(viewed)
+    if key_mask is None and count <= ROWS_AT_ONCE and all(each.real is None for each in stored):
+        watched: list[Any] = [_WatchedLayer(keys, values, reduction) for keys, values, _ in stored]
+        look(past_key_values=Cache(layers=watched))
+        return [layer.importance for layer in watched]
+    recorder = AttentionRecorder(count, key_mask=key_mask, query_mask=observer_mask, reduction=reduction)
+    look(past_key_values=viewed, attention_mask=key_mask, recorder=recorder)
     return recorder.layers()
 
 

@@ -5,9 +5,12 @@ is one. Nothing else differs between a GPU and a CPU.
 """
 
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import TypeVar
 
 import psutil
 import torch
@@ -15,6 +18,8 @@ from torch import Tensor
 
 from keepsight.errors import UserError
 from keepsight.runtime.packed_entries import Slots
+
+Result = TypeVar("Result")
 
 _SPARE = 256
 """Tokens for which a new buffer has room beyond those that are there."""
@@ -27,19 +32,33 @@ class Traffic:
     Attributes:
         offloaded: Bytes sent to the CPU.
         fetched: Bytes sent back.
+        asked: Bytes that would have been sent back had no entry been there already.
+        reused: Entries that were there already.
+        selections: Selections that slots were filled with, one for each layer and step.
         fetching: Seconds that the gathers took.
         waited: Seconds for which the model had to wait for them.
     """
 
     offloaded: int = 0
     fetched: int = 0
+    asked: int = 0
+    reused: int = 0
+    selections: int = 0
     fetching: float = 0.0
     waited: float = 0.0
+
+    @property
+    def overlap(self) -> float:
+        """Share of the entries asked for that were there already; also of the bytes that were saved."""
+        return 1 - self.fetched / self.asked if self.asked else 0.0
 
 
 @dataclass
 class _Buffer:
-    """Rows [B, K, S, 2d], keys beside values, of which the first `filled` entries a head are taken."""
+    """Rows [S, B, K, 2d], keys beside values, of which the first `filled` tokens are taken.
+
+    What is appended is one piece of memory, so that a GPU can write it while the program goes on.
+    """
 
     rows: Tensor
     filled: int
@@ -59,9 +78,7 @@ class Fetch:
 
     def wait(self) -> Slots:
         """The entries, as soon as they are there; it may be asked again."""
-        start = time.perf_counter()
-        rows = self._coming.result()
-        self._traffic.waited += time.perf_counter() - start
+        rows = await_counted(self._coming, self._traffic)
         if rows.is_cuda:
             rows.record_stream(torch.cuda.current_stream(rows.device))
         return Slots(self._indices, *rows.chunk(2, dim=3))
@@ -85,53 +102,123 @@ class FullEntries:
     @classmethod
     def offload(cls, keys: Tensor, values: Tensor, traffic: Traffic) -> "FullEntries":
         """Entries [B, K, T, d] of a prompt."""
-        none = _Buffer(keys.new_empty(*keys.shape[:2], 0, 2 * keys.shape[3], device="cpu"), 0)
+        batch, kv_heads, _, width = keys.shape
+        none = _Buffer(keys.new_empty(0, batch, kv_heads, width + values.shape[3], device="cpu"), 0)
         return cls(0, traffic, none).append(keys, values)
 
     def append(self, keys: Tensor, values: Tensor) -> "FullEntries":
-        """With more entries [B, K, q, d]."""
-        buffer, end = self._buffer, self.length + keys.shape[2]
+        """With more entries [B, K, q, d]; a GPU may still be writing them when this returns."""
+        buffer, end, on_gpu = self._buffer, self.length + keys.shape[2], keys.device.type == "cuda"
         # Where another view has appended already, or where there is no room, this one goes on in a buffer of its own.
-        if buffer.filled != self.length or end > buffer.rows.shape[2]:
-            room = end + max(_SPARE, end // 8)
-            pinned = keys.device.type == "cuda"
-            rows = torch.empty(
-                *keys.shape[:2], room, 2 * keys.shape[3], dtype=keys.dtype, device="cpu", pin_memory=pinned
-            )
-            rows[:, :, : self.length] = buffer.rows[:, :, : self.length]
+        if buffer.filled != self.length or end > len(buffer.rows):
+            shape = end + max(_SPARE, end // 8), *buffer.rows.shape[1:]
+            rows = torch.empty(shape, dtype=keys.dtype, device="cpu", pin_memory=torch.cuda.is_available())
+            if on_gpu:
+                torch.cuda.current_stream(keys.device).synchronize()  # earlier entries may be on their way
+            rows[: self.length] = buffer.rows[: self.length]
             buffer = _Buffer(rows, self.length)
-        buffer.rows[:, :, self.length : end] = torch.cat([keys, values], dim=3).cpu()
+        new = torch.cat([keys, values], dim=3).permute(2, 0, 1, 3).contiguous()
+        buffer.rows[self.length : end].copy_(new, non_blocking=on_gpu)
         buffer.filled = end
-        self.traffic.offloaded += 2 * keys.numel() * keys.element_size()
+        self.traffic.offloaded += new.numel() * new.element_size()
         return replace(self, length=end, _buffer=buffer)
+
+    def cropped(self, length: int) -> "FullEntries":
+        """With the first entries only."""
+        return replace(self, length=length)
+
+    def read(self, device: torch.device) -> Tensor:
+        """All entries [B, K, S, 2d], keys beside values, copied to a device."""
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()  # the last entries may be on their way here
+        return self._buffer.rows[: self.length].permute(1, 2, 0, 3).to(device, copy=True)
+
+    def rows(self, flat: Tensor) -> Tensor:
+        """Rows [n, 2d], keys beside values, of [n] int64 flat indices into [S, B, K]; pinned if the entries are."""
+        stored = self._buffer.rows.flatten(0, 2)
+        out = torch.empty(len(flat), stored.shape[1], dtype=stored.dtype, pin_memory=stored.is_pinned())
+        return torch.index_select(stored, 0, flat, out=out)
 
     def fetch(self, indices: Tensor) -> Fetch:
         """Begin to bring entries [B, K, k] int64 back to the device of the indices."""
-        ready = None
-        if indices.is_cuda:
-            wanted = indices.to("cpu", non_blocking=True)
-            ready = torch.cuda.Event()
-            ready.record(torch.cuda.current_stream(indices.device))
-        else:
-            wanted = indices
-        return Fetch(indices, _worker().submit(self._gather, wanted, indices.device, ready), self.traffic)
+        return Fetch(indices, in_background(self._gather, FromDevice(indices), indices.device), self.traffic)
 
-    def _gather(self, indices: Tensor, device: torch.device, ready: torch.cuda.Event | None) -> Tensor:
-        if ready is not None:
-            ready.synchronize()
+    def _gather(self, wanted: "FromDevice", device: torch.device) -> Tensor:
+        indices = wanted.get()
         start = time.perf_counter()
-        rows = self._buffer.rows
-        heads = torch.arange(indices.shape[0] * indices.shape[1]).view(*indices.shape[:2], 1)
-        gathered = torch.empty(*indices.shape, rows.shape[3], dtype=rows.dtype, pin_memory=ready is not None)
-        flat = (heads * rows.shape[2] + indices).flatten()
-        torch.index_select(rows.view(-1, rows.shape[3]), 0, flat, out=gathered.view(-1, rows.shape[3]))
-        if ready is not None:
-            with torch.cuda.stream(_side_stream(device)):
-                gathered = gathered.to(device, non_blocking=True)
-            _side_stream(device).synchronize()  # holds up this thread alone
+        gathered = self.rows(flat_rows(indices).flatten()).view(*indices.shape, -1)
+        with on_side_stream(device):
+            gathered = gathered.to(device, non_blocking=True)
         self.traffic.fetched += gathered.numel() * gathered.element_size()
         self.traffic.fetching += time.perf_counter() - start
         return gathered
+
+
+def flat_rows(indices: Tensor) -> Tensor:
+    """Entries [B, K, k] int64 of each row and head -> flat indices into [S, B, K]."""
+    batch, kv_heads, _ = indices.shape
+    heads = torch.arange(batch * kv_heads, device=indices.device).view(batch, kv_heads, 1)
+    return indices * (batch * kv_heads) + heads
+
+
+class FromDevice:
+    """A tensor on its way to the CPU, for a thread that can wait for it and for all that was begun before it.
+
+    Args:
+        tensor: On any device.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor.to("cpu", non_blocking=True)
+        self._begun = Begun(tensor.device)
+
+    def get(self) -> Tensor:
+        """The tensor, once it is there."""
+        self._begun.wait()
+        return self._tensor
+
+
+class Begun:
+    """All that a device was given to do so far.
+
+    Args:
+        device: Nothing is ever waited for on a CPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.cuda.Event() if device.type == "cuda" else None
+        if self._event is not None:
+            self._event.record(torch.cuda.current_stream(device))
+
+    def wait(self) -> None:
+        """Until it is done; that holds up the calling thread alone."""
+        if self._event is not None:
+            self._event.synchronize()
+
+
+@contextmanager
+def on_side_stream(device: torch.device) -> Iterator[None]:
+    """What is begun inside runs beside the model, and is done at the end: that holds up the calling thread alone."""
+    if device.type != "cuda":
+        yield
+        return
+    stream = _side_stream(device)
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()
+
+
+def in_background(function: Callable[..., Result], *arguments: object) -> "Future[Result]":
+    """Call a function in the thread that fetches, after what was given to it before."""
+    return _worker().submit(function, *arguments)
+
+
+def await_counted(coming: "Future[Result]", traffic: Traffic) -> Result:
+    """What is coming, as soon as it is there; the time is counted."""
+    start = time.perf_counter()
+    result = coming.result()
+    traffic.waited += time.perf_counter() - start
+    return result
 
 
 @cache

@@ -58,9 +58,9 @@ class Trace:
     features: tuple[Tensor, ...] = ()
     seconds: float = 0.0
 
-    def features_of(self, layers: Sequence[int]) -> Tensor:
-        """Outputs of some of the recorded layers side by side, [B, M, len(layers) * hidden]."""
-        return torch.cat([self.features[self.needs.features.index(layer)] for layer in layers], dim=-1)
+    def features_of(self, layers: Sequence[int], tokens: slice = slice(None)) -> Tensor:
+        """Outputs of some of the recorded layers side by side, [B, M, len(layers) * hidden], of all or some tokens."""
+        return torch.cat([self.features[self.needs.features.index(layer)][:, tokens] for layer in layers], dim=-1)
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,11 @@ class State:
     def kv_bytes(self) -> int:
         """Bytes of all keys and values."""
         return cache_bytes(self.cache)
+
+    @property
+    def joins(self) -> bool:
+        """Whether it can be one of a batch, see `join`. States of other classes hold their entries in their own way."""
+        return type(self) is State
 
     @property
     def tokens_mask(self) -> Tensor | None:

@@ -32,14 +32,19 @@ class SampleDataset(Dataset[dict[str, Any]]):
         }
 
 
-def split(samples: Sequence[Answered], held_out: int) -> tuple[SampleDataset, SampleDataset]:
+def split(samples: Sequence[Answered], held_out: int, key: str = "train") -> tuple[SampleDataset, SampleDataset]:
     """Training samples, and every k-th sample held out, so that all parts of the mixture are measured.
+
+    Args:
+        samples: All of them.
+        held_out: How many at most are held out.
+        key: Where the recipe has `held_out`, for the message.
 
     Raises:
         UserError: too few samples for both.
     """
     if len(samples) <= held_out:
-        raise UserError(f"train.held_out={held_out} needs more than the {len(samples)} samples of the data; lower it")
+        raise UserError(f"{key}.held_out={held_out} needs more than the {len(samples)} samples of the data; lower it")
     step = math.ceil(len(samples) / held_out) if held_out else len(samples) + 1
     measured = samples[step - 1 :: step]
     chosen = {sample.index for sample in measured}

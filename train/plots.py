@@ -22,16 +22,21 @@ Log = Sequence[Mapping[str, Any]]
 
 
 def plot_training(log: Log, path: Path) -> None:
-    """Write a PNG of `training_figure`; `path` holds all of it or what it held before.
+    """Write a PNG of `training_figure`.
 
     Args:
         log: What the trainer logged, in the order of the steps.
         path: The file to write.
     """
+    write_png(training_figure(log), path)
+
+
+def write_png(figure: Figure, path: Path) -> None:
+    """Write a figure so that `path` holds all of it or what it held before."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        training_figure(log).savefig(unfinished, format="png", dpi=DPI)
+        figure.savefig(unfinished, format="png", dpi=DPI)
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
@@ -52,7 +57,7 @@ def training_figure(log: Log) -> Figure:
     for name, label in BY_LAYER.items():
         _layer_panel(panels[name[0]], log, f"eval_{name}_by_layer", label)
     for panel in panels.values():
-        _tidy(panel)
+        tidy(panel)
     return figure
 
 
@@ -75,9 +80,9 @@ def running_mean(values: Sequence[float], weight: float = SMOOTHING) -> list[flo
 def _loss_panel(panel: Axes, log: Log) -> None:
     steps, losses = series(log, "loss")
     panel.plot(steps, losses, color=BLUE, linewidth=0.8, alpha=0.3)
-    _line(panel, steps, running_mean(losses), "training (running mean)", BLUE, "-")
+    draw_line(panel, steps, running_mean(losses), "training (running mean)", BLUE, "-")
     held_out_steps, held_out = series(log, "eval_kl")
-    _line(panel, held_out_steps, held_out, "held-out", VERMILLION, "s-")
+    draw_line(panel, held_out_steps, held_out, "held-out", VERMILLION, "s-")
     if losses + held_out and min(losses + held_out) > 0:
         panel.set_yscale("log")
         panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -88,28 +93,35 @@ def _loss_panel(panel: Axes, log: Log) -> None:
 
 
 def _rank_panel(panel: Axes, log: Log) -> None:
-    _line(panel, *series(log, "eval_recall"), "recall at the budget", BLUE, "o-")
-    _line(panel, *series(log, "eval_tau"), "Kendall's tau", GREEN, "^-")
+    draw_line(panel, *series(log, "eval_recall"), "recall at the budget", BLUE, "o-")
+    draw_line(panel, *series(log, "eval_tau"), "Kendall's tau", GREEN, "^-")
     panel.set_title("Predicted against true importance, held-out", fontsize=10)
     panel.set_xlabel("step", fontsize=9)
     panel.set_ylim(top=1.0)
 
 
 def _layer_panel(panel: Axes, log: Log, key: str, label: str) -> None:
-    rows = [row for row in log if key in row]
-    ends = {rows[0]["step"]: (rows[0], GREY, "o:"), rows[-1]["step"]: (rows[-1], BLUE, "o-")} if rows else {}
-    for step, (row, colour, line) in ends.items():
-        _line(panel, range(len(row[key])), row[key], f"step {step}", colour, line)
+    draw_ends(panel, log, key, 0)
     panel.set_title(f"{label}, by layer", fontsize=10)
     panel.set_xlabel("layer", fontsize=9)
 
 
-def _line(panel: Axes, places: Sequence[int], values: Sequence[float], label: str, colour: str, line: str) -> None:
+def draw_ends(panel: Axes, log: Log, key: str, start: int) -> None:
+    """The lists under `key` at the first and the last measurement; their places count from `start`."""
+    rows = [row for row in log if key in row]
+    ends = {rows[0]["step"]: (rows[0], GREY, "o:"), rows[-1]["step"]: (rows[-1], BLUE, "o-")} if rows else {}
+    for step, (row, colour, line) in ends.items():
+        draw_line(panel, range(start, start + len(row[key])), row[key], f"step {step}", colour, line)
+
+
+def draw_line(panel: Axes, places: Sequence[int], values: Sequence[float], label: str, colour: str, line: str) -> None:
+    """A labelled line through the values; none when there is nothing to draw."""
     if values:
         panel.plot(places, values, line, color=colour, linewidth=1.6, markersize=4, label=label)
 
 
-def _tidy(panel: Axes) -> None:
+def tidy(panel: Axes) -> None:
+    """The look of all panels; one that is empty says so."""
     panel.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
     panel.grid(axis="y", color="#d4d4d4", linewidth=0.6)
     panel.set_axisbelow(True)

@@ -30,19 +30,24 @@ def state_of(checkpoint: Path) -> TrainerState:
     return TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
 
 
-def check_same_settings(path: Path, settings: dict[str, Any]) -> None:
+def check_same_settings(path: Path, settings: dict[str, Any], key: str = "train") -> None:
     """Write the settings when a training begins; when it goes on, compare.
+
+    Args:
+        path: The file that keeps them.
+        settings: Values by name; names without a dot are those of `key` in the recipe.
+        key: See `settings`.
 
     Raises:
         UserError: the training began with other settings.
     """
     if not path.exists():
         write_json(path, settings)
-    for key, value in read_json(path).items():
-        if settings.get(key) != value:
-            name = key if "." in key else f"train.{key}"
+    for name, value in read_json(path).items():
+        if settings.get(name) != value:
+            full_name = name if "." in name else f"{key}.{name}"
             raise UserError(
-                f"{path}: this training began with {name}={value!r}, now it is {settings.get(key)!r}; "
+                f"{path}: this training began with {full_name}={value!r}, now it is {settings.get(name)!r}; "
                 "choose another out=, or delete the folder"
             )
 

@@ -1,32 +1,40 @@
-"""keepsight bench: measure what a training step, a sweep, an eviction and a packed cache cost on this machine.
+"""keepsight bench: measure what training, sweeps, evictions, packed caches and drafts cost on this machine.
 
     keepsight bench train tokens=1024 answer_tokens=64      # one training step against one inference prefill
     keepsight bench eval tokens=1024 answer_tokens=24       # one sweep against as many separate runs
     keepsight bench evict lengths=[1024,4096]               # observe and select of each method against the prefill
     keepsight bench specache tokens=2048 bits=[1]           # a decoding step on packed entries, by part
+    keepsight bench speculate draft.head=HEAD draft.layers=null     # speculative decoding against plain decoding
 
 Prints times as median of `repeats`, and peak memory. Nothing is written.
 """
 
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from keepsight.config import Recipe, at_least_one
+from keepsight.data_gen.shards import read_samples
 from keepsight.errors import UserError
 from keepsight.eval.bench import bench_evict, bench_sweep
 from keepsight.eval.bench_specache import bench_specache
+from keepsight.eval.bench_speculate import bench_speculate
+from keepsight.eval.niah import make_samples
+from keepsight.eval.samples import render
+from keepsight.models.drafts import HeadDraft
 from keepsight.models.lookahead import Lookahead
 from keepsight.models.targets import Target
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.method import Method
 from keepsight.runtime.methods import SpeCache, make_method
-from keepsight.targets import resources_of, target_of
+from keepsight.targets import draft_of, resources_of, target_of
 from keepsight.train.bench import bench_step
 
 POSITIONAL = ("what",)
-BENCHES = ("train", "eval", "evict", "specache")
 
 
 @dataclass
@@ -34,21 +42,25 @@ class Config(Recipe):
     """Keys of `keepsight bench`.
 
     Attributes:
-        what: train, eval, evict or specache.
-        tokens: Prompt length of all but bench evict.
-        answer_tokens: Answer length; timed steps of bench specache.
+        what: train, eval, evict, specache or speculate.
+        tokens: Prompt length of all but bench evict; the longest one where prompts come from `data`.
+        answer_tokens: Answer length; timed steps of bench specache; the longest answer of bench speculate.
+        draft_tokens: Tokens of a draft of bench speculate.
+        data: Folder made by `keepsight data`, for the prompts of bench speculate; needles in a haystack by default.
         batch: Rows of bench specache.
         bits: Of bench specache.
         lengths: Prompt lengths of bench evict.
         methods: Of bench eval and bench evict.
         budgets: Entries per layer and KV head; bench evict takes the first.
         repeats: Timed repetitions after one that warms up.
-        samples: Samples of bench eval.
+        samples: Samples of bench eval, prompts of bench speculate.
     """
 
     what: str = "???"
     tokens: int = 1024
     answer_tokens: int = 24
+    draft_tokens: int = 5
+    data: str | None = None
     batch: int = 1
     bits: list[int] = field(default_factory=lambda: [1, 2])
     lengths: list[int] = field(default_factory=lambda: [1024, 4096])
@@ -62,32 +74,76 @@ class Config(Recipe):
 
 def run(config: Config) -> None:
     """Measure and print."""
-    at_least_one(config, "tokens", "answer_tokens", "repeats", "samples", "batch")
+    at_least_one(config, "tokens", "answer_tokens", "draft_tokens", "repeats", "samples", "batch")
     if config.what not in BENCHES:
         raise UserError(f"bench {config.what!r} is unknown; choose one of {', '.join(BENCHES)}")
     if not (config.lengths and config.methods and config.budgets):
         raise UserError("lengths=, methods= and budgets= must each name something to measure")
-    target = target_of(config)
-    if config.what == "train":
-        lookahead = Lookahead(target.model, config.lookahead)
-        print(bench_step(lookahead, config.tokens, config.answer_tokens, config.repeats))
-    elif config.what == "eval":
-        made = {f"{name} {budget}": method for name, budget, method in _made(config, target, config.budgets)}
-        print(bench_sweep(target, made, config.tokens, config.answer_tokens, config.samples))
-    elif config.what == "specache":
-        for bits in config.bits:
-            for line in bench_specache(target, SpeCache(bits), config.tokens, config.batch, config.answer_tokens):
-                print(line, flush=True)
-    else:
-        evicting: dict[str, Evict] = {}
-        for name, _, method in _made(config, target, config.budgets[:1]):
-            if not isinstance(method, Evict):
-                raise UserError(f"method {name!r} evicts nothing from the cache; bench evict measures those that do")
-            evicting[name] = method
-        for line in bench_evict(target, evicting, config.lengths, config.repeats):
-            tqdm.write(line)
+    for line in BENCHES[config.what](config, target_of(config)):
+        tqdm.write(line)
+        sys.stdout.flush()
+
+
+def _train(config: Config, target: Target) -> Iterator[str]:
+    lookahead = Lookahead(target.model, config.lookahead)
+    yield bench_step(lookahead, config.tokens, config.answer_tokens, config.repeats)
+
+
+def _eval(config: Config, target: Target) -> Iterator[str]:
+    made = {f"{name} {budget}": method for name, budget, method in _made(config, target, config.budgets)}
+    yield bench_sweep(target, made, config.tokens, config.answer_tokens, config.samples)
+
+
+def _evict(config: Config, target: Target) -> Iterable[str]:
+    evicting: dict[str, Evict] = {}
+    for name, _, method in _made(config, target, config.budgets[:1]):
+        if not isinstance(method, Evict):
+            raise UserError(f"method {name!r} evicts nothing from the cache; bench evict measures those that do")
+        evicting[name] = method
+    return bench_evict(target, evicting, config.lengths, config.repeats)
+
+
+def _specache(config: Config, target: Target) -> Iterator[str]:
+    for bits in config.bits:
+        yield from bench_specache(target, SpeCache(bits), config.tokens, config.batch, config.answer_tokens)
+
+
+def _speculate(config: Config, target: Target) -> Iterable[str]:
+    if config.draft.head is None:
+        raise UserError("bench speculate measures a draft head; name it: draft.head=FOLDER_OR_HUB_ID draft.layers=null")
+    draft = draft_of(config, target)
+    assert isinstance(draft, HeadDraft)
+    prompts = _data_prompts(config, target) if config.data else _needle_prompts(config, target)
+    return bench_speculate(target, draft.head, prompts, config.answer_tokens, config.draft_tokens)
+
+
+BENCHES: dict[str, Callable[[Config, Target], Iterable[str]]] = {
+    "train": _train,
+    "eval": _eval,
+    "evict": _evict,
+    "specache": _specache,
+    "speculate": _speculate,
+}
 
 
 def _made(config: Config, target: Target, budgets: list[int]) -> list[tuple[str, Any, Method]]:
     resources = resources_of(config, target)
     return [(name, budget, make_method(name, budget, resources)) for name in config.methods for budget in budgets]
+
+
+def _needle_prompts(config: Config, target: Target) -> list[list[int]]:
+    samples = make_samples("single", config.tokens, config.samples, 0, target.tokenizer)
+    return [render(sample, target.tokenizer) for sample in samples]
+
+
+def _data_prompts(config: Config, target: Target) -> list[list[int]]:
+    """The last prompts of a data folder that are short enough."""
+    assert config.data is not None
+    samples, _ = read_samples(Path(config.data), target.name, target.template_digest)
+    prompts = [sample.prompt_ids for sample in samples if len(sample.prompt_ids) <= config.tokens]
+    if len(prompts) < config.samples:
+        raise UserError(
+            f"data={config.data}: {len(prompts)} prompts have at most {config.tokens} tokens, samples= needs "
+            f"{config.samples}; lower it, or raise tokens="
+        )
+    return prompts[-config.samples :]

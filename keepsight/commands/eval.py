@@ -37,12 +37,17 @@ from keepsight.eval.results import finished, merge, part_of
 from keepsight.eval.samples import Sample, answerable, render
 from keepsight.eval.summary import summarize, table, write_summary
 from keepsight.eval.sweep import FULL, QUESTIONS, Variant, check_samples, groups_of, sweep
-from keepsight.files import append_lines, whole_lines
+from keepsight.files import append_lines, file_digest, whole_lines
+from keepsight.models.hub import fetch
+from keepsight.models.retrieval_head_files import WEIGHTS
 from keepsight.models.targets import Target
 from keepsight.runtime.evict import Evict
-from keepsight.runtime.methods import Resources, make_method
+from keepsight.runtime.methods import Resources, SpeContext, make_method
 from keepsight.runtime.methods.make import takes
-from keepsight.targets import adapter_of, has_draft, resources_of, target_of
+from keepsight.targets import adapter_of, has_draft, resources_of, retrieval_of, target_of
+
+_OF_NO_RESULT = ("defaults", "lookahead", "train", "draft_head", "retrieval_head", "out", "max_batch_tokens")
+"""Keys that no answer depends on."""
 
 
 @dataclass
@@ -105,7 +110,8 @@ def run(config: Config) -> None:
     if config.question not in QUESTIONS:
         raise UserError(f"question={config.question} is unknown; choose one of {', '.join(QUESTIONS)}")
     stand_in: Any = object()
-    resources = Resources(adapter_of(config), stand_in if has_draft(config) else None, stand_in)
+    draft = stand_in if has_draft(config) else None
+    resources = Resources(adapter_of(config), draft, stand_in, retrieval_of(config))
     variants_of(config, resources)  # bad values end here, before anything loads
     processes, out = PartialState(cpu=not torch.cuda.is_available()), Path(config.out)
     target = target_of(config)
@@ -245,9 +251,7 @@ def _show(sample: Sample, target: Target) -> None:
 def _settings(config: Config, target: Target, variants: list[Variant]) -> dict[str, Any]:
     """What the results depend on, for the report and for resuming."""
     given = asdict(config)
-    kept = {
-        key: given[key] for key in given if key not in ("defaults", "lookahead", "train", "out", "max_batch_tokens")
-    }
+    kept = {key: given[key] for key in given if key not in _OF_NO_RESULT}
     versions = {
         "keepsight": __version__,
         "torch": torch.__version__,
@@ -258,6 +262,8 @@ def _settings(config: Config, target: Target, variants: list[Variant]) -> dict[s
         "target": {"name": target.name, "version": target.version},
         "adapter": adapter_of(config),
         "adapter_digest": _adapter_digest(variants),
+        "retrieval": retrieval_of(config),
+        "retrieval_digest": _retrieval_digest(config, variants),
         "versions": versions,
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
     }
@@ -267,3 +273,10 @@ def _adapter_digest(variants: list[Variant]) -> str | None:
     methods = [variant.method for variant in variants if isinstance(variant.method, Evict)]
     artifacts = [getattr(method.observer, "artifact", None) for method in methods]
     return next((artifact.digest for artifact in artifacts if artifact is not None), None)
+
+
+def _retrieval_digest(config: Config, variants: list[Variant]) -> str | None:
+    named = retrieval_of(config)
+    if named is None or not any(isinstance(variant.method, SpeContext) for variant in variants):
+        return None
+    return file_digest(fetch(named) / WEIGHTS)

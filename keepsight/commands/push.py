@@ -1,9 +1,9 @@
-"""keepsight push: upload a lookahead adapter to the Hugging Face Hub.
+"""keepsight push: upload a lookahead adapter or a head to the Hugging Face Hub.
 
     keepsight push runs/adapter user/smollm2-135m-lookahead --dry-run
     keepsight push runs/adapter user/smollm2-135m-lookahead private=true
 
-Only the adapter's own files are uploaded. The token comes from HF_TOKEN or `hf auth login`.
+Only the files of the adapter or head are uploaded. The token comes from HF_TOKEN or `hf auth login`.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class Config(Recipe):
     """Keys of `keepsight push`.
 
     Attributes:
-        folder: The adapter.
+        folder: The lookahead adapter, draft head or retrieval head.
         repo: user/name on the Hub; made when it is not there.
         private: Make a new repository private, and refuse an existing public one.
         revision: Branch; the repository's main one by default.

@@ -17,7 +17,6 @@ from keepsight import __version__
 from keepsight.config import Recipe
 from keepsight.data_gen.shards import Answered, read_samples
 from keepsight.errors import UserError
-from keepsight.files import whole_lines
 from keepsight.models.adapter import Provenance, load_lookahead, save_lookahead
 from keepsight.models.card import model_card
 from keepsight.models.hub import fetch
@@ -68,14 +67,13 @@ def run(config: Config) -> None:
     trainer, finished = train(LookaheadObjective(lookahead), config.train, work, samples)
     if trainer.is_world_process_zero():
         provenance = _provenance(target, manifest, samples, trainer)
-        fidelity = trainer.fidelity.metrics() if trainer.fidelity else {}
         notes = [config.data_notes] if config.data_notes else []
         card = model_card(
-            config.title, config.lookahead, provenance, manifest["sources"], fidelity, notes, config.license
+            config.title, config.lookahead, provenance, manifest["sources"], trainer.metrics, notes, config.license
         )
         save_lookahead(lookahead, out, provenance, card)
-        plot_training(_log(trainer, work), out / "training.png")
-        print(f"adapter after step {trainer.state.global_step} in {out}: {_show(fidelity)}")
+        plot_training(trainer.log_rows(), out / "training.png")
+        print(f"adapter after step {trainer.state.global_step} in {out}: {_show(trainer.metrics)}")
     if not finished:
         raise UserError(
             f"interrupted at step {trainer.state.global_step}; the checkpoint and the adapter so far are in {out}: "
@@ -97,12 +95,6 @@ def _provenance(
         "first and last logged loss (KL, nats)": [round(losses[0], 4), round(losses[-1], 4)] if losses else [],
     }
     return Provenance(target.name, target.version, target.template_digest, manifest["digest"], training, __version__)
-
-
-def _log(trainer: LookaheadTrainer, work: Path) -> list[dict[str, Any]]:
-    """The Trainer's log and the measurements by layer, as rows."""
-    measured = whole_lines(work / "fidelity.jsonl")
-    return [row for row in trainer.state.log_history if "loss" in row] + measured
 
 
 def _show(fidelity: dict[str, float]) -> str:

@@ -4,6 +4,7 @@ from keepsight.runtime.evict import Evict
 from keepsight.runtime.method import FullCache
 from keepsight.runtime.methods.adakv import AdaKV
 from keepsight.runtime.methods.dapq import DapQ
+from keepsight.runtime.methods.exact_topk import ExactTopK
 from keepsight.runtime.methods.h2o import H2O
 from keepsight.runtime.methods.key_norm import KeyNorm
 from keepsight.runtime.methods.kivi import Kivi
@@ -14,6 +15,7 @@ from keepsight.runtime.methods.lookaheadkv import LookaheadKV
 from keepsight.runtime.methods.make import make_method
 from keepsight.runtime.methods.oracle import Oracle
 from keepsight.runtime.methods.pyramidkv import PyramidKV
+from keepsight.runtime.methods.quest import Quest
 from keepsight.runtime.methods.random_entries import RandomEntries
 from keepsight.runtime.methods.registry import DRAFTERS, METHODS, OBSERVERS
 from keepsight.runtime.methods.resources import Resources
@@ -22,6 +24,7 @@ from keepsight.runtime.methods.snapkv import SnapKV
 from keepsight.runtime.methods.specache import SpeCache
 from keepsight.runtime.methods.speckv import SpecKV
 from keepsight.runtime.methods.speckvpc import SpecKVPC
+from keepsight.runtime.methods.specontext import SpeContext
 from keepsight.runtime.methods.specpc import SpecPC
 from keepsight.runtime.methods.streamingllm import StreamingLLM
 from keepsight.runtime.methods.tova import TOVA
@@ -37,6 +40,7 @@ __all__ = [
     "AdaKV",
     "DapQ",
     "Evict",
+    "ExactTopK",
     "FullCache",
     "KeyNorm",
     "Kivi",
@@ -46,11 +50,13 @@ __all__ = [
     "LookaheadKV",
     "Oracle",
     "PyramidKV",
+    "Quest",
     "RandomEntries",
     "Resources",
     "SentenceSimilarity",
     "SnapKV",
     "SpeCache",
+    "SpeContext",
     "SpecKV",
     "SpecKVPC",
     "SpecPC",

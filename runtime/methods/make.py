@@ -23,7 +23,7 @@ from keepsight.runtime.methods.sentence_similarity import Cosine
 from keepsight.runtime.methods.speckv import DraftModel, SpecKV
 from keepsight.runtime.sparse_prefill import SparsePrefill
 
-_RESOURCES = ("artifact", "draft", "tokenizer")
+_RESOURCES = ("artifact", "head", "draft", "tokenizer")
 
 
 def make_method(name: str, budget: int | float | None, resources: Resources | None = None, /, **options: Any) -> Method:
@@ -32,7 +32,7 @@ def make_method(name: str, budget: int | float | None, resources: Resources | No
     Args:
         name: Such as `snapkv`; `evict` for a composition whose observer is among the options.
         budget: Entries per layer and KV head, or a ratio; unused by the methods that keep all entries.
-        resources: For the methods that need an adapter, a draft or a tokenizer.
+        resources: For the methods that need an adapter, a retrieval head, a draft or a tokenizer.
         options: Other fields of the method, as values or as plain text and mappings.
 
     Raises:

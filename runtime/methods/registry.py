@@ -5,6 +5,7 @@ from keepsight.runtime.evict import Evict
 from keepsight.runtime.method import FullCache, Method
 from keepsight.runtime.methods.adakv import AdaKV
 from keepsight.runtime.methods.dapq import ConstantText, DapQ, PromptEnds, RandomTokens
+from keepsight.runtime.methods.exact_topk import ExactTopK
 from keepsight.runtime.methods.h2o import H2O, ReceivedAttention
 from keepsight.runtime.methods.key_norm import KeyNorm, ShortKeys
 from keepsight.runtime.methods.kivi import Kivi
@@ -14,12 +15,14 @@ from keepsight.runtime.methods.llmlingua import LLMLingua2
 from keepsight.runtime.methods.lookaheadkv import LookaheadKV, SoftTokens
 from keepsight.runtime.methods.oracle import Oracle, OwnAnswer
 from keepsight.runtime.methods.pyramidkv import PyramidKV
+from keepsight.runtime.methods.quest import Quest
 from keepsight.runtime.methods.random_entries import Lots, RandomEntries
 from keepsight.runtime.methods.sentence_similarity import SentenceSimilarity
 from keepsight.runtime.methods.snapkv import PromptWindow, SnapKV
 from keepsight.runtime.methods.specache import SpeCache
 from keepsight.runtime.methods.speckv import DraftModel, SpecKV
 from keepsight.runtime.methods.speckvpc import SpecKVPC
+from keepsight.runtime.methods.specontext import SpeContext
 from keepsight.runtime.methods.specpc import SpecPC
 from keepsight.runtime.methods.streamingllm import Earliness, Recency, StreamingLLM
 from keepsight.runtime.methods.tova import TOVA
@@ -50,6 +53,9 @@ METHODS: dict[str, type[Method]] = {
     "truncation": Truncation,
     "kivi": Kivi,
     "specache": SpeCache,
+    "specontext": SpeContext,
+    "quest": Quest,
+    "exact_topk": ExactTopK,
     "evict": Evict,
 }
 OBSERVERS: dict[str, type[Observer]] = {

@@ -1,16 +1,18 @@
-"""What some methods need beside their options: a trained adapter, a draft."""
+"""What some methods need beside their options: a trained adapter or head, a draft."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from keepsight.errors import UserError
 from keepsight.models.adapter import Artifact, load_lookahead
-from keepsight.models.drafts import Draft
+from keepsight.models.drafts import Draft, HeadDraft
 from keepsight.models.hub import fetch
+from keepsight.models.retrieval_head import RetrievalHead
+from keepsight.models.retrieval_head_files import load_retrieval_head
 
 
 @dataclass(frozen=True)
@@ -19,13 +21,17 @@ class Resources:
 
     Attributes:
         adapter: Lookahead adapter: a folder or Hub id.
-        draft: The model that drafts for the target; or how to get it, asked when a method needs it.
+        draft: The model or head that drafts for the target; or how to get it, asked when a method needs it.
         tokenizer: Of the target.
+        retrieval: Retrieval head: a folder or Hub id.
+        target: The model that the retrieval head must be for; unchecked without it.
     """
 
     adapter: str | Path | None = None
-    draft: Draft | Callable[[], Draft | None] | None = None
+    draft: Draft | HeadDraft | Callable[[], Draft | HeadDraft | None] | None = None
     tokenizer: PreTrainedTokenizerBase | None = None
+    retrieval: str | Path | None = None
+    target: PreTrainedModel | None = None
 
     @cached_property
     def artifact(self) -> Artifact:
@@ -38,18 +44,34 @@ class Resources:
             raise UserError("needs adapter=FOLDER_OR_HUB_ID; train one with train_lookahead.py")
         return load_lookahead(fetch(str(self.adapter)))
 
+    @cached_property
+    def head(self) -> RetrievalHead:
+        """The retrieval head, loaded; with a target, on its device, and with the layers of its features named.
+
+        Raises:
+            UserError: there is none, it cannot be had, or it is for another target.
+        """
+        if self.retrieval is None:
+            raise UserError("needs retrieval=FOLDER_OR_HUB_ID; train one with train_retrieval_head.py")
+        head = load_retrieval_head(fetch(str(self.retrieval)), self.target)
+        if self.target is not None:
+            head.config = replace(head.config, feature_layers=head.layers_of(self.target) or None)
+        return head
+
     def find(self, name: str) -> object:
-        """The resource that fills a field called `name`: artifact, draft or tokenizer.
+        """The resource that fills a field called `name`: artifact, head, draft or tokenizer.
 
         Raises:
             UserError: there is none.
         """
-        if name == "artifact":
-            return self.artifact
+        if name in ("artifact", "head"):
+            return getattr(self, name)
         given = getattr(self, name)
         found = given() if name == "draft" and callable(given) else given
         if found is not None:
             return found
         if name == "draft":
-            raise UserError("needs a draft: set draft.layers=[...] (keepsight draft finds good ones) or draft.id=")
+            raise UserError(
+                "needs a draft: set draft.layers=[...] (keepsight draft finds good ones), draft.id= or draft.head="
+            )
         raise UserError("needs the target's tokenizer")

@@ -1,4 +1,4 @@
-"""SpecKV: a small draft model's answer observes the prompt, together with the prompt's last tokens."""
+"""SpecKV: a small draft's answer observes the prompt, together with the prompt's last tokens."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,9 +10,11 @@ from typing_extensions import override
 
 from keepsight.errors import UserError
 from keepsight.models import drafts
+from keepsight.models.drafts import HeadDraft
 from keepsight.runtime.drafting import Draft, Drafter, DraftTokens, Given, greedy_draft
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.importance import Pool, Reduce, observed_attention, reduce_group
+from keepsight.runtime.methods.head_answer import head_answer
 from keepsight.runtime.prefill import context_of, prefill
 from keepsight.runtime.sparse_prefill import Score, SparsePrefill
 from keepsight.runtime.state import Needs, State
@@ -20,15 +22,18 @@ from keepsight.runtime.state import Needs, State
 
 @dataclass(frozen=True)
 class DraftModel(Drafter):
-    """A draft model's greedy answer to everything the target has read.
+    """A draft's greedy answer to everything the target has read.
+
+    A draft model reads it all over again. A draft head reads the features that the prefill recorded, in one layer, and
+    goes on from the target's own first token.
 
     Attributes:
-        draft: Says which model drafts for the target.
+        draft: Says which model drafts for the target; or a draft head.
         lookahead: Most tokens of the answer, its end token included. The paper lets the draft finish its answer: give
             the task's answer length for that.
     """
 
-    draft: drafts.Draft
+    draft: drafts.Draft | HeadDraft
     lookahead: int = 32
 
     def __post_init__(self) -> None:
@@ -37,7 +42,13 @@ class DraftModel(Drafter):
 
     @override
     def __call__(self, model: PreTrainedModel, state: State) -> Draft:
+        if isinstance(self.draft, HeadDraft):
+            return head_answer(model, state, self.draft, self.lookahead).draft
         return self.write(model, state.tokens, state.tokens_mask)
+
+    @override
+    def needs(self) -> Needs:
+        return Needs(features=self.draft.layers) if isinstance(self.draft, HeadDraft) else Needs()
 
     @override
     def longest(self) -> int:
@@ -47,8 +58,10 @@ class DraftModel(Drafter):
         """The draft for tokens [B, M] that `model`, the target, need not have read; `mask` is False for padding.
 
         Raises:
-            UserError: prompt and draft do not fit the draft model's context.
+            UserError: prompt and draft do not fit the draft model's context, or the draft is a head.
         """
+        if isinstance(self.draft, HeadDraft):
+            raise UserError("SpecKV: a draft head reads what the target has read; give a draft model to write before")
         drafting = self.draft.of(model)
         require_draft_fits("SpecKV", tokens.shape[1], self.lookahead, drafting)
         return greedy_draft(drafting, prefill(drafting, tokens, mask, needs=Needs()), self.lookahead)
@@ -80,7 +93,10 @@ class SpecKV(Evict):
         if self.sparse is None:
             return
         if self._drafter() is None:
-            raise UserError("SpecKV: sparse needs an observer that is DraftTokens of a DraftModel")
+            raise UserError(
+                "SpecKV: sparse needs an observer that is DraftTokens of a DraftModel, and a draft that is a model: "
+                "a draft head reads what the target has read"
+            )
         most = self.sparse.vertical + self.sparse.band
         if not isinstance(self.budget, int) or self.budget > most:
             raise UserError(
@@ -88,7 +104,9 @@ class SpecKV(Evict):
             )
 
     @classmethod
-    def with_draft(cls, draft: drafts.Draft, budget: int | float, lookahead: int = 32, **parts: Any) -> "SpecKV":
+    def with_draft(
+        cls, draft: drafts.Draft | HeadDraft, budget: int | float, lookahead: int = 32, **parts: Any
+    ) -> "SpecKV":
         """The method with a draft; `parts` are other fields.
 
         Raises:
@@ -120,7 +138,7 @@ class SpecKV(Evict):
 
     def _drafter(self) -> DraftModel | None:
         drafter = self.observer.drafter if isinstance(self.observer, DraftTokens) else None
-        return drafter if isinstance(drafter, DraftModel) else None
+        return drafter if isinstance(drafter, DraftModel) and not isinstance(drafter.draft, HeadDraft) else None
 
     def _score(self, draft: Draft, length: int) -> Score:
         """What `reduced` says of a prompt of `length` tokens, for one layer of a pass over prompt and draft."""

@@ -3,6 +3,10 @@
 Source: "Draft-based Approximate Inference for LLMs", section 5, algorithm 2 and table 8, with the details of its
 released code where they differ from the text: the window's own keys are scored too, pooling takes an even kernel, and
 neighbours are added until the budget is full.
+
+A draft head of the target can stand in for the draft model; the paper has no such variant. It needs the target's
+features of the whole prompt, so that the target reads the prompt twice, whole and shortened: this saves the memory of
+the KV cache and time in decoding, and costs more prefill than the full cache does.
 """
 
 from dataclasses import dataclass, field
@@ -15,8 +19,10 @@ from typing_extensions import override
 
 from keepsight.errors import UserError
 from keepsight.models import drafts
+from keepsight.models.drafts import HeadDraft
 from keepsight.runtime.decode import decode, stop_after
 from keepsight.runtime.importance import observed_attention
+from keepsight.runtime.methods.head_answer import head_answer
 from keepsight.runtime.methods.speckv import require_draft_fits
 from keepsight.runtime.prefill import prefill
 from keepsight.runtime.prompt import ShortenPrompt, require_whole
@@ -30,11 +36,11 @@ class SpecPC(ShortenPrompt):
     """Keeps the tokens that a draft model attends to when it begins its answer, and their neighbours.
 
     Attributes:
-        draft: Which model drafts for the target.
+        draft: Which model drafts for the target; or a draft head, see the module.
         lookahead: Tokens that the draft generates. The last of them is never read, so that one less observes beside
             the window; with 1 (as published) the window observes alone.
         first_layer: The draft's layers before it are left out; None for 8, or for half of the draft's layers where
-            that is less.
+            that is less. A draft head has no other layer, and none is left out.
         reduction: `max` or `sum`, over observing queries, heads and layers.
         pooling: `max` or `avg`, over neighbouring tokens.
         kernel: Tokens pooled; may be even; 1 turns pooling off. As published: 64 for Qwen2.5, 32 for Llama 3.
@@ -42,7 +48,7 @@ class SpecPC(ShortenPrompt):
     """
 
     window: int = 64
-    draft: drafts.Draft = field(kw_only=True)
+    draft: drafts.Draft | HeadDraft = field(kw_only=True)
     lookahead: int = 1
     first_layer: int | None = None
     reduction: str = "max"
@@ -98,6 +104,8 @@ class SpecPC(ShortenPrompt):
         Raises:
             UserError: the draft has no layer `first_layer`, or its context is too short for the prompt and its answer.
         """
+        if isinstance(self.draft, HeadDraft):
+            return self._look_with_head(model, self.draft, input_ids)
         draft = self.draft.of(model)
         first = self._first_layer(draft)
         require_draft_fits(type(self).__name__, len(input_ids), self.lookahead, draft)
@@ -109,11 +117,32 @@ class SpecPC(ShortenPrompt):
         scores = self._scores(decoded.state, first, prompt.shape[1], decoded.ids.shape[1] - 1)
         return scores.to(input_ids.device), decoded.ids[0].to(input_ids.device)
 
+    def _look_with_head(self, model: PreTrainedModel, draft: HeadDraft, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """As `look`. The head's first key is for the first two tokens, which get the same score."""
+        if self.first_layer is not None:
+            raise UserError(f"{type(self).__name__}: a draft head has one layer; leave out first_layer")
+        state = prefill(model, input_ids[None], needs=Needs(features=draft.layers))
+        answer = head_answer(model, state, draft, self.lookahead, self.window)
+        real, cache = answer.draft.mask, answer.cache
+        generated = answer.draft.ids[0] if real is None else answer.draft.ids[0, real[0]]
+        read = len(generated) - 1
+        cache.crop(len(input_ids) - 1 + read)
+        assert cache.queries is not None
+        seen = observed_attention(
+            cache.queries,
+            cache.keys,
+            cache.queries.shape[3] ** -0.5,
+            len(input_ids) - 1,
+            query_mask=self._weights(read).to(input_ids.device)[None],
+            reduction=self.reduction,
+        )
+        scores = self._over_heads(seen[0])
+        return torch.cat([scores[:1], scores]), generated
+
     def _scores(self, state: State, first: int, length: int, generated: int) -> Tensor:
         """[N] float32. Maximum and sum commute, so that all queries of a layer are reduced at once."""
         rows = self.window + generated
-        ramp = torch.linspace(0, 1, self.window) if self.window > 1 else torch.ones(1)
-        weights = functional.pad(ramp, (0, generated), value=1.0).to(state.logits.device)
+        weights = self._weights(generated).to(state.logits.device)
         layers = zip(state.trace.window, state.entries(), state.trace.scaling, strict=True)
         by_layer = [
             observed_attention(
@@ -126,7 +155,15 @@ class SpecPC(ShortenPrompt):
             )[0]
             for queries, each, scaling in list(layers)[first:]
         ]
-        by_head = torch.cat(by_layer)
+        return self._over_heads(torch.cat(by_layer))
+
+    def _weights(self, generated: int) -> Tensor:
+        """[window + generated] float32: what the attention of each observing query counts."""
+        ramp = torch.linspace(0, 1, self.window) if self.window > 1 else torch.ones(1)
+        return functional.pad(ramp, (0, generated), value=1.0)
+
+    def _over_heads(self, by_head: Tensor) -> Tensor:
+        """[heads of all layers, N] -> [N]."""
         return by_head.amax(dim=0) if self.reduction == "max" else by_head.sum(dim=0)
 
     def _first_layer(self, draft: PreTrainedModel) -> int:

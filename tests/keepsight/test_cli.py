@@ -72,7 +72,7 @@ WRONG = {
     "eval out=out max_new_tokens=-1": "max_new_tokens=-1 must be at least 0, which leaves it to keepsight",
     "eval out=out methods=[snapkv] budgets=[]": "methods= and budgets= must name at least one method that evicts",
     "eval out=out methods=[lookaheadkv]": "method 'lookaheadkv': needs adapter=FOLDER_OR_HUB_ID; ",
-    "eval out=out adapter=./none": "method 'lookaheadkv': './none' is neither an adapter's folder nor a Hub id; ",
+    "eval out=out adapter=./none": "method 'lookaheadkv': './none' is neither a folder nor a Hub id; ",
     "inspect prompt=Hello method=full out=out": "method 'full' evicts nothing from the cache, so there is nothing ",
     "inspect prompt=Hello method=specpc out=out draft.layers=[0]": "method 'specpc' evicts nothing from the cache, ",
     "inspect prompt=Hello method=speckv out=out": "method 'speckv': needs a draft: set draft.layers=[...] ",
@@ -95,8 +95,8 @@ WRONG = {
     "bench both": "bench 'both' is unknown; choose one of train, eval, evict, specache",
     "bench eval samples=0": "samples=0 must be at least 1",
     "train data=none out=out": "none: no manifest.json; make the data with `keepsight data out=none`",
-    "push none ada/x": "none: adapter_config.json is missing; a lookahead adapter needs ",
-    "push adapter ada": "'ada' is neither an adapter's folder nor a Hub id; ",
+    "push none ada/x": "none: holds nothing that can be pushed ",
+    "push adapter ada": "'ada' is neither a folder nor a Hub id; ",
 }
 
 

@@ -9,12 +9,19 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
+from transformers import LlamaConfig
 
 from keepsight.errors import UserError
 from keepsight.models.adapter import FILES, Provenance, load_lookahead, save_lookahead
-from keepsight.models.hub import Upload, fetch, plan_upload, push
+from keepsight.models.draft_head import DraftHead
+from keepsight.models.draft_head_files import save_draft_head
+from keepsight.models.head_card import draft_head_card
+from keepsight.models.hub import Upload, fetch, kind_of, plan_upload, push
 from keepsight.models.lookahead import Lookahead, LookaheadSettings
+from keepsight.models.retrieval_head import RetrievalHead
+from keepsight.models.retrieval_head_files import save_retrieval_head
 from tests.models.fake_hub import COMMIT, REPO, FakeHub
+from tests.models.public_heads import EAGLE1, LLAMA3, eagle1_tensors, eagle3_tensors, write_head
 from tests.tiny import tiny_model
 
 TOKEN = "hf_secretsecretsecret"
@@ -195,3 +202,81 @@ def test_a_hub_that_does_not_answer(saved: Path, monkeypatch: pytest.MonkeyPatch
     assert TOKEN not in str(caught.value)
     with pytest.raises(UserError, match="cannot be fetched"):
         fetch(REPO)
+
+
+def head_folder(kind: str, folder: Path) -> tuple[Path, tuple[str, ...]]:
+    """A head of a kind, with things beside it, and the names of its own files."""
+    if kind == "public draft head":
+        write_head(folder, EAGLE1, eagle1_tensors(EAGLE1))
+        (folder / "README.md").write_text("# Card")
+        names: tuple[str, ...] = ("config.json", "model.safetensors", "README.md")
+    elif kind == "draft head":
+        provenance = Provenance("ada/tiny", training={"steps": 3})
+        card = draft_head_card("Tiny", provenance, {"essays": 7}, {"eval_acceptance_length": 2.5}, ["Public domain."])
+        save_draft_head(DraftHead(LlamaConfig.from_dict(LLAMA3)), folder, provenance, card)
+        names = ("config.json", "model.safetensors", "keepsight.json", "README.md")
+    else:
+        head = RetrievalHead.from_draft(DraftHead(LlamaConfig.from_dict(LLAMA3)), "none")
+        save_retrieval_head(head, folder, Provenance("ada/tiny"), "# Card")
+        names = ("retrieval_head.safetensors", "retrieval_config.json", "README.md")
+    (folder / "pytorch_model.bin").write_bytes(b"\x80\x04N.")
+    (folder / "training").mkdir()
+    return folder, names
+
+
+@pytest.mark.parametrize("kind", ["public draft head", "draft head", "retrieval head"])
+def test_heads_are_pushed_and_fetched_too(hub: FakeHub, tmp_path: Path, kind: str) -> None:
+    folder, names = head_folder(kind, tmp_path / "head")
+    upload = plan_upload(folder, REPO)
+    assert kind.endswith(kind_of(folder).name)
+    assert upload.files == names
+    assert upload.left_out == ("pytorch_model.bin", "training")
+    push(upload)
+
+    assert hub.files == {name: (folder / name).read_bytes() for name in names}
+    fetched = fetch(REPO)
+    assert {path.name: path.read_bytes() for path in fetched.iterdir()} == hub.files
+    kind_of(fetched).check(fetched)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "README.md"])
+def test_an_incomplete_head_is_refused(tmp_path: Path, name: str) -> None:
+    folder, _ = head_folder("draft head", tmp_path)
+    (folder / name).unlink()
+    with pytest.raises(UserError, match=re.escape("pytorch_model.bin" if name.startswith("model") else name)):
+        plan_upload(folder, REPO)
+
+
+def test_a_spoilt_head_is_refused(tmp_path: Path) -> None:
+    tensors = eagle3_tensors(LLAMA3)
+    tensors["fc.weight"][0] = float("nan")
+    write_head(tmp_path, LLAMA3, tensors)
+    (tmp_path / "README.md").write_text("# Card")
+    with pytest.raises(UserError, match=r"tensor 'fc\.weight' holds NaN"):
+        plan_upload(tmp_path, REPO)
+
+
+def test_a_folder_of_no_kind_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("# Card")
+    with pytest.raises(
+        UserError, match=r"holds nothing that can be pushed .*draft head: config\.json, model\.safetens"
+    ):
+        plan_upload(tmp_path, REPO)
+
+
+def test_a_head_that_is_a_pickle_on_the_hub_is_refused_with_what_to_do(hub: FakeHub) -> None:
+    hub.files = {"config.json": json.dumps(LLAMA3).encode(), "pytorch_model.bin": b"\x80\x04N."}
+    with pytest.raises(UserError, match=f"{REPO}: has no model.safetensors.*hf download {REPO}.*python -c ") as caught:
+        fetch(REPO)
+    assert "\n" not in str(caught.value)
+    assert not [request for request in hub.requests if "pytorch_model.bin" in request]
+
+
+def test_the_card_of_a_draft_head_says_what_it_is_and_how_it_fares(tmp_path: Path) -> None:
+    folder, _ = head_folder("draft head", tmp_path)
+    lines = (folder / "README.md").read_text().splitlines()
+    assert lines[:2] == ["---", "base_model: ada/tiny"]
+    measured = "| acceptance_length | 2.5000 |"
+    for line in ("# Tiny", "license: apache-2.0", "- steps: 3", "| essays | 7 |", "Public domain.", measured):
+        assert line in lines
+    assert not [line for line in lines if "{" in line]

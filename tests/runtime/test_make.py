@@ -10,6 +10,7 @@ from keepsight.errors import UserError
 from keepsight.models.adapter import Provenance, save_lookahead
 from keepsight.models.drafts import LayerSubset
 from keepsight.models.lookahead import Lookahead, LookaheadSettings
+from keepsight.models.retrieval_head_files import save_retrieval_head
 from keepsight.runtime.allocate import Adaptive, Pyramid, Uniform
 from keepsight.runtime.drafting import DraftTokens
 from keepsight.runtime.evict import Evict
@@ -33,6 +34,7 @@ from keepsight.runtime.methods import (
     SpeCache,
     SpecKV,
     SpecKVPC,
+    SpeContext,
     SpecPC,
     make_method,
 )
@@ -44,6 +46,8 @@ from keepsight.runtime.methods.oracle import OwnAnswer
 from keepsight.runtime.methods.snapkv import PromptWindow
 from keepsight.runtime.methods.speckv import DraftModel
 from keepsight.runtime.sparse_prefill import SparsePrefill
+from keepsight.runtime.state import Needs
+from tests.models.retrieval_heads import tiny_retrieval_head
 from tests.tiny import prompt_ids, tiny_model, tiny_tokenizer
 
 DRAFT = LayerSubset((0, 2))
@@ -61,7 +65,7 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in METHODS if takes(name, "budget") and name not in ("evict", "lookaheadkv")]
+    "name", [name for name in METHODS if takes(name, "budget") and name not in ("evict", "lookaheadkv", "specontext")]
 )
 def test_a_name_is_the_method_as_it_comes(name: str) -> None:
     made = make_method(name, 128, AT_HAND)
@@ -205,6 +209,24 @@ def test_an_adapter_says_how_it_was_trained(adapter: Path) -> None:
     assert isinstance(free, Evict) and free.observer == method.observer and free.pool == Pool()
 
 
+def test_a_retrieval_head_is_loaded_once_and_checked(tmp_path: Path) -> None:
+    """With the target at hand, the layers of its features are named, which a prefill must record."""
+    head = tiny_retrieval_head()
+    head.config = dataclasses.replace(head.config, feature_layers=None)
+    save_retrieval_head(head, tmp_path, Provenance("tiny"), "# Card\n")
+    target = tiny_model(num_hidden_layers=8)
+    resources = Resources(retrieval=tmp_path, target=target)
+    made = make_method("specontext", 64, resources, sinks=2, window=8)
+    assert isinstance(made, SpeContext) and made == SpeContext(64, resources.head, 2, 8)
+    assert make_method("specontext", 0.5, resources).needs() == Needs(features=(1, 3, 4))  # type: ignore[attr-defined]
+    with pytest.raises(UserError, match=r"^SpeContext: this retrieval head does not name the layers of its features"):
+        SpeContext.from_pretrained(tmp_path, 64).needs()
+    with pytest.raises(UserError, match=r"^method 'specontext': .*KV heads 2 against 4"):
+        make_method("specontext", 64, Resources(retrieval=tmp_path, target=tiny_model(num_key_value_heads=4)))
+    with pytest.raises(UserError, match=r"^method 'specontext': there is no option 'head'; it takes sinks, window"):
+        make_method("specontext", 64, resources, head="elsewhere")
+
+
 def test_resources_are_looked_for_only_where_they_are_needed() -> None:
     nowhere = Resources("./nowhere")
     assert make_method("snapkv", 64, nowhere) == make_method("snapkv", 64) == SnapKV(64)
@@ -217,6 +239,7 @@ def test_resources_are_looked_for_only_where_they_are_needed() -> None:
         "speckvpc": "needs a draft",
         "llmlingua2": "needs the target's tokenizer",
         "sentence_similarity": "needs the target's tokenizer",
+        "specontext": r"needs retrieval=FOLDER_OR_HUB_ID; train one with train_retrieval_head\.py",
     }.items():
         with pytest.raises(UserError, match=f"^method {name!r}: {said}"):
             make_method(name, 128)

@@ -119,7 +119,7 @@ def first_step(work: Path, **changes) -> tuple[float, dict[str, Tensor]]:
     few = samples(5)
     values = settings(steps=1, held_out=1, clip=1e9, **changes)
     work.mkdir()
-    trainer = LookaheadTrainer(model, values, work, *split(few, 1))
+    trainer = LookaheadTrainer(model, values, work, few)
     keeper = KeepGradients(model)
     trainer.add_callback(keeper)
     return trainer.train().training_loss, keeper.gradients
@@ -144,7 +144,7 @@ def test_prompts_of_similar_length_share_a_batch(tmp_path):
         work = tmp_path / str(grouped)
         work.mkdir()
         values = settings(batch_size=2, group_by_length=grouped, held_out=1)
-        trainer = LookaheadTrainer(objective(), values, work, *split(many, 1))
+        trainer = LookaheadTrainer(objective(), values, work, many)
         batches = [batch["indices"] for batch in trainer.get_train_dataloader()]
         assert sorted(itertools.chain(*batches)) == list(range(48))
         spreads[grouped] = sum(max(batch) - min(batch) for batch in batches)

@@ -1,0 +1,174 @@
+"""How many of the entries that the target looks at a method reads, step by step, beside what could be read at best.
+
+The full cache writes an answer. Then every token of it is read once more with full attention, and at each step a method
+chooses from the target's true queries, keys and features. So methods are compared on the same steps, apart from what
+their own choices would change later on.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from keepsight.runtime.decode import decode, stop_after
+from keepsight.runtime.importance import attention_weights, reduce_group, top_mask
+from keepsight.runtime.method import CacheMethod
+from keepsight.runtime.prefill import prefill, read
+from keepsight.runtime.retrieving import RetrievalCache
+from keepsight.runtime.selected_cache import Chosen, SelectedLayer
+from keepsight.runtime.state import Needs, State
+
+SHARED = "best shared"
+"""The entries with the largest mean weight over all layers: the upper bound of one set for all layers."""
+
+
+@dataclass(frozen=True)
+class Hits:
+    """Means over steps, layers and KV heads. Steps with no more entries than the budget are left out.
+
+    Attributes:
+        name: Of the method.
+        budget: Entries that it may read.
+        steps: How many counted.
+        hit: Share of the `budget` entries with the largest weights in a layer and KV head that are read there.
+        mass: Share of the layer's attention to all entries before the token that falls on what is read.
+        overlap: Share of the entries of a step that were read in the step before too.
+        read: Entries read.
+    """
+
+    name: str
+    budget: int
+    steps: int
+    hit: float
+    mass: float
+    overlap: float
+    read: float
+
+
+@dataclass(frozen=True)
+class Answering:
+    """An answer under full attention, as the target's layers saw it.
+
+    Attributes:
+        before: The state of the prompt, [1 row].
+        after: The state once the answer has been read; its trace holds the answer's queries and all features.
+        answer: [1, T] int64.
+        weights: [L, K, T, S] float32, attention over all S entries, the mean over the query heads of a KV head; causal.
+    """
+
+    before: State
+    after: State
+    answer: Tensor
+    weights: Tensor
+
+    @property
+    def prompt_length(self) -> int:
+        """Entries before the answer's first token."""
+        return self.before.tokens.shape[1]
+
+
+@torch.no_grad()
+def answering(
+    model: PreTrainedModel, prompt: Tensor, max_new_tokens: int, end_tokens: list[int], features: tuple[int, ...]
+) -> Answering:
+    """Answer a prompt [1, N] from the full cache, and keep what its layers looked at.
+
+    Args:
+        model: The target.
+        prompt: [1, N] int64.
+        max_new_tokens: Length limit of the answer.
+        end_tokens: What ends it.
+        features: Layers whose outputs are needed.
+    """
+    before = prefill(model, prompt, needs=Needs(window=max_new_tokens, features=features))
+    answer = decode(model, before.copy(), stop_after(max_new_tokens, end_tokens), pad_token=end_tokens[0]).ids
+    after, _ = read(model, before.copy(), answer, logits_to_keep=1)
+    rows = answer.shape[1]
+    weights = []
+    for queries, each, scaling in zip(after.trace.window, after.entries(), after.trace.scaling, strict=True):
+        by_row = attention_weights(queries[:, :, -rows:], each.keys, scaling)[0].transpose(0, 1)
+        weights.append(reduce_group(by_row, each.keys.shape[1]).transpose(0, 1))
+    return Answering(before, after, answer, torch.stack(weights))
+
+
+def choices(model: PreTrainedModel, method: CacheMethod, seen: Answering) -> Iterator[list[Tensor]]:
+    """For each step, what each layer reads of the entries before the token, [K, C] bool."""
+    state = method.compress(model, seen.before)
+    cache: Any = state.cache
+    keys = [each.keys for each in seen.after.entries()]
+    for step in range(seen.answer.shape[1]):
+        length = seen.prompt_length + step
+        shared = _of_head(model, cache, seen, step) if isinstance(cache, RetrievalCache) else None
+        chosen = []
+        for index, layer in enumerate(cache.layers):
+            of_layer = shared
+            if shared is None and isinstance(layer, SelectedLayer) and layer.selection is not None:
+                place = seen.after.trace.window[index].shape[2] - seen.answer.shape[1] + step
+                query = seen.after.trace.window[index][:, :, place : place + 1]
+                of_layer = layer.selection.choose(
+                    query, seen.after.trace.scaling[index], keys[index][:, :, : length + 1], None
+                )
+            chosen.append(_mask(of_layer, keys[index].shape[1], length))
+        yield chosen
+
+
+def _of_head(model: PreTrainedModel, cache: RetrievalCache, seen: Answering, step: int) -> Chosen:
+    selector, token = cache.selector, seen.answer[:, step : step + 1]
+    place = seen.prompt_length + step
+    chosen = selector.choose(model.get_input_embeddings()(token), torch.full((1, 1), place, device=seen.answer.device))
+    if selector.layers:
+        selector.features = seen.after.trace.features_of(selector.layers, slice(place, place + 1))
+    return chosen
+
+
+def _mask(chosen: Chosen | None, kv_heads: int, length: int) -> Tensor:
+    """[K, C] bool; a layer that chooses nothing reads everything."""
+    if chosen is None:
+        return torch.ones(kv_heads, length, dtype=torch.bool)
+    indices = chosen.indices[0]
+    real = torch.ones_like(indices, dtype=torch.bool) if chosen.real is None else chosen.real[0]
+    counts = torch.zeros(kv_heads, length, dtype=torch.long, device=indices.device)
+    return counts.scatter_add_(1, indices, real.long()) > 0
+
+
+def best_shared(seen: Answering, budget: int) -> Iterator[list[Tensor]]:
+    """As `choices`, for the one set of entries that has the largest mean weight over the layers."""
+    for step in range(seen.answer.shape[1]):
+        length = seen.prompt_length + step
+        mean = seen.weights[:, :, step, :length].mean(dim=0)
+        yield [top_mask(mean, min(budget, length))] * len(seen.weights)
+
+
+def compare(name: str, budget: int, seen: Answering, chosen: Iterator[list[Tensor]]) -> Hits | None:
+    """What the choices of a method hit in one answer; None where all steps have no more entries than the budget."""
+    rows: list[list[Tensor]] = []
+    previous: Tensor | None = None
+    for step, of_layers in enumerate(chosen):
+        length = seen.prompt_length + step
+        mask = torch.stack(of_layers)
+        if length > budget:
+            weights = seen.weights[:, :, step, :length]
+            hit = (top_mask(weights, budget) & mask).sum(-1) / budget
+            mass = (weights * mask).sum(-1) / weights.sum(-1)
+            held = mask.sum(-1).clamp(min=1)
+            same = mask.new_zeros(()) if previous is None else (functional.pad(previous, (0, 1)) & mask).sum(-1) / held
+            rows.append([each.float().mean() for each in (hit, mass, same, mask.sum(-1))])
+        previous = mask
+    if not rows:
+        return None
+    hit, mass, same, held = torch.tensor([[each.item() for each in row] for row in rows]).T
+    later = same[1:] if len(same) > 1 else same
+    return Hits(name, budget, len(rows), *(each.mean().item() for each in (hit, mass, later, held)))
+
+
+def mean_of(found: Sequence[Hits]) -> Hits:
+    """The mean over samples of one method and budget, weighted by their steps."""
+    steps = sum(each.steps for each in found)
+    means = [
+        sum(getattr(each, field) * each.steps for each in found) / steps for field in ("hit", "mass", "overlap", "read")
+    ]
+    return Hits(found[0].name, found[0].budget, steps, *means)

@@ -1,0 +1,121 @@
+"""keepsight hits: how many of the entries that the target looks at each method reads, step by step.
+
+    keepsight hits retrieval=runs/retrieval tasks=[niah_single] lengths=[2048] budgets=[64,256,1024] out=runs/hits
+    keepsight hits tasks=[jsonl] jsonl.dir=DIR max_tokens=4096 "methods=[specontext,quest,exact_topk]" out=runs/hits
+
+The full cache answers; at each token of the answer a method chooses what it would read. `hit` is the share of the
+layer's top entries that are read (as many as the budget), `mass` the share of its attention, `overlap` what
+neighbouring steps have in common, which need not be loaded again. `best shared` is the upper bound of methods that
+read the same entries in all layers, `exact_topk` that of all methods. `heads` compares several retrieval heads, such
+as one that was pruned only beside one that was distilled. Writes hits.jsonl (a row a sample), hits.csv and hits.png to
+`out`. A stopped run goes on when the same command is given again.
+"""
+
+import csv
+import io
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from keepsight.commands.eval import Config as EvalConfig
+from keepsight.commands.eval import samples_of, variants_of
+from keepsight.errors import UserError
+from keepsight.eval.hits import SHARED, Hits, answering, best_shared, choices, compare, mean_of
+from keepsight.eval.hits_plot import hits_figure
+from keepsight.eval.plots import save_png
+from keepsight.eval.samples import Sample, render
+from keepsight.eval.sweep import Variant, check_samples
+from keepsight.files import append_lines, whole_lines, write_text
+from keepsight.models.targets import Target
+from keepsight.runtime.evict import Evict
+from keepsight.runtime.method import CacheMethod
+from keepsight.runtime.methods import SpeContext
+from keepsight.targets import resources_of, target_of
+
+_COLUMNS = ("task", "length", "method", "budget", "samples", "steps", "hit", "mass", "overlap", "read")
+
+
+@dataclass
+class Config(EvalConfig):
+    """Keys of `keepsight hits`: those of `keepsight eval`, and these.
+
+    Attributes:
+        methods: Those that read a part of the cache: specontext, quest, exact_topk; with options as for keepsight eval.
+        budgets: Entries a KV head and step.
+        heads: Further retrieval heads under names of their own, {NAME: FOLDER_OR_HUB_ID}.
+    """
+
+    methods: list[Any] = field(default_factory=lambda: ["specontext", "quest", "exact_topk"])
+    budgets: list[Any] = field(default_factory=lambda: [64, 256, 1024])
+    heads: dict[str, str] = field(default_factory=dict)
+
+
+def run(config: Config) -> None:
+    """Measure, print the table and write it with its plot."""
+    if not all(type(budget) is int for budget in config.budgets):
+        raise UserError(f"budgets={config.budgets}: expected whole numbers of entries")
+    target, out = target_of(config), Path(config.out)
+    variants = _variants(config, target)
+    samples = samples_of(config, target)
+    check_samples(target, samples, variants, "seen")
+    path = out / "hits.jsonl"
+    done = {(row["task"], row["length"], row["sample"]) for row in whole_lines(path)}
+    for sample in tqdm([each for each in samples if each.key not in done], desc="samples", unit="sample"):
+        append_lines(path, _rows(target, sample, variants, config.budgets))
+    rows = _summary(whole_lines(path))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, _COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_text(out / "hits.csv", text.getvalue())
+    save_png(hits_figure(rows), out / "hits.png")
+    print(_table(rows))
+
+
+def _variants(config: Config, target: Target) -> list[Variant]:
+    variants = variants_of(config, resources_of(config, target))
+    for name, reference in config.heads.items():
+        variants += [Variant(name, SpeContext.from_pretrained(reference, budget=budget)) for budget in config.budgets]
+    for variant in variants:
+        if not isinstance(variant.method, CacheMethod) or isinstance(variant.method, Evict):
+            raise UserError(f"methods= names {variant.name!r}, which does not choose anew at each step; see --help")
+    return variants
+
+
+def _rows(target: Target, sample: Sample, variants: list[Variant], budgets: list[int]) -> list[dict[str, Any]]:
+    prompt = torch.tensor([render(sample, target.tokenizer)], device=target.model.device)
+    layers = {layer for variant in variants for layer in _features(variant)}
+    seen = answering(target.model, prompt, sample.max_new_tokens, target.end_tokens, tuple(sorted(layers)))
+    found = [compare(SHARED, budget, seen, best_shared(seen, budget)) for budget in budgets]
+    for variant in variants:
+        method: Any = variant.method
+        found.append(compare(variant.name, method.budget, seen, choices(target.model, method, seen)))
+    place = {"task": sample.task, "length": sample.length, "sample": sample.id}
+    return [place | asdict(each) for each in found if each is not None]
+
+
+def _features(variant: Variant) -> tuple[int, ...]:
+    return variant.method.needs().features if isinstance(variant.method, CacheMethod) else ()
+
+
+def _summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    groups: dict[tuple[Any, ...], list[Hits]] = {}
+    for row in rows:
+        key = row["task"], row["length"], row["name"], row["budget"]
+        groups.setdefault(key, []).append(Hits(**{name: row[name] for name in Hits.__dataclass_fields__}))
+    summary = []
+    for (task, length, name, budget), found in groups.items():
+        mean = mean_of(found)
+        row = {"task": task, "length": length, "method": name, "budget": budget, "samples": len(found)}
+        row |= {"steps": mean.steps, "read": round(mean.read, 1)}
+        summary.append(row | {field: round(getattr(mean, field), 4) for field in ("hit", "mass", "overlap")})
+    return sorted(summary, key=lambda row: (row["task"], row["length"], row["budget"], -row["hit"]))
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    lines = ["| " + " | ".join(_COLUMNS) + " |", "|" + " --- |" * len(_COLUMNS)]
+    lines += ["| " + " | ".join(str(row[column]) for column in _COLUMNS) + " |" for row in rows]
+    return "\n".join(lines)

@@ -1,0 +1,166 @@
+"""keepsight plan: how many layers' entries must lie in the CPU's memory, for a model, a GPU and some requests.
+
+    keepsight plan recipe=llama8b memory=24GiB requests=4 budget=2048
+    keepsight plan recipe=qwen3-8b memory=40GB out=runs/plan.png
+    keepsight plan model.id=path/to/a/folder/with/config.json memory=24GiB
+
+A method that reads a few entries a step, chosen by a retrieval head, needs few of them on the GPU: a layer whose
+entries lie in the CPU's memory has `budget` slots there. The table says for each number of such layers the longest
+request that fits; while an answer grows, layers move to the CPU one at a time, the last one first, as it comes to these
+lengths. The GPU holds besides the weights of the target and of a retrieval head of its shape, 30 % of both for
+activations, and the head's keys. The last column is the formula of SpeContext (arXiv 2512.00722, algorithm 1, its line
+3 mended), which counts the head's values and repeated KV heads as well. Only the model's configuration is fetched, no
+weights.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HfHubHTTPError
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from keepsight.config import ModelConfig, Recipe, at_least_one
+from keepsight.errors import UserError
+from keepsight.eval.plots import save_png
+from keepsight.models.retrieval_head import RetrievalHead
+from keepsight.models.targets import DTYPES, hub_answers
+from keepsight.runtime.memory_plan import MemoryPlan, plan_for, read_bytes, size_text
+from keepsight.runtime.prefill import context_of
+from keepsight.targets import target_of
+
+
+@dataclass
+class Config(Recipe):
+    """Keys of `keepsight plan`; `model.dtype=auto` means bfloat16 here.
+
+    Attributes:
+        memory: Of the GPU: 24GiB, 24GB or a number of bytes; by default that of this machine's GPU.
+        requests: Rows that are decoded together.
+        budget: Entries that each KV head reads for a token.
+        out: A plot of the table as PNG; none by default.
+    """
+
+    memory: str | None = None
+    requests: int = 1
+    budget: int = 2048
+    out: str | None = None
+
+
+def run(config: Config) -> None:
+    """Print the table, and plot it."""
+    at_least_one(config, "requests", "budget")
+    memory = _memory(config.memory)
+    model = _shape(config)
+    head = RetrievalHead.untrained(model, config.retrieval_head.features, config.retrieval_head.max_tokens)
+    size = sum(each.numel() for each in head.parameters()) * model.dtype.itemsize
+    head_keys = head.kv_heads * head.config.head_dim * model.dtype.itemsize
+    plan = plan_for(model, limit=memory, requests=config.requests, budget=config.budget, head=size, head_keys=head_keys)
+    print("\n".join([*_given(config, model, plan), "", *_table(model, plan), "", *_conclusions(model, plan)]))
+    if config.out is not None:
+        save_png(_figure(plan, config.model.id, context_of(model)), Path(config.out))
+        print(config.out)
+
+
+def _memory(given: str | None) -> int:
+    if given is not None:
+        return read_bytes(given)
+    if not torch.cuda.is_available():
+        raise UserError("memory= is required, as this machine has no GPU; give the GPU's memory, such as memory=24GiB")
+    return torch.cuda.get_device_properties(0).total_memory
+
+
+def _shape(config: Config) -> PreTrainedModel:
+    """The target without weights."""
+    model = config.model
+    if model.dtype != "auto" and model.dtype not in DTYPES:
+        raise UserError(f"dtype {model.dtype!r} is unknown; choose auto or one of {', '.join(DTYPES)}")
+    shape = _model_config(config, model)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(shape, dtype=DTYPES.get(model.dtype, torch.bfloat16))
+
+
+def _model_config(config: Config, model: ModelConfig) -> Any:
+    known = Path(model.id).is_dir() or try_to_load_from_cache(model.id, "config.json", revision=model.revision)
+    if not known and not hub_answers():
+        if model.packaged is not None:  # such files are small
+            return target_of(config).model.config
+        raise UserError(
+            f"model {model.id!r} is no folder, is not in the Hub's cache, and the Hub does not answer; give a folder "
+            "with its config.json as model.id="
+        )
+    options = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
+    try:
+        return AutoConfig.from_pretrained(model.id, local_files_only=bool(known), **options)
+    except (OSError, ValueError, HfHubHTTPError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"model {model.id!r}: its configuration cannot be had: {reason}") from None
+
+
+def _given(config: Config, model: PreTrainedModel, plan: MemoryPlan) -> list[str]:
+    dtype, left = str(model.dtype).removeprefix("torch."), plan.limit - plan.weights_held
+    return [
+        f"{config.model.id} in {dtype}: {size_text(plan.weights)} of weights, {size_text(plan.head)} of retrieval "
+        f"head; with {plan.share - 1:.0%} for activations {size_text(plan.weights_held)}",
+        f"a token: {plan.layers} layers x {plan.kv_heads} KV heads x {plan.head_dim} dimensions x 2 (keys, values) x "
+        f"{plan.item} bytes = {plan.layers * plan.entry} bytes, and {plan.head_keys} of the head's keys",
+        f"{size_text(plan.limit)} of memory, {_requests(plan)}, budget {plan.budget}: {size_text(left)} left "
+        "for entries",
+    ]
+
+
+def _table(model: PreTrainedModel, plan: MemoryPlan) -> list[str]:
+    """A line for each number of layers on the CPU."""
+    config = model.config.get_text_config()
+    published = plan.paper_thresholds(config.num_attention_heads // plan.kv_heads)
+    lines = ["layers on the CPU  tokens a request  slots (MB)  published formula"]
+    for on_cpu, (length, paper) in enumerate(zip(plan.thresholds, published, strict=True)):
+        slots = on_cpu * plan.slots / 1e6
+        lines.append(f"{on_cpu:17}  {length // plan.requests:16}  {slots:10.1f}  {max(paper, 0):17}")
+    return lines
+
+
+def _conclusions(model: PreTrainedModel, plan: MemoryPlan) -> list[str]:
+    context = context_of(model)
+    needed, on_cpu = plan.least(context * plan.requests)
+    if needed <= plan.limit:
+        on_cpu = plan.layers_on_cpu(context * plan.requests)
+        end = f"fits with {on_cpu} of {plan.layers} layers on the CPU" if on_cpu else "fits with every layer on the GPU"
+    else:
+        end = f"does not fit: it needs {size_text(needed)}, with {on_cpu} of {plan.layers} layers on the CPU"
+    whole = plan.memory(context * plan.requests, 0)
+    return [
+        f"every layer stays on the GPU up to {plan.thresholds[0] // plan.requests} tokens a request",
+        f"the model's context of {context} tokens a request {end}; all of it on the GPU takes {size_text(whole)}",
+    ]
+
+
+def _requests(plan: MemoryPlan) -> str:
+    return f"{plan.requests} request{'s' if plan.requests > 1 else ''}"
+
+
+def _figure(plan: MemoryPlan, name: str, context: int) -> Figure:
+    """Layers on the CPU against the length of a request."""
+    figure = Figure(figsize=(5.0, 3.2), layout="constrained")
+    panel = figure.subplots()
+    lengths = [length // plan.requests for length in plan.thresholds]
+    panel.step(
+        [0, *lengths], [0, *range(len(lengths))], where="pre", color="#0072b2", linewidth=1.6, label="layers that move"
+    )
+    panel.axvline(context, color="#d55e00", linewidth=1.2, linestyle="--", label=f"the model's context, {context}")
+    panel.set_title(f"{name}, {size_text(plan.limit)}, {_requests(plan)}", fontsize=10)
+    panel.set_xlabel("tokens a request", fontsize=9)
+    panel.set_ylabel("layers on the CPU", fontsize=9)
+    panel.yaxis.set_major_locator(MaxNLocator(integer=True))
+    panel.set_xlim(0, 1.1 * context)
+    panel.set_ylim(0, plan.layers)
+    panel.grid(axis="y", color="#d4d4d4", linewidth=0.6)
+    panel.set_axisbelow(True)
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.tick_params(labelsize=8)
+    panel.legend(loc="lower right", frameon=False, fontsize=8)
+    return figure

@@ -1,0 +1,119 @@
+"""Shape of a retrieval head, and the RoPE that takes it past the context it was trained with."""
+
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from transformers import LlamaConfig
+from typing_extensions import Self
+
+from keepsight.errors import UserError
+
+PREVIOUS_STEP, NONE = "previous-step", "none"
+VARIANTS = (PREVIOUS_STEP, NONE)
+
+
+@dataclass(frozen=True)
+class RetrievalConfig:
+    """Shape of a retrieval head; names as in a Llama configuration.
+
+    Attributes:
+        features: `previous-step`, the target's features of the token before; or `none`, token embeddings alone.
+        hidden_size: Width of the target's embedding.
+        target_hidden_size: Width of each of the target's three feature layers.
+        vocab_size: The target's.
+        num_attention_heads: Query heads.
+        num_key_value_heads: KV heads, as many as the target's cache has.
+        head_dim: Dimensions of one head.
+        rms_norm_eps: Of the norms.
+        max_position_embeddings: Tokens it was trained with, or the context it was extended to.
+        rope_parameters: As transformers has them: `rope_type`, `rope_theta`, and what the type needs.
+        feature_layers: The target's layers whose outputs are its features; None for EAGLE-3's default ones.
+        fc_norm: Whether each layer's features are normed first (EAGLE-3.1).
+        qkv_bias: Whether the projections have a bias.
+
+    Raises:
+        UserError: `features` is neither variant, the query heads do not fall into equal groups, or RoPE is not named.
+    """
+
+    features: str
+    hidden_size: int
+    target_hidden_size: int
+    vocab_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    rope_parameters: dict[str, Any] = field(hash=False)
+    feature_layers: tuple[int, ...] | None = None
+    fc_norm: bool = False
+    qkv_bias: bool = False
+
+    def __post_init__(self) -> None:
+        if self.features not in VARIANTS:
+            raise UserError(f"features={self.features!r} is unknown; choose one of {', '.join(VARIANTS)}")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise UserError(
+                f"num_attention_heads={self.num_attention_heads} is no multiple of "
+                f"num_key_value_heads={self.num_key_value_heads}"
+            )
+
+        if not {"rope_type", "rope_theta"} <= self.rope_parameters.keys():
+            raise UserError(f"rope_parameters={self.rope_parameters} must name rope_type and rope_theta")
+
+    @property
+    def trained(self) -> int:
+        """Tokens it was trained with."""
+        return self.rope_parameters.get("original_max_position_embeddings", self.max_position_embeddings)
+
+    def extended(self, context: int) -> Self:
+        """The same head for a longer context, by YaRN (Peng et al. 2023, arXiv 2309.00071), without training.
+
+        The factor is the context over the trained length, beta_fast 32, beta_slow 1, the attention factor
+        0.1 ln(factor) + 1. Itself when its positions already reach that far, and when it has another kind of RoPE,
+        which covers long contexts in its own way.
+        """
+        if context <= self.max_position_embeddings or self.rope_parameters["rope_type"] not in ("default", "yarn"):
+            return self
+        yarn = {
+            "rope_type": "yarn",
+            "rope_theta": self.rope_parameters["rope_theta"],
+            "factor": context / self.trained,
+            "original_max_position_embeddings": self.trained,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+        }
+        return replace(self, rope_parameters=yarn, max_position_embeddings=context)
+
+    def trained_on(self, tokens: int, layers: tuple[int, ...]) -> Self:
+        """The same head after training with samples of up to so many tokens and the features of these layers."""
+        named = replace(self, feature_layers=layers or None)
+        if tokens <= self.max_position_embeddings or self.rope_parameters["rope_type"] != "default":
+            return named
+        return replace(named, max_position_embeddings=tokens)
+
+    def as_json(self) -> dict[str, Any]:
+        """Its fields as JSON holds them."""
+        return asdict(self)
+
+    def llama(self) -> LlamaConfig:
+        """What transformers needs to know for RoPE."""
+        return LlamaConfig(
+            hidden_size=self.hidden_size,
+            num_attention_heads=self.num_attention_heads,
+            num_key_value_heads=self.num_key_value_heads,
+            head_dim=self.head_dim,
+            max_position_embeddings=self.max_position_embeddings,
+            rope_parameters=dict(self.rope_parameters),
+        )
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Self:
+        """What `as_json` gave.
+
+        Raises:
+            TypeError, KeyError: a field is missing or unknown.
+            UserError: see the class.
+        """
+        layers = values["feature_layers"]
+        return cls(**{**values, "feature_layers": None if layers is None else tuple(layers)})

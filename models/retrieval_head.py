@@ -1,0 +1,264 @@
+"""The retrieval head: what is left of a draft head when it only has to point at entries of the target's KV cache.
+
+SpeContext (arXiv 2512.00722), section 4.3, keeps the embedding and the query and key projections of the EAGLE-3 layer.
+Token t is scored before the target reads it: with its embedding, and in the variant `previous-step` with the target's
+features of token t - 1, which the step before has left. Its RoPE position is t. The embedding is the target's.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+from typing_extensions import Self
+
+from keepsight.errors import UserError
+from keepsight.models.draft_head import DraftHead, HeadRotaryEmbedding, default_feature_layers
+from keepsight.models.retrieval_config import NONE, PREVIOUS_STEP, RetrievalConfig
+
+
+class RetrievalHead(nn.Module):
+    """Queries and keys of a small model of its own, whose attention tells which entries of the target to read.
+
+    Attributes:
+        config: Its shape.
+    """
+
+    def __init__(self, config: RetrievalConfig) -> None:
+        super().__init__()
+        self.config = config
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        width = hidden
+        self.input_layernorm = LlamaRMSNorm(hidden, eps=eps)
+        if config.features == PREVIOUS_STEP:
+            if config.fc_norm:
+                self.fc_norm = nn.ModuleList(LlamaRMSNorm(config.target_hidden_size, eps=eps) for _ in range(3))
+            self.fc = nn.Linear(3 * config.target_hidden_size, hidden, bias=False)
+            self.hidden_norm = LlamaRMSNorm(hidden, eps=eps)
+            width = 2 * hidden
+        self.q_proj = nn.Linear(width, config.num_attention_heads * config.head_dim, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(width, config.num_key_value_heads * config.head_dim, bias=config.qkv_bias)
+        self.rotary_emb = HeadRotaryEmbedding(config.llama())
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads."""
+        return self.config.num_attention_heads
+
+    @property
+    def kv_heads(self) -> int:
+        """KV heads; KV head h selects for KV head h of every layer of the target."""
+        return self.config.num_key_value_heads
+
+    @property
+    def scaling(self) -> float:
+        """Factor of the dot products."""
+        return self.config.head_dim**-0.5
+
+    @property
+    def key_bytes(self) -> int:
+        """Bytes of the keys of one token."""
+        return self.kv_heads * self.config.head_dim * self.k_proj.weight.element_size()
+
+    def layers_of(self, target: PreTrainedModel) -> tuple[int, ...]:
+        """The target's layers whose outputs are the features; none when it reads embeddings alone."""
+        if self.config.features == NONE:
+            return ()
+        return self.config.feature_layers or default_feature_layers(target.config.get_text_config().num_hidden_layers)
+
+    def project(self, embeddings: Tensor, features: Tensor | None, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys of some tokens, after RoPE.
+
+        Args:
+            embeddings: [B, q, hidden], the target's, of the tokens.
+            features: [B, q, 3 * target_hidden], the target's, each of the token before (see `of_the_token_before`);
+                None for a head that reads none.
+            positions: [B or 1, q] int64, of the tokens.
+
+        Returns:
+            The queries [B, H, q, d] and the keys [B, K, q, d], in the dtype of the weights.
+        """
+        inputs = self.inputs(embeddings, features)
+        return self.queries(inputs, positions), self.keys(inputs, positions)
+
+    def inputs(self, embeddings: Tensor, features: Tensor | None) -> Tensor:
+        """What the projections read, [B, q, hidden or 2 * hidden]; arguments as for `project`."""
+        dtype = self.q_proj.weight.dtype
+        normed = self.input_layernorm(embeddings.to(dtype))
+        if self.config.features == NONE:
+            return normed
+        if features is None:
+            raise ValueError(f"a head with features={self.config.features!r} needs the features of the token before")
+        features = features.to(dtype)
+        if self.config.fc_norm:
+            taps = features.chunk(3, dim=-1)
+            features = torch.cat([norm(tap) for norm, tap in zip(self.fc_norm, taps, strict=True)], dim=-1)
+        return torch.cat([normed, self.hidden_norm(self.fc(features))], dim=-1)
+
+    def queries(self, inputs: Tensor, positions: Tensor) -> Tensor:
+        """From `inputs`, [B, H, q, d] after RoPE."""
+        return self._rotated(self.q_proj(inputs), positions)
+
+    def keys(self, inputs: Tensor, positions: Tensor) -> Tensor:
+        """From `inputs`, [B, K, q, d] after RoPE."""
+        return self._rotated(self.k_proj(inputs), positions)
+
+    def _rotated(self, projected: Tensor, positions: Tensor) -> Tensor:
+        heads = projected.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2).float()
+        rotated, _ = apply_rotary_pos_emb(heads, heads[:, :0], *self.rotary_emb(heads, positions))
+        return rotated.to(projected.dtype)
+
+    def extended(self, context: int) -> "RetrievalHead":
+        """A head with the same weights (shared, not copied) for a longer context; see `RetrievalConfig.extended`."""
+        config = self.config.extended(context)
+        if config is self.config:
+            return self
+        with torch.device("meta"):
+            head = RetrievalHead(config)
+        head.load_state_dict(self.state_dict(), assign=True)
+        head.rotary_emb.to(self.q_proj.weight.device)
+        return head.requires_grad_(self.q_proj.weight.requires_grad).train(self.training)
+
+    @classmethod
+    def from_draft(cls, draft: nn.Module, features: str) -> Self:
+        """Prune a draft head: its query and key projections stay, its norms, and what turns features into inputs.
+
+        Args:
+            draft: An EAGLE-3 head; its weights are copied.
+            features: `previous-step`; or `none`, which keeps the half of the projections that reads embeddings.
+
+        Raises:
+            UserError: it is no EAGLE-3 head, or `features` is neither.
+        """
+        if not isinstance(draft, DraftHead):
+            raise UserError("only EAGLE-3 draft heads can be pruned; this is one of EAGLE-1 or EAGLE-2")
+        config, layer = draft.config, draft.midlayer
+        head = cls(
+            RetrievalConfig(
+                features=features,
+                hidden_size=config.hidden_size,
+                target_hidden_size=draft.fc.in_features // 3,
+                vocab_size=config.vocab_size,
+                num_attention_heads=config.num_attention_heads,
+                num_key_value_heads=layer.self_attn.k_proj.out_features // layer.self_attn.width,
+                head_dim=layer.self_attn.width,
+                rms_norm_eps=config.rms_norm_eps,
+                max_position_embeddings=config.max_position_embeddings,
+                rope_parameters=dict(config.rope_parameters or {}),
+                feature_layers=draft.feature_layers,
+                fc_norm=hasattr(draft, "fc_norm"),
+                qkv_bias=layer.self_attn.q_proj.bias is not None,
+            )
+        )
+        weights = draft.state_dict() | layer.state_dict() | layer.self_attn.state_dict()
+        with torch.no_grad():
+            for name, parameter in head.named_parameters():
+                parameter.copy_(weights[name][..., : parameter.shape[-1]])
+        return head.to(draft.fc.weight.device, draft.fc.weight.dtype)
+
+    @classmethod
+    def untrained(cls, target: PreTrainedModel, features: str, trained: int) -> Self:
+        """A head of a target's shape with random projections, to be distilled over `trained` tokens.
+
+        Raises:
+            UserError: `features` is neither variant.
+        """
+        config = target.config.get_text_config()
+        heads, kv_heads = config.num_attention_heads, cached_kv_heads(target)
+        rope = getattr(config, "rope_parameters", None) or {}
+        return cls(
+            RetrievalConfig(
+                features=features,
+                hidden_size=config.hidden_size,
+                target_hidden_size=config.hidden_size,
+                vocab_size=config.vocab_size,
+                num_attention_heads=heads,
+                num_key_value_heads=kv_heads,
+                head_dim=config.hidden_size // heads // 2 * 2,
+                rms_norm_eps=config.rms_norm_eps,
+                max_position_embeddings=trained,
+                rope_parameters={"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)},
+            )
+        ).to(target.device)
+
+
+@dataclass(frozen=True)
+class Pruning:
+    """How much of a draft head is gone.
+
+    Attributes:
+        kept: Parameters of the retrieval head.
+        draft: Parameters of the draft head; the embedding, which is the target's, is none of them.
+        embedding: Parameters of the embedding.
+    """
+
+    kept: int
+    draft: int
+    embedding: int
+
+    @property
+    def gone(self) -> float:
+        """Share of the draft head's own parameters that is gone."""
+        return 1 - self.kept / self.draft
+
+    @property
+    def gone_with_embedding(self) -> float:
+        """The share when the embedding counts as part of the draft head, as the paper does, and need not be stored."""
+        return 1 - self.kept / (self.draft + self.embedding)
+
+
+def pruning(head: RetrievalHead, draft: DraftHead) -> Pruning:
+    """How much of `draft` is gone in the head that it was pruned to."""
+    embedding = head.config.vocab_size * head.config.hidden_size
+    return Pruning(parameters(head), parameters(draft), embedding)
+
+
+def parameters(module: nn.Module) -> int:
+    """How many numbers its weights hold."""
+    return sum(each.numel() for each in module.parameters())
+
+
+def of_the_token_before(features: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Features [B, q, w] of tokens 0 to q - 1 -> row t holds those of token t - 1, zeros where there is none.
+
+    Args:
+        features: [B, q, w].
+        mask: [B, q] bool, False for padding on the left; None when nothing is padding.
+    """
+    if mask is not None:
+        features = features.masked_fill(~mask[..., None], 0)
+    return functional.pad(features, (0, 0, 1, -1))
+
+
+def cached_kv_heads(target: PreTrainedModel) -> int:
+    """KV heads of a target's cache: with latent attention (MLA) transformers keeps keys and values of every head."""
+    config = target.config.get_text_config()
+    if getattr(config, "kv_lora_rank", None):
+        return int(config.num_attention_heads)
+    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+
+
+def check_target(head: RetrievalHead, target: PreTrainedModel) -> None:
+    """Check that a head is one for a target.
+
+    Raises:
+        UserError: hidden size, vocabulary or KV heads differ; or the target is too shallow for the features.
+    """
+    config, text = head.config, target.config.get_text_config()
+    embedding: Any = target.get_input_embeddings()
+    pairs = {
+        "hidden size": (config.hidden_size, embedding.weight.shape[1]),
+        "feature width": (config.target_hidden_size, text.hidden_size),
+        "vocabulary": (config.vocab_size, text.vocab_size),
+        "KV heads": (config.num_key_value_heads, cached_kv_heads(target)),
+    }
+    differing = [f"{name} {own} against {its}" for name, (own, its) in pairs.items() if own != its]
+    if differing:
+        name = target.config.name_or_path or type(target).__name__
+        raise UserError(
+            f"this retrieval head is for another target than {name}: {', '.join(differing)}; choose its own"
+        )
+    head.layers_of(target)

@@ -1,0 +1,98 @@
+"""Retrieval heads on disk: saved, verified, loaded. A head is a folder of two files and a card."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors.torch import save_file
+from transformers import PreTrainedModel
+
+from keepsight.errors import UserError
+from keepsight.files import atomic_files, file_digest, read_json, write_json
+from keepsight.models.adapter import Provenance
+from keepsight.models.retrieval_config import RetrievalConfig
+from keepsight.models.retrieval_head import RetrievalHead, check_target
+from keepsight.models.weight_files import as_weights, check_digest, check_names_and_shapes, read_tensors
+
+WEIGHTS, CONFIG = "retrieval_head.safetensors", "retrieval_config.json"
+FILES = (WEIGHTS, CONFIG)
+
+
+def save_retrieval_head(head: RetrievalHead, folder: Path, provenance: Provenance, card: str) -> None:
+    """Write a head's files into a folder, beside whatever else is there; a half-written head does not load.
+
+    Args:
+        head: Saved in the dtype that it has.
+        folder: Made when it is not there.
+        provenance: Where the head comes from.
+        card: Markdown, for README.md.
+    """
+    state = {name: value.detach().cpu().contiguous() for name, value in head.state_dict().items()}
+    with atomic_files(folder, last=CONFIG) as unfinished:
+        save_file(state, unfinished / WEIGHTS, metadata={"format": "pt"})
+        digests = {WEIGHTS: file_digest(unfinished / WEIGHTS)}
+        values = {"head": head.config.as_json(), "provenance": asdict(provenance), "digests": digests}
+        write_json(unfinished / CONFIG, values)
+        (unfinished / "README.md").write_text(card, encoding="utf-8")
+
+
+def load_retrieval_head(folder: Path, target: PreTrainedModel | None = None) -> RetrievalHead:
+    """Read and verify a head.
+
+    Args:
+        folder: Made by `save_retrieval_head`.
+        target: The model whose entries it points at. The head goes to its device and takes its dtype; without one it
+            stays on the CPU in the dtype of its file.
+
+    Raises:
+        UserError: a file is missing or corrupt, or differs from the recorded digest; a tensor is missing, surplus, of
+            another shape than the configuration says, or not finite; or the head is for another target.
+    """
+    for name in FILES:
+        if not (folder / name).is_file():
+            raise UserError(f"{folder}: {name} is missing; a retrieval head needs {' and '.join(FILES)}")
+    config, digest = _read_config(folder / CONFIG)
+    check_digest(folder / WEIGHTS, digest, CONFIG)
+    try:
+        with torch.device("meta"):
+            head = RetrievalHead(config)
+    except (StrictDataclassError, ArithmeticError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise UserError(f"{folder / CONFIG}: no head can be made of it ({_one_line(error)})") from None
+    tensors = read_tensors(folder / WEIGHTS)
+    check_names_and_shapes(folder / WEIGHTS, tensors, head.state_dict())
+    if target is not None:
+        try:
+            check_target(head, target)
+        except UserError as error:
+            raise UserError(f"{folder}: {error}") from None
+    dtype = target.dtype if target is not None else tensors["q_proj.weight"].dtype
+    head.load_state_dict(as_weights(folder / WEIGHTS, tensors, dtype), assign=True)
+    return head.to(target.device if target is not None else "cpu").requires_grad_(False).eval()
+
+
+def provenance_of(folder: Path) -> Provenance:
+    """Where the head in a folder comes from.
+
+    Raises:
+        UserError: the configuration is missing or does not say so.
+    """
+    try:
+        return Provenance(**read_json(folder / CONFIG)["provenance"])
+    except (KeyError, TypeError) as error:
+        raise UserError(f"{folder / CONFIG}: does not say where the head comes from ({_one_line(error)})") from None
+
+
+def _read_config(path: Path) -> tuple[RetrievalConfig, str]:
+    values = read_json(path)
+    try:
+        return RetrievalConfig.from_json(values["head"]), values["digests"][WEIGHTS]
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{path}: not a retrieval head's configuration ({_one_line(error)})") from None
+
+
+def _one_line(error: Any) -> str:
+    return " ".join(str(error).split())[:200]

@@ -1,0 +1,69 @@
+"""Tensors from a safetensors file, read strictly: what is missing, surplus, misshapen or not finite is named."""
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from keepsight.errors import UserError
+from keepsight.files import file_digest
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_digest(path: Path, expected: str, said_by: str) -> None:
+    """Check a file against the digest that the file called `said_by` records.
+
+    Raises:
+        UserError: it differs.
+    """
+    if (found := file_digest(path)) != expected:
+        raise UserError(f"{path}: its digest is {found}, {said_by} says {expected}; fetch the head again")
+
+
+def read_tensors(path: Path, but: Collection[str] = ()) -> dict[str, Tensor]:
+    """The tensors of a file by name, on the CPU; those called as in `but` are left out unread.
+
+    Raises:
+        UserError: it is no safetensors file.
+    """
+    try:
+        with safe_open(path, framework="pt") as tensors:
+            return {name: tensors.get_tensor(name) for name in tensors.keys() if name not in but}  # noqa: SIM118
+    except SafetensorError as error:
+        raise UserError(f"{path}: not a safetensors file ({error}); fetch the head again") from None
+
+
+def check_names_and_shapes(path: Path, tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Check that a file's tensors are those of a module, whose `state_dict` is `expected`.
+
+    Raises:
+        UserError: a tensor is missing, surplus, or of another shape.
+    """
+    missing, surplus = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
+    for names, fault in ((missing, "missing"), (surplus, "surplus")):
+        if names:
+            more = f", and {len(names) - 1} more" if len(names) > 1 else ""
+            raise UserError(f"{path}: tensor {names[0]!r} is {fault}{more}; the configuration beside it differs")
+    for name, tensor in tensors.items():
+        given, needed = list(tensor.shape), list(expected[name].shape)
+        if given != needed:
+            raise UserError(f"{path}: tensor {name!r} has shape {given}, the configuration beside it needs {needed}")
+
+
+def as_weights(path: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """The tensors in another dtype.
+
+    Raises:
+        UserError: a tensor is quantised or, in that dtype, not finite.
+    """
+    weights = {}
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _DTYPES:
+            raise UserError(f"{path}: tensor {name!r} is {tensor.dtype}; expected float32, bfloat16 or float16")
+        weights[name] = tensor.to(dtype)
+        if not weights[name].isfinite().all():
+            raise UserError(f"{path}: tensor {name!r} holds NaN or infinity in {dtype}; fetch the head again")
+    return weights

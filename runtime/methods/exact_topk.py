@@ -1,0 +1,37 @@
+"""Exact top-k: every layer reads the entries that its own attention is largest for, which is known after the fact."""
+
+from dataclasses import dataclass
+
+from typing_extensions import override
+
+from keepsight.runtime.selected_cache import MakeLayer, SelectedLayer
+from keepsight.runtime.selecting import ReadSome, require_whole_number
+from keepsight.runtime.selection import Limits, TopAttention
+from keepsight.runtime.state import State
+
+
+@dataclass(frozen=True)
+class ExactTopK(ReadSome):
+    """The upper bound of the methods that read a few entries a step: all keys are read to choose them.
+
+    Attributes:
+        sinks: First entries that are always read.
+        window: Last entries that are always read.
+    """
+
+    sinks: int = 0
+    window: int = 0
+
+    @override
+    def __post_init__(self) -> None:
+        require_whole_number(self, "sinks", "window")
+        super().__post_init__()
+
+    @override
+    def least(self) -> tuple[int, str]:
+        return self.sinks + self.window + 1, "sinks + window + one entry to choose"
+
+    @override
+    def layers_for(self, state: State) -> MakeLayer:
+        selection = TopAttention(Limits(self.entries(state.tokens.shape[1]), self.sinks, self.window))
+        return lambda index, *entries: SelectedLayer(*entries, selection)

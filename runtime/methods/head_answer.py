@@ -1,0 +1,54 @@
+"""A draft head as a draft: its greedy answer to what the target has read."""
+
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from keepsight.models.drafts import HeadDraft
+from keepsight.runtime.chain_draft import ChainDrafter, HeadCache, unread_rows
+from keepsight.runtime.drafting import Draft, until_end
+from keepsight.runtime.state import State
+
+
+@dataclass(frozen=True)
+class HeadAnswer:
+    """What a head has written, and how it looked at the prompt meanwhile.
+
+    Attributes:
+        draft: The tokens; the first is the target's own.
+        cache: Of M - 1 rows for a prompt of M tokens, that of token t + 1 at t, and one for each token of the draft but
+            the last.
+    """
+
+    draft: Draft
+    cache: HeadCache
+
+
+@torch.no_grad()
+def head_answer(
+    model: PreTrainedModel, state: State, drafting: HeadDraft, lookahead: int, window: int = 0
+) -> HeadAnswer:
+    """Let a head answer greedily.
+
+    Args:
+        model: The target.
+        state: Of M >= 2 tokens, with the head's features in its trace.
+        drafting: The head.
+        lookahead: Tokens of the draft. Those after an end token are padding.
+        window: Of how many last prompt tokens the cache keeps the queries, beside those of the draft.
+
+    Raises:
+        UserError: the features were not recorded.
+    """
+    first = state.logits.argmax(dim=-1, keepdim=True)
+    chain = ChainDrafter(drafting.head, model, state.tokens_mask, window + lookahead - 1)
+    features, tokens = unread_rows(state, drafting.layers, first)
+    if lookahead == 1:
+        chain.read(features[:, :-1], tokens[:, :-1])
+        ids = first
+    else:
+        ids = torch.cat([first, chain.draft(features, tokens, lookahead - 1)], dim=1)
+    config = model.generation_config
+    end = config.eos_token_id if config is not None else None
+    return HeadAnswer(Draft(ids, None if end is None else until_end(ids, end)), chain.cache)

@@ -1,0 +1,51 @@
+"""Quest: every layer reads the pages of entries whose keys could have the largest dot products with its query."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from typing_extensions import override
+
+from keepsight.errors import UserError
+from keepsight.runtime.cache import KeptLayer
+from keepsight.runtime.pages import TopPages
+from keepsight.runtime.selected_cache import MakeLayer, SelectedLayer
+from keepsight.runtime.selecting import ReadSome, require_whole_number
+from keepsight.runtime.state import State
+
+
+@dataclass(frozen=True)
+class Quest(ReadSome):
+    """Reads whole pages, chosen by the smallest and largest numbers of their keys (Quest, arXiv 2406.10774).
+
+    Attributes:
+        page: Entries of a page.
+        dense_layers: The first so many layers read all entries (section 4.1 of the paper: 2).
+    """
+
+    page: int = 16
+    dense_layers: int = 2
+
+    @override
+    def __post_init__(self) -> None:
+        require_whole_number(self, "page", "dense_layers")
+        if self.page < 1:
+            raise UserError(f"Quest: page {self.page} must be at least 1")
+        super().__post_init__()
+
+    @override
+    def least(self) -> tuple[int, str]:
+        return 2 * self.page - 1, "a page to choose and one that is not full"
+
+    @override
+    def layers_for(self, state: State) -> MakeLayer:
+        budget = self.entries(state.tokens.shape[1])
+
+        def make(index: int, keys: Tensor, values: Tensor, seen: int, padding: Tensor | None) -> KeptLayer:
+            pages = TopPages(budget, self.page)
+            layer = SelectedLayer(keys, values, seen, padding, pages)
+            if index < self.dense_layers:
+                return KeptLayer(keys, values, seen, layer.entries().real)
+            pages.summarise(keys, padding)
+            return layer
+
+        return make

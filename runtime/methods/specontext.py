@@ -1,0 +1,175 @@
+"""SpeContext: a retrieval head says before every step which entries the target reads (arXiv 2512.00722)."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from typing_extensions import override
+
+from keepsight.errors import UserError
+from keepsight.models.hub import fetch
+from keepsight.models.retrieval_config import NONE
+from keepsight.models.retrieval_head import RetrievalHead, check_target, of_the_token_before
+from keepsight.models.retrieval_head_files import load_retrieval_head
+from keepsight.runtime.memory_plan import plan_for, read_bytes
+from keepsight.runtime.placement import Placement
+from keepsight.runtime.prefill import positions_of, prefill
+from keepsight.runtime.retrieving import RetrievalCache, RetrievalReader, RetrievalState
+from keepsight.runtime.selected_cache import MakeLayer, SelectedLayer, selected_layers
+from keepsight.runtime.selecting import ReadSome, require_unlimited_attention, require_whole_number
+from keepsight.runtime.selection import HeadSelector, Limits
+from keepsight.runtime.state import Needs, State, Trace
+
+_BLOCK = 4096
+"""Tokens of a prompt whose features are side by side at a time."""
+_ANSWER = 512
+"""Positions after the prompt for which a head that was trained with fewer is extended."""
+
+
+@dataclass(frozen=True)
+class SpeContext(ReadSome):
+    """Reads what a retrieval head points at: the same entries in all layers, chosen before the target runs.
+
+    Where the longest prompt of a batch and 512 tokens more go beyond what the head was trained with, YaRN extends it to
+    twice that length, four times, and so on.
+
+    Attributes:
+        head: The retrieval head; it is moved to the target's device.
+        sinks: First entries that are always read; none in the paper.
+        window: Last entries that are always read; none in the paper.
+        offload: So many layers, the last ones, have their entries in the CPU's memory from the start.
+        memory_limit: Of the device, such as 24GiB or a number of bytes: layers move to the CPU, one at a time, before
+            weights and entries would take more. None for no limit.
+    """
+
+    head: RetrievalHead = field(repr=False)
+    sinks: int = 0
+    window: int = 0
+    offload: int = 0
+    memory_limit: int | str | None = None
+
+    @override
+    def __post_init__(self) -> None:
+        require_whole_number(self, "sinks", "window", "offload")
+        if self.memory_limit is not None:
+            read_bytes(str(self.memory_limit))
+        super().__post_init__()
+
+    @classmethod
+    def from_pretrained(
+        cls, head: str | Path, budget: int | float, revision: str | None = None, **options: Any
+    ) -> "SpeContext":
+        """The method with a retrieval head from a folder or the Hub; `options` are other fields.
+
+        Raises:
+            UserError: the head cannot be had, is corrupt, or an option is out of range.
+        """
+        return cls(budget, load_retrieval_head(fetch(str(head), revision)), **options)
+
+    @override
+    def least(self) -> tuple[int, str]:
+        return self.sinks + self.window + 1, "sinks + window + one entry to choose"
+
+    @override
+    def needs(self) -> Needs:
+        if self.head.config.features == NONE:
+            return Needs()
+        if self.head.config.feature_layers is None:
+            raise UserError("SpeContext: this retrieval head does not name the layers of its features; call `start`")
+        return _needs(self.head.config.feature_layers)
+
+    @override
+    def reader(self, model: PreTrainedModel) -> PreTrainedModel:
+        return cast(PreTrainedModel, RetrievalReader(model))
+
+    @override
+    def start(
+        self, model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None = None, *, chunk: int | None = None
+    ) -> State:
+        self._require(model)
+        self._placement(model, *input_ids.shape).on_cpu(*input_ids.shape)  # what can never fit ends here
+        needs = _needs(self.head.layers_of(model))
+        return self.compress(model, prefill(model, input_ids, mask, chunk=chunk, needs=needs))
+
+    @override
+    @torch.no_grad()
+    def compress(self, model: PreTrainedModel, state: State) -> State:
+        self._require(model)
+        layers: list[Any] = [*selected_layers(state, self.layers_for(state))]
+        placement = self._placement(model, *state.tokens.shape)
+        placement.place(layers, state.tokens.shape[1])
+        cache = RetrievalCache(layers, self._selector(model, state), placement)
+        return RetrievalState(cache, None, state.logits, state.tokens, state.lengths, Trace())
+
+    @override
+    def layers_for(self, state: State) -> MakeLayer:
+        return lambda index, *entries: SelectedLayer(*entries)
+
+    def _require(self, model: PreTrainedModel) -> None:
+        require_unlimited_attention(model)
+        check_target(self.head, model)
+
+    def _placement(self, model: PreTrainedModel, rows: int, length: int) -> Placement:
+        budget, plan = self.entries(length), None
+        if self.memory_limit is not None:
+            plan = plan_for(
+                model,
+                limit=read_bytes(str(self.memory_limit)),
+                requests=rows,
+                budget=budget,
+                head=sum(each.numel() * each.element_size() for each in self.head.parameters()),
+                head_keys=self.head.key_bytes,
+            )
+        return Placement(budget, model.device, self.offload, plan)
+
+    def _selector(self, model: PreTrainedModel, state: State) -> HeadSelector:
+        length, mask = state.tokens.shape[1], state.tokens_mask
+        head = _reaching(self.head.to(model.device), length + _ANSWER)
+        layers = head.layers_of(model)
+        if missing := sorted(set(layers) - set(state.trace.needs.features)):
+            raise UserError(
+                f"SpeContext: the prefill did not record layer {missing[0]}; give it needs=method.needs(), or call "
+                "method.start"
+            )
+        return HeadSelector(
+            head,
+            layers,
+            torch.cat([*_prompt_keys(head, layers, model, state)], dim=2),
+            state.trace.features_of(layers, slice(-1, None)) if layers else None,
+            None if mask is None else length - state.lengths,
+            Limits(self.entries(length), self.sinks, self.window),
+        )
+
+
+def _needs(layers: tuple[int, ...]) -> Needs:
+    return Needs(features=tuple(sorted(layers)))
+
+
+def _reaching(head: RetrievalHead, length: int) -> RetrievalHead:
+    """The head for so many positions; in powers of two, so that a prompt is seldom read otherwise in longer company."""
+    context = head.config.trained
+    while context < length:
+        context *= 2
+    return head.extended(context)
+
+
+def _prompt_keys(
+    head: RetrievalHead, layers: tuple[int, ...], model: PreTrainedModel, state: State
+) -> Iterator[Tensor]:
+    """The head's keys [B, K, n, d] of everything read, block after block."""
+    embed, mask, length = model.get_input_embeddings(), state.tokens_mask, state.tokens.shape[1]
+    positions = positions_of(mask, length, state.tokens.device)
+    for start in range(0, length, _BLOCK):
+        block = slice(start, start + _BLOCK)
+        features = None
+        if layers:
+            before = slice(max(start - 1, 0), start + _BLOCK)
+            recorded = state.trace.features_of(layers, before)
+            features = of_the_token_before(recorded, None if mask is None else mask[:, before])
+            features = features[:, start - before.start :]
+        inputs = head.inputs(embed(state.tokens[:, block]), features)
+        yield head.keys(inputs, positions[:, block])

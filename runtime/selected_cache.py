@@ -1,0 +1,212 @@
+"""A cache that keeps every entry and reads a few of them a step, chosen anew for every token.
+
+A step reads the entries that were chosen among those before its token, and the token's own entry, which counts as no
+part of the budget. Entries keep their places: padding stays on the left, generated tokens follow the prompt's and are
+chosen like them. Keys are stored after RoPE, so that the order in which entries are gathered is of no matter, and one
+query needs no causal mask over them. Several tokens read at once are read one after another.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers.cache_utils import Cache
+from typing_extensions import override
+
+from keepsight.errors import UserError
+from keepsight.runtime.attention import OwnAttention, grouped_attention
+from keepsight.runtime.cache import KeptLayer, LayerEntries, cache_bytes, entries
+from keepsight.runtime.state import State
+
+
+class Chosen(NamedTuple):
+    """What the KV heads of a layer, or of all layers, read at one step, beside the token's own entry.
+
+    Attributes:
+        indices: [B, K, k] int64, places among the C entries before the token, in any order.
+        real: [B, K, k] bool, False where a row has fewer entries to read than others; None when all are real.
+    """
+
+    indices: Tensor
+    real: Tensor | None
+
+
+class Selection(ABC):
+    """Chooses inside a layer, once its queries are known."""
+
+    @abstractmethod
+    def choose(self, query: Tensor, scaling: float, keys: Tensor, padding: Tensor | None) -> Chosen:
+        """What a step reads.
+
+        Args:
+            query: [B, H, 1, d] after RoPE.
+            scaling: Factor of the dot products.
+            keys: [B, K, C + 1, d] after RoPE, the token's own key last.
+            padding: [B] int64, how many of the first entries are padding; None for none.
+        """
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that it holds beside the cache."""
+        return 0
+
+    def share(self) -> "Selection":
+        """One that goes on by itself from here; what holds nothing can be shared as it is."""
+        return self
+
+
+class SelectedLayer(KeptLayer):
+    """A cache layer that attends to chosen entries only.
+
+    Args:
+        keys: [B, K, C, d].
+        values: [B, K, C, d].
+        seen: Logical length.
+        padding: [B] int64, how many of the first entries are padding; None for none.
+        selection: Chooses inside the layer; None when every step is announced with `prepare`.
+    """
+
+    def __init__(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        seen: int,
+        padding: Tensor | None = None,
+        selection: Selection | None = None,
+    ) -> None:
+        super().__init__(keys, values, seen)
+        self.padding, self.selection = padding, selection
+        self._announced: Chosen | None = None
+
+    @property
+    def bytes(self) -> int:
+        """Bytes on the device: entries, and what the selection holds."""
+        own = sum(each.numel() * each.element_size() for each in (self.keys, self.values))
+        return own + (self.selection.bytes if self.selection is not None else 0)
+
+    def prepare(self, chosen: Chosen) -> None:
+        """Announce what the coming step reads, before the model runs; a layer may begin to fetch it."""
+        self._announced = chosen
+
+    def gather(self, chosen: Chosen) -> LayerEntries:
+        """The chosen entries and, last, the newest one.
+
+        Returns:
+            Keys and values [B, K, k + 1, d], and which of them are real, [B, K, k + 1] or None for all. Their order
+            need not be that of `chosen`.
+        """
+        newest = self.keys.shape[2] - 1
+        indices = functional.pad(chosen.indices, (0, 1), value=newest)
+        real = None if chosen.real is None else functional.pad(chosen.real, (0, 1), value=True)
+        keys, values = self._room or (self.keys, self.values)
+        batch, kv_heads, room, _ = keys.shape
+        # Whole rows are copied: `gather` along an expanded index would go through them number by number.
+        heads = torch.arange(batch * kv_heads, device=indices.device).view(batch, kv_heads, 1) * room
+        rows = (heads + indices).flatten()
+        picked = (each.flatten(0, 2).index_select(0, rows).view(*indices.shape, -1) for each in (keys, values))
+        return LayerEntries(*picked, real)
+
+    @override
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> Any:
+        return _OneByOne(self, key_states, value_states), value_states
+
+    def step(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        """Append a token and attend: query [B, H, 1, d], key and value [B, K, 1, d] -> [B, 1, H, d]."""
+        self.append(key, value)
+        chosen, self._announced = self._announced, None
+        if chosen is None:
+            if self.selection is None:
+                raise UserError("this state is read by its method's reader: give method.reader(model) for the model")
+            chosen = self.selection.choose(query, scaling, self.keys, self.padding)
+        keys, values, real = self.gather(chosen)
+        return grouped_attention(query, keys, values, None if real is None else real[:, :, None], scaling)
+
+    def append(self, keys: Tensor, values: Tensor) -> None:
+        """Append entries [B, K, q, d]."""
+        self._append(keys, values)
+        self.seen += keys.shape[2]
+
+    @override
+    def entries(self) -> LayerEntries:
+        real = None
+        if self.padding is not None:
+            real = real_entries(self.padding, self.keys.shape[2])[:, None].expand(-1, self.keys.shape[1], -1)
+        return LayerEntries(self.keys, self.values, real)
+
+    @override
+    def share(self) -> "SelectedLayer":
+        selection = self.selection.share() if self.selection is not None else None
+        return SelectedLayer(self.keys, self.values, self.seen, self.padding, selection)
+
+
+class _OneByOne(OwnAttention):
+    """New tokens of a layer, appended and attended to one at a time.
+
+    Args:
+        layer: What they are appended to.
+        keys: [B, K, q, d].
+        values: [B, K, q, d].
+    """
+
+    def __init__(self, layer: SelectedLayer, keys: Tensor, values: Tensor) -> None:
+        self.layer, self.keys, self.values = layer, keys, values
+
+    @override
+    def attend(self, query: Tensor, scaling: float) -> Tensor:
+        tokens = zip(*(each.split(1, dim=2) for each in (query, self.keys, self.values)), strict=True)
+        outputs = [self.layer.step(*token, scaling) for token in tokens]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+
+
+@dataclass(frozen=True)
+class SelectedState(State):
+    """A state that keeps every entry and reads a few of them a step. Its layers know what is padding."""
+
+    @property
+    @override
+    def kv_bytes(self) -> int:
+        """Bytes on the device: all keys and values that lie there, and what selections hold."""
+        layers: list[Any] = self.cache.layers
+        return sum(
+            layer.bytes if isinstance(layer, SelectedLayer) else cache_bytes(Cache(layers=[layer])) for layer in layers
+        )
+
+
+MakeLayer = Callable[[int, Tensor, Tensor, int, Tensor | None], KeptLayer]
+"""Makes a layer of its index, its keys and values [B, K, C, d], the logical length, and each row's padding [B], which
+is None where there is none."""
+
+
+def selected_layers(state: State, make: MakeLayer) -> list[KeptLayer]:
+    """A layer for each of a state's layers.
+
+    Raises:
+        UserError: entries were evicted, so that there is nothing left to choose from.
+    """
+    require_whole(state)
+    tokens = state.tokens.shape[1]
+    padding = None if state.tokens_mask is None else tokens - state.lengths
+    return [make(index, keys, values, tokens, padding) for index, (keys, values, _) in enumerate(entries(state.cache))]
+
+
+def require_whole(state: State) -> None:
+    """Refuse states of which entries were evicted, or which are packed.
+
+    Raises:
+        UserError: with one line that says so.
+    """
+    lengths = {keys.shape[2] for keys, _, _ in entries(state.cache)}
+    if lengths != {state.tokens.shape[1]}:
+        raise UserError(
+            f"a step chooses among all {state.tokens.shape[1]} tokens, and the cache holds {max(lengths)} of them; "
+            "give a state from which nothing was evicted"
+        )
+
+
+def real_entries(padding: Tensor, length: int) -> Tensor:
+    """[B] entries of padding on the left -> [B, length] bool, False for padding."""
+    return torch.arange(length, device=padding.device) >= padding[:, None]

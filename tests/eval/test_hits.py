@@ -1,0 +1,114 @@
+"""Hits: what is counted equals loops over dense attention; the bounds are bounds."""
+
+import pytest
+import torch
+
+from keepsight.eval.hits import Answering, answering, best_shared, choices, compare, mean_of
+from keepsight.models.retrieval_head import RetrievalHead
+from keepsight.runtime.methods import ExactTopK, Quest, SpeContext
+from tests.tiny import prompt_ids, tiny_model
+
+BUDGET = 8
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model(num_hidden_layers=8)
+
+
+@pytest.fixture(scope="module")
+def seen(model) -> Answering:
+    return answering(model, prompt_ids(40)[0], 6, [0], _head(model).layers_of(model))
+
+
+def _head(model) -> RetrievalHead:
+    torch.manual_seed(0)
+    return RetrievalHead.untrained(model, "previous-step", 512).eval()
+
+
+def _dense(model, seen: Answering):
+    """[L, H, T, S] from a plain eager pass over prompt and answer."""
+    ids = torch.cat([seen.before.tokens, seen.answer], dim=1)
+    implementation = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    attentions = model(ids, output_attentions=True).attentions
+    model.set_attn_implementation(implementation)
+    return torch.stack([layer[0, :, -seen.answer.shape[1] :] for layer in attentions])
+
+
+def test_weights_are_those_of_dense_attention(model, seen):
+    dense = _dense(model, seen)
+    kv_heads = seen.weights.shape[1]
+    group = dense.shape[1] // kv_heads
+    for head in range(kv_heads):
+        expected = dense[:, head * group : (head + 1) * group].mean(dim=1)
+        torch.testing.assert_close(seen.weights[:, head], expected, atol=1e-5, rtol=1e-4)
+
+
+def test_compare_counts_what_loops_count(model, seen):
+    chosen = list(choices(model, ExactTopK(BUDGET), seen))
+    found = compare("exact_topk", BUDGET, seen, iter(chosen))
+    hits, masses, overlaps, previous = [], [], [], None
+    for step, of_layers in enumerate(chosen):
+        length = seen.prompt_length + step
+        now = {}
+        for layer, mask in enumerate(of_layers):
+            for head in range(mask.shape[0]):
+                weights = seen.weights[layer, head, step, :length]
+                best = set(weights.argsort(descending=True)[:BUDGET].tolist())
+                read = now[layer, head] = set(mask[head].nonzero()[:, 0].tolist())
+                hits.append(len(best & read) / BUDGET)
+                masses.append(float(weights[list(read)].sum() / weights.sum()))
+                if previous:
+                    overlaps.append(len(previous[layer, head] & read) / len(read))
+        previous = now
+    assert found is not None
+    assert found.hit == pytest.approx(sum(hits) / len(hits), abs=1e-5)
+    assert found.mass == pytest.approx(sum(masses) / len(masses), abs=1e-5)
+    assert found.overlap == pytest.approx(sum(overlaps) / len(overlaps), abs=1e-5)
+    assert found.read == BUDGET
+
+
+def test_a_head_chooses_as_it_does_while_it_decodes(model, seen):
+    """The choices of the first step depend on the prompt alone, and are those that the method's own reader makes."""
+    method = SpeContext(BUDGET, _head(model))
+    first = next(choices(model, method, seen))
+    state = method.compress(model, seen.before)
+    announced = []
+    for layer in state.cache.layers:
+        layer.prepare = lambda chosen, keep=announced: keep.append(chosen.indices[0])
+    with pytest.raises(Exception, match="reader"):  # nothing was announced to the layers in the end
+        method.reader(model)(
+            input_ids=seen.answer[:, :1],
+            position_ids=torch.tensor([[seen.prompt_length]]),
+            past_key_values=state.cache,
+        )
+    expected = torch.zeros_like(first[0]).scatter_(1, announced[0], True)
+    assert all(torch.equal(mask, expected) for mask in first)
+
+
+def test_upper_bounds(model, seen):
+    shared = compare("best", BUDGET, seen, best_shared(seen, BUDGET))
+    head = compare("head", BUDGET, seen, choices(model, SpeContext(BUDGET, _head(model)), seen))
+    exact = compare("exact", BUDGET, seen, choices(model, ExactTopK(BUDGET), seen))
+    assert shared is not None and head is not None and exact is not None
+    assert head.mass <= shared.mass + 1e-6, "no set for all layers gets more of the mean attention"
+    assert 0 < head.hit < 1
+
+
+def test_a_budget_that_covers_the_cache_is_left_out(model, seen):
+    assert compare("quest", 64, seen, choices(model, Quest(64), seen)) is None
+
+
+def test_quest_reads_its_dense_layers_whole(model, seen):
+    of_layers = next(choices(model, Quest(31, dense_layers=1), seen))
+    assert of_layers[0].all()
+    assert not of_layers[1].all()
+
+
+def test_mean_weighs_by_steps(model, seen):
+    found = compare("exact", BUDGET, seen, choices(model, ExactTopK(BUDGET), seen))
+    assert found is not None
+    mean = mean_of([found, found])
+    assert mean.steps == 2 * found.steps
+    assert mean.hit == pytest.approx(found.hit)

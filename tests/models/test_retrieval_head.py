@@ -1,0 +1,246 @@
+"""The retrieval head against its definition: pruning, projections, RoPE, YaRN, and what it fits."""
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional
+
+from keepsight.errors import UserError
+from keepsight.models.feature_head import FeatureHead
+from keepsight.models.retrieval_head import (
+    RetrievalHead,
+    cached_kv_heads,
+    check_target,
+    of_the_token_before,
+    parameters,
+    pruning,
+)
+from tests.models.retrieval_heads import LAYERS, target_for, tiny_deepseek, tiny_draft_head, tiny_retrieval_head
+from tests.tiny import tiny_model
+
+VARIANTS = ["previous-step", "none"]
+
+
+def norm(inputs, weight):
+    return inputs / (inputs.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+
+
+def rotated(vector, position, frequencies, factor=1.0):
+    """Rotate-half RoPE of one vector, pair by pair."""
+    half = len(vector) // 2
+    result = torch.empty_like(vector)
+    for pair in range(half):
+        angle = position * frequencies[pair]
+        cosine, sine = factor * math.cos(angle), factor * math.sin(angle)
+        result[pair] = vector[pair] * cosine - vector[pair + half] * sine
+        result[pair + half] = vector[pair + half] * cosine + vector[pair] * sine
+    return result
+
+
+def frequencies(theta=1000.0, width=8):
+    return [theta ** (-2 * pair / width) for pair in range(width // 2)]
+
+
+def slow(draft, features_used, embedding, features, position, kind):
+    """One token's queries or keys [heads, 8], from the EAGLE-3 layer's formulas."""
+    layer = draft.midlayer
+    inputs = norm(embedding, layer.input_layernorm.weight)
+    weight = getattr(layer.self_attn, kind).weight
+    if features_used:
+        inputs = torch.cat([inputs, norm(draft.fc.weight @ features, layer.hidden_norm.weight)])
+    else:
+        weight = weight[:, : len(inputs)]
+    return torch.stack([rotated(head, position, frequencies()) for head in (weight @ inputs).view(-1, 8)])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@torch.no_grad()
+def test_queries_and_keys_are_those_of_the_formulas(variant, kv_heads):
+    draft = tiny_draft_head(kv_heads=kv_heads)
+    head = RetrievalHead.from_draft(draft, variant)
+    embeddings, features = torch.randn(2, 5, 32), torch.randn(2, 5, 96)
+    positions = torch.tensor([[0, 1, 2, 3, 4], [7, 8, 30, 31, 50]])
+    query, key = head.project(embeddings, features if variant == "previous-step" else None, positions)
+    assert (query.shape, key.shape) == ((2, 4, 5, 8), (2, kv_heads, 5, 8))
+    assert (head.num_heads, head.kv_heads, head.scaling) == (4, kv_heads, pytest.approx(8**-0.5))
+    for row in range(2):
+        for place in range(5):
+            token = (variant != "none", embeddings[row, place], features[row, place], positions[row, place].item())
+            torch.testing.assert_close(query[row, :, place], slow(draft, *token, "q_proj"), atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(key[row, :, place], slow(draft, *token, "k_proj"), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [{}, {"fc_norm": True, "qkv_bias": True}])
+@torch.no_grad()
+def test_a_pruned_head_has_the_draft_heads_own_queries_and_keys(shape):
+    draft = tiny_draft_head(**shape)
+    embeddings, features, positions = torch.randn(2, 6, 32), torch.randn(2, 6, 96), torch.arange(6)[None]
+    seen: list[torch.Tensor] = []
+
+    def attend(query, key, value):
+        seen.extend((query, key))
+        return torch.zeros(2, 6, 4, 8)
+
+    draft(embeddings, draft.combine(features), positions, attend)
+    head = RetrievalHead.from_draft(draft, "previous-step")
+    for own, its in zip(head.project(embeddings, features, positions), seen, strict=True):
+        assert torch.equal(own, its)
+
+
+@torch.no_grad()
+def test_without_features_the_half_of_the_embedding_is_kept():
+    draft = tiny_draft_head()
+    draft.midlayer.self_attn.q_proj.weight[:, 32:] = 0
+    draft.midlayer.self_attn.k_proj.weight[:, 32:] = 0
+    embeddings, features, positions = torch.randn(1, 6, 32), torch.randn(1, 6, 96), torch.arange(6)[None]
+    alone = RetrievalHead.from_draft(draft, "none").project(embeddings, None, positions)
+    both = RetrievalHead.from_draft(draft, "previous-step").project(embeddings, features, positions)
+    for own, its in zip(alone, both, strict=True):
+        torch.testing.assert_close(own, its)
+
+
+def test_pruning_copies_and_counts():
+    draft = tiny_draft_head()
+    head = RetrievalHead.from_draft(draft, "previous-step")
+    share = pruning(head, draft)
+    assert share.kept == parameters(head) == 64 * 32 + 64 * 16 + 96 * 32 + 32 + 32
+    assert share.draft == sum(value.numel() for value in draft.parameters())
+    assert share.embedding == 128 * 32
+    assert share.gone == pytest.approx(1 - share.kept / share.draft)
+    assert share.gone_with_embedding == pytest.approx(1 - share.kept / (share.draft + 128 * 32))
+    assert parameters(RetrievalHead.from_draft(draft, "none")) == 32 * 32 + 32 * 16 + 32
+    with torch.no_grad():
+        head.q_proj.weight.zero_()
+    assert draft.midlayer.self_attn.q_proj.weight.any()
+
+
+def test_most_of_a_head_for_smollm2_and_for_llama_8b_goes():
+    small = {"hidden_size": 576, "intermediate_size": 1536, "heads": 9, "kv_heads": 3, "head_dim": 64}
+    large = {"hidden_size": 4096, "intermediate_size": 14336, "heads": 32, "kv_heads": 8, "head_dim": 128}
+    with torch.device("meta"):
+        for shape, vocabulary in ((small, 49152), (large, 128256)):
+            draft = tiny_draft_head(**shape, vocab_size=vocabulary, draft_vocab_size=32000)
+            shares = [pruning(RetrievalHead.from_draft(draft, variant), draft) for variant in VARIANTS]
+            assert all(share.gone_with_embedding > 0.9 for share in shares)
+            assert shares[1].gone > 0.9
+
+
+def test_only_layers_of_eagle_3_are_pruned():
+    config = tiny_draft_head().config
+    with pytest.raises(UserError, match="only EAGLE-3 draft heads can be pruned"):
+        RetrievalHead.from_draft(FeatureHead(config), "none")
+    with pytest.raises(UserError, match="features='all' is unknown; choose one of previous-step, none"):
+        tiny_retrieval_head("all")
+
+
+def test_features_that_are_needed_must_be_given():
+    with pytest.raises(ValueError, match="needs the features of the token before"):
+        tiny_retrieval_head().project(torch.zeros(1, 1, 32), None, torch.zeros(1, 1).long())
+
+
+def test_features_move_on_by_one_token_and_padding_gives_none():
+    features = torch.randn(2, 4, 3)
+    mask = torch.tensor([[True] * 4, [False, False, True, True]])
+    moved = of_the_token_before(features, mask)
+    assert torch.equal(moved[0], torch.cat([torch.zeros(1, 3), features[0, :3]]))
+    assert torch.equal(moved[1], torch.cat([torch.zeros(3, 3), features[1, 2:3]]))
+    assert torch.equal(of_the_token_before(features)[1], functional.pad(features[1, :3], (0, 0, 1, 0)))
+
+
+def yarn_frequencies(theta, width, factor, trained, fast=32, slow_beta=1):
+    """YaRN (arXiv 2309.00071), section 3.2: below one turn interpolate, above 32 leave, in between a ramp."""
+
+    def pair_that_turns(turns):
+        return width * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = max(math.floor(pair_that_turns(fast)), 0), min(math.ceil(pair_that_turns(slow_beta)), width - 1)
+    result = []
+    for pair, frequency in enumerate(frequencies(theta, width)):
+        interpolated = min(max((pair - low) / (high - low), 0), 1)
+        result.append(frequency / factor * interpolated + frequency * (1 - interpolated))
+    return result
+
+
+@pytest.mark.parametrize("context", [65, 256, 2000])
+@torch.no_grad()
+def test_yarn_beyond_the_trained_length(context):
+    head = tiny_retrieval_head("none")
+    longer = head.extended(context)
+    factor = context / 64
+    expected = yarn_frequencies(1000.0, 8, factor, 64)
+    torch.testing.assert_close(longer.rotary_emb.inv_freq, torch.tensor(expected))
+    assert longer.rotary_emb.attention_scaling == pytest.approx(0.1 * math.log(factor) + 1)
+    assert longer.config.rope_parameters["factor"] == factor
+    assert (longer.config.trained, longer.config.max_position_embeddings) == (64, context)
+    embedding, position = torch.randn(32), context - 1
+    query, key = longer.project(embedding[None, None], None, torch.tensor([[position]]))
+    inputs = norm(embedding, head.input_layernorm.weight)
+    for projected, weight in ((query, head.q_proj.weight), (key, head.k_proj.weight)):
+        heads = (weight @ inputs).view(-1, 8)
+        slow_heads = [rotated(each, position, expected, 0.1 * math.log(factor) + 1) for each in heads]
+        torch.testing.assert_close(projected[0, :, 0], torch.stack(slow_heads), atol=1e-4, rtol=1e-4)
+
+
+def test_extending_shares_weights_and_goes_on():
+    head = tiny_retrieval_head()
+    assert head.extended(64) is head
+    longer = head.extended(300)
+    assert longer.q_proj.weight.data_ptr() == head.q_proj.weight.data_ptr()
+    assert longer.extended(300) is longer
+    assert longer.extended(600).config == head.extended(600).config
+    scaled = tiny_retrieval_head(
+        rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1000.0}, rope_theta=None
+    )
+    assert scaled.extended(1000) is scaled
+
+
+def test_frequencies_stay_exact_in_half_precision():
+    head = tiny_retrieval_head().bfloat16()
+    query, key = head.project(torch.randn(1, 3, 32), torch.randn(1, 3, 96), torch.arange(3)[None])
+    assert (query.dtype, key.dtype, head.key_bytes) == (torch.bfloat16, torch.bfloat16, 2 * 8 * 2)
+    assert head.rotary_emb.inv_freq.tolist() == pytest.approx(frequencies())
+
+
+def test_feature_layers_are_the_draft_heads():
+    assert tiny_retrieval_head().layers_of(tiny_model()) == LAYERS
+    assert tiny_retrieval_head("none").layers_of(tiny_model()) == ()
+    unnamed = tiny_retrieval_head(eagle_config=None)
+    assert unnamed.layers_of(tiny_model(num_hidden_layers=8)) == (1, 3, 4)
+    with pytest.raises(UserError, match="too shallow"):
+        unnamed.layers_of(tiny_model())
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_a_head_fits_a_target_with_as_many_kv_heads(kv_heads):
+    head = tiny_retrieval_head(kv_heads=kv_heads)
+    check_target(head, target_for(kv_heads))
+    other = 1 if kv_heads == 4 else 4
+    with pytest.raises(UserError, match=f"for another target .*: KV heads {kv_heads} against {other}; choose its own"):
+        check_target(head, target_for(other))
+
+
+def test_latent_attention_caches_keys_of_every_head():
+    deepseek = tiny_deepseek()
+    assert cached_kv_heads(deepseek) == 4
+    check_target(tiny_retrieval_head(kv_heads=4), deepseek)
+    with pytest.raises(UserError, match="KV heads 2 against 4"):
+        check_target(tiny_retrieval_head(kv_heads=2), deepseek)
+
+
+def test_all_that_differs_is_named():
+    with pytest.raises(
+        UserError, match="hidden size 32 against 16, feature width 32 against 16, vocabulary 128 against 99"
+    ):
+        check_target(tiny_retrieval_head(), tiny_model(hidden_size=16, vocab_size=99))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_an_untrained_head_has_the_targets_shape(variant):
+    for target in (tiny_model(num_hidden_layers=8), tiny_deepseek()):
+        head = RetrievalHead.untrained(target, variant, 512)
+        if variant == "none" or target.config.num_hidden_layers > 6:
+            check_target(head, target)
+        assert head.config.trained == 512
+        assert head.kv_heads == cached_kv_heads(target)

@@ -1,0 +1,177 @@
+"""The folder of a retrieval head: what it holds, and what is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from keepsight.errors import UserError
+from keepsight.files import file_digest
+from keepsight.models.adapter import Provenance
+from keepsight.models.retrieval_card import comparison, retrieval_card
+from keepsight.models.retrieval_head_files import (
+    CONFIG,
+    FILES,
+    WEIGHTS,
+    load_retrieval_head,
+    provenance_of,
+    save_retrieval_head,
+)
+from keepsight.train.retrieval_measure import MEASURES
+from tests.models.retrieval_heads import tiny_retrieval_head
+from tests.tiny import tiny_model
+
+ORIGIN = Provenance("ada/tiny", "v1", "sha256:t", "sha256:d", {"steps": 3}, "0.1.0")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save_retrieval_head(tiny_retrieval_head(), tmp_path / "head", ORIGIN, "# A card\n")
+    return tmp_path / "head"
+
+
+def write_weights(folder: Path, tensors: dict) -> None:
+    """Other tensors, with a digest that fits them."""
+    save_file(tensors, folder / WEIGHTS)
+    edit(folder, digests={WEIGHTS: file_digest(folder / WEIGHTS)})
+
+
+def edit(folder: Path, **changes: object) -> None:
+    values = json.loads((folder / CONFIG).read_text())
+    (folder / CONFIG).write_text(json.dumps(values | changes))
+
+
+def edit_head(folder: Path, **changes: object) -> None:
+    edit(folder, head=json.loads((folder / CONFIG).read_text())["head"] | changes)
+
+
+@pytest.mark.parametrize("variant", ["previous-step", "none"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_head_comes_back_as_it_was_saved(tmp_path, variant, dtype):
+    head = tiny_retrieval_head(variant, fc_norm=True, qkv_bias=True).to(dtype)
+    for saved in (head, head.extended(500)):
+        save_retrieval_head(saved, tmp_path, ORIGIN, "# A card\n")
+        loaded = load_retrieval_head(tmp_path)
+        assert loaded.config == saved.config
+        inputs = torch.randn(1, 4, 32), torch.randn(1, 4, 96), torch.arange(4)[None]
+        for own, its in zip(loaded.project(*inputs), saved.project(*inputs), strict=True):
+            assert torch.equal(own, its)
+        assert not any(parameter.requires_grad for parameter in loaded.parameters())
+    assert provenance_of(tmp_path) == ORIGIN
+
+
+def test_the_folder_holds_the_documented_files_and_nothing_pickled(folder):
+    assert {path.name for path in folder.iterdir()} == {*FILES, "README.md"}
+    assert set(load_file(folder / WEIGHTS)) == {
+        "fc.weight",
+        "hidden_norm.weight",
+        "input_layernorm.weight",
+        "k_proj.weight",
+        "q_proj.weight",
+    }
+    assert (folder / "README.md").read_text() == "# A card\n"
+
+
+def test_a_head_takes_its_targets_dtype(folder):
+    assert load_retrieval_head(folder, tiny_model().bfloat16()).q_proj.weight.dtype == torch.bfloat16
+
+
+def test_a_write_that_fails_leaves_what_was_there(folder, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    monkeypatch.setattr("keepsight.models.retrieval_head_files.write_json", full)
+    with pytest.raises(OSError, match="No space left"):
+        save_retrieval_head(tiny_retrieval_head(seed=1), folder, ORIGIN, "# Another\n")
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def refused(folder: Path, message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        load_retrieval_head(folder, tiny_model())
+    assert str(folder) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_missing_file_is_named(folder, name):
+    (folder / name).unlink()
+    refused(folder, f"{name} is missing; a retrieval head needs {WEIGHTS} and {CONFIG}")
+
+
+def test_changed_weights_are_refused(folder):
+    save_file(load_file(folder / WEIGHTS) | {"q_proj.weight": torch.zeros(32, 64)}, folder / WEIGHTS)
+    refused(folder, "its digest is sha256:.*, retrieval_config.json says")
+
+
+def test_what_is_no_safetensors_file_is_refused(folder):
+    (folder / WEIGHTS).write_bytes(b"pickle")
+    edit(folder, digests={WEIGHTS: file_digest(folder / WEIGHTS)})
+    refused(folder, "not a safetensors file")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"v_proj.weight": torch.zeros(2, 2)}, "'v_proj.weight' is surplus"),
+        ({"fc.weight": None}, "'fc.weight' is missing"),
+        (
+            {"q_proj.weight": torch.zeros(3, 64)},
+            r"'q_proj.weight' has shape \[3, 64\], the configuration beside it needs \[32, 64\]",
+        ),
+        ({"q_proj.weight": torch.zeros(32, 64).long()}, "'q_proj.weight' is torch.int64"),
+        ({"q_proj.weight": torch.full((32, 64), torch.nan)}, "'q_proj.weight' holds NaN or infinity"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(folder, change, message):
+    tensors = load_file(folder / WEIGHTS) | change
+    write_weights(folder, {name: tensor for name, tensor in tensors.items() if tensor is not None})
+    refused(folder, message)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"features": "all"}, "features='all' is unknown; choose one of previous-step, none"),
+        ({"num_key_value_heads": 3}, "num_attention_heads=4 is no multiple of num_key_value_heads=3"),
+        ({"num_key_value_heads": 0}, "not a retrieval head's configuration"),
+        ({"surprise": 1}, "not a retrieval head's configuration .*surprise"),
+        ({"hidden_size": "wide"}, "no head can be made of it"),
+        ({"rope_parameters": {"rope_type": "spiral", "rope_theta": 1.0}}, "no head can be made of it"),
+        ({"rope_parameters": {}}, "rope_parameters={} must name rope_type and rope_theta"),
+    ],
+)
+def test_a_configuration_that_makes_no_head_is_refused(folder, changes, message):
+    edit_head(folder, **changes)
+    refused(folder, message)
+
+
+def test_a_configuration_without_a_head_is_refused(folder):
+    (folder / CONFIG).write_text("[]")
+    refused(folder, "not a retrieval head's configuration")
+    (folder / CONFIG).write_text("{")
+    refused(folder, "not valid JSON")
+
+
+def test_another_target_is_refused(folder):
+    with pytest.raises(UserError, match=f"{folder}: this retrieval head is for another target"):
+        load_retrieval_head(folder, tiny_model(num_key_value_heads=1))
+
+
+def test_the_card_says_what_was_measured():
+    first = {"eval_kl": 2.0} | {f"eval_{name}_64": 0.25 for name in MEASURES}
+    first["eval_samples_64"] = 3
+    last = first | {"eval_kl": 0.5, "eval_hit_64": 0.75, "eval_window_hit_64": 0.4}
+    table = comparison(first, last, "pruned only")
+    assert "| 64 | 3 | 0.250 | 0.750 | 0.400 | 0.250 | 0.250 | 0.250 | 0.250 | 0.250 | 0.250 |" in table
+    assert "pruned only 2.000, distilled 0.500" in table
+    assert comparison({}, {}, "pruned only") == "Not measured."
+    config = tiny_retrieval_head("none").config
+    card = retrieval_card("Title", config, 12345, ORIGIN, {"needles": 7}, table, ["From nowhere."], "mit")
+    for text in ("# Title", "license: mit", "12,345 parameters", "token embeddings alone", "up to 64 tokens", table):
+        assert text in card
+    assert "| needles | 7 |" in card
+    assert "- steps: 3" in card

@@ -1,0 +1,119 @@
+"""Methods that read a few entries a step, written down from their definitions: dense caches, dense attention, loops.
+
+One prompt without padding. Before every step, or in every layer of it, a list of entries is chosen for each KV head.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from keepsight.models.retrieval_head import RetrievalHead
+from keepsight.runtime.features import RecordFeatures
+from keepsight.runtime.prefill import prefill
+from keepsight.runtime.state import Needs
+
+Choose = Callable[[Tensor, Tensor, float], list[int]]
+"""Queries [G, d] of a KV head's group, its keys [C + 1, d] and the scaling -> places among the first C."""
+
+
+def weights_of(query: Tensor, keys: Tensor, scaling: float) -> Tensor:
+    """[G, C + 1]: softmax of each head."""
+    return torch.softmax(query @ keys.T * scaling, dim=-1)
+
+
+def top_attention(budget: int, sinks: int = 0, window: int = 0) -> Choose:
+    """The entries with the largest weight in any head of the group; sinks and window come first."""
+
+    def choose(query: Tensor, keys: Tensor, scaling: float) -> list[int]:
+        count = len(keys) - 1
+        largest = weights_of(query, keys, scaling).amax(dim=0).tolist()
+        kept = [place for place in range(count) if place < sinks or place >= count - window]
+        rest = sorted(set(range(count)) - set(kept), key=lambda place: -largest[place])
+        return (kept + rest)[:budget]
+
+    return choose
+
+
+def page_bound(query: Tensor, keys: Tensor) -> float:
+    """The largest dot product that a key within the smallest and largest numbers of a page's keys could have."""
+    bound = 0.0
+    for number, column in zip(query.tolist(), keys.T, strict=True):
+        bound += max(number * column.min().item(), number * column.max().item())
+    return bound
+
+
+def top_pages(budget: int, page: int) -> Choose:
+    """The pages with the largest bound in any head of the group, and the entries after the last full page."""
+
+    def choose(query: Tensor, keys: Tensor, scaling: float) -> list[int]:
+        count = len(keys) - 1
+        full, rest = divmod(count, page)
+        places = [list(range(page * number, page * (number + 1))) for number in range(full)]
+        bounds = [max(page_bound(head, keys[each]) for head in query) for each in places]
+        best = sorted(range(full), key=lambda number: -bounds[number])[: max(budget - rest, 0) // page]
+        return [place for number in best for place in places[number]] + list(range(count - rest, count))
+
+    return choose
+
+
+def everything(query: Tensor, keys: Tensor, scaling: float) -> list[int]:
+    return list(range(len(keys) - 1))
+
+
+class SlowReader:
+    """Reads a prompt densely, and then token after token what is chosen.
+
+    Args:
+        model: The target.
+        ids: [1, N].
+        choose: For each layer.
+        head: A retrieval head, whose own attention is what is chosen by, for all layers alike.
+    """
+
+    def __init__(self, model, ids: Tensor, choose: list[Choose], head: RetrievalHead | None = None) -> None:
+        self.model, self.tokens, self.choose, self.head = model, ids, choose, head
+        self.layers = head.layers_of(model) if head is not None else ()
+        state = prefill(model, ids, needs=Needs(features=self.layers))
+        self.cache, self.logits = state.cache, state.logits
+        self.features = state.trace.features_of(self.layers) if self.layers else None
+        self.read_last: list[list[list[int]]] = []
+
+    def read(self, token: Tensor) -> Tensor:
+        """[1, 1] -> logits [1, 1, V]."""
+        position = torch.tensor([[self.tokens.shape[1]]])
+        self.tokens = torch.cat([self.tokens, token], dim=1)
+        self.read_last = [[] for _ in self.choose]
+        chosen = self._by_head() if self.head is not None else None
+
+        def attend(layer: int, query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+            group, outputs = query.shape[1] // keys.shape[1], []
+            for kv_head in range(keys.shape[1]):
+                rows = query[0, kv_head * group : (kv_head + 1) * group, 0]
+                own = chosen[kv_head] if chosen is not None else None
+                places = own if own is not None else self.choose[layer](rows, keys[0, kv_head], scaling)
+                self.read_last[layer].append(sorted(places))
+                places = [*places, keys.shape[2] - 1]
+                outputs.append(weights_of(rows, keys[0, kv_head, places], scaling) @ values[0, kv_head, places])
+            return torch.cat(outputs)[None, None]
+
+        with torch.no_grad(), RecordFeatures(self.model, self.layers) as recorded:
+            output = self.model(input_ids=token, position_ids=position, past_key_values=self.cache, attend=attend)
+        if self.features is not None:
+            self.features = torch.cat([self.features, torch.cat(recorded.outputs(), dim=-1)], dim=1)
+        return output.logits
+
+    def _by_head(self) -> list[list[int]]:
+        """What the head's own attention chooses, over all tokens from scratch."""
+        assert self.head is not None
+        features, count = None, self.tokens.shape[1]
+        if self.features is not None:
+            features = torch.cat([torch.zeros_like(self.features[:, :1]), self.features], dim=1)
+        with torch.no_grad():
+            embeddings = self.model.get_input_embeddings()(self.tokens)
+            query, keys = self.head.project(embeddings, features, torch.arange(count)[None])
+        group = query.shape[1] // keys.shape[1]
+        return [
+            self.choose[0](query[0, kv_head * group : (kv_head + 1) * group, -1], keys[0, kv_head], self.head.scaling)
+            for kv_head in range(keys.shape[1])
+        ]

@@ -1,0 +1,74 @@
+"""A draft head to begin a training with."""
+
+from collections import Counter
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, PreTrainedModel
+
+from keepsight.data_gen.shards import Answered
+from keepsight.errors import UserError
+from keepsight.models.draft_head import DraftHead, default_feature_layers
+
+_FROM_TARGET = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "initializer_range",
+)
+_FIRST_LOGITS = 0.5
+"""Standard deviation of a new head's logits."""
+
+
+def frequent_tokens(samples: Iterable[Answered], count: int, end_tokens: Iterable[int], vocabulary: int) -> Tensor:
+    """The most frequent tokens of samples, the lower id first among equals, and the end tokens in any case.
+
+    Returns:
+        [count] int64, ascending.
+
+    Raises:
+        UserError: the target has fewer tokens.
+    """
+    if not 0 < count <= vocabulary:
+        raise UserError(f"draft_head.vocabulary={count} must lie between 1 and {vocabulary}, the target's vocabulary")
+    found = Counter(token for sample in samples for ids in (sample.prompt_ids, sample.answer_ids) for token in ids)
+    ends = set(end_tokens)
+    order = sorted(range(vocabulary), key=lambda token: (token not in ends, -found[token], token))
+    return torch.tensor(sorted(order[:count]))
+
+
+def new_draft_head(target: PreTrainedModel, vocabulary: Tensor) -> DraftHead:
+    """A random head of the target's width, in float32 on its device; its lm_head starts as the target's.
+
+    The last norm starts small, so that the first logits are no larger than those of a random lm_head.
+
+    Args:
+        target: The model that it will draft for.
+        vocabulary: [V] int64, the target's ids that it can draft, ascending.
+    """
+    text = target.config.get_text_config()
+    values = {name: getattr(text, name) for name in _FROM_TARGET if hasattr(text, name)}
+    layers = default_feature_layers(text.num_hidden_layers)
+    config = LlamaConfig(
+        **values,
+        rope_parameters=text.rope_parameters,
+        num_hidden_layers=1,
+        tie_word_embeddings=False,
+        draft_vocab_size=len(vocabulary),
+        eagle_config={"eagle_aux_hidden_state_layer_ids": list(layers)},
+    )
+    head = DraftHead(config)
+    for module in head.modules():
+        if isinstance(module, torch.nn.Linear):
+            torch.nn.init.normal_(module.weight, std=config.initializer_range)
+    head.set_vocabulary(vocabulary)
+    with torch.no_grad():
+        head.lm_head.weight.copy_(target.get_output_embeddings().weight[vocabulary.to(target.device)])
+        head.norm.weight.fill_(_FIRST_LOGITS / head.lm_head.weight.norm(dim=1).mean().item())
+    return head.to(target.device)

@@ -1,0 +1,190 @@
+"""Distillation of a retrieval head: its attention learns where the target looks, step by step.
+
+One pass of the target over prompt and answer, without gradients, records for each of the last tokens how important
+every entry is to it: the mean over layers, and over the query heads of a KV head, of the attention weights. The head
+scores the same tokens, and the loss is KL(target || head). SpeContext (arXiv 2512.00722) prunes without any training;
+this step is keepsight's.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from typing_extensions import Self
+
+from keepsight.models.retrieval_head import RetrievalHead, of_the_token_before
+from keepsight.runtime.attention import record_attention
+from keepsight.runtime.features import RecordFeatures
+from keepsight.runtime.importance import attention_weights, reduce_group
+from keepsight.runtime.observe import join_masks
+from keepsight.runtime.prefill import positions_of
+
+_ROWS = 32
+"""Queries whose attention weights are held at once: B x H x 32 x S float32."""
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Prompts with their answers, padded on the left.
+
+    Attributes:
+        ids: [B, S] int64.
+        mask: [B, S] bool, False for padding; None when nothing is padded.
+        positions: [B or 1, S] int64.
+    """
+
+    ids: Tensor
+    mask: Tensor | None
+    positions: Tensor
+
+    def real(self, rows: int) -> Tensor:
+        """[B, rows] bool: which of the last tokens are no padding."""
+        if self.mask is None:
+            return torch.ones(len(self.ids), rows, dtype=torch.bool, device=self.ids.device)
+        return self.mask[:, -rows:]
+
+
+def texts(prompt_ids: Tensor, answer_ids: Tensor, prompt_mask: Tensor | None, answer_mask: Tensor | None) -> Texts:
+    """Put answers [B, T], padded on the right, behind their prompts [B, N], padded on the left."""
+    ids = torch.cat([prompt_ids, answer_ids], dim=1)
+    batch, length = ids.shape
+    mask = join_masks(prompt_mask, answer_mask, batch, prompt_ids.shape[1], answer_ids.shape[1], ids.device)
+    if mask is not None and answer_mask is not None:
+        order = torch.arange(length, device=ids.device) - (~answer_mask).sum(dim=1, keepdim=True)
+        ids, mask = ids.gather(1, order % length), mask.gather(1, order % length)
+    return Texts(ids, mask, positions_of(mask, length, ids.device))
+
+
+class StepRecorder:
+    """Adds up, layer by layer, how important every entry is to each of the last queries.
+
+    Args:
+        rows: How many queries.
+        mask: [B, S] bool over the entries, False for padding; None when nothing is padded.
+    """
+
+    def __init__(self, rows: int, mask: Tensor | None) -> None:
+        self.rows, self.mask = rows, mask
+        self._layers = 0
+        self._total: Tensor | None = None
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, scaling: float, real: Tensor | None) -> None:
+        """See `keepsight.runtime.attention.Recorder`."""
+        batch, kv_heads, length, _ = key.shape
+        if self._total is None:
+            self._total = torch.zeros(batch, kv_heads, self.rows, length, device=key.device)
+        first = length - self.rows
+        for start in range(0, self.rows, _ROWS):
+            stop = min(start + _ROWS, self.rows)
+            seen = first + stop
+            mask = None if self.mask is None else self.mask[:, :seen]
+            weights = attention_weights(query[:, :, first + start : seen], key[:, :, :seen], scaling, mask)
+            self._total[:, :, start:stop, :seen] += reduce_group(weights, kv_heads)
+        self._layers += 1
+
+    def importance(self) -> Tensor:
+        """[B, K, rows, S] float32, the mean over layers: causal, each row adds up to 1."""
+        assert self._total is not None
+        return self._total / self._layers
+
+
+@dataclass(frozen=True)
+class Target:
+    """What the target shows of some texts.
+
+    Attributes:
+        importance: [B, K, T, S] float32, of every entry to each of the last T tokens; each row adds up to 1.
+        embeddings: [B, S, hidden].
+        features: [B, S, 3 * hidden], each of the token before; None when the head reads none.
+    """
+
+    importance: Tensor
+    embeddings: Tensor
+    features: Tensor | None
+
+
+@torch.no_grad()
+def read_target(target: PreTrainedModel, head: RetrievalHead, batch: Texts, queries: int) -> Target:
+    """One pass of the target over texts that records the importance to the last `queries` tokens."""
+    record_attention(target)
+    rows = min(queries, batch.ids.shape[1])
+    recorder = StepRecorder(rows, batch.mask)
+    with RecordFeatures(target, head.layers_of(target)) as record:
+        target.base_model(
+            input_ids=batch.ids,
+            attention_mask=batch.mask,
+            position_ids=batch.positions,
+            use_cache=False,
+            recorder=recorder,
+        )
+        outputs = record.outputs()
+    features = of_the_token_before(torch.cat(outputs, dim=-1), batch.mask) if outputs else None
+    return Target(recorder.importance(), target.get_input_embeddings()(batch.ids), features)
+
+
+def head_scores(head: RetrievalHead, batch: Texts, read: Target) -> Tensor:
+    """The head's scores for the last T tokens; gradients flow to its weights.
+
+    The softmax of every query head, then the maximum over the query heads of a KV head (SpeContext, section 4.3; the
+    weights have no hidden dimension, the maximum is over the group), then normalised over the entries.
+
+    Returns:
+        [B, K, T, S] float32, logarithms of weights that add up to 1; very low where a token cannot look.
+    """
+    rows, length = read.importance.shape[2:]
+    inputs = head.inputs(read.embeddings, read.features)
+    query = head.queries(inputs[:, -rows:], batch.positions[:, -rows:]).unflatten(1, (head.kv_heads, -1))
+    key = head.keys(inputs, batch.positions)
+    logits = (query @ key[:, :, None].transpose(-1, -2)).float() * head.scaling
+    hidden = torch.ones(rows, length, dtype=torch.bool, device=key.device).triu(length - rows + 1)
+    if batch.mask is not None:
+        hidden = hidden | ~batch.mask[:, None, None, None]
+    logits = logits.masked_fill(hidden, torch.finfo(torch.float32).min)
+    return logits.log_softmax(dim=-1).amax(dim=2).log_softmax(dim=-1)
+
+
+def divergence(importance: Tensor, scores: Tensor, real: Tensor) -> Tensor:
+    """KL(target || head) in nats, the mean over KV heads and steps.
+
+    Args:
+        importance: [B, K, T, S] float32, the target's, each row adding up to 1.
+        scores: [B, K, T, S] float32, from `head_scores`.
+        real: [B, T] bool, False for steps that are padding.
+    """
+    known = torch.xlogy(importance, importance).sum(dim=-1) - (importance * scores).sum(dim=-1)
+    return known.transpose(1, 2)[real].mean()
+
+
+class RetrievalObjective(nn.Module):
+    """The module that trainers wrap: batch in, loss out.
+
+    Args:
+        head: In training.
+        target: Stays as it is.
+        queries: Tokens of a sample, the last ones, whose importance is distilled.
+    """
+
+    def __init__(self, head: RetrievalHead, target: PreTrainedModel, queries: int) -> None:
+        super().__init__()
+        self.head, self.queries = head, queries
+        self.target = target.requires_grad_(False)
+
+    def train(self, mode: bool = True) -> Self:
+        """Only the head trains."""
+        super().train(mode)
+        self.target.eval()
+        return self
+
+    def forward(
+        self,
+        prompt_ids: Tensor,
+        answer_ids: Tensor,
+        prompt_mask: Tensor | None = None,
+        answer_mask: Tensor | None = None,
+    ) -> dict[str, Tensor]:
+        """The loss of a batch as `keepsight.train.dataset.collate` makes it: `{"loss": scalar}`."""
+        batch = texts(prompt_ids, answer_ids, prompt_mask, answer_mask)
+        read = read_target(self.target, self.head, batch, self.queries)
+        scores = head_scores(self.head, batch, read)
+        return {"loss": divergence(read.importance, scores, batch.real(scores.shape[2]))}

@@ -1,0 +1,88 @@
+"""What the target says about a text, for a draft head to learn from."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from keepsight.runtime.features import RecordFeatures
+
+
+@dataclass(frozen=True)
+class TargetReading:
+    """The target's states while it reads a text of n tokens.
+
+    Attributes:
+        features: [n, 3 * hidden], the outputs of three layers side by side.
+        hidden: [n, hidden], what its lm_head reads.
+    """
+
+    features: Tensor
+    hidden: Tensor
+
+
+class Reader(Protocol):
+    """Gives the reading of a text, token ids [n]."""
+
+    def __call__(self, ids: Tensor) -> TargetReading:
+        """[n] int64 -> its reading."""
+        ...
+
+
+class RunTarget:
+    """Reads by running the target, without gradients.
+
+    Args:
+        target: In evaluation mode.
+        layers: Indices of the layers whose outputs are the features.
+    """
+
+    def __init__(self, target: PreTrainedModel, layers: Sequence[int]) -> None:
+        self._target, self._layers = target, tuple(layers)
+
+    @torch.no_grad()
+    def __call__(self, ids: Tensor) -> TargetReading:
+        """[n] int64 -> its reading."""
+        with RecordFeatures(self._target, self._layers) as features:
+            output = self._target.base_model(input_ids=ids[None], use_cache=False)
+        return TargetReading(torch.cat(features.outputs(), dim=-1)[0], output.last_hidden_state[0])
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """The target's next-token distributions of n tokens, as far as a draft vocabulary of V tokens goes.
+
+    Attributes:
+        probabilities: [n, V], each row sums to 1.
+        greedy: [n] int64, the target's greedy choices in its whole vocabulary.
+    """
+
+    probabilities: Tensor
+    greedy: Tensor
+
+
+_ROWS = 256
+
+
+@torch.no_grad()
+def teacher_of(hidden: Tensor, target: PreTrainedModel, vocabulary: Tensor, dtype: torch.dtype) -> Teacher:
+    """Run the target's lm_head, some rows at a time.
+
+    Args:
+        hidden: [n, hidden], what the lm_head reads.
+        target: The target.
+        vocabulary: [V] int64, the draft vocabulary in the target's ids.
+        dtype: Of the probabilities.
+    """
+    probabilities = hidden.new_empty(len(hidden), len(vocabulary), dtype=dtype)
+    greedy = torch.empty(len(hidden), dtype=torch.long, device=hidden.device)
+    lm_head = target.get_output_embeddings()
+    for start in range(0, len(hidden), _ROWS):
+        chunk = slice(start, start + _ROWS)
+        logits = lm_head(hidden[chunk])
+        greedy[chunk] = logits.argmax(-1)
+        probabilities[chunk] = logits[:, vocabulary].softmax(-1, dtype=torch.float32)
+    return Teacher(probabilities, greedy)

@@ -1,0 +1,12 @@
+"""Train a draft head: `accelerate launch train_draft_head.py recipe=smollm2-135m data=runs/data out=runs/draft_head`.
+
+On a laptop: `python train_draft_head.py data=runs/data out=runs/draft_head draft_head.train.steps=200`.
+"""
+
+import sys
+
+from keepsight.cli import run
+from keepsight.commands import train_draft_head
+
+if __name__ == "__main__":
+    sys.exit(run(train_draft_head, sys.argv[1:]))
