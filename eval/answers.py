@@ -1,9 +1,10 @@
-"""Answers of many variants in one batch, with the full cache's answer as everyone's first guess.
+"""Answers of many variants at once, with the full cache's answer as everyone's first guess.
 
 Scoring the full cache's answer under a variant tells at each token what the variant itself would have said. Up to the
 first token where it would have said something else, its own greedy answer is therefore known; only what comes after
-is decoded. Under greedy decoding this is exact up to rounding: in bfloat16, where two tokens are often equally likely,
-one pass over many tokens and one token at a time can choose differently (in 2 of 30 answers of a tiny random model).
+is written, with guesses again (`keepsight.eval.guesses`). Under greedy decoding this is exact up to rounding: in
+bfloat16, where two tokens are often equally likely, one pass over many tokens and one token at a time can choose
+differently (in 2 of 30 answers of a tiny random model).
 """
 
 import time
@@ -35,8 +36,9 @@ class Answered:
         ids: [T] int64, its own greedy answer.
         nll: [T'] float32, negative log-likelihood of the full cache's answer in nats.
         hits: [T'] bool, whether each token of the full cache's answer is the arg-max.
-        tokens_per_second: Tokens of its whole batch for each second of decoding one by one; None where none had to be.
-        rows: Answers in that batch, at its start.
+        tokens_per_second: Tokens that its whole batch wrote after what the full cache's answer had told, for each
+            second of it; None where there were none.
+        rows: Answers that wrote them.
         question: Seconds until its batch had read the question.
     """
 
@@ -55,7 +57,7 @@ class Limits:
     Attributes:
         max_new_tokens: Of an answer.
         end_tokens: Ids that end one.
-        batch_tokens: KV entries a head over all rows of a batch, answers included.
+        batch_tokens: KV entries a head over all states that are read together, answers included.
     """
 
     max_new_tokens: int
@@ -104,9 +106,11 @@ def answer_all(
         answer: [1, T] int64, the full cache's greedy answer under the same limits.
         limits: See `Limits`.
     """
-    answered = []
+    guesses, answered = Guesses(), []
+    for text in (*(state.tokens[0] for state in states[:1]), answer[0]):
+        guesses.learn(text.tolist())
     for batch in _batches(states, question.shape[1] + limits.max_new_tokens, limits.batch_tokens):
-        answered += _answer_batch(model, batch, question, answer, limits)
+        answered += _answer_batch(model, batch, question, answer, guesses, limits)
     return answered
 
 
@@ -134,14 +138,11 @@ def _after(model: PreTrainedModel, states: list[State], question: Tensor) -> lis
 
 
 def _answer_batch(
-    model: PreTrainedModel, states: list[State], question: Tensor, answer: Tensor, limits: Limits
+    model: PreTrainedModel, states: list[State], question: Tensor, answer: Tensor, guesses: Guesses, limits: Limits
 ) -> list[Answered]:
     start = time.perf_counter()
     states = _after(model, [apart(state) for state in states], question)
     asking = time.perf_counter() - start
-    guesses = Guesses()
-    guesses.learn(states[0].tokens[0].tolist())
-    guesses.learn(answer[0].tolist())
     states, own, nll = _score(model, states, answer)
     hits = own == answer
     agreed = hits.long().cumprod(dim=1).sum(dim=1).tolist()
@@ -169,9 +170,10 @@ def _score(model: PreTrainedModel, states: list[State], answer: Tensor) -> tuple
     own, nll = [], []
 
     def judge(logits: Tensor, tokens: Tensor) -> None:
-        own.append(logits.argmax(dim=-1).view(len(states), -1))
-        expected = tokens.expand(len(states), -1).flatten()
-        nll.append(functional.cross_entropy(logits, expected, reduction="none").view(len(states), -1))
+        rows = logits.view(len(states), -1, logits.shape[-1])
+        own.append(rows.max(dim=-1).indices)
+        # Row by row, so that what is between logits and likelihood is never held for all rows.
+        nll.append(torch.stack([functional.cross_entropy(row, tokens[0], reduction="none") for row in rows]))
 
     judge(torch.cat([state.logits for state in states]), answer[:, :1])
     for start in range(0, answer.shape[1] - 1, _TOKENS_AT_ONCE):
@@ -195,9 +197,11 @@ def answer_alone(
         reapply: The method's eviction while decoding; the answer is scored between evictions.
     """
     start = time.perf_counter()
-    state = _after(model, state.copy(), question)
-    if reapply is not None and question.shape[1]:
-        state = reapply.compress(state)  # the question has filled what was spared for generated tokens
+    state = state.copy()
+    if question.shape[1]:
+        state, _ = read(model, state, question)
+        # The question has filled what was spared for generated tokens.
+        state = reapply.compress(state) if reapply is not None else state
     asking, start = time.perf_counter() - start, time.perf_counter()
     criteria = stop_after(limits.max_new_tokens, limits.end_tokens)
     ids = decode(model, state.copy(), criteria, pad_token=limits.end_tokens[0], reapply=reapply).ids[0]

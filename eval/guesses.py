@@ -47,7 +47,7 @@ class Writing:
     Attributes:
         state: Made by `keepsight.runtime.together.apart`; it has read all tokens of the answer but the last.
         ids: The answer so far, at least one token.
-        nll: Negative log-likelihood in nats of each token that was written by `write`.
+        nll: `write` adds the negative log-likelihood in nats of every token that it writes.
     """
 
     state: State
@@ -98,7 +98,7 @@ def _until_end(guess: list[int], end_tokens: Sequence[int]) -> list[int]:
 
 
 def _held(own: list[int], guess: list[int], end_tokens: Sequence[int]) -> list[int]:
-    """What is written: the model's own choices [1 + g] up to the first that was not guessed, or that ends the answer."""
+    """Of the model's own 1 + g choices, those up to the first that was not guessed or that ends the answer."""
     for place, (token, guessed) in enumerate(zip(own, guess, strict=False)):
         if token != guessed or token in end_tokens:
             return own[: place + 1]

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
         Truncation,
     )
     from keepsight.runtime.saved import load_state, save_state
+    from keepsight.runtime.speculative import Speculative
 
 __version__ = "0.1.0"
 __all__ = [
@@ -77,6 +78,7 @@ __all__ = [
     "SpecKV",
     "SpecKVPC",
     "SpecPC",
+    "Speculative",
     "StreamingLLM",
     "Truncation",
     "generate",
@@ -86,6 +88,7 @@ __all__ = [
 ]
 
 _ELSEWHERE = {
+    "Speculative": "keepsight.runtime.speculative",
     "Conversation": "keepsight.runtime.conversation",
     "generate": "keepsight.runtime.generate",
     "load_state": "keepsight.runtime.saved",

@@ -81,10 +81,8 @@ class KeptLayer(DynamicLayer):
         """
         before, after = self.keys.shape[2], self.keys.shape[2] + keys.shape[2]
         if self._room is None or after > self._room[0].shape[2]:
-            shape = (*self.keys.shape[:2], after + _ROOM, self.keys.shape[3])
-            self._room = self.keys.new_empty(shape), self.values.new_empty(shape)
-            for room, own in zip(self._room, (self.keys, self.values), strict=True):
-                room[:, :, :before] = own
+            room = 0, 0, 0, after + _ROOM - before
+            self._room = functional.pad(self.keys, room), functional.pad(self.values, room)
         for room, new in zip(self._room, (keys, values), strict=True):
             room[:, :, before:after] = new
         self.keys, self.values = (room[:, :, :after] for room in self._room)
@@ -238,11 +236,13 @@ def keep(cache: Cache, kept: Sequence[Tensor]) -> Cache:
     alike = all(bool((count == first).all()) for count in counts)
     layers: list[Any] = []
     for (keys, values, _), mask, count in zip(entries(cache), kept, counts, strict=True):
+        rows = mask.flatten().nonzero()[:, 0]
+        # Whole rows are copied: an index by the mask itself would go through them number by number.
+        packed = [each.reshape(-1, each.shape[-1]).index_select(0, rows) for each in (keys, values)]
         if alike:
-            shape = (*keys.shape[:2], first, keys.shape[-1])
-            layers.append(KeptLayer(keys[mask].view(shape), values[mask].view(shape), seen))
+            layers.append(KeptLayer(*(each.view(*keys.shape[:2], first, keys.shape[-1]) for each in packed), seen))
         else:
-            layers.append(RaggedLayer(keys[mask], values[mask], count, seen))
+            layers.append(RaggedLayer(*packed, count, seen))
     return Cache(layers=layers)
 
 

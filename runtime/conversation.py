@@ -13,7 +13,6 @@ from keepsight.errors import UserError
 from keepsight.runtime.decode import decode
 from keepsight.runtime.method import CacheMethod, Method
 from keepsight.runtime.prefill import read
-from keepsight.runtime.quantized_cache import PackedState
 from keepsight.runtime.state import State
 
 
@@ -38,7 +37,7 @@ class Conversation:
         state: What the model has read: all of `ids` but an answer's last token; None before the first turn.
 
     Raises:
-        UserError: the state is a batch, or its entries are packed.
+        UserError: the state is a batch, or one of a method that holds entries in a way of its own.
     """
 
     def __init__(self, model: PreTrainedModel, method: Method, state: State | None = None) -> None:
@@ -46,9 +45,10 @@ class Conversation:
         self.ids = torch.empty(1, 0, dtype=torch.long, device=model.device) if state is None else state.tokens
         self._unread = self.ids[:, :0]
         _require_single(self.ids)
-        if isinstance(state, PackedState):
+        if state is not None and not state.joins:
             raise UserError(
-                "conversation: the state's entries are packed (kivi, specache); give the state that it was packed from"
+                "conversation: the state's entries are held in a way of their own (kivi, specache, specontext, quest, "
+                "exact_topk); give the state that it was made from"
             )
 
     def say(self, input_ids: Tensor, **options: Any) -> Tensor:
@@ -108,10 +108,10 @@ class Conversation:
             return self.method.start(self.model, prompt, chunk=chunk)
         unread = torch.cat([self._unread, prompt[:, self.ids.shape[1] :]], dim=1)
         state = self.state.copy()
-        reader = self.method.reader(self.model) if isinstance(state, PackedState) else self.model
+        reader = self.method.reader(self.model) if not state.joins else self.model
         for part in unread.split(chunk or unread.shape[1], dim=1):
             state, _ = read(reader, state, part, logits_to_keep=1)
-        if isinstance(state, PackedState) or not isinstance(self.method, CacheMethod):
+        if not state.joins or not isinstance(self.method, CacheMethod):
             return state
         return self.method.compress(self.model, state)
 

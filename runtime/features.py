@@ -24,7 +24,7 @@ class RecordFeatures:
     """
 
     def __init__(self, model: PreTrainedModel, layers: Sequence[int]) -> None:
-        decoder: Any = model.get_decoder()
+        decoder: Any = model.get_decoder() if layers else None  # readers, which stand in for models, have none
         outputs = [*decoder.layers, decoder] if layers else []
         if wrong := [layer for layer in layers if not 0 <= layer < len(outputs)]:
             raise UserError(

@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache
 from typing_extensions import override
 
 from keepsight.runtime.attention import OwnAttention, record_attention
-from keepsight.runtime.cache import ViewedLayer, entries, view
+from keepsight.runtime.cache import ViewedLayer, view
 from keepsight.runtime.importance import ROWS_AT_ONCE, attend_after, observed_attention
 from keepsight.runtime.state import Needs, State
 
@@ -181,9 +181,9 @@ def observe(
         position_ids=first[:, None] + torch.arange(count, device=embeddings.device),
         use_cache=True,
     )
-    stored = entries(viewed)
-    if key_mask is None and count <= ROWS_AT_ONCE and all(each.real is None for each in stored):
-        watched: list[Any] = [_WatchedLayer(keys, values, reduction) for keys, values, _ in stored]
+    stored: list[Any] = viewed.layers
+    if key_mask is None and count <= ROWS_AT_ONCE and all(layer.real is None for layer in stored):
+        watched: list[Any] = [_WatchedLayer(layer.keys, layer.values, reduction) for layer in stored]
         look(past_key_values=Cache(layers=watched))
         return [layer.importance for layer in watched]
     recorder = AttentionRecorder(count, key_mask=key_mask, query_mask=observer_mask, reduction=reduction)

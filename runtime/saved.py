@@ -20,7 +20,6 @@ from transformers.cache_utils import Cache
 from keepsight.errors import UserError
 from keepsight.files import atomic_files
 from keepsight.runtime.cache import KeptLayer, RaggedLayer, share
-from keepsight.runtime.quantized_cache import PackedState
 from keepsight.runtime.state import Needs, State, Trace
 
 FILE = "state.safetensors"
@@ -66,14 +65,14 @@ def save_state(
         The file.
 
     Raises:
-        UserError: `question` is unknown, the state's entries are packed, or the state is not of this model.
+        UserError: `question` is unknown, the state's entries are held in a method's own way, or the state is not of this model.
     """
     if question not in QUESTIONS:
         raise UserError(f"question {question!r} is unknown; choose one of {', '.join(QUESTIONS)}")
-    if isinstance(state, PackedState):
+    if not state.joins:
         raise UserError(
-            f"{_file(path)}: a state with packed entries (kivi, specache) cannot be saved; save the state that it was "
-            "packed from, and compress that one again"
+            f"{_file(path)}: a state whose method holds entries in a way of its own (kivi, specache, specontext, quest, "
+            "exact_topk) cannot be saved; save the state that it was made from, and compress that one again"
         )
     file, tensors = _file(path), _tensors(state)
     if (found := _shape_of(tensors)) != (expected := _shape(model)):

@@ -107,8 +107,8 @@ class SelectedLayer(KeptLayer):
         # Whole rows are copied: `gather` along an expanded index would go through them number by number.
         heads = torch.arange(batch * kv_heads, device=indices.device).view(batch, kv_heads, 1) * room
         rows = (heads + indices).flatten()
-        picked = (each.flatten(0, 2).index_select(0, rows).view(*indices.shape, -1) for each in (keys, values))
-        return LayerEntries(*picked, real)
+        keys, values = (each.flatten(0, 2).index_select(0, rows).view(*indices.shape, -1) for each in (keys, values))
+        return LayerEntries(keys, values, real)
 
     @override
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> Any:
@@ -157,8 +157,11 @@ class _OneByOne(OwnAttention):
 
     @override
     def attend(self, query: Tensor, scaling: float) -> Tensor:
-        tokens = zip(*(each.split(1, dim=2) for each in (query, self.keys, self.values)), strict=True)
-        outputs = [self.layer.step(*token, scaling) for token in tokens]
+        outputs = []
+        for place in range(query.shape[2]):
+            own = slice(place, place + 1)
+            token = self.keys[:, :, own], self.values[:, :, own]
+            outputs.append(self.layer.step(query[:, :, own], *token, scaling))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
 

@@ -76,25 +76,18 @@ def measure_head(objective: DraftHeadObjective, batches: Iterable[dict[str, Any]
 def _sums(objective: DraftHeadObjective, ids: Tensor, prompt_length: int) -> Tensor:
     """[S, 6] for one sample: KL, its rows; agreeing rows, all rows; right drafts, tried drafts."""
     sums = torch.zeros(objective.unroll, 6, dtype=torch.float64)
-    steps, teacher = objective.states(ids)
-    head = objective.head
+    steps, hidden = objective.states(ids)
     start = max(0, prompt_length - 2)  # the row that guesses the answer's first token
+    teacher = objective.teacher(hidden[start + 1 :], torch.float32)
+    choices = objective.head.target_ids(teacher.probabilities.argmax(-1))  # the target's, where it is known
     alive = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
-    for step, hidden in enumerate(steps):
-        guessed, divergence = _guess(objective, hidden[start:], teacher.probabilities[start + 1 + step :])
-        choice = teacher.greedy[start + 1 + step :]
-        known = head.t2d[choice]
-        actual = ids[start + 2 + step :]
+    for step, rows in enumerate(steps):
+        guessed, divergence = _guess(objective, rows[start:], teacher.probabilities[step:])
+        known, actual = teacher.known[step:], ids[start + 2 + step :]
+        agreeing = known & (guessed == choices[step:])
         tried = alive[: len(actual)]
         alive = tried & (guessed[: len(actual)] == actual)
-        counts = (
-            divergence[known].sum(),
-            known.sum(),
-            (guessed == choice).sum(),
-            len(choice),
-            alive.sum(),
-            tried.sum(),
-        )
+        counts = (divergence[known].sum(), known.sum(), agreeing.sum(), len(known), alive.sum(), tried.sum())
         sums[step] = torch.tensor([float(count) for count in counts])
     return sums
 
@@ -102,7 +95,7 @@ def _sums(objective: DraftHeadObjective, ids: Tensor, prompt_length: int) -> Ten
 def _guess(objective: DraftHeadObjective, hidden: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
     """The head's first choices as the target's ids, and KL(target || head) of each row."""
     choices, divergences = [hidden.new_zeros(0, dtype=torch.long)], [hidden.new_zeros(0, dtype=torch.float32)]
-    for rows, expected in zip(hidden.split(_ROWS), probabilities.float().split(_ROWS), strict=True):
+    for rows, expected in zip(hidden.split(_ROWS), probabilities.split(_ROWS), strict=True):
         logits = objective.head.lm_head(rows).float()
         if not torch.isfinite(logits).all():
             raise FloatingPointError("the head's logits on held-out samples are not finite")

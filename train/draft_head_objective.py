@@ -53,17 +53,17 @@ class DraftHeadObjective(nn.Module):
 
     def loss(self, ids: Tensor) -> Tensor:
         """The loss of one text, [n] int64: the sum over steps of decay^i times the mean cross entropy of its rows."""
-        steps, teacher = self.states(ids)
-        known = self.head.t2d[teacher.greedy]
-        weights = [
-            self.decay**step * known[1 + step :].float() / known[1 + step :].sum().clamp(min=1)
-            for step in range(len(steps))
-        ]
-        rows = [torch.arange(1 + step, 1 + step + len(hidden), device=ids.device) for step, hidden in enumerate(steps)]
-        weight = self.head.lm_head.weight
-        return chunked_loss(torch.cat(steps), weight, teacher.probabilities, torch.cat(rows), torch.cat(weights))
+        steps, hidden = self.states(ids)
+        teacher = self.teacher(hidden, _product_dtype(steps[0]))
+        known = [teacher.known[1 + step :].float() for step in range(len(steps))]
+        weights = [self.decay**step * rows / rows.sum().clamp(min=1) for step, rows in enumerate(known)]
+        return chunked_loss(steps, self.head.lm_head.weight, teacher.probabilities, weights)
 
-    def states(self, ids: Tensor) -> tuple[list[Tensor], Teacher]:
+    def teacher(self, hidden: Tensor, dtype: torch.dtype) -> Teacher:
+        """What the target says, given what its lm_head reads; see `teacher_of`."""
+        return teacher_of(hidden, self._target[0], self.head.t2d.nonzero()[:, 0], dtype)
+
+    def states(self, ids: Tensor) -> tuple[list[Tensor], Tensor]:
         """Unroll the head over a text.
 
         Args:
@@ -71,7 +71,7 @@ class DraftHeadObjective(nn.Module):
 
         Returns:
             For each step i, what the head's lm_head reads, [n - 1 - i, hidden] (a text shorter than the unrolling has
-            fewer steps), and the teacher: row t of step i learns from its row t + 1 + i.
+            fewer steps), and what the target's lm_head reads, [n, hidden]: row t of step i learns from row t + 1 + i.
         """
         ids = ids[: self.max_tokens]
         head, (target,) = self.head, self._target
@@ -86,8 +86,7 @@ class DraftHeadObjective(nn.Module):
             following, places = embeddings[:, 1 + step :], positions[:, step : step + rows]
             features = head(following, features[:, :rows], places, attend)
             steps.append((features if head.norm_output else head.norm(features))[0])
-        vocabulary = head.t2d.nonzero()[:, 0]
-        return steps, teacher_of(read.hidden, target, vocabulary, _product_dtype(steps[0]))
+        return steps, read.hidden
 
 
 def join(

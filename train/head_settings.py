@@ -31,11 +31,14 @@ class RetrievalHeadSettings:
     Attributes:
         features: `previous-step`, the target's features of the token before; or `none`, token embeddings alone.
         queries: Tokens of a sample, the last ones, whose importance is distilled.
+        temperature: Of the loss: weights count to the power of 1 / temperature, so that above 1 the entries beyond the
+            few that get most attention are learned too.
         max_tokens: Longer samples are cut at the end.
         train: Optimisation; `train.budget` is that of the hit rate.
     """
 
     features: str = "previous-step"
     queries: int = 128
+    temperature: float = 2.0
     max_tokens: int = 4096
     train: TrainSettings = field(default_factory=lambda: TrainSettings(learning_rate=1e-3))

@@ -2,8 +2,9 @@
 
 One pass of the target over prompt and answer, without gradients, records for each of the last tokens how important
 every entry is to it: the mean over layers, and over the query heads of a KV head, of the attention weights. The head
-scores the same tokens, and the loss is KL(target || head). SpeContext (arXiv 2512.00722) prunes without any training;
-this step is keepsight's.
+scores the same tokens, and the loss is KL(target || head), both softened by a temperature (Hinton et al. 2015, arXiv
+1503.02531): without it the few entries that get most attention are all that counts. SpeContext (arXiv 2512.00722)
+prunes without any training; this step is keepsight's.
 """
 
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from keepsight.runtime.prefill import positions_of
 
 _ROWS = 32
 """Queries whose attention weights are held at once: B x H x 32 x S float32."""
+_LEAST = torch.finfo(torch.float32).min
+"""In place of minus infinity, of which a weight of zero would make NaN."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +143,7 @@ def head_scores(head: RetrievalHead, batch: Texts, read: Target) -> Tensor:
     hidden = torch.ones(rows, length, dtype=torch.bool, device=key.device).triu(length - rows + 1)
     if batch.mask is not None:
         hidden = hidden | ~batch.mask[:, None, None, None]
-    logits = logits.masked_fill(hidden, torch.finfo(torch.float32).min)
+    logits = logits.masked_fill(hidden, _LEAST)
     return logits.log_softmax(dim=-1).amax(dim=2).log_softmax(dim=-1)
 
 
@@ -156,6 +159,12 @@ def divergence(importance: Tensor, scores: Tensor, real: Tensor) -> Tensor:
     return known.transpose(1, 2)[real].mean()
 
 
+def soften(importance: Tensor, scores: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """What `divergence` takes, with all weights to the power of 1 / temperature, adding up to 1 again."""
+    powers = importance.pow(1 / temperature)
+    return powers / powers.sum(dim=-1, keepdim=True), (scores / temperature).clamp(min=_LEAST).log_softmax(dim=-1)
+
+
 class RetrievalObjective(nn.Module):
     """The module that trainers wrap: batch in, loss out.
 
@@ -163,11 +172,12 @@ class RetrievalObjective(nn.Module):
         head: In training.
         target: Stays as it is.
         queries: Tokens of a sample, the last ones, whose importance is distilled.
+        temperature: See `soften`.
     """
 
-    def __init__(self, head: RetrievalHead, target: PreTrainedModel, queries: int) -> None:
+    def __init__(self, head: RetrievalHead, target: PreTrainedModel, queries: int, temperature: float = 1.0) -> None:
         super().__init__()
-        self.head, self.queries = head, queries
+        self.head, self.queries, self.temperature = head, queries, temperature
         self.target = target.requires_grad_(False)
 
     def train(self, mode: bool = True) -> Self:
@@ -187,4 +197,5 @@ class RetrievalObjective(nn.Module):
         batch = texts(prompt_ids, answer_ids, prompt_mask, answer_mask)
         read = read_target(self.target, self.head, batch, self.queries)
         scores = head_scores(self.head, batch, read)
-        return {"loss": divergence(read.importance, scores, batch.real(scores.shape[2]))}
+        softened = soften(read.importance, scores, self.temperature)
+        return {"loss": divergence(*softened, batch.real(scores.shape[2]))}

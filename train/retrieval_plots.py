@@ -26,8 +26,8 @@ def distillation_figure(log: Log) -> Figure:
     loss, hits = figure.subplots(1, 2)
     steps, losses = series(log, "loss")
     loss.plot(steps, losses, color=BLUE, linewidth=0.8, alpha=0.3)
-    loss.plot(steps, running_mean(losses), color=BLUE, label="training (running mean)")
-    loss.plot(*series(log, "eval_kl"), "s-", color=VERMILLION, markersize=4, label="held-out")
+    loss.plot(steps, running_mean(losses), color=BLUE, label="training (running mean, softened)")
+    loss.plot(*series(log, "eval_kl"), "s-", color=VERMILLION, markersize=4, label="held-out, temperature 1")
     loss.set_title("KL divergence (nats)", fontsize=10)
     budgets = dict.fromkeys(key for row in log for key in row if key.startswith("eval_hit_"))
     for key, colour in zip(budgets, (BLUE, GREEN, VERMILLION, GREY), strict=False):

@@ -67,7 +67,7 @@ def distil(
         UserError: too few samples, other settings than the checkpoint's, or a loss that is not a number.
     """
     trainer = RetrievalTrainer(objective, settings, work, samples)
-    names = ("features", "queries", "max_tokens")
+    names = ("features", "queries", "temperature", "max_tokens")
     shape = {f"retrieval_head.{name}": getattr(settings, name) for name in names} | {"command.head": head}
     return trainer, run(trainer, shape)
 

@@ -47,7 +47,7 @@ class RunTarget:
     def __call__(self, ids: Tensor) -> TargetReading:
         """[n] int64 -> its reading."""
         with RecordFeatures(self._target, self._layers) as features:
-            output = self._target.base_model(input_ids=ids[None], use_cache=False)
+            output = self._target.base_model(input_ids=ids[None].to(self._target.device), use_cache=False)
         return TargetReading(torch.cat(features.outputs(), dim=-1)[0], output.last_hidden_state[0])
 
 
@@ -57,11 +57,11 @@ class Teacher:
 
     Attributes:
         probabilities: [n, V], each row sums to 1.
-        greedy: [n] int64, the target's greedy choices in its whole vocabulary.
+        known: [n] bool, whether the target's first choice lies in the draft vocabulary.
     """
 
     probabilities: Tensor
-    greedy: Tensor
+    known: Tensor
 
 
 _ROWS = 256
@@ -78,11 +78,12 @@ def teacher_of(hidden: Tensor, target: PreTrainedModel, vocabulary: Tensor, dtyp
         dtype: Of the probabilities.
     """
     probabilities = hidden.new_empty(len(hidden), len(vocabulary), dtype=dtype)
-    greedy = torch.empty(len(hidden), dtype=torch.long, device=hidden.device)
+    known = torch.empty(len(hidden), dtype=torch.bool, device=hidden.device)
     lm_head = target.get_output_embeddings()
     for start in range(0, len(hidden), _ROWS):
         chunk = slice(start, start + _ROWS)
         logits = lm_head(hidden[chunk])
-        greedy[chunk] = logits.argmax(-1)
-        probabilities[chunk] = logits[:, vocabulary].softmax(-1, dtype=torch.float32)
-    return Teacher(probabilities, greedy)
+        drafted = logits.index_select(1, vocabulary)
+        probabilities[chunk] = drafted.softmax(-1, dtype=torch.float32)
+        known[chunk] = drafted.amax(-1) == logits.amax(-1)  # an argmax takes a CPU ten times as long
+    return Teacher(probabilities, known)

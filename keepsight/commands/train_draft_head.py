@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from accelerate import PartialState
 from transformers import set_seed
 
 from keepsight import __version__
@@ -27,9 +29,10 @@ from keepsight.models.targets import Target
 from keepsight.targets import target_of
 from keepsight.train.draft_head_objective import DraftHeadObjective
 from keepsight.train.draft_head_trainer import DraftHeadTrainer, train_draft_head
+from keepsight.train.features_on_disk import StoredReadings, write_readings
 from keepsight.train.head_plots import plot_head_training
 from keepsight.train.new_draft_head import frequent_tokens, new_draft_head
-from keepsight.train.target_reading import RunTarget
+from keepsight.train.target_reading import Reader, RunTarget
 
 
 @dataclass
@@ -39,6 +42,8 @@ class Config(Recipe):
     Attributes:
         data: Folder made by `keepsight data`.
         out: Folder for the head.
+        features: Folder for what the target says about the data, made when absent, read instead of running the target:
+            worth it over several epochs, for about 4 * hidden size * 2 bytes a token.
         init: EAGLE-3 head to start from, a folder or a Hub id; a new one by default.
         title: Heading of the model card.
         license: Of the head, as the Hub names licences.
@@ -47,6 +52,7 @@ class Config(Recipe):
 
     data: str = "???"
     out: str = "???"
+    features: str | None = None
     init: str | None = None
     title: str = "keepsight draft head"
     license: str = "apache-2.0"
@@ -61,7 +67,7 @@ def run(config: Config) -> None:
     out, work = Path(config.out), Path(config.out) / "training"
     set_seed(settings.train.seed)
     head = _head(config, target, samples)
-    reader = RunTarget(target.model, head.layers_of(target.model))
+    reader = _reader(config, target, head, samples, manifest["digest"])
     objective = DraftHeadObjective(head, target.model, reader, settings.unroll, settings.decay, settings.max_tokens)
     trainer, finished = train_draft_head(objective, settings, work, samples)
     if trainer.is_world_process_zero():
@@ -87,6 +93,26 @@ def _head(config: Config, target: Target, samples: list[Answered]) -> DraftHead:
     if not isinstance(head, DraftHead):
         raise UserError(f"init={config.init}: this is an EAGLE-1 or EAGLE-2 head; only EAGLE-3 heads can be trained")
     return head.float().train()
+
+
+def _reader(config: Config, target: Target, head: DraftHead, samples: list[Answered], data_digest: str) -> Reader:
+    layers = head.layers_of(target.model)
+    run_target = RunTarget(target.model, layers)
+    if config.features is None:
+        return run_target
+    length = config.draft_head.max_tokens
+    made_of = {
+        "data": data_digest,
+        "model": target.name,
+        "version": target.version,
+        "layers": list(layers),
+        "dtype": str(target.model.dtype),
+        "max_tokens": length,
+    }
+    texts = [(sample.prompt_ids + sample.answer_ids)[:length] for sample in samples]
+    with PartialState(cpu=not torch.cuda.is_available()).main_process_first():
+        write_readings(Path(config.features), run_target, texts, made_of)
+    return StoredReadings(Path(config.features))
 
 
 def _provenance(

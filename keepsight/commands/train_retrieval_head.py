@@ -58,13 +58,15 @@ def run(config: Config) -> None:
     settings = config.retrieval_head
     if settings.queries < 1:
         raise UserError(f"retrieval_head.queries={settings.queries} must be at least 1")
+    if settings.temperature <= 0:
+        raise UserError(f"retrieval_head.temperature={settings.temperature} must be above 0")
     target = target_of(config)
     samples, manifest = read_samples(Path(config.data), target.name, target.template_digest)
     samples = cut(samples, settings.max_tokens)
     set_seed(settings.train.seed)
     longest = max(len(sample.prompt_ids) + len(sample.answer_ids) for sample in samples)
     head, pruned = _first_head(config, target, longest)
-    objective = RetrievalObjective(head, target.model, settings.queries)
+    objective = RetrievalObjective(head, target.model, settings.queries, settings.temperature)
     out = Path(config.out)
     trainer, finished = distil(objective, settings, out / "training", samples, config.head or "")
     if trainer.is_world_process_zero():
@@ -128,8 +130,11 @@ def _provenance(
         "samples": trainer.samples,
         "longest sample (tokens)": longest,
         "tokens of a sample that are distilled": trainer.objective.queries,
+        "temperature": trainer.objective.temperature,
         "learning rate": settings.learning_rate,
         "samples a step": settings.batch_size * settings.accumulation * trainer.args.world_size,
-        "first and last logged loss (KL, nats)": [round(losses[0], 4), round(losses[-1], 4)] if losses else [],
+        "first and last logged loss (KL at that temperature, nats)": [round(losses[0], 4), round(losses[-1], 4)]
+        if losses
+        else [],
     }
     return Provenance(target.name, target.version, target.template_digest, manifest["digest"], training, __version__)

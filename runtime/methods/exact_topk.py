@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass
 
+from torch import Tensor
 from typing_extensions import override
 
+from keepsight.runtime.cache import KeptLayer
 from keepsight.runtime.selected_cache import MakeLayer, SelectedLayer
 from keepsight.runtime.selecting import ReadSome, require_whole_number
 from keepsight.runtime.selection import Limits, TopAttention
@@ -34,4 +36,8 @@ class ExactTopK(ReadSome):
     @override
     def layers_for(self, state: State) -> MakeLayer:
         selection = TopAttention(Limits(self.entries(state.tokens.shape[1]), self.sinks, self.window))
-        return lambda index, *entries: SelectedLayer(*entries, selection)
+
+        def make(index: int, keys: Tensor, values: Tensor, seen: int, padding: Tensor | None) -> KeptLayer:
+            return SelectedLayer(keys, values, seen, padding, selection)
+
+        return make

@@ -30,7 +30,7 @@ class SpecKVPC(Method):
 
     Attributes:
         budget: Entries per layer and KV head, or a ratio of the whole prompt; see `keepsight.runtime.evict`.
-        draft: Which model drafts for the target.
+        draft: Which model, or draft head, drafts for the target.
         prompt_budget: Tokens that SpecPC keeps; never fewer than `budget`, so that the budget is always used.
         lookahead: Tokens that the draft generates at most, its end token included; all of them observe.
         kernel: SpecPC's pooling and neighbourhood, in tokens (as published, for every model).
@@ -45,7 +45,7 @@ class SpecKVPC(Method):
     """
 
     budget: int | float
-    draft: drafts.Draft = field(kw_only=True)
+    draft: drafts.Draft | drafts.HeadDraft = field(kw_only=True)
     prompt_budget: int = 2048
     lookahead: int = 20
     kernel: int = 32

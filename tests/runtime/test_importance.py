@@ -6,7 +6,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepsight.errors import UserError
-from keepsight.runtime.importance import Pool, Reduce, observed_attention, pool, reduce_group, top_entries, top_mask
+from keepsight.runtime.importance import (
+    Pool,
+    Reduce,
+    attend_after,
+    observed_attention,
+    pool,
+    reduce_group,
+    top_entries,
+    top_mask,
+)
 
 
 def _reference(query, key, scaling, length, key_mask=None, query_mask=None, reduction="mean"):
@@ -124,3 +133,55 @@ def test_selection_from_several_heads(budget):
     importance[1, :, 100:150] = -torch.inf
     expected = importance.sort(dim=-1, descending=True, stable=True).indices[..., :budget].sort(dim=-1).values
     assert torch.equal(top_entries(importance, budget), expected)
+
+
+def slow_attend_after(query, stored, own, scaling):
+    """Softmax attention in float64, query by query, over the stored entries and the observers up to each query."""
+    heads, rows = query.shape[1:3]
+    group, length = heads // stored[0].shape[1], stored[0].shape[2]
+    keys, values = (torch.cat(pair, dim=2).double() for pair in zip(stored, own, strict=True))
+    output = torch.zeros(len(query), rows, heads, query.shape[3], dtype=torch.float64)
+    paid = torch.zeros(len(query), heads, rows, length, dtype=torch.float64)
+    for batch in range(len(query)):
+        for head in range(heads):
+            for row in range(rows):
+                seen = length + row + 1
+                dots = keys[batch, head // group, :seen] @ query[batch, head, row].double() * scaling
+                weights = dots.softmax(0)
+                output[batch, row, head] = weights @ values[batch, head // group, :seen]
+                paid[batch, head, row] = weights[:length]
+    return paid, output
+
+
+@pytest.mark.parametrize("size", [1.0, 30.0, 3000.0])
+@pytest.mark.parametrize("reduction", ["mean", "max"])
+def test_observers_attend_to_entries_and_each_other(size, reduction):
+    """Also where logits are far apart, and where a query attends to almost nothing but itself."""
+    query, *rest = (torch.randn(2, heads, 5, 8) for heads in (4, 2, 2))
+    stored, own = (torch.randn(2, 2, 2, 11, 8)), (size * rest[0], rest[1])
+    paid, output = attend_after(query, tuple(stored), own, 0.3, reduction)
+    expected, slow_output = slow_attend_after(query, tuple(stored), own, 0.3)
+    expected = expected.amax(dim=2) if reduction == "max" else expected.mean(dim=2)
+    torch.testing.assert_close(paid, expected.float(), atol=1e-6, rtol=1e-4)
+    torch.testing.assert_close(output, slow_output.float(), atol=1e-5, rtol=1e-4)
+    assert output.is_contiguous() and output.shape == (2, 5, 4, 8)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "max"])
+def test_gradients_of_observers(reduction):
+    query, key, value = (torch.randn(1, heads, 3, 4, dtype=torch.float64) for heads in (4, 2, 2))
+    stored = tuple(torch.randn(2, 1, 2, 6, 4, dtype=torch.float64))
+    leaves = [each.float().requires_grad_() for each in (query, key, value)]
+    paid, output = attend_after(
+        leaves[0], tuple(each.float() for each in stored), (leaves[1], leaves[2]), 0.5, reduction
+    )
+    up = torch.randn(paid.shape), torch.randn(output.shape)
+    ((paid * up[0]).sum() + (output * up[1]).sum()).backward()
+    exact = [each.requires_grad_() for each in (query, key, value)]
+    keys, values = (torch.cat(pair, dim=2).repeat_interleave(2, 1) for pair in zip(stored, exact[1:], strict=True))
+    hidden = torch.ones(3, 9, dtype=torch.bool).triu(7)
+    weights = (exact[0] @ keys.mT * 0.5).masked_fill(hidden, -torch.inf).softmax(-1)
+    seen = weights[..., :6].amax(2) if reduction == "max" else weights[..., :6].mean(2)
+    ((seen * up[0]).sum() + ((weights @ values).transpose(1, 2) * up[1]).sum()).backward()
+    for leaf, expected in zip(leaves, exact, strict=True):
+        torch.testing.assert_close(leaf.grad, expected.grad.float(), atol=1e-5, rtol=1e-4)

@@ -16,7 +16,7 @@ from keepsight.runtime.methods.snapkv import SnapKV
 from keepsight.runtime.methods.specontext import SpeContext
 from keepsight.runtime.prefill import prefill, read
 from keepsight.runtime.retrieving import retrieval_cache
-from keepsight.runtime.selected_cache import SelectedLayer
+from keepsight.runtime.selected_cache import Chosen, SelectedLayer
 from keepsight.runtime.state import Needs
 from tests.models.retrieval_heads import tiny_retrieval_head
 from tests.runtime.slow_selection import SlowReader, everything, top_attention, top_pages
@@ -35,6 +35,19 @@ def method_of(name: str, budget: int | float, kv_heads: int = 2, **options: Any)
     if name.startswith("quest"):
         return Quest(budget, **{"page": 4, "dense_layers": 1 if "dense" in name else 0} | options)
     return ExactTopK(budget, **options)
+
+
+def watched(monkeypatch: pytest.MonkeyPatch, name: str) -> list[Chosen]:
+    """What a method of all layers is called with from here on."""
+    calls: list[Chosen] = []
+    original = getattr(SelectedLayer, name)
+
+    def watching(layer: SelectedLayer, chosen: Chosen) -> Any:
+        calls.append(chosen)
+        return original(layer, chosen)
+
+    monkeypatch.setattr(SelectedLayer, name, watching)
+    return calls
 
 
 each_method = pytest.mark.parametrize("name", NAMES)
@@ -74,7 +87,7 @@ def test_greedy_and_sampled_answers_of_full_attention(name: str) -> None:
 def slow_of(name: str, model: Any, ids: torch.Tensor, method: Any) -> SlowReader:
     layers = model.config.num_hidden_layers
     if isinstance(method, Quest):
-        pages = top_pages(method.budget, method.page)
+        pages = top_pages(method.entries(30), method.page)
         dense = method.dense_layers
         return SlowReader(model, ids, [everything] * dense + [pages] * (layers - dense))
     choose = top_attention(method.budget, method.sinks, method.window)
@@ -105,8 +118,7 @@ def test_few_entries_equal_slow_loops(options: dict[str, int], kv_heads: int, na
 def test_generated_tokens_are_candidates(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are chosen although the prompt alone would fill the budget, and not only the last ones."""
     model, method = tiny_model(), method_of(name, 12)
-    state, gather, chosen = method.start(model, prompt_ids(30)[0]), SelectedLayer.gather, []
-    monkeypatch.setattr(SelectedLayer, "gather", lambda layer, each: (chosen.append(each), gather(layer, each))[1])
+    state, chosen = method.start(model, prompt_ids(30)[0]), watched(monkeypatch, "gather")
     read(method.reader(model), state, answer_of(25))
     places = torch.cat([each.indices.flatten() for each in chosen[-3:]])
     assert bool(((places >= 30) & (places < 54 - 4)).any())
@@ -206,11 +218,11 @@ def test_an_interrupted_step_changes_nothing(failing: int, features: str, monkey
     calls = []
     step = SelectedLayer.step
 
-    def fails(layer: SelectedLayer, *rest: Any) -> torch.Tensor:
+    def fails(layer: SelectedLayer, *rest: Any, **options: Any) -> torch.Tensor:
         calls.append(layer)
         if len(calls) == failing + 1:
             raise KeyboardInterrupt
-        return step(layer, *rest)
+        return step(layer, *rest, **options)
 
     monkeypatch.setattr(SelectedLayer, "step", fails)
     with pytest.raises(KeyboardInterrupt):
@@ -225,15 +237,17 @@ def test_the_head_says_what_all_layers_read(monkeypatch: pytest.MonkeyPatch) -> 
     """The same entries in all of them, announced before the model runs."""
     model, ids = tiny_model(), prompt_ids(40)[0]
     method = method_of("specontext", 12)
-    state, seen = method.start(model, ids), []
-    prepare, gather = SelectedLayer.prepare, SelectedLayer.gather
-    monkeypatch.setattr(
-        SelectedLayer, "prepare", lambda layer, chosen: (seen.append("announced"), prepare(layer, chosen))[1]
+    counts: list[tuple[int, int]] = []
+    state, announced, gathered = (
+        method.start(model, ids),
+        watched(monkeypatch, "prepare"),
+        watched(monkeypatch, "gather"),
     )
-    monkeypatch.setattr(SelectedLayer, "gather", lambda layer, chosen: (seen.append(chosen), gather(layer, chosen))[1])
+    hook = model.model.register_forward_pre_hook(lambda *_: counts.append((len(announced), len(gathered))))
     read(method.reader(model), state, answer_of(1))
-    assert seen[:3] == ["announced"] * 3
-    assert len({id(chosen.indices) for chosen in seen[3:]}) == 1 and len(seen) == 6
+    hook.remove()
+    assert counts == [(3, 0)] and len(gathered) == 3
+    assert len({id(each.indices) for each in (*announced, *gathered)}) == 1
 
 
 def test_scores_of_an_answer_are_those_of_its_steps() -> None:
@@ -301,7 +315,7 @@ def test_bad_values_are_refused(make: Any, message: str) -> None:
         ({"num_key_value_heads": 4}, "KV heads 2 against 4"),
     ],
 )
-def test_a_head_for_another_target_is_refused_before_it_runs(change: dict[str, int], message: str) -> None:
+def test_a_head_for_another_target_is_refused_before_it_runs(change: dict[str, Any], message: str) -> None:
     model, method = tiny_model(**change), method_of("specontext", 12)
     model.forward = None  # nothing may run
     with pytest.raises(UserError, match=message):

@@ -28,9 +28,7 @@ class RowKeys:
         self.keys.append(key)
         self.values.append(value)
         group = query.shape[1] // key.shape[1]
-        keys, values = (
-            torch.cat(each, dim=2).repeat_interleave(group, dim=1) for each in (self.keys, self.values)
-        )
+        keys, values = (torch.cat(each, dim=2).repeat_interleave(group, dim=1) for each in (self.keys, self.values))
         shares = (query @ keys.transpose(2, 3) / math.sqrt(query.shape[-1])).softmax(-1)
         return (shares @ values).transpose(1, 2)
 
@@ -47,7 +45,7 @@ def reference_steps(model, head: DraftHead, ids: Tensor, unroll: int) -> list[li
     features, _ = taps(model, head, ids)
     embeddings = model.get_input_embeddings()(ids[None])
     found: list[list[Tensor]] = []
-    first = RowKeys([], [])
+    first = own = RowKeys([], [])
     for row in range(len(ids) - 1):
         state, logits = head.combine(features[:, row : row + 1]), []
         for step in range(min(unroll, len(ids) - 1 - row)):
@@ -118,12 +116,12 @@ def test_long_texts_are_cut_at_the_end():
 def test_places_whose_first_choice_is_outside_the_vocabulary_teach_nothing():
     objective = head_objective()
     head, ids = objective.head, torch.tensor(samples()[0].prompt_ids)
-    _, teacher = objective.states(ids)
-    outside = torch.tensor([token for token in range(128) if token not in teacher.greedy.tolist()])[:20]
+    greedy = taps(objective._target[0], head, ids)[1].argmax(-1)
+    outside = torch.tensor([token for token in range(128) if token not in greedy.tolist()])[:20]
     small = new_draft_head(objective._target[0], outside)
     cut = objective_of(small, objective._target[0], head_settings())
     assert cut.loss(ids).item() == 0
-    assert head.t2d[teacher.greedy].any()
+    assert head.t2d[greedy].any()
 
 
 def test_the_target_is_neither_trained_nor_part_of_the_module():
@@ -158,14 +156,14 @@ class Oracle(DraftHeadObjective):
     said: list[list[int]]
 
     def states(self, ids: Tensor):
-        _, teacher = super().states(ids)
+        _, read = super().states(ids)
         head = self.head
         place = {token: index for index, token in enumerate(head.t2d.nonzero()[:, 0].tolist())}
         steps = []
         for step in range(min(self.unroll, len(ids) - 1)):
             chosen = torch.tensor([place[token] for token in self.said[step][: len(ids) - 1 - step]])
             steps.append(torch.nn.functional.one_hot(chosen, head.lm_head.out_features).float())
-        return steps, teacher
+        return steps, read
 
 
 def test_acceptance_is_counted_draft_by_draft():
@@ -225,3 +223,12 @@ def test_a_new_head_has_the_targets_shape():
     assert head.config.max_position_embeddings == model.config.max_position_embeddings
     assert head.feature_layers == (1, 2, 3) == head.layers_of(model)
     assert {value.dtype for value in head.parameters()} == {torch.float32}
+
+
+def test_samples_cut_before_their_answer_count_nothing():
+    rows = [_row(row) for row in samples(3)]
+    long, short = (head_objective(settings=head_settings(max_tokens=length)) for length in (4096, 26))
+    whole = [row for row in rows if len(row["prompt_ids"]) <= 20]
+    cut = measure_head(short, [collate([row]) for row in rows if len(row["prompt_ids"]) > 26])
+    assert (cut.kl, cut.agreement, cut.acceptance) == ([0.0] * 4,) * 3
+    assert measure_head(long, [collate(whole)]) == measure_head(short, [collate(whole)])

@@ -51,10 +51,10 @@ def test_it_learns_a_few_samples(family, tmp_path):
     settings = head_settings(steps=60, batch_size=4, measure_every=60, clip=1.0)
     trainer, _ = train_draft_head(objective, settings, tmp_path, few)
     end = measure_head(objective, [batch])
-    assert sum(end.kl) < 0.7 * sum(start.kl)
+    assert sum(end.kl) < 0.4 * sum(start.kl)
     assert sum(end.agreement) > sum(start.agreement) + 0.5
     logged = [row["loss"] for row in trainer.state.log_history if "loss" in row]
-    assert logged[-1] < 0.8 * logged[0]
+    assert logged[-1] < logged[0] - 0.8  # of which the target's own entropy is the larger part
     unmoved = [name for name, value in tensors(objective).items() if torch.equal(value, before[name])]
     assert sorted(unmoved) == ["d2t", "t2d"]
 

@@ -5,7 +5,7 @@ import torch
 
 from keepsight.models.retrieval_head import RetrievalHead
 from keepsight.train.dataset import SampleDataset, collate
-from keepsight.train.retrieval_objective import RetrievalObjective, divergence, head_scores, read_target, texts
+from keepsight.train.retrieval_objective import RetrievalObjective, divergence, head_scores, read_target, soften, texts
 from tests.models.retrieval_heads import LAYERS, target_for, tiny_deepseek, tiny_retrieval_head
 from tests.tiny import tiny_model
 from tests.train.runs import samples
@@ -135,6 +135,28 @@ def test_divergence_is_zero_of_itself_and_leaves_padding_out():
     spoiled[1, :, 0] = -5
     real[1, 0] = False
     assert divergence(importance, spoiled, real) == divergence(importance, scores, real) > 0
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_softening_is_a_power_of_the_weights(temperature):
+    importance, weights = torch.randn(2, 1, 3, 4, 9).softmax(-1)
+    importance[..., 8] = 0
+    weights[..., 8] = 0
+    scores = weights.log().clamp(min=torch.finfo(torch.float32).min)
+    softened, log_weights = soften(importance, scores, temperature)
+    for own, before in ((softened, importance), (log_weights.exp(), weights)):
+        for place in range(9):
+            expected = before[0, 1, 2, place] ** (1 / temperature) / sum(
+                each ** (1 / temperature) for each in before[0, 1, 2]
+            )
+            assert own[0, 1, 2, place].item() == pytest.approx(expected.item(), abs=1e-6)
+    model, head = tiny_model(), tiny_retrieval_head()
+    values, _ = batch_of()
+    batch = texts(**values)
+    read = read_target(model, head, batch, 6)
+    expected = divergence(*soften(read.importance, head_scores(head, batch, read), temperature), batch.real(6))
+    assert RetrievalObjective(head, model, 6, temperature)(**values)["loss"] == expected
+    assert expected.isfinite()
 
 
 @pytest.mark.parametrize("features", ["previous-step", "none"])

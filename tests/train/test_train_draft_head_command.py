@@ -18,9 +18,11 @@ from keepsight.errors import UserError
 from keepsight.models.draft_head import DraftHead
 from keepsight.models.draft_head_files import load_draft_head
 from keepsight.models.targets import load_target
+from keepsight.train import features_on_disk
+from keepsight.train.target_reading import RunTarget
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.train.head_runs import head_settings
-from tests.train.runs import rows, same, samples
+from tests.train.runs import crash, rows, same, samples
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -87,8 +89,46 @@ def test_the_seed_decides_everything(place, trained, tmp_path):
     torch.manual_seed(99)
     command.run(config(place, tmp_path / "same"))
     command.run(config(place, tmp_path / "other", draft_head=head_settings(steps=6, seed=1)))
-    weights = [(folder / "model.safetensors").read_bytes() for folder in (trained, tmp_path / "same", tmp_path / "other")]
+    weights = [
+        (folder / "model.safetensors").read_bytes() for folder in (trained, tmp_path / "same", tmp_path / "other")
+    ]
     assert weights[0] == weights[1] != weights[2]
+
+
+def test_features_on_disk_train_the_same_head_without_running_the_target(place, trained, tmp_path, monkeypatch):
+    command.run(config(place, tmp_path / "first", features=str(tmp_path / "features")))
+    monkeypatch.setattr(RunTarget, "__call__", lambda *_: crash(None))
+    command.run(config(place, tmp_path / "second", features=str(tmp_path / "features")))
+    first = (trained / "model.safetensors").read_bytes()
+    for name in ("first", "second"):
+        assert (tmp_path / name / "model.safetensors").read_bytes() == first
+    for changes, said in [
+        ({"draft_head": head_settings(max_tokens=20)}, "max_tokens=4096, now it is 20"),
+        (
+            {"model": ModelConfig(id=str(place / "target"), dtype="bfloat16", device="cpu")},
+            "now it is 'torch.bfloat16'",
+        ),
+    ]:
+        wrong = config(place, tmp_path / "third", features=str(tmp_path / "features"))
+        for key, value in changes.items():
+            setattr(wrong, key, value)
+        with pytest.raises(UserError, match=r"these features were made with") as caught:
+            command.run(wrong)
+        assert said in str(caught.value)
+
+
+def test_features_on_disk_are_made_on_where_a_killed_run_stopped(place, trained, tmp_path, monkeypatch):
+    monkeypatch.setattr(features_on_disk, "_SHARD", 4)
+    command.run(config(place, tmp_path / "first", features=str(tmp_path / "features")))
+    shards = sorted((tmp_path / "features").glob("readings-*"))
+    assert [path.name for path in shards] == [f"readings-0000{number}.safetensors" for number in range(4)]
+    kept = [path.read_bytes() for path in shards]
+    shards[2].unlink()
+    command.run(config(place, tmp_path / "second", features=str(tmp_path / "features")))
+    assert [path.read_bytes() for path in shards] == kept
+    shards[1].write_bytes(b"torn")
+    with pytest.raises(UserError, match=r"readings-00001.safetensors: not a safetensors file"):
+        command.run(config(place, tmp_path / "third", features=str(tmp_path / "features")))
 
 
 def test_a_vocabulary_larger_than_the_targets_is_refused(place, tmp_path):

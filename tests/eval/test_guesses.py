@@ -1,0 +1,199 @@
+"""Guesses change how fast an answer is written, never what it says."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from keepsight.eval import guesses as module
+from keepsight.eval.guesses import Guesses, Writing, write
+from keepsight.runtime.decode import decode, score_answer, stop_after
+from keepsight.runtime.methods import AdaKV, PyramidKV, SnapKV, StreamingLLM
+from keepsight.runtime.state import State
+from keepsight.runtime.together import apart
+from tests.tiny import FAMILIES, prompt_ids, tiny_model
+
+MOST = 16
+END = [2, *range(100, 128)]
+METHODS = [SnapKV(200), SnapKV(12, window=4), AdaKV(24, window=4), PyramidKV(24, window=4), StreamingLLM(8)]
+TEXTS = st.lists(st.lists(st.integers(0, 3), max_size=12), max_size=4)
+
+
+def test_the_longer_the_match_the_longer_the_guess() -> None:
+    guesses = Guesses()
+    guesses.learn([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14])
+    assert guesses.after([4], 99) == [5]
+    assert guesses.after([0, 4], 99) == [5]
+    assert guesses.after([3, 4], 99) == [5, 6]
+    assert guesses.after([2, 3, 4], 99) == [5, 6, 7, 8]
+    assert guesses.after([1, 2, 3, 4], 99) == [5, 6, 7, 8, 9, 10, 11, 12]
+    assert guesses.after([0, 1, 2, 3, 4], 99) == [5, 6, 7, 8, 9, 10, 11, 12]
+    assert guesses.after([1, 2, 3, 4], 3) == [5, 6, 7]
+    assert guesses.after([10, 11, 12], 99) == [13, 14]
+
+
+def test_nothing_is_guessed_where_nothing_is_known() -> None:
+    guesses = Guesses()
+    assert guesses.after([1], 9) == []
+    guesses.learn([1, 2])
+    assert guesses.after([2], 9) == guesses.after([3], 9) == guesses.after([1], 0) == guesses.after([], 9) == []
+
+
+def test_what_was_learned_last_counts() -> None:
+    guesses = Guesses()
+    guesses.learn([1, 2, 3])
+    guesses.learn([1, 2, 4])
+    assert guesses.after([1, 2], 1) == [4]
+    assert guesses.after([2], 1) == [4]
+
+
+def test_a_text_that_grows_is_followed_to_its_end() -> None:
+    guesses, text = Guesses(), [7, 8]
+    guesses.learn(text)
+    text += [9, 7, 8]
+    guesses.learn(text, 2)
+    assert guesses.after([0, 7, 8], 9) == [9, 7]
+    assert guesses.after([9], 9) == [7]
+
+
+@given(TEXTS, st.lists(st.integers(0, 3), min_size=1, max_size=6), st.integers(0, 9))
+def test_a_guess_stands_in_a_text_after_the_longest_match(texts: list[list[int]], answer: list[int], most: int) -> None:
+    guesses = Guesses()
+    for text in texts:
+        guesses.learn(text)
+    found = guesses.after(answer, most)
+    for length in range(min(4, len(answer)), 0, -1):
+        follows = [
+            text[place : place + min(2 ** (length - 1), most)]
+            for text in texts
+            for place in range(length, len(text))
+            if text[place - length : place] == answer[-length:]
+        ]
+        if follows:
+            assert found == follows[-1]
+            return
+    assert found == []
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    return tiny_model(request.param)
+
+
+@pytest.fixture(scope="module")
+def states(model: PreTrainedModel) -> list[State]:
+    return [method.start(model, prompt_ids(90)[0]) for method in METHODS]
+
+
+def greedy(model: PreTrainedModel, state: State, most: int, end_tokens: Sequence[int]) -> list[int]:
+    return decode(model, state.copy(), stop_after(most, list(end_tokens)), pad_token=0).ids[0].tolist()
+
+
+def begin(state: State) -> Writing:
+    return Writing(apart(state), state.logits.argmax(dim=-1).tolist(), [])
+
+
+class Scripted(Guesses):
+    """Guesses what a script says comes after so many tokens of the answer."""
+
+    def __init__(self, script: list[int]) -> None:
+        super().__init__()
+        self.script = script
+
+    def after(self, answer: Sequence[int], most: int) -> list[int]:
+        return self.script[len(answer) : len(answer) + most]
+
+
+@pytest.mark.parametrize("end_tokens", [END, [2]])
+@pytest.mark.parametrize("most", [1, 2, 3, MOST])
+def test_answers_are_greedy_whatever_is_guessed(
+    model: PreTrainedModel, states: list[State], most: int, end_tokens: list[int]
+) -> None:
+    expected = [greedy(model, state, most, end_tokens) for state in states]
+    longest = [greedy(model, state, MOST + 9, []) for state in states]
+    scripts = [*longest, [5] * 30, [2] * 30, []]
+    scripts += [[*longest[0][:4], 99, *longest[0][5:]], [*longest[1][:3], 2, *longest[1][3:]], longest[2][1:]]
+    for script in scripts:
+        writings = [begin(state) for state in states]
+        write(model, writings, Scripted(script), most, end_tokens)
+        assert [each.ids for each in writings] == expected, script
+    if most == MOST:
+        assert len({len(each) for each in expected}) > (1 if end_tokens == END else 0)
+
+
+@pytest.mark.parametrize("texts", [0, 1, 5])
+def test_learned_texts_change_no_answer(model: PreTrainedModel, states: list[State], texts: int) -> None:
+    expected = [greedy(model, state, MOST, END) for state in states]
+    guesses = Guesses()
+    for state in states[:texts]:
+        guesses.learn(greedy(model, state, MOST, END))
+    writings = [begin(state) for state in states]
+    write(model, writings, guesses, MOST, END)
+    assert [each.ids for each in writings] == expected
+
+
+def test_answers_that_are_known_or_ended_go_on_from_there(model: PreTrainedModel, states: list[State]) -> None:
+    first, second = states[:2]
+    ended = Writing(apart(first), [5, END[0]], [])
+    full = Writing(apart(first), list(range(3, 3 + MOST)), [])
+    writing = begin(second)
+    write(model, [ended, writing, full], Guesses(), MOST, END)
+    assert ended.ids == [5, END[0]] and full.ids == list(range(3, 3 + MOST))
+    assert writing.ids == greedy(model, second, MOST, END)
+    write(model, [writing], Guesses(), MOST, END)
+    assert writing.ids == greedy(model, second, MOST, END)
+
+
+def test_how_likely_each_written_token_is(model: PreTrainedModel, states: list[State]) -> None:
+    for state in states:
+        script = greedy(model, state, MOST, [])
+        script[7] ^= 1
+        writing = begin(state)
+        write(model, [writing], Scripted(script), MOST, [])
+        nll, hits = score_answer(model, state.copy(), torch.tensor([writing.ids]))
+        assert hits.all()
+        torch.testing.assert_close(torch.tensor(writing.nll), nll[0, 1:], atol=1e-4, rtol=1e-4)
+
+
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Fills with the token counts of each pass."""
+    seen: list[list[int]] = []
+    original = module.read_together
+
+    def counted(model: PreTrainedModel, states: list[State], tokens: list[Tensor]) -> Any:
+        seen.append([each.shape[1] for each in tokens])
+        return original(model, states, tokens)
+
+    monkeypatch.setattr(module, "read_together", counted)
+    return seen
+
+
+def test_right_guesses_save_passes(
+    model: PreTrainedModel, states: list[State], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, state = passes(monkeypatch), states[0]
+    script = greedy(model, state, MOST, [])
+    write(model, [begin(state)], Scripted([]), MOST, [])
+    assert seen == [[1]] * (MOST - 1)
+    seen.clear()
+    write(model, [begin(state)], Scripted(script), MOST, [])
+    assert seen == [[MOST - 1]]  # it never reads a last token
+
+
+def test_nothing_is_read_after_an_end_token(
+    model: PreTrainedModel, states: list[State], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, state = passes(monkeypatch), states[0]
+    script = greedy(model, state, MOST, [])
+    end = script[6]
+    place = script.index(end)
+    writing = begin(state)
+    if place:
+        write(model, [writing], Scripted(script), MOST, [end])
+        assert writing.ids == script[: place + 1]
+        assert seen == [[place]]
