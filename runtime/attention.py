@@ -103,9 +103,7 @@ def _varlen(
     return output, None
 
 
-def grouped_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None
-) -> Tensor:
+def grouped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
     """Attention in which the query heads of a KV head are rows of one head, so that no key or value is repeated.
 
     Args:
@@ -125,7 +123,7 @@ def grouped_attention(
         mask = mask[:, :, None].expand(-1, -1, heads // kv_heads, -1, -1).flatten(2, 3)
     grouped = query.reshape(batch, kv_heads, -1, width)
     output = functional.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scaling)
-    return output.view(batch, heads, rows, width).transpose(1, 2).contiguous()
+    return output.view(batch, heads, rows, -1).transpose(1, 2).contiguous()
 
 
 def visible(rows: int, real: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Batches: several states decoded together, and rows that go back a few tokens or leave."""
+"""Batches: several states joined into one, padded on the left."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -29,28 +29,6 @@ def join(states: list[State]) -> State:
 
 def _padded_tokens(state: State, longest: int) -> Tensor:
     return functional.pad(state.tokens, (longest - state.tokens.shape[1], 0))
-
-
-def forget_last(state: State, rows: Tensor, counts: Tensor, logits: Tensor) -> State:
-    """Some rows of a joined state as they were before their last tokens, without a copy of the others.
-
-    Args:
-        state: Joined; decoding from the result masks the forgotten entries.
-        rows: [R] int64, which rows.
-        counts: [R] int64, how many of each row's last tokens to forget.
-        logits: [R, V], of the last token that each row remembers.
-    """
-    length = state.length
-    real = torch.arange(length, device=rows.device) < length - counts[:, None]
-    by_head = any(each.real is not None for each in entries(state.cache))
-    mask = real if state.mask is None else state.mask[rows] & real
-    return State(
-        rewind(state.cache, rows, real),
-        None if by_head else mask,
-        logits,
-        state.tokens[rows],
-        state.lengths[rows] - counts,
-    )
 
 
 def stack(caches: Sequence[Cache], masks: Sequence[Tensor | None]) -> tuple[Cache, Tensor | None]:
@@ -104,21 +82,6 @@ def _real(layer: LayerEntries, mask: Tensor | None, longest: int) -> Tensor:
         real = layer.keys.new_ones(layer.keys.shape[:3], dtype=torch.bool)
         real = real if mask is None else real & mask[:, None]
     return functional.pad(real, (longest - real.shape[2], 0))
-
-
-def rewind(cache: Cache, rows: Tensor, real: Tensor) -> Cache:
-    """Some rows of a dense cache; where padding is known by head, entries that are not `real` become padding.
-
-    Args:
-        cache: Whose layers all hold dense entries.
-        rows: [R] int64.
-        real: [R, C] bool, with C that of the longest layer; layers are aligned at their last entry.
-    """
-    layers: list[Any] = []
-    for keys, values, own in entries(cache):
-        by_head = None if own is None else own[rows] & real[:, None, -keys.shape[2] :]
-        layers.append(KeptLayer(keys[rows], values[rows], cache.get_seq_length(), by_head))
-    return Cache(layers=layers)
 
 
 def _pad(tensor: Tensor, length: int) -> Tensor:

@@ -81,8 +81,8 @@ class KeptLayer(DynamicLayer):
         """
         before, after = self.keys.shape[2], self.keys.shape[2] + keys.shape[2]
         if self._room is None or after > self._room[0].shape[2]:
-            room = 0, 0, 0, after + _ROOM - before
-            self._room = functional.pad(self.keys, room), functional.pad(self.values, room)
+            grown = 0, 0, 0, after + _ROOM - before
+            self._room = functional.pad(self.keys, grown), functional.pad(self.values, grown)
         for room, new in zip(self._room, (keys, values), strict=True):
             room[:, :, before:after] = new
         self.keys, self.values = (room[:, :, :after] for room in self._room)
@@ -240,9 +240,10 @@ def keep(cache: Cache, kept: Sequence[Tensor]) -> Cache:
         # Whole rows are copied: an index by the mask itself would go through them number by number.
         packed = [each.reshape(-1, each.shape[-1]).index_select(0, rows) for each in (keys, values)]
         if alike:
-            layers.append(KeptLayer(*(each.view(*keys.shape[:2], first, keys.shape[-1]) for each in packed), seen))
+            shape = (*keys.shape[:2], first, -1)
+            layers.append(KeptLayer(packed[0].view(shape), packed[1].view(shape), seen))
         else:
-            layers.append(RaggedLayer(*packed, count, seen))
+            layers.append(RaggedLayer(packed[0], packed[1], count, seen))
     return Cache(layers=layers)
 
 

@@ -16,6 +16,7 @@ from typing_extensions import override
 from keepsight.errors import UserError
 from keepsight.runtime.cache import share
 from keepsight.runtime.features import RecordFeatures
+from keepsight.runtime.latent import reader_of
 from keepsight.runtime.placement import Placement
 from keepsight.runtime.selected_cache import SelectedLayer, SelectedState
 from keepsight.runtime.selection import HeadSelector
@@ -94,6 +95,7 @@ class RetrievalReader:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model, self.config = model, model.config
+        self._reader = reader_of(model)
 
     def __call__(
         self,
@@ -126,7 +128,7 @@ class RetrievalReader:
             for layer in cache.selected_layers:
                 layer.prepare(chosen)
             with RecordFeatures(self._model, selector.layers) as recorded:
-                output = self._model(
+                output = self._reader(
                     input_ids=token, position_ids=position, past_key_values=cache, use_cache=True, logits_to_keep=1
                 )
             if selector.layers:

@@ -65,14 +65,15 @@ def save_state(
         The file.
 
     Raises:
-        UserError: `question` is unknown, the state's entries are held in a method's own way, or the state is not of this model.
+        UserError: `question` is unknown, the state's entries are held in a method's own way, or the state is not of
+            this model.
     """
     if question not in QUESTIONS:
         raise UserError(f"question {question!r} is unknown; choose one of {', '.join(QUESTIONS)}")
     if not state.joins:
         raise UserError(
-            f"{_file(path)}: a state whose method holds entries in a way of its own (kivi, specache, specontext, quest, "
-            "exact_topk) cannot be saved; save the state that it was made from, and compress that one again"
+            f"{_file(path)}: a state whose method holds entries in a way of its own (kivi, specache, specontext, "
+            "quest, exact_topk) cannot be saved; save the state that it was made from, and compress that one again"
         )
     file, tensors = _file(path), _tensors(state)
     if (found := _shape_of(tensors)) != (expected := _shape(model)):

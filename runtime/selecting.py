@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache
 from typing_extensions import override
 
 from keepsight.errors import UserError
+from keepsight.runtime.latent import expanded, reader_of
 from keepsight.runtime.method import CacheMethod
 from keepsight.runtime.selected_cache import MakeLayer, SelectedState, selected_layers
 from keepsight.runtime.state import State, Trace
@@ -67,8 +68,13 @@ class ReadSome(CacheMethod):
     @torch.no_grad()
     def compress(self, model: PreTrainedModel, state: State) -> State:
         require_unlimited_attention(model)
+        state = expanded(model, state)
         layers: list[Any] = [*selected_layers(state, self.layers_for(state))]
         return SelectedState(Cache(layers=layers), None, state.logits, state.tokens, state.lengths, Trace())
+
+    @override
+    def reader(self, model: PreTrainedModel) -> PreTrainedModel:
+        return reader_of(model)
 
     @abstractmethod
     def layers_for(self, state: State) -> MakeLayer:

@@ -16,6 +16,7 @@ from keepsight.train.module_trainer import ModuleTrainer, run
 class DraftHeadTrainer(ModuleTrainer):
     """Saves the head alone and measures how long its drafts are accepted."""
 
+    objective: DraftHeadObjective
     weights_file = "draft_head.safetensors"
     settings_key = "draft_head.train"
 

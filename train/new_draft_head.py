@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,7 +44,7 @@ def frequent_tokens(samples: Iterable[Answered], count: int, end_tokens: Iterabl
     return torch.tensor(sorted(order[:count]))
 
 
-def new_draft_head(target: PreTrainedModel, vocabulary: Tensor) -> DraftHead:
+def new_draft_head(target: PreTrainedModel, vocabulary: Tensor, trained: int | None = None) -> DraftHead:
     """A random head of the target's width, in float32 on its device; its lm_head starts as the target's.
 
     The last norm starts small, so that the first logits are no larger than those of a random lm_head.
@@ -51,24 +52,23 @@ def new_draft_head(target: PreTrainedModel, vocabulary: Tensor) -> DraftHead:
     Args:
         target: The model that it will draft for.
         vocabulary: [V] int64, the target's ids that it can draft, ascending.
+        trained: Tokens of the longest sample it will be trained with: its `max_position_embeddings`, from which on
+            YaRN has to extend it; as many as the target takes by default.
     """
     text = target.config.get_text_config()
-    values = {name: getattr(text, name) for name in _FROM_TARGET if hasattr(text, name)}
+    values: dict[str, Any] = {name: getattr(text, name) for name in _FROM_TARGET if hasattr(text, name)}
+    if trained is not None:
+        values["max_position_embeddings"] = min(trained, text.max_position_embeddings)
     layers = default_feature_layers(text.num_hidden_layers)
-    config = LlamaConfig(
-        **values,
-        rope_parameters=text.rope_parameters,
-        num_hidden_layers=1,
-        tie_word_embeddings=False,
-        draft_vocab_size=len(vocabulary),
-        eagle_config={"eagle_aux_hidden_state_layer_ids": list(layers)},
-    )
+    values |= {"draft_vocab_size": len(vocabulary), "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(layers)}}
+    config = LlamaConfig(**values, rope_parameters=text.rope_parameters, num_hidden_layers=1, tie_word_embeddings=False)
     head = DraftHead(config)
     for module in head.modules():
         if isinstance(module, torch.nn.Linear):
             torch.nn.init.normal_(module.weight, std=config.initializer_range)
     head.set_vocabulary(vocabulary)
     with torch.no_grad():
-        head.lm_head.weight.copy_(target.get_output_embeddings().weight[vocabulary.to(target.device)])
+        lm_head: Any = target.get_output_embeddings()
+        head.lm_head.weight.copy_(lm_head.weight[vocabulary.to(target.device)])
         head.norm.weight.fill_(_FIRST_LOGITS / head.lm_head.weight.norm(dim=1).mean().item())
     return head.to(target.device)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -79,7 +79,7 @@ def teacher_of(hidden: Tensor, target: PreTrainedModel, vocabulary: Tensor, dtyp
     """
     probabilities = hidden.new_empty(len(hidden), len(vocabulary), dtype=dtype)
     known = torch.empty(len(hidden), dtype=torch.bool, device=hidden.device)
-    lm_head = target.get_output_embeddings()
+    lm_head: Any = target.get_output_embeddings()
     for start in range(0, len(hidden), _ROWS):
         chunk = slice(start, start + _ROWS)
         logits = lm_head(hidden[chunk])

@@ -22,6 +22,7 @@ class LookaheadTrainer(ModuleTrainer):
         fidelity: The latest measurement.
     """
 
+    objective: LookaheadObjective
     weights_file = "lookahead.safetensors"
 
     def __init__(self, objective: LookaheadObjective, settings: TrainSettings, work: Path, samples: list[Any]) -> None:

@@ -29,6 +29,11 @@ from keepsight.eval.plots import save_png
 from keepsight.eval.samples import Sample, render
 from keepsight.eval.sweep import Variant, check_samples
 from keepsight.files import append_lines, whole_lines, write_text
+from keepsight.models.draft_head_files import load_draft_head
+from keepsight.models.hub import fetch
+from keepsight.models.retrieval_config import PREVIOUS_STEP
+from keepsight.models.retrieval_head import RetrievalHead
+from keepsight.models.retrieval_head_files import WEIGHTS, load_retrieval_head
 from keepsight.models.targets import Target
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.method import CacheMethod
@@ -45,7 +50,8 @@ class Config(EvalConfig):
     Attributes:
         methods: Those that read a part of the cache: specontext, quest, exact_topk; with options as for keepsight eval.
         budgets: Entries a KV head and step.
-        heads: Further retrieval heads under names of their own, {NAME: FOLDER_OR_HUB_ID}.
+        heads: Further retrieval heads under names of their own, {NAME: FOLDER_OR_HUB_ID}. A draft head is pruned first,
+            with the features of the step before, and not distilled.
     """
 
     methods: list[Any] = field(default_factory=lambda: ["specontext", "quest", "exact_topk"])
@@ -83,6 +89,17 @@ def _variants(config: Config, target: Target) -> list[Variant]:
         if not isinstance(variant.method, CacheMethod) or isinstance(variant.method, Evict):
             raise UserError(f"methods= names {variant.name!r}, which does not choose anew at each step; see --help")
     return variants
+
+
+def _head(reference: str, target: Target) -> RetrievalHead:
+    """A retrieval head as it is; of a draft head, what pruning leaves."""
+    folder = fetch(reference)
+    if (folder / WEIGHTS).is_file():
+        return load_retrieval_head(folder, target.model)
+    pruned = RetrievalHead.from_draft(load_draft_head(folder, target.model), PREVIOUS_STEP)
+    head = RetrievalHead(pruned.config.trained_on(0, pruned.layers_of(target.model)))
+    head.load_state_dict(pruned.state_dict())
+    return head.to(target.model.device)
 
 
 def _rows(target: Target, sample: Sample, variants: list[Variant], budgets: list[int]) -> list[dict[str, Any]]:

@@ -31,6 +31,7 @@ from keepsight.train.draft_head_objective import DraftHeadObjective
 from keepsight.train.draft_head_trainer import DraftHeadTrainer, train_draft_head
 from keepsight.train.features_on_disk import StoredReadings, write_readings
 from keepsight.train.head_plots import plot_head_training
+from keepsight.train.head_settings import DraftHeadSettings
 from keepsight.train.new_draft_head import frequent_tokens, new_draft_head
 from keepsight.train.target_reading import Reader, RunTarget
 
@@ -62,6 +63,7 @@ class Config(Recipe):
 def run(config: Config) -> None:
     """Train, then write the head, its card and the training curves."""
     settings = config.draft_head
+    _check(settings)
     target = target_of(config)
     samples, manifest = read_samples(Path(config.data), target.name, target.template_digest)
     out, work = Path(config.out), Path(config.out) / "training"
@@ -84,11 +86,20 @@ def run(config: Config) -> None:
         )
 
 
+def _check(settings: DraftHeadSettings) -> None:
+    for key, least in (("unroll", 1), ("max_tokens", 2)):
+        if (value := getattr(settings, key)) < least:
+            raise UserError(f"draft_head.{key}={value} must be at least {least}")
+    if not 0 < settings.decay <= 1:
+        raise UserError(f"draft_head.decay={settings.decay} must lie above 0 and be at most 1")
+
+
 def _head(config: Config, target: Target, samples: list[Answered]) -> DraftHead:
     if config.init is None:
         vocabulary_size = target.model.config.get_text_config().vocab_size
         count = config.draft_head.vocabulary
-        return new_draft_head(target.model, frequent_tokens(samples, count, target.end_tokens, vocabulary_size))
+        vocabulary = frequent_tokens(samples, count, target.end_tokens, vocabulary_size)
+        return new_draft_head(target.model, vocabulary, config.draft_head.max_tokens)
     head = load_draft_head(fetch(config.init), target.model)
     if not isinstance(head, DraftHead):
         raise UserError(f"init={config.init}: this is an EAGLE-1 or EAGLE-2 head; only EAGLE-3 heads can be trained")

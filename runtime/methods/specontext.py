@@ -15,6 +15,7 @@ from keepsight.models.hub import fetch
 from keepsight.models.retrieval_config import NONE
 from keepsight.models.retrieval_head import RetrievalHead, check_target, of_the_token_before
 from keepsight.models.retrieval_head_files import load_retrieval_head
+from keepsight.runtime.latent import has_latents, layers_of
 from keepsight.runtime.memory_plan import plan_for, read_bytes
 from keepsight.runtime.placement import Placement
 from keepsight.runtime.prefill import positions_of, prefill
@@ -99,7 +100,7 @@ class SpeContext(ReadSome):
     @torch.no_grad()
     def compress(self, model: PreTrainedModel, state: State) -> State:
         self._require(model)
-        layers: list[Any] = [*selected_layers(state, self.layers_for(state))]
+        layers: list[Any] = [*selected_layers(state, layers_of(model, state, self.layers_for(state)))]
         placement = self._placement(model, *state.tokens.shape)
         placement.place(layers, state.tokens.shape[1])
         cache = RetrievalCache(layers, self._selector(model, state), placement)
@@ -112,6 +113,11 @@ class SpeContext(ReadSome):
     def _require(self, model: PreTrainedModel) -> None:
         require_unlimited_attention(model)
         check_target(self.head, model)
+        if self.offload and has_latents(model):
+            raise UserError(
+                f"SpeContext: offload {self.offload} does not apply to {model.config.model_type}: all heads share its "
+                "latents, which stay on the device; give offload 0"
+            )
 
     def _placement(self, model: PreTrainedModel, rows: int, length: int) -> Placement:
         budget, plan = self.entries(length), None

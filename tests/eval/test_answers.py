@@ -11,7 +11,7 @@ from keepsight.eval.answers import Limits, answer_all, answer_alone, answer_full
 from keepsight.runtime.decode import decode, score_answer, stop_after
 from keepsight.runtime.generate import generate
 from keepsight.runtime.methods import H2O, TOVA, AdaKV, PyramidKV, SnapKV, StreamingLLM, Truncation
-from keepsight.runtime.prefill import read
+from keepsight.runtime.prefill import prefill, read
 from keepsight.runtime.state import State
 from tests.tiny import FAMILIES, prompt_ids, tiny_model
 
@@ -110,6 +110,46 @@ def test_small_batches_give_the_same(model: PreTrainedModel, states: list[State]
     expected = [each.ids.tolist() for each in answer_all(model, states, NOTHING, answer, limits)]
     small = answer_all(model, states, NOTHING, answer, Limits(16, END, batch_tokens))
     assert [each.ids.tolist() for each in small] == expected
+
+
+@pytest.mark.parametrize("block", [1, 3, 15])
+def test_scoring_in_blocks_gives_the_same(
+    model: PreTrainedModel, states: list[State], block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits, guess = Limits(16, END, MANY), prompt_ids(16, seed=4)[0]
+    expected = answer_all(model, states, NOTHING, guess, limits)
+    monkeypatch.setattr("keepsight.eval.answers._TOKENS_AT_ONCE", block)
+    for each, other in zip(answer_all(model, states, NOTHING, guess, limits), expected, strict=True):
+        assert each.ids.tolist() == other.ids.tolist()
+        torch.testing.assert_close(each.nll, other.nll, atol=1e-4, rtol=1e-4)
+
+
+def test_a_padded_state_and_one_of_other_tokens_answer_together(model: PreTrainedModel) -> None:
+    """Rows whose prompts differ, one of them padded on the left: nothing of one reaches another."""
+    ids, mask = prompt_ids(60, 45)
+    alone = [prefill(model, ids[:1]), prefill(model, ids[1:, 15:])]
+    padded = prefill(model, ids[1:], mask[1:])
+    assert padded.mask is not None
+    limits = Limits(16, END, MANY)
+    answer, _ = answer_full(model, alone[0], NOTHING, limits)
+    answered = answer_all(model, [alone[0], padded], NOTHING, answer, limits)
+    assert [each.ids.tolist() for each in answered] == [plain(model, each, limits).tolist() for each in alone]
+
+
+def test_how_likely_the_full_answer_is(model: PreTrainedModel, states: list[State]) -> None:
+    question = prompt_ids(5, seed=6)[0]
+    for state in states:
+        answer, full = answer_full(model, state, question, Limits(16, END, MANY))
+        nll, hits = score_answer(model, read(model, state.copy(), question)[0], answer)
+        assert hits.all() and full.rows == 1
+        torch.testing.assert_close(full.nll, nll[0], atol=1e-4, rtol=1e-4)
+
+
+def test_one_alone_reads_its_question_first(model: PreTrainedModel, states: list[State]) -> None:
+    question, limits = prompt_ids(7, seed=3)[0], Limits(12, END, MANY)
+    for state in states:
+        answered = answer_alone(model, state, question, prompt_ids(9, seed=4)[0], limits, None)
+        assert answered.ids.tolist() == plain(model, state, limits, question).tolist()
 
 
 def test_no_state_no_answer(model: PreTrainedModel) -> None:

@@ -1,5 +1,7 @@
 """Hits: what is counted equals loops over dense attention; the bounds are bounds."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -74,8 +76,9 @@ def test_a_head_chooses_as_it_does_while_it_decodes(model, seen):
     method = SpeContext(BUDGET, _head(model))
     first = next(choices(model, method, seen))
     state = method.compress(model, seen.before)
-    announced = []
-    for layer in state.cache.layers:
+    announced: list[torch.Tensor] = []
+    layers: list[Any] = list(state.cache.layers)
+    for layer in layers:
         layer.prepare = lambda chosen, keep=announced: keep.append(chosen.indices[0])
     with pytest.raises(Exception, match="reader"):  # nothing was announced to the layers in the end
         method.reader(model)(

@@ -51,7 +51,7 @@ def test_every_method_and_budget_has_a_row(keepsight: CommandLine, here: Path, h
 
 
 def test_bad_heads_are_named(keepsight: CommandLine, here: Path, head: Path) -> None:
-    specontext = *TINY, "methods=[specontext]", "budgets=[64]", "samples=1"
+    specontext = *TINY, "methods=[specontext]", "budgets=[64]", "samples=1", "retrieval=null"
     assert keepsight.fails("eval", *specontext) == (
         "method 'specontext': needs retrieval=FOLDER_OR_HUB_ID; train one with train_retrieval_head.py"
     )

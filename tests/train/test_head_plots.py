@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 
 from keepsight.train.head_plots import head_figure, plot_head_training
@@ -19,7 +20,9 @@ LOG = [evaluation(0, 0.1), {"step": 1, "loss": 9.0}, {"step": 2, "loss": 8.0}, e
 
 def test_curves_over_steps_and_lists_by_place_in_a_draft(tmp_path):
     drawn = {
-        panel.get_title(): {line.get_label(): list(line.get_xydata().ravel()) for line in panel.get_lines()}
+        panel.get_title(): {
+            line.get_label(): np.asarray(line.get_xydata()).ravel().tolist() for line in panel.get_lines()
+        }
         for panel in head_figure(LOG).axes
     }
     assert drawn["Accepted tokens of a draft, held-out"] == {"greedy drafts": pytest.approx([0, 0.5, 2, 2.0])}

@@ -102,19 +102,13 @@ def test_features_on_disk_train_the_same_head_without_running_the_target(place, 
     first = (trained / "model.safetensors").read_bytes()
     for name in ("first", "second"):
         assert (tmp_path / name / "model.safetensors").read_bytes() == first
-    for changes, said in [
-        ({"draft_head": head_settings(max_tokens=20)}, "max_tokens=4096, now it is 20"),
-        (
-            {"model": ModelConfig(id=str(place / "target"), dtype="bfloat16", device="cpu")},
-            "now it is 'torch.bfloat16'",
-        ),
-    ]:
-        wrong = config(place, tmp_path / "third", features=str(tmp_path / "features"))
-        for key, value in changes.items():
-            setattr(wrong, key, value)
-        with pytest.raises(UserError, match=r"these features were made with") as caught:
-            command.run(wrong)
-        assert said in str(caught.value)
+    wrong = config(place, tmp_path / "third", features=str(tmp_path / "features"))
+    wrong.draft_head.max_tokens = 20
+    with pytest.raises(UserError, match=r"these features were made with max_tokens=4096, now it is 20"):
+        command.run(wrong)
+    wrong.draft_head.max_tokens, wrong.model.dtype = 4096, "bfloat16"
+    with pytest.raises(UserError, match=r"made with dtype='torch.float32', now it is 'torch.bfloat16'"):
+        command.run(wrong)
 
 
 def test_features_on_disk_are_made_on_where_a_killed_run_stopped(place, trained, tmp_path, monkeypatch):
@@ -135,6 +129,21 @@ def test_a_vocabulary_larger_than_the_targets_is_refused(place, tmp_path):
     with pytest.raises(UserError, match=r"draft_head.vocabulary=600 must lie between 1 and 512"):
         command.run(config(place, tmp_path / "head", draft_head=head_settings(vocabulary=600)))
     assert not (tmp_path / "head").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"unroll": 0}, "draft_head.unroll=0 must be at least 1"),
+        ({"max_tokens": 1}, "draft_head.max_tokens=1 must be at least 2"),
+        ({"decay": 0.0}, "draft_head.decay=0.0 must lie above 0"),
+        ({"decay": 1.5}, "draft_head.decay=1.5 must lie above 0"),
+    ],
+)
+def test_settings_that_train_nothing_are_refused(place, tmp_path, changes, said):
+    with pytest.raises(UserError) as caught:
+        command.run(config(place, tmp_path / "head", draft_head=head_settings(**changes)))
+    assert said in str(caught.value)
 
 
 def test_more_held_out_samples_than_there_are_is_refused(place, tmp_path):
