@@ -213,6 +213,6 @@ def answer_alone(
             state = reapply.compress(state)
         state, block = read(model, state, answer[:, first : min(first + every, answer.shape[1] - 1)])
         logits.append(block)
-    joined = torch.cat(logits, dim=1)
-    nll = functional.cross_entropy(joined.transpose(1, 2), answer, reduction="none")
-    return Answered(ids, nll[0], joined.argmax(dim=-1)[0] == answer[0], speed, question=asking)
+    joined = torch.cat(logits, dim=1)[0]
+    nll = functional.cross_entropy(joined, answer[0], reduction="none")
+    return Answered(ids, nll, joined.argmax(dim=-1) == answer[0], speed, question=asking)

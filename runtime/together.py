@@ -138,11 +138,12 @@ class _OneAfterAnother(OwnAttention):
         for layer, (queries, *new) in zip(self.column.layers, parts, strict=True):
             seen, values = layer.update(*new)
             rows = queries.shape[2]
+            mask: Tensor | None = None
             if isinstance(seen, PaddedKeys):
-                keys, mask = seen.keys, visible(rows, seen.real)
-            else:
-                keys, mask = seen, self.column.masks(rows, seen.shape[2]) if rows > 1 else None
-            outputs.append(grouped_attention(queries, keys, values, mask, scaling))
+                seen, mask = seen.keys, visible(rows, seen.real)
+            elif rows > 1:
+                mask = self.column.masks(rows, seen.shape[2])
+            outputs.append(grouped_attention(queries, seen, values, mask, scaling))
         return torch.cat(outputs, dim=1)
 
 

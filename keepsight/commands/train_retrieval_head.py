@@ -98,7 +98,12 @@ def _first_head(config: Config, target: Target, longest: int) -> tuple[Retrieval
         f"{share.gone_with_embedding:.1%} counted with the embedding, which is the target's"
     )
     print(text)
-    return head.to(target.model.device), {"pruned from": config.head, "pruning": text}
+    return head.to(target.model.device), {"pruned from": _shown(config.head), "pruning": text}
+
+
+def _shown(reference: str) -> str:
+    """A Hub id as it is, of a folder its name alone: the card is for others."""
+    return Path(reference).resolve().name if Path(reference).is_dir() else reference
 
 
 def _write(config: Config, trainer: RetrievalTrainer, provenance: Provenance, sources: dict[str, int]) -> None:

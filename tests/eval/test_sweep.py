@@ -144,17 +144,17 @@ def test_the_size_of_batches_changes_nothing(
 def test_batches_stay_within_their_tokens(
     target: Target, variants: list[Variant], batch_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sizes, join = [], answers_module.join
+    batches, read_together = [], answers_module.read_together
 
-    def noted(states: list[State]) -> State:
-        sizes.append((len(states), max(state.length for state in states) + SAMPLE.max_new_tokens))
-        return join(states)
+    def noted(model: PreTrainedModel, states: list[State], tokens: list[Tensor]) -> tuple[list[State], Tensor]:
+        batches.append([state.length + SAMPLE.max_new_tokens for state in states])
+        return read_together(model, states, tokens)
 
-    monkeypatch.setattr(answers_module, "join", noted)
+    monkeypatch.setattr(answers_module, "read_together", noted)
     run_sample(target, SAMPLE, variants, batch_tokens)
-    assert sum(rows for rows, _ in sizes) == 8
-    assert all(rows == 1 or rows * width <= batch_tokens for rows, width in sizes)
-    assert len(sizes) == 8 if batch_tokens == 1 else len(sizes) < 8
+    assert sum(map(len, batches)) == 8
+    assert all(len(sizes) == 1 or sum(sizes) <= batch_tokens for sizes in batches)
+    assert len(batches) == 8 if batch_tokens == 1 else len(batches) < 8
 
 
 @dataclass(frozen=True, eq=False)
