@@ -67,6 +67,7 @@ def run(config: Config) -> None:
     variants = _variants(config, target)
     samples = samples_of(config, target)
     check_samples(target, samples, variants, "seen")
+    out.mkdir(parents=True, exist_ok=True)
     path = out / "hits.jsonl"
     done = {(row["task"], row["length"], row["sample"]) for row in whole_lines(path)}
     for sample in tqdm([each for each in samples if each.key not in done], desc="samples", unit="sample"):
@@ -84,7 +85,8 @@ def run(config: Config) -> None:
 def _variants(config: Config, target: Target) -> list[Variant]:
     variants = variants_of(config, resources_of(config, target))
     for name, reference in config.heads.items():
-        variants += [Variant(name, SpeContext.from_pretrained(reference, budget=budget)) for budget in config.budgets]
+        head = _head(reference, target)
+        variants += [Variant(name, SpeContext(budget, head)) for budget in config.budgets]
     for variant in variants:
         if not isinstance(variant.method, CacheMethod) or isinstance(variant.method, Evict):
             raise UserError(f"methods= names {variant.name!r}, which does not choose anew at each step; see --help")
