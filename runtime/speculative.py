@@ -23,6 +23,7 @@ from keepsight.runtime.decode import Decoded, Reapply
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.method import CacheMethod, FullCache
 from keepsight.runtime.prefill import context_of, prefill, read
+from keepsight.runtime.selecting import ReadSome
 from keepsight.runtime.state import Needs, State, Trace
 
 
@@ -205,6 +206,11 @@ class Speculative(CacheMethod):
         name = type(self.inner).__name__
         if not isinstance(self.inner, CacheMethod):
             raise UserError(f"speculative decoding: {name} shortens prompts; give a method that evicts from the cache")
+        if isinstance(self.inner, ReadSome):
+            raise UserError(
+                f"speculative decoding: {name} chooses anew for each token what it reads; give the full cache, or a "
+                "method that evicts"
+            )
         if isinstance(self.inner, Evict) and self.inner.every:
             raise UserError(f"speculative decoding: {name} evicts while decoding; make it with every=0")
 

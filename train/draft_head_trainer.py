@@ -41,9 +41,16 @@ class DraftHeadTrainer(ModuleTrainer):
 
 
 def train_draft_head(
-    objective: DraftHeadObjective, settings: DraftHeadSettings, work: Path, samples: list[Any]
+    objective: DraftHeadObjective, settings: DraftHeadSettings, work: Path, samples: list[Any], init: str = ""
 ) -> tuple[DraftHeadTrainer, bool]:
     """Train, going on from the last checkpoint in `work` when there is one.
+
+    Args:
+        objective: With head and target.
+        settings: Shape and optimisation.
+        work: Folder for checkpoints, logs and measurements.
+        samples: All of them.
+        init: What the head started from, for the comparison with a training that is gone on with.
 
     Returns:
         The trainer, and whether the training ran to its end (False after Ctrl-C).
@@ -53,4 +60,5 @@ def train_draft_head(
     """
     trainer = DraftHeadTrainer(objective, settings, work, samples)
     shape = {f"draft_head.{key}": value for key, value in asdict(settings).items() if key != "train"}
+    shape["command.init"] = init
     return trainer, run(trainer, shape)

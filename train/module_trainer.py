@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -15,10 +16,12 @@ from transformers import Trainer, TrainingArguments
 from typing_extensions import override
 
 from keepsight.errors import UserError
-from keepsight.files import whole_lines, write_text
+from keepsight.files import text_digest, whole_lines, write_text
 from keepsight.train.dataset import GroupedByLength, SampleDataset, collate, split
 from keepsight.train.resume import StopOnInterrupt, check_same_settings, last_checkpoint, state_of
 from keepsight.train.settings import TrainSettings
+
+PRECISIONS = ("no", "bf16", "fp16")
 
 
 def training_arguments(settings: TrainSettings, work: Path) -> TrainingArguments:
@@ -69,13 +72,14 @@ class ModuleTrainer(Trainer, ABC):
         metrics: The latest measurement's numbers.
 
     Raises:
-        UserError: more samples are to be held out than there are.
+        UserError: a setting is out of range, or more samples are to be held out than there are.
     """
 
     weights_file: ClassVar[str]
     settings_key: ClassVar[str] = "train"
 
     def __init__(self, model: nn.Module, settings: TrainSettings, work: Path, samples: list[Any]) -> None:
+        check(settings, self.settings_key)
         train, held_out = split(samples, settings.held_out, self.settings_key)
         super().__init__(
             model=model,
@@ -86,6 +90,7 @@ class ModuleTrainer(Trainer, ABC):
         )
         self.model_accepts_loss_kwargs = False
         self.settings, self.work, self.samples = settings, work, len(samples)
+        self.data_digest = text_digest(repr([(sample.prompt_ids, sample.answer_ids) for sample in samples]))
         self.metrics: dict[str, float] = {}
         self._indices: list[int] = []
 
@@ -181,7 +186,29 @@ class ModuleTrainer(Trainer, ABC):
 
     @override
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        self.load_weights(load_file(Path(resume_from_checkpoint) / self.weights_file))
+        path = Path(resume_from_checkpoint) / self.weights_file
+        try:
+            weights = load_file(path)
+        except (OSError, SafetensorError) as error:
+            raise UserError(
+                f"{path}: cannot be read ({error}); delete this checkpoint's folder, and the training goes on from the "
+                "one before"
+            ) from None
+        self.load_weights(weights)
+
+
+def check(settings: TrainSettings, key: str) -> None:
+    """Refuse settings that no training can run with.
+
+    Raises:
+        UserError: one is out of range; `key` is where the recipe has them.
+    """
+    least = dict.fromkeys(("batch_size", "accumulation", "measure_every", "save_every", "budget"), 1)
+    for name, lowest in {**least, "steps": 0, "held_out": 0}.items():
+        if getattr(settings, name) < lowest:
+            raise UserError(f"{key}.{name}={getattr(settings, name)} must be at least {lowest}")
+    if settings.precision not in PRECISIONS:
+        raise UserError(f"{key}.precision={settings.precision} is unknown; choose one of {', '.join(PRECISIONS)}")
 
 
 def run(trainer: ModuleTrainer, shape: dict[str, Any]) -> bool:
@@ -198,7 +225,8 @@ def run(trainer: ModuleTrainer, shape: dict[str, Any]) -> bool:
         UserError: other settings than the checkpoint's, or a loss that is not a number.
     """
     trainer.work.mkdir(parents=True, exist_ok=True)
-    same = asdict(trainer.settings) | shape | {"data.samples": trainer.samples}
+    data = {"data.samples": trainer.samples, "data.digest": trainer.data_digest}
+    same = asdict(trainer.settings) | shape | data
     check_same_settings(trainer.work / "settings.json", same, trainer.settings_key)
     stopper = StopOnInterrupt()
     trainer.add_callback(stopper)

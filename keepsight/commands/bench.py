@@ -90,6 +90,8 @@ def run(config: Config) -> None:
         raise UserError(f"bench {config.what!r} is unknown; choose one of {', '.join(BENCHES)}")
     if [] in (config.lengths, config.methods, config.budgets):
         raise UserError("lengths=, methods= and budgets= must each name something to measure")
+    if any(length < 1 for length in config.lengths or ()):
+        raise UserError(f"lengths={config.lengths} must each be at least 1")
     for line in BENCHES[config.what](config, target_of(config)):
         tqdm.write(line)
         sys.stdout.flush()

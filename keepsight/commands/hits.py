@@ -28,7 +28,7 @@ from keepsight.eval.hits_plot import hits_figure
 from keepsight.eval.plots import save_png
 from keepsight.eval.samples import Sample, render
 from keepsight.eval.sweep import Variant, check_samples
-from keepsight.files import append_lines, whole_lines, write_text
+from keepsight.files import append_lines, read_json, whole_lines, write_json, write_text
 from keepsight.models.draft_head_files import load_draft_head
 from keepsight.models.hub import fetch
 from keepsight.models.retrieval_config import PREVIOUS_STEP
@@ -68,11 +68,14 @@ def run(config: Config) -> None:
     samples = samples_of(config, target)
     check_samples(target, samples, variants, "seen")
     out.mkdir(parents=True, exist_ok=True)
+    _require_same(out / "settings.json", config, target)
     path = out / "hits.jsonl"
     done = {(row["task"], row["length"], row["sample"]) for row in whole_lines(path)}
     for sample in tqdm([each for each in samples if each.key not in done], desc="samples", unit="sample"):
         append_lines(path, _rows(target, sample, variants, config.budgets))
     rows = _summary(whole_lines(path))
+    if not rows:
+        raise UserError(f"budgets={config.budgets}: no step has more entries than the smallest; lower it")
     text = io.StringIO()
     writer = csv.DictWriter(text, _COLUMNS, lineterminator="\n")
     writer.writeheader()
@@ -85,12 +88,33 @@ def run(config: Config) -> None:
 def _variants(config: Config, target: Target) -> list[Variant]:
     variants = variants_of(config, resources_of(config, target))
     for name, reference in config.heads.items():
+        if name == SHARED or any(name == variant.name for variant in variants):
+            raise UserError(f"heads= names {name!r}, which is another row's name; choose another")
         head = _head(reference, target)
         variants += [Variant(name, SpeContext(budget, head)) for budget in config.budgets]
     for variant in variants:
         if not isinstance(variant.method, CacheMethod) or isinstance(variant.method, Evict):
             raise UserError(f"methods= names {variant.name!r}, which does not choose anew at each step; see --help")
     return variants
+
+
+def _require_same(path: Path, config: Config, target: Target) -> None:
+    """Write what the rows depend on beside their keys, or compare it with what was written.
+
+    Raises:
+        UserError: the rows there were measured with other settings.
+    """
+    given = asdict(config)
+    names = ("methods", "budgets", "heads", "retrieval", "bits", "max_new_tokens", "seed", "haystack")
+    settings = {name: given[name] for name in names} | {"model.id": [target.name, target.version]}
+    if not path.exists():
+        write_json(path, settings)
+    for name, value in read_json(path).items():
+        if settings.get(name) != value:
+            raise UserError(
+                f"{path}: this was measured with {name}={value!r}, now it is {settings.get(name)!r}; "
+                "choose another out="
+            )
 
 
 def _head(reference: str, target: Target) -> RetrievalHead:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import try_to_load_from_cache
-from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -85,7 +85,12 @@ def _shape(config: Config) -> PreTrainedModel:
 
 
 def _model_config(config: Config, model: ModelConfig) -> Any:
-    known = Path(model.id).is_dir() or try_to_load_from_cache(model.id, "config.json", revision=model.revision)
+    try:
+        known = Path(model.id).is_dir() or try_to_load_from_cache(model.id, "config.json", revision=model.revision)
+    except HFValidationError:
+        raise UserError(
+            f"model.id={model.id} is neither a folder nor a Hub id; a Hub id looks like user/name"
+        ) from None
     if not known and not hub_answers():
         if model.packaged is not None:  # such files are small
             return target_of(config).model.config

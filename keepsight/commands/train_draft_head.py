@@ -1,4 +1,4 @@
-"""keepsight train_draft_head: an EAGLE-3 head learns to guess what the target says next.
+"""train_draft_head.py: an EAGLE-3 head learns to guess what the target says next.
 
     accelerate launch train_draft_head.py recipe=smollm2-135m data=runs/data out=runs/draft_head
     python train_draft_head.py recipe=smollm2-135m data=runs/data out=runs/draft_head model.dtype=bfloat16 \
@@ -38,7 +38,7 @@ from keepsight.train.target_reading import Reader, RunTarget
 
 @dataclass
 class Config(Recipe):
-    """Keys of `train_draft_head`.
+    """Keys of `train_draft_head.py`.
 
     Attributes:
         data: Folder made by `keepsight data`.
@@ -71,7 +71,7 @@ def run(config: Config) -> None:
     head = _head(config, target, samples)
     reader = _reader(config, target, head, samples, manifest["digest"])
     objective = DraftHeadObjective(head, target.model, reader, settings.unroll, settings.decay, settings.max_tokens)
-    trainer, finished = train_draft_head(objective, settings, work, samples)
+    trainer, finished = train_draft_head(objective, settings, work, samples, config.init or "")
     if trainer.is_world_process_zero():
         provenance = _provenance(target, manifest, samples, trainer)
         notes = [config.data_notes] if config.data_notes else []
@@ -87,7 +87,7 @@ def run(config: Config) -> None:
 
 
 def _check(settings: DraftHeadSettings) -> None:
-    for key, least in (("unroll", 1), ("max_tokens", 2)):
+    for key, least in (("unroll", 1), ("max_tokens", 3)):
         if (value := getattr(settings, key)) < least:
             raise UserError(f"draft_head.{key}={value} must be at least {least}")
     if not 0 < settings.decay <= 1:

@@ -1,4 +1,4 @@
-"""keepsight train-retrieval-head: prune a draft head to a retrieval head, and distil what the target looks at into it.
+"""train_retrieval_head.py: prune a draft head to a retrieval head, and distil what the target looks at into it.
 
     accelerate launch train_retrieval_head.py recipe=smollm2-135m head=runs/head data=runs/data out=runs/retrieval
     python train_retrieval_head.py head=runs/head data=runs/data out=runs/retrieval retrieval_head.features=none
@@ -34,7 +34,7 @@ from keepsight.train.retrieval_trainer import RetrievalTrainer, cut, distil
 
 @dataclass
 class Config(Recipe):
-    """Keys of `keepsight train-retrieval-head`.
+    """Keys of `train_retrieval_head.py`.
 
     Attributes:
         data: Folder made by `keepsight data`.

@@ -44,7 +44,8 @@ class SpeContext(ReadSome):
         window: Last entries that are always read; none in the paper.
         offload: So many layers, the last ones, have their entries in the CPU's memory from the start.
         memory_limit: Of the device, such as 24GiB or a number of bytes: layers move to the CPU, one at a time, before
-            weights and entries would take more. None for no limit.
+            weights and entries would take more. None for no limit. It holds from the first decoding step on: the
+            prefill has all layers on the device.
     """
 
     head: RetrievalHead = field(repr=False)
