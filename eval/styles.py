@@ -27,6 +27,10 @@ STYLES = {
     "laq": Style(_PURPLE, "^"),
     "speckv": Style(_SKY, "P"),
     "dapq": Style(_ORANGE, "X"),
+    "specontext": Style(_BLUE, "h"),
+    "quest": Style(_VERMILLION, "p"),
+    "exact_topk": Style(_GREEN, "D", ":"),
+    "best shared": Style(_PURPLE, "d", ":"),
 }
 _COLOURS, _MARKERS = (_PURPLE, _SKY, _ORANGE, _GREY), ("<", ">", "h", "*", "p", "d", "H")
 

@@ -30,7 +30,7 @@ def test_help_shows_the_keys(keepsight: CommandLine, command: str, here: Path) -
 
 
 WRONG = {
-    "dta": "'dta' is no command; choose one of data, train, eval, inspect, push, bench, demo",
+    "dta": "'dta' is no command; choose one of data, train, eval, hits, inspect, push, bench, demo",
     "data outt=data": "'outt' is no key of this command; did you mean 'out'?",
     "data out=data recipe=smollm": "recipe=smollm is unknown; choose one of llama3.1-8b, ",
     "data out=data stray": "'stray' is not understood; arguments are written key=value, see --help",

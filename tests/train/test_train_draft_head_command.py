@@ -135,7 +135,7 @@ def test_a_vocabulary_larger_than_the_targets_is_refused(place, tmp_path):
     ("changes", "said"),
     [
         ({"unroll": 0}, "draft_head.unroll=0 must be at least 1"),
-        ({"max_tokens": 1}, "draft_head.max_tokens=1 must be at least 2"),
+        ({"max_tokens": 1}, "draft_head.max_tokens=1 must be at least 3"),
         ({"decay": 0.0}, "draft_head.decay=0.0 must lie above 0"),
         ({"decay": 1.5}, "draft_head.decay=1.5 must lie above 0"),
     ],
