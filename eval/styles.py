@@ -18,6 +18,7 @@ class Style:
 # The Okabe-Ito palette, which stays apart under the common colour-vision deficiencies, less its pale yellow.
 _BLUE, _VERMILLION, _GREEN, _ORANGE = "#0072B2", "#D55E00", "#009E73", "#E69F00"
 _SKY, _PURPLE, _GREY = "#56B4E9", "#CC79A7", "#8A8A8A"
+_INDIGO, _WINE, _TEAL, _OLIVE = "#332288", "#882255", "#44AA99", "#999933"  # Tol's muted palette, for further methods
 STYLES = {
     FULL: Style("#6A6A6A", "", "--"),
     "oracle": Style(_GREEN, "D", ":"),
@@ -27,10 +28,10 @@ STYLES = {
     "laq": Style(_PURPLE, "^"),
     "speckv": Style(_SKY, "P"),
     "dapq": Style(_ORANGE, "X"),
-    "specontext": Style(_BLUE, "h"),
-    "quest": Style(_VERMILLION, "p"),
-    "exact_topk": Style(_GREEN, "D", ":"),
-    "best shared": Style(_PURPLE, "d", ":"),
+    "specontext": Style(_INDIGO, "h"),
+    "quest": Style(_WINE, "p"),
+    "exact_topk": Style(_TEAL, "D", ":"),
+    "best shared": Style(_OLIVE, "d", ":"),
 }
 _COLOURS, _MARKERS = (_PURPLE, _SKY, _ORANGE, _GREY), ("<", ">", "h", "*", "p", "d", "H")
 

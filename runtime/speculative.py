@@ -147,7 +147,7 @@ class _Answer:
         self.ids = torch.cat([self.ids, token[:, None]], dim=1)
         if self._streamer is not None:
             self._streamer.put(token.cpu())
-        self.ended = bool(self._criteria(self.ids, scores))
+        self.ended = bool(self._criteria(self.ids, scores))  # pyright: ignore[reportArgumentType]
         return int(token)
 
     def end(self) -> None:

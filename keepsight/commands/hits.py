@@ -40,7 +40,7 @@ from keepsight.runtime.method import CacheMethod
 from keepsight.runtime.methods import SpeContext
 from keepsight.targets import resources_of, target_of
 
-_COLUMNS = ("task", "length", "method", "budget", "samples", "steps", "hit", "mass", "overlap", "read")
+_COLUMNS: tuple[str, ...] = ("task", "length", "method", "budget", "samples", "steps", "hit", "mass", "overlap", "read")
 
 
 @dataclass

@@ -117,7 +117,7 @@ def test_a_bare_number_is_no_list() -> None:
 
 def test_every_key_has_a_default_and_a_meaning() -> None:
     rows = {key: (default, note) for key, default, note in describe(push.Config)}
-    assert rows["folder"] == ("required", "The adapter.")
+    assert rows["folder"] == ("required", "The lookahead adapter, draft head or retrieval head.")
     assert rows["model.dtype"] == ("auto", "auto, float32, bfloat16 or float16.")
     assert rows["model.revision"][0] == "None"
     assert {"train.steps", "lookahead.tokens", "adapter"} <= rows.keys()
