@@ -21,7 +21,7 @@ from keepsight.eval.guesses import Guesses, Writing, write
 from keepsight.runtime.decode import Reapply, decode, stop_after
 from keepsight.runtime.prefill import read
 from keepsight.runtime.state import State
-from keepsight.runtime.together import apart, forget_last, read_together
+from keepsight.runtime.together import Rows
 
 _SHARE_OF_FREE_MEMORY = 0.25
 _TOKENS_AT_ONCE = 64
@@ -77,17 +77,17 @@ def default_batch_tokens(model: PreTrainedModel) -> int:
     return max(int(free * _SHARE_OF_FREE_MEMORY / entry), 1)
 
 
-def answer_full(model: PreTrainedModel, state: State, question: Tensor, limits: Limits) -> tuple[Tensor, Answered]:
+def answer_full(
+    model: PreTrainedModel, state: State, question: Tensor, limits: Limits, guesses: Guesses | None = None
+) -> tuple[Tensor, Answered]:
     """The full cache's greedy answer [1, T] int64, and the same with its likelihood; arguments as for `answer_all`."""
     start = time.perf_counter()
-    (state,) = _after(model, [apart(state)], question)
+    rows = Rows(model, [state], question.shape[1] + limits.max_new_tokens)
+    (logits,) = _after(rows, [state], question)
     asking, start = time.perf_counter() - start, time.perf_counter()
-    guesses = Guesses()
-    guesses.learn(state.tokens[0].tolist())
-    first = state.logits.argmax(dim=-1)
-    nll = functional.cross_entropy(state.logits, first)
-    writing = Writing(state, first.tolist(), [nll.item()])
-    write(model, [writing], guesses, limits.max_new_tokens, limits.end_tokens)
+    first = logits.argmax(dim=-1)
+    writing = Writing(0, first.tolist(), [functional.cross_entropy(logits, first).item()])
+    write(rows, [writing], guesses or Guesses(), limits.max_new_tokens, limits.end_tokens)
     speed = len(writing.ids) / (time.perf_counter() - start)
     ids = torch.tensor(writing.ids, device=question.device)
     likelihood = torch.tensor(writing.nll, device=question.device)
@@ -95,7 +95,12 @@ def answer_full(model: PreTrainedModel, state: State, question: Tensor, limits: 
 
 
 def answer_all(
-    model: PreTrainedModel, states: Sequence[State], question: Tensor, answer: Tensor, limits: Limits
+    model: PreTrainedModel,
+    states: Sequence[State],
+    question: Tensor,
+    answer: Tensor,
+    limits: Limits,
+    guesses: Guesses | None = None,
 ) -> list[Answered]:
     """Every variant's answer and what it thinks of the full cache's.
 
@@ -105,10 +110,10 @@ def answer_all(
         question: [1, q] int64, what is read before the answer; empty when the states have read it.
         answer: [1, T] int64, the full cache's greedy answer under the same limits.
         limits: See `Limits`.
+        guesses: Texts that answers may resemble, to which these are added; they change the speed alone.
     """
-    guesses, answered = Guesses(), []
-    for text in (*(state.tokens[0] for state in states[:1]), answer[0]):
-        guesses.learn(text.tolist())
+    answered, guesses = list[Answered](), guesses or Guesses()
+    guesses.learn(answer[0].tolist())
     for batch in _batches(states, question.shape[1] + limits.max_new_tokens, limits.batch_tokens):
         answered += _answer_batch(model, batch, question, answer, guesses, limits)
     return answered
@@ -132,55 +137,61 @@ def _batches(states: Sequence[State], more: int, most: int) -> Iterator[list[Sta
         yield batch
 
 
-def _after(model: PreTrainedModel, states: list[State], question: Tensor) -> list[State]:
-    """The states once they have read the question; their caches grow."""
-    return read_together(model, states, [question] * len(states))[0] if question.shape[1] else states
+def _after(rows: Rows, states: Sequence[State], question: Tensor) -> list[Tensor]:
+    """Logits [1, V] float32 of the last token of each state, once the rows have read the question."""
+    if not question.shape[1]:
+        return [state.logits for state in states]
+    return [logits[-1:] for logits in rows.read([question[0]] * len(states))]
 
 
 def _answer_batch(
     model: PreTrainedModel, states: list[State], question: Tensor, answer: Tensor, guesses: Guesses, limits: Limits
 ) -> list[Answered]:
     start = time.perf_counter()
-    states = _after(model, [apart(state) for state in states], question)
+    rows = Rows(model, states, question.shape[1] + limits.max_new_tokens)
+    first = _after(rows, states, question)
     asking = time.perf_counter() - start
-    states, own, nll = _score(model, states, answer)
+    own, nll = _score(rows, first, answer)
     hits = own == answer
     agreed = hits.long().cumprod(dim=1).sum(dim=1).tolist()
-    writings = [
-        Writing(forget_last(state, max(answer.shape[1] - 1 - count, 0)), ids[: count + 1].tolist(), [])
-        for state, ids, count in zip(states, own, agreed, strict=True)
-    ]
+    writings = [Writing(row, own[row, : count + 1].tolist(), []) for row, count in enumerate(agreed)]
+    for writing, count in zip(writings, agreed, strict=True):
+        rows.forget(writing.row, max(answer.shape[1] - 1 - count, 0))
     known, start = [len(each.ids) for each in writings], time.perf_counter()
-    write(model, writings, guesses, limits.max_new_tokens, limits.end_tokens)
+    write(rows, writings, guesses, limits.max_new_tokens, limits.end_tokens)
     seconds = time.perf_counter() - start
     grown = [len(each.ids) - before for each, before in zip(writings, known, strict=True)]
-    rows = sum(map(bool, grown))
-    speed = sum(grown) / seconds if rows else None
+    wrote = sum(map(bool, grown))
+    speed = sum(grown) / seconds if wrote else None
     ids = [torch.tensor(each.ids, device=answer.device) for each in writings]
-    return [Answered(*row, speed, rows, asking) for row in zip(ids, nll, hits, strict=True)]
+    return [Answered(*row, speed, wrote, asking) for row in zip(ids, nll, hits, strict=True)]
 
 
-def _score(model: PreTrainedModel, states: list[State], answer: Tensor) -> tuple[list[State], Tensor, Tensor]:
-    """What each of R states would say in place of every token of an answer [1, T], and the answer's likelihood.
+def _score(rows: Rows, first: Sequence[Tensor], answer: Tensor) -> tuple[Tensor, Tensor]:
+    """What each of R rows would say in place of every token of an answer [1, T], and the answer's likelihood.
+
+    Afterwards the rows have read all of the answer but its last token.
+
+    Args:
+        rows: What reads.
+        first: For each row, the logits [1, V] of the answer's first token.
+        answer: The answer.
 
     Returns:
-        The states once they have read all of the answer but its last token; their own choices [R, T] int64; the
-        answer's negative log-likelihood [R, T] float32 in nats.
+        The rows' own choices [R, T] int64, and the answer's negative log-likelihood [R, T] float32 in nats.
     """
     own, nll = [], []
 
-    def judge(logits: Tensor, tokens: Tensor) -> None:
-        rows = logits.view(len(states), -1, logits.shape[-1])
-        own.append(rows.max(dim=-1).indices)
+    def judge(logits: Sequence[Tensor], tokens: Tensor) -> None:
         # Row by row, so that what is between logits and likelihood is never held for all rows.
-        nll.append(torch.stack([functional.cross_entropy(row, tokens[0], reduction="none") for row in rows]))
+        own.append(torch.stack([row.max(dim=-1).indices for row in logits]))
+        nll.append(torch.stack([functional.cross_entropy(row, tokens, reduction="none") for row in logits]))
 
-    judge(torch.cat([state.logits for state in states]), answer[:, :1])
+    judge(first, answer[0, :1])
     for start in range(0, answer.shape[1] - 1, _TOKENS_AT_ONCE):
         end = min(start + _TOKENS_AT_ONCE, answer.shape[1] - 1)
-        states, logits = read_together(model, states, [answer[:, start:end]] * len(states))
-        judge(logits, answer[:, start + 1 : end + 1])
-    return states, torch.cat(own, dim=1), torch.cat(nll, dim=1)
+        judge(rows.read([answer[0, start:end]] * len(first)), answer[0, start + 1 : end + 1])
+    return torch.cat(own, dim=1), torch.cat(nll, dim=1)
 
 
 def answer_alone(

@@ -16,7 +16,7 @@ from keepsight.eval.answers import default_batch_tokens
 from keepsight.eval.memory import peak_bytes
 from keepsight.eval.niah import make_samples
 from keepsight.eval.samples import Sample, render
-from keepsight.eval.sweep import Variant, run_sample
+from keepsight.eval.sweep import Variant, run_sample, sweep
 from keepsight.models.targets import Target
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.generate import generate
@@ -38,9 +38,10 @@ def bench_sweep(target: Target, methods: Mapping[str, Method], tokens: int, answ
     ]
     most = default_batch_tokens(target.model)
     with _endless(target.model):
-        run_sample(target, chosen[0], variants, most)
-        shared = _seconds_each(lambda sample: run_sample(target, sample, variants, most), chosen[1:])
-        separate = _seconds_each(lambda sample: _one_by_one(target, sample, methods), chosen[1:])
+        warm_up, *timed = chosen
+        run_sample(target, warm_up, variants, most)
+        shared = _seconds(lambda: list(sweep(target, timed, variants, set(), most))) / samples
+        separate = _seconds(lambda: [_one_by_one(target, sample, methods) for sample in timed]) / samples
     return (
         f"{len(methods)} variants, {tokens} prompt tokens, {answer_tokens} answer tokens, {samples} samples, "
         f"{torch.get_num_threads()} threads\n"
@@ -54,13 +55,12 @@ def _one_by_one(target: Target, sample: Sample, methods: Mapping[str, Method]) -
         generate(target.model, ids, method, max_new_tokens=sample.max_new_tokens, do_sample=False)
 
 
-def _seconds_each(action: Callable[[Sample], object], samples: Sequence[Sample]) -> float:
+def _seconds(action: Callable[[], object]) -> float:
     _synchronize()
     start = time.perf_counter()
-    for sample in samples:
-        action(sample)
+    action()
     _synchronize()
-    return (time.perf_counter() - start) / len(samples)
+    return time.perf_counter() - start
 
 
 @contextmanager
@@ -133,14 +133,7 @@ def _line(name: str, method: Evict, target: Target, state: State, repeats: int, 
 @torch.no_grad()
 def _median(action: Callable[[], object], repeats: int) -> float:
     """Median seconds of an action, after one run that warms up."""
-    times = []
-    for _ in range(repeats + 1):
-        _synchronize()
-        start = time.perf_counter()
-        action()
-        _synchronize()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[1:])
+    return statistics.median([_seconds(action) for _ in range(repeats + 1)][1:])
 
 
 def _synchronize() -> None:

@@ -6,37 +6,49 @@ A guess is kept only where the model itself would have said the same, so that an
 to rounding.
 """
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from transformers import PreTrainedModel
 
-from keepsight.runtime.state import State
-from keepsight.runtime.together import forget_last, read_together
+from keepsight.runtime.together import Rows
 
 _LONGEST = 4
 """Last tokens by which a text is looked up, at most. Every one that matches doubles the length of the guess."""
+_PLACES = 100_000
+"""Places that are remembered, the latest: some tens of MB."""
 
 
 class Guesses:
-    """What followed, in texts that may still grow, the tokens that an answer ends with."""
+    """What followed, in texts that may still grow, the tokens that an answer ends with.
 
-    def __init__(self) -> None:
-        self._places: dict[tuple[int, ...], tuple[list[int], int]] = {}
+    Args:
+        wider: Where a match is looked for if it is longer than what this one knows, such as other prompts' answers.
+    """
+
+    def __init__(self, wider: "Guesses | None" = None) -> None:
+        self.wider = wider
+        self._places: OrderedDict[tuple[int, ...], tuple[list[int], int]] = OrderedDict()
 
     def learn(self, text: list[int], start: int = 0) -> None:
         """Add what stands in a text from `start` on. Of equal places the one learned last counts."""
         for place in range(max(start, 1), len(text)):
             for length in range(1, min(_LONGEST, place) + 1):
-                self._places[tuple(text[place - length : place])] = text, place
+                last = tuple(text[place - length : place])
+                self._places[last] = text, place
+                self._places.move_to_end(last)
+        while len(self._places) > _PLACES:
+            self._places.popitem(last=False)
 
     def after(self, answer: Sequence[int], most: int) -> list[int]:
         """What may come next: at most `most` tokens, more of them the longer the match; none where nothing matches."""
         for length in range(min(_LONGEST, len(answer)), 0, -1):
-            if place := self._places.get(tuple(answer[-length:])):
-                text, start = place
-                return text[start : start + min(2 ** (length - 1), most)]
+            last = tuple(answer[-length:])
+            for known in (self, self.wider):
+                if known is not None and (place := known._places.get(last)):
+                    text, start = place
+                    return text[start : start + min(2 ** (length - 1), most)]
         return []
 
 
@@ -45,51 +57,47 @@ class Writing:
     """An answer that is being written.
 
     Attributes:
-        state: Made by `keepsight.runtime.together.apart`; it has read all tokens of the answer but the last.
+        row: Which of the rows that are written; it has read all tokens of the answer but the last.
         ids: The answer so far, at least one token.
         nll: `write` adds the negative log-likelihood in nats of every token that it writes.
     """
 
-    state: State
+    row: int
     ids: list[int]
     nll: list[float]
 
 
 def write(
-    model: PreTrainedModel,
-    writings: Sequence[Writing],
-    guesses: Guesses,
-    max_new_tokens: int,
-    end_tokens: Sequence[int],
+    rows: Rows, writings: Sequence[Writing], guesses: Guesses, max_new_tokens: int, end_tokens: Sequence[int]
 ) -> None:
     """Write answers to their ends: an end token, or `max_new_tokens` tokens.
 
     Args:
-        model: The target.
-        writings: Where each answer stands; those that have ended stay as they are.
+        rows: What reads.
+        writings: Where the answer of each of the rows stands; those that have ended stay as they are.
         guesses: Where guesses are looked up; learns what is written.
         max_new_tokens: Of an answer, what has been written before included.
         end_tokens: Ids that end one.
     """
+    device = rows.model.device
     for each in writings:
         guesses.learn(each.ids)
-    while rows := [each for each in writings if each.ids[-1] not in end_tokens and len(each.ids) < max_new_tokens]:
-        guessed = [_until_end(guesses.after(each.ids, max_new_tokens - len(each.ids) - 1), end_tokens) for each in rows]
-        tokens = [
-            torch.tensor([[each.ids[-1], *guess]], device=model.device)
-            for each, guess in zip(rows, guessed, strict=True)
-        ]
-        states, logits = read_together(model, [each.state for each in rows], tokens)
-        best, said = logits.max(dim=-1)
-        sizes = [1 + len(guess) for guess in guessed]
-        columns = said.split(sizes), (logits.logsumexp(dim=-1) - best).split(sizes)
-        for each, state, guess, own, nll in zip(rows, states, guessed, *columns, strict=True):
-            written = len(each.ids)
-            each.ids += _held(own.tolist(), guess, end_tokens)
-            count = len(each.ids) - written
-            each.nll += nll[:count].tolist()
-            each.state = forget_last(state, len(own) - count)
-            guesses.learn(each.ids, written)
+    while open_ := [each for each in writings if each.ids[-1] not in end_tokens and len(each.ids) < max_new_tokens]:
+        tokens = [torch.empty(0, dtype=torch.long, device=device)] * len(writings)
+        guessed = {}
+        for each in open_:
+            guess = _until_end(guesses.after(each.ids, max_new_tokens - len(each.ids) - 1), end_tokens)
+            guessed[each.row] = guess
+            tokens[each.row] = torch.tensor([each.ids[-1], *guess], device=device)
+        logits = rows.read(tokens)
+        for each in open_:
+            best, own = logits[each.row].max(dim=-1)
+            held = _held(own.tolist(), guessed[each.row], end_tokens)
+            nll = logits[each.row].logsumexp(dim=-1) - best
+            each.ids += held
+            each.nll += nll[: len(held)].tolist()
+            rows.forget(each.row, len(own) - len(held))
+            guesses.learn(each.ids, len(each.ids) - len(held))
 
 
 def _until_end(guess: list[int], end_tokens: Sequence[int]) -> list[int]:

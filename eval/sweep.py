@@ -21,6 +21,7 @@ from torch import Tensor
 from keepsight.errors import UserError
 from keepsight.eval.answers import Answered, Limits, answer_all, answer_alone, answer_full
 from keepsight.eval.compress import Compressed, Seconds, SharedPrompt, needs_of, recall, since
+from keepsight.eval.guesses import Guesses
 from keepsight.eval.metrics import score
 from keepsight.eval.samples import Sample, render, render_apart
 from keepsight.models.targets import Target
@@ -59,6 +60,7 @@ class _Asked:
         sample: What is asked.
         question: [1, q] int64, what is read after the context; empty when the whole prompt was.
         limits: Of its answers.
+        guesses: What they may say.
         answer: [1, T] int64, the full cache's.
         full: The same with its likelihood.
     """
@@ -66,6 +68,7 @@ class _Asked:
     sample: Sample
     question: Tensor
     limits: Limits
+    guesses: Guesses
     answer: Tensor
     full: Answered
 
@@ -82,10 +85,11 @@ def sweep(
 
     Under `question=multi` samples that stand one after another and share task, length and context are one group.
     """
+    said = Guesses()
     for group in groups_of(samples, question):
         wanted = [sample.key not in done for sample in group]
         if any(wanted):
-            rows = run_samples(target, group, variants, batch_tokens, question)
+            rows = run_samples(target, group, variants, batch_tokens, question, said)
             yield from (each for each, missing in zip(rows, wanted, strict=True) if missing)
 
 
@@ -118,7 +122,12 @@ def run_sample(
 
 @torch.no_grad()
 def run_samples(
-    target: Target, samples: Sequence[Sample], variants: Sequence[Variant], batch_tokens: int, question: str = "seen"
+    target: Target,
+    samples: Sequence[Sample],
+    variants: Sequence[Variant],
+    batch_tokens: int,
+    question: str = "seen",
+    said: Guesses | None = None,
 ) -> list[list[dict[str, Any]]]:
     """All rows of samples that share a context, or of one sample: the full cache first, then every variant.
 
@@ -128,10 +137,12 @@ def run_samples(
         variants: Methods and budgets; a full cache among them is answered once, not twice.
         batch_tokens: Bounds the batches; see `keepsight.eval.answers.Limits`.
         question: One of `QUESTIONS`.
+        said: Answers to other samples, which often resemble each other; these are added.
 
     Raises:
         UserError: as `check_samples`.
     """
+    said = said or Guesses()
     check_samples(target, samples, variants, question)
     evicting = [variant for variant in variants if not isinstance(variant.method, FullCache)]
     parts = [_ids(sample, target, question) for sample in samples]
@@ -142,7 +153,9 @@ def run_samples(
     asked = []
     for sample, (_, rest) in zip(samples, parts, strict=True):
         limits = Limits(sample.max_new_tokens, target.end_tokens, batch_tokens)
-        asked.append(_Asked(sample, rest, limits, *answer_full(target.model, state, rest, limits)))
+        guesses = Guesses(said)
+        guesses.learn([*prompt[0].tolist(), *rest[0].tolist()])
+        asked.append(_Asked(sample, rest, limits, guesses, *answer_full(target.model, state, rest, limits, guesses)))
     shared = _shared(target, state, asked, seconds)
     ranks = shared.ranks()
     shown = [{"prompt_tokens": prompt.shape[1] + each.question.shape[1], "question": question} for each in asked]
@@ -156,6 +169,8 @@ def run_samples(
             answers = _answers(target, each, methods, compressed)
             columns = zip(group, compressed, answers, recalls, strict=True)
             made += [_row(target, each, *column) | more for column in columns]
+            for ids in {tuple(answer.ids.tolist()) for answer in (each.full, *answers)}:
+                said.learn([*ids])
     return rows
 
 
@@ -209,7 +224,7 @@ def _answers(
         if reapply is not None or not each.state.joins:
             answers[index] = answer_alone(method.reader(model), each.state, *question, reapply)
     together = [index for index in range(len(methods)) if index not in answers]
-    batched = answer_all(model, [compressed[index].state for index in together], *question)
+    batched = answer_all(model, [compressed[index].state for index in together], *question, asked.guesses)
     answers.update(zip(together, batched, strict=True))
     return [answers[index] for index in range(len(methods))]
 

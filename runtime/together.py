@@ -1,120 +1,237 @@
-"""Several states read in one pass, each its own tokens after its own entries: nothing is padded, nothing is joined.
+"""Several states read in one pass, each its own tokens after its own entries; nothing of one reaches another.
 
 The layers that work token by token see the tokens of all states as one sequence, so that the model's weights are read
-once for all of them. Only attention is computed for one state after another.
+once for all of them and no token is padded. Attention is computed for groups of states that are about equally long:
+short ones together, because one call costs more than their attention, a long one alone.
 """
 
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 from typing_extensions import override
 
-from keepsight.runtime.attention import OwnAttention, grouped_attention, record_attention, visible
-from keepsight.runtime.cache import KeptLayer, PaddedKeys
-from keepsight.runtime.state import State, Trace
+from keepsight.runtime.attention import OwnAttention, record_attention
+from keepsight.runtime.cache import LayerEntries
+from keepsight.runtime.state import State
+
+_ENTRIES_TOGETHER = 4096
+"""Of a group of several states, a KV head, with padding: more than so many are worth a call of their own."""
+_PADDING = 1.5
+"""How much longer than the shortest of its group a state may be."""
 
 
-def apart(state: State) -> State:
-    """The same state with a cache that nothing else appends to, to be read with `read_together`; without a trace.
-
-    Nothing is copied before the first token is appended.
-    """
-    seen = state.cache.get_seq_length()
-    layers: list[Any] = [
-        _OwnLayer(keys, values, seen, None if real is None or bool(real.all()) else real.expand(keys.shape[:3]))
-        for keys, values, real in state.entries()
-    ]
-    return replace(state, cache=Cache(layers=layers), mask=None, trace=Trace())
-
-
-@torch.no_grad()
-def read_together(
-    model: PreTrainedModel, states: Sequence[State], tokens: Sequence[Tensor]
-) -> tuple[list[State], Tensor]:
-    """Let the model read more tokens after each of several states.
+class Rows:
+    """States to read more tokens after, all in one pass. The entries are copied: the states stay as they are.
 
     Args:
         model: The target, without adapters.
-        states: Of one row each, made by `apart`; their caches grow.
-        tokens: For each state, [1, q] int64 of at least one token; q may differ.
-
-    Returns:
-        The states after them, and the logits [sum of q, V] float32 of all tokens, state after state.
+        states: Of one row each.
+        room: Tokens that each state gets at most, without those that are forgotten.
     """
-    record_attention(model)
-    counts = [each.shape[1] for each in tokens]
-    masks = functools.cache(functools.partial(_mask, dtype=model.dtype, device=model.device))
-    columns = zip(*(state.cache.layers for state in states), strict=True)
-    layers: list[Any] = [_Layers(column, counts, masks) for column in columns]
-    places = [
-        state.lengths[:, None] + torch.arange(q, device=model.device) for state, q in zip(states, counts, strict=True)
-    ]
-    output = model(
-        input_ids=torch.cat(list(tokens), dim=1),
-        position_ids=torch.cat(places, dim=1),
-        past_key_values=Cache(layers=layers),
-        use_cache=True,
-    )
-    logits = output.logits[0].float()
-    after = [
-        replace(
-            state,
-            logits=each[-1:],
-            tokens=torch.cat([state.tokens, new], dim=1),
-            lengths=state.lengths + new.shape[1],
+
+    def __init__(self, model: PreTrainedModel, states: Sequence[State], room: int) -> None:
+        record_attention(model)
+        self.model, self.room = model, room
+        config = model.config.get_text_config()
+        self._heads = config.num_attention_heads, config.num_key_value_heads
+        self._starts = [int(state.lengths[0]) for state in states]
+        self._read = [0] * len(states)
+        self._groups = [_Group(members, [states[row] for row in members], room) for members in _groups(states)]
+
+    @torch.no_grad()
+    def read(self, tokens: Sequence[Tensor]) -> list[Tensor]:
+        """Read more tokens after each state.
+
+        Args:
+            tokens: For each state [q] int64; q may differ, and may be 0 for all but one.
+
+        Returns:
+            For each state, the logits [q, V] float32 after each of its tokens.
+        """
+        reading = [group for group in self._groups if any(len(tokens[row]) for row in group.members)]
+        order = [row for group in reading for row in group.members]
+        counts = [len(tokens[row]) for row in order]
+        places = [torch.arange(start, start + q) for start, q in zip(map(self._place, order), counts, strict=True)]
+        passes = list[_Pass]()
+        for group in reading:
+            own = [len(tokens[row]) for row in group.members]
+            first = sum(each.tokens for each in passes)
+            passes.append(_Pass(group, own, self._read, first, self._heads, self.model.device))
+        for row, count in zip(order, counts, strict=True):
+            self._read[row] += count
+        assert max(self._read) <= self.room
+        layers: list[Any] = [_Layer(index, passes) for index in range(len(reading[0].layers))]
+        output = self.model(
+            input_ids=torch.cat([tokens[row] for row in order])[None],
+            position_ids=torch.cat(places)[None].to(self.model.device),
+            past_key_values=Cache(layers=layers),
+            use_cache=True,
         )
-        for state, new, each in zip(states, tokens, logits.split(counts), strict=True)
-    ]
-    return after, logits
+        logits = output.logits[0].float()
+        by_row = dict(zip(order, logits.split(counts), strict=True))
+        return [by_row.get(row, logits[:0]) for row in range(len(tokens))]
+
+    def forget(self, row: int, count: int) -> None:
+        """Make a state what it was before its last `count` tokens; what it reads next overwrites them."""
+        self._read[row] -= count
+
+    def _place(self, row: int) -> int:
+        return self._starts[row] + self._read[row]
 
 
-def forget_last(state: State, count: int) -> State:
-    """A state made by `apart` as it was before its last `count` tokens; its logits become those of no token.
+def _groups(states: Sequence[State]) -> Iterator[list[int]]:
+    lengths = [state.length for state in states]
+    group: list[int] = []
+    for row in sorted(range(len(states)), key=lengths.__getitem__):
+        size, shortest = lengths[row], lengths[group[0]] if group else 0
+        if group and (size > _PADDING * shortest or size * (len(group) + 1) > _ENTRIES_TOGETHER):
+            yield group
+            group = []
+        group.append(row)
+    yield group
 
-    What it forgets is overwritten by what it reads next.
+
+class _Group:
+    """States whose attention is computed in one call a layer.
+
+    Attributes:
+        members: Which states.
+        layers: What they hold in each layer.
     """
-    if not count:
-        return state
-    state.cache.crop(-count)
-    return replace(state, logits=state.logits[:0], tokens=state.tokens[:, :-count], lengths=state.lengths - count)
+
+    def __init__(self, members: list[int], states: Sequence[State], room: int) -> None:
+        self.members = members
+        self.layers = [_Entries(column, room) for column in zip(*(state.entries() for state in states), strict=True)]
 
 
-class _OwnLayer(KeptLayer):
-    """Entries that no other layer shares, so that the room of what is forgotten can be used again."""
+class _Entries:
+    """One layer's entries of R states, padded on the left to the longest, with room behind them.
 
-    @override
-    def crop(self, tokens_to_remove: int) -> None:
-        room = self._room
-        super().crop(tokens_to_remove)
-        self._room = room
+    Attributes:
+        keys: [R, K, C + room, d].
+        values: [R, K, C + room, d].
+        length: C.
+        real: [R, 1 or K, C] bool, False for padding; None where nothing is padded.
+    """
 
-    @override
-    def share(self) -> KeptLayer:
-        return KeptLayer(self.keys.clone(), self.values.clone(), self.seen, self.real)
+    def __init__(self, column: Sequence[LayerEntries], room: int) -> None:
+        self.length = max(each.keys.shape[2] for each in column)
+        # Zeros, because even what no query may see is multiplied by a weight of zero.
+        self.keys, self.values = (
+            torch.cat([functional.pad(each, (0, 0, self.length - each.shape[2], room)) for each in part])
+            for part in ([each.keys for each in column], [each.values for each in column])
+        )
+        self.real = None
+        if any(each.real is not None or each.keys.shape[2] < self.length for each in column):
+            self.real = torch.cat([self._padded(each) for each in column])
+
+    def _padded(self, entries: LayerEntries) -> Tensor:
+        keys, real = entries.keys, entries.real
+        real = keys.new_ones(keys.shape[:3], dtype=torch.bool) if real is None else real.expand(keys.shape[:3])
+        return functional.pad(real, (self.length - keys.shape[2], 0))
 
 
-class _Layers(DynamicLayer):
-    """A layer of several caches.
+class _Pass:
+    """Where the tokens of a group go in one pass, and what they see.
+
+    All tokens of the pass stand one after another, T in all, those of the group from `first` on. The group's attention
+    is a grid of states that read x Q queries, Q being the most that one of them reads.
 
     Args:
-        layers: Of one row each.
-        counts: Tokens that each of them gets.
-        masks: See `_mask`.
+        group: The states.
+        counts: Tokens of each of them, not all 0.
+        read: By row, tokens that were read before.
+        first: Where the group's tokens stand.
+        heads: Query heads and KV heads.
+        device: Of the model.
     """
 
-    def __init__(self, layers: Sequence[Any], counts: Sequence[int], masks: Callable[[int, int], Tensor]) -> None:
+    def __init__(
+        self,
+        group: _Group,
+        counts: list[int],
+        read: Sequence[int],
+        first: int,
+        heads: tuple[int, int],
+        device: torch.device,
+    ) -> None:
+        self.group, self.first, self.tokens, self.queries = group, first, sum(counts), max(counts)
+        taken, before = torch.tensor(counts), torch.tensor([read[row] for row in group.members])
+        active = taken.nonzero()[:, 0]
+        self.active = None if len(active) == len(counts) else active.to(device)
+        taken, before = taken[active], before[active]
+        self.grown = int((before + taken).max())
+        columns = torch.arange(self.queries)
+        state, column = (columns < taken[:, None]).nonzero(as_tuple=True)
+        self.state, self.slot = active[state].to(device), (before[state] + column).to(device)
+        # A place of the grid that has no token repeats another: what it gives is not looked at.
+        place = ((taken.cumsum(0) - taken)[:, None] + columns).clamp(max=self.tokens - 1) + first
+        query_heads, self.kv_heads = heads
+        by_head = torch.arange(query_heads).view(1, self.kv_heads, -1, 1)
+        self.source = (place[:, None, None] * query_heads + by_head).flatten().to(device)
+        result = (state * by_head.shape[2] * self.queries + column)[:, None, None] * self.kv_heads
+        in_group = torch.arange(by_head.shape[2]) * self.queries * self.kv_heads
+        self.result = (result + torch.arange(self.kv_heads)[:, None] + in_group).flatten().to(device)
+        later = torch.arange(self.grown) > (before[:, None] + columns)[..., None]
+        self.after = torch.zeros(later.shape).masked_fill_(later, -torch.inf)[:, None].to(device)
+        self.rows, self.alike = functools.cache(self._rows), functools.cache(self._alike)
+
+    def write(self, entries: _Entries, new: tuple[Tensor, Tensor]) -> None:
+        """Put the group's keys and values, of all that are [T x K, d], behind the states' entries."""
+        rows = self.rows(entries.length, entries.keys.shape[2])
+        own = slice(self.first * self.kv_heads, (self.first + self.tokens) * self.kv_heads)
+        for room, each in zip((entries.keys, entries.values), new, strict=True):
+            room.view(-1, room.shape[-1]).index_copy_(0, rows, each[own])
+
+    def attend(self, entries: _Entries, queries: Tensor, scaling: float) -> Tensor:
+        """All queries [T x H, d] -> what the group's give, [n, H, d]."""
+        states, width = len(self.after), queries.shape[-1]
+        grid = queries.index_select(0, self.source).view(states, self.kv_heads, -1, width)
+        seen = slice(0, entries.length + self.grown)
+        keys, values = (each[:, :, seen] for each in (entries.keys, entries.values))
+        if self.active is not None:
+            keys, values = keys.index_select(0, self.active), values.index_select(0, self.active)
+        hidden = self.alike(entries.length) if entries.real is None else self._hidden(entries.real)
+        output = functional.scaled_dot_product_attention(grid, keys, values, hidden.to(grid.dtype), scale=scaling)
+        return output.transpose(1, 2).reshape(-1, width).index_select(0, self.result).view(self.tokens, -1, width)
+
+    def _rows(self, length: int, capacity: int) -> Tensor:
+        """[n x K] int64: where new entries go, in those of a layer one after another."""
+        heads = torch.arange(self.kv_heads, device=self.state.device)
+        return ((self.state[:, None] * self.kv_heads + heads) * capacity + (length + self.slot)[:, None]).flatten()
+
+    def _alike(self, length: int) -> Tensor:
+        """The same for any layer that has so many entries, all of them real."""
+        return self._hidden(torch.ones(len(self.group.members), 1, length, dtype=torch.bool, device=self.after.device))
+
+    def _hidden(self, real: Tensor) -> Tensor:
+        """What is added to the logits: [states that read, 1 or K, queries of a KV head, C + grown]."""
+        real = real if self.active is None else real[self.active]
+        padding = torch.zeros(real.shape, device=real.device).masked_fill_(~real, -torch.inf)[:, :, None]
+        both = padding.expand(-1, -1, self.queries, -1), self.after.expand(-1, real.shape[1], -1, -1)
+        in_group = len(self.source) // (len(self.after) * self.kv_heads * self.queries)
+        return torch.cat(both, dim=-1).repeat(1, 1, in_group, 1)
+
+
+class _Layer(DynamicLayer):
+    """A layer of all groups that read."""
+
+    def __init__(self, index: int, passes: Sequence[_Pass]) -> None:
         super().__init__()
-        self.layers, self.counts, self.masks = layers, counts, masks
+        self.columns = [(each, each.group.layers[index]) for each in passes]
 
     @override
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> Any:
-        return _OneAfterAnother(self, key_states, value_states), value_states
+        new = _by_token(key_states), _by_token(value_states)
+        for each, entries in self.columns:
+            each.write(entries, new)
+        return _GroupByGroup(self.columns), value_states
 
     @override
     def get_seq_length(self) -> int:
@@ -125,29 +242,18 @@ class _Layers(DynamicLayer):
         return query_length, 0
 
 
-class _OneAfterAnother(OwnAttention):
-    """Tokens of several caches, appended and attended to cache by cache."""
+class _GroupByGroup(OwnAttention):
+    """Tokens of several groups attend to what their group holds."""
 
-    def __init__(self, column: _Layers, keys: Tensor, values: Tensor) -> None:
-        self.column, self.keys, self.values = column, keys, values
+    def __init__(self, columns: Sequence[tuple[_Pass, _Entries]]) -> None:
+        self.columns = columns
 
     @override
     def attend(self, query: Tensor, scaling: float) -> Tensor:
-        parts = zip(*(each.split(self.column.counts, dim=2) for each in (query, self.keys, self.values)), strict=True)
-        outputs = []
-        for layer, (queries, *new) in zip(self.column.layers, parts, strict=True):
-            seen, values = layer.update(*new)
-            rows = queries.shape[2]
-            mask: Tensor | None = None
-            if isinstance(seen, PaddedKeys):
-                seen, mask = seen.keys, visible(rows, seen.real)
-            elif rows > 1:
-                mask = self.column.masks(rows, seen.shape[2])
-            outputs.append(grouped_attention(queries, seen, values, mask, scaling))
-        return torch.cat(outputs, dim=1)
+        queries = _by_token(query)
+        return torch.cat([each.attend(entries, queries, scaling) for each, entries in self.columns])[None]
 
 
-def _mask(rows: int, keys: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[1, 1, rows, keys], what is added to the logits of the last `rows` of so many entries."""
-    hidden = torch.full((rows, keys), -torch.inf, dtype=dtype, device=device)
-    return hidden.triu_(keys - rows + 1)[None, None]
+def _by_token(states: Tensor) -> Tensor:
+    """[1, heads, T, d] -> [T x heads, d]."""
+    return states[0].transpose(0, 1).reshape(-1, states.shape[-1])

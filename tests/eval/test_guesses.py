@@ -15,7 +15,7 @@ from keepsight.eval.guesses import Guesses, Writing, write
 from keepsight.runtime.decode import decode, score_answer, stop_after
 from keepsight.runtime.methods import AdaKV, PyramidKV, SnapKV, StreamingLLM
 from keepsight.runtime.state import State
-from keepsight.runtime.together import apart
+from keepsight.runtime.together import Rows
 from tests.tiny import FAMILIES, prompt_ids, tiny_model
 
 MOST = 16
@@ -42,6 +42,31 @@ def test_nothing_is_guessed_where_nothing_is_known() -> None:
     assert guesses.after([1], 9) == []
     guesses.learn([1, 2])
     assert guesses.after([2], 9) == guesses.after([3], 9) == guesses.after([1], 0) == guesses.after([], 9) == []
+
+
+def test_what_is_near_counts_before_what_is_wider_where_both_match_equally() -> None:
+    wider = Guesses()
+    wider.learn([1, 2, 3, 4, 5])
+    guesses = Guesses(wider)
+    guesses.learn([0, 3, 7])
+    assert guesses.after([3], 9) == [7]
+    assert guesses.after([2, 3], 9) == [4, 5]
+    guesses.learn([8, 9])
+    assert wider.after([8], 9) == []
+
+
+def test_the_oldest_places_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_PLACES", 9)
+    guesses = Guesses()
+    guesses.learn([1, 2, 3])
+    assert guesses.after([1, 2], 9) == [3]
+    guesses.learn([1, 2])  # known again
+    guesses.learn([4, 5, 6, 7])
+    assert guesses.after([1], 9) == [2]
+    assert guesses.after([4, 5, 6], 9) == [7]
+    guesses.learn([8, 9, 10, 11])
+    assert guesses.after([1], 9) == guesses.after([2], 9) == []
+    assert guesses.after([8], 9) == [9]
 
 
 def test_what_was_learned_last_counts() -> None:
@@ -94,8 +119,9 @@ def greedy(model: PreTrainedModel, state: State, most: int, end_tokens: Sequence
     return decode(model, state.copy(), stop_after(most, list(end_tokens)), pad_token=0).ids[0].tolist()
 
 
-def begin(state: State) -> Writing:
-    return Writing(apart(state), state.logits.argmax(dim=-1).tolist(), [])
+def begin(model: PreTrainedModel, states: list[State]) -> tuple[Rows, list[Writing]]:
+    firsts = [state.logits.argmax(dim=-1).tolist() for state in states]
+    return Rows(model, states, MOST), [Writing(row, first, []) for row, first in enumerate(firsts)]
 
 
 class Scripted(Guesses):
@@ -119,8 +145,8 @@ def test_answers_are_greedy_whatever_is_guessed(
     scripts = [*longest, [5] * 30, [2] * 30, []]
     scripts += [[*longest[0][:4], 99, *longest[0][5:]], [*longest[1][:3], 2, *longest[1][3:]], longest[2][1:]]
     for script in scripts:
-        writings = [begin(state) for state in states]
-        write(model, writings, Scripted(script), most, end_tokens)
+        rows, writings = begin(model, states)
+        write(rows, writings, Scripted(script), most, end_tokens)
         assert [each.ids for each in writings] == expected, script
     if most == MOST:
         assert len({len(each) for each in expected}) > (1 if end_tokens == END else 0)
@@ -132,68 +158,65 @@ def test_learned_texts_change_no_answer(model: PreTrainedModel, states: list[Sta
     guesses = Guesses()
     for state in states[:texts]:
         guesses.learn(greedy(model, state, MOST, END))
-    writings = [begin(state) for state in states]
-    write(model, writings, guesses, MOST, END)
+    rows, writings = begin(model, states)
+    write(rows, writings, guesses, MOST, END)
     assert [each.ids for each in writings] == expected
 
 
 def test_answers_that_are_known_or_ended_go_on_from_there(model: PreTrainedModel, states: list[State]) -> None:
     first, second = states[:2]
-    ended = Writing(apart(first), [5, END[0]], [])
-    full = Writing(apart(first), list(range(3, 3 + MOST)), [])
-    writing = begin(second)
-    write(model, [ended, writing, full], Guesses(), MOST, END)
-    assert ended.ids == [5, END[0]] and full.ids == list(range(3, 3 + MOST))
-    assert writing.ids == greedy(model, second, MOST, END)
-    write(model, [writing], Guesses(), MOST, END)
-    assert writing.ids == greedy(model, second, MOST, END)
+    rows, (ended, writing, full) = begin(model, [first, second, first])
+    ended.ids, full.ids = [5, END[0]], list(range(3, 3 + MOST))
+    for _ in range(2):
+        write(rows, [ended, writing, full], Guesses(), MOST, END)
+        assert ended.ids == [5, END[0]] and full.ids == list(range(3, 3 + MOST))
+        assert writing.ids == greedy(model, second, MOST, END)
 
 
 def test_how_likely_each_written_token_is(model: PreTrainedModel, states: list[State]) -> None:
     for state in states:
         script = greedy(model, state, MOST, [])
         script[7] ^= 1
-        writing = begin(state)
-        write(model, [writing], Scripted(script), MOST, [])
+        rows, (writing,) = begin(model, [state])
+        write(rows, [writing], Scripted(script), MOST, [])
         nll, hits = score_answer(model, state.copy(), torch.tensor([writing.ids]))
         assert hits.all()
         torch.testing.assert_close(torch.tensor(writing.nll), nll[0, 1:], atol=1e-4, rtol=1e-4)
 
 
-def passes(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """Fills with the token counts of each pass."""
-    seen: list[list[int]] = []
-    original = module.read_together
+class Counted(Rows):
+    """Keeps the token counts of each pass."""
 
-    def counted(model: PreTrainedModel, states: list[State], tokens: list[Tensor]) -> Any:
-        seen.append([each.shape[1] for each in tokens])
-        return original(model, states, tokens)
+    def __init__(self, model: PreTrainedModel, states: Sequence[State], room: int) -> None:
+        super().__init__(model, states, room)
+        self.passes: list[list[int]] = []
 
-    monkeypatch.setattr(module, "read_together", counted)
-    return seen
-
-
-def test_right_guesses_save_passes(
-    model: PreTrainedModel, states: list[State], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen, state = passes(monkeypatch), states[0]
-    script = greedy(model, state, MOST, [])
-    write(model, [begin(state)], Scripted([]), MOST, [])
-    assert seen == [[1]] * (MOST - 1)
-    seen.clear()
-    write(model, [begin(state)], Scripted(script), MOST, [])
-    assert seen == [[MOST - 1]]  # it never reads a last token
+    def read(self, tokens: Sequence[Tensor]) -> list[Tensor]:
+        self.passes.append([len(each) for each in tokens])
+        return super().read(tokens)
 
 
-def test_nothing_is_read_after_an_end_token(
-    model: PreTrainedModel, states: list[State], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen, state = passes(monkeypatch), states[0]
-    script = greedy(model, state, MOST, [])
-    end = script[6]
-    place = script.index(end)
-    writing = begin(state)
-    if place:
-        write(model, [writing], Scripted(script), MOST, [end])
-        assert writing.ids == script[: place + 1]
-        assert seen == [[place]]
+def passes(model: PreTrainedModel, state: State, script: list[int], end_tokens: list[int]) -> list[list[int]]:
+    rows, (_, writings) = Counted(model, [state], MOST), begin(model, [state])
+    write(rows, writings, Scripted(script), MOST, end_tokens)
+    return rows.passes
+
+
+def test_right_guesses_save_passes(model: PreTrainedModel, states: list[State]) -> None:
+    script = greedy(model, states[0], MOST, [])
+    assert passes(model, states[0], [], []) == [[1]] * (MOST - 1)
+    assert passes(model, states[0], script, []) == [[MOST - 1]]  # it never reads a last token
+
+
+def test_nothing_is_read_after_an_end_token(model: PreTrainedModel, states: list[State]) -> None:
+    script = greedy(model, states[0], MOST, [])
+    end = next(token for token in script if token != script[0])
+    assert passes(model, states[0], script, [end]) == [[script.index(end)]]
+
+
+def test_answers_that_have_ended_are_read_no_more(model: PreTrainedModel, states: list[State]) -> None:
+    script = greedy(model, states[0], MOST, [])
+    rows, (_, writings) = Counted(model, states[:2], MOST), begin(model, states[:2])
+    writings[1].ids = script[:]
+    write(rows, writings, Scripted(script), MOST, [])
+    assert rows.passes == [[MOST - 1, 0]]

@@ -144,14 +144,15 @@ def test_the_size_of_batches_changes_nothing(
 def test_batches_stay_within_their_tokens(
     target: Target, variants: list[Variant], batch_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    batches, read_together = [], answers_module.read_together
+    batches, rows = [], answers_module.Rows
 
-    def noted(model: PreTrainedModel, states: list[State], tokens: list[Tensor]) -> tuple[list[State], Tensor]:
-        batches.append([state.length + SAMPLE.max_new_tokens for state in states])
-        return read_together(model, states, tokens)
+    def noted(model: PreTrainedModel, states: list[State], room: int) -> Any:
+        batches.append([state.length + room for state in states])
+        return rows(model, states, room)
 
-    monkeypatch.setattr(answers_module, "read_together", noted)
+    monkeypatch.setattr(answers_module, "Rows", noted)
     run_sample(target, SAMPLE, variants, batch_tokens)
+    del batches[0]  # the full cache's own
     assert sum(map(len, batches)) == 8
     assert all(len(sizes) == 1 or sum(sizes) <= batch_tokens for sizes in batches)
     assert len(batches) == 8 if batch_tokens == 1 else len(batches) < 8

@@ -1,16 +1,19 @@
 """Several states read in one pass say what each of them says when it is read alone."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from keepsight.runtime.cache import cache_bytes
+from keepsight.runtime import together as module
 from keepsight.runtime.method import FullCache
 from keepsight.runtime.methods import AdaKV, PyramidKV, SnapKV, StreamingLLM
 from keepsight.runtime.prefill import prefill, read
 from keepsight.runtime.state import State
-from keepsight.runtime.together import apart, forget_last, read_together
+from keepsight.runtime.together import Rows
 from tests.tiny import FAMILIES, prompt_ids, tiny_model
 
 METHODS = [
@@ -38,66 +41,90 @@ def states_of(model: PreTrainedModel) -> list[State]:
 
 def drawn(counts: list[int], seed: int = 0) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(3, 128, (1, count), generator=generator) for count in counts]
+    return [torch.randint(3, 128, (count,), generator=generator) for count in counts]
 
 
-@pytest.mark.parametrize("counts", [[1] * 8, [5] * 8, [1, 4, 2, 7, 1, 3, 9, 2], [70, 1, 80, 1, 64, 65, 1, 2]])
-def test_each_reads_as_it_does_alone(model: PreTrainedModel, counts: list[int]) -> None:
+def assert_as_alone(
+    model: PreTrainedModel, states: list[State], read_before: list[Tensor], new: list[Tensor], logits: list[Tensor]
+) -> None:
+    for state, before, each, row in zip(states, read_before, new, logits, strict=True):
+        assert row.shape[0] == len(each)
+        if len(each):
+            _, alone = read(model, state.copy(), torch.cat([before, each])[None])
+            torch.testing.assert_close(row, alone[0, -len(each) :], atol=2e-4, rtol=1e-4)
+
+
+COUNTS = [[1] * 8, [5] * 8, [1, 4, 2, 7, 1, 3, 9, 2], [70, 1, 80, 1, 64, 65, 1, 2], [0, 0, 3, 0, 0, 1, 0, 0]]
+
+
+@pytest.mark.parametrize("limit", [4096, 100, 1])
+@pytest.mark.parametrize("counts", COUNTS)
+def test_each_reads_as_it_does_alone(
+    model: PreTrainedModel, counts: list[int], limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many states one call of the attention serves."""
+    monkeypatch.setattr(module, "_ENTRIES_TOGETHER", limit)
     states = states_of(model)
-    together = [apart(state) for state in states]
-    read_so_far: list[list[Tensor]] = [[] for _ in states]
-    for tokens in (drawn(counts), drawn(counts[::-1], seed=1)):
-        together, logits = read_together(model, together, tokens)
-        parts = logits.split([each.shape[1] for each in tokens])
-        for state, after, part, new, before in zip(states, together, parts, tokens, read_so_far, strict=True):
-            before.append(new)
-            expected, alone = read(model, state.copy(), torch.cat(before, dim=1))
-            torch.testing.assert_close(part, alone[0, -len(part) :], atol=2e-4, rtol=1e-4)
-            assert torch.equal(after.logits, part[-1:])
-            assert after.tokens.tolist() == expected.tokens.tolist()
-            assert after.lengths.tolist() == expected.lengths.tolist()
-            assert after.held().tolist() == expected.held().tolist()
+    rows, before = Rows(model, states, 230), [torch.empty(0, dtype=torch.long)] * 8
+    for tokens in (drawn(counts), drawn(counts[::-1], seed=1), drawn(counts, seed=2)):
+        assert_as_alone(model, states, before, tokens, rows.read(tokens))
+        before = [torch.cat(pair) for pair in zip(before, tokens, strict=True)]
 
 
 def test_bfloat16() -> None:
     model = tiny_model(dtype=torch.bfloat16).to(torch.bfloat16)
     states, tokens = states_of(model), drawn([1, 4, 2, 7, 1, 3, 9, 2])
-    _, logits = read_together(model, [apart(state) for state in states], tokens)
-    assert logits.dtype == torch.float32
-    for state, new, part in zip(states, tokens, logits.split([each.shape[1] for each in tokens]), strict=True):
-        torch.testing.assert_close(part, read(model, state.copy(), new)[1][0], atol=0.1, rtol=0.05)
+    for state, new, row in zip(states, tokens, Rows(model, states, 9).read(tokens), strict=True):
+        assert row.dtype == torch.float32
+        torch.testing.assert_close(row, read(model, state.copy(), new[None])[1][0], atol=0.1, rtol=0.05)
 
 
 @pytest.mark.parametrize("rounds", [1, 3])
 def test_what_was_forgotten_leaves_no_trace(model: PreTrainedModel, rounds: int) -> None:
-    states = states_of(model)
-    together, counts = [apart(state) for state in states], [0, 1, 2, 3, 4, 5, 6, 7]
+    states, counts = states_of(model), [0, 1, 2, 3, 4, 5, 6, 7]
+    rows = Rows(model, states, 8)
     for seed in range(rounds):
-        wrong, _ = read_together(model, together, drawn([count + 1 for count in counts], seed))
-        together = [forget_last(state, count + 1) for state, count in zip(wrong, counts, strict=True)]
+        rows.read(drawn([count + 1 for count in counts], seed))
+        for row, count in enumerate(counts):
+            rows.forget(row, count + 1)
     tokens = drawn([3] * 8, seed=9)
-    together, logits = read_together(model, together, tokens)
-    for state, after, new, part in zip(states, together, tokens, logits.split(3), strict=True):
-        expected, alone = read(model, state.copy(), new)
-        torch.testing.assert_close(part, alone[0], atol=2e-4, rtol=1e-4)
-        assert after.tokens.tolist() == expected.tokens.tolist()
-        assert after.lengths.tolist() == expected.lengths.tolist()
-        assert after.held().tolist() == expected.held().tolist()
+    assert_as_alone(model, states, [torch.empty(0, dtype=torch.long)] * 8, tokens, rows.read(tokens))
 
 
-def test_nothing_is_written_to_what_others_hold(model: PreTrainedModel) -> None:
-    """Two states made of one, and a copy of one of them, each read and forget on their own."""
-    whole = FullCache().start(model, prompt_ids(40)[0])
-    before = cache_bytes(whole.cache)
-    (first, second), _ = read_together(model, [apart(whole), apart(whole)], drawn([6, 2]))
-    copied = first.copy()
-    expected = read(model, first.copy(), drawn([2])[0])[1][0]
-    (first, second), _ = read_together(model, [forget_last(first, 4), second], drawn([9, 5], seed=1))
-    torch.testing.assert_close(read(model, copied, drawn([2])[0])[1][0], expected)
-    assert cache_bytes(whole.cache) == before
-    assert [first.length, second.length, whole.length] == [40 + 2 + 9, 40 + 2 + 5, 40]
+def test_part_of_what_was_read_is_forgotten(model: PreTrainedModel) -> None:
+    states = states_of(model)
+    rows, tokens = Rows(model, states, 8), drawn([5] * 8)
+    rows.read(tokens)
+    kept = [each[: row % 4 + 2] for row, each in enumerate(tokens)]
+    for row, each in enumerate(kept):
+        rows.forget(row, 5 - len(each))
+    more = drawn([3, 1, 2, 3, 1, 2, 3, 1], seed=1)
+    assert_as_alone(model, states, kept, more, rows.read(more))
 
 
-def test_to_forget_nothing_changes_nothing(model: PreTrainedModel) -> None:
-    state = apart(FullCache().start(model, prompt_ids(20)[0]))
-    assert forget_last(state, 0) is state
+def test_no_more_is_read_than_there_is_room_for(model: PreTrainedModel) -> None:
+    rows = Rows(model, states_of(model)[:2], 4)
+    rows.read(drawn([4, 3]))
+    with pytest.raises(AssertionError):
+        rows.read(drawn([0, 2]))
+
+
+def test_the_states_stay_as_they_are(model: PreTrainedModel) -> None:
+    states = states_of(model)
+    before = [[each.clone() for layer in state.entries() for each in layer[:2]] for state in states]
+    Rows(model, [*states, states[0]], 6).read(drawn([6, 2] * 4 + [1]))
+    for state, expected in zip(states, before, strict=True):
+        assert all(map(torch.equal, [each for layer in state.entries() for each in layer[:2]], expected))
+
+
+def groups(lengths: list[int]) -> list[list[int]]:
+    states: list[Any] = [SimpleNamespace(length=length) for length in lengths]
+    return list(module._groups(states))
+
+
+def test_states_of_about_one_length_are_attended_to_together() -> None:
+    assert groups([64, 96, 90, 65]) == [[0, 3, 2, 1]]
+    assert groups([64, 128, 97, 65]) == [[0, 3], [2, 1]]
+    assert groups([1500, 1500, 1500]) == [[0, 1], [2]]
+    assert groups([9000, 9000]) == [[0], [1]]
+    assert groups([5]) == [[0]]
