@@ -41,7 +41,7 @@ def bench_sweep(target: Target, methods: Mapping[str, Method], tokens: int, answ
         warm_up, *timed = chosen
         run_sample(target, warm_up, variants, most)
         shared = _seconds(lambda: list(sweep(target, timed, variants, set(), most))) / samples
-        separate = _seconds(lambda: [_one_by_one(target, sample, methods) for sample in timed]) / samples
+        separate = _seconds(lambda: _one_by_one(target, timed, methods)) / samples
     return (
         f"{len(methods)} variants, {tokens} prompt tokens, {answer_tokens} answer tokens, {samples} samples, "
         f"{torch.get_num_threads()} threads\n"
@@ -49,10 +49,11 @@ def bench_sweep(target: Target, methods: Mapping[str, Method], tokens: int, answ
     )
 
 
-def _one_by_one(target: Target, sample: Sample, methods: Mapping[str, Method]) -> None:
-    ids = torch.tensor([render(sample, target.tokenizer)], device=target.model.device)
-    for method in methods.values():
-        generate(target.model, ids, method, max_new_tokens=sample.max_new_tokens, do_sample=False)
+def _one_by_one(target: Target, samples: Sequence[Sample], methods: Mapping[str, Method]) -> None:
+    for sample in samples:
+        ids = torch.tensor([render(sample, target.tokenizer)], device=target.model.device)
+        for method in methods.values():
+            generate(target.model, ids, method, max_new_tokens=sample.max_new_tokens, do_sample=False)
 
 
 def _seconds(action: Callable[[], object]) -> float:

@@ -65,11 +65,15 @@ class Lookahead(nn.Module):
         self.switch(False)
 
     def switch(self, on: bool) -> None:
-        """Turn the LoRA (and the gradients of its weights) on or off."""
+        """Turn the LoRA on or off; whether its weights get gradients stays as it is.
+
+        PEFT's own `enable_adapters` goes through all weights of all adapters, which would take several per cent of an
+        observation.
+        """
         for layer in self._layers:
-            if on:
-                layer.set_adapter([self.name])
-            layer.enable_adapters(on)
+            if on and layer.active_adapters != [self.name]:
+                layer.set_adapter([self.name], inference_mode=not self.tokens.requires_grad)
+            layer._disable_adapters = not on
 
     @contextmanager
     def active(self, on: bool = True) -> Iterator[None]:

@@ -144,7 +144,7 @@ class Evict(CacheMethod):
         """
         return self.reduced(state, self.observe(model, state))
 
-    @torch.no_grad()  # PEFT turns gradients on with an adapter
+    @torch.no_grad()
     def observe(self, model: PreTrainedModel, state: State) -> list[Tensor]:
         """What the observer alone says; see `Observer`. The same for all methods with its observer and reduction."""
         return self.observer.for_window(self.window)(model, state, self.reduce.queries)
@@ -164,9 +164,9 @@ class Evict(CacheMethod):
         """For each layer, which entries stay: [B, K, C] bool. Ties go to the lowest index."""
         budget = self.entries(state)
         self._check_room(budget)
-        counts = self.allocate(importance, budget)
         if type(self.allocate) is Uniform and all(each.real is None for each in state.entries()):
             return [top_mask(layer, min(budget, layer.shape[-1])) for layer in importance]
+        counts = self.allocate(importance, budget)
         return [top_mask(*pair) for pair in zip(importance, counts, strict=True)]
 
     def gather(self, state: State, selected: list[Tensor]) -> State:

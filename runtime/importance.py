@@ -147,20 +147,36 @@ def attend_after(
     """
     batch, heads, rows, width = query.shape
     (keys, values), (own_keys, own_values) = stored, own
-    grouped = (query * scaling).reshape(batch, keys.shape[1], -1, width)
-    logits = (grouped @ keys.transpose(-1, -2)).float()
-    between = (grouped @ own_keys.transpose(-1, -2)).float().unflatten(2, (-1, rows))
-    between = between.masked_fill(_later(rows, query.device), -torch.inf).flatten(2, 3)
+    kv_heads, parts = keys.shape[1], _parts(keys, values)
+    keys, values = keys.unflatten(2, (parts, -1)), values.unflatten(2, (parts, -1))
+    grouped = (query * scaling).reshape(batch, kv_heads, -1, width)
+    logits = (grouped[:, :, None].expand(-1, -1, parts, -1, -1) @ keys.transpose(-1, -2)).float()
+    between = (grouped @ own_keys.transpose(-1, -2)).float()
+    between.unflatten(2, (-1, rows)).masked_fill_(_later(rows, query.device), -torch.inf)
     # Softmax is the same whatever is subtracted, so that no gradient flows through the maximum.
-    highest = torch.maximum(*(each.detach().amax(dim=-1, keepdim=True) for each in (logits, between)))
-    weights, between = logits.sub_(highest).exp_(), (between - highest).exp()
-    total = weights.sum(dim=-1, keepdim=True) + between.sum(dim=-1, keepdim=True)
-    output = (weights.to(values.dtype) @ values + between.to(values.dtype) @ own_values) / total
-    by_head, share = weights.view(batch, heads, rows, -1), total.view(batch, heads, rows, 1).reciprocal()
-    paid = (by_head * share).amax(dim=2) if reduction == "max" else (share.transpose(2, 3) @ by_head)[:, :, 0] / rows
-    return paid, output.to(values.dtype).view(batch, heads, rows, width).transpose(1, 2).contiguous()
+    highest = torch.maximum(
+        logits.detach().amax(dim=-1, keepdim=True).amax(dim=2), between.detach().amax(dim=-1, keepdim=True)
+    )
+    weights, between = logits.sub_(highest[:, :, None]).exp_(), between.sub_(highest).exp_()
+    total = weights.sum(dim=-1, keepdim=True).sum(dim=2) + between.sum(dim=-1, keepdim=True)
+    seen = (weights.to(values.dtype) @ values).sum(dim=2) + between.to(values.dtype) @ own_values
+    output = (seen / total).to(values.dtype).view(batch, heads, rows, width)
+    by_head, share = weights.unflatten(3, (-1, rows)), total.reciprocal().view(batch, kv_heads, 1, -1, rows, 1)
+    paid = (by_head * share).amax(dim=4) if reduction == "max" else ((share / rows).mT @ by_head)[..., 0, :]
+    return paid.transpose(2, 3).flatten(3).flatten(1, 2), output.transpose(1, 2).contiguous()
 
 
+def _parts(keys: Tensor, values: Tensor) -> int:
+    """In how many parts the entries are best multiplied: few matrices divide badly over the cores of a CPU.
+
+    As many as can be had without a copy.
+    """
+    whole = keys.is_contiguous() and values.is_contiguous()
+    return next(parts for parts in (4, 2, 1) if parts == 1 or (whole and keys.shape[2] % parts == 0))
+
+
+@functools.lru_cache(maxsize=8)
+@torch.inference_mode(False)  # a tensor that is kept may be used where there are gradients
 def _later(rows: int, device: torch.device) -> Tensor:
     """[rows, rows] bool: what comes after each of so many queries."""
     return torch.ones(rows, rows, dtype=torch.bool, device=device).triu(1)

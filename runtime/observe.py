@@ -166,7 +166,7 @@ def observe(
 
     Returns:
         For each layer, [B, H, N] float32: the observers' attention. Gradients flow to `embeddings` and to the model's
-        trainable parameters.
+        trainable parameters; without gradients these may be inference tensors.
     """
     record_attention(model)
     viewed = view(cache, prompt_length)
@@ -184,7 +184,8 @@ def observe(
     stored: list[Any] = viewed.layers
     if key_mask is None and count <= ROWS_AT_ONCE and all(layer.real is None for layer in stored):
         watched: list[Any] = [_WatchedLayer(layer.keys, layer.values, reduction) for layer in stored]
-        look(past_key_values=Cache(layers=watched))
+        with torch.inference_mode(not torch.is_grad_enabled()):  # saves 3 % of the time on a CPU
+            look(past_key_values=Cache(layers=watched))
         return [layer.importance for layer in watched]
     recorder = AttentionRecorder(count, key_mask=key_mask, query_mask=observer_mask, reduction=reduction)
     look(past_key_values=viewed, attention_mask=key_mask, recorder=recorder)

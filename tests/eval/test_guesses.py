@@ -1,7 +1,6 @@
 """Guesses change how fast an answer is written, never what it says."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch

@@ -21,6 +21,7 @@ from keepsight.runtime.evict import Evict
 from keepsight.runtime.importance import NO_POOL, Reduce
 from keepsight.runtime.methods import H2O, Resources, SnapKV
 from keepsight.runtime.methods.dapq import PromptEnds
+from tests.eval.rows import CLOCKS, comparable
 from tests.keepsight.commands import NEEDLES, CommandLine, tree
 
 RULER = {"layout": "ruler", "prompt": "{input}{answer_prefix}", "metric": RULER_METRIC}
@@ -41,14 +42,13 @@ def whole(prepared: Path) -> list[dict[str, Any]]:
 
 def rows_of(out: Path) -> list[dict[str, Any]]:
     """Results without what clocks decide."""
-    clocks = dict.fromkeys(["seconds", "time_to_first_token", "tokens_per_second", "rows"])
-    return [{**row, **clocks} for row in read_jsonl(out / "results.jsonl")]
+    return [row | CLOCKS for row in read_jsonl(out / "results.jsonl")]
 
 
 def test_every_method_and_budget_has_a_row_and_a_mean(keepsight: CommandLine, here: Path, whole: Any) -> None:
     printed = keepsight("eval", *TINY, *NEEDLES)
     assert tree(here / "out") == FILES
-    assert rows_of(here / "out") == whole
+    assert rows_of(here / "out") == comparable(whole)
     cells = [("full", None), *((name, budget) for name in METHODS[1:] for budget in (40, 0.25))]
     assert Counter((row["method"], row["budget"]) for row in whole) == dict.fromkeys(cells, 3)
     with (here / "out" / "summary.csv").open() as table:
@@ -105,7 +105,7 @@ def test_a_stopped_evaluation_goes_on(
         patch.setattr(evaluation, "append_lines", counted)
         keepsight("eval", *TINY, *NEEDLES)
     assert written == [9, 9, 9, 9]
-    assert rows_of(here / "out") == whole
+    assert rows_of(here / "out") == comparable(whole)
     assert tree(here / "out") == FILES
     before = (here / "out" / "results.jsonl").read_bytes()
     keepsight("eval", *TINY, *NEEDLES, "max_batch_tokens=1")
