@@ -1,9 +1,9 @@
 """Greedy answers in fewer passes: guess what an answer says next, read all guesses at once, keep those that hold.
 
-Guesses come from texts that are near: the prompt, the full cache's answer, the answers of other variants, and what an
-answer has said so far (prompt lookup; Saxena 2023, and REST, arXiv 2311.08252, with larger texts). They need no model.
-A guess is kept only where the model itself would have said the same, so that answers are those of greedy decoding up
-to rounding.
+Guesses come from texts that are near: the prompt, the full cache's answer, the answers of other variants and to other
+samples, and what an answer has said so far (prompt lookup; Saxena 2023, and REST, arXiv 2311.08252, with larger texts).
+They need no model. A guess is kept only where the model itself would have said the same, so that answers are those of
+greedy decoding up to rounding.
 """
 
 from collections import OrderedDict
@@ -24,7 +24,7 @@ class Guesses:
     """What followed, in texts that may still grow, the tokens that an answer ends with.
 
     Args:
-        wider: Where a match is looked for if it is longer than what this one knows, such as other prompts' answers.
+        wider: Where a longer match, or one that is not known here, is looked for too: answers to other samples.
     """
 
     def __init__(self, wider: "Guesses | None" = None) -> None:

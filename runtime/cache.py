@@ -64,6 +64,7 @@ class KeptLayer(DynamicLayer):
         self.lazy_initialization(keys, values)
         self.keys, self.values, self.seen, self.real = keys, values, seen, real
         self._room: tuple[Tensor, Tensor] | None = None
+        self._shared = 0  # entries, from the first on, that other layers may hold too
 
     @override
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> Any:
@@ -82,7 +83,7 @@ class KeptLayer(DynamicLayer):
         before, after = self.keys.shape[2], self.keys.shape[2] + keys.shape[2]
         if self._room is None or after > self._room[0].shape[2]:
             grown = 0, 0, 0, after + _ROOM - before
-            self._room = functional.pad(self.keys, grown), functional.pad(self.values, grown)
+            self._room, self._shared = (functional.pad(self.keys, grown), functional.pad(self.values, grown)), 0
         for room, new in zip(self._room, (keys, values), strict=True):
             room[:, :, before:after] = new
         self.keys, self.values = (room[:, :, :after] for room in self._room)
@@ -100,7 +101,8 @@ class KeptLayer(DynamicLayer):
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)
         self.seen += tokens_to_remove
-        self._room = None  # others may share what would be overwritten
+        if self.keys.shape[2] < self._shared:
+            self._room = None  # what comes next would overwrite what others hold
         if self.real is not None:
             self.real = self.real[..., : self.keys.shape[-2]]
 
@@ -110,6 +112,7 @@ class KeptLayer(DynamicLayer):
 
     def share(self) -> "KeptLayer":
         """A layer of its own over the same tensors."""
+        self._shared = self.keys.shape[2]
         return KeptLayer(self.keys, self.values, self.seen, self.real)
 
 
@@ -165,6 +168,7 @@ class RaggedLayer(KeptLayer):
 
     @override
     def share(self) -> "RaggedLayer":
+        self._shared = self.keys.shape[2]
         return RaggedLayer(self.kept_keys, self.kept_values, self.counts, self.seen, (self.keys, self.values))
 
 

@@ -139,6 +139,7 @@ class SelectedLayer(KeptLayer):
 
     @override
     def share(self) -> "SelectedLayer":
+        self._shared = self.keys.shape[2]
         selection = self.selection.share() if self.selection is not None else None
         return SelectedLayer(self.keys, self.values, self.seen, self.padding, selection)
 

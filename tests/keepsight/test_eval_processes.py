@@ -1,4 +1,4 @@
-"""`accelerate launch -m keepsight eval`: samples divided over processes, parts merged, stopped and gone on with."""
+"""`keepsight eval` in several processes: samples divided over processes, parts merged, stopped and gone on with."""
 
 import os
 import subprocess
@@ -23,14 +23,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def launch(folder: Path, *given: str) -> subprocess.CompletedProcess[str]:
     """The command in two processes that take turns on the CPU."""
-    command = [
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        "--cpu",
-        "--num_processes=2",
-        "--main_process_port=0",
-    ]
+    # What `accelerate launch` starts for several GPUs; on a CPU it starts one process.
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     given = ("-m", "keepsight", "eval", *GIVEN, *TASK, *given)
     return subprocess.run([*command, *given], cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
@@ -40,6 +34,14 @@ def rows_of(out: Path) -> list[dict[str, Any]]:
     """Results in a fixed order, without what clocks decide."""
     rows = [row | CLOCKS for row in read_jsonl(out / "results.jsonl")]
     return sorted(rows, key=lambda row: (row["sample"], row["method"]))
+
+
+def test_two_processes_take_turns_with_the_contexts(here: Path) -> None:
+    result = launch(here, "out=two")
+    assert result.returncode == 0, result.stderr
+    samples = [row["sample"] for row in read_jsonl(here / "two" / "results.jsonl")]
+    contexts = list(dict.fromkeys(sample.rpartition("-")[0] for sample in samples))
+    assert contexts == ["1000-0", "1000-2", "1000-1"]  # the first process's two, then the other's
 
 
 def test_two_processes_give_what_one_gives_and_go_on_where_others_stopped(keepsight: CommandLine, here: Path) -> None:

@@ -1,0 +1,66 @@
+"""The room behind a layer's entries: used again after a crop, never written to where another layer reads."""
+
+import random
+
+import pytest
+import torch
+
+from keepsight.runtime.cache import KeptLayer, RaggedLayer
+from keepsight.runtime.selected_cache import SelectedLayer
+
+
+def kept(entries: int = 5) -> KeptLayer:
+    return KeptLayer(*torch.randn(2, 1, 2, entries, 4), seen=entries)
+
+
+def selected() -> KeptLayer:
+    return SelectedLayer(*torch.randn(2, 1, 2, 5, 4), seen=5)
+
+
+def ragged() -> KeptLayer:
+    return RaggedLayer(*torch.randn(2, 4, 4), torch.tensor([[3, 1]]), seen=5)
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("make", [kept, ragged, selected])
+def test_copies_of_a_layer_go_their_own_ways(make, seed):
+    """Whatever is appended, cropped and shared, each layer holds what plain tensors would."""
+    chosen, layers = random.Random(seed), [make()]
+    expected = [layers[0].keys.clone()]
+    for _ in range(60):
+        index = chosen.randrange(len(layers))
+        layer, appended = layers[index], expected[index].shape[2]
+        what = chosen.choice(["append", "append", "crop", "share"])
+        if what == "append":
+            new = torch.randn(1, 2, chosen.choice([1, 3, 40]), 4)
+            layer._append(new, -new)
+            expected[index] = torch.cat([expected[index], new], dim=2)
+        elif what == "crop" and (count := chosen.randint(0, min(appended, 4))):
+            layer.crop(-count)
+            expected[index] = expected[index][:, :, : appended - count]
+        elif what == "share" and len(layers) < 6:
+            layers.append(layer.share())
+            expected.append(expected[index])
+        for each, keys in zip(layers, expected, strict=True):
+            assert torch.equal(each.keys, keys)
+            assert each.values.shape == keys.shape
+
+
+def test_what_was_forgotten_is_overwritten_without_a_copy():
+    layer = kept(100)
+    layer.update(*torch.randn(2, 1, 2, 6, 4))
+    place = layer.keys.data_ptr()
+    for _ in range(30):
+        layer.crop(-4)
+        layer.update(*torch.randn(2, 1, 2, 5, 4))
+    assert layer.keys.data_ptr() == place
+    assert layer.get_seq_length() == 136
+    copy = layer.share()
+    layer.update(*torch.randn(2, 1, 2, 2, 4))
+    layer.crop(-2)
+    layer.update(*torch.randn(2, 1, 2, 2, 4))
+    assert layer.keys.data_ptr() == place  # what the copy holds has not been cropped
+    layer.crop(-3)
+    layer.update(*torch.randn(2, 1, 2, 1, 4))
+    assert layer.keys.data_ptr() != place
+    assert copy.keys.shape[2] == 136
