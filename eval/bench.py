@@ -29,7 +29,8 @@ def bench_sweep(target: Target, methods: Mapping[str, Method], tokens: int, answ
     """Seconds a sample of the sweep, and of a separate prefill and decode for each variant, as a few lines of text.
 
     The sweep's time includes the full cache's own answer, the teacher-forced scores and the recall, which separate
-    runs do not give. Every answer has exactly `answer_tokens` tokens in both: end tokens are not heeded.
+    runs do not give. Every answer has exactly `answer_tokens` tokens in both: end tokens are not heeded. In float32 a
+    sweep guesses from its earlier samples' answers, so that it gets faster with more of them; it starts with none.
     """
     variants = [Variant(name, method) for name, method in methods.items()]
     chosen = [

@@ -17,14 +17,14 @@ from keepsight.runtime.together import Rows
 _LONGEST = 4
 """Last tokens by which a text is looked up, at most. Every one that matches doubles the length of the guess."""
 _PLACES = 100_000
-"""Places that are remembered, the latest: some tens of MB."""
+"""What is remembered, the latest: each place of a text counts once for each length of a match; tens of MB."""
 
 
 class Guesses:
     """What followed, in texts that may still grow, the tokens that an answer ends with.
 
     Args:
-        wider: Where a longer match, or one that is not known here, is looked for too: answers to other samples.
+        wider: Where a longer match, or one that is not known here, is looked for too.
     """
 
     def __init__(self, wider: "Guesses | None" = None) -> None:
@@ -33,7 +33,7 @@ class Guesses:
 
     def learn(self, text: list[int], start: int = 0) -> None:
         """Add what stands in a text from `start` on. Of equal places the one learned last counts."""
-        for place in range(max(start, 1), len(text)):
+        for place in range(max(start, 1, len(text) - _PLACES // _LONGEST), len(text)):
             for length in range(1, min(_LONGEST, place) + 1):
                 last = tuple(text[place - length : place])
                 self._places[last] = text, place
@@ -44,12 +44,13 @@ class Guesses:
     def after(self, answer: Sequence[int], most: int) -> list[int]:
         """What may come next: at most `most` tokens, more of them the longer the match; none where nothing matches."""
         for length in range(min(_LONGEST, len(answer)), 0, -1):
-            last = tuple(answer[-length:])
-            for known in (self, self.wider):
-                if known is not None and (place := known._places.get(last)):
-                    text, start = place
-                    return text[start : start + min(2 ** (length - 1), most)]
+            if place := self._known(tuple(answer[-length:])):
+                text, start = place
+                return text[start : start + min(2 ** (length - 1), most)]
         return []
+
+    def _known(self, last: tuple[int, ...]) -> tuple[list[int], int] | None:
+        return self._places.get(last) or (self.wider._known(last) if self.wider else None)
 
 
 @dataclass

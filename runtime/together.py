@@ -5,7 +5,6 @@ once for all of them and no token is padded. Attention is computed for groups of
 short ones together, because one call costs more than their attention, a long one alone.
 """
 
-import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -38,8 +37,7 @@ class Rows:
     def __init__(self, model: PreTrainedModel, states: Sequence[State], room: int) -> None:
         record_attention(model)
         self.model, self.room = model, room
-        config = model.config.get_text_config()
-        self._heads = config.num_attention_heads, config.num_key_value_heads
+        self._heads = int(model.config.get_text_config().num_attention_heads)
         self._starts = [int(state.lengths[0]) for state in states]
         self._read = [0] * len(states)
         self._groups = [_Group(members, [states[row] for row in members], room) for members in _groups(states)]
@@ -79,6 +77,7 @@ class Rows:
 
     def forget(self, row: int, count: int) -> None:
         """Make a state what it was before its last `count` tokens; what it reads next overwrites them."""
+        assert 0 <= count <= self._read[row]
         self._read[row] -= count
 
     def _place(self, row: int) -> int:
@@ -129,12 +128,13 @@ class _Entries:
         )
         self.real = None
         if any(each.real is not None or each.keys.shape[2] < self.length for each in column):
-            self.real = torch.cat([self._padded(each) for each in column])
+            heads = max(1 if each.real is None else each.real.shape[1] for each in column)
+            self.real = torch.cat([self._padded(each, heads) for each in column])
 
-    def _padded(self, entries: LayerEntries) -> Tensor:
-        keys, real = entries.keys, entries.real
-        real = keys.new_ones(keys.shape[:3], dtype=torch.bool) if real is None else real.expand(keys.shape[:3])
-        return functional.pad(real, (self.length - keys.shape[2], 0))
+    def _padded(self, entries: LayerEntries, heads: int) -> Tensor:
+        count = entries.keys.shape[2]
+        real = entries.real if entries.real is not None else entries.keys.new_ones(1, 1, count, dtype=torch.bool)
+        return functional.pad(real.expand(-1, heads, -1), (self.length - count, 0))
 
 
 class _Pass:
@@ -148,18 +148,12 @@ class _Pass:
         counts: Tokens of each of them, not all 0.
         read: By row, tokens that were read before.
         first: Where the group's tokens stand.
-        heads: Query heads and KV heads.
+        heads: Query heads.
         device: Of the model.
     """
 
     def __init__(
-        self,
-        group: _Group,
-        counts: list[int],
-        read: Sequence[int],
-        first: int,
-        heads: tuple[int, int],
-        device: torch.device,
+        self, group: _Group, counts: list[int], read: Sequence[int], first: int, heads: int, device: torch.device
     ) -> None:
         self.group, self.first, self.tokens, self.queries = group, first, sum(counts), max(counts)
         taken, before = torch.tensor(counts), torch.tensor([read[row] for row in group.members])
@@ -172,51 +166,59 @@ class _Pass:
         self.state, self.slot = active[state].to(device), (before[state] + column).to(device)
         # A place of the grid that has no token repeats another: what it gives is not looked at.
         place = ((taken.cumsum(0) - taken)[:, None] + columns).clamp(max=self.tokens - 1) + first
-        query_heads, self.kv_heads = heads
-        by_head = torch.arange(query_heads).view(1, self.kv_heads, -1, 1)
-        self.source = (place[:, None, None] * query_heads + by_head).flatten().to(device)
-        result = (state * by_head.shape[2] * self.queries + column)[:, None, None] * self.kv_heads
-        in_group = torch.arange(by_head.shape[2]) * self.queries * self.kv_heads
+        keys = group.layers[0].keys
+        self.kv_heads = keys.shape[1]
+        self.sharing = heads // self.kv_heads
+        by_head = torch.arange(heads).view(1, self.kv_heads, -1, 1)
+        self.source = (place[:, None, None] * heads + by_head).flatten().to(device)
+        result = (state * self.sharing * self.queries + column)[:, None, None] * self.kv_heads
+        in_group = torch.arange(self.sharing) * self.queries * self.kv_heads
         self.result = (result + torch.arange(self.kv_heads)[:, None] + in_group).flatten().to(device)
-        later = torch.arange(self.grown) > (before[:, None] + columns)[..., None]
-        self.after = torch.zeros(later.shape).masked_fill_(later, -torch.inf)[:, None].to(device)
-        self.rows, self.alike = functools.cache(self._rows), functools.cache(self._alike)
+        later = (torch.arange(self.grown) > (before[:, None] + columns)[..., None])[:, None].to(device)
+        self.after = torch.zeros(later.shape, dtype=keys.dtype, device=device).masked_fill_(later, -torch.inf)
+        # By length; a cached method would tie the entries into a cycle that only the garbage collector frees.
+        self._rows, self._masks = dict[int, Tensor](), dict[int, Tensor]()
 
     def write(self, entries: _Entries, new: tuple[Tensor, Tensor]) -> None:
         """Put the group's keys and values, of all that are [T x K, d], behind the states' entries."""
-        rows = self.rows(entries.length, entries.keys.shape[2])
+        rows = self._rows_of(entries)
         own = slice(self.first * self.kv_heads, (self.first + self.tokens) * self.kv_heads)
         for room, each in zip((entries.keys, entries.values), new, strict=True):
             room.view(-1, room.shape[-1]).index_copy_(0, rows, each[own])
 
     def attend(self, entries: _Entries, queries: Tensor, scaling: float) -> Tensor:
         """All queries [T x H, d] -> what the group's give, [n, H, d]."""
-        states, width = len(self.after), queries.shape[-1]
-        grid = queries.index_select(0, self.source).view(states, self.kv_heads, -1, width)
+        grid = queries.index_select(0, self.source).view(len(self.after), self.kv_heads, -1, queries.shape[-1])
         seen = slice(0, entries.length + self.grown)
         keys, values = (each[:, :, seen] for each in (entries.keys, entries.values))
         if self.active is not None:
             keys, values = keys.index_select(0, self.active), values.index_select(0, self.active)
-        hidden = self.alike(entries.length) if entries.real is None else self._hidden(entries.real)
-        output = functional.scaled_dot_product_attention(grid, keys, values, hidden.to(grid.dtype), scale=scaling)
-        return output.transpose(1, 2).reshape(-1, width).index_select(0, self.result).view(self.tokens, -1, width)
+        mask = self._mask_of(entries)
+        output = functional.scaled_dot_product_attention(grid, keys, values, attn_mask=mask, scale=scaling)
+        by_token = output.transpose(1, 2).reshape(-1, values.shape[-1]).index_select(0, self.result)
+        return by_token.view(self.tokens, -1, values.shape[-1])
 
-    def _rows(self, length: int, capacity: int) -> Tensor:
-        """[n x K] int64: where new entries go, in those of a layer one after another."""
-        heads = torch.arange(self.kv_heads, device=self.state.device)
-        return ((self.state[:, None] * self.kv_heads + heads) * capacity + (length + self.slot)[:, None]).flatten()
+    def _rows_of(self, entries: _Entries) -> Tensor:
+        """[n x K] int64: where the group's tokens go, in a layer's rows of all states, heads and places."""
+        if entries.length not in self._rows:
+            heads = torch.arange(self.kv_heads, device=self.state.device)
+            row = (self.state[:, None] * self.kv_heads + heads) * entries.keys.shape[2]
+            self._rows[entries.length] = (row + (entries.length + self.slot)[:, None]).flatten()
+        return self._rows[entries.length]
 
-    def _alike(self, length: int) -> Tensor:
-        """The same for any layer that has so many entries, all of them real."""
-        return self._hidden(torch.ones(len(self.group.members), 1, length, dtype=torch.bool, device=self.after.device))
-
-    def _hidden(self, real: Tensor) -> Tensor:
+    def _mask_of(self, entries: _Entries) -> Tensor:
         """What is added to the logits: [states that read, 1 or K, queries of a KV head, C + grown]."""
-        real = real if self.active is None else real[self.active]
-        padding = torch.zeros(real.shape, device=real.device).masked_fill_(~real, -torch.inf)[:, :, None]
+        if entries.real is not None:
+            return self._mask(entries.real if self.active is None else entries.real[self.active])
+        if entries.length not in self._masks:
+            real = torch.ones(len(self.after), 1, entries.length, dtype=torch.bool, device=self.after.device)
+            self._masks[entries.length] = self._mask(real)
+        return self._masks[entries.length]
+
+    def _mask(self, real: Tensor) -> Tensor:
+        padding = torch.zeros_like(real, dtype=self.after.dtype).masked_fill_(~real, -torch.inf)[:, :, None]
         both = padding.expand(-1, -1, self.queries, -1), self.after.expand(-1, real.shape[1], -1, -1)
-        in_group = len(self.source) // (len(self.after) * self.kv_heads * self.queries)
-        return torch.cat(both, dim=-1).repeat(1, 1, in_group, 1)
+        return torch.cat(both, dim=-1).repeat(1, 1, self.sharing, 1)
 
 
 class _Layer(DynamicLayer):

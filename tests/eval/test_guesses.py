@@ -52,6 +52,7 @@ def test_what_is_near_counts_before_what_is_wider_where_both_match_equally() -> 
     assert guesses.after([2, 3], 9) == [4, 5]
     guesses.learn([8, 9])
     assert wider.after([8], 9) == []
+    assert Guesses(guesses).after([2, 3], 9) == [4, 5]
 
 
 def test_the_oldest_places_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +66,7 @@ def test_the_oldest_places_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> Non
     assert guesses.after([4, 5, 6], 9) == [7]
     guesses.learn([8, 9, 10, 11])
     assert guesses.after([1], 9) == guesses.after([2], 9) == []
-    assert guesses.after([8], 9) == [9]
+    assert guesses.after([10], 9) == [11]
 
 
 def test_what_was_learned_last_counts() -> None:

@@ -1,5 +1,6 @@
 """The sweep shares one prefill and decodes in batches; each row is what the method alone would give."""
 
+import copy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -215,3 +216,12 @@ def test_what_is_done_is_passed_over(target: Target, variants: list[Variant], tm
         ("two", name) for name in ["full", *(variant.name for variant in variants)]
     ]
     assert not list(sweep(target, [SAMPLE], variants, done, MANY))
+
+
+def test_in_bfloat16_no_sample_changes_another(target: Target, variants: list[Variant]) -> None:
+    """There the number of tokens that a pass reads can decide between two that are about equally likely."""
+    half = replace(target, model=copy.deepcopy(target.model).bfloat16())
+    samples = [replace(SAMPLE, id=str(start), prompt=TEXT[start : start + 200]) for start in range(0, 120, 10)]
+    together = list(sweep(half, samples, variants[:3], set(), MANY))
+    alone = [run_sample(half, sample, variants[:3], MANY) for sample in samples]
+    assert [[row | CLOCKS for row in rows] for rows in together] == [[row | CLOCKS for row in rows] for rows in alone]

@@ -10,15 +10,18 @@ from keepsight.runtime.selected_cache import SelectedLayer
 
 
 def kept(entries: int = 5) -> KeptLayer:
-    return KeptLayer(*torch.randn(2, 1, 2, entries, 4), seen=entries)
+    keys, values = torch.randn(2, 1, 2, entries, 4)
+    return KeptLayer(keys, values, entries)
 
 
 def selected() -> KeptLayer:
-    return SelectedLayer(*torch.randn(2, 1, 2, 5, 4), seen=5)
+    keys, values = torch.randn(2, 1, 2, 5, 4)
+    return SelectedLayer(keys, values, 5)
 
 
 def ragged() -> KeptLayer:
-    return RaggedLayer(*torch.randn(2, 4, 4), torch.tensor([[3, 1]]), seen=5)
+    keys, values = torch.randn(2, 4, 4)
+    return RaggedLayer(keys, values, torch.tensor([[3, 1]]), 5)
 
 
 @pytest.mark.parametrize("seed", range(20))

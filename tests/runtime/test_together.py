@@ -1,5 +1,7 @@
 """Several states read in one pass say what each of them says when it is read alone."""
 
+import gc
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from keepsight.runtime import together as module
+from keepsight.runtime.cache import LayerEntries
 from keepsight.runtime.method import FullCache
 from keepsight.runtime.methods import AdaKV, PyramidKV, SnapKV, StreamingLLM
 from keepsight.runtime.prefill import prefill, read
@@ -69,6 +72,42 @@ def test_each_reads_as_it_does_alone(
     for tokens in (drawn(counts), drawn(counts[::-1], seed=1), drawn(counts, seed=2)):
         assert_as_alone(model, states, before, tokens, rows.read(tokens))
         before = [torch.cat(pair) for pair in zip(before, tokens, strict=True)]
+
+
+@pytest.mark.parametrize("shape", [{"num_key_value_heads": 1}, {"num_key_value_heads": 4}, {"head_dim": 16}])
+def test_heads_of_any_number_and_width(shape: dict[str, Any]) -> None:
+    model = tiny_model(**shape)
+    states, tokens = states_of(model), drawn([1, 4, 0, 7, 1, 3, 9, 2])
+    assert_as_alone(model, states, [torch.empty(0, dtype=torch.long)] * 8, tokens, Rows(model, states, 9).read(tokens))
+
+
+def test_values_may_be_wider_or_narrower_than_keys() -> None:
+    """As those of latent attention are."""
+    keys, values = torch.randn(1, 2, 7, 8), torch.randn(1, 2, 7, 6)
+    state: Any = SimpleNamespace(entries=lambda: [LayerEntries(keys, values, None)])
+    group = module._Group([0], [state], 3)
+    each = module._Pass(group, [2], [0], 0, 4, torch.device("cpu"))
+    new_keys, new_values, query = torch.randn(1, 2, 2, 8), torch.randn(1, 2, 2, 6), torch.randn(1, 4, 2, 8)
+    (entries,) = group.layers
+    each.write(entries, (module._by_token(new_keys), module._by_token(new_values)))
+    found = each.attend(entries, module._by_token(query), 0.3)
+    everything = torch.cat([keys, new_keys], dim=2), torch.cat([values, new_values], dim=2)
+    hidden = torch.ones(2, 9, dtype=torch.bool).triu(8)
+    weights = (query @ everything[0].repeat_interleave(2, 1).mT * 0.3).masked_fill(hidden, -torch.inf).softmax(-1)
+    torch.testing.assert_close(found, (weights @ everything[1].repeat_interleave(2, 1))[0].transpose(0, 1))
+
+
+def test_the_entries_are_freed_at_once(model: PreTrainedModel) -> None:
+    """Not when the garbage collector comes, which does not know how large they are."""
+    rows = Rows(model, states_of(model), 9)
+    rows.read(drawn([1, 4, 2, 7, 1, 3, 9, 2]))
+    held = [weakref.ref(layer) for group in rows._groups for layer in group.layers]
+    gc.disable()
+    try:
+        del rows
+        assert not any(each() is not None for each in held)
+    finally:
+        gc.enable()
 
 
 def test_bfloat16() -> None:
