@@ -110,7 +110,7 @@ def answer_all(
         question: [1, q] int64, what is read before the answer; empty when the states have read it.
         answer: [1, T] int64, the full cache's greedy answer under the same limits.
         limits: See `Limits`.
-        guesses: Texts that answers may resemble, to which these are added; they change the speed and, at most, the rounding.
+        guesses: Texts that answers may resemble, to which these are added; they change the speed, and rounding.
     """
     answered, guesses = list[Answered](), guesses or Guesses()
     guesses.learn(answer[0].tolist())
