@@ -5,8 +5,8 @@ On a laptop: `python train_draft_head.py data=runs/data out=runs/draft_head draf
 
 import sys
 
-from keepsight.cli import run
 from keepsight.commands import train_draft_head
+from keepsight.commands.cli import run
 
 if __name__ == "__main__":
     sys.exit(run(train_draft_head, sys.argv[1:]))

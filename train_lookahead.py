@@ -5,8 +5,8 @@ On a laptop, in a few minutes: `python train_lookahead.py data=runs/data out=run
 
 import sys
 
-from keepsight.cli import run
 from keepsight.commands import train
+from keepsight.commands.cli import run
 
 if __name__ == "__main__":
     sys.exit(run(train, sys.argv[1:]))

@@ -5,8 +5,8 @@ On a laptop: `python train_retrieval_head.py head=runs/head data=... out=... mod
 
 import sys
 
-from keepsight.cli import run
 from keepsight.commands import train_retrieval_head
+from keepsight.commands.cli import run
 
 if __name__ == "__main__":
     sys.exit(run(train_retrieval_head, sys.argv[1:]))

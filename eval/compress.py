@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from keepsight.runtime.drafting import Draft, Drafter, DraftTokens, Given
+from keepsight.runtime.drafting.observer import Draft, Drafter, DraftTokens, Given
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.importance import reduce_group
 from keepsight.runtime.method import CacheMethod, Method
 from keepsight.runtime.methods.oracle import OwnAnswer
 from keepsight.runtime.observe import Observer
 from keepsight.runtime.prefill import context_of, prefill
-from keepsight.runtime.prompt import ShortenPrompt
+from keepsight.runtime.prompt_compression.method import ShortenPrompt
 from keepsight.runtime.state import Needs, State
 
 

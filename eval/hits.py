@@ -18,8 +18,8 @@ from keepsight.runtime.decode import decode, stop_after
 from keepsight.runtime.importance import attention_weights, reduce_group, top_mask
 from keepsight.runtime.method import CacheMethod
 from keepsight.runtime.prefill import prefill, read
-from keepsight.runtime.retrieving import RetrievalCache
-from keepsight.runtime.selected_cache import Chosen, SelectedLayer
+from keepsight.runtime.retrieval.reader import RetrievalCache
+from keepsight.runtime.sparse_read.cache import Chosen, SelectedLayer
 from keepsight.runtime.state import Needs, State
 
 SHARED = "best shared"

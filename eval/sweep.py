@@ -22,10 +22,10 @@ from keepsight.errors import UserError
 from keepsight.eval.answers import Answered, Limits, answer_all, answer_alone, answer_full
 from keepsight.eval.compress import Compressed, Seconds, SharedPrompt, needs_of, recall, since
 from keepsight.eval.guesses import Guesses
-from keepsight.eval.metrics import score
-from keepsight.eval.samples import Sample, render, render_apart
+from keepsight.eval.tasks.metrics import score
+from keepsight.eval.tasks.samples import Sample, render, render_apart
 from keepsight.models.targets import Target
-from keepsight.runtime.drafting import Draft
+from keepsight.runtime.drafting.observer import Draft
 from keepsight.runtime.method import FullCache, Method
 from keepsight.runtime.prefill import context_of, prefill
 from keepsight.runtime.state import State

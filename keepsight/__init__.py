@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from keepsight.models.targets import load_target
     from keepsight.runtime.conversation import Conversation
+    from keepsight.runtime.drafting.speculative import Speculative
     from keepsight.runtime.generate import generate
     from keepsight.runtime.methods import (
         H2O,
@@ -48,7 +49,6 @@ if TYPE_CHECKING:
         Truncation,
     )
     from keepsight.runtime.saved import load_state, save_state
-    from keepsight.runtime.speculative import Speculative
 
 __version__ = "0.1.0"
 __all__ = [
@@ -88,7 +88,7 @@ __all__ = [
 ]
 
 _ELSEWHERE = {
-    "Speculative": "keepsight.runtime.speculative",
+    "Speculative": "keepsight.runtime.drafting.speculative",
     "Conversation": "keepsight.runtime.conversation",
     "generate": "keepsight.runtime.generate",
     "load_state": "keepsight.runtime.saved",

@@ -2,6 +2,6 @@
 
 import sys
 
-from keepsight.cli import main
+from keepsight.commands.cli import main
 
 sys.exit(main())

@@ -16,10 +16,10 @@ from transformers import LlamaConfig, PreTrainedModel
 
 from keepsight.errors import UserError
 from keepsight.files import atomic_files, file_digest, read_json, write_json
-from keepsight.models.adapter import Provenance
 from keepsight.models.draft_head import DraftHead, head_width
 from keepsight.models.feature_head import FeatureHead
 from keepsight.models.lookahead import input_embedding
+from keepsight.models.lookahead_files import Provenance
 from keepsight.models.weight_files import as_weights, check_digest, check_names_and_shapes, read_tensors
 
 CONFIG, WEIGHTS, ORIGIN = "config.json", "model.safetensors", "keepsight.json"

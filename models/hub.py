@@ -15,7 +15,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from keepsight.errors import UserError
 from keepsight.files import file_digest
-from keepsight.models import adapter, draft_head_files, retrieval_head_files
+from keepsight.models import draft_head_files, lookahead_files, retrieval_head_files
 
 CARD = "README.md"
 
@@ -38,7 +38,7 @@ class Kind:
 
 
 KINDS = (
-    Kind("lookahead adapter", adapter.FILES, adapter.load_lookahead),
+    Kind("lookahead adapter", lookahead_files.FILES, lookahead_files.load_lookahead),
     Kind("draft head", draft_head_files.FILES, draft_head_files.load_draft_head, (draft_head_files.ORIGIN,)),
     Kind("retrieval head", retrieval_head_files.FILES, retrieval_head_files.load_retrieval_head),
 )

@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
-from keepsight.models.adapter import Provenance
-from keepsight.models.card import origin
+from keepsight.models.lookahead_card import origin
+from keepsight.models.lookahead_files import Provenance
 from keepsight.models.retrieval_config import NONE, PREVIOUS_STEP, RetrievalConfig
 
 _CARD = """---

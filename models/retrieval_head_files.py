@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from keepsight.errors import UserError
 from keepsight.files import atomic_files, file_digest, read_json, write_json
-from keepsight.models.adapter import Provenance
+from keepsight.models.lookahead_files import Provenance
 from keepsight.models.retrieval_config import RetrievalConfig
 from keepsight.models.retrieval_head import RetrievalHead, check_target
 from keepsight.models.weight_files import as_weights, check_digest, check_names_and_shapes, read_tensors

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from keepsight.errors import UserError
-from keepsight.runtime.packed_entries import Slots
+from keepsight.runtime.quantized.entries import Slots
 
 Result = TypeVar("Result")
 

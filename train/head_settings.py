@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from keepsight.train.trainer import TrainSettings
+from keepsight.train.lookahead.trainer import TrainSettings
 
 
 @dataclass

@@ -18,16 +18,17 @@ from typing import Any
 
 from tqdm import tqdm
 
-from keepsight.config import Recipe, at_least_one
+from keepsight.commands.config import Recipe, at_least_one
+from keepsight.commands.from_recipe import draft_of, resources_of, target_of
 from keepsight.data_gen.shards import read_samples
 from keepsight.errors import UserError
-from keepsight.eval.bench import bench_evict, bench_sweep
-from keepsight.eval.bench_elastic import text_prompts, traffic_lines
-from keepsight.eval.bench_retrieve import size_lines, step_lines
-from keepsight.eval.bench_specache import bench_specache
-from keepsight.eval.bench_speculate import bench_speculate
-from keepsight.eval.niah import make_samples
-from keepsight.eval.samples import render
+from keepsight.eval.bench.elastic import text_prompts, traffic_lines
+from keepsight.eval.bench.retrieval import size_lines, step_lines
+from keepsight.eval.bench.specache import bench_specache
+from keepsight.eval.bench.speculative import bench_speculate
+from keepsight.eval.bench.sweep import bench_evict, bench_sweep
+from keepsight.eval.tasks.niah import make_samples
+from keepsight.eval.tasks.samples import render
 from keepsight.models.draft_head import DraftHead
 from keepsight.models.drafts import HeadDraft
 from keepsight.models.lookahead import Lookahead
@@ -37,8 +38,7 @@ from keepsight.runtime.evict import Evict
 from keepsight.runtime.method import Method
 from keepsight.runtime.methods import SpeCache, make_method
 from keepsight.runtime.prefill import context_of
-from keepsight.targets import draft_of, resources_of, target_of
-from keepsight.train.bench import bench_step
+from keepsight.train.lookahead.bench import bench_step
 
 POSITIONAL = ("what",)
 _TOKENS, _BUDGETS = 1024, [64, 128, 256]

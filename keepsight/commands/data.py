@@ -15,11 +15,11 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from keepsight import recipes
-from keepsight.config import Recipe, at_least_one
+from keepsight.commands.config import Recipe, at_least_one
+from keepsight.commands.from_recipe import target_of
 from keepsight.data_gen.generate import generate_data
 from keepsight.data_gen.mixture import Mixture
 from keepsight.errors import UserError
-from keepsight.targets import target_of
 
 
 @dataclass

@@ -14,7 +14,7 @@ from typing import Any
 
 from keepsight.commands import data, train
 from keepsight.commands import eval as evaluation
-from keepsight.config import Command, Recipe
+from keepsight.commands.config import Command, Recipe
 
 
 @dataclass

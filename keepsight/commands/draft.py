@@ -11,17 +11,17 @@ draft.json and draft.png to `out`. A stopped search goes on when the same comman
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from keepsight.commands.config import Recipe, at_least_one
 from keepsight.commands.data import read_mixture
-from keepsight.config import Recipe, at_least_one
+from keepsight.commands.from_recipe import target_of
 from keepsight.data_gen.generate import generate_data
 from keepsight.data_gen.mixture import Mixture
 from keepsight.data_gen.shards import Answered, read_samples
 from keepsight.errors import UserError
-from keepsight.eval.plots import save_png
+from keepsight.eval.report.plots import save_png
 from keepsight.files import write_json
 from keepsight.models.drafts import keep_layers
 from keepsight.models.targets import Target
-from keepsight.targets import target_of
 from keepsight.train.draft_layers import Subset, Text, closeness, draft_figure, read, relative_time, search
 
 

@@ -27,16 +27,17 @@ from accelerate import PartialState
 from tqdm import tqdm
 
 from keepsight import __version__
-from keepsight.config import Recipe
+from keepsight.commands.config import Recipe
+from keepsight.commands.from_recipe import adapter_of, has_draft, resources_of, retrieval_of, target_of
 from keepsight.errors import UserError
-from keepsight.eval import jsonl, niah
 from keepsight.eval.answers import default_batch_tokens
-from keepsight.eval.plots import plot_excess_nll, plot_scores
-from keepsight.eval.report import write_report
+from keepsight.eval.report.plots import plot_excess_nll, plot_scores
+from keepsight.eval.report.report import write_report
+from keepsight.eval.report.summary import summarize, table, write_summary
 from keepsight.eval.results import finished, merge, part_of
-from keepsight.eval.samples import Sample, answerable, render
-from keepsight.eval.summary import summarize, table, write_summary
 from keepsight.eval.sweep import FULL, QUESTIONS, Variant, check_samples, groups_of, sweep
+from keepsight.eval.tasks import jsonl, niah
+from keepsight.eval.tasks.samples import Sample, answerable, render
 from keepsight.files import append_lines, file_digest, whole_lines
 from keepsight.models.hub import fetch
 from keepsight.models.retrieval_head_files import WEIGHTS
@@ -44,7 +45,6 @@ from keepsight.models.targets import Target
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.methods import Resources, SpeContext, make_method
 from keepsight.runtime.methods.make import takes
-from keepsight.targets import adapter_of, has_draft, resources_of, retrieval_of, target_of
 
 _OF_NO_RESULT = ("defaults", "lookahead", "train", "draft_head", "retrieval_head", "out", "max_batch_tokens")
 """Keys that no answer depends on."""

@@ -22,12 +22,13 @@ from tqdm import tqdm
 
 from keepsight.commands.eval import Config as EvalConfig
 from keepsight.commands.eval import samples_of, variants_of
+from keepsight.commands.from_recipe import resources_of, target_of
 from keepsight.errors import UserError
 from keepsight.eval.hits import SHARED, Hits, answering, best_shared, choices, compare, mean_of
-from keepsight.eval.hits_plot import hits_figure
-from keepsight.eval.plots import save_png
-from keepsight.eval.samples import Sample, render
+from keepsight.eval.report.hits_plot import hits_figure
+from keepsight.eval.report.plots import save_png
 from keepsight.eval.sweep import Variant, check_samples
+from keepsight.eval.tasks.samples import Sample, render
 from keepsight.files import append_lines, read_json, whole_lines, write_json, write_text
 from keepsight.models.draft_head_files import load_draft_head
 from keepsight.models.hub import fetch
@@ -38,7 +39,6 @@ from keepsight.models.targets import Target
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.method import CacheMethod
 from keepsight.runtime.methods import SpeContext
-from keepsight.targets import resources_of, target_of
 
 _COLUMNS: tuple[str, ...] = ("task", "length", "method", "budget", "samples", "steps", "hit", "mass", "overlap", "read")
 

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from keepsight.config import Recipe
+from keepsight.commands.config import Recipe
+from keepsight.commands.from_recipe import adapter_of, has_draft, resources_of, target_of
 from keepsight.errors import UserError
-from keepsight.eval.inspect_page import write_inspect_page
+from keepsight.eval.report.inspect_page import write_inspect_page
 from keepsight.models.chat import chat_text
 from keepsight.models.targets import Target
 from keepsight.runtime.evict import Evict
@@ -21,7 +22,6 @@ from keepsight.runtime.method import Method
 from keepsight.runtime.methods import Resources, make_method
 from keepsight.runtime.prefill import context_of, prefill
 from keepsight.runtime.state import State
-from keepsight.targets import adapter_of, has_draft, resources_of, target_of
 
 
 @dataclass

@@ -24,14 +24,14 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from keepsight.config import ModelConfig, Recipe, at_least_one
+from keepsight.commands.config import ModelConfig, Recipe, at_least_one
+from keepsight.commands.from_recipe import target_of
 from keepsight.errors import UserError
-from keepsight.eval.plots import save_png
+from keepsight.eval.report.plots import save_png
 from keepsight.models.retrieval_head import RetrievalHead
 from keepsight.models.targets import DTYPES, hub_answers
-from keepsight.runtime.memory_plan import MemoryPlan, plan_for, read_bytes, size_text
 from keepsight.runtime.prefill import context_of
-from keepsight.targets import target_of
+from keepsight.runtime.retrieval.memory_plan import MemoryPlan, plan_for, read_bytes, size_text
 
 
 @dataclass

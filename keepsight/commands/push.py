@@ -9,7 +9,7 @@ Only the files of the adapter or head are uploaded. The token comes from HF_TOKE
 from dataclasses import dataclass
 from pathlib import Path
 
-from keepsight.config import Recipe
+from keepsight.commands.config import Recipe
 from keepsight.models.hub import plan_upload, push
 
 POSITIONAL = ("folder", "repo")

@@ -14,18 +14,18 @@ from typing import Any
 from transformers import set_seed
 
 from keepsight import __version__
-from keepsight.config import Recipe
+from keepsight.commands.config import Recipe
+from keepsight.commands.from_recipe import target_of
 from keepsight.data_gen.shards import Answered, read_samples
 from keepsight.errors import UserError
-from keepsight.models.adapter import Provenance, load_lookahead, save_lookahead
-from keepsight.models.card import model_card
 from keepsight.models.hub import fetch
 from keepsight.models.lookahead import Lookahead
+from keepsight.models.lookahead_card import model_card
+from keepsight.models.lookahead_files import Provenance, load_lookahead, save_lookahead
 from keepsight.models.targets import Target
-from keepsight.targets import target_of
-from keepsight.train.objective import LookaheadObjective
+from keepsight.train.lookahead.objective import LookaheadObjective
+from keepsight.train.lookahead.trainer import LookaheadTrainer, train
 from keepsight.train.plots import plot_training
-from keepsight.train.trainer import LookaheadTrainer, train
 
 
 @dataclass

@@ -17,23 +17,23 @@ from accelerate import PartialState
 from transformers import set_seed
 
 from keepsight import __version__
-from keepsight.config import Recipe
+from keepsight.commands.config import Recipe
+from keepsight.commands.from_recipe import target_of
 from keepsight.data_gen.shards import Answered, read_samples
 from keepsight.errors import UserError
-from keepsight.models.adapter import Provenance
 from keepsight.models.draft_head import DraftHead
+from keepsight.models.draft_head_card import draft_head_card
 from keepsight.models.draft_head_files import load_draft_head, save_draft_head
-from keepsight.models.head_card import draft_head_card
 from keepsight.models.hub import fetch
+from keepsight.models.lookahead_files import Provenance
 from keepsight.models.targets import Target
-from keepsight.targets import target_of
-from keepsight.train.draft_head_objective import DraftHeadObjective
-from keepsight.train.draft_head_trainer import DraftHeadTrainer, train_draft_head
-from keepsight.train.features_on_disk import StoredReadings, write_readings
-from keepsight.train.head_plots import plot_head_training
+from keepsight.train.draft_head.init import frequent_tokens, new_draft_head
+from keepsight.train.draft_head.objective import DraftHeadObjective
+from keepsight.train.draft_head.plots import plot_head_training
+from keepsight.train.draft_head.teacher import Reader, RunTarget
+from keepsight.train.draft_head.teacher_files import StoredReadings, write_readings
+from keepsight.train.draft_head.trainer import DraftHeadTrainer, train_draft_head
 from keepsight.train.head_settings import DraftHeadSettings
-from keepsight.train.new_draft_head import frequent_tokens, new_draft_head
-from keepsight.train.target_reading import Reader, RunTarget
 
 
 @dataclass

@@ -15,21 +15,21 @@ import torch
 from transformers import set_seed
 
 from keepsight import __version__
-from keepsight.config import Recipe
+from keepsight.commands.config import Recipe
+from keepsight.commands.from_recipe import target_of
 from keepsight.data_gen.shards import read_samples
 from keepsight.errors import UserError
-from keepsight.models.adapter import Provenance
 from keepsight.models.draft_head import DraftHead
 from keepsight.models.draft_head_files import load_draft_head
 from keepsight.models.hub import fetch
+from keepsight.models.lookahead_files import Provenance
 from keepsight.models.retrieval_card import comparison, retrieval_card
 from keepsight.models.retrieval_head import RetrievalHead, check_target, parameters, pruning
 from keepsight.models.retrieval_head_files import save_retrieval_head
 from keepsight.models.targets import Target
-from keepsight.targets import target_of
-from keepsight.train.retrieval_objective import RetrievalObjective
-from keepsight.train.retrieval_plots import plot_distillation
-from keepsight.train.retrieval_trainer import RetrievalTrainer, cut, distil
+from keepsight.train.retrieval_head.objective import RetrievalObjective
+from keepsight.train.retrieval_head.plots import plot_distillation
+from keepsight.train.retrieval_head.trainer import RetrievalTrainer, cut, distil
 
 
 @dataclass

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from keepsight.errors import UserError
-from keepsight.runtime.drafting import Draft, Drafter, DraftTokens
+from keepsight.runtime.drafting.observer import Draft, Drafter, DraftTokens
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.importance import NO_POOL, Pool
 from keepsight.runtime.observe import Observer

@@ -6,9 +6,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from keepsight.runtime.cache import KeptLayer
-from keepsight.runtime.selected_cache import MakeLayer, SelectedLayer
-from keepsight.runtime.selecting import ReadSome, require_whole_number
-from keepsight.runtime.selection import Limits, TopAttention
+from keepsight.runtime.sparse_read.cache import MakeLayer, SelectedLayer
+from keepsight.runtime.sparse_read.method import ReadSome, require_whole_number
+from keepsight.runtime.sparse_read.top_k import Limits, TopAttention
 from keepsight.runtime.state import State
 
 

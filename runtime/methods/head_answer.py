@@ -6,8 +6,8 @@ import torch
 from transformers import PreTrainedModel
 
 from keepsight.models.drafts import HeadDraft
-from keepsight.runtime.chain_draft import ChainDrafter, HeadCache, unread_rows
-from keepsight.runtime.drafting import Draft, until_end
+from keepsight.runtime.drafting.eagle import ChainDrafter, HeadCache, unread_rows
+from keepsight.runtime.drafting.observer import Draft, until_end
 from keepsight.runtime.state import State
 
 

@@ -8,15 +8,15 @@ from typing_extensions import override
 
 from keepsight.errors import UserError
 from keepsight.runtime.method import CacheMethod
-from keepsight.runtime.packed_entries import PackedEntries
-from keepsight.runtime.quantization import Quantizer
-from keepsight.runtime.quantized_cache import (
+from keepsight.runtime.quantized.cache import (
     PackedLayer,
     pack_state,
     prefill_packed,
     require_full_attention,
     require_unpadded,
 )
+from keepsight.runtime.quantized.codec import Quantizer
+from keepsight.runtime.quantized.entries import PackedEntries
 from keepsight.runtime.state import Needs, State
 
 
@@ -28,7 +28,7 @@ class Kivi(CacheMethod):
         bits: Of each number: 1, 2 or 4.
         group: Numbers that share a zero point and a scale; it must divide the head dimension.
         residual: A multiple of the group: values of the last so many tokens, and keys of fewer, stay as they are.
-        one_bit: Levels under 1 bit; see `keepsight.runtime.quantization.Quantizer`.
+        one_bit: Levels under 1 bit; see `keepsight.runtime.quantized.codec.Quantizer`.
         inner: Keeps some of the prompt's entries, the same number in every KV head of a layer; those are packed. All
             entries by default.
 

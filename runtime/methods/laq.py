@@ -10,7 +10,7 @@ from typing_extensions import override
 from keepsight.errors import UserError
 from keepsight.runtime.cache import LayerEntries
 from keepsight.runtime.decode import decode, stop_after
-from keepsight.runtime.drafting import combine, held_rows, until_end, window_attention
+from keepsight.runtime.drafting.observer import combine, held_rows, until_end, window_attention
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.importance import Pool, observed_attention
 from keepsight.runtime.methods.snapkv import SnapKV

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from keepsight.errors import UserError
-from keepsight.runtime.text import ShortenText, optional_package, pieces
+from keepsight.runtime.prompt_compression.text import ShortenText, optional_package, pieces
 
 LabelledWords = list[tuple[str, bool]]
 """The words of a text in their order, and whether each is kept."""
@@ -92,7 +92,7 @@ def kept_tokens(texts: list[str], words: LabelledWords) -> list[int]:
     """The tokens that hold a part of a kept word, ascending.
 
     Args:
-        texts: Of each token; see `keepsight.runtime.text.pieces`.
+        texts: Of each token; see `keepsight.runtime.prompt_compression.text.pieces`.
         words: The words of the joined text in their order. A word that is not found where it should be (the encoder
             rewrites some characters) is passed over.
     """

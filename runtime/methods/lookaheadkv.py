@@ -8,8 +8,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from typing_extensions import override
 
-from keepsight.models.adapter import Artifact, load_lookahead
 from keepsight.models.hub import fetch
+from keepsight.models.lookahead_files import Artifact, load_lookahead
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.importance import Pool, Reduce
 from keepsight.runtime.observe import Observer, look_back

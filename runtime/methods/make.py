@@ -12,7 +12,7 @@ from typing import Any
 
 from keepsight.errors import UserError
 from keepsight.runtime.allocate import ALLOCATIONS
-from keepsight.runtime.drafting import DraftTokens
+from keepsight.runtime.drafting.observer import DraftTokens
 from keepsight.runtime.importance import NO_POOL, Pool, Reduce
 from keepsight.runtime.method import Method
 from keepsight.runtime.methods.llmlingua import Package

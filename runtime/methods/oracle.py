@@ -6,7 +6,7 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from keepsight.errors import UserError
-from keepsight.runtime.drafting import Draft, Drafter, DraftTokens, greedy_draft
+from keepsight.runtime.drafting.observer import Draft, Drafter, DraftTokens, greedy_draft
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.observe import Observer
 from keepsight.runtime.state import State

@@ -7,9 +7,9 @@ from typing_extensions import override
 
 from keepsight.errors import UserError
 from keepsight.runtime.cache import KeptLayer
-from keepsight.runtime.pages import TopPages
-from keepsight.runtime.selected_cache import MakeLayer, SelectedLayer
-from keepsight.runtime.selecting import ReadSome, require_whole_number
+from keepsight.runtime.sparse_read.cache import MakeLayer, SelectedLayer
+from keepsight.runtime.sparse_read.method import ReadSome, require_whole_number
+from keepsight.runtime.sparse_read.quest_pages import TopPages
 from keepsight.runtime.state import State
 
 

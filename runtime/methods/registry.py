@@ -1,6 +1,6 @@
 """Every method, observer and drafter by name; adding a row here makes it known to all commands."""
 
-from keepsight.runtime.drafting import Drafter, DraftTokens
+from keepsight.runtime.drafting.observer import Drafter, DraftTokens
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.method import FullCache, Method
 from keepsight.runtime.methods.adakv import AdaKV

@@ -8,9 +8,9 @@ from pathlib import Path
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from keepsight.errors import UserError
-from keepsight.models.adapter import Artifact, load_lookahead
 from keepsight.models.drafts import Draft, HeadDraft
 from keepsight.models.hub import fetch
+from keepsight.models.lookahead_files import Artifact, load_lookahead
 from keepsight.models.retrieval_head import RetrievalHead
 from keepsight.models.retrieval_head_files import load_retrieval_head
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from keepsight.errors import UserError
-from keepsight.runtime.text import ShortenText, optional_package, pieces
+from keepsight.runtime.prompt_compression.text import ShortenText, optional_package, pieces
 
 _SENTENCE = re.compile(r".+?(?:[.!?]+[\"')\]]*(?=\s|\Z)|\n|\Z)", re.DOTALL)
 
@@ -77,7 +77,7 @@ def split(texts: list[str]) -> tuple[list[str], list[int]]:
     """The sentences of a text, and which of them each token belongs to.
 
     Args:
-        texts: Of each token; see `keepsight.runtime.text.pieces`.
+        texts: Of each token; see `keepsight.runtime.prompt_compression.text.pieces`.
 
     Returns:
         The sentences, which together are the joined text, and for each token the index of one of them. A sentence ends

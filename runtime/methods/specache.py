@@ -8,14 +8,14 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from keepsight.errors import UserError
-from keepsight.runtime.fetching import PairReader, Selection, SpeCacheLayer
 from keepsight.runtime.importance import Reduce
 from keepsight.runtime.method import CacheMethod
 from keepsight.runtime.methods.kivi import check_sizes
 from keepsight.runtime.offload import FullEntries, Traffic, require_memory
-from keepsight.runtime.packed_entries import PackedEntries
-from keepsight.runtime.quantization import Quantizer
-from keepsight.runtime.quantized_cache import pack_state, prefill_packed, require_full_attention, require_unpadded
+from keepsight.runtime.quantized.cache import pack_state, prefill_packed, require_full_attention, require_unpadded
+from keepsight.runtime.quantized.codec import Quantizer
+from keepsight.runtime.quantized.entries import PackedEntries
+from keepsight.runtime.quantized.specache import PairReader, Selection, SpeCacheLayer
 from keepsight.runtime.state import State
 
 
@@ -32,7 +32,7 @@ class SpeCache(CacheMethod):
         heads: Reduction of attention over the query heads of a KV head: see `Reduce.heads`.
         speculative: Fetch ahead with a guessed token. Otherwise fetch what a token's own attention asks for, and attend
             again: exact, and waiting for every fetch (the paper's table 4).
-        one_bit: Levels under 1 bit; see `keepsight.runtime.quantization.Quantizer`.
+        one_bit: Levels under 1 bit; see `keepsight.runtime.quantized.codec.Quantizer`.
 
     Raises:
         UserError: a value is not offered; one line names it.

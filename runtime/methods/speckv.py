@@ -11,7 +11,7 @@ from typing_extensions import override
 from keepsight.errors import UserError
 from keepsight.models import drafts
 from keepsight.models.drafts import HeadDraft
-from keepsight.runtime.drafting import Draft, Drafter, DraftTokens, Given, greedy_draft
+from keepsight.runtime.drafting.observer import Draft, Drafter, DraftTokens, Given, greedy_draft
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.importance import Pool, Reduce, observed_attention, reduce_group
 from keepsight.runtime.methods.head_answer import head_answer

@@ -15,12 +15,12 @@ from typing_extensions import override
 
 from keepsight.models import drafts
 from keepsight.runtime.allocate import Allocation, Uniform
-from keepsight.runtime.drafting import Draft, DraftTokens, Given
+from keepsight.runtime.drafting.observer import Draft, DraftTokens, Given
 from keepsight.runtime.method import Method
 from keepsight.runtime.methods.speckv import SpecKV
 from keepsight.runtime.methods.specpc import SpecPC, require_room
 from keepsight.runtime.prefill import context_of, prefill
-from keepsight.runtime.prompt import pad_left, require_whole, unpadded
+from keepsight.runtime.prompt_compression.method import pad_left, require_whole, unpadded
 from keepsight.runtime.state import State
 
 

@@ -15,14 +15,15 @@ from keepsight.models.hub import fetch
 from keepsight.models.retrieval_config import NONE
 from keepsight.models.retrieval_head import RetrievalHead, check_target, of_the_token_before
 from keepsight.models.retrieval_head_files import load_retrieval_head
-from keepsight.runtime.latent import has_latents, layers_of
-from keepsight.runtime.memory_plan import plan_for, read_bytes
-from keepsight.runtime.placement import Placement
 from keepsight.runtime.prefill import positions_of, prefill
-from keepsight.runtime.retrieving import RetrievalCache, RetrievalReader, RetrievalState
-from keepsight.runtime.selected_cache import MakeLayer, SelectedLayer, selected_layers
-from keepsight.runtime.selecting import ReadSome, require_unlimited_attention, require_whole_number
-from keepsight.runtime.selection import HeadSelector, Limits
+from keepsight.runtime.retrieval.memory_plan import plan_for, read_bytes
+from keepsight.runtime.retrieval.placement import Placement
+from keepsight.runtime.retrieval.reader import RetrievalCache, RetrievalReader, RetrievalState
+from keepsight.runtime.retrieval.selector import HeadSelector
+from keepsight.runtime.sparse_read.cache import MakeLayer, SelectedLayer, selected_layers
+from keepsight.runtime.sparse_read.method import ReadSome, require_unlimited_attention, require_whole_number
+from keepsight.runtime.sparse_read.mla import has_latents, layers_of
+from keepsight.runtime.sparse_read.top_k import Limits
 from keepsight.runtime.state import Needs, State, Trace
 
 _BLOCK = 4096

@@ -25,7 +25,7 @@ from keepsight.runtime.importance import observed_attention
 from keepsight.runtime.methods.head_answer import head_answer
 from keepsight.runtime.methods.speckv import require_draft_fits
 from keepsight.runtime.prefill import prefill
-from keepsight.runtime.prompt import ShortenPrompt, require_whole
+from keepsight.runtime.prompt_compression.method import ShortenPrompt, require_whole
 from keepsight.runtime.state import Needs, State
 
 _FIRST_LAYER = 8  # of the published configurations, whose drafts have 16 and 24 layers

@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from typing_extensions import override
 
-from keepsight.runtime.prompt import ShortenPrompt
+from keepsight.runtime.prompt_compression.method import ShortenPrompt
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from keepsight.eval.compress import Compressed, SharedPrompt, needs_of, recall
 from keepsight.models.drafts import LayerSubset
 from keepsight.runtime.allocate import Adaptive
 from keepsight.runtime.decode import decode, stop_after
-from keepsight.runtime.drafting import Draft, Drafter, DraftTokens, Given
+from keepsight.runtime.drafting.observer import Draft, Drafter, DraftTokens, Given
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.importance import NO_POOL, Reduce
 from keepsight.runtime.method import CacheMethod, FullCache, Method

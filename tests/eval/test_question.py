@@ -12,12 +12,12 @@ from keepsight.errors import UserError
 from keepsight.eval import compress as compress_module
 from keepsight.eval import sweep as sweep_module
 from keepsight.eval.compress import SharedPrompt
-from keepsight.eval.samples import Sample, render, render_apart
 from keepsight.eval.sweep import Variant, groups_of, run_sample, run_samples, sweep
+from keepsight.eval.tasks.samples import Sample, render, render_apart
 from keepsight.models.drafts import LayerSubset
 from keepsight.models.targets import Target
 from keepsight.runtime.decode import decode, score_answer, stop_after
-from keepsight.runtime.drafting import Draft, DraftTokens, Given
+from keepsight.runtime.drafting.observer import Draft, DraftTokens, Given
 from keepsight.runtime.methods import H2O, LAQ, AdaKV, Oracle, SnapKV, SpecKV, SpecPC, StreamingLLM, Truncation
 from keepsight.runtime.prefill import prefill, read
 from keepsight.runtime.state import State

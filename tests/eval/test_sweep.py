@@ -13,14 +13,14 @@ from transformers import PreTrainedModel
 from keepsight.errors import UserError
 from keepsight.eval import answers as answers_module
 from keepsight.eval import sweep as sweep_module
-from keepsight.eval.samples import Sample, render
 from keepsight.eval.sweep import Variant, check_samples, run_sample, sweep
-from keepsight.models.adapter import Provenance, save_lookahead
+from keepsight.eval.tasks.samples import Sample, render
 from keepsight.models.lookahead import Lookahead, LookaheadSettings
+from keepsight.models.lookahead_files import Provenance, save_lookahead
 from keepsight.models.targets import Target, load_target
 from keepsight.runtime.cache import cache_bytes
 from keepsight.runtime.decode import score_answer
-from keepsight.runtime.drafting import DraftTokens
+from keepsight.runtime.drafting.observer import DraftTokens
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.generate import generate
 from keepsight.runtime.method import FullCache

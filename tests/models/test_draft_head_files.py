@@ -16,10 +16,10 @@ from transformers import LlamaConfig
 
 from keepsight.errors import UserError
 from keepsight.files import file_digest
-from keepsight.models.adapter import Provenance
 from keepsight.models.draft_head import DraftHead, causal_attend
 from keepsight.models.draft_head_files import load_draft_head, save_draft_head
 from keepsight.models.feature_head import FeatureHead
+from keepsight.models.lookahead_files import Provenance
 from tests.models import slow_heads
 from tests.models.public_heads import EAGLE1, LLAMA3, QWEN3, VICUNA, eagle1_tensors, eagle3_tensors, write_head
 from tests.tiny import tiny_model

@@ -12,12 +12,12 @@ from huggingface_hub import constants
 from transformers import LlamaConfig
 
 from keepsight.errors import UserError
-from keepsight.models.adapter import FILES, Provenance, load_lookahead, save_lookahead
 from keepsight.models.draft_head import DraftHead
+from keepsight.models.draft_head_card import draft_head_card
 from keepsight.models.draft_head_files import save_draft_head
-from keepsight.models.head_card import draft_head_card
 from keepsight.models.hub import Upload, fetch, kind_of, plan_upload, push
 from keepsight.models.lookahead import Lookahead, LookaheadSettings
+from keepsight.models.lookahead_files import FILES, Provenance, load_lookahead, save_lookahead
 from keepsight.models.retrieval_head import RetrievalHead
 from keepsight.models.retrieval_head_files import save_retrieval_head
 from tests.models.fake_hub import COMMIT, REPO, FakeHub

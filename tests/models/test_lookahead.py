@@ -5,8 +5,8 @@ import torch
 from peft import PeftModel
 
 from keepsight.files import file_digest
-from keepsight.models.adapter import ADAPTER, load_lookahead
 from keepsight.models.lookahead import Lookahead, LookaheadSettings, input_embedding
+from keepsight.models.lookahead_files import ADAPTER, load_lookahead
 from keepsight.runtime.attention import record_attention
 from keepsight.runtime.cache import entries
 from keepsight.runtime.methods import LookaheadKV

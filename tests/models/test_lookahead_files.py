@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from keepsight.errors import UserError
 from keepsight.files import file_digest
-from keepsight.models.adapter import ADAPTER, CONFIG, FILES, TOKENS, load_lookahead
+from keepsight.models.lookahead_files import ADAPTER, CONFIG, FILES, TOKENS, load_lookahead
 from tests.models.modules import random_module, save
 from tests.tiny import prompt_ids, tiny_model
 
@@ -47,7 +47,7 @@ def test_a_write_that_fails_leaves_no_adapter_that_loads(adapter, monkeypatch):
         raise OSError(28, "No space left on device")
 
     before = {path.name: path.read_bytes() for path in adapter.iterdir()}
-    monkeypatch.setattr("keepsight.models.adapter.write_json", full)
+    monkeypatch.setattr("keepsight.models.lookahead_files.write_json", full)
     with pytest.raises(OSError, match="No space left"):
         save(random_module(seed=8), adapter)
     assert {path.name: path.read_bytes() for path in adapter.iterdir()} == before

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from keepsight.errors import UserError
 from keepsight.files import file_digest
-from keepsight.models.adapter import Provenance
+from keepsight.models.lookahead_files import Provenance
 from keepsight.models.retrieval_card import comparison, retrieval_card
 from keepsight.models.retrieval_head_files import (
     CONFIG,
@@ -19,7 +19,7 @@ from keepsight.models.retrieval_head_files import (
     provenance_of,
     save_retrieval_head,
 )
-from keepsight.train.retrieval_measure import MEASURES
+from keepsight.train.retrieval_head.measure import MEASURES
 from tests.models.retrieval_heads import tiny_retrieval_head
 from tests.tiny import tiny_model
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from keepsight.runtime.cache import KeptLayer, RaggedLayer
-from keepsight.runtime.selected_cache import SelectedLayer
+from keepsight.runtime.sparse_read.cache import SelectedLayer
 
 
 def kept(entries: int = 5) -> KeptLayer:

@@ -7,10 +7,10 @@ import torch
 
 import keepsight.runtime.decode
 from keepsight import generate
-from keepsight.models.adapter import load_lookahead
+from keepsight.models.lookahead_files import load_lookahead
 from keepsight.runtime.allocate import Adaptive, Pyramid, Uniform
 from keepsight.runtime.decode import decode, stop_after
-from keepsight.runtime.drafting import DraftTokens
+from keepsight.runtime.drafting.observer import DraftTokens
 from keepsight.runtime.importance import NO_POOL, Pool
 from keepsight.runtime.methods import LookaheadKV, Oracle, SnapKV, StreamingLLM
 from keepsight.runtime.methods.lookaheadkv import SoftTokens

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from keepsight.errors import UserError
-from keepsight.models.adapter import Provenance, save_lookahead
 from keepsight.models.drafts import LayerSubset
 from keepsight.models.lookahead import Lookahead, LookaheadSettings
+from keepsight.models.lookahead_files import Provenance, save_lookahead
 from keepsight.models.retrieval_head_files import save_retrieval_head
 from keepsight.runtime.allocate import Adaptive, Pyramid, Uniform
-from keepsight.runtime.drafting import DraftTokens
+from keepsight.runtime.drafting.observer import DraftTokens
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.generate import generate
 from keepsight.runtime.importance import NO_POOL, Pool, Reduce

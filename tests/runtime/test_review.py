@@ -16,7 +16,7 @@ from keepsight.runtime.methods.specache import SpeCache
 from keepsight.runtime.methods.speckv import DraftModel
 from keepsight.runtime.prefill import prefill, read
 from keepsight.runtime.saved import save_state
-from tests.runtime.prompts import small_cascade, small_specpc, tiny_draft
+from tests.runtime.prompt_compression.prompts import small_cascade, small_specpc, tiny_draft
 from tests.runtime.test_ragged import random_cache
 from tests.tiny import prompt_ids, tiny_model
 

@@ -11,7 +11,7 @@ from keepsight.runtime.attention import record_attention
 from keepsight.runtime.batch import join
 from keepsight.runtime.cache import cache_bytes, entries
 from keepsight.runtime.decode import decode, score_answer, stop_after
-from keepsight.runtime.drafting import DraftTokens
+from keepsight.runtime.drafting.observer import DraftTokens
 from keepsight.runtime.importance import Pool
 from keepsight.runtime.method import FullCache
 from keepsight.runtime.methods import Oracle, SnapKV, StreamingLLM, make_method

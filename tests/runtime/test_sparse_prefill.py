@@ -12,7 +12,7 @@ from keepsight.runtime import sparse_attention as attention
 from keepsight.runtime.allocate import Adaptive
 from keepsight.runtime.cache import entries
 from keepsight.runtime.decode import decode, score_answer, stop_after
-from keepsight.runtime.drafting import DraftTokens
+from keepsight.runtime.drafting.observer import DraftTokens
 from keepsight.runtime.methods.dapq import PromptEnds
 from keepsight.runtime.methods.speckv import DraftModel, SpecKV
 from keepsight.runtime.sparse_prefill import SparsePrefill

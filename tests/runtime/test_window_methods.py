@@ -13,7 +13,7 @@ from keepsight.runtime.allocate import Adaptive, Pyramid
 from keepsight.runtime.attention import record_attention
 from keepsight.runtime.cache import RaggedLayer
 from keepsight.runtime.decode import decode, score_answer, stop_after
-from keepsight.runtime.drafting import DraftTokens
+from keepsight.runtime.drafting.observer import DraftTokens
 from keepsight.runtime.importance import Pool
 from keepsight.runtime.methods.adakv import AdaKV
 from keepsight.runtime.methods.h2o import H2O

@@ -13,8 +13,8 @@ from torch import Tensor
 from keepsight.data_gen.shards import Answered
 from keepsight.models.lookahead import Lookahead, LookaheadSettings
 from keepsight.train.dataset import SampleDataset, collate
-from keepsight.train.objective import LookaheadObjective
-from keepsight.train.trainer import TrainSettings
+from keepsight.train.lookahead.objective import LookaheadObjective
+from keepsight.train.lookahead.trainer import TrainSettings
 from tests.tiny import tiny_model
 
 SHAPE = LookaheadSettings(tokens=4, rank=2, alpha=8)

@@ -10,8 +10,8 @@ from torch import Tensor
 from keepsight.errors import UserError
 from keepsight.models.lookahead import LookaheadSettings
 from keepsight.train.dataset import split
-from keepsight.train.measure import measure
-from keepsight.train.trainer import train
+from keepsight.train.lookahead.measure import measure
+from keepsight.train.lookahead.trainer import train
 from tests.train.runs import (
     SHAPE,
     checkpoints,

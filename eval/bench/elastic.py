@@ -1,0 +1,80 @@
+"""Bytes that elastic loading moves on real text, beside loading anew everything that a step reads."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from keepsight.eval.bench.retrieval import needs_of, read_greedily
+from keepsight.eval.tasks.haystack import read_haystack
+from keepsight.eval.tasks.samples import Sample, render
+from keepsight.models.retrieval_head import RetrievalHead
+from keepsight.models.targets import Target
+from keepsight.runtime.methods.specontext import SpeContext
+from keepsight.runtime.offload import Traffic
+from keepsight.runtime.prefill import context_of, prefill
+from keepsight.runtime.retrieval.placement import elastic_layers
+from keepsight.runtime.state import State
+
+_QUESTION = "\n\nSummarize the text above."
+
+
+def text_prompts(target: Target, tokens: int, count: int) -> list[list[int]]:
+    """Prompts of about so many tokens: the evaluation's part of Python's documentation, with a task at the end."""
+    hay = read_haystack(None, target.tokenizer)
+    bare = len(_rendered("", target))
+    starts = [len(hay.sentences) * each // count for each in range(count)]
+    return [_rendered(" ".join(hay.cut(start, hay.holds(start, tokens - bare))), target) for start in starts]
+
+
+def traffic_lines(
+    target: Target, head: RetrievalHead, budgets: Sequence[int], prompts: Sequence[Sequence[int]], steps: int
+) -> Iterator[str]:
+    """What a step loads when all layers' entries lie in the CPU's memory, a line for each budget.
+
+    The first step of an answer, which fills the slots, is left out. `saved` is also the share of the entries that a
+    step shares with the one before it. `sent` is each new token's own entry, on its way to the CPU.
+
+    Args:
+        target: The model.
+        head: A trained retrieval head: what a random one chooses says nothing.
+        budgets: Entries that a KV head reads a step.
+        prompts: Token ids.
+        steps: Greedy tokens after each prompt; end tokens are not heeded.
+
+    Raises:
+        UserError: a prompt does not fit the model's context.
+    """
+    model, needs = target.model, needs_of(target.model, head)
+    layers = model.config.get_text_config().num_hidden_layers
+    methods = {budget: SpeContext(budget, head, offload=layers) for budget in budgets}
+    moved: dict[int, list[Traffic]] = {budget: [] for budget in budgets}
+    for prompt in tqdm(prompts, desc="texts"):
+        for method in methods.values():
+            method.check(len(prompt), context_of(model))
+        state = prefill(model, torch.tensor([prompt], device=model.device), needs=needs)
+        for budget, method in methods.items():
+            moved[budget].append(_traffic(model, method, state, steps))
+    lengths = [len(each) for each in prompts]
+    yield f"{len(prompts)} texts of {min(lengths)} to {max(lengths)} tokens, {steps} steps each, all layers on the CPU"
+    yield f"{'budget':<9}{'elastic MB a step':>19}{'reloading MB a step':>21}{'saved':>8}{'sent MB a step':>16}"
+    for budget, each in moved.items():
+        sums = [sum(getattr(one, name) for one in each) for name in ("fetched", "asked", "offloaded")]
+        loaded, asked, sent = (total / steps / len(prompts) / 1e6 for total in sums)
+        yield f"{budget:<9}{loaded:>19.3f}{asked:>21.3f}{1 - loaded / asked:>8.1%}{sent:>16.3f}"
+
+
+def _traffic(model: PreTrainedModel, method: SpeContext, state: State, steps: int) -> Traffic:
+    """What some steps move, after one that fills the slots."""
+    reader = method.reader(model)
+    state = read_greedily(reader, method.compress(model, state), 1)
+    traffic = elastic_layers(state.cache.layers)[0].full.traffic
+    before = replace(traffic)
+    read_greedily(reader, state, steps)
+    return Traffic(*(getattr(traffic, name) - value for name, value in vars(before).items()))
+
+
+def _rendered(text: str, target: Target) -> list[int]:
+    return render(Sample("text", "documentation", 0, text + _QUESTION, (), "", 1, question=_QUESTION), target.tokenizer)

@@ -1,0 +1,159 @@
+"""What reading with a retrieval head costs: its size, and the seconds of a decoding step by part."""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from keepsight.models.draft_head import DraftHead
+from keepsight.models.retrieval_head import RetrievalHead, parameters, pruning
+from keepsight.models.targets import Target
+from keepsight.runtime.cache import KeptLayer
+from keepsight.runtime.method import CacheMethod, FullCache
+from keepsight.runtime.methods.quest import Quest
+from keepsight.runtime.methods.specontext import SpeContext
+from keepsight.runtime.prefill import context_of, prefill, read
+from keepsight.runtime.retrieval.placement import elastic_layers
+from keepsight.runtime.retrieval.reader import RetrievalCache
+from keepsight.runtime.state import Needs, State, Trace
+
+
+def size_lines(target: Target, head: RetrievalHead, draft: DraftHead | None) -> Iterator[str]:
+    """The head's parameters and bytes; with the draft head that it was pruned from, how much of that is gone."""
+    own, whole = parameters(head), parameters(target.model)
+    size = sum(each.numel() * each.element_size() for each in head.parameters())
+    yield (
+        f"retrieval head (features: {head.config.features}): {own:,} parameters, {size:,} bytes as "
+        f"{_dtype(head.q_proj.weight)}, {own / whole:.2%} of the target's {whole:,}; {head.key_bytes} bytes of keys a "
+        "token"
+    )
+    if draft is not None:
+        lost = pruning(head, draft)
+        yield (
+            f"draft head: {lost.draft:,} parameters, of which pruning takes {lost.gone:.1%}; "
+            f"{lost.gone_with_embedding:.1%} where its embedding ({lost.embedding:,}) counts, as in the paper"
+        )
+
+
+def step_lines(
+    target: Target, head: RetrievalHead, budget: int, lengths: Sequence[int], batch: int, repeats: int
+) -> Iterator[str]:
+    """A line for each length and method, with the parts of a step that reads with the head.
+
+    `head` is its projections and choice, `gather` is all layers', each measured by itself; `rest` is what they leave of
+    the step. Where the entries lie in the CPU's memory, both overlap with the model, and only the step is measured.
+
+    Args:
+        target: The model; its entries, tokens and features are random, and no prompt is read.
+        head: The retrieval head.
+        budget: Entries that a KV head reads a step.
+        lengths: Entries that there are; more than the model's context are timed all the same.
+        batch: Rows.
+        repeats: Steps, after one that warms up; the median counts.
+    """
+    model = target.model
+    methods: dict[str, CacheMethod] = {
+        "full": FullCache(),
+        "quest": Quest(budget),
+        "specontext": SpeContext(budget, head),
+        "specontext, offloaded": SpeContext(budget, head, offload=model.config.get_text_config().num_hidden_layers),
+    }
+    threads = torch.get_num_threads()
+    yield f"{batch} rows of random entries, budget {budget}, {_dtype(model)}, {repeats} steps, {threads} threads"
+    yield (
+        f"{'entries':<9}{'method':<22}{'ms a step':>10}{'tokens/s':>10}{'speed-up':>9}{'head':>8}{'gather':>8}"
+        f"{'rest':>8}{'loaded MB':>11}"
+    )
+    for length in lengths:
+        full = None
+        for name, method in methods.items():
+            seconds, parts = _step(model, method, _random_state(model, head, batch, length), repeats)
+            full = full or seconds
+            speed = f"{seconds * 1000:>10.2f}{batch / seconds:>10.1f}{full / seconds:>9.2f}"
+            yield f"{length:<9}{name:<22}{speed}{parts}"
+        if length > context_of(model):
+            yield f"{'':<9}beyond the model's context of {context_of(model)}; the time is the same as within one"
+
+
+def _random_state(model: PreTrainedModel, head: RetrievalHead, rows: int, length: int) -> State:
+    """A state of random tokens, entries and features. All layers have the same entries until they append to them."""
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = model.config.get_text_config().vocab_size
+    ids = torch.randint(3, vocabulary - 1, (rows, length), generator=generator).to(model.device)
+    start = prefill(model, ids[:, :1], needs=needs_of(model, head))
+
+    def like(given: Tensor, shape: tuple[int, ...]) -> Tensor:
+        return torch.randn(shape, generator=generator).to(given.device, given.dtype)
+
+    keys, values, _ = start.entries()[0]
+    keys, values = (like(each, (*each.shape[:2], length, each.shape[3])) for each in (keys, values))
+    features = tuple(like(each, (rows, length, each.shape[2])) for each in start.trace.features)
+    layers: list[Any] = [KeptLayer(keys, values, length) for _ in start.cache.layers]
+    lengths = torch.full_like(start.lengths, length)
+    trace = replace(start.trace, features=features)
+    return State(Cache(layers=layers), None, start.logits, ids, lengths, trace)
+
+
+@torch.no_grad()
+def _step(model: PreTrainedModel, method: CacheMethod, state: State, repeats: int) -> tuple[float, str]:
+    """Seconds of a step, and the columns that say what it consists of."""
+    state = replace(method.compress(model, state), trace=Trace())
+    reader = method.reader(model)
+
+    def step() -> None:
+        nonlocal state
+        state = read_greedily(reader, state, 1)
+
+    seconds = _median_seconds(step, repeats)
+    if not isinstance(state.cache, RetrievalCache):
+        return seconds, ""
+    if on_cpu := elastic_layers(state.cache.layers):
+        traffic = on_cpu[0].full.traffic
+        return seconds, f"{'':24}{traffic.fetched * len(on_cpu) / traffic.selections / 1e6:>11.3f}"
+    embeddings = model.get_input_embeddings()(state.logits.argmax(dim=-1, keepdim=True))
+    selector, layers, positions = state.cache.selector.share(), state.cache.selected_layers, state.lengths[:, None]
+    chosen = selector.choose(embeddings, positions)
+    choosing = _median_seconds(lambda: selector.choose(embeddings, positions), repeats)
+    gathering = _median_seconds(lambda: [layer.gather(chosen) for layer in layers], repeats)
+    parts = choosing, gathering, seconds - choosing - gathering
+    return seconds, "".join(f"{part * 1000:>8.2f}" for part in parts)
+
+
+def read_greedily(reader: PreTrainedModel, state: State, steps: int) -> State:
+    """The state after so many of its own greedy tokens."""
+    for _ in range(steps):
+        state, _ = read(reader, state, state.logits.argmax(dim=-1, keepdim=True))
+    return state
+
+
+def _median_seconds(part: Callable[[], object], repeats: int) -> float:
+    """After one call that warms up."""
+    part()
+    times = []
+    for _ in range(repeats):
+        _synchronize()
+        start = time.perf_counter()
+        part()
+        _synchronize()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def needs_of(model: PreTrainedModel, head: RetrievalHead) -> Needs:
+    """What a prefill records for the head."""
+    return Needs(features=tuple(sorted(head.layers_of(model))))
+
+
+def _dtype(of: Any) -> str:
+    return str(of.dtype).removeprefix("torch.")

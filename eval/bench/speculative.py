@@ -1,0 +1,84 @@
+"""What a draft head is good for on this machine: accepted tokens, and tokens a second against plain decoding."""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers.generation import StoppingCriteriaList
+
+from keepsight.models.targets import Target
+from keepsight.runtime.decode import decode, stop_after
+from keepsight.runtime.drafting.eagle import Head
+from keepsight.runtime.drafting.speculative import (
+    Speculated,
+    acceptance_by_position,
+    acceptance_length,
+    decode_speculatively,
+)
+from keepsight.runtime.prefill import prefill
+from keepsight.runtime.state import Needs, Trace
+
+
+@dataclass(frozen=True)
+class _Compared:
+    """One prompt's answers: seconds of both kinds of decoding, the prefill left out."""
+
+    plain: Tensor
+    plain_seconds: float
+    speculated: Speculated
+    seconds: float
+
+
+def bench_speculate(
+    target: Target, head: Head, prompts: Sequence[Sequence[int]], answer_tokens: int, draft_tokens: int
+) -> Iterator[str]:
+    """A few lines of text. The head's pass over the prompt counts as decoding, the target's does not.
+
+    Args:
+        target: The model; the full cache is decoded from.
+        head: Drafts for it.
+        prompts: Token ids; the first prompt is answered twice, once to warm up.
+        answer_tokens: Most tokens of an answer. End tokens are heeded.
+        draft_tokens: Tokens of a draft.
+    """
+    config = target.model.generation_config
+    criteria = stop_after(answer_tokens, config.eos_token_id if config is not None else None)
+    _compare(target, head, prompts[0], criteria, draft_tokens)
+    compared = [_compare(target, head, each, criteria, draft_tokens) for each in tqdm(prompts, desc="prompts")]
+    longest = max(len(each) for each in prompts)
+    yield (
+        f"{len(prompts)} prompts of {min(len(each) for each in prompts)} to {longest} tokens, answers of at most "
+        f"{answer_tokens}, drafts of {draft_tokens}, {target.model.dtype}, {torch.get_num_threads()} threads"
+    )
+    yield f"{'decoding':<14}{'tokens':>8}{'seconds':>9}{'tokens/s':>10}"
+    plain = sum(each.plain.shape[1] for each in compared), sum(each.plain_seconds for each in compared)
+    ours = sum(each.speculated.ids.shape[1] for each in compared), sum(each.seconds for each in compared)
+    for name, (tokens, seconds) in {"plain": plain, "speculative": ours}.items():
+        yield f"{name:<14}{tokens:>8}{seconds:>9.2f}{tokens / seconds:>10.1f}"
+    yield f"{'ratio':<14}{'':>17}{ours[0] / ours[1] / (plain[0] / plain[1]):>10.2f}"
+    rounds = [each for one in compared for each in one.speculated.rounds]
+    yield f"acceptance length {acceptance_length(rounds):.2f} tokens a pass of the target (1 is plain decoding)"
+    shares = " ".join(f"{share:.2f}" for share in acceptance_by_position(rounds))
+    yield f"share of drafts accepted up to position 1, 2, ...: {shares or 'nothing was drafted'}"
+    same = sum(torch.equal(each.plain, each.speculated.ids) for each in compared)
+    yield f"{same} of {len(compared)} answers are the same, token for token"
+
+
+@torch.no_grad()
+def _compare(
+    target: Target, head: Head, prompt: Sequence[int], criteria: StoppingCriteriaList, draft_tokens: int
+) -> _Compared:
+    model = target.model
+    ids = torch.tensor([prompt], device=model.device)
+    state = prefill(model, ids, needs=Needs(features=head.layers_of(model)))
+    bare = replace(state.copy(), trace=Trace())  # plain decoding has no use for features
+    state.logits.cpu()  # waits for the prefill
+    start = time.perf_counter()
+    plain = decode(model, bare, criteria, pad_token=0).ids
+    plain_seconds = time.perf_counter() - start
+    start = time.perf_counter()
+    speculated = decode_speculatively(model, state.copy(), head, criteria, tokens=draft_tokens)
+    return _Compared(plain, plain_seconds, speculated, time.perf_counter() - start)

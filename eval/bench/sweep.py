@@ -1,0 +1,143 @@
+"""What evaluation and eviction cost on this machine."""
+
+import functools
+import operator
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from keepsight.eval.answers import default_batch_tokens
+from keepsight.eval.bench.memory import peak_bytes
+from keepsight.eval.sweep import Variant, run_sample, sweep
+from keepsight.eval.tasks.niah import make_samples
+from keepsight.eval.tasks.samples import Sample, render
+from keepsight.models.targets import Target
+from keepsight.runtime.evict import Evict
+from keepsight.runtime.generate import generate
+from keepsight.runtime.method import Method
+from keepsight.runtime.prefill import context_of, prefill
+from keepsight.runtime.state import State
+
+
+def bench_sweep(target: Target, methods: Mapping[str, Method], tokens: int, answer_tokens: int, samples: int) -> str:
+    """Seconds a sample of the sweep, and of a separate prefill and decode for each variant, as a few lines of text.
+
+    The sweep's time includes the full cache's own answer, the teacher-forced scores and the recall, which separate
+    runs do not give. Every answer has exactly `answer_tokens` tokens in both: end tokens are not heeded. In float32 a
+    sweep guesses from its earlier samples' answers, so that it gets faster with more of them; it starts with none.
+    """
+    variants = [Variant(name, method) for name, method in methods.items()]
+    chosen = [
+        replace(sample, max_new_tokens=answer_tokens)
+        for sample in make_samples("single", tokens, samples + 1, 0, target.tokenizer)
+    ]
+    most = default_batch_tokens(target.model)
+    with _endless(target.model):
+        warm_up, *timed = chosen
+        run_sample(target, warm_up, variants, most)
+        shared = _seconds(lambda: list(sweep(target, timed, variants, set(), most))) / samples
+        separate = _seconds(lambda: _one_by_one(target, timed, methods)) / samples
+    return (
+        f"{len(methods)} variants, {tokens} prompt tokens, {answer_tokens} answer tokens, {samples} samples, "
+        f"{torch.get_num_threads()} threads\n"
+        f"sweep     {shared:7.2f} s a sample\nseparate  {separate:7.2f} s a sample\nratio     {separate / shared:7.2f}"
+    )
+
+
+def _one_by_one(target: Target, samples: Sequence[Sample], methods: Mapping[str, Method]) -> None:
+    for sample in samples:
+        ids = torch.tensor([render(sample, target.tokenizer)], device=target.model.device)
+        for method in methods.values():
+            generate(target.model, ids, method, max_new_tokens=sample.max_new_tokens, do_sample=False)
+
+
+def _seconds(action: Callable[[], object]) -> float:
+    _synchronize()
+    start = time.perf_counter()
+    action()
+    _synchronize()
+    return time.perf_counter() - start
+
+
+@contextmanager
+def _endless(model: PreTrainedModel) -> Iterator[None]:
+    """No token ends an answer within the block."""
+    config = model.generation_config
+    assert config is not None
+    before = config.eos_token_id
+    config.eos_token_id = -1
+    try:
+        yield
+    finally:
+        config.eos_token_id = before
+
+
+def bench_evict(target: Target, methods: Mapping[str, Evict], lengths: Sequence[int], repeats: int) -> Iterator[str]:
+    """A line for each length and method: time and memory of observe and of select, against the prefill.
+
+    Args:
+        target: The model; its prompts are random tokens.
+        methods: By the name to show.
+        lengths: Prompt tokens.
+        repeats: Timed repetitions after one that warms up; the median is shown.
+    """
+    yield f"{torch.get_num_threads()} threads, median of {repeats}; memory is the most held at once beyond the prompt's"
+    yield f"{'tokens':>7}  {'method':<14}{'observe ms':>11}{'select ms':>11}{'of prefill':>12}{'peak MiB':>10}"
+    for length in tqdm(lengths, desc="lengths"):
+        yield from _at_length(target, methods, length, repeats)
+
+
+def _at_length(target: Target, methods: Mapping[str, Evict], length: int, repeats: int) -> Iterator[str]:
+    vocabulary = target.model.config.get_text_config().vocab_size
+    ids = torch.randint(3, vocabulary - 1, (1, length), generator=torch.Generator().manual_seed(0))
+    ids = ids.to(target.model.device)
+    for method in methods.values():
+        method.check(length, context_of(target.model))
+    needs = functools.reduce(operator.or_, (method.needs() for method in methods.values()))
+
+    def plain() -> State:
+        return prefill(target.model, ids, needs=replace(needs, received=False))
+
+    seconds, peak = _median(plain, repeats), peak_bytes(plain) / 2**20
+    yield f"{length:>7}  {'prefill':<14}{seconds * 1000:>11.0f}{'':>11}{'':>12}{peak:>10.1f}"
+    if needs.received:  # what H2O observes is added up in the prefill, not after it
+        with_sums = _median(lambda: prefill(target.model, ids, needs=needs), repeats)
+        extra, share = (with_sums - seconds) * 1000, with_sums / seconds - 1
+        yield f"{length:>7}  {'sums for h2o':<14}{extra:>11.0f}{'':>11}{share:>12.2%}"
+    state = prefill(target.model, ids, needs=needs)
+    for name, method in methods.items():
+        yield _line(name, method, target, state, repeats, seconds)
+
+
+def _line(name: str, method: Evict, target: Target, state: State, repeats: int, prefill_seconds: float) -> str:
+    observed = method.observe(target.model, state)
+
+    def select() -> State:
+        return method.keep(state, method.reduced(state, observed))
+
+    def observe() -> list[torch.Tensor]:
+        return method.observe(target.model, state)
+
+    seconds = [_median(step, repeats) for step in (observe, select)]
+    peak = max(peak_bytes(step) for step in (observe, select)) / 2**20
+    share = sum(seconds) / prefill_seconds
+    return (
+        f"{state.length:>7}  {name:<14}{seconds[0] * 1000:>11.1f}{seconds[1] * 1000:>11.1f}{share:>12.2%}{peak:>10.1f}"
+    )
+
+
+@torch.no_grad()
+def _median(action: Callable[[], object], repeats: int) -> float:
+    """Median seconds of an action, after one run that warms up."""
+    return statistics.median([_seconds(action) for _ in range(repeats + 1)][1:])
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

@@ -1,0 +1,1 @@
+"""What is evaluated: tasks, their samples and their metrics."""

@@ -1,0 +1,153 @@
+"""The `jsonl` task: samples from a folder of JSON Lines files in LongBench's or RULER's field layout."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from keepsight.errors import UserError
+from keepsight.eval.tasks.samples import Sample, render
+from keepsight.eval.tasks.task_files import RULER_METRIC, JsonlFile, choose_files
+from keepsight.files import read_jsonl
+
+
+def read_samples(
+    folder: Path, files: Sequence[str] | None, max_tokens: int, tokenizer: Any, limit: int | None = None
+) -> tuple[list[Sample], dict[str, int]]:
+    """The samples of a folder whose rendered prompt has at most `max_tokens` tokens, in the order of the files.
+
+    A sample's `length` is the smallest of 512, 1024, 2048, ... tokens that holds its rendered prompt.
+
+    Args:
+        folder: Holds `NAME.jsonl` files; `tasks.json` stands in it or, failing that, in its parent.
+        files: The names to read, without ending. None or empty: every file that can be scored, sorted by name;
+            why another is left out is logged as a warning.
+        max_tokens: The longest prompt to keep, chat template and answer prefix included.
+        tokenizer: The target's.
+        limit: How many samples to keep of each file: the first ones that fit.
+
+    Returns:
+        The samples, and for every file read how many samples were passed over as too long.
+
+    Raises:
+        UserError: the folder, a file, its entry in tasks.json, or a row is missing or not what it should be.
+    """
+    for name, value in (("max_tokens", max_tokens), ("limit", limit)):
+        if value is not None and value < 1:
+            raise UserError(f"{name}={value}: expected at least 1")
+    samples: list[Sample] = []
+    too_long: dict[str, int] = {}
+    for file in choose_files(folder, files):
+        kept, too_long[file.task] = _fitting(_read(file), max_tokens, tokenizer, limit)
+        samples += kept
+    return samples, too_long
+
+
+def _fitting(samples: Iterator[Sample], max_tokens: int, tokenizer: Any, limit: int | None) -> tuple[list[Sample], int]:
+    """The first `limit` samples that fit, with their length, and the number of longer ones met on the way."""
+    kept: list[Sample] = []
+    too_long = 0
+    for sample in samples:
+        tokens = len(render(sample, tokenizer))
+        if tokens > max_tokens:
+            too_long += 1
+        else:
+            kept.append(replace(sample, length=max(512, 1 << (tokens - 1).bit_length())))
+        if len(kept) == limit:
+            break
+    return kept, too_long
+
+
+def _read(file: JsonlFile) -> Iterator[Sample]:
+    """The samples of a file in its order, their length not yet known (0)."""
+    seen: set[str] = set()
+    with file.path.open("rb") as lines:
+        numbers = (number for number, line in enumerate(lines, start=1) if line.strip())
+        for number, row in zip(numbers, read_jsonl(file.path), strict=False):
+            sample = _LAYOUTS[file.layout](file, f"{file.path}:{number}", row)
+            yield replace(sample, id=_unique(sample.id or str(number), seen))
+
+
+def _unique(wanted: str, seen: set[str]) -> str:
+    """`wanted`, or `wanted-2`, `wanted-3`, ... where it is taken; the name is then taken."""
+    name, count = wanted, 1
+    while name in seen:
+        count += 1
+        name = f"{wanted}-{count}"
+    seen.add(name)
+    return name
+
+
+def _longbench_sample(file: JsonlFile, where: str, row: Mapping[str, Any]) -> Sample:
+    texts = {name: _text(where, row, name) for name in ("context", "input")}
+    return Sample(
+        id=str(row["_id"]) if "_id" in row else "",
+        task=file.task,
+        length=0,
+        prompt=_fill(file.template, texts),
+        question=_fill(file.template.partition("{context}")[2], texts),
+        references=_texts(where, row, "answers"),
+        metric=file.metric,
+        max_new_tokens=_limit(file, where, file.task),
+        chat=file.chat,
+        classes=_texts(where, row, "all_classes") if file.metric == "classification" else (),
+    )
+
+
+def _ruler_sample(file: JsonlFile, where: str, row: Mapping[str, Any]) -> Sample:
+    # RULER's own files hold one task each and are named after it; rows of several tasks say which they are of.
+    task = _text(where, row, "task") if "task" in row else file.task
+    by_task = "string_match_part" if _family(task) == "qa" else "string_match_all"
+    return Sample(
+        id=f"{task}-{row['index']}" if "index" in row else "",
+        task=file.task,
+        length=0,
+        prompt=_fill(file.template.removesuffix("{answer_prefix}"), {"input": _text(where, row, "input")}),
+        references=_texts(where, row, "outputs"),
+        metric=by_task if file.metric == RULER_METRIC else file.metric,
+        max_new_tokens=_limit(file, where, task),
+        answer_prefix=_text(where, row, "answer_prefix"),
+        chat=file.chat,
+    )
+
+
+_LAYOUTS = {"longbench": _longbench_sample, "ruler": _ruler_sample}
+
+
+def _fill(template: str, fields: Mapping[str, str]) -> str:
+    """Put the fields in, in one pass: braces in a field's own text stay text, and nothing is looked up in objects."""
+    return re.sub("{(" + "|".join(fields) + ")}", lambda match: fields[match[1]], template)
+
+
+def _family(task: str) -> str:
+    """`niah` of `niah_single_1`."""
+    return task.split("_")[0]
+
+
+def _limit(file: JsonlFile, where: str, task: str) -> int:
+    if isinstance(file.max_new_tokens, int):
+        return file.max_new_tokens
+    if _family(task) not in file.max_new_tokens:
+        known = ", ".join(file.max_new_tokens)
+        raise UserError(
+            f"{where}: RULER task {task!r} is not of the families in max_new_tokens ({file.where}): {known}"
+        )
+    return file.max_new_tokens[_family(task)]
+
+
+def _text(where: str, row: Mapping[str, Any], name: str) -> str:
+    if not isinstance(row.get(name), str):
+        raise UserError(f"{where}: field {name!r} must be a text, {_got(row, name)}")
+    return row[name]
+
+
+def _texts(where: str, row: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    value = row.get(name)
+    if not isinstance(value, list) or not value or not all(isinstance(text, str) for text in value):
+        raise UserError(f"{where}: field {name!r} must be a list of texts that is not empty, {_got(row, name)}")
+    return tuple(value)
+
+
+def _got(row: Mapping[str, Any], name: str) -> str:
+    return f"got {str(row[name])[:60]!r}" if name in row else "but it is missing"

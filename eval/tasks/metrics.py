@@ -1,0 +1,179 @@
+"""Scores of one answer against its references, each from 0 to 1: LongBench's, RULER's, and those of retrieval tasks.
+
+LongBench: https://github.com/THUDM/LongBench, `metrics.py` and `eval.py`. RULER: https://github.com/NVIDIA/RULER,
+`scripts/eval`. Both report a mean over samples times 100; here nothing is multiplied or rounded.
+"""
+
+import re
+import string
+from collections import Counter
+from collections.abc import Callable, Sequence
+from decimal import Decimal
+from typing import Any
+
+from rapidfuzz import fuzz
+from rouge import Rouge
+
+from keepsight.errors import UserError
+from keepsight.eval.tasks.samples import Sample
+
+Metric = Callable[[str, Sample], float]
+
+
+def score(sample: Sample, prediction: str) -> float:
+    """The score of an answer, from 0 to 1, by the sample's own metric.
+
+    Raises:
+        UserError: the sample names a metric that is not in `METRICS`.
+    """
+    if sample.metric not in METRICS:
+        known = ", ".join(sorted(METRICS))
+        raise UserError(f"sample {sample.task}/{sample.id}: unknown metric {sample.metric!r}; known: {known}")
+    return METRICS[sample.metric](prediction, sample)
+
+
+def _best(single: Callable[[str, str], float]) -> Metric:
+    """The highest score over the references of a score against one reference."""
+    return lambda prediction, sample: max(single(prediction, reference) for reference in sample.references)
+
+
+def _of_first_line(metric: Metric) -> Metric:
+    """`metric` of the first line alone: after its answer a model shown examples goes on with one more example."""
+    return lambda prediction, sample: metric(_first_line(prediction), sample)
+
+
+def _first_line(text: str) -> str:
+    return text.lstrip("\n").split("\n", 1)[0]
+
+
+def _normalise(text: str) -> str:
+    """Lower case, without ASCII punctuation, English articles, and more than single spaces (SQuAD's convention)."""
+    bare = text.lower().translate(str.maketrans("", "", string.punctuation))
+    return " ".join(re.sub(r"\b(?:a|an|the)\b", " ", bare).split())
+
+
+def _qa_f1(prediction: str, reference: str) -> float:
+    """Harmonic mean of precision and recall over the two bags of words."""
+    answered, expected = _normalise(prediction).split(), _normalise(reference).split()
+    shared = (Counter(answered) & Counter(expected)).total()
+    return 2 * shared / (len(answered) + len(expected)) if shared else 0.0
+
+
+_ROUGE_L: Any = Rouge(metrics=["rouge-l"])
+
+
+def _rouge_l(prediction: str, reference: str) -> float:
+    """F-measure of ROUGE-L as the package `rouge` has it; 0 where it gives up, as in LongBench."""
+    try:
+        return float(_ROUGE_L.get_scores(prediction, reference)[0]["rouge-l"]["f"])
+    # It refuses a text without a word, and it recurses over the words of a sentence.
+    except (ValueError, RecursionError):
+        return 0.0
+
+
+def _classification(prediction: str, sample: Sample) -> float:
+    return max(_class_score(prediction, reference, sample.classes) for reference in sample.references)
+
+
+def _class_score(prediction: str, reference: str, classes: Sequence[str]) -> float:
+    """1 / (number of class names in the prediction) where the right one is among them.
+
+    Names that are part of the right one do not count, but LongBench removes them from the list that it is walking
+    along and so skips the name after each: of two such neighbours the second stays and halves the score.
+    """
+    named = [name for name in classes if name in prediction]
+    position = 0
+    while position < len(named):
+        if named[position] != reference and named[position] in reference:
+            del named[position]
+        position += 1
+    return 1 / len(named) if reference in named else 0.0
+
+
+def _code_sim(prediction: str, reference: str) -> float:
+    """Edit similarity of the first line that is neither a fence nor holds a comment, in whole percent.
+
+    LongBench calls `fuzzywuzzy`, whose result depends on whether python-Levenshtein is installed (GPL, both); this
+    is the result with it.
+    """
+    lines = prediction.lstrip("\n").split("\n")
+    line = next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
+    return round(fuzz.ratio(line, reference)) / 100
+
+
+def _integers(text: str) -> list[str]:
+    return re.findall(r"\d+", text)
+
+
+def _share(prediction: str, number: str) -> float:
+    """The share of the integers in the prediction that are `number`."""
+    found = _integers(prediction)
+    return found.count(number) / len(found) if found else 0.0
+
+
+def _retrieval(prediction: str, reference: str) -> float:
+    """`_share` of the number in a reference such as `Paragraph 7`."""
+    return max((_share(prediction, number) for number in _integers(reference)[:1]), default=0.0)
+
+
+def _contains(text: str, part: str) -> bool:
+    return bool(part) and part.lower() in text.lower()
+
+
+def _printable(prediction: str) -> str:
+    """RULER's cleaning: control characters become line breaks."""
+    return re.sub(r"[\x00-\x1f]", "\n", prediction).strip()
+
+
+def _string_match_all(prediction: str, sample: Sample) -> float:
+    """The share of the references that stand in the prediction, whatever their case."""
+    text = _printable(prediction)
+    return sum(_contains(text, reference) for reference in sample.references) / len(sample.references)
+
+
+def _string_match_part(prediction: str, reference: str) -> float:
+    return float(_contains(_printable(prediction), reference))
+
+
+def _answer_in_prediction(prediction: str, reference: str) -> float:
+    return float(_contains(_normalise(prediction), _normalise(reference)))
+
+
+def _amounts(text: str) -> list[Decimal]:
+    return [Decimal(number.replace(",", "")) for number in re.findall(r"-?\d[\d,]*(?:\.\d+)?", text)]
+
+
+def _number_after_hashes(prediction: str, reference: str) -> float:
+    """Whether the number after the first `####`, which ends a solution of GSM8K, equals the reference's."""
+    answered = _amounts(prediction.partition("####")[2].split("\n", 1)[0])
+    return float(bool(answered) and answered[:1] == _amounts(reference)[-1:])
+
+
+def _choice_letter(prediction: str, reference: str) -> float:
+    """Whether the first letter A to H that stands alone is the reference's; the article in `A story` is none."""
+    letter = r"\b([B-H]|A(?!\s+[a-z]))\b(?!['’])"
+    answered, expected = re.search(letter, prediction), re.search(letter, reference)
+    return float(answered is not None and expected is not None and answered[1] == expected[1])
+
+
+METRICS: dict[str, Metric] = {
+    # LongBench. It cuts the answers of few-shot tasks after the first line; its classification tasks all are.
+    "qa_f1": _best(_qa_f1),
+    "qa_f1_first_line": _of_first_line(_best(_qa_f1)),
+    "rouge_l": _best(_rouge_l),
+    "rouge_l_first_line": _of_first_line(_best(_rouge_l)),
+    "classification": _of_first_line(_classification),
+    "code_sim": _best(_code_sim),
+    "count": _best(_share),
+    "retrieval": _best(_retrieval),
+    # RULER.
+    "string_match_all": _string_match_all,
+    "string_match_part": _best(_string_match_part),
+    # A whole answer could repeat the passages, which hold what is asked for: one line, as Lost in the Middle scores.
+    "answer_in_prediction": _of_first_line(_best(_answer_in_prediction)),
+    "topic_in_prediction": _best(_answer_in_prediction),
+    "value_in_prediction": _best(lambda prediction, reference: float(_contains(prediction, reference))),
+    "number_in_prediction": _best(lambda prediction, reference: float(reference in _integers(prediction))),
+    "number_after_hashes": _best(_number_after_hashes),
+    "choice_letter": _best(_choice_letter),
+}

@@ -1,0 +1,186 @@
+"""Needle-in-a-haystack with the four kinds of needles that RULER defines (arXiv:2404.06654).
+
+Wording, 7-digit values and adjective-noun keys follow RULER; the haystack is prose of the standard documentation, or a
+text file. Neither phrases nor words nor text are shared with the training mixture.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from keepsight.errors import UserError
+from keepsight.eval.tasks.haystack import Haystack, fullest, hide, read_haystack, spread
+from keepsight.eval.tasks.samples import Sample, render
+
+ADJECTIVES = (
+    *("abundant", "adorable", "blissful", "bouncy", "candid", "cheerful", "chubby", "clumsy", "cozy", "cranky"),
+    *("dapper", "dizzy", "drowsy", "elastic", "elegant", "fancy", "fearless", "feisty", "fluffy", "frugal"),
+    *("fuzzy", "giddy", "glossy", "graceful", "grumpy", "hasty", "honest", "jittery", "keen", "lanky"),
+    *("lavish", "loyal", "lucid", "mighty", "nimble", "obedient", "peppy", "plucky", "polite", "quirky"),
+    *("robust", "rowdy", "sassy", "shiny", "sincere", "sleepy", "spicy", "stubborn", "sturdy", "tangy"),
+    *("thrifty", "timid", "upbeat", "vivid", "wacky", "witty", "zany", "zesty"),
+)
+NOUNS = (
+    *("abacus", "accordion", "acorn", "almanac", "armchair", "badger", "bagpipe", "banjo", "biscuit", "blueberry"),
+    *("boomerang", "buffalo", "cactus", "caravan", "cardigan", "catapult", "chandelier", "chipmunk", "cinnamon"),
+    *("clarinet", "coconut", "cricket", "cupcake", "dolphin", "doorbell", "dragonfly", "eggplant", "flamingo"),
+    *("flannel", "gazebo", "gondola", "grapefruit", "hedgehog", "igloo", "jigsaw", "kangaroo", "kayak", "koala"),
+    *("lobster", "mandolin", "mango", "marmalade", "mosaic", "narwhal", "nutmeg", "ostrich", "parsnip", "pelican"),
+    *("pineapple", "porcupine", "pretzel", "pumpkin", "raccoon", "radish", "scooter", "spatula", "squirrel"),
+    *("tambourine", "toaster", "toboggan", "trombone", "turnip", "walnut", "walrus", "yogurt", "zeppelin"),
+)
+
+NEEDLE = "One of the special magic numbers for {key} is: {value}."
+ONE = (
+    "A special magic number is hidden within the following text. Make sure to memorize it. I will quiz you about the "
+    "number afterwards.\n{text}\nWhat is the special magic number for {keys} mentioned in the provided text?"
+)
+SOME = (
+    "Some special magic numbers are hidden within the following text. Make sure to memorize it. I will quiz you about "
+    "the numbers afterwards.\n{text}\nWhat are all the special magic numbers for {keys} mentioned in the provided text?"
+)
+ONE_PREFIX = "The special magic number for {keys} mentioned in the provided text is"
+SOME_PREFIX = "The special magic numbers for {keys} mentioned in the provided text are"
+PHRASES = (NEEDLE, ONE, SOME, ONE_PREFIX, SOME_PREFIX)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of the task.
+
+    Attributes:
+        keys: Keys in the haystack.
+        values: Values of each key.
+        asked: How many of the keys are asked for.
+        max_new_tokens: Enough for the values, with a tokenizer that needs a token a digit. RULER allows 128.
+    """
+
+    keys: int
+    values: int
+    asked: int
+    max_new_tokens: int
+
+
+KINDS = {
+    "single": Kind(keys=1, values=1, asked=1, max_new_tokens=32),
+    "multikey": Kind(keys=4, values=1, asked=1, max_new_tokens=64),
+    "multivalue": Kind(keys=1, values=4, asked=1, max_new_tokens=64),
+    "multiquery": Kind(keys=4, values=1, asked=4, max_new_tokens=64),
+}
+
+
+def make_samples(
+    kind: str,
+    length: int,
+    count: int,
+    seed: int,
+    tokenizer: Any,
+    haystack: Path | None = None,
+    max_new_tokens: int | None = None,
+    every_key: bool = False,
+) -> list[Sample]:
+    """Samples of one kind whose rendered prompt and answer together fill `length` tokens, or a sentence less.
+
+    Args:
+        kind: A key of `KINDS`; the task is called `niah_` and this.
+        length: Tokens of the prompt with chat template and answer prefix, plus `max_new_tokens`.
+        count: Number of samples; their needles are spread over all depths.
+        seed: Same seed, same samples.
+        tokenizer: Of the target, with a chat template.
+        haystack: A text file to hide the needles in; None takes the evaluation's own prose.
+        max_new_tokens: Length limit of the answer in tokens; None takes the kind's.
+        every_key: Ask for each key in turn, so that a haystack of several keys becomes several samples.
+
+    Raises:
+        UserError: the kind is unknown, the needles alone are longer than `length`, or the file is unusable.
+    """
+    if kind not in KINDS:
+        raise UserError(f"niah: unknown kind {kind!r}; choose from {', '.join(KINDS)}")
+    hay = read_haystack(haystack, tokenizer)
+    limit = KINDS[kind].max_new_tokens if max_new_tokens is None else max_new_tokens
+    made = []
+    for index in range(count):
+        rng = random.Random(f"niah:{kind}:{length}:{seed}:{index}")
+        depths = spread(index, count, KINDS[kind].keys * KINDS[kind].values, rng)
+        quiz = _quiz(kind, length, f"{seed}-{index}", limit, rng)
+        quizzes = _for_each_key(quiz) if every_key else [quiz]
+        made += _filled(quizzes, depths, hay, rng.randrange(len(hay.sentences)), tokenizer)
+    return made
+
+
+def _for_each_key(quiz: Sample) -> list[Sample]:
+    """The quiz once for each key in its haystack."""
+    facts: dict[str, list[str]] = {}
+    for span in quiz.spans:
+        key, _, value = span.removeprefix(NEEDLE.partition("{key}")[0]).removesuffix(".").partition(" is: ")
+        facts.setdefault(key, []).append(value)
+    asked = []
+    for number, (key, values) in enumerate(facts.items()):
+        wording, prefix = (ONE, ONE_PREFIX) if len(values) == 1 else (SOME, SOME_PREFIX)
+        question = wording.partition("{text}")[2].replace("{keys}", key)
+        asked.append(
+            replace(
+                quiz,
+                id=f"{quiz.id}-{number}",
+                prompt=quiz.context + question,
+                question=question,
+                references=tuple(values),
+                answer_prefix=prefix.format(keys=key),
+            )
+        )
+    return asked
+
+
+def _quiz(kind: str, length: int, name: str, max_new_tokens: int, rng: random.Random) -> Sample:
+    """The sample with `{text}` where the haystack goes; its spans are the needles, the asked key's first."""
+    shape = KINDS[kind]
+    keys = _drawn_keys(shape.keys, rng)
+    values = rng.sample(range(10**6, 10**7), shape.keys * shape.values)
+    facts = [(key, str(values.pop())) for key in keys for _ in range(shape.values)]
+    asked = keys[: shape.asked]
+    one = shape.values * shape.asked == 1
+    return Sample(
+        id=name,
+        task=f"niah_{kind}",
+        length=length,
+        prompt=(ONE if one else SOME).replace("{keys}", _listed(asked)),
+        question=(ONE if one else SOME).partition("{text}")[2].replace("{keys}", _listed(asked)),
+        references=tuple(value for key, value in facts if key in asked),
+        metric="string_match_all",
+        max_new_tokens=max_new_tokens,
+        answer_prefix=(ONE_PREFIX if one else SOME_PREFIX).format(keys=_listed(asked)),
+        spans=tuple(NEEDLE.format(key=key, value=value) for key, value in facts),
+    )
+
+
+def _drawn_keys(count: int, rng: random.Random) -> list[str]:
+    """Different adjective-noun keys; no word comes twice in a sample."""
+    pairs = zip(rng.sample(ADJECTIVES, count), rng.sample(NOUNS, count), strict=True)
+    return [f"{adjective}-{noun}" for adjective, noun in pairs]
+
+
+def _listed(keys: Sequence[str]) -> str:
+    """`a`, or `a, b, and c`."""
+    return keys[0] if len(keys) == 1 else f"{', '.join(keys[:-1])}, and {keys[-1]}"
+
+
+def _filled(quizzes: list[Sample], depths: list[float], hay: Haystack, start: int, tokenizer: Any) -> list[Sample]:
+    """The quizzes with one haystack: as many sentences from sentence `start` on as the length allows for all."""
+    quiz = quizzes[0]
+    room = quiz.length - quiz.max_new_tokens
+
+    def filled(count: int) -> list[Sample]:
+        text = hide(list(quiz.spans), depths, hay.cut(start, count))
+        return [replace(each, prompt=each.prompt.replace("{text}", text)) for each in quizzes]
+
+    def longest(count: int) -> int:
+        return max(len(render(each, tokenizer)) for each in filled(count))
+
+    needed = longest(0)
+    count = fullest(lambda count: longest(count) <= room, hay.holds(start, room - needed))
+    if count < 0:
+        least = needed + quiz.max_new_tokens
+        raise UserError(f"{quiz.task}: length {quiz.length} is too short; its needles alone need {least} tokens")
+    return filled(count)

@@ -1,0 +1,192 @@
+"""The one configuration system: `key=value` overrides over a recipe, typed by dataclasses, composed by Hydra."""
+
+import difflib
+import inspect
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, TypeVar, get_origin, get_type_hints
+
+from hydra import compose, initialize_config_module
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException, OverrideParseException
+from omegaconf import OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+from keepsight.errors import UserError
+from keepsight.models.lookahead import LookaheadSettings
+from keepsight.train.head_settings import DraftHeadSettings, RetrievalHeadSettings
+from keepsight.train.lookahead.trainer import TrainSettings
+
+DEFAULT_RECIPE = "smollm2-135m"
+
+
+@dataclass
+class ModelConfig:
+    """The target.
+
+    Attributes:
+        id: Hub id or local folder.
+        revision: Branch, tag or commit on the Hub.
+        packaged: package/file.gguf of an installed package, for when the Hub cannot be reached.
+        packaged_digest: sha256:... that the packaged file must have.
+        dtype: auto, float32, bfloat16 or float16.
+        device: auto, cpu, cuda, cuda:1, ...
+        attention: auto, sdpa, eager or flash_attention_2.
+        trust_remote_code: Run code from the model's repository; leave it off unless you have read that code.
+    """
+
+    id: str = "???"
+    revision: str | None = None
+    packaged: str | None = None
+    packaged_digest: str | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    attention: str = "auto"
+    trust_remote_code: bool = False
+
+
+@dataclass
+class DraftConfig:
+    """The draft of the methods that need one (SpecKV, SpecPC); none when both `layers` and `id` are null.
+
+    Attributes:
+        layers: Indices of the target's own layers that make the draft, ascending; `keepsight draft` finds good ones.
+        id: Hub id or local folder of another model with the target's vocabulary.
+        revision: Its branch, tag or commit on the Hub.
+        head: EAGLE draft head of the target, a folder or Hub id, instead of a model.
+    """
+
+    layers: list[int] | None = None
+    id: str | None = None
+    revision: str | None = None
+    head: str | None = None
+
+
+@dataclass
+class Recipe:
+    """What a file in recipes/recipe/ sets; every command takes all of it, and each key can be overridden.
+
+    Attributes:
+        model: The target.
+        adapter: Lookahead adapter: a folder, a Hub id, or shipped:NAME for one that comes with keepsight.
+        retrieval: Retrieval head: a folder, a Hub id, or shipped:NAME for one that comes with keepsight.
+        draft: The model that guesses answers for the methods that need a draft.
+        lookahead: Shape of a lookahead module in training.
+        train: Its optimisation.
+        draft_head: Shape and training of a draft head.
+        retrieval_head: Variant and distillation of a retrieval head.
+    """
+
+    defaults: list[Any] = field(default_factory=lambda: ["_self_", {"recipe": DEFAULT_RECIPE}])
+    model: ModelConfig = field(default_factory=ModelConfig)
+    adapter: str | None = None
+    retrieval: str | None = None
+    draft: DraftConfig = field(default_factory=DraftConfig)
+    lookahead: LookaheadSettings = field(default_factory=LookaheadSettings)
+    train: TrainSettings = field(default_factory=TrainSettings)
+    draft_head: DraftHeadSettings = field(default_factory=DraftHeadSettings)
+    retrieval_head: RetrievalHeadSettings = field(default_factory=RetrievalHeadSettings)
+
+
+Command = TypeVar("Command", bound=Recipe)
+
+
+def parse(schema: type[Command], overrides: list[str]) -> Command:
+    """A command's configuration from its `key=value` arguments.
+
+    Raises:
+        UserError: an unknown recipe or key, a value of the wrong type, or a required key that is not given.
+    """
+    ConfigStore.instance().store(name="command", node=schema)
+    GlobalHydra.instance().clear()
+    kinds = {key: kind for key, kind, _, _ in _keys(schema)}
+    try:
+        with initialize_config_module("keepsight.recipes", version_base="1.3"):
+            composed = compose("command", overrides=[_readable(override, kinds) for override in overrides])
+        config = OmegaConf.to_object(composed)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(_explain(error)) from None
+    assert isinstance(config, schema)
+    return config
+
+
+def at_least_one(config: Recipe, *keys: str) -> None:
+    """Check the keys that count something.
+
+    Raises:
+        UserError: a value is below 1.
+    """
+    for key in keys:
+        if getattr(config, key) < 1:
+            raise UserError(f"{key}={getattr(config, key)} must be at least 1")
+
+
+def _readable(override: str, kinds: dict[str, Any]) -> str:
+    """`key=value` with a known key, and text in quotes: to Hydra's grammar commas and brackets mean something."""
+    key, _, value = override.partition("=")
+    if key not in (*kinds, "recipe"):
+        group = [known for known in kinds if known.startswith(f"{key}.")]
+        near = difflib.get_close_matches(key, [*kinds, "recipe"], n=1, cutoff=0.5)
+        hint = f"it holds {', '.join(group)}" if group else f"did you mean {near[0]!r}?" if near else "see --help"
+        raise UserError(f"{key!r} is no key of this command; {hint}")
+    if get_origin(kinds.get(key)) is dict:
+        return f"++{override}"  # Hydra takes an empty mapping's new keys only so
+    is_quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "\"'"
+    if kinds.get(key) not in (str, str | None) or value == "null" or is_quoted:
+        return override
+    value = value.replace("${", r"\${")
+    quoted = re.sub(r"(\\*)('|\Z)", lambda found: found[1] * 2 + found[2].replace("'", r"\'"), value)
+    return f"{key}='{quoted}'"
+
+
+def _explain(error: Exception) -> str:
+    """Hydra's message as one line about the argument at fault."""
+    text = " ".join(str(error).split())
+    if isinstance(error, MissingMandatoryValue):
+        return f"{error.full_key}= is required; see --help"
+    if isinstance(error, OverrideParseException):
+        return f"{error.override!r} cannot be read; write key=value, a list as key=[a,b], text with symbols in quotes"
+    if ambiguous := re.match("Ambiguous value for argument '(.*?)=(.*?)'", text):
+        return f"{ambiguous[1]}={ambiguous[2]}: a list is written {ambiguous[1]}=[{ambiguous[2]}]"
+    if wrong := re.match("Error merging override (.*)", text):
+        reason = str(error.__cause__).partition("\n")[0]
+        return f"{wrong[1]}: {reason}"
+    if recipe := re.search(
+        r"Could not find 'recipe/([^']+)' Available options in 'recipe': (.*?)(?: Config search|$)", text
+    ):
+        return f"recipe={recipe.group(1)} is unknown; choose one of {', '.join(recipe.group(2).split())}"
+    return text
+
+
+def describe(schema: type) -> Iterator[tuple[str, str, str]]:
+    """(key, default, help) of every key of a configuration, nested ones as `model.dtype`."""
+    for key, _, default, note in _keys(schema):
+        yield key, "required" if default == "???" else str(default), note
+
+
+def _keys(schema: type, prefix: str = "", defaults: Any = None) -> Iterator[tuple[str, Any, Any, str]]:
+    """(key, type, default, help) of every key; `defaults` is an instance that holds other defaults than its class."""
+    notes = _attribute_notes(schema)
+    hints = get_type_hints(schema)
+    for each in fields(schema):
+        if each.name == "defaults":
+            continue
+        kind = hints[each.name]
+        default = each.default_factory() if callable(each.default_factory) else each.default
+        default = default if defaults is None else getattr(defaults, each.name)
+        if isinstance(kind, type) and is_dataclass(kind):
+            yield from _keys(kind, f"{prefix}{each.name}.", default)
+            continue
+        yield f"{prefix}{each.name}", kind, default, notes.get(each.name, "")
+
+
+def _attribute_notes(schema: type) -> dict[str, str]:
+    """What the docstrings of a dataclass and its bases say under `Attributes:`."""
+    notes: dict[str, str] = {}
+    for base in reversed(schema.__mro__):
+        section = inspect.cleandoc(base.__doc__ or "").partition("Attributes:\n")[2].split("\nRaises:")[0]
+        for name, note in re.findall(r"^    (\w+): (.*(?:\n {8,}.*)*)", section, flags=re.MULTILINE):
+            notes[name] = " ".join(note.split())
+    return notes

@@ -1,0 +1,97 @@
+"""From a recipe to a loaded target, the adapter, the retrieval head and the draft it names."""
+
+from pathlib import Path
+
+from keepsight.commands.config import Recipe
+from keepsight.errors import UserError
+from keepsight.models.drafts import Draft, HeadDraft, LayerSubset, load_draft, load_head
+from keepsight.models.hub import fetch
+from keepsight.models.targets import Target, load_target
+from keepsight.runtime.methods import Resources
+
+_SHIPPED = "shipped:"
+
+
+def target_of(recipe: Recipe) -> Target:
+    """Load the recipe's target."""
+    model = recipe.model
+    return load_target(
+        model.id,
+        revision=model.revision,
+        packaged=model.packaged,
+        packaged_digest=model.packaged_digest,
+        dtype=model.dtype,
+        device=model.device,
+        attention=model.attention,
+        trust_remote_code=model.trust_remote_code,
+    )
+
+
+def adapter_of(recipe: Recipe) -> str | None:
+    """The recipe's adapter as a folder or a Hub id; `shipped:NAME` is a folder that comes with keepsight.
+
+    Raises:
+        UserError: keepsight ships no adapter of that name.
+    """
+    return _shipped("adapter", "adapter", recipe.adapter)
+
+
+def retrieval_of(recipe: Recipe) -> str | None:
+    """The recipe's retrieval head, named as `adapter_of` names adapters.
+
+    Raises:
+        UserError: keepsight ships no head of that name.
+    """
+    return _shipped("retrieval", "retrieval head", recipe.retrieval)
+
+
+def _shipped(key: str, kind: str, named: str | None) -> str | None:
+    """A folder or Hub id; what keepsight ships is found in its checkpoints."""
+    if named is None or not named.startswith(_SHIPPED):
+        return named
+    from keepsight import checkpoints
+
+    name = named.removeprefix(_SHIPPED)
+    for base in checkpoints.__path__:
+        if (folder := Path(base) / name).is_dir():
+            return str(folder)
+    raise UserError(f"{key}={named}: keepsight ships no {kind} {name!r}; name a folder or a Hub id")
+
+
+def draft_of(recipe: Recipe, target: Target) -> Draft | HeadDraft | None:
+    """The recipe's draft, found to fit the target; None when the recipe names none.
+
+    Raises:
+        UserError: several kinds of draft are named, or the one that is named does not fit the target.
+    """
+    named, model = recipe.draft, recipe.model
+    kinds = {"draft.layers": named.layers, "draft.id": named.id, "draft.head": named.head}
+    given = [key for key, value in kinds.items() if value is not None]
+    if len(given) > 1:
+        second = given[1]
+        raise UserError(
+            f"{given[0]} and {second}={kinds[second]} name two drafts; add {given[0]}=null or {second}=null"
+        )
+    if named.head is not None:
+        return load_head(named.head, fetch(named.head, named.revision), target.model)
+    if named.id is not None:
+        options = {"dtype": model.dtype, "device": model.device, "attention": model.attention}
+        return load_draft(named.id, target, revision=named.revision, **options)
+    if named.layers is None:
+        return None
+    draft = LayerSubset(tuple(named.layers))
+    draft.of(target.model)
+    return draft
+
+
+def has_draft(recipe: Recipe) -> bool:
+    """Whether the recipe names a draft."""
+    named = recipe.draft
+    return any(each is not None for each in (named.layers, named.id, named.head))
+
+
+def resources_of(recipe: Recipe, target: Target) -> Resources:
+    """What methods may need: the recipe's adapter, draft and retrieval head, and the target's tokenizer."""
+    return Resources(
+        adapter_of(recipe), lambda: draft_of(recipe, target), target.tokenizer, retrieval_of(recipe), target.model
+    )

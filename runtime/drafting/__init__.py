@@ -1,0 +1,1 @@
+"""Drafts: who guesses the coming tokens, as an observer and for speculative decoding."""

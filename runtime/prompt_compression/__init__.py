@@ -1,0 +1,1 @@
+"""Methods that shorten the prompt before the target reads it."""

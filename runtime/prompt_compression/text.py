@@ -1,0 +1,76 @@
+"""Prompts as text, for the methods that choose among words or sentences rather than tokens."""
+
+from dataclasses import dataclass, field
+from importlib import import_module
+from types import ModuleType
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from keepsight.errors import UserError
+from keepsight.runtime.prompt_compression.method import ShortenPrompt
+
+
+@dataclass(frozen=True)
+class ShortenText(ShortenPrompt):
+    """A method that works on the prompt's text.
+
+    The text is that of the tokens themselves, special tokens included, so that what is chosen in it are tokens again
+    and nothing is tokenised anew. The window (question and assistant header) is kept as it is.
+
+    Attributes:
+        tokenizer: The target's.
+    """
+
+    window: int = 64
+    tokenizer: PreTrainedTokenizerBase = field(kw_only=True, repr=False)
+
+    def with_window(self, kept: Tensor, length: int) -> Tensor:
+        """Indices [C] of kept tokens before the window, and those of the window of a prompt of `length` tokens."""
+        return torch.cat([kept, torch.arange(length - self.window, length, device=kept.device)])
+
+
+def pieces(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]:
+    """The text of each token, so that the joined pieces are the text of them all.
+
+    Tokens that are parts of one character (bytes) give their text to the last of them. A token is decoded together
+    with what stands before it, because some tokenizers leave out the space of a text's first word.
+    """
+    texts: list[str] = []
+    before: list[int] = []
+    group: list[int] = []
+    for token in ids:
+        group.append(token)
+        prefix, text = _decode(tokenizer, before), _decode(tokenizer, before + group)
+        if text.endswith("\ufffd") and len(group) < _LONGEST_CHARACTER:
+            texts.append("")
+            continue
+        texts.append(text[len(prefix) :])
+        before, group = group, []
+    return texts
+
+
+_LONGEST_CHARACTER = 4  # bytes in UTF-8
+
+
+def _decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
+    return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def optional_package(name: str, extra: str) -> ModuleType:
+    """An installed package that keepsight does not need otherwise.
+
+    Args:
+        name: Of the module.
+        extra: Of keepsight's optional dependencies.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise
+        raise UserError(f"package {name!r} is not installed; run `pip install keepsight[{extra}]`") from None

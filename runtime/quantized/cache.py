@@ -1,0 +1,235 @@
+"""A cache layer in few bits (KIVI), and states and prefills of such layers.
+
+A prompt that the model is reading attends to itself in full precision; every token after it reads the packed
+form. Several tokens read at once give what they give one after another.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicLayer
+from typing_extensions import override
+
+from keepsight.errors import UserError
+from keepsight.runtime.attention import OwnAttention, record_attention
+from keepsight.runtime.cache import KeptLayer, LayerEntries, entries
+from keepsight.runtime.quantized.entries import PackedEntries, attend_packed
+from keepsight.runtime.state import State, Trace
+
+
+class PackedLayer(KeptLayer):
+    """A cache layer in few bits.
+
+    Args:
+        held: Its entries.
+        seen: Logical length.
+    """
+
+    is_croppable = False
+
+    def __init__(self, held: PackedEntries, seen: int) -> None:
+        super().__init__(held.recent_keys, held.recent_values, seen)
+        self.held = held
+
+    @property
+    def bytes(self) -> int:
+        """Bytes on the device."""
+        return self.held.bytes
+
+    @override
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> Any:
+        return RowByRow(self, key_states, value_states), value_states
+
+    def attend(self, query: Tensor, scaling: float) -> Tensor:
+        """The attention [B, 1, H, d] of the last token, query [B, H, 1, d]."""
+        return attend_packed(query, self.held, scaling)[0]
+
+    def add(self, keys: Tensor, values: Tensor) -> None:
+        """Append a token; it is not packed before `settle`."""
+        self.hold(self.held.with_recent(keys, values))
+        self.seen += keys.shape[2]
+
+    def settle(self) -> None:
+        """Pack what the residual has no room for."""
+        self.hold(self.held.settled())
+
+    def hold(self, held: PackedEntries) -> None:
+        """Take other entries."""
+        self.held, self.keys, self.values = held, held.recent_keys, held.recent_values
+
+    @override
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.held.length + query_length, self.seen - self.held.length
+
+    @override
+    def crop(self, tokens_to_remove: int) -> None:
+        raise UserError("entries that are packed cannot be cropped; keep a copy of the state from before instead")
+
+    @override
+    def entries(self) -> LayerEntries:
+        """All entries, unpacked: what an observer sees."""
+        length = self.held.length
+        return LayerEntries(self.held.keys(0, length), self.held.values(0, length), None)
+
+    @override
+    def share(self) -> "PackedLayer":
+        return PackedLayer(self.held, self.seen)
+
+
+class RowByRow(OwnAttention):
+    """New tokens of a layer, appended and attended to one at a time.
+
+    Args:
+        layer: What they are appended to.
+        keys: [B, K, q, d].
+        values: [B, K, q, d].
+    """
+
+    def __init__(self, layer: PackedLayer, keys: Tensor, values: Tensor) -> None:
+        self.layer, self.keys, self.values = layer, keys, values
+
+    @override
+    def attend(self, query: Tensor, scaling: float) -> Tensor:
+        outputs = []
+        for row in zip(*(each.split(1, dim=2) for each in (query, self.keys, self.values)), strict=True):
+            self.layer.add(*row[1:])
+            outputs.append(self.layer.attend(row[0], scaling))
+            self.layer.settle()
+        return torch.cat(outputs, dim=1)
+
+
+@dataclass(frozen=True)
+class PackedState(State):
+    """A state whose cache is packed."""
+
+    @property
+    @override
+    def length(self) -> int:
+        return max(layer.held.length for layer in packed_layers(self.cache))
+
+    @property
+    @override
+    def kv_bytes(self) -> int:
+        """Bytes on the device: codes, scales, zero points, recent entries and slots."""
+        return sum(layer.bytes for layer in packed_layers(self.cache))
+
+    @override
+    def held(self) -> Tensor:
+        rows = [
+            torch.full(layer.keys.shape[:2], layer.held.length, device=layer.keys.device)
+            for layer in packed_layers(self.cache)
+        ]
+        return torch.stack(rows)
+
+
+def packed_layers(cache: Cache) -> list[PackedLayer]:
+    """The layers of a packed cache."""
+    return [layer for layer in cache.layers if isinstance(layer, PackedLayer)]
+
+
+PackLayer = Callable[[Tensor, Tensor, int], PackedLayer]
+"""Makes a layer of keys and values [B, K, T, d] in full precision, and of the logical length."""
+
+
+def pack_state(state: State, pack: PackLayer) -> PackedState:
+    """A packed copy of a state; nothing is recorded for observers from here on.
+
+    Raises:
+        UserError: entries are padded, or their number differs between the KV heads of a layer.
+    """
+    require_unpadded(state.mask)
+    layers: list[Any] = []
+    for keys, values, real in entries(state.cache):
+        if real is not None and not real.all():
+            raise UserError(
+                "KV heads that hold different numbers of entries cannot be packed; use an allocation that keeps the "
+                "same number in every KV head of a layer, such as uniform"
+            )
+        layers.append(pack(keys, values, state.cache.get_seq_length()))
+    return PackedState(Cache(layers=layers), None, state.logits, state.tokens, state.lengths, Trace())
+
+
+@torch.no_grad()
+def prefill_packed(model: PreTrainedModel, input_ids: Tensor, chunk: int | None, pack: PackLayer) -> PackedState:
+    """Read prompts [B, N] of one length, packing every layer as soon as it has been read.
+
+    The entries in full precision of only one layer are on the device at a time; those of earlier chunks wait in the
+    CPU's memory.
+    """
+    record_attention(model)
+    length = input_ids.shape[1]
+    count = model.config.get_text_config().num_hidden_layers
+    arriving = [_ArrivingLayer(length, pack) for _ in range(count)]
+    layers: list[Any] = list(arriving)
+    cache = Cache(layers=layers)
+    positions = torch.arange(length, device=input_ids.device)[None]
+    for ids, at in zip(input_ids.split(chunk or length, dim=1), positions.split(chunk or length, dim=1), strict=True):
+        output = model(input_ids=ids, position_ids=at, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    lengths = torch.full((len(input_ids),), length, device=input_ids.device)
+    packed: list[Any] = [layer.packed for layer in arriving]
+    return PackedState(Cache(layers=packed), None, output.logits[:, -1].float(), input_ids, lengths)
+
+
+class _ArrivingLayer(DynamicLayer):
+    """A layer of a prompt that is being read.
+
+    Args:
+        length: Tokens of the prompt.
+        pack: Makes the layer that remains.
+    """
+
+    keys: Tensor
+    values: Tensor
+    packed: PackedLayer
+
+    def __init__(self, length: int, pack: PackLayer) -> None:
+        super().__init__()
+        self.length, self.pack = length, pack
+
+    @override
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> Any:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            self.keys, self.values = key_states[:, :, :0].cpu(), value_states[:, :, :0].cpu()
+        keys = torch.cat([self.keys.to(key_states.device), key_states], dim=2)
+        values = torch.cat([self.values.to(value_states.device), value_states], dim=2)
+        if keys.shape[2] == self.length:
+            self.packed = self.pack(keys, values, self.length)
+            self.keys, self.values = self.keys[:, :, :0].clone(), self.values[:, :, :0].clone()
+        else:
+            self.keys = torch.cat([self.keys, key_states.cpu()], dim=2)
+            self.values = torch.cat([self.values, value_states.cpu()], dim=2)
+        return keys, values
+
+
+def require_unpadded(mask: Tensor | None) -> None:
+    """Refuse padded rows: groups would mix tokens with padding, and a row would depend on its neighbours.
+
+    Raises:
+        UserError: with one line that says why.
+    """
+    if mask is not None and not bool(mask.bool().all()):
+        raise UserError("prompts of different lengths cannot be packed in one batch; give rows of one length each time")
+
+
+def require_full_attention(model: PreTrainedModel) -> None:
+    """Refuse models whose layers do not keep one key and value of every token.
+
+    Raises:
+        UserError: sliding, linear or latent attention.
+    """
+    config: Any = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    if not getattr(config, "layer_types", None) and getattr(config, "sliding_window", None):
+        kinds = {"sliding_attention"}
+    if getattr(config, "kv_lora_rank", None):
+        kinds = {"latent attention"}
+    if kinds:
+        raise UserError(
+            f"{config.model_type} has layers of {', '.join(sorted(kinds))}; the cache can only be packed where all "
+            "layers have full attention"
+        )

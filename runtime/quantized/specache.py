@@ -1,0 +1,202 @@
+"""Entries fetched from the CPU as they are needed, and one step before they are (SpeCache).
+
+Song et al., ICML 2025, section 3.3. A step reads two tokens: the one that has been written, whose logits give the next,
+and a guess of the next one, whose attention says which entries that one will need. Those are fetched in full precision
+while the model goes on, and stand in for the packed ones in the next step. A step that is interrupted leaves the cache
+as it was before it.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from typing_extensions import override
+
+from keepsight.errors import UserError
+from keepsight.runtime.attention import OwnAttention
+from keepsight.runtime.cache import LayerEntries
+from keepsight.runtime.importance import reduce_group
+from keepsight.runtime.offload import Fetch, FullEntries
+from keepsight.runtime.quantized.cache import PackedLayer
+from keepsight.runtime.quantized.entries import PackedEntries, attend_packed
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which entries are fetched.
+
+    Attributes:
+        topk: How many a KV head; all packed ones where there are fewer.
+        heads: Reduction of attention over the query heads of a KV head; see `Reduce.heads`.
+    """
+
+    topk: int
+    heads: str
+
+    def __call__(self, attention: Tensor) -> Tensor:
+        """Attention [B, K, H / K, n] -> indices [B, K, k] int64 of the entries that get the most of it."""
+        reduced = reduce_group(attention.flatten(1, 2), attention.shape[1], self.heads)
+        return reduced.topk(min(self.topk, attention.shape[3]), dim=-1).indices
+
+
+class _Ahead(NamedTuple):
+    """What a step leaves for the next one.
+
+    Attributes:
+        guess: [B, 1] int64, of the token after the next.
+        fetch: What the next token reads in full precision; None for nothing.
+    """
+
+    guess: Tensor
+    fetch: Fetch | None
+
+
+class SpeCacheLayer(PackedLayer):
+    """Packed entries, and behind them the same ones in full precision on the CPU.
+
+    By itself it fetches what each token's own attention asks for; `PairReader` makes it fetch ahead.
+
+    Args:
+        held: Its entries on the device.
+        seen: Logical length.
+        full: In full precision, those whose keys are packed.
+        selection: What to fetch.
+        ahead: What the last step of a `PairReader` has left.
+    """
+
+    def __init__(
+        self, held: PackedEntries, seen: int, full: FullEntries, selection: Selection, ahead: _Ahead | None = None
+    ) -> None:
+        super().__init__(held, seen)
+        self.full, self.selection, self.ahead = full, selection, ahead
+
+    @property
+    @override
+    def bytes(self) -> int:
+        """Bytes on the device: packed and recent entries, and the slots with their indices."""
+        batch, kv_heads, _, width = self.keys.shape
+        slots = batch * kv_heads * min(self.selection.topk, self.full.length)
+        return self.held.bytes + slots * (2 * width * self.keys.element_size() + 8)
+
+    @override
+    def attend(self, query: Tensor, scaling: float) -> Tensor:
+        output, attention = attend_packed(query, self.held, scaling)
+        fetch = self.begin_fetch(attention)
+        return output if fetch is None else attend_packed(query, self.held, scaling, fetch.wait())[0]
+
+    def begin_fetch(self, attention: Tensor) -> Fetch | None:
+        """Fetch the entries that get the most of attention [B, K, H / K, n]; None for no entries."""
+        indices = self.selection(attention)
+        return self.full.fetch(indices) if indices.shape[2] else None
+
+    @override
+    def settle(self) -> None:
+        before, held = self.held, self.held.settled()
+        if held.packed_length > before.packed_length:  # the recent keys were packed; their values are the latest ones
+            values = before.recent_values[:, :, -before.recent_keys.shape[2] :]
+            self.full = self.full.append(before.recent_keys, values)
+        self.hold(held)
+
+    @override
+    def entries(self) -> LayerEntries:
+        raise UserError("a SpeCache state cannot be joined with others or evicted from; answer from it alone")
+
+    @override
+    def share(self) -> "SpeCacheLayer":
+        return SpeCacheLayer(self.held, self.seen, self.full, self.selection)
+
+
+def specache_layers(cache: Cache) -> list[SpeCacheLayer]:
+    """The layers of a SpeCache state's cache."""
+    return [layer for layer in cache.layers if isinstance(layer, SpeCacheLayer)]
+
+
+class PairReader:
+    """A model that reads each token of a SpeCache state together with a guess of the next one.
+
+    Args:
+        model: The target.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model, self.config = model, model.config
+
+    def __call__(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        past_key_values: Cache,
+        logits_to_keep: int = 0,
+        **options: Any,
+    ) -> CausalLMOutputWithPast:
+        """Append tokens to a cache.
+
+        Args:
+            input_ids: [B, q] int64.
+            position_ids: [B, q] int64.
+            past_key_values: Of SpeCache layers.
+            logits_to_keep: Of how many last tokens; 0 for all.
+            options: What else `read` gives a model; for a packed state it says nothing.
+        """
+        logits = []
+        for token, position in zip(input_ids.split(1, dim=1), position_ids.split(1, dim=1), strict=True):
+            layers = specache_layers(past_key_values)
+            if layers[0].ahead is None:  # the step on packed entries alone, from which the first guess comes
+                _, layers = self._step(token, position, layers, 0)
+            assert layers[0].ahead is not None
+            pair = torch.cat([token, layers[0].ahead.guess], dim=1)
+            after, layers = self._step(pair, position, layers, 1)
+            past_key_values.layers[:] = layers  # all layers at once: an interrupted step has changed none
+            logits.append(after)
+        return CausalLMOutputWithPast(logits=cast(Any, torch.cat(logits[-logits_to_keep:], dim=1)))
+
+    def _step(
+        self, tokens: Tensor, position: Tensor, layers: "list[SpeCacheLayer]", accepted: int
+    ) -> tuple[Tensor, "list[SpeCacheLayer]"]:
+        """Logits [B, 1, V] of the first token of [B, q], and the layers after the first `accepted` tokens."""
+        trials: list[Any] = [_TrialLayer(layer, accepted) for layer in layers]
+        positions = position + torch.arange(tokens.shape[1], device=tokens.device)
+        output = self._model(
+            input_ids=tokens, position_ids=positions, past_key_values=Cache(layers=trials), use_cache=True
+        )
+        guess = output.logits[:, -1:].argmax(dim=-1)
+        return output.logits[:, :1], [trial.after(guess) for trial in trials]
+
+
+class _TrialLayer(SpeCacheLayer, OwnAttention):
+    """A layer during a step: it keeps apart what the step would add.
+
+    Args:
+        layer: As it was before; it stays so.
+        accepted: How many of the step's tokens are to stay.
+    """
+
+    def __init__(self, layer: SpeCacheLayer, accepted: int) -> None:
+        super().__init__(layer.held, layer.seen, layer.full, layer.selection, layer.ahead)
+        self._accepted, self._next = accepted, layer.share()
+        self._fetch: Fetch | None = None
+
+    @override
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> Any:
+        self._next.add(*(each[:, :, : self._accepted] for each in (key_states, value_states)))
+        self._next.settle()
+        self.hold(self.held.with_recent(key_states, value_states))
+        return self, value_states
+
+    @override
+    def attend(self, query: Tensor, scaling: float) -> Tensor:
+        fetch = self.ahead.fetch if self.ahead is not None else None
+        slots = fetch.wait() if fetch is not None else None
+        watched = self._next.held.packed_length  # with those that are packed at the end of this step
+        output, attention = attend_packed(query, self.held, scaling, slots, watched)
+        self._fetch = self._next.begin_fetch(attention)
+        return output
+
+    def after(self, guess: Tensor) -> SpeCacheLayer:
+        """The layer after the step."""
+        self._next.ahead = _Ahead(guess, self._fetch)
+        return self._next

@@ -1,0 +1,279 @@
+"""Elastic loading: the entries of a layer lie in the CPU's memory, and those that steps choose in slots on the device.
+
+SpeContext (arXiv 2512.00722), section 5.4. What neighbouring steps both choose stays where it is; what a step chooses
+anew is copied into the slots of what it no longer chooses, while the layers before still compute. Slots are in no
+order: keys are stored after RoPE.
+"""
+
+import time
+import weakref
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from typing_extensions import override
+
+from keepsight.errors import UserError
+from keepsight.runtime.cache import LayerEntries
+from keepsight.runtime.offload import (
+    Begun,
+    FromDevice,
+    FullEntries,
+    Traffic,
+    await_counted,
+    flat_rows,
+    in_background,
+    on_side_stream,
+)
+from keepsight.runtime.sparse_read.cache import Chosen, SelectedLayer, real_entries
+
+_NONE, _STAYS = -1, -2
+
+
+class Moves(NamedTuple):
+    """What a change copies.
+
+    Attributes:
+        entries: [n] int64 on the CPU: flat indices into the entries [S, B, K] of a layer.
+        slots: [n] int64 on the CPU: flat indices into slots [B, K, budget].
+        reused: Entries that stay where they are.
+    """
+
+    entries: Tensor
+    slots: Tensor
+    reused: int
+
+
+class Change:
+    """From what the slots hold to what a step chooses. All layers go through the same one.
+
+    Args:
+        after: What the slots hold then.
+        arriving: [B, K, budget] int64: the entry to be copied into each slot, -1 where none is held, -2 where it stays.
+    """
+
+    def __init__(self, after: "Arrangement", arriving: Tensor) -> None:
+        self.after, self._arriving = after, FromDevice(arriving)
+
+    @cached_property
+    def moves(self) -> Moves:
+        """What it copies; to be asked for by the thread that fetches, as it waits for the device."""
+        arriving = self._arriving.get()
+        slots = (arriving.flatten() >= 0).nonzero()[:, 0]
+        return Moves(flat_rows(arriving).flatten()[slots], slots, int((arriving == _STAYS).sum()))
+
+
+class Arrangement:
+    """Which entry each slot of a layer holds. It never changes; layers that hold the same share it.
+
+    Args:
+        held: [B, K, budget] int64, -1 for none.
+    """
+
+    def __init__(self, held: Tensor) -> None:
+        self.held = held
+        self._asked: Chosen | None = None
+        self._answered: weakref.ref[Change] | None = None  # a state that stays behind would keep all later ones alive
+
+    @classmethod
+    def empty(cls, batch: int, kv_heads: int, budget: int, device: torch.device) -> "Arrangement":
+        """Slots that hold nothing."""
+        return cls(torch.full((batch, kv_heads, budget), _NONE, device=device))
+
+    def to(self, chosen: Chosen, length: int) -> Change:
+        """The change to what a step chooses among `length` entries; the first slots hold it then.
+
+        It is computed once for the layers that ask one after another, as long as one of them keeps it.
+
+        Raises:
+            UserError: more is chosen than there are slots.
+        """
+        known = self._answered() if self._answered is not None and self._asked is chosen else None
+        if known is None:
+            known = self._change(chosen, length)
+            self._asked, self._answered = chosen, weakref.ref(known)
+        return known
+
+    def _change(self, chosen: Chosen, length: int) -> Change:
+        now, budget = chosen.indices, self.held.shape[2]
+        if now.shape[2] > budget:
+            raise UserError(f"{now.shape[2]} entries are chosen, and a layer on the CPU has slots for {budget}")
+        if chosen.real is not None:
+            now = now.masked_fill(~chosen.real, _NONE)
+        held = self.held[:, :, : now.shape[2]]
+        stays = _is_among(held, now, length)
+        lacking = ~_is_among(now, held, length) & (now != _NONE)
+        # The first entry that is lacking goes into the first slot that is free, and so on, by head.
+        queue = now.new_full((*now.shape[:2], now.shape[2] + 1), _NONE)
+        queue.scatter_(2, torch.where(lacking, lacking.cumsum(dim=2) - 1, now.shape[2]), now)
+        queue[:, :, -1] = _NONE
+        incoming = queue.gather(2, ((~stays).cumsum(dim=2) - 1).clamp(min=0))
+        after = torch.where(stays, held, incoming)
+        free = 0, budget - now.shape[2]
+        arriving = functional.pad(incoming.masked_fill(stays, _STAYS), free, value=_NONE)
+        return Change(Arrangement(functional.pad(after, free, value=_NONE)), arriving)
+
+
+def _is_among(wanted: Tensor, given: Tensor, length: int) -> Tensor:
+    """[B, K, n] bool: which of `wanted` [B, K, n] are in `given` [B, K, m] of their head; -1 never is."""
+    marks = torch.zeros(*given.shape[:2], length + 1, dtype=torch.bool, device=given.device)
+    marks.scatter_(2, torch.where(given < 0, length, given), True)
+    marks[:, :, -1] = False  # the place of all that is none
+    return marks.gather(2, torch.where(wanted < 0, length, wanted))
+
+
+@dataclass
+class Slots:
+    """Where a layer on the CPU has its entries, and what of them is on the device.
+
+    Attributes:
+        arrangement: Which entries are in the slots, or on their way there.
+        rows: [B, K, budget + 1, 2d], keys beside values. The newest token's row follows those that a step chose.
+        key_width: Numbers of a key.
+    """
+
+    arrangement: Arrangement
+    rows: Tensor
+    key_width: int
+
+    def first(self, count: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, K, count, d] of the first slots."""
+        return self.split(self.rows[:, :, :count])
+
+    def split(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows [..., 2d] -> keys and values [..., d]."""
+        return rows[..., : self.key_width], rows[..., self.key_width :]
+
+    def copy(self) -> "Slots":
+        """The same in memory of its own."""
+        return replace(self, rows=self.rows.clone())
+
+
+class ElasticLayer(SelectedLayer):
+    """A cache layer whose entries lie in the CPU's memory.
+
+    Args:
+        full: Its entries.
+        slots: Those of them that are on the device.
+        seen: Logical length.
+        padding: See `SelectedLayer`.
+    """
+
+    def __init__(self, full: FullEntries, slots: Slots, seen: int, padding: Tensor | None = None) -> None:
+        super().__init__(*slots.first(0), seen, padding)
+        self.full, self.slots = full, slots
+        self._newest: Tensor | None = None
+        self._prepared: Chosen | None = None
+        self._change: Change | None = None
+        self._loading: Future[None] | None = None
+
+    @classmethod
+    def from_layer(cls, layer: SelectedLayer, arrangement: Arrangement, traffic: Traffic) -> "ElasticLayer":
+        """A layer of the device, or of the CPU, moved.
+
+        Args:
+            layer: It stays as it is.
+            arrangement: Of the other layers on the CPU; the slots are filled to it.
+            traffic: Counts what moves from step to step.
+        """
+        keys, values, held = layer.keys, layer.values, arrangement.held
+        rows = torch.zeros(
+            *held.shape[:2],
+            held.shape[2] + 1,
+            keys.shape[3] + values.shape[3],
+            dtype=keys.dtype,
+            device=held.device,
+        )
+        slots = Slots(arrangement, rows, keys.shape[3])
+        places = held.clamp(min=0).to(keys.device)[..., None]
+        for part, own in zip(slots.first(held.shape[2]), (keys, values), strict=True):
+            part.copy_(own.gather(2, places.expand(-1, -1, -1, own.shape[3])))
+        return cls(FullEntries.offload(keys, values, traffic), slots, layer.seen, layer.padding)
+
+    @property
+    @override
+    def bytes(self) -> int:
+        """Bytes of the slots; the list of what they hold is one for all layers and no part of it."""
+        return self.slots.rows.numel() * self.slots.rows.element_size()
+
+    @override
+    def prepare(self, chosen: Chosen) -> None:
+        super().prepare(chosen)
+        self._prepared = chosen
+        self._change = self.slots.arrangement.to(chosen, self.full.length)
+        self.slots.arrangement = self._change.after
+        self._loading = in_background(_load, self.full, self.slots.rows, self._change, Begun(self.slots.rows.device))
+
+    @override
+    def gather(self, chosen: Chosen) -> LayerEntries:
+        if self._prepared is not chosen:
+            self.prepare(chosen)
+        self._settle()
+        count, rows = chosen.indices.shape[2], self.slots.rows
+        assert self._newest is not None
+        rows[:, :, count : count + 1] = self._newest
+        real = None
+        if chosen.real is not None:
+            assert self.padding is not None
+            real = self.slots.arrangement.held[:, :, :count] >= self.padding[:, None, None]
+            real = functional.pad(real, (0, 1), value=True)
+        return LayerEntries(*self.slots.first(count + 1), real)
+
+    def _settle(self) -> None:
+        """Wait until the slots hold what the arrangement says."""
+        if self._loading is not None:
+            await_counted(self._loading, self.full.traffic)
+            self._loading = None
+
+    @override
+    def append(self, keys: Tensor, values: Tensor) -> None:
+        self.full = self.full.append(keys, values)
+        self._newest = torch.cat([keys[:, :, -1:], values[:, :, -1:]], dim=3)
+        self.seen += keys.shape[2]
+
+    @override
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.full.length + query_length, self.seen - self.full.length
+
+    @override
+    def crop(self, tokens_to_remove: int) -> None:
+        self._settle()
+        self.full, self.seen = self.full.cropped(self.full.length + tokens_to_remove), self.seen + tokens_to_remove
+        held = self.slots.arrangement.held
+        if bool((held >= self.full.length).any()):  # other tokens will come to be at those places
+            self.slots.arrangement = Arrangement(held.masked_fill(held >= self.full.length, _NONE))
+
+    @override
+    def entries(self) -> LayerEntries:
+        """All entries, copied to the device."""
+        keys, values = self.slots.split(self.full.read(self.slots.rows.device))
+        real = None
+        if self.padding is not None:
+            real = real_entries(self.padding, keys.shape[2])[:, None].expand(-1, keys.shape[1], -1)
+        return LayerEntries(keys, values, real)
+
+    @override
+    def share(self) -> "ElasticLayer":
+        self._settle()
+        return ElasticLayer(self.full, self.slots.copy(), self.seen, self.padding)
+
+
+def _load(full: FullEntries, rows: Tensor, change: Change, begun: Begun) -> None:
+    """Copy into the slots' rows [B, K, budget + 1, 2d] what a change brings, after what the device had begun."""
+    begun.wait()
+    entries, slots, reused = change.moves
+    start, traffic = time.perf_counter(), full.traffic
+    coming = full.rows(entries)
+    size = coming.shape[1] * coming.element_size()
+    slots = slots + slots // (rows.shape[2] - 1)  # each head has a row more, the newest token's
+    with on_side_stream(rows.device):
+        rows.flatten(0, 2).index_copy_(0, slots.to(rows.device), coming.to(rows.device, non_blocking=True))
+    traffic.fetched += len(entries) * size
+    traffic.asked += (len(entries) + reused) * size
+    traffic.reused += reused
+    traffic.selections += 1
+    traffic.fetching += time.perf_counter() - start

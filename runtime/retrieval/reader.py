@@ -1,0 +1,139 @@
+"""Reading with a retrieval head: choose, announce to all layers, run the model, keep what the next choice needs.
+
+A step that is interrupted leaves the cache as it was before it.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from typing_extensions import override
+
+from keepsight.errors import UserError
+from keepsight.runtime.cache import share
+from keepsight.runtime.features import RecordFeatures
+from keepsight.runtime.retrieval.placement import Placement
+from keepsight.runtime.retrieval.selector import HeadSelector
+from keepsight.runtime.sparse_read.cache import SelectedLayer, SelectedState
+from keepsight.runtime.sparse_read.mla import reader_of
+from keepsight.runtime.state import State
+
+
+class RetrievalCache(Cache):
+    """Layers that read what is announced to them, and what chooses it.
+
+    Args:
+        layers: One for each layer of the target.
+        selector: It has seen as many tokens as the layers.
+        placement: Says which layers lie on the CPU.
+    """
+
+    def __init__(self, layers: list[Any], selector: HeadSelector, placement: Placement) -> None:
+        super().__init__(layers=layers)
+        self.selector, self.placement = selector, placement
+
+    @property
+    def selected_layers(self) -> list[SelectedLayer]:
+        """The layers."""
+        return [layer for layer in self.layers if isinstance(layer, SelectedLayer)]
+
+    def forget_after(self, length: int) -> None:
+        """Take back what any layer has of tokens beyond so many."""
+        self.selector.keys.crop(length)
+        for layer in self.selected_layers:
+            if layer.seen > length:
+                layer.crop(length - layer.seen)
+
+
+@dataclass(frozen=True)
+class RetrievalState(SelectedState):
+    """A state whose entries a retrieval head chooses; its cache is a `RetrievalCache`."""
+
+    @property
+    @override
+    def length(self) -> int:
+        return self.tokens.shape[1]
+
+    @property
+    @override
+    def kv_bytes(self) -> int:
+        """Bytes on the device: keys and values that lie there, and the retrieval head's keys."""
+        return super().kv_bytes + retrieval_cache(self.cache).selector.bytes
+
+    @override
+    def held(self) -> Tensor:
+        shape = len(self.cache.layers), len(self.lengths), retrieval_cache(self.cache).selected_layers[0].keys.shape[1]
+        return self.lengths[:, None].expand(shape)
+
+    @override
+    def copy(self) -> State:
+        own = retrieval_cache(self.cache)
+        return replace(self, cache=RetrievalCache(list(share(own).layers), own.selector.share(), own.placement))
+
+
+def retrieval_cache(cache: Cache) -> RetrievalCache:
+    """The cache, if it is one.
+
+    Raises:
+        UserError: it is another one.
+    """
+    if not isinstance(cache, RetrievalCache):
+        raise UserError("a retrieval head's reader reads states of its own method; give the state of method.start")
+    return cache
+
+
+class RetrievalReader:
+    """A model that reads each token of a `RetrievalState` after its retrieval head has chosen the entries.
+
+    Args:
+        model: The target.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model, self.config = model, model.config
+        self._reader = reader_of(model)
+
+    def __call__(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        past_key_values: Cache,
+        logits_to_keep: int = 0,
+        **options: Any,
+    ) -> CausalLMOutputWithPast:
+        """Append tokens to a cache.
+
+        Args:
+            input_ids: [B, q] int64.
+            position_ids: [B, q] int64.
+            past_key_values: A `RetrievalCache`.
+            logits_to_keep: Of how many last tokens; 0 for all.
+            options: What else `read` gives a model; its layers know what is padding, and nothing is recorded.
+        """
+        cache = retrieval_cache(past_key_values)
+        pairs = zip(input_ids.split(1, dim=1), position_ids.split(1, dim=1), strict=True)
+        logits = [self._step(*pair, cache) for pair in pairs]
+        return CausalLMOutputWithPast(logits=cast(Any, torch.cat(logits[-logits_to_keep:], dim=1)))
+
+    def _step(self, token: Tensor, position: Tensor, cache: RetrievalCache) -> Tensor:
+        """Logits [B, 1, V] of one token."""
+        before, selector = cache.get_seq_length(), cache.selector
+        cache.placement.place(cache.layers, before + 1)
+        try:
+            chosen = selector.choose(self._model.get_input_embeddings()(token), position)
+            for layer in cache.selected_layers:
+                layer.prepare(chosen)
+            with RecordFeatures(self._model, selector.layers) as recorded:
+                output = self._reader(
+                    input_ids=token, position_ids=position, past_key_values=cache, use_cache=True, logits_to_keep=1
+                )
+            if selector.layers:
+                selector.features = torch.cat(recorded.outputs(), dim=-1)
+        except BaseException:
+            cache.forget_after(before)
+            raise
+        return output.logits

@@ -1,0 +1,100 @@
+"""Choosing with a retrieval head, once for all layers, before the model runs (SpeContext, arXiv 2512.00722)."""
+
+from typing import Protocol
+
+from torch import Tensor
+from torch.nn import functional
+
+from keepsight.runtime.sparse_read.cache import Chosen
+from keepsight.runtime.sparse_read.top_k import Limits, most_attended
+
+_ROOM = 64
+"""Keys for which there is room when they have to be copied to grow."""
+
+
+class Head(Protocol):
+    """A retrieval head; see `keepsight.models.retrieval_head.RetrievalHead`."""
+
+    @property
+    def scaling(self) -> float:
+        """Factor of the dot products."""
+        ...
+
+    def project(self, embeddings: Tensor, features: Tensor | None, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries [B, H, q, d] and keys [B, K, q, d] of tokens, after RoPE."""
+        ...
+
+
+class HeadKeys:
+    """Keys that grow in place; those of a copy do not change with them.
+
+    Args:
+        keys: [B, K, C, d].
+    """
+
+    def __init__(self, keys: Tensor) -> None:
+        self._room, self.length = keys, keys.shape[2]
+
+    @property
+    def keys(self) -> Tensor:
+        """[B, K, C, d]."""
+        return self._room[:, :, : self.length]
+
+    def append(self, keys: Tensor) -> None:
+        """With more keys [B, K, q, d]."""
+        end = self.length + keys.shape[2]
+        if end > self._room.shape[2]:
+            self._room = functional.pad(self.keys, (0, 0, 0, end + _ROOM - self.length))
+        self._room[:, :, self.length : end] = keys
+        self.length = end
+
+    def crop(self, length: int) -> None:
+        """Keep only the first so many."""
+        if length < self.length:
+            self._room, self.length = self._room[:, :, :length], length  # no room: a copy may share what follows
+
+
+class HeadSelector:
+    """Chooses for all layers before the model runs, with the attention of a retrieval head over keys of its own.
+
+    Args:
+        head: The retrieval head.
+        layers: The target's layers whose outputs are its features; none when it reads embeddings alone.
+        keys: [B, K, C, d], the head's, of all tokens so far.
+        features: [B, 1, w], the target's, of the last token; None when the head reads none.
+        padding: [B] int64, how many of the first tokens are padding; None for none.
+        limits: How many entries it chooses.
+    """
+
+    def __init__(
+        self,
+        head: Head,
+        layers: tuple[int, ...],
+        keys: Tensor,
+        features: Tensor | None,
+        padding: Tensor | None,
+        limits: Limits,
+    ) -> None:
+        self.head, self.layers, self.features = head, layers, features
+        self.padding, self.limits = padding, limits
+        self.keys = HeadKeys(keys)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of its keys."""
+        return self.keys.keys.numel() * self.keys.keys.element_size()
+
+    def choose(self, embeddings: Tensor, positions: Tensor) -> Chosen:
+        """What the target reads for a token, whose key is appended to the head's.
+
+        Args:
+            embeddings: [B, 1, hidden], the target's, of the token.
+            positions: [B or 1, 1] int64.
+        """
+        query, key = self.head.project(embeddings, self.features, positions)
+        self.keys.append(key)
+        return most_attended(query, self.keys.keys, self.head.scaling, self.padding, self.limits)
+
+    def share(self) -> "HeadSelector":
+        """One that goes on by itself from here."""
+        return HeadSelector(self.head, self.layers, self.keys.keys, self.features, self.padding, self.limits)

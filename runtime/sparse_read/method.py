@@ -1,0 +1,118 @@
+"""Methods that keep every entry and read a few of them a step.
+
+The budget: entries that each KV head of each layer reads for a token, sinks and window inside it; the token's own entry
+is read besides. A ratio (a float between 0 and 1) stands for `round(ratio * N)`, N being the longest prompt of the
+batch. Generated tokens are chosen like the prompt's. A budget that covers the cache gives full attention.
+"""
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+from typing_extensions import override
+
+from keepsight.errors import UserError
+from keepsight.runtime.method import CacheMethod
+from keepsight.runtime.sparse_read.cache import MakeLayer, SelectedState, selected_layers
+from keepsight.runtime.sparse_read.mla import expanded, reader_of
+from keepsight.runtime.state import State, Trace
+
+
+@dataclass(frozen=True)
+class ReadSome(CacheMethod):
+    """Reads `budget` entries of the cache for every token; see the module for what the budget counts.
+
+    Attributes:
+        budget: Entries a KV head and step, or a ratio.
+
+    Raises:
+        UserError: a value is out of range; one line names it.
+    """
+
+    budget: int | float
+
+    def __post_init__(self) -> None:
+        budget = self.budget
+        if type(budget) not in (int, float):
+            raise UserError(f"{self._name}: budget {budget!r} must be a whole number of entries, or a ratio")
+        if isinstance(budget, float) and not 0 < budget <= 1:
+            raise UserError(f"{self._name}: budget {budget} is not a ratio in (0, 1]; give entries as a whole number")
+        if isinstance(budget, int):
+            self._check_budget(budget)
+
+    @property
+    def _name(self) -> str:
+        return type(self).__name__
+
+    def least(self) -> tuple[int, str]:
+        """The smallest budget that leaves something to choose, and why."""
+        return 1, "one entry to choose"
+
+    def entries(self, length: int) -> int:
+        """The budget for a prompt of `length` tokens."""
+        return self.budget if isinstance(self.budget, int) else max(round(self.budget * length), 1)
+
+    @override
+    def check(self, length: int, context: int) -> None:
+        if length > context:
+            raise UserError(
+                f"{self._name}: a prompt of {length} tokens does not fit the context of {context}; shorten it"
+            )
+        if (budget := self.entries(length)) < length:
+            self._check_budget(budget)
+
+    @override
+    @torch.no_grad()
+    def compress(self, model: PreTrainedModel, state: State) -> State:
+        require_unlimited_attention(model)
+        state = expanded(model, state)
+        layers: list[Any] = [*selected_layers(state, self.layers_for(state))]
+        return SelectedState(Cache(layers=layers), None, state.logits, state.tokens, state.lengths, Trace())
+
+    @override
+    def reader(self, model: PreTrainedModel) -> PreTrainedModel:
+        return reader_of(model)
+
+    @abstractmethod
+    def layers_for(self, state: State) -> MakeLayer:
+        """Makes the layers of a state, called for one after another."""
+
+    def _check_budget(self, budget: int) -> None:
+        least, reason = self.least()
+        if budget < least:
+            given = "" if budget == self.budget else f" leaves {budget} entries, which"
+            raise UserError(
+                f"{self._name}: budget {self.budget}{given} is below {least} ({reason}); give a larger budget"
+            )
+
+
+def require_whole_number(method: object, *fields: str) -> None:
+    """Refuse fields of a method that are no whole number of at least 0.
+
+    Raises:
+        UserError: with one line that names the field.
+    """
+    for field in fields:
+        value = getattr(method, field)
+        if type(value) is not int or value < 0:
+            raise UserError(f"{type(method).__name__}: {field} {value!r} must be a whole number")
+
+
+def require_unlimited_attention(model: PreTrainedModel) -> None:
+    """Refuse models with layers that do not attend to all entries: what they may not see would be chosen.
+
+    Raises:
+        UserError: sliding or linear attention.
+    """
+    config: Any = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if not kinds and getattr(config, "sliding_window", None):
+        kinds = {"sliding_attention"}
+    if others := sorted(kinds - {"full_attention"}):
+        raise UserError(
+            f"{config.model_type} has layers of {', '.join(others)}; entries can only be chosen where all layers have "
+            "full attention"
+        )

@@ -1,0 +1,112 @@
+"""Choosing whole pages of entries by a bound of their dot products with a query (Quest, arXiv 2406.10774)."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from typing_extensions import override
+
+from keepsight.runtime.sparse_read.cache import Chosen, Selection
+
+
+class TopPages(Selection):
+    """The pages that can hold the largest dot products, and the entries that do not fill a page yet.
+
+    A page is `page` entries one after another, counted from a row's first real entry. Of its keys after RoPE the
+    largest and the smallest number of each channel are kept; the sum over channels of the larger of query x smallest
+    and query x largest is at least every dot product with a key of the page (Quest, section 3.3). Query heads of a
+    group vote with the largest of their bounds, which are not normalised: Quest has one query head for each KV head,
+    and no weights to normalise. Pages of generated tokens are made as they fill.
+
+    The entries of the page that is not full are always read, within the budget: what is left of it is rounded down to
+    whole pages.
+
+    Args:
+        budget: Entries a KV head reads a step, beside the token's own.
+        page: Entries of a page.
+        bounds: [B, K, P, 2d] of pages that are known, largest numbers before smallest; none by default.
+        filled: Pages known for each row, or for all rows.
+    """
+
+    def __init__(self, budget: int, page: int = 16, bounds: Tensor | None = None, filled: tuple[int, ...] = ()) -> None:
+        self.budget, self.page = budget, page
+        self._bounds, self._filled = bounds, list(filled)
+
+    @property
+    @override
+    def bytes(self) -> int:
+        if self._bounds is None:
+            return 0
+        known = self._bounds[:, :, : max(self._filled)]
+        return known.numel() * known.element_size()
+
+    @override
+    def share(self) -> "TopPages":
+        if self._bounds is None:
+            return TopPages(self.budget, self.page)
+        bounds = self._bounds[:, :, : max(self._filled)]  # neither writes below it, unless rows differ
+        alike = min(self._filled) == max(self._filled)
+        return TopPages(self.budget, self.page, bounds if alike else bounds.clone(), tuple(self._filled))
+
+    @override
+    def choose(self, query: Tensor, scaling: float, keys: Tensor, padding: Tensor | None) -> Chosen:
+        length = keys.shape[2] - 1
+        starts = _starts(padding)
+        self.summarise(keys[:, :, :length], padding)
+        open_entries = [(length - start) % self.page for start in starts]
+        room = [max(self.budget - entries, 0) // self.page for entries in open_entries]
+        taken = [min(pair) for pair in zip(room, self._filled, strict=True)]
+        pages = self.scores(query).topk(max(taken), dim=-1).indices
+        first = pages.new_tensor(starts).view(-1, 1, 1, 1)
+        within = torch.arange(self.page, device=pages.device)
+        indices = (first + pages[..., None] * self.page + within).flatten(2)
+        tail = torch.arange(max(length - max(open_entries), 0), length, device=pages.device)
+        indices = torch.cat([indices, tail.expand(*indices.shape[:2], -1)], dim=2)
+        if padding is None:
+            return Chosen(indices, None)
+        whole, rest = pages.new_tensor([[self.page * count for count in taken], open_entries])[..., None]
+        columns = torch.arange(self.page * max(taken), device=pages.device)
+        real = torch.cat([columns < whole, tail >= length - rest], dim=1)
+        return Chosen(indices.clamp(max=length - 1), real[:, None].expand_as(indices))
+
+    def scores(self, query: Tensor) -> Tensor:
+        """Query [B, H, 1, d] -> [B, K, P] float32, -inf for pages that a row does not have."""
+        assert self._bounds is not None
+        pages = max(self._filled)
+        bounds = self._bounds[:, :, :pages]
+        grouped = query.view(len(query), bounds.shape[1], -1, query.shape[3])
+        signed = torch.cat([grouped.clamp(min=0), grouped.clamp(max=0)], dim=3)
+        scores = (signed @ bounds.transpose(2, 3)).amax(dim=2).float()
+        if min(self._filled) == pages:
+            return scores
+        filled = torch.tensor(self._filled, device=query.device).view(-1, 1, 1)
+        return scores.masked_fill(torch.arange(pages, device=query.device) >= filled, -torch.inf)
+
+    def summarise(self, keys: Tensor, padding: Tensor | None) -> None:
+        """Make the pages that have filled since the last step; those of entries that were taken back go.
+
+        Args:
+            keys: [B, K, C, d] after RoPE.
+            padding: As for `choose`.
+        """
+        starts = _starts(padding)
+        wanted = [(keys.shape[2] - start) // self.page for start in starts]
+        known = self._filled or [0] * len(starts)
+        if self._bounds is None:
+            self._bounds = keys.new_empty(*keys.shape[:2], 0, 2 * keys.shape[3])
+        if any(now < before for now, before in zip(wanted, known, strict=True)):
+            known = [min(pair) for pair in zip(wanted, known, strict=True)]
+            self._bounds = self._bounds[:, :, : max(known)].clone()  # others may share what is to be written again
+        if (missing := max(wanted) - self._bounds.shape[2]) > 0:
+            self._bounds = functional.pad(self._bounds, (0, 0, 0, missing + 16))
+        for place, (start, now, before) in enumerate(zip(starts, wanted, known, strict=True)):
+            if now > before:
+                rows = slice(None) if len(starts) == 1 else slice(place, place + 1)
+                entries = keys[rows, :, start + before * self.page : start + now * self.page]
+                paged = entries.unflatten(2, (now - before, self.page))
+                self._bounds[rows, :, before:now] = torch.cat([paged.amax(dim=3), paged.amin(dim=3)], dim=3)
+        self._filled = wanted
+
+
+def _starts(padding: Tensor | None) -> list[int]:
+    """First real entry of each row, or of all rows."""
+    return [0] if padding is None else padding.tolist()

@@ -1,0 +1,81 @@
+"""Choosing the entries that get the most attention.
+
+Weights are normalised for each query head (softmax over all entries and the token's own), and those of a group are
+reduced by their maximum: heads of one group can look at different entries, and logits of two heads do not compare.
+SpeContext (arXiv 2512.00722), section 4.3.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from keepsight.runtime.importance import attention_weights, reduce_group
+from keepsight.runtime.sparse_read.cache import Chosen, Selection, real_entries
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How many entries a KV head reads a step, beside the token's own.
+
+    Attributes:
+        budget: Entries; all where there are fewer.
+        sinks: First entries that are always read, within the budget.
+        window: Last entries that are always read, within the budget.
+    """
+
+    budget: int
+    sinks: int = 0
+    window: int = 0
+
+    def top(self, importance: Tensor, padding: Tensor | None) -> Chosen:
+        """The most important of C entries.
+
+        Args:
+            importance: [B, K, C] float, at least 0; it may be written to.
+            padding: [B] int64, how many of the first entries are padding; None for none.
+
+        Returns:
+            k = min(budget, C) different entries of each head. Where a row has fewer real ones, padding fills up.
+        """
+        length = importance.shape[2]
+        importance[..., max(length - self.window, 0) :] = torch.inf
+        if padding is None:
+            importance[..., : self.sinks] = torch.inf
+        else:
+            real = real_entries(padding, length)[:, None]
+            first = ~real_entries(padding + self.sinks, length)[:, None]
+            importance = importance.masked_fill(first, torch.inf).masked_fill(~real, -1.0)
+        indices = importance.topk(min(self.budget, length), dim=-1, sorted=False).indices
+        return Chosen(indices, None if padding is None else indices >= padding[:, None, None])
+
+
+def most_attended(query: Tensor, keys: Tensor, scaling: float, padding: Tensor | None, limits: Limits) -> Chosen:
+    """The entries that one token attends to most.
+
+    Args:
+        query: [B, H, 1, d] after RoPE.
+        keys: [B, K, C + 1, d] after RoPE, the token's own key last.
+        scaling: Factor of the dot products.
+        padding: [B] int64, how many of the first entries are padding; None for none.
+        limits: How many.
+    """
+    mask = None if padding is None else real_entries(padding, keys.shape[2])
+    weights = attention_weights(query, keys, scaling, mask)[:, :, 0, :-1]
+    return limits.top(reduce_group(weights, keys.shape[1], "max"), padding)
+
+
+@dataclass(frozen=True)
+class TopAttention(Selection):
+    """What a layer's own attention weights are largest for: all keys are read to choose, the upper bound of others.
+
+    Attributes:
+        limits: How many.
+    """
+
+    limits: Limits
+
+    @override
+    def choose(self, query: Tensor, scaling: float, keys: Tensor, padding: Tensor | None) -> Chosen:
+        return most_attended(query, keys, scaling, padding, self.limits)

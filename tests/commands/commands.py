@@ -1,0 +1,57 @@
+"""Running commands as a user types them, and a tiny target and adapter to run them with."""
+
+from pathlib import Path
+
+import pytest
+
+from keepsight.commands.cli import main
+from keepsight.models.lookahead import Lookahead, LookaheadSettings
+from keepsight.models.lookahead_files import Provenance, save_lookahead
+from keepsight.models.targets import load_target
+from tests.tiny import save_tiny_target
+
+DATA = ["limit=6", "shard_size=2", "max_new_tokens=4", "mixture=mixture.yaml", "out=data"]
+NEEDLES = ["tasks=[niah_single]", "lengths=[320]", "samples=3", "budgets=[40,0.25]", "max_new_tokens=6"]
+
+
+class CommandLine:
+    """Runs `keepsight ...` in this process."""
+
+    def __init__(self, capture: pytest.CaptureFixture[str]) -> None:
+        self.capture = capture
+
+    def __call__(self, *arguments: str) -> str:
+        """What a command that succeeds prints."""
+        code, printed, errors = self._run(*arguments)
+        assert (code, _complaints(errors)) == (0, []), errors
+        return printed
+
+    def fails(self, *arguments: str) -> str:
+        """The one line that a command complains with."""
+        code, _, errors = self._run(*arguments)
+        assert code == 2 and "Traceback" not in errors, errors
+        (line,) = _complaints(errors)
+        assert errors.rstrip("\n").endswith(line)
+        return line.removeprefix("keepsight: error: ")
+
+    def _run(self, *arguments: str) -> tuple[int, str, str]:
+        self.capture.readouterr()
+        code = main(arguments)
+        printed, errors = self.capture.readouterr()
+        return code, printed, errors
+
+
+def _complaints(errors: str) -> list[str]:
+    return [line for line in errors.splitlines() if "error" in line.lower()]
+
+
+def save_target_and_adapter(folder: Path) -> None:
+    """`tiny` and `adapter` in the folder, named as a user in that folder would name them."""
+    save_tiny_target(folder / "tiny")
+    module = Lookahead(load_target(str(folder / "tiny"), device="cpu").model, LookaheadSettings(tokens=4, rank=2))
+    save_lookahead(module, folder / "adapter", Provenance("tiny"), "---\nlicense: apache-2.0\n---\n# Card\n")
+
+
+def tree(folder: Path) -> list[str]:
+    """Every file under a folder, hidden ones too."""
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())

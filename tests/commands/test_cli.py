@@ -1,0 +1,189 @@
+"""The command line as a user types it: what it prints, and what it says to bad input."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from keepsight.commands.cli import COMMANDS
+from tests.commands.commands import DATA, NEEDLES, CommandLine, tree
+from tests.tiny import tiny_model, tiny_tokenizer
+
+pytestmark = pytest.mark.usefixtures("here")
+TINY = ("model.id=tiny", "model.device=cpu", "adapter=null", "draft.layers=null")
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]])
+def test_the_overview_names_every_command(keepsight: CommandLine, arguments: list[str]) -> None:
+    printed = keepsight(*arguments)
+    assert "usage: keepsight COMMAND key=value" in printed
+    assert all(f"\n  {name} " in printed for name in COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_shows_the_keys(keepsight: CommandLine, command: str, here: Path) -> None:
+    printed = keepsight(command, "out=runs/a", "--help")
+    assert printed.startswith(f"keepsight {command}: ")
+    assert "\n  model.id=required\n" in printed and "\n      Hub id or local folder.\n" in printed
+    assert max(map(len, printed.splitlines())) <= 120
+    assert not (here / "runs").exists()
+
+
+WRONG = {
+    "dta": "'dta' is no command; choose one of data, train, eval, hits, inspect, push, bench, demo",
+    "data outt=data": "'outt' is no key of this command; did you mean 'out'?",
+    "data out=data recipe=smollm": "recipe=smollm is unknown; choose one of llama3.1-8b, ",
+    "data out=data stray": "'stray' is not understood; arguments are written key=value, see --help",
+    "data --limt=3": "'limt' is no key of this command; did you mean 'limit'?",
+    "data limit=3": "out= is required; see --help",
+    "push adapter": "repo= is required; see --help",
+    "push adapter ada/x more": "'more' is not understood; ",
+    "data out=data limit=many": "limit=many: Value 'many' of type 'str' could not be converted to Integer",
+    "data out=data limit=0": "limit=0 must be at least 1",
+    "data out=data shard_size=0": "shard_size=0 must be at least 1",
+    "data out=data max_new_tokens=0": "max_new_tokens=0 must be at least 1",
+    "data out=data mixture=none": "mixture=none is neither a file nor one of demo, offline",
+    "data out=data model.id=nowhere/": "model 'nowhere/' is neither a folder nor a Hub id; ",
+    "data out=data model.dtype=int8": "dtype 'int8' is unknown; choose auto or one of float32, ",
+    "data out=data model.device=abacus": "device 'abacus' cannot be used ",
+    "eval out=out methods=[snapkw]": "method 'snapkw' is unknown; choose one of full, oracle, lookaheadkv, ",
+    "eval out=out methods=[7]": "methods=7: expected a method's name, or {name: NAME, option: value}",
+    "eval out=out methods=[full]": "methods= and budgets= must name at least one method that evicts, and one budget",
+    "eval out=out methods=[{name:snapkv,windw:8}]": "method 'snapkv': there is no option 'windw'; it takes observer, ",
+    "eval out=out methods=[{name:snapkv,pool:{kernel:4}}]": "method 'snapkv': pool: kernel 4 must be odd ",
+    "eval out=out methods=[{name:snapkv,pool:{kernel:x}}]": "method 'snapkv': pool: kernel 'x' must be odd ",
+    "eval out=out methods=[{window:8}]": "method '' is unknown; choose one of ",
+    "eval out=out methods=[{name:snapkv,budget:64}]": "methods={'name': 'snapkv', 'budget': 64}: there is no option ",
+    "eval out=out methods=[{name:full,window:8}]": "methods={'name': 'full', 'window': 8}: 'full' is the full cache, ",
+    "eval out=out methods=[{name:snapkv,label:full}]": "methods={'name': 'snapkv', 'label': 'full'}: 'full' is the ",
+    "eval out=out methods=[snapkv,snapkv]": "methods= and budgets= name 'snapkv' at budget 64 twice; name it once",
+    "eval out=out methods=[snapkv] budgets=[64,64]": "methods= and budgets= name 'snapkv' at budget 64 twice; ",
+    "eval out=out methods=[{name:tova,label:a},{name:h2o,label:a}]": "methods= and budgets= name 'a' at budget 64 ",
+    "eval out=out methods=[{name:snapkv,allocate:ada}]": "method 'snapkv': allocate: 'ada' is unknown; choose one of ",
+    "eval out=out methods=[{name:adakv,window:0,observer:{size:4}}] budgets=[4]": "adakv: budget 4 with ",
+    "eval out=out methods=[{name:evict}]": "method 'evict': option 'observer' is missing, one of ",
+    "eval out=out methods=[{name:evict,observer:prompt}]": "method 'evict': observer: 'prompt' is unknown; ",
+    "eval out=out methods=[{name:dapq,observer:{drafter:it}}]": "method 'dapq': observer: drafter: 'it' is unknown; ",
+    "eval out=out methods=[speckv]": "method 'speckv': needs a draft: set draft.layers=[...] ",
+    "eval out=out methods=[specpc]": "method 'specpc': needs a draft: set draft.layers=[...] ",
+    "eval out=out methods=[laq] budgets=[16]": "LAQ: budget 16 must be above the first_window 32 ",
+    "eval out=out question=heard": "question=heard is unknown; choose one of seen, unseen, multi",
+    "eval out=out max_batch_tokens=-1": "max_batch_tokens=-1 must be at least 0, which leaves it to keepsight",
+    "eval out=out max_new_tokens=-1": "max_new_tokens=-1 must be at least 0, which leaves it to keepsight",
+    "eval out=out methods=[snapkv] budgets=[]": "methods= and budgets= must name at least one method that evicts",
+    "eval out=out methods=[lookaheadkv]": "method 'lookaheadkv': needs adapter=FOLDER_OR_HUB_ID; ",
+    "eval out=out adapter=./none": "method 'lookaheadkv': './none' is neither a folder nor a Hub id; ",
+    "inspect prompt=Hello method=full out=out": "method 'full' evicts nothing from the cache, so there is nothing ",
+    "inspect prompt=Hello method=specpc out=out draft.layers=[0]": "method 'specpc' evicts nothing from the cache, ",
+    "inspect prompt=Hello method=speckv out=out": "method 'speckv': needs a draft: set draft.layers=[...] ",
+    "inspect prompt=Hello method=snapkv options={kernel:3} out=out": "method 'snapkv': there is no option 'kernel'; ",
+    "eval out=out methods=[snapkv] budgets=[0]": "SnapKV: budget 0 is below 1; ",
+    "eval out=out methods=[snapkv] budgets=[-3]": "SnapKV: budget -3 is below 1; ",
+    "eval out=out methods=[snapkv] budgets=[32]": "SnapKV: budget 32 must be above the 32 protected entries ",
+    "eval out=out methods=[streamingllm] budgets=[4]": "StreamingLLM: budget 4 must be above the 4 protected entries ",
+    "eval out=out methods=[snapkv] budgets=[1.5]": "SnapKV: budget 1.5 is not a ratio in (0, 1]; ",
+    "eval out=out methods=[snapkv] budgets=[many]": "SnapKV: budget 'many' must be a whole number of entries, or a ",
+    "eval out=out adapter=shipped:none": "adapter=shipped:none: keepsight ships no adapter 'none'; ",
+    "eval out=out methods=[snapkv] samples=0": "tasks= and samples= leave no sample to evaluate",
+    "eval out=out methods=[snapkv] tasks=[niah_one]": "task 'niah_one' is unknown; choose one of niah, niah_single",
+    "eval out=out methods=[snapkv] lengths=[20]": "niah_single: length 20 is too short; its needles alone need ",
+    "eval out=out methods=[snapkv] haystack=none.txt": "none.txt: the haystack cannot be read ",
+    "eval out=out methods=[snapkv] tasks=[jsonl]": "tasks=[jsonl] needs jsonl.dir=FOLDER ",
+    "eval out=out methods=[snapkv] tasks=[jsonl] jsonl.dir=none": "none: no such folder; ",
+    "inspect prompt=@none.txt method=snapkv out=out": "prompt=@none.txt: cannot be read as UTF-8 text ",
+    "inspect prompt=Hello method=snapkv out=out": "budget=64 keeps all 7 prompt tokens; lower it",
+    "bench both": "bench 'both' is unknown; choose one of train, eval, evict, specache, speculate, retrieve",
+    "bench eval samples=0": "samples=0 must be at least 1",
+    "train data=none out=out": "none: no manifest.json; make the data with `keepsight data out=none`",
+    "push none ada/x": "none: holds nothing that can be pushed ",
+    "push adapter ada": "'ada' is neither a folder nor a Hub id; ",
+}
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_bad_input_ends_with_one_line(keepsight: CommandLine, line: str, here: Path) -> None:
+    before = tree(here)
+    command, *given = line.split(" ")
+    tiny = [key for key in TINY if key.partition("=")[0] not in line]
+    assert keepsight.fails(command, *tiny, *given).startswith(WRONG[line])
+    assert tree(here) == before
+
+
+EARLY = [
+    line for line, said in WRONG.items() if re.match("eval|inspect", line) and not re.match("tasks=|task |niah", said)
+]
+
+
+@pytest.mark.parametrize(
+    "line", [line for line in EARLY if not re.search("tasks=|haystack=|prompt=@|method=snapkv out", line)]
+)
+def test_it_ends_before_the_target_is_loaded(keepsight: CommandLine, line: str) -> None:
+    command, *given = line.split(" ")
+    missing = [key for key in ("adapter=null", "draft.layers=null") if key.partition("=")[0] not in line]
+    assert keepsight.fails(command, "model.id=nowhere/", *missing, *given).startswith(WRONG[line])
+
+
+def test_samples_are_not_counted_twice(keepsight: CommandLine) -> None:
+    for twice in ("lengths=[320,320]", "tasks=[niah_single,niah_single]", "tasks=[niah,niah_multikey]"):
+        message = keepsight.fails("eval", *TINY, "methods=[snapkv]", "lengths=[512]", "samples=1", twice, "out=out")
+        assert message == "tasks=, lengths= and jsonl.files= name some samples twice; name each once"
+
+
+def test_prompts_longer_than_the_context(keepsight: CommandLine, here: Path) -> None:
+    assert "more than the context of 4096; lower the mixture's max_tokens" in keepsight.fails(
+        "data", *TINY, *DATA, "max_new_tokens=4090"
+    )
+    assert not list((here / "data").glob("shard-*"))
+    message = keepsight.fails("eval", *TINY, *NEEDLES, "methods=[snapkv]", "lengths=[5000]", "out=eval")
+    assert "for the answer more than the context of 4096; lower lengths= or max_tokens=" in message
+    assert not (here / "eval").exists()
+    (here / "long.txt").write_text("word " * 5000)
+    assert "this model takes 1 to 4096" in keepsight.fails("inspect", *TINY, "method=snapkv", "prompt=@long.txt")
+    (here / "long.txt").write_text("word " * 1360)
+    message = keepsight.fails("inspect", *TINY, "method=dapq", "prompt=@long.txt", "template=false")
+    assert "DapQ: 32 observing tokens after a prompt of 40" in message
+    assert not (here / "runs").exists()
+    # What ends without a result leaves no settings to disagree with.
+    keepsight("data", *TINY, *DATA)
+
+
+def other_model(adapter: Path) -> None:
+    tiny_model(vocab_size=512, hidden_size=48, max_position_embeddings=4096).save_pretrained("tiny")
+    tiny_tokenizer().save_pretrained("tiny")
+
+
+def other_digest(adapter: Path) -> None:
+    content = bytearray((adapter / "lookahead_tokens.safetensors").read_bytes())
+    content[-1] ^= 1
+    (adapter / "lookahead_tokens.safetensors").write_bytes(content)
+
+
+ADAPTERS = {
+    "another model": (other_model, "this adapter is for 'tiny'"),
+    "wrong digest": (other_digest, "adapter/lookahead_tokens.safetensors: its digest is sha256:"),
+    "missing file": (lambda adapter: (adapter / "adapter_model.safetensors").unlink(), "adapter_model.safetensors is"),
+    "corrupt file": (lambda adapter: (adapter / "lookahead_config.json").write_text("{"), "lookahead_config.json: not"),
+}
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_an_adapter_that_does_not_fit(keepsight: CommandLine, here: Path, name: str) -> None:
+    spoil, message = ADAPTERS[name]
+    spoil(here / "adapter")
+    given = (*TINY[:2], "adapter=adapter")
+    assert message in keepsight.fails("eval", *given, *NEEDLES, "methods=[lookaheadkv]", "out=eval")
+    assert set(tree(here / "eval") if (here / "eval").exists() else []) <= {"settings.json"}
+    (here / "text.txt").write_text("word " * 200)
+    assert message in keepsight.fails("inspect", *given, "prompt=@text.txt", "out=page.html")
+    assert not (here / "page.html").exists()
+
+
+def test_push_shows_what_it_would_send(keepsight: CommandLine, here: Path) -> None:
+    (here / "adapter" / "notes.txt").write_text("mine")
+    printed = keepsight("push", "adapter", "ada/x", "--dry-run")
+    assert printed == keepsight("push", "folder=adapter", "repo=ada/x", "dry_run=true")
+    assert printed.startswith("to https://") and printed.endswith("\ndry run: nothing was uploaded\n")
+    for name in ("adapter_model.safetensors", "lookahead_config.json", "README.md"):
+        size = (here / "adapter" / name).stat().st_size
+        assert f"{size:,} bytes" in next(line for line in printed.splitlines() if line.endswith(f"adapter/{name}"))
+    assert "  left out: adapter/notes.txt\n" in printed

@@ -1,0 +1,132 @@
+"""`key=value` arguments: every text arrives as it was typed, and what is wrong is named in one line."""
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import yaml
+
+from keepsight import recipes
+from keepsight.commands import data, push
+from keepsight.commands import eval as evaluation
+from keepsight.commands import inspect as inspection
+from keepsight.commands.cli import COMMANDS
+from keepsight.commands.config import Recipe, describe, parse
+from keepsight.errors import UserError
+
+RECIPES = sorted(path.stem for path in (Path(recipes.__file__).parent / "recipe").glob("*.yaml"))
+
+
+def test_the_recipe_is_below_what_is_given() -> None:
+    config = parse(data.Config, ["out=runs/a", "limit=7", "model.dtype=float32", "train.learning_rate=2e-4"])
+    assert isinstance(config, data.Config)
+    assert (config.out, config.limit, config.model.dtype, config.train.learning_rate) == ("runs/a", 7, "float32", 2e-4)
+    assert config.model.id == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert config.shard_size == data.Config().shard_size
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_is_read(recipe: str) -> None:
+    text = (Path(recipes.__file__).parent / "recipe" / f"{recipe}.yaml").read_text("utf-8")
+    config = parse(data.Config, [f"recipe={recipe}", "out=a"])
+    if recipe != "llama8b":  # another name of llama3.1-8b
+        assert config.model.id == yaml.safe_load(text)["model"]["id"]
+    assert config.model.id.count("/") == 1
+
+
+TEXTS = [
+    *("a,b", "a[b]{c}(d)", "it's", 'say "so"', "C:\\a\\", "\\'", "two\nlines", "", "  padded  ", "${HOME}", "$5"),
+    *(
+        "007",
+        "1e3",
+        "true",
+        "=a=b",
+        "#1",
+        "What is it, really?",
+        "100 %",
+        "größer …",
+        "key: value",
+        "[",
+        "'",
+        "a\\'b\\",
+    ),
+]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_text_arrives_as_it_was_typed(text: str) -> None:
+    config = parse(inspection.Config, ["model.id=a", f"prompt={text}", f"out={text}"])
+    assert (config.prompt, config.out) == (text, text)
+
+
+def test_a_quoted_text_arrives_without_its_quotes() -> None:
+    assert parse(inspection.Config, ["prompt='a, b'"]).prompt == "a, b"
+    assert parse(inspection.Config, ['prompt="a, b"']).prompt == "a, b"
+    assert parse(evaluation.Config, ["out=a", "adapter=null"]).adapter is None
+
+
+def test_lists_and_options_arrive_with_their_types() -> None:
+    config = parse(evaluation.Config, ["out=a", "budgets=[64,0.1]", "methods=[full,{name: snapkv, kernel: 5}]"])
+    assert config.budgets == [64, 0.1] and [type(budget) for budget in config.budgets] == [int, float]
+    assert config.methods == ["full", {"name": "snapkv", "kernel": 5}]
+    assert parse(inspection.Config, ["prompt=a", "options={kernel: 5, group: max}"]).options == {
+        "kernel": 5,
+        "group": "max",
+    }
+    assert parse(evaluation.Config, ["out=a", "jsonl.files=[trec,hotpotqa]"]).jsonl.files == ["trec", "hotpotqa"]
+
+
+WRONG = {
+    ("outt=a",): "'outt' is no key of this command; did you mean 'out'?",
+    ("out=a", "model.idd=a"): "'model.idd' is no key of this command; did you mean 'model.id'?",
+    ("out=a", "+new=1"): "'+new' is no key of this command; see --help",
+    ("~out",): "'~out' is no key of this command; did you mean 'out'?",
+    ("out=a", "qqqqq.zzz=1"): "'qqqqq.zzz' is no key of this command; see --help",
+    ("out=a", "model=a"): "'model' is no key of this command; it holds model.id, model.revision, model.packaged,",
+    ("out=a", "recipe=smollm"): "recipe=smollm is unknown; choose one of llama3.1-8b, llama3.2-1b,",
+    ("limit=3",): "out= is required; see --help",
+    ("out=a", "limit=abc"): "limit=abc: Value 'abc' of type 'str' could not be converted to Integer",
+    ("out=a", "limit=1.5"): "limit=1.5: Value '1.5' of type 'float' could not be converted to Integer",
+    ("out=a", "limit=1,2"): "limit=1,2: a list is written limit=[1,2]",
+    ("out=a", "limit=[1"): "'limit=[1' cannot be read; write key=value, a list as key=[a,b]",
+    ("out=null",): "out=null: field 'out' is not Optional",
+    ("out=a", "model.trust_remote_code=abc"): "model.trust_remote_code=abc: Value 'abc' is not a valid bool",
+}
+
+
+@pytest.mark.parametrize("arguments", WRONG, ids=" ".join)
+def test_what_is_wrong_is_named_in_one_line(arguments: tuple[str, ...]) -> None:
+    with pytest.raises(UserError) as caught:
+        parse(data.Config, list(arguments))
+    assert str(caught.value).startswith(WRONG[arguments])
+    assert "\n" not in str(caught.value) and "hydra" not in str(caught.value).lower()
+
+
+def test_a_recipe_that_is_unknown_lists_the_known() -> None:
+    with pytest.raises(UserError) as caught:
+        parse(data.Config, ["out=a", "recipe=smollm"])
+    assert str(caught.value).endswith(f"choose one of {', '.join(RECIPES)}")
+
+
+def test_a_bare_number_is_no_list() -> None:
+    with pytest.raises(UserError, match="budgets=64: Invalid value assigned: int is not a ListConfig, list or tuple"):
+        parse(evaluation.Config, ["out=a", "budgets=64"])
+    with pytest.raises(UserError, match=r"lengths=512,1024: a list is written lengths=\[512,1024\]"):
+        parse(evaluation.Config, ["out=a", "lengths=512,1024"])
+
+
+def test_every_key_has_a_default_and_a_meaning() -> None:
+    rows = {key: (default, note) for key, default, note in describe(push.Config)}
+    assert rows["folder"] == ("required", "The lookahead adapter, draft head or retrieval head.")
+    assert rows["model.dtype"] == ("auto", "auto, float32, bfloat16 or float16.")
+    assert rows["model.revision"][0] == "None"
+    assert {"train.steps", "lookahead.tokens", "adapter"} <= rows.keys()
+    assert "defaults" not in rows
+    assert len(rows) > len(fields(push.Config))
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_key_lacks_a_meaning(command: str) -> None:
+    module = __import__(f"keepsight.commands.{command}", fromlist=["Config"])
+    assert issubclass(module.Config, Recipe)
+    assert [key for key, _, note in describe(module.Config) if not note] == []

@@ -1,0 +1,112 @@
+"""`keepsight data`, with sources that are broken, a disk that fills up, and an interruption; and data for training."""
+
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keepsight.data_gen import shards
+from keepsight.files import append_lines, read_json, read_jsonl
+from tests.commands.commands import DATA, CommandLine
+
+pytestmark = pytest.mark.usefixtures("here")
+ROOT = Path(__file__).parents[2]
+TINY = ("model.id=tiny", "model.device=cpu", "adapter=null")
+
+
+def test_a_local_source_with_a_cut_line(keepsight: CommandLine, here: Path) -> None:
+    rows = (here / "rows.jsonl").read_bytes()
+    (here / "rows.jsonl").write_bytes(rows[:-6])
+    assert "rows.jsonl:9: not valid JSON" in keepsight.fails("data", *TINY, *DATA)
+    (here / "rows.jsonl").write_bytes(rows)
+    assert keepsight("data", *TINY, *DATA).startswith("6 samples in data: ")
+
+
+def test_a_mixture_that_is_no_mixture(keepsight: CommandLine, here: Path) -> None:
+    mixture = (here / "mixture.yaml").read_text()
+    (here / "mixture.yaml").write_text("sources: [")
+    assert keepsight.fails("data", *TINY, *DATA).startswith("mixture.yaml: not a YAML file (")
+    (here / "mixture.yaml").write_text(mixture.replace("local_jsonl", "local_json"))
+    assert "unknown kind 'local_json'; did you mean local_jsonl?" in keepsight.fails("data", *TINY, *DATA)
+    (here / "mixture.yaml").write_text("- 1")
+    assert keepsight.fails("data", *TINY, *DATA).startswith("mixture.yaml: expected keys such as min_tokens")
+
+
+def test_data_that_cannot_be_trained_on(keepsight: CommandLine, here: Path) -> None:
+    (here / "data").mkdir()
+    assert keepsight.fails("train", *TINY, "data=data", "out=new").startswith("data: no manifest.json; make the data")
+    keepsight("data", *TINY, *DATA)
+    (here / "tiny").rename("other")
+    message = keepsight.fails("train", "model.id=other", "data=data", "out=new")
+    assert message == "data: this data was answered by 'tiny', not by 'other'; make it again"
+    (here / "other").rename("tiny")
+    manifest = read_json(here / "data" / "manifest.json")
+    (here / "data" / "manifest.json").write_text(json.dumps(manifest | {"complete": False}))
+    message = keepsight.fails("train", *TINY, "data=data", "out=new")
+    assert message == "data: this data is unfinished; run the same `keepsight data out=data` again to finish it"
+    assert not (here / "new").exists()
+
+
+def test_other_settings_in_the_same_folder(keepsight: CommandLine) -> None:
+    keepsight("data", *TINY, *DATA)
+    message = keepsight.fails("data", *TINY, *DATA, "seed=7")
+    assert message == "data: this data was made with seed=0, now it is 7; choose another out=, or delete the folder"
+    assert keepsight("data", *TINY, *DATA, "limit=8").startswith("8 samples in data: ")
+
+
+def test_a_full_disk_keeps_what_is_done(keepsight: CommandLine, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    room = [3]
+
+    def limited(path: Path, rows: Any) -> None:
+        for row in rows:
+            room[0] -= 1
+            if room[0] < 0:
+                with path.open("a") as stream:
+                    stream.write(json.dumps(row)[:40])
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+            append_lines(path, [row])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shards, "append_lines", limited)
+        message = keepsight.fails("data", *TINY, *DATA)
+    assert "No space left on device: 'data/shard-00001.jsonl.partial'; free some space and run the same" in message
+    assert [path.name for path in (here / "data").glob("shard-*.jsonl")] == ["shard-00000.jsonl"]
+    keepsight("data", *TINY, *DATA)
+    stopped = [list(read_jsonl(path)) for path in sorted((here / "data").glob("shard-*"))]
+    shutil.rmtree(here / "data")
+    keepsight("data", *TINY, *DATA)
+    assert stopped == [list(read_jsonl(path)) for path in sorted((here / "data").glob("shard-*"))]
+
+
+def test_an_interrupted_process_says_so_and_goes_on(keepsight: CommandLine, here: Path) -> None:
+    given = ["data", *TINY, *DATA, "limit=24", "max_new_tokens=60"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "keepsight", *given]
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # background jobs ignore it
+    )
+    deadline = time.monotonic() + 90
+    while process.poll() is None and not list((here / "data").glob("shard-00001*")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 2 and "Traceback" not in errors
+    last = errors.rstrip("\n").splitlines()[-1]
+    assert last == "keepsight: error: interrupted; what was done is kept: run the same command again to go on"
+    assert (here / "data" / "shard-00000.jsonl").exists()
+    assert read_json(here / "data" / "manifest.json")["complete"] is False
+    assert keepsight(*given).startswith("24 samples in data: ")
+    rows = [row["index"] for path in sorted((here / "data").glob("shard-*")) for row in read_jsonl(path)]
+    assert rows == list(range(24))

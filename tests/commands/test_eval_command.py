@@ -1,0 +1,275 @@
+"""`keepsight eval` and `keepsight inspect` from the prompt to their files, stopped and gone on with."""
+
+import base64
+import csv
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keepsight.commands import eval as evaluation
+from keepsight.commands.cli import main
+from keepsight.commands.config import parse
+from keepsight.eval.tasks.task_files import RULER_METRIC
+from keepsight.files import append_lines, read_jsonl, write_json, write_lines
+from keepsight.runtime.allocate import Adaptive
+from keepsight.runtime.drafting.observer import DraftTokens
+from keepsight.runtime.evict import Evict
+from keepsight.runtime.importance import NO_POOL, Reduce
+from keepsight.runtime.methods import H2O, Resources, SnapKV
+from keepsight.runtime.methods.dapq import PromptEnds
+from tests.commands.commands import NEEDLES, CommandLine, tree
+from tests.eval.rows import CLOCKS, comparable
+
+RULER = {"layout": "ruler", "prompt": "{input}{answer_prefix}", "metric": RULER_METRIC}
+pytestmark = pytest.mark.usefixtures("here")
+TINY = ("model.id=tiny", "model.device=cpu", "adapter=adapter", "out=out")
+METHODS = ["full", "oracle", "lookaheadkv", "snapkv", "streamingllm"]
+FILES = ["excess_nll.png", "report.html", "results.jsonl", "scores.png", "settings.json", "summary.csv"]
+
+
+@pytest.fixture(scope="module")
+def whole(prepared: Path) -> list[dict[str, Any]]:
+    """The rows of an evaluation that nothing stops."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(prepared)
+        assert main(["eval", *TINY, "out=whole", *NEEDLES]) == 0
+    return rows_of(prepared / "whole")
+
+
+def rows_of(out: Path) -> list[dict[str, Any]]:
+    """Results without what clocks decide."""
+    return [row | CLOCKS for row in read_jsonl(out / "results.jsonl")]
+
+
+def test_every_method_and_budget_has_a_row_and_a_mean(keepsight: CommandLine, here: Path, whole: Any) -> None:
+    printed = keepsight("eval", *TINY, *NEEDLES)
+    assert tree(here / "out") == FILES
+    assert rows_of(here / "out") == comparable(whole)
+    cells = [("full", None), *((name, budget) for name in METHODS[1:] for budget in (40, 0.25))]
+    assert Counter((row["method"], row["budget"]) for row in whole) == dict.fromkeys(cells, 3)
+    with (here / "out" / "summary.csv").open() as table:
+        summary = list(csv.DictReader(table))
+    assert list(summary[0]) == ["task", "length", "method", "budget", "n", "score", "excess_nll", "agreement"]
+    means = {(row["method"], float(row["budget"]) if row["budget"] else None): row for row in summary}
+    assert means.keys() == set(cells) and len(summary) == 9
+    for cell, mean in means.items():
+        rows = [row for row in whole if (row["method"], row["budget"]) == cell]
+        assert (mean["task"], mean["length"], mean["n"]) == ("niah_single", "320", "3")
+        for column in ("score", "excess_nll", "agreement"):
+            assert float(mean[column]) == pytest.approx(sum(row[column] for row in rows) / 3, abs=1e-4)
+        assert mean["method"] in printed
+    html = (here / "out" / "report.html").read_text("utf-8")
+    assert all(name in html for name in METHODS) and "adapter" in html
+    assert all((here / "out" / name).read_bytes().startswith(b"\x89PNG") for name in FILES if name.endswith("png"))
+
+
+def test_one_prompt_is_shown_before_anything_is_scored(keepsight: CommandLine, here: Path) -> None:
+    printed = keepsight("eval", *TINY, *NEEDLES, "methods=[snapkv]", "samples=1")
+    first, head, tail = rows_of(here / "out")[0], *printed.split("--- head\n")[1].split("\n--- tail\n")
+    assert printed.startswith(f"first prompt, niah_single {first['sample']}: {first['prompt_tokens']} tokens, nothing ")
+    assert head.startswith("<|user|>A special magic number is hidden")
+    assert tail.partition("\n---\n")[0].endswith("mentioned in the provided text is")
+
+
+@pytest.mark.parametrize("whole_rows", [0, 4, 8])
+def test_a_stopped_evaluation_goes_on(
+    keepsight: CommandLine, here: Path, whole: Any, whole_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped while it writes the second sample's nine rows: so many are whole, the next is torn."""
+    written: list[int] = []
+
+    def counted(path: Path, rows: list[dict[str, Any]]) -> None:
+        written.append(len(rows))
+        append_lines(path, rows)
+
+    def torn(path: Path, rows: list[dict[str, Any]]) -> None:
+        written.append(len(rows))
+        if len(written) == 1:
+            append_lines(path, rows)
+            return
+        append_lines(path, rows[:whole_rows])
+        with path.open("a") as stream:
+            stream.write(json.dumps(rows[whole_rows])[:50])
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluation, "append_lines", torn)
+        message = keepsight.fails("eval", *TINY, *NEEDLES)
+    assert message == "interrupted; what was done is kept: run the same command again to go on"
+    assert written == [9, 9]
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluation, "append_lines", counted)
+        keepsight("eval", *TINY, *NEEDLES)
+    assert written == [9, 9, 9, 9]
+    assert rows_of(here / "out") == comparable(whole)
+    assert tree(here / "out") == FILES
+    before = (here / "out" / "results.jsonl").read_bytes()
+    keepsight("eval", *TINY, *NEEDLES, "max_batch_tokens=1")
+    assert (here / "out" / "results.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "change", ["budgets=[48]", "seed=7", "methods=[snapkv]", "question=unseen", "model.dtype=bfloat16"]
+)
+def test_other_settings_do_not_mix(keepsight: CommandLine, here: Path, change: str) -> None:
+    given = [*NEEDLES, "methods=[oracle,snapkv]", "samples=1"]
+    keepsight("eval", *TINY, *given)
+    before = {path.name: path.read_bytes() for path in (here / "out").iterdir()}
+    message = keepsight.fails("eval", *TINY, *given, change)
+    assert message.startswith(f"out: these results were made with {change.split('=')[0].split('.')[0]}=")
+    assert message.endswith("; choose another out=, or delete the folder")
+    assert {path.name: path.read_bytes() for path in (here / "out").iterdir()} == before
+
+
+def real_samples(folder: Path) -> None:
+    """Three samples in LongBench's layout, and what to do with them."""
+    template = {"prompt": "{context}\n{input}", "layout": "longbench", "metric": "qa_f1", "max_new_tokens": 8}
+    write_json(folder / "tasks.json", {"facts": template})
+    fields = {
+        "input": "Who?",
+        "answers": ["Ada"],
+        "length": 1,
+        "dataset": "facts",
+        "language": "en",
+        "all_classes": None,
+    }
+    texts = ["Ada wrote it. " * count for count in (9, 12, 400)]
+    rows = [{**fields, "context": text, "_id": str(number)} for number, text in enumerate(texts)]
+    append_lines(folder / "facts.jsonl", rows)
+
+
+def test_real_samples(keepsight: CommandLine, here: Path) -> None:
+    (here / "real").mkdir()
+    real_samples(here / "real")
+    given = [*TINY, "tasks=[jsonl]", "jsonl.dir=real", "methods=[snapkv]", "budgets=[40]", "max_tokens=512"]
+    whole_file = (here / "real" / "facts.jsonl").read_bytes()
+    (here / "real" / "facts.jsonl").write_bytes(whole_file[:-9])
+    assert "facts.jsonl:3: not valid JSON" in keepsight.fails("eval", *given)
+    assert not (here / "out").exists()
+    (here / "real" / "facts.jsonl").write_bytes(whole_file)
+    printed = keepsight("eval", *given)
+    assert "facts: 1 samples are longer than max_tokens=512 and were dropped" in printed
+    found = [(row["task"], row["length"], row["sample"], row["method"]) for row in rows_of(here / "out")]
+    assert found == [("facts", 512, sample, method) for sample in "01" for method in ("full", "snapkv")]
+
+
+def test_questions_of_real_samples(keepsight: CommandLine, here: Path) -> None:
+    (here / "real").mkdir()
+    real_samples(here / "real")
+    given = [*TINY, "tasks=[jsonl]", "jsonl.dir=real", "methods=[snapkv]", "budgets=[40]", "max_tokens=512"]
+    keepsight("eval", *given, "question=unseen")
+    assert {row["question"] for row in rows_of(here / "out")} == {"unseen"}
+    row = {"input": "Who wrote it?", "outputs": ["Ada"], "answer_prefix": "It is", "index": 0}
+    (here / "real" / "tasks.json").write_text(json.dumps({"facts": {**RULER, "max_new_tokens": 8}}))
+    write_lines(here / "real" / "facts.jsonl", [row])
+    message = keepsight.fails("eval", *given, "question=unseen", "out=other", "model.id=tiny")
+    assert message == "sample facts/facts-0 does not say where its question starts; evaluate it with question=seen"
+    assert not (here / "other").exists()
+
+
+def test_several_questions_of_one_context(keepsight: CommandLine, here: Path) -> None:
+    given = [*TINY, "tasks=[niah_multikey]", "lengths=[600]", "samples=2", "max_new_tokens=6", "methods=[snapkv,h2o]"]
+    keepsight("eval", *given, "budgets=[40]", "question=multi")
+    rows = rows_of(here / "out")
+    names = [f"1000-{number}-{key}" for number in range(2) for key in range(4)]
+    assert [row["sample"] for row in rows] == [name for name in names for _ in range(3)]
+    assert {row["question"] for row in rows} == {"multi"}
+    assert len({tuple(row["references"]) for row in rows}) == 8
+    assert json.loads((here / "out" / "settings.json").read_text())["question"] == "multi"
+    left = [row for row in read_jsonl(here / "out" / "results.jsonl") if row["sample"] not in names[2:5]]
+    write_lines(here / "out" / "results.jsonl", left)
+    keepsight("eval", *given, "budgets=[40]", "question=multi")
+    again = rows_of(here / "out")
+    assert sorted(again, key=str) == sorted(rows, key=str)
+
+
+COMPOSED = (
+    "methods=[snapkv,{name: evict, observer: {name: draft_tokens, drafter: prompt_ends, window: 4}, reduce: max, "
+    "pool: none, allocate: {name: adakv, floor: 0.5}, window: 4},{name: snapkv, label: wide, window: 36},"
+    "{name: h2o, every: 3}]"
+)
+
+
+def test_methods_are_composed_and_named(keepsight: CommandLine, here: Path) -> None:
+    keepsight("eval", *TINY, *NEEDLES, "samples=1", "budgets=[40]", COMPOSED)
+    names = [row["method"] for row in rows_of(here / "out")]
+    drafter = "{'name': 'draft_tokens', 'drafter': 'prompt_ends', 'window': 4}"
+    composed = f"evict observer={drafter} reduce=max pool=none allocate={{'name': 'adakv', 'floor': 0.5}} window=4"
+    assert names == ["full", "snapkv", composed, "wide", "h2o every=3"]
+    config = parse(evaluation.Config, [*TINY, COMPOSED, "budgets=[40]"])
+    methods = [variant.method for variant in evaluation.variants_of(config, Resources())]
+    look = DraftTokens(PromptEnds(), window=4)
+    assert methods == [
+        SnapKV(40),
+        Evict(40, look, reduce=Reduce("max", "max"), pool=NO_POOL, allocate=Adaptive(0.5), window=4),
+        SnapKV(40, window=36),
+        H2O(40, every=3),
+    ]
+
+
+EVERY = "full,oracle,lookaheadkv,laq,speckv,dapq,snapkv,pyramidkv,adakv,h2o,tova,streamingllm,specpc"
+
+
+def test_all_methods_of_the_papers(keepsight: CommandLine, here: Path) -> None:
+    given = ["tasks=[niah]", "lengths=[700]", f"methods=[{EVERY}]", "budgets=[64,128]", "samples=1"]
+    printed = keepsight("eval", *TINY, "draft.layers=[0,1]", "max_new_tokens=6", *given)
+    rows = rows_of(here / "out")
+    cells = [("full", None), *((name, budget) for name in EVERY.split(",")[1:] for budget in (64, 128))]
+    assert [(row["method"], row["budget"]) for row in rows] == cells * 4
+    assert tree(here / "out") == FILES
+    for row in rows:
+        assert row["method"] in printed
+        if row["budget"]:
+            assert row["kept"] == row["budget"]
+            assert row["kv_bytes"] == row["budget"] * 3 * 2 * 8 * 2 * 4  # layers, KV heads, floats, key and value
+            assert 0 < row["recall"] < 1
+    for row in read_jsonl(here / "out" / "results.jsonl"):
+        assert row["time_to_first_token"] == pytest.approx(sum(row["seconds"].values()))
+        assert row["tokens_per_second"] is None or row["tokens_per_second"] > 0
+        assert (row["seconds"]["draft"] > 0) == (row["method"] in ("oracle", "speckv", "dapq", "specpc"))
+
+
+@pytest.mark.parametrize("method", ["adakv", "pyramidkv", "speckv", "h2o", "laq"])
+def test_every_eviction_can_be_inspected(keepsight: CommandLine, here: Path, method: str) -> None:
+    given = [f"method={method}", "budget=48", "draft.layers=[0,1]", "adapter=null", "out=page.html"]
+    printed = keepsight("inspect", *TINY[:2], "prompt=" + "Ada wrote it. " * 20, *given)
+    tokens = int(printed.split()[0])
+    data = json.loads(re.findall(r">(\{.*\})</script>", (here / "page.html").read_text("utf-8"))[0])
+    kept = {each["name"]: base64.b64decode(each["counts"]) for each in data["methods"]}
+    assert set(kept) == {method, "snapkv"} and len(data["tokens"]) == tokens
+    for counts in kept.values():
+        assert len(counts) == 3 * tokens and sum(counts) == 3 * 2 * 48
+
+
+def test_inspect_writes_its_page(keepsight: CommandLine, here: Path) -> None:
+    text = 'Ada Lovelace wrote, in 1843, what [some] call the first program; it\'s "famous". ' * 4
+    (here / "text.txt").write_text(text)
+    given = ["inspect", *TINY[:3], "budget=40"]
+    printed = keepsight(*given, "prompt=@text.txt", "out=pages/kept.html")
+    assert printed.endswith(" tokens, 40 kept per layer and KV head: pages/kept.html\n")
+    page = (here / "pages" / "kept.html").read_text("utf-8")
+    assert "lookaheadkv" in page and "snapkv" in page
+    keepsight(*given, f"prompt={text}", "out=typed.html")
+    assert (here / "typed.html").read_text("utf-8") == page
+    keepsight(*given, "prompt=@text.txt", "method=streamingllm", "options={sinks: 2}", "out=other.html")
+    assert "streamingllm" in (here / "other.html").read_text("utf-8")
+    message = keepsight.fails(*given, "prompt=@text.txt", "options={sinks: 50}")
+    assert message == "LookaheadKV: budget 40 must be above the 50 protected entries (sinks + window)"
+
+
+def test_a_full_disk_leaves_no_half_page(keepsight: CommandLine, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (here / "text.txt").write_text("word " * 100)
+    write = Path.write_text
+
+    def full(path: Path, text: str, **options: Any) -> int:
+        write(path, text[:100], **options)
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    message = keepsight.fails("inspect", *TINY[:3], "prompt=@text.txt", "budget=40", "out=page/kept.html")
+    assert "No space left on device" in message and "free some space" in message
+    assert tree(here / "page") == []

@@ -1,0 +1,85 @@
+"""`keepsight eval` in several processes: samples divided over processes, parts merged, stopped and gone on with."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keepsight.commands.eval import own_share
+from keepsight.eval.tasks.samples import Sample
+from keepsight.files import append_lines, read_jsonl, write_lines
+from tests.commands.commands import CommandLine, tree
+from tests.eval.rows import CLOCKS, comparable
+
+pytestmark = pytest.mark.usefixtures("here")
+GIVEN = ["model.id=tiny", "model.device=cpu", "adapter=null", "methods=[snapkv,adakv]", "budgets=[40]", "samples=3"]
+TASK = ["tasks=[niah_multikey]", "lengths=[600]", "max_new_tokens=6", "question=multi"]
+FILES = ["excess_nll.png", "report.html", "results.jsonl", "scores.png", "settings.json", "summary.csv"]
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def launch(folder: Path, *given: str) -> subprocess.CompletedProcess[str]:
+    """The command in two processes that take turns on the CPU."""
+    # What `accelerate launch` starts for several GPUs; on a CPU it starts one process.
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    given = ("-m", "keepsight", "eval", *GIVEN, *TASK, *given)
+    return subprocess.run([*command, *given], cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def rows_of(out: Path) -> list[dict[str, Any]]:
+    """Results in a fixed order, without what clocks decide."""
+    rows = [row | CLOCKS for row in read_jsonl(out / "results.jsonl")]
+    return sorted(rows, key=lambda row: (row["sample"], row["method"]))
+
+
+def test_two_processes_take_turns_with_the_contexts(here: Path) -> None:
+    result = launch(here, "out=two")
+    assert result.returncode == 0, result.stderr
+    samples = [row["sample"] for row in read_jsonl(here / "two" / "results.jsonl")]
+    contexts = list(dict.fromkeys(sample.rpartition("-")[0] for sample in samples))
+    assert contexts == ["1000-0", "1000-2", "1000-1"]  # the first process's two, then the other's
+
+
+def test_two_processes_give_what_one_gives_and_go_on_where_others_stopped(keepsight: CommandLine, here: Path) -> None:
+    keepsight("eval", *GIVEN, *TASK, "out=one")
+    expected = rows_of(here / "one")
+    assert len(expected) == 3 * 4 * 3
+
+    # As three processes leave it that were killed: one part empty, one torn.
+    rows = list(read_jsonl(here / "one" / "results.jsonl"))
+    (here / "two").mkdir()
+    (here / "two" / "settings.json").write_bytes((here / "one" / "settings.json").read_bytes())
+    write_lines(here / "two" / "results.jsonl", rows[:3])
+    append_lines(here / "two" / "results-2.jsonl", rows[12:20])
+    with (here / "two" / "results-1.jsonl").open("w") as stream:
+        stream.write('{"task": "niah_mul')
+    result = launch(here, "out=two")
+    assert result.returncode == 0, result.stderr
+    assert tree(here / "two") == FILES
+    assert rows_of(here / "two") == comparable(expected)
+    assert result.stdout.count("report: two/report.html") == result.stdout.count("first prompt, ") == 1
+    kept = [row for row in read_jsonl(here / "two" / "results.jsonl") if row in rows]
+    assert kept == rows[:3] + rows[12:18]  # done before, and not done again
+
+    # And back in one process.
+    write_lines(here / "two" / "results-0.jsonl", rows[-9:])
+    write_lines(here / "two" / "results.jsonl", rows[:9])
+    keepsight("eval", *GIVEN, *TASK, "out=two")
+    assert tree(here / "two") == FILES
+    assert rows_of(here / "two") == comparable(expected)
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_own_shares_cover_all_groups(process: int) -> None:
+    samples = [
+        Sample(f"{context}-{question}", "t", 8, f"c{context} q{question}", ("a",), "qa_f1", 4, question=f" q{question}")
+        for context in range(3)
+        for question in range(2)
+    ]
+    shares = [own_share(samples, "multi", process, 2) for process in range(2)]
+    assert [sample.id for sample in shares[process]] == (["0-0", "0-1", "2-0", "2-1"], ["1-0", "1-1"])[process]
+    assert sorted(sample.id for share in shares for sample in share) == [sample.id for sample in samples]

@@ -1,0 +1,54 @@
+"""`keepsight hits` end to end on a tiny model."""
+
+from pathlib import Path
+
+import pytest
+
+from keepsight.files import read_jsonl
+from keepsight.models.draft_head_files import save_draft_head
+from keepsight.models.lookahead_files import Provenance
+from keepsight.models.retrieval_head_files import save_retrieval_head
+from keepsight.models.targets import load_target
+from tests.commands.commands import CommandLine
+from tests.models.retrieval_heads import tiny_draft_head, tiny_retrieval_head
+
+pytestmark = pytest.mark.usefixtures("here")
+TINY = ("model.id=tiny", "model.device=cpu", "model.dtype=float32", "out=out", "tasks=[niah_single]", "lengths=[320]")
+SHORT = ("samples=1", "max_new_tokens=4")
+
+
+@pytest.fixture
+def heads(here: Path) -> Path:
+    """`retrieval`, a retrieval head for `tiny`, and `draft`, a draft head for it."""
+    vocabulary = load_target(str(here / "tiny"), device="cpu").model.config.vocab_size
+    shape = {"vocab_size": vocabulary, "max_position_embeddings": 4096}
+    save_retrieval_head(tiny_retrieval_head(**shape), here / "retrieval", Provenance("tiny"), "# Card\n")
+    save_draft_head(tiny_draft_head(**shape), here / "draft", Provenance("tiny"), "# Card\n")
+    return here
+
+
+def test_methods_heads_and_bounds_have_a_row_each(keepsight: CommandLine, here: Path, heads: Path) -> None:
+    options = "retrieval=retrieval", "budgets=[64,128,1000]", "heads={pruned: draft}", *SHORT
+    printed = keepsight("hits", *TINY, *options)
+    rows = list(read_jsonl(here / "out" / "hits.jsonl"))
+    names = {"best shared", "specontext", "quest", "exact_topk", "pruned"}
+    assert {(row["name"], row["budget"]) for row in rows} == {(name, budget) for name in names for budget in (64, 128)}
+    by_name = {row["name"]: row for row in rows if row["budget"] == 64}
+    assert by_name["exact_topk"]["hit"] > max(by_name[name]["hit"] for name in ("specontext", "pruned", "quest"))
+    assert all(0 < row["hit"] <= 1 and 0 < row["mass"] <= 1 for row in rows)
+    assert (here / "out" / "hits.png").stat().st_size > 1000
+    assert (here / "out" / "hits.csv").read_text().count("\n") == 1 + len(names) * 2
+    assert "| niah_single | 320 | exact_topk | 64 |" in printed
+
+
+def test_a_second_run_measures_nothing_twice(keepsight: CommandLine, here: Path, heads: Path) -> None:
+    options = "methods=[exact_topk]", "budgets=[64]", *SHORT
+    keepsight("hits", *TINY, *options)
+    before = (here / "out" / "hits.jsonl").read_text()
+    keepsight("hits", *TINY, *options)
+    assert (here / "out" / "hits.jsonl").read_text() == before
+
+
+def test_bad_input(keepsight: CommandLine, here: Path) -> None:
+    assert "'snapkv', which does not choose anew" in keepsight.fails("hits", *TINY, "methods=[snapkv]", *SHORT)
+    assert "budgets=[0.5]" in keepsight.fails("hits", *TINY, "methods=[quest]", "budgets=[0.5]", *SHORT)

@@ -1,0 +1,113 @@
+"""`keepsight plan`: the table, its conclusions, and bad input."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from keepsight.commands import plan as command
+from keepsight.runtime.retrieval.memory_plan import MemoryPlan
+from tests.commands.commands import CommandLine, tree
+
+# Names, not weights: the shape of Llama-3.1-8B.
+SHAPE = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+}
+HEAD = 4096 * 12288 + 8192 * (4096 + 1024) + 2 * 4096
+"""Parameters of a retrieval head: what combines the features, queries and keys, two norms."""
+EIGHT_B = ("model.id=8b", "memory=24GiB", "requests=4")
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "8b").mkdir()
+    (tmp_path / "8b" / "config.json").write_text(json.dumps(SHAPE))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def _rows(printed: str) -> list[list[float]]:
+    lines = printed.split("\n\n")[1].splitlines()
+    return [[float(value) for value in line.split()] for line in lines[1:]]
+
+
+def test_a_table_from_a_configuration_alone(keepsight: CommandLine, here: Path) -> None:
+    printed = keepsight("plan", *EIGHT_B)
+    plan = MemoryPlan(24 * 2**30, 2 * 8_030_261_248, 2 * HEAD, 32, 8, 128, 4, 2048, 8 * 128 * 2, room=64)
+    rows = _rows(printed)
+    assert [row[0] for row in rows] == list(range(33))
+    assert [row[1] for row in rows] == [length // 4 for length in plan.thresholds]
+    assert [row[3] for row in rows] == list(plan.paper_thresholds(4))
+    assert rows[32][2] == pytest.approx(32 * plan.slots / 1e6, abs=0.05)
+    given, conclusion = printed.split("\n\n")[0], printed.split("\n\n")[2]
+    assert given.startswith(
+        "8b in bfloat16: 16.06 GB of weights, 184.57 MB of retrieval head; with 30% for activations"
+    )
+    assert "32 layers x 8 KV heads x 128 dimensions x 2 (keys, values) x 2 bytes = 131072 bytes" in given
+    assert f"every layer stays on the GPU up to {plan.thresholds[0] // 4} tokens a request" in conclusion
+    on_cpu = plan.layers_on_cpu(4 * 131072)
+    assert f"context of 131072 tokens a request fits with {on_cpu} of 32 layers on the CPU; all of it " in conclusion
+    assert tree(here) == ["8b/config.json"]
+
+
+def test_fewer_bytes_a_number_and_a_smaller_head_leave_more(keepsight: CommandLine, here: Path) -> None:
+    wide, plain, lean = (
+        _rows(keepsight("plan", "model.id=8b", "memory=80GB", *options))[0][1]
+        for options in (["model.dtype=float32"], [], ["retrieval_head.features=none"])
+    )
+    assert wide < plain / 2 < plain < lean
+
+
+def test_what_the_context_needs(keepsight: CommandLine, here: Path) -> None:
+    assert "fits with every layer on the GPU" in keepsight("plan", "model.id=8b", "memory=80GB")
+    printed = keepsight("plan", "model.id=8b", "memory=24GiB", "requests=64")
+    assert "does not fit: it needs" in printed and "with 32 of 32 layers on the CPU" in printed
+
+
+def test_a_plot(keepsight: CommandLine, here: Path) -> None:
+    assert keepsight("plan", *EIGHT_B, "out=plots/plan.png").splitlines()[-1] == "plots/plan.png"
+    assert (here / "plots" / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_memory_of_this_machines_gpu(keepsight: CommandLine, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Properties:
+        total_memory = 24 * 2**30
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Properties)
+    assert keepsight("plan", "model.id=8b", "requests=4") == keepsight("plan", *EIGHT_B)
+
+
+WRONG = {
+    "memory=8GiB": "a memory limit of 8.59 GB is below the weights alone: 1.3 x (16.06 GB target + 184.57 MB retrieval",
+    "memory=24gib": "'24gib' is no amount of memory; write it as 24GiB, 24GB or a number of bytes",
+    "memory=null": "memory= is required, as this machine has no GPU; give the GPU's memory, such as memory=24GiB",
+    "requests=0": "requests=0 must be at least 1",
+    "budget=0": "budget=0 must be at least 1",
+    "model.dtype=float8": "dtype 'float8' is unknown; choose auto or one of float32, bfloat16, float16",
+    "model.id=.": "model '.': its configuration cannot be had: ",
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_bad_input(keepsight: CommandLine, here: Path, monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert keepsight.fails("plan", *EIGHT_B, wrong).startswith(WRONG[wrong])
+
+
+def test_no_hub(keepsight: CommandLine, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "hub_answers", lambda: False)
+    message = keepsight.fails("plan", "recipe=llama8b", "memory=24GiB", "model.id=nobody/nothing")
+    words = (
+        "model 'nobody/nothing' is no folder, is not in the Hub's cache, and the Hub does not answer; give a folder "
+    )
+    assert message == f"{words}with its config.json as model.id="

@@ -1,0 +1,76 @@
+"""`keepsight eval` with the methods that read a few entries a step."""
+
+from pathlib import Path
+
+import pytest
+
+from keepsight.files import read_json, read_jsonl, write_json
+from keepsight.models.draft_head_files import save_draft_head
+from keepsight.models.lookahead_files import Provenance
+from keepsight.models.retrieval_head_files import CONFIG, save_retrieval_head
+from keepsight.models.targets import load_target
+from tests.commands.commands import CommandLine
+from tests.models.retrieval_heads import tiny_draft_head, tiny_retrieval_head
+
+pytestmark = pytest.mark.usefixtures("here")
+TINY = ("model.id=tiny", "model.device=cpu", "model.dtype=float32", "out=out", "tasks=[niah_single]", "lengths=[320]")
+METHODS = "methods=[full,specontext,{name: specontext, sinks: 2, window: 8},quest,exact_topk]"
+
+
+@pytest.fixture
+def head(here: Path) -> Path:
+    """A retrieval head for `tiny`."""
+    vocabulary = load_target(str(here / "tiny"), device="cpu").model.config.vocab_size
+    made = tiny_retrieval_head(vocab_size=vocabulary, max_position_embeddings=4096)
+    save_retrieval_head(made, here / "head", Provenance("tiny"), "# Card\n")
+    return here / "head"
+
+
+@pytest.mark.parametrize("question", ["seen", "multi"])
+def test_every_method_and_budget_has_a_row(keepsight: CommandLine, here: Path, head: Path, question: str) -> None:
+    """All entries are held; with a budget for all of them the answer is that of the full cache."""
+    options = METHODS, "retrieval=head", "budgets=[64,1000]", "samples=2", "max_new_tokens=6", f"question={question}"
+    keepsight("eval", *TINY, *options)
+    rows = list(read_jsonl(here / "out" / "results.jsonl"))
+    full = {row["sample"]: row for row in rows if row["method"] == "full"}
+    labels = {"specontext", "specontext sinks=2 window=8", "quest", "exact_topk"}
+    assert {(row["method"], row["budget"]) for row in rows} == {
+        ("full", None),
+        *((label, budget) for label in labels for budget in (64, 1000)),
+    }
+    for row in rows:
+        assert row["kept"] == full[row["sample"]]["kept"]
+        assert (row["kv_bytes"] > full[row["sample"]]["kv_bytes"]) == (
+            "spec" in row["method"] or row["method"] == "quest"
+        )
+        if row["budget"] == 1000:
+            assert row["answer"] == full[row["sample"]]["answer"] and abs(row["excess_nll"]) < 1e-4
+    assert any(abs(row["excess_nll"]) > 1e-3 for row in rows if row["budget"] == 64)
+    settings = read_json(here / "out" / "settings.json")
+    assert settings["retrieval"] == "head" and settings["retrieval_digest"].startswith("sha256:")
+
+
+def test_bad_heads_are_named(keepsight: CommandLine, here: Path, head: Path) -> None:
+    specontext = *TINY, "methods=[specontext]", "budgets=[64]", "samples=1", "retrieval=null"
+    assert keepsight.fails("eval", *specontext) == (
+        "method 'specontext': needs retrieval=FOLDER_OR_HUB_ID; train one with train_retrieval_head.py"
+    )
+    assert "retrieval=shipped:nothing: keepsight ships no retrieval head" in keepsight.fails(
+        "eval", *specontext, "retrieval=shipped:nothing"
+    )
+    save_retrieval_head(tiny_retrieval_head(), here / "other", Provenance("other"), "# Card\n")
+    assert "this retrieval head is for another target than" in keepsight.fails("eval", *specontext, "retrieval=other")
+    values = read_json(head / CONFIG)
+    write_json(head / CONFIG, values | {"digests": {}})
+    assert "head" in keepsight.fails("eval", *specontext, "retrieval=head")
+    assert keepsight.fails("eval", *TINY, "methods=[quest]", "budgets=[16]").startswith("Quest: budget 16 is below 31")
+
+
+def test_a_draft_head_is_a_draft(keepsight: CommandLine, here: Path) -> None:
+    vocabulary = load_target(str(here / "tiny"), device="cpu").model.config.vocab_size
+    save_draft_head(tiny_draft_head(vocab_size=vocabulary), here / "draft", Provenance("tiny"), "# Card\n")
+    speckv = *TINY, "methods=[speckv]", "budgets=[40]", "samples=1", "max_new_tokens=4", "draft.head=draft"
+    keepsight("eval", *speckv, "draft.layers=null")
+    assert [row["method"] for row in read_jsonl(here / "out" / "results.jsonl")] == ["full", "speckv"]
+    said = keepsight.fails("eval", *speckv, "draft.layers=[0,2]")
+    assert said.endswith("draft.layers and draft.head=draft name two drafts; add draft.layers=null or draft.head=null")

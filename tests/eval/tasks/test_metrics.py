@@ -1,0 +1,122 @@
+"""Each metric against values worked out by hand."""
+
+from typing import Any
+
+import pytest
+
+from keepsight.errors import UserError
+from keepsight.eval.tasks.metrics import METRICS, score
+from keepsight.eval.tasks.samples import Sample
+
+
+def scored(metric: str, prediction: str, *references: str, classes: tuple[str, ...] = ()) -> float:
+    sample = Sample("0", "task", 512, "prompt", references, metric, 16, classes=classes)
+    return score(sample, prediction)
+
+
+COLOURS = ("red", "dark red", "blue")
+# Three parts of the right name in a row: removing while walking skips the second.
+NESTED = ("a", "b", "c", "abc")
+
+CASES: list[tuple[Any, ...]] = [
+    # The article and the punctuation go: {cat, sat} against {cat, sat, on, mat}; P = 2/2, R = 2/4.
+    ("qa_f1", "A cat sat.", ["the Cat sat on the mat"], 2 / 3),
+    ("qa_f1", "dog", ["cat"], 0.0),
+    ("qa_f1", "", ["cat"], 0.0),
+    ("qa_f1", "The", ["an"], 0.0),
+    # Words count as often as in both: {no: 2} against {no: 1}; P = 1/2, R = 1.
+    ("qa_f1", "no no", ["no"], 2 / 3),
+    ("qa_f1", "Paris", ["London", "Paris, France", "paris"], 1.0),
+    ("qa_f1", "Paris\nQuestion: what", ["Paris"], 0.5),
+    ("qa_f1_first_line", "\nParis\nQuestion: what", ["Paris"], 1.0),
+    # The longest common subsequence of both is `a c`; P = 2/3, R = 2/4.
+    ("rouge_l", "a b c", ["a x c y"], 4 / 7),
+    ("rouge_l", "same words here", ["other text", "same words here"], 1.0),
+    ("rouge_l", "", ["a b"], 0.0),
+    ("rouge_l", "...", ["a b"], 0.0),
+    ("rouge_l", "a b\nc d", ["a b"], 2 / 3),
+    ("rouge_l_first_line", "a b\nc d", ["a b"], 1.0),
+    # Half of the four characters match.
+    ("code_sim", "abcd", ["abxy"], 0.5),
+    ("code_sim", "x", ["y"], 0.0),
+    ("code_sim", "\n\nreturn x\nmore", ["return x"], 1.0),
+    ("code_sim", "```python\n# add\n// add\nreturn x", ["return x"], 1.0),
+    ("code_sim", "# only a comment", ["return x"], 0.0),
+    # Whole percent: 2 * 1 / 3.
+    ("code_sim", "a", ["ab"], 0.67),
+    ("count", "5, or perhaps 6", ["5"], 0.5),
+    ("count", "15", ["5"], 0.0),
+    ("count", "five", ["5"], 0.0),
+    ("count", "5", ["5"], 1.0),
+    ("retrieval", "Paragraph 7", ["Paragraph 7"], 1.0),
+    ("retrieval", "7 or 8 or 7", ["Paragraph 7"], 2 / 3),
+    ("retrieval", "Paragraph 17", ["Paragraph 7"], 0.0),
+    ("retrieval", "none", ["Paragraph 7"], 0.0),
+    ("string_match_all", "The values are 11 and ABC.", ["11", "abc", "22", "33"], 0.5),
+    ("string_match_all", "nothing", ["11"], 0.0),
+    ("string_match_part", "It is PARIS.", ["London", "Paris"], 1.0),
+    ("string_match_part", "It is Rome.", ["London", "Paris"], 0.0),
+    # RULER turns control characters into line breaks before it looks.
+    ("string_match_part", "new\tyork", ["new\nyork"], 1.0),
+    ("string_match_part", "new\tyork", ["new\tyork"], 0.0),
+    ("answer_in_prediction", "It was the E.L. James novel.", ["Erika", "e l james"], 0.0),
+    ("answer_in_prediction", "It was a novel by E. L. James", ["Erika", "E L. James"], 1.0),
+    ("answer_in_prediction", "I do not know\nParis", ["Paris"], 0.0),
+    ("answer_in_prediction", "anything", ["The"], 0.0),
+    ("topic_in_prediction", "Topics:\nThe role of art, in society", ["the role of art in society"], 1.0),
+    ("topic_in_prediction", "The role of art", ["the role of art in society"], 0.0),
+    ("value_in_prediction", 'is "AB-12".', ["ab-12"], 1.0),
+    ("value_in_prediction", "ab-13", ["ab-12"], 0.0),
+    ("number_in_prediction", "<29079>.", ["29079"], 1.0),
+    ("number_in_prediction", "129079", ["29079"], 0.0),
+    ("number_after_hashes", "2 + 3 = 5\n#### 2,317.00\n\nQuestion: 4\n#### 9", ["2317"], 1.0),
+    ("number_after_hashes", "#### $18 a day", ["18"], 1.0),
+    ("number_after_hashes", "#### -3", ["3"], 0.0),
+    ("number_after_hashes", "so it is 18", ["18"], 0.0),
+    ("number_after_hashes", "####\n\nQuestion: Tom has 18", ["18"], 0.0),
+    ("number_after_hashes", "####", ["none"], 0.0),
+    ("choice_letter", "(D) Yes, because", ["(D) Because of the war"], 1.0),
+    ("choice_letter", "The answer is D.", ["(D) Because of the war"], 1.0),
+    ("choice_letter", "A story of B", ["(B) x"], 1.0),
+    ("choice_letter", "A", ["(A) x"], 1.0),
+    ("choice_letter", "(B), not (D)", ["(D) x"], 0.0),
+    ("choice_letter", "I do not know", ["(D) x"], 0.0),
+]
+
+
+@pytest.mark.parametrize(("metric", "prediction", "references", "expected"), CASES)
+def test_value(metric: str, prediction: str, references: list[str], expected: float) -> None:
+    assert scored(metric, prediction, *references) == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("prediction", "gold", "classes", "expected"),
+    [
+        ("It is blue", "blue", COLOURS, 1.0),
+        ("It is green", "blue", COLOURS, 0.0),
+        ("blue or red", "blue", COLOURS, 0.5),
+        ("dark red", "dark red", COLOURS, 1.0),
+        ("red", "dark red", COLOURS, 0.0),
+        # "red" is no part of "blue", and stays beside "dark red".
+        ("dark red", "blue", COLOURS, 0.0),
+        ("abc", "abc", NESTED, 0.5),
+        ("Blue", "blue", COLOURS, 0.0),
+        ("\nblue\nred", "blue", COLOURS, 1.0),
+    ],
+)
+def test_classification(prediction: str, gold: str, classes: tuple[str, ...], expected: float) -> None:
+    assert scored("classification", prediction, gold, classes=classes) == expected
+
+
+def test_rouge_l_gives_up_on_a_sentence_too_long_to_recurse_over() -> None:
+    words = " ".join(f"w{number}" for number in range(2000))
+    assert scored("rouge_l", words, words) == 0.0
+
+
+def test_every_metric_is_tried() -> None:
+    assert {case[0] for case in CASES} | {"classification"} == set(METRICS)
+
+
+def test_unknown_metric_names_the_known_ones() -> None:
+    with pytest.raises(UserError, match=r"task/0: unknown metric 'qa_f1_zh'; known: .*rouge_l"):
+        scored("qa_f1_zh", "x", "y")

@@ -1,0 +1,237 @@
+"""Needles in a haystack: lengths, depths, references, and that nothing is shared with the training mixture."""
+
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from keepsight.corpus import evaluation_paragraphs, sentences, source_documents, topic_documents
+from keepsight.data_gen import code, documentation, everyday, haystacks, key_values, phrases, words
+from keepsight.errors import UserError
+from keepsight.eval.tasks import niah
+from keepsight.eval.tasks.haystack import Haystack, fullest, hide, spread
+from keepsight.eval.tasks.metrics import score
+from keepsight.eval.tasks.samples import Sample, render
+
+TEMPLATE = (
+    "{% for turn in messages %}<|{{ turn.role }}|>\n{{ turn.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer of 1000 tokens, trained on a little prose."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=1000, initial_alphabet=alphabet, show_progress=False)
+    backend.train_from_iterator(evaluation_paragraphs()[:100], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=TEMPLATE)
+
+
+def used(sample: Sample, tokenizer: Any) -> int:
+    return len(render(sample, tokenizer)) + sample.max_new_tokens
+
+
+@pytest.mark.parametrize("kind", sorted(niah.KINDS))
+@pytest.mark.parametrize("length", [700, 2000])
+def test_samples_fill_their_length(kind: str, length: int, tokenizer: PreTrainedTokenizerFast) -> None:
+    samples = niah.make_samples(kind, length, 8, 0, tokenizer)
+    assert len({sample.id for sample in samples}) == len({sample.prompt for sample in samples}) == 8
+    for sample in samples:
+        assert (sample.task, sample.length, sample.metric) == (f"niah_{kind}", length, "string_match_all")
+        assert sample.max_new_tokens == (32 if kind == "single" else 64)
+        assert length - 250 < used(sample, tokenizer) <= length  # the corpus' longest sentences have 150 tokens here
+
+
+@pytest.mark.parametrize(
+    ("kind", "needles", "keys", "references"),
+    [("single", 1, 1, 1), ("multikey", 4, 4, 1), ("multivalue", 4, 1, 4), ("multiquery", 4, 4, 4)],
+)
+def test_the_kinds(kind: str, needles: int, keys: int, references: int, tokenizer: PreTrainedTokenizerFast) -> None:
+    for sample in niah.make_samples(kind, 900, 5, 1, tokenizer):
+        stated = re.findall(r"One of the special magic numbers for (\w+-\w+) is: (\d{7})\.", sample.prompt)
+        assert len(stated) == len(set(stated)) == needles
+        assert len({key for key, _ in stated}) == keys
+        assert len(sample.references) == references
+        asked = re.findall(r"\w+-\w+", sample.prompt.splitlines()[-1])
+        assert {value for key, value in stated if key in asked} == set(sample.references)
+        assert asked == re.findall(r"\w+-\w+", sample.answer_prefix)
+        assert all(span in sample.prompt for span in sample.spans)
+        assert len(sample.spans) == needles
+        assert score(sample, ", ".join(sample.references)) == 1.0
+        assert score(sample, sample.references[0]) == 1 / references
+        assert score(sample, "1234") == 0.0
+
+
+@pytest.mark.parametrize(("kind", "keys", "values"), [("single", 1, 1), ("multikey", 4, 1), ("multivalue", 1, 4)])
+def test_every_key_is_asked_for(kind: str, keys: int, values: int, tokenizer: PreTrainedTokenizerFast) -> None:
+    plain = niah.make_samples(kind, 900, 2, 1, tokenizer)
+    asked = niah.make_samples(kind, 900, 2, 1, tokenizer, every_key=True)
+    assert len(asked) == len({sample.key for sample in asked}) == 2 * keys
+    for number, sample in enumerate(asked):
+        first = asked[number // keys * keys]
+        assert (sample.context, sample.spans, sample.task) == (first.context, first.spans, f"niah_{kind}")
+        assert sample.prompt == sample.context + sample.question
+        stated = re.findall(r"for (\w+-\w+) is: (\d{7})\.", sample.context)
+        (key,) = re.findall(r"\w+-\w+", sample.question)
+        assert key in sample.answer_prefix and f" {key}" not in first.question.replace(key, "") + first.context[:150]
+        assert set(sample.references) == {value for other, value in stated if other == key}
+        assert len(sample.references) == values and set(sample.references) <= {value for _, value in stated}
+        assert all(span in sample.context for span in sample.spans) and len(sample.spans) == keys * values
+        assert 900 - 250 < used(sample, tokenizer) <= 900
+    for sample, others in zip(plain, (asked[:keys], asked[keys:]), strict=True):
+        assert {(each.question, each.references) for each in others} >= {(sample.question, sample.references)}
+
+
+def test_many_queries_become_one_query_each(tokenizer: PreTrainedTokenizerFast) -> None:
+    (together,) = niah.make_samples("multiquery", 900, 1, 1, tokenizer)
+    apart = niah.make_samples("multiquery", 900, 1, 1, tokenizer, every_key=True)
+    assert [sample.references for sample in apart] == [(value,) for value in together.references]
+    assert {sample.spans for sample in apart} == {together.spans}
+
+
+def test_no_question_makes_the_prompt_too_long(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    longest = "z" * 300  # the longest key's question decides how much haystack there is room for
+    monkeypatch.setattr(niah, "NOUNS", ("ant", "bee", "cat", longest))
+    for sample in niah.make_samples("multikey", 2500, 6, 0, tokenizer, every_key=True):
+        assert used(sample, tokenizer) <= 2500
+
+
+def test_wording_of_one_and_of_several(tokenizer: PreTrainedTokenizerFast) -> None:
+    (one,) = niah.make_samples("multikey", 900, 1, 0, tokenizer)
+    assert one.prompt.startswith(
+        "A special magic number is hidden within the following text. Make sure to memorize it."
+    )
+    assert re.search(r"\nWhat is the special magic number for [a-z-]+ mentioned in the provided text\?$", one.prompt)
+    assert re.fullmatch(r"The special magic number for [a-z-]+ mentioned in the provided text is", one.answer_prefix)
+    (some,) = niah.make_samples("multiquery", 900, 1, 0, tokenizer)
+    assert some.prompt.startswith("Some special magic numbers are hidden within the following text.")
+    assert re.search(r"for ([a-z-]+, ){3}and [a-z-]+ mentioned in the provided text are$", some.answer_prefix)
+
+
+def test_same_seed_same_samples(tokenizer: PreTrainedTokenizerFast) -> None:
+    first, again, other = (niah.make_samples("single", 600, 3, seed, tokenizer) for seed in (4, 4, 5))
+    assert first == again
+    assert {sample.references for sample in first}.isdisjoint(sample.references for sample in other)
+
+
+def test_needles_are_spread_over_all_depths(tokenizer: PreTrainedTokenizerFast) -> None:
+    samples = niah.make_samples("single", 3000, 10, 0, tokenizer)
+    depths = [sample.prompt.index(sample.spans[0]) / len(sample.prompt) for sample in samples]
+    assert depths == sorted(depths)
+    for part, depth in enumerate(depths):
+        assert part / 10 - 0.1 < depth < (part + 1) / 10 + 0.1
+
+
+def test_a_larger_answer_leaves_less_haystack(tokenizer: PreTrainedTokenizerFast) -> None:
+    (short,) = niah.make_samples("single", 1000, 1, 0, tokenizer)
+    (long,) = niah.make_samples("single", 1000, 1, 0, tokenizer, max_new_tokens=400)
+    assert long.max_new_tokens == 400
+    assert used(long, tokenizer) <= 1000
+    assert len(long.prompt) < len(short.prompt)
+
+
+def test_own_haystack(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    text = tmp_path / "essay.txt"
+    text.write_text("The  gardener\nslept. Nobody came! " + "endless " * 200)
+    (sample,) = niah.make_samples("single", 1500, 1, 0, tokenizer, haystack=text)
+    assert "The gardener slept." in sample.prompt
+    assert 1500 - 100 < used(sample, tokenizer) <= 1500
+    hay = sample.prompt.splitlines()[1].replace(sample.spans[0], "")
+    assert set(hay.split()) <= set(text.read_text().split())
+
+
+def test_bad_input(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    empty, binary = tmp_path / "empty.txt", tmp_path / "binary.txt"
+    empty.write_text(" \n")
+    binary.write_bytes(b"\xff\xfe\x00")
+    cases: list[tuple[str, int, Path | None, str]] = [
+        ("multi", 900, None, "unknown kind 'multi'; choose from single, multikey, multivalue, multiquery"),
+        ("multikey", 60, None, r"niah_multikey: length 60 is too short; its needles alone need \d+ tokens"),
+        ("single", 900, tmp_path / "none.txt", r"none\.txt: the haystack cannot be read \(No such file"),
+        ("single", 900, empty, r"empty\.txt: the haystack is empty"),
+        ("single", 900, binary, r"binary\.txt: the haystack is not UTF-8"),
+    ]
+    for kind, length, haystack, expected in cases:
+        with pytest.raises(UserError, match=expected):
+            niah.make_samples(kind, length, 1, 0, tokenizer, haystack=haystack)
+
+
+def test_shortest_length_is_the_one_the_message_names(tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(UserError) as error:
+        niah.make_samples("single", 50, 1, 0, tokenizer)
+    least = re.search(r"need (\d+) tokens", str(error.value))
+    assert least is not None
+    (sample,) = niah.make_samples("single", int(least[1]) + 30, 1, 0, tokenizer)
+    assert sample.spans[0] in sample.prompt
+
+
+def test_fullest_steps_to_the_largest_count_that_fits() -> None:
+    for guess in (0, 3, 7, 12):
+        assert fullest(lambda count: count <= 7, guess) == 7
+    assert fullest(lambda count: False, 3) == -1
+
+
+def test_haystack_is_a_ring() -> None:
+    hay = Haystack(("a", "b", "c"), (1, 2, 3))
+    assert hay.cut(2, 5) == ["c", "a", "b", "c", "a"]
+    assert [hay.holds(1, room) for room in (0, 2, 5, 11)] == [0, 1, 2, 5]
+    assert hide(["X", "Y"], [1.0, 0.0], ["a", "b"]) == "Y a b X"
+
+
+def test_first_depths_cover_equal_parts() -> None:
+    for index in range(5):
+        first, *others = spread(index, 5, 4, random.Random(index))
+        assert index / 5 <= first < (index + 1) / 5
+        assert len(others) == 3
+        assert all(0 <= depth < 1 for depth in others)
+
+
+def test_evaluation_prose_occurs_in_no_training_document() -> None:
+    documents = topic_documents("training") + source_documents("training")
+    training = "\n".join(" ".join(document.text.split()) for document in documents)
+    held_out = [sentence for paragraph in evaluation_paragraphs() for sentence in sentences(paragraph)]
+    assert len(held_out) > 300
+    assert [sentence for sentence in held_out if sentence in training] == []
+
+
+def strings(*modules: ModuleType) -> Iterator[str]:
+    """Every text in the modules' constants."""
+    for module in modules:
+        for name, value in vars(module).items():
+            if name.isupper() and name[0] != "_" and isinstance(value, tuple):
+                for item in value:
+                    yield from (item,) if isinstance(item, str) else (item.noun, item.plural)
+
+
+def plain(phrase: str) -> str:
+    """A phrase in lower case without its placeholders."""
+    return " ".join(re.sub(r"\{\w+\}|[^\w{}]+", " ", phrase.lower()).split())
+
+
+def test_phrases_are_not_shared_with_training() -> None:
+    training = {plain(text) for text in strings(phrases, key_values, documentation, everyday, code, haystacks)}
+    evaluation = {plain(part) for phrase in niah.PHRASES for part in re.split(r"(?<=[.?])\s|\n", phrase)} - {""}
+    assert len(training) > 150
+    assert len(evaluation) >= 9
+    assert not training & evaluation
+    assert not [text for text in training if "magic" in text or any(part in text for part in evaluation)]
+
+
+def test_key_words_are_not_shared_with_training() -> None:
+    training = {word.lower() for text in strings(words, phrases, haystacks) for word in re.findall(r"\w+", text)}
+    assert {"lantern", "copper"} <= training
+    evaluation = {*niah.ADJECTIVES, *niah.NOUNS}
+    assert len(evaluation) == len(niah.ADJECTIVES) + len(niah.NOUNS) > 100
+    assert not training & (evaluation | {word + "s" for word in evaluation})

@@ -1,0 +1,335 @@
+"""LAQ, DapQ and SpecKV against their definitions, written out with dense attention and loops."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from keepsight import generate
+from keepsight.errors import UserError
+from keepsight.models.drafts import LayerSubset
+from keepsight.runtime.allocate import Adaptive
+from keepsight.runtime.decode import decode, score_answer, stop_after
+from keepsight.runtime.drafting.observer import Draft, DraftTokens, Given
+from keepsight.runtime.importance import Pool, Reduce
+from keepsight.runtime.methods.dapq import ConstantText, DapQ, PromptEnds, RandomTokens
+from keepsight.runtime.methods.laq import LAQ, LAQPlus, QueryCache
+from keepsight.runtime.methods.speckv import DraftModel, SpecKV
+from keepsight.runtime.prefill import prefill
+from tests.runtime.dense import best, observed, pooled, run_dense
+from tests.tiny import FAMILIES, prompt_ids, tiny_model
+
+DRAFT = LayerSubset((0, 2))
+SMALL_LAQ: Any = {"first_window": 8, "lookahead": 5}
+METHODS = {
+    "laq": LAQ(16, QueryCache(**SMALL_LAQ)),
+    "laq++": LAQPlus(16, QueryCache(window=4, **SMALL_LAQ), window=4),
+    "laq++ published": LAQPlus(16, QueryCache(window=4, mask="published", **SMALL_LAQ), window=4),
+    "dapq": DapQ(16),
+    "dapq random": DapQ(16, DraftTokens(RandomTokens(8)), pool=Pool()),
+    "dapq text": DapQ(16, DraftTokens(ConstantText((5, 9, 77)))),
+    "speckv": SpecKV.with_draft(DRAFT, 16, 5, window=9),
+    "speckv mean": SpecKV.with_draft(DRAFT, 16, 5, window=9, reduce=Reduce()),
+    "ada-speckv": SpecKV.with_draft(DRAFT, 16, 5, window=9, allocate=Adaptive()),
+}
+each_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+
+
+def kept(method, model, ids):
+    """For each layer and KV head, the indices that a method keeps of ids [1, N]."""
+    state = prefill(model, ids, needs=method.needs())
+    selected = method.select(state, method.importance(model, state))
+    return [[set(head.nonzero()[:, 0].tolist()) for head in layer[0]] for layer in selected]
+
+
+def continued(model, ids, count, see=None):
+    """ids [1, N] and `count` greedy tokens after them, each from a dense pass over everything before."""
+    for _ in range(count):
+        ids = torch.cat([ids, run_dense(model, ids, see)[1][-1].argmax()[None, None]], dim=1)
+    return ids
+
+
+# SpecKV
+
+
+def published_speckv(model, ids, draft, capacity, window):
+    """Facts 2.2 and 2.3 in the published sizes: what is selected of 0 .. N-W-2, and the window N-W-1 .. N-2."""
+    length, drafted = ids.shape[1], draft.shape[1]
+    candidates, total = length - window - 1, length + drafted
+    result = []
+    for queries, keys in run_dense(model, torch.cat([ids, draft], dim=1))[0]:
+        rows = range(length - window - 1, total)
+        importance = observed(
+            [queries[:, row] for row in rows], [range(row + 1) for row in rows], keys, candidates, "max", "max"
+        )
+        result.append(best(pooled(importance), min(capacity - window, candidates)))
+    return result, set(range(length - window - 1, length - 1))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("drafted", [1, 7])
+def test_speckv_keeps_the_published_set(family, drafted):
+    """Published capacity 20 and window 8 are 21 and 9 here: the token that is read again, N - 1, is counted."""
+    model, ids, draft = tiny_model(family), prompt_ids(60)[0], prompt_ids(drafted, seed=5)[0]
+    method = SpecKV(21, DraftTokens(Given(Draft(draft)), window=None), window=9)
+    selected, window = published_speckv(model, ids, draft, 20, 8)
+    assert max(window) == 58
+    for ours, theirs in zip(kept(method, model, ids), selected, strict=True):
+        assert ours == [head | window | {59} for head in theirs]
+
+
+def test_speckv_with_the_published_sizes():
+    """N=1000, L=20, C=256, W=32: top 224 of 0 .. 966, window 967 .. 998, and 999, which is read again."""
+    model = tiny_model(max_position_embeddings=2048, num_hidden_layers=2)
+    ids, draft = prompt_ids(1000)[0], prompt_ids(20, seed=5)[0]
+    method = SpecKV(257, DraftTokens(Given(Draft(draft)), window=None))
+    selected, window = published_speckv(model, ids, draft, 256, 32)
+    assert window == set(range(967, 999))
+    for ours, theirs in zip(kept(method, model, ids), selected, strict=True):
+        assert ours == [head | window | {999} for head in theirs]
+        assert all(len(head) == 224 and max(head) <= 966 for head in theirs)
+
+
+def test_speckv_pools_after_the_reduction():
+    model, ids, draft = tiny_model(), prompt_ids(60)[0], prompt_ids(7, seed=5)[0]
+    method = SpecKV(21, DraftTokens(Given(Draft(draft)), window=None), window=9, reduce=Reduce())
+    state = prefill(model, ids, needs=method.needs())
+    importance = method.importance(model, state)
+    layers = run_dense(model, torch.cat([ids, draft], dim=1))[0]
+    rows = range(51, 67)
+    for ours, (queries, keys) in zip(importance, layers, strict=True):
+        single = [
+            observed([queries[[head], row] for row in rows], [range(row + 1) for row in rows], keys[[head // 2]], 51)
+            for head in range(4)
+        ]
+        after = pooled(torch.stack([torch.cat(single[:2]).mean(0), torch.cat(single[2:]).mean(0)]))
+        before = torch.stack([pooled(torch.cat(single[:2])).mean(0), pooled(torch.cat(single[2:])).mean(0)])
+        torch.testing.assert_close(ours[0, :, :51], after, atol=1e-5, rtol=1e-4)
+        assert not torch.allclose(after, before, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_draft_is_the_draft_models_greedy_answer(family):
+    model, (ids, mask) = tiny_model(family), prompt_ids(40, 23)
+    draft = DraftModel(DRAFT, 6)(model, prefill(model, ids, mask))
+    drafting: Any = DRAFT.of(model)
+    expected = drafting.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False)[:, 40:]
+    real = torch.ones_like(draft.ids, dtype=torch.bool) if draft.mask is None else draft.mask
+    assert torch.equal(draft.ids * real, expected * real)
+    for row in range(2):
+        answer = expected[row].tolist()
+        assert real[row].sum() == (answer.index(2) + 1 if 2 in answer else 6)
+
+
+def test_the_draft_continues_what_was_generated():
+    model, ids = tiny_model(), prompt_ids(40)[0]
+    state = prefill(model, ids)
+    after = decode(model, state, stop_after(4, None), pad_token=0).state
+    draft = DraftModel(DRAFT, 3)(model, after)
+    assert torch.equal(draft.ids, DraftModel(DRAFT, 3).write(model, after.tokens).ids)
+    assert after.tokens.shape == (1, 43)
+
+
+def test_ada_speckv_divides_exactly():
+    model, ids = tiny_model(), prompt_ids(60)[0]
+    state = METHODS["ada-speckv"].start(model, ids)
+    held = state.held()[:, 0]
+    assert held.sum(dim=1).tolist() == [32, 32, 32]
+    assert (held[:, 0] != held[:, 1]).any()
+    assert state.kv_bytes == 3 * 2 * 16 * 8 * 2 * 4
+
+
+# LAQ
+
+
+def guessed(model, ids, budget, first_window, count):
+    """Facts B1, 1 to 3: SnapKV's cache, and the queries [H, d] by layer of `count` greedy tokens that see only it."""
+    length = ids.shape[1]
+    rows, first = range(length - first_window, length), []
+    for queries, keys in run_dense(model, ids)[0]:
+        importance = observed(
+            [queries[:, row] for row in rows], [range(row + 1) for row in rows], keys, length - first_window
+        )
+        first.append([head | set(rows) for head in best(pooled(importance), budget - first_window)])
+
+    def see(layer, query, key):
+        visible = torch.ones(query.shape[1], query.shape[1]).tril().bool().repeat(len(key), 1, 1)
+        for head, held in enumerate(first[layer]):
+            gone = [entry for entry in range(length) if entry not in held]
+            visible[head][length:, gone] = False
+        return visible
+
+    written = continued(model, ids, count, see)
+    return [
+        ([queries[:, row] for row in range(length, length + count)], keys[:, :length])
+        for queries, keys in run_dense(model, written, see)[0]
+    ]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("mask", ["corrected", "published"])
+@pytest.mark.parametrize("window", [0, 4])
+def test_laq_keeps_the_published_set(family, mask, window):
+    """Facts B1, 4: softmax over the prompt's keys alone; the queries are those of the small cache's hidden states."""
+    model, ids = tiny_model(family, eos_token_id=None), prompt_ids(50)[0]
+    method = LAQ(20, QueryCache(lookahead=5, window=window, first_window=8, mask=mask), window=window)
+    prompt = run_dense(model, ids)[0]
+    for ours, (queries, keys), (before, _) in zip(
+        kept(method, model, ids), guessed(model, ids, 20, 8, 5), prompt, strict=True
+    ):
+        queries = [before[:, row] for row in range(50 - window, 50)] + queries
+        if mask == "published":
+            visible = [range(50 - window - 5 + row + 1) for row in range(window + 5)]
+        else:
+            visible = [range(row + 1) for row in range(50 - window, 50)] + [range(50)] * 5
+        importance = pooled(observed(queries, visible, keys, 50)[:, : 50 - window])
+        assert ours == [head | set(range(50 - window, 50)) for head in best(importance, 20 - window)]
+
+
+def test_the_masks_of_laq_differ():
+    model = tiny_model()
+    state = prefill(model, prompt_ids(50)[0])
+    corrected, published = (
+        QueryCache(budget=40, mask=mask)(model, state, "max") for mask in ("corrected", "published")
+    )
+    assert not torch.allclose(corrected[1], published[1])
+    assert published[1][0, :, -1].gt(0).all()  # the last query alone sees the last entry
+
+
+def test_laq_guesses_from_its_own_budget():
+    assert LAQ(128).observer == QueryCache(budget=128)
+    assert LAQ(0.25).observer == QueryCache(budget=0.25)
+    assert LAQPlus(96).observer == QueryCache(budget=96, window=8)
+    assert LAQ(128, QueryCache(budget=64)).observer == QueryCache(budget=64)
+
+
+def test_laq_stops_guessing_at_an_end_token():
+    """A row whose guess ends early observes with the tokens up to its end, as it does alone."""
+    model, (ids, mask) = tiny_model(), prompt_ids(40, 33)
+    second = int(continued(model, ids[:1], 2)[0, -1])
+    model.generation_config.eos_token_id = second
+    for mode in ("corrected", "published"):
+        observer = QueryCache(budget=39, first_window=8, window=4, mask=mode, lookahead=6)
+        together = observer(model, prefill(model, ids, mask), "mean")
+        for row, length in enumerate([40, 33]):
+            alone = observer(model, prefill(model, ids[row : row + 1, -length:]), "mean")
+            for both, one in zip(together, alone, strict=True):
+                torch.testing.assert_close(both[row, :, -length:], one[0], atol=1e-5, rtol=1e-4)
+
+
+# DapQ
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kernel", [1, 7])
+@pytest.mark.parametrize(
+    ("drafter", "pseudo"),
+    [
+        (PromptEnds(), lambda ids: [*ids[:4], *ids[-28:]]),
+        (PromptEnds(2, 30), lambda ids: [*ids[:2], *ids[-30:]]),
+        (
+            RandomTokens(9, seed=4),
+            lambda ids: torch.randint(128, (1, 9), generator=torch.Generator().manual_seed(4))[0].tolist(),
+        ),
+        (ConstantText([7, 8, 9]), lambda ids: [7, 8, 9]),
+    ],
+    ids=["4+28", "2+30", "random", "text"],
+)
+def test_dapq_keeps_what_the_pseudo_tokens_attend_to(family, kernel, drafter, pseudo):
+    model, ids = tiny_model(family), prompt_ids(60)[0]
+    extra = torch.tensor([pseudo(ids[0].tolist())])
+    rows = range(60, 60 + extra.shape[1])
+    method = DapQ(16, DraftTokens(drafter), pool=Pool(kernel=kernel))
+    layers = run_dense(model, torch.cat([ids, extra], dim=1))[0]
+    for ours, (queries, keys) in zip(kept(method, model, ids), layers, strict=True):
+        importance = observed([queries[:, row] for row in rows], [range(row + 1) for row in rows], keys, 60)
+        assert ours == best(pooled(importance, kernel), 16)
+
+
+def test_short_prompts_repeat_their_ends():
+    model, (ids, mask) = tiny_model(), prompt_ids(10, 3)
+    drafted = PromptEnds(4, 6)(model, prefill(model, ids, mask)).ids
+    first, second = ids[0].tolist(), ids[1, 7:].tolist()
+    assert drafted[0].tolist() == [*first[:4], *first[-6:]]
+    assert drafted[1].tolist() == [*second, second[2], *[second[0]] * 3, *second]
+
+
+# All of them
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@each_method
+def test_padded_batches_equal_single_prompts(family, method):
+    """Rows of 60, 38 and 12 tokens at budget 16: the last one loses nothing."""
+    model, (ids, mask) = tiny_model(family), prompt_ids(60, 38, 12)
+    answer = torch.randint(3, 128, (3, 5), generator=torch.Generator().manual_seed(1))
+    together, _ = score_answer(model, method.start(model, ids, mask), answer)
+    for row, length in enumerate([60, 38, 12]):
+        alone, _ = score_answer(model, method.start(model, ids[row : row + 1, -length:]), answer[row : row + 1])
+        torch.testing.assert_close(together[row : row + 1], alone, atol=3e-4, rtol=1e-3)
+
+
+@each_method
+def test_methods_are_stateless(method):
+    """Prompts A, B, A; then A again after the model failed in the middle of a pass."""
+    model, first, second = tiny_model(), prompt_ids(60, seed=1)[0], prompt_ids(45, seed=2)[0]
+    before = generate(model, first, method, max_new_tokens=5, do_sample=False)
+    generate(model, second, method, max_new_tokens=5, do_sample=False)
+    assert torch.equal(generate(model, first, method, max_new_tokens=5, do_sample=False), before)
+    calls = []
+
+    def fail(*_):
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("out of memory")
+
+    hook = model.model.layers[1].register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        method.start(model, second)
+    hook.remove()
+    assert torch.equal(generate(model, first, method, max_new_tokens=5, do_sample=False), before)
+
+
+@each_method
+def test_bfloat16_keeps_the_same_number(method):
+    model, ids = tiny_model().to(torch.bfloat16), prompt_ids(60, 60)[0]
+    state = method.start(model, ids)
+    assert (state.held().sum(dim=2) == 32).all()
+    assert state.kv_bytes == 2 * 3 * 2 * 16 * 8 * 2 * 2
+    nll, _ = score_answer(model, state, ids[:, :4])
+    assert nll.isfinite().all()
+
+
+@each_method
+def test_reapplied_methods_hold_the_budget(method):
+    """With `every`, prompt and answer together never exceed the budget, and are evicted several times."""
+    options = {name: getattr(method, name) for name in ("observer", "reduce", "pool", "allocate", "window")}
+    method, model, ids = type(method)(20, every=4, **options), tiny_model(), prompt_ids(60)[0]
+    held = []
+    for tokens in range(1, 15):
+        start, reapply = method.start(model, ids), method.reapply(model)
+        after = decode(model, start, stop_after(tokens, None), pad_token=0, reapply=reapply).state
+        held.append(int(after.held().sum(dim=2).max()))
+        assert after.lengths.tolist() == [60 + tokens - 1]
+    assert held == [2 * (16 + count) for count in [0, 1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 3, 4, 1]]
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: LAQ(24), "budget 24 must be above the first_window 32"),
+        (lambda: LAQPlus(8, QueryCache(first_window=2)), "budget 8 must be above the 8 protected"),
+        (lambda: QueryCache(lookahead=0), "lookahead 0 must be a whole number of at least 1"),
+        (lambda: QueryCache(mask="none"), "mask 'none' is unknown; choose one of corrected, published"),
+        (lambda: PromptEnds(-1), "first -1 must be a whole number"),
+        (lambda: PromptEnds(0, 0), "no pseudo token"),
+        (lambda: RandomTokens(0), "count 0 must be"),
+        (lambda: ConstantText([]), "at least one"),
+        (lambda: DraftModel(DRAFT, 0), "lookahead 0 must be a whole number of at least 1"),
+        (lambda: SpecKV.with_draft(DRAFT, 33), "budget 33 must be above the 33 protected"),
+        (lambda: DapQ(4, DraftTokens(ConstantText([500]))).start(tiny_model(), prompt_ids(9)[0]), "token id 500"),
+    ],
+)
+def test_bad_values_are_named(make, said):
+    with pytest.raises(UserError, match=said):
+        make()

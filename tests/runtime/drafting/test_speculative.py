@@ -1,0 +1,280 @@
+"""Speculative decoding: token for token what plain decoding gives, with heads that guess wrong and heads that know."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from transformers.generation import (
+    LogitsProcessorList,
+    RepetitionPenaltyLogitsProcessor,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+
+from keepsight import Kivi, PyramidKV, SnapKV, SpecKV, Truncation, generate
+from keepsight.errors import UserError
+from keepsight.models.drafts import LayerSubset
+from keepsight.runtime.decode import decode, stop_after
+from keepsight.runtime.drafting.eagle import ChainDrafter
+from keepsight.runtime.drafting.speculative import (
+    Round,
+    Speculative,
+    acceptance_by_position,
+    acceptance_length,
+    decode_speculatively,
+)
+from keepsight.runtime.method import FullCache
+from keepsight.runtime.prefill import prefill
+from keepsight.runtime.sparse_prefill import SparsePrefill
+from keepsight.runtime.state import Needs, Trace
+from tests.runtime.retrieval.heads import LAYERS, Oracle, slow_chain, tiny_head
+from tests.tiny import FAMILIES, prompt_ids, tiny_model
+
+METHODS = {"full": FullCache(), "snapkv": SnapKV(20, window=8), "pyramidkv": PyramidKV(20, window=8)}
+each_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+
+
+def both(model, head, ids, method=None, *, tokens=5, length=28, end=None, mask=None, **options):
+    """The answer of plain decoding and of speculative decoding from the same state."""
+    method = method or FullCache()
+    state = method.compress(model, prefill(model, ids, mask, needs=method.needs() | Needs(features=LAYERS)))
+    bare = replace(state.copy(), trace=Trace())
+    plain = decode(model, bare, stop_after(length, end), pad_token=0, **options)
+    state = state.copy()
+    return plain, decode_speculatively(model, state, head, stop_after(length, end), tokens=tokens, **options)
+
+
+def answer_of(model, ids, method=None, length=28):
+    """What plain decoding answers, [T], end tokens not heeded."""
+    state = (method or FullCache()).start(model, ids)
+    return decode(model, replace(state, trace=Trace()), stop_after(length, None), pad_token=0).ids[0]
+
+
+def require_same(plain, ours):
+    assert torch.equal(ours.ids, plain.ids)
+    assert torch.equal(ours.state.tokens, plain.state.tokens)
+    assert torch.equal(ours.state.lengths, plain.state.lengths)
+    torch.testing.assert_close(ours.state.logits, plain.state.logits, atol=1e-4, rtol=1e-4)
+    for mine, theirs in zip(ours.state.entries(), plain.state.entries(), strict=True):
+        torch.testing.assert_close(mine.keys, theirs.keys, atol=1e-4, rtol=1e-4)
+        if mine.real is None or theirs.real is None:
+            assert mine.real is theirs.real
+        else:
+            assert torch.equal(mine.real, theirs.real)
+    assert sum(each.emitted for each in ours.rounds) == ours.ids.shape[1] - 1
+
+
+@each_method
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_random_head_changes_nothing(family, method):
+    model, ids = tiny_model(family), prompt_ids(50)[0]
+    plain, ours = both(model, tiny_head(), ids, method)
+    require_same(plain, ours)
+    assert acceptance_length(ours.rounds) < 1.5
+
+
+@each_method
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_head_that_knows_the_answer_is_accepted(family, method):
+    model, ids = tiny_model(family), prompt_ids(50)[0]
+    plain, ours = both(model, Oracle(answer_of(model, ids, method)), ids, method)
+    require_same(plain, ours)
+    # 27 tokens after the first: four rounds of 5 + 1, and 2 drafted and accepted before the last token.
+    assert ours.rounds == (Round(5, 5, 6),) * 4 + (Round(2, 2, 3),)
+
+
+@each_method
+@pytest.mark.parametrize(("tokens", "wrong"), [(1, {2, 9, 10}), (2, set(range(1, 28, 3))), (7, {0, 12, 13, 27})])
+def test_a_head_that_is_wrong_now_and_then(method, wrong, tokens):
+    model, ids = tiny_model(), prompt_ids(50)[0]
+    answer = answer_of(model, ids, method)
+    plain, ours = both(model, Oracle(answer, wrong), ids, method, tokens=tokens)
+    require_same(plain, ours)
+    place = 1
+    for each in ours.rounds:
+        right = 0
+        while right < each.judged and place + right not in wrong:
+            right += 1
+        assert (each.accepted, each.emitted) == (right, right + 1)
+        place += each.emitted
+
+
+@each_method
+@pytest.mark.parametrize("stop", [0, 3, 5, 6])
+def test_an_end_token_anywhere_in_an_accepted_draft(method, stop):
+    model, ids = tiny_model(), prompt_ids(50)[0]
+    answer = answer_of(model, ids, method)
+    end = int(answer[stop])
+    plain, ours = both(model, Oracle(answer), ids, method, end=end)
+    require_same(plain, ours)
+    assert ours.ids.shape[1] == answer.tolist().index(end) + 1
+
+
+def test_what_counts_when_the_answer_ends_within_a_draft():
+    model, ids = tiny_model(), prompt_ids(50)[0]
+    answer = answer_of(model, ids)
+    stop = next(place for place in range(2, 6) if answer.tolist().index(int(answer[place])) == place)
+    ours = both(model, Oracle(answer), ids, tokens=8, end=int(answer[stop]))[1]
+    assert ours.rounds == (Round(stop, stop, stop),)
+
+
+@pytest.mark.parametrize("length", [1, 2, 4, 6, 7])
+def test_the_longest_length_is_reached_within_a_draft(length):
+    model, ids = tiny_model(), prompt_ids(50)[0]
+    answer = answer_of(model, ids)
+    require_same(*both(model, Oracle(answer), ids, length=length))
+    require_same(*both(model, Oracle(answer, set(range(0, 28, 2))), ids, length=length))
+
+
+class After(StoppingCriteria):
+    """Ends an answer after so many tokens, and tells nobody before."""
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+
+    def __call__(self, input_ids, scores, **options):
+        return torch.full((len(input_ids),), input_ids.shape[1] >= self.tokens)
+
+
+@pytest.mark.parametrize(("length", "after"), [(9, 0), (13, 0), (14, 1), (15, 1), (17, 3)])
+def test_no_draft_is_read_beyond_the_targets_context(length, after):
+    """A context of 64 has room for 14 tokens; what plain decoding reads beyond it is read one by one."""
+    model, ids = tiny_model(max_position_embeddings=64), prompt_ids(50)[0]
+    criteria = StoppingCriteriaList([After(length)])
+    states = [prefill(model, ids, needs=Needs(features=LAYERS)) for _ in range(2)]
+    plain = decode(model, states[0], criteria, pad_token=0)
+    positions = []
+    model.model.rotary_emb.register_forward_pre_hook(
+        lambda module, inputs, options: positions.append(options["position_ids"][0].tolist()), with_kwargs=True
+    )
+    oracle = Oracle(answer_of(model, ids, length=20))
+    positions.clear()
+    ours = decode_speculatively(model, states[1], oracle, criteria)
+    require_same(plain, ours)
+    assert positions[:2] == [[50, 51, 52, 53, 54, 55], [56, 57, 58, 59, 60, 61]]
+    assert positions[2:] == [[62, 63], [64], [65]][:after]
+
+
+def test_from_a_state_in_the_middle_of_an_answer_and_with_a_padded_prompt():
+    model, head = tiny_model(), tiny_head()
+    ids, mask = prompt_ids(50, 37)
+    padded = both(model, head, ids[1:], mask=mask[1:])
+    bare = both(model, head, ids[1:, 13:])
+    require_same(*padded)
+    assert torch.equal(padded[1].ids, bare[1].ids)
+    assert padded[1].rounds == bare[1].rounds
+    state = prefill(model, ids[:1], needs=Needs(features=LAYERS))
+    later = decode(model, state, stop_after(4, None), pad_token=0)
+    rest = decode_speculatively(model, later.state, head, stop_after(10, None))
+    whole = answer_of(model, ids[:1], length=13)[None]
+    assert torch.equal(torch.cat([later.ids[:, :-1], rest.ids], dim=1), whole)
+
+
+def test_logits_processors_and_streamers_see_what_they_see_in_plain_decoding():
+    class Collected:
+        def __init__(self) -> None:
+            self.tokens: list[Any] = []
+
+        def put(self, value):
+            self.tokens += value.tolist()
+
+        def end(self):
+            self.tokens.append(-1)
+
+    model, ids = tiny_model(), prompt_ids(50)[0]
+    penalty: Any = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(4.0)])
+    options: Any = {"logits_processor": penalty, "prompt_ids": ids, "length": 68}
+    plain, ours = both(model, tiny_head(), ids, **options)
+    assert not torch.equal(plain.ids[:, 50:], answer_of(model, ids, length=18)[None])
+    assert torch.equal(ours.ids, plain.ids)
+    streams: Any = Collected(), Collected()
+    answer = generate(model, ids, FullCache(), max_new_tokens=12, do_sample=False, streamer=streams[0])
+    generate(model, ids, Speculative(Oracle(answer[0])), max_new_tokens=12, do_sample=False, streamer=streams[1])
+    assert streams[0].tokens == streams[1].tokens == [ids[0].tolist(), *answer[0].tolist(), -1]
+
+
+@each_method
+@pytest.mark.parametrize("chunk", [None, 16])
+def test_generate_with_a_head_on_top_of_a_method(method, chunk):
+    model, ids = tiny_model(eos_token_id=None), prompt_ids(50)[0]
+    options: Any = {"max_new_tokens": 20, "do_sample": False, "prefill_chunk_size": chunk}
+    plain = generate(model, ids, method, **options)
+    for head in (tiny_head(), Oracle(plain[0], {3, 4, 17})):
+        assert torch.equal(generate(model, ids, Speculative(head, method, tokens=4), **options), plain)
+
+
+# The head's own pass
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rows", [7, 1024])
+def test_a_chain_equals_a_pass_over_all_rows_for_each_token(rows, monkeypatch):
+    monkeypatch.setattr("keepsight.runtime.drafting.eagle._ROWS_AT_ONCE", rows)
+    model, head, (ids, mask) = tiny_model(num_hidden_layers=4), tiny_head(), prompt_ids(40, 23)
+    state = prefill(model, ids, mask, needs=Needs(features=LAYERS))
+    drafter = ChainDrafter(head, model, state.tokens_mask)
+    first = state.logits.argmax(dim=-1, keepdim=True)
+    after = torch.cat([ids[:, 1:], first], dim=1)
+    drafted = drafter.draft(state.trace.features_of(LAYERS), after, 6)
+    for row in range(2):
+        assert drafted[row].tolist() == slow_chain(head, model, ids[row : row + 1, mask[row] > 0], first[row, 0], 6)[0]
+    # What was drafted is forgotten when the target's own features of the same tokens come.
+    more = torch.cat([ids[:1], first[:1], drafted[:1, :2]], dim=1)
+    again = prefill(model, more, needs=Needs(features=LAYERS))
+    newest = again.logits.argmax(dim=-1)
+    drafter = ChainDrafter(head, model)
+    drafter.draft(state.trace.features_of(LAYERS)[:1], after[:1], 6)
+    features = again.trace.features_of(LAYERS)[:, 40:]
+    tail = torch.cat([drafted[:1, :2], newest[None]], dim=1)
+    assert drafter.draft(features, tail, 4)[0].tolist() == slow_chain(head, model, more, newest[0], 4)[0]
+
+
+def test_the_statistics():
+    rounds = [Round(3, 3, 4), Round(3, 1, 2), Round(3, 0, 1), Round(1, 1, 1)]
+    assert acceptance_length(rounds) == 2.0
+    assert acceptance_by_position(rounds) == [3 / 4, 1 / 3, 1 / 3]
+    assert acceptance_by_position([]) == [] and acceptance_length([]) == 0.0
+
+
+# Bad input
+
+
+def test_what_speculative_decoding_refuses():
+    model, head = tiny_model(), tiny_head()
+    ids, mask = prompt_ids(50, 37)
+    greedy: Any = {"max_new_tokens": 4, "do_sample": False}
+    with pytest.raises(UserError, match="one prompt at a time, not 2; give them one by one"):
+        generate(model, ids, Speculative(head), attention_mask=mask, **greedy)
+    with pytest.raises(UserError, match="is greedy: give do_sample=False"):
+        generate(model, ids[:1], Speculative(head), max_new_tokens=4, do_sample=True)
+    with pytest.raises(UserError, match=r"packed \(kivi, specache\) cannot forget a rejected draft"):
+        generate(model, ids[:1], Speculative(head, Kivi(2, 8, 8)), **greedy)
+    with pytest.raises(UserError, match="SnapKV evicts while decoding; make it with every=0"):
+        Speculative(head, SnapKV(20, window=4, every=8))
+    inner: Any = Truncation(20)
+    with pytest.raises(UserError, match="Truncation shortens prompts; give a method that evicts from the cache"):
+        Speculative(head, inner)
+    with pytest.raises(UserError, match="tokens 0 must be a whole number of at least 1"):
+        Speculative(head, tokens=0)
+    ids = prompt_ids(90, 90)[0]
+    sparse = SpecKV.with_draft(LayerSubset((0, 2)), 20, 4, window=4, sparse=SparsePrefill(16, 64))
+    with pytest.raises(UserError, match="reads this prompt of 90 tokens sparsely"):
+        generate(model, ids[:1], Speculative(head, sparse), **greedy)
+    state = prefill(model, ids[:1])
+    with pytest.raises(UserError, match=r"features of layers \[0, 1, 2\] that the draft head reads were not recorded"):
+        decode_speculatively(model, state, head, stop_after(4, None))
+    with pytest.raises(UserError, match="tokens 0 must be"):
+        decode_speculatively(model, state, head, stop_after(4, None), tokens=0)
+
+
+def test_a_conversation_answers_from_the_methods_states():
+    from keepsight import Conversation
+
+    model, ids = tiny_model(eos_token_id=None), prompt_ids(90)[0]
+    options: Any = {"max_new_tokens": 10, "do_sample": False}
+    plain, ours = (
+        Conversation(model, each) for each in (METHODS["snapkv"], Speculative(tiny_head(), METHODS["snapkv"]))
+    )
+    for turn in (ids[:, :60], ids[:, 60:]):
+        assert torch.equal(plain.say(turn, **options), ours.say(turn, **options))

@@ -1,0 +1,171 @@
+"""What all methods that shorten the prompt have in common."""
+
+import pytest
+import torch
+
+from keepsight import generate
+from keepsight.errors import UserError
+from keepsight.runtime.methods import llmlingua
+from keepsight.runtime.methods.llmlingua import LLMLingua2
+from keepsight.runtime.methods.truncation import Truncation
+from keepsight.runtime.prompt_compression.method import pad_left, unpadded
+from tests.runtime.prompt_compression.prompts import (
+    PROSE,
+    small_cascade,
+    small_specpc,
+    text_ids,
+    text_methods,
+    tiny_draft,
+    wide_model,
+)
+from tests.tiny import prompt_ids, tiny_model
+
+
+@pytest.mark.parametrize(
+    ("length", "budget", "expected"),
+    [(10, 4, [0, 1, 8, 9]), (10, 5, [0, 1, 7, 8, 9]), (10, 1, [9]), (10, 0.4, [0, 1, 8, 9]), (3, 5, [0, 1, 2])],
+)
+def test_truncation_keeps_both_ends(length, budget, expected):
+    ids = torch.arange(length)[None] + 3
+    (short,) = Truncation(budget).shorten(tiny_model(), ids)
+    assert (short - 3).tolist() == expected
+
+
+def all_methods():
+    draft = tiny_draft(vocab_size=512)
+    return [Truncation(20), small_specpc(draft=draft), small_specpc(draft=draft, lookahead=4), *text_methods()]
+
+
+@pytest.mark.parametrize("method", all_methods(), ids=lambda method: type(method).__name__)
+def test_answers_follow_the_short_prompt(method):
+    """The state is that of the kept tokens as a prompt of their own, and `generate` answers from it."""
+    model, ids = wide_model(), text_ids(PROSE)[None]
+    (short,) = method.shorten(model, ids)
+    assert len(short) <= 20
+    if not isinstance(method, LLMLingua2):
+        assert len(short) == 20
+    if method.window:
+        assert torch.equal(short[-method.window :], ids[0, -method.window :])
+    state = method.start(model, ids)
+    assert state.lengths.tolist() == [len(short)]
+    assert torch.equal(state.held(), torch.full((3, 1, 2), len(short)))
+    expected = model.generate(short[None], attention_mask=torch.ones(1, len(short)), max_new_tokens=6, do_sample=False)
+    assert torch.equal(generate(model, ids, method, max_new_tokens=6, do_sample=False), expected[:, len(short) :])
+    whole = model.generate(ids, custom_generate=method, max_new_tokens=6, do_sample=False)
+    assert torch.equal(whole, torch.cat([ids, expected[:, len(short) :]], dim=1))
+
+
+@pytest.mark.parametrize("method", all_methods(), ids=lambda method: type(method).__name__)
+def test_short_prompts_are_left_alone(method):
+    model, ids = wide_model(), text_ids(PROSE)[None, :20]
+    (short,) = method.shorten(model, ids)
+    assert torch.equal(short, ids[0])
+    assert torch.equal(generate(model, ids, method, max_new_tokens=4), generate(model, ids, max_new_tokens=4))
+
+
+@pytest.mark.parametrize(
+    "method",
+    [*all_methods(), small_cascade(draft=tiny_draft(vocab_size=512))],
+    ids=lambda method: type(method).__name__,
+)
+def test_padded_batch_equals_singles(method):
+    """The last of four prompts is within every budget."""
+    model = wide_model()
+    text = text_ids(PROSE * 3)
+    prompts = [text[:100], text[20:91], text[5:69], text[:15]]
+    ids, mask = pad_left(prompts)
+    together = method.start(model, ids, mask)
+    for row, prompt in enumerate(prompts):
+        alone = method.start(model, prompt[None])
+        torch.testing.assert_close(together.logits[row], alone.logits[0], atol=1e-4, rtol=1e-4)
+        assert together.lengths[row] == alone.lengths[0]
+        assert torch.equal(together.held()[:, row], alone.held()[:, 0])
+        kept = slice(len(together.tokens[row]) - int(alone.lengths[0]), None)
+        assert torch.equal(together.tokens[row, kept], alone.tokens[0])
+
+
+def test_padding_comes_and_goes():
+    ids, mask = prompt_ids(7, 4, 1)
+    prompts = unpadded(ids, mask)
+    assert [len(prompt) for prompt in prompts] == [7, 4, 1]
+    again, again_mask = pad_left(prompts)
+    assert again_mask is not None
+    assert torch.equal(again_mask, mask.bool())
+    assert torch.equal(again * mask, ids * mask)
+
+
+class Failing:
+    """A draft that cannot be had at its second use."""
+
+    name = "failing"
+
+    def __init__(self):
+        self.model, self.used = tiny_model(seed=7, vocab_size=512), 0
+
+    def of(self, target):
+        self.used += 1
+        if self.used == 2:
+            raise RuntimeError("no draft now")
+        return self.model
+
+
+@pytest.mark.parametrize("make", [small_specpc, small_cascade])
+def test_methods_keep_no_state(make):
+    """A, B (which fails), B, A: what a prompt leaves behind changes nothing."""
+    model, method = wide_model(), make(draft=Failing())
+    first, second = text_ids(PROSE)[None, :90], text_ids(PROSE[30:])[None, :80]
+    once = method.start(model, first)
+    with pytest.raises(RuntimeError, match="no draft now"):
+        method.start(model, second)
+    method.start(model, second)
+    again = method.start(model, first)
+    torch.testing.assert_close(once.logits, again.logits, atol=0, rtol=0)
+    for one, other in zip(once.entries(), again.entries(), strict=True):
+        torch.testing.assert_close(one.keys, other.keys, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("method", [small_specpc(window=30, budget=40), small_cascade(prompt_window=30)])
+def test_prompts_shorter_than_the_window_are_refused(method):
+    """By `check`, before any model runs, and by `start`."""
+    with pytest.raises(UserError, match="prompt of 20 tokens is shorter than the window of 30"):
+        method.check(20, 256)
+    with pytest.raises(UserError, match="prompt of 20 tokens is shorter than the window of 30"):
+        method.start(tiny_model(), prompt_ids(31, 20)[0], prompt_ids(31, 20)[1])
+    method.check(30, 256)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Truncation(0), "Truncation: budget 0 must be at least 1"),
+        (lambda: Truncation(1.5), "budget 1.5 is not a ratio"),
+        (
+            lambda: Truncation("many"),  # type: ignore[arg-type]
+            "budget 'many' must be a whole number of tokens",
+        ),
+        (lambda: small_specpc(3), "SpecPC: budget 3 must be at least 4"),
+        (lambda: small_specpc(window=0), "window 0 must be a whole number of at least 1"),
+        (lambda: small_specpc(lookahead=0), "lookahead 0 must"),
+        (lambda: small_specpc(kernel=0), "kernel 0 must"),
+        (lambda: small_specpc(neighbors=-1), "neighbors -1 must"),
+        (lambda: small_specpc(first_layer=-1), "first_layer -1 must"),
+        (lambda: small_specpc(reduction="mean"), "reduction 'mean' is unknown; choose max or sum"),
+        (lambda: small_specpc(pooling="min"), "pooling 'min' is unknown; choose max or avg"),
+        (lambda: small_cascade(budget=9), "budget 9 must be above the 9 protected entries"),
+        (lambda: small_cascade(prompt_budget=0.5), "prompt_budget 0.5 must be a whole number"),
+        (lambda: small_cascade(lookahead=0), "lookahead 0 must"),
+        (lambda: llmlingua.Package("some-encoder"), "model 'some-encoder' must have xlm-roberta-large or"),
+        (lambda: text_methods(budget=4), "LLMLingua2: budget 4 must be at least 5"),
+    ],
+)
+def test_values_out_of_range_are_refused(make, message):
+    with pytest.raises(UserError, match=message) as caught:
+        make()
+    assert "\n" not in str(caught.value)
+
+
+def test_a_ratio_below_the_window_is_refused():
+    method = small_specpc(0.5)
+    assert [method.tokens(length) for length in (4, 6, 100, 1001)] == [2, 3, 50, 500]
+    with pytest.raises(UserError, match=r"budget 0\.5 leaves 3 of 6 tokens, fewer than the window of 4"):
+        method.check(6, 256)

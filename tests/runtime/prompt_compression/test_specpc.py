@@ -1,0 +1,185 @@
+"""SpecPC and the SpecKV-PC cascade against slow references written from their definitions."""
+
+import random
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from keepsight import generate
+from keepsight.errors import UserError
+from keepsight.runtime.allocate import Adaptive
+from keepsight.runtime.method import FullCache
+from keepsight.runtime.methods.specpc import select_tokens
+from tests.runtime.prompt_compression.prompts import Fixed, small_cascade, small_specpc, tiny_draft
+from tests.tiny import FAMILIES, prompt_ids, tiny_model
+
+
+def slow_selection(scores, budget, window, kernel, neighbors, pooling):
+    """Facts of the published selection, step by step with Python lists."""
+    length = len(scores)
+    if budget >= length:
+        return list(range(length))
+    before, pooled = (kernel - 1) // 2, []
+    for position in range(length):
+        around = range(position - before, position - before + kernel)
+        values = [scores[each] if 0 <= each < length else 0.0 for each in around]
+        pooled.append(max(values) if pooling == "max" else sum(values) / kernel)
+    chosen = sorted(range(length), key=lambda position: (-pooled[position], position))[:budget]
+    offsets = range(-((neighbors - 1) // 2), neighbors - (neighbors - 1) // 2) if neighbors else [0]
+    offsets = sorted(offsets, key=lambda offset: (abs(offset), offset))
+    order = list(range(length - window, length))
+    for position in chosen:
+        for offset in offsets:
+            near = min(max(position + offset, 0), length - 1)
+            if near not in order:
+                order.append(near)
+    return sorted(order[:budget])
+
+
+@pytest.mark.parametrize(
+    ("budget", "expected"),
+    [(12, [*range(7, 14), 23, *range(36, 40)]), (16, [*range(7, 14), *range(22, 27), *range(36, 40)])],
+)
+def test_published_check_vectors(budget, expected):
+    scores = torch.zeros(40)
+    scores[10], scores[25] = 0.9, 0.5
+    assert select_tokens(scores, budget, 4, 4, 4).tolist() == expected
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_selection_equals_slow_reference(seed):
+    draw = random.Random(seed)
+    length, window = draw.randint(6, 60), draw.randint(1, 6)
+    budget, kernel, neighbors = draw.randint(window, length + 2), draw.randint(1, 9), draw.randint(0, 9)
+    pooling = draw.choice(["max", "avg"])
+    # Eighths, for many ties, and for averages without rounding when the kernel is a power of two.
+    kernel = draw.choice([1, 2, 4, 8]) if pooling == "avg" else kernel
+    scores = [draw.randint(0, 8) / 8 for _ in range(length)]
+    kept = select_tokens(torch.tensor(scores), budget, window, kernel, neighbors, pooling).tolist()
+    assert kept == slow_selection(scores, budget, window, kernel, neighbors, pooling)
+    assert len(kept) == min(budget, length)
+    assert kept == sorted(set(kept))
+    assert set(range(length - window, length)) <= set(kept)
+
+
+def slow_scores(draft, ids, window, generated, first_layer, reduction):
+    """Scores [N] from the full attention maps of transformers' own eager attention."""
+    eager = AutoModelForCausalLM.from_config(draft.config, attn_implementation="eager", dtype=draft.dtype)
+    eager.load_state_dict(draft.state_dict())
+    with torch.no_grad():
+        maps = eager.eval()(torch.cat([ids, generated])[None], output_attentions=True).attentions
+    length, best = len(ids), torch.zeros(len(ids))
+    for layer in maps[first_layer:]:
+        for head in layer[0].float():
+            for place in range(window + len(generated)):
+                weight = place / (window - 1) if place < window else 1.0
+                row = weight * head[length - window + place, :length]
+                best = torch.maximum(best, row) if reduction == "max" else best + row
+    return best
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("reduction", ["max", "sum"])
+@pytest.mark.parametrize("lookahead", [1, 5])
+def test_specpc_scores_equal_dense_attention(family, reduction, lookahead):
+    draft = tiny_draft(family, eos_token_id=None)
+    method = small_specpc(draft=draft, lookahead=lookahead, reduction=reduction, first_layer=1)
+    ids = prompt_ids(50)[0][0]
+    scores, generated = method.look(tiny_model(family), ids)
+    expected = draft.model.generate(ids[None], max_new_tokens=lookahead, do_sample=False)[0, 50:]
+    assert torch.equal(generated, expected)
+    slow = slow_scores(draft.model, ids, 4, expected[:-1], 1, reduction)
+    torch.testing.assert_close(scores, slow, atol=1e-5, rtol=1e-4)
+    assert method.select(tiny_model(family), ids).tolist() == slow_selection(slow.tolist(), 20, 4, 4, 4, "max")
+
+
+def test_specpc_in_bfloat16():
+    draft = Fixed(tiny_model(seed=7).bfloat16())
+    method, ids = small_specpc(draft=draft, first_layer=0), prompt_ids(50)[0][0]
+    scores, _ = method.look(draft.model, ids)
+    torch.testing.assert_close(scores, slow_scores(draft.model, ids, 4, ids[:0], 0, "max"), atol=0.02, rtol=0.05)
+    assert generate(draft.model, ids[None], method, max_new_tokens=3, do_sample=False).shape[0] == 1
+
+
+def test_a_draft_that_stops_observes_with_what_it_wrote():
+    """The end token is the last of the generated tokens, and is not read."""
+    draft, ids = tiny_draft(eos_token_id=None), prompt_ids(50)[0][0]
+    free = draft.model.generate(ids[None], max_new_tokens=6, do_sample=False)[0, 50:]
+    end = int(free[3])
+    stop = free.tolist().index(end) + 1
+    draft.model.generation_config.eos_token_id = end
+    scores, generated = small_specpc(draft=draft, lookahead=6, first_layer=0).look(tiny_model(), ids)
+    assert torch.equal(generated, free[:stop])
+    slow = slow_scores(draft.model, ids, 4, free[: stop - 1], 0, "max")
+    torch.testing.assert_close(scores, slow, atol=1e-5, rtol=1e-4)
+
+
+def test_first_window_query_has_no_influence():
+    """A window of 2 weighs its queries 0 and 1: the scores are the attention of the last token alone."""
+    draft, ids = tiny_draft(), prompt_ids(30)[0][0]
+    scores, _ = small_specpc(draft=draft, window=2, first_layer=2).look(tiny_model(), ids)
+    alone, _ = small_specpc(draft=draft, window=1, first_layer=2).look(tiny_model(), ids)
+    torch.testing.assert_close(scores, alone, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("layers", "first"), [(3, 1), (1, 0), (12, 6), (16, 8), (24, 8)])
+def test_first_layer_is_8_or_half_of_a_small_draft(layers, first):
+    draft, ids = tiny_draft(num_hidden_layers=layers), prompt_ids(12)[0][0]
+    scores, _ = small_specpc(draft=draft).look(tiny_model(), ids)
+    explicit, _ = small_specpc(draft=draft, first_layer=first).look(tiny_model(), ids)
+    torch.testing.assert_close(scores, explicit)
+
+
+def test_a_draft_without_the_first_layer_is_refused():
+    with pytest.raises(UserError, match="first_layer 3 is out of range: the draft's layers are 0 to 2"):
+        small_specpc(first_layer=3).look(tiny_model(), prompt_ids(30)[0][0])
+
+
+@pytest.mark.parametrize(("prompt_budget", "kept"), [(40, 40), (90, 80), (10, 16)])
+def test_cascade_equals_its_definition(prompt_budget, kept):
+    """SpecPC's tokens and the draft's own answer; then, per layer and KV head, SpecKV's maxima over both, pooled."""
+    model, ids = tiny_model(), prompt_ids(80)[0]
+    draft = tiny_draft(eos_token_id=None)
+    method = small_cascade(draft=draft, prompt_budget=prompt_budget, first_layer=1)
+    answer = draft.model.generate(ids, max_new_tokens=5, do_sample=False)[0, 80:]
+    scores = slow_scores(draft.model, ids[0], 6, answer[:-1], 1, "max")
+    short = ids[0, slow_selection(scores.tolist(), kept, 6, 4, 4, "max")]
+    expected = slow_speckv(model, short, answer, window=9, budget=16)
+    state = method.start(model, ids)
+    assert state.lengths.tolist() == [len(short)] == [kept]
+    assert torch.equal(state.held(), torch.full((3, 1, 2), 16))
+    whole = FullCache().start(model, short[None])
+    for layer, (here, full) in enumerate(zip(state.entries(), whole.entries(), strict=True)):
+        for head in range(2):
+            torch.testing.assert_close(here.keys[0, head], full.keys[0, head, expected[layer][head]])
+    answers = generate(model, ids, method, max_new_tokens=5, do_sample=False)
+    again = model.generate(ids, custom_generate=method, max_new_tokens=5, do_sample=False)
+    assert torch.equal(again, torch.cat([ids, answers], dim=1))
+
+
+def slow_speckv(model, short, answer, window, budget):
+    """Kept positions of each layer and KV head."""
+    eager = AutoModelForCausalLM.from_config(model.config, attn_implementation="eager")
+    eager.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        maps = eager.eval()(torch.cat([short, answer])[None], output_attentions=True).attentions
+    length, kept = len(short), list[list[list[int]]]()
+    free = length - window
+    for layer in maps:
+        kept.append([])
+        for head in range(2):
+            rows = layer[0, 2 * head : 2 * head + 2, free:]
+            raw = [max(float(weight) for weight in rows[..., key].flatten()) for key in range(free)]
+            pooled = [max(raw[max(key - 3, 0) : key + 4]) for key in range(free)]
+            best = sorted(range(free), key=lambda key: (-pooled[key], key))[: budget - window]
+            kept[-1].append(sorted(best) + list(range(free, length)))
+    return kept
+
+
+@pytest.mark.parametrize("budget", [16, 0.2])
+def test_cascade_keeps_its_budget_under_other_allocations(budget):
+    method = small_cascade(budget=budget, allocate=Adaptive())
+    held = method.start(tiny_model(), prompt_ids(80)[0]).held()
+    assert held.double().mean() == 16
+    assert held.unique().numel() > 1

@@ -1,0 +1,182 @@
+"""Methods that choose among words and sentences: their selection, and how they call the packages they need."""
+
+import random
+import sys
+from types import SimpleNamespace
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+from keepsight.errors import UserError
+from keepsight.runtime.methods import llmlingua, sentence_similarity
+from keepsight.runtime.methods.llmlingua import LLMLingua2, kept_tokens
+from keepsight.runtime.methods.sentence_similarity import SentenceSimilarity, split
+from keepsight.runtime.prompt_compression.text import pieces
+from tests.runtime.prompt_compression.prompts import PROSE, by_word_length, text_ids, text_methods, wide_model
+from tests.tiny import tiny_tokenizer
+
+
+@pytest.mark.parametrize("text", ["Plain words.", "naïve café — 東京 🙂🙃 end\n", "<|user|>Hi<|end|> there"])
+def test_pieces_are_the_text(text):
+    ids = text_ids(text).tolist()
+    texts = pieces(tiny_tokenizer(), ids)
+    assert len(texts) == len(ids)
+    assert "".join(texts) == text
+
+
+def test_sentences_own_their_tokens():
+    texts = ["One", " is", " here.", " Two", "?\n", "\n", "Pi", " is", " 3", ".", "5", ' "so', '."', " End"]
+    sentences, owners = split(texts)
+    assert sentences == ["One is here.", " Two?", "\n\n", 'Pi is 3.5 "so."', " End"]
+    assert owners == [0, 0, 0, 1, 1, 2, 3, 3, 3, 3, 3, 3, 3, 4]
+
+
+def test_the_closest_sentences_are_kept_in_order():
+    method, ids = text_methods(budget=60, window=12)[1], text_ids(PROSE)
+    kept = method.select(wide_model(), ids).tolist()
+    text = tiny_tokenizer().decode(ids[kept])
+    assert len(kept) == 60 < len(ids)
+    assert " The with statement wraps the execution of a block!" in text
+    assert kept[-12:] == list(range(len(ids) - 12, len(ids)))
+    assert kept == sorted(set(kept))
+
+
+def test_equally_close_sentences_are_taken_from_the_first_on():
+    method, ids = text_methods(budget=30, window=12)[1], text_ids(PROSE)
+    same = SentenceSimilarity(
+        30, 12, tokenizer=method.tokenizer, similarity=lambda sentences, _: torch.ones(len(sentences))
+    )
+    assert same.select(wide_model(), ids).tolist() == [*range(18), *range(len(ids) - 12, len(ids))]
+
+
+def test_kept_words_find_their_tokens():
+    texts = ["The", " qui", "ck", " fox", ",", "\n", "  ", "the", " ", "end"]
+    words = [
+        ("The", True),
+        ("quick", False),
+        ("gone", True),
+        ("fox", True),
+        (",", False),
+        ("the", True),
+        ("end", False),
+    ]
+    assert kept_tokens(texts, words) == [0, 3, 7]
+    assert kept_tokens(texts, [("quick", True)]) == [1, 2]
+    assert kept_tokens(texts, []) == []
+    assert kept_tokens(["", "", "€", " 5", "", "é", ""], [("€", True), ("5", False), ("é", True)]) == [0, 1, 2, 4, 5]
+
+
+def test_words_the_encoder_rewrites_do_not_lose_the_place():
+    """A hundred words that the text does not have, then some that it has, and one that is too far away to be meant."""
+    texts = [*("…" * 100), " word", " a", " word", "-" * 50, " far"]
+    words = [("...", True)] * 100 + [("word", True), ("a", False), ("word", True), ("far", True)]
+    assert kept_tokens(texts, words) == [100, 102]
+
+
+def test_too_many_kept_words_are_asked_for_again():
+    """A compressor that keeps twice what it is asked for."""
+    asked = []
+
+    def generous(text, rate):
+        asked.append(rate)
+        return by_word_length(text, min(2 * rate, 1))
+
+    ids = text_ids(PROSE)
+    method = LLMLingua2(40, 5, tokenizer=tiny_tokenizer(), label=generous)
+    kept = method.select(wide_model(), ids)
+    assert 5 < len(kept) <= 40
+    assert len(asked) > 1
+    assert asked[0] == 35 / (len(ids) - 5)
+    never = LLMLingua2(40, 5, tokenizer=tiny_tokenizer(), label=lambda text, _: by_word_length(text, 1))
+    assert never.select(wide_model(), ids).tolist() == list(range(len(ids) - 5, len(ids)))
+
+
+class FakeCompressor:
+    """As `llmlingua.PromptCompressor`: it seeds every generator, and labels words in one string."""
+
+    made: ClassVar[list] = []
+
+    def __init__(self, **options):
+        FakeCompressor.made.append(options)
+        for seed in (random.seed, np.random.seed, torch.manual_seed):
+            seed(42)
+
+    def compress_prompt_llmlingua2(self, context, rate, return_word_label, word_sep, label_sep):
+        assert return_word_label
+        labelled = by_word_length(context[0], rate)
+        return {"fn_labeled_original_prompt": word_sep.join(f"{word}{label_sep}{int(keep)}" for word, keep in labelled)}
+
+
+def generators():
+    """Where the process's random number generators stand."""
+    return random.getstate(), str(np.random.get_state(legacy=False)), torch.random.get_rng_state().tolist()
+
+
+def test_llmlingua_models_that_cannot_be_had_are_named(monkeypatch):
+    def fail(**options):
+        raise OSError("no such folder\nand more lines")
+
+    monkeypatch.setitem(sys.modules, "llmlingua", SimpleNamespace(PromptCompressor=fail))
+    llmlingua._compressor.cache_clear()
+    with pytest.raises(UserError, match=r"model '.*meetingbank' cannot be loaded.*: no such folder$"):
+        llmlingua.Package()("some text", 0.5)
+
+
+def test_llmlingua_package_is_called_with_its_own_interface(monkeypatch):
+    monkeypatch.setitem(sys.modules, "llmlingua", SimpleNamespace(PromptCompressor=FakeCompressor))
+    llmlingua._compressor.cache_clear()
+    FakeCompressor.made.clear()
+    model, ids, tokenizer = wide_model(), text_ids(PROSE), tiny_tokenizer()
+    method, plain = (LLMLingua2(40, 5, tokenizer=tokenizer, **label) for label in ({}, {"label": by_word_length}))
+    before = generators()
+    kept = [method.select(model, ids).tolist() for _ in range(2)]
+    assert generators() == before
+    llmlingua._compressor.cache_clear()
+    assert kept == [plain.select(model, ids).tolist()] * 2
+    assert [options["model_config"] for options in FakeCompressor.made] == [{"trust_remote_code": False}]
+    assert FakeCompressor.made[0]["use_llmlingua2"] is True
+
+
+class FakeEncoder:
+    """As `sentence_transformers.SentenceTransformer`: bags of words."""
+
+    def __init__(self, model, trust_remote_code):
+        if model == "nowhere":
+            raise OSError("no such folder\nand more lines")
+        assert not trust_remote_code
+
+    def encode(self, texts, convert_to_tensor, normalize_embeddings, show_progress_bar):
+        assert convert_to_tensor and normalize_embeddings and not show_progress_bar
+        words = sorted({word for text in texts for word in text.lower().split()})
+        rows = [[float(text.lower().split().count(word)) for word in words] for text in texts]
+        return torch.nn.functional.normalize(torch.tensor(rows), dim=1)
+
+
+def test_sentence_transformers_package_is_called_with_its_own_interface(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sentence_transformers", SimpleNamespace(SentenceTransformer=FakeEncoder))
+    sentence_similarity._encoder.cache_clear()
+    cosine = sentence_similarity.Cosine()
+    close, far = cosine(["which block", "something else"], "which block is it").tolist()
+    assert close == pytest.approx(2 / 8**0.5)
+    assert far == 0
+    with pytest.raises(UserError, match=r"model 'nowhere' cannot be loaded.*: no such folder$"):
+        sentence_similarity.Cosine("nowhere")(["a"], "b")
+    sentence_similarity._encoder.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("module", "extra", "kind", "cached"),
+    [
+        ("llmlingua", "llmlingua", LLMLingua2, llmlingua._compressor),
+        ("sentence_transformers", "sentences", SentenceSimilarity, sentence_similarity._encoder),
+    ],
+)
+def test_a_missing_package_is_named(monkeypatch, module, extra, kind, cached):
+    cached.cache_clear()
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(
+        UserError, match=rf"package '{module}' is not installed; run `pip install keepsight\[{extra}\]`"
+    ):
+        kind(20, 5, tokenizer=tiny_tokenizer()).select(wide_model(), text_ids(PROSE))

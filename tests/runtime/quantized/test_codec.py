@@ -1,0 +1,110 @@
+"""Packing and quantisation against loops written from the definitions."""
+
+import pytest
+import torch
+
+from keepsight.errors import UserError
+from keepsight.runtime.quantized.codec import BITS, Quantizer, pack_codes, unpack_codes
+
+
+def _random(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def _slow(group, bits, one_bit):
+    """One group, number by number."""
+    low, high = min(group), max(group)
+    if bits == 1 and one_bit == "middles":
+        zero, scale = (3 * low + high) / 4, (high - low) / 2
+    else:
+        zero, scale = low, (high - low) / (2**bits - 1)
+    if scale == 0:
+        return [0] * len(group), [zero] * len(group)
+    codes = [min(max(round((each - zero) / scale), 0), 2**bits - 1) for each in group]
+    return codes, [code * scale + zero for code in codes]
+
+
+def test_known_vector():
+    """A half rounds to even, and the first code is in the lowest bits."""
+    packed = Quantizer(2, 8).pack(torch.tensor([0, 0.5, 1, 3, 3, 3, 3, 3]))
+    assert unpack_codes(packed.codes, 2).tolist() == [0, 0, 1, 3, 3, 3, 3, 3]
+    assert packed.codes.tolist() == [208, 255]
+    assert (packed.scale.item(), packed.zero.item()) == (1, 0)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_element_e_is_in_the_bits_from_bits_times_e(bits):
+    codes = torch.randint(0, 2**bits, (3, 64), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    packed = pack_codes(codes, bits)
+    assert packed.shape == (3, 8 * bits)
+    assert torch.equal(unpack_codes(packed, bits), codes)
+    for row, each in zip(codes.tolist(), packed, strict=True):
+        number = int.from_bytes(bytes(each.tolist()), "little")
+        assert [(number >> bits * index) & (2**bits - 1) for index in range(64)] == row
+
+
+@pytest.mark.parametrize("one_bit", ["middles", "extremes"])
+@pytest.mark.parametrize("bits", BITS)
+def test_groups_are_quantised_by_the_definition(bits, one_bit):
+    quantizer, groups = Quantizer(bits, 8, one_bit), _random(5, 8, dtype=torch.float64)
+    packed = quantizer.pack(groups)
+    for group, codes, back in zip(
+        groups.tolist(), unpack_codes(packed.codes, bits).tolist(), quantizer.unpack(packed), strict=True
+    ):
+        slow_codes, slow_back = _slow(group, bits, one_bit)
+        assert codes == slow_codes
+        torch.testing.assert_close(back, torch.tensor(slow_back, dtype=torch.float64), atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_keys_are_grouped_over_tokens_and_values_over_channels(bits):
+    quantizer, states = Quantizer(bits, 8), _random(2, 3, 16, 24)
+    keys = quantizer.unpack_keys(quantizer.pack_keys(states))
+    values = quantizer.unpack_values(quantizer.pack_values(states))
+    for row, head in [(0, 0), (1, 2)]:
+        for start in (0, 8):
+            for channel in (0, 7, 23):
+                expected = _slow(states[row, head, start : start + 8, channel].tolist(), bits, "middles")[1]
+                assert keys[row, head, start : start + 8, channel].tolist() == pytest.approx(expected, abs=1e-5)
+        for token in (0, 5, 15):
+            for start in (0, 8, 16):
+                expected = _slow(states[row, head, token, start : start + 8].tolist(), bits, "middles")[1]
+                assert values[row, head, token, start : start + 8].tolist() == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("bits", "one_bit"), [(1, "middles"), (1, "extremes"), (2, "middles"), (4, "middles")])
+def test_error_is_at_most_half_a_step(bits, one_bit, dtype):
+    quantizer, groups = Quantizer(bits, 32, one_bit), _random(200, 32, dtype=dtype)
+    error = (quantizer.unpack(quantizer.pack(groups)).float() - groups.float()).abs().amax(dim=-1)
+    width = groups.float().amax(dim=-1) - groups.float().amin(dim=-1)
+    half = width / 4 if (bits, one_bit) == (1, "middles") else width / (2**bits - 1) / 2
+    rounding = 8 * torch.finfo(dtype).eps  # of the stored zero point and scale, and of the result
+    assert bool((error <= half + rounding * groups.float().abs().amax(dim=-1)).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("bits", BITS)
+def test_constant_groups_come_back_exactly(bits, dtype):
+    groups = _random(50, 1, dtype=dtype).expand(-1, 32)
+    quantizer = Quantizer(bits)
+    assert torch.equal(quantizer.unpack(quantizer.pack(groups)), groups)
+
+
+def test_one_bit_levels_are_the_middles_of_the_halves():
+    group = torch.tensor([0, 0.5, 1, 1.5, 2.5, 3, 3.5, 4])
+    middles, extremes = (Quantizer(1, 8, levels) for levels in ("middles", "extremes"))
+    assert middles.unpack(middles.pack(group)).tolist() == [1, 1, 1, 1, 3, 3, 3, 3]
+    assert extremes.unpack(extremes.pack(group)).tolist() == [0, 0, 0, 0, 4, 4, 4, 4]
+
+
+@pytest.mark.parametrize("options", [{"bits": 3}, {"bits": True}, {"group": 12}, {"group": 0}, {"one_bit": "median"}])
+def test_what_is_not_offered_is_refused(options):
+    with pytest.raises(UserError, match=next(iter(options))):
+        Quantizer(**options)
+
+
+def test_head_dimension_must_be_divisible():
+    Quantizer(2, 32).check_head(64)
+    with pytest.raises(UserError, match="group 64 does not divide the head dimension 96; choose a group of 8, 16, 24"):
+        Quantizer(2, 64).check_head(96)

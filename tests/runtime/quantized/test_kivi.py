@@ -1,0 +1,229 @@
+"""KIVI as a cache layer and as a method, against dense attention over what was unpacked."""
+
+import pytest
+import torch
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+from keepsight import generate
+from keepsight.errors import UserError
+from keepsight.runtime.decode import decode, score_answer, stop_after
+from keepsight.runtime.method import FullCache
+from keepsight.runtime.methods import AdaKV, PyramidKV, SnapKV
+from keepsight.runtime.methods.kivi import Kivi
+from keepsight.runtime.prefill import prefill, read
+from keepsight.runtime.quantized import entries as packed_entries
+from keepsight.runtime.quantized.cache import PackedLayer, packed_layers
+from keepsight.runtime.quantized.codec import Quantizer
+from keepsight.runtime.quantized.entries import PackedEntries
+from tests.runtime.quantized.slow_specache import dequantised
+from tests.tiny import FAMILIES, prompt_ids, tiny_model
+
+WIDTH, RESIDUAL, QUANTIZER = 16, 16, Quantizer(2, 8)
+SMALL = Kivi(2, 8, RESIDUAL)
+
+
+def _states(length, seed=0, kv_heads=2):
+    return torch.randn(2, kv_heads, length, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def _tensors(packed):
+    return [*packed.packed_keys, *packed.packed_values]
+
+
+@pytest.mark.parametrize(("extra", "keys", "values"), [(-1, 15, 15), (0, 0, 16), (1, 1, 16), (16, 0, 16), (21, 5, 16)])
+def test_residual_lengths(extra, keys, values):
+    """The same whether the tokens come at once or one by one."""
+    length = RESIDUAL + extra
+    whole = PackedEntries.pack(QUANTIZER, RESIDUAL, _states(length), _states(length, 1))
+    layer = PackedLayer(
+        PackedEntries.pack(QUANTIZER, RESIDUAL, _states(length)[:, :, :3], _states(length, 1)[:, :, :3]), 3
+    )
+    for token in range(3, length):
+        layer.add(*(each[:, :, token : token + 1] for each in (_states(length), _states(length, 1))))
+        layer.settle()
+    for held in (whole, layer.held):
+        assert (held.recent_keys.shape[2], held.recent_values.shape[2], held.length) == (keys, values, length)
+        for found, expected in zip(
+            (held.keys(0, length), held.values(0, length)),
+            dequantised(QUANTIZER, RESIDUAL, _states(length), _states(length, 1)),
+            strict=False,
+        ):
+            torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("block", [8, 24, 1024])
+def test_attention_equals_dense_attention_over_what_is_unpacked(block, monkeypatch):
+    """Block after block, token after token, and never more than a block unpacked."""
+    unpacked: list[int] = []
+    monkeypatch.setattr(packed_entries, "_BLOCK", block)
+    monkeypatch.setattr(PackedEntries, "keys", _noting(PackedEntries.keys, unpacked))
+    keys, values, queries = _states(90), _states(90, 1), _states(90, 2, kv_heads=6)
+    layer = PackedLayer(PackedEntries.pack(QUANTIZER, RESIDUAL, keys[:, :, :50], values[:, :, :50]), 50)
+    attention, _ = layer.update(keys[:, :, 50:], values[:, :, 50:])
+    output = attention.attend(queries[:, :, 50:], 0.25)
+    for token in range(50, 90):
+        read_keys, read_values, _ = dequantised(QUANTIZER, RESIDUAL, keys[:, :, :token], values[:, :, :token])
+        read_keys = torch.cat([read_keys, keys[:, :, token : token + 1]], dim=2).repeat_interleave(3, dim=1)
+        read_values = torch.cat([read_values, values[:, :, token : token + 1]], dim=2).repeat_interleave(3, dim=1)
+        weights = (0.25 * queries[:, :, token : token + 1] @ read_keys.transpose(-1, -2)).softmax(dim=-1)
+        torch.testing.assert_close(output[:, token - 50], (weights @ read_values)[:, :, 0], atol=1e-5, rtol=1e-5)
+    assert max(unpacked) <= block
+
+
+def _noting(keys_of, lengths):
+    def noting(self, start, stop):
+        lengths.append(stop - start)
+        return keys_of(self, start, stop)
+
+    return noting
+
+
+def test_old_groups_never_change():
+    model = tiny_model(head_dim=WIDTH)
+    ids, _ = prompt_ids(50)
+    state = SMALL.start(model, ids)
+    before = [[each.clone() for each in _tensors(layer.held)] for layer in packed_layers(state.cache)]
+    state, _ = read(model, state, prompt_ids(40, seed=1)[0])
+    for layer, old in zip(packed_layers(state.cache), before, strict=True):
+        for now, then in zip(_tensors(layer.held), old, strict=True):
+            assert now.shape[2] > then.shape[2]
+            assert torch.equal(now[:, :, : then.shape[2]], then)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_many_bits_come_near_the_full_cache(family):
+    model = tiny_model(family, head_dim=WIDTH)
+    ids, _ = prompt_ids(60)
+    answer = prompt_ids(40, seed=1)[0]
+    full, _ = score_answer(model, FullCache().start(model, ids), answer)
+    errors = []
+    for bits in (1, 2, 4):
+        nll, _ = score_answer(model, Kivi(bits, 8, 16).start(model, ids), answer)
+        errors.append((nll - full).abs().mean().item())
+    assert errors[2] < errors[1] < errors[0]
+    nll, _ = score_answer(model, Kivi(1, 8, 128).start(model, ids), answer)  # all within the residual
+    torch.testing.assert_close(nll, full, atol=1e-4, rtol=1e-4)
+
+
+def test_prefill_packs_layer_by_layer_to_the_same_state():
+    model = tiny_model(head_dim=WIDTH)
+    ids, _ = prompt_ids(50, 50)
+    whole = SMALL.compress(model, prefill(model, ids))
+    for chunk in (None, 50, 13, 1):
+        state = SMALL.start(model, ids, chunk=chunk)
+        torch.testing.assert_close(state.logits, whole.logits, atol=1e-4, rtol=1e-4)
+        assert (state.length, state.kv_bytes, state.held().tolist()) == (50, whole.kv_bytes, whole.held().tolist())
+        for one, other in zip(packed_layers(state.cache), packed_layers(whole.cache), strict=True):
+            torch.testing.assert_close(one.held.recent_values, other.held.recent_values, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(one.held.packed_keys.scale, other.held.packed_keys.scale, atol=1e-4, rtol=1e-4)
+
+
+def test_tokens_at_once_equal_tokens_one_by_one():
+    model = tiny_model(head_dim=WIDTH)
+    start, tokens = SMALL.start(model, prompt_ids(30)[0]), prompt_ids(40, seed=1)[0]
+    state, at_once = read(model, start.copy(), tokens)
+    again, logits = start, []
+    for token in tokens.split(1, dim=1):
+        again, each = read(model, again, token)
+        logits.append(each)
+    torch.testing.assert_close(at_once, torch.cat(logits, dim=1), atol=1e-4, rtol=1e-4)
+    assert state.kv_bytes == again.kv_bytes
+
+
+def test_batch_equals_single():
+    model = tiny_model(head_dim=WIDTH)
+    ids, _ = prompt_ids(45, 45, 45)
+    together = generate(model, ids, SMALL, max_new_tokens=20, do_sample=False, eos_token_id=None)
+    for row, expected in zip(ids, together, strict=True):
+        alone = generate(model, row[None], SMALL, max_new_tokens=20, do_sample=False, eos_token_id=None)
+        assert torch.equal(alone[0], expected)
+
+
+def test_bytes_are_those_of_the_tensors():
+    model = tiny_model(head_dim=WIDTH)
+    state, _ = read(model, SMALL.start(model, prompt_ids(50)[0]), prompt_ids(5, seed=1)[0])
+    tensors = [
+        each
+        for layer in packed_layers(state.cache)
+        for each in (*_tensors(layer.held), layer.held.recent_keys, layer.held.recent_values)
+    ]
+    assert state.kv_bytes == sum(each.untyped_storage().nbytes() for each in tensors)
+    # 55 tokens of 2 KV heads in 3 layers: 48 packed keys with 2 numbers of 4 bytes for 8 codes of 2 bits, 39 values
+    codes, numbers, recent = (48 + 39) * WIDTH * 2 / 8, (48 + 39) * WIDTH / 8 * 2 * 4, (7 + 16) * WIDTH * 4
+    assert state.kv_bytes == 3 * 2 * (codes + numbers + recent)
+
+
+@pytest.mark.parametrize("inner", [SnapKV(32, window=4), PyramidKV(32, window=4)], ids=["snapkv", "pyramidkv"])
+def test_what_a_method_keeps_can_be_packed(inner):
+    """With a residual that holds all of it the answers are those of the method alone."""
+    model = tiny_model(head_dim=WIDTH)
+    ids, answer = prompt_ids(60)[0], prompt_ids(9, seed=1)[0]
+    alone = inner.start(model, ids)
+    expected, _ = score_answer(model, alone.copy(), answer)
+    nll, _ = score_answer(model, Kivi(2, 8, 128, inner=inner).start(model, ids), answer)
+    torch.testing.assert_close(nll, expected, atol=1e-4, rtol=1e-4)
+    packed = Kivi(2, 8, 8, inner=inner).start(model, ids)
+    assert torch.equal(packed.held(), alone.held())
+    assert packed.kv_bytes < alone.kv_bytes
+    assert packed.lengths.tolist() == [60]
+
+
+def test_generate_leaves_a_state_that_goes_on():
+    model = tiny_model(head_dim=WIDTH)
+    start = SMALL.start(model, prompt_ids(40)[0])
+    once = decode(model, start.copy(), stop_after(12, None), pad_token=0).ids
+    first = decode(model, start, stop_after(5, None), pad_token=0)
+    after, _ = read(model, first.state, first.ids[:, -1:])
+    second = decode(model, after, stop_after(7, None), pad_token=0)
+    assert torch.equal(torch.cat([first.ids, second.ids], dim=1), once)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"residual": 16}, "residual 16 must be a multiple of the group of 32"),
+        ({"residual": 80}, "residual 80"),
+        ({"bits": 8}, "bits 8 is not offered; choose one of 1, 2, 4"),
+        ({"inner": Kivi()}, "packed again"),
+        ({"inner": SnapKV(32, window=4, every=8)}, "every"),
+    ],
+)
+def test_bad_options_are_refused(options, words):
+    with pytest.raises(UserError, match=words):
+        Kivi(**options)
+
+
+def test_bad_inputs_are_refused():
+    model = tiny_model(head_dim=WIDTH)
+    ids, mask = prompt_ids(40, 30)
+    with pytest.raises(UserError, match="different lengths"):
+        generate(model, ids, SMALL, attention_mask=mask, max_new_tokens=2)
+    with pytest.raises(UserError, match="different lengths"):
+        SMALL.compress(model, prefill(model, ids, mask))
+    with pytest.raises(UserError, match="group 32 does not divide the head dimension 16"):
+        Kivi().start(model, ids)
+    with pytest.raises(UserError, match="different numbers of entries"):
+        Kivi(2, 8, 16, inner=AdaKV(20, window=4)).start(model, ids[:1])
+
+
+def test_sliding_attention_is_refused():
+    config = Gemma3TextConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        sliding_window=8,
+    )
+    model = Gemma3ForCausalLM(config)
+    with pytest.raises(UserError, match="gemma3_text has layers of sliding_attention"):
+        SMALL.start(model, torch.arange(20)[None])
+
+
+def test_latent_attention_is_refused():
+    model = tiny_model(head_dim=32)
+    model.config.kv_lora_rank = 16  # as DeepSeek's configurations say it
+    with pytest.raises(UserError, match="has layers of latent attention"):
+        Kivi(2, 32, 32).start(model, prompt_ids(50)[0])

@@ -1,0 +1,202 @@
+"""Elastic loading against layers on the device, against reloading everything, and against set arithmetic."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import scaled_dot_product_attention
+
+from keepsight.errors import UserError
+from keepsight.runtime.offload import Traffic
+from keepsight.runtime.retrieval.elastic import Arrangement, ElasticLayer
+from keepsight.runtime.sparse_read.cache import Chosen
+from tests.runtime.retrieval.walks import WIDTH, Walk, by_loops, step
+
+ENTRY = 2 * WIDTH * 4
+"""Bytes of an entry of one KV head."""
+
+
+class ReloadingLayer(ElasticLayer):
+    """Fetches every chosen entry in every step."""
+
+    def prepare(self, chosen):
+        self.slots.arrangement = Arrangement(torch.full_like(self.slots.arrangement.held, -1))
+        super().prepare(chosen)
+
+
+def _elastic(walk, kind=ElasticLayer, arrangement=None):
+    held = arrangement or Arrangement.empty(walk.batch, walk.kv_heads, walk.budget, torch.device("cpu"))
+    return kind.from_layer(walk.layer(), held, Traffic())
+
+
+def _same_walk(walk):
+    """The same walk from its start."""
+    return Walk(walk.batch, walk.kv_heads, walk.budget, walk.start, walk.fresh, walk.padding, walk.seed)
+
+
+@st.composite
+def walks(draw):
+    start, batch = draw(st.integers(1, 12)), draw(st.integers(1, 3))
+    padding = draw(st.none() | st.lists(st.integers(0, start - 1), min_size=batch, max_size=batch))
+    return Walk(
+        batch,
+        draw(st.integers(1, 3)),
+        draw(st.integers(1, 16)),
+        start,
+        draw(st.sampled_from([0.0, 0.2, 1.0])),
+        padding,
+        draw(st.integers(0, 99)),
+    )
+
+
+@settings(deadline=None, max_examples=40)
+@given(walk=walks(), count=st.integers(1, 30))
+def test_elastic_loading_equals_reloading_everything_and_a_layer_on_the_device(walk, count):
+    """Also while the cache is shorter than the budget, and with rows that are shorter than others."""
+    resident = walk.layer()
+    elastic, reloading = _elastic(_same_walk(walk)), _elastic(_same_walk(walk), ReloadingLayer)
+    for chosen, states in walk.steps(count):
+        before = resident.keys.clone(), resident.values.clone()
+        expected = step(resident, chosen, states)
+        torch.testing.assert_close(by_loops(*before, chosen, walk.padding, states), expected)
+        torch.testing.assert_close(step(elastic, chosen, states), expected)
+        torch.testing.assert_close(step(reloading, chosen, states), expected)
+    for mine, its in zip(elastic.entries(), resident.entries(), strict=True):
+        torch.testing.assert_close(mine, its, atol=0, rtol=0)
+    assert elastic.get_seq_length() == resident.get_seq_length()
+    assert elastic.get_mask_sizes(1) == resident.get_mask_sizes(1)
+    traffic, all_of_it = elastic.full.traffic, reloading.full.traffic
+    assert traffic.asked == all_of_it.asked == all_of_it.fetched
+    assert traffic.fetched == traffic.asked - traffic.reused * ENTRY
+    assert traffic.selections == count
+
+
+@settings(deadline=None, max_examples=30)
+@given(walk=walks(), count=st.integers(2, 12))
+def test_only_the_set_difference_is_copied(walk, count):
+    """Head by head: what is copied is what was not there; what stays keeps its slot."""
+    arrangement = Arrangement.empty(walk.batch, walk.kv_heads, walk.budget, torch.device("cpu"))
+    for length in range(walk.start, walk.start + count):
+        chosen, before = walk.chosen(length), arrangement.held
+        change = arrangement.to(chosen, length)
+        arrangement, heads = change.after, walk.batch * walk.kv_heads
+        moved = {(entry % heads, entry // heads) for entry in change.moves.entries.tolist()}
+        expected, reused = set(), 0
+        for head in range(heads):
+            real = chosen.real.flatten(0, 1)[head] if chosen.real is not None else ...
+            now = set(chosen.indices.flatten(0, 1)[head][real].tolist())
+            last = set(before.flatten(0, 1)[head].tolist()) - {-1}
+            after = arrangement.held.flatten(0, 1)[head].tolist()
+            assert sorted(set(after) - {-1}) == sorted(each for each in after if each >= 0) == sorted(now)
+            for slot, entry in enumerate(before.flatten(0, 1)[head].tolist()):
+                assert after[slot] == entry or entry not in now or slot >= chosen.indices.shape[2]
+            expected |= {(head, entry) for entry in now - last}
+            reused += len(now & last)
+        assert (moved, change.moves.reused) == (expected, reused)
+        flat = arrangement.held.flatten()[change.moves.slots]
+        assert torch.equal(flat, change.moves.entries // heads)
+
+
+def test_a_walk_with_four_of_five_entries_kept_moves_a_fifth():
+    walk = Walk(2, 2, 64, 2000, fresh=0.2)
+    layer, counted = _elastic(walk), 0.0
+    last = None
+    for chosen, states in walk.steps(50):
+        step(layer, chosen, states)
+        here = [set(head.tolist()) for head in chosen.indices.flatten(0, 1)]
+        if last is not None:
+            counted += sum(len(now & before) / 64 for now, before in zip(here, last, strict=True)) / 4
+        last = here
+    traffic = layer.full.traffic
+    assert traffic.asked == 50 * 4 * 64 * ENTRY
+    assert traffic.overlap == pytest.approx(counted / 50)
+    assert traffic.fetched == pytest.approx(traffic.asked * (1 - counted / 50))
+    assert traffic.fetching > 0 and traffic.waited > 0
+
+
+def test_layers_share_one_change_and_what_moves_later_joins_them():
+    """A layer that moves in the middle has the others' entries in its slots: nothing is fetched for it."""
+    walks_ = [Walk(1, 2, 4, 9, seed=seed) for seed in (1, 2)]
+    first, plain = _elastic(walks_[0]), walks_[1].layer()
+    second: Any = _same_walk(walks_[1]).layer()
+    for number, (chosen, states) in enumerate(walks_[0].steps(12)):
+        if number == 5:
+            second = ElasticLayer.from_layer(second, first.slots.arrangement, Traffic())
+        step(first, chosen, states)
+        torch.testing.assert_close(step(second, chosen, states), step(plain, chosen, states))
+        if number >= 5:
+            assert second.slots.arrangement is first.slots.arrangement
+    assert second.full.traffic.fetched < 4 * 2 * 7 * ENTRY
+
+
+def test_a_copy_goes_its_own_way():
+    walk = Walk(2, 2, 6, 10, padding=[0, 3])
+    layer, plain = _elastic(walk), _same_walk(walk).layer()
+    for chosen, states in walk.steps(5):
+        step(layer, chosen, states)
+        step(plain, chosen, states)
+    copies = layer.share(), plain.share()
+    for offset, pair in ((1, copies), (2, (layer, plain)), (3, copies)):
+        other = Walk(2, 2, 6, pair[0].get_seq_length(), padding=[0, 3], seed=offset)
+        for chosen, states in other.steps(4):
+            torch.testing.assert_close(step(pair[0], chosen, states), step(pair[1], chosen, states))
+
+
+@pytest.mark.parametrize("removed", [1, 4])
+def test_tokens_that_were_taken_back_leave_no_trace(removed):
+    """Their places are taken by other tokens, whose entries must not be mistaken for those in the slots."""
+    walk = Walk(1, 2, 8, 10)
+    layer, plain = _elastic(walk), _same_walk(walk).layer()
+    for length in range(10, 40):
+        if length % 10 == 7:  # the last entries are in the slots
+            layer.crop(-removed)
+            plain.crop(-removed)
+        held = layer.get_seq_length()
+        chosen = Chosen(torch.arange(held - 8, held).expand(1, 2, -1), None)
+        (_, states) = next(walk.steps(1))
+        torch.testing.assert_close(step(layer, chosen, states), step(plain, chosen, states))
+        layer.prepare(Chosen(torch.arange(held - 7, held + 1).expand(1, 2, -1), None))  # announced, and not read
+
+
+def test_bytes_on_the_device_are_those_of_the_slots():
+    walk = Walk(3, 2, 5, 200)
+    layer = _elastic(walk)
+    assert layer.bytes == 3 * 2 * (5 + 1) * ENTRY
+    assert layer.full.traffic.offloaded == 3 * 2 * 200 * ENTRY
+
+
+def test_more_entries_than_slots_are_refused():
+    layer = _elastic(Walk(1, 1, 3, 8))
+    with pytest.raises(UserError, match="4 entries are chosen, and a layer on the CPU has slots for 3"):
+        layer.prepare(Chosen(torch.arange(4).view(1, 1, 4), None))
+
+
+def test_what_was_announced_and_not_read_is_of_no_matter():
+    walk = Walk(1, 2, 4, 9)
+    layer, plain = _elastic(walk), _same_walk(walk).layer()
+    for chosen, states in walk.steps(8):
+        layer.prepare(Chosen(torch.tensor([[[0, 1], [2, 3]]]), None))
+        layer.append(*states[1:])
+        plain.append(*states[1:])
+        gathered, expected = (each.gather(chosen)[:2] for each in (layer, plain))
+        attended = [scaled_dot_product_attention(states[0][:, :2], *each) for each in (gathered, expected)]
+        torch.testing.assert_close(attended[0], attended[1])
+
+
+def test_keys_and_values_of_different_widths():
+    """As latent attention has them."""
+    walk = Walk(1, 2, 4, 9)
+    held = walk.layer()
+    held.values = torch.cat([held.values, -held.values], dim=3)
+    elastic = ElasticLayer.from_layer(held, Arrangement.empty(1, 2, 4, torch.device("cpu")), Traffic())
+    keys, values = held.keys, held.values
+    for chosen, (query, key, value) in walk.steps(5):
+        places = torch.cat([chosen.indices, torch.full((1, 2, 1), keys.shape[2])], dim=2)[..., None]
+        value = torch.cat([value, -value], dim=3)
+        keys, values = torch.cat([keys, key], dim=2), torch.cat([values, value], dim=2)
+        elastic.append(key, value)
+        expected = query[:, :2], keys.take_along_dim(places, dim=2), values.take_along_dim(places, dim=2)
+        gathered = query[:, :2], *elastic.gather(chosen)[:2]
+        torch.testing.assert_close(scaled_dot_product_attention(*gathered), scaled_dot_product_attention(*expected))

@@ -1,0 +1,177 @@
+"""The memory plan: vectors worked out by hand, and what holds for any plan."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keepsight.errors import UserError
+from keepsight.runtime.retrieval.memory_plan import MemoryPlan, plan_for, read_bytes
+from tests.tiny import tiny_model
+
+GIB = 2**30
+EIGHT_B = MemoryPlan(
+    limit=24 * GIB,
+    weights=16_060_522_496,
+    head=84_000_000,
+    layers=32,
+    kv_heads=8,
+    head_dim=128,
+    requests=4,
+    budget=2048,
+    head_keys=8 * 128 * 2,
+)
+
+
+def _brute_force(plan, on_cpu):
+    """The greatest length that fits, found by trying (a token costs at least a byte)."""
+    low, high = -1, plan.limit
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if plan.memory(middle, on_cpu) <= plan.limit else (low, middle - 1)
+    return low
+
+
+def test_the_papers_thresholds():
+    """S_i = floor((Mem - 1.3 (M_O + M_D) - 4 i B R H D) / (4 (L + 1 + alpha - i) R H D)) for i = 0, 1, 32."""
+    free = 24 * GIB - 20_987_879_245  # 1.3 x 16,144,522,496, rounded up
+    row = 4 * 4 * 8 * 128
+    found = EIGHT_B.paper_thresholds(group=4)
+    assert len(found) == 33
+    assert found[0] == free // (row * 37)
+    assert found[1] == (free - row * 2048) // (row * 36)
+    assert found[32] == (free - row * 2048 * 32) // (row * 5)
+
+
+def test_line_3_of_the_papers_algorithm_reserves_a_quarter_of_the_slots():
+    """L = i = 32, B = 2048, R = 16, H = 8, D = 128: it leaves 1.07 GB of 4.29 GB, and the limit is exceeded."""
+    plan = replace(EIGHT_B, limit=80 * GIB, requests=16)
+    needed, printed = 4 * 32 * 2048 * 16 * 8 * 128, 32 * 2048 * 16 * 8 * 128
+    assert (round(needed / 1e9, 2), round(printed / 1e9, 2)) == (4.29, 1.07)
+    row = 4 * 16 * 8 * 128
+    length_of_line_3 = (plan.limit - plan.weights_held - printed) // (row * (33 + 4 - 32))
+    length = plan.paper_thresholds(4)[32]
+    assert plan.weights_held + needed + length * row * 5 <= plan.limit
+    assert plan.weights_held + needed + length_of_line_3 * row * 5 - plan.limit == pytest.approx(
+        needed - printed, rel=1e-3
+    )
+
+
+def test_what_is_held_is_the_sum_of_its_parts():
+    """10 tokens in 3 requests, 1 of 2 layers on the CPU."""
+    plan = MemoryPlan(10**6, 1000, 100, 2, 3, 4, requests=3, budget=5, head_keys=7, item=4, scratch=11, room=2)
+    entry = 2 * 3 * 4 * 4
+    resident, slots, indices = (10 + 3 * 2) * entry, 3 * (5 + 1) * entry, 8 * 3 * 3 * 5
+    assert plan.memory(10, 1) == 1430 + resident + slots + indices + (10 + 3 * 2) * 7 + 10 * 11
+    assert plan.memory(10, 0) == 1430 + 2 * resident + (10 + 3 * 2) * 7 + 10 * 11
+    assert replace(plan, buffers=2).memory(10, 1) == plan.memory(10, 1) + slots
+
+
+plans = st.builds(
+    MemoryPlan,
+    limit=st.integers(10**4, 10**7),
+    weights=st.integers(0, 5000),
+    head=st.integers(0, 2000),
+    layers=st.integers(1, 12),
+    kv_heads=st.integers(1, 4),
+    head_dim=st.sampled_from([2, 8]),
+    requests=st.integers(1, 4),
+    budget=st.integers(1, 200),
+    head_keys=st.integers(1, 100),
+    item=st.sampled_from([2, 4]),
+    scratch=st.integers(0, 50),
+    buffers=st.sampled_from([1, 2]),
+    room=st.sampled_from([0, 64]),
+)
+
+
+@given(plan=plans)
+def test_thresholds_never_descend_and_never_exceed_the_limit(plan):
+    thresholds = plan.thresholds
+    assert len(thresholds) == plan.layers + 1
+    assert list(thresholds) == sorted(thresholds)
+    for on_cpu, length in enumerate(thresholds):
+        if length:
+            fewest = plan.layers_on_cpu(length)
+            assert fewest <= on_cpu
+            assert plan.memory(length, fewest) <= plan.limit
+
+
+@given(plan=plans)
+def test_thresholds_are_the_greatest_lengths(plan):
+    best = 0
+    for on_cpu, length in enumerate(plan.thresholds):
+        best = max(best, _brute_force(plan, on_cpu), 0)
+        assert length == best
+
+
+@given(plan=plans, length=st.integers(1, 10**5))
+def test_no_more_layers_move_than_have_to(plan, length):
+    fits = [on_cpu for on_cpu in range(plan.layers + 1) if plan.memory(length, on_cpu) <= plan.limit]
+    if fits:
+        assert plan.layers_on_cpu(length) == fits[0]
+    else:
+        with pytest.raises(UserError, match=f"{length} tokens in {plan.requests} requests do not fit into"):
+            plan.layers_on_cpu(length)
+
+
+@given(plan=plans)
+def test_the_papers_thresholds_solve_equation_7(plan):
+    """With 2 bytes a number, one layer's worth for the head, scratch for 4 query heads a KV head, and nothing else."""
+    entry = 2 * plan.kv_heads * plan.head_dim * 2
+    for on_cpu, each in enumerate(plan.paper_thresholds(4)):
+
+        def held(length, on_cpu=on_cpu):
+            tokens = plan.requests * ((plan.layers - on_cpu + 5) * length + on_cpu * plan.budget)
+            return plan.weights_held + tokens * entry
+
+        assert held(each) <= plan.limit < held(each + 1)
+
+
+def test_a_limit_below_the_weights_is_refused_with_the_arithmetic():
+    words = (
+        r"8.59 GB is below the weights alone: 1.3 x \(16.06 GB target \+ 84.00 MB retrieval head\) = 20.99 GB; raise"
+    )
+    with pytest.raises(UserError, match=words):
+        replace(EIGHT_B, limit=8 * GIB)
+
+
+def test_a_length_that_does_not_fit_is_refused_with_the_arithmetic():
+    words = "131072000 tokens in 4 requests do not fit into 25.77 GB: the least is .* with 32 of 32 layers on the CPU"
+    with pytest.raises(UserError, match=words):
+        EIGHT_B.layers_on_cpu(131_072_000)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_the_plan_of_a_model(family):
+    model = tiny_model(family)
+    plan = plan_for(model, limit=10**6, requests=2, budget=16, head=100, head_keys=64)
+    weights = sum(tensor.nbytes for tensor in model.state_dict().values())
+    assert (plan.weights, plan.head, plan.head_keys) == (weights, 100, 64)
+    assert (plan.layers, plan.kv_heads, plan.head_dim, plan.item) == (3, 2, 8, 4)
+    with torch.device("meta"):
+        empty = tiny_model(family)
+    assert plan_for(empty, limit=10**6, requests=2, budget=16, head=100, head_keys=64) == plan
+
+
+def test_latent_attention_is_refused():
+    model = tiny_model()
+    model.config.kv_lora_rank = 4
+    with pytest.raises(UserError, match="llama, whose attention is latent; give no limit"):
+        plan_for(model, limit=10**6, requests=2, budget=16)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("24GiB", 24 * GIB), ("24 GB", 24 * 10**9), ("1.5KiB", 1536), ("80B", 80), ("12345", 12345), ("2TB", 2 * 10**12)],
+)
+def test_amounts_of_memory(text, size):
+    assert read_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "24gb", "24 G", "-3GB", "0GiB", "1e9", "0.1B"])
+def test_what_is_no_amount_of_memory_is_refused(text):
+    with pytest.raises(UserError, match="is no amount of memory; write it as 24GiB, 24GB or a number of bytes"):
+        read_bytes(text)

@@ -1,0 +1,222 @@
+"""Methods that read a few entries a step on a tiny DeepSeek-V3: latents against keys and values of every head."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from transformers.cache_utils import Cache
+
+from keepsight.errors import UserError
+from keepsight.runtime.cache import KeptLayer, cache_bytes
+from keepsight.runtime.decode import decode, stop_after
+from keepsight.runtime.method import FullCache
+from keepsight.runtime.methods.exact_topk import ExactTopK
+from keepsight.runtime.methods.quest import Quest
+from keepsight.runtime.methods.specontext import SpeContext
+from keepsight.runtime.prefill import prefill, read
+from keepsight.runtime.retrieval.reader import retrieval_cache
+from keepsight.runtime.sparse_read.cache import Chosen, SelectedLayer, selected_layers
+from keepsight.runtime.sparse_read.mla import Expansion, LatentLayer, expanded, layers_of, reader_of
+from keepsight.runtime.state import Needs
+from tests.models.retrieval_heads import tiny_deepseek, tiny_retrieval_head
+from tests.runtime.sparse_read.slow_selection import SlowReader, everything, top_attention, top_pages
+from tests.tiny import prompt_ids, tiny_model
+
+HEADS, NOPE, ROPE, VALUE, RANK, LAYERS = 4, 8, 4, 6, 16, 3
+NAMES = ["specontext", "specontext of embeddings", "quest", "exact"]
+
+each_method = pytest.mark.parametrize("name", NAMES)
+
+
+def method_of(name: str, budget: int | float, **options: Any) -> Any:
+    if name.startswith("specontext"):
+        features = "none" if "embeddings" in name else "previous-step"
+        return SpeContext(
+            budget, tiny_retrieval_head(features, kv_heads=HEADS, max_position_embeddings=1024), **options
+        )
+    return Quest(budget, page=4, dense_layers=1) if name == "quest" else ExactTopK(budget)
+
+
+def start(model: Any, method: Any, ids: torch.Tensor, mask: torch.Tensor | None = None, **options: Any) -> Any:
+    """The state to answer from, and what reads it."""
+    if isinstance(method, SpeContext):
+        return method.start(model, ids, mask, **options), method.reader(model)
+    return method.compress(model, expanded(model, prefill(model, ids, mask, **options))), reader_of(model)
+
+
+def answer_of(*lengths: int) -> torch.Tensor:
+    return prompt_ids(*lengths, seed=1)[0]
+
+
+def slow_of(model: Any, ids: torch.Tensor, method: Any) -> SlowReader:
+    """Reads with transformers' own cache, which expands everything for every head."""
+    if isinstance(method, Quest):
+        pages = top_pages(method.entries(30), method.page)
+        return SlowReader(model, ids, [everything, *[pages] * (LAYERS - 1)])
+    return SlowReader(model, ids, [top_attention(method.budget)] * LAYERS, getattr(method, "head", None))
+
+
+@each_method
+@pytest.mark.parametrize("lengths", [(40,), (50, 33, 41)], ids=["one", "padded"])
+def test_a_budget_for_all_entries_gives_full_attention(name: str, lengths: tuple[int, ...]) -> None:
+    model, method = tiny_deepseek(), method_of(name, 1000)
+    ids, mask = prompt_ids(*lengths)
+    answer = answer_of(*[12] * len(lengths))
+    expected = read(model, FullCache().start(model, ids, mask), answer)[1]
+    state, reader = start(model, method, ids, mask, chunk=16)
+    torch.testing.assert_close(read(reader, state, answer)[1], expected, atol=1e-4, rtol=1e-4)
+
+
+@each_method
+def test_greedy_answers_of_full_attention(name: str) -> None:
+    model = tiny_deepseek()
+    ids, mask = prompt_ids(30, 20)
+    state, reader = start(model, method_of(name, 1000), ids, mask)
+    own = decode(reader, state, stop_after(15, None), pad_token=2).ids
+    plain = model.generate(ids, attention_mask=mask, max_new_tokens=15, eos_token_id=None, do_sample=False)
+    assert torch.equal(own, plain[:, 30:])
+
+
+@each_method
+def test_few_entries_equal_slow_loops_over_expanded_entries(name: str) -> None:
+    """Each head reads its own: over entries of the prompt and of the answer."""
+    model, method = tiny_deepseek(), method_of(name, 12)
+    ids, answer = prompt_ids(30)[0], answer_of(12)
+    slow, (state, reader) = slow_of(model, ids, method), start(model, method, ids)
+    plain, differs = FullCache().start(model, ids), False
+    for token in answer.split(1, dim=1):
+        state, logits = read(reader, state, token)
+        plain, dense = read(model, plain, token)
+        torch.testing.assert_close(logits, slow.read(token), atol=1e-4, rtol=1e-4)
+        assert len({tuple(places) for places in slow.read_last[-1]}) == HEADS
+        differs |= not torch.allclose(logits, dense, atol=1e-3)
+    assert differs
+
+
+@each_method
+def test_batch_equals_single(name: str) -> None:
+    """Rows of different lengths, one of them shorter than the budget."""
+    model, method, lengths = tiny_deepseek(), method_of(name, 16), (35, 11, 30)
+    ids, mask = prompt_ids(*lengths)
+    answer = answer_of(12, 12, 12)
+    state, reader = start(model, method, ids, mask)
+    together = read(reader, state, answer)[1]
+    for row, length in enumerate(lengths):
+        state, reader = start(model, method, ids[row : row + 1, -length:])
+        alone = read(reader, state, answer[row : row + 1])[1]
+        torch.testing.assert_close(together[row : row + 1], alone, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("budget", [5, 1000])
+def test_latents_give_what_expanded_entries_give(budget: int) -> None:
+    """Of SpeContext, whose layers can hold either."""
+    model, method = tiny_deepseek(), method_of("specontext", budget)
+    ids, mask = prompt_ids(30, 22)
+    whole = prefill(model, ids, mask, needs=Needs(features=(0, 1, 2)))
+    latent, wide = method.compress(model, whole), method.compress(model, expanded(model, whole))
+    assert all(isinstance(layer, LatentLayer) for layer in latent.cache.layers)
+    assert {type(layer) for layer in wide.cache.layers} == {SelectedLayer}
+    for token in answer_of(8, 8).split(1, dim=1):
+        latent, logits = read(method.reader(model), latent, token)
+        wide, expected = read(method.reader(model), wide, token)
+        torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_bytes_are_those_of_the_latents() -> None:
+    model, method = tiny_deepseek(), method_of("specontext of embeddings", 8)
+    ids, mask = prompt_ids(30, 20)
+    state = method.start(model, ids, mask)
+    state, _ = read(method.reader(model), state, answer_of(5, 5))
+    tokens = 2 * (30 + 5)
+    latents = LAYERS * tokens * (RANK + ROPE) * 4
+    assert sum(layer.bytes for layer in retrieval_cache(state.cache).selected_layers) == latents
+    assert state.kv_bytes == latents + tokens * HEADS * 8 * 4  # and the retrieval head's keys
+    whole = prefill(model, ids, mask)
+    assert cache_bytes(expanded(model, whole).cache) == LAYERS * 60 * HEADS * (NOPE + ROPE + VALUE) * 4
+    half = method_of("specontext of embeddings", 8).start(tiny_deepseek().to(torch.bfloat16), ids, mask)
+    assert sum(layer.bytes for layer in half.cache.layers) == LAYERS * 60 * (RANK + ROPE) * 2
+
+
+def test_only_what_is_chosen_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A different latent for each head, and with it the newest one."""
+    model, method = tiny_deepseek(), method_of("specontext", 7)
+    state, shapes = method.start(model, prompt_ids(30)[0]), []
+    original = Expansion.__call__
+
+    def watching(self: Expansion, latents: torch.Tensor, rotated: torch.Tensor) -> Any:
+        shapes.append((latents.shape, rotated.shape))
+        return original(self, latents, rotated)
+
+    monkeypatch.setattr(Expansion, "__call__", watching)
+    read(method.reader(model), state, answer_of(2))
+    assert shapes == [((1, HEADS, 8, RANK), (1, HEADS, 8, ROPE))] * LAYERS * 2
+
+
+def test_gather_equals_the_models_own_expansion() -> None:
+    """Head after head, entry after entry, with `kv_b_proj` itself."""
+    model = tiny_deepseek()
+    whole = prefill(model, *prompt_ids(12, 9))
+    layer = selected_layers(whole, layers_of(model, whole, lambda *_: pytest.fail("not latent")))[1]
+    assert isinstance(layer, LatentLayer)
+    indices = torch.randint(0, 11, (2, HEADS, 5), generator=torch.Generator().manual_seed(0))
+    keys, values, real = layer.gather(Chosen(indices, torch.ones_like(indices, dtype=torch.bool)))
+    assert real is not None and real.shape == (2, HEADS, 6)
+    for row in range(2):
+        for head in range(HEADS):
+            for place, entry in enumerate([*indices[row, head].tolist(), 11]):
+                latent, rotated = layer.keys[row, 0, entry], layer.values[row, 0, entry]
+                both = model.model.layers[1].self_attn.kv_b_proj(latent).view(HEADS, NOPE + VALUE)[head]
+                torch.testing.assert_close(keys[row, head, place], torch.cat([both[:NOPE], rotated]))
+                torch.testing.assert_close(values[row, head, place], both[NOPE:])
+
+
+def test_copies_go_on_by_themselves() -> None:
+    model, method = tiny_deepseek(), method_of("specontext", 8)
+    state, reader = start(model, method, prompt_ids(30)[0])
+    other = state.copy()
+    expected = read(reader, state, answer_of(6))[1]
+    read(reader, other.copy(), answer_of(6).flip(1))
+    torch.testing.assert_close(read(reader, other, answer_of(6))[1], expected)
+
+
+def test_an_interrupted_step_leaves_the_cache_as_it_was() -> None:
+    model, method = tiny_deepseek(), method_of("specontext", 8)
+    state, reader = start(model, method, prompt_ids(30)[0])
+    expected = read(reader, state.copy(), answer_of(1))[1]
+    failing = model.model.layers[1].mlp.register_forward_hook(lambda *_: pytest.fail("interrupted"))
+    with pytest.raises(pytest.fail.Exception, match="interrupted"):
+        read(reader, state, answer_of(1))
+    failing.remove()
+    assert [layer.get_seq_length() for layer in state.cache.layers] == [30] * LAYERS
+    torch.testing.assert_close(read(reader, state, answer_of(1))[1], expected)
+
+
+def test_other_models_are_left_as_they_are() -> None:
+    model = tiny_model()
+    state = prefill(model, prompt_ids(10)[0])
+    assert expanded(model, state) is state and reader_of(model) is model
+    wide = expanded(tiny_deepseek(), prefill(tiny_deepseek(), prompt_ids(10)[0]))
+    assert expanded(tiny_deepseek(), wide) is wide
+
+
+def test_what_cannot_be_is_refused() -> None:
+    model, ids = tiny_deepseek(), prompt_ids(10)[0]
+    with pytest.raises(UserError, match="offload 1 does not apply to deepseek_v3: all heads share its latents"):
+        method_of("specontext", 8, offload=1).start(model, ids)
+    whole = prefill(model, ids)
+    shorter: list[Any] = [KeptLayer(each.keys[:, :, :5], each.values[:, :, :5], 10) for each in whole.entries()]
+    with pytest.raises(UserError, match="the cache holds 5 of them"):
+        method_of("specontext of embeddings", 8).compress(model, replace(whole, cache=Cache(layers=shorter)))
+    projection = model.model.layers[0].self_attn.kv_b_proj
+    projection.weight = torch.nn.Parameter(projection.weight.to(torch.float8_e4m3fn), requires_grad=False)
+    with pytest.raises(UserError, match=r"kv_b_proj of layer 0 is a Linear of torch.float8_e4m3fn"):
+        method_of("specontext of embeddings", 8).compress(model, whole)
+
+
+def test_models_that_choose_by_themselves_are_refused() -> None:
+    """As DeepSeek-V3.2 does, with an indexer in each layer."""
+    model, ids = tiny_deepseek(), prompt_ids(10)[0]
+    model.model.layers[0].self_attn.indexer = torch.nn.Identity()
+    with pytest.raises(UserError, match="deepseek_v3 chooses by itself what its latent attention reads"):
+        method_of("specontext", 8).start(model, ids)

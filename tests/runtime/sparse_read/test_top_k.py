@@ -1,0 +1,138 @@
+"""Which entries are chosen, against loops."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from keepsight.runtime.retrieval.selector import HeadKeys
+from keepsight.runtime.sparse_read.cache import Chosen
+from keepsight.runtime.sparse_read.quest_pages import TopPages
+from keepsight.runtime.sparse_read.top_k import Limits, TopAttention
+from tests.runtime.sparse_read.slow_selection import page_bound, top_attention, top_pages
+
+GROUPS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}
+LENGTHS = [40, 7, 23]
+SCALING = 0.5
+
+
+def random_step(heads: int, kv_heads: int, rows: int = 3, length: int = 41) -> tuple[torch.Tensor, torch.Tensor]:
+    """A query [B, H, 1, 6] and keys [B, K, 41, 6], the token's own last."""
+    generator = torch.Generator().manual_seed(heads + kv_heads)
+    query = torch.randn(rows, heads, 1, 6, generator=generator)
+    return query, torch.randn(rows, kv_heads, length, 6, generator=generator)
+
+
+def places_of(chosen: Chosen, row: int, kv_head: int) -> list[int]:
+    """Those that are real, ascending."""
+    indices = chosen.indices[row, kv_head]
+    return sorted((indices if chosen.real is None else indices[chosen.real[row, kv_head]]).tolist())
+
+
+def each_head(query: torch.Tensor, keys: torch.Tensor) -> Any:
+    group = query.shape[1] // keys.shape[1]
+    for row in range(len(query)):
+        for kv_head in range(keys.shape[1]):
+            yield row, kv_head, query[row, kv_head * group : (kv_head + 1) * group, 0], keys[row, kv_head]
+
+
+@pytest.mark.parametrize("heads, kv_heads", GROUPS.values(), ids=GROUPS)
+@pytest.mark.parametrize("budget, sinks, window", [(9, 0, 0), (9, 2, 3), (12, 4, 0), (60, 1, 1), (1, 0, 0)])
+def test_top_attention(budget: int, sinks: int, window: int, heads: int, kv_heads: int) -> None:
+    query, keys = random_step(heads, kv_heads)
+    chosen = TopAttention(Limits(budget, sinks, window)).choose(query, SCALING, keys, None)
+    assert chosen.real is None and chosen.indices.shape[2] == min(budget, 40)
+    slow = top_attention(budget, sinks, window)
+    for row, kv_head, own, entries in each_head(query, keys):
+        assert places_of(chosen, row, kv_head) == sorted(slow(own, entries, SCALING))
+
+
+@pytest.mark.parametrize("heads, kv_heads", GROUPS.values(), ids=GROUPS)
+@pytest.mark.parametrize("budget, sinks, window", [(9, 0, 0), (9, 2, 3), (60, 1, 1)])
+def test_top_attention_never_takes_padding(budget: int, sinks: int, window: int, heads: int, kv_heads: int) -> None:
+    """Rows choose as they would alone; those with fewer entries than others say so."""
+    query, keys = random_step(heads, kv_heads)
+    padding = 40 - torch.tensor(LENGTHS)
+    chosen = TopAttention(Limits(budget, sinks, window)).choose(query, SCALING, keys, padding)
+    slow = top_attention(budget, sinks, window)
+    for row, kv_head, own, entries in each_head(query, keys):
+        start = int(padding[row])
+        expected = sorted(start + place for place in slow(own, entries[start:], SCALING))
+        assert places_of(chosen, row, kv_head) == expected and len(expected) == min(budget, LENGTHS[row])
+    assert all(len(set(head.tolist())) == len(head) for head in chosen.indices.flatten(0, 1))
+
+
+def test_weights_that_underflow_come_before_padding() -> None:
+    """Equal to the padding's: nothing but the mask tells them apart."""
+    query, keys = torch.full((1, 1, 1, 2), 60.0), torch.zeros(1, 1, 10, 2)
+    keys[:, :, 4] = 60.0
+    chosen = TopAttention(Limits(6)).choose(query, SCALING, keys, torch.tensor([3]))
+    assert places_of(chosen, 0, 0) == [3, 4, 5, 6, 7, 8]
+
+
+@pytest.mark.parametrize("heads, kv_heads", GROUPS.values(), ids=GROUPS)
+@pytest.mark.parametrize("budget, page", [(16, 4), (31, 16), (100, 16), (9, 5), (3, 4), (40, 1)])
+def test_top_pages(budget: int, page: int, heads: int, kv_heads: int) -> None:
+    """Token after token, with rows of one length and of three."""
+    slow = top_pages(budget, page)
+    for padding in (None, 30 - torch.tensor([30, 3, 17])):
+        pages = TopPages(budget, page)
+        for length in range(31, 42):
+            query, keys = random_step(heads, kv_heads)
+            keys = keys[:, :, :length]
+            chosen = pages.choose(query, SCALING, keys, padding)
+            for row, kv_head, own, entries in each_head(query, keys):
+                start = 0 if padding is None else int(padding[row])
+                expected = sorted(start + place for place in slow(own, entries[start:], SCALING))
+                assert places_of(chosen, row, kv_head) == expected
+
+
+def test_the_bound_is_above_every_dot_product() -> None:
+    query, keys = random_step(4, 2, length=33)
+    pages = TopPages(16, 8)
+    pages.summarise(keys[:, :, :32], None)
+    scores = pages.scores(query)
+    dots = torch.einsum("bkgd,bksd->bkgs", query.view(3, 2, 2, 6), keys[:, :, :32]).amax(dim=2).unflatten(2, (4, 8))
+    assert bool((scores >= dots.amax(dim=3) - 1e-6).all())
+    for row, kv_head, own, entries in each_head(query, keys):
+        for number in range(4):
+            bound = max(page_bound(head, entries[8 * number : 8 * number + 8]) for head in own)
+            assert scores[row, kv_head, number].item() == pytest.approx(bound, abs=1e-5)
+
+
+@pytest.mark.parametrize("padding", [None, torch.tensor([0, 5, 2])])
+def test_copies_of_pages_and_entries_that_are_taken_back(padding: torch.Tensor | None) -> None:
+    """Two copies that read different tokens, and one that goes back and reads others."""
+    _, keys = random_step(4, 2)
+    _, others = random_step(4, 2, length=61)
+    other = torch.cat([keys[:, :, :18], others[:, :, 18:41]], dim=2)
+    pages = TopPages(16, 4)
+    pages.summarise(keys[:, :, :18], padding)
+    copy = pages.share()
+    for length in range(19, 42):
+        pages.summarise(keys[:, :, :length], padding)
+        copy.summarise(other[:, :, :length], padding)
+    back = pages.share()
+    back.summarise(other[:, :, :18], padding)
+    back.summarise(other[:, :, :41], padding)
+    query, _ = random_step(4, 2)
+    for made, entries in ((pages, keys), (copy, other), (back, other)):
+        fresh = TopPages(16, 4)
+        fresh.summarise(entries, padding)
+        assert torch.equal(made.scores(query), fresh.scores(query)) and made.bytes == fresh.bytes
+
+
+def test_keys_grow_in_place_and_copies_do_not() -> None:
+    first, more = torch.randn(1, 2, 5, 4), torch.randn(3, 1, 2, 1, 4)
+    held = HeadKeys(first)
+    held.append(more[0])
+    copy, place = HeadKeys(held.keys), held.keys.data_ptr()
+    held.append(more[1])
+    copy.append(more[2])
+    assert held.keys.data_ptr() == place
+    assert torch.equal(held.keys, torch.cat([first, more[0], more[1]], dim=2))
+    assert torch.equal(copy.keys, torch.cat([first, more[0], more[2]], dim=2))
+    again = HeadKeys(held.keys)
+    held.crop(6)
+    held.append(more[2])
+    assert torch.equal(held.keys, copy.keys) and torch.equal(again.keys[:, :, -1:], more[1])

@@ -1,0 +1,79 @@
+"""Attention of unrolled steps against dense attention with the mask written out."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from keepsight.train.draft_head.unrolled_attention import UnrolledAttention, merged_attention
+
+
+def dense(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
+    """One softmax over the keys of all steps, row by row and key by key allowed or not."""
+    rows, group = query.shape[2], query.shape[1] // keys[0].shape[1]
+    allowed = torch.zeros(rows, rows * len(keys), dtype=torch.bool)
+    for row in range(rows):
+        for other in range(rows):
+            allowed[row, other] = other <= row
+        for step in range(1, len(keys)):
+            allowed[row, step * rows + row] = True
+    key, value = (torch.cat(each, dim=2).repeat_interleave(group, dim=1) for each in (keys, values))
+    scores = (query @ key.transpose(2, 3) / math.sqrt(query.shape[-1])).masked_fill(~allowed, -torch.inf)
+    return scores.softmax(dim=-1) @ value
+
+
+def drawn(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return (2 * torch.randn(*shape, dtype=torch.float64)).to(dtype).requires_grad_()
+
+
+@pytest.mark.parametrize("steps", [1, 2, 4])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (3, 1)])
+@pytest.mark.parametrize("rows", [1, 37])
+def test_values_and_gradients_equal_dense_attention(steps, heads, kv_heads, rows):
+    torch.manual_seed(steps)
+    query = drawn(2, heads, rows, 8)
+    keys, values = ([drawn(2, kv_heads, rows, 8) for _ in range(steps)] for _ in range(2))
+    weight = torch.randn(2, heads, rows, 8, dtype=torch.float64)
+    expected, found = dense(query, keys, values), merged_attention(query, keys, values)
+    torch.testing.assert_close(found, expected)
+    everything = [query, *keys, *values]
+    for ours, theirs in zip(
+        torch.autograd.grad((found * weight).sum(), everything),
+        torch.autograd.grad((expected * weight).sum(), everything),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 4e-2)])
+def test_lower_precision_stays_close(dtype, tolerance):
+    torch.manual_seed(0)
+    query = drawn(1, 6, 150, 16, dtype=dtype)
+    keys, values = ([drawn(1, 2, 150, 16, dtype=dtype) for _ in range(3)] for _ in range(2))
+    everything = [query, *keys, *values]
+    exact = [each.detach().double().requires_grad_() for each in everything]
+    found, expected = merged_attention(query, keys, values), dense(exact[0], exact[1:4], exact[4:])
+    assert found.dtype == dtype
+    for ours, theirs in [
+        (found, expected),
+        *zip(
+            torch.autograd.grad(found.float().square().sum(), everything),
+            torch.autograd.grad(expected.square().sum(), exact),
+            strict=True,
+        ),
+    ]:
+        assert (ours.double() - theirs).norm() < tolerance * theirs.norm()
+
+
+def test_steps_that_lose_rows_see_the_rows_they_still_have():
+    """As in training: each step has one row fewer, because the text ends."""
+    torch.manual_seed(1)
+    attend, keys, values = UnrolledAttention(), [], []
+    for step in range(4):
+        rows = 12 - step
+        query, key, value = drawn(1, 4, rows, 8), drawn(1, 2, rows, 8), drawn(1, 2, rows, 8)
+        keys.append(key)
+        values.append(value)
+        expected = dense(query, [each[:, :, :rows] for each in keys], [each[:, :, :rows] for each in values])
+        torch.testing.assert_close(attend(query, key, value), expected.transpose(1, 2))

@@ -1,0 +1,128 @@
+"""`keepsight train` on a tiny target that was saved to a folder."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from keepsight.commands import train as command
+from keepsight.commands.config import ModelConfig
+from keepsight.data_gen.shards import Answered, DataSettings, ShardWriter
+from keepsight.errors import UserError
+from keepsight.models.lookahead_files import ADAPTER, FILES, TOKENS, load_lookahead
+from keepsight.models.targets import load_target
+from tests.tiny import save_tiny_target
+from tests.train.runs import SHAPE, Disturbed, press_ctrl_c, rows, same, samples, settings, spoil
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a target and data that it answered."""
+    folder = tmp_path_factory.mktemp("place")
+    save_tiny_target(folder / "target")
+    target = load_target(str(folder / "target"), device="cpu")
+    made = DataSettings(target.name, target.version, target.template_digest, {"sources": {}}, 0, 14, 5, 8)
+    writer = ShardWriter(folder / "data", made)
+    every = [Answered(**{**vars(row), "index": number}) for number, row in enumerate(samples())]
+    for shard in writer.shards():
+        writer.append(shard, [every[index] for index in shard])
+        writer.finish(shard)
+    writer.complete()
+    return folder
+
+
+def config(place: Path, out: Path, **changes) -> command.Config:
+    values: dict[str, Any] = {
+        "data": str(place / "data"),
+        "out": str(out),
+        "train": settings(steps=10),
+        "lookahead": SHAPE,
+    } | changes
+    return command.Config(model=ModelConfig(id=str(place / "target"), device="cpu"), **values)
+
+
+@pytest.fixture(scope="module")
+def trained(place: Path) -> Path:
+    command.run(config(place, place / "adapter", title="A tiny adapter", data_notes="From nowhere."))
+    return place / "adapter"
+
+
+def test_the_command_leaves_an_adapter_that_loads(place, trained):
+    assert {path.name for path in trained.iterdir()} == {*FILES, "README.md", "training.png", "training"}
+    artifact = load_lookahead(trained)
+    target = load_target(str(place / "target"), device="cpu")
+    assert artifact.attach(target.model).tokens.shape == (4, 32)
+    provenance, manifest = artifact.provenance, json.loads((place / "data" / "manifest.json").read_text())
+    assert (provenance.base_model, provenance.base_version) == (target.name, target.version)
+    assert (provenance.template_digest, provenance.data_digest) == (target.template_digest, manifest["digest"])
+    assert (provenance.training["steps"], provenance.training["samples"]) == (10, 14)
+    assert provenance.training["prompt tokens (shortest, median, longest)"] == [12, 20, 31]
+    assert same(artifact.lora | {"tokens": artifact.tokens}, _checkpoint(trained, 10))
+    card = (trained / "README.md").read_text()
+    assert "# A tiny adapter" in card
+    assert "From nowhere." in card
+    assert "| test | 14 |" in card
+    assert f"| recall | {rows(trained / 'training' / 'fidelity.jsonl')[-1]['eval_recall']:.4f} |" in card
+    assert (trained / "training.png").read_bytes().startswith(b"\x89PNG")
+
+
+def _checkpoint(adapter: Path, step: int) -> dict[str, Tensor]:
+    return load_file(adapter / "training" / f"checkpoint-{step}" / "lookahead.safetensors")
+
+
+def test_an_interrupted_command_leaves_an_adapter_and_goes_on(place, trained, tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "LookaheadObjective", lambda lookahead: Disturbed(lookahead, 4, press_ctrl_c))
+    with pytest.raises(UserError, match=r"interrupted at step 4; .*run the same command again") as caught:
+        command.run(config(place, tmp_path / "adapter"))
+    assert str(tmp_path / "adapter") in str(caught.value)
+    assert load_lookahead(tmp_path / "adapter").provenance.training["steps"] == 4
+    monkeypatch.undo()
+    command.run(config(place, tmp_path / "adapter"))
+    for name in (ADAPTER, TOKENS):
+        assert (tmp_path / "adapter" / name).read_bytes() == (trained / name).read_bytes()
+
+
+def test_a_command_whose_loss_is_no_number_leaves_no_adapter(place, tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "LookaheadObjective", lambda lookahead: Disturbed(lookahead, 5, spoil))
+    with pytest.raises(UserError, match="the loss is nan at step 5"):
+        command.run(config(place, tmp_path / "adapter"))
+    assert {path.name for path in (tmp_path / "adapter").iterdir()} == {"training"}
+
+
+def test_the_seed_decides_everything(place, trained, tmp_path):
+    torch.manual_seed(99)
+    command.run(config(place, tmp_path / "same"))
+    command.run(config(place, tmp_path / "other", train=settings(steps=10, seed=1)))
+    digests = [(folder / TOKENS).read_bytes() for folder in (trained, tmp_path / "same", tmp_path / "other")]
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_longer_prompts_are_left_out(place, tmp_path):
+    command.run(config(place, tmp_path / "adapter", max_prompt_tokens=20, train=settings(steps=1)))
+    training = load_lookahead(tmp_path / "adapter").provenance.training
+    assert training["samples"] == 8
+    assert training["prompt tokens (shortest, median, longest)"] == [12, 17, 20]
+    with pytest.raises(UserError, match="max_prompt_tokens=11 leaves no sample"):
+        command.run(config(place, tmp_path / "none", max_prompt_tokens=11))
+    assert not (tmp_path / "none").exists()
+
+
+def test_without_held_out_samples_nothing_is_measured(place, tmp_path):
+    command.run(config(place, tmp_path / "adapter", train=settings(steps=2, held_out=0)))
+    assert load_lookahead(tmp_path / "adapter").provenance.training["steps"] == 2
+    assert "Not measured." in (tmp_path / "adapter" / "README.md").read_text()
+    assert not (tmp_path / "adapter" / "training" / "fidelity.jsonl").exists()
+
+
+def test_data_of_another_target_is_refused(place, tmp_path):
+    save_tiny_target(tmp_path / "other", "qwen3")
+    wrong = config(place, tmp_path / "adapter")
+    wrong.model.id = str(tmp_path / "other")
+    with pytest.raises(UserError, match="this data was answered by") as caught:
+        command.run(wrong)
+    assert str(place / "data") in str(caught.value)
+    assert not (tmp_path / "adapter").exists()

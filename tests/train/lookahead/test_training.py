@@ -1,0 +1,162 @@
+"""Training on tiny random models: it learns, it counts samples alike, and it says what went wrong."""
+
+import itertools
+import json
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import TrainerCallback
+
+from keepsight.data_gen.shards import Answered
+from keepsight.errors import UserError
+from keepsight.train.dataset import split
+from keepsight.train.lookahead.measure import measure
+from keepsight.train.lookahead.objective import LookaheadObjective
+from keepsight.train.lookahead.trainer import LookaheadTrainer, train
+from tests.tiny import FAMILIES
+from tests.train.runs import (
+    checkpoints,
+    collated,
+    disturbed,
+    objective,
+    samples,
+    settings,
+    spoil,
+)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_it_learns_a_few_samples_and_moves_every_trainable_tensor_and_no_other(family, tmp_path):
+    few, learning = samples(6), objective(family)
+    before = {name: value.detach().clone() for name, value in learning.named_parameters()}
+    batch = split(few, 2)[0]
+    start = measure(learning, [collated(batch)], budget=6)
+    trainer, _ = train(learning, settings(steps=40, batch_size=4, measure_every=40), tmp_path, few)
+    end = measure(learning, [collated(batch)], budget=6)
+    assert sum(end.kl) < 0.75 * sum(start.kl)
+    assert sum(end.recall) > sum(start.recall)
+    logged = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    assert len(logged) == 4
+    assert logged[-1] < 0.9 * logged[0]
+    for name, value in learning.named_parameters():
+        assert torch.equal(value, before[name]) != value.requires_grad, name
+    assert sum(value.requires_grad for value in learning.parameters()) == 1 + 2 * (7 + 7 + 2)
+
+
+@pytest.mark.parametrize(("at", "checkpoint"), [(2, None), (5, "checkpoint-3")])
+def test_a_loss_that_is_no_number_is_refused(at, checkpoint, tmp_path):
+    with pytest.raises(UserError) as caught:
+        train(disturbed(at, spoil), settings(), tmp_path, samples())
+    message = str(caught.value)
+    assert "\n" not in message
+    assert f"the loss is nan at step {at} on samples [" in message
+    named = json.loads(message.partition("on samples ")[2].partition(";")[0])
+    assert len(named) == 2
+    assert set(named) <= {sample.index for sample in samples()}
+    assert (str(tmp_path / checkpoint) if checkpoint else "there is no checkpoint yet") in message
+
+
+def test_the_samples_of_the_loss_that_is_no_number_are_the_right_ones(tmp_path):
+    """Every sample of the training is in one batch, so that the named ones are known."""
+    few = samples(5)
+    with pytest.raises(UserError) as caught:
+        train(disturbed(1, spoil), settings(batch_size=4, held_out=1), tmp_path, few)
+    named = json.loads(str(caught.value).partition("on samples ")[2].partition(";")[0])
+    assert sorted(named) == sorted(row.index for row in split(few, 1)[0].samples) == [0, 3, 6, 9]
+
+
+@pytest.mark.parametrize("rate", [1e30, 1e38])
+def test_weights_that_explode_are_named_and_never_saved(rate, tmp_path):
+    """Measured and saved after every step: neither must trip over, or keep, weights that are no numbers."""
+    often = settings(measure_every=1, save_every=1, learning_rate=rate, warmup=0.0)
+    with pytest.raises(UserError, match="learning_rate") as caught:
+        train(objective(), often, tmp_path, samples())
+    assert "\n" not in str(caught.value)
+    for name in checkpoints(tmp_path):
+        state = load_file(tmp_path / name / "lookahead.safetensors")
+        assert all(torch.isfinite(value).all() for value in state.values()), name
+
+
+def test_too_few_samples_are_refused(tmp_path):
+    with pytest.raises(UserError, match=r"train.held_out=14 needs more than the 14 samples"):
+        train(objective(), settings(held_out=14), tmp_path, samples())
+
+
+def test_held_out_samples_are_spread_and_never_trained_on():
+    train_set, held_out = split(samples(14), 4)
+    trained, measured = ({row.index for row in each.samples} for each in (train_set, held_out))
+    assert not trained & measured
+    assert trained | measured == {3 * number for number in range(14)}
+    assert 3 <= len(measured) <= 4
+    assert len(split(samples(14), 0)[1]) == 0
+
+
+class KeepGradients(TrainerCallback):
+    """What the first optimiser step is given."""
+
+    def __init__(self, model: LookaheadObjective) -> None:
+        self.model = model
+        self.gradients: dict[str, Tensor] = {}
+
+    def on_pre_optimizer_step(self, *_, **__) -> None:
+        if not self.gradients:
+            named = self.model.named_parameters()
+            self.gradients = {name: value.grad.clone() for name, value in named if value.grad is not None}
+
+
+def first_step(work: Path, **changes) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients of one step over the same four samples."""
+    model = objective()
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if ".lora_B" in name:
+                value.normal_(std=0.2)
+    few = samples(5)
+    values = settings(steps=1, held_out=1, clip=1e9, **changes)
+    work.mkdir()
+    trainer = LookaheadTrainer(model, values, work, few)
+    keeper = KeepGradients(model)
+    trainer.add_callback(keeper)
+    return trainer.train().training_loss, keeper.gradients
+
+
+def test_accumulated_batches_equal_one_batch(tmp_path):
+    """Samples of different lengths: each counts the same, whatever batch it is in."""
+    loss, gradients = first_step(tmp_path / "whole", batch_size=4)
+    for batch, accumulation in ((1, 4), (2, 2)):
+        split_loss, split_gradients = first_step(tmp_path / f"by {batch}", batch_size=batch, accumulation=accumulation)
+        assert split_loss == pytest.approx(loss, abs=1e-5)
+        assert set(split_gradients) == set(gradients)
+        for name, value in gradients.items():
+            assert value.abs().max() > 1e-5, name
+            torch.testing.assert_close(split_gradients[name], value, atol=1e-5, rtol=1e-4)
+
+
+def test_prompts_of_similar_length_share_a_batch(tmp_path):
+    many = [Answered(number, "test", [7] * (10 + number), [8, 9], "", "") for number in range(49)]
+    spreads = {}
+    for grouped in (True, False):
+        work = tmp_path / str(grouped)
+        work.mkdir()
+        values = settings(batch_size=2, group_by_length=grouped, held_out=1)
+        trainer = LookaheadTrainer(objective(), values, work, many)
+        batches = [batch["indices"] for batch in trainer.get_train_dataloader()]
+        assert sorted(itertools.chain(*batches)) == list(range(48))
+        spreads[grouped] = sum(max(batch) - min(batch) for batch in batches)
+    assert spreads[True] < spreads[False] / 2
+
+
+def test_training_works_outside_the_main_thread(tmp_path):
+    """A notebook's or a server's worker: there signals cannot be caught."""
+    results: list = []
+    values = settings(steps=1, save_every=1)
+    worker = threading.Thread(target=lambda: results.append(train(objective(), values, tmp_path, samples())))
+    worker.start()
+    worker.join()
+    assert len(results) == 1
+    assert results[0][1]

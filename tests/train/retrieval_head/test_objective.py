@@ -1,0 +1,201 @@
+"""The distillation of retrieval heads against dense attention and slow loops, on tiny random models."""
+
+import pytest
+import torch
+
+from keepsight.models.retrieval_head import RetrievalHead
+from keepsight.train.dataset import SampleDataset, collate
+from keepsight.train.retrieval_head.objective import (
+    RetrievalObjective,
+    divergence,
+    head_scores,
+    read_target,
+    soften,
+    texts,
+)
+from tests.models.retrieval_heads import LAYERS, target_for, tiny_deepseek, tiny_retrieval_head
+from tests.tiny import tiny_model
+from tests.train.runs import samples
+
+
+def batch_of(count=3):
+    """Samples of different lengths as the trainer makes batches, and their tokens."""
+    rows = samples(count)
+    values = collate([SampleDataset(rows)[place] for place in range(count)])
+    values.pop("indices")
+    return values, [[*row.prompt_ids, *row.answer_ids] for row in rows]
+
+
+def weights_of(model, ids):
+    """For each layer, the attention weights [H, S, S] of one unpadded text, from transformers' eager attention."""
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        return [layer[0] for layer in model(torch.tensor([ids]), output_attentions=True).attentions]
+
+
+def slow_importance(model, ids, kv_heads):
+    """[K, S, S]: the mean over layers and over the query heads of a KV head, entry by entry."""
+    layers = weights_of(model, ids)
+    group = layers[0].shape[0] // kv_heads
+    result = torch.zeros(kv_heads, len(ids), len(ids))
+    for layer in layers:
+        for head in range(layer.shape[0]):
+            result[head // group] += layer[head] / (group * len(layers))
+    return result
+
+
+MODELS = {
+    "llama": lambda: tiny_model(),
+    "qwen3": lambda: tiny_model("qwen3"),
+    "MHA": lambda: target_for(4),
+    "MQA": lambda: target_for(1),
+    "MLA": tiny_deepseek,
+}
+KV_HEADS = {"llama": 2, "qwen3": 2, "MHA": 4, "MQA": 1, "MLA": 4}
+
+
+@pytest.mark.parametrize("queries", [5, 40, 1000])
+@pytest.mark.parametrize("name", MODELS)
+def test_importance_is_that_of_dense_attention(name, queries):
+    values, ids = batch_of()
+    kv_heads = KV_HEADS[name]
+    read = read_target(MODELS[name](), tiny_retrieval_head("none", kv_heads=kv_heads), texts(**values), queries)
+    rows, length = read.importance.shape[2:]
+    assert rows == min(queries, length) and read.features is None
+    for row, tokens in enumerate(ids):
+        expected = slow_importance(MODELS[name](), tokens, kv_heads)
+        shown = min(rows, len(tokens))
+        measured = read.importance[row, :, -shown:, length - len(tokens) :]
+        torch.testing.assert_close(measured, expected[:, -shown:], atol=1e-5, rtol=1e-4)
+        assert (read.importance[row, :, -shown:, : length - len(tokens)] == 0).all()
+
+
+def test_a_batch_is_joined_without_holes():
+    values, ids = batch_of()
+    batch = texts(**values)
+    assert batch.mask is not None
+    for row, tokens in enumerate(ids):
+        assert batch.ids[row, -len(tokens) :].tolist() == tokens
+        assert batch.mask[row].tolist() == [False] * (batch.ids.shape[1] - len(tokens)) + [True] * len(tokens)
+        assert batch.positions[row, -len(tokens) :].tolist() == list(range(len(tokens)))
+    assert batch.real(40).sum(1).tolist() == [min(40, len(tokens)) for tokens in ids]
+    single = texts(**batch_of(1)[0])
+    assert single.mask is None
+    assert single.real(7).tolist() == [[True] * 7]
+
+
+@torch.no_grad()
+def slow_scores(head, model, ids):
+    """[K, S, S] weights of one text: softmax of each query head, maximum over the group, normalised; by loops."""
+    outputs = {}
+    for number in LAYERS:  # transformers' own hidden states have the last layer's after the final norm
+        model.model.layers[number].register_forward_hook(lambda _, __, output, at=number: outputs.update({at: output}))
+    model(torch.tensor([ids]))
+    features = torch.cat([outputs[layer][0] for layer in LAYERS], dim=-1)
+    embeddings = model.get_input_embeddings().weight[ids]
+    group = head.num_heads // head.kv_heads
+    result = torch.zeros(head.kv_heads, len(ids), len(ids))
+    queries, keys = [], []
+    for place in range(len(ids)):
+        before = features[place - 1] if place else torch.zeros_like(features[0])
+        query, key = head.project(embeddings[place][None, None], before[None, None], torch.tensor([[place]]))
+        queries.append(query[0, :, 0])
+        keys.append(key[0, :, 0])
+        for number in range(head.num_heads):
+            kv_head = number // group
+            logits = torch.tensor([queries[place][number] @ past[kv_head] for past in keys]) / 8**0.5
+            result[kv_head, place, : place + 1] = torch.maximum(result[kv_head, place, : place + 1], logits.softmax(-1))
+        result[:, place] /= result[:, place].sum(-1, keepdim=True)
+    return result
+
+
+@pytest.mark.parametrize("features", ["previous-step", "none"])
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_scores_and_loss_are_those_of_loops(kv_heads, features):
+    model, head = target_for(kv_heads), tiny_retrieval_head(features, kv_heads=kv_heads)
+    with torch.no_grad():
+        head.q_proj.weight.mul_(0.3)  # weights far from one-hot
+    values, ids = batch_of()
+    objective = RetrievalObjective(head, model, 6)
+    batch = texts(**values)
+    scores = head_scores(head, batch, read_target(model, head, batch, 6))
+    losses = []
+    for row, tokens in enumerate(ids):
+        expected = slow_scores(head, target_for(kv_heads), tokens)[:, -6:]
+        measured = scores[row, :, :, -len(tokens) :].exp()
+        torch.testing.assert_close(measured, expected, atol=1e-5, rtol=1e-3)
+        true = slow_importance(target_for(kv_heads), tokens, kv_heads)[:, -6:]
+        for kv_head in range(kv_heads):
+            for step in range(6):
+                visible = len(tokens) - 6 + step + 1
+                p, q = true[kv_head, step, :visible], expected[kv_head, step, :visible]
+                losses.append((p * (p / q).log()).sum())
+    assert objective(**values)["loss"].item() == pytest.approx(torch.stack(losses).mean().item(), rel=1e-3)
+
+
+def test_divergence_is_zero_of_itself_and_leaves_padding_out():
+    importance = torch.randn(2, 3, 4, 9).softmax(-1)
+    real = torch.ones(2, 4).bool()
+    assert divergence(importance, importance.log(), real).item() == pytest.approx(0, abs=1e-6)
+    scores = torch.randn(2, 3, 4, 9).log_softmax(-1)
+    spoiled = scores.clone()
+    spoiled[1, :, 0] = -5
+    real[1, 0] = False
+    assert divergence(importance, spoiled, real) == divergence(importance, scores, real) > 0
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_softening_is_a_power_of_the_weights(temperature):
+    importance, weights = torch.randn(2, 1, 3, 4, 9).softmax(-1)
+    importance[..., 8] = 0
+    weights[..., 8] = 0
+    scores = weights.log().clamp(min=torch.finfo(torch.float32).min)
+    softened, log_weights = soften(importance, scores, temperature)
+    for own, before in ((softened, importance), (log_weights.exp(), weights)):
+        for place in range(9):
+            expected = before[0, 1, 2, place] ** (1 / temperature) / sum(
+                each ** (1 / temperature) for each in before[0, 1, 2]
+            )
+            assert own[0, 1, 2, place].item() == pytest.approx(expected.item(), abs=1e-6)
+    model, head = tiny_model(), tiny_retrieval_head()
+    values, _ = batch_of()
+    batch = texts(**values)
+    read = read_target(model, head, batch, 6)
+    expected = divergence(*soften(read.importance, head_scores(head, batch, read), temperature), batch.real(6))
+    assert RetrievalObjective(head, model, 6, temperature)(**values)["loss"] == expected
+    assert expected.isfinite()
+
+
+@pytest.mark.parametrize("features", ["previous-step", "none"])
+def test_gradients_reach_every_weight_of_the_head_and_none_of_the_target(features):
+    model, head = tiny_model(), tiny_retrieval_head(features)
+    objective = RetrievalObjective(head, model, 8).train()
+    objective(**batch_of()[0])["loss"].backward()
+    assert all(parameter.grad is not None and parameter.grad.any() for parameter in head.parameters())
+    assert all(parameter.grad is None and not parameter.requires_grad for parameter in model.parameters())
+    assert head.training and not model.training
+
+
+@pytest.mark.parametrize("name", ["llama", "MLA"])
+def test_distillation_lowers_the_loss(name):
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    head = RetrievalHead.untrained(model, "none", 64)
+    objective = RetrievalObjective(head, model, 8)
+    optimiser = torch.optim.Adam(head.parameters(), lr=1e-2)
+    values, losses = batch_of()[0], []
+    for _ in range(60):
+        loss = objective(**values)["loss"]
+        losses.append(loss.item())
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+    assert losses[-1] < 0.6 * losses[0]
+
+
+def test_a_long_context_does_not_change_scores_within_the_trained_length():
+    head = tiny_retrieval_head("none")
+    batch = texts(**batch_of()[0])
+    read = read_target(tiny_model(), head, batch, 5)
+    assert torch.equal(head_scores(head, batch, read), head_scores(head.extended(64), batch, read))
+    assert not torch.equal(head_scores(head, batch, read), head_scores(head.extended(640), batch, read))

@@ -1,0 +1,70 @@
+"""What a training step costs, against one inference prefill of the same prompt and answer."""
+
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+
+from keepsight.models.lookahead import Lookahead
+from keepsight.runtime.prefill import prefill
+from keepsight.train.lookahead.objective import LookaheadObjective
+
+
+def bench_step(lookahead: Lookahead, tokens: int, answer_tokens: int, repeats: int) -> str:
+    """Time forward, backward and optimiser of one sample against a prefill, alternating, as a few lines of text.
+
+    Args:
+        lookahead: A module on its target.
+        tokens: Prompt length.
+        answer_tokens: Answer length; the prefill runs over prompt and answer.
+        repeats: Timed repetitions of each after one that warms up.
+    """
+    model = lookahead.model
+    ids = torch.randint(
+        3, model.config.get_text_config().vocab_size - 1, (1, tokens + answer_tokens), device=model.device
+    )
+    objective = LookaheadObjective(lookahead)
+    optimizer = torch.optim.Adam([weight for weight in objective.parameters() if weight.requires_grad], lr=1e-4)
+
+    def step() -> None:
+        objective(ids[:, :tokens], ids[:, tokens:])["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def infer() -> None:
+        with lookahead.active(False):
+            prefill(model, ids)
+
+    times: dict[str, list[float]] = {"prefill": [], "step": []}
+    peaks = {}
+    for repeat in range(repeats + 1):
+        for name, action in (("prefill", infer), ("step", step)):
+            seconds, peaks[name] = _measure(action)
+            if repeat:
+                times[name].append(seconds)
+    ratio = statistics.median(times["step"]) / statistics.median(times["prefill"])
+    lines = [
+        f"{name:<8} {statistics.median(values):7.3f} s ({min(values):.3f} to {max(values):.3f}), "
+        f"peak memory {peaks[name]:.0f} MiB"
+        for name, values in times.items()
+    ]
+    return "\n".join(
+        [f"{tokens} prompt + {answer_tokens} answer tokens, {repeats} repeats", *lines, f"ratio    {ratio:7.3f}"]
+    )
+
+
+def _measure(action: Callable[[], None]) -> tuple[float, float]:
+    """Seconds and the peak memory so far in MiB: of the GPU, or of the process where there is none."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    action()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        return time.perf_counter() - start, torch.cuda.max_memory_allocated() / 2**20
+    unit = 1 if sys.platform == "darwin" else 1024
+    return time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20

@@ -1,0 +1,90 @@
+"""How well predicted importance matches the true one, by layer, on held-out samples."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.stats import kendalltau
+from torch import Tensor
+
+from keepsight.runtime.importance import reduce_group, top_entries
+from keepsight.train.lookahead.objective import Batch, LookaheadObjective, importance_divergence
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """Means over held-out samples, for each of L layers.
+
+    Attributes:
+        kl: KL(target || predicted) in nats.
+        recall: Share of the true top-`budget` entries of a KV head that the prediction keeps too.
+        tau: Kendall's rank correlation of predicted and true importance by KV head.
+    """
+
+    kl: list[float]
+    recall: list[float]
+    tau: list[float]
+
+    def metrics(self, prefix: str = "eval_") -> dict[str, float]:
+        """Means over layers."""
+        means = {"kl": self.kl, "recall": self.recall, "tau": self.tau}
+        return {prefix + name: float(np.mean(values)) for name, values in means.items()}
+
+    def by_layer(self, prefix: str = "eval_") -> dict[str, list[float]]:
+        """The values of every layer."""
+        return {f"{prefix}{name}_by_layer": getattr(self, name) for name in ("kl", "recall", "tau")}
+
+
+@torch.no_grad()
+def measure(objective: LookaheadObjective, batches: Iterable[dict[str, Any]], budget: int) -> Fidelity:
+    """Compare predicted with true importance on held-out batches.
+
+    Args:
+        objective: Its lookahead module predicts; its target answers.
+        batches: As `keepsight.train.dataset.collate` makes them.
+        budget: Entries a KV head for the recall; prompts no longer than it count with recall 1.
+
+    Raises:
+        FloatingPointError: an importance is NaN or infinite.
+    """
+    training = objective.training
+    objective.eval()
+    rows: list[np.ndarray] = []
+    for values in batches:
+        batch = Batch(values["prompt_ids"], values["prompt_mask"], values["answer_ids"], values["answer_mask"])
+        target, predicted = objective.importances(batch)
+        if not all(torch.isfinite(layer).all() for layer in [*target, *predicted]):
+            raise FloatingPointError("the importance of held-out samples is not finite")
+        kv_heads = objective.lookahead.model.config.get_text_config().num_key_value_heads
+        for row in range(len(batch.prompt_ids)):
+            real = slice(None) if batch.prompt_mask is None else batch.prompt_mask[row]
+            rows.append(
+                np.array(
+                    [
+                        _compare(layer[row][:, real], guess[row][:, real], kv_heads, budget)
+                        for layer, guess in zip(target, predicted, strict=True)
+                    ]
+                )
+            )
+    objective.train(training)
+    kl, recall, tau = np.mean(rows, axis=0).T.tolist()
+    return Fidelity(kl, recall, tau)
+
+
+def _compare(target: Tensor, predicted: Tensor, kv_heads: int, budget: int) -> tuple[float, float, float]:
+    """KL, recall and tau of one sample and layer; [H, N] each."""
+    kl = importance_divergence([target[None]], [predicted[None]]).item()
+    true, guess = (reduce_group(each[None], kv_heads)[0] for each in (target, predicted))
+    kept = min(budget, true.shape[-1])
+    chosen = torch.zeros_like(true, dtype=torch.bool).scatter_(1, top_entries(guess, kept), True)
+    recall = chosen.gather(1, top_entries(true, kept)).float().mean().item()
+    taus = [_tau(*pair) for pair in zip(true.cpu().numpy(), guess.cpu().numpy(), strict=True)]
+    return kl, recall, float(np.mean(taus))
+
+
+def _tau(first: np.ndarray, second: np.ndarray) -> float:
+    """Kendall's tau-b; 0 where one side is level, which ranks nothing."""
+    result: Any = kendalltau(first, second)
+    return float(np.nan_to_num(result.statistic))

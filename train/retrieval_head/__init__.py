@@ -1,0 +1,1 @@
+"""Distillation of retrieval heads."""

@@ -1,0 +1,114 @@
+"""How well a retrieval head finds what the target looks at, on held-out samples."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from keepsight.runtime.importance import top_mask
+from keepsight.train.retrieval_head.objective import RetrievalObjective, divergence, head_scores, read_target, texts
+
+BUDGETS = (64, 256, 1024)
+"""Entries a KV head, as SpeContext's and Quest's tables have them."""
+SINKS = 4
+MEASURES = ("hit", "window_hit", "mass", "window_mass", "best_mass", "overlap")
+
+
+@dataclass(frozen=True)
+class Retrieved:
+    """Means over held-out samples. Only steps with more entries than the budget count.
+
+    Attributes:
+        kl: KL(target || head) in nats.
+        hit: By budget B, the share of the target's top-B entries of a step and KV head that the head's top-B holds.
+        window_hit: The share that the first 4 and the last B - 4 entries hold, without any head.
+        mass: The share of the target's importance that the head's top-B entries get.
+        window_mass: The share that the first 4 and the last B - 4 entries get.
+        best_mass: The share that the target's own top-B entries get: the most that can be had.
+        overlap: The share of the head's top-B entries of a step that the next step's top-B holds too.
+        samples: Held-out samples that counted.
+    """
+
+    kl: float
+    hit: dict[int, float]
+    window_hit: dict[int, float]
+    mass: dict[int, float]
+    window_mass: dict[int, float]
+    best_mass: dict[int, float]
+    overlap: dict[int, float]
+    samples: dict[int, int]
+
+    def metrics(self) -> dict[str, float]:
+        """By the names that logs have: `eval_kl`, `eval_hit_64`, `eval_mass_64`, ..."""
+        named = {f"eval_{name}_{budget}": value for name in MEASURES for budget, value in getattr(self, name).items()}
+        counted = {f"eval_samples_{budget}": count for budget, count in self.samples.items()}
+        return {"eval_kl": self.kl, **named, **counted}
+
+
+@torch.no_grad()
+def measure(objective: RetrievalObjective, batches: Iterable[dict[str, Any]], budgets: Sequence[int]) -> Retrieved:
+    """Compare what a head selects with what the target looks at.
+
+    Args:
+        objective: Its head and target.
+        batches: As `keepsight.train.dataset.collate` makes them.
+        budgets: Entries a KV head.
+
+    Raises:
+        FloatingPointError: a score is NaN or infinite.
+    """
+    training = objective.training
+    objective.eval()
+    losses: list[float] = []
+    found: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for values in batches:
+        batch = texts(values["prompt_ids"], values["answer_ids"], values["prompt_mask"], values["answer_mask"])
+        read = read_target(objective.target, objective.head, batch, objective.queries)
+        scores = head_scores(objective.head, batch, read)
+        if not torch.isfinite(scores).all():
+            raise FloatingPointError("the scores of held-out samples are not finite")
+        for row in range(len(batch.ids)):
+            real = batch.real(scores.shape[2])[row]
+            shown = slice(None) if batch.mask is None else batch.mask[row]
+            target, guess = (each[row][:, real][..., shown] for each in (read.importance, scores))
+            losses.append(divergence(target[None], guess[None], real[real][None]).item())
+            for budget in budgets:
+                for name, value in compare(target, guess, budget).items():
+                    found[name][budget].append(value)
+    objective.train(training)
+    means = {name: {budget: sum(each) / len(each) for budget, each in found[name].items()} for name in MEASURES}
+    return Retrieved(
+        sum(losses) / len(losses), **means, samples={budget: len(each) for budget, each in found["hit"].items()}
+    )
+
+
+def compare(target: Tensor, guess: Tensor, budget: int) -> dict[str, float]:
+    """The measures of `Retrieved` for one sample and budget; none when it has no more entries than the budget.
+
+    Args:
+        target: [K, T, S] float32, the importance of S entries to the last T tokens.
+        guess: [K, T, S], scores that rank them.
+        budget: Entries a KV head.
+    """
+    _, rows, length = target.shape
+    first = max(length - rows, budget)  # row i is position length - rows + i, and sees that many entries and itself
+    if first >= length:
+        return {}
+    target, guess = (each[:, first - (length - rows) :] for each in (target, guess))
+    true, chosen = top_mask(target, budget), top_mask(guess, budget)
+    places = torch.arange(length, device=target.device)
+    last = torch.arange(first, length, device=target.device)[:, None]
+    sinks = min(SINKS, budget)
+    window = ((places < sinks) | (places > last - (budget - sinks))) & (places <= last)
+    measured = {
+        "hit": (true & chosen).sum(-1) / budget,
+        "window_hit": (true & window).sum(-1) / budget,
+        "mass": (target * chosen).sum(-1),
+        "window_mass": (target * window).sum(-1),
+        "best_mass": (target * true).sum(-1),
+        "overlap": (chosen[:, 1:] & chosen[:, :-1]).sum(-1) / budget,
+    }
+    return {name: value.float().mean().item() for name, value in measured.items() if value.numel()}
