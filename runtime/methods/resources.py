@@ -8,7 +8,7 @@ from pathlib import Path
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from keepsight.errors import UserError
-from keepsight.models.drafts import Draft, HeadDraft
+from keepsight.models.draft_sources import DraftHeadSource, DraftSource
 from keepsight.models.hub import fetch
 from keepsight.models.lookahead_files import Artifact, load_lookahead
 from keepsight.models.retrieval_head import RetrievalHead
@@ -28,7 +28,7 @@ class Resources:
     """
 
     adapter: str | Path | None = None
-    draft: Draft | HeadDraft | Callable[[], Draft | HeadDraft | None] | None = None
+    draft: DraftSource | DraftHeadSource | Callable[[], DraftSource | DraftHeadSource | None] | None = None
     tokenizer: PreTrainedTokenizerBase | None = None
     retrieval: str | Path | None = None
     target: PreTrainedModel | None = None
