@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from transformers.generation import EosTokenCriteria, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
@@ -94,23 +93,3 @@ def decode(
     if streamer is not None:
         streamer.end()
     return Decoded(ids, state)
-
-
-@torch.no_grad()
-def score_answer(model: Reader, state: State, answer: Tensor) -> tuple[Tensor, Tensor]:
-    """How likely an answer is when it is read from the kept entries, teacher-forced in one forward pass.
-
-    Args:
-        model: What reads the state: the target without adapters, or the method's reader.
-        state: Its cache grows by T - 1 entries.
-        answer: [B, T] int64, the same number of tokens in every row.
-
-    Returns:
-        Negative log-likelihood [B, T] float32 in nats, and whether each token is the arg-max, [B, T] bool. The first
-        token comes from the prompt's own logits, which no eviction changes.
-    """
-    logits = state.logits[:, None]
-    if answer.shape[1] > 1:
-        logits = torch.cat([logits, read(model, state, answer[:, :-1])[1]], dim=1)
-    nll = functional.cross_entropy(logits.transpose(1, 2), answer, reduction="none")
-    return nll, logits.argmax(dim=-1) == answer

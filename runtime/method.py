@@ -153,7 +153,7 @@ class Method(CustomGenerate):
         return None
 
     def reader(self, model: PreTrainedModel) -> Reader:
-        """What `read`, `decode` and `score_answer` are called with in the model's place, for this method's states."""
+        """What `read` and `decode` are called with in the model's place, for this method's states."""
         return model
 
     def reapply(self, model: PreTrainedModel) -> Reapply | None:

@@ -31,7 +31,7 @@ class ShortenText(ShortenPrompt):
         return torch.cat([kept, torch.arange(length - self.window, length, device=kept.device)])
 
 
-def pieces(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]:
+def token_texts(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]:
     """The text of each token, so that the joined pieces are the text of them all.
 
     Tokens that are parts of one character (bytes) give their text to the last of them. A token is decoded together

@@ -68,15 +68,3 @@ class Placement:
 def elastic_layers(layers: list[Any]) -> list[ElasticLayer]:
     """Those whose entries lie in the CPU's memory."""
     return [layer for layer in layers if isinstance(layer, ElasticLayer)]
-
-
-def device_bytes(layers: list[Any]) -> int:
-    """Bytes that a cache's layers take on the device, room to grow included.
-
-    The retrieval head's keys and the weights come on top of them.
-    """
-    on_cpu = elastic_layers(layers)
-    lists = {id(layer.slots.arrangement): layer.slots.arrangement.held for layer in on_cpu}
-    held = [*lists.values(), *(layer.slots.rows for layer in on_cpu)]
-    held += [each for layer in layers if not isinstance(layer, ElasticLayer) for each in (layer.keys, layer.values)]
-    return sum(each.untyped_storage().nbytes() for each in held)
