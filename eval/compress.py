@@ -80,7 +80,7 @@ class SharedPrompt:
     def compress(self, method: Method) -> Compressed:
         """The state that a method answers from."""
         tokens = self.state.tokens
-        if isinstance(method, Evict) and not method.reads_itself(tokens.shape[1]):
+        if isinstance(method, Evict) and method.shares_prefill(tokens.shape[1]):
             return self._evict(method)
         if isinstance(method, ShortenPrompt):
             return self._shorten(method)

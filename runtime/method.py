@@ -30,7 +30,7 @@ class Request:
         stopping_criteria: As transformers defines them, over prompt and answer together.
         logits_processor: As transformers defines it.
         do_sample: Whether to sample instead of taking the arg-max.
-        streamer: Gets each token as it comes.
+        streamer: Receives each token.
     """
 
     input_ids: Tensor
@@ -58,7 +58,7 @@ class Request:
 
 
 class CustomGenerate(ABC):
-    """What transformers takes in place of its own decoding: `model.generate(**inputs, custom_generate=...)`."""
+    """What transformers calls in place of its own decoding: `model.generate(**inputs, custom_generate=...)`."""
 
     @abstractmethod
     def answer(self, model: PreTrainedModel, request: Request) -> Decoded:
@@ -106,17 +106,17 @@ class Method(CustomGenerate):
             model: The target.
             input_ids: [B, N] int64, padded on the left.
             mask: [B, N], 0 for padding; None when no row is padded.
-            chunk: Tokens a forward pass of the prefill.
+            chunk: Tokens per forward pass of the prefill; None for the whole prompt in one.
         """
 
     @property
     def is_full_cache(self) -> bool:
-        """Whether it answers from the full cache, as the reference does."""
+        """Whether it answers from the full cache."""
         return False
 
     @property
     def selects_each_step(self) -> bool:
-        """Whether it keeps every entry and selects anew at each step which of them are read."""
+        """Whether it keeps every entry and selects at each step which of them are read."""
         return False
 
     @property
@@ -134,17 +134,17 @@ class Method(CustomGenerate):
         return length
 
     def needs(self) -> Needs:
-        """What the prefill must record."""
+        """What the prefill has to record."""
         return Needs()
 
     def shares_prefill(self, length: int) -> bool:
-        """Whether it compresses the state of an ordinary prefill of `length` tokens, which other methods can share."""
+        """Whether it compresses an ordinary prefill of `length` tokens, which other methods can share."""
         return False
 
     def observation(self) -> tuple[Observer, str] | None:
-        """The observer of a shared prefill and its reduction over queries: equal pairs observe alike.
+        """The observer of a shared prefill, and its reduction over queries: equal pairs give equal scores.
 
-        None for methods that observe nothing, or in a way of their own.
+        None for methods without an observer.
         """
         return None
 
@@ -153,19 +153,19 @@ class Method(CustomGenerate):
         return None
 
     def reader(self, model: PreTrainedModel) -> Reader:
-        """What `read` and `decode` are called with in the model's place, for this method's states."""
+        """What reads and decodes from this method's states in the model's place."""
         return model
 
     def reapply(self, model: PreTrainedModel) -> Reapply | None:
-        """What decoding does every few tokens to hold the budget; None for nothing."""
+        """How to evict while decoding; None not to."""
         return None
 
     def check(self, length: int, context: int) -> None:
         """Refuse a prompt that this method cannot work on, before any model runs.
 
         Args:
-            length: Tokens of the prompt.
-            context: The most positions that the target can take.
+            length: Length of the prompt in tokens.
+            context: Context length of the target.
 
         Raises:
             UserError: with one line that says why.
@@ -180,11 +180,11 @@ class Method(CustomGenerate):
 
 
 class CacheMethod(Method):
-    """A method that reads the whole prompt and then decides what stays in the cache."""
+    """A method that reads the whole prompt and then compresses its cache."""
 
     @abstractmethod
     def compress(self, model: PreTrainedModel, state: State) -> State:
-        """The state to decode from; the given one stays as it is."""
+        """The state to decode from; the given one stays unchanged."""
 
     @override
     def shares_prefill(self, length: int) -> bool:

@@ -113,18 +113,18 @@ class SpecKV(Evict):
         return cls(budget, DraftObserver(ModelDrafter(draft, lookahead), window=None), **parts)
 
     @override
-    def reads_itself(self, length: int) -> bool:
+    def shares_prefill(self, length: int) -> bool:
         drafter = self._drafter()
         if self.sparse is None or drafter is None or length <= self.budget_for(length):
-            return False
-        return self.sparse.active(length + drafter.lookahead)
+            return True
+        return not self.sparse.active(length + drafter.lookahead)
 
     @override
     def start(
         self, model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None = None, *, chunk: int | None = None
     ) -> State:
         drafter, length = self._drafter(), input_ids.shape[1]
-        if drafter is None or self.sparse is None or not self.reads_itself(length):
+        if drafter is None or self.sparse is None or self.shares_prefill(length):
             return super().start(model, input_ids, mask, chunk=chunk)
         _refuse(length, mask, chunk)
         draft = drafter.write(model, input_ids)

@@ -164,7 +164,7 @@ def _needs(layers: tuple[int, ...]) -> Needs:
 
 
 def _reaching(head: RetrievalHead, length: int) -> RetrievalHead:
-    """The head extended to `length` positions, by a power of two so that batching seldom changes what a prompt reads."""
+    """The head extended to `length` positions, by a power of two, so that batching seldom changes what is read."""
     context = head.config.trained
     while context < length:
         context *= 2

@@ -44,7 +44,7 @@ class PackedEntries:
 
     @property
     def packed_length(self) -> int:
-        """Number of tokens whose keys are packed; at most so many values are."""
+        """Number of tokens whose keys are packed; no other values are."""
         return self.packed_keys.scale.shape[2] * self.quantizer.group
 
     @property

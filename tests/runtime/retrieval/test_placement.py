@@ -145,7 +145,7 @@ def test_layers_that_choose_by_themselves_stay_on_the_device():
             raise AssertionError
 
     keys = torch.randn(1, 2, 9, 4)
-    with pytest.raises(UserError, match="a layer that reads its own keys to choose has to have them on the device"):
+    with pytest.raises(UserError, match="a layer that reads its own keys to select has to have them on the device"):
         Placement(BUDGET, CPU, least=1).place([SelectedLayer(keys, keys, 9, None, Own())], 10)
 
 

@@ -327,7 +327,7 @@ def test_states_that_cannot_be_chosen_from_are_refused() -> None:
     model, ids = tiny_model(), prompt_ids(60)[0]
     evicted = SnapKV(40, window=4).start(model, ids)
     for method in (method_of("exact", 12), method_of("quest", 12)):
-        with pytest.raises(UserError, match="chooses among all 60 tokens, and the cache holds 40"):
+        with pytest.raises(UserError, match="selects among all 60 tokens, and the cache holds 40"):
             method.compress(model, evicted)
     with pytest.raises(UserError, match=r"did not record layer 0; give it needs=method\.needs\(\)"):
         method_of("specontext", 12).compress(model, prefill(model, ids, needs=Needs()))
