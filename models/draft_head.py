@@ -1,8 +1,8 @@
 """The EAGLE-3 draft head: one decoder layer that guesses the target's next tokens from the target's own features.
 
 Li et al. 2025, "EAGLE-3" (arXiv 2503.01840). Row t reads the target's features of token t and the embedding of token
-t + 1, and guesses token t + 2. What the layer puts out stands in for the features of the next row, so that it can go on
-by itself. Module names are the keys of public checkpoints.
+t + 1, and guesses token t + 2. The layer's output replaces the features of the next row, so that drafting can continue
+without the target. Module names are the keys of public checkpoints.
 """
 
 from collections.abc import Callable
@@ -23,13 +23,13 @@ from keepsight.errors import UserError
 
 HeadAttend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Attention of a head's layer: queries [B, H, q, d], keys and values [B, K, q, d] of the new tokens, after RoPE ->
-[B, q, H, d]. Which earlier tokens they see is the caller's matter: a cache, a training step, a padding mask."""
+[B, q, H, d]. The caller decides which earlier tokens they see: a cache, a training step, a padding mask."""
 
 
 def default_feature_layers(layers: int) -> tuple[int, int, int]:
-    """The layers whose outputs EAGLE-3 reads, of a target with so many layers: low, middle, high.
+    """The layers whose outputs EAGLE-3 reads, low, middle and high, of a target with `layers` layers.
 
-    They are what enters layers 2, L // 2 and L - 3, counted from 0.
+    Their outputs are the inputs of layers 2, L // 2 and L - 3, counted from 0.
 
     Raises:
         UserError: the target has too few layers for three different ones.
@@ -44,8 +44,8 @@ class HeadAttention(nn.Module):
     """Projections of a head's layer.
 
     Args:
-        config: Of the head; `qkv_bias` (by default false) gives queries, keys and values a bias.
-        inputs: Width of what they are projected from.
+        config: The head's configuration; `qkv_bias` (default false) gives queries, keys and values a bias.
+        inputs: Width of the inputs.
     """
 
     def __init__(self, config: LlamaConfig, inputs: int) -> None:
@@ -69,7 +69,7 @@ class HeadAttention(nn.Module):
 
 
 class HeadRotaryEmbedding(LlamaRotaryEmbedding):
-    """RoPE whose frequencies stay in float32, and are computed at once, whatever the head around them is built on.
+    """RoPE whose frequencies stay in float32 and are computed at once, even where the head is on the meta device.
 
     In half precision the angles of far positions would be wrong.
     """
@@ -87,7 +87,7 @@ class HeadRotaryEmbedding(LlamaRotaryEmbedding):
 
 
 class HeadLayer(nn.Module):
-    """The decoder layer. Its residual is the feature before any norm, not the embedding."""
+    """The decoder layer. The residual is the un-normed feature, not the embedding."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class HeadLayer(nn.Module):
 
 
 class DraftHead(nn.Module):
-    """An EAGLE-3 head. The embedding is the target's and no part of it.
+    """An EAGLE-3 head, without the embedding, which is the target's.
 
     Args:
         config: A Llama configuration of the layer (`hidden_size`, heads, RoPE, ...) with, as public checkpoints have
@@ -142,7 +142,7 @@ class DraftHead(nn.Module):
 
     @property
     def feature_layers(self) -> tuple[int, ...] | None:
-        """Indices of the target's layers whose outputs are its features; None to take the default ones."""
+        """Indices of the target's layers whose outputs are its features; None for the default ones."""
         named: dict[str, Any] = getattr(self.config, "eagle_config", None) or {}
         layers = named.get("eagle_aux_hidden_state_layer_ids")
         return None if layers is None else tuple(layers)
@@ -152,7 +152,7 @@ class DraftHead(nn.Module):
         return self.feature_layers or default_feature_layers(target.config.get_text_config().num_hidden_layers)
 
     def combine(self, features: Tensor) -> Tensor:
-        """The target's features of three layers side by side, [B, q, 3 * target_hidden] -> [B, q, hidden]."""
+        """The target's features of three layers, concatenated: [B, q, 3 * target_hidden] -> [B, q, hidden]."""
         if hasattr(self, "fc_norm"):
             taps = features.chunk(3, dim=-1)
             features = torch.cat([norm(tap) for norm, tap in zip(self.fc_norm, taps, strict=True)], dim=-1)
@@ -163,7 +163,7 @@ class DraftHead(nn.Module):
 
         Args:
             embeddings: [B, q, hidden], the target's embeddings of tokens t + 1.
-            features: [B, q, hidden] of tokens t: from `combine`, or what an earlier pass put out.
+            features: [B, q, hidden] of tokens t: from `combine`, or the output of an earlier pass.
             positions: [B or 1, q] int64, for RoPE.
             attend: See `HeadAttend`.
 
@@ -174,7 +174,7 @@ class DraftHead(nn.Module):
         return self.norm(hidden) if self.norm_output else hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """What `forward` puts out -> logits [..., draft_vocab] of token t + 2."""
+        """Output of `forward` -> logits [..., draft_vocab] of token t + 2."""
         return self.lm_head(hidden if self.norm_output else self.norm(hidden))
 
     def target_ids(self, draft_ids: Tensor) -> Tensor:
@@ -182,7 +182,7 @@ class DraftHead(nn.Module):
         return draft_ids + self.d2t[draft_ids]
 
     def set_vocabulary(self, target_ids: Tensor) -> None:
-        """Choose the draft's vocabulary: [draft_vocab] int64, ids of the target, ascending."""
+        """Set the draft's vocabulary: [draft_vocab] int64, ids of the target, ascending."""
         self.d2t.copy_(target_ids - torch.arange(len(target_ids), device=target_ids.device))
         self.t2d.zero_()
         self.t2d[target_ids] = True

@@ -1,8 +1,8 @@
-"""The model card of a draft head: what it is, what it was trained on, how it fares, how to use it."""
+"""The model card of a draft head: use, training, data, evaluation."""
 
 from collections.abc import Mapping, Sequence
 
-from keepsight.models.lookahead_card import origin, table
+from keepsight.models.lookahead_card import measured_table, origin
 from keepsight.models.lookahead_files import Provenance
 
 _CARD = """---
@@ -53,18 +53,18 @@ def draft_head_card(
     """The card as Markdown.
 
     Args:
-        title: Its heading.
-        provenance: Where the head comes from.
-        sources: Samples by source.
+        title: Heading of the card.
+        provenance: Origin of the head.
+        sources: Number of samples by source.
         metrics: The last measurement, such as acceptance length and agreement, by name; empty when nothing was
             measured.
         notes: Lines on licences and origins of the data.
-        license_name: An identifier the Hub knows.
+        license_name: Licence identifier of the Hub.
     """
     return _CARD.format(
         title=title,
         license=license_name,
         base_model=provenance.base_model,
         origin=origin(provenance, sources, notes),
-        measured=table(metrics, "value"),
+        measured=measured_table(metrics, "value"),
     )

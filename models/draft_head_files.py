@@ -20,7 +20,7 @@ from keepsight.models.draft_head import DraftHead, head_width
 from keepsight.models.feature_head import FeatureHead
 from keepsight.models.lookahead import input_embedding
 from keepsight.models.lookahead_files import Provenance
-from keepsight.models.weight_files import as_weights, check_digest, check_names_and_shapes, read_tensors
+from keepsight.models.weight_files import as_weights, check_digest, check_names_and_shapes, one_line, read_tensors
 
 CONFIG, WEIGHTS, ORIGIN = "config.json", "model.safetensors", "keepsight.json"
 FILES = (CONFIG, WEIGHTS)
@@ -51,9 +51,9 @@ def load_draft_head(folder: Path, target: PreTrainedModel | None = None) -> Draf
     """Read a head: an EAGLE-3 one (`midlayer.*`), or an EAGLE-1 or EAGLE-2 one (`layers.0.*`), by its tensors' names.
 
     Args:
-        folder: The head.
-        target: The model that it drafts for. The head goes to its device and takes its dtype; without one it stays on
-            the CPU in the dtype of its file, and a `FeatureHead` has no logits.
+        folder: The head's folder.
+        target: The model that it drafts for. The head gets its device and dtype; without one it stays on the CPU in
+            the dtype of its file, and a `FeatureHead` has no logits.
 
     Raises:
         UserError: a file is missing, corrupt, or differs from its recorded digest; a tensor is missing, surplus, of
@@ -77,7 +77,7 @@ def load_draft_head(folder: Path, target: PreTrainedModel | None = None) -> Draf
 
 
 def save_draft_head(head: DraftHead, folder: Path, provenance: Provenance, card: str) -> None:
-    """Write a head's files into a folder, beside whatever else is there; a half-written head does not load."""
+    """Write a head's files into a folder, beside other files; a half-written head does not load."""
     state = {name: value.detach().cpu().contiguous() for name, value in head.state_dict().items()}
     with atomic_files(folder, last=CONFIG) as unfinished:
         save_file(state, unfinished / WEIGHTS, metadata={"format": "pt"})
@@ -88,7 +88,7 @@ def save_draft_head(head: DraftHead, folder: Path, provenance: Provenance, card:
 
 
 def how_to_convert(where: str) -> str:
-    """What to do with a head that exists as a pickle alone; `where` tells in which folder."""
+    """What to do with a head that exists as a pickle alone; `where` names the folder."""
     return f"{_PICKLE} is a pickle, which keepsight does not read; convert it once {where}: {_CONVERT}"
 
 
@@ -116,7 +116,7 @@ def _read_config(path: Path) -> LlamaConfig:
     try:
         return LlamaConfig.from_dict(values)
     except (StrictDataclassError, ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{path}: not a Llama layer's configuration ({_one_line(error)})") from None
+        raise UserError(f"{path}: not a Llama layer's configuration ({one_line(error)})") from None
 
 
 def _names_three_layers(eagle_config: Any) -> bool:
@@ -154,7 +154,7 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
 def _empty_head(
     folder: Path, config: LlamaConfig, tensors: dict[str, Tensor], target: PreTrainedModel | None
 ) -> DraftHead | FeatureHead:
-    """The head that the tensors' names speak of, its weights still without memory."""
+    """The head that the tensors' names belong to, on the meta device."""
     try:
         with torch.device("meta"):
             if any(key.startswith("midlayer.") for key in tensors):
@@ -162,7 +162,7 @@ def _empty_head(
             if any(key.startswith("layers.0.") for key in tensors):
                 return FeatureHead(config, None if target is None else target.get_output_embeddings())
     except (ArithmeticError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        raise UserError(f"{folder / CONFIG}: no layer can be made of it ({_one_line(error)})") from None
+        raise UserError(f"{folder / CONFIG}: no layer can be made of it ({one_line(error)})") from None
     raise UserError(
         f"{folder / WEIGHTS}: no EAGLE head, which has tensors called midlayer.* or layers.0.*; "
         f"the first here is {min(tensors, default='missing')!r}"
@@ -170,7 +170,7 @@ def _empty_head(
 
 
 def _complete_vocabulary(folder: Path, head: DraftHead, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors with checked d2t and t2d, which may be left out when the draft's vocabulary is the target's."""
+    """The tensors with checked d2t and t2d, which may be missing when the draft's vocabulary is the target's."""
     draft, whole = len(head.d2t), len(head.t2d)
     if draft == whole and not tensors.keys() & set(_VOCABULARY):
         identity = {"d2t": torch.zeros(draft, dtype=torch.long), "t2d": torch.ones(whole, dtype=torch.bool)}
@@ -208,7 +208,3 @@ def _public_config(head: DraftHead) -> dict[str, Any]:
     if (width := head.fc.in_features // 3) != config.hidden_size:
         values["target_hidden_size"] = width
     return values | {name: getattr(config, name) for name in _SAVED_IF_SET if getattr(config, name, None)}
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]

@@ -1,9 +1,9 @@
-"""Drafts: what guesses an answer for the methods that look at the guess (SpecKV, SpecPC).
+"""Draft sources: where the methods that observe with a guessed answer (SpecKV, SpecPC) get their draft model.
 
-A draft is a value that a method holds; which model drafts for a target, `draft.of(target)` says. Not every target has
-a smaller sibling with the same tokenizer, so a draft may also be made of its own layers, as in self-speculative
-decoding (Zhang et al. 2023, "Draft & Verify", arXiv 2309.08168), or be a draft head, which is no model of its own: it
-goes on from the target's features.
+A source is a value that a method holds; `source.of(target)` is the model that drafts for a target. Not every target has
+a smaller sibling with the same tokenizer, so the draft model may also be made of the target's own layers, as in
+self-speculative decoding (Zhang et al. 2023, "Draft & Verify", arXiv 2309.08168). A draft head is no model of its own:
+it continues from the target's features.
 """
 
 import copy
@@ -26,7 +26,7 @@ _OURS = "_keepsight_"  # what keepsight keeps on a model: attached adapters, dra
 
 
 class DraftSource(Protocol):
-    """Says which model drafts for a target. Immutable and hashable: methods with equal drafts can share one run."""
+    """Source of the model that drafts for a target. Hashable: methods with equal sources can share one draft."""
 
     @property
     def name(self) -> str:
@@ -34,13 +34,13 @@ class DraftSource(Protocol):
         ...
 
     def of(self, target: PreTrainedModel) -> PreTrainedModel:
-        """The drafting model, in evaluation mode; the same one however often this is called."""
+        """The draft model, in evaluation mode; the same one at every call."""
         ...
 
 
 @dataclass(frozen=True)
 class LayerSubset:
-    """Some of the target's own layers between its embedding and its head. The weights are the target's, not copies.
+    """Some of the target's own layers between its embedding and its lm_head; the weights are shared, not copied.
 
     Attributes:
         layers: Indices of the layers to keep, ascending.
@@ -68,7 +68,7 @@ class LayerSubset:
         return f"layers {','.join(runs)}"
 
     def of(self, target: PreTrainedModel) -> PreTrainedModel:
-        """The target's layers as a model of its own, made once for each target.
+        """The model of these layers, made once per target.
 
         Raises:
             UserError: the target has no such layer.
@@ -91,8 +91,8 @@ class LoadedDraft:
 
     Attributes:
         name: Hub id or folder.
-        version: Revision or digest of its weights, as a target's.
-        model: In evaluation mode, without gradients on its parameters.
+        version: Revision or digest of its weights, as for a target.
+        model: The model, in evaluation mode, without gradients on its parameters.
     """
 
     name: str
@@ -100,7 +100,7 @@ class LoadedDraft:
     model: PreTrainedModel = field(compare=False, repr=False)
 
     def of(self, target: PreTrainedModel) -> PreTrainedModel:
-        """The loaded model, whatever the target: `load_draft` has compared the vocabularies."""
+        """The loaded model for any target: `load_draft` has compared the vocabularies."""
         return self.model
 
 
@@ -120,7 +120,7 @@ class DraftHeadSource:
 
 
 def load_head(name: str, folder: Path, target: PreTrainedModel) -> DraftHeadSource:
-    """Load a draft head from a folder, for the target that it goes on from.
+    """Load a draft head from a folder, for its target.
 
     Raises:
         UserError: the folder holds no head, or one of another target.
@@ -130,13 +130,13 @@ def load_head(name: str, folder: Path, target: PreTrainedModel) -> DraftHeadSour
 
 
 def load_draft(model_id: str, target: Target, *, revision: str | None = None, **options: Any) -> LoadedDraft:
-    """Load a draft from a folder or the Hub.
+    """Load a draft model from a folder or the Hub.
 
     Args:
         model_id: A local folder or a Hub id.
-        target: Whose answers it is to guess.
+        target: The target whose answers it guesses.
         revision: Branch, tag or commit on the Hub.
-        options: `dtype`, `device` and `attention`, as `load_target` takes them.
+        options: `dtype`, `device` and `attention` of `load_target`.
 
     Raises:
         UserError: the model cannot be had, or its tokenizer has another vocabulary than the target's.
@@ -149,9 +149,9 @@ def load_draft(model_id: str, target: Target, *, revision: str | None = None, **
 def keep_layers(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
     """A model of some of a model's layers, over the same tensors.
 
-    It has modules and a configuration of its own: its layers are numbered from 0 in its caches, and its attention
-    function can be switched apart from the model's. Adapters that are attached to the model are left out. The tensors
-    must not be moved or cast on one of the two alone.
+    It has its own modules and configuration: its layers are numbered from 0 in its caches, and its attention function
+    can be switched independently. Adapters attached to the model are left out. The tensors must not be moved or cast on
+    one of the two alone.
 
     Args:
         model: A causal language model; it stays as it is.

@@ -2,8 +2,8 @@
 
 Li et al. 2024, "EAGLE" (arXiv 2401.15077); EAGLE-2 (arXiv 2406.16858) drafts trees with the same head. The feature is
 what the target's lm_head reads: the last hidden state, after the final norm. Row t reads the feature of token t and the
-embedding of token t + 1 and guesses the feature of token t + 1, so the target's own lm_head guesses token t + 2 from
-it. Module names are the keys of public checkpoints. Called like `DraftHead`.
+embedding of token t + 1 and guesses the feature of token t + 1; from it the target's own lm_head guesses token t + 2.
+Module names are the keys of public checkpoints. Called like `DraftHead`.
 """
 
 import torch
@@ -16,7 +16,7 @@ from keepsight.models.draft_head import HeadAttend, HeadAttention, HeadRotaryEmb
 
 
 class FeatureLayer(nn.Module):
-    """The decoder layer; nothing is normed before its attention."""
+    """The decoder layer, without a norm before its attention."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -31,12 +31,12 @@ class FeatureLayer(nn.Module):
 
 
 class FeatureHead(nn.Module):
-    """An EAGLE-1 or EAGLE-2 head. Embedding and lm_head are the target's and no part of it.
+    """An EAGLE-1 or EAGLE-2 head, without embedding and lm_head, which are the target's.
 
     Args:
         config: A Llama configuration of the layer, with `bias` (of `fc`, by default true) and `qkv_bias` (by default
             false) as public checkpoints have them.
-        lm_head: The target's; without it there are no logits.
+        lm_head: The target's lm_head; without it there are no logits.
     """
 
     def __init__(self, config: LlamaConfig, lm_head: nn.Module | None = None) -> None:
@@ -45,10 +45,10 @@ class FeatureHead(nn.Module):
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=bool(getattr(config, "bias", True)))
         self.layers = nn.ModuleList([FeatureLayer(config)])
         self.rotary_emb = HeadRotaryEmbedding(config)
-        self._lm_head = (lm_head,)  # in a tuple, for torch takes a module's attributes for parts of it
+        self._lm_head = (lm_head,)  # in a tuple, because torch registers modules that are attributes
 
     def layers_of(self, target: PreTrainedModel) -> tuple[int, ...]:
-        """Where the target's feature is found: after its last layer and the final norm (see `RecordFeatures`)."""
+        """The target's layer with the feature: one past the last, after the final norm (see `RecordFeatures`)."""
         return (target.config.get_text_config().num_hidden_layers,)
 
     def combine(self, features: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ class FeatureHead(nn.Module):
 
         Args:
             embeddings: [B, q, hidden], the target's embeddings of tokens t + 1.
-            features: [B, q, hidden] of tokens t: the target's, or what an earlier pass put out.
+            features: [B, q, hidden] of tokens t: the target's, or the output of an earlier pass.
             positions: [B or 1, q] int64, for RoPE.
             attend: See `HeadAttend`.
 
@@ -71,7 +71,7 @@ class FeatureHead(nn.Module):
         return self.layers[0](inputs, self.rotary_emb(embeddings, positions), attend)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """What `forward` puts out -> logits [..., vocab] of token t + 2.
+        """Output of `forward` -> logits [..., vocab] of token t + 2.
 
         Raises:
             UserError: the head was loaded without its target.

@@ -1,7 +1,7 @@
-"""Adapters and heads to and from the Hugging Face Hub, or whichever server HF_ENDPOINT names.
+"""Adapters and heads to and from the Hugging Face Hub, or the server that HF_ENDPOINT names.
 
-Only the files of the kinds in `KINDS` travel, each by its name. The token is the one the Hub's client finds, HF_TOKEN
-or what `hf auth login` saved; it is neither printed nor stored.
+Only the files of the kinds in `ARTIFACTS` are sent or fetched, each by its name. The token is the one the Hub's client
+finds, HF_TOKEN or what `hf auth login` saved; it is neither printed nor stored.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,14 +21,14 @@ CARD = "README.md"
 
 
 @dataclass(frozen=True)
-class Kind:
+class ArtifactKind:
     """A kind of artifact.
 
     Attributes:
-        name: What it is called.
-        files: Names of the files that it needs, which no other kind has.
+        name: Name for messages.
+        files: Names of its required files, which no other kind has.
         check: Reads and verifies a folder.
-        extra: Names of files that it may have.
+        extra: Names of its optional files.
     """
 
     name: str
@@ -37,24 +37,24 @@ class Kind:
     extra: tuple[str, ...] = ()
 
 
-KINDS = (
-    Kind("lookahead adapter", lookahead_files.FILES, lookahead_files.load_lookahead),
-    Kind("draft head", draft_head_files.FILES, draft_head_files.load_draft_head, (draft_head_files.ORIGIN,)),
-    Kind("retrieval head", retrieval_head_files.FILES, retrieval_head_files.load_retrieval_head),
+ARTIFACTS = (
+    ArtifactKind("lookahead adapter", lookahead_files.FILES, lookahead_files.load_lookahead),
+    ArtifactKind("draft head", draft_head_files.FILES, draft_head_files.load_draft_head, (draft_head_files.ORIGIN,)),
+    ArtifactKind("retrieval head", retrieval_head_files.FILES, retrieval_head_files.load_retrieval_head),
 )
 
 
-def kind_of(folder: Path) -> Kind:
-    """The kind of a folder: the one most of whose files are there.
+def kind_of(folder: Path) -> ArtifactKind:
+    """The kind of a folder: the one with most of its files there.
 
     Raises:
         UserError: it has no file of any kind.
     """
-    found = [sum((folder / name).is_file() for name in kind.files) for kind in KINDS]
+    found = [sum((folder / name).is_file() for name in kind.files) for kind in ARTIFACTS]
     if not any(found):
-        kinds = "; ".join(f"{kind.name}: {', '.join(kind.files)}" for kind in KINDS)
+        kinds = "; ".join(f"{kind.name}: {', '.join(kind.files)}" for kind in ARTIFACTS)
         raise UserError(f"{folder}: holds nothing that can be pushed ({kinds}); name the folder that training wrote")
-    return KINDS[found.index(max(found))]
+    return ARTIFACTS[found.index(max(found))]
 
 
 @dataclass(frozen=True)
@@ -64,10 +64,10 @@ class Upload:
     Attributes:
         folder: The adapter or head.
         repo_id: `user/name` on the Hub.
-        files: Names of the files that travel, all directly inside `folder`.
-        left_out: Names of the files and folders beside them that stay.
+        files: Names of the files to send, all directly inside `folder`.
+        left_out: Names of the files and folders that are not sent.
         private: Whether the repository must be private.
-        revision: The branch; None is the repository's main branch.
+        revision: The branch; None for the main branch.
     """
 
     folder: Path
@@ -149,7 +149,7 @@ def fetch(reference: str, revision: str | None = None) -> Path:
     if Path(reference).is_dir():
         return Path(reference)
     _check_repo_id(reference)
-    names = [name for kind in KINDS for name in (*kind.files, *kind.extra)]
+    names = [name for kind in ARTIFACTS for name in (*kind.files, *kind.extra)]
     with _hub_errors(f"{reference!r} is no folder here and cannot be fetched from the Hub"):
         folder = Path(snapshot_download(reference, revision=revision, allow_patterns=[*names, CARD]))
     if {name for name in names if (folder / name).is_file()} == {draft_head_files.CONFIG}:
@@ -171,10 +171,10 @@ def _check_repo_id(repo_id: str) -> None:
 
 @contextmanager
 def _hub_errors(what: str) -> Iterator[None]:
-    """Say in one line what failed.
+    """Turn any failure into one line.
 
-    Everything is caught, because beside its own errors the Hub's client lets pass those of its HTTP library, which
-    differs between its versions.
+    Everything is caught, because the Hub's client also passes on the errors of its HTTP library, which differs between
+    versions.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""The lookahead module: n soft tokens, and LoRA that is on for them alone (LookaheadKV, section 3)."""
+"""The lookahead module: n soft tokens, and LoRA that is on for them alone (arXiv 2603.10899, section 3)."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,12 +19,12 @@ _PREFIX = "base_model.model."  # what PEFT puts before the names of a saved adap
 
 @dataclass
 class LookaheadSettings:
-    """The shape of a lookahead module and how its observations are reduced.
+    """The shape of a lookahead module, and how its observations are reduced.
 
     Attributes:
         tokens: n, the number of soft tokens.
         rank: LoRA rank; 0 trains the soft tokens alone.
-        alpha: LoRA scale times rank.
+        alpha: LoRA alpha, the scale times the rank.
         dropout: LoRA dropout while training.
         group: Reduction over the query heads of a KV head.
         pooling: `max` or `avg`.
@@ -65,10 +65,9 @@ class Lookahead(nn.Module):
         self.switch(False)
 
     def switch(self, on: bool) -> None:
-        """Turn the LoRA on or off; whether its weights get gradients stays as it is.
+        """Turn the LoRA on or off; whether its weights get gradients does not change.
 
-        PEFT's own `enable_adapters` goes through all weights of all adapters, which would take several per cent of an
-        observation.
+        PEFT's own `enable_adapters` visits all weights of all adapters, several per cent of an observation's time.
         """
         for layer in self._layers:
             if on and layer.active_adapters != [self.name]:

@@ -64,13 +64,13 @@ def model_card(
     """The card as Markdown.
 
     Args:
-        title: Its heading.
+        title: Heading of the card.
         settings: The module's shape.
-        provenance: Where it comes from.
-        sources: Samples by source.
+        provenance: Origin of the adapter.
+        sources: Number of samples by source.
         fidelity: `eval_kl`, `eval_recall`, `eval_tau` of the last measurement; empty when nothing was measured.
         notes: Lines on licences and origins of the data.
-        license_name: An identifier the Hub knows.
+        license_name: Licence identifier of the Hub.
     """
     return _CARD.format(
         title=title,
@@ -79,7 +79,7 @@ def model_card(
         rank=settings.rank,
         base_model=provenance.base_model,
         origin=origin(provenance, sources, notes),
-        fidelity=table(fidelity, "mean over layers"),
+        fidelity=measured_table(fidelity, "mean over layers"),
     )
 
 
@@ -96,7 +96,7 @@ def origin(provenance: Provenance, sources: Mapping[str, int], notes: Sequence[s
     )
 
 
-def table(measured: Mapping[str, float], heading: str) -> str:
-    """What was measured as a Markdown table, `heading` over the values; one sentence when nothing was."""
+def measured_table(measured: Mapping[str, float], heading: str) -> str:
+    """A Markdown table of measured values under `heading`; a sentence when nothing was measured."""
     rows = [f"| {name.removeprefix('eval_')} | {value:.4f} |" for name, value in measured.items()]
     return "\n".join([f"| measure | {heading} |", "| --- | --- |", *rows]) if rows else "Not measured."

@@ -26,15 +26,15 @@ FILES = (PEFT_CONFIG, ADAPTER, TOKENS, CONFIG)
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where an adapter comes from; saved beside its settings.
+    """Origin of an adapter or head; saved with it.
 
     Attributes:
         base_model: Hub id or folder of the target.
-        base_version: Its revision, or the digest of its weight file.
+        base_version: The target's revision, or the digest of its weight file.
         template_digest: Digest of the chat template that rendered the training prompts.
         data_digest: Digest of the training data's manifest.
-        training: Summary: steps, prompt lengths, losses.
-        keepsight_version: Of the code that trained it.
+        training: Summary of the training: steps, prompt lengths, losses.
+        keepsight_version: Version of keepsight that trained it.
     """
 
     base_model: str
@@ -46,7 +46,7 @@ class Provenance:
 
 
 def save_lookahead(module: Lookahead, folder: Path, provenance: Provenance, card: str) -> None:
-    """Write an adapter's files into a folder, beside whatever else is there; a half-written adapter does not load."""
+    """Write an adapter's files into a folder, beside other files; a half-written adapter does not load."""
     config = lora_config(module.model, module.settings)
     config.alora_invocation_tokens = [len(input_embedding(module.model))]  # an id that no text has
     config.inference_mode = True
@@ -65,12 +65,12 @@ class Artifact:
     """A lookahead adapter read from its folder, verified, not yet attached to a model.
 
     Attributes:
-        folder: Where it was read.
+        folder: Folder that it was read from.
         settings: The module's shape.
-        provenance: Where it comes from.
+        provenance: Origin of the adapter.
         lora: The LoRA's tensors under the names PEFT saves them with.
         tokens: [n, hidden] float32.
-        digest: Of `lookahead_config.json`, which holds the settings and the digests of the tensors' files.
+        digest: Digest of `lookahead_config.json`, which holds the settings and the digests of the tensors' files.
     """
 
     folder: Path
@@ -81,7 +81,7 @@ class Artifact:
     digest: str
 
     def attach(self, model: PreTrainedModel) -> Lookahead:
-        """The module on a model; attached once, however often this is called.
+        """The module on a model, attached at the first call.
 
         Raises:
             UserError: the adapter was trained for another model.

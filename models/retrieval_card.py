@@ -1,4 +1,4 @@
-"""The model card of a retrieval head: what it is, what it was trained on, how it fares, how to use it."""
+"""The model card of a retrieval head: use, training, data, evaluation."""
 
 from collections.abc import Mapping, Sequence
 
@@ -69,14 +69,14 @@ def retrieval_card(
     """The card as Markdown.
 
     Args:
-        title: Its heading.
+        title: Heading of the card.
         config: The head's shape.
-        parameters: How many it has.
-        provenance: Where it comes from.
-        sources: Samples by source.
-        measured: What `comparison` gave.
+        parameters: Number of its parameters.
+        provenance: Origin of the head.
+        sources: Number of samples by source.
+        measured: Result of `comparison`.
         notes: Lines on licences and origins of the data.
-        license_name: An identifier the Hub knows.
+        license_name: Licence identifier of the Hub.
     """
     reads = _READS[config.features]
     return _CARD.format(
@@ -95,9 +95,9 @@ def comparison(first: Mapping[str, float], last: Mapping[str, float], before: st
     """A Markdown table of two measurements, before and after distillation; one sentence when nothing was measured.
 
     Args:
-        first: Of the head that distillation began with: `eval_kl`, and for each budget B `eval_hit_B` and so on.
-        last: Of the distilled head.
-        before: What the first head is called.
+        first: Metrics of the initial head: `eval_kl`, and for each budget B `eval_hit_B` and so on.
+        last: Metrics of the distilled head.
+        before: Name of the initial head.
     """
     if not first:
         return "Not measured."

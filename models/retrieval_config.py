@@ -1,4 +1,4 @@
-"""Shape of a retrieval head, and the RoPE that takes it past the context it was trained with."""
+"""Shape of a retrieval head, and the RoPE that extends it beyond the context it was trained with."""
 
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -17,16 +17,16 @@ class RetrievalConfig:
     """Shape of a retrieval head; names as in a Llama configuration.
 
     Attributes:
-        features: `previous-step`, the target's features of the token before; or `none`, token embeddings alone.
+        features: `previous-step`, the target's features of the previous token; or `none`, token embeddings alone.
         hidden_size: Width of the target's embedding.
         target_hidden_size: Width of each of the target's three feature layers.
-        vocab_size: The target's.
+        vocab_size: Size of the target's vocabulary.
         num_attention_heads: Query heads.
         num_key_value_heads: KV heads, as many as the target's cache has.
         head_dim: Dimensions of one head.
-        rms_norm_eps: Of the norms.
+        rms_norm_eps: Epsilon of the norms.
         max_position_embeddings: Tokens it was trained with, or the context it was extended to.
-        rope_parameters: As transformers has them: `rope_type`, `rope_theta`, and what the type needs.
+        rope_parameters: RoPE parameters of transformers: `rope_type`, `rope_theta`, and what the type needs.
         feature_layers: The target's layers whose outputs are its features; None for EAGLE-3's default ones.
         fc_norm: Whether each layer's features are normed first (EAGLE-3.1).
         qkv_bias: Whether the projections have a bias.
@@ -63,14 +63,14 @@ class RetrievalConfig:
 
     @property
     def trained(self) -> int:
-        """Tokens it was trained with."""
+        """Context length that it was trained with."""
         return self.rope_parameters.get("original_max_position_embeddings", self.max_position_embeddings)
 
     def extended(self, context: int) -> Self:
         """The same head for a longer context, by YaRN (Peng et al. 2023, arXiv 2309.00071), without training.
 
         The factor is the context over the trained length, beta_fast 32, beta_slow 1, the attention factor
-        0.1 ln(factor) + 1. Itself when its positions already reach that far, and when it has another kind of RoPE,
+        0.1 ln(factor) + 1. Unchanged when its positions already reach that far, or when it has another kind of RoPE,
         which covers long contexts in its own way.
         """
         if context <= self.max_position_embeddings or self.rope_parameters["rope_type"] not in ("default", "yarn"):
@@ -86,18 +86,18 @@ class RetrievalConfig:
         return replace(self, rope_parameters=yarn, max_position_embeddings=context)
 
     def trained_on(self, tokens: int, layers: tuple[int, ...]) -> Self:
-        """The same head after training with samples of up to so many tokens and the features of these layers."""
+        """The same head after training with samples of up to `tokens` tokens and the features of these layers."""
         named = replace(self, feature_layers=layers or None)
         if tokens <= self.max_position_embeddings or self.rope_parameters["rope_type"] != "default":
             return named
         return replace(named, max_position_embeddings=tokens)
 
     def as_json(self) -> dict[str, Any]:
-        """Its fields as JSON holds them."""
+        """Its fields as JSON values."""
         return asdict(self)
 
     def llama(self) -> LlamaConfig:
-        """What transformers needs to know for RoPE."""
+        """The configuration that transformers needs for RoPE."""
         return LlamaConfig(
             hidden_size=self.hidden_size,
             num_attention_heads=self.num_attention_heads,
@@ -109,7 +109,7 @@ class RetrievalConfig:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Self:
-        """What `as_json` gave.
+        """The inverse of `as_json`.
 
         Raises:
             TypeError, KeyError: a field is missing or unknown.

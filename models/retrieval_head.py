@@ -1,8 +1,8 @@
-"""The retrieval head: what is left of a draft head when it only has to point at entries of the target's KV cache.
+"""The retrieval head: a draft head pruned to what selecting entries of the target's KV cache needs.
 
 SpeContext (arXiv 2512.00722), section 4.3, keeps the embedding and the query and key projections of the EAGLE-3 layer.
 Token t is scored before the target reads it: with its embedding, and in the variant `previous-step` with the target's
-features of token t - 1, which the step before has left. Its RoPE position is t. The embedding is the target's.
+features of token t - 1, from the previous step. Its RoPE position is t. The embedding is the target's.
 """
 
 from dataclasses import dataclass
@@ -21,10 +21,10 @@ from keepsight.models.retrieval_config import NONE, PREVIOUS_STEP, RetrievalConf
 
 
 class RetrievalHead(nn.Module):
-    """Queries and keys of a small model of its own, whose attention tells which entries of the target to read.
+    """Queries and keys whose attention selects the entries that the target reads.
 
     Attributes:
-        config: Its shape.
+        config: The head's shape.
     """
 
     def __init__(self, config: RetrievalConfig) -> None:
@@ -55,11 +55,11 @@ class RetrievalHead(nn.Module):
 
     @property
     def key_bytes(self) -> int:
-        """Bytes of the keys of one token."""
+        """Bytes of one token's keys."""
         return self.kv_heads * self.config.head_dim * self.k_proj.weight.element_size()
 
     def layers_of(self, target: PreTrainedModel) -> tuple[int, ...]:
-        """The target's layers whose outputs are the features; none when it reads embeddings alone."""
+        """The target's layers whose outputs are the features; empty when it reads embeddings alone."""
         if self.config.features == NONE:
             return ()
         return self.config.feature_layers or default_feature_layers(target.config.get_text_config().num_hidden_layers)
@@ -68,10 +68,10 @@ class RetrievalHead(nn.Module):
         """Queries and keys of some tokens, after RoPE.
 
         Args:
-            embeddings: [B, q, hidden], the target's, of the tokens.
-            features: [B, q, 3 * target_hidden], the target's, each of the token before (see `of_the_token_before`);
-                None for a head that reads none.
-            positions: [B or 1, q] int64, of the tokens.
+            embeddings: [B, q, hidden], the target's embeddings of the tokens.
+            features: [B, q, 3 * target_hidden], the target's features of each token's predecessor (see
+                `of_the_token_before`); None for a head that reads none.
+            positions: [B or 1, q] int64, the tokens' positions.
 
         Returns:
             The queries [B, H, q, d] and the keys [B, K, q, d], in the dtype of the weights.
@@ -80,7 +80,7 @@ class RetrievalHead(nn.Module):
         return self.queries(inputs, positions), self.keys(inputs, positions)
 
     def inputs(self, embeddings: Tensor, features: Tensor | None) -> Tensor:
-        """What the projections read, [B, q, hidden or 2 * hidden]; arguments as for `project`."""
+        """Inputs of the projections, [B, q, hidden or 2 * hidden]; arguments as for `project`."""
         dtype = self.q_proj.weight.dtype
         normed = self.input_layernorm(embeddings.to(dtype))
         if self.config.features == NONE:
@@ -119,7 +119,7 @@ class RetrievalHead(nn.Module):
 
     @classmethod
     def from_draft(cls, draft: nn.Module, features: str) -> Self:
-        """Prune a draft head: its query and key projections stay, its norms, and what turns features into inputs.
+        """Prune a draft head to its query and key projections, norms, and feature projection.
 
         Args:
             draft: An EAGLE-3 head; its weights are copied.
@@ -156,7 +156,7 @@ class RetrievalHead(nn.Module):
 
     @classmethod
     def untrained(cls, target: PreTrainedModel, features: str, trained: int) -> Self:
-        """A head of a target's shape with random projections, to be distilled over `trained` tokens.
+        """A head of a target's shape with random projections, to be distilled on up to `trained` tokens.
 
         Raises:
             UserError: `features` is neither variant.
@@ -182,12 +182,12 @@ class RetrievalHead(nn.Module):
 
 @dataclass(frozen=True)
 class Pruning:
-    """How much of a draft head is gone.
+    """How much of a draft head was pruned.
 
     Attributes:
-        kept: Parameters of the retrieval head.
-        draft: Parameters of the draft head; the embedding, which is the target's, is none of them.
-        embedding: Parameters of the embedding.
+        kept: Number of the retrieval head's parameters.
+        draft: Number of the draft head's parameters, without the embedding, which is the target's.
+        embedding: Number of the embedding's parameters.
     """
 
     kept: int
@@ -196,23 +196,23 @@ class Pruning:
 
     @property
     def gone(self) -> float:
-        """Share of the draft head's own parameters that is gone."""
+        """Pruned share of the draft head's own parameters."""
         return 1 - self.kept / self.draft
 
     @property
     def gone_with_embedding(self) -> float:
-        """The share when the embedding counts as part of the draft head, as the paper does, and need not be stored."""
+        """The share when the embedding counts as a pruned part of the draft head, as in the paper."""
         return 1 - self.kept / (self.draft + self.embedding)
 
 
 def pruning(head: RetrievalHead, draft: DraftHead) -> Pruning:
-    """How much of `draft` is gone in the head that it was pruned to."""
+    """How much of `draft` was pruned to make `head`."""
     embedding = head.config.vocab_size * head.config.hidden_size
     return Pruning(parameters(head), parameters(draft), embedding)
 
 
 def parameters(module: nn.Module) -> int:
-    """How many numbers its weights hold."""
+    """Number of a module's parameters."""
     return sum(each.numel() for each in module.parameters())
 
 
@@ -229,7 +229,7 @@ def of_the_token_before(features: Tensor, mask: Tensor | None = None) -> Tensor:
 
 
 def cached_kv_heads(target: PreTrainedModel) -> int:
-    """KV heads of a target's cache: with latent attention (MLA) transformers keeps keys and values of every head."""
+    """KV heads that selections are for: with latent attention (MLA), every query head."""
     config = target.config.get_text_config()
     if getattr(config, "kv_lora_rank", None):
         return int(config.num_attention_heads)

@@ -2,7 +2,6 @@
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -14,20 +13,20 @@ from keepsight.files import atomic_files, file_digest, read_json, write_json
 from keepsight.models.lookahead_files import Provenance
 from keepsight.models.retrieval_config import RetrievalConfig
 from keepsight.models.retrieval_head import RetrievalHead, check_target
-from keepsight.models.weight_files import as_weights, check_digest, check_names_and_shapes, read_tensors
+from keepsight.models.weight_files import as_weights, check_digest, check_names_and_shapes, one_line, read_tensors
 
 WEIGHTS, CONFIG = "retrieval_head.safetensors", "retrieval_config.json"
 FILES = (WEIGHTS, CONFIG)
 
 
 def save_retrieval_head(head: RetrievalHead, folder: Path, provenance: Provenance, card: str) -> None:
-    """Write a head's files into a folder, beside whatever else is there; a half-written head does not load.
+    """Write a head's files into a folder, beside other files; a half-written head does not load.
 
     Args:
-        head: Saved in the dtype that it has.
-        folder: Made when it is not there.
-        provenance: Where the head comes from.
-        card: Markdown, for README.md.
+        head: The head, saved in its dtype.
+        folder: Created if missing.
+        provenance: Origin of the head.
+        card: Model card in Markdown, for README.md.
     """
     state = {name: value.detach().cpu().contiguous() for name, value in head.state_dict().items()}
     with atomic_files(folder, last=CONFIG) as unfinished:
@@ -42,9 +41,9 @@ def load_retrieval_head(folder: Path, target: PreTrainedModel | None = None) -> 
     """Read and verify a head.
 
     Args:
-        folder: Made by `save_retrieval_head`.
-        target: The model whose entries it points at. The head goes to its device and takes its dtype; without one it
-            stays on the CPU in the dtype of its file.
+        folder: Folder that `save_retrieval_head` wrote.
+        target: The model whose entries it selects. The head gets its device and dtype; without one it stays on the CPU
+            in the dtype of its file.
 
     Raises:
         UserError: a file is missing or corrupt, or differs from the recorded digest; a tensor is missing, surplus, of
@@ -59,7 +58,7 @@ def load_retrieval_head(folder: Path, target: PreTrainedModel | None = None) -> 
         with torch.device("meta"):
             head = RetrievalHead(config)
     except (StrictDataclassError, ArithmeticError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        raise UserError(f"{folder / CONFIG}: no head can be made of it ({_one_line(error)})") from None
+        raise UserError(f"{folder / CONFIG}: no head can be made of it ({one_line(error)})") from None
     tensors = read_tensors(folder / WEIGHTS)
     check_names_and_shapes(folder / WEIGHTS, tensors, head.state_dict())
     if target is not None:
@@ -79,8 +78,4 @@ def _read_config(path: Path) -> tuple[RetrievalConfig, str]:
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{path}: not a retrieval head's configuration ({_one_line(error)})") from None
-
-
-def _one_line(error: Any) -> str:
-    return " ".join(str(error).split())[:200]
+        raise UserError(f"{path}: not a retrieval head's configuration ({one_line(error)})") from None

@@ -35,10 +35,10 @@ class Target:
     """A loaded target.
 
     Attributes:
-        model: In evaluation mode, without gradients on its parameters.
-        tokenizer: Pads on the left.
-        name: The Hub id or the folder's path: what adapters record as their base model.
-        version: The revision (commit) or `sha256:...` of the GGUF file the weights came from.
+        model: The model, in evaluation mode, without gradients on its parameters.
+        tokenizer: Its tokenizer; pads on the left.
+        name: Hub id or folder path, which adapters record as their base model.
+        version: Revision (commit), or `sha256:...` of the GGUF file that the weights came from.
     """
 
     model: PreTrainedModel

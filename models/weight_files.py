@@ -1,4 +1,4 @@
-"""Tensors from a safetensors file, read strictly: what is missing, surplus, misshapen or not finite is named."""
+"""Tensors read strictly from a safetensors file: missing, surplus, misshapen and non-finite ones are named."""
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -14,7 +14,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_digest(path: Path, expected: str, said_by: str) -> None:
-    """Check a file against the digest that the file called `said_by` records.
+    """Check a file against the digest recorded in the file named `said_by`.
 
     Raises:
         UserError: it differs.
@@ -24,7 +24,7 @@ def check_digest(path: Path, expected: str, said_by: str) -> None:
 
 
 def read_tensors(path: Path, but: Collection[str] = ()) -> dict[str, Tensor]:
-    """The tensors of a file by name, on the CPU; those called as in `but` are left out unread.
+    """The tensors of a file by name, on the CPU, except those named in `but`.
 
     Raises:
         UserError: it is no safetensors file.
@@ -67,3 +67,8 @@ def as_weights(path: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype) ->
         if not weights[name].isfinite().all():
             raise UserError(f"{path}: tensor {name!r} holds NaN or infinity in {dtype}; fetch the head again")
     return weights
+
+
+def one_line(error: Exception) -> str:
+    """The message of an error on one line, cut off after 200 characters."""
+    return " ".join(str(error).split())[:200]

@@ -1,8 +1,8 @@
 """The attention function through which a recorder sees each layer's queries and keys.
 
 It is registered with transformers under two neutral names and computes attention exactly as sdpa or flash_attention_2.
-`model(..., recorder=...)` calls `recorder(layer, query, key, scaling, real)` in every layer, and `model(..., attend=...)`
-has another function compute the attention; nothing of transformers is patched.
+`model(..., recorder=...)` calls `recorder(layer, query, key, scaling, real)` in every layer; `model(..., attend=...)`
+lets another function compute the attention. Nothing of transformers is patched.
 """
 
 from abc import ABC, abstractmethod

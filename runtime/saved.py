@@ -1,7 +1,7 @@
-"""A compressed state on disk, to be asked again: one safetensors file that describes itself in its header.
+"""A compressed state on disk, to answer further questions from: one self-describing safetensors file.
 
-The file holds the cache as it lies in memory (ragged layers without padding), what observers need to evict further,
-and the tokens read. Nothing in it is ever unpickled.
+The file holds the cache as in memory (ragged layers without padding), what observers need to evict further, and the
+tokens read. Nothing in it is ever unpickled.
 """
 
 import hashlib
@@ -29,13 +29,13 @@ _KEY, _VERSION = "keepsight_state", 1
 
 @dataclass(frozen=True)
 class SavedState:
-    """A loaded state and what was noted beside it.
+    """A loaded state and its metadata.
 
     Attributes:
-        state: On the target's device. Reading and decoding append to it: ask each question of a `state.copy()`.
+        state: State on the target's device. Reading and decoding append to it: answer from a `state.copy()`.
         question: What was compressed: `seen`, the whole prompt with its question; `unseen`, the context alone;
             `multi`, the context alone, to be asked several questions.
-        target: Name of the model that read it; a note.
+        target: Name of the model that read it, for information.
         template_digest: Digest of the chat template that rendered the prompt; empty when none was given.
     """
 
@@ -55,8 +55,8 @@ def save_state(
     its tokens are left out in any case.
 
     Args:
-        state: Dense or ragged, of any batch size.
-        path: A name that ends in `.safetensors`, or a folder in which the file is called `state.safetensors`.
+        state: Dense or ragged state of any batch size.
+        path: A file name that ends in `.safetensors`, or a folder, in which the file is called `state.safetensors`.
         model: The target that read it.
         question: See `SavedState`.
         template_digest: See `SavedState`.
@@ -65,14 +65,14 @@ def save_state(
         The file.
 
     Raises:
-        UserError: `question` is unknown, the state's entries are held in a method's own way, or the state is not of
-            this model.
+        UserError: `question` is unknown, the state's method stores entries in its own form, or the state is of another
+            model.
     """
     if question not in QUESTIONS:
         raise UserError(f"question {question!r} is unknown; choose one of {', '.join(QUESTIONS)}")
     if not state.joins:
         raise UserError(
-            f"{_file(path)}: a state whose method holds entries in a way of its own (kivi, specache, specontext, "
+            f"{_file(path)}: a state whose method stores entries in its own form (kivi, specache, specontext, "
             "quest, exact_topk) cannot be saved; save the state that it was made from, and compress that one again"
         )
     file, tensors = _file(path), _tensors(state)
@@ -102,7 +102,7 @@ def load_state(path: str | Path, model: PreTrainedModel, *, template_digest: str
     Args:
         path: As for `save_state`.
         model: The target: the same weights in the same dtype. Its name may differ.
-        template_digest: Of the chat template that will render the questions; compared when both are known.
+        template_digest: Digest of the chat template that will render the questions; compared when both are known.
 
     Raises:
         UserError: the file is missing, corrupt, of another format, or of another target or template.
@@ -126,7 +126,7 @@ def load_state(path: str | Path, model: PreTrainedModel, *, template_digest: str
 
 @dataclass(frozen=True)
 class _Header:
-    """What the file says of itself, as JSON among safetensors' own metadata."""
+    """The file's description of itself, JSON in the safetensors metadata."""
 
     version: int
     question: str
@@ -170,10 +170,10 @@ def _check_target(file: Path, header: _Header, model: PreTrainedModel, template_
 
 
 def weights_digest(model: PreTrainedModel) -> str:
-    """A cheap fingerprint of a model's own weights: the first values of each, adapters that observers attach left out.
+    """A cheap fingerprint of a model's own weights: the first values of each, without adapters.
 
     Returns:
-        `sha256:` and the hexadecimal digest. The same weights in another dtype have another one.
+        `sha256:` and the hexadecimal digest; it differs between dtypes.
     """
     own = [value for name, value in model.named_parameters() if "lora_" not in name]
     first = torch.cat([value.detach().flatten()[:64].float() for value in own])
@@ -186,7 +186,7 @@ def _file(path: str | Path) -> Path:
 
 
 def _shape(model: PreTrainedModel) -> dict[str, Any]:
-    """What a state must fit."""
+    """The shape that a state must have."""
     config = model.config.get_text_config()
     heads = config.num_attention_heads
     return {
@@ -199,7 +199,7 @@ def _shape(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def _shape_of(tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """What the state of these tensors is, as `_shape` says it of a model."""
+    """The shape of the state of these tensors, as `_shape` gives it for a model."""
     keys = tensors["layers.0.keys"]
     return {
         "layers": sum(name.endswith(".keys") for name in tensors),
@@ -211,7 +211,7 @@ def _shape_of(tensors: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def _tensors(state: State) -> dict[str, Tensor]:
-    """All tensors of a state by the names they have in the file."""
+    """All tensors of a state by their names in the file."""
     found: dict[str, Tensor | None] = {
         "tokens": state.tokens,
         "lengths": state.lengths,
@@ -251,13 +251,13 @@ def _state(header: _Header, tensors: dict[str, Tensor]) -> State:
 
 
 def _named(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """The tensors under a prefix by the rest of their names; numbers among these in their order."""
+    """The tensors under a prefix by the rest of their names, numbers in numerical order."""
     found = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
     return dict(sorted(found.items(), key=lambda item: (len(item[0]), item[0])))
 
 
 def _digest(header: _Header, tensors: dict[str, Tensor]) -> str:
-    """Of the header without its digest, and of every tensor's bytes, in the order of their names."""
+    """Digest of the header without its digest, and of every tensor's bytes in the order of their names."""
     digest = hashlib.sha256(json.dumps(asdict(replace(header, digest="")), sort_keys=True).encode())
     for name in header.tensors:
         digest.update(_bytes(tensors[name]))

@@ -1,7 +1,7 @@
-"""Exact attention under SpecKV's sparse mask: a local band and, by KV head, some vertical columns.
+"""Exact attention under SpecKV's sparse mask: a local band and, per KV head, some vertical columns.
 
-Query i sees key t <= i when t stands in the band, t >= 64 * floor(i / 64) - band, or when t is one of the columns of
-its KV head (SpecKV, section 4.2; the mask of the 64 x 64 kernel that its code uses). The band starts at a multiple of
+Query i sees key t <= i when t is in the band, t >= 64 * floor(i / 64) - band, or one of the columns of its KV head
+(SpecKV, arXiv 2506.08373, section 4.2; the mask of the 64 x 64 kernel in its code). The band starts at a multiple of
 64, so it holds between band + 1 and band + 64 keys.
 """
 
@@ -22,7 +22,7 @@ _FLEX_LEAST_WIDTH = 16  # FlexAttention's kernels take no smaller head dimension
 def sparse_attention(query: Tensor, key: Tensor, value: Tensor, columns: Tensor, band: int, scaling: float) -> Tensor:
     """Attention of N queries to N keys under the module's mask; no N x N tensor is made.
 
-    On CUDA FlexAttention computes it; no GPU was at hand to run that.
+    On CUDA FlexAttention computes it, which has not been run on a GPU.
 
     Args:
         query: [B, H, N, d].
@@ -41,7 +41,7 @@ def sparse_attention(query: Tensor, key: Tensor, value: Tensor, columns: Tensor,
 
 
 def by_blocks(query: Tensor, key: Tensor, value: Tensor, columns: Tensor, band: int, scaling: float) -> Tensor:
-    """`sparse_attention`, 64 queries at a time over their band and the columns before it, and nothing else."""
+    """`sparse_attention`, 64 queries at a time over nothing but their band and the columns before it."""
     length = query.shape[2]
     first_keys, first_values = _at_columns(key, columns), _at_columns(value, columns)
     later = torch.ones(BLOCK, BLOCK, dtype=torch.bool, device=query.device).triu(1)
@@ -68,7 +68,7 @@ def by_flex(
     """`sparse_attention` as one FlexAttention over the columns' keys followed by all keys.
 
     Gathered and ascending, the columns that a query block sees are the first ones, so that whole blocks of them can be
-    skipped; where they stand among the other keys, hardly any block of the prompt would be without one.
+    skipped; left among the other keys, hardly any block of the prompt would be without one.
     """
     mask = block_mask(columns, query.shape[1], query.shape[2], band)
     keys, values = (torch.cat([_at_columns(each, columns), each], dim=2) for each in (key, value))
@@ -80,10 +80,10 @@ def block_mask(columns: Tensor, heads: int, length: int, band: int) -> BlockMask
     """The mask of `by_flex`, made from the columns alone: neither N x N nor slow to build.
 
     Args:
-        columns: As in `sparse_attention`.
+        columns: See `sparse_attention`.
         heads: H.
         length: N.
-        band: As in `sparse_attention`.
+        band: See `sparse_attention`.
     """
     count, group = columns.shape[-1], heads // columns.shape[1]
     keys = count + length

@@ -1,8 +1,8 @@
-"""SpecKV's sparse prefill: a long prompt and its draft are read in one pass that attends to what will matter.
+"""SpecKV's sparse prefill (arXiv 2506.08373, section 4.2): a long prompt and its draft are read in one sparse pass.
 
 In each layer the window's and the draft's queries score the prompt's entries, from hidden states that earlier layers
-computed sparsely; the best of them, by KV head, are the columns that all queries of the layer see beside their local
-band. What is kept afterwards comes from the same scores.
+computed sparsely; the top entries per KV head are the columns that all queries of the layer see beside their local
+band. The same scores decide what is kept afterwards.
 """
 
 from collections.abc import Callable
@@ -21,8 +21,8 @@ from keepsight.runtime.sparse_attention import BLOCK, sparse_attention
 from keepsight.runtime.state import Needs, State, Trace
 
 Score = Callable[[Tensor, Tensor, float], Tensor]
-"""From a layer's queries [B, H, N + L, d], keys [B, K, N + L, d] and the factor of their dot products to the importance
-[B, K, N] float32 of the prompt's entries."""
+"""Scores the prompt's entries, [B, K, N] float32, from a layer's queries [B, H, N + L, d], its keys [B, K, N + L, d]
+and the factor of their dot products."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class SparsePrefill:
     """How a long prompt is read (SpecKV, section 4.2 and table 8).
 
     Attributes:
-        vertical: Columns that every query of a KV head sees, chosen by importance.
-        band: Most recent keys that a query sees; a multiple of 64.
+        vertical: Number of columns that every query of a KV head sees, selected by importance.
+        band: Number of most recent keys that a query sees; a multiple of 64.
 
     Raises:
         UserError: a value is out of range.
@@ -46,7 +46,7 @@ class SparsePrefill:
             raise UserError(f"sparse prefill: band {self.band!r} must be a multiple of {BLOCK}, at least {BLOCK}")
 
     def active(self, length: int) -> bool:
-        """Whether a prompt and its draft, `length` tokens together, are read sparsely; if not, dense attention is."""
+        """Whether a prompt and its draft, `length` tokens together, are read sparsely."""
         return length > self.vertical + self.band
 
     @torch.no_grad()
@@ -60,8 +60,8 @@ class SparsePrefill:
             input_ids: [B, N] int64, without padding.
             draft_ids: [B, L] int64, padded on the right.
             score: Scores the prompt's entries.
-            needs: What to record of the prompt's queries; only the window is.
-            window: The last so many entries of the prompt are never columns.
+            needs: What to record of the prompt; only the window is.
+            window: Number of last prompt entries that are never columns.
 
         Returns:
             The state of the prompt alone, and the importance [B, K, N] of each layer's entries.

@@ -1,8 +1,8 @@
-"""The state of a prompt that a model has read: its KV entries, where the next token goes, what its queries looked at.
+"""The state of a prompt that a model has read: its KV entries, the next position, and a trace for observers.
 
 `prefill` makes a state, a method's `compress` makes a smaller one, `read` appends tokens to one, `decode` answers
-from one. A state of a whole prompt and a compressed one are the same thing, so that a method can be applied to an
-evicted cache again, in the middle of an answer or at the next turn of a conversation.
+from one. Whole and compressed states have one type, so that a method can be applied to an evicted cache again, in the
+middle of an answer or at the next turn of a conversation.
 """
 
 import time
@@ -20,11 +20,11 @@ from keepsight.runtime.importance import observed_attention
 
 @dataclass(frozen=True)
 class Needs:
-    """What observers need to know of the queries that have passed; a prefill records no more than this.
+    """What observers need of the tokens read; nothing else is recorded.
 
     Attributes:
-        window: The last so many queries of every layer.
-        received: Whether to add up the attention that each entry receives from all queries.
+        window: Number of last queries kept in every layer.
+        received: Whether to sum the attention that each entry receives from all queries.
         features: Layers whose outputs are kept for every token; indices from 0, ascending.
     """
 
@@ -39,16 +39,16 @@ class Needs:
 
 @dataclass(frozen=True)
 class Trace:
-    """What the queries so far leave behind for observers.
+    """What is recorded of the tokens read, for observers.
 
     Attributes:
-        needs: What is recorded.
+        needs: What to record.
         queries: For each layer, the queries [B, H, w, d] of the last w tokens, after RoPE; w is at most `needs.window`.
         received: For each layer, the attention that each entry has received from all queries, [B, H, C] float32;
-            empty unless asked for.
+            empty unless needed.
         scaling: Factor of the attention's dot products, by layer.
         features: For each of the layers in `needs.features`, its output [B, M, hidden] for every token read.
-        seconds: What adding up `received` took; on a GPU, only what it held up the CPU.
+        seconds: Time spent summing `received`; on a GPU, only the time that the CPU was blocked.
     """
 
     needs: Needs = Needs()
@@ -59,21 +59,21 @@ class Trace:
     seconds: float = 0.0
 
     def features_of(self, layers: Sequence[int], tokens: slice = slice(None)) -> Tensor:
-        """Outputs of some of the recorded layers side by side, [B, M, len(layers) * hidden], of all or some tokens."""
+        """Concatenated outputs of some of the recorded layers, [B, M, len(layers) * hidden], of all or some tokens."""
         return torch.cat([self.features[self.needs.features.index(layer)][:, tokens] for layer in layers], dim=-1)
 
 
 @dataclass(frozen=True)
 class State:
-    """What a model has read so far. Reading and decoding append to the cache; methods leave it as it is.
+    """What a model has read so far. Reading and decoding append to the cache; methods leave it unchanged.
 
     Attributes:
-        cache: C entries a layer and KV head (which may differ), of M >= C tokens.
-        mask: [B, C] bool, False for padding; None when no entry is padding, or when the cache's layers know it.
+        cache: C entries per layer and KV head (C may differ), of M >= C tokens.
+        mask: [B, C] bool, False for padding; None without padding, or when the cache's layers mark it.
         logits: [B, V] float32, of the last token.
         tokens: [B, M] int64: everything read, evicted tokens included, padded on the left.
-        lengths: [B] int64: each row's tokens without padding; also the position of its next token.
-        trace: What the queries looked at.
+        lengths: [B] int64: number of each row's tokens without padding; also the position of its next token.
+        trace: What was recorded for observers.
     """
 
     cache: Cache
@@ -85,7 +85,7 @@ class State:
 
     @property
     def length(self) -> int:
-        """Entries of the longest KV head, padding included."""
+        """Number of entries of the longest KV head, padding included."""
         return max(layer.keys.shape[2] for layer in self.entries())
 
     @property
@@ -95,7 +95,7 @@ class State:
 
     @property
     def joins(self) -> bool:
-        """Whether it can be one of a batch, see `join`. States of other classes hold their entries in their own way."""
+        """Whether it can be read together with others; states of subclasses store entries in their own form."""
         return type(self) is State
 
     @property
@@ -112,15 +112,15 @@ class State:
         return [each if each.real is not None else each._replace(real=own) for each in entries(self.cache)]
 
     def held(self) -> Tensor:
-        """[L, B, K] int64: real entries of each layer, row and KV head."""
+        """[L, B, K] int64: number of real entries per layer, row and KV head."""
         return torch.stack([_held(each) for each in self.entries()])
 
     def copy(self) -> "State":
-        """The same state with a cache of its own to append to."""
+        """The same state with an independent cache to append to."""
         return replace(self, cache=share(self.cache))
 
     def attention_mask(self) -> Tensor | None:
-        """[B, M] as transformers wants it; only its last C columns stand for entries."""
+        """[B, M] as transformers expects it; only its last C columns stand for entries."""
         if self.mask is None:
             return None
         return functional.pad(self.mask, (self.cache.get_seq_length() - self.mask.shape[1], 0))
@@ -137,7 +137,7 @@ class TraceRecorder:
     """Records what `needs` asks for over one or more forward passes that append to a trace.
 
     Args:
-        trace: What was recorded before.
+        trace: The trace so far.
         mask: [B, C + q] bool over the entries after the pass, False for padding; None when none is.
     """
 
@@ -174,7 +174,7 @@ class TraceRecorder:
         return total
 
     def trace(self, features: tuple[Tensor, ...] = ()) -> Trace:
-        """The trace after the pass, which gave these `Trace.features` of its own tokens."""
+        """The trace after the pass, whose own tokens have these `Trace.features`."""
         layers = sorted(self.scaling)
         before = self.before.features
         joined = tuple(torch.cat(pair, dim=1) for pair in zip(before, features, strict=True)) if before else features

@@ -1,8 +1,8 @@
-"""Several states read in one pass, each its own tokens after its own entries; nothing of one reaches another.
+"""Several states read in one pass, each with its own tokens after its own entries; no state sees another.
 
-The layers that work token by token see the tokens of all states as one sequence, so that the model's weights are read
-once for all of them and no token is padded. Attention is computed for groups of states that are about equally long:
-short ones together, because one call costs more than their attention, a long one alone.
+Layers that work token by token see the tokens of all states as one sequence, so that the model's weights are read once
+for all of them and no token is padded. Attention is computed for groups of states of similar length: short ones
+together, because a call costs more than their attention, a long one alone.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,18 +20,18 @@ from keepsight.runtime.cache import LayerEntries
 from keepsight.runtime.state import State
 
 _ENTRIES_TOGETHER = 4096
-"""Of a group of several states, a KV head, with padding: more than so many are worth a call of their own."""
+"""Max padded KV entries per head in one attention call over several states."""
 _PADDING = 1.5
-"""How much longer than the shortest of its group a state may be."""
+"""Max length of a state relative to the shortest of its group."""
 
 
 class Rows:
-    """States to read more tokens after, all in one pass. The entries are copied: the states stay as they are.
+    """States after which more tokens are read, in one pass. The entries are copied: the states stay unchanged.
 
     Args:
         model: The target, without adapters.
-        states: Of one row each.
-        room: Tokens that each state gets at most, without those that are forgotten.
+        states: States of one row each.
+        room: Maximum number of tokens read after each state, without those rolled back.
     """
 
     def __init__(self, model: PreTrainedModel, states: Sequence[State], room: int) -> None:
@@ -47,7 +47,7 @@ class Rows:
         """Read more tokens after each state.
 
         Args:
-            tokens: For each state [q] int64; q may differ, and may be 0 for all but one.
+            tokens: Tokens [q] int64 for each state; q may differ, and may be 0 for all but one.
 
         Returns:
             For each state, the logits [q, V] float32 after each of its tokens.
@@ -76,7 +76,7 @@ class Rows:
         return [by_row.get(row, logits[:0]) for row in range(len(tokens))]
 
     def forget(self, row: int, count: int) -> None:
-        """Make a state what it was before its last `count` tokens; what it reads next overwrites them."""
+        """Roll a state back by its last `count` tokens; what it reads next overwrites them."""
         assert 0 <= count <= self._read[row]
         self._read[row] -= count
 
@@ -97,11 +97,11 @@ def _groups(states: Sequence[State]) -> Iterator[list[int]]:
 
 
 class _Group:
-    """States whose attention is computed in one call a layer.
+    """States whose attention is computed in one call per layer.
 
     Attributes:
-        members: Which states.
-        layers: What they hold in each layer.
+        members: Indices of the states.
+        layers: Their entries in each layer.
     """
 
     def __init__(self, members: list[int], states: Sequence[State], room: int) -> None:
@@ -121,7 +121,7 @@ class _Entries:
 
     def __init__(self, column: Sequence[LayerEntries], room: int) -> None:
         self.length = max(each.keys.shape[2] for each in column)
-        # Zeros, because even what no query may see is multiplied by a weight of zero.
+        # Zeros: even what no query sees is multiplied by a weight of zero, and must be finite.
         self.keys, self.values = (
             torch.cat([functional.pad(each, (0, 0, self.length - each.shape[2], room)) for each in part])
             for part in ([each.keys for each in column], [each.values for each in column])
@@ -140,16 +140,16 @@ class _Entries:
 class _Pass:
     """Where the tokens of a group go in one pass, and what they see.
 
-    All tokens of the pass stand one after another, T in all, those of the group from `first` on. The group's attention
-    is a grid of states that read x Q queries, Q being the most that one of them reads.
+    The T tokens of the pass are concatenated, those of the group from `first` on. The group's attention is a grid of
+    reading states x Q queries, Q being the most that one of them reads.
 
     Args:
         group: The states.
-        counts: Tokens of each of them, not all 0.
-        read: By row, tokens that were read before.
-        first: Where the group's tokens stand.
-        heads: Query heads.
-        device: Of the model.
+        counts: Number of tokens of each of them, not all 0.
+        read: Number of tokens read before, by row.
+        first: Index of the group's first token.
+        heads: Number of query heads.
+        device: The model's device.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class _Pass:
         columns = torch.arange(self.queries)
         state, column = (columns < taken[:, None]).nonzero(as_tuple=True)
         self.state, self.slot = active[state].to(device), (before[state] + column).to(device)
-        # A place of the grid that has no token repeats another: what it gives is not looked at.
+        # A cell of the grid without a token repeats another one: its result is not used.
         place = ((taken.cumsum(0) - taken)[:, None] + columns).clamp(max=self.tokens - 1) + first
         keys = group.layers[0].keys
         self.kv_heads = keys.shape[1]
@@ -176,18 +176,18 @@ class _Pass:
         self.result = (result + torch.arange(self.kv_heads)[:, None] + in_group).flatten().to(device)
         later = (torch.arange(self.grown) > (before[:, None] + columns)[..., None])[:, None].to(device)
         self.after = torch.zeros(later.shape, dtype=keys.dtype, device=device).masked_fill_(later, -torch.inf)
-        # By length; a cached method would tie the entries into a cycle that only the garbage collector frees.
+        # By length; a cached method would create a reference cycle that only the garbage collector frees.
         self._rows, self._masks = dict[int, Tensor](), dict[int, Tensor]()
 
     def write(self, entries: _Entries, new: tuple[Tensor, Tensor]) -> None:
-        """Put the group's keys and values, of all that are [T x K, d], behind the states' entries."""
+        """Write the group's part of keys and values [T x K, d] behind the states' entries."""
         rows = self._rows_of(entries)
         own = slice(self.first * self.kv_heads, (self.first + self.tokens) * self.kv_heads)
         for room, each in zip((entries.keys, entries.values), new, strict=True):
             room.view(-1, room.shape[-1]).index_copy_(0, rows, each[own])
 
     def attend(self, entries: _Entries, queries: Tensor, scaling: float) -> Tensor:
-        """All queries [T x H, d] -> what the group's give, [n, H, d]."""
+        """All queries [T x H, d] -> the attention output of the group's, [n, H, d]."""
         grid = queries.index_select(0, self.source).view(len(self.after), self.kv_heads, -1, queries.shape[-1])
         seen = slice(0, entries.length + self.grown)
         keys, values = (each[:, :, seen] for each in (entries.keys, entries.values))
@@ -199,7 +199,7 @@ class _Pass:
         return by_token.view(self.tokens, -1, values.shape[-1])
 
     def _rows_of(self, entries: _Entries) -> Tensor:
-        """[n x K] int64: where the group's tokens go, in a layer's rows of all states, heads and places."""
+        """[n x K] int64: where the group's tokens go in a layer's flattened states, heads and entries."""
         if entries.length not in self._rows:
             heads = torch.arange(self.kv_heads, device=self.state.device)
             row = (self.state[:, None] * self.kv_heads + heads) * entries.keys.shape[2]
@@ -222,7 +222,7 @@ class _Pass:
 
 
 class _Layer(DynamicLayer):
-    """A layer of all groups that read."""
+    """A layer of all reading groups."""
 
     def __init__(self, index: int, passes: Sequence[_Pass]) -> None:
         super().__init__()
@@ -245,7 +245,7 @@ class _Layer(DynamicLayer):
 
 
 class _GroupByGroup(OwnAttention):
-    """Tokens of several groups attend to what their group holds."""
+    """Tokens of several groups, each attending to its group's entries."""
 
     def __init__(self, columns: Sequence[tuple[_Pass, _Entries]]) -> None:
         self.columns = columns

@@ -59,7 +59,7 @@ def test_a_draft_model_of_a_short_context_is_refused():
 def test_a_packed_state_is_neither_saved_nor_continued_from(method, tmp_path):
     model, ids = tiny_model(), prompt_ids(40)[0]
     state = method.start(model, ids)
-    with pytest.raises(UserError, match=r"in a way of its own .* cannot be saved"):
+    with pytest.raises(UserError, match=r"in its own form .* cannot be saved"):
         save_state(state, tmp_path, model=model)
     assert not list(tmp_path.iterdir())
     with pytest.raises(UserError, match="give the state that it was made from"):
