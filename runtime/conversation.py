@@ -10,7 +10,7 @@ from typing_extensions import override
 from keepsight.errors import UserError
 from keepsight.runtime.decode import Decoded
 from keepsight.runtime.generate import generate
-from keepsight.runtime.method import CacheMethod, CustomGenerate, Method, Request
+from keepsight.runtime.method import CacheMethod, CustomGenerate, GenerateRequest, Method
 from keepsight.runtime.prefill import read
 from keepsight.runtime.state import State
 
@@ -71,7 +71,7 @@ class Conversation(CustomGenerate):
         return generate(self.model, prompt, self, **options)
 
     @override
-    def answer(self, model: PreTrainedModel, request: Request) -> Decoded:
+    def answer(self, model: PreTrainedModel, request: GenerateRequest) -> Decoded:
         """Answer the last turn; `say` calls it by way of transformers."""
         _require_single(request.input_ids)
         state = self._read(request.input_ids, request.chunk)

@@ -19,7 +19,7 @@ from keepsight.runtime.state import Needs, State, Trace
 
 
 @dataclass(frozen=True)
-class Request:
+class GenerateRequest:
     """What `model.generate` asks of a `custom_generate`.
 
     Attributes:
@@ -61,7 +61,7 @@ class CustomGenerate(ABC):
     """What transformers calls in place of its own decoding: `model.generate(**inputs, custom_generate=...)`."""
 
     @abstractmethod
-    def answer(self, model: PreTrainedModel, request: Request) -> Decoded:
+    def answer(self, model: PreTrainedModel, request: GenerateRequest) -> Decoded:
         """Answer prompts."""
 
     @torch.no_grad()
@@ -80,7 +80,7 @@ class CustomGenerate(ABC):
         Returns:
             [B, N + T] int64: prompt and answer, as `model.generate` returns them.
         """
-        request = Request(
+        request = GenerateRequest(
             input_ids,
             model_kwargs.get("attention_mask"),
             generation_config.prefill_chunk_size,
@@ -94,7 +94,17 @@ class CustomGenerate(ABC):
 
 
 class Method(CustomGenerate):
-    """From a prompt to the state that its answer is decoded from."""
+    """From a prompt to the state that its answer is decoded from.
+
+    Attributes:
+        is_full_cache: Whether it answers from the full cache.
+        selects_each_step: Whether it keeps every entry and selects at each step which of them are read.
+        uses_retrieval_head: Whether a retrieval head selects what is read.
+        every: Number of generated tokens between two evictions while decoding; 0 for none.
+    """
+
+    is_full_cache = selects_each_step = uses_retrieval_head = False
+    every: int = 0
 
     @abstractmethod
     def start(
@@ -110,24 +120,9 @@ class Method(CustomGenerate):
         """
 
     @property
-    def is_full_cache(self) -> bool:
-        """Whether it answers from the full cache."""
-        return False
-
-    @property
-    def selects_each_step(self) -> bool:
-        """Whether it keeps every entry and selects at each step which of them are read."""
-        return False
-
-    @property
     def adapter_digest(self) -> str | None:
         """Digest of the lookahead adapter that it observes with; None without one."""
         return None
-
-    @property
-    def uses_retrieval_head(self) -> bool:
-        """Whether a retrieval head selects what is read."""
-        return False
 
     def budget_for(self, length: int) -> int:
         """The budget for a prompt of `length` tokens, in entries per layer and KV head; `length` without a budget."""
@@ -172,7 +167,7 @@ class Method(CustomGenerate):
         """
 
     @override
-    def answer(self, model: PreTrainedModel, request: Request) -> Decoded:
+    def answer(self, model: PreTrainedModel, request: GenerateRequest) -> Decoded:
         self.check(request.input_ids.shape[1], context_of(model))
         state, reapply = self.start(model, request.input_ids, request.mask, chunk=request.chunk), self.reapply(model)
         # Recording for nobody would cost every step.
@@ -201,10 +196,7 @@ class CacheMethod(Method):
 class FullCache(CacheMethod):
     """Evicts nothing: the reference that every other method is compared with."""
 
-    @property
-    @override
-    def is_full_cache(self) -> bool:
-        return True
+    is_full_cache = True
 
     @override
     def compress(self, model: PreTrainedModel, state: State) -> State:

@@ -20,10 +20,8 @@ from keepsight.errors import UserError, require_whole
 from keepsight.runtime.attention import Reader
 from keepsight.runtime.decode import Decoded, Reapply
 from keepsight.runtime.drafting.eagle import ChainDrafter, DraftingHead, unread_rows
-from keepsight.runtime.evict import Evict
-from keepsight.runtime.method import CacheMethod, FullCache, Request
+from keepsight.runtime.method import CacheMethod, FullCache, GenerateRequest
 from keepsight.runtime.prefill import context_of, prefill, read
-from keepsight.runtime.sparse_read.method import SparseRead
 from keepsight.runtime.state import Needs, State, Trace
 
 
@@ -206,12 +204,12 @@ class Speculative(CacheMethod):
         name = type(self.inner).__name__
         if not isinstance(self.inner, CacheMethod):
             raise UserError(f"speculative decoding: {name} shortens prompts; give a method that evicts from the cache")
-        if isinstance(self.inner, SparseRead):
+        if self.inner.selects_each_step:
             raise UserError(
                 f"speculative decoding: {name} chooses anew for each token what it reads; give the full cache, or a "
                 "method that evicts"
             )
-        if isinstance(self.inner, Evict) and self.inner.every:
+        if self.inner.every:
             raise UserError(f"speculative decoding: {name} evicts while decoding; make it with every=0")
 
     @override
@@ -240,7 +238,7 @@ class Speculative(CacheMethod):
         return self.inner.reapply(model)
 
     @override
-    def answer(self, model: PreTrainedModel, request: Request) -> Decoded:
+    def answer(self, model: PreTrainedModel, request: GenerateRequest) -> Decoded:
         _require_single(request.input_ids)
         if request.do_sample:
             raise UserError("speculative decoding is greedy: give do_sample=False")

@@ -42,7 +42,7 @@ class Kivi(CacheMethod):
         check_sizes(self.quantizer, self.residual)
         if isinstance(self.inner, Kivi):
             raise UserError("inner: entries that are packed cannot be packed again; give a method that evicts")
-        if getattr(self.inner, "every", 0):
+        if self.inner is not None and self.inner.every:
             raise UserError("inner: a method that evicts while decoding cannot be packed; set its every to 0")
 
     @property

@@ -55,6 +55,7 @@ class SpeContext(SparseRead):
     window: int = 0
     offload: int = 0
     memory_limit: int | str | None = None
+    uses_retrieval_head = True
 
     @override
     def __post_init__(self) -> None:
@@ -77,11 +78,6 @@ class SpeContext(SparseRead):
     @override
     def least(self) -> tuple[int, str]:
         return self.sinks + self.window + 1, "sinks + window + one entry to choose"
-
-    @property
-    @override
-    def uses_retrieval_head(self) -> bool:
-        return True
 
     @override
     def needs(self) -> Needs:

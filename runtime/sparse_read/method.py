@@ -35,6 +35,7 @@ class SparseRead(CacheMethod):
     """
 
     budget: int | float
+    selects_each_step = True
 
     def __post_init__(self) -> None:
         budget = Budget(self.budget)
@@ -49,11 +50,6 @@ class SparseRead(CacheMethod):
     def least(self) -> tuple[int, str]:
         """The smallest budget that leaves something to select, and why."""
         return 1, "one entry to choose"
-
-    @property
-    @override
-    def selects_each_step(self) -> bool:
-        return True
 
     @override
     def budget_for(self, length: int) -> int:
