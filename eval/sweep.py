@@ -23,7 +23,7 @@ from keepsight.eval.answers import Answered, Limits, answer_all, answer_alone, a
 from keepsight.eval.compress import Compressed, Seconds, SharedPrompt, needs_of, recall, since
 from keepsight.eval.guesses import Guesses
 from keepsight.eval.tasks.metrics import score
-from keepsight.eval.tasks.samples import Sample, render, render_apart
+from keepsight.eval.tasks.samples import RenderedSample
 from keepsight.models.targets import Target
 from keepsight.runtime.drafting.observer import Draft
 from keepsight.runtime.method import FullCache, Method
@@ -65,7 +65,7 @@ class _Asked:
         full: The same with its likelihood.
     """
 
-    sample: Sample
+    sample: RenderedSample
     question: Tensor
     limits: Limits
     guesses: Guesses
@@ -75,7 +75,7 @@ class _Asked:
 
 def sweep(
     target: Target,
-    samples: Sequence[Sample],
+    samples: Sequence[RenderedSample],
     variants: Sequence[Variant],
     done: set[tuple[str, int, str]],
     batch_tokens: int,
@@ -95,28 +95,33 @@ def sweep(
             yield from (each for each, missing in zip(rows, wanted, strict=True) if missing)
 
 
-def groups_of(samples: Sequence[Sample], question: str) -> list[list[Sample]]:
+def groups_of(samples: Sequence[RenderedSample], question: str) -> list[list[RenderedSample]]:
     """What is run together: single samples, or under `multi` those with one context."""
     if question != "multi":
         return [[sample] for sample in samples]
     return [list(group) for _, group in groupby(samples, lambda each: (each.task, each.length, each.context))]
 
 
-def check_samples(target: Target, samples: Sequence[Sample], variants: Sequence[Variant], question: str) -> None:
+def check_samples(target: Target, samples: Sequence[RenderedSample], variants: Sequence[Variant]) -> None:
     """Refuse what `run_samples` would refuse, before the target runs.
 
     Raises:
-        UserError: a sample does not fit the target's context or does not say where its question starts, an answer span
-            was cut, or a method cannot work on so short a prompt.
+        UserError: a sample does not fit the target's context, or a method cannot work on so short a prompt.
     """
+    context = context_of(target.model)
     for sample in samples:
-        prompt, _ = _ids(sample, target, question)
+        tokens = len(sample.prompt_ids) + len(sample.question_ids)
+        if tokens + sample.max_new_tokens > context:
+            raise UserError(
+                f"sample {sample.task}/{sample.id} has {tokens} tokens, with {sample.max_new_tokens} for the answer "
+                f"more than the context of {context}; lower lengths= or max_tokens="
+            )
         for variant in variants:
-            variant.method.check(prompt.shape[1], context_of(target.model))
+            variant.method.check(len(sample.prompt_ids), context)
 
 
 def run_sample(
-    target: Target, sample: Sample, variants: Sequence[Variant], batch_tokens: int, question: str = "seen"
+    target: Target, sample: RenderedSample, variants: Sequence[Variant], batch_tokens: int, question: str = "seen"
 ) -> list[dict[str, Any]]:
     """All rows of one sample; see `run_samples`."""
     return run_samples(target, [sample], variants, batch_tokens, question)[0]
@@ -125,7 +130,7 @@ def run_sample(
 @torch.no_grad()
 def run_samples(
     target: Target,
-    samples: Sequence[Sample],
+    samples: Sequence[RenderedSample],
     variants: Sequence[Variant],
     batch_tokens: int,
     question: str = "seen",
@@ -138,22 +143,22 @@ def run_samples(
         samples: Prompt, references and metric; several only under `question=multi`.
         variants: Methods and budgets; a full cache among them is answered once, not twice.
         batch_tokens: Bounds the batches; see `keepsight.eval.answers.Limits`.
-        question: One of `QUESTIONS`.
+        question: What the methods see, one of `QUESTIONS`: the samples come split for all but `seen`.
         said: Answers to other samples, which often resemble each other; these are added. None to look at no others.
 
     Raises:
         UserError: as `check_samples`.
     """
-    check_samples(target, samples, variants, question)
+    check_samples(target, samples, variants)
     evicting = [variant for variant in variants if not isinstance(variant.method, FullCache)]
-    parts = [_ids(sample, target, question) for sample in samples]
-    prompt = parts[0][0]
+    prompt = samples[0].prompt_ids[None].to(target.model.device)
     start = time.perf_counter()
     state = prefill(target.model, prompt, needs=needs_of([variant.method for variant in evicting]))
     seconds = since(start) - state.trace.seconds
     asked, of_prompt = [], Guesses(said)
     of_prompt.learn(prompt[0].tolist())
-    for sample, (_, rest) in zip(samples, parts, strict=True):
+    for sample in samples:
+        rest = sample.question_ids[None].to(target.model.device)
         limits = Limits(sample.max_new_tokens, target.end_tokens, batch_tokens)
         guesses = Guesses(of_prompt)
         guesses.learn(rest[0].tolist())
@@ -198,22 +203,6 @@ def _within_memory(variants: Sequence[Variant], length: int, most: int) -> Itera
         held += size
     if group:
         yield group
-
-
-def _ids(sample: Sample, target: Target, question: str) -> tuple[Tensor, Tensor]:
-    """What is compressed, and what is read after it; [1, N] and [1, q] int64."""
-    if question == "seen":
-        parts = render(sample, target.tokenizer), list[int]()
-    else:
-        parts = render_apart(sample, target.tokenizer)
-    tokens, context = sum(map(len, parts)), target.model.config.get_text_config().max_position_embeddings
-    if tokens + sample.max_new_tokens > context:
-        raise UserError(
-            f"sample {sample.task}/{sample.id} has {tokens} tokens, with {sample.max_new_tokens} for the answer more "
-            f"than the context of {context}; lower lengths= or max_tokens="
-        )
-    first, rest = (torch.tensor([part], dtype=torch.long, device=target.model.device) for part in parts)
-    return first, rest
 
 
 def _answers(

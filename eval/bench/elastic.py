@@ -77,4 +77,5 @@ def _traffic(model: PreTrainedModel, method: SpeContext, state: State, steps: in
 
 
 def _rendered(text: str, target: Target) -> list[int]:
-    return render(Sample("text", "documentation", 0, text + _QUESTION, (), "", 1, question=_QUESTION), target.tokenizer)
+    sample = Sample("text", "documentation", 0, text + _QUESTION, (), "", 1, question=_QUESTION)
+    return render(sample, target.tokenizer).prompt_ids.tolist()

@@ -16,7 +16,7 @@ from keepsight.eval.answers import default_batch_tokens
 from keepsight.eval.bench.memory import peak_bytes
 from keepsight.eval.sweep import Variant, run_sample, sweep
 from keepsight.eval.tasks.niah import make_samples
-from keepsight.eval.tasks.samples import Sample, render
+from keepsight.eval.tasks.samples import RenderedSample
 from keepsight.models.targets import Target
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.generate import generate
@@ -50,9 +50,9 @@ def bench_sweep(target: Target, methods: Mapping[str, Method], tokens: int, answ
     )
 
 
-def _one_by_one(target: Target, samples: Sequence[Sample], methods: Mapping[str, Method]) -> None:
+def _one_by_one(target: Target, samples: Sequence[RenderedSample], methods: Mapping[str, Method]) -> None:
     for sample in samples:
-        ids = torch.tensor([render(sample, target.tokenizer)], device=target.model.device)
+        ids = sample.prompt_ids[None].to(target.model.device)
         for method in methods.values():
             generate(target.model, ids, method, max_new_tokens=sample.max_new_tokens, do_sample=False)
 

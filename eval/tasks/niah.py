@@ -7,12 +7,13 @@ text file. Neither phrases nor words nor text are shared with the training mixtu
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from keepsight.errors import UserError
 from keepsight.eval.tasks.haystack import Haystack, fullest, hide, read_haystack, spread
-from keepsight.eval.tasks.samples import Sample, render
+from keepsight.eval.tasks.samples import RenderedSample, Sample, render
 
 ADJECTIVES = (
     *("abundant", "adorable", "blissful", "bouncy", "candid", "cheerful", "chubby", "clumsy", "cozy", "cranky"),
@@ -80,7 +81,7 @@ def make_samples(
     haystack: Path | None = None,
     max_new_tokens: int | None = None,
     every_key: bool = False,
-) -> list[Sample]:
+) -> list[RenderedSample]:
     """Samples of one kind whose rendered prompt and answer together fill `length` tokens, or a sentence less.
 
     Args:
@@ -166,17 +167,20 @@ def _listed(keys: Sequence[str]) -> str:
     return keys[0] if len(keys) == 1 else f"{', '.join(keys[:-1])}, and {keys[-1]}"
 
 
-def _filled(quizzes: list[Sample], depths: list[float], hay: Haystack, start: int, tokenizer: Any) -> list[Sample]:
+def _filled(
+    quizzes: list[Sample], depths: list[float], hay: Haystack, start: int, tokenizer: Any
+) -> list[RenderedSample]:
     """The quizzes with one haystack: as many sentences from sentence `start` on as the length allows for all."""
     quiz = quizzes[0]
     room = quiz.length - quiz.max_new_tokens
 
-    def filled(count: int) -> list[Sample]:
+    @cache
+    def filled(count: int) -> list[RenderedSample]:
         text = hide(list(quiz.spans), depths, hay.cut(start, count))
-        return [replace(each, prompt=each.prompt.replace("{text}", text)) for each in quizzes]
+        return [render(replace(each, prompt=each.prompt.replace("{text}", text)), tokenizer) for each in quizzes]
 
     def longest(count: int) -> int:
-        return max(len(render(each, tokenizer)) for each in filled(count))
+        return max(len(each.prompt_ids) for each in filled(count))
 
     needed = longest(0)
     count = fullest(lambda count: longest(count) <= room, hay.holds(start, room - needed))

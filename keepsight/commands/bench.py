@@ -28,7 +28,6 @@ from keepsight.eval.bench.specache import bench_specache
 from keepsight.eval.bench.speculative import bench_speculate
 from keepsight.eval.bench.sweep import bench_evict, bench_sweep
 from keepsight.eval.tasks.niah import make_samples
-from keepsight.eval.tasks.samples import render
 from keepsight.models.draft_head import DraftHead
 from keepsight.models.drafts import HeadDraft
 from keepsight.models.lookahead import Lookahead
@@ -174,7 +173,7 @@ def _made(config: Config, target: Target, budgets: list[int]) -> list[tuple[str,
 
 def _needle_prompts(config: Config, target: Target) -> list[list[int]]:
     samples = make_samples("single", config.tokens or _TOKENS, config.samples, 0, target.tokenizer)
-    return [render(sample, target.tokenizer) for sample in samples]
+    return [sample.prompt_ids.tolist() for sample in samples]
 
 
 def _data_prompts(config: Config, target: Target) -> list[list[int]]:

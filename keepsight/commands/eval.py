@@ -37,7 +37,7 @@ from keepsight.eval.report.summary import summarize, table, write_summary
 from keepsight.eval.results import finished, merge, part_of
 from keepsight.eval.sweep import FULL, QUESTIONS, Variant, check_samples, groups_of, sweep
 from keepsight.eval.tasks import jsonl, niah
-from keepsight.eval.tasks.samples import Sample, answerable, render
+from keepsight.eval.tasks.samples import RenderedSample, render_apart
 from keepsight.files import append_lines, file_digest, whole_lines
 from keepsight.models.hub import fetch
 from keepsight.models.retrieval_head_files import WEIGHTS
@@ -118,7 +118,9 @@ def run(config: Config) -> None:
     variants = variants_of(config, resources_of(config, target))
     settings = _settings(config, target, variants)
     samples = samples_of(config, target)
-    check_samples(target, samples, variants, config.question)
+    if config.question != "seen":
+        samples = [render_apart(sample, target.tokenizer) for sample in samples]
+    check_samples(target, samples, variants)
     if processes.is_main_process:
         merge(out, settings, 1 + len(variants))
         _show(samples[0], target)
@@ -138,7 +140,7 @@ def run(config: Config) -> None:
         write_all(out, settings)
 
 
-def own_share(samples: list[Sample], question: str, process: int, processes: int) -> list[Sample]:
+def own_share(samples: list[RenderedSample], question: str, process: int, processes: int) -> list[RenderedSample]:
     """Every n-th group of samples, n being the number of processes."""
     return [sample for group in groups_of(samples, question)[process::processes] for sample in group]
 
@@ -195,14 +197,11 @@ def _read_method(given: Any) -> tuple[str, str, dict[str, Any]]:
     return name, label, options
 
 
-def samples_of(config: Config, target: Target) -> list[Sample]:
+def samples_of(config: Config, target: Target) -> list[RenderedSample]:
     """The samples of all tasks."""
-    samples: list[Sample] = []
+    samples: list[RenderedSample] = []
     for task in config.tasks:
         samples += _real_samples(config, target) if task == "jsonl" else _needles(task, config, target)
-    samples, refused = answerable(samples, target.tokenizer)
-    for reason in refused:
-        print(f"refused, not scored: {reason}")
     if not samples:
         raise UserError("tasks= and samples= leave no sample to evaluate")
     if len({sample.key for sample in samples}) < len(samples):
@@ -213,7 +212,7 @@ def samples_of(config: Config, target: Target) -> list[Sample]:
     return samples
 
 
-def _needles(task: str, config: Config, target: Target) -> list[Sample]:
+def _needles(task: str, config: Config, target: Target) -> list[RenderedSample]:
     kinds = [name for name in niah.KINDS if task in ("niah", f"niah_{name}")]
     if not kinds:
         known = ", ".join(f"niah_{name}" for name in niah.KINDS)
@@ -229,7 +228,7 @@ def _needles(task: str, config: Config, target: Target) -> list[Sample]:
     ]
 
 
-def _real_samples(config: Config, target: Target) -> list[Sample]:
+def _real_samples(config: Config, target: Target) -> list[RenderedSample]:
     if config.jsonl.dir is None:
         raise UserError("tasks=[jsonl] needs jsonl.dir=FOLDER with JSONL files and a tasks.json")
     files, limit = config.jsonl.files or None, config.samples or None
@@ -240,9 +239,9 @@ def _real_samples(config: Config, target: Target) -> list[Sample]:
     return samples
 
 
-def _show(sample: Sample, target: Target) -> None:
+def _show(sample: RenderedSample, target: Target) -> None:
     """Print one rendered prompt, so that a wrong template or a cut prompt is seen before hours are spent."""
-    ids = render(sample, target.tokenizer)
+    ids = [*sample.prompt_ids.tolist(), *sample.question_ids.tolist()]
     head, tail = target.tokenizer.decode(ids[:48]), target.tokenizer.decode(ids[-48:])
     print(f"first prompt, {sample.task} {sample.id}: {len(ids)} tokens, nothing cut")
     print(f"--- head\n{head}\n--- tail\n{tail}\n---")

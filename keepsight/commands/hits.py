@@ -17,7 +17,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
 from keepsight.commands.eval import Config as EvalConfig
@@ -28,7 +27,7 @@ from keepsight.eval.hits import SHARED, Hits, answering, best_shared, choices, c
 from keepsight.eval.report.hits_plot import hits_figure
 from keepsight.eval.report.plots import save_png
 from keepsight.eval.sweep import Variant, check_samples
-from keepsight.eval.tasks.samples import Sample, render
+from keepsight.eval.tasks.samples import RenderedSample
 from keepsight.files import append_lines, read_json, whole_lines, write_json, write_text
 from keepsight.models.draft_head_files import load_draft_head
 from keepsight.models.hub import fetch
@@ -66,7 +65,7 @@ def run(config: Config) -> None:
     target, out = target_of(config), Path(config.out)
     variants = _variants(config, target)
     samples = samples_of(config, target)
-    check_samples(target, samples, variants, "seen")
+    check_samples(target, samples, variants)
     out.mkdir(parents=True, exist_ok=True)
     _require_same(out / "settings.json", config, target)
     path = out / "hits.jsonl"
@@ -128,8 +127,8 @@ def _head(reference: str, target: Target) -> RetrievalHead:
     return head.to(target.model.device)
 
 
-def _rows(target: Target, sample: Sample, variants: list[Variant], budgets: list[int]) -> list[dict[str, Any]]:
-    prompt = torch.tensor([render(sample, target.tokenizer)], device=target.model.device)
+def _rows(target: Target, sample: RenderedSample, variants: list[Variant], budgets: list[int]) -> list[dict[str, Any]]:
+    prompt = sample.prompt_ids[None].to(target.model.device)
     layers = {layer for variant in variants for layer in _features(variant)}
     seen = answering(target.model, prompt, sample.max_new_tokens, target.end_tokens, tuple(sorted(layers)))
     found = [compare(SHARED, budget, seen, best_shared(seen, budget)) for budget in budgets]

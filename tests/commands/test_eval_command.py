@@ -15,6 +15,7 @@ from keepsight.commands.cli import main
 from keepsight.commands.config import parse
 from keepsight.eval.tasks.task_files import RULER_METRIC
 from keepsight.files import append_lines, read_jsonl, write_json, write_lines
+from keepsight.models.chat import chat_text
 from keepsight.runtime.allocate import Adaptive
 from keepsight.runtime.drafting.observer import DraftTokens
 from keepsight.runtime.evict import Evict
@@ -155,6 +156,25 @@ def test_real_samples(keepsight: CommandLine, here: Path) -> None:
     assert "facts: 1 samples are longer than max_tokens=512 and were dropped" in printed
     found = [(row["task"], row["length"], row["sample"], row["method"]) for row in rows_of(here / "out")]
     assert found == [("facts", 512, sample, method) for sample in "01" for method in ("full", "snapkv")]
+
+
+@pytest.mark.parametrize(("question", "times"), [("seen", 3), ("unseen", 3 + 2)])
+def test_a_prompt_is_rendered_once(
+    keepsight: CommandLine, here: Path, monkeypatch: pytest.MonkeyPatch, question: str, times: int
+) -> None:
+    """Of three samples one is too long; the others come apart at their questions, where these are not seen."""
+    rendered: list[Any] = []
+
+    def noted(tokenizer: Any, turns: Any) -> str:
+        rendered.append(turns)
+        return chat_text(tokenizer, turns)
+
+    monkeypatch.setattr("keepsight.eval.tasks.samples.chat_text", noted)
+    (here / "real").mkdir()
+    real_samples(here / "real")
+    given = [*TINY, "tasks=[jsonl]", "jsonl.dir=real", "methods=[snapkv]", "budgets=[40]", "max_tokens=512"]
+    keepsight("eval", *given, f"question={question}")
+    assert len(rendered) == times
 
 
 def test_questions_of_real_samples(keepsight: CommandLine, here: Path) -> None:
