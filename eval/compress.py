@@ -103,7 +103,7 @@ class SharedPrompt:
         if method.fits(self.state):
             state = method.compress(self.model, self.state)
             return Compressed(state, Seconds(prefill=self.seconds), self._everything())
-        observed, seconds = self._observe(method.observer.for_window(method.window), method.reduce.queries)
+        observed, seconds = self._observe(method.bound_observer, method.reduce.queries)
         start = time.perf_counter()
         selected = method.select(self.state, method.reduced(self.state, observed))
         state = method.gather(self.state, selected)
@@ -112,7 +112,7 @@ class SharedPrompt:
     def _shorten(self, method: ShortenPrompt) -> Compressed:
         prompt = self.state.tokens[0]
         method.check(len(prompt), context_of(self.model))
-        if method.tokens(len(prompt)) == len(prompt):
+        if method.budget_for(len(prompt)) == len(prompt):
             return Compressed(self.state, Seconds(prefill=self.seconds), self._everything())
         start = time.perf_counter()
         chosen = method.select(self.model, prompt)

@@ -19,10 +19,11 @@ from typing_extensions import override
 
 from keepsight.errors import UserError
 from keepsight.runtime.allocate import Allocation, Uniform
+from keepsight.runtime.budget import Budget
 from keepsight.runtime.cache import keep
 from keepsight.runtime.decode import Reapply
 from keepsight.runtime.importance import Pool, Reduce, pool, reduce_group, top_mask
-from keepsight.runtime.method import CacheMethod
+from keepsight.runtime.method import CacheMethod, Method
 from keepsight.runtime.observe import Observer
 from keepsight.runtime.state import Needs, State, Trace
 
@@ -60,32 +61,48 @@ class Evict(CacheMethod):
         for field in ("sinks", "window", "every"):
             if type(getattr(self, field)) is not int or getattr(self, field) < 0:
                 raise UserError(f"{name}: {field} {getattr(self, field)!r} must be a whole number")
-        protected = self.sinks + self.window
-        self.observer.for_window(self.window)  # refuses a window without tokens where they are to observe
-        if type(budget) not in (int, float):
-            raise UserError(f"{name}: budget {budget!r} must be a whole number of entries, or a ratio")
-        if isinstance(budget, float):
-            if not 0 < budget <= 1:
-                raise UserError(f"{name}: budget {budget} is not a ratio in (0, 1]; give entries as a whole number")
+        Budget(budget).check(name)
+        assert self.bound_observer  # refuses a window without tokens where they are to observe
+        if Budget(budget).is_ratio:
             if self.every:
                 raise UserError(f"{name}: every {self.every} needs a budget in entries, not the ratio {budget}")
             return
-        if budget < 1:
-            raise UserError(f"{name}: budget {budget} is below 1; give the entries to keep per layer and KV head")
+        protected = self.sinks + self.window
         if budget - self.every <= protected and (protected or self.every):
             spared = f" and the {self.every} of every" if self.every else ""
             raise UserError(
                 f"{name}: budget {budget} must be above the {protected} protected entries (sinks + window){spared}"
             )
-        self.allocate.check(budget - self.every, protected)
+        self.allocate.check(self.budget_for(0), protected)
+
+    @property
+    def bound_observer(self) -> Observer:
+        """The observer, with what it leaves open taken from this method."""
+        return self.observer.bound(self.budget, self.sinks, self.window)
+
+    @property
+    @override
+    def adapter_digest(self) -> str | None:
+        return self.observer.adapter_digest
+
+    @override
+    def budget_for(self, length: int) -> int:
+        return Budget(self.budget).entries(length) - self.every
+
+    @override
+    def shares_prefill(self, length: int) -> bool:
+        return not self.reads_itself(length)
+
+    @override
+    def observation(self) -> tuple[Observer, str]:
+        return self.bound_observer, self.reduce.queries
 
     @override
     def check(self, length: int, context: int) -> None:
-        name, observer = type(self).__name__, self.observer.for_window(self.window)
-        budget = self.budget if isinstance(self.budget, int) else self._ratio(length)
-        if length <= budget - self.every:
+        name, observer, budget = type(self).__name__, self.bound_observer, self.budget_for(length)
+        if length <= budget:
             return
-        self._check_room(budget - self.every)
+        self._check_room(budget)
         if (window := observer.needs().window) > length:
             raise UserError(f"{name}: a prompt of {length} tokens is shorter than the {window} that observe it")
         if (positions := observer.positions()) + length > context:
@@ -106,7 +123,7 @@ class Evict(CacheMethod):
 
     @override
     def needs(self) -> Needs:
-        return self.observer.for_window(self.window).needs()
+        return self.bound_observer.needs()
 
     @override
     @torch.no_grad()
@@ -123,18 +140,9 @@ class Evict(CacheMethod):
         """Whether a prompt of `length` tokens is not prefilled as usual, so that its prefill cannot be shared."""
         return False
 
-    def entries(self, state: State) -> int:
-        """How many entries per layer and KV head are kept of this state."""
-        if isinstance(self.budget, int):
-            return self.budget - self.every
-        return self._ratio(state.tokens.shape[1])
-
-    def _ratio(self, length: int) -> int:
-        return max(round(self.budget * length), 1)
-
     def fits(self, state: State) -> bool:
         """Whether nothing has to be evicted."""
-        return int(state.held().double().mean(dim=(0, 2)).max().ceil()) <= self.entries(state)
+        return int(state.held().double().mean(dim=(0, 2)).max().ceil()) <= self.budget_for(state.tokens.shape[1])
 
     @torch.no_grad()
     def importance(self, model: PreTrainedModel, state: State) -> list[Tensor]:
@@ -147,7 +155,7 @@ class Evict(CacheMethod):
     @torch.no_grad()
     def observe(self, model: PreTrainedModel, state: State) -> list[Tensor]:
         """What the observer alone says; see `Observer`. The same for all methods with its observer and reduction."""
-        return self.observer.for_window(self.window)(model, state, self.reduce.queries)
+        return self.bound_observer(model, state, self.reduce.queries)
 
     def reduced(self, state: State, observed: list[Tensor]) -> list[Tensor]:
         """Observations reduced over heads, pooled, with what is protected and what is padding marked."""
@@ -162,7 +170,7 @@ class Evict(CacheMethod):
 
     def select(self, state: State, importance: list[Tensor]) -> list[Tensor]:
         """For each layer, which entries stay: [B, K, C] bool. Ties go to the lowest index."""
-        budget = self.entries(state)
+        budget = self.budget_for(state.tokens.shape[1])
         self._check_room(budget)
         if type(self.allocate) is Uniform and all(each.real is None for each in state.entries()):
             return [top_mask(layer, min(budget, layer.shape[-1])) for layer in importance]
@@ -212,3 +220,14 @@ def _gather_received(received: tuple[Tensor, ...], selected: list[Tensor]) -> tu
         by_head[real.repeat_interleave(group, dim=1)] = layer[mask.repeat_interleave(group, dim=1)]
         gathered.append(by_head)
     return tuple(gathered)
+
+
+def require_evict(method: Method, refusal: str) -> Evict:
+    """The method, if it evicts entries from the cache.
+
+    Raises:
+        UserError: it does not; `refusal` is the message.
+    """
+    if not isinstance(method, Evict):
+        raise UserError(refusal)
+    return method

@@ -12,6 +12,7 @@ from transformers.generation.streamers import BaseStreamer
 from typing_extensions import override
 
 from keepsight.runtime.decode import Reapply, decode
+from keepsight.runtime.observe import Observer
 from keepsight.runtime.prefill import context_of, prefill
 from keepsight.runtime.state import Needs, State, Trace
 
@@ -31,6 +32,49 @@ class Method(ABC):
             mask: [B, N], 0 for padding; None when no row is padded.
             chunk: Tokens a forward pass of the prefill.
         """
+
+    @property
+    def is_full_cache(self) -> bool:
+        """Whether it answers from the full cache, as the reference does."""
+        return False
+
+    @property
+    def selects_each_step(self) -> bool:
+        """Whether it keeps every entry and selects anew at each step which of them are read."""
+        return False
+
+    @property
+    def adapter_digest(self) -> str | None:
+        """Digest of the lookahead adapter that it observes with; None without one."""
+        return None
+
+    @property
+    def uses_retrieval_head(self) -> bool:
+        """Whether a retrieval head selects what is read."""
+        return False
+
+    def budget_for(self, length: int) -> int:
+        """The budget for a prompt of `length` tokens, in entries per layer and KV head; `length` without a budget."""
+        return length
+
+    def needs(self) -> Needs:
+        """What the prefill must record."""
+        return Needs()
+
+    def shares_prefill(self, length: int) -> bool:
+        """Whether it compresses the state of an ordinary prefill of `length` tokens, which other methods can share."""
+        return False
+
+    def observation(self) -> tuple[Observer, str] | None:
+        """The observer of a shared prefill and its reduction over queries: equal pairs observe alike.
+
+        None for methods that observe nothing, or in a way of their own.
+        """
+        return None
+
+    def tokens_to_read(self, model: PreTrainedModel, prompt: Tensor) -> Tensor | None:
+        """Indices [C] int64, ascending, of the tokens of a prompt [N] that the model reads; None to read all of it."""
+        return None
 
     def reader(self, model: PreTrainedModel) -> PreTrainedModel:
         """What `read`, `decode` and `score_answer` are called with in the model's place, for this method's states."""
@@ -92,9 +136,9 @@ class CacheMethod(Method):
     def compress(self, model: PreTrainedModel, state: State) -> State:
         """The state to decode from; the given one stays as it is."""
 
-    def needs(self) -> Needs:
-        """What the prefill must record."""
-        return Needs()
+    @override
+    def shares_prefill(self, length: int) -> bool:
+        return True
 
     @override
     def start(
@@ -106,6 +150,11 @@ class CacheMethod(Method):
 @dataclass(frozen=True)
 class FullCache(CacheMethod):
     """Evicts nothing: the reference that every other method is compared with."""
+
+    @property
+    @override
+    def is_full_cache(self) -> bool:
+        return True
 
     @override
     def compress(self, model: PreTrainedModel, state: State) -> State:

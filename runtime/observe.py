@@ -44,9 +44,14 @@ class Observer(ABC):
         """How many positions after what was read the observing tokens take, at most."""
         return 0
 
-    def for_window(self, window: int) -> "Observer":
-        """The observer that fits a method which keeps the last `window` entries; itself unless it was left open."""
+    def bound(self, budget: int | float, sinks: int, window: int) -> "Observer":
+        """The observer with what it leaves open taken from the method that holds it, whose parts these are."""
         return self
+
+    @property
+    def adapter_digest(self) -> str | None:
+        """Digest of the lookahead adapter that it observes with; None without one."""
+        return None
 
 
 class AttentionRecorder:

@@ -5,7 +5,7 @@ beside it; the rest is the same and is here.
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -99,8 +99,8 @@ class DraftTokens(Observer):
         return self.drafter.longest()
 
     @override
-    def for_window(self, window: int) -> "Observer":
-        return DraftTokens(self.drafter, window) if self.window is None else self
+    def bound(self, budget: int | float, sinks: int, window: int) -> Observer:
+        return replace(self, window=window) if self.window is None else self
 
 
 def combine(of_window: list[Tensor], of_draft: list[Tensor], rows: int, real: Tensor, reduction: str) -> list[Tensor]:

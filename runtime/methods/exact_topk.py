@@ -35,7 +35,7 @@ class ExactTopK(ReadSome):
 
     @override
     def layers_for(self, state: State) -> MakeLayer:
-        selection = TopAttention(Limits(self.entries(state.tokens.shape[1]), self.sinks, self.window))
+        selection = TopAttention(Limits(self.budget_for(state.tokens.shape[1]), self.sinks, self.window))
 
         def make(index: int, keys: Tensor, values: Tensor, seen: int, padding: Tensor | None) -> KeptLayer:
             return SelectedLayer(keys, values, seen, padding, selection)

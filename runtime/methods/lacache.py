@@ -34,7 +34,7 @@ class Ladder(Observer):
     Attributes:
         span: Layers that keep an entry.
         overlap: Layers that two neighbouring entries of a ladder share.
-        sinks: First entries that are in no ladder; None for those of the LaCache that holds this observer, elsewhere 4.
+        sinks: First entries that are in no ladder; None for those of the method.
     """
 
     span: int = 16
@@ -60,6 +60,10 @@ class Ladder(Observer):
                 score[..., score.shape[-1] - length :][held == length] = ranks
             scores.append(score)
         return scores
+
+    @override
+    def bound(self, budget: int | float, sinks: int, window: int) -> Observer:
+        return replace(self, sinks=sinks) if self.sinks is None else self
 
     def shape(self, layers: int) -> tuple[int, int]:
         """Entries of a ladder, and how many of them each layer keeps (section 3.2)."""
@@ -87,16 +91,9 @@ class Ladder(Observer):
 class LaCache(Evict):
     """4 sinks, and a ladder of positions that shifts from layer to layer (LaCache, section 3).
 
-    An observer without sinks takes the method's when the method is made. To change them, make another method:
-    `dataclasses.replace` hands the observer on with those of the first one.
+    An observer without sinks takes the method's.
     """
 
     observer: Observer = Ladder()
     pool: Pool = NO_POOL
     sinks: int = _SINKS
-
-    @override
-    def __post_init__(self) -> None:
-        if isinstance(self.observer, Ladder) and self.observer.sinks is None:
-            object.__setattr__(self, "observer", replace(self.observer, sinks=self.sinks))
-        super().__post_init__()

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from keepsight.errors import UserError
+from keepsight.runtime.budget import Budget
 from keepsight.runtime.cache import LayerEntries
 from keepsight.runtime.decode import decode, stop_after
 from keepsight.runtime.drafting.observer import combine, held_rows, until_end, window_attention
@@ -31,7 +32,7 @@ class QueryCache(Observer):
     Attributes:
         lookahead: Most tokens of the guess; its end token included.
         window: How many of the prompt's last queries observe beside them.
-        budget: Of the SnapKV cache, entries or a ratio; None for the budget of the LAQ that holds this observer.
+        budget: Budget of the SnapKV cache, entries or a ratio; None for the method's own.
         first_window: Window of the SnapKV cache.
         first_pool: Pooling of the SnapKV cache.
         mask: `corrected`: prompt queries see what stands before them, guessed ones every entry. `published`: as the
@@ -52,8 +53,8 @@ class QueryCache(Observer):
                 raise UserError(f"LAQ: {name} {value!r} must be a whole number of at least {least}")
         if self.mask not in _MASKS:
             raise UserError(f"LAQ: mask {self.mask!r} is unknown; choose one of {', '.join(_MASKS)}")
-        if self.budget is not None and type(self.budget) not in (int, float):
-            raise UserError(f"LAQ: budget {self.budget!r} must be a whole number of entries, or a ratio")
+        if self.budget is not None:
+            Budget(self.budget).check("LAQ")
         if type(self.budget) is int and self.budget <= self.first_window:
             raise UserError(
                 f"LAQ: budget {self.budget} must be above the first_window {self.first_window} of the cache that the "
@@ -89,21 +90,17 @@ class QueryCache(Observer):
         return self.lookahead
 
     @override
-    def for_window(self, window: int) -> "Observer":
-        self._known_budget()  # before any prompt is read
-        return self
-
-    def _known_budget(self) -> int | float:
-        if self.budget is None:
-            raise UserError(
-                "LAQ: the observer has no budget for the cache that the guess is written from; give it one, as in "
-                "QueryCache(budget=64), or use LAQ, whose observer takes the method's"
-            )
-        return self.budget
+    def bound(self, budget: int | float, sinks: int, window: int) -> Observer:
+        return replace(self, budget=budget) if self.budget is None else self
 
     def _guess(self, model: PreTrainedModel, state: State) -> tuple[tuple[Tensor, ...], Tensor]:
         """The guess's queries [B, H, T, d] of each layer, and which of them are real, [B, T] bool."""
-        small = SnapKV(self._known_budget(), window=self.first_window, pool=self.first_pool).compress(model, state)
+        if self.budget is None:
+            raise UserError(
+                "LAQ: the observer has no budget for the cache that the guess is written from; give it one, as in "
+                "QueryCache(budget=64), or observe with a method, whose budget it takes"
+            )
+        small = SnapKV(self.budget, window=self.first_window, pool=self.first_pool).compress(model, state)
         small = replace(small, trace=Trace(Needs(window=self.lookahead)))  # from here on the guess's queries alone
         config = model.generation_config
         end = config.eos_token_id if config is not None else None
@@ -147,18 +144,11 @@ def _under_triangle(state: State, queries: list[Tensor], real: Tensor, reduction
 class LAQ(Evict):
     """The target's guess of 8 tokens observes (Lookahead Q-Cache, arXiv 2505.20334). No window is kept.
 
-    An observer without a budget takes the method's when the method is made; the guess then depends on the budget, as
-    published. With a budget of its own, one observation serves all budgets. For another budget make another method:
-    `dataclasses.replace` hands the observer on with the budget of the first one.
+    An observer without a budget takes the method's, so that the guess depends on the budget, as published. With a
+    budget of its own, one observation serves all budgets.
     """
 
     observer: Observer = QueryCache()
-
-    @override
-    def __post_init__(self) -> None:
-        if isinstance(self.observer, QueryCache) and self.observer.budget is None:
-            object.__setattr__(self, "observer", replace(self.observer, budget=self.budget))
-        super().__post_init__()
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ class LLMLingua2(ShortenText):
     @override
     def select(self, model: PreTrainedModel, input_ids: Tensor) -> Tensor:
         texts = pieces(self.tokenizer, input_ids[: len(input_ids) - self.window].tolist())
-        room = self.tokens(len(input_ids)) - self.window
+        room = self.budget_for(len(input_ids)) - self.window
         rate = room / len(texts)
         kept: list[int] = []
         while rate > 0:

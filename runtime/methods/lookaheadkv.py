@@ -36,6 +36,11 @@ class SoftTokens(Observer):
     def positions(self) -> int:
         return self.artifact.settings.tokens
 
+    @property
+    @override
+    def adapter_digest(self) -> str | None:
+        return self.artifact.digest
+
 
 @dataclass(frozen=True)
 class LookaheadKV(Evict):

@@ -38,7 +38,7 @@ class Quest(ReadSome):
 
     @override
     def layers_for(self, state: State) -> MakeLayer:
-        budget = self.entries(state.tokens.shape[1])
+        budget = self.budget_for(state.tokens.shape[1])
 
         def make(index: int, keys: Tensor, values: Tensor, seen: int, padding: Tensor | None) -> KeptLayer:
             pages = TopPages(budget, self.page)

@@ -69,7 +69,7 @@ class SentenceSimilarity(ShortenText):
         place = torch.empty(len(sentences), dtype=torch.long)
         place[scores.argsort(descending=True, stable=True)] = torch.arange(len(sentences))
         by_rank = place[torch.tensor(owners, dtype=torch.long)].argsort(stable=True)
-        kept = by_rank[: self.tokens(len(texts)) - self.window].sort().values
+        kept = by_rank[: self.budget_for(len(texts)) - self.window].sort().values
         return self.with_window(kept.to(input_ids.device), len(texts))
 
 

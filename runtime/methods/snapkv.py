@@ -37,7 +37,7 @@ class PromptWindow(Observer):
         return Needs(window=self.size or 0)
 
     @override
-    def for_window(self, window: int) -> "Observer":
+    def bound(self, budget: int | float, sinks: int, window: int) -> Observer:
         return PromptWindow(window) if self.size is None else self
 
 

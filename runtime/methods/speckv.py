@@ -117,7 +117,7 @@ class SpecKV(Evict):
     @override
     def reads_itself(self, length: int) -> bool:
         drafter = self._drafter()
-        if self.sparse is None or drafter is None or length <= self.budget - self.every:
+        if self.sparse is None or drafter is None or length <= self.budget_for(length):
             return False
         return self.sparse.active(length + drafter.lookahead)
 
@@ -142,7 +142,7 @@ class SpecKV(Evict):
 
     def _score(self, draft: Draft, length: int) -> Score:
         """What `reduced` says of a prompt of `length` tokens, for one layer of a pass over prompt and draft."""
-        observer = self.observer.for_window(self.window)
+        observer = self.bound_observer
         window = min(getattr(observer, "window", 0), length)
         rows, real = window + draft.ids.shape[1], draft.mask
         if real is not None:

@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from keepsight.models import drafts
 from keepsight.runtime.allocate import Allocation, Uniform
+from keepsight.runtime.budget import Budget
 from keepsight.runtime.drafting.observer import Draft, DraftTokens, Given
 from keepsight.runtime.method import Method
 from keepsight.runtime.methods.speckv import SpecKV
@@ -72,7 +73,7 @@ class SpecKVPC(Method):
         prompts = unpadded(input_ids, mask)
         for prompt in prompts:
             self.check(len(prompt), context_of(model))
-        entries = self._entries(max(len(prompt) for prompt in prompts))
+        entries = self.budget_for(max(len(prompt) for prompt in prompts))
         short, drafted = [], []
         for prompt in prompts:
             shorten = self._shorten(entries)
@@ -83,10 +84,9 @@ class SpecKVPC(Method):
         state = prefill(model, *pad_left(short), chunk=chunk, needs=evict.needs())
         return evict.compress(model, state)
 
-    def _entries(self, length: int) -> int:
-        if isinstance(self.budget, int):
-            return self.budget
-        return max(round(self.budget * length), 1)
+    @override
+    def budget_for(self, length: int) -> int:
+        return Budget(self.budget).entries(length)
 
     def _shorten(self, entries: int) -> SpecPC:
         return SpecPC(

@@ -77,6 +77,11 @@ class SpeContext(ReadSome):
     def least(self) -> tuple[int, str]:
         return self.sinks + self.window + 1, "sinks + window + one entry to choose"
 
+    @property
+    @override
+    def uses_retrieval_head(self) -> bool:
+        return True
+
     @override
     def needs(self) -> Needs:
         if self.head.config.features == NONE:
@@ -122,7 +127,7 @@ class SpeContext(ReadSome):
             )
 
     def _placement(self, model: PreTrainedModel, rows: int, length: int) -> Placement:
-        budget, plan = self.entries(length), None
+        budget, plan = self.budget_for(length), None
         if self.memory_limit is not None:
             plan = plan_for(
                 model,
@@ -149,7 +154,7 @@ class SpeContext(ReadSome):
             torch.cat([*_prompt_keys(head, layers, model, state)], dim=2),
             state.trace.features_of(layers, slice(-1, None)) if layers else None,
             None if mask is None else length - state.lengths,
-            Limits(self.entries(length), self.sinks, self.window),
+            Limits(self.budget_for(length), self.sinks, self.window),
         )
 
 

@@ -74,7 +74,7 @@ class SpecPC(ShortenPrompt):
     @override
     def check(self, length: int, context: int) -> None:
         super().check(length, context)
-        if self.tokens(length) == length:
+        if self.budget_for(length) == length:
             return  # nothing is drafted
         require_room(type(self).__name__, length, self.lookahead, context)
 
@@ -86,7 +86,7 @@ class SpecPC(ShortenPrompt):
     def select_by(self, scores: Tensor) -> Tensor:
         """The tokens to keep, [C] int64 ascending, of a prompt with such scores [N] float32."""
         neighbors = self.kernel if self.neighbors is None else self.neighbors
-        budget = self.tokens(len(scores))
+        budget = self.budget_for(len(scores))
         return select_tokens(scores, budget, self.window, self.kernel, neighbors, self.pooling)
 
     @torch.no_grad()

@@ -20,6 +20,6 @@ class Truncation(ShortenPrompt):
 
     @override
     def select(self, model: PreTrainedModel, input_ids: Tensor) -> Tensor:
-        length, kept = len(input_ids), self.tokens(len(input_ids))
+        length, kept = len(input_ids), self.budget_for(len(input_ids))
         positions = torch.arange(length, device=input_ids.device)
         return torch.cat([positions[: kept // 2], positions[length - (kept - kept // 2) :]])

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from keepsight.errors import UserError
+from keepsight.runtime.budget import Budget
 from keepsight.runtime.method import Method
 from keepsight.runtime.prefill import context_of, prefill
 from keepsight.runtime.state import Needs, State
@@ -41,12 +42,9 @@ class ShortenPrompt(Method):
     def __post_init__(self) -> None:
         name, budget, window = type(self).__name__, self.budget, self.window
         require_whole(name, window=(window, 0))
-        if type(budget) not in (int, float):
-            raise UserError(f"{name}: budget {budget!r} must be a whole number of tokens, or a ratio")
-        if isinstance(budget, float) and not 0 < budget <= 1:
-            raise UserError(f"{name}: budget {budget} is not a ratio in (0, 1]; give tokens as a whole number")
-        if isinstance(budget, int) and budget < max(window, 1):
+        if type(budget) is int and budget < max(window, 1):
             raise UserError(f"{name}: budget {budget} must be at least {max(window, 1)}, the window's tokens included")
+        Budget(budget, "tokens").check(name)
 
     @abstractmethod
     def select(self, model: PreTrainedModel, input_ids: Tensor) -> Tensor:
@@ -57,14 +55,13 @@ class ShortenPrompt(Method):
             input_ids: [N] int64, without padding; longer than the budget.
 
         Returns:
-            [C] int64: their indices, ascending; at most `self.tokens(N)` of them.
+            [C] int64: their indices, ascending; at most `self.budget_for(N)` of them.
         """
 
-    def tokens(self, length: int) -> int:
+    @override
+    def budget_for(self, length: int) -> int:
         """How many tokens of a prompt of `length` tokens may be kept."""
-        if isinstance(self.budget, int):
-            return min(self.budget, length)
-        return min(max(round(self.budget * length), 1), length)
+        return min(Budget(self.budget).entries(length), length)
 
     @override
     def check(self, length: int, context: int) -> None:
@@ -73,22 +70,24 @@ class ShortenPrompt(Method):
                 f"{type(self).__name__}: a prompt of {length} tokens is shorter than the window of {self.window}; "
                 f"give a longer prompt or a smaller window"
             )
-        if self.tokens(length) < self.window:
+        if (kept := self.budget_for(length)) < self.window:
             raise UserError(
-                f"{type(self).__name__}: budget {self.budget} leaves {self.tokens(length)} of {length} tokens, fewer "
-                f"than the window of {self.window}"
+                f"{type(self).__name__}: budget {self.budget} leaves {kept} of {length} tokens, fewer than the window "
+                f"of {self.window}"
             )
 
+    @override
     @torch.no_grad()
+    def tokens_to_read(self, model: PreTrainedModel, prompt: Tensor) -> Tensor | None:
+        return None if self.budget_for(len(prompt)) == len(prompt) else self.select(model, prompt)
+
     def shorten(self, model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None = None) -> list[Tensor]:
         """The kept tokens [C] int64 of each prompt of a batch (see `start`), one prompt at a time."""
         prompts = unpadded(input_ids, mask)
         for prompt in prompts:
             self.check(len(prompt), context_of(model))
-        return [
-            prompt if self.tokens(len(prompt)) == len(prompt) else prompt[self.select(model, prompt)]
-            for prompt in prompts
-        ]
+        chosen = [self.tokens_to_read(model, prompt) for prompt in prompts]
+        return [prompt if kept is None else prompt[kept] for prompt, kept in zip(prompts, chosen, strict=True)]
 
     @override
     def start(

@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache
 from typing_extensions import override
 
 from keepsight.errors import UserError
+from keepsight.runtime.budget import Budget
 from keepsight.runtime.method import CacheMethod
 from keepsight.runtime.sparse_read.cache import MakeLayer, SelectedState, selected_layers
 from keepsight.runtime.sparse_read.mla import expanded, reader_of
@@ -35,13 +36,10 @@ class ReadSome(CacheMethod):
     budget: int | float
 
     def __post_init__(self) -> None:
-        budget = self.budget
-        if type(budget) not in (int, float):
-            raise UserError(f"{self._name}: budget {budget!r} must be a whole number of entries, or a ratio")
-        if isinstance(budget, float) and not 0 < budget <= 1:
-            raise UserError(f"{self._name}: budget {budget} is not a ratio in (0, 1]; give entries as a whole number")
-        if isinstance(budget, int):
-            self._check_budget(budget)
+        budget = Budget(self.budget)
+        budget.check(self._name)
+        if not budget.is_ratio:
+            self._check_budget(budget.entries(0))
 
     @property
     def _name(self) -> str:
@@ -51,9 +49,14 @@ class ReadSome(CacheMethod):
         """The smallest budget that leaves something to choose, and why."""
         return 1, "one entry to choose"
 
-    def entries(self, length: int) -> int:
-        """The budget for a prompt of `length` tokens."""
-        return self.budget if isinstance(self.budget, int) else max(round(self.budget * length), 1)
+    @property
+    @override
+    def selects_each_step(self) -> bool:
+        return True
+
+    @override
+    def budget_for(self, length: int) -> int:
+        return Budget(self.budget).entries(length)
 
     @override
     def check(self, length: int, context: int) -> None:
@@ -61,7 +64,7 @@ class ReadSome(CacheMethod):
             raise UserError(
                 f"{self._name}: a prompt of {length} tokens does not fit the context of {context}; shorten it"
             )
-        if (budget := self.entries(length)) < length:
+        if (budget := self.budget_for(length)) < length:
             self._check_budget(budget)
 
     @override

@@ -1,5 +1,7 @@
 """Refusals that come in time, options that are not lost, and conversations over packed entries."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -12,6 +14,7 @@ from keepsight.runtime.methods import H2O, LAQ, SnapKV
 from keepsight.runtime.methods.kivi import Kivi
 from keepsight.runtime.methods.lacache import LaCache, Ladder
 from keepsight.runtime.methods.laq import QueryCache
+from keepsight.runtime.methods.snapkv import PromptWindow
 from keepsight.runtime.methods.specache import SpeCache
 from keepsight.runtime.methods.speckv import DraftModel
 from keepsight.runtime.prefill import prefill, read
@@ -82,10 +85,10 @@ def test_a_conversation_goes_on_with_packed_entries(method):
 
 def test_ladders_take_the_sinks_of_their_method():
     model, ids = tiny_model(), prompt_ids(50)[0]
-    assert LaCache(8, Ladder(sinks=2), sinks=0).observer == Ladder(sinks=2)
+    assert LaCache(8, Ladder(sinks=2), sinks=0).bound_observer == Ladder(sinks=2)
     for sinks in (0, 3):
         method = LaCache(8, sinks=sinks)
-        assert method.observer == Ladder(sinks=sinks)
+        assert method.bound_observer == Ladder(sinks=sinks)
         state = prefill(model, ids, needs=method.needs())
         # A span over all layers leaves nothing but age.
         expected = [*range(sinks), *range(42 + sinks, 50)]
@@ -93,10 +96,19 @@ def test_ladders_take_the_sinks_of_their_method():
             assert [head.nonzero()[:, 0].tolist() for head in layer[0]] == [expected] * 2
 
 
-def test_a_guess_without_a_budget_is_refused_when_the_method_is_made():
+def test_a_guess_takes_the_budget_of_its_method():
+    model, ids = tiny_model(), prompt_ids(50)[0]
     with pytest.raises(UserError, match="LAQ: the observer has no budget"):
-        Evict(64, QueryCache())
-    assert Evict(64, QueryCache(budget=48)).observer.for_window(0) == LAQ(64, QueryCache(budget=48)).observer
+        QueryCache()(model, prefill(model, ids), "mean")
+    assert Evict(64, QueryCache()).bound_observer == LAQ(64).bound_observer == QueryCache(budget=64)
+    assert Evict(64, QueryCache(budget=48)).bound_observer == LAQ(64, QueryCache(budget=48)).bound_observer
+
+
+def test_a_replaced_field_reaches_what_the_observer_leaves_open():
+    assert replace(LAQ(64), budget=100) == LAQ(100)
+    assert replace(LAQ(64), budget=100).bound_observer == QueryCache(budget=100)
+    assert replace(LaCache(64), sinks=2).bound_observer == Ladder(sinks=2)
+    assert replace(SnapKV(64), window=8).bound_observer == PromptWindow(8)
 
 
 def test_ragged_layers_are_cropped_to_their_last_eviction_at_most():

@@ -190,8 +190,8 @@ def test_custom_generate_samples_and_processes_logits():
 def test_ratio_budget_rounds():
     model = tiny_model()
     prefilled = prefill(model, prompt_ids(41)[0])
-    assert StreamingLLM(0.9).entries(prefilled) == 37
-    assert SnapKV(0.5, window=4).entries(prefilled) == 20
+    assert StreamingLLM(0.9).budget_for(prefilled.tokens.shape[1]) == 37
+    assert SnapKV(0.5, window=4).budget_for(prefilled.tokens.shape[1]) == 20
 
 
 @pytest.mark.parametrize("method", [StreamingLLM(0.1), SnapKV(0.1, window=4), SnapKV(0.5)], ids=repr)

@@ -404,8 +404,8 @@ def test_named_methods_are_one_composition_with_the_published_defaults():
     assert (TOVA(64).window, TOVA(64).sinks) == (1, 0)
     assert PyramidKV(64) == PyramidKV(64, snapkv.observer, window=32, allocate=Pyramid(20))
     assert AdaKV(64) == AdaKV(64, snapkv.observer, window=32, allocate=Adaptive(0.2))
-    assert isinstance(lacache.observer, Ladder)
-    assert lacache.observer.sinks == lacache.sinks == StreamingLLM(64).sinks == 4
+    assert isinstance(lacache.bound_observer, Ladder)
+    assert lacache.bound_observer.sinks == lacache.sinks == StreamingLLM(64).sinks == 4
 
 
 @pytest.mark.parametrize(

@@ -197,10 +197,10 @@ def test_the_masks_of_laq_differ():
 
 
 def test_laq_guesses_from_its_own_budget():
-    assert LAQ(128).observer == QueryCache(budget=128)
-    assert LAQ(0.25).observer == QueryCache(budget=0.25)
-    assert LAQPlus(96).observer == QueryCache(budget=96, window=8)
-    assert LAQ(128, QueryCache(budget=64)).observer == QueryCache(budget=64)
+    assert LAQ(128).bound_observer == QueryCache(budget=128)
+    assert LAQ(0.25).bound_observer == QueryCache(budget=0.25)
+    assert LAQPlus(96).bound_observer == QueryCache(budget=96, window=8)
+    assert LAQ(128, QueryCache(budget=64)).bound_observer == QueryCache(budget=64)
 
 
 def test_laq_stops_guessing_at_an_end_token():

@@ -166,6 +166,6 @@ def test_values_out_of_range_are_refused(make, message):
 
 def test_a_ratio_below_the_window_is_refused():
     method = small_specpc(0.5)
-    assert [method.tokens(length) for length in (4, 6, 100, 1001)] == [2, 3, 50, 500]
+    assert [method.budget_for(length) for length in (4, 6, 100, 1001)] == [2, 3, 50, 500]
     with pytest.raises(UserError, match=r"budget 0\.5 leaves 3 of 6 tokens, fewer than the window of 4"):
         method.check(6, 256)

@@ -87,7 +87,7 @@ def test_greedy_and_sampled_answers_of_full_attention(name: str) -> None:
 def slow_of(name: str, model: Any, ids: torch.Tensor, method: Any) -> SlowReader:
     layers = model.config.num_hidden_layers
     if isinstance(method, Quest):
-        pages = top_pages(method.entries(30), method.page)
+        pages = top_pages(method.budget_for(30), method.page)
         dense = method.dense_layers
         return SlowReader(model, ids, [everything] * dense + [pages] * (layers - dense))
     choose = top_attention(method.budget, method.sinks, method.window)

@@ -52,7 +52,7 @@ def answer_of(*lengths: int) -> torch.Tensor:
 def slow_of(model: Any, ids: torch.Tensor, method: Any) -> SlowReader:
     """Reads with transformers' own cache, which expands everything for every head."""
     if isinstance(method, Quest):
-        pages = top_pages(method.entries(30), method.page)
+        pages = top_pages(method.budget_for(30), method.page)
         return SlowReader(model, ids, [everything, *[pages] * (LAYERS - 1)])
     return SlowReader(model, ids, [top_attention(method.budget)] * LAYERS, getattr(method, "head", None))
 
