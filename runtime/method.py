@@ -1,6 +1,7 @@
 """A method: what `generate`, `model.generate(custom_generate=...)` and the evaluation run."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +16,10 @@ from keepsight.runtime.decode import Reapply, decode
 from keepsight.runtime.observe import Observer
 from keepsight.runtime.prefill import context_of, prefill
 from keepsight.runtime.state import Needs, State, Trace
+
+Observe = Callable[[Observer, str], list[Tensor]]
+"""Asks an observer about a state, under a reduction over queries; see `Observer`."""
+Shared = tuple[State, list[Tensor] | None]
 
 
 class Method(ABC):
@@ -61,14 +66,17 @@ class Method(ABC):
         """What the prefill must record."""
         return Needs()
 
-    def shares_prefill(self, length: int) -> bool:
-        """Whether it compresses the state of an ordinary prefill of `length` tokens, which other methods can share."""
-        return False
+    def compress_shared(self, model: PreTrainedModel, state: State, observe: Observe) -> Shared | None:
+        """What the method makes of the state of an ordinary prefill, which other methods share.
 
-    def observation(self) -> tuple[Observer, str] | None:
-        """The observer of a shared prefill and its reduction over queries: equal pairs observe alike.
+        Args:
+            model: The target.
+            state: Of one row; it stays as it is.
+            observe: Asks an observer about the state; equal observers and reductions need to be asked only once.
 
-        None for methods that observe nothing, or in a way of their own.
+        Returns:
+            The state to decode from and, for each layer, which of the prompt's entries it holds, [1, K, N] bool (None
+            where that has no meaning). None for a method that reads this prompt in its own way.
         """
         return None
 
@@ -137,8 +145,8 @@ class CacheMethod(Method):
         """The state to decode from; the given one stays as it is."""
 
     @override
-    def shares_prefill(self, length: int) -> bool:
-        return True
+    def compress_shared(self, model: PreTrainedModel, state: State, observe: Observe) -> Shared | None:
+        return self.compress(model, state), None
 
     @override
     def start(
