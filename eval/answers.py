@@ -8,8 +8,9 @@ differently (in 2 of 30 answers of a tiny random model).
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import psutil
 import torch
@@ -23,6 +24,7 @@ from keepsight.runtime.prefill import read
 from keepsight.runtime.state import State
 from keepsight.runtime.together import Rows
 
+Item = TypeVar("Item")
 _SHARE_OF_FREE_MEMORY = 0.25
 _TOKENS_AT_ONCE = 64
 """Bounds the logits of a scoring pass to rows x 64 x V float32."""
@@ -114,24 +116,28 @@ def answer_all(
     """
     answered, guesses = list[Answered](), guesses or Guesses()
     guesses.learn(answer[0].tolist())
-    for batch in _batches(states, question.shape[1] + limits.max_new_tokens, limits.batch_tokens):
+    more = question.shape[1] + limits.max_new_tokens
+    for batch in batches(states, lambda state: state.length + more, limits.batch_tokens):
         answered += _answer_batch(model, batch, question, answer, guesses, limits)
     return answered
 
 
-def _batches(states: Sequence[State], more: int, most: int) -> Iterator[list[State]]:
-    """Consecutive states that together hold at most `most` entries a head once each has grown by `more`.
+def batches(items: Iterable[Item], entries: Callable[[Item], int], most: int) -> Iterator[list[Item]]:
+    """Consecutive items that together hold at most `most` entries per head; a single item may exceed it.
 
-    One alone may exceed it.
+    Args:
+        items: States, or what becomes states.
+        entries: Entries per head that an item holds.
+        most: Entries per head of a batch.
     """
-    batch: list[State] = []
+    batch: list[Item] = []
     held = 0
-    for state in states:
-        size = state.length + more
+    for item in items:
+        size = entries(item)
         if batch and held + size > most:
             yield batch
             batch, held = [], 0
-        batch.append(state)
+        batch.append(item)
         held += size
     if batch:
         yield batch

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from keepsight.errors import UserError
-from keepsight.eval.answers import Answered, Limits, answer_all, answer_alone, answer_full
+from keepsight.eval.answers import Answered, Limits, answer_all, answer_alone, answer_full, batches
 from keepsight.eval.compress import Compressed, Seconds, SharedPrompt, needs_of, recall, since
 from keepsight.eval.guesses import Guesses
+from keepsight.eval.results import FULL
 from keepsight.eval.tasks.metrics import score
 from keepsight.eval.tasks.samples import RenderedSample
 from keepsight.models.targets import Target
@@ -31,7 +32,6 @@ from keepsight.runtime.prefill import context_of, prefill
 from keepsight.runtime.state import State
 
 QUESTIONS = ("seen", "unseen", "multi")
-FULL = "full"
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def run_samples(
         UserError: as `check_samples`.
     """
     check_samples(target, samples, variants)
-    evicting = [variant for variant in variants if not isinstance(variant.method, FullCache)]
+    evicting = [variant for variant in variants if not variant.method.is_full_cache]
     prompt = samples[0].prompt_ids[None].to(target.model.device)
     start = time.perf_counter()
     state = prefill(target.model, prompt, needs=needs_of([variant.method for variant in evicting]))
@@ -168,7 +168,8 @@ def run_samples(
     shown = [{"prompt_tokens": prompt.shape[1] + each.question.shape[1], "question": question} for each in asked]
     full = Variant(FULL, FullCache()), Compressed(state, Seconds(prefill=seconds), None)
     rows = [[_row(target, each, *full, each.full, 1.0) | more] for each, more in zip(asked, shown, strict=True)]
-    for group in _within_memory(evicting, prompt.shape[1], batch_tokens):
+    length = prompt.shape[1]
+    for group in batches(evicting, lambda each: min(each.method.budget_for(length), length), batch_tokens):
         methods = [variant.method for variant in group]
         compressed = [shared.compress(method) for method in methods]
         recalls = [recall(each.kept, ranks) for each in compressed]
@@ -187,22 +188,6 @@ def _shared(target: Target, state: State, asked: Sequence[_Asked], seconds: floa
     coming = Draft(torch.cat([ids for each in asked for ids in (each.question, each.answer)], dim=1))
     writing = sum(len(each.full.ids) / (each.full.tokens_per_second or 1.0) for each in asked)
     return SharedPrompt(target.model, state, coming, seconds, writing)
-
-
-def _within_memory(variants: Sequence[Variant], length: int, most: int) -> Iterator[list[Variant]]:
-    """Consecutive variants whose states together hold no more than `most` entries a head; one alone may."""
-    group: list[Variant] = []
-    held = 0
-    for variant in variants:
-        budget = variant.budget if variant.budget is not None else length
-        size = min(length, budget if isinstance(budget, int) else round(budget * length))
-        if group and held + size > most:
-            yield group
-            group, held = [], 0
-        group.append(variant)
-        held += size
-    if group:
-        yield group
 
 
 def _answers(

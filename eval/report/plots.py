@@ -14,13 +14,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, MaxNLocator, NullFormatter, NullLocator, PercentFormatter
 
 from keepsight.eval.report.styles import STYLES, style_of
-from keepsight.eval.report.summary import (
-    FULL,
-    SummaryRow,
-    by_task_and_length,
-    mean_over_tasks,
-    wilson_interval,
-)
+from keepsight.eval.report.summary import SummaryRow, by_task_and_length, mean_over_tasks, wilson_interval
+from keepsight.eval.results import FULL
 
 DPI = 150
 PANEL = (2.9, 2.35)

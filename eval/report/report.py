@@ -13,14 +13,8 @@ from markupsafe import Markup
 from keepsight.eval.report.html import flatten, render_page
 from keepsight.eval.report.plots import as_svg, excess_nll_figure, overview_figure, scores_figure
 from keepsight.eval.report.styles import style_of
-from keepsight.eval.report.summary import (
-    FULL,
-    SummaryRow,
-    by_task_and_length,
-    mean_over_tasks,
-    share_of_full,
-    summarize,
-)
+from keepsight.eval.report.summary import SummaryRow, by_task_and_length, mean_over_tasks, share_of_full, summarize
+from keepsight.eval.results import FULL
 from keepsight.files import write_text
 
 EXAMPLES = 10

@@ -3,7 +3,7 @@
 import zlib
 from dataclasses import dataclass
 
-from keepsight.eval.report.summary import FULL
+from keepsight.eval.results import FULL
 
 
 @dataclass(frozen=True)

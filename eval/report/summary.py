@@ -11,9 +11,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from keepsight.eval.results import FULL
 from keepsight.files import write_text
 
-FULL = "full"
 COLUMNS = ("task", "length", "method", "budget", "n", "score", "excess_nll", "agreement")
 MAX_BLOCKS = 4
 """Up to so many pairs of task and length get a block of their own in the terminal."""

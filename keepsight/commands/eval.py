@@ -34,16 +34,15 @@ from keepsight.eval.answers import default_batch_tokens
 from keepsight.eval.report.plots import plot_excess_nll, plot_scores
 from keepsight.eval.report.report import write_report
 from keepsight.eval.report.summary import summarize, table, write_summary
-from keepsight.eval.results import finished, merge, part_of
-from keepsight.eval.sweep import FULL, QUESTIONS, Variant, check_samples, groups_of, sweep
+from keepsight.eval.results import FULL, finished, merge, part_of
+from keepsight.eval.sweep import QUESTIONS, Variant, check_samples, groups_of, sweep
 from keepsight.eval.tasks import jsonl, niah
 from keepsight.eval.tasks.samples import RenderedSample, render_apart
 from keepsight.files import append_lines, file_digest, whole_lines
 from keepsight.models.hub import fetch
 from keepsight.models.retrieval_head_files import WEIGHTS
 from keepsight.models.targets import Target
-from keepsight.runtime.evict import Evict
-from keepsight.runtime.methods import Resources, SpeContext, make_method
+from keepsight.runtime.methods import Resources, make_method
 from keepsight.runtime.methods.make import takes
 
 _OF_NO_RESULT = ("defaults", "lookahead", "train", "draft_head", "retrieval_head", "out", "max_batch_tokens")
@@ -260,7 +259,7 @@ def _settings(config: Config, target: Target, variants: list[Variant]) -> dict[s
     return kept | {
         "target": {"name": target.name, "version": target.version},
         "adapter": adapter_of(config),
-        "adapter_digest": _adapter_digest(variants),
+        "adapter_digest": next(filter(None, (variant.method.adapter_digest for variant in variants)), None),
         "retrieval": retrieval_of(config),
         "retrieval_digest": _retrieval_digest(config, variants),
         "versions": versions,
@@ -268,14 +267,8 @@ def _settings(config: Config, target: Target, variants: list[Variant]) -> dict[s
     }
 
 
-def _adapter_digest(variants: list[Variant]) -> str | None:
-    methods = [variant.method for variant in variants if isinstance(variant.method, Evict)]
-    artifacts = [getattr(method.observer, "artifact", None) for method in methods]
-    return next((artifact.digest for artifact in artifacts if artifact is not None), None)
-
-
 def _retrieval_digest(config: Config, variants: list[Variant]) -> str | None:
     named = retrieval_of(config)
-    if named is None or not any(isinstance(variant.method, SpeContext) for variant in variants):
+    if named is None or not any(variant.method.uses_retrieval_head for variant in variants):
         return None
     return file_digest(fetch(named) / WEIGHTS)

@@ -35,8 +35,6 @@ from keepsight.models.retrieval_config import PREVIOUS_STEP
 from keepsight.models.retrieval_head import RetrievalHead
 from keepsight.models.retrieval_head_files import WEIGHTS, load_retrieval_head
 from keepsight.models.targets import Target
-from keepsight.runtime.evict import Evict
-from keepsight.runtime.method import CacheMethod
 from keepsight.runtime.methods import SpeContext
 
 _COLUMNS: tuple[str, ...] = ("task", "length", "method", "budget", "samples", "steps", "hit", "mass", "overlap", "read")
@@ -92,7 +90,7 @@ def _variants(config: Config, target: Target) -> list[Variant]:
         head = _head(reference, target)
         variants += [Variant(name, SpeContext(budget, head)) for budget in config.budgets]
     for variant in variants:
-        if not isinstance(variant.method, CacheMethod) or isinstance(variant.method, Evict):
+        if not variant.method.selects_each_step:
             raise UserError(f"methods= names {variant.name!r}, which does not choose anew at each step; see --help")
     return variants
 
@@ -129,7 +127,7 @@ def _head(reference: str, target: Target) -> RetrievalHead:
 
 def _rows(target: Target, sample: RenderedSample, variants: list[Variant], budgets: list[int]) -> list[dict[str, Any]]:
     prompt = sample.prompt_ids[None].to(target.model.device)
-    layers = {layer for variant in variants for layer in _features(variant)}
+    layers = {layer for variant in variants for layer in variant.method.needs().features}
     seen = answering(target.model, prompt, sample.max_new_tokens, target.end_tokens, tuple(sorted(layers)))
     found = [compare(SHARED, budget, seen, best_shared(seen, budget)) for budget in budgets]
     for variant in variants:
@@ -137,10 +135,6 @@ def _rows(target: Target, sample: RenderedSample, variants: list[Variant], budge
         found.append(compare(variant.name, method.budget, seen, choices(target.model, method, seen)))
     place = {"task": sample.task, "length": sample.length, "sample": sample.id}
     return [place | asdict(each) for each in found if each is not None]
-
-
-def _features(variant: Variant) -> tuple[int, ...]:
-    return variant.method.needs().features if isinstance(variant.method, CacheMethod) else ()
 
 
 def _summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
