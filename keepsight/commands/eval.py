@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from keepsight import __version__
 from keepsight.commands.config import Recipe
-from keepsight.commands.from_recipe import adapter_of, has_draft, resources_of, retrieval_of, target_of
+from keepsight.commands.from_recipe import adapter_of, resources_later, resources_of, retrieval_of, target_of
 from keepsight.errors import UserError
 from keepsight.eval.answers import default_batch_tokens
 from keepsight.eval.report.plots import plot_excess_nll, plot_scores
@@ -44,6 +44,7 @@ from keepsight.models.retrieval_head_files import WEIGHTS
 from keepsight.models.targets import Target
 from keepsight.runtime.methods import Resources, make_method
 from keepsight.runtime.methods.make import takes
+from keepsight.runtime.methods.resources import bind
 
 _OF_NO_RESULT = ("defaults", "lookahead", "train", "draft_head", "retrieval_head", "out", "max_batch_tokens")
 """Keys that no answer depends on."""
@@ -108,13 +109,10 @@ def run(config: Config) -> None:
             raise UserError(f"{key}={getattr(config, key)} must be at least 0, which leaves it to keepsight")
     if config.question not in QUESTIONS:
         raise UserError(f"question={config.question} is unknown; choose one of {', '.join(QUESTIONS)}")
-    stand_in: Any = object()
-    draft = stand_in if has_draft(config) else None
-    resources = Resources(adapter_of(config), draft, stand_in, retrieval_of(config))
-    variants_of(config, resources)  # bad values end here, before anything loads
+    variants = variants_of(config, resources_later(config))  # bad values end here, before anything loads
     processes, out = PartialState(cpu=not torch.cuda.is_available()), Path(config.out)
     target = target_of(config)
-    variants = variants_of(config, resources_of(config, target))
+    variants = bound(variants, resources_of(config, target))
     settings = _settings(config, target, variants)
     samples = samples_of(config, target)
     if config.question != "seen":
@@ -169,6 +167,11 @@ def variants_of(config: Config, resources: Resources) -> list[Variant]:
     if not variants:
         raise UserError("methods= and budgets= must name at least one method that evicts, and one budget")
     return variants
+
+
+def bound(variants: list[Variant], resources: Resources) -> list[Variant]:
+    """The variants with resources that take the loaded target."""
+    return [replace(variant, method=bind(variant.method, resources)) for variant in variants]
 
 
 def _by_bits(

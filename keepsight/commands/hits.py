@@ -20,8 +20,8 @@ from typing import Any
 from tqdm import tqdm
 
 from keepsight.commands.eval import Config as EvalConfig
-from keepsight.commands.eval import samples_of, variants_of
-from keepsight.commands.from_recipe import resources_of, target_of
+from keepsight.commands.eval import bound, samples_of, variants_of
+from keepsight.commands.from_recipe import resources_later, resources_of, target_of
 from keepsight.errors import UserError
 from keepsight.eval.hits import SHARED, Hits, answering, best_shared, choices, compare, mean_of
 from keepsight.eval.report.hits_plot import hits_figure
@@ -60,8 +60,12 @@ def run(config: Config) -> None:
     """Measure, print the table and write it with its plot."""
     if not all(type(budget) is int for budget in config.budgets):
         raise UserError(f"budgets={config.budgets}: expected whole numbers of entries")
+    variants = variants_of(config, resources_later(config))
+    for variant in variants:
+        if not variant.method.selects_each_step:
+            raise UserError(f"methods= names {variant.name!r}, which does not choose anew at each step; see --help")
     target, out = target_of(config), Path(config.out)
-    variants = _variants(config, target)
+    variants = bound(variants, resources_of(config, target)) + _further_heads(config, target, variants)
     samples = samples_of(config, target)
     check_samples(target, samples, variants)
     out.mkdir(parents=True, exist_ok=True)
@@ -82,17 +86,13 @@ def run(config: Config) -> None:
     print(_table(rows))
 
 
-def _variants(config: Config, target: Target) -> list[Variant]:
-    variants = variants_of(config, resources_of(config, target))
-    for name, reference in config.heads.items():
-        if name == SHARED or any(name == variant.name for variant in variants):
-            raise UserError(f"heads= names {name!r}, which is another row's name; choose another")
-        head = _head(reference, target)
-        variants += [Variant(name, SpeContext(budget, head)) for budget in config.budgets]
-    for variant in variants:
-        if not variant.method.selects_each_step:
-            raise UserError(f"methods= names {variant.name!r}, which does not choose anew at each step; see --help")
-    return variants
+def _further_heads(config: Config, target: Target, variants: list[Variant]) -> list[Variant]:
+    """Variants of the heads under names of their own."""
+    taken = {SHARED, *(variant.name for variant in variants)}
+    if twice := sorted(taken & set(config.heads)):
+        raise UserError(f"heads= names {twice[0]!r}, which is another row's name; choose another")
+    heads = {name: _head(reference, target) for name, reference in config.heads.items()}
+    return [Variant(name, SpeContext(budget, head)) for name, head in heads.items() for budget in config.budgets]
 
 
 def _require_same(path: Path, config: Config, target: Target) -> None:

@@ -46,7 +46,16 @@ def rows_of(out: Path) -> list[dict[str, Any]]:
     return [row | CLOCKS for row in read_jsonl(out / "results.jsonl")]
 
 
-def test_every_method_and_budget_has_a_row_and_a_mean(keepsight: CommandLine, here: Path, whole: Any) -> None:
+def test_every_method_and_budget_has_a_row_and_a_mean(
+    keepsight: CommandLine, here: Path, whole: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, make = [], evaluation.make_method
+
+    def noted(name: str, budget: Any, *rest: Any, **options: Any) -> Any:
+        made.append((name, budget))
+        return make(name, budget, *rest, **options)
+
+    monkeypatch.setattr(evaluation, "make_method", noted)
     printed = keepsight("eval", *TINY, *NEEDLES)
     assert tree(here / "out") == FILES
     assert rows_of(here / "out") == comparable(whole)
@@ -64,6 +73,7 @@ def test_every_method_and_budget_has_a_row_and_a_mean(keepsight: CommandLine, he
             assert float(mean[column]) == pytest.approx(sum(row[column] for row in rows) / 3, abs=1e-4)
         assert mean["method"] in printed
     html = (here / "out" / "report.html").read_text("utf-8")
+    assert made == [(name, budget) for name in METHODS[1:] for budget in (40, 0.25)], "each is made once"
     assert all(name in html for name in METHODS) and "adapter" in html
     assert all((here / "out" / name).read_bytes().startswith(b"\x89PNG") for name in FILES if name.endswith("png"))
 
