@@ -19,6 +19,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from keepsight.eval.guesses import Guesses, Writing, write
+from keepsight.runtime.attention import Reader
 from keepsight.runtime.decode import Reapply, decode, stop_after
 from keepsight.runtime.prefill import read
 from keepsight.runtime.state import State
@@ -201,7 +202,7 @@ def _score(rows: Rows, first: Sequence[Tensor], answer: Tensor) -> tuple[Tensor,
 
 
 def answer_alone(
-    model: PreTrainedModel, state: State, question: Tensor, answer: Tensor, limits: Limits, reapply: Reapply | None
+    model: Reader, state: State, question: Tensor, answer: Tensor, limits: Limits, reapply: Reapply | None
 ) -> Answered:
     """The same for one variant that no batch can hold: it evicts while it decodes, or its cache has a form of its own.
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from keepsight.runtime.drafting.observer import Draft, Drafter, DraftTokens, Given
+from keepsight.runtime.drafting.observer import Drafter, DraftIds, DraftObserver, GivenDraft
 from keepsight.runtime.importance import reduce_group
 from keepsight.runtime.method import Method
 from keepsight.runtime.methods.oracle import OwnAnswer
@@ -70,10 +70,10 @@ class SharedPrompt:
 
     model: PreTrainedModel
     state: State
-    coming: Draft
+    coming: DraftIds
     seconds: float
     coming_seconds: float = 0.0
-    _drafts: dict[Drafter, tuple[Draft, float]] = field(default_factory=dict, init=False)
+    _drafts: dict[Drafter, tuple[DraftIds, float]] = field(default_factory=dict, init=False)
     _observed: dict[tuple[Observer, str], tuple[list[Tensor], Seconds]] = field(default_factory=dict, init=False)
 
     @torch.no_grad()
@@ -104,7 +104,7 @@ class SharedPrompt:
     @torch.no_grad()
     def ranks(self) -> Tensor:
         """[L, K, N] int64: the place of each entry when those of its head are ordered by what comes, best first."""
-        observed, _ = self._observe(DraftTokens(OwnAnswer()), "mean")
+        observed, _ = self._observe(DraftObserver(OwnAnswer()), "mean")
         layers = zip(observed, self.state.entries(), strict=True)
         importance = torch.cat([reduce_group(layer, each.keys.shape[1]) for layer, each in layers])
         return importance.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
@@ -113,16 +113,16 @@ class SharedPrompt:
         key = observer, reduction
         if key not in self._observed:
             drafting = 0.0
-            if isinstance(observer, DraftTokens):
+            if isinstance(observer, DraftObserver):
                 draft, drafting = self._draft(observer.drafter)
-                observer = replace(observer, drafter=Given(draft))
+                observer = replace(observer, drafter=GivenDraft(draft))
             start = time.perf_counter()
             observed = observer(self.model, self.state, reduction)
             took = since(start) + (self.state.trace.seconds if observer.needs().received else 0.0)
             self._observed[key] = observed, Seconds(self.seconds, draft=drafting, observe=took)
         return self._observed[key]
 
-    def _draft(self, drafter: Drafter) -> tuple[Draft, float]:
+    def _draft(self, drafter: Drafter) -> tuple[DraftIds, float]:
         if drafter == OwnAnswer():
             return self.coming, self.coming_seconds
         if drafter not in self._drafts:

@@ -19,7 +19,7 @@ from keepsight.runtime.importance import attention_weights, reduce_group, top_ma
 from keepsight.runtime.method import CacheMethod
 from keepsight.runtime.prefill import prefill, read
 from keepsight.runtime.retrieval.reader import RetrievalCache
-from keepsight.runtime.sparse_read.cache import Chosen, SelectedLayer
+from keepsight.runtime.sparse_read.cache import SelectedLayer, Selection
 from keepsight.runtime.state import Needs, State
 
 SHARED = "best shared"
@@ -89,7 +89,7 @@ def answering(
     after, _ = read(model, before.copy(), answer, logits_to_keep=1)
     rows = answer.shape[1]
     weights = []
-    for queries, each, scaling in zip(after.trace.window, after.entries(), after.trace.scaling, strict=True):
+    for queries, each, scaling in zip(after.trace.queries, after.entries(), after.trace.scaling, strict=True):
         by_row = attention_weights(queries[:, :, -rows:], each.keys, scaling)[0].transpose(0, 1)
         weights.append(reduce_group(by_row, each.keys.shape[1]).transpose(0, 1))
     return Answering(before, after, answer, torch.stack(weights))
@@ -106,26 +106,26 @@ def choices(model: PreTrainedModel, method: CacheMethod, seen: Answering) -> Ite
         chosen = []
         for index, layer in enumerate(cache.layers):
             of_layer = shared
-            if shared is None and isinstance(layer, SelectedLayer) and layer.selection is not None:
-                place = seen.after.trace.window[index].shape[2] - seen.answer.shape[1] + step
-                query = seen.after.trace.window[index][:, :, place : place + 1]
-                of_layer = layer.selection.choose(
+            if shared is None and isinstance(layer, SelectedLayer) and layer.selector is not None:
+                place = seen.after.trace.queries[index].shape[2] - seen.answer.shape[1] + step
+                query = seen.after.trace.queries[index][:, :, place : place + 1]
+                of_layer = layer.selector.select(
                     query, seen.after.trace.scaling[index], keys[index][:, :, : length + 1], None
                 )
             chosen.append(_mask(of_layer, keys[index].shape[1], length))
         yield chosen
 
 
-def _of_head(model: PreTrainedModel, cache: RetrievalCache, seen: Answering, step: int) -> Chosen:
+def _of_head(model: PreTrainedModel, cache: RetrievalCache, seen: Answering, step: int) -> Selection:
     selector, token = cache.selector, seen.answer[:, step : step + 1]
     place = seen.prompt_length + step
-    chosen = selector.choose(model.get_input_embeddings()(token), torch.full((1, 1), place, device=seen.answer.device))
+    chosen = selector.select(model.get_input_embeddings()(token), torch.full((1, 1), place, device=seen.answer.device))
     if selector.layers:
         selector.features = seen.after.trace.features_of(selector.layers, slice(place, place + 1))
     return chosen
 
 
-def _mask(chosen: Chosen | None, kv_heads: int, length: int) -> Tensor:
+def _mask(chosen: Selection | None, kv_heads: int, length: int) -> Tensor:
     """[K, C] bool; a layer that chooses nothing reads everything."""
     if chosen is None:
         return torch.ones(kv_heads, length, dtype=torch.bool)

@@ -26,7 +26,7 @@ from keepsight.eval.results import FULL
 from keepsight.eval.tasks.metrics import score
 from keepsight.eval.tasks.samples import RenderedSample
 from keepsight.models.targets import Target
-from keepsight.runtime.drafting.observer import Draft
+from keepsight.runtime.drafting.observer import DraftIds
 from keepsight.runtime.method import FullCache, Method
 from keepsight.runtime.prefill import context_of, prefill
 from keepsight.runtime.state import State
@@ -185,7 +185,7 @@ def run_samples(
 
 def _shared(target: Target, state: State, asked: Sequence[_Asked], seconds: float) -> SharedPrompt:
     """What methods share. Under `multi` all questions with their answers, one after another, are what comes."""
-    coming = Draft(torch.cat([ids for each in asked for ids in (each.question, each.answer)], dim=1))
+    coming = DraftIds(torch.cat([ids for each in asked for ids in (each.question, each.answer)], dim=1))
     writing = sum(len(each.full.ids) / (each.full.tokens_per_second or 1.0) for each in asked)
     return SharedPrompt(target.model, state, coming, seconds, writing)
 

@@ -6,3 +6,19 @@ class UserError(ValueError):
 
     The command line prints the message without a traceback and ends with exit code 2.
     """
+
+
+def require_whole(name: str, least: int = 0, **values: object) -> None:
+    """Refuse values that are no whole numbers of at least `least`.
+
+    Args:
+        name: Name of what has the values, for the message.
+        least: Smallest value allowed.
+        values: The values by the names that the message gives them.
+
+    Raises:
+        UserError: with one line that names the first value refused.
+    """
+    for field, value in values.items():
+        if type(value) is not int or value < least:
+            raise UserError(f"{name}: {field} {value!r} must be a whole number of at least {least}")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from keepsight.errors import UserError
+from keepsight.errors import UserError, require_whole
 from keepsight.runtime.importance import top_mask
 
 
@@ -43,7 +43,7 @@ class Uniform(Allocation):
 
     @override
     def __call__(self, importance: list[Tensor], budget: int) -> list[Tensor]:
-        real = torch.stack([real_entries(layer) for layer in importance])
+        real = torch.stack([count_real(layer) for layer in importance])
         return list(torch.stack([_evenly(row, budget) for row in real.unbind(1)], dim=1))
 
 
@@ -62,8 +62,7 @@ class Pyramid(Allocation):
     beta: int = 20
 
     def __post_init__(self) -> None:
-        if type(self.beta) is not int or self.beta < 1:
-            raise UserError(f"pyramidkv: beta {self.beta!r} must be a whole number of at least 1")
+        require_whole("pyramidkv", 1, beta=self.beta)
 
     @override
     def check(self, budget: int, protected: int) -> None:
@@ -75,8 +74,8 @@ class Pyramid(Allocation):
 
     @override
     def __call__(self, importance: list[Tensor], budget: int) -> list[Tensor]:
-        real = torch.stack([real_entries(layer) for layer in importance])
-        protected = torch.stack([protected_entries(layer) for layer in importance])
+        real = torch.stack([count_real(layer) for layer in importance])
+        protected = torch.stack([count_protected(layer) for layer in importance])
         rows = [self._divide(*row, budget) for row in zip(real.unbind(1), protected.unbind(1), strict=True)]
         return list(torch.stack(rows, dim=1))
 
@@ -146,7 +145,7 @@ class Adaptive(Allocation):
 
     @override
     def __call__(self, importance: list[Tensor], budget: int) -> list[Tensor]:
-        of_layers = torch.stack([real_entries(layer).sum(dim=-1) for layer in importance], dim=1)
+        of_layers = torch.stack([count_real(layer).sum(dim=-1) for layer in importance], dim=1)
         totals = [_evenly(row, budget * importance[0].shape[1]).tolist() for row in of_layers]
         return [
             torch.stack([self._divide(row, total[index]) for row, total in zip(layer, totals, strict=True)])
@@ -155,8 +154,8 @@ class Adaptive(Allocation):
 
     def _divide(self, importance: Tensor, total: int) -> Tensor:
         """[K] entries for the heads of one row, from [K, C]."""
-        protected = protected_entries(importance)
-        available = real_entries(importance) - protected
+        protected = count_protected(importance)
+        available = count_real(importance) - protected
         free, average = total - int(protected.sum()), total // len(importance)
         share = free // len(importance)
         ranked = self._comparable(importance.masked_fill(torch.isposinf(importance), -torch.inf), share)
@@ -230,12 +229,12 @@ def settle(counts: Tensor, ideal: Tensor, total: int, most: Tensor) -> Tensor:
     return torch.tensor(settled, device=counts.device).view(counts.shape)
 
 
-def real_entries(importance: Tensor) -> Tensor:
+def count_real(importance: Tensor) -> Tensor:
     """[..., C] -> [...] int64: entries that are not padding."""
     return (~torch.isneginf(importance)).sum(dim=-1)
 
 
-def protected_entries(importance: Tensor) -> Tensor:
+def count_protected(importance: Tensor) -> Tensor:
     """[..., C] -> [...] int64: entries that are always kept."""
     return torch.isposinf(importance).sum(dim=-1)
 

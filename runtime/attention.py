@@ -7,7 +7,7 @@ do. Whoever calls `model(..., recorder=...)` gets `recorder(layer, query, key, s
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,22 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import flash_attention_mask, sdpa_mask
 from transformers.modeling_flash_attention_utils import _flash_attention_forward
 
+from keepsight.errors import UserError
 from keepsight.runtime.cache import PaddedKeys
+
+
+class Reader(Protocol):
+    """What reads tokens after a cache: a model, or what stands in front of one for caches of its own."""
+
+    @property
+    def config(self) -> Any:
+        """The model's configuration."""
+        ...
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Append tokens to a cache; arguments and result are those of a model."""
+        ...
+
 
 Recorder = Callable[[int, Tensor, Tensor, float, Tensor | None], None]
 """Called with the layer's index, its queries [B, H, q, d], all keys they may see [B, K, S, d] (both after RoPE), the
@@ -41,11 +56,35 @@ class OwnAttention(ABC):
 _DENSE, _VARLEN = "keepsight_dense", "keepsight_varlen"
 
 
-def record_attention(model: PreTrainedModel) -> None:
+def record_attention(model: Reader) -> None:
     """Switch a model to the recording attention function that matches the one it was loaded with. Idempotent."""
     loaded_with = model.config._attn_implementation
     if loaded_with not in (_DENSE, _VARLEN):
-        model.set_attn_implementation(_VARLEN if loaded_with == "flash_attention_2" else _DENSE)
+        switch: Any = model  # a model: what other readers stand in front of has been switched when it was prefilled
+        switch.set_attn_implementation(_VARLEN if loaded_with == "flash_attention_2" else _DENSE)
+
+
+def require_full_attention(model: PreTrainedModel, what: str, latent: bool = False) -> None:
+    """Refuse models in which some layer keeps something else than a key and a value of every token.
+
+    Args:
+        model: The target.
+        what: What needs full attention, such as `the cache can only be packed`.
+        latent: Whether latent attention (MLA) will do too.
+
+    Raises:
+        UserError: sliding, linear or, unless it will do, latent attention.
+    """
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if not kinds and getattr(config, "sliding_window", None):
+        kinds = {"sliding_attention"}
+    if not latent and getattr(config, "kv_lora_rank", None):
+        kinds = {"latent attention"}
+    if others := sorted(kinds - {"full_attention"}):
+        raise UserError(
+            f"{config.model_type} has layers of {', '.join(others)}; {what} where all layers have full attention"
+        )
 
 
 def _dense(

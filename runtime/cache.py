@@ -16,8 +16,8 @@ from typing_extensions import override
 
 from keepsight.errors import UserError
 
-_ROOM = 64
-"""Entries for which a layer makes room when it has to grow."""
+ROOM = 64
+"""Entries for which layers, and the keys of a retrieval head, make room when they grow; memory plans count it."""
 
 
 class PaddedKeys(NamedTuple):
@@ -82,7 +82,7 @@ class KeptLayer(DynamicLayer):
         """
         before, after = self.keys.shape[2], self.keys.shape[2] + keys.shape[2]
         if self._room is None or after > self._room[0].shape[2]:
-            grown = 0, 0, 0, after + _ROOM - before
+            grown = 0, 0, 0, after + ROOM - before
             self._room, self._shared = (functional.pad(self.keys, grown), functional.pad(self.values, grown)), 0
         for room, new in zip(self._room, (keys, values), strict=True):
             room[:, :, before:after] = new

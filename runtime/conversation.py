@@ -1,22 +1,21 @@
 """Conversation: the next turn continues on the cache that the last one left behind."""
 
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
-from transformers.generation import LogitsProcessorList, StoppingCriteriaList
-from transformers.generation.streamers import BaseStreamer
+from transformers import PreTrainedModel
+from typing_extensions import override
 
 from keepsight.errors import UserError
-from keepsight.runtime.decode import decode
-from keepsight.runtime.method import CacheMethod, Method
+from keepsight.runtime.decode import Decoded
+from keepsight.runtime.generate import generate
+from keepsight.runtime.method import CacheMethod, CustomGenerate, Method, Request
 from keepsight.runtime.prefill import read
 from keepsight.runtime.state import State
 
 
-class Conversation:
+class Conversation(CustomGenerate):
     """Several turns over one cache.
 
     The first turn is what `generate` does. Each later turn is read after what the cache still holds, at the positions
@@ -70,37 +69,16 @@ class Conversation:
         if not input_ids.shape[1]:
             raise UserError("conversation: the turn has no tokens; give at least one, such as the user's next message")
         prompt = torch.cat([self.ids, input_ids.to(self.ids.device)], dim=1)
-        answer = partial(self._answer, streamer=options.get("streamer"))  # transformers does not hand it on by itself
-        mask = torch.ones_like(prompt)
-        ids = self.model.generate(prompt, attention_mask=mask, custom_generate=answer, **options)  # type: ignore[operator]
-        return ids[:, prompt.shape[1] :]
+        return generate(self.model, prompt, self, **options)
 
-    @torch.no_grad()
-    def _answer(
-        self,
-        model: PreTrainedModel,
-        input_ids: Tensor,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
-        streamer: BaseStreamer | None = None,
-        **model_kwargs: Any,
-    ) -> Tensor:
-        """The hook that transformers calls; see `Method.__call__`."""
-        _require_single(input_ids)
-        decoded = decode(
-            self.method.reader(model),
-            self._read(input_ids, generation_config.prefill_chunk_size),
-            stopping_criteria,
-            pad_token=0,  # never used: a single row is not padded
-            prompt_ids=input_ids,
-            logits_processor=logits_processor,
-            do_sample=bool(generation_config.do_sample),
-            streamer=streamer,
-            reapply=self.method.reapply(model),
-        )
+    @override
+    def answer(self, model: PreTrainedModel, request: Request) -> Decoded:
+        """Answer the last turn; `say` calls it by way of transformers."""
+        _require_single(request.input_ids)
+        state = self._read(request.input_ids, request.chunk)
+        decoded = request.decode(self.method.reader(model), state, self.method.reapply(model))
         self.state, self.ids, self._unread = decoded.state, decoded.ids, decoded.ids[:, -1:]
-        return decoded.ids
+        return decoded
 
     def _read(self, prompt: Tensor, chunk: int | None) -> State:
         """The state to answer from, within the budget."""

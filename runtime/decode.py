@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import PreTrainedModel
 from transformers.generation import EosTokenCriteria, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
+from keepsight.runtime.attention import Reader
 from keepsight.runtime.prefill import read
 from keepsight.runtime.state import State
 
@@ -50,7 +50,7 @@ def stop_after(max_new_tokens: int, end_tokens: list[int] | int | None, prompt_l
 
 @torch.no_grad()
 def decode(
-    model: PreTrainedModel,
+    model: Reader,
     state: State,
     stopping_criteria: StoppingCriteriaList,
     *,
@@ -64,7 +64,7 @@ def decode(
     """Generate an answer for each row.
 
     Args:
-        model: The target, without adapters.
+        model: What reads the state: the target without adapters, or the method's reader.
         state: Where to start from; its cache grows.
         stopping_criteria: As transformers defines them, over prompt and answer together.
         pad_token: Fills the rows that have ended.
@@ -97,11 +97,11 @@ def decode(
 
 
 @torch.no_grad()
-def score_answer(model: PreTrainedModel, state: State, answer: Tensor) -> tuple[Tensor, Tensor]:
+def score_answer(model: Reader, state: State, answer: Tensor) -> tuple[Tensor, Tensor]:
     """How likely an answer is when it is read from the kept entries, teacher-forced in one forward pass.
 
     Args:
-        model: The target, without adapters.
+        model: What reads the state: the target without adapters, or the method's reader.
         state: Its cache grows by T - 1 entries.
         answer: [B, T] int64, the same number of tokens in every row.
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from typing_extensions import override
 
-from keepsight.errors import UserError
+from keepsight.errors import UserError, require_whole
 from keepsight.runtime.allocate import Allocation, Uniform
 from keepsight.runtime.budget import Budget
 from keepsight.runtime.cache import keep
@@ -58,9 +58,7 @@ class Evict(CacheMethod):
 
     def __post_init__(self) -> None:
         name, budget = type(self).__name__, self.budget
-        for field in ("sinks", "window", "every"):
-            if type(getattr(self, field)) is not int or getattr(self, field) < 0:
-                raise UserError(f"{name}: {field} {getattr(self, field)!r} must be a whole number")
+        require_whole(name, sinks=self.sinks, window=self.window, every=self.every)
         Budget(budget).check(name)
         assert self.bound_observer  # refuses a window without tokens where they are to observe
         if Budget(budget).is_ratio:
@@ -191,8 +189,8 @@ class Evict(CacheMethod):
 
         Cut also where nothing is evicted, so that the rows of a batch observe as they do alone.
         """
-        window = tuple(queries[:, :, max(queries.shape[2] - self.window, 0) :] for queries in trace.window)
-        return replace(trace, window=window)
+        queries = tuple(each[:, :, max(each.shape[2] - self.window, 0) :] for each in trace.queries)
+        return replace(trace, queries=queries)
 
     def _protect(self, importance: Tensor, real: Tensor | None) -> Tensor:
         length, pooled = importance.shape[-1], importance.clone()

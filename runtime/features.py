@@ -5,10 +5,10 @@ from types import TracebackType
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 from typing_extensions import Self
 
 from keepsight.errors import UserError
+from keepsight.runtime.attention import Reader
 
 
 class RecordFeatures:
@@ -23,8 +23,9 @@ class RecordFeatures:
         UserError: the target has no such layer.
     """
 
-    def __init__(self, model: PreTrainedModel, layers: Sequence[int]) -> None:
-        decoder: Any = model.get_decoder() if layers else None  # readers, which stand in for models, have none
+    def __init__(self, model: Reader, layers: Sequence[int]) -> None:
+        target: Any = model  # only models are asked for features
+        decoder: Any = target.get_decoder() if layers else None
         outputs = [*decoder.layers, decoder] if layers else []
         if wrong := [layer for layer in layers if not 0 <= layer < len(outputs)]:
             raise UserError(

@@ -6,13 +6,13 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from keepsight.runtime.method import FullCache, Method
+from keepsight.runtime.method import CustomGenerate, FullCache
 
 
 def generate(
     model: PreTrainedModel,
     input_ids: Tensor,
-    method: Method | None = None,
+    method: CustomGenerate | None = None,
     *,
     attention_mask: Tensor | None = None,
     **options: Any,

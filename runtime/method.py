@@ -12,7 +12,8 @@ from transformers.generation import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 from typing_extensions import override
 
-from keepsight.runtime.decode import Reapply, decode
+from keepsight.runtime.attention import Reader
+from keepsight.runtime.decode import Decoded, Reapply, decode
 from keepsight.runtime.observe import Observer
 from keepsight.runtime.prefill import context_of, prefill
 from keepsight.runtime.state import Needs, State, Trace
@@ -22,7 +23,82 @@ Observe = Callable[[Observer, str], list[Tensor]]
 Shared = tuple[State, list[Tensor] | None]
 
 
-class Method(ABC):
+@dataclass(frozen=True)
+class Request:
+    """What `model.generate` asks of a `custom_generate`.
+
+    Attributes:
+        input_ids: [B, N] int64, the prompts, padded on the left.
+        mask: [B, N], 0 for padding; None when no row is padded.
+        chunk: Tokens per forward pass of the prefill; None for the whole prompt in one.
+        pad_token: Fills the rows of the answer that have ended.
+        stopping_criteria: As transformers defines them, over prompt and answer together.
+        logits_processor: As transformers defines it.
+        do_sample: Whether to sample instead of taking the arg-max.
+        streamer: Gets each token as it comes.
+    """
+
+    input_ids: Tensor
+    mask: Tensor | None
+    chunk: int | None
+    pad_token: int
+    stopping_criteria: StoppingCriteriaList
+    logits_processor: LogitsProcessorList
+    do_sample: bool
+    streamer: BaseStreamer | None
+
+    def decode(self, reader: Reader, state: State, reapply: Reapply | None) -> Decoded:
+        """Answer from a state; see `keepsight.runtime.decode.decode`."""
+        return decode(
+            reader,
+            state,
+            self.stopping_criteria,
+            pad_token=self.pad_token,
+            prompt_ids=self.input_ids,
+            logits_processor=self.logits_processor,
+            do_sample=self.do_sample,
+            streamer=self.streamer,
+            reapply=reapply,
+        )
+
+
+class CustomGenerate(ABC):
+    """What transformers takes in place of its own decoding: `model.generate(**inputs, custom_generate=...)`."""
+
+    @abstractmethod
+    def answer(self, model: PreTrainedModel, request: Request) -> Decoded:
+        """Answer prompts."""
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        streamer: BaseStreamer | None = None,
+        **model_kwargs: Any,
+    ) -> Tensor:
+        """The hook that transformers calls.
+
+        Returns:
+            [B, N + T] int64: prompt and answer, as `model.generate` returns them.
+        """
+        request = Request(
+            input_ids,
+            model_kwargs.get("attention_mask"),
+            generation_config.prefill_chunk_size,
+            int(generation_config.pad_token_id or 0),
+            stopping_criteria,
+            logits_processor,
+            bool(generation_config.do_sample),
+            streamer,
+        )
+        return self.answer(model, request).ids
+
+
+class Method(CustomGenerate):
     """From a prompt to the state that its answer is decoded from."""
 
     @abstractmethod
@@ -84,7 +160,7 @@ class Method(ABC):
         """Indices [C] int64, ascending, of the tokens of a prompt [N] that the model reads; None to read all of it."""
         return None
 
-    def reader(self, model: PreTrainedModel) -> PreTrainedModel:
+    def reader(self, model: PreTrainedModel) -> Reader:
         """What `read`, `decode` and `score_answer` are called with in the model's place, for this method's states."""
         return model
 
@@ -103,38 +179,12 @@ class Method(ABC):
             UserError: with one line that says why.
         """
 
-    @torch.no_grad()
-    def __call__(
-        self,
-        model: PreTrainedModel,
-        input_ids: Tensor,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
-        streamer: BaseStreamer | None = None,
-        **model_kwargs: Any,
-    ) -> Tensor:
-        """The hook that transformers calls: `model.generate(**inputs, custom_generate=method)`.
-
-        Returns:
-            [B, N + T] int64: prompt and answer, as `model.generate` returns them.
-        """
-        pad = generation_config.pad_token_id
-        mask = model_kwargs.get("attention_mask")
-        self.check(input_ids.shape[1], context_of(model))
-        state = self.start(model, input_ids, mask, chunk=generation_config.prefill_chunk_size)
-        reapply = self.reapply(model)
-        return decode(
-            self.reader(model),
-            state if reapply else replace(state, trace=Trace()),  # recording for nobody would cost every step
-            stopping_criteria,
-            pad_token=0 if pad is None else int(pad),
-            prompt_ids=input_ids,
-            logits_processor=logits_processor,
-            do_sample=bool(generation_config.do_sample),
-            streamer=streamer,
-            reapply=reapply,
-        ).ids
+    @override
+    def answer(self, model: PreTrainedModel, request: Request) -> Decoded:
+        self.check(request.input_ids.shape[1], context_of(model))
+        state, reapply = self.start(model, request.input_ids, request.mask, chunk=request.chunk), self.reapply(model)
+        # Recording for nobody would cost every step.
+        return request.decode(self.reader(model), state if reapply else replace(state, trace=Trace()), reapply)
 
 
 class CacheMethod(Method):

@@ -10,14 +10,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import psutil
 import torch
 from torch import Tensor
 
 from keepsight.errors import UserError
-from keepsight.runtime.quantized.entries import Slots
 
 Result = TypeVar("Result")
 
@@ -53,6 +52,20 @@ class Traffic:
         return 1 - self.fetched / self.asked if self.asked else 0.0
 
 
+class FetchedEntries(NamedTuple):
+    """Entries brought back to the device in full precision.
+
+    Attributes:
+        indices: [B, K, k] int64, which entries; none twice in a head.
+        keys: [B, K, k, d].
+        values: [B, K, k, d].
+    """
+
+    indices: Tensor
+    keys: Tensor
+    values: Tensor
+
+
 @dataclass
 class _Buffer:
     """Rows [S, B, K, 2d], keys beside values, of which the first `filled` tokens are taken.
@@ -76,12 +89,12 @@ class Fetch:
     def __init__(self, indices: Tensor, coming: "Future[Tensor]", traffic: Traffic) -> None:
         self._indices, self._coming, self._traffic = indices, coming, traffic
 
-    def wait(self) -> Slots:
+    def wait(self) -> FetchedEntries:
         """The entries, as soon as they are there; it may be asked again."""
         rows = await_counted(self._coming, self._traffic)
         if rows.is_cuda:
             rows.record_stream(torch.cuda.current_stream(rows.device))
-        return Slots(self._indices, *rows.chunk(2, dim=3))
+        return FetchedEntries(self._indices, *rows.chunk(2, dim=3))
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
-from keepsight.runtime.attention import record_attention
+from keepsight.runtime.attention import Reader, record_attention
 from keepsight.runtime.features import RecordFeatures
 from keepsight.runtime.state import Needs, State, Trace, TraceRecorder
 
@@ -62,7 +62,7 @@ def prefill(
 
 
 @torch.no_grad()
-def read(model: PreTrainedModel, state: State, tokens: Tensor, *, logits_to_keep: int = 0) -> tuple[State, Tensor]:
+def read(model: Reader, state: State, tokens: Tensor, *, logits_to_keep: int = 0) -> tuple[State, Tensor]:
     """Let the model read more tokens after a state, evicted or not; the state's cache grows.
 
     Args:

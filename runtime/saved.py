@@ -224,7 +224,7 @@ def _tensors(state: State) -> dict[str, Tensor]:
         if isinstance(layer, RaggedLayer):
             of_layer |= {"kept_keys": layer.kept_keys, "kept_values": layer.kept_values, "counts": layer.counts}
         found |= {f"layers.{index}.{name}": tensor for name, tensor in of_layer.items()}
-    found |= {f"trace.window.{index}": tensor for index, tensor in enumerate(state.trace.window)}
+    found |= {f"trace.window.{index}": tensor for index, tensor in enumerate(state.trace.queries)}
     found |= {f"trace.received.{index}": tensor for index, tensor in enumerate(state.trace.received)}
     return {name: tensor.detach().cpu().contiguous() for name, tensor in found.items() if tensor is not None}
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
-from keepsight.errors import UserError
+from keepsight.errors import UserError, require_whole
 from keepsight.runtime.attention import record_attention
 from keepsight.runtime.cache import KeptLayer, entries
 from keepsight.runtime.importance import top_entries
@@ -41,8 +41,7 @@ class SparsePrefill:
     band: int = 2048
 
     def __post_init__(self) -> None:
-        if type(self.vertical) is not int or self.vertical < 1:
-            raise UserError(f"sparse prefill: vertical {self.vertical!r} must be a whole number of at least 1")
+        require_whole("sparse prefill", 1, vertical=self.vertical)
         if type(self.band) is not int or self.band < BLOCK or self.band % BLOCK:
             raise UserError(f"sparse prefill: band {self.band!r} must be a multiple of {BLOCK}, at least {BLOCK}")
 
@@ -80,7 +79,7 @@ class SparsePrefill:
         layers = sorted(attend.importance)
         trace = Trace(
             Needs(window=needs.window),
-            tuple(attend.window[layer] for layer in layers) if needs.window else (),
+            tuple(attend.queries[layer] for layer in layers) if needs.window else (),
             (),
             tuple(attend.scaling[layer] for layer in layers),
         )
@@ -97,13 +96,13 @@ class _Layers:
         self.sparse, self.score = sparse, score
         self.length, self.candidates, self.recorded = length, candidates, window
         self.importance: dict[int, Tensor] = {}
-        self.window: dict[int, Tensor] = {}
+        self.queries: dict[int, Tensor] = {}
         self.scaling: dict[int, float] = {}
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         importance = self.score(query, key, scaling)
         self.importance[layer], self.scaling[layer] = importance, scaling
-        self.window[layer] = query[:, :, max(self.length - self.recorded, 0) : self.length].clone()
+        self.queries[layer] = query[:, :, max(self.length - self.recorded, 0) : self.length].clone()
         columns = top_entries(importance[..., : self.candidates], min(self.sparse.vertical, self.candidates))
         return sparse_attention(query, key, value, columns, self.sparse.band, scaling)
 

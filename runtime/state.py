@@ -43,7 +43,7 @@ class Trace:
 
     Attributes:
         needs: What is recorded.
-        window: For each layer, the queries [B, H, w, d] of the last w tokens, after RoPE; w is at most `needs.window`.
+        queries: For each layer, the queries [B, H, w, d] of the last w tokens, after RoPE; w is at most `needs.window`.
         received: For each layer, the attention that each entry has received from all queries, [B, H, C] float32;
             empty unless asked for.
         scaling: Factor of the attention's dot products, by layer.
@@ -52,7 +52,7 @@ class Trace:
     """
 
     needs: Needs = Needs()
-    window: tuple[Tensor, ...] = ()
+    queries: tuple[Tensor, ...] = ()
     received: tuple[Tensor, ...] = ()
     scaling: tuple[float, ...] = ()
     features: tuple[Tensor, ...] = ()
@@ -148,7 +148,7 @@ class TraceRecorder:
 
     def __init__(self, trace: Trace, mask: Tensor | None = None) -> None:
         self.before, self.mask = trace, mask
-        self.window: dict[int, Tensor] = {}
+        self.queries: dict[int, Tensor] = {}
         self.received: dict[int, Tensor] = {}
         self.scaling: dict[int, float] = {}
         self.seconds = trace.seconds
@@ -159,9 +159,9 @@ class TraceRecorder:
         needs = self.before.needs
         if needs.window:
             recent = query[:, :, -needs.window :]
-            if layer < len(self.before.window) and recent.shape[2] < needs.window:
-                recent = torch.cat([self.before.window[layer], recent], dim=2)[:, :, -needs.window :]
-            self.window[layer] = recent.clone()  # a slice would keep the whole prompt's queries alive
+            if layer < len(self.before.queries) and recent.shape[2] < needs.window:
+                recent = torch.cat([self.before.queries[layer], recent], dim=2)[:, :, -needs.window :]
+            self.queries[layer] = recent.clone()  # a slice would keep the whole prompt's queries alive
         if needs.received:
             start = time.perf_counter()
             self.received[layer] = self._received(layer, query, key, scaling, real)
@@ -185,7 +185,7 @@ class TraceRecorder:
         joined = tuple(torch.cat(pair, dim=1) for pair in zip(before, features, strict=True)) if before else features
         return Trace(
             self.before.needs,
-            tuple(self.window[layer] for layer in layers if layer in self.window),
+            tuple(self.queries[layer] for layer in layers if layer in self.queries),
             tuple(self.received[layer] for layer in layers if layer in self.received),
             tuple(self.scaling[layer] for layer in layers),
             joined,

@@ -24,7 +24,7 @@ from transformers.cache_utils import DynamicCache
 
 from keepsight.errors import UserError
 from keepsight.files import append_lines, text_digest, whole_lines, write_lines
-from keepsight.models.drafts import keep_layers
+from keepsight.models.draft_sources import keep_layers
 from keepsight.train.plots import BLUE, VERMILLION
 
 

@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache
 from keepsight.models.draft_head import DraftHead
 from keepsight.models.retrieval_head import RetrievalHead, parameters, pruning
 from keepsight.models.targets import Target
+from keepsight.runtime.attention import Reader
 from keepsight.runtime.cache import KeptLayer
 from keepsight.runtime.method import CacheMethod, FullCache
 from keepsight.runtime.methods.quest import Quest
@@ -118,14 +119,14 @@ def _step(model: PreTrainedModel, method: CacheMethod, state: State, repeats: in
         return seconds, f"{'':24}{traffic.fetched * len(on_cpu) / traffic.selections / 1e6:>11.3f}"
     embeddings = model.get_input_embeddings()(state.logits.argmax(dim=-1, keepdim=True))
     selector, layers, positions = state.cache.selector.share(), state.cache.selected_layers, state.lengths[:, None]
-    chosen = selector.choose(embeddings, positions)
-    choosing = _median_seconds(lambda: selector.choose(embeddings, positions), repeats)
+    chosen = selector.select(embeddings, positions)
+    choosing = _median_seconds(lambda: selector.select(embeddings, positions), repeats)
     gathering = _median_seconds(lambda: [layer.gather(chosen) for layer in layers], repeats)
     parts = choosing, gathering, seconds - choosing - gathering
     return seconds, "".join(f"{part * 1000:>8.2f}" for part in parts)
 
 
-def read_greedily(reader: PreTrainedModel, state: State, steps: int) -> State:
+def read_greedily(reader: Reader, state: State, steps: int) -> State:
     """The state after so many of its own greedy tokens."""
     for _ in range(steps):
         state, _ = read(reader, state, state.logits.argmax(dim=-1, keepdim=True))

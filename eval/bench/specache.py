@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from keepsight.models.targets import Target
+from keepsight.runtime.attention import Reader
 from keepsight.runtime.method import FullCache, Method
 from keepsight.runtime.methods.kivi import Kivi
 from keepsight.runtime.methods.specache import SpeCache
@@ -69,7 +70,7 @@ def _cache_line(name: str, model: PreTrainedModel, method: Method, ids: Tensor, 
     return f"{line}{moved:>17.2f}{traffic.waited / steps * 1000:>11.2f}{max(hidden, 0):>8.0%}"
 
 
-def _read(reader: PreTrainedModel, state: State, steps: int) -> State:
+def _read(reader: Reader, state: State, steps: int) -> State:
     """The state after its own greedy tokens."""
     for _ in range(steps):
         state, _ = read(reader, state, state.logits.argmax(dim=-1, keepdim=True))
@@ -90,7 +91,7 @@ def _part_lines(model: PreTrainedModel, method: SpeCache, ids: Tensor, repeats: 
             coming.wait()
 
     def select() -> Tensor:
-        return layer.selection(attention)
+        return layer.selector.select(attention)
 
     def dequantise() -> tuple[Tensor, Tensor]:
         return held.keys(0, held.packed_length), held.values(0, held.packed_length)

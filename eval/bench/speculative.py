@@ -11,7 +11,7 @@ from transformers.generation import StoppingCriteriaList
 
 from keepsight.models.targets import Target
 from keepsight.runtime.decode import decode, stop_after
-from keepsight.runtime.drafting.eagle import Head
+from keepsight.runtime.drafting.eagle import DraftingHead
 from keepsight.runtime.drafting.speculative import (
     Speculated,
     acceptance_by_position,
@@ -33,7 +33,7 @@ class _Compared:
 
 
 def bench_speculate(
-    target: Target, head: Head, prompts: Sequence[Sequence[int]], answer_tokens: int, draft_tokens: int
+    target: Target, head: DraftingHead, prompts: Sequence[Sequence[int]], answer_tokens: int, draft_tokens: int
 ) -> Iterator[str]:
     """A few lines of text. The head's pass over the prompt counts as decoding, the target's does not.
 
@@ -69,7 +69,7 @@ def bench_speculate(
 
 @torch.no_grad()
 def _compare(
-    target: Target, head: Head, prompt: Sequence[int], criteria: StoppingCriteriaList, draft_tokens: int
+    target: Target, head: DraftingHead, prompt: Sequence[int], criteria: StoppingCriteriaList, draft_tokens: int
 ) -> _Compared:
     model = target.model
     ids = torch.tensor([prompt], device=model.device)

@@ -29,7 +29,7 @@ from keepsight.eval.bench.speculative import bench_speculate
 from keepsight.eval.bench.sweep import bench_evict, bench_sweep
 from keepsight.eval.tasks.niah import make_samples
 from keepsight.models.draft_head import DraftHead
-from keepsight.models.drafts import HeadDraft
+from keepsight.models.draft_sources import DraftHeadSource
 from keepsight.models.lookahead import Lookahead
 from keepsight.models.retrieval_head import RetrievalHead
 from keepsight.models.targets import Target
@@ -125,7 +125,7 @@ def _speculate(config: Config, target: Target) -> Iterable[str]:
     if config.draft.head is None:
         raise UserError("bench speculate measures a draft head; name it: draft.head=FOLDER_OR_HUB_ID draft.layers=null")
     draft = draft_of(config, target)
-    assert isinstance(draft, HeadDraft)
+    assert isinstance(draft, DraftHeadSource)
     prompts = _data_prompts(config, target) if config.data else _needle_prompts(config, target)
     return bench_speculate(target, draft.head, prompts, config.answer_tokens, config.draft_tokens)
 
@@ -153,7 +153,7 @@ def _pruned_draft(config: Config, target: Target) -> DraftHead | None:
     if config.draft.head is None:
         return None
     draft = draft_of(config, target)
-    return draft.head if isinstance(draft, HeadDraft) and isinstance(draft.head, DraftHead) else None
+    return draft.head if isinstance(draft, DraftHeadSource) and isinstance(draft.head, DraftHead) else None
 
 
 BENCHES: dict[str, Callable[[Config, Target], Iterable[str]]] = {

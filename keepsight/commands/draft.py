@@ -20,7 +20,7 @@ from keepsight.data_gen.shards import Answered, read_samples
 from keepsight.errors import UserError
 from keepsight.eval.report.plots import save_png
 from keepsight.files import write_json
-from keepsight.models.drafts import keep_layers
+from keepsight.models.draft_sources import keep_layers
 from keepsight.models.targets import Target
 from keepsight.train.draft_layers import Subset, Text, closeness, draft_figure, read, relative_time, search
 

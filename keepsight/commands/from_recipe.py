@@ -5,7 +5,7 @@ from pathlib import Path
 
 from keepsight.commands.config import Recipe
 from keepsight.errors import UserError
-from keepsight.models.drafts import Draft, HeadDraft, LayerSubset, load_draft, load_head
+from keepsight.models.draft_sources import DraftHeadSource, DraftSource, LayerSubset, load_draft, load_head
 from keepsight.models.hub import fetch
 from keepsight.models.targets import Target, load_target
 from keepsight.runtime.methods.resources import Later, Resources, ResourcesLater
@@ -59,7 +59,7 @@ def _shipped(key: str, kind: str, named: str | None) -> str | None:
     raise UserError(f"{key}={named}: keepsight ships no {kind} {name!r}; name a folder or a Hub id")
 
 
-def draft_of(recipe: Recipe, target: Target) -> Draft | HeadDraft | None:
+def draft_of(recipe: Recipe, target: Target) -> DraftSource | DraftHeadSource | None:
     """The recipe's draft, found to fit the target; None when the recipe names none.
 
     Raises:

@@ -22,7 +22,7 @@ from keepsight.runtime.state import State
 _ROWS_AT_ONCE = 1024  # bounds the memory of a long prompt's mask and hidden layer
 
 
-class Head(Protocol):
+class DraftingHead(Protocol):
     """What a draft head can do; `keepsight.models.draft_head.DraftHead` says what the tensors are."""
 
     def layers_of(self, target: PreTrainedModel) -> tuple[int, ...]:
@@ -125,7 +125,9 @@ class ChainDrafter:
         window: Of how many last rows the cache keeps the queries.
     """
 
-    def __init__(self, head: Head, target: PreTrainedModel, mask: Tensor | None = None, window: int = 0) -> None:
+    def __init__(
+        self, head: DraftingHead, target: PreTrainedModel, mask: Tensor | None = None, window: int = 0
+    ) -> None:
         self.head, self.cache = head, HeadCache(mask, window)
         self._embed = target.get_input_embeddings()
         self._dtype = next(head.parameters()).dtype

@@ -12,15 +12,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from typing_extensions import override
 
-from keepsight.errors import UserError
+from keepsight.errors import require_whole
 from keepsight.runtime.decode import decode, stop_after
-from keepsight.runtime.importance import observed_attention
 from keepsight.runtime.observe import Observer, look_back
 from keepsight.runtime.state import Needs, State
+from keepsight.runtime.window import combine, held_rows, window_attention
 
 
 @dataclass(frozen=True)
-class Draft:
+class DraftIds:
     """Tokens that stand in place of the answer.
 
     Attributes:
@@ -36,7 +36,7 @@ class Drafter(ABC):
     """Writes a draft of the answer."""
 
     @abstractmethod
-    def __call__(self, model: PreTrainedModel, state: State) -> Draft:
+    def __call__(self, model: PreTrainedModel, state: State) -> DraftIds:
         """The draft for a state that `model`, the target, has read."""
 
     def needs(self) -> Needs:
@@ -49,13 +49,13 @@ class Drafter(ABC):
 
 
 @dataclass(frozen=True, eq=False)
-class Given(Drafter):
+class GivenDraft(Drafter):
     """A draft that is there already."""
 
-    draft: Draft
+    draft: DraftIds
 
     @override
-    def __call__(self, model: PreTrainedModel, state: State) -> Draft:
+    def __call__(self, model: PreTrainedModel, state: State) -> DraftIds:
         return self.draft
 
     @override
@@ -64,7 +64,7 @@ class Given(Drafter):
 
 
 @dataclass(frozen=True)
-class DraftTokens(Observer):
+class DraftObserver(Observer):
     """The tokens of a draft observe, at the positions of the answer, together with the last prompt tokens.
 
     Attributes:
@@ -76,8 +76,7 @@ class DraftTokens(Observer):
     window: int | None = 0
 
     def __post_init__(self) -> None:
-        if self.window is not None and (type(self.window) is not int or self.window < 0):
-            raise UserError(f"draft tokens: window {self.window!r} must be a whole number")
+        require_whole("draft tokens", window=0 if self.window is None else self.window)
 
     @override
     def __call__(self, model: PreTrainedModel, state: State, reduction: str) -> list[Tensor]:
@@ -103,62 +102,12 @@ class DraftTokens(Observer):
         return replace(self, window=window) if self.window is None else self
 
 
-def combine(of_window: list[Tensor], of_draft: list[Tensor], rows: int, real: Tensor, reduction: str) -> list[Tensor]:
-    """What a prompt's last queries and a draft observe together.
-
-    Args:
-        of_window: For each layer, [B, H, C] float32, reduced over the window's queries.
-        of_draft: The same, reduced over the draft's queries.
-        rows: Queries of the window.
-        real: [B, T] bool, False where the draft is padding.
-        reduction: `mean` or `max`, as both were reduced.
-    """
-    if reduction == "max":
-        return [torch.maximum(*pair) for pair in zip(of_window, of_draft, strict=True)]
-    drafted = real.sum(dim=1)[:, None, None]
-    return [
-        (window * rows + draft * drafted) / (rows + drafted) for window, draft in zip(of_window, of_draft, strict=True)
-    ]
-
-
-def held_rows(state: State, wanted: int) -> int:
-    """How many of the last `wanted` queries there are to observe from.
-
-    Raises:
-        UserError: none were recorded, or the entries of all of them may have been evicted.
-    """
-    held = state.trace.window[0].shape[2] if state.trace.window else 0
-    if not held:
-        raise UserError(
-            f"no query is left of the {wanted} that should observe: prefill with needs=method.needs(), and where an "
-            "evicted cache is evicted again, let the method keep its window"
-        )
-    return min(wanted, held)
-
-
-def window_attention(state: State, rows: int, reduction: str) -> list[Tensor]:
-    """Attention of the last `rows` queries to all entries, for each layer [B, H, C] float32 (SnapKV, section 4)."""
-    row_mask = None if state.tokens_mask is None else state.tokens_mask[:, -rows:]
-    return [
-        observed_attention(
-            queries[:, :, -rows:],
-            each.keys,
-            scaling,
-            each.keys.shape[2],
-            key_mask=each.real,
-            query_mask=row_mask,
-            reduction=reduction,
-        )
-        for queries, each, scaling in zip(state.trace.window, state.entries(), state.trace.scaling, strict=True)
-    ]
-
-
-def greedy_draft(model: PreTrainedModel, state: State, tokens: int) -> Draft:
+def greedy_draft(model: PreTrainedModel, state: State, tokens: int) -> DraftIds:
     """A greedy answer of at most `tokens` tokens, its end token included; the state's cache grows."""
     config = model.generation_config
     end = config.eos_token_id if config is not None else None
     ids = decode(model, state, stop_after(tokens, end), pad_token=0).ids
-    return Draft(ids, None if end is None else until_end(ids, end))
+    return DraftIds(ids, None if end is None else until_end(ids, end))
 
 
 def until_end(ids: Tensor, end: int | list[int]) -> Tensor | None:

@@ -8,22 +8,22 @@ logits that are equal up to rounding may then change places, in float32 hardly e
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.generation import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 from typing_extensions import override
 
-from keepsight.errors import UserError
+from keepsight.errors import UserError, require_whole
+from keepsight.runtime.attention import Reader
 from keepsight.runtime.decode import Decoded, Reapply
-from keepsight.runtime.drafting.eagle import ChainDrafter, Head, unread_rows
+from keepsight.runtime.drafting.eagle import ChainDrafter, DraftingHead, unread_rows
 from keepsight.runtime.evict import Evict
-from keepsight.runtime.method import CacheMethod, FullCache
+from keepsight.runtime.method import CacheMethod, FullCache, Request
 from keepsight.runtime.prefill import context_of, prefill, read
-from keepsight.runtime.sparse_read.method import ReadSome
+from keepsight.runtime.sparse_read.method import SparseRead
 from keepsight.runtime.state import Needs, State, Trace
 
 
@@ -69,7 +69,7 @@ def acceptance_by_position(rounds: Sequence[Round]) -> list[float]:
 def decode_speculatively(
     model: PreTrainedModel,
     state: State,
-    head: Head,
+    head: DraftingHead,
     stopping_criteria: StoppingCriteriaList,
     *,
     tokens: int = 5,
@@ -94,7 +94,7 @@ def decode_speculatively(
         UserError: a batch, packed entries, features that were not recorded, or `tokens` below 1.
     """
     _require_single(state.tokens)
-    _require_tokens(tokens)
+    require_whole("speculative decoding", 1, tokens=tokens)
     if not state.cache.is_croppable:
         raise UserError("speculative decoding: entries that are packed (kivi, specache) cannot forget a rejected draft")
     layers = head.layers_of(model)
@@ -197,16 +197,16 @@ class Speculative(CacheMethod):
         UserError: `tokens` is below 1, or `inner` evicts while decoding or does not read the whole prompt.
     """
 
-    head: Head = field(compare=False, repr=False)
+    head: DraftingHead = field(compare=False, repr=False)
     inner: CacheMethod = FullCache()
     tokens: int = 5
 
     def __post_init__(self) -> None:
-        _require_tokens(self.tokens)
+        require_whole("speculative decoding", 1, tokens=self.tokens)
         name = type(self.inner).__name__
         if not isinstance(self.inner, CacheMethod):
             raise UserError(f"speculative decoding: {name} shortens prompts; give a method that evicts from the cache")
-        if isinstance(self.inner, ReadSome):
+        if isinstance(self.inner, SparseRead):
             raise UserError(
                 f"speculative decoding: {name} chooses anew for each token what it reads; give the full cache, or a "
                 "method that evicts"
@@ -232,7 +232,7 @@ class Speculative(CacheMethod):
         return self.inner.compress(model, state)
 
     @override
-    def reader(self, model: PreTrainedModel) -> PreTrainedModel:
+    def reader(self, model: PreTrainedModel) -> Reader:
         return self.inner.reader(model)
 
     @override
@@ -240,40 +240,26 @@ class Speculative(CacheMethod):
         return self.inner.reapply(model)
 
     @override
-    @torch.no_grad()
-    def __call__(
-        self,
-        model: PreTrainedModel,
-        input_ids: Tensor,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
-        streamer: BaseStreamer | None = None,
-        **model_kwargs: Any,
-    ) -> Tensor:
-        _require_single(input_ids)
-        if generation_config.do_sample:
+    def answer(self, model: PreTrainedModel, request: Request) -> Decoded:
+        _require_single(request.input_ids)
+        if request.do_sample:
             raise UserError("speculative decoding is greedy: give do_sample=False")
-        self.check(input_ids.shape[1], context_of(model))
+        self.check(request.input_ids.shape[1], context_of(model))
         needs = self.inner.needs() | Needs(features=self.head.layers_of(model))
-        mask, chunk = model_kwargs.get("attention_mask"), generation_config.prefill_chunk_size
         return decode_speculatively(
             model,
-            self.inner.compress(model, prefill(model, input_ids, mask, chunk=chunk, needs=needs)),
+            self.inner.compress(
+                model, prefill(model, request.input_ids, request.mask, chunk=request.chunk, needs=needs)
+            ),
             self.head,
-            stopping_criteria,
+            request.stopping_criteria,
             tokens=self.tokens,
-            prompt_ids=input_ids,
-            logits_processor=logits_processor,
-            streamer=streamer,
-        ).ids
+            prompt_ids=request.input_ids,
+            logits_processor=request.logits_processor,
+            streamer=request.streamer,
+        )
 
 
 def _require_single(ids: Tensor) -> None:
     if len(ids) != 1:
         raise UserError(f"speculative decoding answers one prompt at a time, not {len(ids)}; give them one by one")
-
-
-def _require_tokens(tokens: int) -> None:
-    if type(tokens) is not int or tokens < 1:
-        raise UserError(f"speculative decoding: tokens {tokens!r} must be a whole number of at least 1")

@@ -8,8 +8,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from typing_extensions import override
 
-from keepsight.errors import UserError
-from keepsight.runtime.drafting.observer import Draft, Drafter, DraftTokens
+from keepsight.errors import UserError, require_whole
+from keepsight.runtime.drafting.observer import Drafter, DraftIds, DraftObserver
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.importance import NO_POOL, Pool
 from keepsight.runtime.observe import Observer
@@ -31,19 +31,17 @@ class PromptEnds(Drafter):
     last: int = 28
 
     def __post_init__(self) -> None:
-        for name in ("first", "last"):
-            if type(getattr(self, name)) is not int or getattr(self, name) < 0:
-                raise UserError(f"DapQ: {name} {getattr(self, name)!r} must be a whole number")
+        require_whole("DapQ", first=self.first, last=self.last)
         if self.first + self.last < 1:
             raise UserError("DapQ: first 0 and last 0 leave no pseudo token; give at least one of them")
 
     @override
-    def __call__(self, model: PreTrainedModel, state: State) -> Draft:
+    def __call__(self, model: PreTrainedModel, state: State) -> DraftIds:
         width, device = state.tokens.shape[1], state.tokens.device
         start = width - state.lengths[:, None]  # of each row's real tokens
         first = (start + torch.arange(self.first, device=device)).clamp(max=width - 1)
         last = (width - self.last + torch.arange(self.last, device=device)).expand(len(start), -1)
-        return Draft(state.tokens.gather(1, torch.cat([first, torch.maximum(last, start)], dim=1)))
+        return DraftIds(state.tokens.gather(1, torch.cat([first, torch.maximum(last, start)], dim=1)))
 
     @override
     def longest(self) -> int:
@@ -63,15 +61,14 @@ class RandomTokens(Drafter):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if type(self.count) is not int or self.count < 1:
-            raise UserError(f"DapQ: count {self.count!r} must be a whole number of at least 1")
+        require_whole("DapQ", 1, count=self.count)
 
     @override
-    def __call__(self, model: PreTrainedModel, state: State) -> Draft:
+    def __call__(self, model: PreTrainedModel, state: State) -> DraftIds:
         generator = torch.Generator().manual_seed(self.seed)
         vocabulary = model.get_input_embeddings().num_embeddings
         ids = torch.randint(int(vocabulary), (1, self.count), generator=generator)  # type: ignore[arg-type]
-        return Draft(ids.to(state.tokens.device).expand(len(state.tokens), -1))
+        return DraftIds(ids.to(state.tokens.device).expand(len(state.tokens), -1))
 
     @override
     def longest(self) -> int:
@@ -96,12 +93,12 @@ class ConstantText(Drafter):
         object.__setattr__(self, "ids", ids)
 
     @override
-    def __call__(self, model: PreTrainedModel, state: State) -> Draft:
+    def __call__(self, model: PreTrainedModel, state: State) -> DraftIds:
         ids: Tensor = torch.tensor([list(self.ids)], device=state.tokens.device)
         vocabulary = int(model.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
         if int(ids.max()) >= vocabulary:
             raise UserError(f"DapQ: token id {int(ids.max())} is outside of the target's vocabulary of {vocabulary}")
-        return Draft(ids.expand(len(state.tokens), -1))
+        return DraftIds(ids.expand(len(state.tokens), -1))
 
     @override
     def longest(self) -> int:
@@ -116,5 +113,5 @@ class DapQ(Evict):
     is off and the mean is taken unless told otherwise.
     """
 
-    observer: Observer = DraftTokens(PromptEnds())
+    observer: Observer = DraftObserver(PromptEnds())
     pool: Pool = NO_POOL

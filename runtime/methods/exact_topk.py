@@ -5,15 +5,16 @@ from dataclasses import dataclass
 from torch import Tensor
 from typing_extensions import override
 
+from keepsight.errors import require_whole
 from keepsight.runtime.cache import KeptLayer
 from keepsight.runtime.sparse_read.cache import MakeLayer, SelectedLayer
-from keepsight.runtime.sparse_read.method import ReadSome, require_whole_number
-from keepsight.runtime.sparse_read.top_k import Limits, TopAttention
+from keepsight.runtime.sparse_read.method import SparseRead
+from keepsight.runtime.sparse_read.top_k import StepBudget, TopAttention
 from keepsight.runtime.state import State
 
 
 @dataclass(frozen=True)
-class ExactTopK(ReadSome):
+class ExactTopK(SparseRead):
     """The upper bound of the methods that read a few entries a step: all keys are read to choose them.
 
     Attributes:
@@ -26,7 +27,7 @@ class ExactTopK(ReadSome):
 
     @override
     def __post_init__(self) -> None:
-        require_whole_number(self, "sinks", "window")
+        require_whole("ExactTopK", sinks=self.sinks, window=self.window)
         super().__post_init__()
 
     @override
@@ -35,7 +36,7 @@ class ExactTopK(ReadSome):
 
     @override
     def layers_for(self, state: State) -> MakeLayer:
-        selection = TopAttention(Limits(self.budget_for(state.tokens.shape[1]), self.sinks, self.window))
+        selection = TopAttention(StepBudget(self.budget_for(state.tokens.shape[1]), self.sinks, self.window))
 
         def make(index: int, keys: Tensor, values: Tensor, seen: int, padding: Tensor | None) -> KeptLayer:
             return SelectedLayer(keys, values, seen, padding, selection)

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from keepsight.models.drafts import HeadDraft
+from keepsight.models.draft_sources import DraftHeadSource
 from keepsight.runtime.drafting.eagle import ChainDrafter, HeadCache, unread_rows
-from keepsight.runtime.drafting.observer import Draft, until_end
+from keepsight.runtime.drafting.observer import DraftIds, until_end
 from keepsight.runtime.state import State
 
 
@@ -21,13 +21,13 @@ class HeadAnswer:
             the last.
     """
 
-    draft: Draft
+    draft: DraftIds
     cache: HeadCache
 
 
 @torch.no_grad()
 def head_answer(
-    model: PreTrainedModel, state: State, drafting: HeadDraft, lookahead: int, window: int = 0
+    model: PreTrainedModel, state: State, drafting: DraftHeadSource, lookahead: int, window: int = 0
 ) -> HeadAnswer:
     """Let a head answer greedily.
 
@@ -51,4 +51,4 @@ def head_answer(
         ids = torch.cat([first, chain.draft(features, tokens, lookahead - 1)], dim=1)
     config = model.generation_config
     end = config.eos_token_id if config is not None else None
-    return HeadAnswer(Draft(ids, None if end is None else until_end(ids, end)), chain.cache)
+    return HeadAnswer(DraftIds(ids, None if end is None else until_end(ids, end)), chain.cache)

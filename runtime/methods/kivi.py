@@ -7,14 +7,9 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from keepsight.errors import UserError
+from keepsight.runtime.attention import require_full_attention
 from keepsight.runtime.method import CacheMethod
-from keepsight.runtime.quantized.cache import (
-    PackedLayer,
-    pack_state,
-    prefill_packed,
-    require_full_attention,
-    require_unpadded,
-)
+from keepsight.runtime.quantized.cache import PackedLayer, pack_state, prefill_packed, require_unpadded
 from keepsight.runtime.quantized.codec import Quantizer
 from keepsight.runtime.quantized.entries import PackedEntries
 from keepsight.runtime.state import Needs, State
@@ -67,7 +62,7 @@ class Kivi(CacheMethod):
     def start(
         self, model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None = None, *, chunk: int | None = None
     ) -> State:
-        require_full_attention(model)
+        require_full_attention(model, "the cache can only be packed")
         require_unpadded(mask)
         if self.inner is not None:
             return pack_state(self.inner.start(model, input_ids, mask, chunk=chunk), self._pack)
@@ -75,7 +70,7 @@ class Kivi(CacheMethod):
 
     @override
     def compress(self, model: PreTrainedModel, state: State) -> State:
-        require_full_attention(model)
+        require_full_attention(model, "the cache can only be packed")
         return pack_state(state if self.inner is None else self.inner.compress(model, state), self._pack)
 
     def _pack(self, keys: Tensor, values: Tensor, seen: int) -> PackedLayer:

@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from typing_extensions import override
 
-from keepsight.errors import UserError
+from keepsight.errors import UserError, require_whole
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.importance import NO_POOL, Pool
 from keepsight.runtime.observe import Observer
@@ -42,12 +42,10 @@ class Ladder(Observer):
     sinks: int | None = None
 
     def __post_init__(self) -> None:
-        if type(self.span) is not int or self.span < 1:
-            raise UserError(f"lacache: span {self.span!r} must be a whole number of layers, at least 1")
+        require_whole("lacache", 1, span=self.span)
         if type(self.overlap) is not int or not 0 <= self.overlap < self.span:
             raise UserError(f"lacache: overlap {self.overlap!r} must be a whole number below the span of {self.span}")
-        if self.sinks is not None and (type(self.sinks) is not int or self.sinks < 0):
-            raise UserError(f"lacache: sinks {self.sinks!r} must be a whole number")
+        require_whole("lacache", sinks=0 if self.sinks is None else self.sinks)
 
     @override
     def __call__(self, model: PreTrainedModel, state: State, reduction: str) -> list[Tensor]:

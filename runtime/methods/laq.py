@@ -7,17 +7,18 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from typing_extensions import override
 
-from keepsight.errors import UserError
+from keepsight.errors import UserError, require_whole
 from keepsight.runtime.budget import Budget
 from keepsight.runtime.cache import LayerEntries
 from keepsight.runtime.decode import decode, stop_after
-from keepsight.runtime.drafting.observer import combine, held_rows, until_end, window_attention
+from keepsight.runtime.drafting.observer import until_end
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.importance import Pool, observed_attention
 from keepsight.runtime.methods.snapkv import SnapKV
 from keepsight.runtime.observe import Observer
 from keepsight.runtime.prefill import read
 from keepsight.runtime.state import Needs, State, Trace
+from keepsight.runtime.window import combine, held_rows, window_attention
 
 _MASKS = ("corrected", "published")
 
@@ -47,10 +48,8 @@ class QueryCache(Observer):
     mask: str = "corrected"
 
     def __post_init__(self) -> None:
-        for name, least in (("lookahead", 1), ("window", 0), ("first_window", 1)):
-            value = getattr(self, name)
-            if type(value) is not int or value < least:
-                raise UserError(f"LAQ: {name} {value!r} must be a whole number of at least {least}")
+        require_whole("LAQ", 1, lookahead=self.lookahead, first_window=self.first_window)
+        require_whole("LAQ", window=self.window)
         if self.mask not in _MASKS:
             raise UserError(f"LAQ: mask {self.mask!r} is unknown; choose one of {', '.join(_MASKS)}")
         if self.budget is not None:
@@ -69,7 +68,7 @@ class QueryCache(Observer):
         if self.mask == "published":
             both = [
                 torch.cat([before[:, :, before.shape[2] - rows :], after], dim=2)
-                for before, after in zip(state.trace.window, guessed, strict=True)
+                for before, after in zip(state.trace.queries, guessed, strict=True)
             ]
             seen = real.new_ones(len(real), rows) if window_mask is None else window_mask
             return _under_triangle(state, both, torch.cat([seen, real], dim=1), reduction)
@@ -107,7 +106,7 @@ class QueryCache(Observer):
         guess = decode(model, small, stop_after(self.lookahead, end), pad_token=0)
         after, _ = read(model, guess.state, guess.ids[:, -1:])
         real = None if end is None else until_end(guess.ids, end)
-        return after.trace.window, torch.ones_like(guess.ids, dtype=torch.bool) if real is None else real
+        return after.trace.queries, torch.ones_like(guess.ids, dtype=torch.bool) if real is None else real
 
 
 def _from_beyond(queries: Tensor, layer: LayerEntries, scaling: float, real: Tensor, reduction: str) -> Tensor:

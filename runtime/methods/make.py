@@ -12,7 +12,7 @@ from typing import Any
 
 from keepsight.errors import UserError
 from keepsight.runtime.allocate import ALLOCATIONS
-from keepsight.runtime.drafting.observer import DraftTokens
+from keepsight.runtime.drafting.observer import DraftObserver
 from keepsight.runtime.importance import NO_POOL, Pool, Reduce
 from keepsight.runtime.method import Method
 from keepsight.runtime.methods.llmlingua import Package
@@ -20,7 +20,7 @@ from keepsight.runtime.methods.lookaheadkv import LookaheadKV, parts_of
 from keepsight.runtime.methods.registry import DRAFTERS, METHODS, OBSERVERS
 from keepsight.runtime.methods.resources import Resources
 from keepsight.runtime.methods.sentence_similarity import Cosine
-from keepsight.runtime.methods.speckv import DraftModel, SpecKV
+from keepsight.runtime.methods.speckv import ModelDrafter, SpecKV
 from keepsight.runtime.sparse_prefill import SparsePrefill
 
 _RESOURCES = ("artifact", "head", "draft", "tokenizer")
@@ -40,7 +40,7 @@ def make_method(name: str, budget: int | float | None, resources: Resources | No
     """
     kind = _kind(name)
     make: Any = kind
-    reader = _Reader(resources or Resources())
+    reader = _OptionReader(resources or Resources())
     try:
         parts = reader.fields(kind, options, reader.defaults(kind), taken=("budget",))
     except UserError as error:
@@ -70,7 +70,7 @@ def _kind(name: str) -> type[Method]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Reader:
+class _OptionReader:
     """Reads plain values; what a part needs and is not given comes from the resources."""
 
     resources: Resources
@@ -81,7 +81,7 @@ class _Reader:
             return parts_of(self.resources.artifact)
         if kind is SpecKV:
             draft: Any = self.resources.find("draft")
-            return {"observer": DraftTokens(DraftModel(draft), window=None)}
+            return {"observer": DraftObserver(ModelDrafter(draft), window=None)}
         return {}
 
     def fields(

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 from typing_extensions import override
 
-from keepsight.errors import UserError
-from keepsight.runtime.drafting.observer import Draft, Drafter, DraftTokens, greedy_draft
+from keepsight.errors import require_whole
+from keepsight.runtime.drafting.observer import Drafter, DraftIds, DraftObserver, greedy_draft
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.observe import Observer
 from keepsight.runtime.state import State
@@ -23,11 +23,10 @@ class OwnAnswer(Drafter):
     max_new_tokens: int = 64
 
     def __post_init__(self) -> None:
-        if type(self.max_new_tokens) is not int or self.max_new_tokens < 1:
-            raise UserError(f"oracle: max_new_tokens {self.max_new_tokens!r} must be a whole number of at least 1")
+        require_whole("oracle", 1, max_new_tokens=self.max_new_tokens)
 
     @override
-    def __call__(self, model: PreTrainedModel, state: State) -> Draft:
+    def __call__(self, model: PreTrainedModel, state: State) -> DraftIds:
         return greedy_draft(model, state.copy(), self.max_new_tokens)
 
     @override
@@ -39,4 +38,4 @@ class OwnAnswer(Drafter):
 class Oracle(Evict):
     """Keeps what the full cache's own answer attends to."""
 
-    observer: Observer = DraftTokens(OwnAnswer())
+    observer: Observer = DraftObserver(OwnAnswer())

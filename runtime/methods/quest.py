@@ -5,16 +5,16 @@ from dataclasses import dataclass
 from torch import Tensor
 from typing_extensions import override
 
-from keepsight.errors import UserError
+from keepsight.errors import require_whole
 from keepsight.runtime.cache import KeptLayer
 from keepsight.runtime.sparse_read.cache import MakeLayer, SelectedLayer
-from keepsight.runtime.sparse_read.method import ReadSome, require_whole_number
+from keepsight.runtime.sparse_read.method import SparseRead
 from keepsight.runtime.sparse_read.quest_pages import TopPages
 from keepsight.runtime.state import State
 
 
 @dataclass(frozen=True)
-class Quest(ReadSome):
+class Quest(SparseRead):
     """Reads whole pages, chosen by the smallest and largest numbers of their keys (Quest, arXiv 2406.10774).
 
     Attributes:
@@ -27,9 +27,8 @@ class Quest(ReadSome):
 
     @override
     def __post_init__(self) -> None:
-        require_whole_number(self, "page", "dense_layers")
-        if self.page < 1:
-            raise UserError(f"Quest: page {self.page} must be at least 1")
+        require_whole("Quest", 1, page=self.page)
+        require_whole("Quest", dense_layers=self.dense_layers)
         super().__post_init__()
 
     @override

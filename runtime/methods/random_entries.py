@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from typing_extensions import override
 
-from keepsight.errors import UserError
+from keepsight.errors import require_whole
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.importance import NO_POOL, Pool
 from keepsight.runtime.observe import Observer
@@ -27,8 +27,7 @@ class Lots(Observer):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if type(self.seed) is not int or self.seed < 0:
-            raise UserError(f"random: seed {self.seed!r} must be a whole number")
+        require_whole("random", seed=self.seed)
 
     @override
     def __call__(self, model: PreTrainedModel, state: State, reduction: str) -> list[Tensor]:

@@ -1,6 +1,6 @@
 """Every method, observer and drafter by name; adding a row here makes it known to all commands."""
 
-from keepsight.runtime.drafting.observer import Drafter, DraftTokens
+from keepsight.runtime.drafting.observer import Drafter, DraftObserver
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.method import FullCache, Method
 from keepsight.runtime.methods.adakv import AdaKV
@@ -20,7 +20,7 @@ from keepsight.runtime.methods.random_entries import Lots, RandomEntries
 from keepsight.runtime.methods.sentence_similarity import SentenceSimilarity
 from keepsight.runtime.methods.snapkv import PromptWindow, SnapKV
 from keepsight.runtime.methods.specache import SpeCache
-from keepsight.runtime.methods.speckv import DraftModel, SpecKV
+from keepsight.runtime.methods.speckv import ModelDrafter, SpecKV
 from keepsight.runtime.methods.speckvpc import SpecKVPC
 from keepsight.runtime.methods.specontext import SpeContext
 from keepsight.runtime.methods.specpc import SpecPC
@@ -60,7 +60,7 @@ METHODS: dict[str, type[Method]] = {
 }
 OBSERVERS: dict[str, type[Observer]] = {
     "soft_tokens": SoftTokens,
-    "draft_tokens": DraftTokens,
+    "draft_tokens": DraftObserver,
     "query_cache": QueryCache,
     "prompt_window": PromptWindow,
     "received_attention": ReceivedAttention,
@@ -72,7 +72,7 @@ OBSERVERS: dict[str, type[Observer]] = {
 }
 DRAFTERS: dict[str, type[Drafter]] = {
     "own_answer": OwnAnswer,
-    "draft_model": DraftModel,
+    "draft_model": ModelDrafter,
     "prompt_ends": PromptEnds,
     "random_tokens": RandomTokens,
     "constant_text": ConstantText,

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from typing_extensions import override
 
 from keepsight.errors import UserError
-from keepsight.models.drafts import Draft, HeadDraft
+from keepsight.models.draft_sources import DraftHeadSource, DraftSource
 from keepsight.models.hub import fetch
 from keepsight.models.lookahead_files import Artifact, load_lookahead
 from keepsight.models.retrieval_head import RetrievalHead
@@ -41,7 +41,7 @@ class Resources:
     """
 
     adapter: str | Path | None = None
-    draft: Draft | HeadDraft | Callable[[], Draft | HeadDraft | None] | Later | None = None
+    draft: DraftSource | DraftHeadSource | Callable[[], DraftSource | DraftHeadSource | None] | Later | None = None
     tokenizer: PreTrainedTokenizerBase | Later | None = None
     retrieval: str | Path | None = None
     target: PreTrainedModel | None = None

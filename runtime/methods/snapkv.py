@@ -7,10 +7,10 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from keepsight.errors import UserError
-from keepsight.runtime.drafting.observer import held_rows, window_attention
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.observe import Observer
 from keepsight.runtime.state import Needs, State
+from keepsight.runtime.window import held_rows, window_attention
 
 
 @dataclass(frozen=True)

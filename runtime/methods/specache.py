@@ -1,21 +1,21 @@
 """SpeCache: a copy in 1 or 2 bits to read, the full cache on the CPU, and a guessed token that fetches ahead."""
 
 from dataclasses import dataclass
-from typing import cast
 
 from torch import Tensor
 from transformers import PreTrainedModel
 from typing_extensions import override
 
-from keepsight.errors import UserError
+from keepsight.errors import UserError, require_whole
+from keepsight.runtime.attention import Reader, require_full_attention
 from keepsight.runtime.importance import Reduce
 from keepsight.runtime.method import CacheMethod
 from keepsight.runtime.methods.kivi import check_sizes
 from keepsight.runtime.offload import FullEntries, Traffic, require_memory
-from keepsight.runtime.quantized.cache import pack_state, prefill_packed, require_full_attention, require_unpadded
+from keepsight.runtime.quantized.cache import pack_state, prefill_packed, require_unpadded
 from keepsight.runtime.quantized.codec import Quantizer
 from keepsight.runtime.quantized.entries import PackedEntries
-from keepsight.runtime.quantized.specache import PairReader, Selection, SpeCacheLayer
+from keepsight.runtime.quantized.specache import FetchSelector, PairReader, SpeCacheLayer
 from keepsight.runtime.state import State
 
 
@@ -48,8 +48,7 @@ class SpeCache(CacheMethod):
 
     def __post_init__(self) -> None:
         check_sizes(self.quantizer, self.residual)
-        if type(self.topk) is not int or self.topk < 0:
-            raise UserError(f"SpeCache: topk {self.topk!r} must be a whole number of entries a KV head")
+        require_whole("SpeCache", topk=self.topk)
         Reduce(heads=self.heads)  # refuses what it does not know
 
     @property
@@ -63,8 +62,8 @@ class SpeCache(CacheMethod):
             raise UserError(f"SpeCache: topk {self.topk} is above the {length} entries of the cache; lower topk")
 
     @override
-    def reader(self, model: PreTrainedModel) -> PreTrainedModel:
-        return cast(PreTrainedModel, PairReader(model)) if self.speculative and self.topk else model
+    def reader(self, model: PreTrainedModel) -> Reader:
+        return PairReader(model) if self.speculative and self.topk else model
 
     @override
     def start(
@@ -80,7 +79,7 @@ class SpeCache(CacheMethod):
         return pack_state(state, self._packer())
 
     def _require(self, model: PreTrainedModel, tokens: Tensor) -> None:
-        require_full_attention(model)
+        require_full_attention(model, "the cache can only be packed")
         config = model.config.get_text_config()
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         rows, length = tokens.shape
@@ -102,4 +101,4 @@ class _Packer:
         held = PackedEntries.pack(quantizer, self.method.residual, keys, values)
         packed = held.packed_length
         full = FullEntries.offload(keys[:, :, :packed], values[:, :, :packed], self.traffic)
-        return SpeCacheLayer(held, seen, full, Selection(self.method.topk, self.method.heads))
+        return SpeCacheLayer(held, seen, full, FetchSelector(self.method.topk, self.method.heads))

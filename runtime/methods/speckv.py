@@ -8,10 +8,9 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 from typing_extensions import override
 
-from keepsight.errors import UserError
-from keepsight.models import drafts
-from keepsight.models.drafts import HeadDraft
-from keepsight.runtime.drafting.observer import Draft, Drafter, DraftTokens, Given, greedy_draft
+from keepsight.errors import UserError, require_whole
+from keepsight.models.draft_sources import DraftHeadSource, DraftSource
+from keepsight.runtime.drafting.observer import Drafter, DraftIds, DraftObserver, GivenDraft, greedy_draft
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.importance import Pool, Reduce, observed_attention, reduce_group
 from keepsight.runtime.methods.head_answer import head_answer
@@ -21,7 +20,7 @@ from keepsight.runtime.state import Needs, State
 
 
 @dataclass(frozen=True)
-class DraftModel(Drafter):
+class ModelDrafter(Drafter):
     """A draft's greedy answer to everything the target has read.
 
     A draft model reads it all over again. A draft head reads the features that the prefill recorded, in one layer, and
@@ -33,34 +32,33 @@ class DraftModel(Drafter):
             the task's answer length for that.
     """
 
-    draft: drafts.Draft | HeadDraft
+    draft: DraftSource | DraftHeadSource
     lookahead: int = 32
 
     def __post_init__(self) -> None:
-        if type(self.lookahead) is not int or self.lookahead < 1:
-            raise UserError(f"SpecKV: lookahead {self.lookahead!r} must be a whole number of at least 1")
+        require_whole("SpecKV", 1, lookahead=self.lookahead)
 
     @override
-    def __call__(self, model: PreTrainedModel, state: State) -> Draft:
-        if isinstance(self.draft, HeadDraft):
+    def __call__(self, model: PreTrainedModel, state: State) -> DraftIds:
+        if isinstance(self.draft, DraftHeadSource):
             return head_answer(model, state, self.draft, self.lookahead).draft
         return self.write(model, state.tokens, state.tokens_mask)
 
     @override
     def needs(self) -> Needs:
-        return Needs(features=self.draft.layers) if isinstance(self.draft, HeadDraft) else Needs()
+        return Needs(features=self.draft.layers) if isinstance(self.draft, DraftHeadSource) else Needs()
 
     @override
     def longest(self) -> int:
         return self.lookahead
 
-    def write(self, model: PreTrainedModel, tokens: Tensor, mask: Tensor | None = None) -> Draft:
+    def write(self, model: PreTrainedModel, tokens: Tensor, mask: Tensor | None = None) -> DraftIds:
         """The draft for tokens [B, M] that `model`, the target, need not have read; `mask` is False for padding.
 
         Raises:
             UserError: prompt and draft do not fit the draft model's context, or the draft is a head.
         """
-        if isinstance(self.draft, HeadDraft):
+        if isinstance(self.draft, DraftHeadSource):
             raise UserError("SpecKV: a draft head reads what the target has read; give a draft model to write before")
         drafting = self.draft.of(model)
         require_draft_fits("SpecKV", tokens.shape[1], self.lookahead, drafting)
@@ -94,8 +92,8 @@ class SpecKV(Evict):
             return
         if self._drafter() is None:
             raise UserError(
-                "SpecKV: sparse needs an observer that is DraftTokens of a DraftModel, and a draft that is a model: "
-                "a draft head reads what the target has read"
+                "SpecKV: sparse needs an observer that is DraftObserver of a ModelDrafter, and a draft that is a "
+                "model: a draft head reads what the target has read"
             )
         most = self.sparse.vertical + self.sparse.band
         if not isinstance(self.budget, int) or self.budget > most:
@@ -105,14 +103,14 @@ class SpecKV(Evict):
 
     @classmethod
     def with_draft(
-        cls, draft: drafts.Draft | HeadDraft, budget: int | float, lookahead: int = 32, **parts: Any
+        cls, draft: DraftSource | DraftHeadSource, budget: int | float, lookahead: int = 32, **parts: Any
     ) -> "SpecKV":
         """The method with a draft; `parts` are other fields.
 
         Raises:
             UserError: a value is out of range.
         """
-        return cls(budget, DraftTokens(DraftModel(draft, lookahead), window=None), **parts)
+        return cls(budget, DraftObserver(ModelDrafter(draft, lookahead), window=None), **parts)
 
     @override
     def reads_itself(self, length: int) -> bool:
@@ -131,16 +129,16 @@ class SpecKV(Evict):
         _refuse(length, mask, chunk)
         draft = drafter.write(model, input_ids)
         if not self.sparse.active(length + draft.ids.shape[1]):
-            given = replace(self, sparse=None, observer=replace(self.observer, drafter=Given(draft)))  # type: ignore[type-var]
+            given = replace(self, sparse=None, observer=replace(self.observer, drafter=GivenDraft(draft)))  # type: ignore[type-var]
             return given.start(model, input_ids)
         score = self._score(draft, length)
         return self.keep(*self.sparse(model, input_ids, draft.ids, score, needs=self.needs(), window=self.window))
 
-    def _drafter(self) -> DraftModel | None:
-        drafter = self.observer.drafter if isinstance(self.observer, DraftTokens) else None
-        return drafter if isinstance(drafter, DraftModel) and not isinstance(drafter.draft, HeadDraft) else None
+    def _drafter(self) -> ModelDrafter | None:
+        drafter = self.observer.drafter if isinstance(self.observer, DraftObserver) else None
+        return drafter if isinstance(drafter, ModelDrafter) and not isinstance(drafter.draft, DraftHeadSource) else None
 
-    def _score(self, draft: Draft, length: int) -> Score:
+    def _score(self, draft: DraftIds, length: int) -> Score:
         """What `reduced` says of a prompt of `length` tokens, for one layer of a pass over prompt and draft."""
         observer = self.bound_observer
         window = min(getattr(observer, "window", 0), length)

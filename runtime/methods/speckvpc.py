@@ -13,15 +13,16 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 from typing_extensions import override
 
-from keepsight.models import drafts
+from keepsight.errors import require_whole
+from keepsight.models.draft_sources import DraftHeadSource, DraftSource
 from keepsight.runtime.allocate import Allocation, Uniform
 from keepsight.runtime.budget import Budget
-from keepsight.runtime.drafting.observer import Draft, DraftTokens, Given
+from keepsight.runtime.drafting.observer import DraftIds, DraftObserver, GivenDraft
 from keepsight.runtime.method import Method
 from keepsight.runtime.methods.speckv import SpecKV
 from keepsight.runtime.methods.specpc import SpecPC, require_room
 from keepsight.runtime.prefill import context_of, prefill
-from keepsight.runtime.prompt_compression.method import pad_left, require_whole, unpadded
+from keepsight.runtime.prompt_compression.method import pad_left, unpadded
 from keepsight.runtime.state import State
 
 
@@ -46,7 +47,7 @@ class SpecKVPC(Method):
     """
 
     budget: int | float
-    draft: drafts.Draft | drafts.HeadDraft = field(kw_only=True)
+    draft: DraftSource | DraftHeadSource = field(kw_only=True)
     prompt_budget: int = 2048
     lookahead: int = 20
     kernel: int = 32
@@ -56,8 +57,8 @@ class SpecKVPC(Method):
     allocate: Allocation = Uniform()
 
     def __post_init__(self) -> None:
-        require_whole(type(self).__name__, prompt_budget=(self.prompt_budget, 1))
-        self._evict(Draft(torch.empty(1, 0, dtype=torch.long)))
+        require_whole(type(self).__name__, 1, prompt_budget=self.prompt_budget)
+        self._evict(DraftIds(torch.empty(1, 0, dtype=torch.long)))
         self._shorten(0)
 
     @override
@@ -98,13 +99,13 @@ class SpecKVPC(Method):
             first_layer=self.first_layer,
         )
 
-    def _evict(self, draft: Draft) -> SpecKV:
-        observer = DraftTokens(Given(draft), self.window)
+    def _evict(self, draft: DraftIds) -> SpecKV:
+        observer = DraftObserver(GivenDraft(draft), self.window)
         return SpecKV(self.budget, observer, allocate=self.allocate, window=self.window)
 
 
-def _pad_right(drafted: list[Tensor]) -> Draft:
+def _pad_right(drafted: list[Tensor]) -> DraftIds:
     ids = pad_sequence(drafted, batch_first=True)
     lengths = torch.tensor([len(each) for each in drafted], device=ids.device)
     mask = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
-    return Draft(ids, None if bool(mask.all()) else mask)
+    return DraftIds(ids, None if bool(mask.all()) else mask)

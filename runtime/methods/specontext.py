@@ -3,27 +3,28 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from typing_extensions import override
 
-from keepsight.errors import UserError
+from keepsight.errors import UserError, require_whole
 from keepsight.models.hub import fetch
 from keepsight.models.retrieval_config import NONE
 from keepsight.models.retrieval_head import RetrievalHead, check_target, of_the_token_before
 from keepsight.models.retrieval_head_files import load_retrieval_head
+from keepsight.runtime.attention import Reader, require_full_attention
 from keepsight.runtime.prefill import positions_of, prefill
 from keepsight.runtime.retrieval.memory_plan import plan_for, read_bytes
 from keepsight.runtime.retrieval.placement import Placement
 from keepsight.runtime.retrieval.reader import RetrievalCache, RetrievalReader, RetrievalState
 from keepsight.runtime.retrieval.selector import HeadSelector
 from keepsight.runtime.sparse_read.cache import MakeLayer, SelectedLayer, selected_layers
-from keepsight.runtime.sparse_read.method import ReadSome, require_unlimited_attention, require_whole_number
+from keepsight.runtime.sparse_read.method import SparseRead
 from keepsight.runtime.sparse_read.mla import has_latents, layers_of
-from keepsight.runtime.sparse_read.top_k import Limits
+from keepsight.runtime.sparse_read.top_k import StepBudget
 from keepsight.runtime.state import Needs, State, Trace
 
 _BLOCK = 4096
@@ -33,7 +34,7 @@ _ANSWER = 512
 
 
 @dataclass(frozen=True)
-class SpeContext(ReadSome):
+class SpeContext(SparseRead):
     """Reads what a retrieval head points at: the same entries in all layers, chosen before the target runs.
 
     Where the longest prompt of a batch and 512 tokens more go beyond what the head was trained with, YaRN extends it to
@@ -57,7 +58,7 @@ class SpeContext(ReadSome):
 
     @override
     def __post_init__(self) -> None:
-        require_whole_number(self, "sinks", "window", "offload")
+        require_whole("SpeContext", sinks=self.sinks, window=self.window, offload=self.offload)
         if self.memory_limit is not None:
             read_bytes(str(self.memory_limit))
         super().__post_init__()
@@ -91,8 +92,8 @@ class SpeContext(ReadSome):
         return _needs(self.head.config.feature_layers)
 
     @override
-    def reader(self, model: PreTrainedModel) -> PreTrainedModel:
-        return cast(PreTrainedModel, RetrievalReader(model))
+    def reader(self, model: PreTrainedModel) -> Reader:
+        return RetrievalReader(model)
 
     @override
     def start(
@@ -118,7 +119,7 @@ class SpeContext(ReadSome):
         return lambda index, *entries: SelectedLayer(*entries)
 
     def _require(self, model: PreTrainedModel) -> None:
-        require_unlimited_attention(model)
+        require_full_attention(model, "entries can only be chosen", latent=True)
         check_target(self.head, model)
         if self.offload and has_latents(model):
             raise UserError(
@@ -154,7 +155,7 @@ class SpeContext(ReadSome):
             torch.cat([*_prompt_keys(head, layers, model, state)], dim=2),
             state.trace.features_of(layers, slice(-1, None)) if layers else None,
             None if mask is None else length - state.lengths,
-            Limits(self.budget_for(length), self.sinks, self.window),
+            StepBudget(self.budget_for(length), self.sinks, self.window),
         )
 
 

@@ -17,15 +17,14 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 from typing_extensions import override
 
-from keepsight.errors import UserError
-from keepsight.models import drafts
-from keepsight.models.drafts import HeadDraft
+from keepsight.errors import UserError, require_whole
+from keepsight.models.draft_sources import DraftHeadSource, DraftSource
 from keepsight.runtime.decode import decode, stop_after
 from keepsight.runtime.importance import observed_attention
 from keepsight.runtime.methods.head_answer import head_answer
 from keepsight.runtime.methods.speckv import require_draft_fits
 from keepsight.runtime.prefill import prefill
-from keepsight.runtime.prompt_compression.method import ShortenPrompt, require_whole
+from keepsight.runtime.prompt_compression.method import ShortenPrompt
 from keepsight.runtime.state import Needs, State
 
 _FIRST_LAYER = 8  # of the published configurations, whose drafts have 16 and 24 layers
@@ -48,7 +47,7 @@ class SpecPC(ShortenPrompt):
     """
 
     window: int = 64
-    draft: drafts.Draft | HeadDraft = field(kw_only=True)
+    draft: DraftSource | DraftHeadSource = field(kw_only=True)
     lookahead: int = 1
     first_layer: int | None = None
     reduction: str = "max"
@@ -59,14 +58,8 @@ class SpecPC(ShortenPrompt):
     def __post_init__(self) -> None:
         super().__post_init__()
         name = type(self).__name__
-        require_whole(
-            name,
-            window=(self.window, 1),
-            lookahead=(self.lookahead, 1),
-            first_layer=(self.first_layer or 0, 0),
-            kernel=(self.kernel, 1),
-            neighbors=(self.neighbors or 0, 0),
-        )
+        require_whole(name, 1, window=self.window, lookahead=self.lookahead, kernel=self.kernel)
+        require_whole(name, first_layer=self.first_layer or 0, neighbors=self.neighbors or 0)
         for option, known in (("reduction", ("max", "sum")), ("pooling", ("max", "avg"))):
             if getattr(self, option) not in known:
                 raise UserError(f"{name}: {option} {getattr(self, option)!r} is unknown; choose {' or '.join(known)}")
@@ -104,7 +97,7 @@ class SpecPC(ShortenPrompt):
         Raises:
             UserError: the draft has no layer `first_layer`, or its context is too short for the prompt and its answer.
         """
-        if isinstance(self.draft, HeadDraft):
+        if isinstance(self.draft, DraftHeadSource):
             return self._look_with_head(model, self.draft, input_ids)
         draft = self.draft.of(model)
         first = self._first_layer(draft)
@@ -117,7 +110,9 @@ class SpecPC(ShortenPrompt):
         scores = self._scores(decoded.state, first, prompt.shape[1], decoded.ids.shape[1] - 1)
         return scores.to(input_ids.device), decoded.ids[0].to(input_ids.device)
 
-    def _look_with_head(self, model: PreTrainedModel, draft: HeadDraft, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+    def _look_with_head(
+        self, model: PreTrainedModel, draft: DraftHeadSource, input_ids: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """As `look`. The head's first key is for the first two tokens, which get the same score."""
         if self.first_layer is not None:
             raise UserError(f"{type(self).__name__}: a draft head has one layer; leave out first_layer")
@@ -143,7 +138,7 @@ class SpecPC(ShortenPrompt):
         """[N] float32. Maximum and sum commute, so that all queries of a layer are reduced at once."""
         rows = self.window + generated
         weights = self._weights(generated).to(state.logits.device)
-        layers = zip(state.trace.window, state.entries(), state.trace.scaling, strict=True)
+        layers = zip(state.trace.queries, state.entries(), state.trace.scaling, strict=True)
         by_layer = [
             observed_attention(
                 queries[:, :, -rows:],

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 from typing_extensions import override
 
-from keepsight.errors import UserError
+from keepsight.errors import UserError, require_whole
 from keepsight.runtime.budget import Budget
 from keepsight.runtime.method import Method, Observe, Shared
 from keepsight.runtime.prefill import context_of, prefill
@@ -41,7 +41,7 @@ class ShortenPrompt(Method):
 
     def __post_init__(self) -> None:
         name, budget, window = type(self).__name__, self.budget, self.window
-        require_whole(name, window=(window, 0))
+        require_whole(name, window=window)
         if type(budget) is int and budget < max(window, 1):
             raise UserError(f"{name}: budget {budget} must be at least {max(window, 1)}, the window's tokens included")
         Budget(budget, "tokens").check(name)
@@ -115,18 +115,3 @@ def pad_left(prompts: list[Tensor]) -> tuple[Tensor, Tensor | None]:
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=ids.device)
     mask = torch.arange(ids.shape[1], device=ids.device) >= ids.shape[1] - lengths[:, None]
     return ids, None if bool(mask.all()) else mask
-
-
-def require_whole(name: str, **fields: tuple[object, int]) -> None:
-    """Refuse values that are not whole numbers of at least so much.
-
-    Args:
-        name: Of the method.
-        fields: Each field's value and its smallest allowed value.
-
-    Raises:
-        UserError: with one line that names the field.
-    """
-    for field, (value, least) in fields.items():
-        if type(value) is not int or value < least:
-            raise UserError(f"{name}: {field} {value!r} must be a whole number of at least {least}")

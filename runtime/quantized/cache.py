@@ -214,22 +214,3 @@ def require_unpadded(mask: Tensor | None) -> None:
     """
     if mask is not None and not bool(mask.bool().all()):
         raise UserError("prompts of different lengths cannot be packed in one batch; give rows of one length each time")
-
-
-def require_full_attention(model: PreTrainedModel) -> None:
-    """Refuse models whose layers do not keep one key and value of every token.
-
-    Raises:
-        UserError: sliding, linear or latent attention.
-    """
-    config: Any = model.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
-    if not getattr(config, "layer_types", None) and getattr(config, "sliding_window", None):
-        kinds = {"sliding_attention"}
-    if getattr(config, "kv_lora_rank", None):
-        kinds = {"latent attention"}
-    if kinds:
-        raise UserError(
-            f"{config.model_type} has layers of {', '.join(sorted(kinds))}; the cache can only be packed where all "
-            "layers have full attention"
-        )

@@ -6,29 +6,15 @@ again.
 """
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from keepsight.runtime.offload import FetchedEntries
 from keepsight.runtime.quantized.codec import Packed, Quantizer
 
 _BLOCK = 1024
 """Tokens that are unpacked at a time."""
-
-
-class Slots(NamedTuple):
-    """Entries in full precision that stand in for packed ones.
-
-    Attributes:
-        indices: [B, K, k] int64, which entries; none twice in a head.
-        keys: [B, K, k, d].
-        values: [B, K, k, d].
-    """
-
-    indices: Tensor
-    keys: Tensor
-    values: Tensor
 
 
 @dataclass(frozen=True)
@@ -117,7 +103,11 @@ class PackedEntries:
 
 
 def attend_packed(
-    query: Tensor, held: PackedEntries, scaling: float, slots: Slots | None = None, watched: int | None = None
+    query: Tensor,
+    held: PackedEntries,
+    scaling: float,
+    fetched: FetchedEntries | None = None,
+    watched: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Causal attention of the last q of T tokens, of which no more than one block is unpacked at a time.
 
@@ -125,8 +115,8 @@ def attend_packed(
         query: [B, H, q, d].
         held: T entries of K KV heads.
         scaling: Factor of the dot products.
-        slots: Read in place of the packed entries with their indices.
-        watched: Of how many first entries the attention is returned, at least those in the slots; the packed ones by
+        fetched: Read in full precision in place of the packed entries with their indices.
+        watched: Of how many first entries the attention is returned, at least the fetched ones; the packed ones by
             default.
 
     Returns:
@@ -137,23 +127,23 @@ def attend_packed(
     watched = held.packed_length if watched is None else watched
     grouped = query.reshape(batch, kv_heads, -1, width)
     softmax, last = _OnlineSoftmax(), []
-    if slots is not None:
-        slot_logits = softmax.add(grouped, slots.keys, slots.values, scaling)
+    if fetched is not None:
+        fetched_logits = softmax.add(grouped, fetched.keys, fetched.values, scaling)
         hidden = torch.zeros(batch, kv_heads, length, dtype=torch.bool, device=query.device)
-        hidden = hidden.scatter_(2, slots.indices, True)[:, :, None]
+        hidden = hidden.scatter_(2, fetched.indices, True)[:, :, None]
     block = max(_BLOCK // held.quantizer.group, 1) * held.quantizer.group
     for start in range(0, length, block):
         stop = min(start + block, length)
         mask = _future(start, stop, rows, length, query.device).repeat(heads // kv_heads, 1)
-        if slots is not None:
+        if fetched is not None:
             mask = mask | hidden[..., start:stop]
         logits = softmax.add(grouped, held.keys(start, stop), held.values(start, stop), scaling, mask)
         last.append(logits[:, :, rows - 1 :: rows, : max(watched - start, 0)])
     output, total = softmax.result()
     seen = torch.cat(last, dim=3)
-    if slots is not None:
+    if fetched is not None:
         group = heads // kv_heads
-        seen.scatter_(3, slots.indices[:, :, None].expand(-1, -1, group, -1), slot_logits[:, :, rows - 1 :: rows])
+        seen.scatter_(3, fetched.indices[:, :, None].expand(-1, -1, group, -1), fetched_logits[:, :, rows - 1 :: rows])
     attention = (seen - total[:, :, rows - 1 :: rows]).exp()
     return output.view(batch, heads, rows, width).transpose(1, 2).to(query.dtype).contiguous(), attention
 

@@ -26,7 +26,7 @@ from keepsight.runtime.quantized.entries import PackedEntries, attend_packed
 
 
 @dataclass(frozen=True)
-class Selection:
+class FetchSelector:
     """Which entries are fetched.
 
     Attributes:
@@ -37,7 +37,7 @@ class Selection:
     topk: int
     heads: str
 
-    def __call__(self, attention: Tensor) -> Tensor:
+    def select(self, attention: Tensor) -> Tensor:
         """Attention [B, K, H / K, n] -> indices [B, K, k] int64 of the entries that get the most of it."""
         reduced = reduce_group(attention.flatten(1, 2), attention.shape[1], self.heads)
         return reduced.topk(min(self.topk, attention.shape[3]), dim=-1).indices
@@ -64,22 +64,22 @@ class SpeCacheLayer(PackedLayer):
         held: Its entries on the device.
         seen: Logical length.
         full: In full precision, those whose keys are packed.
-        selection: What to fetch.
+        selector: Selects what to fetch.
         ahead: What the last step of a `PairReader` has left.
     """
 
     def __init__(
-        self, held: PackedEntries, seen: int, full: FullEntries, selection: Selection, ahead: _Ahead | None = None
+        self, held: PackedEntries, seen: int, full: FullEntries, selector: FetchSelector, ahead: _Ahead | None = None
     ) -> None:
         super().__init__(held, seen)
-        self.full, self.selection, self.ahead = full, selection, ahead
+        self.full, self.selector, self.ahead = full, selector, ahead
 
     @property
     @override
     def bytes(self) -> int:
         """Bytes on the device: packed and recent entries, and the slots with their indices."""
         batch, kv_heads, _, width = self.keys.shape
-        slots = batch * kv_heads * min(self.selection.topk, self.full.length)
+        slots = batch * kv_heads * min(self.selector.topk, self.full.length)
         return self.held.bytes + slots * (2 * width * self.keys.element_size() + 8)
 
     @override
@@ -90,7 +90,7 @@ class SpeCacheLayer(PackedLayer):
 
     def begin_fetch(self, attention: Tensor) -> Fetch | None:
         """Fetch the entries that get the most of attention [B, K, H / K, n]; None for no entries."""
-        indices = self.selection(attention)
+        indices = self.selector.select(attention)
         return self.full.fetch(indices) if indices.shape[2] else None
 
     @override
@@ -107,7 +107,7 @@ class SpeCacheLayer(PackedLayer):
 
     @override
     def share(self) -> "SpeCacheLayer":
-        return SpeCacheLayer(self.held, self.seen, self.full, self.selection)
+        return SpeCacheLayer(self.held, self.seen, self.full, self.selector)
 
 
 def specache_layers(cache: Cache) -> list[SpeCacheLayer]:
@@ -176,7 +176,7 @@ class _TrialLayer(SpeCacheLayer, OwnAttention):
     """
 
     def __init__(self, layer: SpeCacheLayer, accepted: int) -> None:
-        super().__init__(layer.held, layer.seen, layer.full, layer.selection, layer.ahead)
+        super().__init__(layer.held, layer.seen, layer.full, layer.selector, layer.ahead)
         self._accepted, self._next = accepted, layer.share()
         self._fetch: Fetch | None = None
 
@@ -190,9 +190,9 @@ class _TrialLayer(SpeCacheLayer, OwnAttention):
     @override
     def attend(self, query: Tensor, scaling: float) -> Tensor:
         fetch = self.ahead.fetch if self.ahead is not None else None
-        slots = fetch.wait() if fetch is not None else None
+        fetched = fetch.wait() if fetch is not None else None
         watched = self._next.held.packed_length  # with those that are packed at the end of this step
-        output, attention = attend_packed(query, self.held, scaling, slots, watched)
+        output, attention = attend_packed(query, self.held, scaling, fetched, watched)
         self._fetch = self._next.begin_fetch(attention)
         return output
 

@@ -29,7 +29,7 @@ from keepsight.runtime.offload import (
     in_background,
     on_side_stream,
 )
-from keepsight.runtime.sparse_read.cache import Chosen, SelectedLayer, real_entries
+from keepsight.runtime.sparse_read.cache import SelectedLayer, Selection, real_mask
 
 _NONE, _STAYS = -1, -2
 
@@ -76,7 +76,7 @@ class Arrangement:
 
     def __init__(self, held: Tensor) -> None:
         self.held = held
-        self._asked: Chosen | None = None
+        self._asked: Selection | None = None
         self._answered: weakref.ref[Change] | None = None  # a state that stays behind would keep all later ones alive
 
     @classmethod
@@ -84,7 +84,7 @@ class Arrangement:
         """Slots that hold nothing."""
         return cls(torch.full((batch, kv_heads, budget), _NONE, device=device))
 
-    def to(self, chosen: Chosen, length: int) -> Change:
+    def to(self, chosen: Selection, length: int) -> Change:
         """The change to what a step chooses among `length` entries; the first slots hold it then.
 
         It is computed once for the layers that ask one after another, as long as one of them keeps it.
@@ -98,7 +98,7 @@ class Arrangement:
             self._asked, self._answered = chosen, weakref.ref(known)
         return known
 
-    def _change(self, chosen: Chosen, length: int) -> Change:
+    def _change(self, chosen: Selection, length: int) -> Change:
         now, budget = chosen.indices, self.held.shape[2]
         if now.shape[2] > budget:
             raise UserError(f"{now.shape[2]} entries are chosen, and a layer on the CPU has slots for {budget}")
@@ -167,7 +167,7 @@ class ElasticLayer(SelectedLayer):
         super().__init__(*slots.first(0), seen, padding)
         self.full, self.slots = full, slots
         self._newest: Tensor | None = None
-        self._prepared: Chosen | None = None
+        self._prepared: Selection | None = None
         self._change: Change | None = None
         self._loading: Future[None] | None = None
 
@@ -201,7 +201,7 @@ class ElasticLayer(SelectedLayer):
         return self.slots.rows.numel() * self.slots.rows.element_size()
 
     @override
-    def prepare(self, chosen: Chosen) -> None:
+    def prepare(self, chosen: Selection) -> None:
         super().prepare(chosen)
         self._prepared = chosen
         self._change = self.slots.arrangement.to(chosen, self.full.length)
@@ -209,7 +209,7 @@ class ElasticLayer(SelectedLayer):
         self._loading = in_background(_load, self.full, self.slots.rows, self._change, Begun(self.slots.rows.device))
 
     @override
-    def gather(self, chosen: Chosen) -> LayerEntries:
+    def gather(self, chosen: Selection) -> LayerEntries:
         if self._prepared is not chosen:
             self.prepare(chosen)
         self._settle()
@@ -253,7 +253,7 @@ class ElasticLayer(SelectedLayer):
         keys, values = self.slots.split(self.full.read(self.slots.rows.device))
         real = None
         if self.padding is not None:
-            real = real_entries(self.padding, keys.shape[2])[:, None].expand(-1, keys.shape[1], -1)
+            real = real_mask(self.padding, keys.shape[2])[:, None].expand(-1, keys.shape[1], -1)
         return LayerEntries(keys, values, real)
 
     @override

@@ -15,9 +15,8 @@ from itertools import accumulate
 from transformers import PreTrainedModel
 
 from keepsight.errors import UserError
+from keepsight.runtime.cache import ROOM
 
-_ROOM = 64
-"""What layers and retrieval heads grow by when they have to."""
 _UNITS = {"": 1, "B": 1} | {
     f"{prefix}{suffix}": base**power
     for power, prefix in enumerate("KMGT", start=1)
@@ -203,7 +202,7 @@ def plan_for(
         budget=budget,
         head_keys=head_keys,
         item=model.dtype.itemsize,
-        room=_ROOM,
+        room=ROOM,
     )
 
 

@@ -57,7 +57,7 @@ class Placement:
 
     def _moved(self, layer: SelectedLayer, other: ElasticLayer | None) -> ElasticLayer:
         """A layer on the CPU that holds in its slots what another one does."""
-        if layer.selection is not None:
+        if layer.selector is not None:
             raise UserError("a layer that reads its own keys to choose has to have them on the device; offload none")
         if other is not None:
             return ElasticLayer.from_layer(layer, other.slots.arrangement, other.full.traffic)

@@ -124,7 +124,7 @@ class RetrievalReader:
         before, selector = cache.get_seq_length(), cache.selector
         cache.placement.place(cache.layers, before + 1)
         try:
-            chosen = selector.choose(self._model.get_input_embeddings()(token), position)
+            chosen = selector.select(self._model.get_input_embeddings()(token), position)
             for layer in cache.selected_layers:
                 layer.prepare(chosen)
             with RecordFeatures(self._model, selector.layers) as recorded:

@@ -1,28 +1,12 @@
 """Choosing with a retrieval head, once for all layers, before the model runs (SpeContext, arXiv 2512.00722)."""
 
-from typing import Protocol
-
 from torch import Tensor
 from torch.nn import functional
 
-from keepsight.runtime.sparse_read.cache import Chosen
-from keepsight.runtime.sparse_read.top_k import Limits, most_attended
-
-_ROOM = 64
-"""Keys for which there is room when they have to be copied to grow."""
-
-
-class Head(Protocol):
-    """A retrieval head; see `keepsight.models.retrieval_head.RetrievalHead`."""
-
-    @property
-    def scaling(self) -> float:
-        """Factor of the dot products."""
-        ...
-
-    def project(self, embeddings: Tensor, features: Tensor | None, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries [B, H, q, d] and keys [B, K, q, d] of tokens, after RoPE."""
-        ...
+from keepsight.models.retrieval_head import RetrievalHead
+from keepsight.runtime.cache import ROOM
+from keepsight.runtime.sparse_read.cache import Selection
+from keepsight.runtime.sparse_read.top_k import StepBudget, most_attended
 
 
 class HeadKeys:
@@ -44,7 +28,7 @@ class HeadKeys:
         """With more keys [B, K, q, d]."""
         end = self.length + keys.shape[2]
         if end > self._room.shape[2]:
-            self._room = functional.pad(self.keys, (0, 0, 0, end + _ROOM - self.length))
+            self._room = functional.pad(self.keys, (0, 0, 0, end + ROOM - self.length))
         self._room[:, :, self.length : end] = keys
         self.length = end
 
@@ -63,20 +47,20 @@ class HeadSelector:
         keys: [B, K, C, d], the head's, of all tokens so far.
         features: [B, 1, w], the target's, of the last token; None when the head reads none.
         padding: [B] int64, how many of the first tokens are padding; None for none.
-        limits: How many entries it chooses.
+        budget: How many entries it selects.
     """
 
     def __init__(
         self,
-        head: Head,
+        head: RetrievalHead,
         layers: tuple[int, ...],
         keys: Tensor,
         features: Tensor | None,
         padding: Tensor | None,
-        limits: Limits,
+        budget: StepBudget,
     ) -> None:
         self.head, self.layers, self.features = head, layers, features
-        self.padding, self.limits = padding, limits
+        self.padding, self.budget = padding, budget
         self.keys = HeadKeys(keys)
 
     @property
@@ -84,7 +68,7 @@ class HeadSelector:
         """Bytes of its keys."""
         return self.keys.keys.numel() * self.keys.keys.element_size()
 
-    def choose(self, embeddings: Tensor, positions: Tensor) -> Chosen:
+    def select(self, embeddings: Tensor, positions: Tensor) -> Selection:
         """What the target reads for a token, whose key is appended to the head's.
 
         Args:
@@ -93,8 +77,8 @@ class HeadSelector:
         """
         query, key = self.head.project(embeddings, self.features, positions)
         self.keys.append(key)
-        return most_attended(query, self.keys.keys, self.head.scaling, self.padding, self.limits)
+        return most_attended(query, self.keys.keys, self.head.scaling, self.padding, self.budget)
 
     def share(self) -> "HeadSelector":
         """One that goes on by itself from here."""
-        return HeadSelector(self.head, self.layers, self.keys.keys, self.features, self.padding, self.limits)
+        return HeadSelector(self.head, self.layers, self.keys.keys, self.features, self.padding, self.budget)

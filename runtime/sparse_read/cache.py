@@ -23,7 +23,7 @@ from keepsight.runtime.cache import KeptLayer, LayerEntries, cache_bytes, entrie
 from keepsight.runtime.state import State
 
 
-class Chosen(NamedTuple):
+class Selection(NamedTuple):
     """What the KV heads of a layer, or of all layers, read at one step, beside the token's own entry.
 
     Attributes:
@@ -35,11 +35,11 @@ class Chosen(NamedTuple):
     real: Tensor | None
 
 
-class Selection(ABC):
+class LayerSelector(ABC):
     """Chooses inside a layer, once its queries are known."""
 
     @abstractmethod
-    def choose(self, query: Tensor, scaling: float, keys: Tensor, padding: Tensor | None) -> Chosen:
+    def select(self, query: Tensor, scaling: float, keys: Tensor, padding: Tensor | None) -> Selection:
         """What a step reads.
 
         Args:
@@ -54,7 +54,7 @@ class Selection(ABC):
         """Bytes that it holds beside the cache."""
         return 0
 
-    def share(self) -> "Selection":
+    def share(self) -> "LayerSelector":
         """One that goes on by itself from here; what holds nothing can be shared as it is."""
         return self
 
@@ -76,23 +76,23 @@ class SelectedLayer(KeptLayer):
         values: Tensor,
         seen: int,
         padding: Tensor | None = None,
-        selection: Selection | None = None,
+        selector: LayerSelector | None = None,
     ) -> None:
         super().__init__(keys, values, seen)
-        self.padding, self.selection = padding, selection
-        self._announced: Chosen | None = None
+        self.padding, self.selector = padding, selector
+        self._announced: Selection | None = None
 
     @property
     def bytes(self) -> int:
         """Bytes on the device: entries, and what the selection holds."""
         own = sum(each.numel() * each.element_size() for each in (self.keys, self.values))
-        return own + (self.selection.bytes if self.selection is not None else 0)
+        return own + (self.selector.bytes if self.selector is not None else 0)
 
-    def prepare(self, chosen: Chosen) -> None:
+    def prepare(self, chosen: Selection) -> None:
         """Announce what the coming step reads, before the model runs; a layer may begin to fetch it."""
         self._announced = chosen
 
-    def gather(self, chosen: Chosen) -> LayerEntries:
+    def gather(self, chosen: Selection) -> LayerEntries:
         """The chosen entries and, last, the newest one.
 
         Returns:
@@ -119,9 +119,9 @@ class SelectedLayer(KeptLayer):
         self.append(key, value)
         chosen, self._announced = self._announced, None
         if chosen is None:
-            if self.selection is None:
+            if self.selector is None:
                 raise UserError("this state is read by its method's reader: give method.reader(model) for the model")
-            chosen = self.selection.choose(query, scaling, self.keys, self.padding)
+            chosen = self.selector.select(query, scaling, self.keys, self.padding)
         keys, values, real = self.gather(chosen)
         return grouped_attention(query, keys, values, None if real is None else real[:, :, None], scaling)
 
@@ -134,14 +134,14 @@ class SelectedLayer(KeptLayer):
     def entries(self) -> LayerEntries:
         real = None
         if self.padding is not None:
-            real = real_entries(self.padding, self.keys.shape[2])[:, None].expand(-1, self.keys.shape[1], -1)
+            real = real_mask(self.padding, self.keys.shape[2])[:, None].expand(-1, self.keys.shape[1], -1)
         return LayerEntries(self.keys, self.values, real)
 
     @override
     def share(self) -> "SelectedLayer":
         self._shared = self.keys.shape[2]
-        selection = self.selection.share() if self.selection is not None else None
-        return SelectedLayer(self.keys, self.values, self.seen, self.padding, selection)
+        selector = self.selector.share() if self.selector is not None else None
+        return SelectedLayer(self.keys, self.values, self.seen, self.padding, selector)
 
 
 class _OneByOne(OwnAttention):
@@ -191,26 +191,16 @@ def selected_layers(state: State, make: MakeLayer) -> list[KeptLayer]:
     Raises:
         UserError: entries were evicted, so that there is nothing left to choose from.
     """
-    require_whole(state)
-    tokens = state.tokens.shape[1]
+    tokens, held = state.tokens.shape[1], {keys.shape[2] for keys, _, _ in entries(state.cache)}
+    if held != {tokens}:
+        raise UserError(
+            f"a step chooses among all {tokens} tokens, and the cache holds {max(held)} of them; give a state from "
+            "which nothing was evicted"
+        )
     padding = None if state.tokens_mask is None else tokens - state.lengths
     return [make(index, keys, values, tokens, padding) for index, (keys, values, _) in enumerate(entries(state.cache))]
 
 
-def require_whole(state: State) -> None:
-    """Refuse states of which entries were evicted, or which are packed.
-
-    Raises:
-        UserError: with one line that says so.
-    """
-    lengths = {keys.shape[2] for keys, _, _ in entries(state.cache)}
-    if lengths != {state.tokens.shape[1]}:
-        raise UserError(
-            f"a step chooses among all {state.tokens.shape[1]} tokens, and the cache holds {max(lengths)} of them; "
-            "give a state from which nothing was evicted"
-        )
-
-
-def real_entries(padding: Tensor, length: int) -> Tensor:
+def real_mask(padding: Tensor, length: int) -> Tensor:
     """[B] entries of padding on the left -> [B, length] bool, False for padding."""
     return torch.arange(length, device=padding.device) >= padding[:, None]

@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache
 from typing_extensions import override
 
 from keepsight.errors import UserError
+from keepsight.runtime.attention import Reader, require_full_attention
 from keepsight.runtime.budget import Budget
 from keepsight.runtime.method import CacheMethod
 from keepsight.runtime.sparse_read.cache import MakeLayer, SelectedState, selected_layers
@@ -23,7 +24,7 @@ from keepsight.runtime.state import State, Trace
 
 
 @dataclass(frozen=True)
-class ReadSome(CacheMethod):
+class SparseRead(CacheMethod):
     """Reads `budget` entries of the cache for every token; see the module for what the budget counts.
 
     Attributes:
@@ -70,13 +71,13 @@ class ReadSome(CacheMethod):
     @override
     @torch.no_grad()
     def compress(self, model: PreTrainedModel, state: State) -> State:
-        require_unlimited_attention(model)
+        require_full_attention(model, "entries can only be chosen", latent=True)
         state = expanded(model, state)
         layers: list[Any] = [*selected_layers(state, self.layers_for(state))]
         return SelectedState(Cache(layers=layers), None, state.logits, state.tokens, state.lengths, Trace())
 
     @override
-    def reader(self, model: PreTrainedModel) -> PreTrainedModel:
+    def reader(self, model: PreTrainedModel) -> Reader:
         return reader_of(model)
 
     @abstractmethod
@@ -90,32 +91,3 @@ class ReadSome(CacheMethod):
             raise UserError(
                 f"{self._name}: budget {self.budget}{given} is below {least} ({reason}); give a larger budget"
             )
-
-
-def require_whole_number(method: object, *fields: str) -> None:
-    """Refuse fields of a method that are no whole number of at least 0.
-
-    Raises:
-        UserError: with one line that names the field.
-    """
-    for field in fields:
-        value = getattr(method, field)
-        if type(value) is not int or value < 0:
-            raise UserError(f"{type(method).__name__}: {field} {value!r} must be a whole number")
-
-
-def require_unlimited_attention(model: PreTrainedModel) -> None:
-    """Refuse models with layers that do not attend to all entries: what they may not see would be chosen.
-
-    Raises:
-        UserError: sliding or linear attention.
-    """
-    config: Any = model.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or ())
-    if not kinds and getattr(config, "sliding_window", None):
-        kinds = {"sliding_attention"}
-    if others := sorted(kinds - {"full_attention"}):
-        raise UserError(
-            f"{config.model_type} has layers of {', '.join(others)}; entries can only be chosen where all layers have "
-            "full attention"
-        )

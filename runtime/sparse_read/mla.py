@@ -7,7 +7,7 @@ MLA") selects by head, as for multi-head attention, and expands what is selected
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,9 @@ from transformers.cache_utils import Cache
 from typing_extensions import override
 
 from keepsight.errors import UserError
-from keepsight.runtime.attention import OwnAttention, grouped_attention, visible
+from keepsight.runtime.attention import OwnAttention, Reader, grouped_attention, visible
 from keepsight.runtime.cache import KeptLayer, LayerEntries, PaddedKeys, entries
-from keepsight.runtime.sparse_read.cache import Chosen, MakeLayer, SelectedLayer
+from keepsight.runtime.sparse_read.cache import MakeLayer, SelectedLayer, Selection
 from keepsight.runtime.state import State
 
 
@@ -84,7 +84,7 @@ class LatentLayer(SelectedLayer):
         self.expansion = expansion
 
     @override
-    def gather(self, chosen: Chosen) -> LayerEntries:
+    def gather(self, chosen: Selection) -> LayerEntries:
         latents, rotated, real = super().gather(chosen)
         return LayerEntries(*self.expansion(latents, rotated), real)
 
@@ -146,9 +146,9 @@ def has_latents(model: PreTrainedModel) -> bool:
     return bool(getattr(model.config.get_text_config(), "kv_lora_rank", None))
 
 
-def reader_of(model: PreTrainedModel) -> PreTrainedModel:
+def reader_of(model: PreTrainedModel) -> Reader:
     """What reads tokens after states whose layers choose entries: the model itself unless its attention is latent."""
-    return cast(PreTrainedModel, LatentReader(model)) if has_latents(model) else model
+    return LatentReader(model) if has_latents(model) else model
 
 
 def expanded(model: PreTrainedModel, state: State) -> State:

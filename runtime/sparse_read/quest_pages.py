@@ -5,10 +5,10 @@ from torch import Tensor
 from torch.nn import functional
 from typing_extensions import override
 
-from keepsight.runtime.sparse_read.cache import Chosen, Selection
+from keepsight.runtime.sparse_read.cache import LayerSelector, Selection
 
 
-class TopPages(Selection):
+class TopPages(LayerSelector):
     """The pages that can hold the largest dot products, and the entries that do not fill a page yet.
 
     A page is `page` entries one after another, counted from a row's first real entry. Of its keys after RoPE the
@@ -48,7 +48,7 @@ class TopPages(Selection):
         return TopPages(self.budget, self.page, bounds if alike else bounds.clone(), tuple(self._filled))
 
     @override
-    def choose(self, query: Tensor, scaling: float, keys: Tensor, padding: Tensor | None) -> Chosen:
+    def select(self, query: Tensor, scaling: float, keys: Tensor, padding: Tensor | None) -> Selection:
         length = keys.shape[2] - 1
         starts = _starts(padding)
         self.summarise(keys[:, :, :length], padding)
@@ -62,11 +62,11 @@ class TopPages(Selection):
         tail = torch.arange(max(length - max(open_entries), 0), length, device=pages.device)
         indices = torch.cat([indices, tail.expand(*indices.shape[:2], -1)], dim=2)
         if padding is None:
-            return Chosen(indices, None)
+            return Selection(indices, None)
         whole, rest = pages.new_tensor([[self.page * count for count in taken], open_entries])[..., None]
         columns = torch.arange(self.page * max(taken), device=pages.device)
         real = torch.cat([columns < whole, tail >= length - rest], dim=1)
-        return Chosen(indices.clamp(max=length - 1), real[:, None].expand_as(indices))
+        return Selection(indices.clamp(max=length - 1), real[:, None].expand_as(indices))
 
     def scores(self, query: Tensor) -> Tensor:
         """Query [B, H, 1, d] -> [B, K, P] float32, -inf for pages that a row does not have."""

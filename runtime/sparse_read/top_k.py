@@ -12,24 +12,24 @@ from torch import Tensor
 from typing_extensions import override
 
 from keepsight.runtime.importance import attention_weights, reduce_group
-from keepsight.runtime.sparse_read.cache import Chosen, Selection, real_entries
+from keepsight.runtime.sparse_read.cache import LayerSelector, Selection, real_mask
 
 
 @dataclass(frozen=True)
-class Limits:
+class StepBudget:
     """How many entries a KV head reads a step, beside the token's own.
 
     Attributes:
-        budget: Entries; all where there are fewer.
+        entries: Entries to read; all where there are fewer.
         sinks: First entries that are always read, within the budget.
         window: Last entries that are always read, within the budget.
     """
 
-    budget: int
+    entries: int
     sinks: int = 0
     window: int = 0
 
-    def top(self, importance: Tensor, padding: Tensor | None) -> Chosen:
+    def top(self, importance: Tensor, padding: Tensor | None) -> Selection:
         """The most important of C entries.
 
         Args:
@@ -44,14 +44,14 @@ class Limits:
         if padding is None:
             importance[..., : self.sinks] = torch.inf
         else:
-            real = real_entries(padding, length)[:, None]
-            first = ~real_entries(padding + self.sinks, length)[:, None]
+            real = real_mask(padding, length)[:, None]
+            first = ~real_mask(padding + self.sinks, length)[:, None]
             importance = importance.masked_fill(first, torch.inf).masked_fill(~real, -1.0)
-        indices = importance.topk(min(self.budget, length), dim=-1, sorted=False).indices
-        return Chosen(indices, None if padding is None else indices >= padding[:, None, None])
+        indices = importance.topk(min(self.entries, length), dim=-1, sorted=False).indices
+        return Selection(indices, None if padding is None else indices >= padding[:, None, None])
 
 
-def most_attended(query: Tensor, keys: Tensor, scaling: float, padding: Tensor | None, limits: Limits) -> Chosen:
+def most_attended(query: Tensor, keys: Tensor, scaling: float, padding: Tensor | None, budget: StepBudget) -> Selection:
     """The entries that one token attends to most.
 
     Args:
@@ -59,23 +59,23 @@ def most_attended(query: Tensor, keys: Tensor, scaling: float, padding: Tensor |
         keys: [B, K, C + 1, d] after RoPE, the token's own key last.
         scaling: Factor of the dot products.
         padding: [B] int64, how many of the first entries are padding; None for none.
-        limits: How many.
+        budget: How many.
     """
-    mask = None if padding is None else real_entries(padding, keys.shape[2])
+    mask = None if padding is None else real_mask(padding, keys.shape[2])
     weights = attention_weights(query, keys, scaling, mask)[:, :, 0, :-1]
-    return limits.top(reduce_group(weights, keys.shape[1], "max"), padding)
+    return budget.top(reduce_group(weights, keys.shape[1], "max"), padding)
 
 
 @dataclass(frozen=True)
-class TopAttention(Selection):
+class TopAttention(LayerSelector):
     """What a layer's own attention weights are largest for: all keys are read to choose, the upper bound of others.
 
     Attributes:
-        limits: How many.
+        budget: How many.
     """
 
-    limits: Limits
+    budget: StepBudget
 
     @override
-    def choose(self, query: Tensor, scaling: float, keys: Tensor, padding: Tensor | None) -> Chosen:
-        return most_attended(query, keys, scaling, padding, self.limits)
+    def select(self, query: Tensor, scaling: float, keys: Tensor, padding: Tensor | None) -> Selection:
+        return most_attended(query, keys, scaling, padding, self.budget)

@@ -17,7 +17,7 @@ from keepsight.eval.tasks.task_files import RULER_METRIC
 from keepsight.files import append_lines, read_jsonl, write_json, write_lines
 from keepsight.models.chat import chat_text
 from keepsight.runtime.allocate import Adaptive
-from keepsight.runtime.drafting.observer import DraftTokens
+from keepsight.runtime.drafting.observer import DraftObserver
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.importance import NO_POOL, Reduce
 from keepsight.runtime.methods import H2O, Resources, SnapKV
@@ -232,7 +232,7 @@ def test_methods_are_composed_and_named(keepsight: CommandLine, here: Path) -> N
     assert names == ["full", "snapkv", composed, "wide", "h2o every=3"]
     config = parse(evaluation.Config, [*TINY, COMPOSED, "budgets=[40]"])
     methods = [variant.method for variant in evaluation.variants_of(config, Resources())]
-    look = DraftTokens(PromptEnds(), window=4)
+    look = DraftObserver(PromptEnds(), window=4)
     assert methods == [
         SnapKV(40),
         Evict(40, look, reduce=Reduce("max", "max"), pool=NO_POOL, allocate=Adaptive(0.5), window=4),

@@ -9,10 +9,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from keepsight.eval.compress import Compressed, SharedPrompt, needs_of, recall
-from keepsight.models.drafts import LayerSubset
+from keepsight.models.draft_sources import LayerSubset
 from keepsight.runtime.allocate import Adaptive
 from keepsight.runtime.decode import decode, stop_after
-from keepsight.runtime.drafting.observer import Draft, Drafter, DraftTokens, Given
+from keepsight.runtime.drafting.observer import Drafter, DraftIds, DraftObserver, GivenDraft
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.importance import NO_POOL, Reduce
 from keepsight.runtime.method import CacheMethod, FullCache, Method
@@ -74,7 +74,7 @@ def model(request: pytest.FixtureRequest) -> PreTrainedModel:
 def shared(model: PreTrainedModel) -> SharedPrompt:
     state = prefill(model, prompt_ids(TOKENS)[0], needs=needs_of(METHODS))
     answer = decode(model, state.copy(), stop_after(12, 2), pad_token=0).ids
-    return SharedPrompt(model, state, Draft(answer), 1.5)
+    return SharedPrompt(model, state, DraftIds(answer), 1.5)
 
 
 def assert_same(state: State, expected: State) -> None:
@@ -98,16 +98,16 @@ def test_each_state_is_that_of_the_method_alone(shared: SharedPrompt, method: Me
     expected = alone(shared, method)
     assert_same(compressed.state, expected)
     if method.reapply(shared.model) is not None:  # goes on observing while it decodes
-        queries = [[each.shape for each in state.trace.window] for state in (compressed.state, expected)]
+        queries = [[each.shape for each in state.trace.queries] for state in (compressed.state, expected)]
         assert queries[0] == queries[1]
     assert compressed.state.kv_bytes == expected.kv_bytes
 
 
 def test_the_oracle_observes_with_what_comes(shared: SharedPrompt) -> None:
     for method in (Oracle(16), Oracle(24, allocate=Adaptive(), window=4)):
-        given = replace(method, observer=DraftTokens(Given(shared.coming)))
+        given = replace(method, observer=DraftObserver(GivenDraft(shared.coming)))
         assert_same(shared.compress(method).state, alone(shared, given))
-    short = Oracle(16, DraftTokens(OwnAnswer(2)))
+    short = Oracle(16, DraftObserver(OwnAnswer(2)))
     assert_same(shared.compress(short).state, alone(shared, short))
 
 
@@ -127,7 +127,7 @@ def test_seconds_are_split(shared: SharedPrompt) -> None:
 class CountingDrafter(Drafter):
     calls: list[int] = field(default_factory=list, compare=False)
 
-    def __call__(self, model: PreTrainedModel, state: State) -> Draft:
+    def __call__(self, model: PreTrainedModel, state: State) -> DraftIds:
         self.calls.append(state.length)
         return PromptEnds()(model, state)
 
@@ -136,21 +136,21 @@ class CountingDrafter(Drafter):
 
 
 def test_drafts_and_observations_are_shared(shared: SharedPrompt, monkeypatch: pytest.MonkeyPatch) -> None:
-    passes, look = [], DraftTokens.__call__
+    passes, look = [], DraftObserver.__call__
 
-    def noted(self: DraftTokens, model: PreTrainedModel, state: State, reduction: str) -> list[Tensor]:
+    def noted(self: DraftObserver, model: PreTrainedModel, state: State, reduction: str) -> list[Tensor]:
         passes.append(reduction)
         return look(self, model, state, reduction)
 
-    monkeypatch.setattr(DraftTokens, "__call__", noted)
+    monkeypatch.setattr(DraftObserver, "__call__", noted)
     fresh = SharedPrompt(shared.model, shared.state, shared.coming, 0.0)
     drafter = CountingDrafter()
-    first = Evict(16, DraftTokens(drafter))
+    first = Evict(16, DraftObserver(drafter))
     for method in (first, replace(first, budget=40), replace(first, pool=NO_POOL), replace(first, window=4)):
         fresh.compress(method)
     assert (drafter.calls, passes) == ([TOKENS], ["mean"])
     fresh.compress(replace(first, reduce=Reduce("max", "max")))
-    fresh.compress(replace(first, observer=DraftTokens(drafter, window=4)))
+    fresh.compress(replace(first, observer=DraftObserver(drafter, window=4)))
     assert (drafter.calls, passes) == ([TOKENS], ["mean", "max", "mean"])
     fresh.ranks()
     fresh.compress(Oracle(16))
@@ -159,7 +159,7 @@ def test_drafts_and_observations_are_shared(shared: SharedPrompt, monkeypatch: p
 
 def slow_recall(shared: SharedPrompt, compressed: Compressed) -> float:
     """By sorting what the answer attends to, head by head; what is kept is found by comparing keys."""
-    observed = DraftTokens(Given(shared.coming))(shared.model, shared.state, "mean")
+    observed = DraftObserver(GivenDraft(shared.coming))(shared.model, shared.state, "mean")
     held = compressed.state.held()
     average, found, wanted = round(held.float().mean().item()), 0, 0
     for layer, (importance, whole, kept) in enumerate(
@@ -208,5 +208,5 @@ def test_ranks_put_ties_in_their_order() -> None:
             return [torch.tensor([[[1.0, 3.0, 3.0, 0.0]] * 4])] * 3, None
 
     model = tiny_model()
-    ranks = Tied(model, prefill(model, prompt_ids(4)[0]), Draft(torch.tensor([[1]])), 0.0).ranks()
+    ranks = Tied(model, prefill(model, prompt_ids(4)[0]), DraftIds(torch.tensor([[1]])), 0.0).ranks()
     assert ranks.tolist() == [[[2, 0, 1, 3]] * 2] * 3

@@ -13,10 +13,10 @@ from keepsight.eval import sweep as sweep_module
 from keepsight.eval.compress import SharedPrompt
 from keepsight.eval.sweep import Variant, groups_of, run_sample, run_samples, sweep
 from keepsight.eval.tasks.samples import RenderedSample, Sample, render, render_apart
-from keepsight.models.drafts import LayerSubset
+from keepsight.models.draft_sources import LayerSubset
 from keepsight.models.targets import Target
 from keepsight.runtime.decode import decode, score_answer, stop_after
-from keepsight.runtime.drafting.observer import Draft, DraftTokens, Given
+from keepsight.runtime.drafting.observer import DraftIds, DraftObserver, GivenDraft
 from keepsight.runtime.methods import H2O, LAQ, AdaKV, Oracle, SnapKV, SpecKV, SpecPC, StreamingLLM, Truncation
 from keepsight.runtime.prefill import prefill, read
 from keepsight.runtime.state import State
@@ -79,7 +79,7 @@ def by_hand(target: Target, variant: Variant, asked: Sample, group: Sequence[Sam
     method: Any = variant.method
     if isinstance(method, Oracle):
         coming = [part for each in group for part in (ids_of(target, each)[1], full_answer(target, each))]
-        method = replace(method, observer=DraftTokens(Given(Draft(torch.cat(coming, dim=1)))))
+        method = replace(method, observer=DraftObserver(GivenDraft(DraftIds(torch.cat(coming, dim=1)))))
     state = method.start(target.model, context)
     after = read(target.model, state.copy(), rest)[0]
     reapply = method.reapply(target.model)

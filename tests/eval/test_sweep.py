@@ -20,7 +20,7 @@ from keepsight.models.lookahead_files import Provenance, save_lookahead
 from keepsight.models.targets import Target, load_target
 from keepsight.runtime.cache import cache_bytes
 from keepsight.runtime.decode import score_answer
-from keepsight.runtime.drafting.observer import DraftTokens
+from keepsight.runtime.drafting.observer import DraftObserver
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.generate import generate
 from keepsight.runtime.method import FullCache
@@ -70,7 +70,7 @@ def run(target: Target, sample: Sample, variants: list[Variant], batch_tokens: i
 def alone(method: Any) -> Any:
     """The method as it is used outside a sweep; an oracle answers as long as the sample allows."""
     own = isinstance(method, Oracle)
-    return replace(method, observer=DraftTokens(OwnAnswer(SAMPLE.max_new_tokens))) if own else method
+    return replace(method, observer=DraftObserver(OwnAnswer(SAMPLE.max_new_tokens))) if own else method
 
 
 def test_the_full_cache_comes_first_and_agrees_with_itself(target: Target, rows: list[dict[str, Any]]) -> None:

@@ -10,7 +10,7 @@ from keepsight import generate
 from keepsight.models.lookahead_files import load_lookahead
 from keepsight.runtime.allocate import Adaptive, Pyramid, Uniform
 from keepsight.runtime.decode import decode, stop_after
-from keepsight.runtime.drafting.observer import DraftTokens
+from keepsight.runtime.drafting.observer import DraftObserver
 from keepsight.runtime.importance import NO_POOL, Pool
 from keepsight.runtime.methods import LookaheadKV, Oracle, SnapKV, StreamingLLM
 from keepsight.runtime.methods.lookaheadkv import SoftTokens
@@ -41,7 +41,7 @@ def make(artifacts):
         if name == "streamingllm":
             return StreamingLLM(budget, sinks=2, every=every, **parts)
         if name == "oracle":
-            return Oracle(budget, DraftTokens(OwnAnswer(3)), pool=Pool(kernel=3), every=every, **parts)
+            return Oracle(budget, DraftObserver(OwnAnswer(3)), pool=Pool(kernel=3), every=every, **parts)
         return LookaheadKV(budget, SoftTokens(artifacts[family]), pool=Pool(kernel=3), every=every, **parts)
 
     return made

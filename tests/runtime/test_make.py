@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from keepsight.errors import UserError
-from keepsight.models.drafts import LayerSubset
+from keepsight.models.draft_sources import LayerSubset
 from keepsight.models.lookahead import Lookahead, LookaheadSettings
 from keepsight.models.lookahead_files import Provenance, save_lookahead
 from keepsight.models.retrieval_head_files import save_retrieval_head
 from keepsight.runtime.allocate import Adaptive, Pyramid, Uniform
-from keepsight.runtime.drafting.observer import DraftTokens
+from keepsight.runtime.drafting.observer import DraftObserver
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.generate import generate
 from keepsight.runtime.importance import NO_POOL, Pool, Reduce
@@ -44,7 +44,7 @@ from keepsight.runtime.methods.lookaheadkv import SoftTokens
 from keepsight.runtime.methods.make import takes
 from keepsight.runtime.methods.oracle import OwnAnswer
 from keepsight.runtime.methods.snapkv import PromptWindow
-from keepsight.runtime.methods.speckv import DraftModel
+from keepsight.runtime.methods.speckv import ModelDrafter
 from keepsight.runtime.sparse_prefill import SparsePrefill
 from keepsight.runtime.state import Needs
 from tests.models.retrieval_heads import tiny_retrieval_head
@@ -108,17 +108,17 @@ COMPOSED: dict[str, tuple[str, dict[str, Any], Method]] = {
     "parts of parts": (
         "dapq",
         {"observer": {"drafter": {"first": 2}, "window": 3}},
-        DapQ(64, DraftTokens(PromptEnds(2), 3)),
+        DapQ(64, DraftObserver(PromptEnds(2), 3)),
     ),
     "another part of a part": (
         "dapq",
         {"observer": {"drafter": {"name": "random_tokens", "count": 5}}},
-        DapQ(64, DraftTokens(RandomTokens(5))),
+        DapQ(64, DraftObserver(RandomTokens(5))),
     ),
     "a list": (
         "dapq",
         {"observer": {"drafter": {"name": "constant_text", "ids": [1, 2]}}},
-        DapQ(64, DraftTokens(ConstantText([1, 2]))),
+        DapQ(64, DraftObserver(ConstantText([1, 2]))),
     ),
     "laq's guess": (
         "laq",
@@ -128,12 +128,12 @@ COMPOSED: dict[str, tuple[str, dict[str, Any], Method]] = {
     "the oracle's answer": (
         "oracle",
         {"observer": {"drafter": {"max_new_tokens": 9}}},
-        Oracle(64, DraftTokens(OwnAnswer(9))),
+        Oracle(64, DraftObserver(OwnAnswer(9))),
     ),
     "speckv's draft": (
         "speckv",
         {"observer": {"drafter": {"lookahead": 4}}, "sparse": {"name": "vertical_slash", "vertical": 96}},
-        SpecKV(64, DraftTokens(DraftModel(DRAFT, 4), None), sparse=SparsePrefill(96)),
+        SpecKV(64, DraftObserver(ModelDrafter(DRAFT, 4), None), sparse=SparsePrefill(96)),
     ),
     "all free": (
         "evict",
@@ -146,7 +146,7 @@ COMPOSED: dict[str, tuple[str, dict[str, Any], Method]] = {
         },
         Evict(
             64,
-            DraftTokens(DraftModel(DRAFT), 4),
+            DraftObserver(ModelDrafter(DRAFT), 4),
             Reduce("max", "max"),
             NO_POOL,
             Adaptive(0.5, blend=False),
@@ -218,7 +218,7 @@ def test_a_retrieval_head_is_loaded_once_and_checked(tmp_path: Path) -> None:
     resources = Resources(retrieval=tmp_path, target=target)
     made = make_method("specontext", 64, resources, sinks=2, window=8)
     assert isinstance(made, SpeContext) and made == SpeContext(64, resources.head, 2, 8)
-    assert make_method("specontext", 0.5, resources).needs() == Needs(features=(1, 3, 4))  # type: ignore[attr-defined]
+    assert make_method("specontext", 0.5, resources).needs() == Needs(features=(1, 3, 4))
     with pytest.raises(UserError, match=r"^SpeContext: this retrieval head does not name the layers of its features"):
         SpeContext.from_pretrained(tmp_path, 64).needs()
     with pytest.raises(UserError, match=r"^method 'specontext': .*KV heads 2 against 4"):

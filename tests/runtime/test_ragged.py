@@ -8,7 +8,6 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from keepsight.runtime.allocate import Adaptive, Pyramid, Uniform
 from keepsight.runtime.attention import grouped_attention, record_attention
-from keepsight.runtime.batch import join, stack
 from keepsight.runtime.cache import KeptLayer, RaggedLayer, ViewedLayer, cache_bytes, entries, keep, share, view
 from keepsight.runtime.decode import decode, stop_after
 from keepsight.runtime.importance import Pool
@@ -16,6 +15,7 @@ from keepsight.runtime.method import FullCache
 from keepsight.runtime.methods import SnapKV, StreamingLLM
 from keepsight.runtime.prefill import prefill, read
 from keepsight.runtime.state import Needs
+from tests.runtime.batch import join, stack
 from tests.tiny import FAMILIES, prompt_ids, tiny_model
 
 DTYPES = [torch.float32, torch.bfloat16]

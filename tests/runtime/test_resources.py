@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from keepsight.errors import UserError
-from keepsight.models.drafts import LayerSubset
+from keepsight.models.draft_sources import LayerSubset
 from keepsight.models.lookahead import Lookahead, LookaheadSettings
 from keepsight.models.lookahead_files import Provenance, save_lookahead
 from keepsight.models.retrieval_head_files import save_retrieval_head

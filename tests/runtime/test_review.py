@@ -16,7 +16,7 @@ from keepsight.runtime.methods.lacache import LaCache, Ladder
 from keepsight.runtime.methods.laq import QueryCache
 from keepsight.runtime.methods.snapkv import PromptWindow
 from keepsight.runtime.methods.specache import SpeCache
-from keepsight.runtime.methods.speckv import DraftModel
+from keepsight.runtime.methods.speckv import ModelDrafter
 from keepsight.runtime.prefill import prefill, read
 from keepsight.runtime.saved import save_state
 from tests.runtime.prompt_compression.prompts import small_cascade, small_specpc, tiny_draft
@@ -46,7 +46,10 @@ def test_a_prompt_that_is_not_shortened_needs_no_room_for_a_draft():
 
 def test_a_draft_model_of_a_short_context_is_refused():
     model, draft = tiny_model(), tiny_draft(max_position_embeddings=64)
-    for run in (DraftModel(draft, 5).write, lambda _, ids: small_specpc(draft=draft, lookahead=5).look(model, ids[0])):
+    for run in (
+        ModelDrafter(draft, 5).write,
+        lambda _, ids: small_specpc(draft=draft, lookahead=5).look(model, ids[0]),
+    ):
         run(model, prompt_ids(59)[0])
         with pytest.raises(UserError, match="of 60 tokens and a draft of 5 do not fit the draft model's context of 64"):
             run(model, prompt_ids(60)[0])

@@ -8,10 +8,9 @@ from transformers.generation.streamers import BaseStreamer
 from keepsight import generate
 from keepsight.errors import UserError
 from keepsight.runtime.attention import record_attention
-from keepsight.runtime.batch import join
 from keepsight.runtime.cache import cache_bytes, entries
 from keepsight.runtime.decode import decode, score_answer, stop_after
-from keepsight.runtime.drafting.observer import DraftTokens
+from keepsight.runtime.drafting.observer import DraftObserver
 from keepsight.runtime.importance import Pool
 from keepsight.runtime.method import FullCache
 from keepsight.runtime.methods import Oracle, SnapKV, StreamingLLM, make_method
@@ -19,9 +18,10 @@ from keepsight.runtime.methods.oracle import OwnAnswer
 from keepsight.runtime.methods.snapkv import PromptWindow
 from keepsight.runtime.prefill import prefill
 from keepsight.runtime.state import Needs
+from tests.runtime.batch import join
 from tests.tiny import FAMILIES, prompt_ids, tiny_model
 
-SMALL = [StreamingLLM(12), SnapKV(12, window=4), Oracle(12, DraftTokens(OwnAnswer(8)))]
+SMALL = [StreamingLLM(12), SnapKV(12, window=4), Oracle(12, DraftObserver(OwnAnswer(8)))]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -31,7 +31,7 @@ def test_chunked_prefill_equals_whole(family, chunk):
     ids, mask = prompt_ids(40, 23)
     whole, chunked = (prefill(model, ids, mask, chunk=each, needs=Needs(8, received=True)) for each in (None, chunk))
     torch.testing.assert_close(whole.logits, chunked.logits, atol=1e-4, rtol=1e-4)
-    for pair in zip(whole.trace.window, chunked.trace.window, strict=True):
+    for pair in zip(whole.trace.queries, chunked.trace.queries, strict=True):
         torch.testing.assert_close(*pair, atol=1e-4, rtol=1e-4)
     for pair in zip(whole.trace.received, chunked.trace.received, strict=True):
         torch.testing.assert_close(*pair, atol=1e-4, rtol=1e-4)

@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 
 from keepsight.errors import UserError
 from keepsight.runtime.allocate import Adaptive
-from keepsight.runtime.batch import join
 from keepsight.runtime.conversation import Conversation
 from keepsight.runtime.decode import decode, stop_after
 from keepsight.runtime.method import FullCache
@@ -21,6 +20,7 @@ from keepsight.runtime.prefill import prefill, read
 from keepsight.runtime.saved import load_state, save_state, weights_digest
 from keepsight.runtime.state import Needs, Trace
 from tests.models.modules import random_module
+from tests.runtime.batch import join
 from tests.tiny import FAMILIES, prompt_ids, tiny_model
 
 DENSE, RAGGED = SnapKV(12, window=4), SnapKV(12, window=4, allocate=Adaptive())
@@ -43,7 +43,7 @@ def of_cache(state):
 
 
 def of_rest(state):
-    return [state.mask, state.logits, state.tokens, state.lengths, *state.trace.window, *state.trace.received]
+    return [state.mask, state.logits, state.tokens, state.lengths, *state.trace.queries, *state.trace.received]
 
 
 def size(tensors):
@@ -100,7 +100,7 @@ def test_a_loaded_state_is_evicted_from_as_the_saved_one(tmp_path, method):
         Conversation(each_model, method, each) for each_model, each in ((model, state), (tiny_model(), loaded))
     ]
     assert torch.equal(*(talk.say(turn, **options) for talk in talks))
-    assert all(torch.equal(*pair) for pair in zip(*(talk.state.trace.window for talk in talks), strict=True))
+    assert all(torch.equal(*pair) for pair in zip(*(talk.state.trace.queries for talk in talks), strict=True))
 
 
 @pytest.mark.parametrize("kind", STATES)

@@ -7,14 +7,14 @@ import torch
 
 from keepsight import generate
 from keepsight.errors import UserError
-from keepsight.models.drafts import LayerSubset
+from keepsight.models.draft_sources import LayerSubset
 from keepsight.runtime import sparse_attention as attention
 from keepsight.runtime.allocate import Adaptive
 from keepsight.runtime.cache import entries
 from keepsight.runtime.decode import decode, score_answer, stop_after
-from keepsight.runtime.drafting.observer import DraftTokens
+from keepsight.runtime.drafting.observer import DraftObserver
 from keepsight.runtime.methods.dapq import PromptEnds
-from keepsight.runtime.methods.speckv import DraftModel, SpecKV
+from keepsight.runtime.methods.speckv import ModelDrafter, SpecKV
 from keepsight.runtime.sparse_prefill import SparsePrefill
 from tests.runtime.dense import best, observed, pooled, run_dense
 from tests.tiny import FAMILIES, prompt_ids, tiny_model
@@ -125,7 +125,7 @@ def test_the_pass_equals_the_reference(family, length):
     model = tiny_model(family, eos_token_id=None)
     ids = prompt_ids(length)[0]
     method = SpecKV.with_draft(DRAFT, 40, 7, window=9, sparse=SPARSE)
-    draft = DraftModel(DRAFT, 7).write(model, ids).ids
+    draft = ModelDrafter(DRAFT, 7).write(model, ids).ids
     assert draft.shape == (1, 7)
     held, keys, logits = reference(model, ids, draft, 40, 9)
     state = method.start(model, ids)
@@ -148,7 +148,7 @@ def test_exactly_vertical_plus_band_is_dense():
         states = [method.start(model, ids) for method in (sparse, dense)]
         pairs = list(zip(*(entries(state.cache) for state in states), strict=True))
         assert all(torch.equal(one.keys, other.keys) for one, other in pairs) is same
-    held, keys, _ = reference(model, ids, DraftModel(DRAFT, 7).write(model, ids).ids, 40, 9)
+    held, keys, _ = reference(model, ids, ModelDrafter(DRAFT, 7).write(model, ids).ids, 40, 9)
     for layer, each in enumerate(entries(sparse.start(model, ids).cache)):
         torch.testing.assert_close(each.keys[0, 0], keys[layer][0, held[layer][0]], atol=1e-4, rtol=1e-3)
 
@@ -156,7 +156,7 @@ def test_exactly_vertical_plus_band_is_dense():
 def test_a_draft_that_ends_early_counts_as_it_is():
     """With lookahead 7 a prompt of 124 could be read sparsely; its draft ends after one token, so it is not."""
     model, ids = tiny_model(), prompt_ids(124)[0]
-    first = int(DraftModel(DRAFT, 1).write(model, ids).ids[0, 0])
+    first = int(ModelDrafter(DRAFT, 1).write(model, ids).ids[0, 0])
     DRAFT.of(model).generation_config.eos_token_id = first
     sparse, dense = (SpecKV.with_draft(DRAFT, 40, 7, window=9, sparse=each) for each in (SPARSE, None))
     for one, other in zip(*(entries(method.start(model, ids).cache) for method in (sparse, dense)), strict=True):
@@ -175,10 +175,10 @@ def test_batches_equal_single_prompts():
     """Two prompts of one length, of which the first one's draft ends early."""
     model = tiny_model()
     ids = torch.cat([prompt_ids(150, seed=seed)[0] for seed in (1, 2)])
-    answers = [DraftModel(DRAFT, 7).write(model, ids[row : row + 1]).ids[0].tolist() for row in range(2)]
+    answers = [ModelDrafter(DRAFT, 7).write(model, ids[row : row + 1]).ids[0].tolist() for row in range(2)]
     ending = next(token for token in answers[0] if token not in answers[1])
     DRAFT.of(model).generation_config.eos_token_id = ending
-    draft = DraftModel(DRAFT, 7).write(model, ids)
+    draft = ModelDrafter(DRAFT, 7).write(model, ids)
     assert draft.mask is not None
     answer = prompt_ids(4, 4, seed=3)[0]
     method: Any = SpecKV.with_draft(DRAFT, 40, 7, window=9, sparse=SPARSE)
@@ -222,7 +222,7 @@ def test_sparse_prefill_is_stateless():
         (lambda: SparsePrefill(vertical=0), "vertical 0 must be a whole number of at least 1"),
         (lambda: SpecKV.with_draft(DRAFT, 129, sparse=SPARSE), "at most 128 entries .* not 129"),
         (lambda: SpecKV.with_draft(DRAFT, 0.5, sparse=SPARSE), "at most 128 entries .* not 0.5"),
-        (lambda: SpecKV(40, DraftTokens(PromptEnds()), sparse=SPARSE), "DraftTokens of a DraftModel"),
+        (lambda: SpecKV(40, DraftObserver(PromptEnds()), sparse=SPARSE), "DraftObserver of a ModelDrafter"),
     ],
 )
 def test_bad_values_are_named(make, said):

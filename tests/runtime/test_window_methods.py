@@ -13,7 +13,7 @@ from keepsight.runtime.allocate import Adaptive, Pyramid
 from keepsight.runtime.attention import record_attention
 from keepsight.runtime.cache import RaggedLayer
 from keepsight.runtime.decode import decode, score_answer, stop_after
-from keepsight.runtime.drafting.observer import DraftTokens
+from keepsight.runtime.drafting.observer import DraftObserver
 from keepsight.runtime.importance import Pool
 from keepsight.runtime.methods.adakv import AdaKV
 from keepsight.runtime.methods.h2o import H2O
@@ -53,7 +53,7 @@ RAGGED = ["pyramidkv", "adakv", "adakv of kvpress", "lookaheadkv with adakv", "o
 @pytest.fixture(scope="module")
 def methods(tmp_path_factory):
     adapter = save(random_module(), tmp_path_factory.mktemp("adapter"))
-    answer = DraftTokens(OwnAnswer(6))
+    answer = DraftObserver(OwnAnswer(6))
     return METHODS | {
         "lookaheadkv with adakv": LookaheadKV.from_pretrained(adapter, BUDGET, allocate=Adaptive()),
         "oracle with adakv": Oracle(BUDGET, answer, allocate=Adaptive(normalize=True), sinks=2),
@@ -411,7 +411,7 @@ def test_named_methods_are_one_composition_with_the_published_defaults():
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: Ladder(0), "span 0 must be a whole number of layers"),
+        (lambda: Ladder(0), "span 0 must be a whole number of at least 1"),
         (lambda: Ladder(4, 4), "overlap 4 must be a whole number below the span of 4"),
         (lambda: Ladder(4, -1), "overlap -1 must be"),
         (lambda: Ladder(sinks=-1), "sinks -1 must be"),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from keepsight.errors import UserError
-from keepsight.models.drafts import keep_layers
+from keepsight.models.draft_sources import keep_layers
 from keepsight.train import draft_layers
 from keepsight.train.draft_layers import Subset, Text, closeness, draft_figure, read, relative_time, search
 from tests.tiny import FAMILIES, prompt_ids, tiny_model

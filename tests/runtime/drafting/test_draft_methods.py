@@ -7,14 +7,14 @@ import torch
 
 from keepsight import generate
 from keepsight.errors import UserError
-from keepsight.models.drafts import LayerSubset
+from keepsight.models.draft_sources import LayerSubset
 from keepsight.runtime.allocate import Adaptive
 from keepsight.runtime.decode import decode, score_answer, stop_after
-from keepsight.runtime.drafting.observer import Draft, DraftTokens, Given
+from keepsight.runtime.drafting.observer import DraftIds, DraftObserver, GivenDraft
 from keepsight.runtime.importance import Pool, Reduce
 from keepsight.runtime.methods.dapq import ConstantText, DapQ, PromptEnds, RandomTokens
 from keepsight.runtime.methods.laq import LAQ, LAQPlus, QueryCache
-from keepsight.runtime.methods.speckv import DraftModel, SpecKV
+from keepsight.runtime.methods.speckv import ModelDrafter, SpecKV
 from keepsight.runtime.prefill import prefill
 from tests.runtime.dense import best, observed, pooled, run_dense
 from tests.tiny import FAMILIES, prompt_ids, tiny_model
@@ -26,8 +26,8 @@ METHODS = {
     "laq++": LAQPlus(16, QueryCache(window=4, **SMALL_LAQ), window=4),
     "laq++ published": LAQPlus(16, QueryCache(window=4, mask="published", **SMALL_LAQ), window=4),
     "dapq": DapQ(16),
-    "dapq random": DapQ(16, DraftTokens(RandomTokens(8)), pool=Pool()),
-    "dapq text": DapQ(16, DraftTokens(ConstantText((5, 9, 77)))),
+    "dapq random": DapQ(16, DraftObserver(RandomTokens(8)), pool=Pool()),
+    "dapq text": DapQ(16, DraftObserver(ConstantText((5, 9, 77)))),
     "speckv": SpecKV.with_draft(DRAFT, 16, 5, window=9),
     "speckv mean": SpecKV.with_draft(DRAFT, 16, 5, window=9, reduce=Reduce()),
     "ada-speckv": SpecKV.with_draft(DRAFT, 16, 5, window=9, allocate=Adaptive()),
@@ -71,7 +71,7 @@ def published_speckv(model, ids, draft, capacity, window):
 def test_speckv_keeps_the_published_set(family, drafted):
     """Published capacity 20 and window 8 are 21 and 9 here: the token that is read again, N - 1, is counted."""
     model, ids, draft = tiny_model(family), prompt_ids(60)[0], prompt_ids(drafted, seed=5)[0]
-    method = SpecKV(21, DraftTokens(Given(Draft(draft)), window=None), window=9)
+    method = SpecKV(21, DraftObserver(GivenDraft(DraftIds(draft)), window=None), window=9)
     selected, window = published_speckv(model, ids, draft, 20, 8)
     assert max(window) == 58
     for ours, theirs in zip(kept(method, model, ids), selected, strict=True):
@@ -82,7 +82,7 @@ def test_speckv_with_the_published_sizes():
     """N=1000, L=20, C=256, W=32: top 224 of 0 .. 966, window 967 .. 998, and 999, which is read again."""
     model = tiny_model(max_position_embeddings=2048, num_hidden_layers=2)
     ids, draft = prompt_ids(1000)[0], prompt_ids(20, seed=5)[0]
-    method = SpecKV(257, DraftTokens(Given(Draft(draft)), window=None))
+    method = SpecKV(257, DraftObserver(GivenDraft(DraftIds(draft)), window=None))
     selected, window = published_speckv(model, ids, draft, 256, 32)
     assert window == set(range(967, 999))
     for ours, theirs in zip(kept(method, model, ids), selected, strict=True):
@@ -92,7 +92,7 @@ def test_speckv_with_the_published_sizes():
 
 def test_speckv_pools_after_the_reduction():
     model, ids, draft = tiny_model(), prompt_ids(60)[0], prompt_ids(7, seed=5)[0]
-    method = SpecKV(21, DraftTokens(Given(Draft(draft)), window=None), window=9, reduce=Reduce())
+    method = SpecKV(21, DraftObserver(GivenDraft(DraftIds(draft)), window=None), window=9, reduce=Reduce())
     state = prefill(model, ids, needs=method.needs())
     importance = method.importance(model, state)
     layers = run_dense(model, torch.cat([ids, draft], dim=1))[0]
@@ -111,7 +111,7 @@ def test_speckv_pools_after_the_reduction():
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_draft_is_the_draft_models_greedy_answer(family):
     model, (ids, mask) = tiny_model(family), prompt_ids(40, 23)
-    draft = DraftModel(DRAFT, 6)(model, prefill(model, ids, mask))
+    draft = ModelDrafter(DRAFT, 6)(model, prefill(model, ids, mask))
     drafting: Any = DRAFT.of(model)
     expected = drafting.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False)[:, 40:]
     real = torch.ones_like(draft.ids, dtype=torch.bool) if draft.mask is None else draft.mask
@@ -125,8 +125,8 @@ def test_the_draft_continues_what_was_generated():
     model, ids = tiny_model(), prompt_ids(40)[0]
     state = prefill(model, ids)
     after = decode(model, state, stop_after(4, None), pad_token=0).state
-    draft = DraftModel(DRAFT, 3)(model, after)
-    assert torch.equal(draft.ids, DraftModel(DRAFT, 3).write(model, after.tokens).ids)
+    draft = ModelDrafter(DRAFT, 3)(model, after)
+    assert torch.equal(draft.ids, ModelDrafter(DRAFT, 3).write(model, after.tokens).ids)
     assert after.tokens.shape == (1, 43)
 
 
@@ -239,7 +239,7 @@ def test_dapq_keeps_what_the_pseudo_tokens_attend_to(family, kernel, drafter, ps
     model, ids = tiny_model(family), prompt_ids(60)[0]
     extra = torch.tensor([pseudo(ids[0].tolist())])
     rows = range(60, 60 + extra.shape[1])
-    method = DapQ(16, DraftTokens(drafter), pool=Pool(kernel=kernel))
+    method = DapQ(16, DraftObserver(drafter), pool=Pool(kernel=kernel))
     layers = run_dense(model, torch.cat([ids, extra], dim=1))[0]
     for ours, (queries, keys) in zip(kept(method, model, ids), layers, strict=True):
         importance = observed([queries[:, row] for row in rows], [range(row + 1) for row in rows], keys, 60)
@@ -325,9 +325,9 @@ def test_reapplied_methods_hold_the_budget(method):
         (lambda: PromptEnds(0, 0), "no pseudo token"),
         (lambda: RandomTokens(0), "count 0 must be"),
         (lambda: ConstantText([]), "at least one"),
-        (lambda: DraftModel(DRAFT, 0), "lookahead 0 must be a whole number of at least 1"),
+        (lambda: ModelDrafter(DRAFT, 0), "lookahead 0 must be a whole number of at least 1"),
         (lambda: SpecKV.with_draft(DRAFT, 33), "budget 33 must be above the 33 protected"),
-        (lambda: DapQ(4, DraftTokens(ConstantText([500]))).start(tiny_model(), prompt_ids(9)[0]), "token id 500"),
+        (lambda: DapQ(4, DraftObserver(ConstantText([500]))).start(tiny_model(), prompt_ids(9)[0]), "token id 500"),
     ],
 )
 def test_bad_values_are_named(make, said):

@@ -7,18 +7,18 @@ import torch
 
 from keepsight import SpecKV, SpecKVPC, SpecPC, generate
 from keepsight.errors import UserError
-from keepsight.models.drafts import HeadDraft
-from keepsight.runtime.drafting.observer import Draft, DraftTokens, Given
+from keepsight.models.draft_sources import DraftHeadSource
+from keepsight.runtime.drafting.observer import DraftIds, DraftObserver, GivenDraft
 from keepsight.runtime.methods.make import make_method
 from keepsight.runtime.methods.resources import Resources
-from keepsight.runtime.methods.speckv import DraftModel
+from keepsight.runtime.methods.speckv import ModelDrafter
 from keepsight.runtime.prefill import prefill
 from keepsight.runtime.sparse_prefill import SparsePrefill
 from keepsight.runtime.state import Needs
 from tests.runtime.retrieval.heads import LAYERS, slow_chain, tiny_head
 from tests.tiny import FAMILIES, prompt_ids, tiny_model
 
-HEAD = HeadDraft("head", LAYERS, tiny_head())
+HEAD = DraftHeadSource("head", LAYERS, tiny_head())
 
 
 def four_layers(family="llama", **changes):
@@ -29,23 +29,23 @@ def four_layers(family="llama", **changes):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_draft_begins_with_the_targets_token_and_goes_on_with_the_heads(family):
     model, (ids, mask) = four_layers(family, eos_token_id=None), prompt_ids(40, 23)
-    state = prefill(model, ids, mask, needs=DraftModel(HEAD).needs())
-    draft = DraftModel(HEAD, 6)(model, state)
+    state = prefill(model, ids, mask, needs=ModelDrafter(HEAD).needs())
+    draft = ModelDrafter(HEAD, 6)(model, state)
     assert draft.mask is None
     for row in range(2):
         first = state.logits[row].argmax()
         chain = slow_chain(HEAD.head, model, ids[row : row + 1, mask[row] > 0], first, 5)[0]
         assert draft.ids[row].tolist() == [int(first), *chain]
-    (only,) = DraftModel(HEAD, 1)(model, state).ids.T
+    (only,) = ModelDrafter(HEAD, 1)(model, state).ids.T
     assert torch.equal(only, state.logits.argmax(dim=-1))
 
 
 def test_a_draft_ends_with_its_end_token():
     model, ids = four_layers(eos_token_id=None), prompt_ids(40)[0]
     state = prefill(model, ids, needs=Needs(features=LAYERS))
-    free = DraftModel(HEAD, 6)(model, state).ids[0].tolist()
+    free = ModelDrafter(HEAD, 6)(model, state).ids[0].tolist()
     model.generation_config.eos_token_id = free[2]
-    mask = DraftModel(HEAD, 6)(model, state).mask
+    mask = ModelDrafter(HEAD, 6)(model, state).mask
     assert mask is not None
     assert mask[0].tolist() == [place <= free.index(free[2]) for place in range(6)]
 
@@ -53,11 +53,11 @@ def test_a_draft_ends_with_its_end_token():
 def test_speckv_keeps_what_the_heads_draft_observes():
     model, (ids, mask) = four_layers(), prompt_ids(60, 60)
     method = SpecKV.with_draft(HEAD, 20, 5, window=8)
-    draft = DraftModel(HEAD, 5)(model, prefill(model, ids, needs=method.needs()))
-    given = SpecKV(20, DraftTokens(Given(draft), window=None), window=8)
+    draft = ModelDrafter(HEAD, 5)(model, prefill(model, ids, needs=method.needs()))
+    given = SpecKV(20, DraftObserver(GivenDraft(draft), window=None), window=8)
     for ours, theirs in zip(method.start(model, ids).entries(), given.start(model, ids).entries(), strict=True):
         assert torch.equal(ours.keys, theirs.keys)
-    other = SpecKV(20, DraftTokens(Given(Draft(draft.ids.flip(1))), window=None), window=8).start(model, ids)
+    other = SpecKV(20, DraftObserver(GivenDraft(DraftIds(draft.ids.flip(1))), window=None), window=8).start(model, ids)
     assert not torch.equal(method.start(model, ids).entries()[0].keys, other.entries()[0].keys)
     made = make_method("speckv", 20, Resources(draft=HEAD), window=8, observer={"drafter": {"lookahead": 5}})
     assert made == method
@@ -91,7 +91,7 @@ def test_specpc_scores_are_the_heads_attention(reduction, lookahead):
     method = SpecPC(20, 4, draft=HEAD, lookahead=lookahead, reduction=reduction, kernel=4)
     scores, generated = method.look(model, ids[0])
     state = prefill(model, ids, needs=Needs(features=LAYERS))
-    assert generated.tolist() == DraftModel(HEAD, lookahead)(model, state).ids[0].tolist()
+    assert generated.tolist() == ModelDrafter(HEAD, lookahead)(model, state).ids[0].tolist()
     expected = slow_scores(model, ids, 4, generated.tolist(), reduction)
     torch.testing.assert_close(scores, expected, atol=1e-5, rtol=1e-4)
     if lookahead == 5:  # an end token cuts the draft, and with it what observes
@@ -118,8 +118,8 @@ def test_what_a_head_cannot_do():
     with pytest.raises(UserError, match="a draft that is a model: a draft head reads what the target has read"):
         SpecKV.with_draft(HEAD, 20, 5, window=8, sparse=SparsePrefill(16, 64))
     with pytest.raises(UserError, match="give a draft model to write before"):
-        DraftModel(HEAD).write(tiny_model(), prompt_ids(20)[0])
+        ModelDrafter(HEAD).write(tiny_model(), prompt_ids(20)[0])
     with pytest.raises(UserError, match="SpecPC: a draft head has one layer; leave out first_layer"):
         SpecPC(20, 4, draft=HEAD, first_layer=0).look(tiny_model(), prompt_ids(50)[0][0])
     with pytest.raises(UserError, match="were not recorded: prefill with needs=Needs"):
-        DraftModel(HEAD)(tiny_model(), prefill(tiny_model(), prompt_ids(20)[0]))
+        ModelDrafter(HEAD)(tiny_model(), prefill(tiny_model(), prompt_ids(20)[0]))

@@ -14,7 +14,7 @@ from transformers.generation import (
 
 from keepsight import Kivi, PyramidKV, SnapKV, SpecKV, Truncation, generate
 from keepsight.errors import UserError
-from keepsight.models.drafts import LayerSubset
+from keepsight.models.draft_sources import LayerSubset
 from keepsight.runtime.decode import decode, stop_after
 from keepsight.runtime.drafting.eagle import ChainDrafter
 from keepsight.runtime.drafting.speculative import (

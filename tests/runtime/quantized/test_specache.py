@@ -10,7 +10,6 @@ import torch
 
 from keepsight import generate
 from keepsight.errors import UserError
-from keepsight.runtime.batch import join
 from keepsight.runtime.decode import decode, score_answer, stop_after
 from keepsight.runtime.method import FullCache
 from keepsight.runtime.methods.kivi import Kivi
@@ -19,6 +18,7 @@ from keepsight.runtime.offload import FullEntries, Traffic
 from keepsight.runtime.prefill import prefill, read
 from keepsight.runtime.quantized.cache import PackedState
 from keepsight.runtime.quantized.specache import PairReader, specache_layers
+from tests.runtime.batch import join
 from tests.runtime.quantized.slow_specache import SlowSpeCache
 from tests.tiny import FAMILIES, prompt_ids, tiny_model
 

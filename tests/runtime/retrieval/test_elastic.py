@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from keepsight.errors import UserError
 from keepsight.runtime.offload import Traffic
 from keepsight.runtime.retrieval.elastic import Arrangement, ElasticLayer
-from keepsight.runtime.sparse_read.cache import Chosen
+from keepsight.runtime.sparse_read.cache import Selection
 from tests.runtime.retrieval.walks import WIDTH, Walk, by_loops, step
 
 ENTRY = 2 * WIDTH * 4
@@ -154,10 +154,10 @@ def test_tokens_that_were_taken_back_leave_no_trace(removed):
             layer.crop(-removed)
             plain.crop(-removed)
         held = layer.get_seq_length()
-        chosen = Chosen(torch.arange(held - 8, held).expand(1, 2, -1), None)
+        chosen = Selection(torch.arange(held - 8, held).expand(1, 2, -1), None)
         (_, states) = next(walk.steps(1))
         torch.testing.assert_close(step(layer, chosen, states), step(plain, chosen, states))
-        layer.prepare(Chosen(torch.arange(held - 7, held + 1).expand(1, 2, -1), None))  # announced, and not read
+        layer.prepare(Selection(torch.arange(held - 7, held + 1).expand(1, 2, -1), None))  # announced, and not read
 
 
 def test_bytes_on_the_device_are_those_of_the_slots():
@@ -170,14 +170,14 @@ def test_bytes_on_the_device_are_those_of_the_slots():
 def test_more_entries_than_slots_are_refused():
     layer = _elastic(Walk(1, 1, 3, 8))
     with pytest.raises(UserError, match="4 entries are chosen, and a layer on the CPU has slots for 3"):
-        layer.prepare(Chosen(torch.arange(4).view(1, 1, 4), None))
+        layer.prepare(Selection(torch.arange(4).view(1, 1, 4), None))
 
 
 def test_what_was_announced_and_not_read_is_of_no_matter():
     walk = Walk(1, 2, 4, 9)
     layer, plain = _elastic(walk), _same_walk(walk).layer()
     for chosen, states in walk.steps(8):
-        layer.prepare(Chosen(torch.tensor([[[0, 1], [2, 3]]]), None))
+        layer.prepare(Selection(torch.tensor([[[0, 1], [2, 3]]]), None))
         layer.append(*states[1:])
         plain.append(*states[1:])
         gathered, expected = (each.gather(chosen)[:2] for each in (layer, plain))

@@ -14,7 +14,7 @@ from keepsight.runtime.retrieval.elastic import ElasticLayer
 from keepsight.runtime.retrieval.memory_plan import plan_for
 from keepsight.runtime.retrieval.placement import Placement, device_bytes, elastic_layers
 from keepsight.runtime.retrieval.reader import retrieval_cache
-from keepsight.runtime.sparse_read.cache import Chosen, SelectedLayer, SelectedState, Selection, real_entries
+from keepsight.runtime.sparse_read.cache import LayerSelector, SelectedLayer, SelectedState, Selection, real_mask
 from tests.models.retrieval_heads import tiny_retrieval_head
 from tests.tiny import prompt_ids, tiny_model
 
@@ -45,9 +45,9 @@ class ChoosingReader:
     def _choose(self, length, padding):
         drawn = torch.rand(ROWS, 2, length, generator=self.random)
         if padding is not None:
-            drawn = drawn.masked_fill(~real_entries(padding, length)[:, None], -1.0)
+            drawn = drawn.masked_fill(~real_mask(padding, length)[:, None], -1.0)
         indices = drawn.topk(min(BUDGET, length)).indices
-        return Chosen(indices, None if padding is None else indices >= padding[:, None, None])
+        return Selection(indices, None if padding is None else indices >= padding[:, None, None])
 
 
 def _start(model, *lengths):
@@ -128,8 +128,8 @@ def test_an_answer_that_outgrows_the_device_is_refused():
 
 
 def test_layers_that_choose_by_themselves_stay_on_the_device():
-    class Own(Selection):
-        def choose(self, query, scaling, keys, padding):
+    class Own(LayerSelector):
+        def select(self, query, scaling, keys, padding):
             raise AssertionError
 
     keys = torch.randn(1, 2, 9, 4)

@@ -16,7 +16,7 @@ from keepsight.runtime.methods.snapkv import SnapKV
 from keepsight.runtime.methods.specontext import SpeContext
 from keepsight.runtime.prefill import prefill, read
 from keepsight.runtime.retrieval.reader import retrieval_cache
-from keepsight.runtime.sparse_read.cache import Chosen, SelectedLayer
+from keepsight.runtime.sparse_read.cache import SelectedLayer, Selection
 from keepsight.runtime.state import Needs
 from tests.models.retrieval_heads import tiny_retrieval_head
 from tests.runtime.sparse_read.slow_selection import SlowReader, everything, top_attention, top_pages
@@ -37,12 +37,12 @@ def method_of(name: str, budget: int | float, kv_heads: int = 2, **options: Any)
     return ExactTopK(budget, **options)
 
 
-def watched(monkeypatch: pytest.MonkeyPatch, name: str) -> list[Chosen]:
+def watched(monkeypatch: pytest.MonkeyPatch, name: str) -> list[Selection]:
     """What a method of all layers is called with from here on."""
-    calls: list[Chosen] = []
+    calls: list[Selection] = []
     original = getattr(SelectedLayer, name)
 
-    def watching(layer: SelectedLayer, chosen: Chosen) -> Any:
+    def watching(layer: SelectedLayer, chosen: Selection) -> Any:
         calls.append(chosen)
         return original(layer, chosen)
 

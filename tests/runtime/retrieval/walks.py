@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from keepsight.runtime.attention import grouped_attention
-from keepsight.runtime.sparse_read.cache import Chosen, SelectedLayer
+from keepsight.runtime.sparse_read.cache import SelectedLayer, Selection
 
 WIDTH, GROUP = 4, 2
 
@@ -41,13 +41,13 @@ class Walk:
         """[B] int64."""
         return None if self.padding is None else torch.tensor(self.padding)
 
-    def steps(self, count: int) -> Iterator[tuple[Chosen, tuple[Tensor, Tensor, Tensor]]]:
+    def steps(self, count: int) -> Iterator[tuple[Selection, tuple[Tensor, Tensor, Tensor]]]:
         """What each step chooses among the entries before it, and its query, key and value."""
         for length in range(self.start, self.start + count):
             query = torch.randn(self.batch, self.kv_heads * GROUP, 1, WIDTH, generator=self.random)
             yield self.chosen(length), (query, self._draw(1), self._draw(1))
 
-    def chosen(self, length: int) -> Chosen:
+    def chosen(self, length: int) -> Selection:
         """The most important entries of `length`; with probability `fresh` each entry's importance is another one."""
         shape = self.batch, self.kv_heads, length
         drawn = torch.rand(shape, generator=self.random)
@@ -60,20 +60,20 @@ class Walk:
         if padding is not None:
             drawn = drawn.masked_fill(torch.arange(length) < padding[:, None, None], -1.0)
         indices = drawn.topk(min(self.budget, length)).indices
-        return Chosen(indices, None if padding is None else indices >= padding[:, None, None])
+        return Selection(indices, None if padding is None else indices >= padding[:, None, None])
 
     def _draw(self, tokens: int) -> Tensor:
         return torch.randn(self.batch, self.kv_heads, tokens, WIDTH, generator=self.random)
 
 
-def step(layer: SelectedLayer, chosen: Chosen, states: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+def step(layer: SelectedLayer, chosen: Selection, states: tuple[Tensor, Tensor, Tensor]) -> Tensor:
     """A step as a retrieval head's reader takes it: announced, then computed."""
     layer.prepare(chosen)
     return layer.step(*states, WIDTH**-0.5)
 
 
 def by_loops(
-    keys: Tensor, values: Tensor, chosen: Chosen, padding: list[int] | None, states: tuple[Tensor, Tensor, Tensor]
+    keys: Tensor, values: Tensor, chosen: Selection, padding: list[int] | None, states: tuple[Tensor, Tensor, Tensor]
 ) -> Tensor:
     """The attention [B, 1, H, d] of a step, head after head; keys and values [B, K, C, d] are those before it."""
     query, key, value = states

@@ -25,14 +25,14 @@ def weights_of(query: Tensor, keys: Tensor, scaling: float) -> Tensor:
 def top_attention(budget: int, sinks: int = 0, window: int = 0) -> Choose:
     """The entries with the largest weight in any head of the group; sinks and window come first."""
 
-    def choose(query: Tensor, keys: Tensor, scaling: float) -> list[int]:
+    def select(query: Tensor, keys: Tensor, scaling: float) -> list[int]:
         count = len(keys) - 1
         largest = weights_of(query, keys, scaling).amax(dim=0).tolist()
         kept = [place for place in range(count) if place < sinks or place >= count - window]
         rest = sorted(set(range(count)) - set(kept), key=lambda place: -largest[place])
         return (kept + rest)[:budget]
 
-    return choose
+    return select
 
 
 def page_bound(query: Tensor, keys: Tensor) -> float:
@@ -46,7 +46,7 @@ def page_bound(query: Tensor, keys: Tensor) -> float:
 def top_pages(budget: int, page: int) -> Choose:
     """The pages with the largest bound in any head of the group, and the entries after the last full page."""
 
-    def choose(query: Tensor, keys: Tensor, scaling: float) -> list[int]:
+    def select(query: Tensor, keys: Tensor, scaling: float) -> list[int]:
         count = len(keys) - 1
         full, rest = divmod(count, page)
         places = [list(range(page * number, page * (number + 1))) for number in range(full)]
@@ -54,7 +54,7 @@ def top_pages(budget: int, page: int) -> Choose:
         best = sorted(range(full), key=lambda number: -bounds[number])[: max(budget - rest, 0) // page]
         return [place for number in best for place in places[number]] + list(range(count - rest, count))
 
-    return choose
+    return select
 
 
 def everything(query: Tensor, keys: Tensor, scaling: float) -> list[int]:

@@ -16,7 +16,7 @@ from keepsight.runtime.methods.quest import Quest
 from keepsight.runtime.methods.specontext import SpeContext
 from keepsight.runtime.prefill import prefill, read
 from keepsight.runtime.retrieval.reader import retrieval_cache
-from keepsight.runtime.sparse_read.cache import Chosen, SelectedLayer, selected_layers
+from keepsight.runtime.sparse_read.cache import SelectedLayer, Selection, selected_layers
 from keepsight.runtime.sparse_read.mla import Expansion, LatentLayer, expanded, layers_of, reader_of
 from keepsight.runtime.state import Needs
 from tests.models.retrieval_heads import tiny_deepseek, tiny_retrieval_head
@@ -160,7 +160,7 @@ def test_gather_equals_the_models_own_expansion() -> None:
     layer = selected_layers(whole, layers_of(model, whole, lambda *_: pytest.fail("not latent")))[1]
     assert isinstance(layer, LatentLayer)
     indices = torch.randint(0, 11, (2, HEADS, 5), generator=torch.Generator().manual_seed(0))
-    keys, values, real = layer.gather(Chosen(indices, torch.ones_like(indices, dtype=torch.bool)))
+    keys, values, real = layer.gather(Selection(indices, torch.ones_like(indices, dtype=torch.bool)))
     assert real is not None and real.shape == (2, HEADS, 6)
     for row in range(2):
         for head in range(HEADS):

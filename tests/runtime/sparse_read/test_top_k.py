@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from keepsight.runtime.retrieval.selector import HeadKeys
-from keepsight.runtime.sparse_read.cache import Chosen
+from keepsight.runtime.sparse_read.cache import Selection
 from keepsight.runtime.sparse_read.quest_pages import TopPages
-from keepsight.runtime.sparse_read.top_k import Limits, TopAttention
+from keepsight.runtime.sparse_read.top_k import StepBudget, TopAttention
 from tests.runtime.sparse_read.slow_selection import page_bound, top_attention, top_pages
 
 GROUPS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}
@@ -23,7 +23,7 @@ def random_step(heads: int, kv_heads: int, rows: int = 3, length: int = 41) -> t
     return query, torch.randn(rows, kv_heads, length, 6, generator=generator)
 
 
-def places_of(chosen: Chosen, row: int, kv_head: int) -> list[int]:
+def places_of(chosen: Selection, row: int, kv_head: int) -> list[int]:
     """Those that are real, ascending."""
     indices = chosen.indices[row, kv_head]
     return sorted((indices if chosen.real is None else indices[chosen.real[row, kv_head]]).tolist())
@@ -40,7 +40,7 @@ def each_head(query: torch.Tensor, keys: torch.Tensor) -> Any:
 @pytest.mark.parametrize("budget, sinks, window", [(9, 0, 0), (9, 2, 3), (12, 4, 0), (60, 1, 1), (1, 0, 0)])
 def test_top_attention(budget: int, sinks: int, window: int, heads: int, kv_heads: int) -> None:
     query, keys = random_step(heads, kv_heads)
-    chosen = TopAttention(Limits(budget, sinks, window)).choose(query, SCALING, keys, None)
+    chosen = TopAttention(StepBudget(budget, sinks, window)).select(query, SCALING, keys, None)
     assert chosen.real is None and chosen.indices.shape[2] == min(budget, 40)
     slow = top_attention(budget, sinks, window)
     for row, kv_head, own, entries in each_head(query, keys):
@@ -53,7 +53,7 @@ def test_top_attention_never_takes_padding(budget: int, sinks: int, window: int,
     """Rows choose as they would alone; those with fewer entries than others say so."""
     query, keys = random_step(heads, kv_heads)
     padding = 40 - torch.tensor(LENGTHS)
-    chosen = TopAttention(Limits(budget, sinks, window)).choose(query, SCALING, keys, padding)
+    chosen = TopAttention(StepBudget(budget, sinks, window)).select(query, SCALING, keys, padding)
     slow = top_attention(budget, sinks, window)
     for row, kv_head, own, entries in each_head(query, keys):
         start = int(padding[row])
@@ -66,7 +66,7 @@ def test_weights_that_underflow_come_before_padding() -> None:
     """Equal to the padding's: nothing but the mask tells them apart."""
     query, keys = torch.full((1, 1, 1, 2), 60.0), torch.zeros(1, 1, 10, 2)
     keys[:, :, 4] = 60.0
-    chosen = TopAttention(Limits(6)).choose(query, SCALING, keys, torch.tensor([3]))
+    chosen = TopAttention(StepBudget(6)).select(query, SCALING, keys, torch.tensor([3]))
     assert places_of(chosen, 0, 0) == [3, 4, 5, 6, 7, 8]
 
 
@@ -80,7 +80,7 @@ def test_top_pages(budget: int, page: int, heads: int, kv_heads: int) -> None:
         for length in range(31, 42):
             query, keys = random_step(heads, kv_heads)
             keys = keys[:, :, :length]
-            chosen = pages.choose(query, SCALING, keys, padding)
+            chosen = pages.select(query, SCALING, keys, padding)
             for row, kv_head, own, entries in each_head(query, keys):
                 start = 0 if padding is None else int(padding[row])
                 expected = sorted(start + place for place in slow(own, entries[start:], SCALING))

@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicCache
 from keepsight.commands.config import DraftConfig, ModelConfig, Recipe
 from keepsight.commands.from_recipe import draft_of
 from keepsight.errors import UserError
-from keepsight.models.drafts import LayerSubset, LoadedDraft, load_draft
+from keepsight.models.draft_sources import LayerSubset, LoadedDraft, load_draft
 from keepsight.models.lookahead import Lookahead, LookaheadSettings
 from keepsight.models.targets import Target, load_target
 from keepsight.runtime.attention import record_attention

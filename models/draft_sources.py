@@ -25,7 +25,7 @@ from keepsight.models.targets import Target, load_target
 _OURS = "_keepsight_"  # what keepsight keeps on a model: attached adapters, drafts
 
 
-class Draft(Protocol):
+class DraftSource(Protocol):
     """Says which model drafts for a target. Immutable and hashable: methods with equal drafts can share one run."""
 
     @property
@@ -105,7 +105,7 @@ class LoadedDraft:
 
 
 @dataclass(frozen=True)
-class HeadDraft:
+class DraftHeadSource:
     """A draft head of the target; `load_head` makes it.
 
     Attributes:
@@ -119,14 +119,14 @@ class HeadDraft:
     head: DraftHead | FeatureHead = field(repr=False)
 
 
-def load_head(name: str, folder: Path, target: PreTrainedModel) -> HeadDraft:
+def load_head(name: str, folder: Path, target: PreTrainedModel) -> DraftHeadSource:
     """Load a draft head from a folder, for the target that it goes on from.
 
     Raises:
         UserError: the folder holds no head, or one of another target.
     """
     head = load_draft_head(folder, target)
-    return HeadDraft(name, head.layers_of(target), head)
+    return DraftHeadSource(name, head.layers_of(target), head)
 
 
 def load_draft(model_id: str, target: Target, *, revision: str | None = None, **options: Any) -> LoadedDraft:

@@ -1,0 +1,58 @@
+"""The observation window: the last prompt tokens observe with the queries that were kept when they were read."""
+
+import torch
+from torch import Tensor
+
+from keepsight.errors import UserError
+from keepsight.runtime.importance import observed_attention
+from keepsight.runtime.state import State
+
+
+def window_attention(state: State, rows: int, reduction: str) -> list[Tensor]:
+    """Attention of the last `rows` queries to all entries, for each layer [B, H, C] float32 (SnapKV, section 4)."""
+    row_mask = None if state.tokens_mask is None else state.tokens_mask[:, -rows:]
+    return [
+        observed_attention(
+            queries[:, :, -rows:],
+            each.keys,
+            scaling,
+            each.keys.shape[2],
+            key_mask=each.real,
+            query_mask=row_mask,
+            reduction=reduction,
+        )
+        for queries, each, scaling in zip(state.trace.queries, state.entries(), state.trace.scaling, strict=True)
+    ]
+
+
+def held_rows(state: State, wanted: int) -> int:
+    """How many of the last `wanted` queries there are to observe from.
+
+    Raises:
+        UserError: none were recorded, or the entries of all of them may have been evicted.
+    """
+    held = state.trace.queries[0].shape[2] if state.trace.queries else 0
+    if not held:
+        raise UserError(
+            f"no query is left of the {wanted} that should observe: prefill with needs=method.needs(), and where an "
+            "evicted cache is evicted again, let the method keep its window"
+        )
+    return min(wanted, held)
+
+
+def combine(of_window: list[Tensor], of_draft: list[Tensor], rows: int, real: Tensor, reduction: str) -> list[Tensor]:
+    """What a prompt's last queries and a draft observe together.
+
+    Args:
+        of_window: For each layer, [B, H, C] float32, reduced over the window's queries.
+        of_draft: The same, reduced over the draft's queries.
+        rows: Queries of the window.
+        real: [B, T] bool, False where the draft is padding.
+        reduction: `mean` or `max`, as both were reduced.
+    """
+    if reduction == "max":
+        return [torch.maximum(*pair) for pair in zip(of_window, of_draft, strict=True)]
+    drafted = real.sum(dim=1)[:, None, None]
+    return [
+        (window * rows + draft * drafted) / (rows + drafted) for window, draft in zip(of_window, of_draft, strict=True)
+    ]
