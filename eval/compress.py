@@ -24,14 +24,14 @@ from keepsight.runtime.state import Needs, State
 
 @dataclass(frozen=True)
 class Seconds:
-    """What a method costs before its first token. What methods share is measured once and shown for each of them.
+    """Seconds before a method's first token, by phase. What methods share is timed once and shown for each of them.
 
     Attributes:
-        prefill: The target's pass over the prompt; all that a method does which reads the prompt in its own way.
-        draft: Whatever writes a draft, or chooses the tokens of a shorter prompt.
-        observe: The observers' pass; LAQ's guess is written in it.
+        prefill: The target's pass over the prompt; everything, for a method that reads the prompt in its own way.
+        draft: Writing a draft, or choosing the tokens of a shorter prompt.
+        observe: The observer's pass, LAQ's guess included.
         select: Reduction, pooling, allocation and gathering.
-        question: Reading a question that comes after the compression, as one of its batch.
+        question: Reading, in one batch with other variants, a question that comes after the compression.
     """
 
     prefill: float = 0.0
@@ -46,8 +46,8 @@ class Compressed:
     """What a method answers from.
 
     Attributes:
-        state: Of one row.
-        seconds: What it cost.
+        state: One-row state to decode from.
+        seconds: Time before the first token.
         kept: [L, K, N] bool, which of the prompt's entries it holds; None where that is not known.
     """
 
@@ -62,10 +62,10 @@ class SharedPrompt:
 
     Attributes:
         model: The target.
-        state: Of one row, with all that the methods' observers need.
-        coming: What follows the prompt under the full cache: what the oracle's draft is.
-        seconds: Of the prefill, without what the received attention took.
-        coming_seconds: Of writing `coming`.
+        state: One-row state of the prompt, with everything recorded that the methods' observers need.
+        coming: What follows the prompt under the full cache: the oracle's draft.
+        seconds: Seconds of the prefill, without what adding up the received attention took.
+        coming_seconds: Seconds that writing `coming` took.
     """
 
     model: PreTrainedModel
@@ -103,7 +103,7 @@ class SharedPrompt:
 
     @torch.no_grad()
     def ranks(self) -> Tensor:
-        """[L, K, N] int64: the place of each entry when those of its head are ordered by what comes, best first."""
+        """[L, K, N] int64: the rank of each entry within its head by the attention of what comes, 0 for the largest."""
         observed, _ = self._observe(DraftObserver(OwnAnswer()), "mean")
         layers = zip(observed, self.state.entries(), strict=True)
         importance = torch.cat([reduce_group(layer, each.keys.shape[1]) for layer, each in layers])
@@ -132,13 +132,13 @@ class SharedPrompt:
         return self._drafts[drafter]
 
 
-def needs_of(methods: Sequence[Method]) -> Needs:
+def needs_of_all(methods: Sequence[Method]) -> Needs:
     """What a prefill must record so that all of the methods can share it."""
     return functools.reduce(operator.or_, (method.needs() for method in methods), Needs())
 
 
 def recall(kept: Tensor | None, ranks: Tensor) -> float | None:
-    """Share of the entries which what comes attends to most, in equal number a head, that are kept.
+    """Share of the entries that the full cache's answer attends to most, equally many per head, that are kept.
 
     Args:
         kept: [L, K, N] bool; None where it is not known, which leaves the recall unknown too.
@@ -151,7 +151,7 @@ def recall(kept: Tensor | None, ranks: Tensor) -> float | None:
 
 
 def since(start: float) -> float:
-    """Seconds since then, what a GPU was given to do included."""
+    """Seconds since `start`, once a GPU has done what it was given."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter() - start

@@ -1,4 +1,4 @@
-"""The sweep: every method and budget on every sample, from one prefill a sample.
+"""The sweep: every method and budget on every sample, from one prefill per sample.
 
 For each sample the prompt is prefilled once, the full cache answers, each observer observes once for all methods and
 budgets that use it (`keepsight.eval.compress`), and the answers of all variants come from one batch
@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from keepsight.errors import UserError
-from keepsight.eval.answers import Answered, Limits, answer_all, answer_alone, answer_full, batches
-from keepsight.eval.compress import Compressed, Seconds, SharedPrompt, needs_of, recall, since
+from keepsight.eval.answers import Answered, Limits, answer_all, answer_alone, answer_full, batched_by_entries
+from keepsight.eval.compress import Compressed, Seconds, SharedPrompt, needs_of_all, recall, since
 from keepsight.eval.guesses import Guesses
 from keepsight.eval.results import FULL
 from keepsight.eval.tasks.metrics import score
@@ -40,7 +40,7 @@ class Variant:
 
     Attributes:
         name: What the `method` column shows.
-        method: Its parts.
+        method: The method at its budget.
     """
 
     name: str
@@ -59,10 +59,10 @@ class _Asked:
     Attributes:
         sample: What is asked.
         question: [1, q] int64, what is read after the context; empty when the whole prompt was.
-        limits: Of its answers.
-        guesses: What they may say.
-        answer: [1, T] int64, the full cache's.
-        full: The same with its likelihood.
+        limits: Limits of its answers.
+        guesses: Texts that its answers may resemble.
+        answer: [1, T] int64, the full cache's answer.
+        full: The full cache's answer with its likelihood.
     """
 
     sample: RenderedSample
@@ -153,7 +153,7 @@ def run_samples(
     evicting = [variant for variant in variants if not variant.method.is_full_cache]
     prompt = samples[0].prompt_ids[None].to(target.model.device)
     start = time.perf_counter()
-    state = prefill(target.model, prompt, needs=needs_of([variant.method for variant in evicting]))
+    state = prefill(target.model, prompt, needs=needs_of_all([variant.method for variant in evicting]))
     seconds = since(start) - state.trace.seconds
     asked, of_prompt = [], Guesses(said)
     of_prompt.learn(prompt[0].tolist())
@@ -169,7 +169,7 @@ def run_samples(
     full = Variant(FULL, FullCache()), Compressed(state, Seconds(prefill=seconds), None)
     rows = [[_row(target, each, *full, each.full, 1.0) | more] for each, more in zip(asked, shown, strict=True)]
     length = prompt.shape[1]
-    for group in batches(evicting, lambda each: min(each.method.budget_for(length), length), batch_tokens):
+    for group in batched_by_entries(evicting, lambda each: min(each.method.budget_for(length), length), batch_tokens):
         methods = [variant.method for variant in group]
         compressed = [shared.compress(method) for method in methods]
         recalls = [recall(each.kept, ranks) for each in compressed]

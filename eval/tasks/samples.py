@@ -44,7 +44,7 @@ class Sample:
 
     @property
     def key(self) -> tuple[str, int, str]:
-        """What tells it from all other samples of an evaluation."""
+        """Unique among the samples of an evaluation run."""
         return self.task, self.length, self.id
 
     @property

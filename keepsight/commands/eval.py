@@ -1,4 +1,4 @@
-"""keepsight eval: score methods and budgets from one prefill a sample.
+"""keepsight eval: score methods and KV budgets from one prefill per sample.
 
     keepsight eval adapter=runs/adapter tasks=[niah_single] lengths=[512,1024] budgets=[64,128] samples=20 out=runs/eval
     keepsight eval tasks=[jsonl] jsonl.dir=DIR max_tokens=2048 methods=[full,snapkv,lookaheadkv] out=runs/real
@@ -9,8 +9,9 @@
 Tasks: niah_single, niah_multikey, niah_multivalue, niah_multiquery (niah: all four), jsonl. Methods: a name (the
 README has the table), or one with options. An option is a field of the method, such as window, sinks, every (evict
 while decoding too), or a part: observer, reduce, pool, allocate. question=unseen compresses the context before the
-question arrives, question=multi asks several questions of one compressed cache. `out` gets results.jsonl (a row a
-sample), summary.csv, plots and report.html. A stopped run goes on when the same command is given again.
+question arrives, question=multi asks several questions of one compressed cache. `out` gets results.jsonl (a row per
+sample, method and budget), summary.csv, plots and report.html. A stopped run goes on when the same command is given
+again.
 """
 
 import platform
@@ -33,7 +34,7 @@ from keepsight.errors import UserError
 from keepsight.eval.answers import default_batch_tokens
 from keepsight.eval.report.plots import plot_excess_nll, plot_scores
 from keepsight.eval.report.report import write_report
-from keepsight.eval.report.summary import summarize, table, write_summary
+from keepsight.eval.report.summary import summarize, summary_table, write_summary
 from keepsight.eval.results import FULL, finished, merge, part_of
 from keepsight.eval.sweep import QUESTIONS, Variant, check_samples, groups_of, sweep
 from keepsight.eval.tasks import jsonl, niah
@@ -72,18 +73,18 @@ class Config(Recipe):
         tasks: niah_single, niah_multikey, niah_multivalue, niah_multiquery, niah (all four), jsonl.
         lengths: Prompt lengths of the needle tasks, in tokens of the target's tokenizer.
         methods: Names, or {name: NAME, option: value}.
-        budgets: Entries per layer and KV head, or ratios such as 0.1.
-        bits: For the methods that store entries in fewer bits: a row for each; their own default when empty.
-        samples: Per task and length; per file of the jsonl task (0 for all).
-        seed: Of the needle tasks.
-        haystack: Text file to hide needles in, instead of the offline essays.
+        budgets: KV budgets: entries per layer and KV head, or ratios of the prompt such as 0.1.
+        bits: Bit widths for the methods that quantize entries, a row for each; the method's default when empty.
+        samples: Number of samples per task and length; per file of the jsonl task (0 for all).
+        seed: Seed of the needle tasks.
+        haystack: Text file to hide needles in, instead of Python's documentation.
         jsonl: Real samples.
-        max_tokens: Longest prompt of the jsonl task; longer ones are dropped and counted.
+        max_tokens: Longest prompt of the jsonl task in tokens; longer ones are dropped and counted.
         max_new_tokens: Shortens every answer to this many tokens; 0 for each task's own limit.
         question: What methods see while they compress: seen (the whole prompt), unseen (only what stands before the
             question), multi (the same, and every question about a context is asked of one compressed cache).
-        max_batch_tokens: KV entries a head over all variants that are decoded together; 0 for a quarter of the memory
-            that is free.
+        max_batch_tokens: Max KV entries per head in one decoding batch over all variants; 0 for a quarter of the free
+            memory.
     """
 
     out: str = "???"
@@ -150,7 +151,7 @@ def write_all(out: Path, settings: dict[str, Any]) -> None:
     plot_scores(summary, out / "scores.png")
     plot_excess_nll(summary, out / "excess_nll.png")
     write_report(rows, out, settings)
-    print(f"{table(summary)}\n\nreport: {out / 'report.html'}")
+    print(f"{summary_table(summary)}\n\nreport: {out / 'report.html'}")
 
 
 def variants_of(config: Config, resources: Resources) -> list[Variant]:
@@ -215,9 +216,9 @@ def samples_of(config: Config, target: Target) -> list[RenderedSample]:
 
 
 def _needles(task: str, config: Config, target: Target) -> list[RenderedSample]:
-    kinds = [name for name in niah.KINDS if task in ("niah", f"niah_{name}")]
+    kinds = [name for name in niah.NEEDLE_KINDS if task in ("niah", f"niah_{name}")]
     if not kinds:
-        known = ", ".join(f"niah_{name}" for name in niah.KINDS)
+        known = ", ".join(f"niah_{name}" for name in niah.NEEDLE_KINDS)
         raise UserError(f"task {task!r} is unknown; choose one of niah, {known}, jsonl")
     haystack = Path(config.haystack) if config.haystack else None
     return [

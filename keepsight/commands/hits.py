@@ -1,14 +1,15 @@
-"""keepsight hits: how many of the entries that the target looks at each method reads, step by step.
+"""keepsight hits: top-k hit rate of the methods that read a part of the cache, step by step.
 
     keepsight hits retrieval=runs/retrieval tasks=[niah_single] lengths=[2048] budgets=[64,256,1024] out=runs/hits
     keepsight hits tasks=[jsonl] jsonl.dir=DIR max_tokens=4096 "methods=[specontext,quest,exact_topk]" out=runs/hits
 
-The full cache answers; at each token of the answer a method chooses what it would read. `hit` is the share of the
-layer's top entries that are read (as many as the budget), `mass` the share of its attention, `overlap` what
-neighbouring steps have in common, which need not be loaded again. `best shared` is the upper bound of methods that
-read the same entries in all layers, `exact_topk` that of all methods. `heads` compares several retrieval heads, such
-as one that was pruned only beside one that was distilled. Writes hits.jsonl (a row a sample), hits.csv and hits.png to
-`out`. A stopped run goes on when the same command is given again.
+The full cache answers; at each token of the answer a method selects what it would read. `hit` is the top-k hit rate:
+the share of the layer's k entries with the most attention that are read, k being the budget. `mass` is the share of
+the attention that falls on what is read, `overlap` what neighbouring steps have in common and need not load again.
+`best shared` reads the same entries in all layers, those with the most attention on average: no such set has a larger
+`mass`. `exact_topk` selects by each layer's own attention. `heads` compares several retrieval heads, such as one that
+was pruned only beside one that was distilled. Writes hits.jsonl (a row per sample), hits.csv and hits.png to `out`. A
+stopped run goes on when the same command is given again.
 """
 
 import csv
@@ -45,8 +46,9 @@ class Config(EvalConfig):
     """Keys of `keepsight hits`: those of `keepsight eval`, and these.
 
     Attributes:
-        methods: Those that read a part of the cache: specontext, quest, exact_topk; with options as for keepsight eval.
-        budgets: Entries a KV head and step.
+        methods: Methods that read a part of the cache: specontext, quest, exact_topk; with options as for keepsight
+            eval.
+        budgets: KV entries read per step and KV head.
         heads: Further retrieval heads under names of their own, {NAME: FOLDER_OR_HUB_ID}. A draft head is pruned first,
             with the features of the step before, and not distilled.
     """

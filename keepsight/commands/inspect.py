@@ -32,10 +32,10 @@ class Config(Recipe):
         prompt: The user's turn as text, or @FILE.
         method: The method to look at.
         compare: The method beside it.
-        budget: Entries per layer and KV head.
+        budget: KV budget: entries per layer and KV head.
         options: Options of the method, such as {pool: {kernel: 5}}.
         template: Whether the chat template is applied.
-        out: The page.
+        out: HTML file to write.
     """
 
     prompt: str = "???"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from keepsight.eval.compress import Compressed, SharedPrompt, needs_of, recall
+from keepsight.eval.compress import Compressed, SharedPrompt, needs_of_all, recall
 from keepsight.models.draft_sources import LayerSubset
 from keepsight.runtime.allocate import Adaptive
 from keepsight.runtime.decode import decode, stop_after
@@ -72,7 +72,7 @@ def model(request: pytest.FixtureRequest) -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def shared(model: PreTrainedModel) -> SharedPrompt:
-    state = prefill(model, prompt_ids(TOKENS)[0], needs=needs_of(METHODS))
+    state = prefill(model, prompt_ids(TOKENS)[0], needs=needs_of_all(METHODS))
     answer = decode(model, state.copy(), stop_after(12, 2), pad_token=0).ids
     return SharedPrompt(model, state, DraftIds(answer), 1.5)
 

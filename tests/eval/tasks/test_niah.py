@@ -46,7 +46,7 @@ def used(sample: RenderedSample, tokenizer: Any) -> int:
     return len(ids) + sample.max_new_tokens
 
 
-@pytest.mark.parametrize("kind", sorted(niah.KINDS))
+@pytest.mark.parametrize("kind", sorted(niah.NEEDLE_KINDS))
 @pytest.mark.parametrize("length", [700, 2000])
 def test_samples_fill_their_length(kind: str, length: int, tokenizer: PreTrainedTokenizerFast) -> None:
     samples = niah.make_samples(kind, length, 8, 0, tokenizer)
