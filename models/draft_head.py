@@ -191,11 +191,3 @@ class DraftHead(nn.Module):
 def head_width(config: LlamaConfig) -> int:
     """Dimensions of one attention head."""
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-
-
-def causal_attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """`HeadAttend` over the tokens of one pass alone, without padding."""
-    output = nn.functional.scaled_dot_product_attention(
-        query, key, value, is_causal=True, enable_gqa=query.shape[1] != key.shape[1]
-    )
-    return output.transpose(1, 2)

@@ -44,11 +44,6 @@ class RetrievalHead(nn.Module):
         self.rotary_emb = HeadRotaryEmbedding(config.llama())
 
     @property
-    def num_heads(self) -> int:
-        """Query heads."""
-        return self.config.num_attention_heads
-
-    @property
     def kv_heads(self) -> int:
         """KV heads; KV head h selects for KV head h of every layer of the target."""
         return self.config.num_key_value_heads

@@ -72,18 +72,6 @@ def load_retrieval_head(folder: Path, target: PreTrainedModel | None = None) -> 
     return head.to(target.device if target is not None else "cpu").requires_grad_(False).eval()
 
 
-def provenance_of(folder: Path) -> Provenance:
-    """Where the head in a folder comes from.
-
-    Raises:
-        UserError: the configuration is missing or does not say so.
-    """
-    try:
-        return Provenance(**read_json(folder / CONFIG)["provenance"])
-    except (KeyError, TypeError) as error:
-        raise UserError(f"{folder / CONFIG}: does not say where the head comes from ({_one_line(error)})") from None
-
-
 def _read_config(path: Path) -> tuple[RetrievalConfig, str]:
     values = read_json(path)
     try:

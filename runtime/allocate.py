@@ -1,4 +1,4 @@
-"""Allocation: how many entries each layer and KV head may keep, so that all of them together are exactly the budget."""
+"""Allocation: how many entries each layer and KV head keeps; together they are exactly the budget."""
 
 import heapq
 from abc import ABC, abstractmethod
@@ -17,16 +17,16 @@ class Allocation(ABC):
 
     @abstractmethod
     def __call__(self, importance: list[Tensor], budget: int) -> list[Tensor]:
-        """Entries to keep.
+        """Divide a budget.
 
         Args:
             importance: For each of L layers, [B, K, C] float32: +inf where an entry is protected, -inf for padding.
-            budget: Entries per layer and KV head on average, the protected ones inside.
+            budget: Entries per layer and KV head on average, protected ones included.
 
         Returns:
-            L tensors [B, K] int64. In every row they sum up to L x K x budget, or to all real entries if these are
-            fewer; no head gets more than it has, or fewer than it protects. A head of an evicted cache may have fewer
-            than its share; others then get the rest.
+            L tensors [B, K] int64: entries to keep. In every row they sum to L x K x budget, or to all real entries if
+            these are fewer; no head gets more than it has, or fewer than it protects. Where a head of an evicted cache
+            has fewer than its share, others get the rest.
         """
 
     def check(self, budget: int, protected: int) -> None:
@@ -49,14 +49,14 @@ class Uniform(Allocation):
 
 @dataclass(frozen=True)
 class Pyramid(Allocation):
-    """Fewer entries from layer to layer (PyramidKV, section 4; the integer schedule of KVCache-Factory).
+    """Budgets that shrink with depth (PyramidKV, arXiv 2406.02069, section 4; KVCache-Factory's integer schedule).
 
-    The schedule is over what is not protected. Prompts of fewer than twice that are divided evenly. Rounding makes
-    the published schedule exceed the budget by up to 5 %; here the surplus is taken back from the layers that were
-    rounded up most, the last ones.
+    The schedule divides what is not protected; prompts of less than twice that are divided evenly. Rounding makes the
+    published schedule exceed the budget by up to 5 %; here the surplus is taken back from the layers that were rounded
+    up most, the last ones.
 
     Attributes:
-        beta: The last layer gets 1 / beta of the average, the first one what is left to 2.
+        beta: The last layer gets 1 / beta of the average, the first one 2 - 1 / beta.
     """
 
     beta: int = 20
@@ -80,7 +80,7 @@ class Pyramid(Allocation):
         return list(torch.stack(rows, dim=1))
 
     def _divide(self, real: Tensor, protected: Tensor, budget: int) -> Tensor:
-        """[L, K] entries to keep of one row's real and protected ones, both [L, K]."""
+        """[L, K] entries to keep, from the numbers of one row's real and protected ones [L, K]."""
         available, longest, free = real - protected, int(real.max()), budget - int(protected.max())
         total = min(real.numel() * budget, int(real.sum())) - int(protected.sum())
         # Layers that differ were evicted from by this schedule before: the prompt was long enough.
@@ -102,7 +102,7 @@ def pyramid_schedule(budget: int, candidates: int, layers: int, beta: int = 20) 
         budget: B, entries a layer without the window.
         candidates: Entries to choose from, the window excluded.
         layers: L.
-        beta: See `Pyramid`.
+        beta: Steepness; see `Pyramid`.
     """
     smallest = budget // beta
     largest = 2 * budget - smallest
@@ -114,17 +114,17 @@ def pyramid_schedule(budget: int, candidates: int, layers: int, beta: int = 20) 
 
 @dataclass(frozen=True)
 class Adaptive(Allocation):
-    """Heads of a layer share its budget by where the most important entries are (AdaKV, section 4).
+    """Heads of a layer share its budget by where its most important entries are (AdaKV, arXiv 2407.11550, section 4).
 
-    Every head is promised a share of the average, its floor.
+    Every head is guaranteed a share of the average, its floor.
 
     Attributes:
-        floor: The promised share, alpha.
+        floor: The guaranteed share, alpha.
         blend: True: of what is not protected, a head gets (1 - alpha) of what it has among the layer's most important
             entries, plus its floor (AdaKV's code). False: at least its floor, protected entries included, and beyond
-            it whatever is most important (kvpress).
-        normalize: Whether a head's importance is scaled by the share of it that its own top entries hold, before
-            heads are compared (KVCache-Factory's variant; for importance of one sign).
+            it by importance alone (kvpress).
+        normalize: Whether a head's importance is scaled by the share that its own top entries hold before heads are
+            compared (KVCache-Factory's variant; for importance of one sign).
     """
 
     floor: float = 0.2
@@ -153,7 +153,7 @@ class Adaptive(Allocation):
         ]
 
     def _divide(self, importance: Tensor, total: int) -> Tensor:
-        """[K] entries for the heads of one row, from [K, C]."""
+        """[K] entries to keep per head of one row, from its importance [K, C]."""
         protected = count_protected(importance)
         available = count_real(importance) - protected
         free, average = total - int(protected.sum()), total // len(importance)
@@ -180,7 +180,7 @@ def blended(among_top: Tensor, budget: int, floor: float) -> Tensor:
     """AdaKV's entries by head, exactly as its code rounds them; their sum can miss `budget` x K.
 
     Args:
-        among_top: [K] int64, how many of the layer's most important entries each head has.
+        among_top: [K] int64, number of the layer's most important entries in each head.
         budget: B, entries a head without the window.
         floor: Alpha.
     """
@@ -193,17 +193,17 @@ def _among_top(ranked: Tensor, total: int) -> Tensor:
 
 
 def _evenly(available: Tensor, share: int) -> Tensor:
-    """`share` of each, and from others what some lack."""
+    """`share` of each; what some lack is taken from the others."""
     total = min(available.numel() * share, int(available.sum()))
     return settle(available.clamp(max=share), torch.full_like(available, share), total, available)
 
 
 def settle(counts: Tensor, ideal: Tensor, total: int, most: Tensor) -> Tensor:
-    """Rounded counts changed one by one until they sum up to `total`, each time the one furthest from `ideal`.
+    """Change rounded counts one by one, each time the one furthest from `ideal`, until they sum to `total`.
 
     Args:
-        counts: Of any shape, int64; ties go to the first.
-        ideal: What they were rounded from, of the same shape.
+        counts: Counts of any shape, int64; ties go to the first.
+        ideal: The values that they were rounded from, of the same shape.
         total: The sum to reach.
         most: The largest count allowed for each; their sum is at least `total`.
     """
@@ -230,12 +230,12 @@ def settle(counts: Tensor, ideal: Tensor, total: int, most: Tensor) -> Tensor:
 
 
 def count_real(importance: Tensor) -> Tensor:
-    """[..., C] -> [...] int64: entries that are not padding."""
+    """Number of entries that are not padding, [..., C] -> [...] int64."""
     return (~torch.isneginf(importance)).sum(dim=-1)
 
 
 def count_protected(importance: Tensor) -> Tensor:
-    """[..., C] -> [...] int64: entries that are always kept."""
+    """Number of entries that are always kept, [..., C] -> [...] int64."""
     return torch.isposinf(importance).sum(dim=-1)
 
 

@@ -1,8 +1,8 @@
-"""The attention function that lets a recorder see each layer's queries and keys.
+"""The attention function through which a recorder sees each layer's queries and keys.
 
-It is registered with transformers under two neutral names and computes attention exactly as sdpa or flash_attention_2
-do. Whoever calls `model(..., recorder=...)` gets `recorder(layer, query, key, scaling)` called in every layer, and
-`model(..., attend=...)` has another function compute the attention; nothing of transformers is patched.
+It is registered with transformers under two neutral names and computes attention exactly as sdpa or flash_attention_2.
+`model(..., recorder=...)` calls `recorder(layer, query, key, scaling, real)` in every layer, and `model(..., attend=...)`
+has another function compute the attention; nothing of transformers is patched.
 """
 
 from abc import ABC, abstractmethod
@@ -22,7 +22,7 @@ from keepsight.runtime.cache import PaddedKeys
 
 
 class Reader(Protocol):
-    """What reads tokens after a cache: a model, or what stands in front of one for caches of its own."""
+    """What appends tokens to a cache: a model, or a wrapper of one for caches that need more than a forward pass."""
 
     @property
     def config(self) -> Any:
@@ -60,12 +60,12 @@ def record_attention(model: Reader) -> None:
     """Switch a model to the recording attention function that matches the one it was loaded with. Idempotent."""
     loaded_with = model.config._attn_implementation
     if loaded_with not in (_DENSE, _VARLEN):
-        switch: Any = model  # a model: what other readers stand in front of has been switched when it was prefilled
+        switch: Any = model  # a model itself: the one that a wrapper holds was switched by the prefill
         switch.set_attn_implementation(_VARLEN if loaded_with == "flash_attention_2" else _DENSE)
 
 
 def require_full_attention(model: PreTrainedModel, what: str, latent: bool = False) -> None:
-    """Refuse models in which some layer keeps something else than a key and a value of every token.
+    """Refuse models with layers that do not keep one key and value per token.
 
     Args:
         model: The target.
@@ -73,7 +73,7 @@ def require_full_attention(model: PreTrainedModel, what: str, latent: bool = Fal
         latent: Whether latent attention (MLA) will do too.
 
     Raises:
-        UserError: sliding, linear or, unless it will do, latent attention.
+        UserError: sliding, linear or latent attention.
     """
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ())
@@ -166,7 +166,7 @@ def grouped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | 
 
 
 def visible(rows: int, real: Tensor) -> Tensor:
-    """[B, K, q, S] bool: what each of the last q of S positions may see."""
+    """Causal mask [B, K, q, S] bool of the last q of S positions."""
     keys = real.shape[2]
     positions = torch.arange(keys, device=real.device)
     return real[:, :, None] & (positions <= positions[keys - rows :, None])

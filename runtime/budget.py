@@ -1,4 +1,4 @@
-"""The KV budget: how many entries are kept or read, as a number or as a ratio of the prompt's length."""
+"""The KV budget: how many entries are kept or read, a number or a ratio of the prompt's length."""
 
 from dataclasses import dataclass
 
@@ -10,8 +10,8 @@ class Budget:
     """A budget as users give it.
 
     Attributes:
-        given: Entries (int), or a ratio in (0, 1] (float).
-        unit: What is counted, for messages.
+        given: Number of entries (int), or a ratio in (0, 1] (float).
+        unit: The unit that messages name.
     """
 
     given: int | float

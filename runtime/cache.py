@@ -1,8 +1,8 @@
-"""Cache layers of our own: entries after eviction, and entries as observers see them.
+"""Cache layers: entries after eviction, and entries as observers see them.
 
-Every layer stores KV heads, never query heads. A layer's *logical* length counts the tokens seen, from which positions
-follow; its *physical* length counts the entries it holds. Where KV heads hold different numbers of entries they are
-stored one after another (`RaggedLayer`) and padded on the left, one layer at a time, while they are attended to.
+Layers store KV heads, never query heads. A layer's *logical* length counts the tokens seen and determines positions;
+its *physical* length counts the entries held. KV heads with different numbers of entries are stored concatenated
+(`RaggedLayer`), and padded on the left, one layer at a time, while they are attended to.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ ROOM = 64
 
 
 class PaddedKeys(NamedTuple):
-    """Keys of which some are padding that differs by head: what a layer hands to the attention function.
+    """Keys with padding that differs by head, as a layer hands them to the attention function.
 
     Attributes:
         keys: [B, K, S, d].
@@ -38,7 +38,7 @@ class LayerEntries(NamedTuple):
     Attributes:
         keys: [B, K, C, d], as the model computed them: RoPE at the original positions.
         values: [B, K, C, d].
-        real: [B, K, C] bool, False for padding on the left; None when all are real or a mask of the batch says it.
+        real: [B, K, C] bool, False for padding on the left; None when all are real, or a mask of the batch marks it.
     """
 
     keys: Tensor
@@ -47,7 +47,7 @@ class LayerEntries(NamedTuple):
 
 
 class KeptLayer(DynamicLayer):
-    """The same number of entries in each KV head, and those appended since.
+    """The same number of entries in each KV head, and room for more.
 
     Args:
         keys: [B, K, C, d].
@@ -64,7 +64,7 @@ class KeptLayer(DynamicLayer):
         self.lazy_initialization(keys, values)
         self.keys, self.values, self.seen, self.real = keys, values, seen, real
         self._room: tuple[Tensor, Tensor] | None = None
-        self._shared = 0  # entries, from the first on, that other layers may hold too
+        self._shared = 0  # number of first entries that other layers may hold too
 
     @override
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> Any:
@@ -76,9 +76,9 @@ class KeptLayer(DynamicLayer):
         return PaddedKeys(self.keys, self.real), self.values
 
     def _append(self, keys: Tensor, values: Tensor) -> None:
-        """Append in place where there is room: a copy of all entries at every token would cost more than attention.
+        """Append in place where there is room: copying all entries for every token would cost more than attention.
 
-        The room belongs to this layer alone; what is shared with other layers is never written to.
+        The room belongs to this layer alone; memory shared with other layers is never written.
         """
         before, after = self.keys.shape[2], self.keys.shape[2] + keys.shape[2]
         if self._room is None or after > self._room[0].shape[2]:
@@ -111,16 +111,16 @@ class KeptLayer(DynamicLayer):
         return LayerEntries(self.keys, self.values, self.real)
 
     def share(self) -> "KeptLayer":
-        """A layer of its own over the same tensors."""
+        """An independent layer over the same tensors."""
         self._shared = self.keys.shape[2]
         return KeptLayer(self.keys, self.values, self.seen, self.real)
 
 
 class RaggedLayer(KeptLayer):
-    """Different numbers of entries by KV head, stored without padding; entries appended since have one length.
+    """Different numbers of entries per KV head, stored without padding; entries appended later have one length.
 
     Args:
-        kept_keys: [total, d], head after head and row after row.
+        kept_keys: [total, d], concatenated over heads, then rows.
         kept_values: [total, d].
         counts: [B, K] int64: entries of each head; they sum up to `total`.
         seen: Logical length.
@@ -173,7 +173,7 @@ class RaggedLayer(KeptLayer):
 
 
 class ViewedLayer(DynamicLayer):
-    """Entries as observers see them: what observers append is seen by them and never stored."""
+    """Entries as observers see them: observers see what they append, but it is never stored."""
 
     keys: Tensor
     values: Tensor
@@ -217,7 +217,7 @@ def view(cache: Cache, length: int | None = None) -> Cache:
 
 
 def share(cache: Cache) -> Cache:
-    """The same entries in a cache of its own, without copying tensors: appending to one leaves the other alone."""
+    """An independent cache of the same entries, without copies: appending to one leaves the other unchanged."""
     seen = cache.get_seq_length()
     layers: list[Any] = [
         layer.share() if isinstance(layer, KeptLayer) else KeptLayer(layer.keys, layer.values, seen)  # type: ignore[union-attr, arg-type]
@@ -230,7 +230,7 @@ def keep(cache: Cache, kept: Sequence[Tensor]) -> Cache:
     """A new cache with only the kept entries; the given one is untouched.
 
     Args:
-        cache: Of L layers.
+        cache: A cache of L layers.
         kept: L tensors [B, K, C] bool: which entries stay. Where their number is the same in all layers and heads the
             new layers are dense, otherwise all of them are ragged.
     """
@@ -241,7 +241,7 @@ def keep(cache: Cache, kept: Sequence[Tensor]) -> Cache:
     layers: list[Any] = []
     for (keys, values, _), mask, count in zip(entries(cache), kept, counts, strict=True):
         rows = mask.flatten().nonzero()[:, 0]
-        # Whole rows are copied: an index by the mask itself would go through them number by number.
+        # Whole rows are copied: indexing by the mask itself would copy number by number.
         packed = [each.reshape(-1, each.shape[-1]).index_select(0, rows) for each in (keys, values)]
         if alike:
             shape = (*keys.shape[:2], first, -1)

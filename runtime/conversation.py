@@ -1,4 +1,4 @@
-"""Conversation: the next turn continues on the cache that the last one left behind."""
+"""Conversation: each turn continues on the cache that the last one left."""
 
 from typing import Any
 
@@ -19,24 +19,23 @@ class Conversation(CustomGenerate):
     """Several turns over one cache.
 
     The first turn is what `generate` does. Each later turn is read after what the cache still holds, at the positions
-    that a full cache would use, and then the method is applied to the whole cache again, looking back from the turn's
-    end: before every answer the cache holds at most the method's budget, however long the conversation. A ratio counts
-    all tokens so far. Methods that shorten the prompt itself do so at the first turn only. So do methods that pack
-    entries: what comes later is packed as it is read, and nothing of it is evicted. Evicted entries are gone: later
-    turns cannot bring them back.
+    that a full cache would use, and then the method is applied to the whole cache again, observing from the turn's end:
+    before every answer the cache holds at most the method's budget, however long the conversation. A ratio counts all
+    tokens so far. Methods that shorten the prompt do so at the first turn only, and methods that pack entries evict at
+    the first turn only. Evicted entries are gone for good.
 
     Args:
         model: The target.
-        method: Such as `SnapKV(budget=128)`.
-        state: One to continue from, such as a loaded one; it stays as it is, so that several conversations can start
-            from it. None to start with an empty cache.
+        method: The method, such as `SnapKV(budget=128)`.
+        state: State to continue from, such as a loaded one; it stays unchanged, so that several conversations can
+            start from it. None to start with an empty cache.
 
     Attributes:
         ids: [1, M] int64: all turns and answers so far.
-        state: What the model has read: all of `ids` but an answer's last token; None before the first turn.
+        state: State after all of `ids` but the last answer's last token; None before the first turn.
 
     Raises:
-        UserError: the state is a batch, or one of a method that holds entries in a way of its own.
+        UserError: the state is a batch, or one whose method stores entries in its own form.
     """
 
     def __init__(self, model: PreTrainedModel, method: Method, state: State | None = None) -> None:
@@ -46,17 +45,17 @@ class Conversation(CustomGenerate):
         _require_single(self.ids)
         if state is not None and not state.joins:
             raise UserError(
-                "conversation: the state's entries are held in a way of their own (kivi, specache, specontext, quest, "
+                "conversation: the state's method stores entries in its own form (kivi, specache, specontext, quest, "
                 "exact_topk); give the state that it was made from"
             )
 
     def say(self, input_ids: Tensor, **options: Any) -> Tensor:
-        """Add a turn and answer it. When this raises, the conversation is as it was before.
+        """Add a turn and answer it. When this raises, the conversation stays as it was.
 
         Args:
-            input_ids: [1, n] int64: what follows the last answer, n >= 1. The answer counts with its end token where
-                it has one; a chat that was rendered whole goes on at `rendered[:, conversation.ids.shape[1]:]`.
-            options: Whatever `model.generate` takes: `max_new_tokens`, `do_sample`, `temperature`, `streamer`, ...
+            input_ids: [1, n] int64, n >= 1: what follows the last answer, whose end token belongs to the answer. Of a
+                chat that was rendered whole, give `rendered[:, conversation.ids.shape[1]:]`.
+            options: Options of `model.generate`: `max_new_tokens`, `do_sample`, `temperature`, `streamer`, ...
                 Penalties and streamers see the whole conversation as the prompt.
 
         Returns:

@@ -1,11 +1,10 @@
-"""Decode: answer from the entries that were kept, at the positions the full cache would have used."""
+"""Decode: answer from the kept entries, at the positions that a full cache would use."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from transformers.generation import EosTokenCriteria, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
@@ -19,8 +18,8 @@ class Reapply:
     """Eviction while decoding.
 
     Attributes:
-        every: Generated tokens between two evictions.
-        compress: From the state so far to a smaller one.
+        every: Number of generated tokens between two evictions.
+        compress: Makes a smaller state of the current one.
     """
 
     every: int
@@ -32,8 +31,8 @@ class Decoded:
     """Answers, and the state they leave behind.
 
     Attributes:
-        ids: [B, N + T] int64: the prompt ids given, then the answers with their end tokens, padded on the right.
-        state: After all tokens of the answers but the last, which no forward pass has read yet.
+        ids: [B, N + T] int64: the given prompt ids, then the answers with their end tokens, padded on the right.
+        state: State after all tokens of the answers but the last, which no forward pass has read yet.
     """
 
     ids: Tensor
@@ -65,13 +64,13 @@ def decode(
 
     Args:
         model: What reads the state: the target without adapters, or the method's reader.
-        state: Where to start from; its cache grows.
+        state: State to start from; its cache grows.
         stopping_criteria: As transformers defines them, over prompt and answer together.
         pad_token: Fills the rows that have ended.
-        prompt_ids: [B, N], for processors and criteria that look at the prompt; an empty prompt by default.
+        prompt_ids: [B, N], for processors and criteria that see the prompt; an empty prompt by default.
         logits_processor: As transformers defines it.
         do_sample: Sample from the processed logits instead of taking the arg-max.
-        streamer: Gets each token as it comes.
+        streamer: Receives each token.
         reapply: Evicts while decoding.
     """
     ids = prompt_ids if prompt_ids is not None else state.lengths.new_empty(len(state.logits), 0)
@@ -94,23 +93,3 @@ def decode(
     if streamer is not None:
         streamer.end()
     return Decoded(ids, state)
-
-
-@torch.no_grad()
-def score_answer(model: Reader, state: State, answer: Tensor) -> tuple[Tensor, Tensor]:
-    """How likely an answer is when it is read from the kept entries, teacher-forced in one forward pass.
-
-    Args:
-        model: What reads the state: the target without adapters, or the method's reader.
-        state: Its cache grows by T - 1 entries.
-        answer: [B, T] int64, the same number of tokens in every row.
-
-    Returns:
-        Negative log-likelihood [B, T] float32 in nats, and whether each token is the arg-max, [B, T] bool. The first
-        token comes from the prompt's own logits, which no eviction changes.
-    """
-    logits = state.logits[:, None]
-    if answer.shape[1] > 1:
-        logits = torch.cat([logits, read(model, state, answer[:, :-1])[1]], dim=1)
-    nll = functional.cross_entropy(logits.transpose(1, 2), answer, reduction="none")
-    return nll, logits.argmax(dim=-1) == answer

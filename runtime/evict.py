@@ -1,13 +1,12 @@
-"""A method: who observes the prompt, how the observations are reduced and pooled, what each head may keep.
+"""Eviction: an observer scores the prompt's entries, its scores are reduced and pooled, and each head keeps the top.
 
-`prefill -> observe -> allocate + select -> decode`: a method is a small frozen dataclass that names its parts, holds
-no state, and may be used for any number of prompts and models. Every eviction method of the papers is an `Evict` with
-other parts.
+`prefill -> observe -> allocate + select -> decode`: a method is a small frozen dataclass that names its parts, holds no
+state, and serves any number of prompts and models. Every eviction method of the papers is an `Evict` with other parts.
 
-The budget, for every method: entries per layer and KV head on average, sinks and window inside it; all layers and
-heads together keep exactly layers x KV heads x budget. A ratio (a float between 0 and 1) stands for `round(ratio * N)`,
-N being the longest prompt of the batch. A prompt no longer than the budget is left untouched. Generated tokens come on
-top and are never evicted, unless `every` is set: then prompt and generated tokens together never exceed the budget.
+The budget, for every method: entries per layer and KV head on average, sinks and window included; all layers and heads
+together keep exactly layers x KV heads x budget. A ratio (a float between 0 and 1) stands for `round(ratio * N)`, N
+being the longest prompt of the batch. A prompt no longer than the budget is left untouched. Generated tokens are not
+counted and never evicted, unless `every` is set: then prompt and generated tokens together never exceed the budget.
 """
 
 from dataclasses import dataclass, replace
@@ -34,14 +33,14 @@ class Evict(CacheMethod):
 
     Attributes:
         budget: Entries per layer and KV head, or a ratio.
-        observer: Scores the entries.
-        reduce: Over the observing queries, then over the query heads of a KV head.
-        pool: Over neighbouring entries, after the reduction.
-        allocate: How many entries each layer and KV head may keep.
-        sinks: First entries that are always kept.
-        window: Last entries that are always kept; they are not pooled with the others.
-        every: Apply the method again after so many generated tokens, keeping `budget - every` entries, so that the
-            cache never holds more than the budget; 0 to evict from the prompt alone.
+        observer: Scorer of the entries.
+        reduce: Reduction over the observing queries, then over the query heads of a KV head.
+        pool: Pooling over neighbouring entries, after the reduction.
+        allocate: Divides the budget over layers and KV heads.
+        sinks: Number of first entries that are always kept.
+        window: Number of last entries that are always kept; they are not pooled with the others.
+        every: Number of generated tokens after which the method is applied again, keeping `budget - every` entries, so
+            that the cache never exceeds the budget; 0 to evict from the prompt alone.
 
     Raises:
         UserError: a value is out of range; one line names it.
@@ -60,7 +59,7 @@ class Evict(CacheMethod):
         name, budget = type(self).__name__, self.budget
         require_whole(name, sinks=self.sinks, window=self.window, every=self.every)
         Budget(budget).check(name)
-        assert self.bound_observer  # refuses a window without tokens where they are to observe
+        self.bound_observer.needs()  # binding refuses what the observer cannot take from the method
         if Budget(budget).is_ratio:
             if self.every:
                 raise UserError(f"{name}: every {self.every} needs a budget in entries, not the ratio {budget}")
@@ -124,7 +123,7 @@ class Evict(CacheMethod):
 
     @override
     def compress_shared(self, model: PreTrainedModel, state: State, observe: Observe) -> Shared | None:
-        if self.reads_itself(state.tokens.shape[1]):
+        if not self.shares_prefill(state.tokens.shape[1]):
             return None
         if self.fits(state):
             return self.compress(model, state), state.select_all()
@@ -136,12 +135,8 @@ class Evict(CacheMethod):
     def reapply(self, model: PreTrainedModel) -> Reapply | None:
         return Reapply(self.every, lambda state: self.compress(model, state)) if self.every else None
 
-    def reads_itself(self, length: int) -> bool:
-        """Whether a prompt of `length` tokens is not prefilled as usual, so that its prefill cannot be shared."""
-        return False
-
     def fits(self, state: State) -> bool:
-        """Whether nothing has to be evicted."""
+        """Whether the state is within the budget."""
         return int(state.held().double().mean(dim=(0, 2)).max().ceil()) <= self.budget_for(state.tokens.shape[1])
 
     @torch.no_grad()
@@ -154,18 +149,18 @@ class Evict(CacheMethod):
 
     @torch.no_grad()
     def observe(self, model: PreTrainedModel, state: State) -> list[Tensor]:
-        """What the observer alone says; see `Observer`. The same for all methods with its observer and reduction."""
+        """The observer's scores (see `Observer`), the same for all methods with its observer and reduction."""
         return self.bound_observer(model, state, self.reduce.queries)
 
     def reduced(self, state: State, observed: list[Tensor]) -> list[Tensor]:
-        """Observations reduced over heads, pooled, with what is protected and what is padding marked."""
+        """Scores reduced over heads and pooled, with protected entries and padding marked."""
         return [
             self._protect(reduce_group(layer, each.keys.shape[1], self.reduce.heads), each.real)
             for layer, each in zip(observed, state.entries(), strict=True)
         ]
 
     def keep(self, state: State, importance: list[Tensor]) -> State:
-        """Select within the budget and gather what was selected."""
+        """Select within the budget and gather the selected entries."""
         return self.gather(state, self.select(state, importance))
 
     def select(self, state: State, importance: list[Tensor]) -> list[Tensor]:
@@ -178,16 +173,16 @@ class Evict(CacheMethod):
         return [top_mask(*pair) for pair in zip(importance, counts, strict=True)]
 
     def gather(self, state: State, selected: list[Tensor]) -> State:
-        """A state of the selected entries alone."""
+        """The state of the selected entries."""
         trace = self._held_queries(state.trace)
         if trace.received:
             trace = replace(trace, received=_gather_received(trace.received, selected))
         return replace(state, cache=keep(state.cache, selected), mask=None, trace=trace)
 
     def _held_queries(self, trace: Trace) -> Trace:
-        """The trace without the queries whose own entries may be evicted: they can no longer be told apart.
+        """The trace without the queries whose own entries may have been evicted.
 
-        Cut also where nothing is evicted, so that the rows of a batch observe as they do alone.
+        It is cut also where nothing is evicted, so that the rows of a batch observe as they do alone.
         """
         queries = tuple(each[:, :, max(each.shape[2] - self.window, 0) :] for each in trace.queries)
         return replace(trace, queries=queries)

@@ -1,4 +1,4 @@
-"""Features: what chosen layers of a target put out, recorded while it runs."""
+"""Features: the outputs of chosen layers of a target, recorded while it runs."""
 
 from collections.abc import Sequence
 from types import TracebackType
@@ -16,8 +16,8 @@ class RecordFeatures:
 
     Args:
         model: The target.
-        layers: Indices of its decoder layers, in the order in which their outputs are given. One past the last layer
-            stands for what the lm_head reads: the last layer's output after the final norm.
+        layers: Indices of its decoder layers, in the order in which their outputs are returned. One past the last
+            layer stands for what the lm_head reads: the last layer's output after the final norm.
 
     Raises:
         UserError: the target has no such layer.

@@ -22,9 +22,9 @@ def generate(
     Args:
         model: Any causal language model of transformers with full attention.
         input_ids: [B, N] int64, padded on the left.
-        method: Such as `SnapKV(budget=128)`; the full cache by default.
+        method: The method, such as `SnapKV(budget=128)`; the full cache by default.
         attention_mask: [B, N], 0 for padding; needed when a row is padded.
-        options: Whatever `model.generate` takes: `max_new_tokens`, `do_sample`, `temperature`, `streamer`, ...
+        options: Options of `model.generate`: `max_new_tokens`, `do_sample`, `temperature`, `streamer`, ...
 
     Returns:
         [B, T] int64: the answers alone, without the prompts, padded on the right.

@@ -21,7 +21,7 @@ _OVER_QUERIES = ("mean", "max", "sum")
 
 @dataclass(frozen=True)
 class Reduce:
-    """How the attention of many queries becomes one importance for each KV head: first over queries, then over heads.
+    """How the attention of many queries becomes one importance per KV head: reduced over queries, then over heads.
 
     Attributes:
         queries: `mean` (the same ranking as a sum) or `max`, over the observing queries of each query head.
@@ -42,7 +42,7 @@ class Reduce:
 
 @dataclass(frozen=True)
 class Pool:
-    """Pooling over neighbouring entries with stride 1, so that an entry is kept together with what surrounds it.
+    """Pooling over neighbouring entries with stride 1, so that an entry is kept together with its neighbours.
 
     Attributes:
         kind: `max` pads with -inf; `avg` pads with zeros and always divides by `kernel` (SnapKV's two poolings).
@@ -72,19 +72,19 @@ def observed_attention(
     query_mask: Tensor | None = None,
     reduction: str = "mean",
 ) -> Tensor:
-    """Attention that observing queries pay to each of the first entries, reduced over the queries.
+    """Attention of observing queries to each of the first entries, reduced over the queries.
 
     Args:
         query: [B, H, q, d], the queries of the last q of the S positions; causal among themselves.
         key: [B, K, S, d].
         scaling: Factor of the dot products.
-        length: N; columns from N on take part in the softmax and are dropped after it.
+        length: N; later columns take part in the softmax and are dropped after it.
         key_mask: [B, S], or [B, 1 or K, S], bool, False for padding. Where absent, every key is real.
-        query_mask: [B, q] bool, False for padding rows, which are left out; or float, a weight of each query.
-        reduction: Over the queries: `mean` (LookaheadKV, section 2), `max` (SpecKV) or `sum` (H2O).
+        query_mask: [B, q] bool, False for padding rows, which do not count; or float, a weight per query.
+        reduction: Reduction over the queries: `mean` (LookaheadKV, section 2), `max` (SpecKV) or `sum` (H2O).
 
     Returns:
-        [B, H, N] float32, differentiable. No N x N tensor is made: rows are taken in blocks.
+        [B, H, N] float32, differentiable. Queries are taken in blocks, so that no N x N tensor is made.
     """
     assert reduction in _OVER_QUERIES
     batch, _, rows, _ = query.shape
@@ -116,7 +116,7 @@ def attention_weights(query: Tensor, key: Tensor, scaling: float, key_mask: Tens
     batch, heads, rows, width = query.shape
     kv_heads, keys = key.shape[1], key.shape[2]
     grouped = (query * scaling).reshape(batch, kv_heads, (heads // kv_heads) * rows, width)
-    # In place, and masked only where something can be hidden: passes over the logits are most of the time this takes.
+    # In place, and masked only where something can be hidden: passes over the logits dominate the time.
     logits = (grouped @ key.transpose(-1, -2)).view(batch, kv_heads, -1, rows, keys).float()
     least = torch.finfo(torch.float32).min
     logits[..., keys - rows :].masked_fill_(_later(rows, query.device), least)
@@ -129,17 +129,16 @@ def attention_weights(query: Tensor, key: Tensor, scaling: float, key_mask: Tens
 def attend_after(
     query: Tensor, stored: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], scaling: float, reduction: str
 ) -> tuple[Tensor, Tensor]:
-    """Attention of observers to stored entries and to each other, and what they pay to the stored ones.
+    """Attention of observers to stored entries and to each other, and its weights on the stored ones.
 
-    The two are never put into one tensor: a copy of the entries, and every pass over the logits that can be saved,
-    is time that shows.
+    The two are never concatenated: a copy of the entries would cost measurable time.
 
     Args:
         query: [B, H, q, d], the observers' queries, causal among themselves.
         stored: Keys and values [B, K, N, d], all of them real and visible to every observer.
         own: Keys and values [B, K, q, d] of the observers.
         scaling: Factor of the dot products.
-        reduction: Over the queries: `mean` or `max`.
+        reduction: Reduction over the queries: `mean` or `max`.
 
     Returns:
         What `observed_attention` returns, [B, H, N] float32, and the output [B, q, H, d] of softmax attention in
@@ -153,7 +152,7 @@ def attend_after(
     logits = (grouped[:, :, None].expand(-1, -1, parts, -1, -1) @ keys.transpose(-1, -2)).float()
     between = (grouped @ own_keys.transpose(-1, -2)).float()
     between.unflatten(2, (-1, rows)).masked_fill_(_later(rows, query.device), -torch.inf)
-    # Softmax is the same whatever is subtracted, so that no gradient flows through the maximum.
+    # Softmax does not depend on what is subtracted, so that no gradient has to flow through the maximum.
     highest = torch.maximum(
         logits.detach().amax(dim=-1, keepdim=True).amax(dim=2), between.detach().amax(dim=-1, keepdim=True)
     )
@@ -167,18 +166,18 @@ def attend_after(
 
 
 def _parts(keys: Tensor, values: Tensor) -> int:
-    """In how many parts the entries are best multiplied: few matrices divide badly over the cores of a CPU.
+    """Number of parts in which to multiply the entries: few matrices parallelise badly over the cores of a CPU.
 
-    As many as can be had without a copy.
+    As many as are possible without a copy.
     """
     whole = keys.is_contiguous() and values.is_contiguous()
     return next(parts for parts in (4, 2, 1) if parts == 1 or (whole and keys.shape[2] % parts == 0))
 
 
 @functools.lru_cache(maxsize=8)
-@torch.inference_mode(False)  # a tensor that is kept may be used where there are gradients
+@torch.inference_mode(False)  # a cached tensor may be used where there are gradients
 def _later(rows: int, device: torch.device) -> Tensor:
-    """[rows, rows] bool: what comes after each of so many queries."""
+    """[rows, rows] bool: which keys come after each query."""
     return torch.ones(rows, rows, dtype=torch.bool, device=device).triu(1)
 
 
@@ -200,14 +199,14 @@ def pool(importance: Tensor, kernel: int, kind: str = "max") -> Tensor:
 
 
 def top_mask(importance: Tensor, count: int | Tensor) -> Tensor:
-    """Which entries are the `count` most important along the last axis; ties go to the lowest index.
+    """Mask of the `count` most important entries along the last axis; ties go to the lowest index.
 
     Args:
         importance: [..., N] float, without NaN.
-        count: At most N; one for all, or [...] int64, one for each row.
+        count: At most N; one for all rows, or [...] int64, one per row.
 
     Returns:
-        [..., N] bool. `torch.topk` alone leaves open which of several equal values it takes.
+        [..., N] bool. `torch.topk` alone leaves ties undefined.
     """
     if isinstance(count, Tensor):
         order = importance.argsort(dim=-1, descending=True, stable=True)
@@ -223,5 +222,5 @@ def top_mask(importance: Tensor, count: int | Tensor) -> Tensor:
 
 
 def top_entries(importance: Tensor, budget: int) -> Tensor:
-    """Indices [..., budget] int64 of what `top_mask` selects, ascending."""
+    """Indices [..., budget] int64 of the entries that `top_mask` selects, ascending."""
     return top_mask(importance, budget).nonzero()[:, -1].view(*importance.shape[:-1], budget)

@@ -19,7 +19,7 @@ from keepsight.runtime.prefill import context_of, prefill
 from keepsight.runtime.state import Needs, State, Trace
 
 Observe = Callable[[Observer, str], list[Tensor]]
-"""Asks an observer about a state, under a reduction over queries; see `Observer`."""
+"""Scores a state with an observer, under a reduction over queries; see `Observer`."""
 Shared = tuple[State, list[Tensor] | None]
 
 
@@ -35,7 +35,7 @@ class Request:
         stopping_criteria: As transformers defines them, over prompt and answer together.
         logits_processor: As transformers defines it.
         do_sample: Whether to sample instead of taking the arg-max.
-        streamer: Gets each token as it comes.
+        streamer: Receives each token.
     """
 
     input_ids: Tensor
@@ -63,7 +63,7 @@ class Request:
 
 
 class CustomGenerate(ABC):
-    """What transformers takes in place of its own decoding: `model.generate(**inputs, custom_generate=...)`."""
+    """What transformers calls in place of its own decoding: `model.generate(**inputs, custom_generate=...)`."""
 
     @abstractmethod
     def answer(self, model: PreTrainedModel, request: Request) -> Decoded:
@@ -111,17 +111,17 @@ class Method(CustomGenerate):
             model: The target.
             input_ids: [B, N] int64, padded on the left.
             mask: [B, N], 0 for padding; None when no row is padded.
-            chunk: Tokens a forward pass of the prefill.
+            chunk: Tokens per forward pass of the prefill; None for the whole prompt in one.
         """
 
     @property
     def is_full_cache(self) -> bool:
-        """Whether it answers from the full cache, as the reference does."""
+        """Whether it answers from the full cache."""
         return False
 
     @property
     def selects_each_step(self) -> bool:
-        """Whether it keeps every entry and selects anew at each step which of them are read."""
+        """Whether it keeps every entry and selects at each step which of them are read."""
         return False
 
     @property
@@ -139,20 +139,20 @@ class Method(CustomGenerate):
         return length
 
     def needs(self) -> Needs:
-        """What the prefill must record."""
+        """What the prefill has to record."""
         return Needs()
 
     def compress_shared(self, model: PreTrainedModel, state: State, observe: Observe) -> Shared | None:
-        """What the method makes of the state of an ordinary prefill, which other methods share.
+        """`compress` of an ordinary prefill that several methods share.
 
         Args:
             model: The target.
-            state: Of one row; it stays as it is.
-            observe: Asks an observer about the state; equal observers and reductions need to be asked only once.
+            state: One-row state; it stays unchanged.
+            observe: Scores the state with an observer; equal observers and reductions share their scores.
 
         Returns:
             The state to decode from and, for each layer, which of the prompt's entries it holds, [1, K, N] bool (None
-            where that has no meaning). None for a method that reads this prompt in its own way.
+            where that is not known). None for a method that reads this prompt in its own way.
         """
         return None
 
@@ -161,19 +161,19 @@ class Method(CustomGenerate):
         return None
 
     def reader(self, model: PreTrainedModel) -> Reader:
-        """What `read`, `decode` and `score_answer` are called with in the model's place, for this method's states."""
+        """What reads and decodes from this method's states in the model's place."""
         return model
 
     def reapply(self, model: PreTrainedModel) -> Reapply | None:
-        """What decoding does every few tokens to hold the budget; None for nothing."""
+        """How to evict while decoding; None not to."""
         return None
 
     def check(self, length: int, context: int) -> None:
         """Refuse a prompt that this method cannot work on, before any model runs.
 
         Args:
-            length: Tokens of the prompt.
-            context: The most positions that the target can take.
+            length: Length of the prompt in tokens.
+            context: Context length of the target.
 
         Raises:
             UserError: with one line that says why.
@@ -188,11 +188,15 @@ class Method(CustomGenerate):
 
 
 class CacheMethod(Method):
-    """A method that reads the whole prompt and then decides what stays in the cache."""
+    """A method that reads the whole prompt and then compresses its cache."""
 
     @abstractmethod
     def compress(self, model: PreTrainedModel, state: State) -> State:
-        """The state to decode from; the given one stays as it is."""
+        """The state to decode from; the given one stays unchanged."""
+
+    def shares_prefill(self, length: int) -> bool:
+        """Whether it compresses an ordinary prefill of `length` tokens, which other methods can share."""
+        return True
 
     @override
     def compress_shared(self, model: PreTrainedModel, state: State, observe: Observe) -> Shared | None:

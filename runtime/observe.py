@@ -1,7 +1,7 @@
-"""Observe: a second, short pass over what was read, whose queries score its entries.
+"""Observe: a second, short pass after the prefill, whose queries score the entries.
 
-What follows a prompt cannot change the prompt's keys and values (causality), so any observers can be run after the
-prefill, and none of them leaves a trace in the cache.
+What follows a prompt cannot change the prompt's keys and values (causality), so that any number of observers can run
+after one prefill, and none of them changes the cache.
 """
 
 import functools
@@ -21,31 +21,31 @@ from keepsight.runtime.state import Needs, State
 
 
 class Observer(ABC):
-    """Scores the entries of a state for a method. Observers hold no state of their own and change none."""
+    """Scorer of a state's entries. Observers hold no state and change none."""
 
     @abstractmethod
     def __call__(self, model: PreTrainedModel, state: State, reduction: str) -> list[Tensor]:
-        """How important each entry is.
+        """Score each entry.
 
         Args:
             model: The target.
-            state: What it has read: a whole prompt, or an evicted cache.
-            reduction: Over the observing queries, `mean` or `max`; without queries it means nothing.
+            state: A prompt that it has read, evicted from or not.
+            reduction: Reduction over the observing queries, `mean` or `max`; unused by scorers without queries.
 
         Returns:
             For each layer, [B, H, C] float32 by query head or [B, K, C] by KV head: higher is more important.
         """
 
     def needs(self) -> Needs:
-        """What the prefill must record for this observer."""
+        """What the prefill has to record for this observer."""
         return Needs()
 
     def positions(self) -> int:
-        """How many positions after what was read the observing tokens take, at most."""
+        """Maximum number of positions after the prompt that the observing tokens take."""
         return 0
 
     def bound(self, budget: int | float, sinks: int, window: int) -> "Observer":
-        """The observer with what it leaves open taken from the method that holds it, whose parts these are."""
+        """The observer with whatever it leaves open taken from the method that holds it, whose fields these are."""
         return self
 
     @property
@@ -55,7 +55,7 @@ class Observer(ABC):
 
 
 class AttentionRecorder:
-    """Records, for each layer, the attention of the last `rows` queries to the entries before them.
+    """Records each layer's attention of the last `rows` queries to the entries before them.
 
     Attributes:
         by_layer: layer -> [B, H, S - rows] float32, reduced over the queries.
@@ -94,10 +94,10 @@ class AttentionRecorder:
 
 
 class _WatchedLayer(ViewedLayer):
-    """A layer without padding that keeps how the observers attend to its entries; all that is appended observes.
+    """A layer without padding that records how observers attend to its entries; all that is appended observes.
 
     Attributes:
-        importance: [B, H, N] float32, reduced over the observers; once they have attended.
+        importance: [B, H, N] float32, reduced over the observers; set once they have attended.
     """
 
     importance: Tensor
@@ -134,7 +134,7 @@ def look_back(
     observer_mask: Tensor | None = None,
     reduction: str = "mean",
 ) -> list[Tensor]:
-    """Let observers look back from where a state's next token would go; see `observe`."""
+    """Let observers look back from the position of a state's next token; see `observe`."""
     return observe(
         model,
         state.cache,
@@ -160,18 +160,18 @@ def observe(
     """Let observers look back at a cache.
 
     Args:
-        model: The model that filled the cache, with whatever adapter the observers need switched on.
-        cache: Its first N entries are what is observed; it is not changed.
+        model: The model that filled the cache, with the observers' adapter, if any, switched on.
+        cache: Cache whose first N entries are observed; it is not changed.
         mask: [B, N] bool, False for left padding; None when no row is padded.
         embeddings: [B, n, hidden], the observers' input embeddings.
         prompt_length: N; the whole cache by default.
         first: [B] int64, the first observer's position; the number of real entries by default.
         observer_mask: [B, n] bool, False for padding on the right of the observers.
-        reduction: Over the observers: `mean` or `max`.
+        reduction: Reduction over the observers: `mean` or `max`.
 
     Returns:
         For each layer, [B, H, N] float32: the observers' attention. Gradients flow to `embeddings` and to the model's
-        trainable parameters; without gradients these may be inference tensors.
+        trainable parameters; without gradients the result may be inference tensors.
     """
     record_attention(model)
     viewed = view(cache, prompt_length)

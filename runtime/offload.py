@@ -1,7 +1,7 @@
-"""The full cache in the CPU's memory, and entries fetched back from it while the model computes.
+"""The full cache in CPU memory, and entries fetched back from it while the model computes.
 
-A fetch is begun by a thread of its own, which gathers the rows and sends them on a CUDA stream of its own where there
-is one. Nothing else differs between a GPU and a CPU.
+A background thread gathers the rows of a fetch and, where there is a GPU, sends them on a side CUDA stream. Nothing
+else differs between a GPU and a CPU.
 """
 
 import time
@@ -21,21 +21,21 @@ from keepsight.errors import UserError
 Result = TypeVar("Result")
 
 _SPARE = 256
-"""Tokens for which a new buffer has room beyond those that are there."""
+"""Spare tokens in a new buffer."""
 
 
 @dataclass
 class Traffic:
-    """What moved between the two memories, counted over all layers of a cache.
+    """What moved between CPU and device, counted over all layers of a cache.
 
     Attributes:
         offloaded: Bytes sent to the CPU.
-        fetched: Bytes sent back.
-        asked: Bytes that would have been sent back had no entry been there already.
-        reused: Entries that were there already.
-        selections: Selections that slots were filled with, one for each layer and step.
-        fetching: Seconds that the gathers took.
-        waited: Seconds for which the model had to wait for them.
+        fetched: Bytes sent back to the device.
+        asked: Bytes that would have been sent back had no entry been on the device already.
+        reused: Entries that were on the device already.
+        selections: Number of selections that slots were filled with, one per layer and step.
+        fetching: Seconds spent gathering.
+        waited: Seconds that the model waited for entries.
     """
 
     offloaded: int = 0
@@ -48,7 +48,7 @@ class Traffic:
 
     @property
     def overlap(self) -> float:
-        """Share of the entries asked for that were there already; also of the bytes that were saved."""
+        """Share of the requested entries (and of their bytes) that were on the device already."""
         return 1 - self.fetched / self.asked if self.asked else 0.0
 
 
@@ -68,9 +68,9 @@ class FetchedEntries(NamedTuple):
 
 @dataclass
 class _Buffer:
-    """Rows [S, B, K, 2d], keys beside values, of which the first `filled` tokens are taken.
+    """Rows [S, B, K, 2d], keys beside values; the first `filled` tokens are taken.
 
-    What is appended is one piece of memory, so that a GPU can write it while the program goes on.
+    What is appended is contiguous, so that a GPU can write it asynchronously.
     """
 
     rows: Tensor
@@ -82,15 +82,15 @@ class Fetch:
 
     Args:
         indices: [B, K, k] int64, on the device.
-        coming: Rows [B, K, k, 2d] on the device.
-        traffic: Counts the seconds.
+        coming: The rows to come, [B, K, k, 2d] on the device.
+        traffic: Counts the seconds waited.
     """
 
     def __init__(self, indices: Tensor, coming: "Future[Tensor]", traffic: Traffic) -> None:
         self._indices, self._coming, self._traffic = indices, coming, traffic
 
     def wait(self) -> FetchedEntries:
-        """The entries, as soon as they are there; it may be asked again."""
+        """Wait for the entries; may be called again."""
         rows = await_counted(self._coming, self._traffic)
         if rows.is_cuda:
             rows.record_stream(torch.cuda.current_stream(rows.device))
@@ -99,12 +99,12 @@ class Fetch:
 
 @dataclass(frozen=True)
 class FullEntries:
-    """The entries of one layer in the CPU's memory, pinned where there is a GPU.
+    """The entries of one layer in CPU memory, pinned where there is a GPU.
 
     Appending returns another view; both stay valid, and share what they have in common.
 
     Attributes:
-        length: Entries of each KV head.
+        length: Number of entries per KV head.
         traffic: Counts what moves.
     """
 
@@ -114,15 +114,15 @@ class FullEntries:
 
     @classmethod
     def offload(cls, keys: Tensor, values: Tensor, traffic: Traffic) -> "FullEntries":
-        """Entries [B, K, T, d] of a prompt."""
+        """Offload the entries [B, K, T, d] of a prompt."""
         batch, kv_heads, _, width = keys.shape
         none = _Buffer(keys.new_empty(0, batch, kv_heads, width + values.shape[3], device="cpu"), 0)
         return cls(0, traffic, none).append(keys, values)
 
     def append(self, keys: Tensor, values: Tensor) -> "FullEntries":
-        """With more entries [B, K, q, d]; a GPU may still be writing them when this returns."""
+        """The entries with more [B, K, q, d] behind them; a GPU may still be writing these when this returns."""
         buffer, end, on_gpu = self._buffer, self.length + keys.shape[2], keys.device.type == "cuda"
-        # Where another view has appended already, or where there is no room, this one goes on in a buffer of its own.
+        # Where another view has appended already, or there is no room left, this one moves to a new buffer.
         if buffer.filled != self.length or end > len(buffer.rows):
             shape = end + max(_SPARE, end // 8), *buffer.rows.shape[1:]
             rows = torch.empty(shape, dtype=keys.dtype, device="cpu", pin_memory=torch.cuda.is_available())
@@ -137,7 +137,7 @@ class FullEntries:
         return replace(self, length=end, _buffer=buffer)
 
     def cropped(self, length: int) -> "FullEntries":
-        """With the first entries only."""
+        """The first `length` entries."""
         return replace(self, length=length)
 
     def read(self, device: torch.device) -> Tensor:
@@ -153,7 +153,7 @@ class FullEntries:
         return torch.index_select(stored, 0, flat, out=out)
 
     def fetch(self, indices: Tensor) -> Fetch:
-        """Begin to bring entries [B, K, k] int64 back to the device of the indices."""
+        """Start to fetch the entries [B, K, k] int64 to the device of the indices."""
         return Fetch(indices, in_background(self._gather, FromDevice(indices), indices.device), self.traffic)
 
     def _gather(self, wanted: "FromDevice", device: torch.device) -> Tensor:
@@ -175,7 +175,7 @@ def flat_rows(indices: Tensor) -> Tensor:
 
 
 class FromDevice:
-    """A tensor on its way to the CPU, for a thread that can wait for it and for all that was begun before it.
+    """A tensor on its way to the CPU; a thread can wait for it, and for all device work enqueued before it.
 
     Args:
         tensor: On any device.
@@ -186,16 +186,16 @@ class FromDevice:
         self._begun = Begun(tensor.device)
 
     def get(self) -> Tensor:
-        """The tensor, once it is there."""
+        """Wait for the tensor."""
         self._begun.wait()
         return self._tensor
 
 
 class Begun:
-    """All that a device was given to do so far.
+    """All the work that a device was given so far.
 
     Args:
-        device: Nothing is ever waited for on a CPU.
+        device: The device; on a CPU there is nothing to wait for.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -204,14 +204,14 @@ class Begun:
             self._event.record(torch.cuda.current_stream(device))
 
     def wait(self) -> None:
-        """Until it is done; that holds up the calling thread alone."""
+        """Block the calling thread until it is done."""
         if self._event is not None:
             self._event.synchronize()
 
 
 @contextmanager
 def on_side_stream(device: torch.device) -> Iterator[None]:
-    """What is begun inside runs beside the model, and is done at the end: that holds up the calling thread alone."""
+    """Work enqueued inside runs beside the model; leaving blocks the calling thread until it is done."""
     if device.type != "cuda":
         yield
         return
@@ -222,12 +222,12 @@ def on_side_stream(device: torch.device) -> Iterator[None]:
 
 
 def in_background(function: Callable[..., Result], *arguments: object) -> "Future[Result]":
-    """Call a function in the thread that fetches, after what was given to it before."""
+    """Call a function in the fetching thread, after the earlier calls."""
     return _worker().submit(function, *arguments)
 
 
 def await_counted(coming: "Future[Result]", traffic: Traffic) -> Result:
-    """What is coming, as soon as it is there; the time is counted."""
+    """Wait for a result; the time is counted."""
     start = time.perf_counter()
     result = coming.result()
     traffic.waited += time.perf_counter() - start
@@ -245,7 +245,7 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def require_memory(rows: int, tokens: int, layers: int, kv_heads: int, width: int, item: int) -> None:
-    """Refuse prompts whose full cache does not fit into the CPU's free memory.
+    """Refuse prompts whose full cache does not fit into free CPU memory.
 
     Raises:
         UserError: with the arithmetic.

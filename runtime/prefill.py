@@ -1,4 +1,4 @@
-"""Prefill: the prompt becomes KV entries, once, whatever observes them later."""
+"""Prefill: the prompt becomes KV entries, once for all observers."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ from keepsight.runtime.features import RecordFeatures
 from keepsight.runtime.state import Needs, State, Trace, TraceRecorder
 
 WINDOW = Needs(window=32)
-"""What most methods need."""
+"""The observation window that most methods need."""
 
 
 @torch.no_grad()
@@ -31,9 +31,9 @@ def prefill(
         model: A causal language model with full attention in every layer.
         input_ids: [B, N] int64, padded on the left.
         attention_mask: [B, N], 0 for padding; None when no row is padded.
-        chunk: Tokens a forward pass; None for the whole prompt in one. The result is the same: eviction waits for the
-            whole prompt, so that every token attends to all before it.
-        needs: What the methods that will observe need of the prompt's queries.
+        chunk: Tokens per forward pass; None for the whole prompt in one. The result is the same: eviction waits for
+            the whole prompt, so that every token attends to all before it.
+        needs: What to record of the prompt for observers.
     """
     record_attention(model)
     mask = attention_mask.bool() if attention_mask is not None and not attention_mask.bool().all() else None
@@ -63,13 +63,13 @@ def prefill(
 
 @torch.no_grad()
 def read(model: Reader, state: State, tokens: Tensor, *, logits_to_keep: int = 0) -> tuple[State, Tensor]:
-    """Let the model read more tokens after a state, evicted or not; the state's cache grows.
+    """Read more tokens after a state, evicted or not; the state's cache grows.
 
     Args:
         model: The target, without adapters.
-        state: What was read before.
+        state: State to read after.
         tokens: [B, q] int64, none of them padding.
-        logits_to_keep: Of how many last tokens logits are computed; 0 for all.
+        logits_to_keep: Number of last tokens whose logits are computed; 0 for all.
 
     Returns:
         The state after them, and the logits [B, q, V] float32 of all q tokens, or of the last ones.
@@ -105,5 +105,5 @@ def positions_of(mask: Tensor | None, length: int, device: torch.device) -> Tens
 
 
 def context_of(model: PreTrainedModel) -> int:
-    """The most positions that a model was made for."""
+    """Context length of a model: its maximum number of positions."""
     return int(model.config.get_text_config().max_position_embeddings)

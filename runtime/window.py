@@ -1,4 +1,4 @@
-"""The observation window: the last prompt tokens observe with the queries that were kept when they were read."""
+"""The observation window: the last prompt tokens observe, with the queries kept when they were read."""
 
 import torch
 from torch import Tensor
@@ -26,10 +26,10 @@ def window_attention(state: State, rows: int, reduction: str) -> list[Tensor]:
 
 
 def held_rows(state: State, wanted: int) -> int:
-    """How many of the last `wanted` queries there are to observe from.
+    """How many of the last `wanted` queries are there to observe with.
 
     Raises:
-        UserError: none were recorded, or the entries of all of them may have been evicted.
+        UserError: none were recorded, or all of their entries may have been evicted.
     """
     held = state.trace.queries[0].shape[2] if state.trace.queries else 0
     if not held:
@@ -41,12 +41,12 @@ def held_rows(state: State, wanted: int) -> int:
 
 
 def combine(of_window: list[Tensor], of_draft: list[Tensor], rows: int, real: Tensor, reduction: str) -> list[Tensor]:
-    """What a prompt's last queries and a draft observe together.
+    """Combine what a prompt's last queries and a draft observe.
 
     Args:
         of_window: For each layer, [B, H, C] float32, reduced over the window's queries.
         of_draft: The same, reduced over the draft's queries.
-        rows: Queries of the window.
+        rows: Number of the window's queries.
         real: [B, T] bool, False where the draft is padding.
         reduction: `mean` or `max`, as both were reduced.
     """

@@ -1,8 +1,8 @@
-"""Chain drafts: a draft head guesses one token after another, each from its own output for the token before.
+"""Chain drafting with an EAGLE head (arXiv 2503.01840): each guess comes from the head's own output for the one before.
 
-Row t of a head stands for two tokens: it reads the target's features of token t and the embedding of token t + 1, and
-guesses token t + 2 (`keepsight.models.draft_head`). Where the target has read a token, its features are known and the
-row is *verified*; beyond that, the head takes what it put out for the row before in their place.
+Row t of a head reads the target's features of token t and the embedding of token t + 1, and guesses token t + 2
+(`keepsight.models.draft_head`). Where the target has read a token, its features are known and the row is *verified*;
+beyond that, the head's own output for the row before replaces them.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,14 +23,14 @@ _ROWS_AT_ONCE = 1024  # bounds the memory of a long prompt's mask and hidden lay
 
 
 class DraftingHead(Protocol):
-    """What a draft head can do; `keepsight.models.draft_head.DraftHead` says what the tensors are."""
+    """What drafting needs of a head; for shapes see `keepsight.models.draft_head.DraftHead`."""
 
     def layers_of(self, target: PreTrainedModel) -> tuple[int, ...]:
         """The target's layers whose outputs are the features."""
         ...
 
     def combine(self, features: Tensor) -> Tensor:
-        """The target's features of those layers side by side -> what `__call__` takes."""
+        """The target's features of those layers, concatenated -> what `__call__` takes."""
         ...
 
     def __call__(
@@ -40,11 +40,11 @@ class DraftingHead(Protocol):
         positions: Tensor,
         attend: Callable[[Tensor, Tensor, Tensor], Tensor],
     ) -> Tensor:
-        """One pass of the head's layer over new rows."""
+        """Run the head's layer over new rows."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits over the head's vocabulary of what a pass put out."""
+        """Logits over the head's vocabulary, from the output of a pass."""
         ...
 
     def target_ids(self, draft_ids: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ class HeadCache:
 
     Args:
         mask: [B, m] bool, False for padding among the first m rows; None when none is. Later rows are all real.
-        window: Of how many last rows the queries are kept.
+        window: Number of last rows whose queries are kept.
 
     Attributes:
         queries: [B, H, <= window, d] of the last rows, after RoPE; None before the first row.
@@ -80,11 +80,11 @@ class HeadCache:
 
     @property
     def rows(self) -> int:
-        """How many rows there are."""
+        """Number of rows."""
         return 0 if self._layer is None else self._layer.keys.shape[2]
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Add rows and let them attend to themselves and all before; see `keepsight.models.draft_head.HeadAttend`."""
+        """Append rows and let them attend causally; see `keepsight.models.draft_head.HeadAttend`."""
         if self._layer is None:
             self._layer = KeptLayer(key, value, key.shape[2])
         else:
@@ -96,7 +96,7 @@ class HeadCache:
         return grouped_attention(query, self._layer.keys, self._layer.values, mask, None)
 
     def crop(self, rows: int) -> None:
-        """Forget all rows but the first so many, and the queries of those forgotten."""
+        """Keep the first `rows` rows; drop the others and their queries."""
         forgotten = self.rows - rows
         if self._layer is None or not forgotten:
             return
@@ -116,13 +116,13 @@ class HeadCache:
 
 
 class ChainDrafter:
-    """Drafts greedily after what a target has read; holds the head's cache between drafts.
+    """Drafts greedily after what a target has read; keeps the head's cache between drafts.
 
     Args:
-        head: On the target's device.
-        target: Whose tokens it guesses, and whose embedding it shares.
+        head: The draft head, on the target's device.
+        target: The model whose tokens it guesses, and whose embedding it shares.
         mask: [B, N] bool, False for padding among the N tokens read at first, on the left; None when none is.
-        window: Of how many last rows the cache keeps the queries.
+        window: Number of last rows whose queries the cache keeps.
     """
 
     def __init__(
@@ -135,14 +135,14 @@ class ChainDrafter:
 
     @torch.no_grad()
     def read(self, features: Tensor, tokens: Tensor) -> Tensor:
-        """Take verified rows, in place of what was drafted since the last ones.
+        """Read verified rows; they replace what was drafted since the last ones.
 
         Args:
-            features: [B, q, layers * hidden], the target's features of q >= 1 tokens that follow the earlier ones.
+            features: [B, q, layers * hidden], the target's features of the next q >= 1 tokens.
             tokens: [B, q] int64, the token after each.
 
         Returns:
-            What the head puts out for the last of them, [B, 1, hidden].
+            The head's output for the last of them, [B, 1, hidden].
         """
         self.cache.crop(self._verified)
         parts = zip(features.split(_ROWS_AT_ONCE, dim=1), tokens.split(_ROWS_AT_ONCE, dim=1), strict=True)
@@ -176,7 +176,7 @@ def unread_rows(state: State, layers: tuple[int, ...], newest: Tensor) -> tuple[
     """The rows that a head can read of a state, as `ChainDrafter.read` takes them.
 
     Args:
-        state: Of M tokens, the last m of which have features in its trace.
+        state: State of M tokens, the last m of which have features in its trace.
         layers: The head's feature layers.
         newest: [B, 1] int64: the token after all that the state has read.
 

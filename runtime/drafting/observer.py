@@ -1,7 +1,7 @@
-"""Draft tokens stand where the answer will be and observe the prompt from there.
+"""Draft tokens observe the prompt from the positions of the answer.
 
-LAQ, SpecKV, DapQ and the oracle differ in who writes the draft and in how many of the prompt's last queries observe
-beside it; the rest is the same and is here.
+SpecKV, DapQ and the oracle differ in who writes the draft and in how many of the prompt's last queries observe beside
+it; what they share is here.
 """
 
 from abc import ABC, abstractmethod
@@ -21,7 +21,7 @@ from keepsight.runtime.window import combine, held_rows, window_attention
 
 @dataclass(frozen=True)
 class DraftIds:
-    """Tokens that stand in place of the answer.
+    """The tokens of a draft, in place of the answer.
 
     Attributes:
         ids: [B, T] int64, padded on the right.
@@ -37,7 +37,7 @@ class Drafter(ABC):
 
     @abstractmethod
     def __call__(self, model: PreTrainedModel, state: State) -> DraftIds:
-        """The draft for a state that `model`, the target, has read."""
+        """Write the draft for a state that `model`, the target, has read."""
 
     def needs(self) -> Needs:
         """What the prefill must record for this drafter."""
@@ -45,12 +45,12 @@ class Drafter(ABC):
 
     @abstractmethod
     def longest(self) -> int:
-        """The most tokens that a draft has."""
+        """Maximum length of a draft in tokens."""
 
 
 @dataclass(frozen=True, eq=False)
 class GivenDraft(Drafter):
-    """A draft that is there already."""
+    """Gives a draft that has been written already."""
 
     draft: DraftIds
 
@@ -69,7 +69,7 @@ class DraftObserver(Observer):
 
     Attributes:
         drafter: Writes the draft.
-        window: How many of the last prompt tokens observe too; None for as many as the method keeps.
+        window: Number of last prompt tokens that observe too; None for the method's window.
     """
 
     drafter: Drafter
@@ -103,7 +103,7 @@ class DraftObserver(Observer):
 
 
 def greedy_draft(model: PreTrainedModel, state: State, tokens: int) -> DraftIds:
-    """A greedy answer of at most `tokens` tokens, its end token included; the state's cache grows."""
+    """Write a greedy answer of at most `tokens` tokens, its end token included; the state's cache grows."""
     config = model.generation_config
     end = config.eos_token_id if config is not None else None
     ids = decode(model, state, stop_after(tokens, end), pad_token=0).ids
@@ -111,7 +111,7 @@ def greedy_draft(model: PreTrainedModel, state: State, tokens: int) -> DraftIds:
 
 
 def until_end(ids: Tensor, end: int | list[int]) -> Tensor | None:
-    """[B, T] bool: True up to each row's first end token; None when all of it is."""
+    """[B, T] bool: True up to and including each row's first end token; None when all of it is True."""
     ended = torch.isin(ids, torch.tensor(end, device=ids.device)).long()
     mask = (ended.cumsum(dim=1) - ended) == 0
     return None if bool(mask.all()) else mask

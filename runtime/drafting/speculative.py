@@ -1,9 +1,9 @@
 """Speculative decoding: a draft head guesses the next tokens, and the target reads all of them in one pass.
 
 Leviathan et al. 2023 (arXiv 2211.17192), with chain drafts of an EAGLE-3 head (arXiv 2503.01840) and greedy decoding: a
-guess is accepted where the target would have said the same, so that every token is the target's own choice, from a
-full cache or an evicted one. The pass over several tokens sums in another order than one over a single token: two
-logits that are equal up to rounding may then change places, in float32 hardly ever, in bfloat16 now and then.
+guess is accepted where the target would have said the same, so that every token is the target's own choice, from a full
+cache or an evicted one. A pass over several tokens sums in another order than one over a single token, so that logits
+which are equal up to rounding may change places: hardly ever in float32, now and then in bfloat16.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ class Round:
     Attributes:
         judged: Drafted tokens that the target accepted or rejected; where the answer ended within the draft, only
             those up to its end.
-        accepted: How many of them it accepted.
+        accepted: Number of judged tokens that it accepted.
         emitted: Tokens of the answer that the pass gave.
     """
 
@@ -45,13 +45,13 @@ class Round:
 
 @dataclass(frozen=True)
 class Speculated(Decoded):
-    """An answer, the state it leaves behind (without a trace), and how its drafts fared, pass by pass."""
+    """An answer, the state it leaves behind (without a trace), and the outcome of each pass."""
 
     rounds: tuple[Round, ...]
 
 
 def acceptance_length(rounds: Sequence[Round]) -> float:
-    """Tokens of the answer for each pass of the target after the prefill; 1 is plain decoding."""
+    """Mean tokens per pass of the target after the prefill; 1 is plain decoding."""
     return sum(each.emitted for each in rounds) / max(len(rounds), 1)
 
 
@@ -81,14 +81,14 @@ def decode_speculatively(
 
     Args:
         model: The target, without adapters.
-        state: Of one prompt, evicted or not, with the head's features in its trace: prefill with
+        state: State of one prompt, evicted or not, with the head's features in its trace: prefill with
             `needs=Needs(features=head.layers_of(model))`. Its cache grows.
         head: Drafts for the target.
-        stopping_criteria: As for `decode`.
-        tokens: Tokens of a draft; fewer near the answer's longest length and at the end of the target's context.
-        prompt_ids: As for `decode`.
-        logits_processor: As for `decode`.
-        streamer: As for `decode`.
+        stopping_criteria: See `decode`.
+        tokens: Tokens per draft; fewer near the answer's maximum length and the end of the target's context.
+        prompt_ids: See `decode`.
+        logits_processor: See `decode`.
+        streamer: See `decode`.
 
     Raises:
         UserError: a batch, packed entries, features that were not recorded, or `tokens` below 1.
@@ -108,7 +108,7 @@ def decode_speculatively(
         drafted = newest[:, :0]
         if count:
             drafted = drafter.draft(*unread_rows(state, layers, newest), count)
-        # Only the features of the tokens to come are recorded: the head has read the others.
+        # Only the new tokens' features are recorded: the head has read the others.
         state = replace(state, trace=Trace(Needs(features=layers)))
         state, logits = read(model, state, torch.cat([newest, drafted], dim=1))
         each = _judge(answer, drafted, logits)
@@ -120,7 +120,7 @@ def decode_speculatively(
 
 
 class _Answer:
-    """An answer as it grows, token by token, as `decode` makes it."""
+    """An answer that grows token by token, as in `decode`."""
 
     def __init__(
         self,
@@ -136,12 +136,12 @@ class _Answer:
 
     @property
     def room(self) -> int:
-        """How many more tokens the criteria allow at most."""
+        """Maximum number of further tokens that the criteria allow."""
         longest = self._criteria.max_length
         return torch.iinfo(torch.long).max if longest is None else longest - self.ids.shape[1]
 
     def add(self, logits: Tensor) -> int:
-        """Append the token that the target chooses by its logits [1, V]."""
+        """Append the target's token, from its logits [1, V]."""
         scores = self._processor(self.ids, logits) if self._processor else logits  # type: ignore[arg-type]
         token = scores.argmax(dim=-1)
         self.ids = torch.cat([self.ids, token[:, None]], dim=1)
@@ -156,7 +156,7 @@ class _Answer:
 
 
 def _judge(answer: _Answer, drafted: Tensor, logits: Tensor) -> Round:
-    """Let the answer grow by the accepted tokens of a draft [1, n] and one more, from logits [1, n + 1, V]."""
+    """Extend the answer by the accepted tokens of a draft [1, n] and one more, from logits [1, n + 1, V]."""
     guesses = drafted[0].tolist()
     for place, guess in enumerate(guesses):
         if answer.add(logits[:, place]) != guess:
@@ -168,7 +168,7 @@ def _judge(answer: _Answer, drafted: Tensor, logits: Tensor) -> Round:
 
 
 def _forget_last(state: State, count: int, logits: Tensor) -> State:
-    """The state as it was before its last `count` tokens; `logits` [1, V] are those of the last one it remembers."""
+    """Roll the state back by `count` tokens; `logits` [1, V] are those of its last token then."""
     state.cache.crop(-count)
     features = tuple(each[:, : each.shape[1] - count] for each in state.trace.features)
     return replace(
@@ -183,15 +183,15 @@ def _forget_last(state: State, count: int, logits: Tensor) -> State:
 
 @dataclass(frozen=True)
 class Speculative(CacheMethod):
-    """Another method's cache, with a draft head to answer from it faster: the same greedy answer.
+    """Answers from another method's cache faster, with a draft head: the same greedy answer.
 
     `generate(model, ids, Speculative(head, SnapKV(128)))`. Only `generate` speculates; a `Conversation` and the
     evaluation decode plainly from the method's states.
 
     Attributes:
         head: Drafts for the target.
-        inner: Decides what stays in the cache.
-        tokens: Tokens of a draft.
+        inner: Method that decides what stays in the cache.
+        tokens: Tokens per draft.
 
     Raises:
         UserError: `tokens` is below 1, or `inner` evicts while decoding or does not read the whole prompt.
@@ -217,7 +217,7 @@ class Speculative(CacheMethod):
     @override
     def check(self, length: int, context: int) -> None:
         self.inner.check(length, context)
-        if isinstance(self.inner, Evict) and self.inner.reads_itself(length):
+        if not self.inner.shares_prefill(length):
             raise UserError(
                 f"speculative decoding: {type(self.inner).__name__} reads this prompt of {length} tokens sparsely, "
                 "which leaves the draft head without features; leave out sparse"

@@ -1,4 +1,4 @@
-"""AdaKV: SnapKV's scores, and a layer's budget shared among its heads by them."""
+"""AdaKV (arXiv 2407.11550): SnapKV's scores divide each layer's budget among its heads."""
 
 from dataclasses import dataclass
 
@@ -8,6 +8,6 @@ from keepsight.runtime.methods.snapkv import SnapKV
 
 @dataclass(frozen=True)
 class AdaKV(SnapKV):
-    """SnapKV in which the heads of a layer keep different numbers of entries (AdaKV, section 4)."""
+    """SnapKV whose heads share their layer's budget (AdaKV, arXiv 2407.11550, section 4)."""
 
     allocate: Allocation = Adaptive()

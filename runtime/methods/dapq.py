@@ -1,4 +1,4 @@
-"""DapQ: any tokens observe, as long as they stand where the answer will be."""
+"""DapQ (arXiv 2603.11564): pseudo tokens observe; their positions matter, not what they say."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,13 +18,13 @@ from keepsight.runtime.state import State
 
 @dataclass(frozen=True)
 class PromptEnds(Drafter):
-    """The first and the last tokens of what was read (DapQ, section 5.1).
+    """The first and the last tokens of what was read (DapQ, arXiv 2603.11564, section 5.1).
 
     A row with fewer tokens than `first` or `last` repeats the one at that end.
 
     Attributes:
-        first: How many of the first tokens.
-        last: How many of the last tokens.
+        first: Number of first tokens.
+        last: Number of last tokens.
     """
 
     first: int = 4
@@ -50,11 +50,11 @@ class PromptEnds(Drafter):
 
 @dataclass(frozen=True)
 class RandomTokens(Drafter):
-    """Tokens drawn evenly from the vocabulary, the same ones for every prompt.
+    """Tokens drawn uniformly from the vocabulary, the same ones for every prompt.
 
     Attributes:
-        count: How many.
-        seed: Of the draw.
+        count: Number of tokens.
+        seed: Seed of the random generator.
     """
 
     count: int = 32
@@ -80,7 +80,7 @@ class ConstantText(Drafter):
     """The same text after every prompt.
 
     Attributes:
-        ids: Its token ids; any sequence of them is taken.
+        ids: Token ids of the text, in any sequence type.
     """
 
     ids: Sequence[int]

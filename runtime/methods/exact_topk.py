@@ -1,4 +1,4 @@
-"""Exact top-k: every layer reads the entries that its own attention is largest for, which is known after the fact."""
+"""Exact top-k: every layer reads the entries that its own attention weighs most, an upper bound for selectors."""
 
 from dataclasses import dataclass
 
@@ -15,11 +15,11 @@ from keepsight.runtime.state import State
 
 @dataclass(frozen=True)
 class ExactTopK(SparseRead):
-    """The upper bound of the methods that read a few entries a step: all keys are read to choose them.
+    """The upper bound of methods that read a few entries per step: selecting them takes all keys.
 
     Attributes:
-        sinks: First entries that are always read.
-        window: Last entries that are always read.
+        sinks: Number of first entries that are always read.
+        window: Number of last entries that are always read.
     """
 
     sinks: int = 0

@@ -1,4 +1,4 @@
-"""H2O: the entries that all queries together attend to most."""
+"""H2O (arXiv 2306.14048): the entries that all queries together attend to most."""
 
 from dataclasses import dataclass
 
@@ -15,10 +15,10 @@ from keepsight.runtime.state import Needs, State
 
 @dataclass(frozen=True)
 class ReceivedAttention(Observer):
-    """Every token that was read observes: attention received, summed over all queries (H2O, section 4).
+    """The attention that each entry received, summed over all queries (H2O, arXiv 2306.14048, section 4).
 
-    The sum is made while the tokens are read, in blocks of queries. It is not divided by the number of queries that
-    could see an entry, so that early entries have an advantage.
+    It is summed while the tokens are read, in blocks of queries, and not divided by the number of queries that could
+    see an entry, so that early entries have an advantage.
     """
 
     @override
@@ -37,7 +37,7 @@ class ReceivedAttention(Observer):
 
 @dataclass(frozen=True)
 class H2O(Evict):
-    """What has received most attention, and the last 32 entries (H2O, algorithm 1).
+    """Keeps what has received most attention, and the last 32 entries (H2O, arXiv 2306.14048, algorithm 1).
 
     Evicts once after the prompt, as KVCache-Factory does; `every` evicts while decoding too, as the paper does.
     """

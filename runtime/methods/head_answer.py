@@ -1,4 +1,4 @@
-"""A draft head as a draft: its greedy answer to what the target has read."""
+"""A draft head's greedy answer to what the target has read (EAGLE-3, arXiv 2503.01840, as SpecKV's drafter)."""
 
 from dataclasses import dataclass
 
@@ -13,12 +13,12 @@ from keepsight.runtime.state import State
 
 @dataclass(frozen=True)
 class HeadAnswer:
-    """What a head has written, and how it looked at the prompt meanwhile.
+    """What a head wrote, and how it attended to the prompt meanwhile.
 
     Attributes:
-        draft: The tokens; the first is the target's own.
-        cache: Of M - 1 rows for a prompt of M tokens, that of token t + 1 at t, and one for each token of the draft but
-            the last.
+        draft: The draft; its first token is the target's own.
+        cache: The head's cache: M - 1 rows for a prompt of M tokens (row t is that of token t + 1), and one for each
+            token of the draft but the last.
     """
 
     draft: DraftIds
@@ -33,10 +33,10 @@ def head_answer(
 
     Args:
         model: The target.
-        state: Of M >= 2 tokens, with the head's features in its trace.
+        state: State of M >= 2 tokens, with the head's features in its trace.
         drafting: The head.
-        lookahead: Tokens of the draft. Those after an end token are padding.
-        window: Of how many last prompt tokens the cache keeps the queries, beside those of the draft.
+        lookahead: Length of the draft in tokens; those after an end token are padding.
+        window: Number of last prompt tokens whose queries the cache keeps, beside those of the draft.
 
     Raises:
         UserError: the features were not recorded.

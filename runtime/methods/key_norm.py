@@ -1,4 +1,4 @@
-"""KeyNorm: entries whose keys are short. Nobody observes."""
+"""KeyNorm (arXiv 2406.11430): entries with short keys are kept; nothing observes."""
 
 from dataclasses import dataclass
 
@@ -23,9 +23,9 @@ class ShortKeys(Observer):
 
 @dataclass(frozen=True)
 class KeyNorm(Evict):
-    """The entries with the shortest keys (arXiv 2406.11430), without sinks or window.
+    """Keeps the entries with the shortest keys (arXiv 2406.11430, section 3), without sinks or window.
 
-    KVCache-Factory leaves the first two layers whole, and so keeps more than its budget. Here all layers count.
+    KVCache-Factory leaves the first two layers whole, and so exceeds its budget. Here all layers count.
     """
 
     observer: Observer = ShortKeys()

@@ -1,4 +1,4 @@
-"""KIVI: the whole cache, or what another method keeps of it, in 1, 2 or 4 bits (arXiv 2402.02750)."""
+"""KIVI (arXiv 2402.02750): the whole cache, or what another method keeps of it, in 1, 2 or 4 bits."""
 
 from dataclasses import dataclass
 
@@ -17,15 +17,16 @@ from keepsight.runtime.state import Needs, State
 
 @dataclass(frozen=True)
 class Kivi(CacheMethod):
-    """Packs entries in groups; the most recent ones stay in full precision.
+    """Packs entries in groups; the most recent ones stay in full precision (KIVI, arXiv 2402.02750, section 3.3).
 
     Attributes:
-        bits: Of each number: 1, 2 or 4.
+        bits: Bits per number: 1, 2 or 4.
         group: Numbers that share a zero point and a scale; it must divide the head dimension.
-        residual: A multiple of the group: values of the last so many tokens, and keys of fewer, stay as they are.
-        one_bit: Levels under 1 bit; see `keepsight.runtime.quantized.codec.Quantizer`.
-        inner: Keeps some of the prompt's entries, the same number in every KV head of a layer; those are packed. All
-            entries by default.
+        residual: Most recent tokens whose values (and at most whose keys) stay in full precision; a multiple of the
+            group.
+        one_bit: Levels at 1 bit; see `keepsight.runtime.quantized.codec.Quantizer`.
+        inner: Method that decides which of the prompt's entries are packed, the same number in every KV head of a
+            layer; all of them by default.
 
     Raises:
         UserError: a value is not offered; one line names it.

@@ -1,4 +1,4 @@
-"""LaCache: a ladder of positions that shifts from layer to layer. Nobody observes."""
+"""LaCache (arXiv 2507.14204): a ladder of positions that shifts from layer to layer; nothing observes."""
 
 from dataclasses import dataclass, replace
 
@@ -20,21 +20,21 @@ _SINKS = 4
 class Ladder(Observer):
     """Entries that a ladder-shaped cache would drop later count more (LaCache, arXiv 2507.14204, section 3).
 
-    A ladder is some consecutive entries. Each layer keeps a part of them, and the part shifts by one entry from layer
-    to layer, so that what one layer drops another one has. A pass cuts all entries after the sinks into ladders and
-    drops what a layer does not keep, the oldest first; another pass does the same to what is left, until less than a
-    ladder is left. The most recent entries, as many as there are layers, are spared. Every budget stops this somewhere.
+    A ladder is a run of consecutive entries. Each layer keeps a part of it that shifts by one entry from layer to
+    layer, so that what one layer drops another one holds. A pass cuts all entries after the sinks into ladders and
+    drops what a layer does not keep, oldest first; further passes do the same to the rest, until less than a ladder is
+    left. The most recent entries, as many as there are layers, are spared. The budget decides where this stops.
 
-    The published code does so while tokens come in, and drops whole ladders at a time, so that it ends up below its
-    budget; after several passes it lengthens its ladders. Here the whole prompt is read with full attention first, and
-    the last ladder is dropped only as far as the budget says.
+    The published code evicts as tokens come in, a whole ladder at a time, so that it ends up below its budget, and
+    lengthens its ladders after several passes. Here the whole prompt is read with full attention first, and the last
+    ladder is dropped only as far as the budget requires.
 
     A span that covers all layers keeps every entry of a ladder in every layer. Then only age counts: StreamingLLM.
 
     Attributes:
-        span: Layers that keep an entry.
-        overlap: Layers that two neighbouring entries of a ladder share.
-        sinks: First entries that are in no ladder; None for those of the method.
+        span: Number of layers that keep an entry.
+        overlap: Number of layers that two neighbouring entries of a ladder share.
+        sinks: Number of first entries outside all ladders; None for the method's own.
     """
 
     span: int = 16
@@ -87,10 +87,7 @@ class Ladder(Observer):
 
 @dataclass(frozen=True)
 class LaCache(Evict):
-    """4 sinks, and a ladder of positions that shifts from layer to layer (LaCache, section 3).
-
-    An observer without sinks takes the method's.
-    """
+    """4 sinks, and a ladder of positions that shifts from layer to layer (LaCache, arXiv 2507.14204, section 3)."""
 
     observer: Observer = Ladder()
     pool: Pool = NO_POOL

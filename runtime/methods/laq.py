@@ -1,4 +1,4 @@
-"""LAQ and LAQ++: the target guesses the answer from a small cache, and the guess's own queries observe the prompt."""
+"""LAQ and LAQ++ (arXiv 2505.20334): the target guesses the answer from a small cache; the guess's queries observe."""
 
 from dataclasses import dataclass, replace
 
@@ -25,19 +25,19 @@ _MASKS = ("corrected", "published")
 
 @dataclass(frozen=True)
 class QueryCache(Observer):
-    """Queries of a guess that the target wrote from a SnapKV cache look back at the whole cache (LAQ).
+    """The queries of a guess that the target writes from a SnapKV cache score the whole cache (LAQ).
 
-    The queries are kept as the small cache's hidden states made them. Nothing is run over the whole cache, and the
-    softmax is over its entries alone.
+    They stay as the pass over the small cache computed them: nothing is run over the whole cache, and the softmax is
+    over its entries alone.
 
     Attributes:
-        lookahead: Most tokens of the guess; its end token included.
-        window: How many of the prompt's last queries observe beside them.
+        lookahead: Maximum length of the guess in tokens, its end token included.
+        window: Number of last prompt tokens that observe beside the guess.
         budget: Budget of the SnapKV cache, entries or a ratio; None for the method's own.
-        first_window: Window of the SnapKV cache.
+        first_window: Observation window of the SnapKV cache.
         first_pool: Pooling of the SnapKV cache.
-        mask: `corrected`: prompt queries see what stands before them, guessed ones every entry. `published`: as the
-            paper's code has it, a causal triangle over the last window + lookahead entries for all of them.
+        mask: `corrected`: prompt queries see the entries before them, guessed ones every entry. `published`: as in the
+            paper's code, all of them under one causal triangle over the last window + lookahead entries.
     """
 
     lookahead: int = 8
@@ -112,7 +112,7 @@ class QueryCache(Observer):
 def _from_beyond(queries: Tensor, layer: LayerEntries, scaling: float, real: Tensor, reduction: str) -> Tensor:
     """Attention [B, H, C] of queries [B, H, T, d] that see every entry and not each other."""
     heads, rows = queries.shape[1:3]
-    # Each query stands as a head of its own, so that no causal mask is laid between them.
+    # Each query becomes a head of its own, so that there is no causal mask between them.
     apart = queries.flatten(1, 2)[:, :, None]
     weights = observed_attention(apart, layer.keys, scaling, layer.keys.shape[2], key_mask=layer.real)
     weights = weights.unflatten(1, (heads, rows)) * real[:, None, :, None]
@@ -141,7 +141,7 @@ def _under_triangle(state: State, queries: list[Tensor], real: Tensor, reduction
 
 @dataclass(frozen=True)
 class LAQ(Evict):
-    """The target's guess of 8 tokens observes (Lookahead Q-Cache, arXiv 2505.20334). No window is kept.
+    """The target's guess of 8 tokens observes (Lookahead Q-Cache, arXiv 2505.20334); no window is kept.
 
     An observer without a budget takes the method's, so that the guess depends on the budget, as published. With a
     budget of its own, one observation serves all budgets.
@@ -152,7 +152,7 @@ class LAQ(Evict):
 
 @dataclass(frozen=True)
 class LAQPlus(LAQ):
-    """LAQ++: the last 8 prompt tokens observe beside the guess, and are kept."""
+    """LAQ++ (arXiv 2505.20334): the last 8 prompt tokens observe beside the guess, and are kept."""
 
     observer: Observer = QueryCache(window=8)
     window: int = 8

@@ -1,7 +1,6 @@
-"""LLMLingua-2: a small encoder says which words of a prompt to keep. It does not see the question.
+"""LLMLingua-2 (arXiv 2403.12968): a small encoder decides which words of a prompt to keep, without the question.
 
-Source: "LLMLingua-2: Data Distillation for Efficient and Faithful Task-Agnostic Prompt Compression". The encoder runs
-in its authors' package: `pip install keepsight[llmlingua]`.
+The encoder runs in its authors' package: `pip install keepsight[llmlingua]`.
 """
 
 import random
@@ -19,7 +18,7 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from keepsight.errors import UserError
-from keepsight.runtime.prompt_compression.text import ShortenText, optional_package, pieces
+from keepsight.runtime.prompt_compression.text import ShortenText, optional_package, token_texts
 
 LabelledWords = list[tuple[str, bool]]
 """The words of a text in their order, and whether each is kept."""
@@ -35,7 +34,7 @@ class Package:
     """Word labels from the `llmlingua` package with its own defaults.
 
     Attributes:
-        model: Folder or Hub id of the encoder; the package tells its kind by the name.
+        model: Folder or Hub id of the encoder, whose name tells the package its kind.
 
     Raises:
         UserError: the name says nothing to the package.
@@ -62,21 +61,21 @@ class Package:
 
 @dataclass(frozen=True)
 class LLMLingua2(ShortenText):
-    """Keeps the words before the window that LLMLingua-2 keeps, and the window.
+    """Keeps the window, and the words before it that LLMLingua-2 (arXiv 2403.12968, section 4) keeps.
 
     The package is asked for the share of words that fits the budget. Its words are not the target's tokens, and it
-    rounds to whole percents of each stretch of 510 of its own tokens, so that fewer tokens than the budget may come
-    out; where it would be more, it is asked again for less. Line breaks are not words and are dropped.
+    rounds to whole percents of each stretch of 510 of its own tokens, so that the result may fall short of the budget;
+    where it would exceed it, the package is asked again for less. Line breaks are not words and are dropped.
 
     Attributes:
-        label: From a text and the share of words to keep to all of its words, labelled; the package by default.
+        label: Labels the words of a text, given the share of them to keep; the package by default.
     """
 
     label: Callable[[str, float], LabelledWords] = Package()
 
     @override
     def select(self, model: PreTrainedModel, input_ids: Tensor) -> Tensor:
-        texts = pieces(self.tokenizer, input_ids[: len(input_ids) - self.window].tolist())
+        texts = token_texts(self.tokenizer, input_ids[: len(input_ids) - self.window].tolist())
         room = self.budget_for(len(input_ids)) - self.window
         rate = room / len(texts)
         kept: list[int] = []
@@ -92,9 +91,9 @@ def kept_tokens(texts: list[str], words: LabelledWords) -> list[int]:
     """The tokens that hold a part of a kept word, ascending.
 
     Args:
-        texts: Of each token; see `keepsight.runtime.prompt_compression.text.pieces`.
-        words: The words of the joined text in their order. A word that is not found where it should be (the encoder
-            rewrites some characters) is passed over.
+        texts: The text of each token; see `keepsight.runtime.prompt_compression.text.token_texts`.
+        words: The words of the joined text in order. A word that is not found where it should be (the encoder
+            rewrites some characters) is skipped.
     """
     text = "".join(texts)
     marked = np.zeros(len(text) + 1, dtype=np.int64)

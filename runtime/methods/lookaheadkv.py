@@ -1,4 +1,4 @@
-"""LookaheadKV: trained soft tokens observe the prompt in place of the answer that is still to come."""
+"""LookaheadKV (arXiv 2603.10899): trained soft tokens observe the prompt in place of the answer to come."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +18,10 @@ from keepsight.runtime.state import State
 
 @dataclass(frozen=True)
 class SoftTokens(Observer):
-    """A lookahead module's soft tokens observe, seen through its LoRA (LookaheadKV, section 3, algorithm 2).
+    """A lookahead module's soft tokens observe through its LoRA (LookaheadKV, arXiv 2603.10899, algorithm 2).
 
     Attributes:
-        artifact: The adapter; attached to whatever model is observed with, once.
+        artifact: The adapter; attached once to each model that it observes with.
     """
 
     artifact: Artifact
@@ -44,13 +44,13 @@ class SoftTokens(Observer):
 
 @dataclass(frozen=True)
 class LookaheadKV(Evict):
-    """Keeps what a trained lookahead module expects the answer to attend to. No window is kept (appendix F)."""
+    """Keeps what a lookahead module expects the answer to attend to, and no window (arXiv 2603.10899, appendix F)."""
 
     @classmethod
     def from_pretrained(
         cls, adapter: str | Path, budget: int | float, revision: str | None = None, **options: Any
     ) -> "LookaheadKV":
-        """The method with an adapter from a folder or the Hub, reduced and pooled as the adapter says.
+        """The method with an adapter from a folder or the Hub, and the adapter's reduction and pooling.
 
         Raises:
             UserError: the adapter cannot be had, is corrupt, or an option is out of range.

@@ -30,9 +30,9 @@ def make_method(name: str, budget: int | float | None, resources: Resources | No
     """A method by its name in `METHODS`.
 
     Args:
-        name: Such as `snapkv`; `evict` for a composition whose observer is among the options.
-        budget: Entries per layer and KV head, or a ratio; unused by the methods that keep all entries.
-        resources: For the methods that need an adapter, a retrieval head, a draft or a tokenizer.
+        name: The method's name, such as `snapkv`; `evict` for a composition whose observer is among the options.
+        budget: Entries per layer and KV head, or a ratio; unused by methods that keep all entries.
+        resources: Adapter, retrieval head, draft and tokenizer, for the methods that need them.
         options: Other fields of the method, as values or as plain text and mappings.
 
     Raises:

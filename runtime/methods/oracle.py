@@ -1,4 +1,4 @@
-"""The oracle: the full cache's own answer observes the prompt. The upper bound, and what lookahead modules learn."""
+"""The oracle: the full cache's own answer observes the prompt; what lookahead modules learn to predict."""
 
 from dataclasses import dataclass
 
@@ -14,10 +14,10 @@ from keepsight.runtime.state import State
 
 @dataclass(frozen=True)
 class OwnAnswer(Drafter):
-    """The target's greedy answer from the whole state (LookaheadKV, section 2, equation 1).
+    """The target's greedy answer from the whole state (LookaheadKV, arXiv 2603.10899, section 2, equation 1).
 
     Attributes:
-        max_new_tokens: Length limit of the answer, in tokens.
+        max_new_tokens: Maximum length of the answer in tokens.
     """
 
     max_new_tokens: int = 64

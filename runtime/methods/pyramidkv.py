@@ -1,4 +1,4 @@
-"""PyramidKV: SnapKV's scores, and fewer entries from layer to layer."""
+"""PyramidKV (arXiv 2406.02069): SnapKV's scores, and budgets that shrink with depth."""
 
 from dataclasses import dataclass
 
@@ -8,6 +8,6 @@ from keepsight.runtime.methods.snapkv import SnapKV
 
 @dataclass(frozen=True)
 class PyramidKV(SnapKV):
-    """SnapKV in which early layers keep more than late ones (PyramidKV, section 4)."""
+    """SnapKV in which early layers keep more than late ones (PyramidKV, arXiv 2406.02069, section 4)."""
 
     allocate: Allocation = Pyramid()

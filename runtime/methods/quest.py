@@ -1,4 +1,4 @@
-"""Quest: every layer reads the pages of entries whose keys could have the largest dot products with its query."""
+"""Quest (arXiv 2406.10774): every layer reads the pages whose keys could have the largest dot products."""
 
 from dataclasses import dataclass
 
@@ -15,11 +15,11 @@ from keepsight.runtime.state import State
 
 @dataclass(frozen=True)
 class Quest(SparseRead):
-    """Reads whole pages, chosen by the smallest and largest numbers of their keys (Quest, arXiv 2406.10774).
+    """Reads whole pages, selected by the channel-wise extremes of their keys (Quest, arXiv 2406.10774, section 3).
 
     Attributes:
-        page: Entries of a page.
-        dense_layers: The first so many layers read all entries (section 4.1 of the paper: 2).
+        page: Entries per page.
+        dense_layers: Number of first layers that read all entries (2 in the paper, section 4.1).
     """
 
     page: int = 16

@@ -1,4 +1,4 @@
-"""RandomEntries: entries drawn by lot, the floor under every method."""
+"""RandomEntries: a random choice of entries, the baseline under every method."""
 
 from dataclasses import dataclass
 
@@ -16,12 +16,12 @@ from keepsight.runtime.state import State
 
 @dataclass(frozen=True)
 class Lots(Observer):
-    """A number from 0 to 1 for every entry, drawn anew but from the same seed at every call.
+    """A random score from 0 to 1 for every entry, from the same seed at every call.
 
-    What an entry draws depends on its place among the real entries, its layer and its KV head, and on nothing else.
+    An entry's score depends on its place among the real entries, its layer and its KV head, and on nothing else.
 
     Attributes:
-        seed: Of the draw; a whole number.
+        seed: Seed of the random generator.
     """
 
     seed: int = 0
@@ -48,7 +48,7 @@ class Lots(Observer):
 
 @dataclass(frozen=True)
 class RandomEntries(Evict):
-    """Entries drawn by lot; `observer=Lots(seed)` draws others."""
+    """Keeps random entries; `observer=Lots(seed)` draws others."""
 
     observer: Observer = Lots()
     pool: Pool = NO_POOL

@@ -1,4 +1,4 @@
-"""What some methods need beside their options: a trained adapter or head, a draft."""
+"""What some methods need beside their options: a trained adapter or head, a draft, a tokenizer."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -30,14 +30,14 @@ class Later:
 
 @dataclass(frozen=True)
 class Resources:
-    """What is at hand to make methods of; everything is loaded once.
+    """What methods are made with, each loaded once, when it is first needed.
 
     Attributes:
-        adapter: Lookahead adapter: a folder or Hub id.
-        draft: The model or head that drafts for the target; or how to get it, asked when a method needs it.
-        tokenizer: Of the target.
-        retrieval: Retrieval head: a folder or Hub id.
-        target: The model that the retrieval head must be for; unchecked without it.
+        adapter: Folder or Hub id of a lookahead adapter.
+        draft: Source of the draft model, or a draft head; or a function that gets it once a method needs it.
+        tokenizer: The target's tokenizer.
+        retrieval: Folder or Hub id of a retrieval head.
+        target: The model that the retrieval head must be for; None leaves that unchecked.
     """
 
     adapter: str | Path | None = None

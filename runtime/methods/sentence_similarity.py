@@ -1,7 +1,7 @@
-"""Sentence similarity: the sentences of a prompt that are closest to its question.
+"""Sentence similarity: keeps the sentences of a prompt that are closest to its question.
 
-In the manner of "Prompt Compression with Context-Aware Sentence Encoding" (CPC), with any sentence encoder in place of
-the one trained there. The encoder runs in the `sentence-transformers` package: `pip install keepsight[sentences]`.
+After CPC (arXiv 2409.01227), with any sentence encoder in place of the one trained there. The encoder runs
+in the `sentence-transformers` package: `pip install keepsight[sentences]`.
 """
 
 import re
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from keepsight.errors import UserError
-from keepsight.runtime.prompt_compression.text import ShortenText, optional_package, pieces
+from keepsight.runtime.prompt_compression.text import ShortenText, optional_package, token_texts
 
 _SENTENCE = re.compile(r".+?(?:[.!?]+[\"')\]]*(?=\s|\Z)|\n|\Z)", re.DOTALL)
 
@@ -46,22 +46,22 @@ class Cosine:
 
 @dataclass(frozen=True)
 class SentenceSimilarity(ShortenText):
-    """Keeps the sentences before the window that are closest to the window's text, in their order, and the window.
+    """Keeps the window, and in their order the sentences before it that are closest to its text.
 
-    A token belongs to the sentence in which its text begins. Of the last sentence that is taken only as many tokens
-    are kept as the budget has left, so that it is always used up. Ties go to the earlier sentence.
+    A token belongs to the sentence in which its text begins. The last sentence kept is cut to what is left of the
+    budget, so that it is always used up. Ties go to the earlier sentence.
 
     Attributes:
-        similarity: From sentences and the question to a number for each sentence, [S]; embeddings by default.
+        similarity: Scores sentences by a question, [S]; cosine similarity of embeddings by default.
     """
 
     similarity: Callable[[list[str], str], Tensor] = Cosine()
 
     @override
     def select(self, model: PreTrainedModel, input_ids: Tensor) -> Tensor:
-        texts = pieces(self.tokenizer, input_ids.tolist())
+        texts = token_texts(self.tokenizer, input_ids.tolist())
         before = len(texts) - self.window
-        sentences, owners = split(texts[:before])
+        sentences, owners = split_sentences(texts[:before])
         worth = [place for place, sentence in enumerate(sentences) if sentence.strip()]
         scores = torch.full((len(sentences),), -torch.inf)
         if worth:
@@ -73,11 +73,11 @@ class SentenceSimilarity(ShortenText):
         return self.with_window(kept.to(input_ids.device), len(texts))
 
 
-def split(texts: list[str]) -> tuple[list[str], list[int]]:
+def split_sentences(texts: list[str]) -> tuple[list[str], list[int]]:
     """The sentences of a text, and which of them each token belongs to.
 
     Args:
-        texts: Of each token; see `keepsight.runtime.prompt_compression.text.pieces`.
+        texts: The text of each token; see `keepsight.runtime.prompt_compression.text.token_texts`.
 
     Returns:
         The sentences, which together are the joined text, and for each token the index of one of them. A sentence ends

@@ -1,4 +1,8 @@
-"""SnapKV: the prompt's own last tokens observe."""
+"""SnapKV (arXiv 2404.14469): the prompt's own last tokens, the observation window, score its entries.
+
+The way to the kept entries: this file -> `runtime/window.py` (the window's attention) -> `runtime/importance.py`
+(softmax, reduce, pool) -> `runtime/evict.py` (select within the budget) -> `runtime/cache.py` (gather what is kept).
+"""
 
 from dataclasses import dataclass
 
@@ -15,10 +19,10 @@ from keepsight.runtime.window import held_rows, window_attention
 
 @dataclass(frozen=True)
 class PromptWindow(Observer):
-    """The last tokens observe (SnapKV, section 4). Their queries were kept when they were read.
+    """The last tokens observe (SnapKV, arXiv 2404.14469, section 4); their queries were kept when they were read.
 
     Attributes:
-        size: How many; None for as many as the method keeps.
+        size: Number of observing tokens; None for the method's window.
     """
 
     size: int | None = None
@@ -43,7 +47,7 @@ class PromptWindow(Observer):
 
 @dataclass(frozen=True)
 class SnapKV(Evict):
-    """The last 32 prompt tokens observe and are kept, with what they attend to (window 32, max-pool 7)."""
+    """The last 32 prompt tokens observe and are kept, with what they attend to (arXiv 2404.14469, section 4)."""
 
     observer: Observer = PromptWindow()
     window: int = 32

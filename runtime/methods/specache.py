@@ -1,4 +1,4 @@
-"""SpeCache: a copy in 1 or 2 bits to read, the full cache on the CPU, and a guessed token that fetches ahead."""
+"""SpeCache (Song et al., ICML 2025): a low-bit copy to read, the full cache on the CPU, a guessed token to prefetch."""
 
 from dataclasses import dataclass
 
@@ -21,18 +21,19 @@ from keepsight.runtime.state import State
 
 @dataclass(frozen=True)
 class SpeCache(CacheMethod):
-    """Reads packed entries, and the `topk` that matter most in full precision (ICML 2025, section 3.3).
+    """Reads packed entries, and the `topk` that matter most in full precision (SpeCache, ICML 2025, section 3.3).
 
     Attributes:
-        bits: Of each number of the packed copy: 1, 2 or 4.
+        bits: Bits per number of the packed copy: 1, 2 or 4.
         group: Numbers that share a zero point and a scale; it must divide the head dimension.
-        residual: A multiple of the group: values of the last so many tokens, and keys of fewer, stay as they are.
-        topk: Entries a KV head that are fetched; all packed ones where there are fewer. 0 fetches nothing, and more
-            than the prompt has tokens is refused.
-        heads: Reduction of attention over the query heads of a KV head: see `Reduce.heads`.
-        speculative: Fetch ahead with a guessed token. Otherwise fetch what a token's own attention asks for, and attend
-            again: exact, and waiting for every fetch (the paper's table 4).
-        one_bit: Levels under 1 bit; see `keepsight.runtime.quantized.codec.Quantizer`.
+        residual: Most recent tokens whose values (and at most whose keys) stay in full precision; a multiple of the
+            group.
+        topk: Entries fetched per KV head; all packed ones where there are fewer, none for 0. More than the prompt has
+            tokens is refused.
+        heads: Reduction of attention over the query heads of a KV head; see `Reduce.heads`.
+        speculative: Prefetch with a guessed token. Otherwise fetch what a token's own attention asks for, and attend
+            again: exact, but every fetch is waited for (the paper's table 4).
+        one_bit: Levels at 1 bit; see `keepsight.runtime.quantized.codec.Quantizer`.
 
     Raises:
         UserError: a value is not offered; one line names it.

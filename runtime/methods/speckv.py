@@ -1,4 +1,4 @@
-"""SpecKV: a small draft's answer observes the prompt, together with the prompt's last tokens."""
+"""SpecKV (arXiv 2506.08373): a small draft's answer observes the prompt, together with the prompt's last tokens."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,13 +23,13 @@ from keepsight.runtime.state import Needs, State
 class ModelDrafter(Drafter):
     """A draft's greedy answer to everything the target has read.
 
-    A draft model reads it all over again. A draft head reads the features that the prefill recorded, in one layer, and
-    goes on from the target's own first token.
+    A draft model reads all of it again. A draft head reads the features that the prefill recorded, in one layer, and
+    continues from the target's own first token.
 
     Attributes:
-        draft: Says which model drafts for the target; or a draft head.
-        lookahead: Most tokens of the answer, its end token included. The paper lets the draft finish its answer: give
-            the task's answer length for that.
+        draft: Source of the draft model, or a draft head.
+        lookahead: Maximum length of the draft in tokens, its end token included. The paper lets the draft finish its
+            answer: give the task's answer length for that.
     """
 
     draft: DraftSource | DraftHeadSource
@@ -67,7 +67,7 @@ class ModelDrafter(Drafter):
 
 @dataclass(frozen=True)
 class SpecKV(Evict):
-    """Keeps what the draft or the last 33 prompt tokens attend to most (SpecKV, section 4 and table 8).
+    """Keeps what the draft or the last 33 prompt tokens attend to most (arXiv 2506.08373, section 4 and table 8).
 
     The published budget C and window W leave out the last prompt token, which is read again before the answer: they
     are budget C + 1 and window W + 1 here. That token's entry and the first answer token come from the prefill.
@@ -76,8 +76,8 @@ class SpecKV(Evict):
     (the importance of SpecKV, the allocation of AdaKV).
 
     Attributes:
-        sparse: Reads prompts of more than its `vertical + band` tokens sparsely; None to read all of them densely.
-            Only `start` does so: a prompt that `compress` is given has been read already.
+        sparse: Sparse prefill of prompts longer than its `vertical + band` tokens; None to read all prompts densely.
+            It applies to `start` alone: a prompt that `compress` is given has been read already.
     """
 
     reduce: Reduce = Reduce("max", "max")
@@ -113,18 +113,18 @@ class SpecKV(Evict):
         return cls(budget, DraftObserver(ModelDrafter(draft, lookahead), window=None), **parts)
 
     @override
-    def reads_itself(self, length: int) -> bool:
+    def shares_prefill(self, length: int) -> bool:
         drafter = self._drafter()
         if self.sparse is None or drafter is None or length <= self.budget_for(length):
-            return False
-        return self.sparse.active(length + drafter.lookahead)
+            return True
+        return not self.sparse.active(length + drafter.lookahead)
 
     @override
     def start(
         self, model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None = None, *, chunk: int | None = None
     ) -> State:
         drafter, length = self._drafter(), input_ids.shape[1]
-        if drafter is None or self.sparse is None or not self.reads_itself(length):
+        if drafter is None or self.sparse is None or self.shares_prefill(length):
             return super().start(model, input_ids, mask, chunk=chunk)
         _refuse(length, mask, chunk)
         draft = drafter.write(model, input_ids)

@@ -1,8 +1,7 @@
-"""SpecKV-PC: SpecPC shortens the prompt, then SpecKV evicts from the KV cache of what is left.
+"""SpecKV-PC (arXiv 2506.08373): SpecPC shortens the prompt, then SpecKV evicts from the KV cache of what is left.
 
 The draft model runs once, on the whole prompt: its attention shortens the prompt, and what it generated observes the
-short prompt in place of the answer. Source: the cascade in the released code of "Draft-based Approximate Inference for
-LLMs".
+short prompt in place of the answer. This is the cascade of the paper's released code.
 """
 
 from dataclasses import dataclass, field, replace
@@ -28,19 +27,19 @@ from keepsight.runtime.state import State
 
 @dataclass(frozen=True)
 class SpecKVPC(Method):
-    """Shortens the prompt with a draft model's attention, then evicts with the draft model's answer.
+    """Shortens the prompt by a draft model's attention, then evicts by the draft model's answer (arXiv 2506.08373).
 
     Attributes:
         budget: Entries per layer and KV head, or a ratio of the whole prompt; see `keepsight.runtime.evict`.
-        draft: Which model, or draft head, drafts for the target.
+        draft: Source of the draft model, or a draft head.
         prompt_budget: Tokens that SpecPC keeps; never fewer than `budget`, so that the budget is always used.
-        lookahead: Tokens that the draft generates at most, its end token included; all of them observe.
+        lookahead: Maximum length of the draft in tokens, its end token included; all of them observe.
         kernel: SpecPC's pooling and neighbourhood, in tokens (as published, for every model).
-        first_layer: SpecPC's; see there.
+        first_layer: SpecPC's first scoring layer; see `SpecPC`.
         prompt_window: SpecPC's window: the last prompt tokens that are kept and that the draft observes with.
         window: Last tokens of the short prompt that are kept and observe too. The published window of 32 does not
             count the last prompt token, which is here an entry like any other: 33.
-        allocate: How many entries each layer and KV head may keep.
+        allocate: Divides the budget over layers and KV heads.
 
     Raises:
         UserError: a value is out of range; one line names it.

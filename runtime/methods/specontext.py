@@ -1,4 +1,4 @@
-"""SpeContext: a retrieval head says before every step which entries the target reads (arXiv 2512.00722)."""
+"""SpeContext (arXiv 2512.00722): before every step a retrieval head selects the entries that the target reads."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -28,26 +28,26 @@ from keepsight.runtime.sparse_read.top_k import StepBudget
 from keepsight.runtime.state import Needs, State, Trace
 
 _BLOCK = 4096
-"""Tokens of a prompt whose features are side by side at a time."""
+"""Prompt tokens whose features are concatenated at a time."""
 _ANSWER = 512
-"""Positions after the prompt for which a head that was trained with fewer is extended."""
+"""Positions after the prompt that a head is extended for where it was trained with fewer."""
 
 
 @dataclass(frozen=True)
 class SpeContext(SparseRead):
-    """Reads what a retrieval head points at: the same entries in all layers, chosen before the target runs.
+    """Reads what a retrieval head selects: the same entries in all layers, before the target runs (section 4.3).
 
-    Where the longest prompt of a batch and 512 tokens more go beyond what the head was trained with, YaRN extends it to
-    twice that length, four times, and so on.
+    Where the longest prompt of a batch plus 512 tokens exceeds what the head was trained with, YaRN extends it to twice
+    that length, four times, and so on.
 
     Attributes:
         head: The retrieval head; it is moved to the target's device.
-        sinks: First entries that are always read; none in the paper.
-        window: Last entries that are always read; none in the paper.
-        offload: So many layers, the last ones, have their entries in the CPU's memory from the start.
-        memory_limit: Of the device, such as 24GiB or a number of bytes: layers move to the CPU, one at a time, before
-            weights and entries would take more. None for no limit. It holds from the first decoding step on: the
-            prefill has all layers on the device.
+        sinks: Number of first entries that are always read; none in the paper.
+        window: Number of last entries that are always read; none in the paper.
+        offload: Number of last layers whose entries are in CPU memory from the start.
+        memory_limit: Device memory for weights and entries, such as 24GiB or a number of bytes: before they would
+            exceed it, layers move to the CPU one at a time. None for no limit. It holds from the first decoding step
+            on: the prefill has all layers on the device.
     """
 
     head: RetrievalHead = field(repr=False)
@@ -164,7 +164,7 @@ def _needs(layers: tuple[int, ...]) -> Needs:
 
 
 def _reaching(head: RetrievalHead, length: int) -> RetrievalHead:
-    """The head for so many positions; in powers of two, so that a prompt is seldom read otherwise in longer company."""
+    """The head extended to `length` positions, by a power of two, so that batching seldom changes what is read."""
     context = head.config.trained
     while context < length:
         context *= 2

@@ -1,12 +1,11 @@
-"""SpecPC: a draft model's attention says which prompt tokens the target gets to read.
+"""SpecPC (arXiv 2506.08373): a draft model's attention decides which prompt tokens the target reads.
 
-Source: "Draft-based Approximate Inference for LLMs", section 5, algorithm 2 and table 8, with the details of its
-released code where they differ from the text: the window's own keys are scored too, pooling takes an even kernel, and
-neighbours are added until the budget is full.
+Section 5, algorithm 2 and table 8, with the details of the released code where it differs from the text: the window's
+own keys are scored too, pooling takes an even kernel, and neighbours are added until the budget is full.
 
-A draft head of the target can stand in for the draft model; the paper has no such variant. It needs the target's
-features of the whole prompt, so that the target reads the prompt twice, whole and shortened: this saves the memory of
-the KV cache and time in decoding, and costs more prefill than the full cache does.
+A draft head of the target can replace the draft model, a variant the paper does not have. It needs the target's
+features of the whole prompt, so that the target reads the prompt twice, whole and shortened: this saves KV memory and
+decoding time, but costs more prefill than the full cache.
 """
 
 from dataclasses import dataclass, field
@@ -32,18 +31,18 @@ _FIRST_LAYER = 8  # of the published configurations, whose drafts have 16 and 24
 
 @dataclass(frozen=True)
 class SpecPC(ShortenPrompt):
-    """Keeps the tokens that a draft model attends to when it begins its answer, and their neighbours.
+    """Keeps the tokens that a draft model attends to as it begins to answer, and their neighbours (algorithm 2).
 
     Attributes:
-        draft: Which model drafts for the target; or a draft head, see the module.
+        draft: Source of the draft model, or a draft head (see the module).
         lookahead: Tokens that the draft generates. The last of them is never read, so that one less observes beside
             the window; with 1 (as published) the window observes alone.
-        first_layer: The draft's layers before it are left out; None for 8, or for half of the draft's layers where
-            that is less. A draft head has no other layer, and none is left out.
-        reduction: `max` or `sum`, over observing queries, heads and layers.
-        pooling: `max` or `avg`, over neighbouring tokens.
+        first_layer: First of the draft's layers that scores; None for 8, or for half of the draft's layers where that
+            is less. A draft head has a single layer.
+        reduction: Reduction over observing queries, heads and layers: `max` or `sum`.
+        pooling: Pooling over neighbouring tokens: `max` or `avg`.
         kernel: Tokens pooled; may be even; 1 turns pooling off. As published: 64 for Qwen2.5, 32 for Llama 3.
-        neighbors: Tokens taken along with a selected one, itself included; None for as many as `kernel`, 0 for none.
+        neighbors: Tokens kept around a selected one, itself included; None for as many as `kernel`, 0 for none.
     """
 
     window: int = 64
@@ -189,7 +188,7 @@ def require_room(name: str, length: int, lookahead: int, context: int) -> None:
 def select_tokens(
     scores: Tensor, budget: int, window: int, kernel: int, neighbors: int, pooling: str = "max"
 ) -> Tensor:
-    """Which tokens are kept for their scores.
+    """Select tokens by their scores.
 
     The last tokens come first; then the tokens by their pooled scores, the highest first, each followed by its
     neighbours, the nearest first; until the budget is full. Ties go to the lowest index.

@@ -1,4 +1,4 @@
-"""StreamingLLM: the first entries and the most recent ones. Nobody observes."""
+"""StreamingLLM (arXiv 2309.17453): the first entries and the most recent ones; nothing observes."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ from keepsight.runtime.state import State
 
 @dataclass(frozen=True)
 class Recency(Observer):
-    """Later entries count more."""
+    """Scores later entries higher."""
 
     @override
     def __call__(self, model: PreTrainedModel, state: State, reduction: str) -> list[Tensor]:
@@ -27,7 +27,7 @@ class Recency(Observer):
 
 @dataclass(frozen=True)
 class Earliness(Observer):
-    """Earlier entries count more."""
+    """Scores earlier entries higher."""
 
     @override
     def __call__(self, model: PreTrainedModel, state: State, reduction: str) -> list[Tensor]:
@@ -36,7 +36,7 @@ class Earliness(Observer):
 
 @dataclass(frozen=True)
 class StreamingLLM(Evict):
-    """The first 4 entries (sinks) and the most recent ones (StreamingLLM, section 3).
+    """Keeps the first 4 entries (sinks) and the most recent ones (StreamingLLM, arXiv 2309.17453, section 3).
 
     KVCache-Factory's has a fixed number of recent entries, and spends the rest of the budget on sinks:
     `StreamingLLM(budget, observer=Earliness(), window=32)`.

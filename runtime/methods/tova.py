@@ -1,4 +1,4 @@
-"""TOVA: what the last token attends to."""
+"""TOVA (arXiv 2401.06104): what the last token attends to."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from keepsight.runtime.observe import Observer
 
 @dataclass(frozen=True)
 class TOVA(Evict):
-    """What the last token attends to, averaged over all heads of a layer, and the last token (TOVA, section 3).
+    """Keeps what the last token attends to, averaged over a layer's heads, and that token (TOVA, section 3).
 
     The heads of a layer keep the same entries. Evicts once after the prompt; `every=1` evicts at every token, as the
     paper does.

@@ -1,4 +1,4 @@
-"""Middle truncation: the beginning and the end of the prompt. Nobody observes."""
+"""Middle truncation: the beginning and the end of the prompt; nothing observes."""
 
 from dataclasses import dataclass
 
@@ -12,10 +12,10 @@ from keepsight.runtime.prompt_compression.method import ShortenPrompt
 
 @dataclass(frozen=True)
 class Truncation(ShortenPrompt):
-    """Keeps the first half and the last half of the budget and drops what is between (LongBench's rule).
+    """Spends half of the budget on either end of the prompt and drops the middle (LongBench, arXiv 2308.14508).
 
-    Of an odd budget the last half gets the odd token, where LongBench drops it. The tokens are kept as they are;
-    LongBench decodes both halves and tokenises the joined text again.
+    The odd token of an odd budget goes to the end; LongBench drops it. The tokens are kept as they are; LongBench
+    decodes both halves and tokenises the joined text again.
     """
 
     @override

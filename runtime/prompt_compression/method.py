@@ -1,10 +1,10 @@
-"""Prompt compression: some of a prompt's tokens are kept, and the model reads only those.
+"""Prompt compression: the model reads only some of a prompt's tokens.
 
-What is left is a prompt of its own: its tokens stand at positions 0..C-1, all of them get KV entries in every layer and
-head, and the answer continues at position C. No chat template is applied again; whatever part of it is to survive must
-be among the kept tokens, which is why these methods protect the prompt's last tokens (question and assistant header).
+The shortened prompt is a prompt in its own right: its tokens have positions 0..C-1 and KV entries in every layer and
+head, and the answer continues at position C. No chat template is applied again; what must survive of it has to be among
+the kept tokens, so these methods protect the prompt's last tokens (question and assistant header).
 
-The budget: tokens kept of each prompt. A ratio (a float between 0 and 1) stands for `round(ratio * N)`, N being the
+The budget: tokens kept per prompt. A ratio (a float between 0 and 1) stands for `round(ratio * N)`, N being the
 prompt's own length. A prompt no longer than the budget is left as it is.
 """
 
@@ -30,7 +30,7 @@ class ShortenPrompt(Method):
 
     Attributes:
         budget: Tokens to keep, or a ratio; see the module.
-        window: Last tokens that are always kept; they count towards the budget.
+        window: Number of last tokens that are always kept; they count towards the budget.
 
     Raises:
         UserError: a value is out of range; one line names it.
@@ -48,7 +48,7 @@ class ShortenPrompt(Method):
 
     @abstractmethod
     def select(self, model: PreTrainedModel, input_ids: Tensor) -> Tensor:
-        """Which tokens of one prompt are kept.
+        """Select the tokens of one prompt that are kept.
 
         Args:
             model: The target.
@@ -60,7 +60,7 @@ class ShortenPrompt(Method):
 
     @override
     def budget_for(self, length: int) -> int:
-        """How many tokens of a prompt of `length` tokens may be kept."""
+        """Maximum number of tokens kept of a prompt of `length` tokens."""
         return min(Budget(self.budget).entries(length), length)
 
     @override
@@ -87,7 +87,7 @@ class ShortenPrompt(Method):
         return None if self.budget_for(len(prompt)) == len(prompt) else self.select(model, prompt)
 
     def shorten(self, model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None = None) -> list[Tensor]:
-        """The kept tokens [C] int64 of each prompt of a batch (see `start`), one prompt at a time."""
+        """The kept tokens [C] int64 of each prompt of a batch; arguments as for `start`."""
         prompts = unpadded(input_ids, mask)
         for prompt in prompts:
             self.check(len(prompt), context_of(model))

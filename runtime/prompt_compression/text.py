@@ -1,4 +1,4 @@
-"""Prompts as text, for the methods that choose among words or sentences rather than tokens."""
+"""Prompts as text, for the methods that select words or sentences rather than tokens."""
 
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -16,26 +16,26 @@ from keepsight.runtime.prompt_compression.method import ShortenPrompt
 class ShortenText(ShortenPrompt):
     """A method that works on the prompt's text.
 
-    The text is that of the tokens themselves, special tokens included, so that what is chosen in it are tokens again
-    and nothing is tokenised anew. The window (question and assistant header) is kept as it is.
+    It is the text of the tokens themselves, special tokens included, so that what is kept of it maps back to tokens
+    without tokenising again. The window (question and assistant header) is kept as it is.
 
     Attributes:
-        tokenizer: The target's.
+        tokenizer: The target's tokenizer.
     """
 
     window: int = 64
     tokenizer: PreTrainedTokenizerBase = field(kw_only=True, repr=False)
 
     def with_window(self, kept: Tensor, length: int) -> Tensor:
-        """Indices [C] of kept tokens before the window, and those of the window of a prompt of `length` tokens."""
+        """Indices [C] of kept tokens, followed by those of the window of a prompt of `length` tokens."""
         return torch.cat([kept, torch.arange(length - self.window, length, device=kept.device)])
 
 
-def pieces(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]:
-    """The text of each token, so that the joined pieces are the text of them all.
+def token_texts(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]:
+    """The text of each token; joined, they are the text of all tokens.
 
-    Tokens that are parts of one character (bytes) give their text to the last of them. A token is decoded together
-    with what stands before it, because some tokenizers leave out the space of a text's first word.
+    Tokens that are parts (bytes) of one character give their text to the last of them. A token is decoded together with
+    the one before it, because some tokenizers drop the space before a text's first word.
     """
     texts: list[str] = []
     before: list[int] = []
@@ -59,11 +59,11 @@ def _decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
 
 
 def optional_package(name: str, extra: str) -> ModuleType:
-    """An installed package that keepsight does not need otherwise.
+    """Import an optional package.
 
     Args:
-        name: Of the module.
-        extra: Of keepsight's optional dependencies.
+        name: Name of the module.
+        extra: Extra of keepsight that installs it.
 
     Raises:
         UserError: it is not installed.

@@ -1,7 +1,7 @@
-"""A cache layer in few bits (KIVI), and states and prefills of such layers.
+"""Low-bit cache layers (KIVI, arXiv 2402.02750), and the states and prefills made of them.
 
-A prompt that the model is reading attends to itself in full precision; every token after it reads the packed
-form. Several tokens read at once give what they give one after another.
+The prompt attends to itself in full precision; every later token reads the packed form. Several tokens read in one
+pass give the same as one by one.
 """
 
 from collections.abc import Callable
@@ -22,10 +22,10 @@ from keepsight.runtime.state import State, Trace
 
 
 class PackedLayer(KeptLayer):
-    """A cache layer in few bits.
+    """A low-bit cache layer.
 
     Args:
-        held: Its entries.
+        held: The entries.
         seen: Logical length.
     """
 
@@ -49,16 +49,16 @@ class PackedLayer(KeptLayer):
         return attend_packed(query, self.held, scaling)[0]
 
     def add(self, keys: Tensor, values: Tensor) -> None:
-        """Append a token; it is not packed before `settle`."""
+        """Append a token in full precision; `settle` packs it."""
         self.hold(self.held.with_recent(keys, values))
         self.seen += keys.shape[2]
 
     def settle(self) -> None:
-        """Pack what the residual has no room for."""
+        """Pack what exceeds the residual."""
         self.hold(self.held.settled())
 
     def hold(self, held: PackedEntries) -> None:
-        """Take other entries."""
+        """Replace the entries."""
         self.held, self.keys, self.values = held, held.recent_keys, held.recent_values
 
     @override
@@ -71,7 +71,7 @@ class PackedLayer(KeptLayer):
 
     @override
     def entries(self) -> LayerEntries:
-        """All entries, unpacked: what an observer sees."""
+        """All entries, unpacked, as observers see them."""
         length = self.held.length
         return LayerEntries(self.held.keys(0, length), self.held.values(0, length), None)
 
@@ -84,7 +84,7 @@ class RowByRow(OwnAttention):
     """New tokens of a layer, appended and attended to one at a time.
 
     Args:
-        layer: What they are appended to.
+        layer: The layer that they are appended to.
         keys: [B, K, q, d].
         values: [B, K, q, d].
     """
@@ -132,7 +132,7 @@ def packed_layers(cache: Cache) -> list[PackedLayer]:
 
 
 PackLayer = Callable[[Tensor, Tensor, int], PackedLayer]
-"""Makes a layer of keys and values [B, K, T, d] in full precision, and of the logical length."""
+"""Makes a layer from keys and values [B, K, T, d] in full precision and the logical length."""
 
 
 def pack_state(state: State, pack: PackLayer) -> PackedState:
@@ -155,10 +155,9 @@ def pack_state(state: State, pack: PackLayer) -> PackedState:
 
 @torch.no_grad()
 def prefill_packed(model: PreTrainedModel, input_ids: Tensor, chunk: int | None, pack: PackLayer) -> PackedState:
-    """Read prompts [B, N] of one length, packing every layer as soon as it has been read.
+    """Read prompts [B, N] of one length, packing each layer as soon as it has been read.
 
-    The entries in full precision of only one layer are on the device at a time; those of earlier chunks wait in the
-    CPU's memory.
+    Only one layer's entries are on the device in full precision at a time; those of earlier chunks wait in CPU memory.
     """
     record_attention(model)
     length = input_ids.shape[1]
@@ -178,8 +177,8 @@ class _ArrivingLayer(DynamicLayer):
     """A layer of a prompt that is being read.
 
     Args:
-        length: Tokens of the prompt.
-        pack: Makes the layer that remains.
+        length: Length of the prompt in tokens.
+        pack: Makes the packed layer.
     """
 
     keys: Tensor

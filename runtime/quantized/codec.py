@@ -1,8 +1,8 @@
-"""Numbers in 1, 2 or 4 bits: groups with a zero point and a scale of their own, packed into bytes.
+"""Group quantisation to 1, 2 or 4 bits: each group has a zero point and a scale, codes are packed into bytes.
 
-The groups are those of KIVI (arXiv 2402.02750): keys by channel, over neighbouring tokens; values by token, over
-neighbouring channels. With 1 bit KIVI's two levels are a group's extremes, which makes every entry too large; SpeCache
-(ICML 2025, equation 3) takes the middles of the group's lower and upper half.
+The groups are those of KIVI (arXiv 2402.02750): keys per channel, over neighbouring tokens; values per token, over
+neighbouring channels. At 1 bit KIVI's two levels are a group's extremes, which inflates every entry; SpeCache (ICML
+2025, equation 3) takes the middles of the group's lower and upper half.
 """
 
 from dataclasses import dataclass
@@ -21,9 +21,9 @@ class Packed(NamedTuple):
     """Quantised groups.
 
     Attributes:
-        codes: [..., g * bits / 8] uint8. Element e of a group is in the bits from bits * e on, little end first.
+        codes: [..., g * bits / 8] uint8. Element e of a group is in the bits from bits * e on, little-endian.
         scale: [...], in the dtype of what was quantised.
-        zero: [...], what code 0 stands for; the same dtype.
+        zero: [...], the value of code 0; the same dtype.
     """
 
     codes: Tensor
@@ -36,11 +36,11 @@ class Packed(NamedTuple):
         return sum(each.numel() * each.element_size() for each in self)
 
     def part(self, start: int, stop: int) -> "Packed":
-        """What is from `start` to before `stop` along dimension 2, without a copy."""
+        """The slice `start:stop` along dimension 2, without a copy."""
         return Packed(*(each[:, :, start:stop] for each in self))
 
     def joined(self, other: "Packed") -> "Packed":
-        """Both, one after the other along dimension 2."""
+        """Both, concatenated along dimension 2."""
         return Packed(*(torch.cat(pair, dim=2) for pair in zip(self, other, strict=True)))
 
 
@@ -49,9 +49,9 @@ class Quantizer:
     """How keys and values become codes and come back.
 
     Attributes:
-        bits: Of each code: 1, 2 or 4.
-        group: Neighbours that share a zero point and a scale.
-        one_bit: Levels under 1 bit: `middles` of the group's halves (SpeCache), or its `extremes` (KIVI).
+        bits: Bits per code: 1, 2 or 4.
+        group: Number of neighbours that share a zero point and a scale.
+        one_bit: Levels at 1 bit: `middles` of the group's halves (SpeCache), or its `extremes` (KIVI).
 
     Raises:
         UserError: a value is not offered; one line names it.
@@ -105,7 +105,7 @@ class Quantizer:
             zero, scale = low, (high - low) / (2**self.bits - 1)
         zero, scale = zero.to(groups.dtype), scale.to(groups.dtype)
         step = torch.where(scale == 0, 1, scale.float())[..., None]
-        # With middles the largest element is at 1.5, which rounds to 2: codes are clamped.
+        # Under `middles` the largest element is at 1.5, which rounds to 2: codes are clamped.
         codes = ((groups.float() - zero.float()[..., None]) / step).round().clamp(0, 2**self.bits - 1)
         codes = codes.masked_fill(scale[..., None] == 0, 0).to(torch.uint8)
         return Packed(pack_codes(codes, self.bits), scale, zero)
@@ -117,7 +117,7 @@ class Quantizer:
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
-    """[..., n] uint8 below 2 ** bits -> [..., n * bits / 8] uint8, little end first."""
+    """[..., n] uint8 below 2 ** bits -> [..., n * bits / 8] uint8, little-endian."""
     return (codes.unflatten(-1, (-1, 8 // bits)) << _shifts(bits, codes.device)).sum(dim=-1, dtype=torch.uint8)
 
 

@@ -1,8 +1,7 @@
 """The packed entries of one layer, and attention that unpacks them block by block.
 
-Of T tokens the keys are packed up to the last multiple of the residual R, R tokens at a time, so that they hold 0 to
-R - 1 recent keys; values are packed one token at a time and hold the last R. What has been packed is never packed
-again.
+Of T tokens the keys are packed up to the last multiple of the residual R, R tokens at a time, so that 0 to R - 1
+recent keys stay unpacked; values are packed token by token, all but the last R. Nothing is packed twice.
 """
 
 from dataclasses import dataclass, replace
@@ -14,12 +13,12 @@ from keepsight.runtime.offload import FetchedEntries
 from keepsight.runtime.quantized.codec import Packed, Quantizer
 
 _BLOCK = 1024
-"""Tokens that are unpacked at a time."""
+"""Tokens unpacked at a time."""
 
 
 @dataclass(frozen=True)
 class PackedEntries:
-    """The entries of one layer. Nothing here changes; `append` makes another one that shares what is packed.
+    """The entries of one layer; immutable, and what is appended to shares what is packed.
 
     Attributes:
         quantizer: Bits and groups.
@@ -39,18 +38,18 @@ class PackedEntries:
 
     @classmethod
     def pack(cls, quantizer: Quantizer, residual: int, keys: Tensor, values: Tensor) -> "PackedEntries":
-        """The entries [B, K, T, d] of a prompt."""
+        """Pack the entries [B, K, T, d] of a prompt."""
         none = keys[:, :, :0]
         return cls(quantizer, residual, quantizer.pack_keys(none), quantizer.pack_values(none), keys, values).settled()
 
     @property
     def packed_length(self) -> int:
-        """Tokens whose keys are packed; those of packed values are among them."""
+        """Number of tokens whose keys are packed; no other values are."""
         return self.packed_keys.scale.shape[2] * self.quantizer.group
 
     @property
     def length(self) -> int:
-        """Entries of each KV head."""
+        """Number of entries per KV head."""
         return self.packed_length + self.recent_keys.shape[2]
 
     @property
@@ -60,7 +59,7 @@ class PackedEntries:
         return self.packed_keys.bytes + self.packed_values.bytes + sum(recent)
 
     def with_recent(self, keys: Tensor, values: Tensor) -> "PackedEntries":
-        """With more entries [B, K, q, d] in full precision; nothing is packed yet."""
+        """The entries with more [B, K, q, d] in full precision; nothing is packed yet."""
         return replace(
             self,
             recent_keys=torch.cat([self.recent_keys, keys], dim=2),
@@ -68,7 +67,7 @@ class PackedEntries:
         )
 
     def settled(self) -> "PackedEntries":
-        """With packed whatever the residual has no room for."""
+        """The entries with whatever exceeds the residual packed."""
         recent, old = self.recent_keys.shape[2], max(self.recent_values.shape[2] - self.residual, 0)
         full, packed = recent - recent % self.residual, self
         if full:
@@ -109,15 +108,15 @@ def attend_packed(
     fetched: FetchedEntries | None = None,
     watched: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention of the last q of T tokens, of which no more than one block is unpacked at a time.
+    """Causal attention of the last q of T tokens; one block of entries is unpacked at a time.
 
     Args:
         query: [B, H, q, d].
         held: T entries of K KV heads.
         scaling: Factor of the dot products.
         fetched: Read in full precision in place of the packed entries with their indices.
-        watched: Of how many first entries the attention is returned, at least the fetched ones; the packed ones by
-            default.
+        watched: Number n of first entries whose attention is returned, at least the fetched ones; the packed ones
+            by default.
 
     Returns:
         The output [B, q, H, d], and the attention of the last query to the watched entries, [B, K, H / K, n] float32.
@@ -149,13 +148,13 @@ def attend_packed(
 
 
 class _OnlineSoftmax:
-    """Attention over entries that come in blocks; the first block has an entry that every query sees."""
+    """Attention over blocks of entries; every query sees an entry of the first block."""
 
     def __init__(self) -> None:
         self.best = self.total = self.output = torch.tensor(0.0)
 
     def add(self, query: Tensor, keys: Tensor, values: Tensor, scaling: float, mask: Tensor | None = None) -> Tensor:
-        """Attend to one more block. `mask` is True where a query does not look. Returns the logits, float32."""
+        """Attend to one more block; `mask` is True where a query does not see. Returns the logits, float32."""
         logits = (query @ keys.transpose(-1, -2)).float() * scaling
         if mask is not None:
             logits = logits.masked_fill(mask, -torch.inf)
@@ -171,7 +170,7 @@ class _OnlineSoftmax:
         return logits
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """The output, and the logarithm of what the softmax divides by."""
+        """The output, and the logarithm of the softmax's denominator."""
         return self.output / self.total, self.best + self.total.log()
 
 

@@ -1,9 +1,8 @@
-"""Entries fetched from the CPU as they are needed, and one step before they are (SpeCache).
+"""Entries fetched from the CPU on demand, or one step ahead (SpeCache, Song et al., ICML 2025, section 3.3).
 
-Song et al., ICML 2025, section 3.3. A step reads two tokens: the one that has been written, whose logits give the next,
-and a guess of the next one, whose attention says which entries that one will need. Those are fetched in full precision
-while the model goes on, and stand in for the packed ones in the next step. A step that is interrupted leaves the cache
-as it was before it.
+A step reads two tokens: the one just written, whose logits give the next, and a guess of the next one, whose attention
+selects the entries that it will need. These are fetched in full precision while the model computes, and replace the
+packed ones in the next step. An interrupted step leaves the cache unchanged.
 """
 
 from dataclasses import dataclass
@@ -27,10 +26,10 @@ from keepsight.runtime.quantized.entries import PackedEntries, attend_packed
 
 @dataclass(frozen=True)
 class FetchSelector:
-    """Which entries are fetched.
+    """Selects the entries to fetch.
 
     Attributes:
-        topk: How many a KV head; all packed ones where there are fewer.
+        topk: Entries per KV head; all packed ones where there are fewer.
         heads: Reduction of attention over the query heads of a KV head; see `Reduce.heads`.
     """
 
@@ -38,7 +37,7 @@ class FetchSelector:
     heads: str
 
     def select(self, attention: Tensor) -> Tensor:
-        """Attention [B, K, H / K, n] -> indices [B, K, k] int64 of the entries that get the most of it."""
+        """Attention [B, K, H / K, n] -> indices [B, K, k] int64 of the entries with the most."""
         reduced = reduce_group(attention.flatten(1, 2), attention.shape[1], self.heads)
         return reduced.topk(min(self.topk, attention.shape[3]), dim=-1).indices
 
@@ -47,8 +46,8 @@ class _Ahead(NamedTuple):
     """What a step leaves for the next one.
 
     Attributes:
-        guess: [B, 1] int64, of the token after the next.
-        fetch: What the next token reads in full precision; None for nothing.
+        guess: [B, 1] int64, the guess of the token after the next.
+        fetch: Entries that the next token reads in full precision; None for none.
     """
 
     guess: Tensor
@@ -56,16 +55,16 @@ class _Ahead(NamedTuple):
 
 
 class SpeCacheLayer(PackedLayer):
-    """Packed entries, and behind them the same ones in full precision on the CPU.
+    """Packed entries, backed by the same ones in full precision on the CPU.
 
-    By itself it fetches what each token's own attention asks for; `PairReader` makes it fetch ahead.
+    It fetches what each token's own attention asks for; `PairReader` makes it fetch ahead.
 
     Args:
-        held: Its entries on the device.
+        held: The entries on the device.
         seen: Logical length.
-        full: In full precision, those whose keys are packed.
+        full: The entries with packed keys in full precision.
         selector: Selects what to fetch.
-        ahead: What the last step of a `PairReader` has left.
+        ahead: What the last step of a `PairReader` left.
     """
 
     def __init__(
@@ -89,7 +88,7 @@ class SpeCacheLayer(PackedLayer):
         return output if fetch is None else attend_packed(query, self.held, scaling, fetch.wait())[0]
 
     def begin_fetch(self, attention: Tensor) -> Fetch | None:
-        """Fetch the entries that get the most of attention [B, K, H / K, n]; None for no entries."""
+        """Start to fetch the entries with the most attention [B, K, H / K, n]; None for no entries."""
         indices = self.selector.select(attention)
         return self.full.fetch(indices) if indices.shape[2] else None
 
@@ -138,19 +137,19 @@ class PairReader:
         Args:
             input_ids: [B, q] int64.
             position_ids: [B, q] int64.
-            past_key_values: Of SpeCache layers.
-            logits_to_keep: Of how many last tokens; 0 for all.
-            options: What else `read` gives a model; for a packed state it says nothing.
+            past_key_values: Cache of SpeCache layers.
+            logits_to_keep: Number of last tokens whose logits are returned; 0 for all.
+            options: Other arguments of a model, which mean nothing for a packed state.
         """
         logits = []
         for token, position in zip(input_ids.split(1, dim=1), position_ids.split(1, dim=1), strict=True):
             layers = specache_layers(past_key_values)
-            if layers[0].ahead is None:  # the step on packed entries alone, from which the first guess comes
+            if layers[0].ahead is None:  # the first guess comes from a step on packed entries alone
                 _, layers = self._step(token, position, layers, 0)
             assert layers[0].ahead is not None
             pair = torch.cat([token, layers[0].ahead.guess], dim=1)
             after, layers = self._step(pair, position, layers, 1)
-            past_key_values.layers[:] = layers  # all layers at once: an interrupted step has changed none
+            past_key_values.layers[:] = layers  # all layers at once, so that an interrupted step changes none
             logits.append(after)
         return CausalLMOutputWithPast(logits=cast(Any, torch.cat(logits[-logits_to_keep:], dim=1)))
 
@@ -168,11 +167,11 @@ class PairReader:
 
 
 class _TrialLayer(SpeCacheLayer, OwnAttention):
-    """A layer during a step: it keeps apart what the step would add.
+    """A layer during a step: it keeps what the step adds apart.
 
     Args:
-        layer: As it was before; it stays so.
-        accepted: How many of the step's tokens are to stay.
+        layer: The layer before the step; it stays unchanged.
+        accepted: Number of the step's tokens that stay.
     """
 
     def __init__(self, layer: SpeCacheLayer, accepted: int) -> None:
@@ -191,7 +190,7 @@ class _TrialLayer(SpeCacheLayer, OwnAttention):
     def attend(self, query: Tensor, scaling: float) -> Tensor:
         fetch = self.ahead.fetch if self.ahead is not None else None
         fetched = fetch.wait() if fetch is not None else None
-        watched = self._next.held.packed_length  # with those that are packed at the end of this step
+        watched = self._next.held.packed_length  # those packed at the end of this step included
         output, attention = attend_packed(query, self.held, scaling, fetched, watched)
         self._fetch = self._next.begin_fetch(attention)
         return output

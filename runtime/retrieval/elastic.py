@@ -1,8 +1,8 @@
-"""Elastic loading: the entries of a layer lie in the CPU's memory, and those that steps choose in slots on the device.
+"""Elastic loading: a layer's entries are in CPU memory, those that a step selects in slots on the device.
 
-SpeContext (arXiv 2512.00722), section 5.4. What neighbouring steps both choose stays where it is; what a step chooses
-anew is copied into the slots of what it no longer chooses, while the layers before still compute. Slots are in no
-order: keys are stored after RoPE.
+SpeContext (arXiv 2512.00722), section 5.4. What consecutive steps both select stays in its slot; what is newly selected
+is copied into the slots of what no longer is, while earlier layers still compute. Slots are unordered: keys are stored
+after RoPE.
 """
 
 import time
@@ -40,7 +40,7 @@ class Moves(NamedTuple):
     Attributes:
         entries: [n] int64 on the CPU: flat indices into the entries [S, B, K] of a layer.
         slots: [n] int64 on the CPU: flat indices into slots [B, K, budget].
-        reused: Entries that stay where they are.
+        reused: Number of entries that stay in their slots.
     """
 
     entries: Tensor
@@ -49,10 +49,10 @@ class Moves(NamedTuple):
 
 
 class Change:
-    """From what the slots hold to what a step chooses. All layers go through the same one.
+    """The change from what the slots hold to what a step selects, the same for all layers.
 
     Args:
-        after: What the slots hold then.
+        after: What the slots hold after it.
         arriving: [B, K, budget] int64: the entry to be copied into each slot, -1 where none is held, -2 where it stays.
     """
 
@@ -61,14 +61,14 @@ class Change:
 
     @cached_property
     def moves(self) -> Moves:
-        """What it copies; to be asked for by the thread that fetches, as it waits for the device."""
+        """What it copies; for the fetching thread, because it waits for the device."""
         arriving = self._arriving.get()
         slots = (arriving.flatten() >= 0).nonzero()[:, 0]
         return Moves(flat_rows(arriving).flatten()[slots], slots, int((arriving == _STAYS).sum()))
 
 
 class Arrangement:
-    """Which entry each slot of a layer holds. It never changes; layers that hold the same share it.
+    """Which entry each slot of a layer holds; immutable, and shared by the layers that hold the same.
 
     Args:
         held: [B, K, budget] int64, -1 for none.
@@ -77,20 +77,20 @@ class Arrangement:
     def __init__(self, held: Tensor) -> None:
         self.held = held
         self._asked: Selection | None = None
-        self._answered: weakref.ref[Change] | None = None  # a state that stays behind would keep all later ones alive
+        self._answered: weakref.ref[Change] | None = None  # an old state would keep all later ones alive
 
     @classmethod
     def empty(cls, batch: int, kv_heads: int, budget: int, device: torch.device) -> "Arrangement":
-        """Slots that hold nothing."""
+        """Empty slots."""
         return cls(torch.full((batch, kv_heads, budget), _NONE, device=device))
 
     def to(self, chosen: Selection, length: int) -> Change:
-        """The change to what a step chooses among `length` entries; the first slots hold it then.
+        """The change to what a step selects among `length` entries, which the first slots then hold.
 
-        It is computed once for the layers that ask one after another, as long as one of them keeps it.
+        It is computed once for all layers of a step, as long as one of them keeps it.
 
         Raises:
-            UserError: more is chosen than there are slots.
+            UserError: more is selected than there are slots.
         """
         known = self._answered() if self._answered is not None and self._asked is chosen else None
         if known is None:
@@ -101,13 +101,13 @@ class Arrangement:
     def _change(self, chosen: Selection, length: int) -> Change:
         now, budget = chosen.indices, self.held.shape[2]
         if now.shape[2] > budget:
-            raise UserError(f"{now.shape[2]} entries are chosen, and a layer on the CPU has slots for {budget}")
+            raise UserError(f"{now.shape[2]} entries are selected, and a layer on the CPU has slots for {budget}")
         if chosen.real is not None:
             now = now.masked_fill(~chosen.real, _NONE)
         held = self.held[:, :, : now.shape[2]]
         stays = _is_among(held, now, length)
         lacking = ~_is_among(now, held, length) & (now != _NONE)
-        # The first entry that is lacking goes into the first slot that is free, and so on, by head.
+        # Per head, the first lacking entry goes into the first free slot, and so on.
         queue = now.new_full((*now.shape[:2], now.shape[2] + 1), _NONE)
         queue.scatter_(2, torch.where(lacking, lacking.cumsum(dim=2) - 1, now.shape[2]), now)
         queue[:, :, -1] = _NONE
@@ -119,21 +119,21 @@ class Arrangement:
 
 
 def _is_among(wanted: Tensor, given: Tensor, length: int) -> Tensor:
-    """[B, K, n] bool: which of `wanted` [B, K, n] are in `given` [B, K, m] of their head; -1 never is."""
+    """[B, K, n] bool: which of `wanted` [B, K, n] are among their head's `given` [B, K, m]; -1 never is."""
     marks = torch.zeros(*given.shape[:2], length + 1, dtype=torch.bool, device=given.device)
     marks.scatter_(2, torch.where(given < 0, length, given), True)
-    marks[:, :, -1] = False  # the place of all that is none
+    marks[:, :, -1] = False  # where -1 was marked
     return marks.gather(2, torch.where(wanted < 0, length, wanted))
 
 
 @dataclass
 class Slots:
-    """Where a layer on the CPU has its entries, and what of them is on the device.
+    """The device memory of a layer on the CPU.
 
     Attributes:
         arrangement: Which entries are in the slots, or on their way there.
-        rows: [B, K, budget + 1, 2d], keys beside values. The newest token's row follows those that a step chose.
-        key_width: Numbers of a key.
+        rows: [B, K, budget + 1, 2d], keys beside values. The newest token's row follows those that a step selected.
+        key_width: Dimensions of a key.
     """
 
     arrangement: Arrangement
@@ -149,15 +149,15 @@ class Slots:
         return rows[..., : self.key_width], rows[..., self.key_width :]
 
     def copy(self) -> "Slots":
-        """The same in memory of its own."""
+        """A copy that shares no memory."""
         return replace(self, rows=self.rows.clone())
 
 
 class ElasticLayer(SelectedLayer):
-    """A cache layer whose entries lie in the CPU's memory.
+    """A cache layer whose entries are in CPU memory.
 
     Args:
-        full: Its entries.
+        full: All entries.
         slots: Those of them that are on the device.
         seen: Logical length.
         padding: See `SelectedLayer`.
@@ -173,11 +173,11 @@ class ElasticLayer(SelectedLayer):
 
     @classmethod
     def from_layer(cls, layer: SelectedLayer, arrangement: Arrangement, traffic: Traffic) -> "ElasticLayer":
-        """A layer of the device, or of the CPU, moved.
+        """Move a layer to the CPU.
 
         Args:
-            layer: It stays as it is.
-            arrangement: Of the other layers on the CPU; the slots are filled to it.
+            layer: The layer; it stays unchanged.
+            arrangement: What the slots of the other layers on the CPU hold; these are filled alike.
             traffic: Counts what moves from step to step.
         """
         keys, values, held = layer.keys, layer.values, arrangement.held
@@ -197,7 +197,7 @@ class ElasticLayer(SelectedLayer):
     @property
     @override
     def bytes(self) -> int:
-        """Bytes of the slots; the list of what they hold is one for all layers and no part of it."""
+        """Bytes of the slots, without the list of what they hold, which all layers share."""
         return self.slots.rows.numel() * self.slots.rows.element_size()
 
     @override
@@ -244,7 +244,7 @@ class ElasticLayer(SelectedLayer):
         self._settle()
         self.full, self.seen = self.full.cropped(self.full.length + tokens_to_remove), self.seen + tokens_to_remove
         held = self.slots.arrangement.held
-        if bool((held >= self.full.length).any()):  # other tokens will come to be at those places
+        if bool((held >= self.full.length).any()):  # other tokens will take those places
             self.slots.arrangement = Arrangement(held.masked_fill(held >= self.full.length, _NONE))
 
     @override
@@ -263,7 +263,7 @@ class ElasticLayer(SelectedLayer):
 
 
 def _load(full: FullEntries, rows: Tensor, change: Change, begun: Begun) -> None:
-    """Copy into the slots' rows [B, K, budget + 1, 2d] what a change brings, after what the device had begun."""
+    """Copy what a change brings into the slots' rows [B, K, budget + 1, 2d], after the device's earlier work."""
     begun.wait()
     entries, slots, reused = change.moves
     start, traffic = time.perf_counter(), full.traffic

@@ -1,8 +1,8 @@
-"""How many layers' entries have to lie in the CPU's memory at which length, for a device of so many bytes.
+"""Memory plan: how many layers' entries must be in CPU memory at which length, given the device's memory.
 
-SpeContext (arXiv 2512.00722), section 6.2, equations 6 and 7 and algorithm 1, with corrections. What is held on the
-device: the weights with a share on top for activations; the keys of the retrieval head; the entries of the layers that
-are there; for every layer on the CPU the slots that its entries are fetched into.
+SpeContext (arXiv 2512.00722), section 6.2, equations 6 and 7 and algorithm 1, with corrections. The device holds the
+weights, with a margin for activations; the retrieval head's keys; the entries of the layers on the device; and slots,
+into which entries are fetched, for every layer on the CPU.
 """
 
 import math
@@ -25,10 +25,10 @@ _UNITS = {"": 1, "B": 1} | {
 
 
 def read_bytes(text: str) -> int:
-    """A number of bytes from text such as 24GiB, 24 GB, 1.5GiB or 25769803776.
+    """Parse bytes from text such as 24GiB, 24 GB, 1.5GiB or 25769803776.
 
     Raises:
-        UserError: it is not written so, or it is not above 0.
+        UserError: the text has another form, or is not above 0.
     """
     written = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     if written is None or written[2] not in _UNITS or not (size := int(float(written[1]) * _UNITS[written[2]])):
@@ -40,24 +40,23 @@ def read_bytes(text: str) -> int:
 class MemoryPlan:
     """What a model, its retrieval head and its requests hold on the device.
 
-    Lengths are entries of one layer and KV head, summed over all requests: requests of different lengths count as what
-    they are together, and padding that is stored counts too.
+    Lengths are entries per layer and KV head, summed over all requests, stored padding included.
 
     Attributes:
-        limit: Bytes of the device.
+        limit: Bytes of device memory.
         weights: Bytes of the target's weights.
         head: Bytes of the retrieval head's weights.
-        layers: Of the target.
-        kv_heads: Of each layer.
-        head_dim: Numbers of a key, and of a value.
-        requests: Rows that are decoded together.
-        budget: Slots of each request, layer on the CPU, and KV head.
-        head_keys: Bytes of the retrieval head's keys, a token; it stores no values.
-        item: Bytes of a number.
-        scratch: Further bytes a token that attention needs, of one layer at a time: 0 for kernels that know KV heads.
-        buffers: Copies of the slots: 1 where entries are fetched into the slots of what left, 2 for double buffering.
-        room: Tokens of a request for which a layer on the device, and the head, may have room beyond those they hold.
-        share: Factor of the weights that leaves space for activations.
+        layers: Number of the target's layers.
+        kv_heads: KV heads per layer.
+        head_dim: Dimensions of a key, and of a value.
+        requests: Rows decoded together.
+        budget: Slots per request, layer on the CPU, and KV head.
+        head_keys: Bytes per token of the retrieval head's keys; it stores no values.
+        item: Bytes per number.
+        scratch: Further bytes per token that one layer's attention needs: 0 for kernels that support grouped queries.
+        buffers: Copies of the slots: 1 where entries are fetched into freed slots, 2 for double buffering.
+        room: Tokens per request that a layer on the device, and the head, may have room for beyond those they hold.
+        share: Factor on the weights that leaves space for activations.
 
     Raises:
         UserError: the weights alone exceed the limit; the arithmetic is shown.
@@ -88,7 +87,7 @@ class MemoryPlan:
 
     @property
     def weights_held(self) -> int:
-        """Bytes of the weights and of the space for activations."""
+        """Bytes of weights and activations."""
         return math.ceil(self.share * (self.weights + self.head))
 
     @property
@@ -98,34 +97,34 @@ class MemoryPlan:
 
     @property
     def slots(self) -> int:
-        """Bytes of one layer's slots; the newest token has one of its own."""
+        """Bytes of one layer's slots, the newest token's included."""
         return self.buffers * self.requests * (self.budget + 1) * self.entry
 
     def memory(self, length: int, layers_on_cpu: int) -> int:
         """Bytes on the device (equation 7).
 
         Args:
-            length: Entries of a layer and KV head, of all requests together.
-            layers_on_cpu: Layers whose entries lie in the CPU's memory.
+            length: Entries per layer and KV head, of all requests together.
+            layers_on_cpu: Number of layers whose entries are in CPU memory.
         """
         return self._fixed(layers_on_cpu) + length * self._each(layers_on_cpu)
 
     def _fixed(self, layers_on_cpu: int) -> int:
-        """Bytes that do not grow. The slots of all layers hold the same entries, so there is one list of those."""
+        """Bytes that do not grow. The slots of all layers hold the same entries, so one list of these is enough."""
         room = self.requests * self.room * ((self.layers - layers_on_cpu) * self.entry + self.head_keys)
         indices = 8 * self.requests * self.kv_heads * self.budget if layers_on_cpu else 0
         return self.weights_held + room + indices + layers_on_cpu * self.slots
 
     def _each(self, layers_on_cpu: int) -> int:
-        """Bytes of a token."""
+        """Bytes per token."""
         return (self.layers - layers_on_cpu) * self.entry + self.head_keys + self.scratch
 
     @cached_property
     def thresholds(self) -> tuple[int, ...]:
-        """The greatest length that fits with at most 0, 1, ..., all layers on the CPU (algorithm 1); never descending.
+        """The greatest length that fits with at most 0, 1, ..., all layers on the CPU (algorithm 1); ascending.
 
-        A layer that holds fewer entries than it would have slots is better left on the device: then a threshold is that
-        of fewer layers on the CPU.
+        A layer with fewer entries than slots is better left on the device: its threshold is then that of fewer layers
+        on the CPU.
         """
         lengths = []
         for on_cpu in range(self.layers + 1):
@@ -134,10 +133,10 @@ class MemoryPlan:
         return tuple(accumulate(lengths, max))
 
     def layers_on_cpu(self, length: int) -> int:
-        """How many layers have to lie in the CPU's memory: no more than needed.
+        """The fewest layers on the CPU with which a length fits.
 
         Raises:
-            UserError: the length does not fit with all of them there either; the arithmetic is shown.
+            UserError: it does not fit with all of them on the CPU either; the arithmetic is shown.
         """
         if length > self.thresholds[-1]:
             needed, on_cpu = self.least(length)
@@ -150,18 +149,18 @@ class MemoryPlan:
         return bisect_left(self.thresholds, length)
 
     def least(self, length: int) -> tuple[int, int]:
-        """The fewest bytes in which a length fits, and how many layers lie on the CPU then."""
+        """The fewest bytes in which a length fits, and the number of layers on the CPU then."""
         return min((self.memory(length, on_cpu), on_cpu) for on_cpu in range(self.layers + 1))
 
     def paper_thresholds(self, group: int) -> tuple[int, ...]:
-        """Tokens a request for 0, 1, ..., all layers on the CPU, as the paper counts, with its one slip mended.
+        """Tokens per request for 0, 1, ..., all layers on the CPU, as the paper counts them, with one slip mended.
 
-        2 bytes a number; a layer's worth of memory for the retrieval head, values included; scratch for keys and values
-        repeated for all query heads. Algorithm 1, line 3 leaves out the factor 4 of the slots, which equation 7 has: it
-        would reserve a quarter of what they take. Unlike `thresholds` they descend where slots outgrow the entries.
+        2 bytes per number; a layer's worth of memory for the retrieval head, values included; scratch for keys and
+        values repeated for all query heads. Algorithm 1, line 3 lacks the factor 4 of the slots that equation 7 has.
+        Unlike `thresholds` they descend where slots outgrow the entries.
 
         Args:
-            group: Query heads of a KV head; the paper's alpha.
+            group: Query heads per KV head; the paper's alpha.
         """
         row = 4 * self.requests * self.kv_heads * self.head_dim
         free = self.limit - self.weights_held
@@ -174,15 +173,15 @@ class MemoryPlan:
 def plan_for(
     model: PreTrainedModel, *, limit: int, requests: int, budget: int, head: int = 0, head_keys: int = 0
 ) -> MemoryPlan:
-    """The plan of a model whose entries are selected from; its weights may lie on the meta device.
+    """The plan for a model under SpeContext; its weights may be on the meta device.
 
     Args:
         model: The target.
-        limit: Bytes of the device.
-        requests: Rows that are decoded together.
-        budget: Slots of each request, layer on the CPU, and KV head.
+        limit: Bytes of device memory.
+        requests: Rows decoded together.
+        budget: Slots per request, layer on the CPU, and KV head.
         head: Bytes of the retrieval head's weights.
-        head_keys: Bytes of the retrieval head's keys, a token.
+        head_keys: Bytes per token of the retrieval head's keys.
 
     Raises:
         UserError: the weights alone exceed the limit, or the target's attention is latent.

@@ -1,6 +1,6 @@
-"""Reading with a retrieval head: choose, announce to all layers, run the model, keep what the next choice needs.
+"""Reading with a retrieval head: select, announce to all layers, run the model, keep the features for the next step.
 
-A step that is interrupted leaves the cache as it was before it.
+An interrupted step leaves the cache unchanged.
 """
 
 from dataclasses import dataclass, replace
@@ -24,12 +24,12 @@ from keepsight.runtime.state import State
 
 
 class RetrievalCache(Cache):
-    """Layers that read what is announced to them, and what chooses it.
+    """Layers that read what is announced to them, and the selector that announces it.
 
     Args:
         layers: One for each layer of the target.
-        selector: It has seen as many tokens as the layers.
-        placement: Says which layers lie on the CPU.
+        selector: Selector that has seen as many tokens as the layers.
+        placement: Decides which layers' entries are on the CPU.
     """
 
     def __init__(self, layers: list[Any], selector: HeadSelector, placement: Placement) -> None:
@@ -42,7 +42,7 @@ class RetrievalCache(Cache):
         return [layer for layer in self.layers if isinstance(layer, SelectedLayer)]
 
     def forget_after(self, length: int) -> None:
-        """Take back what any layer has of tokens beyond so many."""
+        """Drop what any layer holds of tokens beyond the first `length`."""
         self.selector.keys.crop(length)
         for layer in self.selected_layers:
             if layer.seen > length:
@@ -51,7 +51,7 @@ class RetrievalCache(Cache):
 
 @dataclass(frozen=True)
 class RetrievalState(SelectedState):
-    """A state whose entries a retrieval head chooses; its cache is a `RetrievalCache`."""
+    """A state whose entries a retrieval head selects; its cache is a `RetrievalCache`."""
 
     @property
     @override
@@ -61,7 +61,7 @@ class RetrievalState(SelectedState):
     @property
     @override
     def kv_bytes(self) -> int:
-        """Bytes on the device: keys and values that lie there, and the retrieval head's keys."""
+        """Bytes on the device: keys and values there, and the retrieval head's keys."""
         return super().kv_bytes + retrieval_cache(self.cache).selector.bytes
 
     @override
@@ -87,7 +87,7 @@ def retrieval_cache(cache: Cache) -> RetrievalCache:
 
 
 class RetrievalReader:
-    """A model that reads each token of a `RetrievalState` after its retrieval head has chosen the entries.
+    """A model that reads each token of a `RetrievalState` after the retrieval head has selected the entries.
 
     Args:
         model: The target.
@@ -111,8 +111,8 @@ class RetrievalReader:
             input_ids: [B, q] int64.
             position_ids: [B, q] int64.
             past_key_values: A `RetrievalCache`.
-            logits_to_keep: Of how many last tokens; 0 for all.
-            options: What else `read` gives a model; its layers know what is padding, and nothing is recorded.
+            logits_to_keep: Number of last tokens whose logits are returned; 0 for all.
+            options: Other arguments of a model; unused, as the layers know the padding and nothing is recorded.
         """
         cache = retrieval_cache(past_key_values)
         pairs = zip(input_ids.split(1, dim=1), position_ids.split(1, dim=1), strict=True)

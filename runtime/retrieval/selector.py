@@ -1,4 +1,4 @@
-"""Choosing with a retrieval head, once for all layers, before the model runs (SpeContext, arXiv 2512.00722)."""
+"""A retrieval head selects entries, once for all layers, before the model runs (SpeContext, arXiv 2512.00722)."""
 
 from torch import Tensor
 from torch.nn import functional
@@ -10,7 +10,7 @@ from keepsight.runtime.sparse_read.top_k import StepBudget, most_attended
 
 
 class HeadKeys:
-    """Keys that grow in place; those of a copy do not change with them.
+    """Keys that grow in place; copies are independent.
 
     Args:
         keys: [B, K, C, d].
@@ -25,7 +25,7 @@ class HeadKeys:
         return self._room[:, :, : self.length]
 
     def append(self, keys: Tensor) -> None:
-        """With more keys [B, K, q, d]."""
+        """Append keys [B, K, q, d]."""
         end = self.length + keys.shape[2]
         if end > self._room.shape[2]:
             self._room = functional.pad(self.keys, (0, 0, 0, end + ROOM - self.length))
@@ -33,21 +33,21 @@ class HeadKeys:
         self.length = end
 
     def crop(self, length: int) -> None:
-        """Keep only the first so many."""
+        """Keep the first `length` keys."""
         if length < self.length:
             self._room, self.length = self._room[:, :, :length], length  # no room: a copy may share what follows
 
 
 class HeadSelector:
-    """Chooses for all layers before the model runs, with the attention of a retrieval head over keys of its own.
+    """Selects for all layers before the model runs, by the attention of a retrieval head over its own keys.
 
     Args:
         head: The retrieval head.
-        layers: The target's layers whose outputs are its features; none when it reads embeddings alone.
-        keys: [B, K, C, d], the head's, of all tokens so far.
-        features: [B, 1, w], the target's, of the last token; None when the head reads none.
-        padding: [B] int64, how many of the first tokens are padding; None for none.
-        budget: How many entries it selects.
+        layers: The target's layers whose outputs are the head's features; empty when it reads embeddings alone.
+        keys: [B, K, C, d], the head's keys of all tokens so far.
+        features: [B, 1, w], the target's features of the last token; None when the head reads none.
+        padding: [B] int64, number of padding tokens on the left; None for none.
+        budget: How many entries to select.
     """
 
     def __init__(
@@ -69,10 +69,10 @@ class HeadSelector:
         return self.keys.keys.numel() * self.keys.keys.element_size()
 
     def select(self, embeddings: Tensor, positions: Tensor) -> Selection:
-        """What the target reads for a token, whose key is appended to the head's.
+        """Select what the target reads for a token; its key is appended to the head's.
 
         Args:
-            embeddings: [B, 1, hidden], the target's, of the token.
+            embeddings: [B, 1, hidden], the target's embedding of the token.
             positions: [B or 1, 1] int64.
         """
         query, key = self.head.project(embeddings, self.features, positions)
@@ -80,5 +80,5 @@ class HeadSelector:
         return most_attended(query, self.keys.keys, self.head.scaling, self.padding, self.budget)
 
     def share(self) -> "HeadSelector":
-        """One that goes on by itself from here."""
+        """An independent copy."""
         return HeadSelector(self.head, self.layers, self.keys.keys, self.features, self.padding, self.budget)

@@ -1,9 +1,9 @@
-"""A cache that keeps every entry and reads a few of them a step, chosen anew for every token.
+"""A cache that keeps every entry and reads a few of them per step, selected for every token.
 
-A step reads the entries that were chosen among those before its token, and the token's own entry, which counts as no
-part of the budget. Entries keep their places: padding stays on the left, generated tokens follow the prompt's and are
-chosen like them. Keys are stored after RoPE, so that the order in which entries are gathered is of no matter, and one
-query needs no causal mask over them. Several tokens read at once are read one after another.
+A step reads what was selected among the entries before its token, and the token's own entry, which the budget does not
+count. Entries keep their places: padding stays on the left, generated tokens follow the prompt's and are selected like
+them. Keys are stored after RoPE, so that gathered entries may be in any order, and one query needs no causal mask over
+them. Several tokens read in one pass are read one by one.
 """
 
 from abc import ABC, abstractmethod
@@ -24,10 +24,10 @@ from keepsight.runtime.state import State
 
 
 class Selection(NamedTuple):
-    """What the KV heads of a layer, or of all layers, read at one step, beside the token's own entry.
+    """What the KV heads of a layer, or of all layers, read at one step beside the token's own entry.
 
     Attributes:
-        indices: [B, K, k] int64, places among the C entries before the token, in any order.
+        indices: [B, K, k] int64, indices into the C entries before the token, in any order.
         real: [B, K, k] bool, False where a row has fewer entries to read than others; None when all are real.
     """
 
@@ -36,38 +36,38 @@ class Selection(NamedTuple):
 
 
 class LayerSelector(ABC):
-    """Chooses inside a layer, once its queries are known."""
+    """Selects inside a layer, once its queries are known."""
 
     @abstractmethod
     def select(self, query: Tensor, scaling: float, keys: Tensor, padding: Tensor | None) -> Selection:
-        """What a step reads.
+        """Select what a step reads.
 
         Args:
             query: [B, H, 1, d] after RoPE.
             scaling: Factor of the dot products.
             keys: [B, K, C + 1, d] after RoPE, the token's own key last.
-            padding: [B] int64, how many of the first entries are padding; None for none.
+            padding: [B] int64, number of padding entries on the left; None for none.
         """
 
     @property
     def bytes(self) -> int:
-        """Bytes that it holds beside the cache."""
+        """Bytes held beside the cache."""
         return 0
 
     def share(self) -> "LayerSelector":
-        """One that goes on by itself from here; what holds nothing can be shared as it is."""
+        """An independent copy; a selector without state is its own."""
         return self
 
 
 class SelectedLayer(KeptLayer):
-    """A cache layer that attends to chosen entries only.
+    """A cache layer that attends to selected entries only.
 
     Args:
         keys: [B, K, C, d].
         values: [B, K, C, d].
         seen: Logical length.
-        padding: [B] int64, how many of the first entries are padding; None for none.
-        selection: Chooses inside the layer; None when every step is announced with `prepare`.
+        padding: [B] int64, number of padding entries on the left; None for none.
+        selector: Selects inside the layer; None when every step is announced with `prepare`.
     """
 
     def __init__(
@@ -84,27 +84,27 @@ class SelectedLayer(KeptLayer):
 
     @property
     def bytes(self) -> int:
-        """Bytes on the device: entries, and what the selection holds."""
+        """Bytes on the device: entries, and what the selector holds."""
         own = sum(each.numel() * each.element_size() for each in (self.keys, self.values))
         return own + (self.selector.bytes if self.selector is not None else 0)
 
     def prepare(self, chosen: Selection) -> None:
-        """Announce what the coming step reads, before the model runs; a layer may begin to fetch it."""
+        """Announce what the next step reads, before the model runs; a layer may start to fetch it."""
         self._announced = chosen
 
     def gather(self, chosen: Selection) -> LayerEntries:
-        """The chosen entries and, last, the newest one.
+        """The selected entries and, last, the newest one.
 
         Returns:
             Keys and values [B, K, k + 1, d], and which of them are real, [B, K, k + 1] or None for all. Their order
-            need not be that of `chosen`.
+            need not be that of the selection.
         """
         newest = self.keys.shape[2] - 1
         indices = functional.pad(chosen.indices, (0, 1), value=newest)
         real = None if chosen.real is None else functional.pad(chosen.real, (0, 1), value=True)
         keys, values = self._room or (self.keys, self.values)
         batch, kv_heads, room, _ = keys.shape
-        # Whole rows are copied: `gather` along an expanded index would go through them number by number.
+        # Whole rows are copied: `gather` along an expanded index would copy them number by number.
         heads = torch.arange(batch * kv_heads, device=indices.device).view(batch, kv_heads, 1) * room
         rows = (heads + indices).flatten()
         keys, values = (each.flatten(0, 2).index_select(0, rows).view(*indices.shape, -1) for each in (keys, values))
@@ -148,7 +148,7 @@ class _OneByOne(OwnAttention):
     """New tokens of a layer, appended and attended to one at a time.
 
     Args:
-        layer: What they are appended to.
+        layer: The layer that they are appended to.
         keys: [B, K, q, d].
         values: [B, K, q, d].
     """
@@ -168,12 +168,12 @@ class _OneByOne(OwnAttention):
 
 @dataclass(frozen=True)
 class SelectedState(State):
-    """A state that keeps every entry and reads a few of them a step. Its layers know what is padding."""
+    """A state that keeps every entry and reads a few of them per step. Its layers know what is padding."""
 
     @property
     @override
     def kv_bytes(self) -> int:
-        """Bytes on the device: all keys and values that lie there, and what selections hold."""
+        """Bytes on the device: all keys and values there, and what selectors hold."""
         layers: list[Any] = self.cache.layers
         return sum(
             layer.bytes if isinstance(layer, SelectedLayer) else cache_bytes(Cache(layers=[layer])) for layer in layers
@@ -181,20 +181,20 @@ class SelectedState(State):
 
 
 MakeLayer = Callable[[int, Tensor, Tensor, int, Tensor | None], KeptLayer]
-"""Makes a layer of its index, its keys and values [B, K, C, d], the logical length, and each row's padding [B], which
-is None where there is none."""
+"""Makes a layer from its index, its keys and values [B, K, C, d], the logical length, and each row's padding [B]
+(None without padding)."""
 
 
 def selected_layers(state: State, make: MakeLayer) -> list[KeptLayer]:
     """A layer for each of a state's layers.
 
     Raises:
-        UserError: entries were evicted, so that there is nothing left to choose from.
+        UserError: entries were evicted, so that they cannot be selected.
     """
     tokens, held = state.tokens.shape[1], {keys.shape[2] for keys, _, _ in entries(state.cache)}
     if held != {tokens}:
         raise UserError(
-            f"a step chooses among all {tokens} tokens, and the cache holds {max(held)} of them; give a state from "
+            f"a step selects among all {tokens} tokens, and the cache holds {max(held)} of them; give a state from "
             "which nothing was evicted"
         )
     padding = None if state.tokens_mask is None else tokens - state.lengths
@@ -202,5 +202,5 @@ def selected_layers(state: State, make: MakeLayer) -> list[KeptLayer]:
 
 
 def real_mask(padding: Tensor, length: int) -> Tensor:
-    """[B] entries of padding on the left -> [B, length] bool, False for padding."""
+    """Numbers [B] of padding entries on the left -> [B, length] bool, False for padding."""
     return torch.arange(length, device=padding.device) >= padding[:, None]

@@ -1,8 +1,8 @@
-"""Methods that keep every entry and read a few of them a step.
+"""Methods that keep every entry and read a few of them per step.
 
-The budget: entries that each KV head of each layer reads for a token, sinks and window inside it; the token's own entry
-is read besides. A ratio (a float between 0 and 1) stands for `round(ratio * N)`, N being the longest prompt of the
-batch. Generated tokens are chosen like the prompt's. A budget that covers the cache gives full attention.
+The budget: entries that each layer and KV head reads for a token, sinks and window included, beside the token's own
+entry. A ratio (a float between 0 and 1) stands for `round(ratio * N)`, N being the longest prompt of the batch.
+Generated tokens are selected like the prompt's. A budget that covers the cache gives full attention.
 """
 
 from abc import abstractmethod
@@ -28,7 +28,7 @@ class SparseRead(CacheMethod):
     """Reads `budget` entries of the cache for every token; see the module for what the budget counts.
 
     Attributes:
-        budget: Entries a KV head and step, or a ratio.
+        budget: Entries per KV head and step, or a ratio.
 
     Raises:
         UserError: a value is out of range; one line names it.
@@ -47,7 +47,7 @@ class SparseRead(CacheMethod):
         return type(self).__name__
 
     def least(self) -> tuple[int, str]:
-        """The smallest budget that leaves something to choose, and why."""
+        """The smallest budget that leaves something to select, and why."""
         return 1, "one entry to choose"
 
     @property
@@ -82,7 +82,7 @@ class SparseRead(CacheMethod):
 
     @abstractmethod
     def layers_for(self, state: State) -> MakeLayer:
-        """Makes the layers of a state, called for one after another."""
+        """What makes the layers of a state, in their order."""
 
     def _check_budget(self, budget: int) -> None:
         least, reason = self.least()

@@ -1,9 +1,9 @@
-"""Latent attention (MLA, of DeepSeek-V2 and V3): a cache of latents, of which only those that are read are expanded.
+"""Latent attention (MLA of DeepSeek-V2 and V3): a cache of latents, expanded only where they are read.
 
-A layer's keys and values are made of one latent c of every token, which all heads share: k_nope = W_uk c and v = W_uv c
-with each head's own rows of `kv_b_proj`. Beside k_nope stands a part with RoPE that all heads share too. transformers
-caches c and that part, and expands all of them at every step. SpeContext (arXiv 2512.00722, section 4.3, "Support for
-MLA") selects by head, as for multi-head attention, and expands what is selected.
+A layer's keys and values come from one latent c per token that all heads share: k_nope = W_uk c and v = W_uv c with
+each head's own rows of `kv_b_proj`; a part with RoPE, shared by all heads too, completes the key. transformers caches c
+and that part, and expands all of them at every step. SpeContext (arXiv 2512.00722, section 4.3, "Support for MLA")
+selects by head, as for multi-head attention, and expands what is selected.
 """
 
 from dataclasses import dataclass, replace
@@ -28,7 +28,7 @@ class Expansion:
 
     Attributes:
         weight: [H, nope + v, rank], the rows of `kv_b_proj` by head: those of keys before those of values.
-        key_width: nope, the numbers of a key that come from the latent.
+        key_width: nope, the dimensions of a key that come from the latent.
     """
 
     weight: Tensor
@@ -36,7 +36,7 @@ class Expansion:
 
     @classmethod
     def of(cls, attention: Any) -> "Expansion":
-        """The expansion of an attention layer, whose weights it shares.
+        """The expansion of an attention layer; it shares the weights.
 
         Raises:
             UserError: `kv_b_proj` is quantized, or no plain matrix.
@@ -67,10 +67,10 @@ class LatentLayer(SelectedLayer):
     """A cache layer that holds latents and expands, for each head, those that a step reads.
 
     Its `keys` are the latents after their norm, [B, 1, C, rank], and its `values` the keys' part with RoPE,
-    [B, 1, C, rope]: what transformers caches. What is chosen has H heads.
+    [B, 1, C, rope]: what transformers caches. Selections have H heads.
 
     Args:
-        expansion: Of the layer.
+        expansion: The layer's expansion.
         latents: [B, 1, C, rank].
         rotated: [B, 1, C, rope].
         seen: Logical length.
@@ -94,13 +94,13 @@ class LatentLayer(SelectedLayer):
 
 
 class _NewTokens(Cache):
-    """What a model with latent attention takes for its cache: of update, it gets back its new tokens alone.
+    """The cache that a model with latent attention sees: updates return its new tokens alone.
 
-    It expands them, and hands them with the queries to `attend`. Layers of latents take what came to update, others
-    the expanded keys and values.
+    The model expands them and hands them with the queries to `attend`. Layers of latents take what came to `update`,
+    others the expanded keys and values.
 
     Args:
-        cache: The layers are shared with it.
+        cache: The cache whose layers it shares.
     """
 
     def __init__(self, cache: Cache) -> None:
@@ -126,7 +126,7 @@ class _NewTokens(Cache):
 
 
 class LatentReader:
-    """A model with latent attention that reads tokens after a state whose layers choose entries.
+    """A model with latent attention that reads tokens after a state whose layers select entries.
 
     Args:
         model: The target.
@@ -147,15 +147,15 @@ def has_latents(model: PreTrainedModel) -> bool:
 
 
 def reader_of(model: PreTrainedModel) -> Reader:
-    """What reads tokens after states whose layers choose entries: the model itself unless its attention is latent."""
+    """What reads tokens after states whose layers select entries: the model itself unless its attention is latent."""
     return LatentReader(model) if has_latents(model) else model
 
 
 def expanded(model: PreTrainedModel, state: State) -> State:
-    """A state of latents with the keys and values of every head in their place; any other state as it is.
+    """A state of latents with every head's keys and values in their place; any other state unchanged.
 
-    For methods that look at keys in order to choose. It holds far more than the latents: in DeepSeek-V3, 40960 numbers
-    a token and layer for 576.
+    For methods that select by keys. It holds far more than the latents: in DeepSeek-V3, 40960 numbers per token and
+    layer instead of 576.
     """
     if not _holds_latents(model, state):
         return state
@@ -174,7 +174,7 @@ def layers_of(model: PreTrainedModel, state: State, make: MakeLayer) -> MakeLaye
 
 
 def _holds_latents(model: PreTrainedModel, state: State) -> bool:
-    """Whether the cache holds latents: earlier transformers, such as 5.10, cache every head's entries."""
+    """Whether the cache holds latents: earlier versions of transformers, such as 5.10, cache every head's entries."""
     if not has_latents(model):
         return False
     config: Any = model.config.get_text_config()
@@ -183,7 +183,7 @@ def _holds_latents(model: PreTrainedModel, state: State) -> bool:
 
 
 def _expansions(model: PreTrainedModel) -> list[Expansion]:
-    """Of each layer of the cache, of which a decoder layer may have several."""
+    """One for each cache layer, of which a decoder layer may have several."""
     attentions: list[Any] = [module for module in model.modules() if hasattr(module, "kv_b_proj")]
     if any(hasattr(attention, "indexer") for attention in attentions):
         raise UserError(

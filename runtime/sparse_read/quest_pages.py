@@ -1,4 +1,4 @@
-"""Choosing whole pages of entries by a bound of their dot products with a query (Quest, arXiv 2406.10774)."""
+"""Select whole pages of entries by a bound on their dot products with a query (Quest, arXiv 2406.10774)."""
 
 import torch
 from torch import Tensor
@@ -9,22 +9,21 @@ from keepsight.runtime.sparse_read.cache import LayerSelector, Selection
 
 
 class TopPages(LayerSelector):
-    """The pages that can hold the largest dot products, and the entries that do not fill a page yet.
+    """Selects the pages that can hold the largest dot products, and the entries that do not fill a page yet.
 
-    A page is `page` entries one after another, counted from a row's first real entry. Of its keys after RoPE the
-    largest and the smallest number of each channel are kept; the sum over channels of the larger of query x smallest
-    and query x largest is at least every dot product with a key of the page (Quest, section 3.3). Query heads of a
-    group vote with the largest of their bounds, which are not normalised: Quest has one query head for each KV head,
-    and no weights to normalise. Pages of generated tokens are made as they fill.
+    A page is `page` consecutive entries, counted from a row's first real entry. Of its keys after RoPE each channel's
+    maximum and minimum are kept; the sum over channels of the larger of query x minimum and query x maximum bounds the
+    dot product with every key of the page (Quest, section 3.3). Query heads of a group vote with the largest of their
+    bounds, which are not normalised: Quest has one query head per KV head, and no weights to normalise. Pages of
+    generated tokens are made as they fill.
 
-    The entries of the page that is not full are always read, within the budget: what is left of it is rounded down to
-    whole pages.
+    The entries of the partial page are always read, within the budget; the rest of it is rounded down to whole pages.
 
     Args:
-        budget: Entries a KV head reads a step, beside the token's own.
-        page: Entries of a page.
-        bounds: [B, K, P, 2d] of pages that are known, largest numbers before smallest; none by default.
-        filled: Pages known for each row, or for all rows.
+        budget: Entries that a KV head reads per step, beside the token's own.
+        page: Entries per page.
+        bounds: [B, K, P, 2d] of known pages, maxima before minima; none by default.
+        filled: Number of known pages per row, or for all rows.
     """
 
     def __init__(self, budget: int, page: int = 16, bounds: Tensor | None = None, filled: tuple[int, ...] = ()) -> None:
@@ -82,11 +81,11 @@ class TopPages(LayerSelector):
         return scores.masked_fill(torch.arange(pages, device=query.device) >= filled, -torch.inf)
 
     def summarise(self, keys: Tensor, padding: Tensor | None) -> None:
-        """Make the pages that have filled since the last step; those of entries that were taken back go.
+        """Make the pages that have filled since the last step; drop those of cropped entries.
 
         Args:
             keys: [B, K, C, d] after RoPE.
-            padding: As for `choose`.
+            padding: See `select`.
         """
         starts = _starts(padding)
         wanted = [(keys.shape[2] - start) // self.page for start in starts]

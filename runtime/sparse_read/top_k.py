@@ -1,8 +1,7 @@
-"""Choosing the entries that get the most attention.
+"""Top-k: select the entries with the most attention (SpeContext, arXiv 2512.00722, section 4.3).
 
-Weights are normalised for each query head (softmax over all entries and the token's own), and those of a group are
-reduced by their maximum: heads of one group can look at different entries, and logits of two heads do not compare.
-SpeContext (arXiv 2512.00722), section 4.3.
+Weights are normalised per query head (softmax over all entries and the token's own) and reduced over a group by their
+maximum: heads of one group may attend to different entries, and logits of two heads do not compare.
 """
 
 from dataclasses import dataclass
@@ -17,12 +16,12 @@ from keepsight.runtime.sparse_read.cache import LayerSelector, Selection, real_m
 
 @dataclass(frozen=True)
 class StepBudget:
-    """How many entries a KV head reads a step, beside the token's own.
+    """How many entries a KV head reads per step, beside the token's own.
 
     Attributes:
         entries: Entries to read; all where there are fewer.
-        sinks: First entries that are always read, within the budget.
-        window: Last entries that are always read, within the budget.
+        sinks: Number of first entries that are always read, within the budget.
+        window: Number of last entries that are always read, within the budget.
     """
 
     entries: int
@@ -34,10 +33,10 @@ class StepBudget:
 
         Args:
             importance: [B, K, C] float, at least 0; it may be written to.
-            padding: [B] int64, how many of the first entries are padding; None for none.
+            padding: [B] int64, number of padding entries on the left; None for none.
 
         Returns:
-            k = min(budget, C) different entries of each head. Where a row has fewer real ones, padding fills up.
+            k = min(entries, C) different entries per head; where a row has fewer real ones, padding fills up.
         """
         length = importance.shape[2]
         importance[..., max(length - self.window, 0) :] = torch.inf
@@ -52,14 +51,14 @@ class StepBudget:
 
 
 def most_attended(query: Tensor, keys: Tensor, scaling: float, padding: Tensor | None, budget: StepBudget) -> Selection:
-    """The entries that one token attends to most.
+    """Select the entries that one token attends to most.
 
     Args:
         query: [B, H, 1, d] after RoPE.
         keys: [B, K, C + 1, d] after RoPE, the token's own key last.
         scaling: Factor of the dot products.
-        padding: [B] int64, how many of the first entries are padding; None for none.
-        budget: How many.
+        padding: [B] int64, number of padding entries on the left; None for none.
+        budget: How many entries to select.
     """
     mask = None if padding is None else real_mask(padding, keys.shape[2])
     weights = attention_weights(query, keys, scaling, mask)[:, :, 0, :-1]
@@ -68,10 +67,10 @@ def most_attended(query: Tensor, keys: Tensor, scaling: float, padding: Tensor |
 
 @dataclass(frozen=True)
 class TopAttention(LayerSelector):
-    """What a layer's own attention weights are largest for: all keys are read to choose, the upper bound of others.
+    """Selects what a layer's own attention weighs most, an upper bound: all keys are read to select.
 
     Attributes:
-        budget: How many.
+        budget: How many entries to select.
     """
 
     budget: StepBudget

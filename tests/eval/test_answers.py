@@ -8,11 +8,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from keepsight.eval.answers import Limits, answer_all, answer_alone, answer_full, default_batch_tokens
-from keepsight.runtime.decode import decode, score_answer, stop_after
+from keepsight.runtime.decode import decode, stop_after
 from keepsight.runtime.generate import generate
 from keepsight.runtime.methods import H2O, TOVA, AdaKV, PyramidKV, SnapKV, StreamingLLM, Truncation
 from keepsight.runtime.prefill import prefill, read
 from keepsight.runtime.state import State
+from tests.runtime.scoring import score_answer
 from tests.tiny import FAMILIES, prompt_ids, tiny_model
 
 END = [2, *range(100, 128)]

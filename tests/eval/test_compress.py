@@ -115,7 +115,7 @@ def test_seconds_are_split(shared: SharedPrompt) -> None:
     for method in METHODS:
         seconds = shared.compress(method).seconds
         drafts = isinstance(method, SpecPC | Truncation | SpecKV | DapQ) and getattr(method, "budget", 0) != 300
-        sparse = isinstance(method, Evict) and method.reads_itself(TOKENS)
+        sparse = isinstance(method, Evict) and not method.shares_prefill(TOKENS)
         assert (seconds.draft > 0) == (drafts and not sparse), method
         evicts = isinstance(method, Evict) and method.budget != 200 and not sparse
         assert (seconds.observe > 0) == evicts

@@ -11,10 +11,11 @@ from transformers import PreTrainedModel
 
 from keepsight.eval import guesses as module
 from keepsight.eval.guesses import Guesses, Writing, write
-from keepsight.runtime.decode import decode, score_answer, stop_after
+from keepsight.runtime.decode import decode, stop_after
 from keepsight.runtime.methods import AdaKV, PyramidKV, SnapKV, StreamingLLM
 from keepsight.runtime.state import State
 from keepsight.runtime.together import Rows
+from tests.runtime.scoring import score_answer
 from tests.tiny import FAMILIES, prompt_ids, tiny_model
 
 MOST = 16

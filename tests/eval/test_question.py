@@ -15,12 +15,13 @@ from keepsight.eval.sweep import Variant, groups_of, run_sample, run_samples, sw
 from keepsight.eval.tasks.samples import RenderedSample, Sample, render, render_apart
 from keepsight.models.draft_sources import LayerSubset
 from keepsight.models.targets import Target
-from keepsight.runtime.decode import decode, score_answer, stop_after
+from keepsight.runtime.decode import decode, stop_after
 from keepsight.runtime.drafting.observer import DraftIds, DraftObserver, GivenDraft
 from keepsight.runtime.methods import H2O, LAQ, AdaKV, Oracle, SnapKV, SpecKV, SpecPC, StreamingLLM, Truncation
 from keepsight.runtime.prefill import prefill, read
 from keepsight.runtime.state import State
 from tests.eval.rows import CLOCKS, comparable
+from tests.runtime.scoring import score_answer
 
 MANY = 100_000
 TEXT = "The quick brown fox jumps over the lazy dog, and then it sleeps for a while in the sun. " * 4

@@ -19,7 +19,6 @@ from keepsight.models.lookahead import Lookahead, LookaheadSettings
 from keepsight.models.lookahead_files import Provenance, save_lookahead
 from keepsight.models.targets import Target, load_target
 from keepsight.runtime.cache import cache_bytes
-from keepsight.runtime.decode import score_answer
 from keepsight.runtime.drafting.observer import DraftObserver
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.generate import generate
@@ -30,6 +29,7 @@ from keepsight.runtime.observe import Observer
 from keepsight.runtime.prefill import prefill
 from keepsight.runtime.state import Needs, State
 from tests.eval.rows import CLOCKS, comparable
+from tests.runtime.scoring import score_answer
 
 MANY = 100_000
 TEXT = "The quick brown fox jumps over the lazy dog, and then it sleeps. " * 6

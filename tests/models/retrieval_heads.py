@@ -1,12 +1,16 @@
 """Draft heads and the retrieval heads they are pruned to, on tiny random models."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig
 
+from keepsight.files import read_json
 from keepsight.models.draft_head import DraftHead
+from keepsight.models.lookahead_files import Provenance
 from keepsight.models.retrieval_head import RetrievalHead
+from keepsight.models.retrieval_head_files import CONFIG
 from tests.tiny import tiny_model
 
 LAYERS = (0, 1, 2)
@@ -74,3 +78,8 @@ def tiny_deepseek(seed: int = 0) -> Any:
 def target_for(kv_heads: int, heads: int = 4) -> Any:
     """A tiny Llama with so many KV heads."""
     return tiny_model(num_attention_heads=heads, num_key_value_heads=kv_heads)
+
+
+def provenance_of(folder: Path) -> Provenance:
+    """Where the head in a folder comes from."""
+    return Provenance(**read_json(folder / CONFIG)["provenance"])

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.nn.functional import silu
 
 Weights = dict[str, Tensor]
@@ -99,3 +100,11 @@ def rotate(vector: Tensor, position: int, theta: float) -> Tensor:
 def norm(vector: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMS norm of one vector."""
     return vector / math.sqrt(float((vector * vector).mean()) + eps) * weight
+
+
+def causal_attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """`HeadAttend` over the tokens of one pass alone, without padding."""
+    output = functional.scaled_dot_product_attention(
+        query, key, value, is_causal=True, enable_gqa=query.shape[1] != key.shape[1]
+    )
+    return output.transpose(1, 2)

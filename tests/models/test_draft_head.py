@@ -8,9 +8,10 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from keepsight.errors import UserError
-from keepsight.models.draft_head import DraftHead, causal_attend, default_feature_layers
+from keepsight.models.draft_head import DraftHead, default_feature_layers
 from tests.models import slow_heads
 from tests.models.public_heads import LLAMA3, QWEN3, eagle3_tensors
+from tests.models.slow_heads import causal_attend
 from tests.tiny import tiny_model
 
 CONFIGS = {

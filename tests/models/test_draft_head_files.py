@@ -16,12 +16,13 @@ from transformers import LlamaConfig
 
 from keepsight.errors import UserError
 from keepsight.files import file_digest
-from keepsight.models.draft_head import DraftHead, causal_attend
+from keepsight.models.draft_head import DraftHead
 from keepsight.models.draft_head_files import load_draft_head, save_draft_head
 from keepsight.models.feature_head import FeatureHead
 from keepsight.models.lookahead_files import Provenance
 from tests.models import slow_heads
 from tests.models.public_heads import EAGLE1, LLAMA3, QWEN3, VICUNA, eagle1_tensors, eagle3_tensors, write_head
+from tests.models.slow_heads import causal_attend
 from tests.tiny import tiny_model
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}

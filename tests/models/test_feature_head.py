@@ -5,11 +5,11 @@ import torch
 from transformers import LlamaConfig
 
 from keepsight.errors import UserError
-from keepsight.models.draft_head import causal_attend
 from keepsight.models.feature_head import FeatureHead
 from keepsight.runtime.features import RecordFeatures
 from tests.models import slow_heads
 from tests.models.public_heads import EAGLE1, VICUNA, eagle1_tensors
+from tests.models.slow_heads import causal_attend
 from tests.tiny import prompt_ids, tiny_model
 
 CONFIGS = {"llama-3": EAGLE1, "vicuna": VICUNA, "biases": EAGLE1 | {"bias": True, "qkv_bias": True}}

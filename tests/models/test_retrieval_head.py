@@ -64,7 +64,7 @@ def test_queries_and_keys_are_those_of_the_formulas(variant, kv_heads):
     positions = torch.tensor([[0, 1, 2, 3, 4], [7, 8, 30, 31, 50]])
     query, key = head.project(embeddings, features if variant == "previous-step" else None, positions)
     assert (query.shape, key.shape) == ((2, 4, 5, 8), (2, kv_heads, 5, 8))
-    assert (head.num_heads, head.kv_heads, head.scaling) == (4, kv_heads, pytest.approx(8**-0.5))
+    assert (head.config.num_attention_heads, head.kv_heads, head.scaling) == (4, kv_heads, pytest.approx(8**-0.5))
     for row in range(2):
         for place in range(5):
             token = (variant != "none", embeddings[row, place], features[row, place], positions[row, place].item())

@@ -16,11 +16,10 @@ from keepsight.models.retrieval_head_files import (
     FILES,
     WEIGHTS,
     load_retrieval_head,
-    provenance_of,
     save_retrieval_head,
 )
 from keepsight.train.retrieval_head.measure import MEASURES
-from tests.models.retrieval_heads import tiny_retrieval_head
+from tests.models.retrieval_heads import provenance_of, tiny_retrieval_head
 from tests.tiny import tiny_model
 
 ORIGIN = Provenance("ada/tiny", "v1", "sha256:t", "sha256:d", {"steps": 3}, "0.1.0")

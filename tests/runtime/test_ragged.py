@@ -195,7 +195,7 @@ def test_reading_several_tokens_equals_reading_one_by_one(family, dtype, method)
     assert torch.equal(at_once.held(), state.held() + 6)
     assert torch.equal(at_once.tokens, single.tokens)
     assert torch.equal(at_once.lengths, single.lengths)
-    for name in ("window", "received"):
+    for name in ("queries", "received"):
         for pair in zip(getattr(at_once.trace, name), getattr(single.trace, name), strict=True):
             torch.testing.assert_close(*pair, **TOLERANCE[dtype])
 

@@ -9,7 +9,7 @@ from keepsight import generate
 from keepsight.errors import UserError
 from keepsight.runtime.attention import record_attention
 from keepsight.runtime.cache import cache_bytes, entries
-from keepsight.runtime.decode import decode, score_answer, stop_after
+from keepsight.runtime.decode import decode, stop_after
 from keepsight.runtime.drafting.observer import DraftObserver
 from keepsight.runtime.importance import Pool
 from keepsight.runtime.method import FullCache
@@ -19,6 +19,7 @@ from keepsight.runtime.methods.snapkv import PromptWindow
 from keepsight.runtime.prefill import prefill
 from keepsight.runtime.state import Needs
 from tests.runtime.batch import join
+from tests.runtime.scoring import score_answer
 from tests.tiny import FAMILIES, prompt_ids, tiny_model
 
 SMALL = [StreamingLLM(12), SnapKV(12, window=4), Oracle(12, DraftObserver(OwnAnswer(8)))]

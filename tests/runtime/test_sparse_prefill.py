@@ -11,12 +11,13 @@ from keepsight.models.draft_sources import LayerSubset
 from keepsight.runtime import sparse_attention as attention
 from keepsight.runtime.allocate import Adaptive
 from keepsight.runtime.cache import entries
-from keepsight.runtime.decode import decode, score_answer, stop_after
+from keepsight.runtime.decode import decode, stop_after
 from keepsight.runtime.drafting.observer import DraftObserver
 from keepsight.runtime.methods.dapq import PromptEnds
 from keepsight.runtime.methods.speckv import ModelDrafter, SpecKV
 from keepsight.runtime.sparse_prefill import SparsePrefill
 from tests.runtime.dense import best, observed, pooled, run_dense
+from tests.runtime.scoring import score_answer
 from tests.tiny import FAMILIES, prompt_ids, tiny_model
 
 DRAFT = LayerSubset((0, 2))

@@ -12,7 +12,7 @@ from keepsight.errors import UserError
 from keepsight.runtime.allocate import Adaptive, Pyramid
 from keepsight.runtime.attention import record_attention
 from keepsight.runtime.cache import RaggedLayer
-from keepsight.runtime.decode import decode, score_answer, stop_after
+from keepsight.runtime.decode import decode, stop_after
 from keepsight.runtime.drafting.observer import DraftObserver
 from keepsight.runtime.importance import Pool
 from keepsight.runtime.methods.adakv import AdaKV
@@ -30,6 +30,7 @@ from keepsight.runtime.prefill import prefill
 from keepsight.runtime.state import Needs
 from tests.models.modules import random_module, save
 from tests.runtime.dense import run_dense
+from tests.runtime.scoring import score_answer
 from tests.tiny import FAMILIES, prompt_ids, tiny_model
 
 BUDGET, WINDOW = 16, 4

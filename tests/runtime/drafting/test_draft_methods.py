@@ -9,7 +9,7 @@ from keepsight import generate
 from keepsight.errors import UserError
 from keepsight.models.draft_sources import LayerSubset
 from keepsight.runtime.allocate import Adaptive
-from keepsight.runtime.decode import decode, score_answer, stop_after
+from keepsight.runtime.decode import decode, stop_after
 from keepsight.runtime.drafting.observer import DraftIds, DraftObserver, GivenDraft
 from keepsight.runtime.importance import Pool, Reduce
 from keepsight.runtime.methods.dapq import ConstantText, DapQ, PromptEnds, RandomTokens
@@ -17,6 +17,7 @@ from keepsight.runtime.methods.laq import LAQ, LAQPlus, QueryCache
 from keepsight.runtime.methods.speckv import ModelDrafter, SpecKV
 from keepsight.runtime.prefill import prefill
 from tests.runtime.dense import best, observed, pooled, run_dense
+from tests.runtime.scoring import score_answer
 from tests.tiny import FAMILIES, prompt_ids, tiny_model
 
 DRAFT = LayerSubset((0, 2))

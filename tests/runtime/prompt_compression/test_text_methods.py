@@ -12,8 +12,8 @@ import torch
 from keepsight.errors import UserError
 from keepsight.runtime.methods import llmlingua, sentence_similarity
 from keepsight.runtime.methods.llmlingua import LLMLingua2, kept_tokens
-from keepsight.runtime.methods.sentence_similarity import SentenceSimilarity, split
-from keepsight.runtime.prompt_compression.text import pieces
+from keepsight.runtime.methods.sentence_similarity import SentenceSimilarity, split_sentences
+from keepsight.runtime.prompt_compression.text import token_texts
 from tests.runtime.prompt_compression.prompts import PROSE, by_word_length, text_ids, text_methods, wide_model
 from tests.tiny import tiny_tokenizer
 
@@ -21,14 +21,14 @@ from tests.tiny import tiny_tokenizer
 @pytest.mark.parametrize("text", ["Plain words.", "naïve café — 東京 🙂🙃 end\n", "<|user|>Hi<|end|> there"])
 def test_pieces_are_the_text(text):
     ids = text_ids(text).tolist()
-    texts = pieces(tiny_tokenizer(), ids)
+    texts = token_texts(tiny_tokenizer(), ids)
     assert len(texts) == len(ids)
     assert "".join(texts) == text
 
 
 def test_sentences_own_their_tokens():
     texts = ["One", " is", " here.", " Two", "?\n", "\n", "Pi", " is", " 3", ".", "5", ' "so', '."', " End"]
-    sentences, owners = split(texts)
+    sentences, owners = split_sentences(texts)
     assert sentences == ["One is here.", " Two?", "\n\n", 'Pi is 3.5 "so."', " End"]
     assert owners == [0, 0, 0, 1, 1, 2, 3, 3, 3, 3, 3, 3, 3, 4]
 

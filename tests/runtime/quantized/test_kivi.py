@@ -6,7 +6,7 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 from keepsight import generate
 from keepsight.errors import UserError
-from keepsight.runtime.decode import decode, score_answer, stop_after
+from keepsight.runtime.decode import decode, stop_after
 from keepsight.runtime.method import FullCache
 from keepsight.runtime.methods import AdaKV, PyramidKV, SnapKV
 from keepsight.runtime.methods.kivi import Kivi
@@ -16,6 +16,7 @@ from keepsight.runtime.quantized.cache import PackedLayer, packed_layers
 from keepsight.runtime.quantized.codec import Quantizer
 from keepsight.runtime.quantized.entries import PackedEntries
 from tests.runtime.quantized.slow_specache import dequantised
+from tests.runtime.scoring import score_answer
 from tests.tiny import FAMILIES, prompt_ids, tiny_model
 
 WIDTH, RESIDUAL, QUANTIZER = 16, 16, Quantizer(2, 8)

@@ -10,7 +10,7 @@ import torch
 
 from keepsight import generate
 from keepsight.errors import UserError
-from keepsight.runtime.decode import decode, score_answer, stop_after
+from keepsight.runtime.decode import decode, stop_after
 from keepsight.runtime.method import FullCache
 from keepsight.runtime.methods.kivi import Kivi
 from keepsight.runtime.methods.specache import SpeCache
@@ -20,6 +20,7 @@ from keepsight.runtime.quantized.cache import PackedState
 from keepsight.runtime.quantized.specache import PairReader, specache_layers
 from tests.runtime.batch import join
 from tests.runtime.quantized.slow_specache import SlowSpeCache
+from tests.runtime.scoring import score_answer
 from tests.tiny import FAMILIES, prompt_ids, tiny_model
 
 WIDTH, LAYERS, KV_HEADS = 16, 3, 2

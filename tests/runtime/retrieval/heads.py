@@ -4,7 +4,8 @@ import torch
 from torch import nn
 from transformers import LlamaConfig
 
-from keepsight.models.draft_head import DraftHead, causal_attend
+from keepsight.models.draft_head import DraftHead
+from tests.models.slow_heads import causal_attend
 
 LAYERS = (0, 1, 2)
 

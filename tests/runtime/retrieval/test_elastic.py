@@ -169,7 +169,7 @@ def test_bytes_on_the_device_are_those_of_the_slots():
 
 def test_more_entries_than_slots_are_refused():
     layer = _elastic(Walk(1, 1, 3, 8))
-    with pytest.raises(UserError, match="4 entries are chosen, and a layer on the CPU has slots for 3"):
+    with pytest.raises(UserError, match="4 entries are selected, and a layer on the CPU has slots for 3"):
         layer.prepare(Selection(torch.arange(4).view(1, 1, 4), None))
 
 

@@ -12,7 +12,7 @@ from keepsight.runtime.methods.specontext import SpeContext
 from keepsight.runtime.prefill import prefill, read
 from keepsight.runtime.retrieval.elastic import ElasticLayer
 from keepsight.runtime.retrieval.memory_plan import plan_for
-from keepsight.runtime.retrieval.placement import Placement, device_bytes, elastic_layers
+from keepsight.runtime.retrieval.placement import Placement, elastic_layers
 from keepsight.runtime.retrieval.reader import retrieval_cache
 from keepsight.runtime.sparse_read.cache import LayerSelector, SelectedLayer, SelectedState, Selection, real_mask
 from tests.models.retrieval_heads import tiny_retrieval_head
@@ -20,6 +20,18 @@ from tests.tiny import prompt_ids, tiny_model
 
 ROWS, PROMPT, BUDGET = 2, 30, 8
 CPU = torch.device("cpu")
+
+
+def device_bytes(layers: list[Any]) -> int:
+    """Bytes that a cache's layers take on the device, room to grow included.
+
+    The retrieval head's keys and the weights come on top of them.
+    """
+    on_cpu = elastic_layers(layers)
+    lists = {id(layer.slots.arrangement): layer.slots.arrangement.held for layer in on_cpu}
+    held = [*lists.values(), *(layer.slots.rows for layer in on_cpu)]
+    held += [each for layer in layers if not isinstance(layer, ElasticLayer) for each in (layer.keys, layer.values)]
+    return sum(each.untyped_storage().nbytes() for each in held)
 
 
 class ChoosingReader:
@@ -133,7 +145,7 @@ def test_layers_that_choose_by_themselves_stay_on_the_device():
             raise AssertionError
 
     keys = torch.randn(1, 2, 9, 4)
-    with pytest.raises(UserError, match="a layer that reads its own keys to choose has to have them on the device"):
+    with pytest.raises(UserError, match="a layer that reads its own keys to select has to have them on the device"):
         Placement(BUDGET, CPU, least=1).place([SelectedLayer(keys, keys, 9, None, Own())], 10)
 
 

@@ -8,7 +8,7 @@ import torch
 
 from keepsight import generate
 from keepsight.errors import UserError
-from keepsight.runtime.decode import decode, score_answer, stop_after
+from keepsight.runtime.decode import decode, stop_after
 from keepsight.runtime.method import FullCache, Method
 from keepsight.runtime.methods.exact_topk import ExactTopK
 from keepsight.runtime.methods.quest import Quest
@@ -19,6 +19,7 @@ from keepsight.runtime.retrieval.reader import retrieval_cache
 from keepsight.runtime.sparse_read.cache import SelectedLayer, Selection
 from keepsight.runtime.state import Needs
 from tests.models.retrieval_heads import tiny_retrieval_head
+from tests.runtime.scoring import score_answer
 from tests.runtime.sparse_read.slow_selection import SlowReader, everything, top_attention, top_pages
 from tests.tiny import FAMILIES, prompt_ids, tiny_model
 
@@ -288,7 +289,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
         r"SpeContext: budget 10 is below 11 \(sinks \+ window \+ one entry to choose\)",
     ),
     "less than two pages": (lambda: Quest(20), "Quest: budget 20 is below 31"),
-    "pages of nothing": (lambda: Quest(64, page=0), "Quest: page 0 must be at least 1"),
+    "pages of nothing": (lambda: Quest(64, page=0), "Quest: page 0 must be a whole number of at least 1"),
     "half a sink": (lambda: ExactTopK(8, sinks=0.5), "ExactTopK: sinks 0.5 must be a whole number"),  # type: ignore[arg-type]
     "a ratio that leaves too little": (
         lambda: ExactTopK(0.1, sinks=4).check(40, 256),
@@ -326,7 +327,7 @@ def test_states_that_cannot_be_chosen_from_are_refused() -> None:
     model, ids = tiny_model(), prompt_ids(60)[0]
     evicted = SnapKV(40, window=4).start(model, ids)
     for method in (method_of("exact", 12), method_of("quest", 12)):
-        with pytest.raises(UserError, match="chooses among all 60 tokens, and the cache holds 40"):
+        with pytest.raises(UserError, match="selects among all 60 tokens, and the cache holds 40"):
             method.compress(model, evicted)
     with pytest.raises(UserError, match=r"did not record layer 0; give it needs=method\.needs\(\)"):
         method_of("specontext", 12).compress(model, prefill(model, ids, needs=Needs()))

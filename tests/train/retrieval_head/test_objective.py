@@ -93,7 +93,7 @@ def slow_scores(head, model, ids):
     model(torch.tensor([ids]))
     features = torch.cat([outputs[layer][0] for layer in LAYERS], dim=-1)
     embeddings = model.get_input_embeddings().weight[ids]
-    group = head.num_heads // head.kv_heads
+    group = head.config.num_attention_heads // head.kv_heads
     result = torch.zeros(head.kv_heads, len(ids), len(ids))
     queries, keys = [], []
     for place in range(len(ids)):
@@ -101,7 +101,7 @@ def slow_scores(head, model, ids):
         query, key = head.project(embeddings[place][None, None], before[None, None], torch.tensor([[place]]))
         queries.append(query[0, :, 0])
         keys.append(key[0, :, 0])
-        for number in range(head.num_heads):
+        for number in range(head.config.num_attention_heads):
             kv_head = number // group
             logits = torch.tensor([queries[place][number] @ past[kv_head] for past in keys]) / 8**0.5
             result[kv_head, place, : place + 1] = torch.maximum(result[kv_head, place, : place + 1], logits.softmax(-1))

@@ -16,12 +16,12 @@ from keepsight.errors import UserError
 from keepsight.models.draft_head_files import save_draft_head
 from keepsight.models.lookahead_files import Provenance
 from keepsight.models.retrieval_head import RetrievalHead, parameters
-from keepsight.models.retrieval_head_files import CONFIG, FILES, WEIGHTS, load_retrieval_head, provenance_of
+from keepsight.models.retrieval_head_files import CONFIG, FILES, WEIGHTS, load_retrieval_head
 from keepsight.models.targets import load_target
 from keepsight.train.head_settings import RetrievalHeadSettings
 from keepsight.train.retrieval_head.objective import RetrievalObjective
 from keepsight.train.retrieval_head.trainer import cut
-from tests.models.retrieval_heads import LAYERS, tiny_draft_head
+from tests.models.retrieval_heads import LAYERS, provenance_of, tiny_draft_head
 from tests.tiny import save_tiny_target
 from tests.train.runs import press_ctrl_c, samples, settings
 

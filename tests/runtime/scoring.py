@@ -1,0 +1,29 @@
+"""How likely an answer is after a state, teacher-forced: what methods are compared by."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from keepsight.runtime.attention import Reader
+from keepsight.runtime.prefill import read
+from keepsight.runtime.state import State
+
+
+@torch.no_grad()
+def score_answer(model: Reader, state: State, answer: Tensor) -> tuple[Tensor, Tensor]:
+    """How likely an answer is when it is read from the kept entries, teacher-forced in one forward pass.
+
+    Args:
+        model: What reads the state: the target without adapters, or the method's reader.
+        state: Its cache grows by T - 1 entries.
+        answer: [B, T] int64, the same number of tokens in every row.
+
+    Returns:
+        Negative log-likelihood [B, T] float32 in nats, and whether each token is the arg-max, [B, T] bool. The first
+        token comes from the prompt's own logits, which no eviction changes.
+    """
+    logits = state.logits[:, None]
+    if answer.shape[1] > 1:
+        logits = torch.cat([logits, read(model, state, answer[:, :-1])[1]], dim=1)
+    nll = functional.cross_entropy(logits.transpose(1, 2), answer, reduction="none")
+    return nll, logits.argmax(dim=-1) == answer
