@@ -9,14 +9,14 @@ from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
-from keepsight.data_gen.shards import Answered
+from keepsight.data_gen.shards import TrainingSample
 from keepsight.errors import UserError
 
 
 class SampleDataset(Dataset[dict[str, Any]]):
     """Prompt and answer ids of samples, with `length` (tokens) for samplers that group by it."""
 
-    def __init__(self, samples: Sequence[Answered]) -> None:
+    def __init__(self, samples: Sequence[TrainingSample]) -> None:
         self.samples = samples
 
     def __len__(self) -> int:
@@ -32,7 +32,7 @@ class SampleDataset(Dataset[dict[str, Any]]):
         }
 
 
-def split(samples: Sequence[Answered], held_out: int, key: str = "train") -> tuple[SampleDataset, SampleDataset]:
+def split(samples: Sequence[TrainingSample], held_out: int, key: str = "train") -> tuple[SampleDataset, SampleDataset]:
     """Training samples, and every k-th sample held out, so that all parts of the mixture are measured.
 
     Args:

@@ -68,7 +68,7 @@ class Subset(Closeness):
 
 
 @torch.no_grad()
-def read(target: PreTrainedModel, prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> Text:
+def read_answer(target: PreTrainedModel, prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> Text:
     """What the target makes of an answer that is given."""
     ids = torch.tensor([[*prompt_ids, *answer_ids[:-1]]], device=target.device)
     logits = target(input_ids=ids, use_cache=False, logits_to_keep=len(answer_ids)).logits[0]

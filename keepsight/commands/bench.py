@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from keepsight.commands.config import Recipe, at_least_one
 from keepsight.commands.from_recipe import draft_of, resources_of, target_of
-from keepsight.data_gen.shards import read_samples
+from keepsight.data_gen.shards import read_training_samples
 from keepsight.errors import UserError
 from keepsight.eval.bench.elastic import text_prompts, traffic_lines
 from keepsight.eval.bench.retrieval import size_lines, step_lines
@@ -180,7 +180,7 @@ def _needle_prompts(config: Config, target: Target) -> list[list[int]]:
 def _data_prompts(config: Config, target: Target) -> list[list[int]]:
     """The last prompts of a data folder that are short enough."""
     assert config.data is not None
-    samples, _ = read_samples(Path(config.data), target.name, target.template_digest)
+    samples, _ = read_training_samples(Path(config.data), target.name, target.template_digest)
     most = config.tokens or _TOKENS
     prompts = [sample.prompt_ids for sample in samples if len(sample.prompt_ids) <= most]
     if len(prompts) < config.samples:

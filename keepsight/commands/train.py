@@ -16,7 +16,7 @@ from transformers import set_seed
 from keepsight import __version__
 from keepsight.commands.config import Recipe
 from keepsight.commands.from_recipe import target_of
-from keepsight.data_gen.shards import Answered, read_samples
+from keepsight.data_gen.shards import TrainingSample, read_training_samples
 from keepsight.errors import UserError
 from keepsight.models.hub import fetch
 from keepsight.models.lookahead import Lookahead
@@ -54,7 +54,7 @@ class Config(Recipe):
 def run(config: Config) -> None:
     """Train, then write the adapter, its card and the training curves."""
     target = target_of(config)
-    samples, manifest = read_samples(Path(config.data), target.name, target.template_digest)
+    samples, manifest = read_training_samples(Path(config.data), target.name, target.template_digest)
     samples = [sample for sample in samples if len(sample.prompt_ids) <= (config.max_prompt_tokens or 1 << 60)]
     if not samples:
         raise UserError(f"max_prompt_tokens={config.max_prompt_tokens} leaves no sample of {config.data}; raise it")
@@ -82,7 +82,7 @@ def run(config: Config) -> None:
 
 
 def _provenance(
-    target: Target, manifest: dict[str, Any], samples: list[Answered], trainer: LookaheadTrainer
+    target: Target, manifest: dict[str, Any], samples: list[TrainingSample], trainer: LookaheadTrainer
 ) -> Provenance:
     lengths = sorted(len(sample.prompt_ids) for sample in samples)
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]

@@ -19,7 +19,7 @@ from transformers import set_seed
 from keepsight import __version__
 from keepsight.commands.config import Recipe
 from keepsight.commands.from_recipe import target_of
-from keepsight.data_gen.shards import Answered, read_samples
+from keepsight.data_gen.shards import TrainingSample, read_training_samples
 from keepsight.errors import UserError
 from keepsight.models.draft_head import DraftHead
 from keepsight.models.draft_head_card import draft_head_card
@@ -65,7 +65,7 @@ def run(config: Config) -> None:
     settings = config.draft_head
     _check(settings)
     target = target_of(config)
-    samples, manifest = read_samples(Path(config.data), target.name, target.template_digest)
+    samples, manifest = read_training_samples(Path(config.data), target.name, target.template_digest)
     out, work = Path(config.out), Path(config.out) / "training"
     set_seed(settings.train.seed)
     head = _head(config, target, samples)
@@ -94,7 +94,7 @@ def _check(settings: DraftHeadSettings) -> None:
         raise UserError(f"draft_head.decay={settings.decay} must lie above 0 and be at most 1")
 
 
-def _head(config: Config, target: Target, samples: list[Answered]) -> DraftHead:
+def _head(config: Config, target: Target, samples: list[TrainingSample]) -> DraftHead:
     if config.init is None:
         vocabulary_size = target.model.config.get_text_config().vocab_size
         count = config.draft_head.vocabulary
@@ -106,7 +106,7 @@ def _head(config: Config, target: Target, samples: list[Answered]) -> DraftHead:
     return head.float().train()
 
 
-def _reader(config: Config, target: Target, head: DraftHead, samples: list[Answered], data_digest: str) -> Reader:
+def _reader(config: Config, target: Target, head: DraftHead, samples: list[TrainingSample], data_digest: str) -> Reader:
     layers = head.layers_of(target.model)
     run_target = RunTarget(target.model, layers)
     if config.features is None:
@@ -127,7 +127,7 @@ def _reader(config: Config, target: Target, head: DraftHead, samples: list[Answe
 
 
 def _provenance(
-    target: Target, manifest: dict[str, Any], samples: list[Answered], trainer: DraftHeadTrainer
+    target: Target, manifest: dict[str, Any], samples: list[TrainingSample], trainer: DraftHeadTrainer
 ) -> Provenance:
     lengths = sorted(len(sample.prompt_ids) + len(sample.answer_ids) for sample in samples)
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]

@@ -17,7 +17,7 @@ from transformers import set_seed
 from keepsight import __version__
 from keepsight.commands.config import Recipe
 from keepsight.commands.from_recipe import target_of
-from keepsight.data_gen.shards import read_samples
+from keepsight.data_gen.shards import read_training_samples
 from keepsight.errors import UserError
 from keepsight.models.draft_head import DraftHead
 from keepsight.models.draft_head_files import load_draft_head
@@ -61,7 +61,7 @@ def run(config: Config) -> None:
     if settings.temperature <= 0:
         raise UserError(f"retrieval_head.temperature={settings.temperature} must be above 0")
     target = target_of(config)
-    samples, manifest = read_samples(Path(config.data), target.name, target.template_digest)
+    samples, manifest = read_training_samples(Path(config.data), target.name, target.template_digest)
     samples = cut(samples, settings.max_tokens)
     set_seed(settings.train.seed)
     longest = max(len(sample.prompt_ids) + len(sample.answer_ids) for sample in samples)

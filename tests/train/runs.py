@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from keepsight.data_gen.shards import Answered
+from keepsight.data_gen.shards import TrainingSample
 from keepsight.models.lookahead import Lookahead, LookaheadSettings
 from keepsight.train.dataset import SampleDataset, collate
 from keepsight.train.lookahead.objective import LookaheadObjective
@@ -34,7 +34,7 @@ def settings(**changes) -> TrainSettings:
     return TrainSettings(**values | {"learning_rate": 1e-2, "budget": 6} | changes)
 
 
-def samples(count: int = 14) -> list[Answered]:
+def samples(count: int = 14) -> list[TrainingSample]:
     """Random prompts and answers of different lengths; their indices have gaps, as after a filter."""
     generator = torch.Generator().manual_seed(3)
 
@@ -42,7 +42,7 @@ def samples(count: int = 14) -> list[Answered]:
         return torch.randint(6, 128, (length,), generator=generator).tolist()
 
     lengths = [LENGTHS[number % len(LENGTHS)] for number in range(count)]
-    return [Answered(3 * number, "test", ids(n), ids(t), "", "") for number, (n, t) in enumerate(lengths)]
+    return [TrainingSample(3 * number, "test", ids(n), ids(t), "", "") for number, (n, t) in enumerate(lengths)]
 
 
 def objective(family: str = "llama", shape: LookaheadSettings = SHAPE) -> LookaheadObjective:

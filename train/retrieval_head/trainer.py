@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import override
 
-from keepsight.data_gen.shards import Answered
+from keepsight.data_gen.shards import TrainingSample
 from keepsight.errors import UserError
 from keepsight.train.head_settings import RetrievalHeadSettings
 from keepsight.train.module_trainer import ModuleTrainer, run
@@ -24,7 +24,7 @@ class RetrievalTrainer(ModuleTrainer):
     objective: RetrievalObjective
 
     def __init__(
-        self, objective: RetrievalObjective, settings: RetrievalHeadSettings, work: Path, samples: list[Answered]
+        self, objective: RetrievalObjective, settings: RetrievalHeadSettings, work: Path, samples: list[TrainingSample]
     ) -> None:
         super().__init__(objective, settings.train, work, samples)
         self.objective = objective
@@ -49,7 +49,7 @@ class RetrievalTrainer(ModuleTrainer):
 
 
 def distil(
-    objective: RetrievalObjective, settings: RetrievalHeadSettings, work: Path, samples: list[Answered], head: str
+    objective: RetrievalObjective, settings: RetrievalHeadSettings, work: Path, samples: list[TrainingSample], head: str
 ) -> tuple[RetrievalTrainer, bool]:
     """Train, going on from the last checkpoint in `work` when there is one.
 
@@ -72,7 +72,7 @@ def distil(
     return trainer, run(trainer, shape)
 
 
-def cut(samples: Sequence[Answered], max_tokens: int) -> list[Answered]:
+def cut(samples: Sequence[TrainingSample], max_tokens: int) -> list[TrainingSample]:
     """The samples, each with at most its first `max_tokens` tokens; at least the last of them counts as answer.
 
     Raises:
@@ -83,7 +83,7 @@ def cut(samples: Sequence[Answered], max_tokens: int) -> list[Answered]:
     return [_cut(sample, max_tokens) for sample in samples]
 
 
-def _cut(sample: Answered, max_tokens: int) -> Answered:
+def _cut(sample: TrainingSample, max_tokens: int) -> TrainingSample:
     ids = [*sample.prompt_ids, *sample.answer_ids][:max_tokens]
     prompt = min(len(sample.prompt_ids), len(ids) - 1)
     return replace(sample, prompt_ids=ids[:prompt], answer_ids=ids[prompt:])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from keepsight.data_gen.shards import Answered
+from keepsight.data_gen.shards import TrainingSample
 from keepsight.errors import UserError
 from keepsight.models.draft_head import DraftHead
 from keepsight.train.dataset import collate
@@ -132,7 +132,7 @@ def test_the_target_is_neither_trained_nor_part_of_the_module():
     assert all(value.grad is not None for value in objective.parameters())
 
 
-def _row(sample: Answered) -> dict:
+def _row(sample: TrainingSample) -> dict:
     return {"index": sample.index, "prompt_ids": sample.prompt_ids, "answer_ids": sample.answer_ids}
 
 
@@ -208,7 +208,7 @@ def test_divergence_and_agreement_equal_counting_row_by_row():
 
 
 def test_the_vocabulary_holds_the_most_frequent_tokens_and_the_end_tokens():
-    row = Answered(0, "test", [5, 5, 5, 9, 9, 3, 4], [9, 7], "", "")
+    row = TrainingSample(0, "test", [5, 5, 5, 9, 9, 3, 4], [9, 7], "", "")
     assert frequent_tokens([row], 4, [2], 16).tolist() == [2, 3, 5, 9]
     assert frequent_tokens([row], 16, [2], 16).tolist() == list(range(16))
     with pytest.raises(UserError, match=r"draft_head.vocabulary=17 must lie between 1 and 16"):

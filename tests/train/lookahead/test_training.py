@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import TrainerCallback
 
-from keepsight.data_gen.shards import Answered
+from keepsight.data_gen.shards import TrainingSample
 from keepsight.errors import UserError
 from keepsight.train.dataset import split
 from keepsight.train.lookahead.measure import measure
@@ -138,7 +138,7 @@ def test_accumulated_batches_equal_one_batch(tmp_path):
 
 
 def test_prompts_of_similar_length_share_a_batch(tmp_path):
-    many = [Answered(number, "test", [7] * (10 + number), [8, 9], "", "") for number in range(49)]
+    many = [TrainingSample(number, "test", [7] * (10 + number), [8, 9], "", "") for number in range(49)]
     spreads = {}
     for grouped in (True, False):
         work = tmp_path / str(grouped)
