@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
-from keepsight.models.lookahead import LookaheadSettings
 from keepsight.models.lookahead_files import Provenance
+from keepsight.models.lookahead_settings import LookaheadSettings
 
 _CARD = """---
 base_model: {base_model}

@@ -15,9 +15,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from keepsight.errors import UserError
-from keepsight.models.lookahead import LookaheadSettings
+from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.train.head_settings import DraftHeadSettings, RetrievalHeadSettings
-from keepsight.train.lookahead.trainer import TrainSettings
+from keepsight.train.settings import TrainSettings
 
 DEFAULT_RECIPE = "smollm2-135m"
 

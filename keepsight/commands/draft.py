@@ -18,8 +18,7 @@ from keepsight.data_gen.generate import generate_data
 from keepsight.data_gen.mixture import Mixture
 from keepsight.data_gen.shards import TrainingSample, read_training_samples
 from keepsight.errors import UserError
-from keepsight.eval.report.plots import save_png
-from keepsight.files import write_json
+from keepsight.files import write_json, write_png
 from keepsight.models.drafts import keep_layers
 from keepsight.models.targets import Target
 from keepsight.train.draft_layers import Subset, Text, closeness, draft_figure, read_answer, relative_time, search
@@ -71,7 +70,7 @@ def run(config: Config) -> None:
     settings = {"model": target.name, "version": target.version, "data": digest} | counts
     rows = [asdict(subset) | {"time": time} for subset, time in zip(chosen, times, strict=True)]
     write_json(out / "draft.json", {"settings": settings, "drafts": rows})
-    save_png(draft_figure(searched, chosen), out / "draft.png")
+    write_png(out / "draft.png", draft_figure(searched, chosen))
     print(f"{_table(chosen, times, config)}\n\nfor the recipe:")
     for subset in chosen:
         print(f"draft: {{layers: {subset.layers}}}")

@@ -16,8 +16,9 @@ from keepsight.models.draft_head import DraftHead
 from keepsight.models.draft_head_card import draft_head_card
 from keepsight.models.draft_head_files import save_draft_head
 from keepsight.models.hub import Upload, fetch, kind_of, plan_upload, push
-from keepsight.models.lookahead import Lookahead, LookaheadSettings
+from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_files import FILES, Provenance, load_lookahead, save_lookahead
+from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.models.retrieval_head import RetrievalHead
 from keepsight.models.retrieval_head_files import save_retrieval_head
 from tests.models.fake_hub import COMMIT, REPO, FakeHub

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from keepsight.data_gen.shards import TrainingSample
-from keepsight.models.lookahead import Lookahead, LookaheadSettings
+from keepsight.models.lookahead import Lookahead
+from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.train.dataset import SampleDataset, collate
 from keepsight.train.lookahead.objective import LookaheadObjective
-from keepsight.train.lookahead.trainer import TrainSettings
+from keepsight.train.lookahead.trainer import LookaheadTrainer
+from keepsight.train.settings import TrainSettings
 from tests.tiny import tiny_model
 
 SHAPE = LookaheadSettings(tokens=4, rank=2, alpha=8)
@@ -49,6 +51,14 @@ def objective(family: str = "llama", shape: LookaheadSettings = SHAPE) -> Lookah
     model = tiny_model(family)
     torch.manual_seed(0)
     return LookaheadObjective(Lookahead(model, shape))
+
+
+def train(
+    objective: LookaheadObjective, settings: TrainSettings, work: Path, samples: list[TrainingSample]
+) -> tuple[LookaheadTrainer, bool]:
+    """The trainer, and whether the training ran to its end."""
+    trainer = LookaheadTrainer(objective, settings, work, samples)
+    return trainer, trainer.fit()
 
 
 class Disturbed(LookaheadObjective):

@@ -10,6 +10,7 @@ import torch
 
 from keepsight.models.lookahead import Lookahead
 from keepsight.runtime.prefill import prefill
+from keepsight.train.dataset import Batch
 from keepsight.train.lookahead.objective import LookaheadObjective
 
 
@@ -30,7 +31,7 @@ def bench_step(lookahead: Lookahead, tokens: int, answer_tokens: int, repeats: i
     optimizer = torch.optim.Adam([weight for weight in objective.parameters() if weight.requires_grad], lr=1e-4)
 
     def step() -> None:
-        objective(ids[:, :tokens], ids[:, tokens:])["loss"].backward()
+        objective.loss(Batch(ids[:, :tokens], ids[:, tokens:])).backward()
         optimizer.step()
         optimizer.zero_grad()
 

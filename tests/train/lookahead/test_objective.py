@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from torch.distributions import Categorical, kl_divergence
 
 from keepsight.data_gen.shards import TrainingSample
-from keepsight.models.lookahead import Lookahead, LookaheadSettings
-from keepsight.train.dataset import SampleDataset, collate
-from keepsight.train.lookahead.objective import Batch, LookaheadObjective, importance_divergence
+from keepsight.models.lookahead import Lookahead
+from keepsight.models.lookahead_settings import LookaheadSettings
+from keepsight.train.dataset import Batch, SampleDataset, collate
+from keepsight.train.lookahead.objective import LookaheadObjective, importance_divergence
 from tests.tiny import FAMILIES, tiny_model
 
 SHAPE = LookaheadSettings(tokens=5, rank=2, alpha=8)

@@ -18,9 +18,9 @@ from keepsight.models.lookahead_files import Provenance
 from keepsight.models.retrieval_head import RetrievalHead, parameters
 from keepsight.models.retrieval_head_files import CONFIG, FILES, WEIGHTS, load_retrieval_head, provenance_of
 from keepsight.models.targets import load_target
+from keepsight.train.dataset import Batch, cut
 from keepsight.train.head_settings import RetrievalHeadSettings
 from keepsight.train.retrieval_head.objective import RetrievalObjective
-from keepsight.train.retrieval_head.trainer import cut
 from tests.models.retrieval_heads import LAYERS, tiny_draft_head
 from tests.tiny import save_tiny_target
 from tests.train.runs import press_ctrl_c, samples, settings
@@ -111,7 +111,7 @@ def test_the_first_measurement_is_of_the_pruned_draft_head(place, trained):
     )
     rows = [TrainingSample(**{**vars(row), "index": number}) for number, row in enumerate(samples())]
     losses = [
-        objective(torch.tensor([row.prompt_ids]), torch.tensor([row.answer_ids]))["loss"].item()
+        objective.loss(Batch(torch.tensor([row.prompt_ids]), torch.tensor([row.answer_ids]))).item()
         for row in (rows[6], rows[13])
     ]
     first = json.loads((trained / "training" / "fidelity.jsonl").read_text().splitlines()[0])
