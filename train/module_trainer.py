@@ -78,6 +78,7 @@ class ModuleTrainer(Trainer, ABC, Generic[ObjectiveT]):
         UserError: a setting is out of range, or more samples are to be held out than there are.
     """
 
+    objective: ObjectiveT
     weights_file: ClassVar[str]
     settings_key: ClassVar[str] = "train"
 

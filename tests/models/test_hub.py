@@ -12,6 +12,7 @@ from huggingface_hub import constants
 from transformers import LlamaConfig
 
 from keepsight.errors import UserError
+from keepsight.models.card import CardBasics
 from keepsight.models.draft_head import DraftHead
 from keepsight.models.draft_head_card import draft_head_card
 from keepsight.models.draft_head_files import save_draft_head
@@ -213,7 +214,8 @@ def head_folder(kind: str, folder: Path) -> tuple[Path, tuple[str, ...]]:
         names: tuple[str, ...] = ("config.json", "model.safetensors", "README.md")
     elif kind == "draft head":
         provenance = Provenance("ada/tiny", training={"steps": 3})
-        card = draft_head_card("Tiny", provenance, {"essays": 7}, {"eval_acceptance_length": 2.5}, ["Public domain."])
+        basics = CardBasics("Tiny", provenance, {"essays": 7}, "Public domain.")
+        card = draft_head_card(basics, {"eval_acceptance_length": 2.5})
         save_draft_head(DraftHead(LlamaConfig.from_dict(LLAMA3)), folder, provenance, card)
         names = ("config.json", "model.safetensors", "keepsight.json", "README.md")
     else:

@@ -4,7 +4,7 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -14,7 +14,7 @@ from keepsight.train.dataset import Batch
 from keepsight.train.lookahead.objective import LookaheadObjective
 
 
-def bench_step(lookahead: Lookahead, tokens: int, answer_tokens: int, repeats: int) -> str:
+def bench_step(lookahead: Lookahead, tokens: int, answer_tokens: int, repeats: int) -> Iterator[str]:
     """Time forward, backward and optimiser of one sample against a prefill, alternating, as a few lines of text.
 
     Args:
@@ -47,14 +47,11 @@ def bench_step(lookahead: Lookahead, tokens: int, answer_tokens: int, repeats: i
             if repeat:
                 times[name].append(seconds)
     ratio = statistics.median(times["step"]) / statistics.median(times["prefill"])
-    lines = [
-        f"{name:<8} {statistics.median(values):7.3f} s ({min(values):.3f} to {max(values):.3f}), "
-        f"peak memory {peaks[name]:.0f} MiB"
-        for name, values in times.items()
-    ]
-    return "\n".join(
-        [f"{tokens} prompt + {answer_tokens} answer tokens, {repeats} repeats", *lines, f"ratio    {ratio:7.3f}"]
-    )
+    yield f"{tokens} prompt + {answer_tokens} answer tokens, {repeats} repeats"
+    for name, values in times.items():
+        span = f"{statistics.median(values):7.3f} s ({min(values):.3f} to {max(values):.3f})"
+        yield f"{name:<8} {span}, peak memory {peaks[name]:.0f} MiB"
+    yield f"ratio    {ratio:7.3f}"
 
 
 def _measure(action: Callable[[], None]) -> tuple[float, float]:
