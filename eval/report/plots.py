@@ -2,7 +2,6 @@
 
 import io
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +15,8 @@ from matplotlib.ticker import FixedLocator, MaxNLocator, NullFormatter, NullLoca
 from keepsight.eval.report.styles import STYLES, label_of, style_of
 from keepsight.eval.report.summary import SummaryRow, by_task_and_length, mean_over_tasks, wilson_interval
 from keepsight.eval.results import FULL
+from keepsight.files import write_png
 
-DPI = 150
 PANEL = (2.9, 2.35)
 """Width and height of one panel, in inches."""
 MAX_COLUMNS = 4
@@ -43,12 +42,12 @@ class Measure:
 
 def plot_scores(summary: Sequence[SummaryRow], path: Path) -> None:
     """Write a PNG of `scores_figure`."""
-    save_png(scores_figure(summary), path)
+    write_png(path, scores_figure(summary))
 
 
 def plot_excess_nll(summary: Sequence[SummaryRow], path: Path) -> None:
     """Write a PNG of `excess_nll_figure`."""
-    save_png(excess_nll_figure(summary), path)
+    write_png(path, excess_nll_figure(summary))
 
 
 def scores_figure(summary: Sequence[SummaryRow]) -> Figure:
@@ -70,17 +69,6 @@ def overview_figure(summary: Sequence[SummaryRow]) -> Figure:
         panel.set_title(measure.label, fontsize=9, color=TEXT)
     _finish(figure, mean)
     return figure
-
-
-def save_png(figure: Figure, path: Path) -> None:
-    """Write a figure as PNG with `DPI` dots an inch; `path` holds all of it or what it held before."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        figure.savefig(unfinished, format="png", dpi=DPI)
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def as_svg(figure: Figure, salt: str) -> str:

@@ -26,10 +26,9 @@ from keepsight.commands.from_recipe import resources_later, resources_of, target
 from keepsight.errors import UserError
 from keepsight.eval.hits import SHARED, Hits, answering, best_shared, choices, compare, mean_of
 from keepsight.eval.report.hits_plot import hits_figure
-from keepsight.eval.report.plots import save_png
 from keepsight.eval.sweep import Variant, check_samples
 from keepsight.eval.tasks.samples import RenderedSample
-from keepsight.files import append_lines, read_json, whole_lines, write_json, write_text
+from keepsight.files import append_lines, read_json, whole_lines, write_json, write_png, write_text
 from keepsight.models.draft_head_files import load_draft_head
 from keepsight.models.hub import fetch
 from keepsight.models.retrieval_config import PREVIOUS_STEP
@@ -84,7 +83,7 @@ def run(config: Config) -> None:
     writer.writeheader()
     writer.writerows(rows)
     write_text(out / "hits.csv", text.getvalue())
-    save_png(hits_figure(rows), out / "hits.png")
+    write_png(out / "hits.png", hits_figure(rows))
     print(_table(rows))
 
 

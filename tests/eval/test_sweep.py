@@ -15,8 +15,9 @@ from keepsight.eval import answers as answers_module
 from keepsight.eval import sweep as sweep_module
 from keepsight.eval.sweep import Variant, check_samples, run_sample, sweep
 from keepsight.eval.tasks.samples import Sample, render
-from keepsight.models.lookahead import Lookahead, LookaheadSettings
+from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_files import Provenance, save_lookahead
+from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.models.targets import Target, load_target
 from keepsight.runtime.cache import cache_bytes
 from keepsight.runtime.drafting.observer import DraftObserver

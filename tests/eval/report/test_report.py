@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from keepsight.eval.report import plots, report, styles, summary
+from keepsight.files import DPI
 
 Row = dict[str, Any]
 
@@ -189,7 +190,7 @@ def test_png_files_have_the_size_of_the_figure(rows: list[Row], tmp_path: Path) 
     lines = summary.summarize(rows)
     plots.plot_scores(lines, tmp_path / "plots" / "scores.png")
     plots.plot_excess_nll(lines, tmp_path / "plots" / "excess_nll.png")
-    width, height = plots.scores_figure(lines).get_size_inches() * plots.DPI
+    width, height = plots.scores_figure(lines).get_size_inches() * DPI
     for name in ("scores.png", "excess_nll.png"):
         content = (tmp_path / "plots" / name).read_bytes()
         assert content.startswith(b"\x89PNG")
