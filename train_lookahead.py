@@ -6,7 +6,7 @@ On a laptop, in a few minutes: `python train_lookahead.py data=runs/data out=run
 import sys
 
 from keepsight.commands import train
-from keepsight.commands.cli import run
+from keepsight.commands.cli import run_command
 
 if __name__ == "__main__":
-    sys.exit(run(train, sys.argv[1:]))
+    sys.exit(run_command(train, sys.argv[1:]))

@@ -6,7 +6,7 @@ On a laptop: `python train_retrieval_head.py head=runs/head data=... out=... mod
 import sys
 
 from keepsight.commands import train_retrieval_head
-from keepsight.commands.cli import run
+from keepsight.commands.cli import run_command
 
 if __name__ == "__main__":
-    sys.exit(run(train_retrieval_head, sys.argv[1:]))
+    sys.exit(run_command(train_retrieval_head, sys.argv[1:]))

@@ -29,7 +29,7 @@ class Rendered:
     response: list[int] | None
 
 
-def render(index: int, prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> Rendered:
+def render_prompt(index: int, prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> Rendered:
     """Apply the chat template (raw text stays raw) and tokenise."""
     text = chat_text(tokenizer, prompt.messages) if prompt.template else prompt.messages[0]["content"]
     ids = tokenizer(text + prompt.answer_prefix, add_special_tokens=not prompt.template)["input_ids"]

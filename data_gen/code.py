@@ -31,7 +31,7 @@ ASK = (
     "Review this code. What would you change?",
     "Translate `{function}` to JavaScript.",
 )
-FRAMES = (
+CODE_FRAMES = (
     "{code}\n\n{task}",
     "```python\n{code}\n```\n\n{task}",
     "{task}\n\n```python\n{code}\n```",
@@ -69,7 +69,7 @@ class CodeQuestions:
         rng = request.rng
         name, lines = _file(request)
         start = rng.randrange(len(lines))
-        build = partial(_question, rng.choice(FRAMES), rng.choice(ASK), name, lines, start)
+        build = partial(_question, rng.choice(CODE_FRAMES), rng.choice(ASK), name, lines, start)
         return user_prompt("code/questions", fit(build, request))
 
 

@@ -62,8 +62,8 @@ class Everyday:
     def sample(self, request: Request) -> Prompt:
         """Draw one prompt; see `Source`."""
         rng = request.rng
-        kind = rng.choice(sorted(KINDS))
-        stream, wordings = KINDS[kind]
+        kind = rng.choice(sorted(TEXTS))
+        stream, wordings = TEXTS[kind]
         build = partial(_fill, stream, rng.choice(wordings), rng.random(), rng.getrandbits(64))
         return user_prompt(f"everyday/{kind}", fit(build, request))
 
@@ -119,7 +119,7 @@ def _diary(rng: random.Random) -> Iterator[str]:
         yield f"{rng.randint(1, 28)} {MONTHS[month % 12]} {1990 + month // 12}: {entry}\n"
 
 
-KINDS: dict[str, tuple[Callable[[random.Random], Iterator[str]], tuple[str, ...]]] = {
+TEXTS: dict[str, tuple[Callable[[random.Random], Iterator[str]], tuple[str, ...]]] = {
     "profiles": (_profiles, ABOUT_PERSON),
     "chat": (_chat, ABOUT_CHAT),
     "diary": (_diary, ABOUT_DIARY),

@@ -5,10 +5,10 @@ from typing import Any
 
 from tqdm import tqdm
 
-from keepsight.data_gen.answers import Rendered, answer, batches, render
+from keepsight.data_gen.answers import Rendered, answer, batches, render_prompt
 from keepsight.data_gen.mixture import Mixture
 from keepsight.data_gen.prompts import CountTokens
-from keepsight.data_gen.shards import Answered, DataSettings, ShardWriter
+from keepsight.data_gen.shards import DataSettings, ShardWriter, TrainingSample
 from keepsight.errors import UserError
 from keepsight.models.targets import Target
 
@@ -53,7 +53,7 @@ def generate_data(
         for shard in writer.shards():
             missing = writer.missing(shard)
             progress.update(len(shard) - len(missing))
-            prompts = [render(index, mixture.prompt(seed, index, count_tokens), tokenizer) for index in missing]
+            prompts = [render_prompt(index, mixture.prompt(seed, index, count_tokens), tokenizer) for index in missing]
             for prompt in prompts:
                 _check_fits(prompt, target, max_new_tokens)
             for batch in batches(prompts, batch_tokens):
@@ -68,9 +68,9 @@ def _counter(target: Target) -> CountTokens:
     return lambda text: len(target.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _answered(prompt: Rendered, ids: list[int], target: Target) -> Answered:
+def _answered(prompt: Rendered, ids: list[int], target: Target) -> TrainingSample:
     decode = target.tokenizer.decode
-    return Answered(
+    return TrainingSample(
         prompt.index,
         prompt.source,
         prompt.ids,

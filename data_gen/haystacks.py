@@ -23,9 +23,9 @@ NOISE = (
 )
 
 
-def pieces(kind: str, rng: random.Random) -> Iterator[str]:
+def hay_pieces(kind: str, rng: random.Random) -> Iterator[str]:
     """Pieces of a haystack without end; each ends in the space or line break that parts it from the next."""
-    return KINDS[kind](rng)
+    return STREAMS[kind](rng)
 
 
 def take(stream: Iterator[str], characters: int) -> list[str]:
@@ -40,7 +40,7 @@ def take(stream: Iterator[str], characters: int) -> list[str]:
     return taken
 
 
-def hide(needles: list[str], depths: list[float], hay: list[str]) -> str:
+def with_needles(needles: list[str], depths: list[float], hay: list[str]) -> str:
     """The hay's text with each needle between two pieces, at its depth (0 to 1)."""
     places = sorted(zip((int(depth * (len(hay) + 1)) for depth in depths), needles, strict=True))
     text, start = "", 0
@@ -115,7 +115,7 @@ def _log(rng: random.Random) -> Iterator[str]:
         yield f"[{minute // 60:02}:{minute % 60:02}] {device}: task {rng.randrange(10000)} {state}\n"
 
 
-KINDS: dict[str, Callable[[random.Random], Iterator[str]]] = {
+STREAMS: dict[str, Callable[[random.Random], Iterator[str]]] = {
     "documentation": _documentation,
     "noise": _noise,
     "stories": _stories,

@@ -59,7 +59,7 @@ STATEMENTS = (
     "One {noun} of {key} is this: {value}.",
 )
 
-QUESTIONS = (
+ONE_VALUE = (
     "What is the {noun} for {key}?",
     "What is the {noun} of {key}?",
     "Which {noun} does {key} have?",
@@ -113,7 +113,7 @@ INTRODUCTIONS = (
     "Context:",
 )
 
-STYLES = (
+ANSWER_STYLES = (
     "",
     "",
     "",

@@ -65,15 +65,15 @@ def _response(quiz: Quiz, prefix: str) -> str:
 
 
 def _fill(frame: partial[str], needles: list[str], depths: list[float], kind: str, seed: int, characters: int) -> str:
-    hay = haystacks.take(haystacks.pieces(kind, random.Random(seed)), characters)
-    return frame(haystacks.hide(needles, depths, hay))
+    hay = haystacks.take(haystacks.hay_pieces(kind, random.Random(seed)), characters)
+    return frame(haystacks.with_needles(needles, depths, hay))
 
 
 def framed(question: str, seed: int, text: str) -> str:
     """The question about the text, put in one of many ways."""
     rng = random.Random(seed)
     frame = rng.choice(phrases.FRAMES)
-    parts = {"intro": rng.choice(phrases.INTRODUCTIONS), "style": rng.choice(phrases.STYLES)}
+    parts = {"intro": rng.choice(phrases.INTRODUCTIONS), "style": rng.choice(phrases.ANSWER_STYLES)}
     return frame.format(text=text, question=question, **parts).replace(" \n", "\n").strip()
 
 
@@ -87,7 +87,7 @@ def _quiz(form: str, rng: random.Random) -> Quiz:
         facts = [(keys[0], value) for value in distinct(kind, rng.randint(2, 4), rng)]
     needles = _stated(facts, names, rng)
     asked = {"key": keys[0], "keys": ", ".join(keys[:-1]) + " and " + keys[-1]}
-    wordings = {"multi_value": phrases.MANY_VALUES, "multi_query": phrases.MANY_KEYS}.get(form, phrases.QUESTIONS)
+    wordings = {"multi_value": phrases.MANY_VALUES, "multi_query": phrases.MANY_KEYS}.get(form, phrases.ONE_VALUE)
     question = rng.choice(wordings).format(**names, **asked)
     single = form in ("single", "multi_key")
     prefix = rng.choice(phrases.PREFIXES).format(**names, **asked) if single else ""

@@ -16,7 +16,7 @@ from keepsight.files import append_lines, read_json, read_jsonl, text_digest, wh
 
 
 @dataclass(frozen=True)
-class Answered:
+class TrainingSample:
     """A training sample: a prompt and the answer whose attention is learned.
 
     Attributes:
@@ -89,7 +89,7 @@ class ShardWriter:
         done = {row["index"] for row in whole_lines(self._partial(shard))}
         return [index for index in shard if index not in done]
 
-    def append(self, shard: range, samples: Iterable[Answered]) -> None:
+    def append(self, shard: range, samples: Iterable[TrainingSample]) -> None:
         """Add samples to the shard in work."""
         append_lines(self._partial(shard), map(asdict, samples))
 
@@ -140,7 +140,9 @@ def _check_same(folder: Path, found: dict[str, Any], wanted: dict[str, Any]) -> 
             )
 
 
-def read_samples(folder: Path, model: str, template_digest: str) -> tuple[list[Answered], dict[str, Any]]:
+def read_training_samples(
+    folder: Path, model: str, template_digest: str
+) -> tuple[list[TrainingSample], dict[str, Any]]:
     """The samples of a finished data folder, in order, and its manifest.
 
     Raises:
@@ -158,7 +160,7 @@ def read_samples(folder: Path, model: str, template_digest: str) -> tuple[list[A
         raise UserError(f"{folder}: this data was answered by {made['model']!r}, not by {model!r}; make it again")
     if made["template_digest"] != template_digest:
         raise UserError(f"{folder}: this data was made with another chat template of {model!r}; make it again")
-    samples = [Answered(**row) for name in manifest["shards"] for row in read_jsonl(folder / Path(name).name)]
+    samples = [TrainingSample(**row) for name in manifest["shards"] for row in read_jsonl(folder / Path(name).name)]
     samples = [sample for sample in samples if sample.index < made["limit"]]
     if not samples:
         raise UserError(f"{folder}: this data folder holds no sample; raise limit=")

@@ -1,4 +1,4 @@
-"""Answers of many variants at once, with the full cache's answer as everyone's first guess.
+"""Answers of many variants in one batch, with the full cache's answer as the first guess of each.
 
 Scoring the full cache's answer under a variant tells at each token what the variant itself would have said. Up to the
 first token where it would have said something else, its own greedy answer is therefore known; only what comes after
@@ -8,8 +8,9 @@ differently (in 2 of 30 answers of a tiny random model).
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import psutil
 import torch
@@ -24,6 +25,7 @@ from keepsight.runtime.prefill import read
 from keepsight.runtime.state import State
 from keepsight.runtime.together import Rows
 
+Item = TypeVar("Item")
 _SHARE_OF_FREE_MEMORY = 0.25
 _TOKENS_AT_ONCE = 64
 """Bounds the logits of a scoring pass to rows x 64 x V float32."""
@@ -31,16 +33,16 @@ _TOKENS_AT_ONCE = 64
 
 @dataclass(frozen=True)
 class Answered:
-    """What one variant says.
+    """The answer of one variant.
 
     Attributes:
         ids: [T] int64, its own greedy answer.
         nll: [T'] float32, negative log-likelihood of the full cache's answer in nats.
         hits: [T'] bool, whether each token of the full cache's answer is the arg-max.
-        tokens_per_second: Tokens that its whole batch wrote after what the full cache's answer had told, for each
-            second of it; None where there were none.
-        rows: Answers that wrote them.
-        question: Seconds until its batch had read the question.
+        tokens_per_second: Decoding speed of its whole batch, from where the answers leave the full cache's; None where
+            nothing was left to write.
+        rows: Number of answers that were decoded together.
+        question: Seconds that its batch took to read the question.
     """
 
     ids: Tensor
@@ -56,9 +58,9 @@ class Limits:
     """What ends an answer, and how large a batch may be.
 
     Attributes:
-        max_new_tokens: Of an answer.
-        end_tokens: Ids that end one.
-        batch_tokens: KV entries a head over all states that are read together, answers included.
+        max_new_tokens: Maximum length of an answer in tokens.
+        end_tokens: Token ids that end an answer.
+        batch_tokens: Maximum KV entries per head in a batch, over all its states and their answers.
     """
 
     max_new_tokens: int
@@ -67,7 +69,7 @@ class Limits:
 
 
 def default_batch_tokens(model: PreTrainedModel) -> int:
-    """As many entries as fill a quarter of the memory that is free now."""
+    """KV entries per head that fill a quarter of the free memory."""
     config = model.config.get_text_config()
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     entry = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * model.dtype.itemsize
@@ -103,11 +105,11 @@ def answer_all(
     limits: Limits,
     guesses: Guesses | None = None,
 ) -> list[Answered]:
-    """Every variant's answer and what it thinks of the full cache's.
+    """Every variant's answer, and its likelihood of the full cache's.
 
     Args:
         model: The target.
-        states: Of one row each; they stay as they are.
+        states: One-row states; they are not changed.
         question: [1, q] int64, what is read before the answer; empty when the states have read it.
         answer: [1, T] int64, the full cache's greedy answer under the same limits.
         limits: See `Limits`.
@@ -115,24 +117,28 @@ def answer_all(
     """
     answered, guesses = list[Answered](), guesses or Guesses()
     guesses.learn(answer[0].tolist())
-    for batch in _batches(states, question.shape[1] + limits.max_new_tokens, limits.batch_tokens):
+    more = question.shape[1] + limits.max_new_tokens
+    for batch in batched_by_entries(states, lambda state: state.length + more, limits.batch_tokens):
         answered += _answer_batch(model, batch, question, answer, guesses, limits)
     return answered
 
 
-def _batches(states: Sequence[State], more: int, most: int) -> Iterator[list[State]]:
-    """Consecutive states that together hold at most `most` entries a head once each has grown by `more`.
+def batched_by_entries(items: Iterable[Item], entries: Callable[[Item], int], most: int) -> Iterator[list[Item]]:
+    """Consecutive items that together hold at most `most` entries per head; a single item may exceed it.
 
-    One alone may exceed it.
+    Args:
+        items: States, or what becomes states.
+        entries: Entries per head that an item holds.
+        most: Entries per head of a batch.
     """
-    batch: list[State] = []
+    batch: list[Item] = []
     held = 0
-    for state in states:
-        size = state.length + more
+    for item in items:
+        size = entries(item)
         if batch and held + size > most:
             yield batch
             batch, held = [], 0
-        batch.append(state)
+        batch.append(item)
         held += size
     if batch:
         yield batch
@@ -198,11 +204,11 @@ def _score(rows: Rows, first: Sequence[Tensor], answer: Tensor) -> tuple[Tensor,
 def answer_alone(
     model: Reader, state: State, question: Tensor, answer: Tensor, limits: Limits, reapply: Reapply | None
 ) -> Answered:
-    """The same for one variant that no batch can hold: it evicts while it decodes, or its cache has a form of its own.
+    """`answer_all` for a variant that cannot be batched: it evicts while it decodes, or has a cache class of its own.
 
     Args:
         model: What reads the state: the target, or the method's reader.
-        state: Of one row; it stays as it is.
+        state: One-row state; it is not changed.
         question: As for `answer_all`.
         answer: As for `answer_all`.
         limits: See `Limits`.

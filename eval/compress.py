@@ -3,6 +3,8 @@
 Methods with the same observer and reduction share one observation, those with the same drafter one draft.
 """
 
+import functools
+import operator
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -12,26 +14,24 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from keepsight.runtime.drafting.observer import Drafter, DraftIds, DraftObserver, GivenDraft
-from keepsight.runtime.evict import Evict
 from keepsight.runtime.importance import reduce_group
-from keepsight.runtime.method import CacheMethod, Method
+from keepsight.runtime.method import Method
 from keepsight.runtime.methods.oracle import OwnAnswer
 from keepsight.runtime.observe import Observer
-from keepsight.runtime.prefill import context_of, prefill
-from keepsight.runtime.prompt_compression.method import ShortenPrompt
+from keepsight.runtime.prefill import prefill
 from keepsight.runtime.state import Needs, State
 
 
 @dataclass(frozen=True)
 class Seconds:
-    """What a method costs before its first token. What methods share is measured once and shown for each of them.
+    """Seconds before a method's first token, by phase. What methods share is timed once and shown for each of them.
 
     Attributes:
-        prefill: The target's pass over the prompt; all that a method does which reads the prompt in its own way.
-        draft: Whatever writes a draft, or chooses the tokens of a shorter prompt.
-        observe: The observers' pass; LAQ's guess is written in it.
+        prefill: The target's pass over the prompt; everything, for a method that reads the prompt in its own way.
+        draft: Writing a draft, or choosing the tokens of a shorter prompt.
+        observe: The observer's pass, LAQ's guess included.
         select: Reduction, pooling, allocation and gathering.
-        question: Reading a question that comes after the compression, as one of its batch.
+        question: Reading, in one batch with other variants, a question that comes after the compression.
     """
 
     prefill: float = 0.0
@@ -46,8 +46,8 @@ class Compressed:
     """What a method answers from.
 
     Attributes:
-        state: Of one row.
-        seconds: What it cost.
+        state: One-row state to decode from.
+        seconds: Time before the first token.
         kept: [L, K, N] bool, which of the prompt's entries it holds; None where that is not known.
     """
 
@@ -62,10 +62,10 @@ class SharedPrompt:
 
     Attributes:
         model: The target.
-        state: Of one row, with all that the methods' observers need.
-        coming: What follows the prompt under the full cache: what the oracle's draft is.
-        seconds: Of the prefill, without what the received attention took.
-        coming_seconds: Of writing `coming`.
+        state: One-row state of the prompt, with everything recorded that the methods' observers need.
+        coming: What follows the prompt under the full cache: the oracle's draft.
+        seconds: Seconds of the prefill, without what adding up the received attention took.
+        coming_seconds: Seconds that writing `coming` took.
     """
 
     model: PreTrainedModel
@@ -79,48 +79,35 @@ class SharedPrompt:
     @torch.no_grad()
     def compress(self, method: Method) -> Compressed:
         """The state that a method answers from."""
-        tokens = self.state.tokens
-        if isinstance(method, Evict) and method.shares_prefill(tokens.shape[1]):
-            return self._evict(method)
-        if isinstance(method, ShortenPrompt):
-            return self._shorten(method)
-        start = time.perf_counter()
-        if isinstance(method, CacheMethod) and not isinstance(method, Evict):
-            state = method.compress(self.model, self.state)
-            return Compressed(state, Seconds(prefill=self.seconds, select=since(start)), None)
-        state = method.start(self.model, tokens)
-        return Compressed(state, Seconds(prefill=since(start)), None)
+        start, seconds = time.perf_counter(), Seconds(prefill=self.seconds)
+
+        def observe(observer: Observer, reduction: str) -> list[Tensor]:
+            nonlocal start, seconds
+            observed, seconds = self._observe(observer, reduction)
+            start = time.perf_counter()
+            return observed
+
+        if shared := method.compress_shared(self.model, self.state, observe):
+            state, kept = shared
+            return Compressed(state, replace(seconds, select=since(start)), None if kept is None else torch.cat(kept))
+        chosen = method.tokens_to_read(self.model, self.state.tokens[0])
+        if chosen is None:
+            state = method.start(self.model, self.state.tokens)
+            return Compressed(state, Seconds(prefill=since(start)), None)
+        drafting, start = since(start), time.perf_counter()
+        state = prefill(self.model, self.state.tokens[:, chosen], needs=Needs())
+        seconds = Seconds(prefill=since(start), draft=drafting)
+        of_chosen = torch.zeros_like(torch.cat(self.state.select_all()))
+        of_chosen[..., chosen] = True
+        return Compressed(state, seconds, of_chosen)
 
     @torch.no_grad()
     def ranks(self) -> Tensor:
-        """[L, K, N] int64: the place of each entry when those of its head are ordered by what comes, best first."""
+        """[L, K, N] int64: the rank of each entry within its head by the attention of what comes, 0 for the largest."""
         observed, _ = self._observe(DraftObserver(OwnAnswer()), "mean")
         layers = zip(observed, self.state.entries(), strict=True)
         importance = torch.cat([reduce_group(layer, each.keys.shape[1]) for layer, each in layers])
         return importance.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
-
-    def _evict(self, method: Evict) -> Compressed:
-        if method.fits(self.state):
-            state = method.compress(self.model, self.state)
-            return Compressed(state, Seconds(prefill=self.seconds), self._everything())
-        observed, seconds = self._observe(method.bound_observer, method.reduce.queries)
-        start = time.perf_counter()
-        selected = method.select(self.state, method.reduced(self.state, observed))
-        state = method.gather(self.state, selected)
-        return Compressed(state, replace(seconds, select=since(start)), torch.cat(selected))
-
-    def _shorten(self, method: ShortenPrompt) -> Compressed:
-        prompt = self.state.tokens[0]
-        method.check(len(prompt), context_of(self.model))
-        if method.budget_for(len(prompt)) == len(prompt):
-            return Compressed(self.state, Seconds(prefill=self.seconds), self._everything())
-        start = time.perf_counter()
-        chosen = method.select(self.model, prompt)
-        drafting, start = since(start), time.perf_counter()
-        state = prefill(self.model, prompt[None, chosen], needs=Needs())
-        kept = ~self._everything()
-        kept[..., chosen] = True
-        return Compressed(state, Seconds(prefill=since(start), draft=drafting), kept)
 
     def _observe(self, observer: Observer, reduction: str) -> tuple[list[Tensor], Seconds]:
         key = observer, reduction
@@ -144,21 +131,14 @@ class SharedPrompt:
             self._drafts[drafter] = draft, since(start)
         return self._drafts[drafter]
 
-    def _everything(self) -> Tensor:
-        return torch.cat([each.keys.new_ones(each.keys.shape[:3], dtype=torch.bool) for each in self.state.entries()])
 
-
-def needs_of(methods: Sequence[Method]) -> Needs:
+def needs_of_all(methods: Sequence[Method]) -> Needs:
     """What a prefill must record so that all of the methods can share it."""
-    needs = Needs()
-    for method in methods:
-        if isinstance(method, CacheMethod):
-            needs = needs | method.needs()
-    return needs
+    return functools.reduce(operator.or_, (method.needs() for method in methods), Needs())
 
 
 def recall(kept: Tensor | None, ranks: Tensor) -> float | None:
-    """Share of the entries which what comes attends to most, in equal number a head, that are kept.
+    """Share of the entries that the full cache's answer attends to most, equally many per head, that are kept.
 
     Args:
         kept: [L, K, N] bool; None where it is not known, which leaves the recall unknown too.
@@ -171,7 +151,7 @@ def recall(kept: Tensor | None, ranks: Tensor) -> float | None:
 
 
 def since(start: float) -> float:
-    """Seconds since then, what a GPU was given to do included."""
+    """Seconds since `start`, once a GPU has done what it was given."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter() - start

@@ -1,8 +1,8 @@
-"""How many of the entries that the target looks at a method reads, step by step, beside what could be read at best.
+"""Top-k hit rate of methods that read a part of the cache: which of the entries that the target attends to they select.
 
 The full cache writes an answer. Then every token of it is read once more with full attention, and at each step a method
-chooses from the target's true queries, keys and features. So methods are compared on the same steps, apart from what
-their own choices would change later on.
+selects from the target's true queries, keys and features. So methods are compared on the same steps, apart from what
+their own selections would change later on.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,7 +23,7 @@ from keepsight.runtime.sparse_read.cache import SelectedLayer, Selection
 from keepsight.runtime.state import Needs, State
 
 SHARED = "best shared"
-"""The entries with the largest mean weight over all layers: the upper bound of one set for all layers."""
+"""The entries with the largest mean weight over all layers: no other set for all layers has a larger attention mass."""
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,14 @@ class Hits:
     """Means over steps, layers and KV heads. Steps with no more entries than the budget are left out.
 
     Attributes:
-        name: Of the method.
-        budget: Entries that it may read.
-        steps: How many counted.
-        hit: Share of the `budget` entries with the largest weights in a layer and KV head that are read there.
+        name: Name of the method.
+        budget: KV entries per head that it may read in a step.
+        steps: Number of decoding steps counted.
+        hit: Top-k hit rate: share of the `budget` entries with the largest weights in a layer and KV head that are
+            read there.
         mass: Share of the layer's attention to all entries before the token that falls on what is read.
         overlap: Share of the entries of a step that were read in the step before too.
-        read: Entries read.
+        read: Number of entries read per head.
     """
 
     name: str
@@ -54,7 +55,7 @@ class Answering:
     """An answer under full attention, as the target's layers saw it.
 
     Attributes:
-        before: The state of the prompt, [1 row].
+        before: One-row state of the prompt.
         after: The state once the answer has been read; its trace holds the answer's queries and all features.
         answer: [1, T] int64.
         weights: [L, K, T, S] float32, attention over all S entries, the mean over the query heads of a KV head; causal.
@@ -81,8 +82,8 @@ def answering(
         model: The target.
         prompt: [1, N] int64.
         max_new_tokens: Length limit of the answer.
-        end_tokens: What ends it.
-        features: Layers whose outputs are needed.
+        end_tokens: Token ids that end it.
+        features: Layers whose outputs are recorded.
     """
     before = prefill(model, prompt, needs=Needs(window=max_new_tokens, features=features))
     answer = decode(model, before.copy(), stop_after(max_new_tokens, end_tokens), pad_token=end_tokens[0]).ids

@@ -11,6 +11,8 @@ from typing import Any
 from keepsight.errors import UserError
 from keepsight.files import read_json, whole_lines, write_json, write_lines
 
+FULL = "full"
+"""What the `method` column says of the full cache."""
 _MAY_CHANGE = ("command", "versions")
 
 

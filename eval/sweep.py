@@ -1,4 +1,4 @@
-"""The sweep: every method and budget on every sample, from one prefill a sample.
+"""The sweep: every method and budget on every sample, from one prefill per sample.
 
 For each sample the prompt is prefilled once, the full cache answers, each observer observes once for all methods and
 budgets that use it (`keepsight.eval.compress`), and the answers of all variants come from one batch
@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from keepsight.errors import UserError
-from keepsight.eval.answers import Answered, Limits, answer_all, answer_alone, answer_full
-from keepsight.eval.compress import Compressed, Seconds, SharedPrompt, needs_of, recall, since
+from keepsight.eval.answers import Answered, Limits, answer_all, answer_alone, answer_full, batched_by_entries
+from keepsight.eval.compress import Compressed, Seconds, SharedPrompt, needs_of_all, recall, since
 from keepsight.eval.guesses import Guesses
+from keepsight.eval.results import FULL
 from keepsight.eval.tasks.metrics import score
-from keepsight.eval.tasks.samples import Sample, render, render_apart
+from keepsight.eval.tasks.samples import RenderedSample
 from keepsight.models.targets import Target
 from keepsight.runtime.drafting.observer import DraftIds
 from keepsight.runtime.method import FullCache, Method
@@ -31,7 +32,6 @@ from keepsight.runtime.prefill import context_of, prefill
 from keepsight.runtime.state import State
 
 QUESTIONS = ("seen", "unseen", "multi")
-FULL = "full"
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Variant:
 
     Attributes:
         name: What the `method` column shows.
-        method: Its parts.
+        method: The method at its budget.
     """
 
     name: str
@@ -59,13 +59,13 @@ class _Asked:
     Attributes:
         sample: What is asked.
         question: [1, q] int64, what is read after the context; empty when the whole prompt was.
-        limits: Of its answers.
-        guesses: What they may say.
-        answer: [1, T] int64, the full cache's.
-        full: The same with its likelihood.
+        limits: Limits of its answers.
+        guesses: Texts that its answers may resemble.
+        answer: [1, T] int64, the full cache's answer.
+        full: The full cache's answer with its likelihood.
     """
 
-    sample: Sample
+    sample: RenderedSample
     question: Tensor
     limits: Limits
     guesses: Guesses
@@ -75,7 +75,7 @@ class _Asked:
 
 def sweep(
     target: Target,
-    samples: Sequence[Sample],
+    samples: Sequence[RenderedSample],
     variants: Sequence[Variant],
     done: set[tuple[str, int, str]],
     batch_tokens: int,
@@ -95,28 +95,33 @@ def sweep(
             yield from (each for each, missing in zip(rows, wanted, strict=True) if missing)
 
 
-def groups_of(samples: Sequence[Sample], question: str) -> list[list[Sample]]:
+def groups_of(samples: Sequence[RenderedSample], question: str) -> list[list[RenderedSample]]:
     """What is run together: single samples, or under `multi` those with one context."""
     if question != "multi":
         return [[sample] for sample in samples]
     return [list(group) for _, group in groupby(samples, lambda each: (each.task, each.length, each.context))]
 
 
-def check_samples(target: Target, samples: Sequence[Sample], variants: Sequence[Variant], question: str) -> None:
+def check_samples(target: Target, samples: Sequence[RenderedSample], variants: Sequence[Variant]) -> None:
     """Refuse what `run_samples` would refuse, before the target runs.
 
     Raises:
-        UserError: a sample does not fit the target's context or does not say where its question starts, an answer span
-            was cut, or a method cannot work on so short a prompt.
+        UserError: a sample does not fit the target's context, or a method cannot work on so short a prompt.
     """
+    context = context_of(target.model)
     for sample in samples:
-        prompt, _ = _ids(sample, target, question)
+        tokens = len(sample.prompt_ids) + len(sample.question_ids)
+        if tokens + sample.max_new_tokens > context:
+            raise UserError(
+                f"sample {sample.task}/{sample.id} has {tokens} tokens, with {sample.max_new_tokens} for the answer "
+                f"more than the context of {context}; lower lengths= or max_tokens="
+            )
         for variant in variants:
-            variant.method.check(prompt.shape[1], context_of(target.model))
+            variant.method.check(len(sample.prompt_ids), context)
 
 
 def run_sample(
-    target: Target, sample: Sample, variants: Sequence[Variant], batch_tokens: int, question: str = "seen"
+    target: Target, sample: RenderedSample, variants: Sequence[Variant], batch_tokens: int, question: str = "seen"
 ) -> list[dict[str, Any]]:
     """All rows of one sample; see `run_samples`."""
     return run_samples(target, [sample], variants, batch_tokens, question)[0]
@@ -125,7 +130,7 @@ def run_sample(
 @torch.no_grad()
 def run_samples(
     target: Target,
-    samples: Sequence[Sample],
+    samples: Sequence[RenderedSample],
     variants: Sequence[Variant],
     batch_tokens: int,
     question: str = "seen",
@@ -138,22 +143,22 @@ def run_samples(
         samples: Prompt, references and metric; several only under `question=multi`.
         variants: Methods and budgets; a full cache among them is answered once, not twice.
         batch_tokens: Bounds the batches; see `keepsight.eval.answers.Limits`.
-        question: One of `QUESTIONS`.
+        question: What the methods see, one of `QUESTIONS`: the samples come split for all but `seen`.
         said: Answers to other samples, which often resemble each other; these are added. None to look at no others.
 
     Raises:
         UserError: as `check_samples`.
     """
-    check_samples(target, samples, variants, question)
-    evicting = [variant for variant in variants if not isinstance(variant.method, FullCache)]
-    parts = [_ids(sample, target, question) for sample in samples]
-    prompt = parts[0][0]
+    check_samples(target, samples, variants)
+    evicting = [variant for variant in variants if not variant.method.is_full_cache]
+    prompt = samples[0].prompt_ids[None].to(target.model.device)
     start = time.perf_counter()
-    state = prefill(target.model, prompt, needs=needs_of([variant.method for variant in evicting]))
+    state = prefill(target.model, prompt, needs=needs_of_all([variant.method for variant in evicting]))
     seconds = since(start) - state.trace.seconds
     asked, of_prompt = [], Guesses(said)
     of_prompt.learn(prompt[0].tolist())
-    for sample, (_, rest) in zip(samples, parts, strict=True):
+    for sample in samples:
+        rest = sample.question_ids[None].to(target.model.device)
         limits = Limits(sample.max_new_tokens, target.end_tokens, batch_tokens)
         guesses = Guesses(of_prompt)
         guesses.learn(rest[0].tolist())
@@ -163,7 +168,8 @@ def run_samples(
     shown = [{"prompt_tokens": prompt.shape[1] + each.question.shape[1], "question": question} for each in asked]
     full = Variant(FULL, FullCache()), Compressed(state, Seconds(prefill=seconds), None)
     rows = [[_row(target, each, *full, each.full, 1.0) | more] for each, more in zip(asked, shown, strict=True)]
-    for group in _within_memory(evicting, prompt.shape[1], batch_tokens):
+    length = prompt.shape[1]
+    for group in batched_by_entries(evicting, lambda each: min(each.method.budget_for(length), length), batch_tokens):
         methods = [variant.method for variant in group]
         compressed = [shared.compress(method) for method in methods]
         recalls = [recall(each.kept, ranks) for each in compressed]
@@ -182,38 +188,6 @@ def _shared(target: Target, state: State, asked: Sequence[_Asked], seconds: floa
     coming = DraftIds(torch.cat([ids for each in asked for ids in (each.question, each.answer)], dim=1))
     writing = sum(len(each.full.ids) / (each.full.tokens_per_second or 1.0) for each in asked)
     return SharedPrompt(target.model, state, coming, seconds, writing)
-
-
-def _within_memory(variants: Sequence[Variant], length: int, most: int) -> Iterator[list[Variant]]:
-    """Consecutive variants whose states together hold no more than `most` entries a head; one alone may."""
-    group: list[Variant] = []
-    held = 0
-    for variant in variants:
-        budget = variant.budget if variant.budget is not None else length
-        size = min(length, budget if isinstance(budget, int) else round(budget * length))
-        if group and held + size > most:
-            yield group
-            group, held = [], 0
-        group.append(variant)
-        held += size
-    if group:
-        yield group
-
-
-def _ids(sample: Sample, target: Target, question: str) -> tuple[Tensor, Tensor]:
-    """What is compressed, and what is read after it; [1, N] and [1, q] int64."""
-    if question == "seen":
-        parts = render(sample, target.tokenizer), list[int]()
-    else:
-        parts = render_apart(sample, target.tokenizer)
-    tokens, context = sum(map(len, parts)), target.model.config.get_text_config().max_position_embeddings
-    if tokens + sample.max_new_tokens > context:
-        raise UserError(
-            f"sample {sample.task}/{sample.id} has {tokens} tokens, with {sample.max_new_tokens} for the answer more "
-            f"than the context of {context}; lower lengths= or max_tokens="
-        )
-    first, rest = (torch.tensor([part], dtype=torch.long, device=target.model.device) for part in parts)
-    return first, rest
 
 
 def _answers(

@@ -48,7 +48,7 @@ class Docstring:
     text: str
 
 
-def part_of(name: str) -> Part:
+def document_part(name: str) -> Part:
     """The part that the document `name` belongs to, the same on every machine: one in five is for evaluation.
 
     A package is one document here, and a module goes with its pure-Python twin (`_pydecimal` with `decimal`), because
@@ -68,7 +68,7 @@ def is_topic(document: Document) -> bool:
 def topic_documents(part: Part) -> tuple[Document, ...]:
     """The topics of the language reference that belong to `part`, by name."""
     named = ((f"topics/{name}", text) for name, text in sorted(topics.items()))
-    return tuple(Document(name, text) for name, text in named if part_of(name) == part)
+    return tuple(Document(name, text) for name, text in named if document_part(name) == part)
 
 
 @lru_cache(maxsize=4)
@@ -80,7 +80,7 @@ def source_documents(part: Part) -> tuple[Document, ...]:
     """
     library = Path(sysconfig.get_paths()["stdlib"])
     paths = [(path.relative_to(library).as_posix(), path) for path in sorted(library.rglob("*.py"))]
-    chosen = [(name, path) for name, path in paths if _is_library(name) and part_of(name) == part]
+    chosen = [(name, path) for name, path in paths if _is_library(name) and document_part(name) == part]
     if not chosen:
         raise UserError(f"{library}: no .py files of the standard library; use a Python that keeps its sources")
     return tuple(Document(name, path.read_text(encoding="utf-8", errors="replace")) for name, path in chosen)

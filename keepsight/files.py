@@ -8,9 +8,15 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from keepsight.errors import UserError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+DPI = 150
+"""Resolution of plots, in dots per inch."""
 
 
 @contextmanager
@@ -50,15 +56,31 @@ def atomic_files(folder: Path, last: str) -> Iterator[Path]:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write `text` (UTF-8) so that `path` holds either all of it or what it held before."""
+@contextmanager
+def atomic_file(path: Path) -> Iterator[Path]:
+    """Yield a path beside `path`; the file written there takes the name `path` when the block ends.
+
+    When the block raises, `path` is as it was.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        unfinished.write_text(text, encoding="utf-8")
+        yield unfinished
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write `text` (UTF-8) so that `path` holds either all of it or what it held before."""
+    with atomic_file(path) as unfinished:
+        unfinished.write_text(text, encoding="utf-8")
+
+
+def write_png(path: Path, figure: "Figure") -> None:
+    """Write a figure as PNG with `DPI` dots per inch, so that `path` holds either all of it or what it held before."""
+    with atomic_file(path) as unfinished:
+        figure.savefig(unfinished, format="png", dpi=DPI)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
@@ -12,32 +11,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from keepsight.errors import UserError
+from keepsight.models.lookahead_settings import LookaheadSettings
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _PREFIX = "base_model.model."  # what PEFT puts before the names of a saved adapter's tensors
-
-
-@dataclass
-class LookaheadSettings:
-    """The shape of a lookahead module, and how its observations are reduced.
-
-    Attributes:
-        tokens: n, the number of soft tokens.
-        rank: LoRA rank; 0 trains the soft tokens alone.
-        alpha: LoRA alpha, the scale times the rank.
-        dropout: LoRA dropout while training.
-        group: Reduction over the query heads of a KV head.
-        pooling: `max` or `avg`.
-        kernel: Pooling kernel at selection; training compares unpooled importance.
-    """
-
-    tokens: int = 32
-    rank: int = 8
-    alpha: float = 32
-    dropout: float = 0.0
-    group: str = "mean"
-    pooling: str = "max"
-    kernel: int = 7
 
 
 class Lookahead(nn.Module):

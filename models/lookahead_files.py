@@ -17,7 +17,8 @@ from transformers import PreTrainedModel
 
 from keepsight.errors import UserError
 from keepsight.files import atomic_files, file_digest, read_json, write_json
-from keepsight.models.lookahead import Lookahead, LookaheadSettings, input_embedding, lora_config
+from keepsight.models.lookahead import Lookahead, input_embedding, lora_config
+from keepsight.models.lookahead_settings import LookaheadSettings
 
 ADAPTER, TOKENS, CONFIG = "adapter_model.safetensors", "lookahead_tokens.safetensors", "lookahead_config.json"
 PEFT_CONFIG = "adapter_config.json"

@@ -1,45 +1,14 @@
-"""The model card of a retrieval head: use, training, data, evaluation."""
+"""The model card of a retrieval head."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from keepsight.models.lookahead_card import origin
-from keepsight.models.lookahead_files import Provenance
+from keepsight.models.card import CardBasics, example, write_card
 from keepsight.models.retrieval_config import NONE, PREVIOUS_STEP, RetrievalConfig
 
-_CARD = """---
-base_model: {base_model}
-pipeline_tag: text-generation
-tags: [keepsight, specontext, kv-cache, retrieval-head]
-license: {license}
----
-
-# {title}
-
-A retrieval head ([SpeContext](https://arxiv.org/abs/2512.00722)) for `{base_model}`: the query
+_ABOUT = """A retrieval head ([SpeContext](https://arxiv.org/abs/2512.00722)) for `{base_model}`: the query
 and key projections of a draft head, which say before every decoding step which entries of the KV cache the step will
 read. It reads {reads}. {parameters:,} parameters; the embedding is the base model's and not stored here.
-Trained with up to {trained:,} tokens; YaRN takes it further.
-
-## Use
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from keepsight import SpeContext
-
-model = AutoModelForCausalLM.from_pretrained("{base_model}")
-tokenizer = AutoTokenizer.from_pretrained("{base_model}")
-inputs = tokenizer("a long prompt", return_tensors="pt")
-model.generate(**inputs, custom_generate=SpeContext.from_pretrained("FOLDER_OR_HUB_ID", budget=1024), max_new_tokens=64)
-```
-
-With keepsight's commands: `retrieval=FOLDER_OR_HUB_ID methods=[full,specontext]`.
-
-{origin}
-
-## Measured on held-out training samples
-
-{measured}
-"""
+Trained with up to {trained:,} tokens; YaRN takes it further."""
 
 _READS = {
     PREVIOUS_STEP: "the coming token's embedding, and what three of the base model's layers gave for the one before",
@@ -49,44 +18,34 @@ _READS = {
 _LEGEND = """
 KL divergence of the head's attention from the target's importance, in nats: {kl}.
 
-Only steps with more entries than the budget count. Hit rate: share of the target's most important entries of a step and
-KV head (mean over its layers) that the head selects too. Mass: share of the target's attention that the selection gets.
-Without a head: the first 4 and the latest entries. At best: what the target itself would select. Overlap: share of a
+Only steps with more entries than the budget count. Hit rate: share of the target's top entries of a step and KV head (by
+attention averaged over layers) that the head selects too. Mass: share of the target's attention that the selection
+gets. Without a head: the first 4 and the latest entries. At best: the target's own top entries. Overlap: share of a
 step's selection that the next step selects again.
 """
 
 
-def retrieval_card(
-    title: str,
-    config: RetrievalConfig,
-    parameters: int,
-    provenance: Provenance,
-    sources: Mapping[str, int],
-    measured: str,
-    notes: Sequence[str] = (),
-    license_name: str = "apache-2.0",
-) -> str:
+def retrieval_card(basics: CardBasics, config: RetrievalConfig, parameters: int, measured: str) -> str:
     """The card as Markdown.
 
     Args:
-        title: Heading of the card.
+        basics: Title, provenance, data and licence.
         config: The head's shape.
         parameters: Number of its parameters.
-        provenance: Origin of the head.
-        sources: Number of samples by source.
-        measured: Result of `comparison`.
-        notes: Lines on licences and origins of the data.
-        license_name: Licence identifier of the Hub.
+        measured: What `comparison` returned.
     """
-    reads = _READS[config.features]
-    return _CARD.format(
-        title=title,
-        license=license_name,
-        base_model=provenance.base_model,
-        reads=reads,
-        parameters=parameters,
-        trained=config.trained,
-        origin=origin(provenance, sources, notes),
+    use = example(basics.base_model, "SpeContext", 1024)
+    return write_card(
+        basics,
+        tags="specontext, kv-cache, retrieval-head",
+        about=_ABOUT.format(
+            base_model=basics.base_model,
+            reads=_READS[config.features],
+            parameters=parameters,
+            trained=config.trained,
+        ),
+        use=f"{use}\n\nWith keepsight's commands: `retrieval=FOLDER_OR_HUB_ID methods=[full,specontext]`.",
+        heading="Measured on held-out training samples",
         measured=measured,
     )
 

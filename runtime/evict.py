@@ -22,7 +22,7 @@ from keepsight.runtime.budget import Budget
 from keepsight.runtime.cache import keep
 from keepsight.runtime.decode import Reapply
 from keepsight.runtime.importance import Pool, Reduce, pool, reduce_group, top_mask
-from keepsight.runtime.method import CacheMethod, Method
+from keepsight.runtime.method import CacheMethod, Method, Observe, Shared
 from keepsight.runtime.observe import Observer
 from keepsight.runtime.state import Needs, State, Trace
 
@@ -87,10 +87,6 @@ class Evict(CacheMethod):
         return Budget(self.budget).entries(length) - self.every
 
     @override
-    def observation(self) -> tuple[Observer, str]:
-        return self.bound_observer, self.reduce.queries
-
-    @override
     def check(self, length: int, context: int) -> None:
         name, observer, budget = type(self).__name__, self.bound_observer, self.budget_for(length)
         if length <= budget:
@@ -124,6 +120,16 @@ class Evict(CacheMethod):
         if self.fits(state):
             return replace(state.copy(), trace=self._held_queries(state.trace))
         return self.keep(state, self.importance(model, state))
+
+    @override
+    def compress_shared(self, model: PreTrainedModel, state: State, observe: Observe) -> Shared | None:
+        if not self.shares_prefill(state.tokens.shape[1]):
+            return None
+        if self.fits(state):
+            return self.compress(model, state), state.select_all()
+        observed = observe(self.bound_observer, self.reduce.queries)
+        selected = self.select(state, self.reduced(state, observed))
+        return self.gather(state, selected), selected
 
     @override
     def reapply(self, model: PreTrainedModel) -> Reapply | None:

@@ -1,6 +1,7 @@
 """A method: what `generate`, `model.generate(custom_generate=...)` and the evaluation run."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +17,10 @@ from keepsight.runtime.decode import Decoded, Reapply, decode
 from keepsight.runtime.observe import Observer
 from keepsight.runtime.prefill import context_of, prefill
 from keepsight.runtime.state import Needs, State, Trace
+
+Observe = Callable[[Observer, str], list[Tensor]]
+"""Scores a state with an observer, under a reduction over queries; see `Observer`."""
+Shared = tuple[State, list[Tensor] | None]
 
 
 @dataclass(frozen=True)
@@ -132,14 +137,17 @@ class Method(CustomGenerate):
         """What the prefill has to record."""
         return Needs()
 
-    def shares_prefill(self, length: int) -> bool:
-        """Whether it compresses an ordinary prefill of `length` tokens, which other methods can share."""
-        return False
+    def compress_shared(self, model: PreTrainedModel, state: State, observe: Observe) -> Shared | None:
+        """`compress` of an ordinary prefill that several methods share.
 
-    def observation(self) -> tuple[Observer, str] | None:
-        """The observer of a shared prefill, and its reduction over queries: equal pairs give equal scores.
+        Args:
+            model: The target.
+            state: One-row state; it stays unchanged.
+            observe: Scores the state with an observer; equal observers and reductions share their scores.
 
-        None for methods without an observer.
+        Returns:
+            The state to decode from and, for each layer, which of the prompt's entries it holds, [1, K, N] bool (None
+            where that is not known). None for a method that reads this prompt in its own way.
         """
         return None
 
@@ -181,9 +189,13 @@ class CacheMethod(Method):
     def compress(self, model: PreTrainedModel, state: State) -> State:
         """The state to decode from; the given one stays unchanged."""
 
-    @override
     def shares_prefill(self, length: int) -> bool:
+        """Whether it compresses an ordinary prefill of `length` tokens, which other methods can share."""
         return True
+
+    @override
+    def compress_shared(self, model: PreTrainedModel, state: State, observe: Observe) -> Shared | None:
+        return self.compress(model, state), None
 
     @override
     def start(

@@ -115,6 +115,11 @@ class State:
         """[L, B, K] int64: number of real entries per layer, row and KV head."""
         return torch.stack([_held(each) for each in self.entries()])
 
+    def select_all(self) -> list[Tensor]:
+        """For each layer, a selection [B, K, C] bool of all real entries."""
+        whole = [(each.keys.new_ones(each.keys.shape[:3], dtype=torch.bool), each.real) for each in self.entries()]
+        return [every if real is None else every & real for every, real in whole]
+
     def copy(self) -> "State":
         """The same state with an independent cache to append to."""
         return replace(self, cache=share(self.cache))

@@ -1,7 +1,8 @@
-"""Samples as batches."""
+"""Samples as batches: which are held out, how they are ordered, and how they are padded."""
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -9,14 +10,50 @@ from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
-from keepsight.data_gen.shards import Answered
+from keepsight.data_gen.shards import TrainingSample
 from keepsight.errors import UserError
+from keepsight.runtime.observe import join_masks
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Prompts padded on the left, answers padded on the right.
+
+    Attributes:
+        prompt_ids: [B, N] int64.
+        answer_ids: [B, T] int64.
+        prompt_mask: [B, N] bool, False for padding; None when no prompt is padded.
+        answer_mask: [B, T] bool, False for padding; None when no answer is padded.
+        indices: The samples' numbers in the data set.
+    """
+
+    prompt_ids: Tensor
+    answer_ids: Tensor
+    prompt_mask: Tensor | None = None
+    answer_mask: Tensor | None = None
+    indices: Sequence[int] = ()
+
+    def joined(self) -> tuple[Tensor, Tensor | None]:
+        """Prompts followed by answers, [B, N + T], and their mask; None when nothing is padded."""
+        ids = torch.cat([self.prompt_ids, self.answer_ids], dim=1)
+        length, count = self.prompt_ids.shape[1], self.answer_ids.shape[1]
+        return ids, join_masks(self.prompt_mask, self.answer_mask, len(ids), length, count, ids.device)
+
+    def texts(self) -> list[Tensor]:
+        """For each sample, its prompt and answer without padding, [n] int64."""
+        ids, mask = self.joined()
+        return list(ids) if mask is None else [row[real] for row, real in zip(ids, mask, strict=True)]
+
+    def prompt_lengths(self) -> list[int]:
+        """For each sample, its prompt's tokens without padding."""
+        batch, length = self.prompt_ids.shape
+        return [length] * batch if self.prompt_mask is None else self.prompt_mask.sum(dim=1).tolist()
 
 
 class SampleDataset(Dataset[dict[str, Any]]):
     """Prompt and answer ids of samples, with `length` (tokens) for samplers that group by it."""
 
-    def __init__(self, samples: Sequence[Answered]) -> None:
+    def __init__(self, samples: Sequence[TrainingSample]) -> None:
         self.samples = samples
 
     def __len__(self) -> int:
@@ -32,13 +69,26 @@ class SampleDataset(Dataset[dict[str, Any]]):
         }
 
 
-def split(samples: Sequence[Answered], held_out: int, key: str = "train") -> tuple[SampleDataset, SampleDataset]:
-    """Training samples, and every k-th sample held out, so that all parts of the mixture are measured.
+def cut(samples: Sequence[TrainingSample], max_tokens: int) -> list[TrainingSample]:
+    """Truncate samples to their first `max_tokens` tokens, 2 or more; at least the last of them counts as answer."""
+    return [_cut(sample, max_tokens) for sample in samples]
+
+
+def _cut(sample: TrainingSample, max_tokens: int) -> TrainingSample:
+    ids = [*sample.prompt_ids, *sample.answer_ids][:max_tokens]
+    prompt = min(len(sample.prompt_ids), len(ids) - 1)
+    return replace(sample, prompt_ids=ids[:prompt], answer_ids=ids[prompt:])
+
+
+def hold_out(
+    samples: Sequence[TrainingSample], held_out: int, key: str = "train"
+) -> tuple[SampleDataset, SampleDataset]:
+    """Training samples and held-out ones: every k-th sample, so that all parts of the mixture are measured.
 
     Args:
-        samples: All of them.
-        held_out: How many at most are held out.
-        key: Where the recipe has `held_out`, for the message.
+        samples: The whole data set.
+        held_out: Number of held-out samples, at most.
+        key: Name of the settings in a recipe, for the message.
 
     Raises:
         UserError: too few samples for both.
@@ -52,7 +102,7 @@ def split(samples: Sequence[Answered], held_out: int, key: str = "train") -> tup
 
 
 class GroupedByLength(Sampler[int]):
-    """Samples of similar length one after the other, in an order that seed and epoch decide."""
+    """Groups samples of similar length; seed and epoch decide the order."""
 
     def __init__(self, samples: SampleDataset, group: int, seed: int) -> None:
         self.lengths = [samples[place]["length"] for place in range(len(samples))]
@@ -62,7 +112,7 @@ class GroupedByLength(Sampler[int]):
         return len(self.lengths)
 
     def set_epoch(self, epoch: int) -> None:
-        """Called by accelerate when an epoch begins."""
+        """Set the epoch; accelerate calls it when one begins."""
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
@@ -71,11 +121,7 @@ class GroupedByLength(Sampler[int]):
 
 
 def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Pad prompts on the left and answers on the right.
-
-    Returns:
-        `prompt_ids` [B, N], `answer_ids` [B, T], their masks (bool; None where nothing is padded), and `indices`.
-    """
+    """Pad prompts on the left and answers on the right; the values are the fields of `Batch`."""
     prompts, prompt_mask = _pad([row["prompt_ids"] for row in rows], left=True)
     answers, answer_mask = _pad([row["answer_ids"] for row in rows], left=False)
     return {

@@ -15,7 +15,6 @@ from statistics import mean, median
 
 import torch
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 from torch.nn import functional
 from tqdm import tqdm
@@ -25,7 +24,7 @@ from transformers.cache_utils import DynamicCache
 from keepsight.errors import UserError
 from keepsight.files import append_lines, text_digest, whole_lines, write_lines
 from keepsight.models.draft_sources import keep_layers
-from keepsight.train.plots import BLUE, VERMILLION
+from keepsight.train.plots import BLUE, VERMILLION, draw_line, tidy
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ class Subset(Closeness):
 
 
 @torch.no_grad()
-def read(target: PreTrainedModel, prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> Text:
+def read_answer(target: PreTrainedModel, prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> Text:
     """What the target makes of an answer that is given."""
     ids = torch.tensor([[*prompt_ids, *answer_ids[:-1]]], device=target.device)
     logits = target(input_ids=ids, use_cache=False, logits_to_keep=len(answer_ids)).logits[0]
@@ -137,16 +136,11 @@ def draft_figure(searched: Sequence[Subset], held_out: Sequence[Subset]) -> Figu
         (held_out, "held-out texts", VERMILLION, "s"),
     ):
         sizes, values = [len(subset.layers) for subset in subsets], [subset.agreement for subset in subsets]
-        panel.plot(sizes, values, line, color=colour, linewidth=1.6, markersize=4, label=label)
+        draw_line(panel, sizes, values, label, colour, line)
     panel.set_title("Answer tokens on which draft and target agree", fontsize=10)
     panel.set_xlabel("layers kept", fontsize=9)
     panel.set_ylim(0, 1)
-    panel.xaxis.set_major_locator(MaxNLocator(integer=True))
-    panel.grid(axis="y", color="#d4d4d4", linewidth=0.6)
-    panel.set_axisbelow(True)
-    panel.spines[["top", "right"]].set_visible(False)
-    panel.tick_params(labelsize=8)
-    panel.legend(frameon=False, fontsize=8)
+    tidy(panel)
     return figure
 
 

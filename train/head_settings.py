@@ -1,8 +1,9 @@
-"""What recipes set for the training of draft heads and retrieval heads."""
+"""Settings of draft heads and retrieval heads in training. Nothing heavy is imported: configurations read this file."""
 
 from dataclasses import dataclass, field
 
-from keepsight.train.lookahead.trainer import TrainSettings
+from keepsight.errors import UserError
+from keepsight.train.settings import TrainSettings, require_at_least
 
 
 @dataclass
@@ -10,10 +11,10 @@ class DraftHeadSettings:
     """Shape and training of an EAGLE-3 draft head.
 
     Attributes:
-        vocabulary: Tokens the head can draft: the most frequent ones of the training data.
-        unroll: Steps that the head is unrolled over its own features in training (training-time test).
-        decay: Weight of a step's loss relative to the step before.
-        max_tokens: Longer samples are cut at the end.
+        vocabulary: Size of the draft vocabulary: the most frequent tokens of the training data.
+        unroll: Steps the head is unrolled over its own features in training (training-time test).
+        decay: Weight of an unrolled step's loss relative to the step before.
+        max_tokens: Longest sample in tokens; longer ones are truncated at the end.
         train: Optimisation.
     """
 
@@ -23,18 +24,29 @@ class DraftHeadSettings:
     max_tokens: int = 4096
     train: TrainSettings = field(default_factory=lambda: TrainSettings(learning_rate=1e-4, clip=0.5))
 
+    def check(self) -> None:
+        """Refuse settings that no training can run with.
+
+        Raises:
+            UserError: a value is out of range.
+        """
+        require_at_least(self, "draft_head", {"unroll": 1, "max_tokens": 3})
+        if not 0 < self.decay <= 1:
+            raise UserError(f"draft_head.decay={self.decay} must lie above 0 and be at most 1")
+
 
 @dataclass
 class RetrievalHeadSettings:
     """Variant and distillation of a retrieval head.
 
     Attributes:
-        features: `previous-step`, the target's features of the token before; or `none`, token embeddings alone.
-        queries: Tokens of a sample, the last ones, whose importance is distilled.
-        temperature: Of the loss: weights count to the power of 1 / temperature, so that above 1 the entries beyond the
-            few that get most attention are learned too.
-        max_tokens: Longer samples are cut at the end.
-        train: Optimisation; `train.budget` is that of the hit rate.
+        features: What the head reads beside token embeddings: `previous-step`, the target's features of the token
+            before, or `none`.
+        queries: Number of a sample's last tokens whose importance is distilled.
+        temperature: Softens the distillation loss: attention weights count to the power of 1 / temperature, so that
+            above 1 the entries beyond the few with the largest weights are learned too.
+        max_tokens: Longest sample in tokens; longer ones are truncated at the end.
+        train: Optimisation; `train.budget` adds a budget at which the hit rate is measured.
     """
 
     features: str = "previous-step"
@@ -42,3 +54,13 @@ class RetrievalHeadSettings:
     temperature: float = 2.0
     max_tokens: int = 4096
     train: TrainSettings = field(default_factory=lambda: TrainSettings(learning_rate=1e-3))
+
+    def check(self) -> None:
+        """Refuse settings that no training can run with.
+
+        Raises:
+            UserError: a value is out of range.
+        """
+        require_at_least(self, "retrieval_head", {"queries": 1, "max_tokens": 2})
+        if self.temperature <= 0:
+            raise UserError(f"retrieval_head.temperature={self.temperature} must be above 0")

@@ -1,11 +1,10 @@
-"""The transformers Trainer for a small module beside a frozen target: its weights alone are saved, and measured."""
+"""The transformers Trainer for a small module beside a frozen target: only the module is saved and measured."""
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -15,13 +14,15 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 from typing_extensions import override
 
+from keepsight.data_gen.shards import TrainingSample
 from keepsight.errors import UserError
-from keepsight.files import text_digest, whole_lines, write_text
-from keepsight.train.dataset import GroupedByLength, SampleDataset, collate, split
+from keepsight.files import text_digest, whole_lines, write_lines
+from keepsight.train.dataset import GroupedByLength, SampleDataset, collate, hold_out
+from keepsight.train.objective import Objective
 from keepsight.train.resume import StopOnInterrupt, check_same_settings, last_checkpoint, state_of
 from keepsight.train.settings import TrainSettings
 
-PRECISIONS = ("no", "bf16", "fp16")
+ObjectiveT = TypeVar("ObjectiveT", bound=Objective)
 
 
 def training_arguments(settings: TrainSettings, work: Path) -> TrainingArguments:
@@ -57,42 +58,83 @@ def training_arguments(settings: TrainSettings, work: Path) -> TrainingArguments
     )
 
 
-class ModuleTrainer(Trainer, ABC):
-    """Saves the module alone, measures it on held-out samples, and stops at the first loss that is not a number.
+class ModuleTrainer(Trainer, ABC, Generic[ObjectiveT]):
+    """Saves the module alone, measures it on held-out samples, and stops at the first loss that is NaN or infinite.
 
     Args:
-        model: Batch, as `collate` makes it but for `indices`, in; `{"loss": scalar}` out.
+        objective: The module in training and its target.
         settings: Optimisation.
         work: Folder for checkpoints, logs and measurements.
         samples: Training and held-out ones together.
+        shape: What else must be the same when the training is resumed, by its name in a recipe.
 
     Attributes:
         weights_file: Name of the module's weights in a checkpoint.
-        settings_key: Where recipes have the settings.
-        metrics: The latest measurement's numbers.
+        settings_key: Name of the settings in a recipe.
+        sample_count: Number of samples, held-out ones included.
+        metrics: Numbers of the latest measurement, by name.
 
     Raises:
         UserError: a setting is out of range, or more samples are to be held out than there are.
     """
 
+    objective: ObjectiveT
     weights_file: ClassVar[str]
     settings_key: ClassVar[str] = "train"
 
-    def __init__(self, model: nn.Module, settings: TrainSettings, work: Path, samples: list[Any]) -> None:
-        check(settings, self.settings_key)
-        train, held_out = split(samples, settings.held_out, self.settings_key)
+    def __init__(
+        self,
+        objective: ObjectiveT,
+        settings: TrainSettings,
+        work: Path,
+        samples: list[TrainingSample],
+        shape: dict[str, Any],
+    ) -> None:
+        settings.check(self.settings_key)
+        train, held_out = hold_out(samples, settings.held_out, self.settings_key)
         super().__init__(
-            model=model,
+            model=objective,
             args=training_arguments(settings, work),
             data_collator=collate,
             train_dataset=train,
             eval_dataset=held_out,
         )
         self.model_accepts_loss_kwargs = False
-        self.settings, self.work, self.samples = settings, work, len(samples)
-        self.data_digest = text_digest(repr([(sample.prompt_ids, sample.answer_ids) for sample in samples]))
-        self.metrics: dict[str, float] = {}
+        self.objective, self.settings, self.work, self.sample_count = objective, settings, work, len(samples)
+        digest = text_digest(repr([(sample.prompt_ids, sample.answer_ids) for sample in samples]))
+        self._fixed = asdict(settings) | shape | {"data.samples": len(samples), "data.digest": digest}
         self._indices: list[int] = []
+        self.metrics: dict[str, float] = {}
+
+    def fit(self) -> bool:
+        """Train, resuming from the last checkpoint in `work` if there is one.
+
+        Returns:
+            Whether the training ran to its end (False after Ctrl-C).
+
+        Raises:
+            UserError: other settings or data than the checkpoint's, or a loss that is NaN or infinite.
+        """
+        self.work.mkdir(parents=True, exist_ok=True)
+        check_same_settings(self.work / "settings.json", self._fixed, self.settings_key)
+        stopper = StopOnInterrupt()
+        self.add_callback(stopper)
+        with stopper.watching():
+            self._resume(last_checkpoint(self.work))
+        return self.state.global_step >= self.state.max_steps
+
+    def _resume(self, checkpoint: Path | None) -> None:
+        if checkpoint is None:
+            self.train()
+            return
+        print(f"resuming from {checkpoint}")
+        state = state_of(checkpoint)
+        if state.global_step < state.max_steps:
+            self.train(resume_from_checkpoint=str(checkpoint))
+        else:  # the Trainer would take one more step
+            self._load_from_checkpoint(str(checkpoint))
+            self.state = state
+            self.evaluate()
 
     @abstractmethod
     def weights(self) -> dict[str, Tensor]:
@@ -100,34 +142,28 @@ class ModuleTrainer(Trainer, ABC):
 
     @abstractmethod
     def load_weights(self, weights: dict[str, Tensor]) -> None:
-        """Take up what `weights` gave."""
+        """Load what `weights` returned."""
 
     @abstractmethod
     def measure(self) -> dict[str, Any]:
-        """How the module fares on `held_out_batches`: numbers to log, and lists that are kept beside them.
+        """Measure the module on `held_out_batches`: numbers to log, and lists that are only written to fidelity.jsonl.
 
         Raises:
             FloatingPointError: a value is NaN or infinite.
         """
 
     def held_out_batches(self) -> Iterator[dict[str, Any]]:
-        """The held-out samples as `collate` makes batches, on the model's device."""
+        """The held-out samples in batches made by `collate`, on the model's device."""
         loader = DataLoader(self.eval_dataset, self.args.per_device_train_batch_size, collate_fn=collate)  # type: ignore[arg-type]
         return (self._prepare_inputs(batch) for batch in loader)
 
     def measurements(self) -> list[dict[str, Any]]:
-        """What was measured so far: rows with `step`, the numbers and the lists."""
+        """All measurements so far: rows with `step`, the numbers and the lists."""
         return whole_lines(self.work / "fidelity.jsonl")
 
     def log_rows(self) -> list[dict[str, Any]]:
         """The logged losses, then the measurements."""
         return [row for row in self.state.log_history if "loss" in row] + self.measurements()
-
-    def restore(self, checkpoint: Path) -> None:
-        """Take up the weights and the log of a finished training, and measure them."""
-        self._load_from_checkpoint(str(checkpoint))
-        self.state = state_of(checkpoint)
-        self.evaluate()
 
     @override
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
@@ -140,10 +176,10 @@ class ModuleTrainer(Trainer, ABC):
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        self._indices = inputs.pop("indices")
+        self._indices = inputs["indices"]
         output = model(**inputs)
         if not torch.isfinite(output["loss"]):
-            raise self._no_number(f"the loss is {output['loss'].item()} at step {self.state.global_step + 1}")
+            raise self._not_finite(f"the loss is {output['loss'].item()} at step {self.state.global_step + 1}")
         return (output["loss"], output) if return_outputs else output["loss"]
 
     @override
@@ -153,21 +189,21 @@ class ModuleTrainer(Trainer, ABC):
         try:
             measured = self.measure()
         except FloatingPointError as error:
-            raise self._no_number(f"{error} after step {self.state.global_step}") from None
+            raise self._not_finite(f"{error} after step {self.state.global_step}") from None
         self.metrics = {name: value for name, value in measured.items() if not isinstance(value, list)}
         self.log(dict(self.metrics))
         if self.is_world_process_zero():
-            self._keep({"step": self.state.global_step, **measured})
+            self._log_measurement({"step": self.state.global_step, **measured})
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, self.metrics)
         return self.metrics
 
-    def _keep(self, row: dict[str, Any]) -> None:
-        """Add a measurement; those of this step or later ones are of a run that was stopped, and are made again."""
+    def _log_measurement(self, row: dict[str, Any]) -> None:
+        """Append a measurement; those of this step or later are left from a run that was stopped, and are replaced."""
         rows = [each for each in self.measurements() if each["step"] < row["step"]]
-        write_text(self.work / "fidelity.jsonl", "".join(json.dumps(each) + "\n" for each in [*rows, row]))
+        write_lines(self.work / "fidelity.jsonl", [*rows, row])
 
-    def _no_number(self, what: str) -> UserError:
-        """What to say of a value that is NaN or infinite: a checkpoint of the step it follows holds what led to it."""
+    def _not_finite(self, what: str) -> UserError:
+        """The error for a value that is NaN or infinite; a checkpoint of its own step is no longer good."""
         good = last_checkpoint(self.work, before=self.state.global_step) or "none, there is no checkpoint yet"
         return UserError(
             f"{what} on samples {self._indices}; the last good checkpoint: {good}; "
@@ -181,7 +217,7 @@ class ModuleTrainer(Trainer, ABC):
             folder.mkdir(parents=True, exist_ok=True)
             state = self.weights()
             if broken := [name for name, value in state.items() if not torch.isfinite(value).all()]:
-                raise self._no_number(f"weight {broken[0]!r} is not finite after step {self.state.global_step}")
+                raise self._not_finite(f"weight {broken[0]!r} is not finite after step {self.state.global_step}")
             save_file(state, folder / self.weights_file)
 
     @override
@@ -191,57 +227,6 @@ class ModuleTrainer(Trainer, ABC):
             weights = load_file(path)
         except (OSError, SafetensorError) as error:
             raise UserError(
-                f"{path}: cannot be read ({error}); delete this checkpoint's folder, and the training goes on from the "
-                "one before"
+                f"{path}: cannot be read ({error}); delete this checkpoint's folder to resume from the one before"
             ) from None
         self.load_weights(weights)
-
-
-def check(settings: TrainSettings, key: str) -> None:
-    """Refuse settings that no training can run with.
-
-    Raises:
-        UserError: one is out of range; `key` is where the recipe has them.
-    """
-    least = dict.fromkeys(("batch_size", "accumulation", "measure_every", "save_every", "budget"), 1)
-    for name, lowest in {**least, "steps": 0, "held_out": 0}.items():
-        if getattr(settings, name) < lowest:
-            raise UserError(f"{key}.{name}={getattr(settings, name)} must be at least {lowest}")
-    if settings.precision not in PRECISIONS:
-        raise UserError(f"{key}.precision={settings.precision} is unknown; choose one of {', '.join(PRECISIONS)}")
-
-
-def run(trainer: ModuleTrainer, shape: dict[str, Any]) -> bool:
-    """Train, going on from the last checkpoint in the trainer's folder when there is one.
-
-    Args:
-        trainer: With its settings, model and data.
-        shape: What else must be as it was when the training began, by the names that recipes have for it.
-
-    Returns:
-        Whether the training ran to its end (False after Ctrl-C).
-
-    Raises:
-        UserError: other settings than the checkpoint's, or a loss that is not a number.
-    """
-    trainer.work.mkdir(parents=True, exist_ok=True)
-    data = {"data.samples": trainer.samples, "data.digest": trainer.data_digest}
-    same = asdict(trainer.settings) | shape | data
-    check_same_settings(trainer.work / "settings.json", same, trainer.settings_key)
-    stopper = StopOnInterrupt()
-    trainer.add_callback(stopper)
-    with stopper.watching():
-        _go_on(trainer, last_checkpoint(trainer.work))
-    return trainer.state.global_step >= trainer.state.max_steps
-
-
-def _go_on(trainer: ModuleTrainer, checkpoint: Path | None) -> None:
-    if checkpoint is None:
-        trainer.train()
-        return
-    print(f"going on from {checkpoint}")
-    state = state_of(checkpoint)
-    if state.global_step < state.max_steps:
-        trainer.train(resume_from_checkpoint=str(checkpoint))
-    else:
-        trainer.restore(checkpoint)  # the Trainer would take one step more

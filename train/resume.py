@@ -1,4 +1,4 @@
-"""What a training that is stopped, killed or started again needs: checkpoints, settings, and Ctrl-C."""
+"""Stopping and resuming a training: checkpoints, settings that must not change, and Ctrl-C."""
 
 import signal
 import threading
@@ -17,9 +17,9 @@ from keepsight.files import read_json, write_json
 
 
 def last_checkpoint(work: Path, before: int | None = None) -> Path | None:
-    """The newest complete checkpoint in `work`; of an earlier step than `before`, when that is given.
+    """The newest complete checkpoint in `work`; if `before` is given, the newest of an earlier step.
 
-    The Trainer writes its state last, so a checkpoint without one was cut off by a kill.
+    The Trainer writes its state last, so a checkpoint without one is incomplete: a kill cut it off.
     """
     steps = {int(path.parent.name.rpartition("-")[2]): path.parent for path in work.glob(f"*-*/{TRAINER_STATE_NAME}")}
     return max((pair for pair in steps.items() if before is None or pair[0] < before), default=(0, None))[1]
@@ -31,11 +31,11 @@ def state_of(checkpoint: Path) -> TrainerState:
 
 
 def check_same_settings(path: Path, settings: dict[str, Any], key: str = "train") -> None:
-    """Write the settings when a training begins; when it goes on, compare.
+    """Write the settings when a training begins; compare them when it is resumed.
 
     Args:
-        path: The file that keeps them.
-        settings: Values by name; names without a dot are those of `key` in the recipe.
+        path: The file that holds them.
+        settings: Values by name; a name without a dot is a field of `key` in the recipe.
         key: See `settings`.
 
     Raises:
@@ -60,7 +60,7 @@ class StopOnInterrupt(TrainerCallback):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Catch Ctrl-C within the block. Only the main thread can; in others nothing changes."""
+        """Catch Ctrl-C within the block; without effect outside the main thread, which alone receives signals."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return

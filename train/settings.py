@@ -1,29 +1,34 @@
-"""What recipes set for the optimisation of any trained module."""
+"""Settings of the optimiser, shared by all trainers. Nothing heavy is imported: configurations read this file."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+from keepsight.errors import UserError
+
+PRECISIONS = ("no", "bf16", "fp16")
 
 
 @dataclass
 class TrainSettings:
-    """Optimisation of a module: Adam, cosine with warmup and minimum, clipping (LookaheadKV, table 16).
+    """Optimisation: Adam, linear warmup, cosine decay to a minimum, gradient clipping (arXiv 2603.10899, table 16).
 
     Attributes:
         steps: Optimiser steps; 0 for `epochs` passes over the data.
         epochs: Passes over the data when `steps` is 0.
-        batch_size: Prompts a device and forward pass.
-        accumulation: Forward passes an optimiser step.
-        learning_rate: Peak.
-        warmup: Share of the steps.
-        min_learning_rate: Share of the peak that the cosine ends at.
+        batch_size: Samples per device and forward pass.
+        accumulation: Forward passes per optimiser step.
+        learning_rate: Peak learning rate.
+        warmup: Share of the steps in which the learning rate rises to its peak.
+        min_learning_rate: Final learning rate of the cosine schedule, as a share of the peak.
         clip: Maximum gradient norm.
-        precision: `no`, `bf16` or `fp16` mixed precision.
-        seed: Of initialisation and order.
-        held_out: Samples that are measured and never trained on.
-        measure_every: Steps between measurements.
+        precision: Mixed precision: `no`, `bf16` or `fp16`.
+        seed: Random seed for initialisation and data order.
+        held_out: Number of samples held out to be measured, never trained on.
+        measure_every: Steps between measurements on the held-out samples.
         save_every: Steps between checkpoints.
-        budget: Entries a KV head, for recall.
-        report_to: Trackers: tensorboard, trackio, wandb.
-        group_by_length: Put prompts of similar length into a batch.
+        budget: KV entries per head at which recall or hit rate is measured.
+        report_to: Experiment trackers: tensorboard, trackio, wandb.
+        group_by_length: Batch samples of similar length, which saves padding.
     """
 
     steps: int = 0
@@ -42,3 +47,25 @@ class TrainSettings:
     budget: int = 64
     report_to: list[str] = field(default_factory=lambda: ["tensorboard"])
     group_by_length: bool = False
+
+    def check(self, key: str) -> None:
+        """Refuse settings that no training can run with; `key` is their name in a recipe.
+
+        Raises:
+            UserError: a value is out of range.
+        """
+        least = dict.fromkeys(("batch_size", "accumulation", "measure_every", "save_every", "budget"), 1)
+        require_at_least(self, key, {**least, "steps": 0, "held_out": 0})
+        if self.precision not in PRECISIONS:
+            raise UserError(f"{key}.precision={self.precision} is unknown; choose one of {', '.join(PRECISIONS)}")
+
+
+def require_at_least(settings: object, key: str, least: Mapping[str, int]) -> None:
+    """Check fields of the settings that a recipe calls `key` against their lowest allowed values.
+
+    Raises:
+        UserError: a value is lower.
+    """
+    for name, lowest in least.items():
+        if (value := getattr(settings, name)) < lowest:
+            raise UserError(f"{key}.{name}={value} must be at least {lowest}")

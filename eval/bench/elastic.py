@@ -7,7 +7,8 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from keepsight.eval.bench.retrieval import needs_of, read_greedily
+from keepsight.eval.bench.retrieval import feature_needs
+from keepsight.eval.bench.timing import read_greedily
 from keepsight.eval.tasks.haystack import read_haystack
 from keepsight.eval.tasks.samples import Sample, render
 from keepsight.models.retrieval_head import RetrievalHead
@@ -47,7 +48,7 @@ def traffic_lines(
     Raises:
         UserError: a prompt does not fit the model's context.
     """
-    model, needs = target.model, needs_of(target.model, head)
+    model, needs = target.model, feature_needs(target.model, head)
     layers = model.config.get_text_config().num_hidden_layers
     methods = {budget: SpeContext(budget, head, offload=layers) for budget in budgets}
     moved: dict[int, list[Traffic]] = {budget: [] for budget in budgets}
@@ -77,4 +78,5 @@ def _traffic(model: PreTrainedModel, method: SpeContext, state: State, steps: in
 
 
 def _rendered(text: str, target: Target) -> list[int]:
-    return render(Sample("text", "documentation", 0, text + _QUESTION, (), "", 1, question=_QUESTION), target.tokenizer)
+    sample = Sample("text", "documentation", 0, text + _QUESTION, (), "", 1, question=_QUESTION)
+    return render(sample, target.tokenizer).prompt_ids.tolist()

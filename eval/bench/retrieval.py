@@ -1,8 +1,6 @@
 """What reading with a retrieval head costs: its size, and the seconds of a decoding step by part."""
 
-import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,15 +9,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from keepsight.eval.bench.timing import median_seconds, random_ids, read_greedily
 from keepsight.models.draft_head import DraftHead
 from keepsight.models.retrieval_head import RetrievalHead, parameters, pruning
 from keepsight.models.targets import Target
-from keepsight.runtime.attention import Reader
 from keepsight.runtime.cache import KeptLayer
 from keepsight.runtime.method import CacheMethod, FullCache
 from keepsight.runtime.methods.quest import Quest
 from keepsight.runtime.methods.specontext import SpeContext
-from keepsight.runtime.prefill import context_of, prefill, read
+from keepsight.runtime.prefill import context_of, prefill
 from keepsight.runtime.retrieval.placement import elastic_layers
 from keepsight.runtime.retrieval.reader import RetrievalCache
 from keepsight.runtime.state import Needs, State, Trace
@@ -85,9 +83,8 @@ def step_lines(
 def _random_state(model: PreTrainedModel, head: RetrievalHead, rows: int, length: int) -> State:
     """A state of random tokens, entries and features. All layers have the same entries until they append to them."""
     generator = torch.Generator().manual_seed(0)
-    vocabulary = model.config.get_text_config().vocab_size
-    ids = torch.randint(3, vocabulary - 1, (rows, length), generator=generator).to(model.device)
-    start = prefill(model, ids[:, :1], needs=needs_of(model, head))
+    ids = random_ids(model, rows, length)
+    start = prefill(model, ids[:, :1], needs=feature_needs(model, head))
 
     def like(given: Tensor, shape: tuple[int, ...]) -> Tensor:
         return torch.randn(shape, generator=generator).to(given.device, given.dtype)
@@ -111,7 +108,7 @@ def _step(model: PreTrainedModel, method: CacheMethod, state: State, repeats: in
         nonlocal state
         state = read_greedily(reader, state, 1)
 
-    seconds = _median_seconds(step, repeats)
+    seconds = median_seconds(step, repeats)
     if not isinstance(state.cache, RetrievalCache):
         return seconds, ""
     if on_cpu := elastic_layers(state.cache.layers):
@@ -120,38 +117,13 @@ def _step(model: PreTrainedModel, method: CacheMethod, state: State, repeats: in
     embeddings = model.get_input_embeddings()(state.logits.argmax(dim=-1, keepdim=True))
     selector, layers, positions = state.cache.selector.share(), state.cache.selected_layers, state.lengths[:, None]
     chosen = selector.select(embeddings, positions)
-    choosing = _median_seconds(lambda: selector.select(embeddings, positions), repeats)
-    gathering = _median_seconds(lambda: [layer.gather(chosen) for layer in layers], repeats)
+    choosing = median_seconds(lambda: selector.select(embeddings, positions), repeats)
+    gathering = median_seconds(lambda: [layer.gather(chosen) for layer in layers], repeats)
     parts = choosing, gathering, seconds - choosing - gathering
     return seconds, "".join(f"{part * 1000:>8.2f}" for part in parts)
 
 
-def read_greedily(reader: Reader, state: State, steps: int) -> State:
-    """The state after so many of its own greedy tokens."""
-    for _ in range(steps):
-        state, _ = read(reader, state, state.logits.argmax(dim=-1, keepdim=True))
-    return state
-
-
-def _median_seconds(part: Callable[[], object], repeats: int) -> float:
-    """After one call that warms up."""
-    part()
-    times = []
-    for _ in range(repeats):
-        _synchronize()
-        start = time.perf_counter()
-        part()
-        _synchronize()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def needs_of(model: PreTrainedModel, head: RetrievalHead) -> Needs:
+def feature_needs(model: PreTrainedModel, head: RetrievalHead) -> Needs:
     """What a prefill records for the head."""
     return Needs(features=tuple(sorted(head.layers_of(model))))
 

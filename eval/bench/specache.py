@@ -8,15 +8,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from keepsight.eval.bench.timing import median_seconds, random_ids, read_greedily, synchronize
 from keepsight.models.targets import Target
-from keepsight.runtime.attention import Reader
 from keepsight.runtime.method import FullCache, Method
 from keepsight.runtime.methods.kivi import Kivi
 from keepsight.runtime.methods.specache import SpeCache
-from keepsight.runtime.prefill import read
 from keepsight.runtime.quantized.entries import attend_packed
 from keepsight.runtime.quantized.specache import specache_layers
-from keepsight.runtime.state import State
 
 
 def bench_specache(target: Target, method: SpeCache, tokens: int, batch: int, steps: int) -> Iterator[str]:
@@ -33,9 +31,7 @@ def bench_specache(target: Target, method: SpeCache, tokens: int, batch: int, st
         steps: Timed steps, after three that warm up.
     """
     model = target.model
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(3, model.config.get_text_config().vocab_size - 1, (batch, tokens), generator=generator)
-    ids = ids.to(model.device)
+    ids = random_ids(model, batch, tokens)
     yield f"{batch} rows of {tokens} tokens, {steps} steps, {torch.get_num_threads()} threads; {method}"
     yield (
         f"{'cache':<22}{'ms a step':>11}{'tokens/s':>10}{'KV MB':>9}{'moved MB a step':>17}{'waited ms':>11}"
@@ -51,16 +47,16 @@ def bench_specache(target: Target, method: SpeCache, tokens: int, batch: int, st
 def _cache_line(name: str, model: PreTrainedModel, method: Method, ids: Tensor, steps: int) -> str:
     state = method.start(model, ids)
     reader = method.reader(model)
-    state = _read(reader, state, 3)
+    state = read_greedily(reader, state, 3)
     layers = specache_layers(state.cache)
     traffic = layers[0].full.traffic if layers else None
     if traffic is not None:
         traffic.fetched = traffic.offloaded = 0
         traffic.fetching = traffic.waited = 0.0
-    _synchronize()
+    synchronize()
     start = time.perf_counter()
-    state = _read(reader, state, steps)
-    _synchronize()
+    state = read_greedily(reader, state, steps)
+    synchronize()
     seconds = (time.perf_counter() - start) / steps
     line = f"{name:<22}{seconds * 1000:>11.1f}{len(ids) / seconds:>10.1f}{state.kv_bytes / 1e6:>9.2f}"
     if traffic is None:
@@ -70,17 +66,10 @@ def _cache_line(name: str, model: PreTrainedModel, method: Method, ids: Tensor, 
     return f"{line}{moved:>17.2f}{traffic.waited / steps * 1000:>11.2f}{max(hidden, 0):>8.0%}"
 
 
-def _read(reader: Reader, state: State, steps: int) -> State:
-    """The state after its own greedy tokens."""
-    for _ in range(steps):
-        state, _ = read(reader, state, state.logits.argmax(dim=-1, keepdim=True))
-    return state
-
-
 @torch.no_grad()
 def _part_lines(model: PreTrainedModel, method: SpeCache, ids: Tensor, repeats: int) -> Iterator[str]:
     """Parts measured one by one on the first layer; a step runs all layers, and its fetches beside the rest."""
-    state = _read(method.reader(model), method.start(model, ids), 1)
+    state = read_greedily(method.reader(model), method.start(model, ids), 1)
     layer, config = specache_layers(state.cache)[0], model.config.get_text_config()
     held, heads = layer.held, config.num_attention_heads
     query = held.recent_values[:, :, -2:].repeat_interleave(heads // held.recent_values.shape[1], dim=1)
@@ -106,16 +95,5 @@ def _part_lines(model: PreTrainedModel, method: SpeCache, ids: Tensor, repeats: 
         "select and fetch": fetch,
     }
     for name, part in parts.items():
-        part()
-        _synchronize()
-        start = time.perf_counter()
-        for _ in range(repeats):
-            part()
-        _synchronize()
-        seconds = (time.perf_counter() - start) / repeats
+        seconds = median_seconds(part, repeats)
         yield f"{name:<22}{seconds * 1000 * config.num_hidden_layers:>11.1f}  in {config.num_hidden_layers} layers"
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()

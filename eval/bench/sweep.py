@@ -2,9 +2,7 @@
 
 import functools
 import operator
-import statistics
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -14,9 +12,10 @@ from transformers import PreTrainedModel
 
 from keepsight.eval.answers import default_batch_tokens
 from keepsight.eval.bench.memory import peak_bytes
+from keepsight.eval.bench.timing import median_seconds, random_ids, seconds_of
 from keepsight.eval.sweep import Variant, run_sample, sweep
 from keepsight.eval.tasks.niah import make_samples
-from keepsight.eval.tasks.samples import Sample, render
+from keepsight.eval.tasks.samples import RenderedSample
 from keepsight.models.targets import Target
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.generate import generate
@@ -25,7 +24,9 @@ from keepsight.runtime.prefill import context_of, prefill
 from keepsight.runtime.state import State
 
 
-def bench_sweep(target: Target, methods: Mapping[str, Method], tokens: int, answer_tokens: int, samples: int) -> str:
+def bench_sweep(
+    target: Target, methods: Mapping[str, Method], tokens: int, answer_tokens: int, samples: int
+) -> Iterator[str]:
     """Seconds a sample of the sweep, and of a separate prefill and decode for each variant, as a few lines of text.
 
     The sweep's time includes the full cache's own answer, the teacher-forced scores and the recall, which separate
@@ -41,28 +42,22 @@ def bench_sweep(target: Target, methods: Mapping[str, Method], tokens: int, answ
     with _endless(target.model):
         warm_up, *timed = chosen
         run_sample(target, warm_up, variants, most)
-        shared = _seconds(lambda: list(sweep(target, timed, variants, set(), most))) / samples
-        separate = _seconds(lambda: _one_by_one(target, timed, methods)) / samples
-    return (
+        shared = seconds_of(lambda: list(sweep(target, timed, variants, set(), most))) / samples
+        separate = seconds_of(lambda: _one_by_one(target, timed, methods)) / samples
+    yield (
         f"{len(methods)} variants, {tokens} prompt tokens, {answer_tokens} answer tokens, {samples} samples, "
-        f"{torch.get_num_threads()} threads\n"
-        f"sweep     {shared:7.2f} s a sample\nseparate  {separate:7.2f} s a sample\nratio     {separate / shared:7.2f}"
+        f"{torch.get_num_threads()} threads"
     )
+    yield f"sweep     {shared:7.2f} s a sample"
+    yield f"separate  {separate:7.2f} s a sample"
+    yield f"ratio     {separate / shared:7.2f}"
 
 
-def _one_by_one(target: Target, samples: Sequence[Sample], methods: Mapping[str, Method]) -> None:
+def _one_by_one(target: Target, samples: Sequence[RenderedSample], methods: Mapping[str, Method]) -> None:
     for sample in samples:
-        ids = torch.tensor([render(sample, target.tokenizer)], device=target.model.device)
+        ids = sample.prompt_ids[None].to(target.model.device)
         for method in methods.values():
             generate(target.model, ids, method, max_new_tokens=sample.max_new_tokens, do_sample=False)
-
-
-def _seconds(action: Callable[[], object]) -> float:
-    _synchronize()
-    start = time.perf_counter()
-    action()
-    _synchronize()
-    return time.perf_counter() - start
 
 
 @contextmanager
@@ -94,9 +89,7 @@ def bench_evict(target: Target, methods: Mapping[str, Evict], lengths: Sequence[
 
 
 def _at_length(target: Target, methods: Mapping[str, Evict], length: int, repeats: int) -> Iterator[str]:
-    vocabulary = target.model.config.get_text_config().vocab_size
-    ids = torch.randint(3, vocabulary - 1, (1, length), generator=torch.Generator().manual_seed(0))
-    ids = ids.to(target.model.device)
+    ids = random_ids(target.model, 1, length)
     for method in methods.values():
         method.check(length, context_of(target.model))
     needs = functools.reduce(operator.or_, (method.needs() for method in methods.values()))
@@ -104,10 +97,10 @@ def _at_length(target: Target, methods: Mapping[str, Evict], length: int, repeat
     def plain() -> State:
         return prefill(target.model, ids, needs=replace(needs, received=False))
 
-    seconds, peak = _median(plain, repeats), peak_bytes(plain) / 2**20
+    seconds, peak = median_seconds(plain, repeats), peak_bytes(plain) / 2**20
     yield f"{length:>7}  {'prefill':<14}{seconds * 1000:>11.0f}{'':>11}{'':>12}{peak:>10.1f}"
     if needs.received:  # what H2O observes is added up in the prefill, not after it
-        with_sums = _median(lambda: prefill(target.model, ids, needs=needs), repeats)
+        with_sums = median_seconds(lambda: prefill(target.model, ids, needs=needs), repeats)
         extra, share = (with_sums - seconds) * 1000, with_sums / seconds - 1
         yield f"{length:>7}  {'sums for h2o':<14}{extra:>11.0f}{'':>11}{share:>12.2%}"
     state = prefill(target.model, ids, needs=needs)
@@ -124,20 +117,9 @@ def _line(name: str, method: Evict, target: Target, state: State, repeats: int, 
     def observe() -> list[torch.Tensor]:
         return method.observe(target.model, state)
 
-    seconds = [_median(step, repeats) for step in (observe, select)]
+    seconds = [median_seconds(step, repeats) for step in (observe, select)]
     peak = max(peak_bytes(step) for step in (observe, select)) / 2**20
     share = sum(seconds) / prefill_seconds
     return (
         f"{state.length:>7}  {name:<14}{seconds[0] * 1000:>11.1f}{seconds[1] * 1000:>11.1f}{share:>12.2%}{peak:>10.1f}"
     )
-
-
-@torch.no_grad()
-def _median(action: Callable[[], object], repeats: int) -> float:
-    """Median seconds of an action, after one run that warms up."""
-    return statistics.median([_seconds(action) for _ in range(repeats + 1)][1:])
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()

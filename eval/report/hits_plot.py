@@ -1,15 +1,16 @@
-"""The plot of `keepsight hits`: how much of what the target looks at is read, against the budget."""
+"""The plot of `keepsight hits`: top-k hit rate and attention mass against the budget."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, NullFormatter, PercentFormatter
+from matplotlib.ticker import PercentFormatter
 
-from keepsight.eval.report.styles import style_of
+from keepsight.eval.report.plots import frame
+from keepsight.eval.report.styles import label_of, style_of
 
-_MEASURES = {"hit": "top entries that are read", "mass": "attention that is read"}
+_MEASURES = {"hit": "top-k hit rate", "mass": "attention mass read"}
 
 
 def hits_figure(rows: Sequence[dict[str, Any]]) -> Figure:
@@ -26,7 +27,7 @@ def hits_figure(rows: Sequence[dict[str, Any]]) -> Figure:
         for panel, (measure, label) in zip(panels, _MEASURES.items(), strict=True):
             _draw(panel, chosen, measure)
             panel.set_title(f"{task}, {length} tokens: {label}", fontsize=9)
-    figure.supxlabel("budget (entries read a step and KV head)", fontsize=9)
+    figure.supxlabel("budget (KV entries read per step and head)", fontsize=9)
     handles, labels = grid[0][0].get_legend_handles_labels()
     if handles:
         figure.legend(handles, labels, loc="outside upper center", ncols=4, frameon=False, fontsize=8.5)
@@ -34,24 +35,11 @@ def hits_figure(rows: Sequence[dict[str, Any]]) -> Figure:
 
 
 def _draw(panel: Axes, rows: Sequence[dict[str, Any]], measure: str) -> None:
-    budgets = sorted({row["budget"] for row in rows})
     for method in sorted({row["method"] for row in rows}):
         points = sorted((row["budget"], row[measure]) for row in rows if row["method"] == method)
         style = style_of(method)
-        panel.plot(
-            [budget for budget, _ in points],
-            [value for _, value in points],
-            style.line,
-            color=style.colour,
-            marker=style.marker or "o",
-            markersize=4.5,
-            label=method,
-        )
-    panel.set_xscale("log", base=2)
+        (line,) = panel.plot(*zip(*points, strict=True), style.line, color=style.colour, label=label_of(method))
+        line.set(marker=style.marker or "o", markersize=4.5)
+    frame(panel, sorted({row["budget"] for row in rows}))
     panel.set_ylim(0, 1.04)
-    panel.xaxis.set_major_locator(FixedLocator(budgets))
-    panel.xaxis.set_minor_formatter(NullFormatter())
-    panel.set_xticklabels([str(budget) for budget in budgets])
     panel.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-    panel.grid(axis="y", linewidth=0.6, alpha=0.5)
-    panel.spines[["top", "right"]].set_visible(False)

@@ -1,8 +1,7 @@
-"""Plots of an evaluation: score, excess NLL and agreement against the budget, one line a method."""
+"""Plots of an evaluation run: score, delta NLL and top-1 agreement against the budget, one line per method."""
 
 import io
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,16 +12,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, MaxNLocator, NullFormatter, NullLocator, PercentFormatter
 
-from keepsight.eval.report.styles import STYLES, style_of
-from keepsight.eval.report.summary import (
-    FULL,
-    SummaryRow,
-    by_task_and_length,
-    mean_over_tasks,
-    wilson_interval,
-)
+from keepsight.eval.report.styles import STYLES, label_of, style_of
+from keepsight.eval.report.summary import SummaryRow, by_task_and_length, mean_over_tasks, wilson_interval
+from keepsight.eval.results import FULL
+from keepsight.files import write_png
 
-DPI = 150
 PANEL = (2.9, 2.35)
 """Width and height of one panel, in inches."""
 MAX_COLUMNS = 4
@@ -31,7 +25,14 @@ TEXT, GRID = "#262626", "#d4d4d4"
 
 @dataclass(frozen=True)
 class Measure:
-    """A column of the summary, and how it is drawn."""
+    """A column of the summary, and how it is drawn.
+
+    Attributes:
+        label: Name in plots.
+        value: The column.
+        interval: Ends of its 95 % interval.
+        scale: Sets the y-axis for some values.
+    """
 
     label: str
     value: Callable[[SummaryRow], float]
@@ -41,12 +42,12 @@ class Measure:
 
 def plot_scores(summary: Sequence[SummaryRow], path: Path) -> None:
     """Write a PNG of `scores_figure`."""
-    save_png(scores_figure(summary), path)
+    write_png(path, scores_figure(summary))
 
 
 def plot_excess_nll(summary: Sequence[SummaryRow], path: Path) -> None:
     """Write a PNG of `excess_nll_figure`."""
-    save_png(excess_nll_figure(summary), path)
+    write_png(path, excess_nll_figure(summary))
 
 
 def scores_figure(summary: Sequence[SummaryRow]) -> Figure:
@@ -55,12 +56,12 @@ def scores_figure(summary: Sequence[SummaryRow]) -> Figure:
 
 
 def excess_nll_figure(summary: Sequence[SummaryRow]) -> Figure:
-    """Excess NLL against budget, a panel for each task and length, with 95 % intervals."""
+    """Delta NLL vs. full cache against budget, a panel for each task and length, with 95 % intervals."""
     return _small_multiples(summary, EXCESS_NLL)
 
 
 def overview_figure(summary: Sequence[SummaryRow]) -> Figure:
-    """Score, excess NLL and agreement against budget, each the mean over tasks, side by side."""
+    """Score, delta NLL and top-1 agreement against budget, each the mean over tasks, side by side."""
     figure, panels = _panels(3, 3)
     mean = mean_over_tasks(summary)
     for panel, measure in zip(panels, (SCORE, EXCESS_NLL, AGREEMENT), strict=True):
@@ -68,17 +69,6 @@ def overview_figure(summary: Sequence[SummaryRow]) -> Figure:
         panel.set_title(measure.label, fontsize=9, color=TEXT)
     _finish(figure, mean)
     return figure
-
-
-def save_png(figure: Figure, path: Path) -> None:
-    """Write a figure as PNG with `DPI` dots an inch; `path` holds all of it or what it held before."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        figure.savefig(unfinished, format="png", dpi=DPI)
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def as_svg(figure: Figure, salt: str) -> str:
@@ -134,12 +124,7 @@ def _draw(panel: Axes, rows: Sequence[SummaryRow], measure: Measure) -> None:
     for place, method in enumerate(methods):
         points = sorted((row for row in rows if row.method == method), key=lambda row: row.budget or 0)
         _line(panel, points, measure, 2 ** (0.04 * (place - (len(methods) - 1) / 2)))
-    _budget_axis(panel, sorted({row.budget for row in rows if row.budget is not None}))
-    panel.grid(axis="y", color=GRID, linewidth=0.6)
-    panel.set_axisbelow(True)
-    panel.spines[["top", "right"]].set_visible(False)
-    panel.spines[["left", "bottom"]].set_color(TEXT)
-    panel.tick_params(labelsize=8, colors=TEXT)
+    frame(panel, sorted({row.budget for row in rows if row.budget is not None}))
 
 
 def _line(panel: Axes, points: list[SummaryRow], measure: Measure, shift: float) -> None:
@@ -154,7 +139,13 @@ def _line(panel: Axes, points: list[SummaryRow], measure: Measure, shift: float)
     line.set(marker=style.marker, markersize=4.5, clip_on=False)  # a score of 0 lies on the edge of the panel
 
 
-def _budget_axis(panel: Axes, budgets: list[int]) -> None:
+def frame(panel: Axes, budgets: list[int]) -> None:
+    """Axes and grid of a panel that shows values against these budgets."""
+    panel.grid(axis="y", color=GRID, linewidth=0.6)
+    panel.set_axisbelow(True)
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.spines[["left", "bottom"]].set_color(TEXT)
+    panel.tick_params(labelsize=8, colors=TEXT)
     if not budgets:
         panel.xaxis.set_major_locator(NullLocator())
         return
@@ -171,14 +162,12 @@ def _finish(figure: Figure, rows: Sequence[SummaryRow]) -> None:
     for panel in figure.axes:
         for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
             shown.setdefault(label, handle)
-    figure.supxlabel("budget (entries per KV head and layer)", fontsize=9, color=TEXT)
+    figure.supxlabel("KV budget (entries per layer and KV head)", fontsize=9, color=TEXT)
     order = [method for method in (FULL, *_methods(rows)) if method in shown]
-    handles = [shown[method] for method in order]
-    if handles:
-        columns = min(len(order), int(figure.get_figwidth() / 1.2))
-        figure.legend(
-            handles, order, loc="outside upper center", ncols=columns, frameon=False, fontsize=8.5, labelcolor=TEXT
-        )
+    if order:
+        handles, labels = [shown[method] for method in order], [label_of(method) for method in order]
+        look = {"ncols": min(len(order), int(figure.get_figwidth() / 1.2)), "frameon": False, "labelcolor": TEXT}
+        figure.legend(handles, labels, loc="outside upper center", fontsize=8.5, **look)
 
 
 def _methods(rows: Sequence[SummaryRow]) -> list[str]:
@@ -209,13 +198,13 @@ def _share_scale(panel: Axes, values: list[float]) -> None:
 
 SCORE = Measure("score", lambda row: row.score, lambda row: wilson_interval(row.score, row.effective_n), _unit_scale)
 EXCESS_NLL = Measure(
-    "excess NLL (nats a token)",
+    "delta NLL vs. full cache (nats/token)",
     lambda row: row.excess_nll,
     lambda row: (row.excess_nll - 1.96 * row.excess_nll_error, row.excess_nll + 1.96 * row.excess_nll_error),
     _nats_scale,
 )
 AGREEMENT = Measure(
-    "agreement with the full cache",
+    "top-1 agreement",
     lambda row: row.agreement,
     lambda row: (row.agreement - 1.96 * row.agreement_error, min(1.0, row.agreement + 1.96 * row.agreement_error)),
     _share_scale,

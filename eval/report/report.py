@@ -1,4 +1,4 @@
-"""The HTML report of an evaluation: one file that needs nothing beside it."""
+"""The HTML report of an evaluation run: one file that needs nothing beside it."""
 
 import statistics
 from collections import Counter, defaultdict
@@ -12,15 +12,9 @@ from markupsafe import Markup
 
 from keepsight.eval.report.html import flatten, render_page
 from keepsight.eval.report.plots import as_svg, excess_nll_figure, overview_figure, scores_figure
-from keepsight.eval.report.styles import style_of
-from keepsight.eval.report.summary import (
-    FULL,
-    SummaryRow,
-    by_task_and_length,
-    mean_over_tasks,
-    share_of_full,
-    summarize,
-)
+from keepsight.eval.report.styles import label_of, style_of
+from keepsight.eval.report.summary import SummaryRow, by_task_and_length, mean_over_tasks, share_of_full, summarize
+from keepsight.eval.results import FULL
 from keepsight.files import write_text
 
 EXAMPLES = 10
@@ -35,7 +29,7 @@ class Example:
     Attributes:
         full: The full cache's row; None where it was not run.
         others: A row for each method at `budget`, the best score first.
-        budget: Entries per KV head and layer.
+        budget: KV entries per layer and KV head.
         difference: Largest distance of a score from the full cache's, 0 to 1.
     """
 
@@ -55,15 +49,15 @@ class Timing:
     """Means of one method and budget over all samples.
 
     Attributes:
-        method: Name.
-        budget: Entries per KV head and layer; None where all are kept.
-        seconds: Of each phase before the first token.
-        time_to_first_token: Their sum.
-        tokens_per_second: Of the whole batch in which it was decoded; None where nothing had to be.
-        rows: Answers in that batch.
+        method: Name of the method.
+        budget: KV entries per layer and KV head; None where all are kept.
+        seconds: Seconds of each phase before the first token.
+        time_to_first_token: Sum of these seconds.
+        tokens_per_second: Decoding speed of the whole batch; None where nothing was left to decode.
+        rows: Number of answers in that batch.
         recall: Share of the entries that the answer attends to most which were kept; None where it has no meaning.
-        kept: Entries per layer and KV head.
-        kv_mib: MiB of keys and values.
+        kept: KV entries kept per layer and KV head.
+        kv_mib: Size of keys and values in MiB.
     """
 
     method: str
@@ -97,6 +91,7 @@ def write_report(rows: Sequence[Row], folder: Path, settings: dict[str, Any]) ->
         groups=by_task_and_length(summary),
         share_of_full=share_of_full,
         style_of=style_of,
+        label_of=label_of,
         figures=_figures(summary),
         timings=timings(rows),
         examples=choose_examples(rows),
@@ -137,7 +132,7 @@ def _facts(rows: Sequence[Row]) -> dict[str, str]:
         "tasks": ", ".join(sorted({row["task"] for row in rows})),
         "lengths": ", ".join(str(length) for length in sorted({row["length"] for row in rows})) + " tokens",
         "methods": ", ".join(methods),
-        "budgets": ", ".join(map(str, budgets)) + " entries per KV head and layer" if budgets else "full cache only",
+        "budgets": ", ".join(map(str, budgets)) + " KV entries per layer and KV head" if budgets else "full cache only",
         "samples": "-".join(str(count) for count in dict.fromkeys((counts[0], counts[-1])))
         + f" for each task and length, {sum(samples.values())} in all",
         "question while compressing": ", ".join(sorted({str(row["question"]) for row in rows})),

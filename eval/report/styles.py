@@ -1,14 +1,14 @@
-"""How each method is drawn, in every plot and page the same."""
+"""How each method is named and drawn, the same in every plot and page."""
 
 import zlib
 from dataclasses import dataclass
 
-from keepsight.eval.report.summary import FULL
+from keepsight.eval.results import FULL
 
 
 @dataclass(frozen=True)
 class Style:
-    """How a method is drawn, in every plot and page the same."""
+    """Colour, marker and line of a method, as matplotlib takes them."""
 
     colour: str
     marker: str
@@ -34,6 +34,11 @@ STYLES = {
     "best shared": Style(_OLIVE, "d", ":"),
 }
 _COLOURS, _MARKERS = (_PURPLE, _SKY, _ORANGE, _GREY), ("<", ">", "h", "*", "p", "d", "H")
+
+
+def label_of(method: str) -> str:
+    """A method's name in plots and pages. The oracle is no upper bound: it pools, and is beaten here and there."""
+    return "oracle attention" if method == "oracle" else method
 
 
 def style_of(method: str) -> Style:

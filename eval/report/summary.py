@@ -11,9 +11,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from keepsight.eval.results import FULL
 from keepsight.files import write_text
 
-FULL = "full"
 COLUMNS = ("task", "length", "method", "budget", "n", "score", "excess_nll", "agreement")
 MAX_BLOCKS = 4
 """Up to so many pairs of task and length get a block of their own in the terminal."""
@@ -27,12 +27,12 @@ class SummaryRow:
         task: Name of the task; a sentence such as `mean of 3 tasks` in what `mean_over_tasks` returns.
         length: Nominal prompt length in tokens; 0 for a mean over lengths.
         method: Name of the method; `full` is the cache with nothing evicted.
-        budget: Entries per KV head and layer; None for the full cache.
+        budget: KV entries per layer and KV head; None for the full cache.
         n: Number of samples.
         score: Mean score of the task's metric, 0 to 1.
-        excess_nll: Mean negative log-likelihood of the full cache's own answer under the evicted cache, minus that
-            under the full cache, in nats a token.
-        agreement: Share of the full cache's answer tokens that stay the arg-max, 0 to 1.
+        excess_nll: Delta NLL vs. full cache: mean negative log-likelihood of the full cache's own answer under the
+            evicted cache, minus that under the full cache, in nats per token.
+        agreement: Top-1 agreement: share of the full cache's answer tokens that stay the arg-max, 0 to 1.
         effective_n: Number of equally weighted samples with the same variance; `n` where nothing is reweighted.
         excess_nll_error: Standard error of `excess_nll` over samples; 0 for a single sample.
         agreement_error: Standard error of `agreement` over samples; 0 for a single sample.
@@ -97,7 +97,7 @@ def by_task_and_length(summary: Iterable[SummaryRow]) -> dict[tuple[str, int], l
 
 
 def ranked(rows: Iterable[SummaryRow]) -> list[SummaryRow]:
-    """Rows by budget, the full cache first; at equal budget the best score first, then the lowest excess NLL."""
+    """Rows by budget, the full cache first; at equal budget the best score first, then the lowest delta NLL."""
     return sorted(rows, key=lambda row: (row.budget or 0, -row.score, row.excess_nll, row.method))
 
 
@@ -107,7 +107,7 @@ def share_of_full(row: SummaryRow, rows: Iterable[SummaryRow]) -> float | None:
     return row.score / full if full else None
 
 
-def table(summary: Sequence[SummaryRow]) -> str:
+def summary_table(summary: Sequence[SummaryRow]) -> str:
     """A plain-text table for the terminal: the mean over tasks last, after a block for each of a few tasks."""
     groups = by_task_and_length(summary)
     blocks = [_block(f"{task}, {length} tokens", rows) for (task, length), rows in groups.items()]
@@ -184,7 +184,8 @@ def _cell(value: object) -> object:
 
 def _block(title: str, rows: Sequence[SummaryRow]) -> str:
     width = max(len("method"), *(len(row.method) for row in rows))
-    lines = [title, f"{'budget':>6}  {'method':<{width}}  {'score':>6}  {'':<12}  {'excess NLL':>10}  agreement     n"]
+    columns = f"{'score':>6}  {'':<12}  {'delta NLL vs. full':>18}  {'top-1 agreement':>15}  {'n':>4}"
+    lines = [title, f"{'budget':>6}  {'method':<{width}}  {columns}"]
     previous: object = object()
     for row in rows:
         budget = "all" if row.budget is None else str(row.budget)
@@ -192,7 +193,7 @@ def _block(title: str, rows: Sequence[SummaryRow]) -> str:
         of_full = "" if row.method == FULL or share is None else f"{share:.2f} of full"
         lines.append(
             f"{budget if row.budget != previous else '':>6}  {row.method:<{width}}  {row.score:6.3f}  {of_full:<12}  "
-            f"{round(row.excess_nll, 3) + 0.0:10.3f}  {row.agreement:9.3f}  {row.n:4d}"
+            f"{round(row.excess_nll, 3) + 0.0:18.3f}  {row.agreement:15.3f}  {row.n:4d}"
         )
         previous = row.budget
     return "\n".join(lines)

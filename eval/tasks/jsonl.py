@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from keepsight.errors import UserError
-from keepsight.eval.tasks.samples import Sample, render
+from keepsight.eval.tasks.samples import RenderedSample, Sample, render
 from keepsight.eval.tasks.task_files import RULER_METRIC, JsonlFile, choose_files
 from keepsight.files import read_jsonl
 
 
 def read_samples(
     folder: Path, files: Sequence[str] | None, max_tokens: int, tokenizer: Any, limit: int | None = None
-) -> tuple[list[Sample], dict[str, int]]:
+) -> tuple[list[RenderedSample], dict[str, int]]:
     """The samples of a folder whose rendered prompt has at most `max_tokens` tokens, in the order of the files.
 
     A sample's `length` is the smallest of 512, 1024, 2048, ... tokens that holds its rendered prompt.
@@ -36,7 +36,7 @@ def read_samples(
     for name, value in (("max_tokens", max_tokens), ("limit", limit)):
         if value is not None and value < 1:
             raise UserError(f"{name}={value}: expected at least 1")
-    samples: list[Sample] = []
+    samples: list[RenderedSample] = []
     too_long: dict[str, int] = {}
     for file in choose_files(folder, files):
         kept, too_long[file.task] = _fitting(_read(file), max_tokens, tokenizer, limit)
@@ -44,16 +44,19 @@ def read_samples(
     return samples, too_long
 
 
-def _fitting(samples: Iterator[Sample], max_tokens: int, tokenizer: Any, limit: int | None) -> tuple[list[Sample], int]:
+def _fitting(
+    samples: Iterator[Sample], max_tokens: int, tokenizer: Any, limit: int | None
+) -> tuple[list[RenderedSample], int]:
     """The first `limit` samples that fit, with their length, and the number of longer ones met on the way."""
-    kept: list[Sample] = []
+    kept: list[RenderedSample] = []
     too_long = 0
     for sample in samples:
-        tokens = len(render(sample, tokenizer))
+        rendered = render(sample, tokenizer)
+        tokens = len(rendered.prompt_ids)
         if tokens > max_tokens:
             too_long += 1
         else:
-            kept.append(replace(sample, length=max(512, 1 << (tokens - 1).bit_length())))
+            kept.append(replace(rendered, length=max(512, 1 << (tokens - 1).bit_length())))
         if len(kept) == limit:
             break
     return kept, too_long

@@ -7,12 +7,13 @@ text file. Neither phrases nor words nor text are shared with the training mixtu
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from keepsight.errors import UserError
 from keepsight.eval.tasks.haystack import Haystack, fullest, hide, read_haystack, spread
-from keepsight.eval.tasks.samples import Sample, render
+from keepsight.eval.tasks.samples import RenderedSample, Sample, render
 
 ADJECTIVES = (
     *("abundant", "adorable", "blissful", "bouncy", "candid", "cheerful", "chubby", "clumsy", "cozy", "cranky"),
@@ -47,7 +48,7 @@ PHRASES = (NEEDLE, ONE, SOME, ONE_PREFIX, SOME_PREFIX)
 
 
 @dataclass(frozen=True)
-class Kind:
+class NeedleKind:
     """One kind of the task.
 
     Attributes:
@@ -63,11 +64,11 @@ class Kind:
     max_new_tokens: int
 
 
-KINDS = {
-    "single": Kind(keys=1, values=1, asked=1, max_new_tokens=32),
-    "multikey": Kind(keys=4, values=1, asked=1, max_new_tokens=64),
-    "multivalue": Kind(keys=1, values=4, asked=1, max_new_tokens=64),
-    "multiquery": Kind(keys=4, values=1, asked=4, max_new_tokens=64),
+NEEDLE_KINDS = {
+    "single": NeedleKind(keys=1, values=1, asked=1, max_new_tokens=32),
+    "multikey": NeedleKind(keys=4, values=1, asked=1, max_new_tokens=64),
+    "multivalue": NeedleKind(keys=1, values=4, asked=1, max_new_tokens=64),
+    "multiquery": NeedleKind(keys=4, values=1, asked=4, max_new_tokens=64),
 }
 
 
@@ -80,11 +81,11 @@ def make_samples(
     haystack: Path | None = None,
     max_new_tokens: int | None = None,
     every_key: bool = False,
-) -> list[Sample]:
+) -> list[RenderedSample]:
     """Samples of one kind whose rendered prompt and answer together fill `length` tokens, or a sentence less.
 
     Args:
-        kind: A key of `KINDS`; the task is called `niah_` and this.
+        kind: A key of `NEEDLE_KINDS`; the task is called `niah_` and this.
         length: Tokens of the prompt with chat template and answer prefix, plus `max_new_tokens`.
         count: Number of samples; their needles are spread over all depths.
         seed: Same seed, same samples.
@@ -96,14 +97,14 @@ def make_samples(
     Raises:
         UserError: the kind is unknown, the needles alone are longer than `length`, or the file is unusable.
     """
-    if kind not in KINDS:
-        raise UserError(f"niah: unknown kind {kind!r}; choose from {', '.join(KINDS)}")
+    if kind not in NEEDLE_KINDS:
+        raise UserError(f"niah: unknown kind {kind!r}; choose from {', '.join(NEEDLE_KINDS)}")
     hay = read_haystack(haystack, tokenizer)
-    limit = KINDS[kind].max_new_tokens if max_new_tokens is None else max_new_tokens
+    limit = NEEDLE_KINDS[kind].max_new_tokens if max_new_tokens is None else max_new_tokens
     made = []
     for index in range(count):
         rng = random.Random(f"niah:{kind}:{length}:{seed}:{index}")
-        depths = spread(index, count, KINDS[kind].keys * KINDS[kind].values, rng)
+        depths = spread(index, count, NEEDLE_KINDS[kind].keys * NEEDLE_KINDS[kind].values, rng)
         quiz = _quiz(kind, length, f"{seed}-{index}", limit, rng)
         quizzes = _for_each_key(quiz) if every_key else [quiz]
         made += _filled(quizzes, depths, hay, rng.randrange(len(hay.sentences)), tokenizer)
@@ -135,7 +136,7 @@ def _for_each_key(quiz: Sample) -> list[Sample]:
 
 def _quiz(kind: str, length: int, name: str, max_new_tokens: int, rng: random.Random) -> Sample:
     """The sample with `{text}` where the haystack goes; its spans are the needles, the asked key's first."""
-    shape = KINDS[kind]
+    shape = NEEDLE_KINDS[kind]
     keys = _drawn_keys(shape.keys, rng)
     values = rng.sample(range(10**6, 10**7), shape.keys * shape.values)
     facts = [(key, str(values.pop())) for key in keys for _ in range(shape.values)]
@@ -166,17 +167,20 @@ def _listed(keys: Sequence[str]) -> str:
     return keys[0] if len(keys) == 1 else f"{', '.join(keys[:-1])}, and {keys[-1]}"
 
 
-def _filled(quizzes: list[Sample], depths: list[float], hay: Haystack, start: int, tokenizer: Any) -> list[Sample]:
+def _filled(
+    quizzes: list[Sample], depths: list[float], hay: Haystack, start: int, tokenizer: Any
+) -> list[RenderedSample]:
     """The quizzes with one haystack: as many sentences from sentence `start` on as the length allows for all."""
     quiz = quizzes[0]
     room = quiz.length - quiz.max_new_tokens
 
-    def filled(count: int) -> list[Sample]:
+    @cache
+    def filled(count: int) -> list[RenderedSample]:
         text = hide(list(quiz.spans), depths, hay.cut(start, count))
-        return [replace(each, prompt=each.prompt.replace("{text}", text)) for each in quizzes]
+        return [render(replace(each, prompt=each.prompt.replace("{text}", text)), tokenizer) for each in quizzes]
 
     def longest(count: int) -> int:
-        return max(len(render(each, tokenizer)) for each in filled(count))
+        return max(len(each.prompt_ids) for each in filled(count))
 
     needed = longest(0)
     count = fullest(lambda count: longest(count) <= room, hay.holds(start, room - needed))

@@ -1,15 +1,13 @@
 """One evaluation sample: a prompt, what its answer is scored against, and how it becomes token ids."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from keepsight.errors import UserError
 from keepsight.models.chat import chat_text
-
-
-class CutSpanError(UserError):
-    """A prompt without the text that its answer needs: scoring it would blame the method for the prompt."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ class Sample:
 
     @property
     def key(self) -> tuple[str, int, str]:
-        """What tells it from all other samples of an evaluation."""
+        """Unique among the samples of an evaluation run."""
         return self.task, self.length, self.id
 
     @property
@@ -55,42 +53,40 @@ class Sample:
         return self.prompt.removesuffix(self.question)
 
 
-def answerable(samples: Iterable[Sample], tokenizer: Any) -> tuple[list[Sample], list[str]]:
-    """The samples whose prompts hold what their answers need, and why each other one is refused."""
-    kept, refused = [], []
-    for sample in samples:
-        try:
-            render(sample, tokenizer)
-        except CutSpanError as error:
-            refused.append(str(error))
-        else:
-            kept.append(sample)
-    return kept, refused
+@dataclass(frozen=True, kw_only=True)
+class RenderedSample(Sample):
+    """A sample with its prompt as token ids, rendered once and handed on; see `render` and `render_apart`.
+
+    Attributes:
+        prompt_ids: [N] int64, what a method compresses: the whole prompt, or only what stands before the question.
+        question_ids: [q] int64, what is read from the compressed cache; empty when the prompt is whole.
+    """
+
+    prompt_ids: Tensor = field(compare=False, repr=False)
+    question_ids: Tensor = field(compare=False, repr=False)
 
 
-def render(sample: Sample, tokenizer: Any) -> list[int]:
-    """The sample's prompt as token ids: chat template, then the answer prefix.
+def render(sample: Sample, tokenizer: Any) -> RenderedSample:
+    """The sample with its whole prompt as token ids: chat template, then the answer prefix.
 
     Raises:
-        CutSpanError: a span that the answer needs is not in the rendered prompt.
-        UserError: there is no chat template.
+        UserError: there is no chat template, or a span that the answer needs is not in the rendered prompt: scoring it
+            would blame the method for the prompt.
     """
-    ids: list[int] = tokenizer(_text(sample, tokenizer), add_special_tokens=not sample.chat)["input_ids"]
+    ids = _encode(_text(sample, tokenizer), tokenizer, special=not sample.chat)
     rendered = tokenizer.decode(ids)
     for span in sample.spans:
         if span not in rendered:
-            raise CutSpanError(f"sample {sample.task}/{sample.id}: the answer span {span!r} was cut from the prompt")
-    return ids
+            raise UserError(f"sample {sample.task}/{sample.id}: the answer span {span!r} was cut from the prompt")
+    return RenderedSample(**vars(sample), prompt_ids=ids, question_ids=ids[:0])
 
 
-def render_apart(sample: Sample, tokenizer: Any) -> tuple[list[int], list[int]]:
-    """The sample's prompt in two: what comes before the question, and the question with all that follows it.
+def render_apart(sample: RenderedSample, tokenizer: Any) -> RenderedSample:
+    """The sample with its prompt in two: what comes before the question, and the question with all that follows it.
 
     Raises:
-        CutSpanError: as `render`.
         UserError: the sample's question cannot be told from its context.
     """
-    render(sample, tokenizer)
     text, prompt, question = _text(sample, tokenizer), sample.prompt.strip(), sample.question.strip()
     place = text.rfind(prompt)  # templates may strip a turn
     if place < 0 or not question or not sample.context.strip():
@@ -98,11 +94,12 @@ def render_apart(sample: Sample, tokenizer: Any) -> tuple[list[int], list[int]]:
             f"sample {sample.task}/{sample.id} does not say where its question starts; evaluate it with question=seen"
         )
     context = text[: place + len(prompt) - len(question)].rstrip()
-    rest = text[len(context) :]
-    return (
-        tokenizer(context, add_special_tokens=not sample.chat)["input_ids"],
-        tokenizer(rest, add_special_tokens=False)["input_ids"],
-    )
+    ids = _encode(context, tokenizer, special=not sample.chat)
+    return replace(sample, prompt_ids=ids, question_ids=_encode(text[len(context) :], tokenizer, special=False))
+
+
+def _encode(text: str, tokenizer: Any, *, special: bool) -> Tensor:
+    return torch.tensor(tokenizer(text, add_special_tokens=special)["input_ids"], dtype=torch.long)
 
 
 def _text(sample: Sample, tokenizer: Any) -> str:

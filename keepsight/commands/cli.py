@@ -7,7 +7,7 @@ import logging
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from safetensors import SafetensorError
@@ -15,43 +15,59 @@ from safetensors import SafetensorError
 from keepsight.errors import UserError
 
 COMMANDS = {
-    "data": "prompts of a mixture, answered by the target, in resumable shards",
+    "data": "training data: prompts of a mixture and the target's answers, in resumable shards",
     "train": "train a lookahead module (the same as train_lookahead.py)",
-    "eval": "score methods and budgets on needle tasks or real samples; table, plots, report",
-    "hits": "how many of the entries the target looks at retrieval heads, Quest and exact top-k read",
+    "train_draft_head": "train an EAGLE-3 draft head (the same as train_draft_head.py)",
+    "train_retrieval_head": "prune and distil a retrieval head (the same as train_retrieval_head.py)",
+    "eval": "score methods and KV budgets on needle tasks or real samples; table, plots, report",
+    "hits": "top-k hit rate of retrieval heads, Quest and exact top-k, step by step",
     "inspect": "an HTML page that shows which prompt tokens a method keeps",
     "push": "upload an adapter, a draft head or a retrieval head to the Hugging Face Hub",
-    "bench": "measure speed and memory: bench train, eval, evict, specache, speculate, retrieve",
-    "demo": "the main job on a small model: data, training, evaluation",
-    "plan": "how many layers' entries must lie in the CPU's memory, by length",
+    "bench": "measure speed and memory; keepsight bench --help lists the benchmarks",
+    "demo": "data, training and evaluation on a small model",
+    "plan": "how many layers' KV entries must lie in CPU memory, by length",
     "draft": "search the target's layers for those that make a good draft",
 }
 BAD_INPUT = 2
+"""Exit status."""
+_HELP = ("-h", "--help")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `keepsight COMMAND ...`; the value is the exit status."""
+    """Run `keepsight COMMAND ...`; returns the exit status."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    if not given or given[0] in ("-h", "--help"):
-        print(_overview())
-        return 0
-    name, *rest = given
-    if name not in COMMANDS:
-        return _fail(f"{name!r} is no command; choose one of {', '.join(COMMANDS)}")
-    return _guard(lambda: _execute(importlib.import_module(f"keepsight.commands.{name}"), rest))
+    about = "keepsight keeps the KV-cache entries that a language model's coming answer will read."
+    return _guard(lambda: _dispatch("keepsight", "keepsight.commands", about, COMMANDS, given))
 
 
-def run(command: Any, arguments: Sequence[str]) -> int:
+def run_command(command: Any, arguments: Sequence[str]) -> int:
     """Run a command's module: its `Config` is parsed from `key=value` arguments and given to its `run`."""
     return _guard(lambda: _execute(command, arguments))
 
 
+def _dispatch(usage: str, package: str, about: str, commands: Mapping[str, str], given: Sequence[str]) -> None:
+    """Run the command that the first argument names; a package of commands asks for the next name."""
+    if not given or given[0] in _HELP:
+        print(_overview(usage, about, commands))
+        return
+    name = given[0].replace("-", "_")
+    if name not in commands:
+        raise UserError(f"{given[0]!r} is no command of {usage}; choose one of {', '.join(commands)}")
+    module = importlib.import_module(f"{package}.{name}")
+    if hasattr(module, "COMMANDS"):
+        _dispatch(
+            f"{usage} {name}", module.__name__, inspect.cleandoc(module.__doc__ or ""), module.COMMANDS, given[1:]
+        )
+    else:
+        _execute(module, given[1:])
+
+
 def _execute(command: Any, arguments: Sequence[str]) -> None:
-    from keepsight.commands.config import parse  # takes seconds: it brings torch
+    from keepsight.commands.config import parse  # takes half a second
 
     logging.basicConfig(format="%(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    if {"-h", "--help"} & set(arguments):
+    if {*_HELP} & {*arguments}:
         print(_help(command))
     else:
         command.run(parse(command.Config, _positional(command, arguments)))
@@ -93,11 +109,11 @@ def _fail(message: str) -> int:
     return BAD_INPUT
 
 
-def _overview() -> str:
-    rows = "\n".join(f"  {name:<9} {note}" for name, note in COMMANDS.items())
+def _overview(usage: str, about: str, commands: Mapping[str, str]) -> str:
+    width = max(map(len, commands))
+    rows = "\n".join(f"  {name:<{width}}  {note}" for name, note in commands.items())
     return (
-        "keepsight keeps the KV-cache entries that a language model's coming answer will read.\n\n"
-        f"usage: keepsight COMMAND key=value ...\n\n{rows}\n\nkeepsight COMMAND --help shows a command's keys."
+        f"{about}\n\nusage: {usage} COMMAND key=value ...\n\n{rows}\n\n{usage} COMMAND --help shows a command's keys."
     )
 
 

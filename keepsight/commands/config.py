@@ -15,9 +15,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from keepsight.errors import UserError
-from keepsight.models.lookahead import LookaheadSettings
+from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.train.head_settings import DraftHeadSettings, RetrievalHeadSettings
-from keepsight.train.lookahead.trainer import TrainSettings
+from keepsight.train.settings import TrainSettings
 
 DEFAULT_RECIPE = "smollm2-135m"
 
@@ -29,8 +29,8 @@ class ModelConfig:
     Attributes:
         id: Hub id or local folder.
         revision: Branch, tag or commit on the Hub.
-        packaged: package/file.gguf of an installed package, for when the Hub cannot be reached.
-        packaged_digest: sha256:... that the packaged file must have.
+        packaged: PACKAGE/FILE.gguf of an installed Python package, used when the Hub cannot be reached.
+        packaged_digest: Expected digest of the packaged file, sha256:...
         dtype: auto, float32, bfloat16 or float16.
         device: auto, cpu, cuda, cuda:1, ...
         attention: auto, sdpa, eager or flash_attention_2.
@@ -49,12 +49,12 @@ class ModelConfig:
 
 @dataclass
 class DraftConfig:
-    """The draft of the methods that need one (SpecKV, SpecPC); none when both `layers` and `id` are null.
+    """The draft of the methods that need one (SpecKV, SpecPC): at most one of `layers`, `id` and `head`.
 
     Attributes:
-        layers: Indices of the target's own layers that make the draft, ascending; `keepsight draft` finds good ones.
+        layers: Indices of the target's own layers that make up the draft, ascending; `keepsight draft` finds good ones.
         id: Hub id or local folder of another model with the target's vocabulary.
-        revision: Its branch, tag or commit on the Hub.
+        revision: Branch, tag or commit of the model or head on the Hub.
         head: EAGLE draft head of the target, a folder or Hub id, instead of a model.
     """
 
@@ -72,9 +72,9 @@ class Recipe:
         model: The target.
         adapter: Lookahead adapter: a folder, a Hub id, or shipped:NAME for one that comes with keepsight.
         retrieval: Retrieval head: a folder, a Hub id, or shipped:NAME for one that comes with keepsight.
-        draft: The model that guesses answers for the methods that need a draft.
+        draft: The draft of the methods that need one.
         lookahead: Shape of a lookahead module in training.
-        train: Its optimisation.
+        train: Optimisation of a lookahead module.
         draft_head: Shape and training of a draft head.
         retrieval_head: Variant and distillation of a retrieval head.
     """
@@ -94,7 +94,7 @@ Command = TypeVar("Command", bound=Recipe)
 
 
 def parse(schema: type[Command], overrides: list[str]) -> Command:
-    """A command's configuration from its `key=value` arguments.
+    """Build a command's configuration from its `key=value` arguments.
 
     Raises:
         UserError: an unknown recipe or key, a value of the wrong type, or a required key that is not given.
@@ -113,14 +113,18 @@ def parse(schema: type[Command], overrides: list[str]) -> Command:
 
 
 def at_least_one(config: Recipe, *keys: str) -> None:
-    """Check the keys that count something.
+    """Check keys that count something, and lists that must not be empty.
 
     Raises:
-        UserError: a value is below 1.
+        UserError: a value is below 1, or a list holds none.
     """
     for key in keys:
-        if getattr(config, key) < 1:
-            raise UserError(f"{key}={getattr(config, key)} must be at least 1")
+        value = getattr(config, key)
+        if value == []:
+            raise UserError(f"{key}=[] must hold at least one value")
+        values = value if isinstance(value, list) else [value]
+        if any(isinstance(each, int) and each < 1 for each in values):
+            raise UserError(f"{key}={value} must be at least 1")
 
 
 def _readable(override: str, kinds: dict[str, Any]) -> str:

@@ -16,13 +16,12 @@ from keepsight.commands.data import read_mixture
 from keepsight.commands.from_recipe import target_of
 from keepsight.data_gen.generate import generate_data
 from keepsight.data_gen.mixture import Mixture
-from keepsight.data_gen.shards import Answered, read_samples
+from keepsight.data_gen.shards import TrainingSample, read_training_samples
 from keepsight.errors import UserError
-from keepsight.eval.report.plots import save_png
-from keepsight.files import write_json
+from keepsight.files import write_json, write_png
 from keepsight.models.draft_sources import keep_layers
 from keepsight.models.targets import Target
-from keepsight.train.draft_layers import Subset, Text, closeness, draft_figure, read, relative_time, search
+from keepsight.train.draft_layers import Subset, Text, closeness, draft_figure, read_answer, relative_time, search
 
 
 @dataclass
@@ -71,20 +70,20 @@ def run(config: Config) -> None:
     settings = {"model": target.name, "version": target.version, "data": digest} | counts
     rows = [asdict(subset) | {"time": time} for subset, time in zip(chosen, times, strict=True)]
     write_json(out / "draft.json", {"settings": settings, "drafts": rows})
-    save_png(draft_figure(searched, chosen), out / "draft.png")
+    write_png(out / "draft.png", draft_figure(searched, chosen))
     print(f"{_table(chosen, times, config)}\n\nfor the recipe:")
     for subset in chosen:
         print(f"draft: {{layers: {subset.layers}}}")
 
 
-def _samples(config: Config, target: Target) -> tuple[list[Answered], str]:
+def _samples(config: Config, target: Target) -> tuple[list[TrainingSample], str]:
     """`samples` and `held_out` texts together, and the digest of the data that they are from."""
     wanted = config.samples + config.held_out
     folder = Path(config.data) if config.data else Path(config.out) / "data"
     longest = config.prompt_tokens[1]
     if not config.data:
         _answer(config, target, folder, wanted)
-    samples, manifest = read_samples(folder, target.name, target.template_digest)
+    samples, manifest = read_training_samples(folder, target.name, target.template_digest)
     if config.data:
         samples = [sample for sample in samples if len(sample.prompt_ids) <= longest]
     if len(samples) < wanted:
@@ -112,8 +111,8 @@ def _answer(config: Config, target: Target, folder: Path, count: int) -> None:
     )
 
 
-def _texts(target: Target, samples: list[Answered], answer_tokens: int) -> list[Text]:
-    return [read(target.model, sample.prompt_ids, sample.answer_ids[:answer_tokens]) for sample in samples]
+def _texts(target: Target, samples: list[TrainingSample], answer_tokens: int) -> list[Text]:
+    return [read_answer(target.model, sample.prompt_ids, sample.answer_ids[:answer_tokens]) for sample in samples]
 
 
 def _held_out(target: Target, subset: Subset, texts: list[Text]) -> Subset:

@@ -1,4 +1,4 @@
-"""keepsight eval: score methods and budgets from one prefill a sample.
+"""keepsight eval: score methods and KV budgets from one prefill per sample.
 
     keepsight eval adapter=runs/adapter tasks=[niah_single] lengths=[512,1024] budgets=[64,128] samples=20 out=runs/eval
     keepsight eval tasks=[jsonl] jsonl.dir=DIR max_tokens=2048 methods=[full,snapkv,lookaheadkv] out=runs/real
@@ -9,8 +9,9 @@
 Tasks: niah_single, niah_multikey, niah_multivalue, niah_multiquery (niah: all four), jsonl. Methods: a name (the
 README has the table), or one with options. An option is a field of the method, such as window, sinks, every (evict
 while decoding too), or a part: observer, reduce, pool, allocate. question=unseen compresses the context before the
-question arrives, question=multi asks several questions of one compressed cache. `out` gets results.jsonl (a row a
-sample), summary.csv, plots and report.html. A stopped run goes on when the same command is given again.
+question arrives, question=multi asks several questions of one compressed cache. `out` gets results.jsonl (a row per
+sample, method and budget), summary.csv, plots and report.html. A stopped run goes on when the same command is given
+again.
 """
 
 import platform
@@ -28,23 +29,23 @@ from tqdm import tqdm
 
 from keepsight import __version__
 from keepsight.commands.config import Recipe
-from keepsight.commands.from_recipe import adapter_of, has_draft, resources_of, retrieval_of, target_of
+from keepsight.commands.from_recipe import adapter_of, resources_later, resources_of, retrieval_of, target_of
 from keepsight.errors import UserError
 from keepsight.eval.answers import default_batch_tokens
 from keepsight.eval.report.plots import plot_excess_nll, plot_scores
 from keepsight.eval.report.report import write_report
-from keepsight.eval.report.summary import summarize, table, write_summary
-from keepsight.eval.results import finished, merge, part_of
-from keepsight.eval.sweep import FULL, QUESTIONS, Variant, check_samples, groups_of, sweep
+from keepsight.eval.report.summary import summarize, summary_table, write_summary
+from keepsight.eval.results import FULL, finished, merge, part_of
+from keepsight.eval.sweep import QUESTIONS, Variant, check_samples, groups_of, sweep
 from keepsight.eval.tasks import jsonl, niah
-from keepsight.eval.tasks.samples import Sample, answerable, render
+from keepsight.eval.tasks.samples import RenderedSample, render_apart
 from keepsight.files import append_lines, file_digest, whole_lines
 from keepsight.models.hub import fetch
 from keepsight.models.retrieval_head_files import WEIGHTS
 from keepsight.models.targets import Target
-from keepsight.runtime.evict import Evict
-from keepsight.runtime.methods import Resources, SpeContext, make_method
+from keepsight.runtime.methods import Resources, make_method
 from keepsight.runtime.methods.make import takes
+from keepsight.runtime.methods.resources import bind
 
 _OF_NO_RESULT = ("defaults", "lookahead", "train", "draft_head", "retrieval_head", "out", "max_batch_tokens")
 """Keys that no answer depends on."""
@@ -72,18 +73,18 @@ class Config(Recipe):
         tasks: niah_single, niah_multikey, niah_multivalue, niah_multiquery, niah (all four), jsonl.
         lengths: Prompt lengths of the needle tasks, in tokens of the target's tokenizer.
         methods: Names, or {name: NAME, option: value}.
-        budgets: Entries per layer and KV head, or ratios such as 0.1.
-        bits: For the methods that store entries in fewer bits: a row for each; their own default when empty.
-        samples: Per task and length; per file of the jsonl task (0 for all).
-        seed: Of the needle tasks.
-        haystack: Text file to hide needles in, instead of the offline essays.
+        budgets: KV budgets: entries per layer and KV head, or ratios of the prompt such as 0.1.
+        bits: Bit widths for the methods that quantize entries, a row for each; the method's default when empty.
+        samples: Number of samples per task and length; per file of the jsonl task (0 for all).
+        seed: Seed of the needle tasks.
+        haystack: Text file to hide needles in, instead of Python's documentation.
         jsonl: Real samples.
-        max_tokens: Longest prompt of the jsonl task; longer ones are dropped and counted.
+        max_tokens: Longest prompt of the jsonl task in tokens; longer ones are dropped and counted.
         max_new_tokens: Shortens every answer to this many tokens; 0 for each task's own limit.
         question: What methods see while they compress: seen (the whole prompt), unseen (only what stands before the
             question), multi (the same, and every question about a context is asked of one compressed cache).
-        max_batch_tokens: KV entries a head over all variants that are decoded together; 0 for a quarter of the memory
-            that is free.
+        max_batch_tokens: Max KV entries per head in one decoding batch over all variants; 0 for a quarter of the free
+            memory.
     """
 
     out: str = "???"
@@ -109,16 +110,15 @@ def run(config: Config) -> None:
             raise UserError(f"{key}={getattr(config, key)} must be at least 0, which leaves it to keepsight")
     if config.question not in QUESTIONS:
         raise UserError(f"question={config.question} is unknown; choose one of {', '.join(QUESTIONS)}")
-    stand_in: Any = object()
-    draft = stand_in if has_draft(config) else None
-    resources = Resources(adapter_of(config), draft, stand_in, retrieval_of(config))
-    variants_of(config, resources)  # bad values end here, before anything loads
+    variants = variants_of(config, resources_later(config))  # bad values end here, before anything loads
     processes, out = PartialState(cpu=not torch.cuda.is_available()), Path(config.out)
     target = target_of(config)
-    variants = variants_of(config, resources_of(config, target))
+    variants = bound(variants, resources_of(config, target))
     settings = _settings(config, target, variants)
     samples = samples_of(config, target)
-    check_samples(target, samples, variants, config.question)
+    if config.question != "seen":
+        samples = [render_apart(sample, target.tokenizer) for sample in samples]
+    check_samples(target, samples, variants)
     if processes.is_main_process:
         merge(out, settings, 1 + len(variants))
         _show(samples[0], target)
@@ -138,7 +138,7 @@ def run(config: Config) -> None:
         write_all(out, settings)
 
 
-def own_share(samples: list[Sample], question: str, process: int, processes: int) -> list[Sample]:
+def own_share(samples: list[RenderedSample], question: str, process: int, processes: int) -> list[RenderedSample]:
     """Every n-th group of samples, n being the number of processes."""
     return [sample for group in groups_of(samples, question)[process::processes] for sample in group]
 
@@ -151,7 +151,7 @@ def write_all(out: Path, settings: dict[str, Any]) -> None:
     plot_scores(summary, out / "scores.png")
     plot_excess_nll(summary, out / "excess_nll.png")
     write_report(rows, out, settings)
-    print(f"{table(summary)}\n\nreport: {out / 'report.html'}")
+    print(f"{summary_table(summary)}\n\nreport: {out / 'report.html'}")
 
 
 def variants_of(config: Config, resources: Resources) -> list[Variant]:
@@ -168,6 +168,11 @@ def variants_of(config: Config, resources: Resources) -> list[Variant]:
     if not variants:
         raise UserError("methods= and budgets= must name at least one method that evicts, and one budget")
     return variants
+
+
+def bound(variants: list[Variant], resources: Resources) -> list[Variant]:
+    """The variants with resources that take the loaded target."""
+    return [replace(variant, method=bind(variant.method, resources)) for variant in variants]
 
 
 def _by_bits(
@@ -195,14 +200,11 @@ def _read_method(given: Any) -> tuple[str, str, dict[str, Any]]:
     return name, label, options
 
 
-def samples_of(config: Config, target: Target) -> list[Sample]:
+def samples_of(config: Config, target: Target) -> list[RenderedSample]:
     """The samples of all tasks."""
-    samples: list[Sample] = []
+    samples: list[RenderedSample] = []
     for task in config.tasks:
         samples += _real_samples(config, target) if task == "jsonl" else _needles(task, config, target)
-    samples, refused = answerable(samples, target.tokenizer)
-    for reason in refused:
-        print(f"refused, not scored: {reason}")
     if not samples:
         raise UserError("tasks= and samples= leave no sample to evaluate")
     if len({sample.key for sample in samples}) < len(samples):
@@ -213,10 +215,10 @@ def samples_of(config: Config, target: Target) -> list[Sample]:
     return samples
 
 
-def _needles(task: str, config: Config, target: Target) -> list[Sample]:
-    kinds = [name for name in niah.KINDS if task in ("niah", f"niah_{name}")]
+def _needles(task: str, config: Config, target: Target) -> list[RenderedSample]:
+    kinds = [name for name in niah.NEEDLE_KINDS if task in ("niah", f"niah_{name}")]
     if not kinds:
-        known = ", ".join(f"niah_{name}" for name in niah.KINDS)
+        known = ", ".join(f"niah_{name}" for name in niah.NEEDLE_KINDS)
         raise UserError(f"task {task!r} is unknown; choose one of niah, {known}, jsonl")
     haystack = Path(config.haystack) if config.haystack else None
     return [
@@ -229,7 +231,7 @@ def _needles(task: str, config: Config, target: Target) -> list[Sample]:
     ]
 
 
-def _real_samples(config: Config, target: Target) -> list[Sample]:
+def _real_samples(config: Config, target: Target) -> list[RenderedSample]:
     if config.jsonl.dir is None:
         raise UserError("tasks=[jsonl] needs jsonl.dir=FOLDER with JSONL files and a tasks.json")
     files, limit = config.jsonl.files or None, config.samples or None
@@ -240,9 +242,9 @@ def _real_samples(config: Config, target: Target) -> list[Sample]:
     return samples
 
 
-def _show(sample: Sample, target: Target) -> None:
+def _show(sample: RenderedSample, target: Target) -> None:
     """Print one rendered prompt, so that a wrong template or a cut prompt is seen before hours are spent."""
-    ids = render(sample, target.tokenizer)
+    ids = [*sample.prompt_ids.tolist(), *sample.question_ids.tolist()]
     head, tail = target.tokenizer.decode(ids[:48]), target.tokenizer.decode(ids[-48:])
     print(f"first prompt, {sample.task} {sample.id}: {len(ids)} tokens, nothing cut")
     print(f"--- head\n{head}\n--- tail\n{tail}\n---")
@@ -261,7 +263,7 @@ def _settings(config: Config, target: Target, variants: list[Variant]) -> dict[s
     return kept | {
         "target": {"name": target.name, "version": target.version},
         "adapter": adapter_of(config),
-        "adapter_digest": _adapter_digest(variants),
+        "adapter_digest": next(filter(None, (variant.method.adapter_digest for variant in variants)), None),
         "retrieval": retrieval_of(config),
         "retrieval_digest": _retrieval_digest(config, variants),
         "versions": versions,
@@ -269,14 +271,8 @@ def _settings(config: Config, target: Target, variants: list[Variant]) -> dict[s
     }
 
 
-def _adapter_digest(variants: list[Variant]) -> str | None:
-    methods = [variant.method for variant in variants if isinstance(variant.method, Evict)]
-    artifacts = [getattr(method.observer, "artifact", None) for method in methods]
-    return next((artifact.digest for artifact in artifacts if artifact is not None), None)
-
-
 def _retrieval_digest(config: Config, variants: list[Variant]) -> str | None:
     named = retrieval_of(config)
-    if named is None or not any(isinstance(variant.method, SpeContext) for variant in variants):
+    if named is None or not any(variant.method.uses_retrieval_head for variant in variants):
         return None
     return file_digest(fetch(named) / WEIGHTS)

@@ -1,5 +1,6 @@
 """From a recipe to a loaded target, the adapter, the retrieval head and the draft it names."""
 
+import functools
 from pathlib import Path
 
 from keepsight.commands.config import Recipe
@@ -7,7 +8,7 @@ from keepsight.errors import UserError
 from keepsight.models.draft_sources import DraftHeadSource, DraftSource, LayerSubset, load_draft, load_head
 from keepsight.models.hub import fetch
 from keepsight.models.targets import Target, load_target
-from keepsight.runtime.methods import Resources
+from keepsight.runtime.methods.resources import Later, Resources, ResourcesLater
 
 _SHIPPED = "shipped:"
 
@@ -84,14 +85,14 @@ def draft_of(recipe: Recipe, target: Target) -> DraftSource | DraftHeadSource | 
     return draft
 
 
-def has_draft(recipe: Recipe) -> bool:
-    """Whether the recipe names a draft."""
-    named = recipe.draft
-    return any(each is not None for each in (named.layers, named.id, named.head))
-
-
 def resources_of(recipe: Recipe, target: Target) -> Resources:
     """What methods may need: the recipe's adapter, draft and retrieval head, and the target's tokenizer."""
-    return Resources(
-        adapter_of(recipe), lambda: draft_of(recipe, target), target.tokenizer, retrieval_of(recipe), target.model
-    )
+    draft = functools.cache(lambda: draft_of(recipe, target))
+    return Resources(adapter_of(recipe), draft, target.tokenizer, retrieval_of(recipe), target.model)
+
+
+def resources_later(recipe: Recipe) -> Resources:
+    """The same before the target is loaded, for methods that `bind` then completes."""
+    named = recipe.draft
+    draft = Later("draft") if any(each is not None for each in (named.layers, named.id, named.head)) else None
+    return ResourcesLater(adapter_of(recipe), draft, Later("tokenizer"), retrieval_of(recipe))

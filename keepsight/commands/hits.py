@@ -1,14 +1,15 @@
-"""keepsight hits: how many of the entries that the target looks at each method reads, step by step.
+"""keepsight hits: top-k hit rate of the methods that read a part of the cache, step by step.
 
     keepsight hits retrieval=runs/retrieval tasks=[niah_single] lengths=[2048] budgets=[64,256,1024] out=runs/hits
     keepsight hits tasks=[jsonl] jsonl.dir=DIR max_tokens=4096 "methods=[specontext,quest,exact_topk]" out=runs/hits
 
-The full cache answers; at each token of the answer a method chooses what it would read. `hit` is the share of the
-layer's top entries that are read (as many as the budget), `mass` the share of its attention, `overlap` what
-neighbouring steps have in common, which need not be loaded again. `best shared` is the upper bound of methods that
-read the same entries in all layers, `exact_topk` that of all methods. `heads` compares several retrieval heads, such
-as one that was pruned only beside one that was distilled. Writes hits.jsonl (a row a sample), hits.csv and hits.png to
-`out`. A stopped run goes on when the same command is given again.
+The full cache answers; at each token of the answer a method selects what it would read. `hit` is the top-k hit rate:
+the share of the layer's k entries with the most attention that are read, k being the budget. `mass` is the share of
+the attention that falls on what is read, `overlap` what neighbouring steps have in common and need not load again.
+`best shared` reads the same entries in all layers, those with the most attention on average: no such set has a larger
+`mass`. `exact_topk` selects by each layer's own attention. `heads` compares several retrieval heads, such as one that
+was pruned only beside one that was distilled. Writes hits.jsonl (a row per sample), hits.csv and hits.png to `out`. A
+stopped run goes on when the same command is given again.
 """
 
 import csv
@@ -17,27 +18,23 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
 from keepsight.commands.eval import Config as EvalConfig
-from keepsight.commands.eval import samples_of, variants_of
-from keepsight.commands.from_recipe import resources_of, target_of
+from keepsight.commands.eval import bound, samples_of, variants_of
+from keepsight.commands.from_recipe import resources_later, resources_of, target_of
 from keepsight.errors import UserError
 from keepsight.eval.hits import SHARED, Hits, answering, best_shared, choices, compare, mean_of
 from keepsight.eval.report.hits_plot import hits_figure
-from keepsight.eval.report.plots import save_png
 from keepsight.eval.sweep import Variant, check_samples
-from keepsight.eval.tasks.samples import Sample, render
-from keepsight.files import append_lines, read_json, whole_lines, write_json, write_text
+from keepsight.eval.tasks.samples import RenderedSample
+from keepsight.files import append_lines, read_json, whole_lines, write_json, write_png, write_text
 from keepsight.models.draft_head_files import load_draft_head
 from keepsight.models.hub import fetch
 from keepsight.models.retrieval_config import PREVIOUS_STEP
 from keepsight.models.retrieval_head import RetrievalHead
 from keepsight.models.retrieval_head_files import WEIGHTS, load_retrieval_head
 from keepsight.models.targets import Target
-from keepsight.runtime.evict import Evict
-from keepsight.runtime.method import CacheMethod
 from keepsight.runtime.methods import SpeContext
 
 _COLUMNS: tuple[str, ...] = ("task", "length", "method", "budget", "samples", "steps", "hit", "mass", "overlap", "read")
@@ -48,8 +45,9 @@ class Config(EvalConfig):
     """Keys of `keepsight hits`: those of `keepsight eval`, and these.
 
     Attributes:
-        methods: Those that read a part of the cache: specontext, quest, exact_topk; with options as for keepsight eval.
-        budgets: Entries a KV head and step.
+        methods: Methods that read a part of the cache: specontext, quest, exact_topk; with options as for keepsight
+            eval.
+        budgets: KV entries read per step and KV head.
         heads: Further retrieval heads under names of their own, {NAME: FOLDER_OR_HUB_ID}. A draft head is pruned first,
             with the features of the step before, and not distilled.
     """
@@ -63,10 +61,14 @@ def run(config: Config) -> None:
     """Measure, print the table and write it with its plot."""
     if not all(type(budget) is int for budget in config.budgets):
         raise UserError(f"budgets={config.budgets}: expected whole numbers of entries")
+    variants = variants_of(config, resources_later(config))
+    for variant in variants:
+        if not variant.method.selects_each_step:
+            raise UserError(f"methods= names {variant.name!r}, which does not choose anew at each step; see --help")
     target, out = target_of(config), Path(config.out)
-    variants = _variants(config, target)
+    variants = bound(variants, resources_of(config, target)) + _further_heads(config, target, variants)
     samples = samples_of(config, target)
-    check_samples(target, samples, variants, "seen")
+    check_samples(target, samples, variants)
     out.mkdir(parents=True, exist_ok=True)
     _require_same(out / "settings.json", config, target)
     path = out / "hits.jsonl"
@@ -81,21 +83,17 @@ def run(config: Config) -> None:
     writer.writeheader()
     writer.writerows(rows)
     write_text(out / "hits.csv", text.getvalue())
-    save_png(hits_figure(rows), out / "hits.png")
+    write_png(out / "hits.png", hits_figure(rows))
     print(_table(rows))
 
 
-def _variants(config: Config, target: Target) -> list[Variant]:
-    variants = variants_of(config, resources_of(config, target))
-    for name, reference in config.heads.items():
-        if name == SHARED or any(name == variant.name for variant in variants):
-            raise UserError(f"heads= names {name!r}, which is another row's name; choose another")
-        head = _head(reference, target)
-        variants += [Variant(name, SpeContext(budget, head)) for budget in config.budgets]
-    for variant in variants:
-        if not isinstance(variant.method, CacheMethod) or isinstance(variant.method, Evict):
-            raise UserError(f"methods= names {variant.name!r}, which does not choose anew at each step; see --help")
-    return variants
+def _further_heads(config: Config, target: Target, variants: list[Variant]) -> list[Variant]:
+    """Variants of the heads under names of their own."""
+    taken = {SHARED, *(variant.name for variant in variants)}
+    if twice := sorted(taken & set(config.heads)):
+        raise UserError(f"heads= names {twice[0]!r}, which is another row's name; choose another")
+    heads = {name: _head(reference, target) for name, reference in config.heads.items()}
+    return [Variant(name, SpeContext(budget, head)) for name, head in heads.items() for budget in config.budgets]
 
 
 def _require_same(path: Path, config: Config, target: Target) -> None:
@@ -128,9 +126,9 @@ def _head(reference: str, target: Target) -> RetrievalHead:
     return head.to(target.model.device)
 
 
-def _rows(target: Target, sample: Sample, variants: list[Variant], budgets: list[int]) -> list[dict[str, Any]]:
-    prompt = torch.tensor([render(sample, target.tokenizer)], device=target.model.device)
-    layers = {layer for variant in variants for layer in _features(variant)}
+def _rows(target: Target, sample: RenderedSample, variants: list[Variant], budgets: list[int]) -> list[dict[str, Any]]:
+    prompt = sample.prompt_ids[None].to(target.model.device)
+    layers = {layer for variant in variants for layer in variant.method.needs().features}
     seen = answering(target.model, prompt, sample.max_new_tokens, target.end_tokens, tuple(sorted(layers)))
     found = [compare(SHARED, budget, seen, best_shared(seen, budget)) for budget in budgets]
     for variant in variants:
@@ -138,10 +136,6 @@ def _rows(target: Target, sample: Sample, variants: list[Variant], budgets: list
         found.append(compare(variant.name, method.budget, seen, choices(target.model, method, seen)))
     place = {"task": sample.task, "length": sample.length, "sample": sample.id}
     return [place | asdict(each) for each in found if each is not None]
-
-
-def _features(variant: Variant) -> tuple[int, ...]:
-    return variant.method.needs().features if isinstance(variant.method, CacheMethod) else ()
 
 
 def _summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -12,14 +12,14 @@ import numpy as np
 import torch
 
 from keepsight.commands.config import Recipe
-from keepsight.commands.from_recipe import adapter_of, has_draft, resources_of, target_of
+from keepsight.commands.from_recipe import resources_later, resources_of, target_of
 from keepsight.errors import UserError
 from keepsight.eval.report.inspect_page import write_inspect_page
 from keepsight.models.chat import chat_text
 from keepsight.models.targets import Target
-from keepsight.runtime.evict import Evict
-from keepsight.runtime.method import Method
+from keepsight.runtime.evict import Evict, require_evict
 from keepsight.runtime.methods import Resources, make_method
+from keepsight.runtime.methods.resources import bind
 from keepsight.runtime.prefill import context_of, prefill
 from keepsight.runtime.state import State
 
@@ -32,10 +32,10 @@ class Config(Recipe):
         prompt: The user's turn as text, or @FILE.
         method: The method to look at.
         compare: The method beside it.
-        budget: Entries per layer and KV head.
+        budget: KV budget: entries per layer and KV head.
         options: Options of the method, such as {pool: {kernel: 5}}.
         template: Whether the chat template is applied.
-        out: The page.
+        out: HTML file to write.
     """
 
     prompt: str = "???"
@@ -49,16 +49,13 @@ class Config(Recipe):
 
 def run(config: Config) -> None:
     """Write the page."""
-    names = dict.fromkeys([config.method, config.compare])
-    stand_in: Any = object()
-    resources = Resources(adapter_of(config), stand_in if has_draft(config) else None, stand_in)
-    for name in names:
-        _method(name, config, resources)  # bad values end here, before anything loads
-    text = _read(config.prompt)
+    resources = resources_later(config)
+    methods = {name: _method(name, config, resources) for name in (config.method, config.compare)}
+    text = _read(config.prompt)  # bad values end here, before anything loads
     target = target_of(config)
     resources = resources_of(config, target)
     ids = torch.tensor([_ids(text, config.template, target)], device=target.model.device)
-    kept = {name: _kept(_method(name, config, resources), target, ids) for name in names}
+    kept = {name: _kept(bind(method, resources), target, ids) for name, method in methods.items()}
     tokens = [str(target.tokenizer.decode([token])) for token in ids[0].tolist()]
     settings = {"model": target.name, "budget": config.budget, "adapter": config.adapter, "prompt tokens": len(tokens)}
     write_inspect_page(Path(config.out), tokens, kept, f"{config.method} at budget {config.budget}", settings)
@@ -67,10 +64,8 @@ def run(config: Config) -> None:
 
 def _method(name: str, config: Config, resources: Resources) -> Evict:
     options = config.options if name == config.method else {}
-    method: Method = make_method(name, config.budget, resources, **options)
-    if not isinstance(method, Evict):
-        raise UserError(f"method {name!r} evicts nothing from the cache, so there is nothing to inspect")
-    return method
+    method = make_method(name, config.budget, resources, **options)
+    return require_evict(method, f"method {name!r} evicts nothing from the cache, so there is nothing to inspect")
 
 
 def _read(prompt: str) -> str:

@@ -27,11 +27,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from keepsight.commands.config import ModelConfig, Recipe, at_least_one
 from keepsight.commands.from_recipe import target_of
 from keepsight.errors import UserError
-from keepsight.eval.report.plots import save_png
+from keepsight.files import write_png
 from keepsight.models.retrieval_head import RetrievalHead
 from keepsight.models.targets import DTYPES, hub_answers
 from keepsight.runtime.prefill import context_of
 from keepsight.runtime.retrieval.memory_plan import MemoryPlan, plan_for, read_bytes, size_text
+from keepsight.train.plots import BLUE, VERMILLION, tidy
 
 
 @dataclass
@@ -62,7 +63,7 @@ def run(config: Config) -> None:
     plan = plan_for(model, limit=memory, requests=config.requests, budget=config.budget, head=size, head_keys=head_keys)
     print("\n".join([*_given(config, model, plan), "", *_table(model, plan), "", *_conclusions(model, plan)]))
     if config.out is not None:
-        save_png(_figure(plan, config.model.id, context_of(model)), Path(config.out))
+        write_png(Path(config.out), _figure(plan, config.model.id, context_of(model)))
         print(config.out)
 
 
@@ -153,19 +154,14 @@ def _figure(plan: MemoryPlan, name: str, context: int) -> Figure:
     figure = Figure(figsize=(5.0, 3.2), layout="constrained")
     panel = figure.subplots()
     lengths = [length // plan.requests for length in plan.thresholds]
-    panel.step(
-        [0, *lengths], [0, *range(len(lengths))], where="pre", color="#0072b2", linewidth=1.6, label="layers that move"
-    )
-    panel.axvline(context, color="#d55e00", linewidth=1.2, linestyle="--", label=f"the model's context, {context}")
+    layers = [0, *range(len(lengths))]
+    panel.step([0, *lengths], layers, where="pre", color=BLUE, linewidth=1.6, label="layers that move")
+    panel.axvline(context, color=VERMILLION, linewidth=1.2, linestyle="--", label=f"the model's context, {context}")
     panel.set_title(f"{name}, {size_text(plan.limit)}, {_requests(plan)}", fontsize=10)
     panel.set_xlabel("tokens a request", fontsize=9)
     panel.set_ylabel("layers on the CPU", fontsize=9)
     panel.yaxis.set_major_locator(MaxNLocator(integer=True))
     panel.set_xlim(0, 1.1 * context)
     panel.set_ylim(0, plan.layers)
-    panel.grid(axis="y", color="#d4d4d4", linewidth=0.6)
-    panel.set_axisbelow(True)
-    panel.spines[["top", "right"]].set_visible(False)
-    panel.tick_params(labelsize=8)
-    panel.legend(loc="lower right", frameon=False, fontsize=8)
+    tidy(panel)
     return figure

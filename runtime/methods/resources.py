@@ -1,11 +1,13 @@
 """What some methods need beside their options: a trained adapter or head, a draft, a tokenizer."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from typing_extensions import override
 
 from keepsight.errors import UserError
 from keepsight.models.draft_sources import DraftHeadSource, DraftSource
@@ -13,6 +15,17 @@ from keepsight.models.hub import fetch
 from keepsight.models.lookahead_files import Artifact, load_lookahead
 from keepsight.models.retrieval_head import RetrievalHead
 from keepsight.models.retrieval_head_files import load_retrieval_head
+
+
+@dataclass(frozen=True)
+class Later:
+    """Stands in a method for a resource that takes the loaded target, until `bind` puts that in its place.
+
+    Attributes:
+        name: Name of the field: draft, tokenizer or head.
+    """
+
+    name: str
 
 
 @dataclass(frozen=True)
@@ -28,8 +41,8 @@ class Resources:
     """
 
     adapter: str | Path | None = None
-    draft: DraftSource | DraftHeadSource | Callable[[], DraftSource | DraftHeadSource | None] | None = None
-    tokenizer: PreTrainedTokenizerBase | None = None
+    draft: DraftSource | DraftHeadSource | Callable[[], DraftSource | DraftHeadSource | None] | Later | None = None
+    tokenizer: PreTrainedTokenizerBase | Later | None = None
     retrieval: str | Path | None = None
     target: PreTrainedModel | None = None
 
@@ -75,3 +88,29 @@ class Resources:
                 "needs a draft: set draft.layers=[...] (keepsight draft finds good ones), draft.id= or draft.head="
             )
         raise UserError("needs the target's tokenizer")
+
+
+@dataclass(frozen=True)
+class ResourcesLater(Resources):
+    """What is known before the target is loaded: methods made of it hold `Later`, their values are checked."""
+
+    @override
+    def find(self, name: str) -> object:
+        found = super().find(name)  # refuses what is missing, or cannot be had
+        return found if name == "artifact" else Later(name)
+
+
+def bind(part: Any, resources: Resources) -> Any:
+    """A method, or a part of one, with the resources themselves where it holds `Later`.
+
+    Raises:
+        UserError: a resource cannot be had, or is for another target.
+    """
+    if isinstance(part, Later):
+        return resources.find(part.name)
+    if not is_dataclass(part) or isinstance(part, type):
+        return part
+    held = {each.name: getattr(part, each.name) for each in fields(part) if each.init}
+    bound = {name: bind(value, resources) for name, value in held.items()}
+    changed = {name: value for name, value in bound.items() if value is not held[name]}
+    return replace(part, **changed) if changed else part

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from keepsight.errors import UserError, require_whole
 from keepsight.runtime.budget import Budget
-from keepsight.runtime.method import Method
+from keepsight.runtime.method import Method, Observe, Shared
 from keepsight.runtime.prefill import context_of, prefill
 from keepsight.runtime.state import Needs, State
 
@@ -75,6 +75,11 @@ class ShortenPrompt(Method):
                 f"{type(self).__name__}: budget {self.budget} leaves {kept} of {length} tokens, fewer than the window "
                 f"of {self.window}"
             )
+
+    @override
+    def compress_shared(self, model: PreTrainedModel, state: State, observe: Observe) -> Shared | None:
+        length = state.tokens.shape[1]
+        return (state, state.select_all()) if self.budget_for(length) == length else None
 
     @override
     @torch.no_grad()

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from keepsight.commands.cli import main
-from keepsight.models.lookahead import Lookahead, LookaheadSettings
+from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_files import Provenance, save_lookahead
+from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.models.targets import load_target
 from tests.tiny import save_tiny_target
 

@@ -15,6 +15,7 @@ from keepsight.commands.cli import main
 from keepsight.commands.config import parse
 from keepsight.eval.tasks.task_files import RULER_METRIC
 from keepsight.files import append_lines, read_jsonl, write_json, write_lines
+from keepsight.models.chat import chat_text
 from keepsight.runtime.allocate import Adaptive
 from keepsight.runtime.drafting.observer import DraftObserver
 from keepsight.runtime.evict import Evict
@@ -45,7 +46,16 @@ def rows_of(out: Path) -> list[dict[str, Any]]:
     return [row | CLOCKS for row in read_jsonl(out / "results.jsonl")]
 
 
-def test_every_method_and_budget_has_a_row_and_a_mean(keepsight: CommandLine, here: Path, whole: Any) -> None:
+def test_every_method_and_budget_has_a_row_and_a_mean(
+    keepsight: CommandLine, here: Path, whole: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, make = [], evaluation.make_method
+
+    def noted(name: str, budget: Any, *rest: Any, **options: Any) -> Any:
+        made.append((name, budget))
+        return make(name, budget, *rest, **options)
+
+    monkeypatch.setattr(evaluation, "make_method", noted)
     printed = keepsight("eval", *TINY, *NEEDLES)
     assert tree(here / "out") == FILES
     assert rows_of(here / "out") == comparable(whole)
@@ -63,6 +73,7 @@ def test_every_method_and_budget_has_a_row_and_a_mean(keepsight: CommandLine, he
             assert float(mean[column]) == pytest.approx(sum(row[column] for row in rows) / 3, abs=1e-4)
         assert mean["method"] in printed
     html = (here / "out" / "report.html").read_text("utf-8")
+    assert made == [(name, budget) for name in METHODS[1:] for budget in (40, 0.25)], "each is made once"
     assert all(name in html for name in METHODS) and "adapter" in html
     assert all((here / "out" / name).read_bytes().startswith(b"\x89PNG") for name in FILES if name.endswith("png"))
 
@@ -155,6 +166,25 @@ def test_real_samples(keepsight: CommandLine, here: Path) -> None:
     assert "facts: 1 samples are longer than max_tokens=512 and were dropped" in printed
     found = [(row["task"], row["length"], row["sample"], row["method"]) for row in rows_of(here / "out")]
     assert found == [("facts", 512, sample, method) for sample in "01" for method in ("full", "snapkv")]
+
+
+@pytest.mark.parametrize(("question", "times"), [("seen", 3), ("unseen", 3 + 2)])
+def test_a_prompt_is_rendered_once(
+    keepsight: CommandLine, here: Path, monkeypatch: pytest.MonkeyPatch, question: str, times: int
+) -> None:
+    """Of three samples one is too long; the others come apart at their questions, where these are not seen."""
+    rendered: list[Any] = []
+
+    def noted(tokenizer: Any, turns: Any) -> str:
+        rendered.append(turns)
+        return chat_text(tokenizer, turns)
+
+    monkeypatch.setattr("keepsight.eval.tasks.samples.chat_text", noted)
+    (here / "real").mkdir()
+    real_samples(here / "real")
+    given = [*TINY, "tasks=[jsonl]", "jsonl.dir=real", "methods=[snapkv]", "budgets=[40]", "max_tokens=512"]
+    keepsight("eval", *given, f"question={question}")
+    assert len(rendered) == times
 
 
 def test_questions_of_real_samples(keepsight: CommandLine, here: Path) -> None:

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from keepsight.commands.eval import own_share
-from keepsight.eval.tasks.samples import Sample
+from keepsight.eval.tasks.samples import Sample, render
 from keepsight.files import append_lines, read_jsonl, write_lines
 from tests.commands.commands import CommandLine, tree
 from tests.eval.rows import CLOCKS, comparable
+from tests.tiny import tiny_tokenizer
 
 pytestmark = pytest.mark.usefixtures("here")
 GIVEN = ["model.id=tiny", "model.device=cpu", "adapter=null", "methods=[snapkv,adakv]", "budgets=[40]", "samples=3"]
@@ -75,11 +76,12 @@ def test_two_processes_give_what_one_gives_and_go_on_where_others_stopped(keepsi
 
 @pytest.mark.parametrize("process", [0, 1])
 def test_own_shares_cover_all_groups(process: int) -> None:
-    samples = [
+    named = [
         Sample(f"{context}-{question}", "t", 8, f"c{context} q{question}", ("a",), "qa_f1", 4, question=f" q{question}")
         for context in range(3)
         for question in range(2)
     ]
+    samples = [render(each, tiny_tokenizer()) for each in named]
     shares = [own_share(samples, "multi", process, 2) for process in range(2)]
     assert [sample.id for sample in shares[process]] == (["0-0", "0-1", "2-0", "2-1"], ["1-0", "1-1"])[process]
-    assert sorted(sample.id for share in shares for sample in share) == [sample.id for sample in samples]
+    assert sorted(sample.id for share in shares for sample in share) == [sample.id for sample in named]

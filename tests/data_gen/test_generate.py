@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml
 
-from keepsight.data_gen.answers import Rendered, answer, batches, render
+from keepsight.data_gen.answers import Rendered, answer, batches, render_prompt
 from keepsight.data_gen.generate import generate_data
 from keepsight.data_gen.mixture import Mixture
 from keepsight.data_gen.prompts import Prompt
@@ -100,7 +100,7 @@ def test_batched_answers_equal_single_ones(target: Target) -> None:
 def test_given_responses_are_used_and_nothing_is_generated(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     given = Prompt("mine", ({"role": "user", "content": "Hello?"},), response="So be it.")
     asked = Prompt("mine", ({"role": "user", "content": "Hello?"},))
-    prompts = [render(0, given, target.tokenizer), render(1, asked, target.tokenizer)]
+    prompts = [render_prompt(0, given, target.tokenizer), render_prompt(1, asked, target.tokenizer)]
     assert prompts[0].ids == prompts[1].ids
     first, second = answer(target, prompts, 16)
     assert target.tokenizer.decode(first) == "So be it.<|end|>"
@@ -112,9 +112,9 @@ def test_given_responses_are_used_and_nothing_is_generated(target: Target, monke
 
 def test_prompts_go_through_the_chat_template_unless_they_are_raw(target: Target) -> None:
     turns = ({"role": "user", "content": "Hello?"},)
-    chat = render(0, Prompt("mine", turns, answer_prefix="Well,"), target.tokenizer)
+    chat = render_prompt(0, Prompt("mine", turns, answer_prefix="Well,"), target.tokenizer)
     assert target.tokenizer.decode(chat.ids) == "<|user|>Hello?<|end|><|assistant|>Well,"
-    raw = render(0, Prompt("mine", turns, template=False), target.tokenizer)
+    raw = render_prompt(0, Prompt("mine", turns, template=False), target.tokenizer)
     assert target.tokenizer.decode(raw.ids) == "Hello?"
 
 

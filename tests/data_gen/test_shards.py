@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from keepsight.data_gen.shards import Answered, DataSettings, ShardWriter, read_samples
+from keepsight.data_gen.shards import DataSettings, ShardWriter, TrainingSample, read_training_samples
 from keepsight.errors import UserError
 from keepsight.files import read_json, read_jsonl
 
 SETTINGS = DataSettings("ada/tiny", "c0ffee", "sha256:template", {"sources": [{"kind": "needles"}]}, 3, 10, 4, 16)
 
 
-def sample(index: int) -> Answered:
-    return Answered(
+def sample(index: int) -> TrainingSample:
+    return TrainingSample(
         index, "ab"[index % 2], [5] * (index + 1), [7] * index + [2], f"prompt {index} ü", f"answer {index}"
     )
 
@@ -44,7 +44,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     manifest = run(tmp_path)
     assert names(tmp_path) == ["manifest.json", *(f"shard-0000{row}.jsonl" for row in range(3))]
     assert indices(tmp_path) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-    samples, read = read_samples(tmp_path, "ada/tiny", "sha256:template")
+    samples, read = read_training_samples(tmp_path, "ada/tiny", "sha256:template")
     assert samples == [sample(index) for index in range(10)]
     assert read == manifest == read_json(tmp_path / "manifest.json")
     assert manifest["settings"] == asdict(SETTINGS)
@@ -63,7 +63,7 @@ def test_a_stopped_run_goes_on(tmp_path: Path, stops: list[int]) -> None:
         done += stop
         assert indices(folder) == [[0, 1, 2, 3], [4, 5, 6, 7]][: done // 4]
         with pytest.raises(UserError, match=r"unfinished; run the same `keepsight data out=.*stopped` again"):
-            read_samples(folder, "ada/tiny", "sha256:template")
+            read_training_samples(folder, "ada/tiny", "sha256:template")
     assert run(folder, stop_after=10 - done) == reference
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == {
         path.name: path.read_bytes() for path in (tmp_path / "whole").iterdir()
@@ -103,16 +103,16 @@ def test_raising_the_limit_goes_on(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path / "data", more, stop_after=1)
     with pytest.raises(UserError, match="unfinished"):
-        read_samples(tmp_path / "data", "ada/tiny", "sha256:template")
+        read_training_samples(tmp_path / "data", "ada/tiny", "sha256:template")
     assert run(tmp_path / "data", more, stop_after=4) == run(tmp_path / "whole", more)
-    samples, _ = read_samples(tmp_path / "data", "ada/tiny", "sha256:template")
+    samples, _ = read_training_samples(tmp_path / "data", "ada/tiny", "sha256:template")
     assert samples == [sample(index) for index in range(15)]
 
 
 def test_lowering_the_limit_reads_fewer(tmp_path: Path) -> None:
     run(tmp_path)
     manifest = run(tmp_path, replace(SETTINGS, limit=5), stop_after=0)
-    samples, _ = read_samples(tmp_path, "ada/tiny", "sha256:template")
+    samples, _ = read_training_samples(tmp_path, "ada/tiny", "sha256:template")
     assert samples == [sample(index) for index in range(5)]
     assert manifest["samples"] == 5
     assert run(tmp_path, stop_after=0)["samples"] == 10
@@ -147,18 +147,18 @@ def test_a_run_that_made_nothing_binds_nobody(tmp_path: Path) -> None:
 
 def test_what_is_no_data_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no manifest.json; make the data with `keepsight data out="):
-        read_samples(tmp_path / "missing", "ada/tiny", "sha256:template")
+        read_training_samples(tmp_path / "missing", "ada/tiny", "sha256:template")
     run(tmp_path)
     with pytest.raises(UserError, match="answered by 'ada/tiny', not by 'ada/other'; make it again"):
-        read_samples(tmp_path, "ada/other", "sha256:template")
+        read_training_samples(tmp_path, "ada/other", "sha256:template")
     with pytest.raises(UserError, match="another chat template of 'ada/tiny'"):
-        read_samples(tmp_path, "ada/tiny", "sha256:other")
+        read_training_samples(tmp_path, "ada/tiny", "sha256:other")
     manifest = read_json(tmp_path / "manifest.json")
     (tmp_path / "manifest.json").write_text(json.dumps(manifest | {"shards": []}))
     with pytest.raises(UserError, match="holds no sample"):
-        read_samples(tmp_path, "ada/tiny", "sha256:template")
+        read_training_samples(tmp_path, "ada/tiny", "sha256:template")
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     shard = tmp_path / "shard-00001.jsonl"
     shard.write_bytes(shard.read_bytes()[:-20])
     with pytest.raises(UserError, match=r"shard-00001.jsonl:4: not valid JSON"):
-        read_samples(tmp_path, "ada/tiny", "sha256:template")
+        read_training_samples(tmp_path, "ada/tiny", "sha256:template")

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from keepsight import recipes
-from keepsight.corpus import docstrings, part_of, source_documents, topic_documents
+from keepsight.corpus import docstrings, document_part, source_documents, topic_documents
 from keepsight.data_gen import haystacks, key_values, retrieval
 from keepsight.data_gen.mixture import SOURCES, Mixture
 from keepsight.data_gen.prompts import DoesNotFit, Prompt, Request, fit
@@ -78,14 +78,14 @@ def test_needles_and_question_are_in_the_prompt(monkeypatch: pytest.MonkeyPatch)
 
 def test_needles_stand_at_their_depths() -> None:
     hay = [f"{row} " for row in range(100)]
-    text = haystacks.hide(["late", "first", "middle"], [0.9, 0.0, 0.5], hay).split()
+    text = haystacks.with_needles(["late", "first", "middle"], [0.9, 0.0, 0.5], hay).split()
     assert [text.index(needle) for needle in ("first", "middle", "late")] == [0, 51, 92]
     assert [word for word in text if word.isdigit()] == [str(row) for row in range(100)]
 
 
-@pytest.mark.parametrize("kind", sorted(haystacks.KINDS))
+@pytest.mark.parametrize("kind", sorted(haystacks.STREAMS))
 def test_haystacks_have_no_end(kind: str) -> None:
-    taken = haystacks.take(haystacks.pieces(kind, random.Random(0)), 20_000)
+    taken = haystacks.take(haystacks.hay_pieces(kind, random.Random(0)), 20_000)
     assert 18_000 < len("".join(taken)) <= 20_000
     assert all(piece[-1] in " \n" for piece in taken)
 
@@ -201,8 +201,13 @@ def test_documents_belong_to_one_part_as_a_whole() -> None:
     evaluation = {document.name for document in topic_documents("evaluation") + source_documents("evaluation")}
     assert not training & evaluation
     assert 0.1 < len(evaluation) / len(training | evaluation) < 0.35
-    assert part_of("topics/try") == part_of("logging/handlers.py") == part_of("logging/__init__.py") == "evaluation"
-    assert part_of("topics/assert") == part_of("decimal.py") == part_of("_pydecimal.py") == "training"
+    assert (
+        document_part("topics/try")
+        == document_part("logging/handlers.py")
+        == document_part("logging/__init__.py")
+        == "evaluation"
+    )
+    assert document_part("topics/assert") == document_part("decimal.py") == document_part("_pydecimal.py") == "training"
     assert not any(name.startswith(("test/", "site-packages/")) for name in training | evaluation)
 
 

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from keepsight.errors import UserError
-from keepsight.eval import compress as compress_module
 from keepsight.eval import sweep as sweep_module
 from keepsight.eval.compress import SharedPrompt
 from keepsight.eval.sweep import Variant, groups_of, run_sample, run_samples, sweep
-from keepsight.eval.tasks.samples import Sample, render, render_apart
+from keepsight.eval.tasks.samples import RenderedSample, Sample, render, render_apart
 from keepsight.models.draft_sources import LayerSubset
 from keepsight.models.targets import Target
 from keepsight.runtime.decode import decode, stop_after
@@ -52,9 +51,17 @@ VARIANTS = [
 ]
 
 
+def apart(target: Target, each: Sample) -> RenderedSample:
+    return render_apart(render(each, target.tokenizer), target.tokenizer)
+
+
+def all_apart(target: Target, samples: Sequence[Sample] = SAMPLES) -> list[RenderedSample]:
+    return [apart(target, each) for each in samples]
+
+
 def ids_of(target: Target, each: Sample) -> tuple[Tensor, Tensor]:
-    context, rest = render_apart(each, target.tokenizer)
-    return torch.tensor([context]), torch.tensor([rest])
+    parts = apart(target, each)
+    return parts.prompt_ids[None], parts.question_ids[None]
 
 
 def decoded(target: Target, state: State, variant: Variant | None = None) -> Tensor:
@@ -105,7 +112,7 @@ def check_rows(target: Target, rows: list[dict[str, Any]], asked: Sample, group:
 
 def test_unseen_compresses_the_context_and_reads_the_question(target: Target) -> None:
     for asked in SAMPLES:
-        rows = run_sample(target, asked, VARIANTS, MANY, "unseen")
+        rows = run_sample(target, apart(target, asked), VARIANTS, MANY, "unseen")
         assert {row["question"] for row in rows} == {"unseen"}
         check_rows(target, rows, asked, [asked])
 
@@ -123,50 +130,51 @@ def test_multi_asks_all_questions_of_one_cache(target: Target, monkeypatch: pyte
 
     monkeypatch.setattr(SharedPrompt, "compress", noted)
     monkeypatch.setattr(sweep_module, "prefill", counted)
-    made = list(sweep(target, SAMPLES, VARIANTS, set(), MANY, "multi"))
+    made = list(sweep(target, all_apart(target), VARIANTS, set(), MANY, "multi"))
     assert compressed == [variant.method for variant in VARIANTS] and len(prefills) == 1
     assert [{row["sample"] for row in rows} for rows in made] == [{word} for word in WORDS]
     assert all(row["question"] == "multi" for rows in made for row in rows)
     for asked, rows in zip(SAMPLES, made, strict=True):
         check_rows(target, rows, asked, SAMPLES)
         same = {"question": "multi"}
-        alone = [row | same for row in run_sample(target, asked, VARIANTS[1:], MANY, "unseen")]
+        alone = [row | same for row in run_sample(target, apart(target, asked), VARIANTS[1:], MANY, "unseen")]
         recalls = [{**row, "recall": None} for row in [rows[0], *rows[2:]]]  # against what is asked in all
         assert [{**row, "recall": None} | CLOCKS for row in alone] == comparable(recalls)
-    assert [len(group) for group in groups_of(SAMPLES, "unseen")] == [1, 1, 1]
+    assert [len(group) for group in groups_of(all_apart(target), "unseen")] == [1, 1, 1]
 
 
 def test_a_question_asked_again_after_a_stop_has_its_group(target: Target) -> None:
-    whole = list(sweep(target, SAMPLES, VARIANTS, set(), MANY, "multi"))
-    (again,) = sweep(target, SAMPLES, VARIANTS, {each.key for each in SAMPLES[:1] + SAMPLES[2:]}, MANY, "multi")
+    samples = all_apart(target)
+    whole = list(sweep(target, samples, VARIANTS, set(), MANY, "multi"))
+    (again,) = sweep(target, samples, VARIANTS, {each.key for each in SAMPLES[:1] + SAMPLES[2:]}, MANY, "multi")
     assert [row | CLOCKS for row in again] == comparable(whole[1])
-    assert not list(sweep(target, SAMPLES, VARIANTS, {each.key for each in SAMPLES}, MANY, "multi"))
+    assert not list(sweep(target, samples, VARIANTS, {each.key for each in SAMPLES}, MANY, "multi"))
 
 
-def test_groups_share_task_length_and_context() -> None:
+def test_groups_share_task_length_and_context(target: Target) -> None:
     other = replace(SAMPLES[0], id="other", prompt="Else." + SAMPLES[0].question)
     longer = replace(SAMPLES[0], id="longer", length=256)
-    groups = groups_of([*SAMPLES, other, longer, replace(SAMPLES[0], id="again")], "multi")
+    asked = all_apart(target, [*SAMPLES, other, longer, replace(SAMPLES[0], id="again")])
+    groups = groups_of(asked, "multi")
     assert [[each.id for each in group] for group in groups] == [list(WORDS), ["other"], ["longer"], ["again"]]
 
 
 def test_small_batches_change_nothing(target: Target) -> None:
-    whole = run_samples(target, SAMPLES, VARIANTS, MANY, "multi")
-    small = run_samples(target, SAMPLES, VARIANTS, 1, "multi")
+    samples = all_apart(target)
+    whole = run_samples(target, samples, VARIANTS, MANY, "multi")
+    small = run_samples(target, samples, VARIANTS, 1, "multi")
     assert [[row | CLOCKS for row in rows] for rows in small] == [comparable(rows) for rows in whole]
 
 
 def test_seen_and_unseen_are_not_the_same(target: Target) -> None:
-    seen = run_sample(target, SAMPLES[0], VARIANTS, MANY, "seen")
-    unseen = run_sample(target, SAMPLES[0], VARIANTS, MANY, "unseen")
+    whole = render(SAMPLES[0], target.tokenizer)
+    seen = run_sample(target, whole, VARIANTS, MANY, "seen")
+    unseen = run_sample(target, apart(target, SAMPLES[0]), VARIANTS, MANY, "unseen")
     assert {row["question"] for row in seen} == {"seen"}
-    assert seen[0]["kept"] == len(render(SAMPLES[0], target.tokenizer)) > unseen[0]["kept"]
+    assert seen[0]["kept"] == len(whole.prompt_ids) > unseen[0]["kept"]
     assert [row["recall"] for row in seen] != [row["recall"] for row in unseen]
 
 
-def test_a_sample_without_a_question_is_refused(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweep_module, "prefill", None)
-    monkeypatch.setattr(compress_module, "prefill", None)
-    for question in ("unseen", "multi"):
-        with pytest.raises(UserError, match="sample test/fox does not say where its question starts"):
-            run_sample(target, replace(SAMPLES[0], question=""), VARIANTS, MANY, question)
+def test_a_sample_without_a_question_is_refused(target: Target) -> None:
+    with pytest.raises(UserError, match="sample test/fox does not say where its question starts"):
+        apart(target, replace(SAMPLES[0], question=""))

@@ -15,8 +15,9 @@ from keepsight.eval import answers as answers_module
 from keepsight.eval import sweep as sweep_module
 from keepsight.eval.sweep import Variant, check_samples, run_sample, sweep
 from keepsight.eval.tasks.samples import Sample, render
-from keepsight.models.lookahead import Lookahead, LookaheadSettings
+from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_files import Provenance, save_lookahead
+from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.models.targets import Target, load_target
 from keepsight.runtime.cache import cache_bytes
 from keepsight.runtime.drafting.observer import DraftObserver
@@ -56,11 +57,15 @@ def variants(target: Target, tmp_path_factory: pytest.TempPathFactory) -> list[V
 
 @pytest.fixture(scope="module")
 def rows(target: Target, variants: list[Variant]) -> list[dict[str, Any]]:
-    return run_sample(target, SAMPLE, variants, MANY)
+    return run(target, SAMPLE, variants)
 
 
 def ids_of(target: Target, sample: Sample = SAMPLE) -> Tensor:
-    return torch.tensor([render(sample, target.tokenizer)], device=target.model.device)
+    return render(sample, target.tokenizer).prompt_ids[None].to(target.model.device)
+
+
+def run(target: Target, sample: Sample, variants: list[Variant], batch_tokens: int = MANY) -> list[dict[str, Any]]:
+    return run_sample(target, render(sample, target.tokenizer), variants, batch_tokens)
 
 
 def alone(method: Any) -> Any:
@@ -120,7 +125,7 @@ def test_answers_of_one_token(target: Target, variants: list[Variant], ending: b
     evicting = [*variants, Variant("h2o every=4", H2O(48, every=4)), Variant("adakv", AdaKV(48))]
     config.eos_token_id = [first, *before] if ending else before
     try:
-        rows = run_sample(target, short, evicting, MANY)
+        rows = run(target, short, evicting)
     finally:
         config.eos_token_id = before
     expected = target.tokenizer.decode([first], skip_special_tokens=True)
@@ -138,7 +143,7 @@ def test_budgets_are_exact(target: Target, rows: list[dict[str, Any]]) -> None:
 def test_the_size_of_batches_changes_nothing(
     target: Target, variants: list[Variant], rows: list[dict[str, Any]], batch_tokens: int
 ) -> None:
-    assert [row | CLOCKS for row in run_sample(target, SAMPLE, variants, batch_tokens)] == comparable(rows)
+    assert [row | CLOCKS for row in run(target, SAMPLE, variants, batch_tokens)] == comparable(rows)
 
 
 @pytest.mark.parametrize("batch_tokens", [1, 200, 400])
@@ -152,7 +157,7 @@ def test_batches_stay_within_their_tokens(
         return rows(model, states, room)
 
     monkeypatch.setattr(answers_module, "Rows", noted)
-    run_sample(target, SAMPLE, variants, batch_tokens)
+    run(target, SAMPLE, variants, batch_tokens)
     del batches[0]  # the full cache's own
     assert sum(map(len, batches)) == 8
     assert all(len(sizes) == 1 or sum(sizes) <= batch_tokens for sizes in batches)
@@ -182,23 +187,23 @@ def test_one_prefill_a_sample_and_one_observation_a_method(target: Target, monke
     budgets = (8, 16, 0.5, 9999)
     mixed = [Variant(str(id(each)), Evict(budget, each)) for budget in budgets for each in (one, two)]
     for sample in (SAMPLE, OTHER):
-        run_sample(target, sample, mixed, MANY)
+        run(target, sample, mixed)
     assert prefills == one.calls == two.calls == [ids_of(target, sample).shape[1] for sample in (SAMPLE, OTHER)]
 
 
 def test_a_cut_span_is_refused(target: Target, variants: list[Variant]) -> None:
-    run_sample(target, replace(SAMPLE, spans=("lazy dog",)), variants[:1], MANY)
+    run(target, replace(SAMPLE, spans=("lazy dog",)), variants[:1])
     with pytest.raises(UserError, match="sample test/one: the answer span 'lazy cat' was cut from the prompt"):
-        run_sample(target, replace(SAMPLE, spans=("lazy dog", "lazy cat")), variants[:1], MANY)
+        run(target, replace(SAMPLE, spans=("lazy dog", "lazy cat")), variants[:1])
 
 
 def test_nothing_is_refused_after_the_first_sample_ran(target: Target, variants: list[Variant]) -> None:
-    check_samples(target, [SAMPLE, OTHER], variants, "seen")
-    cut = replace(SAMPLE, spans=("lazy cat",))
+    samples = [render(sample, target.tokenizer) for sample in (SAMPLE, OTHER)]
+    check_samples(target, samples, variants)
     with pytest.raises(UserError, match="the answer span 'lazy cat' was cut"):
-        check_samples(target, [SAMPLE, cut], variants, "seen")
+        render(replace(SAMPLE, spans=("lazy cat",)), target.tokenizer)
     with pytest.raises(UserError, match=r"Truncation: a prompt of .* is shorter than the window of 999"):
-        check_samples(target, [SAMPLE, OTHER], [Variant("truncation", Truncation(1000, window=999))], "seen")
+        check_samples(target, samples, [Variant("truncation", Truncation(1000, window=999))])
 
 
 def test_a_prompt_beyond_the_context_is_refused(target: Target, variants: list[Variant]) -> None:
@@ -206,22 +211,24 @@ def test_a_prompt_beyond_the_context_is_refused(target: Target, variants: list[V
     with pytest.raises(
         UserError, match=r"sample test/one has \d+ tokens, with \d+ for the answer more than the context"
     ):
-        run_sample(target, replace(SAMPLE, max_new_tokens=longest + 1), variants[:1], MANY)
+        run(target, replace(SAMPLE, max_new_tokens=longest + 1), variants[:1])
 
 
 def test_what_is_done_is_passed_over(target: Target, variants: list[Variant], tmp_path: Path) -> None:
     done = {("test", 256, "one"), ("test", 999, "two"), ("other", 128, "two")}
-    (made,) = sweep(target, [SAMPLE, OTHER], variants, done, MANY)
+    samples = [render(sample, target.tokenizer) for sample in (SAMPLE, OTHER)]
+    (made,) = sweep(target, samples, variants, done, MANY)
     assert [(row["sample"], row["method"]) for row in made] == [
         ("two", name) for name in ["full", *(variant.name for variant in variants)]
     ]
-    assert not list(sweep(target, [SAMPLE], variants, done, MANY))
+    assert not list(sweep(target, samples[:1], variants, done, MANY))
 
 
 def test_in_bfloat16_no_sample_changes_another(target: Target, variants: list[Variant]) -> None:
     """There the number of tokens that a pass reads can decide between two that are about equally likely."""
     half = replace(target, model=copy.deepcopy(target.model).bfloat16())
-    samples = [replace(SAMPLE, id=str(start), prompt=TEXT[start : start + 200]) for start in range(0, 120, 10)]
+    cut = [replace(SAMPLE, id=str(start), prompt=TEXT[start : start + 200]) for start in range(0, 120, 10)]
+    samples = [render(sample, target.tokenizer) for sample in cut]
     together = list(sweep(half, samples, variants[:3], set(), MANY))
     alone = [run_sample(half, sample, variants[:3], MANY) for sample in samples]
     assert [[row | CLOCKS for row in rows] for rows in together] == [[row | CLOCKS for row in rows] for rows in alone]

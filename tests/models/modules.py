@@ -5,8 +5,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from keepsight.models.lookahead import Lookahead, LookaheadSettings
+from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_files import Provenance, save_lookahead
+from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.runtime.observe import observe
 from keepsight.runtime.state import State
 from tests.tiny import tiny_model

@@ -16,7 +16,8 @@ from keepsight.commands.config import DraftConfig, ModelConfig, Recipe
 from keepsight.commands.from_recipe import draft_of
 from keepsight.errors import UserError
 from keepsight.models.draft_sources import LayerSubset, LoadedDraft, load_draft
-from keepsight.models.lookahead import Lookahead, LookaheadSettings
+from keepsight.models.lookahead import Lookahead
+from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.models.targets import Target, load_target
 from keepsight.runtime.attention import record_attention
 from tests.tiny import FAMILIES, prompt_ids, save_tiny_target, tiny_model, tiny_tokenizer

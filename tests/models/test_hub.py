@@ -12,12 +12,14 @@ from huggingface_hub import constants
 from transformers import LlamaConfig
 
 from keepsight.errors import UserError
+from keepsight.models.card import CardBasics
 from keepsight.models.draft_head import DraftHead
 from keepsight.models.draft_head_card import draft_head_card
 from keepsight.models.draft_head_files import save_draft_head
 from keepsight.models.hub import Upload, fetch, kind_of, plan_upload, push
-from keepsight.models.lookahead import Lookahead, LookaheadSettings
+from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_files import FILES, Provenance, load_lookahead, save_lookahead
+from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.models.retrieval_head import RetrievalHead
 from keepsight.models.retrieval_head_files import save_retrieval_head
 from tests.models.fake_hub import COMMIT, REPO, FakeHub
@@ -212,7 +214,8 @@ def head_folder(kind: str, folder: Path) -> tuple[Path, tuple[str, ...]]:
         names: tuple[str, ...] = ("config.json", "model.safetensors", "README.md")
     elif kind == "draft head":
         provenance = Provenance("ada/tiny", training={"steps": 3})
-        card = draft_head_card("Tiny", provenance, {"essays": 7}, {"eval_acceptance_length": 2.5}, ["Public domain."])
+        basics = CardBasics("Tiny", provenance, {"essays": 7}, "Public domain.")
+        card = draft_head_card(basics, {"eval_acceptance_length": 2.5})
         save_draft_head(DraftHead(LlamaConfig.from_dict(LLAMA3)), folder, provenance, card)
         names = ("config.json", "model.safetensors", "keepsight.json", "README.md")
     else:

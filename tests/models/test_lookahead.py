@@ -5,8 +5,9 @@ import torch
 from peft import PeftModel
 
 from keepsight.files import file_digest
-from keepsight.models.lookahead import Lookahead, LookaheadSettings, input_embedding
+from keepsight.models.lookahead import Lookahead, input_embedding
 from keepsight.models.lookahead_files import ADAPTER, load_lookahead
+from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.runtime.attention import record_attention
 from keepsight.runtime.cache import entries
 from keepsight.runtime.methods import LookaheadKV

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from keepsight.errors import UserError
 from keepsight.files import file_digest
+from keepsight.models.card import CardBasics
 from keepsight.models.lookahead_files import Provenance
 from keepsight.models.retrieval_card import comparison, retrieval_card
 from keepsight.models.retrieval_head_files import (
@@ -169,7 +170,7 @@ def test_the_card_says_what_was_measured():
     assert "pruned only 2.000, distilled 0.500" in table
     assert comparison({}, {}, "pruned only") == "Not measured."
     config = tiny_retrieval_head("none").config
-    card = retrieval_card("Title", config, 12345, ORIGIN, {"needles": 7}, table, ["From nowhere."], "mit")
+    card = retrieval_card(CardBasics("Title", ORIGIN, {"needles": 7}, "From nowhere.", "mit"), config, 12345, table)
     for text in ("# Title", "license: mit", "12,345 parameters", "token embeddings alone", "up to 64 tokens", table):
         assert text in card
     assert "| needles | 7 |" in card

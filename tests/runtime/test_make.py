@@ -8,8 +8,9 @@ import pytest
 
 from keepsight.errors import UserError
 from keepsight.models.draft_sources import LayerSubset
-from keepsight.models.lookahead import Lookahead, LookaheadSettings
+from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_files import Provenance, save_lookahead
+from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.models.retrieval_head_files import save_retrieval_head
 from keepsight.runtime.allocate import Adaptive, Pyramid, Uniform
 from keepsight.runtime.drafting.observer import DraftObserver

@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from keepsight.data_gen.shards import Answered
-from keepsight.models.lookahead import Lookahead, LookaheadSettings
+from keepsight.data_gen.shards import TrainingSample
+from keepsight.models.lookahead import Lookahead
+from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.train.dataset import SampleDataset, collate
 from keepsight.train.lookahead.objective import LookaheadObjective
-from keepsight.train.lookahead.trainer import TrainSettings
+from keepsight.train.lookahead.trainer import LookaheadTrainer
+from keepsight.train.settings import TrainSettings
 from tests.tiny import tiny_model
 
 SHAPE = LookaheadSettings(tokens=4, rank=2, alpha=8)
@@ -34,7 +36,7 @@ def settings(**changes) -> TrainSettings:
     return TrainSettings(**values | {"learning_rate": 1e-2, "budget": 6} | changes)
 
 
-def samples(count: int = 14) -> list[Answered]:
+def samples(count: int = 14) -> list[TrainingSample]:
     """Random prompts and answers of different lengths; their indices have gaps, as after a filter."""
     generator = torch.Generator().manual_seed(3)
 
@@ -42,13 +44,21 @@ def samples(count: int = 14) -> list[Answered]:
         return torch.randint(6, 128, (length,), generator=generator).tolist()
 
     lengths = [LENGTHS[number % len(LENGTHS)] for number in range(count)]
-    return [Answered(3 * number, "test", ids(n), ids(t), "", "") for number, (n, t) in enumerate(lengths)]
+    return [TrainingSample(3 * number, "test", ids(n), ids(t), "", "") for number, (n, t) in enumerate(lengths)]
 
 
 def objective(family: str = "llama", shape: LookaheadSettings = SHAPE) -> LookaheadObjective:
     model = tiny_model(family)
     torch.manual_seed(0)
     return LookaheadObjective(Lookahead(model, shape))
+
+
+def train(
+    objective: LookaheadObjective, settings: TrainSettings, work: Path, samples: list[TrainingSample]
+) -> tuple[LookaheadTrainer, bool]:
+    """The trainer, and whether the training ran to its end."""
+    trainer = LookaheadTrainer(objective, settings, work, samples)
+    return trainer, trainer.fit()
 
 
 class Disturbed(LookaheadObjective):

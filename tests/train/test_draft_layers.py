@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from keepsight.errors import UserError
 from keepsight.models.draft_sources import keep_layers
 from keepsight.train import draft_layers
-from keepsight.train.draft_layers import Subset, Text, closeness, draft_figure, read, relative_time, search
+from keepsight.train.draft_layers import Subset, Text, closeness, draft_figure, read_answer, relative_time, search
 from tests.tiny import FAMILIES, prompt_ids, tiny_model
 
 DEPTH = 5
@@ -39,7 +39,7 @@ def answers(target: Any) -> list[list[int]]:
 
 
 def texts(target: Any) -> list[Text]:
-    return [read(target, prompt, answer) for prompt, answer in zip(PROMPTS, answers(target), strict=True)]
+    return [read_answer(target, prompt, answer) for prompt, answer in zip(PROMPTS, answers(target), strict=True)]
 
 
 @torch.no_grad()

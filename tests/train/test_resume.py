@@ -8,10 +8,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from keepsight.errors import UserError
-from keepsight.models.lookahead import LookaheadSettings
-from keepsight.train.dataset import split
-from keepsight.train.lookahead.measure import measure
-from keepsight.train.lookahead.trainer import train
+from keepsight.models.lookahead_settings import LookaheadSettings
+from keepsight.train.dataset import hold_out
+from keepsight.train.lookahead.measure import measure_lookahead
 from tests.train.runs import (
     SHAPE,
     checkpoints,
@@ -26,6 +25,7 @@ from tests.train.runs import (
     samples,
     settings,
     tensors,
+    train,
 )
 
 
@@ -81,7 +81,7 @@ def test_dropout_resumes_alike_and_is_off_while_measuring(tmp_path):
     resumed = objective(shape=shape)
     train(resumed, settings(), tmp_path / "parts", samples())
     assert same(tensors(resumed), tensors(whole))
-    measured = measure(whole.eval(), [collated(split(samples(), 2)[1])], budget=6)
+    measured = measure_lookahead(whole.eval(), [collated(hold_out(samples(), 2)[1])], budget=6)
     assert trainer.fidelity is not None
     assert trainer.fidelity.kl == pytest.approx(measured.kl, abs=1e-5)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel
 
-from keepsight.data_gen.shards import Answered
+from keepsight.data_gen.shards import TrainingSample
 from keepsight.errors import UserError
 from keepsight.models.draft_head import DraftHead, default_feature_layers
 
@@ -27,7 +27,9 @@ _FIRST_LOGITS = 0.5
 """Standard deviation of a new head's logits."""
 
 
-def frequent_tokens(samples: Iterable[Answered], count: int, end_tokens: Iterable[int], vocabulary: int) -> Tensor:
+def frequent_tokens(
+    samples: Iterable[TrainingSample], count: int, end_tokens: Iterable[int], vocabulary: int
+) -> Tensor:
     """The most frequent tokens of samples, the lower id first among equals, and the end tokens in any case.
 
     Returns:

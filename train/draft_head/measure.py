@@ -1,4 +1,4 @@
-"""How well a draft head guesses the answers of held-out samples, by unroll step and by place in a draft."""
+"""How well a draft head predicts the answers of held-out samples, by unrolled step and position in a draft."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -7,19 +7,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from keepsight.train.draft_head.objective import DraftHeadObjective, join
+from keepsight.train.dataset import Batch
+from keepsight.train.draft_head.objective import DraftHeadObjective
 
 _ROWS = 512
 
 
 @dataclass(frozen=True)
 class HeadFidelity:
-    """Means over the answers' tokens of held-out samples, for each of S unroll steps.
+    """Means over the answer tokens of held-out samples, for each of S unrolled steps.
 
     Attributes:
-        kl: KL(target || head) over the draft vocabulary, in nats, where the target's first choice lies in it.
-        agreement: Share of tokens for which head and target have the same first choice in the target's vocabulary.
-        acceptance: Share of greedy drafts whose i-th token is right, among those whose tokens before it are.
+        kl: KL(target || head) over the draft vocabulary, in nats, where the target's top-1 token lies in it.
+        agreement: Top-1 agreement of head and target over the target's vocabulary.
+        acceptance: Share of greedy drafts whose i-th token is accepted, among those whose earlier tokens are.
     """
 
     kl: list[float]
@@ -32,7 +33,7 @@ class HeadFidelity:
         return float(shares.cumprod(0).sum())
 
     def values(self) -> dict[str, Any]:
-        """Means over steps and the accepted length, then what they are made of."""
+        """Means over steps and the accepted length, then the lists behind them."""
         count = max(1, len(self.kl))
         return {
             "eval_kl": sum(self.kl) / count,
@@ -44,37 +45,32 @@ class HeadFidelity:
         }
 
 
-@torch.no_grad()
-def measure_head(objective: DraftHeadObjective, batches: Iterable[dict[str, Any]]) -> HeadFidelity:
+def measure_draft_head(objective: DraftHeadObjective, batches: Iterable[dict[str, Any]]) -> HeadFidelity:
     """Compare a head with its target on the answers of held-out samples.
 
-    The answers are the target's own greedy ones. So a draft whose tokens so far are right has read what the answer
-    holds, and the unrolled steps over the answer tell what each place of a draft would be.
+    The answers are the target's own greedy ones, so a draft whose tokens so far are right has read what the answer
+    holds, and the steps unrolled over the answer tell what each position of a draft would be.
 
     Args:
-        objective: Holds the head.
-        batches: As `keepsight.train.dataset.collate` makes them.
+        objective: Holds the head and its target.
+        batches: Made by `keepsight.train.dataset.collate`.
 
     Raises:
-        FloatingPointError: what the head puts out is NaN or infinite.
+        FloatingPointError: a logit of the head is NaN or infinite.
     """
-    training = objective.training
-    objective.eval()
     sums = torch.zeros(objective.unroll, 6, dtype=torch.float64)
-    for batch in batches:
-        prompts, prompt_mask = batch["prompt_ids"], batch["prompt_mask"]
-        ids, mask = join(prompts, prompt_mask, batch["answer_ids"], batch["answer_mask"])
-        lengths = mask[:, : prompts.shape[1]].sum(1).tolist()
-        for row, real, length in zip(ids, mask, lengths, strict=True):
-            sums += _sums(objective, row[real][: objective.max_tokens], length)
-    objective.train(training)
+    with objective.measuring():
+        for values in batches:
+            batch = Batch(**values)
+            for ids, length in zip(batch.texts(), batch.prompt_lengths(), strict=True):
+                sums += _sums(objective, ids[: objective.max_tokens], length)
     kl, known, agreeing, rows, right, tried = sums.T
     shares = [kl / known.clamp(min=1), agreeing / rows.clamp(min=1), right / tried.clamp(min=1)]
     return HeadFidelity(*(share.tolist() for share in shares))
 
 
 def _sums(objective: DraftHeadObjective, ids: Tensor, prompt_length: int) -> Tensor:
-    """[S, 6] for one sample: KL, its rows; agreeing rows, all rows; right drafts, tried drafts."""
+    """[S, 6] for one sample: KL sum, rows it is over; agreeing rows, all rows; accepted drafts, drafts tried."""
     sums = torch.zeros(objective.unroll, 6, dtype=torch.float64)
     steps, hidden = objective.states(ids)
     start = max(0, prompt_length - 2)  # the row that guesses the answer's first token
@@ -93,7 +89,7 @@ def _sums(objective: DraftHeadObjective, ids: Tensor, prompt_length: int) -> Ten
 
 
 def _guess(objective: DraftHeadObjective, hidden: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
-    """The head's first choices as the target's ids, and KL(target || head) of each row."""
+    """The head's top-1 tokens as the target's ids, and KL(target || head) of each row."""
     choices, divergences = [hidden.new_zeros(0, dtype=torch.long)], [hidden.new_zeros(0, dtype=torch.float32)]
     for rows, expected in zip(hidden.split(_ROWS), probabilities.split(_ROWS), strict=True):
         logits = objective.head.lm_head(rows).float()

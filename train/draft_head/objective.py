@@ -1,17 +1,20 @@
 """The objective of draft heads: unrolled over its own outputs, a head learns the target's next-token distributions."""
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
+from typing_extensions import override
 
 from keepsight.models.draft_head import DraftHead
+from keepsight.train.dataset import Batch
 from keepsight.train.draft_head.chunked_loss import chunked_loss
-from keepsight.train.draft_head.teacher import Reader, Teacher, teacher_of
+from keepsight.train.draft_head.teacher import TargetReader, Teacher, teacher_of
 from keepsight.train.draft_head.unrolled_attention import UnrolledAttention
+from keepsight.train.objective import HeadObjective
 
 
-class DraftHeadObjective(nn.Module):
-    """The module that trainers wrap: batch in, loss out (training-time test; EAGLE-3, arXiv 2503.01840).
+class DraftHeadObjective(HeadObjective):
+    """The training-time test of EAGLE-3 (arXiv 2503.01840).
 
     At step i, row t of a text reads what step i - 1 put out in row t (at step 0 the target's features of token t) and
     the embedding of token t + 1 + i, and guesses token t + 2 + i. It learns from what the target says about that token:
@@ -19,19 +22,18 @@ class DraftHeadObjective(nn.Module):
     outside that vocabulary, nothing is learned.
 
     Args:
-        head: In training; in float32.
-        target: Gives embeddings and the lm_head. It is no part of this module: it is neither trained, saved nor moved.
+        head: The head in training, in float32.
+        target: Gives embeddings and the lm_head; not a submodule: it is neither trained, saved nor moved.
         reader: Gives the target's states.
-        unroll: Steps.
+        unroll: Number of steps.
         decay: Weight of a step's loss relative to the step before.
-        max_tokens: Longer texts are cut at the end.
-
-    Attributes:
-        head: As given.
+        max_tokens: Longest text in tokens; longer ones are truncated at the end.
     """
 
+    head: DraftHead
+
     def __init__(
-        self, head: DraftHead, target: PreTrainedModel, reader: Reader, unroll: int, decay: float, max_tokens: int
+        self, head: DraftHead, target: PreTrainedModel, reader: TargetReader, unroll: int, decay: float, max_tokens: int
     ) -> None:
         super().__init__()
         self.head = head
@@ -39,19 +41,11 @@ class DraftHeadObjective(nn.Module):
         self._read = reader
         self.unroll, self.decay, self.max_tokens = unroll, decay, max_tokens
 
-    def forward(
-        self,
-        prompt_ids: Tensor,
-        answer_ids: Tensor,
-        prompt_mask: Tensor | None = None,
-        answer_mask: Tensor | None = None,
-    ) -> dict[str, Tensor]:
-        """The mean loss of a batch's samples, `{"loss": scalar}`; shapes as `keepsight.train.dataset.collate` makes."""
-        ids, mask = join(prompt_ids, prompt_mask, answer_ids, answer_mask)
-        losses = [self.loss(row[real]) for row, real in zip(ids, mask, strict=True)]
-        return {"loss": torch.stack(losses).mean()}
+    @override
+    def loss(self, batch: Batch) -> Tensor:
+        return torch.stack([self.text_loss(ids) for ids in batch.texts()]).mean()
 
-    def loss(self, ids: Tensor) -> Tensor:
+    def text_loss(self, ids: Tensor) -> Tensor:
         """The loss of one text, [n] int64: the sum over steps of decay^i times the mean cross entropy of its rows."""
         steps, hidden = self.states(ids)
         teacher = self.teacher(hidden, _product_dtype(steps[0]))
@@ -87,17 +81,6 @@ class DraftHeadObjective(nn.Module):
             features = head(following, features[:, :rows], places, attend)
             steps.append((features if head.norm_output else head.norm(features))[0])
         return steps, read.hidden
-
-
-def join(
-    prompt_ids: Tensor, prompt_mask: Tensor | None, answer_ids: Tensor, answer_mask: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Prompts and answers side by side, [B, N + T], and which of their tokens are real (bool)."""
-    masks = (
-        torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
-        for ids, mask in ((prompt_ids, prompt_mask), (answer_ids, answer_mask))
-    )
-    return torch.cat([prompt_ids, answer_ids], dim=1), torch.cat(list(masks), dim=1)
 
 
 def _product_dtype(tensor: Tensor) -> torch.dtype:

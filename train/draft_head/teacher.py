@@ -24,8 +24,8 @@ class TargetReading:
     hidden: Tensor
 
 
-class Reader(Protocol):
-    """Gives the reading of a text, token ids [n]."""
+class TargetReader(Protocol):
+    """Reads texts with the target."""
 
     def __call__(self, ids: Tensor) -> TargetReading:
         """[n] int64 -> its reading."""

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from keepsight.errors import UserError
 from keepsight.files import atomic_files, read_json, write_json
-from keepsight.train.draft_head.teacher import Reader, TargetReading
+from keepsight.train.draft_head.teacher import TargetReader, TargetReading
 
 _SHARD = 32
 """Texts a file: about 150 MB for a small target and texts of 1K tokens."""
@@ -45,7 +45,7 @@ class StoredReadings:
             return TargetReading(tensors.get_tensor(f"{key}.features"), tensors.get_tensor(f"{key}.hidden"))
 
 
-def write_readings(folder: Path, reader: Reader, texts: Sequence[list[int]], made_of: Mapping[str, Any]) -> None:
+def write_readings(folder: Path, reader: TargetReader, texts: Sequence[list[int]], made_of: Mapping[str, Any]) -> None:
     """Write the readings of all texts, as far as the folder lacks them; a run that was killed goes on.
 
     Args:
@@ -74,7 +74,7 @@ def write_readings(folder: Path, reader: Reader, texts: Sequence[list[int]], mad
                 save_file(_tensors(reader, texts[start : start + _SHARD]), unfinished / name)
 
 
-def _tensors(reader: Reader, texts: Sequence[list[int]]) -> dict[str, Tensor]:
+def _tensors(reader: TargetReader, texts: Sequence[list[int]]) -> dict[str, Tensor]:
     tensors = {}
     for ids in texts:
         reading = reader(torch.tensor(ids))

@@ -4,16 +4,17 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
 from keepsight.models.lookahead import Lookahead
 from keepsight.runtime.prefill import prefill
+from keepsight.train.dataset import Batch
 from keepsight.train.lookahead.objective import LookaheadObjective
 
 
-def bench_step(lookahead: Lookahead, tokens: int, answer_tokens: int, repeats: int) -> str:
+def bench_step(lookahead: Lookahead, tokens: int, answer_tokens: int, repeats: int) -> Iterator[str]:
     """Time forward, backward and optimiser of one sample against a prefill, alternating, as a few lines of text.
 
     Args:
@@ -30,7 +31,7 @@ def bench_step(lookahead: Lookahead, tokens: int, answer_tokens: int, repeats: i
     optimizer = torch.optim.Adam([weight for weight in objective.parameters() if weight.requires_grad], lr=1e-4)
 
     def step() -> None:
-        objective(ids[:, :tokens], ids[:, tokens:])["loss"].backward()
+        objective.loss(Batch(ids[:, :tokens], ids[:, tokens:])).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -46,14 +47,11 @@ def bench_step(lookahead: Lookahead, tokens: int, answer_tokens: int, repeats: i
             if repeat:
                 times[name].append(seconds)
     ratio = statistics.median(times["step"]) / statistics.median(times["prefill"])
-    lines = [
-        f"{name:<8} {statistics.median(values):7.3f} s ({min(values):.3f} to {max(values):.3f}), "
-        f"peak memory {peaks[name]:.0f} MiB"
-        for name, values in times.items()
-    ]
-    return "\n".join(
-        [f"{tokens} prompt + {answer_tokens} answer tokens, {repeats} repeats", *lines, f"ratio    {ratio:7.3f}"]
-    )
+    yield f"{tokens} prompt + {answer_tokens} answer tokens, {repeats} repeats"
+    for name, values in times.items():
+        span = f"{statistics.median(values):7.3f} s ({min(values):.3f} to {max(values):.3f})"
+        yield f"{name:<8} {span}, peak memory {peaks[name]:.0f} MiB"
+    yield f"ratio    {ratio:7.3f}"
 
 
 def _measure(action: Callable[[], None]) -> tuple[float, float]:

@@ -1,6 +1,6 @@
-"""How well predicted importance matches the true one, by layer, on held-out samples."""
+"""How well predicted importance matches the target importance, by layer, on held-out samples."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,8 @@ from scipy.stats import kendalltau
 from torch import Tensor
 
 from keepsight.runtime.importance import reduce_group, top_entries
-from keepsight.train.lookahead.objective import Batch, LookaheadObjective, importance_divergence
+from keepsight.train.dataset import Batch
+from keepsight.train.lookahead.objective import LookaheadObjective, importance_divergence
 
 
 @dataclass(frozen=True)
@@ -19,8 +20,8 @@ class Fidelity:
 
     Attributes:
         kl: KL(target || predicted) in nats.
-        recall: Share of the true top-`budget` entries of a KV head that the prediction keeps too.
-        tau: Kendall's rank correlation of predicted and true importance by KV head.
+        recall: Share of a KV head's top-`budget` entries by target importance that are also in the predicted top.
+        tau: Kendall's rank correlation of predicted and target importance per KV head.
     """
 
     kl: list[float]
@@ -37,40 +38,33 @@ class Fidelity:
         return {f"{prefix}{name}_by_layer": getattr(self, name) for name in ("kl", "recall", "tau")}
 
 
-@torch.no_grad()
-def measure(objective: LookaheadObjective, batches: Iterable[dict[str, Any]], budget: int) -> Fidelity:
-    """Compare predicted with true importance on held-out batches.
+def measure_lookahead(objective: LookaheadObjective, batches: Iterable[dict[str, Any]], budget: int) -> Fidelity:
+    """Compare predicted with target importance on held-out batches.
 
     Args:
-        objective: Its lookahead module predicts; its target answers.
-        batches: As `keepsight.train.dataset.collate` makes them.
-        budget: Entries a KV head for the recall; prompts no longer than it count with recall 1.
+        objective: Holds the lookahead module, which predicts, and the target.
+        batches: Made by `keepsight.train.dataset.collate`.
+        budget: KV entries per head at which recall is measured; a prompt no longer than that has recall 1.
 
     Raises:
         FloatingPointError: an importance is NaN or infinite.
     """
-    training = objective.training
-    objective.eval()
-    rows: list[np.ndarray] = []
-    for values in batches:
-        batch = Batch(values["prompt_ids"], values["prompt_mask"], values["answer_ids"], values["answer_mask"])
-        target, predicted = objective.importances(batch)
-        if not all(torch.isfinite(layer).all() for layer in [*target, *predicted]):
-            raise FloatingPointError("the importance of held-out samples is not finite")
-        kv_heads = objective.lookahead.model.config.get_text_config().num_key_value_heads
-        for row in range(len(batch.prompt_ids)):
-            real = slice(None) if batch.prompt_mask is None else batch.prompt_mask[row]
-            rows.append(
-                np.array(
-                    [
-                        _compare(layer[row][:, real], guess[row][:, real], kv_heads, budget)
-                        for layer, guess in zip(target, predicted, strict=True)
-                    ]
-                )
-            )
-    objective.train(training)
+    kv_heads = objective.lookahead.model.config.get_text_config().num_key_value_heads
+    with objective.measuring():
+        rows = [row for values in batches for row in _by_sample(objective, Batch(**values), kv_heads, budget)]
     kl, recall, tau = np.mean(rows, axis=0).T.tolist()
     return Fidelity(kl, recall, tau)
+
+
+def _by_sample(objective: LookaheadObjective, batch: Batch, kv_heads: int, budget: int) -> Iterator[np.ndarray]:
+    """For each sample of a batch, [L, 3]: KL, recall and tau of every layer."""
+    target, predicted = objective.importances(batch)
+    if not all(torch.isfinite(layer).all() for layer in [*target, *predicted]):
+        raise FloatingPointError("the importance of held-out samples is not finite")
+    for row in range(len(batch.prompt_ids)):
+        real = slice(None) if batch.prompt_mask is None else batch.prompt_mask[row]
+        layers = zip(target, predicted, strict=True)
+        yield np.array([_compare(true[row][:, real], guess[row][:, real], kv_heads, budget) for true, guess in layers])
 
 
 def _compare(target: Tensor, predicted: Tensor, kv_heads: int, budget: int) -> tuple[float, float, float]:
@@ -85,6 +79,6 @@ def _compare(target: Tensor, predicted: Tensor, kv_heads: int, budget: int) -> t
 
 
 def _tau(first: np.ndarray, second: np.ndarray) -> float:
-    """Kendall's tau-b; 0 where one side is level, which ranks nothing."""
+    """Kendall's tau-b; 0 where one side is constant, which ranks nothing."""
     result: Any = kendalltau(first, second)
     return float(np.nan_to_num(result.statistic))

@@ -1,54 +1,36 @@
-"""The two-pass objective: what the answer attends to (no gradients), and what the soft tokens predict (gradients).
+"""The two-pass objective of a lookahead module (LookaheadKV, arXiv 2603.10899, section 3, equation 3).
 
-One pass over prompt and answer, adapter off, gives the target importance and the prompt's cache. A second pass of n
-soft tokens over that cache, adapter on, gives the prediction. Because nothing after a prompt changes the prompt's
-entries, loss and gradients equal those of one pass over all of it (LookaheadKV, section 3, equation 3), at about the
-price of an inference prefill.
+The first pass, over prompt and answer without adapter and gradients, gives the target importance and the prompt's
+cache. The second, of n soft tokens over that cache with adapter and gradients, gives the prediction. Nothing after a
+prompt changes the prompt's KV entries, so loss and gradients equal those of one pass over everything, at about the cost
+of one inference prefill.
 """
 
-from dataclasses import dataclass
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
+from typing_extensions import override
 
 from keepsight.models.lookahead import Lookahead
 from keepsight.runtime.attention import record_attention
-from keepsight.runtime.observe import AttentionRecorder, join_masks, observe
+from keepsight.runtime.observe import AttentionRecorder, observe
 from keepsight.runtime.prefill import positions_of
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Prompts padded on the left, answers padded on the right.
-
-    Attributes:
-        prompt_ids: [B, N] int64.
-        prompt_mask: [B, N] bool, or None when no prompt is padded.
-        answer_ids: [B, T] int64.
-        answer_mask: [B, T] bool, or None when no answer is padded.
-    """
-
-    prompt_ids: Tensor
-    prompt_mask: Tensor | None
-    answer_ids: Tensor
-    answer_mask: Tensor | None
+from keepsight.train.dataset import Batch
+from keepsight.train.objective import Objective
 
 
 @torch.no_grad()
 def target_importance(model: PreTrainedModel, batch: Batch) -> tuple[Cache, list[Tensor]]:
-    """One pass over prompt and answer with the adapter off.
+    """The first pass: prompt and answer with the adapter off.
 
     Returns:
         A cache whose first N entries are the prompt's, and for each layer the mean attention of the answer's tokens
         to the prompt, [B, H, N] float32.
     """
     record_attention(model)
-    ids = torch.cat([batch.prompt_ids, batch.answer_ids], dim=1)
-    rows, length = batch.answer_ids.shape[1], batch.prompt_ids.shape[1]
-    mask = join_masks(batch.prompt_mask, batch.answer_mask, len(ids), length, rows, ids.device)
-    recorder = AttentionRecorder(rows, key_mask=mask, query_mask=batch.answer_mask)
+    ids, mask = batch.joined()
+    recorder = AttentionRecorder(batch.answer_ids.shape[1], key_mask=mask, query_mask=batch.answer_mask)
     cache = DynamicCache()
     model.base_model(
         input_ids=ids,
@@ -69,7 +51,7 @@ def importance_divergence(target: list[Tensor], predicted: list[Tensor]) -> Tens
         predicted: The same shapes; gradients flow through it.
 
     Returns:
-        A scalar in nats (LookaheadKV, equation 3).
+        A scalar in nats (equation 3).
     """
     return torch.stack([_divergence(*pair).mean() for pair in zip(target, predicted, strict=True)]).mean()
 
@@ -82,8 +64,8 @@ def _divergence(target: Tensor, predicted: Tensor) -> Tensor:
     return (expected * log_ratio).sum(dim=-1) + log_mass
 
 
-class LookaheadObjective(nn.Module):
-    """The module that trainers wrap: batch in, loss out. Keeps the lookahead's LoRA on between calls, as trainers need.
+class LookaheadObjective(Objective):
+    """Keeps the lookahead's LoRA on between calls, as the Trainer looks for trainable parameters then.
 
     Attributes:
         lookahead: The module in training.
@@ -94,19 +76,12 @@ class LookaheadObjective(nn.Module):
         self.lookahead = lookahead
         lookahead.switch(True)
 
-    def forward(
-        self,
-        prompt_ids: Tensor,
-        answer_ids: Tensor,
-        prompt_mask: Tensor | None = None,
-        answer_mask: Tensor | None = None,
-    ) -> dict[str, Tensor]:
-        """The loss of a batch, `{"loss": scalar}`; see `Batch` for the shapes."""
-        target, predicted = self.importances(Batch(prompt_ids, prompt_mask, answer_ids, answer_mask))
-        return {"loss": importance_divergence(target, predicted)}
+    @override
+    def loss(self, batch: Batch) -> Tensor:
+        return importance_divergence(*self.importances(batch))
 
     def importances(self, batch: Batch) -> tuple[list[Tensor], list[Tensor]]:
-        """Target and predicted importance, for each layer [B, H, N] float32; gradients flow through the second."""
+        """Target and predicted importance, for each layer [B, H, N] float32; gradients flow through the prediction."""
         lookahead = self.lookahead
         with lookahead.active(False):
             cache, target = target_importance(lookahead.model, batch)

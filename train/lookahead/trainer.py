@@ -7,27 +7,29 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import override
 
-from keepsight.train.lookahead.measure import Fidelity, measure
+from keepsight.data_gen.shards import TrainingSample
+from keepsight.train.lookahead.measure import Fidelity, measure_lookahead
 from keepsight.train.lookahead.objective import LookaheadObjective
-from keepsight.train.module_trainer import ModuleTrainer, run
+from keepsight.train.module_trainer import ModuleTrainer
 from keepsight.train.settings import TrainSettings
 
 _TOKENS = "tokens"
 
 
-class LookaheadTrainer(ModuleTrainer):
-    """Saves the adapter alone and measures fidelity by layer.
+class LookaheadTrainer(ModuleTrainer[LookaheadObjective]):
+    """Saves the soft tokens and the LoRA, and measures fidelity by layer.
 
     Attributes:
         fidelity: The latest measurement.
     """
 
-    objective: LookaheadObjective
     weights_file = "lookahead.safetensors"
 
-    def __init__(self, objective: LookaheadObjective, settings: TrainSettings, work: Path, samples: list[Any]) -> None:
-        super().__init__(objective, settings, work, samples)
-        self.objective = objective
+    def __init__(
+        self, objective: LookaheadObjective, settings: TrainSettings, work: Path, samples: list[TrainingSample]
+    ) -> None:
+        shape = {f"lookahead.{key}": value for key, value in asdict(objective.lookahead.settings).items()}
+        super().__init__(objective, settings, work, samples, shape)
         self.fidelity: Fidelity | None = None
 
     @override
@@ -42,21 +44,5 @@ class LookaheadTrainer(ModuleTrainer):
 
     @override
     def measure(self) -> dict[str, Any]:
-        self.fidelity = measure(self.objective, self.held_out_batches(), self.settings.budget)
+        self.fidelity = measure_lookahead(self.objective, self.held_out_batches(), self.settings.budget)
         return self.fidelity.metrics() | self.fidelity.by_layer()
-
-
-def train(
-    objective: LookaheadObjective, settings: TrainSettings, work: Path, samples: list[Any]
-) -> tuple[LookaheadTrainer, bool]:
-    """Train, going on from the last checkpoint in `work` when there is one.
-
-    Returns:
-        The trainer, and whether the training ran to its end (False after Ctrl-C).
-
-    Raises:
-        UserError: too few samples, other settings than the checkpoint's, or a loss that is not a number.
-    """
-    trainer = LookaheadTrainer(objective, settings, work, samples)
-    shape = {f"lookahead.{key}": value for key, value in asdict(objective.lookahead.settings).items()}
-    return trainer, run(trainer, shape)

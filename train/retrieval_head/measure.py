@@ -1,7 +1,7 @@
-"""How well a retrieval head finds what the target looks at, on held-out samples."""
+"""How well a retrieval head finds what the target attends to, on held-out samples."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from keepsight.runtime.importance import top_mask
-from keepsight.train.retrieval_head.objective import RetrievalObjective, divergence, head_scores, read_target, texts
+from keepsight.train.dataset import Batch
+from keepsight.train.retrieval_head.objective import RetrievalObjective, divergence
 
 BUDGETS = (64, 256, 1024)
-"""Entries a KV head, as SpeContext's and Quest's tables have them."""
+"""KV entries per head, as in SpeContext's and Quest's tables."""
 SINKS = 4
 MEASURES = ("hit", "window_hit", "mass", "window_mass", "best_mass", "overlap")
 
@@ -23,11 +24,11 @@ class Retrieved:
 
     Attributes:
         kl: KL(target || head) in nats.
-        hit: By budget B, the share of the target's top-B entries of a step and KV head that the head's top-B holds.
+        hit: Top-B hit rate by budget B: share of the target's top-B entries of a step and KV head in the head's top-B.
         window_hit: The share that the first 4 and the last B - 4 entries hold, without any head.
         mass: The share of the target's importance that the head's top-B entries get.
         window_mass: The share that the first 4 and the last B - 4 entries get.
-        best_mass: The share that the target's own top-B entries get: the most that can be had.
+        best_mass: The share that the target's own top-B entries get: the upper bound of `mass`.
         overlap: The share of the head's top-B entries of a step that the next step's top-B holds too.
         samples: Held-out samples that counted.
     """
@@ -48,50 +49,52 @@ class Retrieved:
         return {"eval_kl": self.kl, **named, **counted}
 
 
-@torch.no_grad()
-def measure(objective: RetrievalObjective, batches: Iterable[dict[str, Any]], budgets: Sequence[int]) -> Retrieved:
-    """Compare what a head selects with what the target looks at.
+def measure_retrieval_head(
+    objective: RetrievalObjective, batches: Iterable[dict[str, Any]], budgets: Sequence[int]
+) -> Retrieved:
+    """Compare what a head selects with what the target attends to.
 
     Args:
-        objective: Its head and target.
-        batches: As `keepsight.train.dataset.collate` makes them.
-        budgets: Entries a KV head.
+        objective: Holds the head and its target.
+        batches: Made by `keepsight.train.dataset.collate`.
+        budgets: KV entries per head.
 
     Raises:
         FloatingPointError: a score is NaN or infinite.
     """
-    training = objective.training
-    objective.eval()
     losses: list[float] = []
     found: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for values in batches:
-        batch = texts(values["prompt_ids"], values["answer_ids"], values["prompt_mask"], values["answer_mask"])
-        read = read_target(objective.target, objective.head, batch, objective.queries)
-        scores = head_scores(objective.head, batch, read)
-        if not torch.isfinite(scores).all():
-            raise FloatingPointError("the scores of held-out samples are not finite")
-        for row in range(len(batch.ids)):
-            real = batch.real(scores.shape[2])[row]
-            shown = slice(None) if batch.mask is None else batch.mask[row]
-            target, guess = (each[row][:, real][..., shown] for each in (read.importance, scores))
-            losses.append(divergence(target[None], guess[None], real[real][None]).item())
-            for budget in budgets:
-                for name, value in compare(target, guess, budget).items():
-                    found[name][budget].append(value)
-    objective.train(training)
+    with objective.measuring():
+        for values in batches:
+            for target, guess, real in _by_sample(objective, Batch(**values)):
+                losses.append(divergence(target[None], guess[None], real[None]).item())
+                for budget in budgets:
+                    for name, value in at_budget(target, guess, budget).items():
+                        found[name][budget].append(value)
     means = {name: {budget: sum(each) / len(each) for budget, each in found[name].items()} for name in MEASURES}
     return Retrieved(
         sum(losses) / len(losses), **means, samples={budget: len(each) for budget, each in found["hit"].items()}
     )
 
 
-def compare(target: Tensor, guess: Tensor, budget: int) -> dict[str, float]:
-    """The measures of `Retrieved` for one sample and budget; none when it has no more entries than the budget.
+def _by_sample(objective: RetrievalObjective, batch: Batch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """For each sample, the target's importance and the head's scores, [K, T, S] without padding, and T times True."""
+    texts, reading, scores = objective.compared(batch)
+    if not torch.isfinite(scores).all():
+        raise FloatingPointError("the scores of held-out samples are not finite")
+    for row, real in enumerate(texts.real(scores.shape[2])):
+        shown = slice(None) if texts.mask is None else texts.mask[row]
+        target, guess = (each[row][:, real][..., shown] for each in (reading.importance, scores))
+        yield target, guess, real[real]
+
+
+def at_budget(target: Tensor, guess: Tensor, budget: int) -> dict[str, float]:
+    """The measures of `Retrieved` for one sample and budget; empty if it has no more entries than the budget.
 
     Args:
-        target: [K, T, S] float32, the importance of S entries to the last T tokens.
+        target: [K, T, S] float32, the importance of S entries to each of the last T tokens.
         guess: [K, T, S], scores that rank them.
-        budget: Entries a KV head.
+        budget: KV entries per head.
     """
     _, rows, length = target.shape
     first = max(length - rows, budget)  # row i is position length - rows + i, and sees that many entries and itself

@@ -1,25 +1,26 @@
-"""Distillation of a retrieval head: its attention learns where the target looks, step by step.
+"""Distillation of a retrieval head: its attention learns what the target attends to, step by step.
 
-One pass of the target over prompt and answer, without gradients, records for each of the last tokens how important
-every entry is to it: the mean over layers, and over the query heads of a KV head, of the attention weights. The head
-scores the same tokens, and the loss is KL(target || head), both softened by a temperature (Hinton et al. 2015, arXiv
-1503.02531): without it the few entries that get most attention are all that counts. SpeContext (arXiv 2512.00722)
-prunes without any training; this step is keepsight's.
+One pass of the target over prompt and answer, without gradients, records how important every KV entry is to each of
+the last tokens: the mean over layers, and over the query heads of a KV head, of the attention weights. The head scores
+the same tokens, and the loss is KL(target || head), both softened by a temperature (Hinton et al. 2015, arXiv
+1503.02531), or else the few entries with the largest weights would be all that counts. SpeContext (arXiv 2512.00722)
+prunes without any training; this step is keepsight's own.
 """
 
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
-from typing_extensions import Self
+from typing_extensions import Self, override
 
 from keepsight.models.retrieval_head import RetrievalHead, of_the_token_before
 from keepsight.runtime.attention import record_attention
 from keepsight.runtime.features import RecordFeatures
 from keepsight.runtime.importance import attention_weights, reduce_group
-from keepsight.runtime.observe import join_masks
 from keepsight.runtime.prefill import positions_of
+from keepsight.train.dataset import Batch
+from keepsight.train.objective import HeadObjective
 
 _ROWS = 32
 """Queries whose attention weights are held at once: B x H x 32 x S float32."""
@@ -34,7 +35,7 @@ class Texts:
     Attributes:
         ids: [B, S] int64.
         mask: [B, S] bool, False for padding; None when nothing is padded.
-        positions: [B or 1, S] int64.
+        positions: [B or 1, S] int64, RoPE positions.
     """
 
     ids: Tensor
@@ -42,29 +43,28 @@ class Texts:
     positions: Tensor
 
     def real(self, rows: int) -> Tensor:
-        """[B, rows] bool: which of the last tokens are no padding."""
+        """[B, rows] bool: which of the last tokens are not padding."""
         if self.mask is None:
             return torch.ones(len(self.ids), rows, dtype=torch.bool, device=self.ids.device)
         return self.mask[:, -rows:]
 
 
-def texts(prompt_ids: Tensor, answer_ids: Tensor, prompt_mask: Tensor | None, answer_mask: Tensor | None) -> Texts:
-    """Put answers [B, T], padded on the right, behind their prompts [B, N], padded on the left."""
-    ids = torch.cat([prompt_ids, answer_ids], dim=1)
-    batch, length = ids.shape
-    mask = join_masks(prompt_mask, answer_mask, batch, prompt_ids.shape[1], answer_ids.shape[1], ids.device)
-    if mask is not None and answer_mask is not None:
-        order = torch.arange(length, device=ids.device) - (~answer_mask).sum(dim=1, keepdim=True)
+def left_padded(batch: Batch) -> Texts:
+    """Move the padding behind answers to the front of their prompts."""
+    ids, mask = batch.joined()
+    length = ids.shape[1]
+    if mask is not None and batch.answer_mask is not None:
+        order = torch.arange(length, device=ids.device) - (~batch.answer_mask).sum(dim=1, keepdim=True)
         ids, mask = ids.gather(1, order % length), mask.gather(1, order % length)
     return Texts(ids, mask, positions_of(mask, length, ids.device))
 
 
 class StepRecorder:
-    """Adds up, layer by layer, how important every entry is to each of the last queries.
+    """Sums over layers how important every KV entry is to each of the last queries.
 
     Args:
-        rows: How many queries.
-        mask: [B, S] bool over the entries, False for padding; None when nothing is padded.
+        rows: Number of queries.
+        mask: [B, S] bool over the KV entries, False for padding; None when nothing is padded.
     """
 
     def __init__(self, rows: int, mask: Tensor | None) -> None:
@@ -87,19 +87,19 @@ class StepRecorder:
         self._layers += 1
 
     def importance(self) -> Tensor:
-        """[B, K, rows, S] float32, the mean over layers: causal, each row adds up to 1."""
+        """[B, K, rows, S] float32, the mean over layers: causal, each row sums to 1."""
         assert self._total is not None
         return self._total / self._layers
 
 
 @dataclass(frozen=True)
-class Target:
-    """What the target shows of some texts.
+class ImportanceReading:
+    """What the target shows while it reads some texts.
 
     Attributes:
-        importance: [B, K, T, S] float32, of every entry to each of the last T tokens; each row adds up to 1.
+        importance: [B, K, T, S] float32, of every KV entry to each of the last T tokens; each row sums to 1.
         embeddings: [B, S, hidden].
-        features: [B, S, 3 * hidden], each of the token before; None when the head reads none.
+        features: [B, S, 3 * hidden], those of the token before; None when the head reads none.
     """
 
     importance: Tensor
@@ -108,8 +108,8 @@ class Target:
 
 
 @torch.no_grad()
-def read_target(target: PreTrainedModel, head: RetrievalHead, batch: Texts, queries: int) -> Target:
-    """One pass of the target over texts that records the importance to the last `queries` tokens."""
+def read_target(target: PreTrainedModel, head: RetrievalHead, batch: Texts, queries: int) -> ImportanceReading:
+    """Run the target over texts and record the importance to the last `queries` tokens."""
     record_attention(target)
     rows = min(queries, batch.ids.shape[1])
     recorder = StepRecorder(rows, batch.mask)
@@ -123,17 +123,17 @@ def read_target(target: PreTrainedModel, head: RetrievalHead, batch: Texts, quer
         )
         outputs = record.outputs()
     features = of_the_token_before(torch.cat(outputs, dim=-1), batch.mask) if outputs else None
-    return Target(recorder.importance(), target.get_input_embeddings()(batch.ids), features)
+    return ImportanceReading(recorder.importance(), target.get_input_embeddings()(batch.ids), features)
 
 
-def head_scores(head: RetrievalHead, batch: Texts, read: Target) -> Tensor:
+def head_scores(head: RetrievalHead, batch: Texts, read: ImportanceReading) -> Tensor:
     """The head's scores for the last T tokens; gradients flow to its weights.
 
     The softmax of every query head, then the maximum over the query heads of a KV head (SpeContext, section 4.3; the
     weights have no hidden dimension, the maximum is over the group), then normalised over the entries.
 
     Returns:
-        [B, K, T, S] float32, logarithms of weights that add up to 1; very low where a token cannot look.
+        [B, K, T, S] float32, logarithms of weights that sum to 1; very low where the causal mask hides an entry.
     """
     rows, length = read.importance.shape[2:]
     inputs = head.inputs(read.embeddings, read.features)
@@ -151,51 +151,50 @@ def divergence(importance: Tensor, scores: Tensor, real: Tensor) -> Tensor:
     """KL(target || head) in nats, the mean over KV heads and steps.
 
     Args:
-        importance: [B, K, T, S] float32, the target's, each row adding up to 1.
+        importance: [B, K, T, S] float32, the target's, each row sums to 1.
         scores: [B, K, T, S] float32, from `head_scores`.
-        real: [B, T] bool, False for steps that are padding.
+        real: [B, T] bool, False for padding.
     """
     known = torch.xlogy(importance, importance).sum(dim=-1) - (importance * scores).sum(dim=-1)
     return known.transpose(1, 2)[real].mean()
 
 
 def soften(importance: Tensor, scores: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """What `divergence` takes, with all weights to the power of 1 / temperature, adding up to 1 again."""
+    """What `divergence` takes, with all weights raised to the power of 1 / temperature and normalised again."""
     powers = importance.pow(1 / temperature)
     return powers / powers.sum(dim=-1, keepdim=True), (scores / temperature).clamp(min=_LEAST).log_softmax(dim=-1)
 
 
-class RetrievalObjective(nn.Module):
-    """The module that trainers wrap: batch in, loss out.
+class RetrievalObjective(HeadObjective):
+    """Distils the target's importance into a retrieval head.
 
     Args:
-        head: In training.
-        target: Stays as it is.
-        queries: Tokens of a sample, the last ones, whose importance is distilled.
+        head: The head in training.
+        target: Its target; frozen.
+        queries: Number of a sample's last tokens whose importance is distilled.
         temperature: See `soften`.
     """
+
+    head: RetrievalHead
 
     def __init__(self, head: RetrievalHead, target: PreTrainedModel, queries: int, temperature: float = 1.0) -> None:
         super().__init__()
         self.head, self.queries, self.temperature = head, queries, temperature
         self.target = target.requires_grad_(False)
 
+    @override
     def train(self, mode: bool = True) -> Self:
-        """Only the head trains."""
         super().train(mode)
         self.target.eval()
         return self
 
-    def forward(
-        self,
-        prompt_ids: Tensor,
-        answer_ids: Tensor,
-        prompt_mask: Tensor | None = None,
-        answer_mask: Tensor | None = None,
-    ) -> dict[str, Tensor]:
-        """The loss of a batch as `keepsight.train.dataset.collate` makes it: `{"loss": scalar}`."""
-        batch = texts(prompt_ids, answer_ids, prompt_mask, answer_mask)
-        read = read_target(self.target, self.head, batch, self.queries)
-        scores = head_scores(self.head, batch, read)
-        softened = soften(read.importance, scores, self.temperature)
-        return {"loss": divergence(*softened, batch.real(scores.shape[2]))}
+    @override
+    def loss(self, batch: Batch) -> Tensor:
+        texts, reading, scores = self.compared(batch)
+        return divergence(*soften(reading.importance, scores, self.temperature), texts.real(scores.shape[2]))
+
+    def compared(self, batch: Batch) -> tuple[Texts, ImportanceReading, Tensor]:
+        """The texts of a batch, what the target shows of them, and the head's scores; see `head_scores`."""
+        texts = left_padded(batch)
+        reading = read_target(self.target, self.head, texts, self.queries)
+        return texts, reading, head_scores(self.head, texts, reading)

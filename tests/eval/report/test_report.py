@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from keepsight.eval.report import plots, report, styles, summary
+from keepsight.files import DPI
 
 Row = dict[str, Any]
 
@@ -104,7 +105,7 @@ def test_mean_over_tasks_weighs_the_samples_of_a_task_alike() -> None:
 
 
 def test_table_sorts_by_score_at_equal_budget_and_shows_the_share_of_full(rows: list[Row]) -> None:
-    shown = summary.table(summary.summarize([line for line in rows if line["task"] == "qa, short"]))
+    shown = summary.summary_table(summary.summarize([line for line in rows if line["task"] == "qa, short"]))
     lines = shown.splitlines()
     assert lines[0] == "qa, short, 512 tokens"
     assert [line.replace("128", "").replace("64", "").replace("   all", "").split()[0] for line in lines[2:]] == [
@@ -116,7 +117,7 @@ def test_table_sorts_by_score_at_equal_budget_and_shows_the_share_of_full(rows: 
     ]
     assert "2.00 of full" in lines[5]
     assert "1.00 of full" in lines[6]
-    both = summary.table(summary.summarize(rows))
+    both = summary.summary_table(summary.summarize(rows))
     assert [block.splitlines()[0] for block in both.split("\n\n")] == [
         "niah_single, 512 tokens",
         "qa, short, 512 tokens",
@@ -127,13 +128,13 @@ def test_table_sorts_by_score_at_equal_budget_and_shows_the_share_of_full(rows: 
 
 def test_many_groups_leave_the_mean_alone_in_the_table() -> None:
     rows = [row("full", None, 1.0, task=f"t{number}") for number in range(summary.MAX_BLOCKS + 1)]
-    assert summary.table(summary.summarize(rows)).splitlines()[0] == "mean of 5 tasks, all lengths"
+    assert summary.summary_table(summary.summarize(rows)).splitlines()[0] == "mean of 5 tasks, all lengths"
 
 
 def test_share_of_full_is_missing_where_full_scores_nothing() -> None:
     lines = summary.summarize([row("full", None, 0.0), row("snapkv", 64, 0.5)])
     assert summary.share_of_full(lines[1], lines) is None
-    assert "of full" not in summary.table(lines)
+    assert "of full" not in summary.summary_table(lines)
 
 
 def test_wilson_interval() -> None:
@@ -189,7 +190,7 @@ def test_png_files_have_the_size_of_the_figure(rows: list[Row], tmp_path: Path) 
     lines = summary.summarize(rows)
     plots.plot_scores(lines, tmp_path / "plots" / "scores.png")
     plots.plot_excess_nll(lines, tmp_path / "plots" / "excess_nll.png")
-    width, height = plots.scores_figure(lines).get_size_inches() * plots.DPI
+    width, height = plots.scores_figure(lines).get_size_inches() * DPI
     for name in ("scores.png", "excess_nll.png"):
         content = (tmp_path / "plots" / name).read_bytes()
         assert content.startswith(b"\x89PNG")

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from keepsight.errors import UserError
 from keepsight.eval.tasks.jsonl import read_samples
-from keepsight.eval.tasks.samples import Sample
+from keepsight.eval.tasks.samples import RenderedSample, Sample, render
 
 RULER = "RULER: string_match_part for qa_1/qa_2, else string_match_all over outputs"
 READ = "Read: {context}\nQ: {input}\nA:"
@@ -63,7 +63,7 @@ def refused(folder: Path, files: list[str] | None, tokenizer: Any, message: str)
         read_samples(folder, files, 100, tokenizer)
 
 
-def one(folder: Path, tokenizer: Any) -> Sample:
+def one(folder: Path, tokenizer: Any) -> RenderedSample:
     samples, _ = read_samples(folder, None, 4096, tokenizer)
     assert len(samples) == 1
     return samples[0]
@@ -74,7 +74,8 @@ def test_longbench_row(tmp_path: Path, tokenizer: Any) -> None:
     prompt = "Read: some text\nQ: why?\nA:"
     sample = one(tmp_path, tokenizer)
     expected = Sample("x1", "hotpotqa", 512, prompt, ("because", "so"), "qa_f1", 32, question="\nQ: why?\nA:")
-    assert sample == expected
+    assert sample == render(expected, tokenizer)
+    assert len(sample.prompt_ids) == 6 + 3  # the words of the prompt and of the template
     assert sample.context == "Read: some text"
 
 

@@ -17,7 +17,7 @@ from keepsight.errors import UserError
 from keepsight.eval.tasks import niah
 from keepsight.eval.tasks.haystack import Haystack, fullest, hide, spread
 from keepsight.eval.tasks.metrics import score
-from keepsight.eval.tasks.samples import Sample, render
+from keepsight.eval.tasks.samples import RenderedSample
 
 TEMPLATE = (
     "{% for turn in messages %}<|{{ turn.role }}|>\n{{ turn.content }}\n{% endfor %}"
@@ -37,11 +37,16 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=TEMPLATE)
 
 
-def used(sample: Sample, tokenizer: Any) -> int:
-    return len(render(sample, tokenizer)) + sample.max_new_tokens
+def used(sample: RenderedSample, tokenizer: Any) -> int:
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": sample.prompt}], tokenize=False, add_generation_prompt=True
+    )
+    ids = tokenizer(prompt + sample.answer_prefix, add_special_tokens=False)["input_ids"]
+    assert sample.prompt_ids.tolist() == ids
+    return len(ids) + sample.max_new_tokens
 
 
-@pytest.mark.parametrize("kind", sorted(niah.KINDS))
+@pytest.mark.parametrize("kind", sorted(niah.NEEDLE_KINDS))
 @pytest.mark.parametrize("length", [700, 2000])
 def test_samples_fill_their_length(kind: str, length: int, tokenizer: PreTrainedTokenizerFast) -> None:
     samples = niah.make_samples(kind, length, 8, 0, tokenizer)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from keepsight.errors import UserError
-from keepsight.eval.tasks.samples import CutSpanError, Sample, render, render_apart
+from keepsight.eval.tasks.samples import RenderedSample, Sample, render, render_apart
 from tests.tiny import tiny_tokenizer
 
 CONTEXT = "Who is it? The fox said: who is it? It is the fox, said the bear."
@@ -21,10 +21,15 @@ def tokenizer() -> Any:
     return tiny_tokenizer()
 
 
+def apart(sample: Sample, tokenizer: Any) -> RenderedSample:
+    return render_apart(render(sample, tokenizer), tokenizer)
+
+
 def texts(sample: Sample, tokenizer: Any) -> tuple[str, str]:
-    context, rest = render_apart(sample, tokenizer)
-    assert tokenizer.decode(context + rest) == tokenizer.decode(render(sample, tokenizer))
-    return tokenizer.decode(context), tokenizer.decode(rest)
+    whole, parts = render(sample, tokenizer), apart(sample, tokenizer)
+    both = [*parts.prompt_ids, *parts.question_ids]
+    assert tokenizer.decode(both) == tokenizer.decode(whole.prompt_ids) and not len(whole.question_ids)
+    return tokenizer.decode(parts.prompt_ids), tokenizer.decode(parts.question_ids)
 
 
 def test_with_a_chat_template(tokenizer: Any) -> None:
@@ -62,9 +67,9 @@ def test_a_template_that_strips_and_one_that_repeats_words_of_the_prompt() -> No
 )
 def test_a_question_that_cannot_be_told_apart(sample: Sample, tokenizer: Any) -> None:
     with pytest.raises(UserError, match=r"sample test/one does not say where its question starts; .* question=seen"):
-        render_apart(sample, tokenizer)
+        apart(sample, tokenizer)
 
 
 def test_a_cut_span_is_refused(tokenizer: Any) -> None:
-    with pytest.raises(CutSpanError, match="the answer span 'the wolf' was cut"):
-        render_apart(replace(SAMPLE, spans=("the fox", "the wolf")), tokenizer)
+    with pytest.raises(UserError, match="the answer span 'the wolf' was cut"):
+        apart(replace(SAMPLE, spans=("the fox", "the wolf")), tokenizer)

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from keepsight.data_gen.shards import Answered
+from keepsight.data_gen.shards import TrainingSample
 from keepsight.errors import UserError
 from keepsight.models.draft_head import DraftHead
 from keepsight.train.dataset import collate
 from keepsight.train.draft_head.init import frequent_tokens, new_draft_head
-from keepsight.train.draft_head.measure import measure_head
+from keepsight.train.draft_head.measure import measure_draft_head
 from keepsight.train.draft_head.objective import DraftHeadObjective
 from tests.tiny import FAMILIES
 from tests.train.draft_head.head_runs import deep_model, head_objective, head_settings, objective_of
@@ -79,7 +79,7 @@ def test_loss_and_gradients_equal_drafting_row_by_row(family):
     objective = head_objective(family)
     model, head = objective._target[0], objective.head
     ids = torch.tensor(samples()[1].prompt_ids)
-    found, expected = objective.loss(ids), reference_loss(model, head, ids, unroll=4, decay=0.8)
+    found, expected = objective.text_loss(ids), reference_loss(model, head, ids, unroll=4, decay=0.8)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     learned = dict(head.named_parameters())
     ours = torch.autograd.grad(found, list(learned.values()))
@@ -94,7 +94,7 @@ def test_texts_shorter_than_the_unrolling(length):
     objective = head_objective()
     ids = torch.tensor(samples()[0].prompt_ids[:length])
     expected = reference_loss(objective._target[0], objective.head, ids, unroll=4, decay=0.8)
-    torch.testing.assert_close(objective.loss(ids), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(objective.text_loss(ids), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_batch_is_the_mean_of_its_samples_whatever_their_lengths():
@@ -102,15 +102,15 @@ def test_a_batch_is_the_mean_of_its_samples_whatever_their_lengths():
     few = [_row(row) for row in samples(5)]
     batch = collate(few)
     assert batch.pop("indices") == [0, 3, 6, 9, 12]
-    alone = [objective.loss(torch.tensor(row["prompt_ids"] + row["answer_ids"])) for row in few]
+    alone = [objective.text_loss(torch.tensor(row["prompt_ids"] + row["answer_ids"])) for row in few]
     torch.testing.assert_close(objective(**batch)["loss"], torch.stack(alone).mean())
 
 
 def test_long_texts_are_cut_at_the_end():
     objective = head_objective(settings=head_settings(max_tokens=10))
     ids = torch.tensor(samples()[0].prompt_ids)
-    torch.testing.assert_close(objective.loss(ids), head_objective().loss(ids[:10]))
-    assert not torch.equal(objective.loss(ids), head_objective().loss(ids))
+    torch.testing.assert_close(objective.text_loss(ids), head_objective().text_loss(ids[:10]))
+    assert not torch.equal(objective.text_loss(ids), head_objective().text_loss(ids))
 
 
 def test_places_whose_first_choice_is_outside_the_vocabulary_teach_nothing():
@@ -120,7 +120,7 @@ def test_places_whose_first_choice_is_outside_the_vocabulary_teach_nothing():
     outside = torch.tensor([token for token in range(128) if token not in greedy.tolist()])[:20]
     small = new_draft_head(objective._target[0], outside)
     cut = objective_of(small, objective._target[0], head_settings())
-    assert cut.loss(ids).item() == 0
+    assert cut.text_loss(ids).item() == 0
     assert head.t2d[greedy].any()
 
 
@@ -132,7 +132,7 @@ def test_the_target_is_neither_trained_nor_part_of_the_module():
     assert all(value.grad is not None for value in objective.parameters())
 
 
-def _row(sample: Answered) -> dict:
+def _row(sample: TrainingSample) -> dict:
     return {"index": sample.index, "prompt_ids": sample.prompt_ids, "answer_ids": sample.answer_ids}
 
 
@@ -141,9 +141,9 @@ def test_bfloat16_targets_and_autocast_stay_close_and_leave_the_head_in_float32(
     rough._target[0].bfloat16()
     ids = torch.tensor(samples()[0].prompt_ids)
     with torch.autocast("cpu", torch.bfloat16):
-        loss = rough.loss(ids)
+        loss = rough.text_loss(ids)
     loss.backward()
-    exact.loss(ids).backward()
+    exact.text_loss(ids).backward()
     for (name, ours), theirs in zip(rough.head.named_parameters(), exact.head.parameters(), strict=True):
         assert ours.grad is not None and theirs.grad is not None
         assert ours.grad.dtype == torch.float32
@@ -181,7 +181,7 @@ def test_acceptance_is_counted_draft_by_draft():
     oracle.said[1][4] = 0  # the one with 22 at its second token
     oracle.said[2][2] = 0  # the one with 20 at its third
     batch = collate([{"index": 0, "prompt_ids": prompt, "answer_ids": answer}])
-    found = measure_head(oracle, [batch])
+    found = measure_draft_head(oracle, [batch])
     # First tokens: 6 drafts, 5 right. Second: of 20 to 24 without 21, 4 drafts, 3 right. Third: 20 and 23; 20 fails.
     assert found.acceptance == pytest.approx([5 / 6, 3 / 4, 1 / 2])
     assert found.accepted_length() == pytest.approx(5 / 6 * (1 + 3 / 4 * (1 + 1 / 2)))
@@ -190,7 +190,7 @@ def test_acceptance_is_counted_draft_by_draft():
 def test_divergence_and_agreement_equal_counting_row_by_row():
     objective = head_objective(settings=head_settings(vocabulary=128))
     rows = [_row(row) for row in samples(3)]
-    found = measure_head(objective, [collate(rows)])
+    found = measure_draft_head(objective, [collate(rows)])
     sums = torch.zeros(4, 3)
     for row in rows:
         ids = torch.tensor(row["prompt_ids"] + row["answer_ids"])
@@ -208,7 +208,7 @@ def test_divergence_and_agreement_equal_counting_row_by_row():
 
 
 def test_the_vocabulary_holds_the_most_frequent_tokens_and_the_end_tokens():
-    row = Answered(0, "test", [5, 5, 5, 9, 9, 3, 4], [9, 7], "", "")
+    row = TrainingSample(0, "test", [5, 5, 5, 9, 9, 3, 4], [9, 7], "", "")
     assert frequent_tokens([row], 4, [2], 16).tolist() == [2, 3, 5, 9]
     assert frequent_tokens([row], 16, [2], 16).tolist() == list(range(16))
     with pytest.raises(UserError, match=r"draft_head.vocabulary=17 must lie between 1 and 16"):
@@ -229,6 +229,6 @@ def test_samples_cut_before_their_answer_count_nothing():
     rows = [_row(row) for row in samples(3)]
     long, short = (head_objective(settings=head_settings(max_tokens=length)) for length in (4096, 26))
     whole = [row for row in rows if len(row["prompt_ids"]) <= 20]
-    cut = measure_head(short, [collate([row]) for row in rows if len(row["prompt_ids"]) > 26])
+    cut = measure_draft_head(short, [collate([row]) for row in rows if len(row["prompt_ids"]) > 26])
     assert (cut.kl, cut.agreement, cut.acceptance) == ([0.0] * 4,) * 3
-    assert measure_head(long, [collate(whole)]) == measure_head(short, [collate(whole)])
+    assert measure_draft_head(long, [collate(whole)]) == measure_draft_head(short, [collate(whole)])

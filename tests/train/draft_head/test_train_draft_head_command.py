@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from keepsight.commands import train_draft_head as command
 from keepsight.commands.config import ModelConfig
-from keepsight.data_gen.shards import Answered, DataSettings, ShardWriter
+from keepsight.data_gen.shards import DataSettings, ShardWriter, TrainingSample
 from keepsight.errors import UserError
 from keepsight.models.draft_head import DraftHead
 from keepsight.models.draft_head_files import load_draft_head
@@ -37,7 +37,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = load_target(str(folder / "target"), device="cpu")
     made = DataSettings(target.name, target.version, target.template_digest, {"sources": {}}, 0, 14, 5, 8)
     writer = ShardWriter(folder / "data", made)
-    every = [Answered(**{**vars(row), "index": number}) for number, row in enumerate(samples())]
+    every = [TrainingSample(**{**vars(row), "index": number}) for number, row in enumerate(samples())]
     for shard in writer.shards():
         writer.append(shard, [every[index] for index in shard])
         writer.finish(shard)

@@ -8,12 +8,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from keepsight.errors import UserError
-from keepsight.train.dataset import split
-from keepsight.train.draft_head.measure import measure_head
+from keepsight.train.dataset import hold_out
+from keepsight.train.draft_head.measure import measure_draft_head
 from keepsight.train.draft_head.objective import DraftHeadObjective
-from keepsight.train.draft_head.trainer import DraftHeadTrainer, train_draft_head
+from keepsight.train.draft_head.trainer import DraftHeadTrainer
 from tests.tiny import FAMILIES
-from tests.train.draft_head.head_runs import head_objective, head_settings
+from tests.train.draft_head.head_runs import head_objective, head_settings, train_draft_head
 from tests.train.runs import checkpoints, collated, crash, press_ctrl_c, rows, same, samples
 
 
@@ -46,11 +46,11 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Tensor
 def test_it_learns_a_few_samples(family, tmp_path):
     few, objective = samples(6), head_objective(family)
     before = tensors(objective)
-    batch = collated(split(few, 2)[0])
-    start = measure_head(objective, [batch])
+    batch = collated(hold_out(few, 2)[0])
+    start = measure_draft_head(objective, [batch])
     settings = head_settings(steps=60, batch_size=4, measure_every=60, clip=1.0)
     trainer, _ = train_draft_head(objective, settings, tmp_path, few)
-    end = measure_head(objective, [batch])
+    end = measure_draft_head(objective, [batch])
     assert sum(end.kl) < 0.4 * sum(start.kl)
     assert sum(end.agreement) > sum(start.agreement) + 0.5
     logged = [row["loss"] for row in trainer.state.log_history if "loss" in row]

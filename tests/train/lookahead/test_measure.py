@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from keepsight.models.lookahead import Lookahead, LookaheadSettings
-from keepsight.train.dataset import collate
-from keepsight.train.lookahead.measure import Fidelity, measure
-from keepsight.train.lookahead.objective import Batch, LookaheadObjective
+from keepsight.models.lookahead import Lookahead
+from keepsight.models.lookahead_settings import LookaheadSettings
+from keepsight.train.dataset import Batch, collate
+from keepsight.train.lookahead.measure import Fidelity, measure_lookahead
+from keepsight.train.lookahead.objective import LookaheadObjective
 from tests.tiny import tiny_model
 
 
@@ -42,7 +43,7 @@ def ranks(count: int, seed: int) -> Tensor:
 
 def test_a_perfect_prediction_scores_perfectly():
     layers = [ranks(30, seed) for seed in (1, 2, 3)]
-    fidelity = measure(Given((layers, [layer * 0.5 for layer in layers])), [prompts(30)], budget=8)
+    fidelity = measure_lookahead(Given((layers, [layer * 0.5 for layer in layers])), [prompts(30)], budget=8)
     assert fidelity.recall == pytest.approx([1, 1, 1])
     assert fidelity.tau == pytest.approx([1, 1, 1])
     assert fidelity.kl == pytest.approx([0, 0, 0], abs=1e-6)
@@ -50,7 +51,7 @@ def test_a_perfect_prediction_scores_perfectly():
 
 def test_the_opposite_order_scores_worst():
     layer = heads([0.1, 0.2, 0.3, 0.4], [0.4, 0.3, 0.2, 0.1])
-    fidelity = measure(Given(([layer], [0.5 - layer])), [prompts(4)], budget=2)
+    fidelity = measure_lookahead(Given(([layer], [0.5 - layer])), [prompts(4)], budget=2)
     assert (fidelity.recall, fidelity.tau) == ([0.0], pytest.approx([-1.0]))
 
 
@@ -58,7 +59,7 @@ def test_recall_and_tau_by_hand():
     """Of the true top 2, {0, 1} and {2, 3}, the prediction keeps 0 and 3; pairs in the wrong order: 2 and 1 of 6."""
     target = heads([0.4, 0.3, 0.2, 0.1], [0.1, 0.2, 0.3, 0.4])
     predicted = heads([0.4, 0.1, 0.3, 0.2], [0.1, 0.3, 0.2, 0.4])
-    fidelity = measure(Given(([target], [predicted])), [prompts(4)], budget=2)
+    fidelity = measure_lookahead(Given(([target], [predicted])), [prompts(4)], budget=2)
     assert fidelity.recall == [pytest.approx((1 / 2 + 1 / 2) / 2)]
     assert fidelity.tau == [pytest.approx(((6 - 2 * 2) / 6 + (6 - 2 * 1) / 6) / 2)]
 
@@ -67,13 +68,13 @@ def test_query_heads_are_averaged_before_entries_are_ranked():
     """Each query head of a KV head prefers another entry; their mean prefers a third."""
     target = torch.tensor([[[0.5, 0.0, 0.4], [0.0, 0.5, 0.4]] * 2])
     predicted = torch.tensor([[[0.1, 0.1, 0.7]] * 4])
-    fidelity = measure(Given(([target], [predicted])), [prompts(3)], budget=1)
+    fidelity = measure_lookahead(Given(([target], [predicted])), [prompts(3)], budget=1)
     assert fidelity.recall == [1.0]
 
 
 def test_tau_counts_concordant_pairs():
     target, predicted = ranks(12, 1), ranks(12, 2)
-    fidelity = measure(Given(([target], [predicted])), [prompts(12)], budget=3)
+    fidelity = measure_lookahead(Given(([target], [predicted])), [prompts(12)], budget=3)
     taus = []
     for true, guess in zip(*(each.view(2, 2, 12).mean(1) for each in (target, predicted)), strict=True):
         signs = [
@@ -91,14 +92,17 @@ def test_padding_does_not_count():
     """A padded batch of two measures what its rows measure alone; their mean is over samples, not over batches."""
     rows = [[(ranks(size, seed), ranks(size, seed + 9)) for seed in (1, 2)] for size in (30, 12, 21)]
     single = [Given(([true for true, _ in row], [guess for _, guess in row])) for row in rows]
-    alone = [measure(given, [prompts(row[0][0].shape[-1])], budget=5) for given, row in zip(single, rows, strict=True)]
+    alone = [
+        measure_lookahead(given, [prompts(row[0][0].shape[-1])], budget=5)
+        for given, row in zip(single, rows, strict=True)
+    ]
 
     def padded(which: int) -> list[Tensor]:
         pad = torch.zeros(1, 4, 18)
         return [torch.cat([rows[0][layer][which], torch.cat([pad, rows[1][layer][which]], -1)]) for layer in (0, 1)]
 
     third = ([true for true, _ in rows[2]], [guess for _, guess in rows[2]])
-    together = measure(Given((padded(0), padded(1)), third), [prompts(30, 12), prompts(21)], budget=5)
+    together = measure_lookahead(Given((padded(0), padded(1)), third), [prompts(30, 12), prompts(21)], budget=5)
     for name in ("kl", "recall", "tau"):
         expected = torch.tensor([getattr(each, name) for each in alone]).mean(dim=0).tolist()
         assert getattr(together, name) == pytest.approx(expected, abs=1e-6)
@@ -106,24 +110,24 @@ def test_padding_does_not_count():
 
 def test_a_prompt_no_longer_than_the_budget_counts_as_recalled():
     given = Given(([ranks(6, 1)], [ranks(6, 2)]))
-    assert measure(given, [prompts(6)], budget=64).recall == [1.0]
+    assert measure_lookahead(given, [prompts(6)], budget=64).recall == [1.0]
 
 
 def test_ties_are_broken_alike_on_both_sides():
     level = torch.full((1, 4, 10), 0.05)
-    assert measure(Given(([level], [level.clone()])), [prompts(10)], budget=4).recall == [1.0]
+    assert measure_lookahead(Given(([level], [level.clone()])), [prompts(10)], budget=4).recall == [1.0]
 
 
 def test_a_level_prediction_has_a_finite_tau():
     """Importance that underflows or is uniform has no ranking: tau must not poison the mean with NaN."""
-    fidelity = measure(Given(([ranks(10, 1)], [torch.full((1, 4, 10), 0.05)])), [prompts(10)], budget=4)
+    fidelity = measure_lookahead(Given(([ranks(10, 1)], [torch.full((1, 4, 10), 0.05)])), [prompts(10)], budget=4)
     assert fidelity.tau == [0.0]
 
 
 def test_measuring_leaves_no_gradient_and_the_lora_on():
     torch.manual_seed(0)
     objective = LookaheadObjective(Lookahead(tiny_model(), LookaheadSettings(tokens=2, rank=2)))
-    fidelity = measure(objective, [prompts(12), prompts(9, 5)], budget=4)
+    fidelity = measure_lookahead(objective, [prompts(12), prompts(9, 5)], budget=4)
     assert all(0 <= value <= 1 for value in fidelity.recall)
     assert all(-1 <= value <= 1 for value in fidelity.tau)
     assert (len(fidelity.kl), min(fidelity.kl) > 0) == (3, True)

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Categorical, kl_divergence
 
-from keepsight.data_gen.shards import Answered
-from keepsight.models.lookahead import Lookahead, LookaheadSettings
-from keepsight.train.dataset import SampleDataset, collate
-from keepsight.train.lookahead.objective import Batch, LookaheadObjective, importance_divergence
+from keepsight.data_gen.shards import TrainingSample
+from keepsight.models.lookahead import Lookahead
+from keepsight.models.lookahead_settings import LookaheadSettings
+from keepsight.train.dataset import Batch, SampleDataset, collate
+from keepsight.train.lookahead.objective import LookaheadObjective, importance_divergence
 from tests.tiny import FAMILIES, tiny_model
 
 SHAPE = LookaheadSettings(tokens=5, rank=2, alpha=8)
@@ -38,17 +39,20 @@ def lora(lookahead: Lookahead) -> dict[str, nn.Parameter]:
     }
 
 
-def samples(*lengths: tuple[int, int]) -> list[Answered]:
+def samples(*lengths: tuple[int, int]) -> list[TrainingSample]:
     """Random samples of (prompt, answer) tokens."""
     generator = torch.Generator().manual_seed(3)
 
     def ids(count: int) -> list[int]:
         return torch.randint(3, 128, (count,), generator=generator).tolist()
 
-    return [Answered(index, "test", ids(prompt), ids(answer), "", "") for index, (prompt, answer) in enumerate(lengths)]
+    return [
+        TrainingSample(index, "test", ids(prompt), ids(answer), "", "")
+        for index, (prompt, answer) in enumerate(lengths)
+    ]
 
 
-def batch_of(rows: list[Answered]) -> dict:
+def batch_of(rows: list[TrainingSample]) -> dict:
     batch = collate([SampleDataset(rows)[place] for place in range(len(rows))])
     batch.pop("indices")
     return batch
@@ -68,7 +72,7 @@ class TailLora(nn.Module):
         return self.base(hidden) + update * gate[:, None]
 
 
-def one_pass(objective: LookaheadObjective, family: str, sample: Answered) -> tuple[Tensor, dict[str, Tensor]]:
+def one_pass(objective: LookaheadObjective, family: str, sample: TrainingSample) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss of one sample and its gradients: eager attention over [X; Y] for the target, over [X; P] for the guess."""
     prompt, whole = torch.tensor([sample.prompt_ids]), torch.tensor([sample.prompt_ids + sample.answer_ids])
     size = len(sample.prompt_ids)
@@ -105,7 +109,7 @@ def gradients(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.grad for name, value in parameters.items() if value.grad is not None}
 
 
-def two_pass(objective: LookaheadObjective, rows: list[Answered]) -> tuple[Tensor, dict[str, Tensor]]:
+def two_pass(objective: LookaheadObjective, rows: list[TrainingSample]) -> tuple[Tensor, dict[str, Tensor]]:
     objective.zero_grad()
     loss = objective(**batch_of(rows))["loss"]
     loss.backward()

@@ -11,12 +11,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import TrainerCallback
 
-from keepsight.data_gen.shards import Answered
+from keepsight.data_gen.shards import TrainingSample
 from keepsight.errors import UserError
-from keepsight.train.dataset import split
-from keepsight.train.lookahead.measure import measure
+from keepsight.train.dataset import hold_out
+from keepsight.train.lookahead.measure import measure_lookahead
 from keepsight.train.lookahead.objective import LookaheadObjective
-from keepsight.train.lookahead.trainer import LookaheadTrainer, train
+from keepsight.train.lookahead.trainer import LookaheadTrainer
 from tests.tiny import FAMILIES
 from tests.train.runs import (
     checkpoints,
@@ -26,6 +26,7 @@ from tests.train.runs import (
     samples,
     settings,
     spoil,
+    train,
 )
 
 
@@ -33,10 +34,10 @@ from tests.train.runs import (
 def test_it_learns_a_few_samples_and_moves_every_trainable_tensor_and_no_other(family, tmp_path):
     few, learning = samples(6), objective(family)
     before = {name: value.detach().clone() for name, value in learning.named_parameters()}
-    batch = split(few, 2)[0]
-    start = measure(learning, [collated(batch)], budget=6)
+    batch = hold_out(few, 2)[0]
+    start = measure_lookahead(learning, [collated(batch)], budget=6)
     trainer, _ = train(learning, settings(steps=40, batch_size=4, measure_every=40), tmp_path, few)
-    end = measure(learning, [collated(batch)], budget=6)
+    end = measure_lookahead(learning, [collated(batch)], budget=6)
     assert sum(end.kl) < 0.75 * sum(start.kl)
     assert sum(end.recall) > sum(start.recall)
     logged = [row["loss"] for row in trainer.state.log_history if "loss" in row]
@@ -66,7 +67,7 @@ def test_the_samples_of_the_loss_that_is_no_number_are_the_right_ones(tmp_path):
     with pytest.raises(UserError) as caught:
         train(disturbed(1, spoil), settings(batch_size=4, held_out=1), tmp_path, few)
     named = json.loads(str(caught.value).partition("on samples ")[2].partition(";")[0])
-    assert sorted(named) == sorted(row.index for row in split(few, 1)[0].samples) == [0, 3, 6, 9]
+    assert sorted(named) == sorted(row.index for row in hold_out(few, 1)[0].samples) == [0, 3, 6, 9]
 
 
 @pytest.mark.parametrize("rate", [1e30, 1e38])
@@ -87,12 +88,12 @@ def test_too_few_samples_are_refused(tmp_path):
 
 
 def test_held_out_samples_are_spread_and_never_trained_on():
-    train_set, held_out = split(samples(14), 4)
+    train_set, held_out = hold_out(samples(14), 4)
     trained, measured = ({row.index for row in each.samples} for each in (train_set, held_out))
     assert not trained & measured
     assert trained | measured == {3 * number for number in range(14)}
     assert 3 <= len(measured) <= 4
-    assert len(split(samples(14), 0)[1]) == 0
+    assert len(hold_out(samples(14), 0)[1]) == 0
 
 
 class KeepGradients(TrainerCallback):
@@ -138,7 +139,7 @@ def test_accumulated_batches_equal_one_batch(tmp_path):
 
 
 def test_prompts_of_similar_length_share_a_batch(tmp_path):
-    many = [Answered(number, "test", [7] * (10 + number), [8, 9], "", "") for number in range(49)]
+    many = [TrainingSample(number, "test", [7] * (10 + number), [8, 9], "", "") for number in range(49)]
     spreads = {}
     for grouped in (True, False):
         work = tmp_path / str(grouped)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from keepsight.train.dataset import SampleDataset, collate
-from keepsight.train.retrieval_head.measure import MEASURES, compare, measure
+from keepsight.train.retrieval_head.measure import MEASURES, at_budget, measure_retrieval_head
 from keepsight.train.retrieval_head.objective import RetrievalObjective
 from tests.models.retrieval_heads import tiny_retrieval_head
 from tests.tiny import tiny_model
@@ -50,20 +50,20 @@ def slow(target, guess, budget):
 @pytest.mark.parametrize(("rows", "budget"), [(6, 5), (30, 7), (30, 3), (6, 29), (30, 30)])
 def test_measures_are_those_of_sets(rows, budget):
     target, guess = causal(2, rows, 30, 0), causal(2, rows, 30, 1)
-    assert compare(target, guess, budget) == pytest.approx(slow(target, guess, budget), rel=1e-4)
+    assert at_budget(target, guess, budget) == pytest.approx(slow(target, guess, budget), rel=1e-4)
 
 
 def test_a_head_that_is_right_finds_everything():
     target = causal(2, 10, 30, 0)
-    measured = compare(target, target.log(), 6)
+    measured = at_budget(target, target.log(), 6)
     assert measured["hit"] == 1
     assert measured["mass"] == measured["best_mass"]
 
 
 def test_samples_within_the_budget_do_not_count():
     target = causal(2, 10, 30, 0)
-    assert compare(target, target, 30) == compare(target, target, 64) == {}
-    assert set(compare(target, target, 29)) == set(MEASURES) - {"overlap"}
+    assert at_budget(target, target, 30) == at_budget(target, target, 64) == {}
+    assert set(at_budget(target, target, 29)) == set(MEASURES) - {"overlap"}
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -71,11 +71,11 @@ def test_batches_measure_what_single_samples_do(size):
     objective = RetrievalObjective(tiny_retrieval_head(), tiny_model(), 6).train()
     rows = SampleDataset(samples(6))
     batches = [collate([rows[place] for place in range(start, start + size)]) for start in range(0, 6, size)]
-    measured = measure(objective, batches, [4, 30, 500])
+    measured = measure_retrieval_head(objective, batches, [4, 30, 500])
     metrics = measured.metrics()
     assert (metrics["eval_samples_4"], metrics["eval_samples_30"]) == (6, 1)
     assert "eval_hit_500" not in metrics
-    single = measure(objective, [collate([rows[place]]) for place in range(6)], [4, 30, 500]).metrics()
+    single = measure_retrieval_head(objective, [collate([rows[place]]) for place in range(6)], [4, 30, 500]).metrics()
     assert metrics == pytest.approx(single, rel=1e-4)
     assert objective.training and objective.head.training
 
@@ -85,4 +85,4 @@ def test_scores_that_are_no_numbers_are_refused():
     with torch.no_grad():
         objective.head.q_proj.weight[0, 0] = torch.nan
     with pytest.raises(FloatingPointError, match="scores of held-out samples are not finite"):
-        measure(objective, [collate([SampleDataset(samples(1))[0]])], [4])
+        measure_retrieval_head(objective, [collate([SampleDataset(samples(1))[0]])], [4])

@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from keepsight.models.retrieval_head import RetrievalHead
-from keepsight.train.dataset import SampleDataset, collate
+from keepsight.train.dataset import Batch, SampleDataset, collate
 from keepsight.train.retrieval_head.objective import (
     RetrievalObjective,
     divergence,
     head_scores,
+    left_padded,
     read_target,
     soften,
-    texts,
 )
 from tests.models.retrieval_heads import LAYERS, target_for, tiny_deepseek, tiny_retrieval_head
 from tests.tiny import tiny_model
@@ -59,7 +59,9 @@ KV_HEADS = {"llama": 2, "qwen3": 2, "MHA": 4, "MQA": 1, "MLA": 4}
 def test_importance_is_that_of_dense_attention(name, queries):
     values, ids = batch_of()
     kv_heads = KV_HEADS[name]
-    read = read_target(MODELS[name](), tiny_retrieval_head("none", kv_heads=kv_heads), texts(**values), queries)
+    read = read_target(
+        MODELS[name](), tiny_retrieval_head("none", kv_heads=kv_heads), left_padded(Batch(**values)), queries
+    )
     rows, length = read.importance.shape[2:]
     assert rows == min(queries, length) and read.features is None
     for row, tokens in enumerate(ids):
@@ -72,14 +74,14 @@ def test_importance_is_that_of_dense_attention(name, queries):
 
 def test_a_batch_is_joined_without_holes():
     values, ids = batch_of()
-    batch = texts(**values)
+    batch = left_padded(Batch(**values))
     assert batch.mask is not None
     for row, tokens in enumerate(ids):
         assert batch.ids[row, -len(tokens) :].tolist() == tokens
         assert batch.mask[row].tolist() == [False] * (batch.ids.shape[1] - len(tokens)) + [True] * len(tokens)
         assert batch.positions[row, -len(tokens) :].tolist() == list(range(len(tokens)))
     assert batch.real(40).sum(1).tolist() == [min(40, len(tokens)) for tokens in ids]
-    single = texts(**batch_of(1)[0])
+    single = left_padded(Batch(**batch_of(1)[0]))
     assert single.mask is None
     assert single.real(7).tolist() == [[True] * 7]
 
@@ -117,7 +119,7 @@ def test_scores_and_loss_are_those_of_loops(kv_heads, features):
         head.q_proj.weight.mul_(0.3)  # weights far from one-hot
     values, ids = batch_of()
     objective = RetrievalObjective(head, model, 6)
-    batch = texts(**values)
+    batch = left_padded(Batch(**values))
     scores = head_scores(head, batch, read_target(model, head, batch, 6))
     losses = []
     for row, tokens in enumerate(ids):
@@ -159,7 +161,7 @@ def test_softening_is_a_power_of_the_weights(temperature):
             assert own[0, 1, 2, place].item() == pytest.approx(expected.item(), abs=1e-6)
     model, head = tiny_model(), tiny_retrieval_head()
     values, _ = batch_of()
-    batch = texts(**values)
+    batch = left_padded(Batch(**values))
     read = read_target(model, head, batch, 6)
     expected = divergence(*soften(read.importance, head_scores(head, batch, read), temperature), batch.real(6))
     assert RetrievalObjective(head, model, 6, temperature)(**values)["loss"] == expected
@@ -195,7 +197,7 @@ def test_distillation_lowers_the_loss(name):
 
 def test_a_long_context_does_not_change_scores_within_the_trained_length():
     head = tiny_retrieval_head("none")
-    batch = texts(**batch_of()[0])
+    batch = left_padded(Batch(**batch_of()[0]))
     read = read_target(tiny_model(), head, batch, 5)
     assert torch.equal(head_scores(head, batch, read), head_scores(head.extended(64), batch, read))
     assert not torch.equal(head_scores(head, batch, read), head_scores(head.extended(640), batch, read))

@@ -11,16 +11,16 @@ from safetensors.torch import load_file
 
 from keepsight.commands import train_retrieval_head as command
 from keepsight.commands.config import ModelConfig
-from keepsight.data_gen.shards import Answered, DataSettings, ShardWriter
+from keepsight.data_gen.shards import DataSettings, ShardWriter, TrainingSample
 from keepsight.errors import UserError
 from keepsight.models.draft_head_files import save_draft_head
 from keepsight.models.lookahead_files import Provenance
 from keepsight.models.retrieval_head import RetrievalHead, parameters
 from keepsight.models.retrieval_head_files import CONFIG, FILES, WEIGHTS, load_retrieval_head
 from keepsight.models.targets import load_target
+from keepsight.train.dataset import Batch, cut
 from keepsight.train.head_settings import RetrievalHeadSettings
 from keepsight.train.retrieval_head.objective import RetrievalObjective
-from keepsight.train.retrieval_head.trainer import cut
 from tests.models.retrieval_heads import LAYERS, provenance_of, tiny_draft_head
 from tests.tiny import save_tiny_target
 from tests.train.runs import press_ctrl_c, samples, settings
@@ -57,7 +57,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_draft_head(tiny_draft_head(vocab_size=512), folder / "head", Provenance(target.name), "# A draft head\n")
     made = DataSettings(target.name, target.version, target.template_digest, {"sources": {}}, 0, 14, 5, 8)
     writer = ShardWriter(folder / "data", made)
-    every = [Answered(**{**vars(row), "index": number}) for number, row in enumerate(samples())]
+    every = [TrainingSample(**{**vars(row), "index": number}) for number, row in enumerate(samples())]
     for shard in writer.shards():
         writer.append(shard, [every[index] for index in shard])
         writer.finish(shard)
@@ -109,9 +109,9 @@ def test_the_first_measurement_is_of_the_pruned_draft_head(place, trained):
     objective = RetrievalObjective(
         RetrievalHead.from_draft(tiny_draft_head(vocab_size=512), "previous-step"), target.model, 8
     )
-    rows = [Answered(**{**vars(row), "index": number}) for number, row in enumerate(samples())]
+    rows = [TrainingSample(**{**vars(row), "index": number}) for number, row in enumerate(samples())]
     losses = [
-        objective(torch.tensor([row.prompt_ids]), torch.tensor([row.answer_ids]))["loss"].item()
+        objective.loss(Batch(torch.tensor([row.prompt_ids]), torch.tensor([row.answer_ids]))).item()
         for row in (rows[6], rows[13])
     ]
     first = json.loads((trained / "training" / "fidelity.jsonl").read_text().splitlines()[0])

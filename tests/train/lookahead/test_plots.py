@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 from matplotlib.axes import Axes
 
-from keepsight.train.plots import DPI, plot_training, running_mean, series, training_figure
+from keepsight.files import DPI, write_png
+from keepsight.train.lookahead.plots import lookahead_figure
+from keepsight.train.plots import running_mean, series
 
 LAYERS = 4
 
@@ -27,7 +29,7 @@ def log() -> list[dict[str, Any]]:
 
 
 def panels(log: list[dict[str, Any]]) -> dict[str, Axes]:
-    return {panel.get_title(): panel for panel in training_figure(log).axes}
+    return {panel.get_title(): panel for panel in lookahead_figure(log).axes}
 
 
 def lines(panel: Axes) -> dict[str, tuple[list[float], list[float]]]:
@@ -92,9 +94,9 @@ def test_running_mean_starts_at_the_first_value() -> None:
 
 
 def test_png_has_the_size_of_the_figure(log: list[dict[str, Any]], tmp_path: Path) -> None:
-    plot_training(log, tmp_path / "out" / "training.png")
+    write_png(tmp_path / "out" / "training.png", lookahead_figure(log))
     content = (tmp_path / "out" / "training.png").read_bytes()
-    width, height = training_figure(log).get_size_inches() * DPI
+    width, height = lookahead_figure(log).get_size_inches() * DPI
     assert content.startswith(b"\x89PNG")
     assert struct.unpack(">II", content[16:24]) == (int(width), int(height))
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["training.png"]

@@ -1,0 +1,40 @@
+"""keepsight bench evict: time and memory of observing and selecting, for each method, against the prefill.
+
+keepsight bench evict lengths=[1024,4096] methods=[snapkv,lookaheadkv] budgets=[128]
+"""
+
+from dataclasses import dataclass, field
+
+from keepsight.commands.bench.shared import METHODS, methods_of, print_lines
+from keepsight.commands.config import Recipe, at_least_one
+from keepsight.commands.from_recipe import target_of
+from keepsight.eval.bench.sweep import bench_evict
+from keepsight.runtime.evict import require_evict
+
+
+@dataclass
+class Config(Recipe):
+    """Keys of `keepsight bench evict`.
+
+    Attributes:
+        lengths: Prompt lengths in tokens.
+        methods: Names of methods that evict.
+        budgets: KV entries per head.
+        repeats: Timed repetitions, after one to warm up.
+    """
+
+    lengths: list[int] = field(default_factory=lambda: [1024, 4096])
+    methods: list[str] = field(default_factory=lambda: list(METHODS))
+    budgets: list[int] = field(default_factory=lambda: [64])
+    repeats: int = 5
+
+
+def run(config: Config) -> None:
+    """Measure and print."""
+    at_least_one(config, "lengths", "methods", "budgets", "repeats")
+    target = target_of(config)
+    evicting = {
+        name: require_evict(method, f"method {name.split()[0]!r} evicts nothing from the cache; name methods that do")
+        for name, method in methods_of(config, target, config.methods, config.budgets).items()
+    }
+    print_lines(bench_evict(target, evicting, config.lengths, config.repeats))

@@ -1,0 +1,120 @@
+"""What the training commands share: their keys, the provenance of what they train, and how they end."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from keepsight import __version__
+from keepsight.commands.config import Recipe
+from keepsight.data_gen.shards import TrainingSample, read_training_samples
+from keepsight.errors import UserError
+from keepsight.models.card import CardBasics
+from keepsight.models.lookahead_files import Provenance
+from keepsight.models.targets import Target
+from keepsight.train.module_trainer import ModuleTrainer
+
+
+@dataclass
+class TrainingConfig(Recipe):
+    """Keys of every training command.
+
+    Attributes:
+        data: Folder made by `keepsight data`.
+        out: Folder for the trained weights and their model card; checkpoints and logs go to `training` in it.
+        title: Title of the model card.
+        license: Licence of the trained weights, as an identifier the Hub knows.
+        data_notes: Text for the model card on the origin and licences of the data.
+    """
+
+    data: str = "???"
+    out: str = "???"
+    title: str = "keepsight module"
+    license: str = "apache-2.0"
+    data_notes: str = ""
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """Samples of a data folder.
+
+    Attributes:
+        samples: In order.
+        digest: Digest of all shards.
+        sources: Number of samples by source.
+    """
+
+    samples: list[TrainingSample]
+    digest: str
+    sources: dict[str, int]
+
+
+def data_of(config: TrainingConfig, target: Target) -> TrainingData:
+    """The samples that `data` holds.
+
+    Raises:
+        UserError: the folder is missing, empty, unfinished, or made with another model or chat template.
+    """
+    samples, manifest = read_training_samples(Path(config.data), target.name, target.template_digest)
+    return TrainingData(samples, manifest["digest"], manifest["sources"])
+
+
+def work_of(config: TrainingConfig) -> Path:
+    """Folder for checkpoints, logs and measurements."""
+    return Path(config.out) / "training"
+
+
+def basics_of(
+    config: TrainingConfig,
+    target: Target,
+    data: TrainingData,
+    trainer: ModuleTrainer[Any],
+    described: Mapping[str, Any],
+    loss: str = "nats",
+) -> CardBasics:
+    """What the model card and the artifact say about a training.
+
+    Args:
+        config: Title, licence and notes.
+        target: The base model.
+        data: What the module was trained on.
+        trainer: After its training.
+        described: Further facts about the training, by name.
+        loss: What the loss is, and its unit.
+    """
+    settings = trainer.settings
+    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    training = {
+        "steps": trainer.state.global_step,
+        "samples": trainer.sample_count,
+        **described,
+        "learning rate": settings.learning_rate,
+        "samples a step": settings.batch_size * settings.accumulation * trainer.args.world_size,
+        f"first and last logged loss ({loss})": [round(losses[0], 4), round(losses[-1], 4)] if losses else [],
+    }
+    provenance = Provenance(target.name, target.version, target.template_digest, data.digest, training, __version__)
+    return CardBasics(config.title, provenance, data.sources, config.data_notes, config.license)
+
+
+def spread(lengths: list[int]) -> list[int]:
+    """The shortest, the median and the longest."""
+    ordered = sorted(lengths)
+    return [ordered[0], ordered[len(ordered) // 2], ordered[-1]]
+
+
+def metrics_text(metrics: Mapping[str, float]) -> str:
+    """Metrics on one line."""
+    return ", ".join(f"{name.removeprefix('eval_')} {value:.3f}" for name, value in metrics.items()) or "not measured"
+
+
+def require_finished(finished: bool, config: TrainingConfig, trainer: ModuleTrainer[Any]) -> None:
+    """End the command of a training that was interrupted.
+
+    Raises:
+        UserError: it was.
+    """
+    if not finished:
+        raise UserError(
+            f"interrupted at step {trainer.state.global_step}; the checkpoint and the weights so far are in "
+            f"{config.out}: run the same command again to resume"
+        )

@@ -1,0 +1,43 @@
+"""`keepsight bench train`, `eval`, `evict` and `specache` on a tiny target: every line is there."""
+
+import pytest
+
+from tests.commands.commands import CommandLine
+
+TINY = ("model.id=tiny", "model.device=cpu", "adapter=adapter", "draft.layers=null")
+
+pytestmark = pytest.mark.usefixtures("here")
+
+
+def test_a_training_step_against_a_prefill(keepsight: CommandLine) -> None:
+    lines = keepsight("bench", "train", *TINY, "tokens=60", "answer_tokens=5", "repeats=1").splitlines()
+    assert lines[0] == "60 prompt + 5 answer tokens, 1 repeats"
+    assert [line.split()[0] for line in lines[1:]] == ["prefill", "step", "ratio"]
+
+
+def test_a_sweep_against_single_runs(keepsight: CommandLine) -> None:
+    small = ("tokens=320", "answer_tokens=3", "samples=1", "budgets=[40,64]", "methods=[snapkv]")
+    lines = keepsight("bench", "eval", *TINY, *small).splitlines()
+    assert lines[0].startswith("2 variants, 320 prompt tokens, 3 answer tokens, 1 samples, ")
+    assert [line.split()[0] for line in lines[1:]] == ["sweep", "separate", "ratio"]
+
+
+def test_evictions_against_the_prefill(keepsight: CommandLine) -> None:
+    small = ("lengths=[90,120]", "methods=[snapkv,lookaheadkv]", "budgets=[48]", "repeats=1")
+    _, names, *lines = keepsight("bench", "evict", *TINY, *small).splitlines()
+    assert names.split()[:2] == ["tokens", "method"]
+    rows = [(line[:7].strip(), line[9:].split("  ")[0]) for line in lines]
+    methods = ("prefill", "snapkv 48", "lookaheadkv 48")
+    assert rows == [(length, method) for length in ("90", "120") for method in methods]
+
+
+def test_packed_entries_by_cache_and_part(keepsight: CommandLine) -> None:
+    lines = keepsight("bench", "specache", *TINY, "tokens=300", "answer_tokens=2", "bits=[1,2]").splitlines()
+    assert [line for line in lines if line.startswith("1 rows of 300 tokens, 2 steps, ")] == [lines[0], lines[10]]
+    assert len(lines) == 20
+
+
+def test_bad_values(keepsight: CommandLine) -> None:
+    assert keepsight.fails("bench", "evict", *TINY, "lengths=[64,0]") == "lengths=[64, 0] must be at least 1"
+    assert keepsight.fails("bench", "evict", *TINY, "methods=[full]").startswith("method 'full' evicts nothing ")
+    assert keepsight.fails("bench", "train", *TINY, "lengths=[64]").startswith("'lengths' is no key of this command")

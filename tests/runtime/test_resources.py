@@ -1,0 +1,53 @@
+"""Methods that are made before the target is loaded, and completed when it is."""
+
+from pathlib import Path
+
+import pytest
+
+from keepsight.errors import UserError
+from keepsight.models.draft_sources import LayerSubset
+from keepsight.models.lookahead import Lookahead, LookaheadSettings
+from keepsight.models.lookahead_files import Provenance, save_lookahead
+from keepsight.models.retrieval_head_files import save_retrieval_head
+from keepsight.runtime.methods import METHODS, Resources, SpeContext, make_method
+from keepsight.runtime.methods.resources import Later, ResourcesLater, bind
+from tests.models.retrieval_heads import tiny_retrieval_head
+from tests.tiny import tiny_model, tiny_tokenizer
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_bound_method_is_the_method_made_with_everything_at_hand(name: str, tmp_path: Path) -> None:
+    target = tiny_model(num_hidden_layers=8)
+    save_lookahead(Lookahead(tiny_model(), LookaheadSettings(tokens=4, rank=2)), tmp_path, Provenance("tiny"), "# Card")
+    save_retrieval_head(tiny_retrieval_head(), tmp_path, Provenance("tiny"), "# Card\n")
+    loaded = Resources(tmp_path, LayerSubset((0, 2)), tiny_tokenizer(), tmp_path, target)
+    later = ResourcesLater(tmp_path, Later("draft"), Later("tokenizer"), tmp_path)
+    options = {"observer": {"name": "draft_tokens", "drafter": "draft_model"}} if name == "evict" else {}
+    made = make_method(name, 64, later, **options)
+    expected = make_method(name, 64, loaded, **options)
+    if name == "lookaheadkv":  # the adapter takes no target: it is loaded once
+        assert bind(made, loaded) is made
+        return
+    assert bind(made, loaded) == expected
+    if name in ("specontext", "speckv", "specpc", "speckvpc", "llmlingua2", "sentence_similarity", "evict"):
+        assert made != expected
+    else:
+        assert made == expected
+
+
+def test_what_is_missing_or_wrong_is_named_early(tmp_path: Path) -> None:
+    for name, said in {
+        "speckv": "needs a draft",
+        "lookaheadkv": "needs adapter=",
+        "specontext": "needs retrieval=",
+    }.items():
+        with pytest.raises(UserError, match=f"method {name!r}: {said}"):
+            make_method(name, 64, ResourcesLater())
+    with pytest.raises(UserError, match=r"retrieval_head\.safetensors is missing"):
+        make_method("specontext", 64, ResourcesLater(retrieval=tmp_path))
+    save_retrieval_head(tiny_retrieval_head(), tmp_path, Provenance("tiny"), "# Card\n")
+    made = make_method("specontext", 64, ResourcesLater(retrieval=tmp_path), sinks=2)
+    assert isinstance(made, SpeContext) and made.head == Later("head")
+    other = Resources(retrieval=tmp_path, target=tiny_model(num_key_value_heads=4))
+    with pytest.raises(UserError, match="KV heads 2 against 4"):
+        bind(made, other)

@@ -1,0 +1,52 @@
+"""What the trainers of draft heads and retrieval heads share: the head's weights are saved, and nothing else."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import ClassVar, TypeVar
+
+from torch import Tensor
+from typing_extensions import override
+
+from keepsight.data_gen.shards import TrainingSample
+from keepsight.train.head_settings import DraftHeadSettings, RetrievalHeadSettings
+from keepsight.train.module_trainer import ModuleTrainer
+from keepsight.train.objective import HeadObjective
+
+HeadObjectiveT = TypeVar("HeadObjectiveT", bound=HeadObjective)
+
+
+class HeadTrainer(ModuleTrainer[HeadObjectiveT]):
+    """Trains a head.
+
+    Args:
+        objective: Holds the head and its target.
+        settings: The head's variant and its optimisation.
+        work: Folder for checkpoints, logs and measurements.
+        samples: Training and held-out ones together.
+        start: Head that the training starts from; it must be the same when the training is resumed.
+
+    Attributes:
+        start_key: The command's key for `start`.
+    """
+
+    start_key: ClassVar[str]
+
+    def __init__(
+        self,
+        objective: HeadObjectiveT,
+        settings: DraftHeadSettings | RetrievalHeadSettings,
+        work: Path,
+        samples: list[TrainingSample],
+        start: str = "",
+    ) -> None:
+        recipe = self.settings_key.removesuffix(".train")
+        shape = {f"{recipe}.{name}": value for name, value in asdict(settings).items() if name != "train"}
+        super().__init__(objective, settings.train, work, samples, shape | {f"command.{self.start_key}": start})
+
+    @override
+    def weights(self) -> dict[str, Tensor]:
+        return {name: value.detach().cpu() for name, value in self.objective.head.state_dict().items()}
+
+    @override
+    def load_weights(self, weights: dict[str, Tensor]) -> None:
+        self.objective.head.load_state_dict(weights)
