@@ -1,6 +1,5 @@
 """What a decoding step costs with SpeCache: bytes held and moved, and seconds by part."""
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -8,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from keepsight.eval.bench.timing import median_seconds, random_ids, read_greedily, synchronize
+from keepsight.eval.bench.timing import median_seconds, random_ids, read_greedily, seconds_of
 from keepsight.models.targets import Target
 from keepsight.runtime.method import FullCache, Method
 from keepsight.runtime.methods.kivi import Kivi
@@ -53,11 +52,12 @@ def _cache_line(name: str, model: PreTrainedModel, method: Method, ids: Tensor, 
     if traffic is not None:
         traffic.fetched = traffic.offloaded = 0
         traffic.fetching = traffic.waited = 0.0
-    synchronize()
-    start = time.perf_counter()
-    state = read_greedily(reader, state, steps)
-    synchronize()
-    seconds = (time.perf_counter() - start) / steps
+
+    def decode() -> None:
+        nonlocal state
+        state = read_greedily(reader, state, steps)
+
+    seconds = seconds_of(decode) / steps
     line = f"{name:<22}{seconds * 1000:>11.1f}{len(ids) / seconds:>10.1f}{state.kv_bytes / 1e6:>9.2f}"
     if traffic is None:
         return line

@@ -1,4 +1,4 @@
-"""keepsight train_draft_head: train an EAGLE-3 head to draft what the target says next.
+r"""keepsight train_draft_head: train an EAGLE-3 head to draft what the target says next.
 
     accelerate launch train_draft_head.py recipe=smollm2-135m data=runs/data out=runs/draft_head
     python train_draft_head.py recipe=smollm2-135m data=runs/data out=runs/draft_head model.dtype=bfloat16 \
