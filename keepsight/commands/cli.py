@@ -93,7 +93,7 @@ def _guard(action: Callable[[], None]) -> int:
     except UserError as error:
         return _fail(str(error))
     except KeyboardInterrupt:
-        return _fail("interrupted; what was done is kept: run the same command again to go on")
+        return _fail("interrupted; what was done is kept: run the same command again to resume")
     except (OSError, SafetensorError) as error:
         full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
         advice = "; free some space and run the same command again, what was done is kept" if full else ""

@@ -7,7 +7,7 @@ Prints a line for each prompt length and method: milliseconds, share of the pref
 
 from dataclasses import dataclass, field
 
-from keepsight.commands.bench.shared import METHODS, methods_of, print_lines
+from keepsight.commands.bench.shared import COMPARED, methods_of, print_lines
 from keepsight.commands.config import Recipe, at_least_one
 from keepsight.commands.from_recipe import target_of
 from keepsight.errors import UserError
@@ -27,7 +27,7 @@ class Config(Recipe):
     """
 
     lengths: list[int] = field(default_factory=lambda: [1024, 4096])
-    methods: list[str] = field(default_factory=lambda: list(METHODS))
+    methods: list[str] = field(default_factory=lambda: list(COMPARED))
     budgets: list[int] = field(default_factory=lambda: [64])
     repeats: int = 5
 
