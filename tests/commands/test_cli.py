@@ -21,6 +21,10 @@ def test_the_overview_names_every_command(keepsight: CommandLine, arguments: lis
     assert all(f"\n  {name} " in printed for name in COMMANDS)
 
 
+def test_a_command_may_be_written_with_hyphens(keepsight: CommandLine) -> None:
+    assert keepsight("train-draft-head", "--help") == keepsight("train_draft_head", "--help")
+
+
 def test_the_overview_of_the_benchmarks_names_each(keepsight: CommandLine) -> None:
     printed = keepsight("bench", "--help")
     assert printed == keepsight("bench")
