@@ -1,4 +1,4 @@
-"""The target's own answers: prompts in, token ids out, batched by length."""
+"""The target's own answers: prompts in, token ids out, in batches of similar length."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,10 +17,10 @@ class Rendered:
     """A prompt as token ids.
 
     Attributes:
-        index: Its number in the data set.
-        source: Where it comes from.
-        ids: Chat template applied.
-        response: Token ids of a given response; None when the target is to answer.
+        index: Position in the data set.
+        source: Kind of prompt, such as `needles/single`.
+        ids: Token ids, chat template included.
+        response: Token ids of a given response; None when the target answers.
     """
 
     index: int
@@ -40,7 +40,7 @@ def render_prompt(index: int, prompt: Prompt, tokenizer: PreTrainedTokenizerBase
 
 
 def batches(prompts: list[Rendered], max_tokens: int) -> Iterator[list[Rendered]]:
-    """Prompts of similar length together, each batch at most `max_tokens` long with its padding (or one prompt)."""
+    """Batches of prompts of similar length, at most `max_tokens` tokens each, padding included (or one prompt)."""
     batch: list[Rendered] = []
     for prompt in sorted(prompts, key=lambda rendered: len(rendered.ids)):
         if batch and len(prompt.ids) * (len(batch) + 1) > max_tokens:
@@ -53,7 +53,7 @@ def batches(prompts: list[Rendered], max_tokens: int) -> Iterator[list[Rendered]
 
 @torch.no_grad()
 def answer(target: Target, batch: list[Rendered], max_new_tokens: int) -> list[list[int]]:
-    """Greedy answers of at most `max_new_tokens` tokens, end token included; given responses are taken as they are."""
+    """Greedy answers of at most `max_new_tokens` tokens, end token included; a given response is used as it is."""
     waiting = [prompt for prompt in batch if prompt.response is None]
     generated: dict[int, list[int]] = {}
     if waiting:
@@ -69,6 +69,6 @@ def answer(target: Target, batch: list[Rendered], max_new_tokens: int) -> list[l
 
 
 def _until(ends: list[int], ids: list[int]) -> list[int]:
-    """Up to and with the first end token; what follows it is padding."""
+    """Up to and including the first end token; what follows is padding."""
     first = next((place for place, token in enumerate(ids) if token in ends), len(ids))
     return ids[: first + 1]

@@ -80,14 +80,14 @@ def _file(request: Request) -> tuple[str, list[str]]:
 
 
 def _first_cut(lines: list[str], tokens: int) -> int:
-    """The first line that has enough before it to fill a prompt of so many tokens, or else the middle one."""
+    """The first line with enough text before it to fill a prompt of `tokens` tokens, or else the middle one."""
     lengths = accumulate(len(line) + 1 for line in lines)
     enough = (row for row, length in enumerate(lengths, start=1) if length >= CHARACTERS_PER_TOKEN * tokens)
     return next(enough, len(lines) // 2)
 
 
 def _lines_before(lines: list[str], end: int, characters: int) -> str:
-    """The lines that stand before line `end`, as many as have about so many characters (one at least)."""
+    """The lines before line `end`, about `characters` characters of them (at least one line)."""
     start, length = end - 1, len(lines[end - 1])
     while start > 0 and (length := length + len(lines[start - 1]) + 1) <= characters:
         start -= 1

@@ -121,7 +121,7 @@ def _rich_entries() -> tuple[tuple[str, str], ...]:
 
 
 def paragraphs_from(text: str, place: float, characters: int) -> str:
-    """Whole paragraphs of `text`, about so many characters, from a paragraph at `place` (0 to 1) or earlier."""
+    """Whole paragraphs of `text`, about `characters` characters, from a paragraph at `place` (0 to 1) or earlier."""
     paragraphs = text.strip().split("\n\n")
     first = int(place * len(paragraphs))
     while first > 0 and len("\n\n".join(paragraphs[first:])) < characters:

@@ -25,18 +25,18 @@ def generate_data(
     shard_size: int,
     batch_tokens: int,
 ) -> dict[str, Any]:
-    """Answer `limit` prompts and write them under `out`; goes on where an earlier run stopped.
+    """Answer `limit` prompts and write them to `out`, resuming where an earlier run stopped.
 
     Args:
-        target: Who answers, greedily.
-        mixture: Draws prompt number i from (seed, i) alone.
+        target: Model that answers, greedily.
+        mixture: Draws prompt i from (seed, i) alone.
         mixture_values: The mixture as plain values, for the manifest.
         out: Data folder.
         limit: Number of samples.
-        seed: Of the draws.
-        max_new_tokens: Length limit of an answer, in tokens.
-        shard_size: Samples a shard.
-        batch_tokens: Prompt tokens of one batch, padding included.
+        seed: Random seed of the draws.
+        max_new_tokens: Longest answer in tokens.
+        shard_size: Samples per shard.
+        batch_tokens: Prompt tokens per batch, padding included.
 
     Returns:
         The manifest.
@@ -58,7 +58,7 @@ def generate_data(
                 _check_fits(prompt, target, max_new_tokens)
             for batch in batches(prompts, batch_tokens):
                 answers = answer(target, batch, max_new_tokens)
-                writer.append(shard, [_answered(*pair, target) for pair in zip(batch, answers, strict=True)])
+                writer.append(shard, [_training_sample(*pair, target) for pair in zip(batch, answers, strict=True)])
                 progress.update(len(batch))
             writer.finish(shard)
     return writer.complete()
@@ -68,7 +68,7 @@ def _counter(target: Target) -> CountTokens:
     return lambda text: len(target.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _answered(prompt: Rendered, ids: list[int], target: Target) -> TrainingSample:
+def _training_sample(prompt: Rendered, ids: list[int], target: Target) -> TrainingSample:
     decode = target.tokenizer.decode
     return TrainingSample(
         prompt.index,
@@ -84,6 +84,6 @@ def _check_fits(prompt: Rendered, target: Target, max_new_tokens: int) -> None:
     context = target.model.config.get_text_config().max_position_embeddings
     if len(prompt.ids) + max_new_tokens > context:
         raise UserError(
-            f"prompt {prompt.index} ({prompt.source}) has {len(prompt.ids)} tokens, with {max_new_tokens} to answer "
-            f"more than the context of {context}; lower the mixture's max_tokens"
+            f"prompt {prompt.index} ({prompt.source}) has {len(prompt.ids)} tokens, with {max_new_tokens} for the "
+            f"answer more than the context of {context}; lower the mixture's max_tokens"
         )

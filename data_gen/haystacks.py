@@ -1,4 +1,4 @@
-"""Text for training needles to be hidden in: an endless stream of short pieces of each kind."""
+"""Haystacks for training needles: an endless stream of short pieces of text of each kind."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -24,12 +24,12 @@ NOISE = (
 
 
 def hay_pieces(kind: str, rng: random.Random) -> Iterator[str]:
-    """Pieces of a haystack without end; each ends in the space or line break that parts it from the next."""
+    """An endless stream of pieces of a haystack; each ends in the space or line break that follows it."""
     return STREAMS[kind](rng)
 
 
 def take(stream: Iterator[str], characters: int) -> list[str]:
-    """Pieces from the stream until together they have about so many characters, and not more."""
+    """Pieces from the stream, as many as have at most `characters` characters together."""
     taken: list[str] = []
     left = characters
     for piece in stream:

@@ -19,7 +19,7 @@ BYTES_PER_TOKEN = 32
 class LocalJsonl:
     """Rows `{"prompt": ...}` or `{"messages": [...]}`, each drawn once before any comes again.
 
-    Rows are taken as they are, whatever their length; those longer than `max_tokens` are passed over.
+    Rows are used as they are; those longer than `max_tokens` are skipped.
 
     Attributes:
         path: The file.
@@ -27,7 +27,7 @@ class LocalJsonl:
         include: Keep only rows whose `source` is one of these or begins with one of these; all when empty.
         exclude: Drop rows whose `source` is one of these or begins with one of these.
         template: Whether the chat template is applied to `prompt` rows; otherwise they are continued as they are.
-        shortest: Rows with fewer tokens than this are passed over.
+        shortest: Rows with fewer tokens than this are skipped.
     """
 
     path: str

@@ -1,4 +1,4 @@
-"""A mixture of sources: prompt number i depends on the seed and on i alone, so that generation can resume anywhere."""
+"""A mixture of sources: prompt i depends on the seed and on i alone, so that generation can resume anywhere."""
 
 import difflib
 import math
@@ -32,17 +32,17 @@ SOURCES: dict[str, type[Any]] = {
     "continuation": Continuation,
     "local_jsonl": LocalJsonl,
 }
-"""The kinds that a mixture's entry may name; its further keys are the fields of the class."""
+"""The kinds an entry of a mixture may name; its further keys are the fields of the class."""
 
 ROUND = 1000
-"""About so many draws later the sources come in the same order again."""
+"""Number of draws, roughly, after which the order of sources repeats."""
 
 ENTRY_KEYS = ("kind", "weight", "min_tokens", "max_tokens")
 SHORTEST = 64
-"""Fewest tokens that prompts may be asked to have; below, questions alone fill them."""
+"""Lower limit of `min_tokens`: below it a question alone fills the prompt."""
 
 DRAWS = 50
-"""Draws that may fail to fit before the mixture is called impossible."""
+"""Failed draws in a row after which a mixture is refused."""
 
 
 @dataclass(frozen=True)
@@ -80,13 +80,13 @@ class Mixture:
         return cls(tuple(_entry(f"mixture.sources[{row}]", source, bounds) for row, source in enumerate(sources)))
 
     def prompt(self, seed: int, index: int, count_tokens: CountTokens) -> Prompt:
-        """Prompt number `index`, the same for the same seed, index and tokenizer.
+        """Prompt `index`, the same for the same seed, index and tokenizer.
 
         Args:
-            seed: Of the whole mixture.
-            index: From 0.
-            count_tokens: Number of tokens of a text; pass the same function each time, local files are counted once
-                for each.
+            seed: Random seed of the whole mixture.
+            index: Position in the data set, from 0.
+            count_tokens: Counts the tokens of a text; pass the same function each time, as the rows of local files are
+                counted once per function.
         """
         schedule = _schedule(tuple(entry.weight for entry in self.entries), seed)
         rounds, place = divmod(index, len(schedule))
@@ -97,7 +97,7 @@ class Mixture:
 
 
 def _drawn(entry: Entry, rng: random.Random, count_tokens: CountTokens, seed: int, number: int) -> Prompt:
-    """A prompt of a random length; what does not fit its length is drawn again, with a new one."""
+    """A prompt of random length; one that does not fit is drawn again with a new length."""
     for _ in range(DRAWS):
         tokens = round(math.exp(rng.uniform(math.log(entry.min_tokens), math.log(entry.max_tokens))))
         with suppress(DoesNotFit):
@@ -107,7 +107,7 @@ def _drawn(entry: Entry, rng: random.Random, count_tokens: CountTokens, seed: in
 
 @lru_cache(maxsize=16)
 def _schedule(weights: tuple[float, ...], seed: int) -> tuple[int, ...]:
-    """A round's sources, shuffled: each as often as its weight says, to the nearest draw, and once at least."""
+    """The sources of one round, shuffled: each in proportion to its weight, and at least once."""
     counts = [max(1, round(weight / sum(weights) * ROUND)) for weight in weights]
     schedule = [source for source, count in enumerate(counts) for _ in range(count)]
     random.Random(f"keepsight:{seed}").shuffle(schedule)

@@ -1,4 +1,4 @@
-"""What a source of prompts is asked for and gives, and how a prompt is filled up to its length."""
+"""The interface of prompt sources, and how a prompt is filled to its wanted length."""
 
 import random
 from collections.abc import Callable
@@ -12,7 +12,7 @@ CountTokens = Callable[[str], int]
 ATTEMPTS = 8
 CHARACTERS_PER_TOKEN = 4.0
 FULL_ENOUGH = 0.93
-"""A prompt of this share of the wanted length is taken; a closer fit would cost more tokenising than it is worth."""
+"""A prompt of this share of the wanted length is accepted; a closer fit is not worth further tokenising."""
 
 AIM = 0.965
 """The share of the wanted length that the next attempt aims at."""
@@ -23,11 +23,11 @@ class Prompt:
     """One prompt for the target.
 
     Attributes:
-        source: Where it comes from, for the manifest.
+        source: Kind of prompt, for the manifest.
         messages: The turns of the conversation, ending with the user's; each has `role` and `content`.
         response: The answer to use instead of the target's own.
         template: Whether the chat template is applied; otherwise the first message's content is continued as it is.
-        answer_prefix: Text that begins the assistant's turn and counts as prompt; empty for most.
+        answer_prefix: Beginning of the assistant's turn that counts as prompt; empty for most.
     """
 
     source: str
@@ -42,12 +42,12 @@ class Request:
     """What one prompt is drawn from.
 
     Attributes:
-        rng: Decides everything that is random.
+        rng: Source of all randomness.
         tokens: Wanted length of the prompt in tokens, chat template not counted.
-        limit: Longest length of the source, for prompts that come as they are.
-        count_tokens: Number of tokens of a text.
-        seed: Of the whole mixture.
-        number: How many prompts the mixture has drawn from this source before.
+        limit: Longest prompt of the source in tokens, for prompts that are not filled.
+        count_tokens: Counts the tokens of a text.
+        seed: Random seed of the whole mixture.
+        number: Number of prompts drawn from this source before.
     """
 
     rng: random.Random
@@ -59,7 +59,7 @@ class Request:
 
 
 class DoesNotFit(UserError):
-    """A draw that is too long for the wanted length even without any filling; another draw may fit."""
+    """A draw is too long for the wanted length even without filling; another may fit."""
 
 
 class Source(Protocol):
@@ -86,7 +86,7 @@ def raw_prompt(source: str, text: str) -> Prompt:
 
 @dataclass(frozen=True)
 class Attempt:
-    """With so many characters of filling a text had this length in characters and this count of tokens."""
+    """A text made with `characters` of filling: its length in characters and its count of tokens."""
 
     characters: int
     length: int
@@ -97,8 +97,8 @@ def fit(build: Callable[[int], str], request: Request) -> str:
     """The fullest text of at most `request.tokens` tokens that `build` makes in a few attempts.
 
     Args:
-        build: Makes the text with about so many characters of filling; must give the same for the same number.
-        request: Its length and its way of counting.
+        build: Makes the text with about the given number of characters of filling; deterministic.
+        request: Wanted length and tokenizer.
 
     Raises:
         DoesNotFit: even without filling the text is too long.
@@ -123,7 +123,7 @@ def fit(build: Callable[[int], str], request: Request) -> str:
 
 
 def _next_filling(tried: Attempt, fitting: Attempt | None, too_long: Attempt | None, aim: float) -> int:
-    """Characters that should give `aim` tokens: between two attempts, or by the density of the one there is."""
+    """Characters that should give `aim` tokens: interpolated between two attempts, or by the density of one."""
     if fitting is None or too_long is None:
         return max(0, tried.characters + int((aim - tried.count) * tried.length / max(tried.count, 1)))
     share = (aim - fitting.count) / max(too_long.count - fitting.count, 1)

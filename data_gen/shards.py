@@ -1,8 +1,8 @@
-"""Shards on disk: written so that a killed run goes on without a lost or a doubled sample, and read for training.
+"""Shards on disk: a killed run resumes without losing or repeating a sample, and training reads what is complete.
 
 out/manifest.json          counts, the target, its version, the chat template's digest, the mixture, the seed
-out/shard-00000.jsonl      complete shards only; a row a sample
-out/shard-00001.jsonl.partial   the shard in work: whole lines count, a line cut by a kill is made again
+out/shard-00000.jsonl      a complete shard, one row per sample
+out/shard-00001.jsonl.partial   the shard being written: complete lines count, a line cut off by a kill is redone
 """
 
 from collections import Counter
@@ -17,11 +17,11 @@ from keepsight.files import append_lines, read_json, read_jsonl, text_digest, wh
 
 @dataclass(frozen=True)
 class TrainingSample:
-    """A training sample: a prompt and the answer whose attention is learned.
+    """A prompt and the answer whose attention is learned.
 
     Attributes:
-        index: Number in the data set.
-        source: Kind of the prompt.
+        index: Position in the data set.
+        source: Kind of prompt, such as `needles/single`.
         prompt_ids: Token ids of the rendered prompt.
         answer_ids: Token ids of the answer, end token included.
         prompt: The rendered prompt as text.
@@ -38,17 +38,17 @@ class TrainingSample:
 
 @dataclass(frozen=True)
 class DataSettings:
-    """What decides every sample: a run goes on only with the same settings (but for `limit`).
+    """What decides every sample: a run can be resumed only with the same settings (but for `limit`).
 
     Attributes:
         model: Hub id or folder of the target.
-        version: Its revision or the digest of its weight file.
-        template_digest: Digest of its chat template.
+        version: Revision of the target, or the digest of its weight file.
+        template_digest: Digest of the target's chat template.
         mixture: The mixture as plain values.
-        seed: Of the mixture's draws.
-        limit: Number of samples; a later run may raise it and goes on.
-        shard_size: Samples a shard.
-        max_new_tokens: Length limit of an answer.
+        seed: Random seed of the mixture's draws.
+        limit: Number of samples; a later run may raise it to add more.
+        shard_size: Samples per shard.
+        max_new_tokens: Longest answer in tokens.
     """
 
     model: str
@@ -85,16 +85,16 @@ class ShardWriter:
         if path.exists():
             if len(list(read_jsonl(path))) >= len(shard):
                 return []
-            path.rename(self._partial(shard))  # limit= was raised: the last shard of then is not the last of now
+            path.rename(self._partial(shard))  # limit= was raised: what was the last shard has room for more
         done = {row["index"] for row in whole_lines(self._partial(shard))}
         return [index for index in shard if index not in done]
 
     def append(self, shard: range, samples: Iterable[TrainingSample]) -> None:
-        """Add samples to the shard in work."""
+        """Add samples to the shard being written."""
         append_lines(self._partial(shard), map(asdict, samples))
 
     def finish(self, shard: range) -> None:
-        """Give a shard its name, its samples in order."""
+        """Sort a shard's samples and give it its final name."""
         partial = self._partial(shard)
         if self._path(shard).exists():
             partial.unlink(missing_ok=True)
@@ -163,5 +163,5 @@ def read_training_samples(
     samples = [TrainingSample(**row) for name in manifest["shards"] for row in read_jsonl(folder / Path(name).name)]
     samples = [sample for sample in samples if sample.index < made["limit"]]
     if not samples:
-        raise UserError(f"{folder}: this data folder holds no sample; raise limit=")
+        raise UserError(f"{folder}: this data folder holds no samples; raise limit=")
     return samples, manifest

@@ -23,7 +23,7 @@ class Continuation:
 
 
 def _cut(text: str, characters: int) -> str:
-    """About so many characters from the start, ending with a whole word."""
+    """About `characters` characters from the start, ending with a whole word."""
     if len(text) <= characters:
         return text.rstrip()
     words = text[: max(characters, 80)]

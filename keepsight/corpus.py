@@ -19,12 +19,12 @@ from keepsight.errors import UserError
 
 Part = Literal["training", "evaluation"]
 
-# Test suites, generated tables and third-party packages: neither prose nor code that anyone wrote to be read.
+# Test suites, generated tables and third-party packages: not written to be read.
 SKIPPED_FOLDERS = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "encodings", "ensurepip"}
 SKIPPED_FOLDERS |= {"turtledemo", "pydoc_data", "__phello__"}
 
 SHARED_WORDS = 6
-"""So many words in a row, found in a training document, make a sentence of the evaluation one of training."""
+"""An evaluation sentence whose first words, this many, occur in a training document counts as training text."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Docstring:
 
 
 def document_part(name: str) -> Part:
-    """The part that the document `name` belongs to, the same on every machine: one in five is for evaluation.
+    """The part that the document `name` belongs to, the same on every machine; one in five is for evaluation.
 
     A package is one document here, and a module goes with its pure-Python twin (`_pydecimal` with `decimal`), because
     their texts repeat each other.
@@ -113,7 +113,7 @@ def _docstrings_below(node: ast.Module | ast.ClassDef | ast.FunctionDef, name: s
 
 
 def prose(text: str) -> list[str]:
-    """The paragraphs of `text` that are running English, each on one line; listings, grammars and tables are left."""
+    """The paragraphs of `text` that are running English, each on one line; listings and tables are left out."""
     paragraphs = (" ".join(paragraph.split()) for paragraph in re.split(r"\n\s*\n", text))
     return [paragraph for paragraph in paragraphs if _is_prose(paragraph)]
 

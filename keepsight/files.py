@@ -1,4 +1,4 @@
-"""Reading and writing files so that nothing half-written is left. Every folder may import this file."""
+"""Reading and writing files without ever leaving a half-written one. Every folder may import this file."""
 
 import hashlib
 import json
@@ -103,7 +103,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a JSON Lines file, one a line; empty lines are passed over.
+    """The objects of a JSON Lines file, one per line; empty lines are skipped.
 
     Raises:
         UserError: a line is not a JSON object; its number is named.
@@ -122,7 +122,7 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def whole_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSON Lines file that grows; none when it is missing. A last line torn by a kill is cut off."""
+    """The objects of a JSON Lines file; none if it is missing. A last line torn by a kill is removed from it."""
     if not path.exists():
         return []
     text = path.read_bytes()
@@ -133,7 +133,7 @@ def whole_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def append_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """Add objects to a JSON Lines file, a line each."""
+    """Append objects to a JSON Lines file, one per line."""
     with path.open("a", encoding="utf-8") as stream:
         stream.write(_lines(rows))
 

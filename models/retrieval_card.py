@@ -18,8 +18,8 @@ _READS = {
 _LEGEND = """
 KL divergence of the head's attention from the target's importance, in nats: {kl}.
 
-Only steps with more entries than the budget count. Hit rate: share of the target's top entries of a step and KV head (by
-attention averaged over layers) that the head selects too. Mass: share of the target's attention that the selection
+Only steps with more entries than the budget count. Hit rate: share of the target's top entries of a step and KV head
+(by attention averaged over layers) that the head selects too. Mass: share of the target's attention that the selection
 gets. Without a head: the first 4 and the latest entries. At best: the target's own top entries. Overlap: share of a
 step's selection that the next step selects again.
 """

@@ -1,9 +1,9 @@
 """Which of a target's layers make a good draft, found by measurement.
 
-Backward elimination: of the layers that are left, the one goes next without which the draft stays closest to the
-target. Nothing is trained. Which layers can go depends on the model: in large ones most stand late in the middle (Men
-et al. 2024, "ShortGPT", arXiv 2403.03853). "Draft & Verify" (Zhang et al. 2023, arXiv 2309.08168) searches for the
-layers that self-speculative decoding skips by Bayesian optimisation.
+Backward elimination: of the remaining layers, the one is removed without which the draft stays closest to the target.
+Nothing is trained. Which layers can go depends on the model: in large ones most lie late in the middle (Men et al.
+2024, "ShortGPT", arXiv 2403.03853). "Draft & Verify" (Zhang et al. 2023, arXiv 2309.08168) searches for the layers that
+self-speculative decoding skips by Bayesian optimisation.
 """
 
 import time
@@ -46,8 +46,8 @@ class Closeness:
 
     Attributes:
         kl: KL(target || draft) in nats, the mean over all answer tokens.
-        agreement: Share of the answer tokens where draft and target have the same arg-max.
-        accepted: Tokens from the answer's start to the first disagreement, the mean over the texts.
+        agreement: Top-1 agreement of draft and target over the answer tokens.
+        accepted: Mean number of tokens from an answer's start to the first disagreement.
     """
 
     kl: float
@@ -57,7 +57,7 @@ class Closeness:
 
 @dataclass(frozen=True)
 class Subset(Closeness):
-    """Layers of the target, and how closely they follow it.
+    """Some of the target's layers, and how closely they follow it.
 
     Attributes:
         layers: Indices of the kept layers, ascending.
@@ -68,7 +68,7 @@ class Subset(Closeness):
 
 @torch.no_grad()
 def read_answer(target: PreTrainedModel, prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> Text:
-    """What the target makes of an answer that is given."""
+    """Read a given answer with the target."""
     ids = torch.tensor([[*prompt_ids, *answer_ids[:-1]]], device=target.device)
     logits = target(input_ids=ids, use_cache=False, logits_to_keep=len(answer_ids)).logits[0]
     return Text(ids, logits.float().log_softmax(-1))
@@ -81,21 +81,21 @@ def closeness(draft: PreTrainedModel, texts: Sequence[Text]) -> Closeness:
 
 @torch.no_grad()
 def search(target: PreTrainedModel, texts: Sequence[Text], keep: int, log: Path) -> list[Subset]:
-    """Take layers out, one after the other, until `keep` are left.
+    """Remove layers one by one until `keep` are left.
 
-    What the layers before the one on trial give out is computed once for all trials.
+    The outputs of the layers before the one on trial are computed once for all trials.
 
     Args:
-        target: Stays as it is.
-        texts: What draft and target are compared on.
-        keep: Layers in the last subset.
-        log: JSON Lines, a line a removal; a search that is stopped goes on from there.
+        target: The target; it is not changed.
+        texts: Texts on which draft and target are compared.
+        keep: Number of layers in the last subset.
+        log: JSON Lines file, a line per removal, from which a search that was stopped resumes.
 
     Returns:
-        The subsets, the largest first.
+        The subsets, largest first.
 
     Raises:
-        UserError: `log` is of a search on another target or other texts.
+        UserError: `log` belongs to a search with another target or other texts.
     """
     found = _logged(log, target, texts)
     layers = found[-1].layers if found else list(range(target.config.get_text_config().num_hidden_layers))
@@ -118,9 +118,9 @@ def search(target: PreTrainedModel, texts: Sequence[Text], keep: int, log: Path)
 def relative_time(
     draft: PreTrainedModel, target: PreTrainedModel, prompt_ids: Sequence[int], tokens: int = 64
 ) -> float:
-    """A draft's time for a greedy decoding step after a prompt, by the target's: the ratio of the medians.
+    """Time of a draft's greedy decoding step relative to the target's: the ratio of the medians.
 
-    The two take turns, so that whatever else the machine does slows both.
+    The two take turns, so that other load on the machine slows both.
     """
     turns = zip(_decoding(draft, prompt_ids), _decoding(target, prompt_ids), strict=True)
     seconds = list(islice(turns, 1, tokens + 1))  # the prompts come first
@@ -137,7 +137,7 @@ def draft_figure(searched: Sequence[Subset], held_out: Sequence[Subset]) -> Figu
     ):
         sizes, values = [len(subset.layers) for subset in subsets], [subset.agreement for subset in subsets]
         draw_line(panel, sizes, values, label, colour, line)
-    panel.set_title("Answer tokens on which draft and target agree", fontsize=10)
+    panel.set_title("Top-1 agreement of draft and target", fontsize=10)
     panel.set_xlabel("layers kept", fontsize=9)
     panel.set_ylim(0, 1)
     tidy(panel)
@@ -163,7 +163,7 @@ def _embedded(model: PreTrainedModel, texts: Sequence[Text]) -> list[Tensor]:
 
 @torch.no_grad()
 def _closeness(model: PreTrainedModel, texts: Sequence[Text], hidden: Sequence[Tensor]) -> Closeness:
-    """`closeness` of a draft that ends with these layers, where `hidden` [1, N + T - 1, hidden size] comes in."""
+    """`closeness` of a draft whose last layers these are, given their inputs `hidden` [1, N + T - 1, hidden size]."""
     divergences, agreements, accepted = [], [], []
     for text, states in zip(texts, hidden, strict=True):
         logits = model(inputs_embeds=states, use_cache=False, logits_to_keep=len(text.expected)).logits[0]
@@ -175,14 +175,14 @@ def _closeness(model: PreTrainedModel, texts: Sequence[Text], hidden: Sequence[T
 
 
 def _inputs(model: PreTrainedModel, hidden: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
-    """For each layer, what comes in: [1, N + T - 1, hidden size] for each text."""
+    """For each layer, its inputs: [1, N + T - 1, hidden size] for each text."""
     decoder = model.get_decoder()
     states = [decoder(inputs_embeds=each, use_cache=False, output_hidden_states=True).hidden_states for each in hidden]
     return list(zip(*(each[:-1] for each in states), strict=True))
 
 
 def _decoding(model: PreTrainedModel, prompt_ids: Sequence[int]) -> Iterator[float]:
-    """Read a prompt and answer it greedily, without an end: the seconds of each forward pass."""
+    """Answer a prompt greedily, without end: the seconds of each forward pass."""
     cache, ids = DynamicCache(), torch.tensor([prompt_ids], device=model.device)
     while True:
         start = time.perf_counter()

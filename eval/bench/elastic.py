@@ -1,4 +1,4 @@
-"""Bytes that elastic loading moves on real text, beside loading anew everything that a step reads."""
+"""Bytes that elastic loading moves on real text, against reloading everything that a step reads."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -23,7 +23,7 @@ _QUESTION = "\n\nSummarize the text above."
 
 
 def text_prompts(target: Target, tokens: int, count: int) -> list[list[int]]:
-    """Prompts of about so many tokens: the evaluation's part of Python's documentation, with a task at the end."""
+    """Prompts of about `tokens` tokens: the evaluation part of Python's documentation, with a task at the end."""
     hay = read_haystack(None, target.tokenizer)
     bare = len(_rendered("", target))
     starts = [len(hay.sentences) * each // count for each in range(count)]
@@ -33,17 +33,17 @@ def text_prompts(target: Target, tokens: int, count: int) -> list[list[int]]:
 def traffic_lines(
     target: Target, head: RetrievalHead, budgets: Sequence[int], prompts: Sequence[Sequence[int]], steps: int
 ) -> Iterator[str]:
-    """What a step loads when all layers' entries lie in the CPU's memory, a line for each budget.
+    """The bytes a step loads when all layers' KV entries lie in CPU memory, a line for each budget.
 
-    The first step of an answer, which fills the slots, is left out. `saved` is also the share of the entries that a
-    step shares with the one before it. `sent` is each new token's own entry, on its way to the CPU.
+    The first step of an answer, which fills the slots, is left out. `saved` is also the share of its entries that a
+    step has in common with the one before. `sent` is each new token's own entry, sent to the CPU.
 
     Args:
         target: The model.
-        head: A trained retrieval head: what a random one chooses says nothing.
-        budgets: Entries that a KV head reads a step.
-        prompts: Token ids.
-        steps: Greedy tokens after each prompt; end tokens are not heeded.
+        head: A trained retrieval head: what a random one selects says nothing.
+        budgets: KV entries that a KV head reads per step.
+        prompts: Token ids of each prompt.
+        steps: Greedy tokens after each prompt; end tokens are ignored.
 
     Raises:
         UserError: a prompt does not fit the model's context.
@@ -68,7 +68,7 @@ def traffic_lines(
 
 
 def _traffic(model: PreTrainedModel, method: SpeContext, state: State, steps: int) -> Traffic:
-    """What some steps move, after one that fills the slots."""
+    """Traffic of the steps after the one that fills the slots."""
     reader = method.reader(model)
     state = read_greedily(reader, method.compress(model, state), 1)
     traffic = elastic_layers(state.cache.layers)[0].full.traffic

@@ -1,4 +1,4 @@
-"""Peak memory of a piece of work, on the GPU or on the CPU."""
+"""Peak memory of an action, on the GPU or on the CPU."""
 
 import os
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 def peak_bytes(action: Callable[[], object]) -> int:
     """The most bytes of tensors that an action holds at once, beyond what was there before.
 
-    On a CPU PyTorch's profiler adds up what its allocator gives and takes, which slows the action down: do not time it.
+    On a CPU PyTorch's profiler sums up allocations, which slows the action down: do not time it.
     """
     if torch.cuda.is_available():
         torch.cuda.synchronize()
@@ -20,9 +20,9 @@ def peak_bytes(action: Callable[[], object]) -> int:
         action()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would announce its start and stop
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences its messages at start and stop
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        result = action()  # held, or what it frees would count as freed within
+        result = action()  # kept alive, or its memory would count as freed within
     del result
     recorded: Any = profiled.profiler
     changes = [event for event in recorded.kineto_results.events() if event.name() == "[memory]"]

@@ -1,4 +1,4 @@
-"""What reading with a retrieval head costs: its size, and the seconds of a decoding step by part."""
+"""The cost of reading with a retrieval head: its size, and the seconds of a decoding step by part."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -24,7 +24,7 @@ from keepsight.runtime.state import Needs, State, Trace
 
 
 def size_lines(target: Target, head: RetrievalHead, draft: DraftHead | None) -> Iterator[str]:
-    """The head's parameters and bytes; with the draft head that it was pruned from, how much of that is gone."""
+    """The head's parameters and bytes; given the draft head it was pruned from, the share that pruning removed."""
     own, whole = parameters(head), parameters(target.model)
     size = sum(each.numel() * each.element_size() for each in head.parameters())
     yield (
@@ -45,16 +45,17 @@ def step_lines(
 ) -> Iterator[str]:
     """A line for each length and method, with the parts of a step that reads with the head.
 
-    `head` is its projections and choice, `gather` is all layers', each measured by itself; `rest` is what they leave of
-    the step. Where the entries lie in the CPU's memory, both overlap with the model, and only the step is measured.
+    `head` is the time of its projections and selection, `gather` that of gathering in all layers, each measured alone;
+    `rest` is the remainder of the step. With entries in CPU memory both overlap with the model, and only the whole step
+    is measured.
 
     Args:
-        target: The model; its entries, tokens and features are random, and no prompt is read.
+        target: The model; KV entries, tokens and features are random, and no prompt is read.
         head: The retrieval head.
-        budget: Entries that a KV head reads a step.
-        lengths: Entries that there are; more than the model's context are timed all the same.
-        batch: Rows.
-        repeats: Steps, after one that warms up; the median counts.
+        budget: KV entries that a KV head reads per step.
+        lengths: KV entries in the cache; more than the model's context are timed all the same.
+        batch: Batch size.
+        repeats: Timed steps, after one to warm up; medians are printed.
     """
     model = target.model
     methods: dict[str, CacheMethod] = {
@@ -81,7 +82,7 @@ def step_lines(
 
 
 def _random_state(model: PreTrainedModel, head: RetrievalHead, rows: int, length: int) -> State:
-    """A state of random tokens, entries and features. All layers have the same entries until they append to them."""
+    """A state of random tokens, KV entries and features; all layers share the same entries until they append."""
     generator = torch.Generator().manual_seed(0)
     ids = random_ids(model, rows, length)
     start = prefill(model, ids[:, :1], needs=feature_needs(model, head))
@@ -100,7 +101,7 @@ def _random_state(model: PreTrainedModel, head: RetrievalHead, rows: int, length
 
 @torch.no_grad()
 def _step(model: PreTrainedModel, method: CacheMethod, state: State, repeats: int) -> tuple[float, str]:
-    """Seconds of a step, and the columns that say what it consists of."""
+    """Seconds of a step, and the columns with its parts."""
     state = replace(method.compress(model, state), trace=Trace())
     reader = method.reader(model)
 

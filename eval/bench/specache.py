@@ -1,6 +1,5 @@
-"""What a decoding step costs with SpeCache: bytes held and moved, and seconds by part."""
+"""The cost of a decoding step with SpeCache: bytes held and moved, and seconds by part."""
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -8,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from keepsight.eval.bench.timing import median_seconds, random_ids, read_greedily, synchronize
+from keepsight.eval.bench.timing import median_seconds, random_ids, read_greedily, seconds_of
 from keepsight.models.targets import Target
 from keepsight.runtime.method import FullCache, Method
 from keepsight.runtime.methods.kivi import Kivi
@@ -20,15 +19,15 @@ from keepsight.runtime.quantized.specache import specache_layers
 def bench_specache(target: Target, method: SpeCache, tokens: int, batch: int, steps: int) -> Iterator[str]:
     """A line for each cache and for each part of a step, in milliseconds.
 
-    Beside the full cache and KIVI stands SpeCache with its guessed token and without. `waited` is how long the model
-    stood still for entries on their way, `hidden` the share of the fetches' time during which it did not.
+    SpeCache, with its speculative token and without, is compared with the full cache and KIVI. `waited` is the time for
+    which the model waited for entries being fetched, `hidden` the share of the fetches' time in which it did not.
 
     Args:
-        target: The model; its prompts are random tokens.
-        method: SpeCache's options.
-        tokens: Prompt tokens.
-        batch: Rows.
-        steps: Timed steps, after three that warm up.
+        target: The model; prompts are random tokens.
+        method: SpeCache with its options.
+        tokens: Prompt length in tokens.
+        batch: Batch size.
+        steps: Timed steps, after three to warm up.
     """
     model = target.model
     ids = random_ids(model, batch, tokens)
@@ -53,11 +52,12 @@ def _cache_line(name: str, model: PreTrainedModel, method: Method, ids: Tensor, 
     if traffic is not None:
         traffic.fetched = traffic.offloaded = 0
         traffic.fetching = traffic.waited = 0.0
-    synchronize()
-    start = time.perf_counter()
-    state = read_greedily(reader, state, steps)
-    synchronize()
-    seconds = (time.perf_counter() - start) / steps
+
+    def decode() -> None:
+        nonlocal state
+        state = read_greedily(reader, state, steps)
+
+    seconds = seconds_of(decode) / steps
     line = f"{name:<22}{seconds * 1000:>11.1f}{len(ids) / seconds:>10.1f}{state.kv_bytes / 1e6:>9.2f}"
     if traffic is None:
         return line
@@ -68,7 +68,7 @@ def _cache_line(name: str, model: PreTrainedModel, method: Method, ids: Tensor, 
 
 @torch.no_grad()
 def _part_lines(model: PreTrainedModel, method: SpeCache, ids: Tensor, repeats: int) -> Iterator[str]:
-    """Parts measured one by one on the first layer; a step runs all layers, and its fetches beside the rest."""
+    """Parts measured one by one on the first layer; a real step runs all layers, its fetches in parallel."""
     state = read_greedily(method.reader(model), method.start(model, ids), 1)
     layer, config = specache_layers(state.cache)[0], model.config.get_text_config()
     held, heads = layer.held, config.num_attention_heads

@@ -1,4 +1,4 @@
-"""What a draft head is good for on this machine: accepted tokens, and tokens a second against plain decoding."""
+"""Speculative decoding with a draft head: acceptance, and tokens per second against plain decoding."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -24,7 +24,7 @@ from keepsight.runtime.state import Needs, Trace
 
 @dataclass(frozen=True)
 class _Compared:
-    """One prompt's answers: seconds of both kinds of decoding, the prefill left out."""
+    """One prompt's answers by both kinds of decoding, and their seconds without the prefill."""
 
     plain: Tensor
     plain_seconds: float
@@ -38,11 +38,11 @@ def bench_speculate(
     """A few lines of text. The head's pass over the prompt counts as decoding, the target's does not.
 
     Args:
-        target: The model; the full cache is decoded from.
-        head: Drafts for it.
-        prompts: Token ids; the first prompt is answered twice, once to warm up.
-        answer_tokens: Most tokens of an answer. End tokens are heeded.
-        draft_tokens: Tokens of a draft.
+        target: The model; it decodes from the full cache.
+        head: The draft head.
+        prompts: Token ids of each prompt; the first is answered twice, once to warm up.
+        answer_tokens: Longest answer in tokens; an end token ends it earlier.
+        draft_tokens: Tokens per draft.
     """
     config = target.model.generation_config
     criteria = stop_after(answer_tokens, config.eos_token_id if config is not None else None)
@@ -74,7 +74,7 @@ def _compare(
     model = target.model
     ids = torch.tensor([prompt], device=model.device)
     state = prefill(model, ids, needs=Needs(features=head.layers_of(model)))
-    bare = replace(state.copy(), trace=Trace())  # plain decoding has no use for features
+    bare = replace(state.copy(), trace=Trace())  # plain decoding needs no features
     state.logits.cpu()  # waits for the prefill
     start = time.perf_counter()
     plain = decode(model, bare, criteria, pad_token=0).ids

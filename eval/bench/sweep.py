@@ -1,4 +1,4 @@
-"""What evaluation and eviction cost on this machine."""
+"""Speed and memory of an evaluation's sweep, and of eviction."""
 
 import functools
 import operator
@@ -27,11 +27,11 @@ from keepsight.runtime.state import State
 def bench_sweep(
     target: Target, methods: Mapping[str, Method], tokens: int, answer_tokens: int, samples: int
 ) -> Iterator[str]:
-    """Seconds a sample of the sweep, and of a separate prefill and decode for each variant, as a few lines of text.
+    """Seconds per sample of the sweep, and of a separate prefill and decode per variant, as a few lines of text.
 
     The sweep's time includes the full cache's own answer, the teacher-forced scores and the recall, which separate
-    runs do not give. Every answer has exactly `answer_tokens` tokens in both: end tokens are not heeded. In float32 a
-    sweep guesses from its earlier samples' answers, so that it gets faster with more of them; it starts with none.
+    runs lack. Every answer has exactly `answer_tokens` tokens in both: end tokens are ignored. In float32 a sweep
+    guesses from its earlier samples' answers, so that it gets faster with more of them; it starts with none.
     """
     variants = [Variant(name, method) for name, method in methods.items()]
     chosen = [
@@ -77,12 +77,12 @@ def bench_evict(target: Target, methods: Mapping[str, Evict], lengths: Sequence[
     """A line for each length and method: time and memory of observe and of select, against the prefill.
 
     Args:
-        target: The model; its prompts are random tokens.
-        methods: By the name to show.
-        lengths: Prompt tokens.
-        repeats: Timed repetitions after one that warms up; the median is shown.
+        target: The model; prompts are random tokens.
+        methods: Methods by the name to print.
+        lengths: Prompt lengths in tokens.
+        repeats: Timed repetitions, after one to warm up; medians are printed.
     """
-    yield f"{torch.get_num_threads()} threads, median of {repeats}; memory is the most held at once beyond the prompt's"
+    yield f"{torch.get_num_threads()} threads, median of {repeats}; memory: peak beyond what the prefill holds"
     yield f"{'tokens':>7}  {'method':<14}{'observe ms':>11}{'select ms':>11}{'of prefill':>12}{'peak MiB':>10}"
     for length in tqdm(lengths, desc="lengths"):
         yield from _at_length(target, methods, length, repeats)
@@ -99,7 +99,7 @@ def _at_length(target: Target, methods: Mapping[str, Evict], length: int, repeat
 
     seconds, peak = median_seconds(plain, repeats), peak_bytes(plain) / 2**20
     yield f"{length:>7}  {'prefill':<14}{seconds * 1000:>11.0f}{'':>11}{'':>12}{peak:>10.1f}"
-    if needs.received:  # what H2O observes is added up in the prefill, not after it
+    if needs.received:  # H2O sums up attention during the prefill, not after it
         with_sums = median_seconds(lambda: prefill(target.model, ids, needs=needs), repeats)
         extra, share = (with_sums - seconds) * 1000, with_sums / seconds - 1
         yield f"{length:>7}  {'sums for h2o':<14}{extra:>11.0f}{'':>11}{share:>12.2%}"

@@ -29,10 +29,10 @@ def read_greedily(reader: Reader, state: State, steps: int) -> State:
 
 def seconds_of(action: Callable[[], object]) -> float:
     """Seconds that an action takes, including what it leaves to a GPU."""
-    synchronize()
+    _synchronize()
     start = time.perf_counter()
     action()
-    synchronize()
+    _synchronize()
     return time.perf_counter() - start
 
 
@@ -42,7 +42,6 @@ def median_seconds(action: Callable[[], object], repeats: int) -> float:
     return statistics.median([seconds_of(action) for _ in range(repeats + 1)][1:])
 
 
-def synchronize() -> None:
-    """Wait until a GPU has done its work."""
+def _synchronize() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()

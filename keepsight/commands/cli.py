@@ -2,7 +2,6 @@
 
 import errno
 import importlib
-import inspect
 import logging
 import shutil
 import sys
@@ -55,9 +54,7 @@ def _dispatch(usage: str, package: str, about: str, commands: Mapping[str, str],
         raise UserError(f"{given[0]!r} is no command of {usage}; choose one of {', '.join(commands)}")
     module = importlib.import_module(f"{package}.{name}")
     if hasattr(module, "COMMANDS"):
-        _dispatch(
-            f"{usage} {name}", module.__name__, inspect.cleandoc(module.__doc__ or ""), module.COMMANDS, given[1:]
-        )
+        _dispatch(f"{usage} {name}", module.__name__, module.__doc__ or "", module.COMMANDS, given[1:])
     else:
         _execute(module, given[1:])
 
@@ -96,7 +93,7 @@ def _guard(action: Callable[[], None]) -> int:
     except UserError as error:
         return _fail(str(error))
     except KeyboardInterrupt:
-        return _fail("interrupted; what was done is kept: run the same command again to go on")
+        return _fail("interrupted; what was done is kept: run the same command again to resume")
     except (OSError, SafetensorError) as error:
         full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
         advice = "; free some space and run the same command again, what was done is kept" if full else ""
@@ -119,11 +116,13 @@ def _overview(usage: str, about: str, commands: Mapping[str, str]) -> str:
 
 def _help(command: Any) -> str:
     """A command's docstring and its keys, each with default and meaning."""
-    from keepsight.commands.config import describe
+    from keepsight.commands.config import Recipe, describe
 
     width = min(shutil.get_terminal_size().columns, 120)
-    lines = [inspect.cleandoc(command.__doc__ or ""), "", "keys (key=value), with their defaults before the recipe:"]
+    shared = {key for key, _, _ in describe(Recipe)}
+    own, recipe = [f"{command.__doc__ or ''}\nkeys (key=value) and their defaults:"], ["\nkeys that the recipe sets:"]
     for key, default, note in describe(command.Config):
+        lines = recipe if key in shared else own
         lines.append(f"  {key}={default}")
         lines += textwrap.wrap(note, width, initial_indent=" " * 6, subsequent_indent=" " * 6)
-    return "\n".join(lines)
+    return "\n".join([*own, *recipe])

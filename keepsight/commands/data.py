@@ -1,9 +1,9 @@
-"""keepsight data: prompts and the target's own greedy answers, as training data.
+"""keepsight data: make training data: prompts of a mixture and the target's own greedy answers.
 
     keepsight data recipe=smollm2-135m out=runs/data limit=200
     keepsight data recipe=llama8b mixture=my_mixture.yaml out=runs/data limit=20000
 
-A killed run goes on when the same command is given again.
+A run that was killed resumes when the same command is given again.
 """
 
 from dataclasses import dataclass
@@ -30,10 +30,10 @@ class Config(Recipe):
         out: Folder for the shards and the manifest.
         mixture: Name of a file in recipes/mixtures/, or a path to a YAML file of your own.
         limit: Number of samples.
-        seed: Of the mixture's draws.
-        max_new_tokens: Length limit of an answer, in tokens.
-        shard_size: Samples a shard.
-        batch_tokens: Prompt tokens answered in one batch; lower it when memory runs out.
+        seed: Random seed of the mixture's draws.
+        max_new_tokens: Longest answer in tokens.
+        shard_size: Samples per shard.
+        batch_tokens: Prompt tokens per batch; lower it when memory runs out.
     """
 
     out: str = "???"
@@ -46,7 +46,7 @@ class Config(Recipe):
 
 
 def run(config: Config) -> None:
-    """Make the data and say what it holds."""
+    """Make the data and print its size."""
     at_least_one(config, "limit", "max_new_tokens", "shard_size", "batch_tokens")
     values = read_mixture(config.mixture)
     mixture = Mixture.from_config(values)
@@ -69,7 +69,7 @@ def run(config: Config) -> None:
 
 
 def read_mixture(name: str) -> dict[str, Any]:
-    """A mixture's plain values from recipes/mixtures/NAME.yaml or from a YAML file.
+    """Read a mixture's plain values from recipes/mixtures/NAME.yaml or from a YAML file.
 
     Raises:
         UserError: no such mixture, or the file is not YAML.

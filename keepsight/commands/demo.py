@@ -1,9 +1,9 @@
-"""keepsight demo: the main job on a small model in about ten minutes on two cores.
+"""keepsight demo: data, training and evaluation on a small model, in about ten minutes on two cores.
 
     keepsight demo out=runs/demo
 
-The target answers a small mixture of prompts, a lookahead module is trained on the answers, and needle tasks show what
-it keeps beside the full cache, the oracle, SnapKV and StreamingLLM. A stopped demo goes on from where it was.
+The target answers a small mixture of prompts, a lookahead module is trained on the answers, and needle tasks compare it
+with the full cache, the oracle, SnapKV and StreamingLLM. A demo that was stopped resumes when it is run again.
 """
 
 import time
@@ -23,10 +23,10 @@ class Config(Recipe):
 
     Attributes:
         out: Folder for data, adapter and report.
-        samples: Training samples.
+        samples: Number of training samples.
         steps: Training steps, of one sample each.
-        tests: Needle samples for each length.
-        lengths: Prompt lengths of the needle tasks, in tokens.
+        tests: Needle samples per length.
+        lengths: Prompt lengths of the needle tasks in tokens.
     """
 
     out: str = "runs/demo"

@@ -1,11 +1,11 @@
-"""keepsight draft: find the layers of a target that make a good draft of it.
+"""keepsight draft: search for the layers of a target that make a good draft.
 
     keepsight draft recipe=smollm2-135m keep=[26,20] out=runs/draft
     keepsight draft recipe=qwen3-8b data=runs/data keep=[24,18] out=runs/draft
 
-Takes layers out one after the other, always the one whose absence changes the target's answers least, and compares the
-subsets of the sizes in `keep` with the target on held-out texts. Prints a table and the line for the recipe; writes
-draft.json and draft.png to `out`. A stopped search goes on when the same command is given again.
+Removes layers one by one, always the one whose absence changes the target's answers least, and compares the subsets of
+the sizes in `keep` with the target on held-out texts. Prints a table and the line for the recipe; writes draft.json and
+draft.png to `out`. A search that was stopped resumes when the same command is given again.
 """
 
 from dataclasses import asdict, dataclass, field
@@ -30,14 +30,14 @@ class Config(Recipe):
 
     Attributes:
         out: Folder for the results.
-        keep: Sizes of the drafts to report, in layers.
+        keep: Numbers of layers for which drafts are reported.
         data: Folder made by `keepsight data`; by default texts are made under `out`.
-        mixture: Prompts of these texts: a file in recipes/mixtures/, or a path to a YAML file of your own.
-        prompt_tokens: Shortest and longest prompt; longer ones in `data` are left out.
-        samples: Texts of the search.
-        held_out: Further texts, for the table.
-        answer_tokens: Answer tokens compared, from the answer's start.
-        seed: Of the mixture's draws.
+        mixture: Mixture of these texts: a file in recipes/mixtures/, or a path to a YAML file of your own.
+        prompt_tokens: Shortest and longest prompt in tokens; longer ones in `data` are left out.
+        samples: Number of texts for the search.
+        held_out: Number of held-out texts for the table.
+        answer_tokens: Number of tokens compared, from the start of each answer.
+        seed: Random seed of the mixture's draws.
     """
 
     out: str = "???"

@@ -1,16 +1,15 @@
-"""keepsight plan: how many layers' entries must lie in the CPU's memory, for a model, a GPU and some requests.
+"""keepsight plan: how many layers must keep their KV entries in CPU memory, for a model, a GPU and a load.
 
     keepsight plan recipe=llama8b memory=24GiB requests=4 budget=2048
     keepsight plan recipe=qwen3-8b memory=40GB out=runs/plan.png
     keepsight plan model.id=path/to/a/folder/with/config.json memory=24GiB
 
-A method that reads a few entries a step, chosen by a retrieval head, needs few of them on the GPU: a layer whose
-entries lie in the CPU's memory has `budget` slots there. The table says for each number of such layers the longest
-request that fits; while an answer grows, layers move to the CPU one at a time, the last one first, as it comes to these
-lengths. The GPU holds besides the weights of the target and of a retrieval head of its shape, 30 % of both for
-activations, and the head's keys. The last column is the formula of SpeContext (arXiv 2512.00722, algorithm 1, its line
-3 mended), which counts the head's values and repeated KV heads as well. Only the model's configuration is fetched, no
-weights.
+A method that reads a few KV entries per step, chosen by a retrieval head, needs few of them on the GPU: a layer whose
+entries lie in CPU memory has `budget` slots there. For each number of such layers the table gives the longest request
+that fits; as an answer grows past these lengths, layers move to the CPU one at a time, the last one first. The GPU also
+holds the weights of the target and of a retrieval head of its shape, 30 % of both for activations, and the head's keys.
+The last column is the formula of SpeContext (arXiv 2512.00722, algorithm 1, its line 3 corrected), which counts the
+head's values and repeated KV heads as well. Only the model's configuration is fetched, no weights.
 """
 
 from dataclasses import dataclass
@@ -40,10 +39,10 @@ class Config(Recipe):
     """Keys of `keepsight plan`; `model.dtype=auto` means bfloat16 here.
 
     Attributes:
-        memory: Of the GPU: 24GiB, 24GB or a number of bytes; by default that of this machine's GPU.
-        requests: Rows that are decoded together.
-        budget: Entries that each KV head reads for a token.
-        out: A plot of the table as PNG; none by default.
+        memory: GPU memory: 24GiB, 24GB or a number of bytes; by default that of this machine's GPU.
+        requests: Number of requests decoded together.
+        budget: KV entries that each KV head reads per token.
+        out: PNG file for a plot of the table; none by default.
     """
 
     memory: str | None = None

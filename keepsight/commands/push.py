@@ -21,9 +21,9 @@ class Config(Recipe):
 
     Attributes:
         folder: The lookahead adapter, draft head or retrieval head.
-        repo: user/name on the Hub; made when it is not there.
-        private: Make a new repository private, and refuse an existing public one.
-        revision: Branch; the repository's main one by default.
+        repo: user/name on the Hub; created if it does not exist.
+        private: Create the repository as private, and refuse an existing public one.
+        revision: Branch to push to; the repository's main one by default.
         dry_run: Print exactly what would be uploaded, and upload nothing.
     """
 

@@ -16,12 +16,11 @@ from keepsight.commands.from_recipe import target_of
 from keepsight.commands.training import (
     TrainingConfig,
     basics_of,
-    data_of,
+    length_summary,
     metrics_text,
     require_finished,
-    spread,
-    work_of,
 )
+from keepsight.data_gen.shards import read_training_samples
 from keepsight.errors import UserError
 from keepsight.files import write_png
 from keepsight.models.hub import fetch
@@ -50,8 +49,8 @@ class Config(TrainingConfig):
 def run(config: Config) -> None:
     """Train, then write the adapter, its card and the training curves."""
     target, out = target_of(config), Path(config.out)
-    data = data_of(config, target)
-    samples = [each for each in data.samples if len(each.prompt_ids) <= (config.max_prompt_tokens or 1 << 60)]
+    samples, manifest = read_training_samples(Path(config.data), target.name, target.template_digest)
+    samples = [each for each in samples if len(each.prompt_ids) <= (config.max_prompt_tokens or 1 << 60)]
     if not samples:
         raise UserError(f"max_prompt_tokens={config.max_prompt_tokens} leaves no sample of {config.data}; raise it")
     set_seed(config.train.seed)
@@ -59,11 +58,11 @@ def run(config: Config) -> None:
     if config.init:
         artifact = load_lookahead(fetch(config.init))
         lookahead.load_state(artifact.lora, artifact.tokens)
-    trainer = LookaheadTrainer(LookaheadObjective(lookahead), config.train, work_of(config), samples)
+    trainer = LookaheadTrainer(LookaheadObjective(lookahead), config.train, out / "training", samples)
     finished = trainer.fit()
     if trainer.is_world_process_zero():
-        lengths = {"prompt tokens (shortest, median, longest)": spread([len(each.prompt_ids) for each in samples])}
-        basics = basics_of(config, target, data, trainer, lengths, "KL, nats")
+        lengths = length_summary("prompt tokens", [len(each.prompt_ids) for each in samples])
+        basics = basics_of(config, target, manifest, trainer, lengths, "KL, nats")
         save_lookahead(lookahead, out, basics.provenance, lookahead_card(basics, config.lookahead, trainer.metrics))
         write_png(out / "training.png", lookahead_figure(trainer.log_rows()))
         print(f"adapter after step {trainer.state.global_step} in {out}: {metrics_text(trainer.metrics)}")

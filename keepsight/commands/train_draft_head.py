@@ -1,4 +1,4 @@
-"""keepsight train_draft_head: train an EAGLE-3 head to draft what the target says next.
+r"""keepsight train_draft_head: train an EAGLE-3 head to draft what the target says next.
 
     accelerate launch train_draft_head.py recipe=smollm2-135m data=runs/data out=runs/draft_head
     python train_draft_head.py recipe=smollm2-135m data=runs/data out=runs/draft_head model.dtype=bfloat16 \
@@ -18,14 +18,12 @@ from transformers import set_seed
 from keepsight.commands.from_recipe import target_of
 from keepsight.commands.training import (
     TrainingConfig,
-    TrainingData,
     basics_of,
-    data_of,
+    length_summary,
     metrics_text,
     require_finished,
-    spread,
-    work_of,
 )
+from keepsight.data_gen.shards import TrainingSample, read_training_samples
 from keepsight.errors import UserError
 from keepsight.files import write_png
 from keepsight.models.draft_head import DraftHead
@@ -61,28 +59,27 @@ def run(config: Config) -> None:
     settings = config.draft_head
     settings.check()
     target, out = target_of(config), Path(config.out)
-    data = data_of(config, target)
+    samples, manifest = read_training_samples(Path(config.data), target.name, target.template_digest)
     set_seed(settings.train.seed)
-    head = _head(config, target, data)
-    reader = _reader(config, target, head, data)
+    head = _head(config, target, samples)
+    reader = _reader(config, target, head, samples, manifest["digest"])
     objective = DraftHeadObjective(head, target.model, reader, settings.unroll, settings.decay, settings.max_tokens)
-    trainer = DraftHeadTrainer(objective, settings, work_of(config), data.samples, config.init or "")
+    trainer = DraftHeadTrainer(objective, settings, out / "training", samples, config.init or "")
     finished = trainer.fit()
     if trainer.is_world_process_zero():
-        lengths = spread([len(each.prompt_ids) + len(each.answer_ids) for each in data.samples])
-        described = {"tokens of a sample (shortest, median, longest)": lengths}
-        basics = basics_of(config, target, data, trainer, described)
+        lengths = [len(each.prompt_ids) + len(each.answer_ids) for each in samples]
+        basics = basics_of(config, target, manifest, trainer, length_summary("tokens of a sample", lengths))
         save_draft_head(head, out, basics.provenance, draft_head_card(basics, trainer.metrics))
         write_png(out / "training.png", draft_head_figure(trainer.log_rows()))
         print(f"head after step {trainer.state.global_step} in {out}: {metrics_text(trainer.metrics)}")
     require_finished(finished, config, trainer)
 
 
-def _head(config: Config, target: Target, data: TrainingData) -> DraftHead:
+def _head(config: Config, target: Target, samples: list[TrainingSample]) -> DraftHead:
     if config.init is None:
         vocabulary_size = target.model.config.get_text_config().vocab_size
         count = config.draft_head.vocabulary
-        vocabulary = frequent_tokens(data.samples, count, target.end_tokens, vocabulary_size)
+        vocabulary = frequent_tokens(samples, count, target.end_tokens, vocabulary_size)
         return new_draft_head(target.model, vocabulary, config.draft_head.max_tokens)
     head = load_draft_head(fetch(config.init), target.model)
     if not isinstance(head, DraftHead):
@@ -90,21 +87,23 @@ def _head(config: Config, target: Target, data: TrainingData) -> DraftHead:
     return head.float().train()
 
 
-def _reader(config: Config, target: Target, head: DraftHead, data: TrainingData) -> TargetReader:
+def _reader(
+    config: Config, target: Target, head: DraftHead, samples: list[TrainingSample], digest: str
+) -> TargetReader:
     layers = head.layers_of(target.model)
     run_target = RunTarget(target.model, layers)
     if config.features is None:
         return run_target
     length = config.draft_head.max_tokens
     made_of = {
-        "data": data.digest,
+        "data": digest,
         "model": target.name,
         "version": target.version,
         "layers": list(layers),
         "dtype": str(target.model.dtype),
         "max_tokens": length,
     }
-    texts = [(sample.prompt_ids + sample.answer_ids)[:length] for sample in data.samples]
+    texts = [(sample.prompt_ids + sample.answer_ids)[:length] for sample in samples]
     with PartialState(cpu=not torch.cuda.is_available()).main_process_first():
         write_readings(Path(config.features), run_target, texts, made_of)
     return StoredReadings(Path(config.features))

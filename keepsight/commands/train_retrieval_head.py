@@ -14,7 +14,8 @@ import torch
 from transformers import set_seed
 
 from keepsight.commands.from_recipe import target_of
-from keepsight.commands.training import TrainingConfig, basics_of, data_of, require_finished, work_of
+from keepsight.commands.training import TrainingConfig, basics_of, require_finished
+from keepsight.data_gen.shards import read_training_samples
 from keepsight.errors import UserError
 from keepsight.files import write_png
 from keepsight.models.card import CardBasics
@@ -47,14 +48,14 @@ def run(config: Config) -> None:
     """Prune, distil, then write the head, its card and the training curves."""
     settings = config.retrieval_head
     settings.check()
-    target = target_of(config)
-    data = data_of(config, target)
-    samples = cut(data.samples, settings.max_tokens)
+    target, out = target_of(config), Path(config.out)
+    samples, manifest = read_training_samples(Path(config.data), target.name, target.template_digest)
+    samples = cut(samples, settings.max_tokens)
     set_seed(settings.train.seed)
     longest = max(len(sample.prompt_ids) + len(sample.answer_ids) for sample in samples)
     head, pruned = _first_head(config, target, longest)
     objective = RetrievalObjective(head, target.model, settings.queries, settings.temperature)
-    trainer = RetrievalTrainer(objective, settings, work_of(config), samples, config.head or "")
+    trainer = RetrievalTrainer(objective, settings, out / "training", samples, config.head or "")
     finished = trainer.fit()
     if trainer.is_world_process_zero():
         described = pruned | {
@@ -62,7 +63,7 @@ def run(config: Config) -> None:
             "tokens of a sample that are distilled": settings.queries,
             "temperature": settings.temperature,
         }
-        basics = basics_of(config, target, data, trainer, described, "KL at that temperature, nats")
+        basics = basics_of(config, target, manifest, trainer, described, "KL at that temperature, nats")
         _write(config, trainer, basics, longest)
     require_finished(finished, config, trainer)
 

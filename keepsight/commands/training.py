@@ -2,12 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from keepsight import __version__
 from keepsight.commands.config import Recipe
-from keepsight.data_gen.shards import TrainingSample, read_training_samples
 from keepsight.errors import UserError
 from keepsight.models.card import CardBasics
 from keepsight.models.lookahead_files import Provenance
@@ -34,40 +32,10 @@ class TrainingConfig(Recipe):
     data_notes: str = ""
 
 
-@dataclass(frozen=True)
-class TrainingData:
-    """Samples of a data folder.
-
-    Attributes:
-        samples: In order.
-        digest: Digest of all shards.
-        sources: Number of samples by source.
-    """
-
-    samples: list[TrainingSample]
-    digest: str
-    sources: dict[str, int]
-
-
-def data_of(config: TrainingConfig, target: Target) -> TrainingData:
-    """The samples that `data` holds.
-
-    Raises:
-        UserError: the folder is missing, empty, unfinished, or made with another model or chat template.
-    """
-    samples, manifest = read_training_samples(Path(config.data), target.name, target.template_digest)
-    return TrainingData(samples, manifest["digest"], manifest["sources"])
-
-
-def work_of(config: TrainingConfig) -> Path:
-    """Folder for checkpoints, logs and measurements."""
-    return Path(config.out) / "training"
-
-
 def basics_of(
     config: TrainingConfig,
     target: Target,
-    data: TrainingData,
+    manifest: Mapping[str, Any],
     trainer: ModuleTrainer[Any],
     described: Mapping[str, Any],
     loss: str = "nats",
@@ -77,10 +45,10 @@ def basics_of(
     Args:
         config: Title, licence and notes.
         target: The base model.
-        data: What the module was trained on.
-        trainer: After its training.
+        manifest: The data folder's manifest.
+        trainer: The trainer after its training.
         described: Further facts about the training, by name.
-        loss: What the loss is, and its unit.
+        loss: Name and unit of the loss.
     """
     settings = trainer.settings
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
@@ -92,14 +60,16 @@ def basics_of(
         "samples a step": settings.batch_size * settings.accumulation * trainer.args.world_size,
         f"first and last logged loss ({loss})": [round(losses[0], 4), round(losses[-1], 4)] if losses else [],
     }
-    provenance = Provenance(target.name, target.version, target.template_digest, data.digest, training, __version__)
-    return CardBasics(config.title, provenance, data.sources, config.data_notes, config.license)
+    provenance = Provenance(
+        target.name, target.version, target.template_digest, manifest["digest"], training, __version__
+    )
+    return CardBasics(config.title, provenance, manifest["sources"], config.data_notes, config.license)
 
 
-def spread(lengths: list[int]) -> list[int]:
-    """The shortest, the median and the longest."""
+def length_summary(what: str, lengths: list[int]) -> dict[str, list[int]]:
+    """Lengths as the card lists them, under the name of what has them."""
     ordered = sorted(lengths)
-    return [ordered[0], ordered[len(ordered) // 2], ordered[-1]]
+    return {f"{what} (shortest, median, longest)": [ordered[0], ordered[len(ordered) // 2], ordered[-1]]}
 
 
 def metrics_text(metrics: Mapping[str, float]) -> str:

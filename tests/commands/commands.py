@@ -4,13 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from keepsight.commands.cli import main
+from keepsight.commands import bench
+from keepsight.commands.cli import COMMANDS, main
 from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_files import Provenance, save_lookahead
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.models.targets import load_target
 from tests.tiny import save_tiny_target
 
+ALL_COMMANDS = [name for name in COMMANDS if name != "bench"] + [f"bench {name}" for name in bench.COMMANDS]
 DATA = ["limit=6", "shard_size=2", "max_new_tokens=4", "mixture=mixture.yaml", "out=data"]
 NEEDLES = ["tasks=[niah_single]", "lengths=[320]", "samples=3", "budgets=[40,0.25]", "max_new_tokens=6"]
 

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from keepsight.commands import bench
 from keepsight.commands.cli import COMMANDS
-from tests.commands.commands import DATA, NEEDLES, CommandLine, tree
+from tests.commands.commands import ALL_COMMANDS, DATA, NEEDLES, CommandLine, tree
 from tests.tiny import tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -20,9 +21,16 @@ def test_the_overview_names_every_command(keepsight: CommandLine, arguments: lis
     assert all(f"\n  {name} " in printed for name in COMMANDS)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+def test_the_overview_of_the_benchmarks_names_each(keepsight: CommandLine) -> None:
+    printed = keepsight("bench", "--help")
+    assert printed == keepsight("bench")
+    assert "usage: keepsight bench COMMAND key=value" in printed
+    assert all(f"\n  {name} " in printed for name in bench.COMMANDS)
+
+
+@pytest.mark.parametrize("command", ALL_COMMANDS)
 def test_help_shows_the_keys(keepsight: CommandLine, command: str, here: Path) -> None:
-    printed = keepsight(command, "out=runs/a", "--help")
+    printed = keepsight(*command.split(), "out=runs/a", "--help")
     assert printed.startswith(f"keepsight {command}: ")
     assert "\n  model.id=required\n" in printed and "\n      Hub id or local folder.\n" in printed
     assert max(map(len, printed.splitlines())) <= 120
@@ -30,7 +38,7 @@ def test_help_shows_the_keys(keepsight: CommandLine, command: str, here: Path) -
 
 
 WRONG = {
-    "dta": "'dta' is no command; choose one of data, train, eval, hits, inspect, push, bench, demo",
+    "dta": "'dta' is no command of keepsight; choose one of data, train, train_draft_head, train_retrieval_head, ",
     "data outt=data": "'outt' is no key of this command; did you mean 'out'?",
     "data out=data recipe=smollm": "recipe=smollm is unknown; choose one of llama3.1-8b, ",
     "data out=data stray": "'stray' is not understood; arguments are written key=value, see --help",
@@ -92,7 +100,7 @@ WRONG = {
     "eval out=out methods=[snapkv] tasks=[jsonl] jsonl.dir=none": "none: no such folder; ",
     "inspect prompt=@none.txt method=snapkv out=out": "prompt=@none.txt: cannot be read as UTF-8 text ",
     "inspect prompt=Hello method=snapkv out=out": "budget=64 keeps all 7 prompt tokens; lower it",
-    "bench both": "bench 'both' is unknown; choose one of train, eval, evict, specache, speculate, retrieve",
+    "bench both": "'both' is no command of keepsight bench; choose one of train, eval, evict, specache, speculate, ",
     "bench eval samples=0": "samples=0 must be at least 1",
     "train data=none out=out": "none: no manifest.json; make the data with `keepsight data out=none`",
     "push none ada/x": "none: holds nothing that can be pushed ",
@@ -105,7 +113,7 @@ def test_bad_input_ends_with_one_line(keepsight: CommandLine, line: str, here: P
     before = tree(here)
     command, *given = line.split(" ")
     tiny = [key for key in TINY if key.partition("=")[0] not in line]
-    assert keepsight.fails(command, *tiny, *given).startswith(WRONG[line])
+    assert keepsight.fails(command, *given, *tiny).startswith(WRONG[line])
     assert tree(here) == before
 
 

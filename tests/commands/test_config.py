@@ -1,5 +1,9 @@
 """`key=value` arguments: every text arrives as it was typed, and what is wrong is named in one line."""
 
+import importlib
+import os
+import subprocess
+import sys
 from dataclasses import fields
 from pathlib import Path
 
@@ -10,9 +14,9 @@ from keepsight import recipes
 from keepsight.commands import data, push
 from keepsight.commands import eval as evaluation
 from keepsight.commands import inspect as inspection
-from keepsight.commands.cli import COMMANDS
 from keepsight.commands.config import Recipe, describe, parse
 from keepsight.errors import UserError
+from tests.commands.commands import ALL_COMMANDS
 
 RECIPES = sorted(path.stem for path in (Path(recipes.__file__).parent / "recipe").glob("*.yaml"))
 
@@ -125,8 +129,15 @@ def test_every_key_has_a_default_and_a_meaning() -> None:
     assert len(rows) > len(fields(push.Config))
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", ALL_COMMANDS)
 def test_no_key_lacks_a_meaning(command: str) -> None:
-    module = __import__(f"keepsight.commands.{command}", fromlist=["Config"])
+    module = importlib.import_module(f"keepsight.commands.{command.replace(' ', '.')}")
     assert issubclass(module.Config, Recipe)
     assert [key for key, _, note in describe(module.Config) if not note] == []
+
+
+def test_configurations_are_read_without_the_trainer() -> None:
+    heavy = ["peft", "torch", "transformers", "transformers.trainer"]
+    code = f"import sys, keepsight.commands.config; print([name for name in {heavy} if name in sys.modules])"
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    assert subprocess.check_output([sys.executable, "-c", code], env=environment, text=True) == "[]\n"

@@ -104,7 +104,7 @@ def test_an_interrupted_process_says_so_and_goes_on(keepsight: CommandLine, here
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 2 and "Traceback" not in errors
     last = errors.rstrip("\n").splitlines()[-1]
-    assert last == "keepsight: error: interrupted; what was done is kept: run the same command again to go on"
+    assert last == "keepsight: error: interrupted; what was done is kept: run the same command again to resume"
     assert (here / "data" / "shard-00000.jsonl").exists()
     assert read_json(here / "data" / "manifest.json")["complete"] is False
     assert keepsight(*given).startswith("24 samples in data: ")

@@ -110,7 +110,7 @@ def test_a_stopped_evaluation_goes_on(
     with monkeypatch.context() as patch:
         patch.setattr(evaluation, "append_lines", torn)
         message = keepsight.fails("eval", *TINY, *NEEDLES)
-    assert message == "interrupted; what was done is kept: run the same command again to go on"
+    assert message == "interrupted; what was done is kept: run the same command again to resume"
     assert written == [9, 9]
     with monkeypatch.context() as patch:
         patch.setattr(evaluation, "append_lines", counted)

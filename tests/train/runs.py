@@ -4,15 +4,17 @@ import json
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from keepsight.data_gen.shards import TrainingSample
+from keepsight.data_gen.shards import DataSettings, ShardWriter, TrainingSample
 from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_settings import LookaheadSettings
+from keepsight.models.targets import Target
 from keepsight.train.dataset import SampleDataset, collate
 from keepsight.train.lookahead.objective import LookaheadObjective
 from keepsight.train.lookahead.trainer import LookaheadTrainer
@@ -45,6 +47,21 @@ def samples(count: int = 14) -> list[TrainingSample]:
 
     lengths = [LENGTHS[number % len(LENGTHS)] for number in range(count)]
     return [TrainingSample(3 * number, "test", ids(n), ids(t), "", "") for number, (n, t) in enumerate(lengths)]
+
+
+def numbered(rows: list[TrainingSample]) -> list[TrainingSample]:
+    """The samples with indices without gaps, as a data folder has them."""
+    return [replace(row, index=number) for number, row in enumerate(rows)]
+
+
+def write_data(folder: Path, target: Target) -> None:
+    """A finished data folder of 14 samples that the target is said to have answered."""
+    made = DataSettings(target.name, target.version, target.template_digest, {"sources": {}}, 0, 14, 5, 8)
+    writer, every = ShardWriter(folder, made), numbered(samples())
+    for shard in writer.shards():
+        writer.append(shard, [every[index] for index in shard])
+        writer.finish(shard)
+    writer.complete()
 
 
 def objective(family: str = "llama", shape: LookaheadSettings = SHAPE) -> LookaheadObjective:

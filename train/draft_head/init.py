@@ -1,4 +1,4 @@
-"""A draft head to begin a training with."""
+"""A new draft head to start a training from."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -30,7 +30,7 @@ _FIRST_LOGITS = 0.5
 def frequent_tokens(
     samples: Iterable[TrainingSample], count: int, end_tokens: Iterable[int], vocabulary: int
 ) -> Tensor:
-    """The most frequent tokens of samples, the lower id first among equals, and the end tokens in any case.
+    """The most frequent tokens of samples (ties go to the lower id) and, in any case, the end tokens.
 
     Returns:
         [count] int64, ascending.
@@ -52,10 +52,10 @@ def new_draft_head(target: PreTrainedModel, vocabulary: Tensor, trained: int | N
     The last norm starts small, so that the first logits are no larger than those of a random lm_head.
 
     Args:
-        target: The model that it will draft for.
-        vocabulary: [V] int64, the target's ids that it can draft, ascending.
-        trained: Tokens of the longest sample it will be trained with: its `max_position_embeddings`, from which on
-            YaRN has to extend it; as many as the target takes by default.
+        target: The model to draft for.
+        vocabulary: [V] int64, the draft vocabulary in the target's ids, ascending.
+        trained: Tokens of the longest training sample, the head's `max_position_embeddings`, beyond which YaRN has to
+            extend it; the target's own by default.
     """
     text = target.config.get_text_config()
     values: dict[str, Any] = {name: getattr(text, name) for name in _FROM_TARGET if hasattr(text, name)}

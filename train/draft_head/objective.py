@@ -18,7 +18,7 @@ class DraftHeadObjective(HeadObjective):
 
     At step i, row t of a text reads what step i - 1 put out in row t (at step 0 the target's features of token t) and
     the embedding of token t + 1 + i, and guesses token t + 2 + i. It learns from what the target says about that token:
-    its probabilities, confined to the draft vocabulary and summing to 1 there. Where the target's first choice lies
+    its probabilities, confined to the draft vocabulary and summing to 1 there. Where the target's top-1 token lies
     outside that vocabulary, nothing is learned.
 
     Args:

@@ -53,11 +53,11 @@ class RunTarget:
 
 @dataclass(frozen=True)
 class Teacher:
-    """The target's next-token distributions of n tokens, as far as a draft vocabulary of V tokens goes.
+    """The target's next-token distributions after n tokens, confined to a draft vocabulary of V tokens.
 
     Attributes:
         probabilities: [n, V], each row sums to 1.
-        known: [n] bool, whether the target's first choice lies in the draft vocabulary.
+        known: [n] bool, whether the target's top-1 token lies in the draft vocabulary.
     """
 
     probabilities: Tensor
@@ -69,13 +69,13 @@ _ROWS = 256
 
 @torch.no_grad()
 def teacher_of(hidden: Tensor, target: PreTrainedModel, vocabulary: Tensor, dtype: torch.dtype) -> Teacher:
-    """Run the target's lm_head, some rows at a time.
+    """Run the target's lm_head, a few rows at a time.
 
     Args:
         hidden: [n, hidden], what the lm_head reads.
         target: The target.
         vocabulary: [V] int64, the draft vocabulary in the target's ids.
-        dtype: Of the probabilities.
+        dtype: Dtype of the probabilities.
     """
     probabilities = hidden.new_empty(len(hidden), len(vocabulary), dtype=dtype)
     known = torch.empty(len(hidden), dtype=torch.bool, device=hidden.device)

@@ -1,4 +1,4 @@
-"""A target's readings of the training texts, written once and read in every epoch instead of running the target."""
+"""A target's readings of the training texts, written once and read in every epoch in place of running the target."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from keepsight.files import atomic_files, read_json, write_json
 from keepsight.train.draft_head.teacher import TargetReader, TargetReading
 
 _SHARD = 32
-"""Texts a file: about 150 MB for a small target and texts of 1K tokens."""
+"""Texts per file: about 150 MB for a small target and texts of 1K tokens."""
 
 
 class StoredReadings:
@@ -29,7 +29,7 @@ class StoredReadings:
                 with safe_open(path, framework="pt") as tensors:
                     names = list(tensors.keys())
             except SafetensorError as error:
-                raise UserError(f"{path}: not a safetensors file ({error}); delete it, it is made again") from None
+                raise UserError(f"{path}: not a safetensors file ({error}); delete it to have it made again") from None
             self._shards |= {name.partition(".")[0]: path for name in names}
 
     def __call__(self, ids: Tensor) -> TargetReading:
@@ -46,13 +46,13 @@ class StoredReadings:
 
 
 def write_readings(folder: Path, reader: TargetReader, texts: Sequence[list[int]], made_of: Mapping[str, Any]) -> None:
-    """Write the readings of all texts, as far as the folder lacks them; a run that was killed goes on.
+    """Write the readings of all texts that the folder lacks, so that a run that was killed resumes.
 
     Args:
-        folder: Takes the files; it is made when absent.
+        folder: Folder for the files; created if absent.
         reader: Runs the target.
-        texts: Token ids.
-        made_of: What decides the readings, by name: data, target, layers.
+        texts: Token ids of each text.
+        made_of: What determines the readings, by name: data, target, layers.
 
     Raises:
         UserError: the folder holds readings of something else.

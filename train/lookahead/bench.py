@@ -1,4 +1,4 @@
-"""What a training step costs, against one inference prefill of the same prompt and answer."""
+"""The cost of a training step, against one inference prefill of the same prompt and answer."""
 
 import resource
 import statistics
@@ -15,13 +15,13 @@ from keepsight.train.lookahead.objective import LookaheadObjective
 
 
 def bench_step(lookahead: Lookahead, tokens: int, answer_tokens: int, repeats: int) -> Iterator[str]:
-    """Time forward, backward and optimiser of one sample against a prefill, alternating, as a few lines of text.
+    """Time a step on one sample (forward, backward, optimiser) and a prefill in turn, as a few lines of text.
 
     Args:
         lookahead: A module on its target.
-        tokens: Prompt length.
-        answer_tokens: Answer length; the prefill runs over prompt and answer.
-        repeats: Timed repetitions of each after one that warms up.
+        tokens: Prompt length in tokens.
+        answer_tokens: Answer length in tokens; the prefill runs over prompt and answer.
+        repeats: Timed repetitions of each, after one to warm up.
     """
     model = lookahead.model
     ids = torch.randint(
@@ -55,7 +55,7 @@ def bench_step(lookahead: Lookahead, tokens: int, answer_tokens: int, repeats: i
 
 
 def _measure(action: Callable[[], None]) -> tuple[float, float]:
-    """Seconds and the peak memory so far in MiB: of the GPU, or of the process where there is none."""
+    """Seconds, and peak memory so far in MiB: of the GPU, or of the process where there is none."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
         torch.cuda.synchronize()

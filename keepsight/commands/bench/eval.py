@@ -1,11 +1,13 @@
 """keepsight bench eval: the sweep of an evaluation, which prefills each sample once, against one run per variant.
 
-keepsight bench eval tokens=1024 answer_tokens=24 samples=3
+    keepsight bench eval tokens=1024 answer_tokens=24 samples=3
+
+Prints seconds per sample of both, and their ratio.
 """
 
 from dataclasses import dataclass, field
 
-from keepsight.commands.bench.shared import METHODS, methods_of, print_lines
+from keepsight.commands.bench.shared import COMPARED, methods_of, print_lines
 from keepsight.commands.config import Recipe, at_least_one
 from keepsight.commands.from_recipe import target_of
 from keepsight.eval.bench.sweep import bench_sweep
@@ -25,7 +27,7 @@ class Config(Recipe):
 
     tokens: int = 1024
     answer_tokens: int = 24
-    methods: list[str] = field(default_factory=lambda: list(METHODS))
+    methods: list[str] = field(default_factory=lambda: list(COMPARED))
     budgets: list[int] = field(default_factory=lambda: [64, 128, 256])
     samples: int = 3
 

@@ -1,11 +1,13 @@
 """keepsight bench evict: time and memory of observing and selecting, for each method, against the prefill.
 
-keepsight bench evict lengths=[1024,4096] methods=[snapkv,lookaheadkv] budgets=[128]
+    keepsight bench evict lengths=[1024,4096] methods=[snapkv,lookaheadkv] budgets=[128]
+
+Prints a line for each prompt length and method: milliseconds, share of the prefill's time, and peak memory.
 """
 
 from dataclasses import dataclass, field
 
-from keepsight.commands.bench.shared import METHODS, methods_of, print_lines
+from keepsight.commands.bench.shared import COMPARED, methods_of, print_lines
 from keepsight.commands.config import Recipe, at_least_one
 from keepsight.commands.from_recipe import target_of
 from keepsight.eval.bench.sweep import bench_evict
@@ -24,7 +26,7 @@ class Config(Recipe):
     """
 
     lengths: list[int] = field(default_factory=lambda: [1024, 4096])
-    methods: list[str] = field(default_factory=lambda: list(METHODS))
+    methods: list[str] = field(default_factory=lambda: list(COMPARED))
     budgets: list[int] = field(default_factory=lambda: [64])
     repeats: int = 5
 

@@ -1,7 +1,9 @@
 """keepsight bench retrieve: a retrieval head's size, its decoding steps by part, and what elastic loading moves.
 
-keepsight bench retrieve retrieval=HEAD
-keepsight bench retrieve retrieval=null retrieval_head.features=none      # a head with random weights
+    keepsight bench retrieve retrieval=HEAD
+    keepsight bench retrieve retrieval=null retrieval_head.features=none      # a head with random weights
+
+Without `retrieval=` only size and speed are measured: what random weights choose says nothing.
 """
 
 from collections.abc import Iterator

@@ -12,7 +12,7 @@ from keepsight.models.targets import Target
 from keepsight.runtime.method import Method
 from keepsight.runtime.methods import make_method
 
-METHODS = ("lookaheadkv", "snapkv", "pyramidkv", "adakv", "tova", "streamingllm")
+COMPARED = ("lookaheadkv", "snapkv", "pyramidkv", "adakv", "tova", "streamingllm")
 
 
 def print_lines(lines: Iterable[str]) -> None:

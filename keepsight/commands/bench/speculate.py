@@ -1,7 +1,9 @@
 """keepsight bench speculate: speculative decoding with a draft head against plain decoding.
 
-keepsight bench speculate draft.head=HEAD draft.layers=null
-keepsight bench speculate draft.head=HEAD draft.layers=null data=runs/data samples=10
+    keepsight bench speculate draft.head=HEAD draft.layers=null
+    keepsight bench speculate draft.head=HEAD draft.layers=null data=runs/data samples=10
+
+Prints tokens per second of both, the acceptance length, and whether the answers are the same.
 """
 
 from dataclasses import dataclass

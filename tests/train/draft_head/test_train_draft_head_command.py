@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 
 from keepsight.commands import train_draft_head as command
 from keepsight.commands.config import ModelConfig
-from keepsight.data_gen.shards import DataSettings, ShardWriter, TrainingSample
 from keepsight.errors import UserError
 from keepsight.models.draft_head import DraftHead
 from keepsight.models.draft_head_files import load_draft_head
@@ -22,7 +21,7 @@ from keepsight.train.draft_head import teacher_files
 from keepsight.train.draft_head.teacher import RunTarget
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.train.draft_head.head_runs import head_settings
-from tests.train.runs import crash, rows, same, samples
+from tests.train.runs import crash, rows, same, write_data
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -35,13 +34,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny_model(vocab_size=len(tokenizer), num_hidden_layers=7, pad_token_id=0).save_pretrained(folder / "target")
     tokenizer.save_pretrained(str(folder / "target"))
     target = load_target(str(folder / "target"), device="cpu")
-    made = DataSettings(target.name, target.version, target.template_digest, {"sources": {}}, 0, 14, 5, 8)
-    writer = ShardWriter(folder / "data", made)
-    every = [TrainingSample(**{**vars(row), "index": number}) for number, row in enumerate(samples())]
-    for shard in writer.shards():
-        writer.append(shard, [every[index] for index in shard])
-        writer.finish(shard)
-    writer.complete()
+    write_data(folder / "data", target)
     return folder
 
 

@@ -11,12 +11,11 @@ from torch import Tensor
 
 from keepsight.commands import train as command
 from keepsight.commands.config import ModelConfig
-from keepsight.data_gen.shards import DataSettings, ShardWriter, TrainingSample
 from keepsight.errors import UserError
 from keepsight.models.lookahead_files import ADAPTER, FILES, TOKENS, load_lookahead
 from keepsight.models.targets import load_target
 from tests.tiny import save_tiny_target
-from tests.train.runs import SHAPE, Disturbed, press_ctrl_c, rows, same, samples, settings, spoil
+from tests.train.runs import SHAPE, Disturbed, press_ctrl_c, rows, same, settings, spoil, write_data
 
 
 @pytest.fixture(scope="module")
@@ -25,13 +24,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("place")
     save_tiny_target(folder / "target")
     target = load_target(str(folder / "target"), device="cpu")
-    made = DataSettings(target.name, target.version, target.template_digest, {"sources": {}}, 0, 14, 5, 8)
-    writer = ShardWriter(folder / "data", made)
-    every = [TrainingSample(**{**vars(row), "index": number}) for number, row in enumerate(samples())]
-    for shard in writer.shards():
-        writer.append(shard, [every[index] for index in shard])
-        writer.finish(shard)
-    writer.complete()
+    write_data(folder / "data", target)
     return folder
 
 

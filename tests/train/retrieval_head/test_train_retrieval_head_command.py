@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 
 from keepsight.commands import train_retrieval_head as command
 from keepsight.commands.config import ModelConfig
-from keepsight.data_gen.shards import DataSettings, ShardWriter, TrainingSample
 from keepsight.errors import UserError
 from keepsight.models.draft_head_files import save_draft_head
 from keepsight.models.lookahead_files import Provenance
@@ -23,7 +22,7 @@ from keepsight.train.head_settings import RetrievalHeadSettings
 from keepsight.train.retrieval_head.objective import RetrievalObjective
 from tests.models.retrieval_heads import LAYERS, provenance_of, tiny_draft_head
 from tests.tiny import save_tiny_target
-from tests.train.runs import press_ctrl_c, samples, settings
+from tests.train.runs import numbered, press_ctrl_c, samples, settings, write_data
 
 
 class Disturbed(RetrievalObjective):
@@ -55,13 +54,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_tiny_target(folder / "target")
     target = load_target(str(folder / "target"), device="cpu")
     save_draft_head(tiny_draft_head(vocab_size=512), folder / "head", Provenance(target.name), "# A draft head\n")
-    made = DataSettings(target.name, target.version, target.template_digest, {"sources": {}}, 0, 14, 5, 8)
-    writer = ShardWriter(folder / "data", made)
-    every = [TrainingSample(**{**vars(row), "index": number}) for number, row in enumerate(samples())]
-    for shard in writer.shards():
-        writer.append(shard, [every[index] for index in shard])
-        writer.finish(shard)
-    writer.complete()
+    write_data(folder / "data", target)
     return folder
 
 
@@ -109,7 +102,7 @@ def test_the_first_measurement_is_of_the_pruned_draft_head(place, trained):
     objective = RetrievalObjective(
         RetrievalHead.from_draft(tiny_draft_head(vocab_size=512), "previous-step"), target.model, 8
     )
-    rows = [TrainingSample(**{**vars(row), "index": number}) for number, row in enumerate(samples())]
+    rows = numbered(samples())
     losses = [
         objective.loss(Batch(torch.tensor([row.prompt_ids]), torch.tensor([row.answer_ids]))).item()
         for row in (rows[6], rows[13])
