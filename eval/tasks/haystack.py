@@ -85,6 +85,6 @@ def hide(needles: list[str], depths: list[float], hay: list[str]) -> str:
     return " ".join(text)
 
 
-def spread(index: int, count: int, needles: int, rng: random.Random) -> list[float]:
+def needle_depths(index: int, count: int, needles: int, rng: random.Random) -> list[float]:
     """Depths of a sample's needles; the first ones of `count` samples lie in `count` equal parts of the haystack."""
     return [(index + rng.random()) / count, *(rng.random() for _ in range(needles - 1))]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from keepsight.errors import UserError
-from keepsight.eval.tasks.haystack import Haystack, fullest, hide, read_haystack, spread
+from keepsight.eval.tasks.haystack import Haystack, fullest, hide, needle_depths, read_haystack
 from keepsight.eval.tasks.samples import RenderedSample, Sample, render
 
 ADJECTIVES = (
@@ -104,7 +104,7 @@ def make_samples(
     made = []
     for index in range(count):
         rng = random.Random(f"niah:{kind}:{length}:{seed}:{index}")
-        depths = spread(index, count, NEEDLE_KINDS[kind].keys * NEEDLE_KINDS[kind].values, rng)
+        depths = needle_depths(index, count, NEEDLE_KINDS[kind].keys * NEEDLE_KINDS[kind].values, rng)
         quiz = _quiz(kind, length, f"{seed}-{index}", limit, rng)
         quizzes = _for_each_key(quiz) if every_key else [quiz]
         made += _filled(quizzes, depths, hay, rng.randrange(len(hay.sentences)), tokenizer)

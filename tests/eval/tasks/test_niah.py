@@ -15,7 +15,7 @@ from keepsight.corpus import evaluation_paragraphs, sentences, source_documents,
 from keepsight.data_gen import code, documentation, everyday, haystacks, key_values, phrases, words
 from keepsight.errors import UserError
 from keepsight.eval.tasks import niah
-from keepsight.eval.tasks.haystack import Haystack, fullest, hide, spread
+from keepsight.eval.tasks.haystack import Haystack, fullest, hide, needle_depths
 from keepsight.eval.tasks.metrics import score
 from keepsight.eval.tasks.samples import RenderedSample
 
@@ -197,7 +197,7 @@ def test_haystack_is_a_ring() -> None:
 
 def test_first_depths_cover_equal_parts() -> None:
     for index in range(5):
-        first, *others = spread(index, 5, 4, random.Random(index))
+        first, *others = needle_depths(index, 5, 4, random.Random(index))
         assert index / 5 <= first < (index + 1) / 5
         assert len(others) == 3
         assert all(0 <= depth < 1 for depth in others)
