@@ -18,7 +18,7 @@ BELOW: dict[str, set[str]] = {
     "runtime": set(),
     "runtime.quantized": {"runtime"},
     "runtime.sparse_read": {"runtime"},
-    "runtime.retrieval": {"runtime", "runtime.sparse_read"},
+    "runtime.retrieval": {"models", "runtime", "runtime.sparse_read"},
     "runtime.drafting": {"runtime", "runtime.sparse_read"},
     "runtime.prompt_compression": {"runtime"},
     "runtime.methods": {"models", "runtime", *(f"runtime.{room}" for room in RUNTIME_ROOMS)},
@@ -26,10 +26,10 @@ BELOW: dict[str, set[str]] = {
     "train.lookahead": {"models", "data_gen", "runtime", "train"},
     "train.draft_head": {"models", "data_gen", "runtime", "train"},
     "train.retrieval_head": {"models", "data_gen", "runtime", "train"},
-    "eval.report": set(),  # draws what is on disk
     "eval.tasks": {"models"},
 }
 BELOW["eval"] = {"eval.tasks", "runtime.methods", *BELOW["runtime.methods"]}
+BELOW["eval.report"] = {"eval"}
 BELOW["eval.bench"] = {"eval", *BELOW["eval"]}
 BELOW["checkpoints"] = BELOW["recipes"] = set()  # data
 BELOW["commands"] = set(BELOW)
@@ -61,8 +61,10 @@ def _graph() -> dict[str, set[str]]:
 
 
 def test_every_package_is_a_room() -> None:
+    """But for those in the roof, which is one room."""
     packages = {name for name, path in package_modules().items() if path.name == "__init__.py"}
-    assert packages == {"keepsight", *(f"keepsight.{room}" for room in BELOW)}
+    rooms = {name for name in packages if not name.startswith("keepsight.commands.")}
+    assert rooms == {"keepsight", *(f"keepsight.{room}" for room in BELOW)}
 
 
 def test_rooms_import_only_what_is_below_them() -> None:
