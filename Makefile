@@ -1,4 +1,4 @@
-# make setup | demo | test | lint | clean
+# make setup | demo | test | test-cpus | lint | clean
 #
 #   VENV=path         the folder of the environment (default .venv)
 #   PYTHON=python3    the interpreter it is made with, 3.10 or later
@@ -24,7 +24,7 @@ SETUP_KEY := $(shell (pwd; echo '$(TORCH) $(TORCH_INDEX)'; cat $(SETUP_INPUTS)) 
 STAMP := $(VENV)/keepsight-setup-$(SETUP_KEY)
 
 .DELETE_ON_ERROR:
-.PHONY: setup demo test lint clean
+.PHONY: setup demo test test-cpus lint clean
 
 setup: $(STAMP)
 
@@ -66,6 +66,14 @@ demo: setup
 
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+# What compares floats, with the kernels of older processors and this one's, and with one thread and two.
+test-cpus: setup
+	@set -e; for cpu in default avx2 ''; do for threads in 1 2; do \
+	    echo "kernels: $${cpu:-this processor's}, threads: $$threads"; \
+	    env $${cpu:+ATEN_CPU_CAPABILITY=$$cpu} OMP_NUM_THREADS=$$threads $(BIN)/python -m pytest $(PYTEST_FLAGS) \
+	        tests/runtime tests/train tests/models tests/eval; \
+	done; done
 
 lint: setup
 	$(BIN)/ruff check

@@ -48,3 +48,12 @@ def test_every_method_is_in_the_table() -> None:
         re.findall(r"`([a-z0-9_+]+)`", "\n".join(line.split("|")[1] for line in table.splitlines() if line[:2] == "| "))
     )
     assert set(METHODS) - {"full"} <= named
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
+def test_the_paths_that_are_named_exist(name: str) -> None:
+    text = re.sub(r"```.*?```", "", (README.parent / name).read_text("utf-8"), flags=re.DOTALL)
+    named = set(re.findall(r"`((?:[a-z_]+/)+(?:\w+\.\w+)?)`", text)) - {"runs/"}
+    rooms = [README.parent / room for room in (".", "keepsight", "runtime", "train", "eval")]
+    assert named
+    assert not {path for path in named if "NAME" not in path and not any((room / path).exists() for room in rooms)}

@@ -13,6 +13,7 @@ from keepsight.runtime.generate import generate
 from keepsight.runtime.methods import H2O, TOVA, AdaKV, PyramidKV, SnapKV, StreamingLLM, Truncation
 from keepsight.runtime.prefill import prefill, read
 from keepsight.runtime.state import State
+from tests.close import assert_close
 from tests.runtime.scoring import score_answer
 from tests.tiny import FAMILIES, prompt_ids, tiny_model
 
@@ -84,7 +85,7 @@ def test_how_likely_the_guess_is_equals_each_state_alone(model: PreTrainedModel,
     for guess in guesses(model, states, limits).values():
         for state, answered in zip(states, answer_all(model, states, NOTHING, guess, limits), strict=True):
             nll, hits = score_answer(model, state.copy(), guess)
-            torch.testing.assert_close(answered.nll, nll[0], atol=1e-4, rtol=1e-4)
+            assert_close(answered.nll, nll[0])
             assert answered.hits.tolist() == hits[0].tolist()
             assert (answered.tokens_per_second is None) == (answered.rows == 0)
 
@@ -99,7 +100,7 @@ def test_a_question_is_read_first(model: PreTrainedModel, states: list[State]) -
     for state, each in zip(states, answered, strict=True):
         assert each.ids.tolist() == plain(model, state, limits, question).tolist()
         alone = read(model, state.copy(), question)[0]
-        torch.testing.assert_close(each.nll, score_answer(model, alone, answer)[0][0], atol=1e-4, rtol=1e-4)
+        assert_close(each.nll, score_answer(model, alone, answer)[0][0])
     assert len({tuple(each.ids.tolist()) for each in answered}) > 5
     assert [state.length for state in states] == before
 
@@ -122,7 +123,7 @@ def test_scoring_in_blocks_gives_the_same(
     monkeypatch.setattr("keepsight.eval.answers._TOKENS_AT_ONCE", block)
     for each, other in zip(answer_all(model, states, NOTHING, guess, limits), expected, strict=True):
         assert each.ids.tolist() == other.ids.tolist()
-        torch.testing.assert_close(each.nll, other.nll, atol=1e-4, rtol=1e-4)
+        assert_close(each.nll, other.nll)
 
 
 def test_a_padded_state_and_one_of_other_tokens_answer_together(model: PreTrainedModel) -> None:
@@ -143,7 +144,7 @@ def test_how_likely_the_full_answer_is(model: PreTrainedModel, states: list[Stat
         answer, full = answer_full(model, state, question, Limits(16, END, MANY))
         nll, hits = score_answer(model, read(model, state.copy(), question)[0], answer)
         assert hits.all() and full.rows == 1
-        torch.testing.assert_close(full.nll, nll[0], atol=1e-4, rtol=1e-4)
+        assert_close(full.nll, nll[0])
 
 
 def test_one_alone_reads_its_question_first(model: PreTrainedModel, states: list[State]) -> None:
@@ -184,7 +185,7 @@ def test_eviction_while_decoding(model: PreTrainedModel, method: Any, most: int)
         logits.append(step.logits)
         since += 1
     nll = -torch.cat(logits).log_softmax(-1).gather(1, guess.T)[:, 0]
-    torch.testing.assert_close(answered.nll, nll, atol=1e-4, rtol=1e-4)
+    assert_close(answered.nll, nll)
     assert answered.hits.tolist() == (torch.cat(logits).argmax(-1) == guess[0]).tolist()
     assert state.length <= max(method.budget, 90)
 

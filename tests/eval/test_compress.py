@@ -36,6 +36,7 @@ from keepsight.runtime.methods.oracle import OwnAnswer
 from keepsight.runtime.prefill import prefill
 from keepsight.runtime.sparse_prefill import SparsePrefill
 from keepsight.runtime.state import State
+from tests.close import assert_close
 from tests.tiny import FAMILIES, prompt_ids, tiny_model
 
 DRAFT = LayerSubset((0, 1))
@@ -81,11 +82,11 @@ def assert_same(state: State, expected: State) -> None:
     for layer, other in zip(state.entries(), expected.entries(), strict=True):
         real = layer.keys.new_ones(layer.keys.shape[:3], dtype=torch.bool) if layer.real is None else layer.real
         also = other.keys.new_ones(other.keys.shape[:3], dtype=torch.bool) if other.real is None else other.real
-        torch.testing.assert_close(layer.keys[real], other.keys[also])
-        torch.testing.assert_close(layer.values[real], other.values[also])
+        assert_close(layer.keys[real], other.keys[also])
+        assert_close(layer.values[real], other.values[also])
     assert torch.equal(state.held(), expected.held())
     assert torch.equal(state.lengths, expected.lengths)
-    torch.testing.assert_close(state.logits, expected.logits)
+    assert_close(state.logits, expected.logits)
 
 
 def alone(shared: SharedPrompt, method: Method) -> State:

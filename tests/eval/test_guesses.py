@@ -15,6 +15,7 @@ from keepsight.runtime.decode import decode, stop_after
 from keepsight.runtime.methods import AdaKV, PyramidKV, SnapKV, StreamingLLM
 from keepsight.runtime.state import State
 from keepsight.runtime.together import Rows
+from tests.close import assert_close
 from tests.runtime.scoring import score_answer
 from tests.tiny import FAMILIES, prompt_ids, tiny_model
 
@@ -182,7 +183,7 @@ def test_how_likely_each_written_token_is(model: PreTrainedModel, states: list[S
         write(rows, [writing], Scripted(script), MOST, [])
         nll, hits = score_answer(model, state.copy(), torch.tensor([writing.ids]))
         assert hits.all()
-        torch.testing.assert_close(torch.tensor(writing.nll), nll[0, 1:], atol=1e-4, rtol=1e-4)
+        assert_close(torch.tensor(writing.nll), nll[0, 1:])
 
 
 class Counted(Rows):

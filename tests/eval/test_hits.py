@@ -8,6 +8,7 @@ import torch
 from keepsight.eval.hits import Answering, answering, best_shared, choices, compare, mean_of
 from keepsight.models.retrieval_head import RetrievalHead
 from keepsight.runtime.methods import ExactTopK, Quest, SpeContext
+from tests.close import assert_close
 from tests.tiny import prompt_ids, tiny_model
 
 BUDGET = 8
@@ -44,7 +45,7 @@ def test_weights_are_those_of_dense_attention(model, seen):
     group = dense.shape[1] // kv_heads
     for head in range(kv_heads):
         expected = dense[:, head * group : (head + 1) * group].mean(dim=1)
-        torch.testing.assert_close(seen.weights[:, head], expected, atol=1e-5, rtol=1e-4)
+        assert_close(seen.weights[:, head], expected)
 
 
 def test_compare_counts_what_loops_count(model, seen):

@@ -78,7 +78,7 @@ def test_the_full_cache_comes_first_and_agrees_with_itself(target: Target, rows:
     assert [row["method"] for row in rows].count("full") == 1
     full, tokens = rows[0], ids_of(target).shape[1]
     assert (full["method"], full["budget"], full["agreement"]) == ("full", None, 1.0)
-    assert abs(full["excess_nll"]) < 1e-5
+    assert abs(full["excess_nll"]) < 1e-4
     assert full["kept"] == full["prompt_tokens"] == tokens
     assert full["references"] == ["fox"] and (full["task"], full["length"], full["sample"]) == ("test", 256, "one")
 
@@ -86,7 +86,7 @@ def test_the_full_cache_comes_first_and_agrees_with_itself(target: Target, rows:
 def test_a_budget_above_the_prompt_is_the_full_cache(rows: list[dict[str, Any]]) -> None:
     full, whole = rows[0], rows[-1]
     assert (whole["method"], whole["budget"]) == ("lookaheadkv", 100_000)
-    assert abs(whole["excess_nll"]) < 1e-5
+    assert abs(whole["excess_nll"]) < 1e-4
     same = {"excess_nll": full["excess_nll"], "method": "full", "budget": None}
     assert whole | same | CLOCKS == full | CLOCKS
 
@@ -111,7 +111,7 @@ def test_scores_equal_those_of_each_cache_alone(
         kept = alone(variant.method).compress(target.model, prefilled)
         assert (row["kept"], row["kv_bytes"]) == (kept.length, cache_bytes(kept.cache))
         nll, hits = score_answer(target.model, kept, answer)
-        assert row["excess_nll"] == pytest.approx((nll - base).mean().item(), abs=1e-5)
+        assert row["excess_nll"] == pytest.approx((nll - base).mean().item(), abs=1e-4)
         assert row["agreement"] == pytest.approx(hits.float().mean().item())
     assert min(row["agreement"] for row in rows) < 1 and max(row["excess_nll"] for row in rows) > 0.01
 

@@ -9,6 +9,7 @@ from transformers import LlamaConfig
 
 from keepsight.errors import UserError
 from keepsight.models.draft_head import DraftHead, default_feature_layers
+from tests.close import assert_close
 from tests.models import slow_heads
 from tests.models.public_heads import LLAMA3, QWEN3, eagle3_tensors
 from tests.models.slow_heads import causal_attend
@@ -46,10 +47,8 @@ def test_the_layer_is_the_slow_one(name):
     embeddings, taps = rows(config)
     hidden = head(embeddings, head.combine(taps), 3 + torch.arange(7)[None], causal_attend)
     expected = slow_heads.eagle3(tensors, config, embeddings[0], taps[0], start=3)
-    torch.testing.assert_close(hidden[0], expected, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(
-        head.logits(hidden)[0], slow_heads.eagle3_logits(tensors, config, expected), rtol=1e-4, atol=1e-4
-    )
+    assert_close(hidden[0], expected)
+    assert_close(head.logits(hidden)[0], slow_heads.eagle3_logits(tensors, config, expected))
 
 
 def test_norm_output_norms_the_features_of_the_next_row_and_leaves_the_logits():
@@ -60,8 +59,8 @@ def test_norm_output_norms_the_features_of_the_next_row_and_leaves_the_logits():
     before = plain(embeddings, plain.combine(taps), positions, causal_attend)
     after = normed(embeddings, normed.combine(taps), positions, causal_attend)
     expected = torch.stack([slow_heads.norm(row, tensors["norm.weight"], 1e-6) for row in before[0]])
-    torch.testing.assert_close(after[0], expected)
-    torch.testing.assert_close(normed.logits(after), plain.logits(before))
+    assert_close(after[0], expected)
+    assert_close(normed.logits(after), plain.logits(before))
 
 
 def test_row_after_row_with_a_cache_is_the_whole_pass():
@@ -80,7 +79,7 @@ def test_row_after_row_with_a_cache_is_the_whole_pass():
 
     for t in range(7):
         row = head(embeddings[:, t : t + 1], features[:, t : t + 1], torch.tensor([[t]]), attend)
-        torch.testing.assert_close(row, whole[:, t : t + 1])
+        assert_close(row, whole[:, t : t + 1])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

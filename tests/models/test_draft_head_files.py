@@ -20,6 +20,7 @@ from keepsight.models.draft_head import DraftHead
 from keepsight.models.draft_head_files import load_draft_head, save_draft_head
 from keepsight.models.feature_head import FeatureHead
 from keepsight.models.lookahead_files import Provenance
+from tests.close import assert_close
 from tests.models import slow_heads
 from tests.models.public_heads import EAGLE1, LLAMA3, QWEN3, VICUNA, eagle1_tensors, eagle3_tensors, write_head
 from tests.models.slow_heads import causal_attend
@@ -73,8 +74,8 @@ def test_a_public_eagle3_head_computes_what_its_tensors_say(tmp_path, config, wi
         hidden = head(embeddings, head.combine(taps), POSITIONS, causal_attend)
         logits = head.logits(hidden)[0]
     expected = slow_heads.eagle3(tensors, config, embeddings[0], taps[0])
-    torch.testing.assert_close(hidden[0], expected, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(logits, slow_heads.eagle3_logits(tensors, config, expected), rtol=1e-4, atol=1e-4)
+    assert_close(hidden[0], expected)
+    assert_close(logits, slow_heads.eagle3_logits(tensors, config, expected))
     assert head.target_ids(torch.arange(24)).tolist() == tensors["t2d"].nonzero().flatten().tolist()
     assert not head.training
 
@@ -90,8 +91,8 @@ def test_a_public_eagle1_head_computes_what_its_tensors_say(tmp_path, config):
         hidden = head(embeddings, head.combine(features), POSITIONS, causal_attend)
         logits = head.logits(hidden)[0]
     expected = slow_heads.eagle1(tensors, config, embeddings[0], features[0])
-    torch.testing.assert_close(hidden[0], expected, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(logits, expected @ target.lm_head.weight.T, rtol=1e-4, atol=1e-4)
+    assert_close(hidden[0], expected)
+    assert_close(logits, expected @ target.lm_head.weight.T)
 
 
 @pytest.mark.parametrize(

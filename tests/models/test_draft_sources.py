@@ -20,6 +20,7 @@ from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.models.targets import Target, load_target
 from keepsight.runtime.attention import record_attention
+from tests.close import assert_close
 from tests.tiny import FAMILIES, prompt_ids, save_tiny_target, tiny_model, tiny_tokenizer
 
 DEPTH = 5
@@ -75,7 +76,7 @@ def test_decoding_with_a_cache_is_decoding_without(target: PreTrainedModel, laye
         steps = [draft(input_ids=IDS[:, :20], past_key_values=cache, use_cache=True).logits]
         steps += [draft(input_ids=IDS[:, n : n + 1], past_key_values=cache, use_cache=True).logits for n in (20, 21)]
     assert len(cache.layers) == len(layers)
-    torch.testing.assert_close(torch.cat(steps, dim=1), whole[:, :22])
+    assert_close(torch.cat(steps, dim=1), whole[:, :22])
     answer = draft.generate(IDS, max_new_tokens=5, do_sample=False)  # type: ignore[operator]
     for place in range(IDS.shape[1], answer.shape[1]):
         assert answer[0, place] == logits(draft, answer[:, :place])[0, -1].argmax()
@@ -119,7 +120,7 @@ def test_attention_is_recorded_on_the_draft_alone(target: PreTrainedModel) -> No
     assert draft.config._attn_implementation == target.config._attn_implementation == "sdpa"
     layers, output = recorded(draft)
     assert layers == list(range(len(KEPT)))
-    torch.testing.assert_close(output, logits(reference(target, KEPT)))
+    assert_close(output, logits(reference(target, KEPT)))
     assert target.config._attn_implementation == "sdpa"
     assert {layer.self_attn.config._attn_implementation for layer in target.model.layers} == {"sdpa"}
 
@@ -129,7 +130,7 @@ def test_a_target_that_is_recorded_first(target: PreTrainedModel) -> None:
     draft = LayerSubset(KEPT).of(target)
     layers, output = recorded(draft)
     assert layers == list(range(len(KEPT)))
-    torch.testing.assert_close(output, logits(reference(target, KEPT)))
+    assert_close(output, logits(reference(target, KEPT)))
     assert recorded(target)[0] == list(range(DEPTH))
 
 

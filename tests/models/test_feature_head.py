@@ -7,6 +7,7 @@ from transformers import LlamaConfig
 from keepsight.errors import UserError
 from keepsight.models.feature_head import FeatureHead
 from keepsight.runtime.features import RecordFeatures
+from tests.close import assert_close
 from tests.models import slow_heads
 from tests.models.public_heads import EAGLE1, VICUNA, eagle1_tensors
 from tests.models.slow_heads import causal_attend
@@ -32,7 +33,7 @@ def test_the_layer_is_the_slow_one(name):
     embeddings, features = torch.randn(2, 1, 7, 32).unbind()
     hidden = head(embeddings, head.combine(features), torch.arange(7)[None], causal_attend)
     expected = slow_heads.eagle1(tensors, config, embeddings[0], features[0])
-    torch.testing.assert_close(hidden[0], expected, rtol=1e-4, atol=1e-4)
+    assert_close(hidden[0], expected)
 
 
 @torch.no_grad()
@@ -42,7 +43,7 @@ def test_its_feature_is_what_the_targets_lm_head_reads():
     ids, _ = prompt_ids(9)
     with RecordFeatures(target, head.layers_of(target)) as recorded:
         expected = target(ids).logits
-    torch.testing.assert_close(head.logits(head.combine(recorded.outputs()[0])), expected)
+    assert_close(head.logits(head.combine(recorded.outputs()[0])), expected)
 
 
 def test_the_targets_lm_head_is_no_part_of_it():

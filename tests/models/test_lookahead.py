@@ -12,6 +12,7 @@ from keepsight.runtime.attention import record_attention
 from keepsight.runtime.cache import entries
 from keepsight.runtime.methods import LookaheadKV
 from keepsight.runtime.prefill import prefill
+from tests.close import assert_close
 from tests.models.modules import SHAPE, importance, lora_parameters, random_module, save
 from tests.tiny import FAMILIES, prompt_ids, tiny_model
 
@@ -125,7 +126,7 @@ def test_plain_peft_with_the_lora_forced_on_applies_the_same_lora(family, tmp_pa
             expected = module.model(inputs_embeds=embeddings).logits
         loaded = PeftModel.from_pretrained(tiny_model(family), str(save(module, tmp_path / "adapter")))
         logits = loaded(inputs_embeds=embeddings, alora_offsets=[5]).logits
-    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
+    assert_close(logits, expected)
 
 
 def test_two_adapters_on_one_model_do_not_disturb_each_other(tmp_path):

@@ -16,6 +16,7 @@ from keepsight.models.retrieval_head import (
     parameters,
     pruning,
 )
+from tests.close import assert_close
 from tests.models.retrieval_heads import LAYERS, target_for, tiny_deepseek, tiny_draft_head, tiny_retrieval_head
 from tests.tiny import tiny_model
 
@@ -68,8 +69,8 @@ def test_queries_and_keys_are_those_of_the_formulas(variant, kv_heads):
     for row in range(2):
         for place in range(5):
             token = (variant != "none", embeddings[row, place], features[row, place], positions[row, place].item())
-            torch.testing.assert_close(query[row, :, place], slow(draft, *token, "q_proj"), atol=1e-4, rtol=1e-4)
-            torch.testing.assert_close(key[row, :, place], slow(draft, *token, "k_proj"), atol=1e-4, rtol=1e-4)
+            assert_close(query[row, :, place], slow(draft, *token, "q_proj"))
+            assert_close(key[row, :, place], slow(draft, *token, "k_proj"))
 
 
 @pytest.mark.parametrize("shape", [{}, {"fc_norm": True, "qkv_bias": True}])
@@ -98,7 +99,7 @@ def test_without_features_the_half_of_the_embedding_is_kept():
     alone = RetrievalHead.from_draft(draft, "none").project(embeddings, None, positions)
     both = RetrievalHead.from_draft(draft, "previous-step").project(embeddings, features, positions)
     for own, its in zip(alone, both, strict=True):
-        torch.testing.assert_close(own, its)
+        assert_close(own, its)
 
 
 def test_pruning_copies_and_counts():
@@ -170,7 +171,7 @@ def test_yarn_beyond_the_trained_length(context):
     longer = head.extended(context)
     factor = context / 64
     expected = yarn_frequencies(1000.0, 8, factor, 64)
-    torch.testing.assert_close(longer.rotary_emb.inv_freq, torch.tensor(expected))
+    assert_close(longer.rotary_emb.inv_freq, torch.tensor(expected))
     assert longer.rotary_emb.attention_scaling == pytest.approx(0.1 * math.log(factor) + 1)
     assert longer.config.rope_parameters["factor"] == factor
     assert (longer.config.trained, longer.config.max_position_embeddings) == (64, context)
@@ -180,7 +181,7 @@ def test_yarn_beyond_the_trained_length(context):
     for projected, weight in ((query, head.q_proj.weight), (key, head.k_proj.weight)):
         heads = (weight @ inputs).view(-1, 8)
         slow_heads = [rotated(each, position, expected, 0.1 * math.log(factor) + 1) for each in heads]
-        torch.testing.assert_close(projected[0, :, 0], torch.stack(slow_heads), atol=1e-4, rtol=1e-4)
+        assert_close(projected[0, :, 0], torch.stack(slow_heads))
 
 
 def test_extending_shares_weights_and_goes_on():

@@ -13,6 +13,7 @@ from keepsight.runtime.importance import NO_POOL, Pool
 from keepsight.runtime.method import FullCache
 from keepsight.runtime.methods import SnapKV, StreamingLLM
 from keepsight.runtime.methods.snapkv import PromptWindow
+from tests.close import assert_close
 from tests.runtime.slow import Slow
 from tests.tiny import FAMILIES, prompt_ids, tiny_model
 
@@ -80,7 +81,7 @@ def test_an_evicted_conversation_equals_a_model_that_hides_what_was_evicted(meth
         slow.evict()
         expected = slow.answer(GREEDY["max_new_tokens"], method.every)
         assert conversation.say(turn, **GREEDY).tolist() == expected.tolist()
-        torch.testing.assert_close(conversation.state.logits, slow.logits(), atol=2e-4, rtol=1e-3)
+        assert_close(conversation.state.logits, slow.logits())
         assert torch.equal(conversation.state.tokens, slow.ids)
         unread = expected[:, -1:]
 
@@ -125,7 +126,7 @@ def test_reading_a_turn_in_chunks_changes_nothing():
     whole, chunked = Conversation(model, SMALL[1]), Conversation(model, SMALL[1])
     for turn in TURNS:
         assert torch.equal(whole.say(turn, **GREEDY), chunked.say(turn, **options))
-    torch.testing.assert_close(whole.state.logits, chunked.state.logits, atol=1e-4, rtol=1e-4)
+    assert_close(whole.state.logits, chunked.state.logits)
 
 
 def test_sampling_penalties_and_streamers_are_those_of_transformers():

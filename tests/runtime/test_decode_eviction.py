@@ -16,6 +16,7 @@ from keepsight.runtime.methods import LookaheadKV, Oracle, SnapKV, StreamingLLM
 from keepsight.runtime.methods.lookaheadkv import SoftTokens
 from keepsight.runtime.methods.oracle import OwnAnswer
 from keepsight.runtime.methods.snapkv import PromptWindow
+from tests.close import assert_close
 from tests.models.modules import random_module, save
 from tests.runtime.slow import Slow
 from tests.tiny import FAMILIES, prompt_ids, tiny_model
@@ -107,7 +108,7 @@ def test_decoding_equals_a_model_that_hides_what_was_evicted(make, name, allocat
     decoded = answer(model, method, ids)
     assert decoded.ids[0, 0] == first[0]
     assert decoded.ids.tolist() == expected.tolist()
-    torch.testing.assert_close(decoded.state.logits, slow.logits(), atol=2e-4, rtol=1e-3)
+    assert_close(decoded.state.logits, slow.logits())
     kept = torch.stack([layer.sum(1) for layer in slow.alive])
     assert torch.equal(decoded.state.held()[:, 0], kept)
 
@@ -123,7 +124,7 @@ def test_queries_whose_entries_may_be_evicted_no_longer_observe(every):
     expected = slow.answer(TOKENS, every)
     decoded = answer(model, method, ids)
     assert decoded.ids.tolist() == expected.tolist()
-    torch.testing.assert_close(decoded.state.logits, slow.logits(), atol=2e-4, rtol=1e-3)
+    assert_close(decoded.state.logits, slow.logits())
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -179,7 +180,7 @@ def test_batches_equal_singles(make, name, allocate):
     for row, length in enumerate([PROMPT, 19, 7]):
         alone = answer(model, method, ids[row : row + 1, -length:])
         assert batch.ids[row].tolist() == alone.ids[0].tolist()
-        torch.testing.assert_close(batch.state.logits[row], alone.state.logits[0], atol=2e-4, rtol=1e-3)
+        assert_close(batch.state.logits[row], alone.state.logits[0])
 
 
 def test_a_row_that_fits_observes_as_it_does_alone():
@@ -187,7 +188,7 @@ def test_a_row_that_fits_observes_as_it_does_alone():
     ids, mask = prompt_ids(PROMPT, 10)
     batch, alone = answer(model, method, ids, mask), answer(model, method, ids[1:, -10:])
     assert batch.ids[1].tolist() == alone.ids[0].tolist()
-    torch.testing.assert_close(batch.state.logits[1], alone.state.logits[0], atol=2e-4, rtol=1e-3)
+    assert_close(batch.state.logits[1], alone.state.logits[0])
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -7,6 +7,7 @@ from keepsight.errors import UserError
 from keepsight.runtime.features import RecordFeatures
 from keepsight.runtime.prefill import prefill
 from keepsight.runtime.state import Needs
+from tests.close import assert_close
 from tests.tiny import FAMILIES, prompt_ids, tiny_model
 
 
@@ -29,7 +30,7 @@ def test_a_chunked_prefill_keeps_the_normed_output_of_every_token():
     model = tiny_model()
     ids, _ = prompt_ids(9)
     trace = prefill(model, ids, chunk=4, needs=Needs(features=(1, 3))).trace
-    torch.testing.assert_close(trace.features_of((3,)), model.model(ids).last_hidden_state)
+    assert_close(trace.features_of((3,)), model.model(ids).last_hidden_state)
 
 
 @pytest.mark.parametrize("layer", [-1, 4])

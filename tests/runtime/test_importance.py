@@ -17,6 +17,7 @@ from keepsight.runtime.importance import (
     top_entries,
     top_mask,
 )
+from tests.close import assert_close
 
 
 def _reference(query, key, scaling, length, key_mask=None, query_mask=None, reduction="mean"):
@@ -50,7 +51,7 @@ def test_observed_attention_equals_its_definition(reduction):
     key_mask[1, :4] = False
     query_mask = torch.tensor([[True, True, True], [True, True, False]])
     masks = {"key_mask": key_mask, "query_mask": query_mask, "reduction": reduction}
-    torch.testing.assert_close(observed_attention(query, key, 0.3, 7, **masks), _reference(query, key, 0.3, 7, **masks))
+    assert_close(observed_attention(query, key, 0.3, 7, **masks), _reference(query, key, 0.3, 7, **masks))
 
 
 def test_padding_may_differ_by_head():
@@ -58,7 +59,7 @@ def test_padding_may_differ_by_head():
     query, key = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 10, 8)
     key_mask = torch.arange(10) >= torch.tensor([[0, 5], [2, 6]])[..., None]
     got = observed_attention(query, key, 0.3, 7, key_mask=key_mask)
-    torch.testing.assert_close(got, _reference(query, key, 0.3, 7, key_mask))
+    assert_close(got, _reference(query, key, 0.3, 7, key_mask))
 
 
 @pytest.mark.parametrize("reduction", ["mean", "max", "sum"])
@@ -66,7 +67,7 @@ def test_many_rows_are_reduced_in_blocks(reduction):
     torch.manual_seed(0)
     query, key = torch.randn(1, 2, 150, 4), torch.randn(1, 2, 160, 4)
     got = observed_attention(query, key, 0.5, 10, reduction=reduction)
-    torch.testing.assert_close(got, _reference(query, key, 0.5, 10, reduction=reduction))
+    assert_close(got, _reference(query, key, 0.5, 10, reduction=reduction))
 
 
 def test_group_reduction_and_pooling_do_not_commute():
@@ -190,7 +191,7 @@ def test_gradients_of_observers(reduction, length):
     weights = (query @ keys.mT * 0.5).masked_fill(hidden, -torch.inf).softmax(-1)
     seen = weights[..., :length].amax(2) if reduction == "max" else weights[..., :length].mean(2)
     expected = torch.autograd.grad([seen, (weights @ values).transpose(1, 2)], leaves, up)
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+    assert_close(found, expected)
 
 
 def test_masks_that_are_kept_serve_training_too():

@@ -15,14 +15,11 @@ from keepsight.runtime.method import FullCache
 from keepsight.runtime.methods import SnapKV, StreamingLLM
 from keepsight.runtime.prefill import prefill, read
 from keepsight.runtime.state import Needs
+from tests.close import assert_close
 from tests.runtime.batch import join, stack
 from tests.tiny import FAMILIES, prompt_ids, tiny_model
 
 DTYPES = [torch.float32, torch.bfloat16]
-TOLERANCE: dict[torch.dtype, dict[str, Any]] = {
-    torch.float32: {"atol": 2e-4, "rtol": 1e-4},
-    torch.bfloat16: {"atol": 0.1, "rtol": 0.05},
-}
 RAGGED = SnapKV(12, window=3, pool=Pool(kernel=3), allocate=Adaptive())
 METHODS = [RAGGED, SnapKV(12, window=3, allocate=Pyramid(beta=4)), StreamingLLM(9), StreamingLLM(20), FullCache()]
 
@@ -147,7 +144,7 @@ def test_joined_states_decode_as_they_do_alone(family, dtype):
     for index, state in enumerate(states):
         rows = slice(2 * index, 2 * index + 2)
         _, alone = read(model, state.copy(), tokens[rows])
-        torch.testing.assert_close(logits[rows], alone, **TOLERANCE[dtype])
+        assert_close(logits[rows], alone, dtype)
     if dtype == torch.float32:
         ids = decode(model, join(states), stop_after(6, None), pad_token=0).ids
         answers = [decode(model, state.copy(), stop_after(6, None), pad_token=0).ids for state in states]
@@ -171,12 +168,12 @@ def test_chunked_prefill_then_eviction_equals_the_whole_one(family, allocate, ch
     whole, chunked = (method.start(model, *prompt_ids(30, 13), chunk=each) for each in (None, chunk))
     assert torch.equal(whole.held(), chunked.held())
     for (keys, values, real), (keys2, values2, real2) in zip(whole.entries(), chunked.entries(), strict=True):
-        torch.testing.assert_close(keys, keys2, atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(values, values2, atol=1e-4, rtol=1e-4)
+        assert_close(keys, keys2)
+        assert_close(values, values2)
         assert (real is None) == (real2 is None)
         if real is not None and real2 is not None:
             assert torch.equal(real, real2)
-    torch.testing.assert_close(whole.logits, chunked.logits, atol=1e-4, rtol=1e-4)
+    assert_close(whole.logits, chunked.logits)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -191,13 +188,13 @@ def test_reading_several_tokens_equals_reading_one_by_one(family, dtype, method)
     for column in tokens.split(1, dim=1):
         single, last = read(model, single, column)
         one_by_one.append(last)
-    torch.testing.assert_close(logits, torch.cat(one_by_one, dim=1), **TOLERANCE[dtype])
+    assert_close(logits, torch.cat(one_by_one, dim=1), dtype)
     assert torch.equal(at_once.held(), state.held() + 6)
     assert torch.equal(at_once.tokens, single.tokens)
     assert torch.equal(at_once.lengths, single.lengths)
     for name in ("queries", "received"):
         for pair in zip(getattr(at_once.trace, name), getattr(single.trace, name), strict=True):
-            torch.testing.assert_close(*pair, **TOLERANCE[dtype])
+            assert_close(*pair, dtype)
 
 
 def test_only_the_last_logits_are_computed_where_only_those_are_wanted():
@@ -205,7 +202,7 @@ def test_only_the_last_logits_are_computed_where_only_those_are_wanted():
     state, tokens = RAGGED.start(model, prompt_ids(30)[0]), prompt_ids(5)[0]
     whole, last = (read(model, state.copy(), tokens, logits_to_keep=count) for count in (0, 1))
     assert (whole[1].shape[1], last[1].shape[1]) == (5, 1)
-    torch.testing.assert_close(last[0].logits, whole[0].logits)
+    assert_close(last[0].logits, whole[0].logits)
 
 
 def loop_attention(query, key, value, mask, scaling):
@@ -242,8 +239,7 @@ def test_grouped_attention_equals_its_definition(dtype, by_head, kind, rows, sca
     got = grouped_attention(query, key, value, mask, scaling)
     assert (got.shape, got.dtype) == ((2, rows, 6, 8), dtype)
     expected = loop_attention(query, key, value, mask, scaling or 8**-0.5)
-    tolerance = 1e-5 if dtype == torch.float32 else 0.03
-    torch.testing.assert_close(got.double(), expected, atol=tolerance, rtol=tolerance)
+    assert_close(got.double(), expected, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -265,4 +261,4 @@ def test_the_recording_attention_computes_what_the_model_does(family, dtype, att
             single = model(ids[:1, -13:]).logits
         outputs.append([first, rest, single])
     for before, after in zip(*outputs, strict=True):
-        torch.testing.assert_close(before, after, **TOLERANCE[dtype])
+        assert_close(before, after, dtype)

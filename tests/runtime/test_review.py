@@ -19,6 +19,7 @@ from keepsight.runtime.methods.specache import SpeCache
 from keepsight.runtime.methods.speckv import ModelDrafter
 from keepsight.runtime.prefill import prefill, read
 from keepsight.runtime.saved import save_state
+from tests.close import assert_close
 from tests.runtime.prompt_compression.prompts import small_cascade, small_specpc, tiny_draft
 from tests.runtime.test_ragged import random_cache
 from tests.tiny import prompt_ids, tiny_model
@@ -83,7 +84,7 @@ def test_a_conversation_goes_on_with_packed_entries(method):
         assert torch.equal(conversation.say(turn, max_new_tokens=6, do_sample=False), decoded.ids)
         assert conversation.state is not None
         assert torch.equal(conversation.state.held(), state.held())
-        torch.testing.assert_close(conversation.state.logits, state.logits, atol=1e-4, rtol=1e-4)
+        assert_close(conversation.state.logits, state.logits)
 
 
 def test_ladders_take_the_sinks_of_their_method():

@@ -18,6 +18,7 @@ from keepsight.runtime.methods.oracle import OwnAnswer
 from keepsight.runtime.methods.snapkv import PromptWindow
 from keepsight.runtime.prefill import prefill
 from keepsight.runtime.state import Needs
+from tests.close import assert_close
 from tests.runtime.batch import join
 from tests.runtime.scoring import score_answer
 from tests.tiny import FAMILIES, prompt_ids, tiny_model
@@ -31,15 +32,15 @@ def test_chunked_prefill_equals_whole(family, chunk):
     model = tiny_model(family)
     ids, mask = prompt_ids(40, 23)
     whole, chunked = (prefill(model, ids, mask, chunk=each, needs=Needs(8, received=True)) for each in (None, chunk))
-    torch.testing.assert_close(whole.logits, chunked.logits, atol=1e-4, rtol=1e-4)
+    assert_close(whole.logits, chunked.logits)
     for pair in zip(whole.trace.queries, chunked.trace.queries, strict=True):
-        torch.testing.assert_close(*pair, atol=1e-4, rtol=1e-4)
+        assert_close(*pair)
     for pair in zip(whole.trace.received, chunked.trace.received, strict=True):
-        torch.testing.assert_close(*pair, atol=1e-4, rtol=1e-4)
+        assert_close(*pair)
     real = mask.bool()[:, None, :, None]
     for (keys, values, _), (keys2, values2, _) in zip(entries(whole.cache), entries(chunked.cache), strict=True):
-        torch.testing.assert_close(keys * real, keys2 * real, atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(values * real, values2 * real, atol=1e-4, rtol=1e-4)
+        assert_close(keys * real, keys2 * real)
+        assert_close(values * real, values2 * real)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -62,7 +63,7 @@ def test_evicted_decoding_equals_masked_full_attention(family, method):
     nll, _ = score_answer(model, method.compress(model, prefilled), answer)
     logits = _masked_attention(model, torch.cat([ids, answer], 1), 40, selected)[:, 39:-1]
     expected = torch.nn.functional.cross_entropy(logits.transpose(1, 2), answer, reduction="none")
-    torch.testing.assert_close(nll, expected, atol=2e-4, rtol=1e-4)
+    assert_close(nll, expected)
 
 
 def _masked_attention(model, ids, prompt_length, selected):
@@ -99,7 +100,7 @@ def test_padded_batches_equal_single_prompts(family, method):
     for row, length in enumerate([40, 26, 9]):
         single = ids[row : row + 1, -length:]
         nll, _ = score_answer(model, method.compress(model, prefill(model, single)), answer[row : row + 1])
-        torch.testing.assert_close(batch_nll[row : row + 1], nll, atol=2e-4, rtol=1e-4)
+        assert_close(batch_nll[row : row + 1], nll)
         alone = generate(model, single, method, max_new_tokens=6, do_sample=False)[0]
         assert batch_ids[row, : len(alone)].tolist() == alone.tolist()
 
@@ -146,7 +147,7 @@ def test_snapkv_keeps_its_window_and_pools_the_rest():
     raw = PromptWindow(4)(model, prefilled, "mean")[1][0].view(2, 2, 40).mean(1)
     for entry in range(36):
         expected = raw[:, max(entry - 1, 0) : min(entry + 2, 36)].amax(1)
-        torch.testing.assert_close(importance[:, entry], expected)
+        assert_close(importance[:, entry], expected)
     assert torch.isinf(importance[:, 36:]).all()
 
 

@@ -16,6 +16,7 @@ from keepsight.runtime.drafting.observer import DraftObserver
 from keepsight.runtime.methods.dapq import PromptEnds
 from keepsight.runtime.methods.speckv import ModelDrafter, SpecKV
 from keepsight.runtime.sparse_prefill import SparsePrefill
+from tests.close import assert_close
 from tests.runtime.dense import best, observed, pooled, run_dense
 from tests.runtime.scoring import score_answer
 from tests.tiny import FAMILIES, prompt_ids, tiny_model
@@ -53,7 +54,7 @@ def test_attention_equals_dense_attention_under_the_mask(compute, length, count,
         visible = closed_form(length, band, columns[row].tolist()).repeat_interleave(2, dim=0)
         weights = query[row] @ key[row].repeat_interleave(2, dim=0).transpose(1, 2) * 0.25
         expected = weights.masked_fill(~visible, -torch.inf).softmax(-1) @ value[row].repeat_interleave(2, dim=0)
-        torch.testing.assert_close(output[row].transpose(0, 1), expected, atol=1e-5, rtol=1e-4)
+        assert_close(output[row].transpose(0, 1), expected)
 
 
 def test_the_band_starts_at_a_block():
@@ -130,12 +131,12 @@ def test_the_pass_equals_the_reference(family, length):
     assert draft.shape == (1, 7)
     held, keys, logits = reference(model, ids, draft, 40, 9)
     state = method.start(model, ids)
-    torch.testing.assert_close(state.logits[0], logits, atol=1e-4, rtol=1e-3)
+    assert_close(state.logits[0], logits)
     assert state.lengths.tolist() == [length]
     assert state.cache.get_seq_length() == length
     for layer, each in enumerate(entries(state.cache)):
         for head in range(2):
-            torch.testing.assert_close(each.keys[0, head], keys[layer][head, held[layer][head]], atol=1e-4, rtol=1e-3)
+            assert_close(each.keys[0, head], keys[layer][head, held[layer][head]])
     dense = SpecKV.with_draft(DRAFT, 40, 7, window=9).start(model, ids)
     assert not torch.allclose(dense.logits, state.logits, atol=1e-3)
 
@@ -151,7 +152,7 @@ def test_exactly_vertical_plus_band_is_dense():
         assert all(torch.equal(one.keys, other.keys) for one, other in pairs) is same
     held, keys, _ = reference(model, ids, ModelDrafter(DRAFT, 7).write(model, ids).ids, 40, 9)
     for layer, each in enumerate(entries(sparse.start(model, ids).cache)):
-        torch.testing.assert_close(each.keys[0, 0], keys[layer][0, held[layer][0]], atol=1e-4, rtol=1e-3)
+        assert_close(each.keys[0, 0], keys[layer][0, held[layer][0]])
 
 
 def test_a_draft_that_ends_early_counts_as_it_is():
@@ -186,7 +187,7 @@ def test_batches_equal_single_prompts():
     together, _ = score_answer(model, method.start(model, ids), answer)
     for row in range(2):
         alone, _ = score_answer(model, method.start(model, ids[row : row + 1]), answer[row : row + 1])
-        torch.testing.assert_close(together[row : row + 1], alone, atol=2e-4, rtol=1e-3)
+        assert_close(together[row : row + 1], alone)
 
 
 def test_the_answer_is_evicted_too():

@@ -17,6 +17,7 @@ from keepsight.runtime.methods import AdaKV, PyramidKV, SnapKV, StreamingLLM
 from keepsight.runtime.prefill import prefill, read
 from keepsight.runtime.state import State
 from keepsight.runtime.together import Rows
+from tests.close import assert_close
 from tests.tiny import FAMILIES, prompt_ids, tiny_model
 
 METHODS = [
@@ -54,7 +55,7 @@ def assert_as_alone(
         assert row.shape[0] == len(each)
         if len(each):
             _, alone = read(model, state.copy(), torch.cat([before, each])[None])
-            torch.testing.assert_close(row, alone[0, -len(each) :], atol=2e-4, rtol=1e-4)
+            assert_close(row, alone[0, -len(each) :])
 
 
 COUNTS = [[1] * 8, [5] * 8, [1, 4, 2, 7, 1, 3, 9, 2], [70, 1, 80, 1, 64, 65, 1, 2], [0, 0, 3, 0, 0, 1, 0, 0]]
@@ -94,7 +95,7 @@ def test_values_may_be_wider_or_narrower_than_keys() -> None:
     everything = torch.cat([keys, new_keys], dim=2), torch.cat([values, new_values], dim=2)
     hidden = torch.ones(2, 9, dtype=torch.bool).triu(8)
     weights = (query @ everything[0].repeat_interleave(2, 1).mT * 0.3).masked_fill(hidden, -torch.inf).softmax(-1)
-    torch.testing.assert_close(found, (weights @ everything[1].repeat_interleave(2, 1))[0].transpose(0, 1))
+    assert_close(found, (weights @ everything[1].repeat_interleave(2, 1))[0].transpose(0, 1))
 
 
 def test_the_entries_are_freed_at_once(model: PreTrainedModel) -> None:
@@ -115,7 +116,7 @@ def test_bfloat16() -> None:
     states, tokens = states_of(model), drawn([1, 4, 2, 7, 1, 3, 9, 2])
     for state, new, row in zip(states, tokens, Rows(model, states, 9).read(tokens), strict=True):
         assert row.dtype == torch.float32
-        torch.testing.assert_close(row, read(model, state.copy(), new[None])[1][0], atol=0.1, rtol=0.05)
+        assert_close(row, read(model, state.copy(), new[None])[1][0], torch.bfloat16)
 
 
 @pytest.mark.parametrize("rounds", [1, 3])

@@ -28,6 +28,7 @@ from keepsight.runtime.methods.streamingllm import Earliness, StreamingLLM
 from keepsight.runtime.methods.tova import TOVA
 from keepsight.runtime.prefill import prefill
 from keepsight.runtime.state import Needs
+from tests.close import assert_close
 from tests.models.modules import random_module, save
 from tests.runtime.dense import run_dense
 from tests.runtime.scoring import score_answer
@@ -248,7 +249,7 @@ def test_received_attention_is_the_sum_over_all_queries(family, chunk):
     model, ids = tiny_model(family), prompt_ids(200)[0]
     received = prefill(model, ids, chunk=chunk, needs=Needs(received=True)).trace.received
     for got, (weights, _) in zip(received, _attention(model, ids), strict=True):
-        torch.testing.assert_close(got[0], weights.sum(dim=1), atol=1e-4, rtol=1e-4)
+        assert_close(got[0], weights.sum(dim=1))
 
 
 @pytest.mark.parametrize("name", [*METHODS, *RAGGED[-3:]])
@@ -281,7 +282,7 @@ def test_ragged_decoding_equals_masked_dense_attention(name, family, methods):
     nll, _ = score_answer(model, kept.copy(), answer)
     logits = _masked_logits(model, torch.cat([ids, answer], 1), 50, selected)[:, 49:-1]
     expected = functional.cross_entropy(logits.transpose(1, 2), answer, reduction="none")
-    torch.testing.assert_close(nll, expected, atol=2e-4, rtol=1e-4)
+    assert_close(nll, expected)
     # Token by token, greedily.
     written = decode(model, kept.copy(), stop_after(6, None), pad_token=0).ids
     expected_ids = ids

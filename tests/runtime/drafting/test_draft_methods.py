@@ -16,6 +16,7 @@ from keepsight.runtime.methods.dapq import ConstantText, DapQ, PromptEnds, Rando
 from keepsight.runtime.methods.laq import LAQ, LAQPlus, QueryCache
 from keepsight.runtime.methods.speckv import ModelDrafter, SpecKV
 from keepsight.runtime.prefill import prefill
+from tests.close import assert_close
 from tests.runtime.dense import best, observed, pooled, run_dense
 from tests.runtime.scoring import score_answer
 from tests.tiny import FAMILIES, prompt_ids, tiny_model
@@ -105,7 +106,7 @@ def test_speckv_pools_after_the_reduction():
         ]
         after = pooled(torch.stack([torch.cat(single[:2]).mean(0), torch.cat(single[2:]).mean(0)]))
         before = torch.stack([pooled(torch.cat(single[:2])).mean(0), pooled(torch.cat(single[2:])).mean(0)])
-        torch.testing.assert_close(ours[0, :, :51], after, atol=1e-5, rtol=1e-4)
+        assert_close(ours[0, :, :51], after)
         assert not torch.allclose(after, before, atol=1e-4)
 
 
@@ -215,7 +216,7 @@ def test_laq_stops_guessing_at_an_end_token():
         for row, length in enumerate([40, 33]):
             alone = observer(model, prefill(model, ids[row : row + 1, -length:]), "mean")
             for both, one in zip(together, alone, strict=True):
-                torch.testing.assert_close(both[row, :, -length:], one[0], atol=1e-5, rtol=1e-4)
+                assert_close(both[row, :, -length:], one[0])
 
 
 # DapQ
@@ -267,7 +268,7 @@ def test_padded_batches_equal_single_prompts(family, method):
     together, _ = score_answer(model, method.start(model, ids, mask), answer)
     for row, length in enumerate([60, 38, 12]):
         alone, _ = score_answer(model, method.start(model, ids[row : row + 1, -length:]), answer[row : row + 1])
-        torch.testing.assert_close(together[row : row + 1], alone, atol=3e-4, rtol=1e-3)
+        assert_close(together[row : row + 1], alone)
 
 
 @each_method

@@ -15,6 +15,7 @@ from keepsight.runtime.methods.speckv import ModelDrafter
 from keepsight.runtime.prefill import prefill
 from keepsight.runtime.sparse_prefill import SparsePrefill
 from keepsight.runtime.state import Needs
+from tests.close import assert_close
 from tests.runtime.retrieval.heads import LAYERS, slow_chain, tiny_head
 from tests.tiny import FAMILIES, prompt_ids, tiny_model
 
@@ -93,14 +94,14 @@ def test_specpc_scores_are_the_heads_attention(reduction, lookahead):
     state = prefill(model, ids, needs=Needs(features=LAYERS))
     assert generated.tolist() == ModelDrafter(HEAD, lookahead)(model, state).ids[0].tolist()
     expected = slow_scores(model, ids, 4, generated.tolist(), reduction)
-    torch.testing.assert_close(scores, expected, atol=1e-5, rtol=1e-4)
+    assert_close(scores, expected)
     if lookahead == 5:  # an end token cuts the draft, and with it what observes
         model.generation_config.eos_token_id = int(generated[2])
         cut = generated[: generated.tolist().index(int(generated[2])) + 1]
         scores, generated = method.look(model, ids[0])
         assert torch.equal(generated, cut)
         expected = slow_scores(model, ids, 4, cut.tolist(), reduction)
-        torch.testing.assert_close(scores, expected, atol=1e-5, rtol=1e-4)
+        assert_close(scores, expected)
 
 
 def test_prompts_are_shortened_with_a_head_and_the_cascade_too():

@@ -28,6 +28,7 @@ from keepsight.runtime.method import FullCache
 from keepsight.runtime.prefill import prefill
 from keepsight.runtime.sparse_prefill import SparsePrefill
 from keepsight.runtime.state import Needs, Trace
+from tests.close import assert_close
 from tests.runtime.retrieval.heads import LAYERS, Oracle, slow_chain, tiny_head
 from tests.tiny import FAMILIES, prompt_ids, tiny_model
 
@@ -55,9 +56,9 @@ def require_same(plain, ours):
     assert torch.equal(ours.ids, plain.ids)
     assert torch.equal(ours.state.tokens, plain.state.tokens)
     assert torch.equal(ours.state.lengths, plain.state.lengths)
-    torch.testing.assert_close(ours.state.logits, plain.state.logits, atol=1e-4, rtol=1e-4)
+    assert_close(ours.state.logits, plain.state.logits)
     for mine, theirs in zip(ours.state.entries(), plain.state.entries(), strict=True):
-        torch.testing.assert_close(mine.keys, theirs.keys, atol=1e-4, rtol=1e-4)
+        assert_close(mine.keys, theirs.keys)
         if mine.real is None or theirs.real is None:
             assert mine.real is theirs.real
         else:

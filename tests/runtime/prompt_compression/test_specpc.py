@@ -11,6 +11,7 @@ from keepsight.errors import UserError
 from keepsight.runtime.allocate import Adaptive
 from keepsight.runtime.method import FullCache
 from keepsight.runtime.methods.specpc import select_tokens
+from tests.close import assert_close
 from tests.runtime.prompt_compression.prompts import Fixed, small_cascade, small_specpc, tiny_draft
 from tests.tiny import FAMILIES, prompt_ids, tiny_model
 
@@ -90,7 +91,7 @@ def test_specpc_scores_equal_dense_attention(family, reduction, lookahead):
     expected = draft.model.generate(ids[None], max_new_tokens=lookahead, do_sample=False)[0, 50:]
     assert torch.equal(generated, expected)
     slow = slow_scores(draft.model, ids, 4, expected[:-1], 1, reduction)
-    torch.testing.assert_close(scores, slow, atol=1e-5, rtol=1e-4)
+    assert_close(scores, slow)
     assert method.select(tiny_model(family), ids).tolist() == slow_selection(slow.tolist(), 20, 4, 4, 4, "max")
 
 
@@ -98,7 +99,7 @@ def test_specpc_in_bfloat16():
     draft = Fixed(tiny_model(seed=7).bfloat16())
     method, ids = small_specpc(draft=draft, first_layer=0), prompt_ids(50)[0][0]
     scores, _ = method.look(draft.model, ids)
-    torch.testing.assert_close(scores, slow_scores(draft.model, ids, 4, ids[:0], 0, "max"), atol=0.02, rtol=0.05)
+    assert_close(scores, slow_scores(draft.model, ids, 4, ids[:0], 0, "max"), torch.bfloat16)
     assert generate(draft.model, ids[None], method, max_new_tokens=3, do_sample=False).shape[0] == 1
 
 
@@ -112,7 +113,7 @@ def test_a_draft_that_stops_observes_with_what_it_wrote():
     scores, generated = small_specpc(draft=draft, lookahead=6, first_layer=0).look(tiny_model(), ids)
     assert torch.equal(generated, free[:stop])
     slow = slow_scores(draft.model, ids, 4, free[: stop - 1], 0, "max")
-    torch.testing.assert_close(scores, slow, atol=1e-5, rtol=1e-4)
+    assert_close(scores, slow)
 
 
 def test_first_window_query_has_no_influence():
@@ -120,7 +121,7 @@ def test_first_window_query_has_no_influence():
     draft, ids = tiny_draft(), prompt_ids(30)[0][0]
     scores, _ = small_specpc(draft=draft, window=2, first_layer=2).look(tiny_model(), ids)
     alone, _ = small_specpc(draft=draft, window=1, first_layer=2).look(tiny_model(), ids)
-    torch.testing.assert_close(scores, alone, atol=1e-6, rtol=1e-5)
+    assert_close(scores, alone)
 
 
 @pytest.mark.parametrize(("layers", "first"), [(3, 1), (1, 0), (12, 6), (16, 8), (24, 8)])
@@ -128,7 +129,7 @@ def test_first_layer_is_8_or_half_of_a_small_draft(layers, first):
     draft, ids = tiny_draft(num_hidden_layers=layers), prompt_ids(12)[0][0]
     scores, _ = small_specpc(draft=draft).look(tiny_model(), ids)
     explicit, _ = small_specpc(draft=draft, first_layer=first).look(tiny_model(), ids)
-    torch.testing.assert_close(scores, explicit)
+    assert_close(scores, explicit)
 
 
 def test_a_draft_without_the_first_layer_is_refused():
@@ -152,7 +153,7 @@ def test_cascade_equals_its_definition(prompt_budget, kept):
     whole = FullCache().start(model, short[None])
     for layer, (here, full) in enumerate(zip(state.entries(), whole.entries(), strict=True)):
         for head in range(2):
-            torch.testing.assert_close(here.keys[0, head], full.keys[0, head, expected[layer][head]])
+            assert_close(here.keys[0, head], full.keys[0, head, expected[layer][head]])
     answers = generate(model, ids, method, max_new_tokens=5, do_sample=False)
     again = model.generate(ids, custom_generate=method, max_new_tokens=5, do_sample=False)
     assert torch.equal(again, torch.cat([ids, answers], dim=1))

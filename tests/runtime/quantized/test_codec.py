@@ -5,6 +5,7 @@ import torch
 
 from keepsight.errors import UserError
 from keepsight.runtime.quantized.codec import BITS, Quantizer, pack_codes, unpack_codes
+from tests.close import assert_close
 
 
 def _random(*shape, dtype=torch.float32, seed=0):
@@ -53,7 +54,7 @@ def test_groups_are_quantised_by_the_definition(bits, one_bit):
     ):
         slow_codes, slow_back = _slow(group, bits, one_bit)
         assert codes == slow_codes
-        torch.testing.assert_close(back, torch.tensor(slow_back, dtype=torch.float64), atol=1e-6, rtol=1e-6)
+        assert_close(back, torch.tensor(slow_back, dtype=torch.float64), torch.float32)
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -65,11 +66,11 @@ def test_keys_are_grouped_over_tokens_and_values_over_channels(bits):
         for start in (0, 8):
             for channel in (0, 7, 23):
                 expected = _slow(states[row, head, start : start + 8, channel].tolist(), bits, "middles")[1]
-                assert keys[row, head, start : start + 8, channel].tolist() == pytest.approx(expected, abs=1e-5)
+                assert_close(keys[row, head, start : start + 8, channel], torch.tensor(expected))
         for token in (0, 5, 15):
             for start in (0, 8, 16):
                 expected = _slow(states[row, head, token, start : start + 8].tolist(), bits, "middles")[1]
-                assert values[row, head, token, start : start + 8].tolist() == pytest.approx(expected, abs=1e-5)
+                assert_close(values[row, head, token, start : start + 8], torch.tensor(expected))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

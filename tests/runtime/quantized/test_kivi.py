@@ -15,6 +15,7 @@ from keepsight.runtime.quantized import entries as packed_entries
 from keepsight.runtime.quantized.cache import PackedLayer, packed_layers
 from keepsight.runtime.quantized.codec import Quantizer
 from keepsight.runtime.quantized.entries import PackedEntries
+from tests.close import assert_close
 from tests.runtime.quantized.slow_specache import dequantised
 from tests.runtime.scoring import score_answer
 from tests.tiny import FAMILIES, prompt_ids, tiny_model
@@ -49,7 +50,7 @@ def test_residual_lengths(extra, keys, values):
             dequantised(QUANTIZER, RESIDUAL, _states(length), _states(length, 1)),
             strict=False,
         ):
-            torch.testing.assert_close(found, expected)
+            assert_close(found, expected)
 
 
 @pytest.mark.parametrize("block", [8, 24, 1024])
@@ -67,7 +68,7 @@ def test_attention_equals_dense_attention_over_what_is_unpacked(block, monkeypat
         read_keys = torch.cat([read_keys, keys[:, :, token : token + 1]], dim=2).repeat_interleave(3, dim=1)
         read_values = torch.cat([read_values, values[:, :, token : token + 1]], dim=2).repeat_interleave(3, dim=1)
         weights = (0.25 * queries[:, :, token : token + 1] @ read_keys.transpose(-1, -2)).softmax(dim=-1)
-        torch.testing.assert_close(output[:, token - 50], (weights @ read_values)[:, :, 0], atol=1e-5, rtol=1e-5)
+        assert_close(output[:, token - 50], (weights @ read_values)[:, :, 0])
     assert max(unpacked) <= block
 
 
@@ -103,7 +104,7 @@ def test_many_bits_come_near_the_full_cache(family):
         errors.append((nll - full).abs().mean().item())
     assert errors[2] < errors[1] < errors[0]
     nll, _ = score_answer(model, Kivi(1, 8, 128).start(model, ids), answer)  # all within the residual
-    torch.testing.assert_close(nll, full, atol=1e-4, rtol=1e-4)
+    assert_close(nll, full)
 
 
 def test_prefill_packs_layer_by_layer_to_the_same_state():
@@ -112,11 +113,11 @@ def test_prefill_packs_layer_by_layer_to_the_same_state():
     whole = SMALL.compress(model, prefill(model, ids))
     for chunk in (None, 50, 13, 1):
         state = SMALL.start(model, ids, chunk=chunk)
-        torch.testing.assert_close(state.logits, whole.logits, atol=1e-4, rtol=1e-4)
+        assert_close(state.logits, whole.logits)
         assert (state.length, state.kv_bytes, state.held().tolist()) == (50, whole.kv_bytes, whole.held().tolist())
         for one, other in zip(packed_layers(state.cache), packed_layers(whole.cache), strict=True):
-            torch.testing.assert_close(one.held.recent_values, other.held.recent_values, atol=1e-4, rtol=1e-4)
-            torch.testing.assert_close(one.held.packed_keys.scale, other.held.packed_keys.scale, atol=1e-4, rtol=1e-4)
+            assert_close(one.held.recent_values, other.held.recent_values)
+            assert_close(one.held.packed_keys.scale, other.held.packed_keys.scale)
 
 
 def test_tokens_at_once_equal_tokens_one_by_one():
@@ -127,7 +128,7 @@ def test_tokens_at_once_equal_tokens_one_by_one():
     for token in tokens.split(1, dim=1):
         again, each = read(model, again, token)
         logits.append(each)
-    torch.testing.assert_close(at_once, torch.cat(logits, dim=1), atol=1e-4, rtol=1e-4)
+    assert_close(at_once, torch.cat(logits, dim=1))
     assert state.kv_bytes == again.kv_bytes
 
 
@@ -162,7 +163,7 @@ def test_what_a_method_keeps_can_be_packed(inner):
     alone = inner.start(model, ids)
     expected, _ = score_answer(model, alone.copy(), answer)
     nll, _ = score_answer(model, Kivi(2, 8, 128, inner=inner).start(model, ids), answer)
-    torch.testing.assert_close(nll, expected, atol=1e-4, rtol=1e-4)
+    assert_close(nll, expected)
     packed = Kivi(2, 8, 8, inner=inner).start(model, ids)
     assert torch.equal(packed.held(), alone.held())
     assert packed.kv_bytes < alone.kv_bytes

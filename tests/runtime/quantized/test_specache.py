@@ -18,6 +18,7 @@ from keepsight.runtime.offload import FullEntries, Traffic
 from keepsight.runtime.prefill import prefill, read
 from keepsight.runtime.quantized.cache import PackedState
 from keepsight.runtime.quantized.specache import PairReader, specache_layers
+from tests.close import assert_close
 from tests.runtime.batch import join
 from tests.runtime.quantized.slow_specache import SlowSpeCache
 from tests.runtime.scoring import score_answer
@@ -43,7 +44,7 @@ def test_slots_for_all_entries_give_full_attention(family, speculative):
     ids = prompt_ids(50, 50)[0]
     expected, _ = score_answer(model, FullCache().start(model, ids), _answer(40, 40))
     nll, _ = score_answer(method.reader(model), method.start(model, ids), _answer(40, 40))
-    torch.testing.assert_close(nll, expected, atol=1e-4, rtol=1e-4)
+    assert_close(nll, expected)
 
 
 @pytest.mark.parametrize("heads", ["max", "mean"])
@@ -58,7 +59,7 @@ def test_decoding_equals_a_slow_specache(bits, speculative, heads):
     with torch.no_grad():
         for token in answer.split(1, dim=1):
             state, logits = read(method.reader(model), state, token)
-            torch.testing.assert_close(logits, slow.read(token), atol=1e-4, rtol=1e-4)
+            assert_close(logits, slow.read(token))
 
 
 def test_no_slots_are_kivi():
@@ -68,7 +69,7 @@ def test_no_slots_are_kivi():
         method = _method(0, speculative=speculative)
         state = method.start(model, ids)
         nll, _ = score_answer(method.reader(model), state, _answer(30))
-        torch.testing.assert_close(nll, expected, atol=1e-4, rtol=1e-4)
+        assert_close(nll, expected)
         assert _traffic(state).fetched == 0
 
 
@@ -106,7 +107,7 @@ def test_prefill_layer_by_layer_gives_the_state_of_a_full_prefill():
         state = method.start(model, ids, chunk=chunk)
         assert state.kv_bytes == whole.copy().kv_bytes - _grown_bytes()
         nll, _ = score_answer(method.reader(model), state, _answer(20))
-        torch.testing.assert_close(nll, expected, atol=1e-4, rtol=1e-4)
+        assert_close(nll, expected)
 
 
 def _grown_bytes():
@@ -128,12 +129,12 @@ def test_an_interrupted_step_changes_nothing(failing, monkeypatch):
             with pytest.raises(KeyboardInterrupt):
                 read(method.reader(model), state, token)
         state, logits = read(method.reader(model), state, token)
-        torch.testing.assert_close(logits, wanted)
+        assert_close(logits, wanted)
     assert state.kv_bytes == expected.kv_bytes
     for one, other in zip(specache_layers(state.cache), specache_layers(expected.cache), strict=True):
         everything = [layer.full.fetch(torch.arange(64).expand(1, KV_HEADS, -1)).wait() for layer in (one, other)]
-        torch.testing.assert_close(everything[0].keys, everything[1].keys)
-        torch.testing.assert_close(everything[0].values, everything[1].values)
+        assert_close(everything[0].keys, everything[1].keys)
+        assert_close(everything[0].values, everything[1].values)
 
 
 def _interrupt(*args, **kwargs):
@@ -155,7 +156,7 @@ def test_copies_go_their_own_ways():
         logits[1].append(second)
     for each, answer, nll in zip(logits, answers, expected, strict=True):
         found = torch.nn.functional.cross_entropy(torch.cat(each, 1).transpose(1, 2), answer, reduction="none")
-        torch.testing.assert_close(found, nll, atol=1e-4, rtol=1e-4)
+        assert_close(found, nll)
 
 
 def test_bytes_on_the_device_and_bytes_moved():
@@ -237,7 +238,7 @@ def test_a_plain_model_reads_without_guessing():
     assert without.reader(model) is model
     one, _ = score_answer(model, with_guess.start(model, ids), _answer(20))
     other, _ = score_answer(model, without.start(model, ids), _answer(20))
-    torch.testing.assert_close(one, other)
+    assert_close(one, other)
 
 
 def test_more_entries_than_the_cache_has_are_refused():

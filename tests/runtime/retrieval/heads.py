@@ -5,6 +5,7 @@ from torch import nn
 from transformers import LlamaConfig
 
 from keepsight.models.draft_head import DraftHead
+from tests.close import assert_close
 from tests.models.slow_heads import causal_attend
 
 LAYERS = (0, 1, 2)
@@ -84,7 +85,7 @@ class Oracle(nn.Module):
         # The rows' positions pass through the attention as values: a cache that lost a row or kept one would show.
         own = positions[:, None, :, None].float().expand(1, 1, rows, 2)
         seen = attend(torch.zeros_like(own), torch.zeros_like(own), own)[:, :, 0, :1]
-        torch.testing.assert_close(seen[..., 0], positions.float() / 2)
+        assert_close(seen[..., 0], positions.float() / 2)
         return positions[..., None].float()
 
     def logits(self, hidden):

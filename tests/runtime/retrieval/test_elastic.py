@@ -12,6 +12,7 @@ from keepsight.errors import UserError
 from keepsight.runtime.offload import Traffic
 from keepsight.runtime.retrieval.elastic import Arrangement, ElasticLayer
 from keepsight.runtime.sparse_read.cache import Selection
+from tests.close import assert_close
 from tests.runtime.retrieval.walks import WIDTH, Walk, by_loops, step
 
 ENTRY = 2 * WIDTH * 4
@@ -60,9 +61,9 @@ def test_elastic_loading_equals_reloading_everything_and_a_layer_on_the_device(w
     for chosen, states in walk.steps(count):
         before = resident.keys.clone(), resident.values.clone()
         expected = step(resident, chosen, states)
-        torch.testing.assert_close(by_loops(*before, chosen, walk.padding, states), expected)
-        torch.testing.assert_close(step(elastic, chosen, states), expected)
-        torch.testing.assert_close(step(reloading, chosen, states), expected)
+        assert_close(by_loops(*before, chosen, walk.padding, states), expected)
+        assert_close(step(elastic, chosen, states), expected)
+        assert_close(step(reloading, chosen, states), expected)
     for mine, its in zip(elastic.entries(), resident.entries(), strict=True):
         torch.testing.assert_close(mine, its, atol=0, rtol=0)
     assert elastic.get_seq_length() == resident.get_seq_length()
@@ -125,7 +126,7 @@ def test_layers_share_one_change_and_what_moves_later_joins_them():
         if number == 5:
             second = ElasticLayer.from_layer(second, first.slots.arrangement, Traffic())
         step(first, chosen, states)
-        torch.testing.assert_close(step(second, chosen, states), step(plain, chosen, states))
+        assert_close(step(second, chosen, states), step(plain, chosen, states))
         if number >= 5:
             assert second.slots.arrangement is first.slots.arrangement
     assert second.full.traffic.fetched < 4 * 2 * 7 * ENTRY
@@ -141,7 +142,7 @@ def test_a_copy_goes_its_own_way():
     for offset, pair in ((1, copies), (2, (layer, plain)), (3, copies)):
         other = Walk(2, 2, 6, pair[0].get_seq_length(), padding=[0, 3], seed=offset)
         for chosen, states in other.steps(4):
-            torch.testing.assert_close(step(pair[0], chosen, states), step(pair[1], chosen, states))
+            assert_close(step(pair[0], chosen, states), step(pair[1], chosen, states))
 
 
 @pytest.mark.parametrize("removed", [1, 4])
@@ -156,7 +157,7 @@ def test_tokens_that_were_taken_back_leave_no_trace(removed):
         held = layer.get_seq_length()
         chosen = Selection(torch.arange(held - 8, held).expand(1, 2, -1), None)
         (_, states) = next(walk.steps(1))
-        torch.testing.assert_close(step(layer, chosen, states), step(plain, chosen, states))
+        assert_close(step(layer, chosen, states), step(plain, chosen, states))
         layer.prepare(Selection(torch.arange(held - 7, held + 1).expand(1, 2, -1), None))  # announced, and not read
 
 
@@ -182,7 +183,7 @@ def test_what_was_announced_and_not_read_is_of_no_matter():
         plain.append(*states[1:])
         gathered, expected = (each.gather(chosen)[:2] for each in (layer, plain))
         attended = [scaled_dot_product_attention(states[0][:, :2], *each) for each in (gathered, expected)]
-        torch.testing.assert_close(attended[0], attended[1])
+        assert_close(attended[0], attended[1])
 
 
 def test_keys_and_values_of_different_widths():
@@ -199,4 +200,4 @@ def test_keys_and_values_of_different_widths():
         elastic.append(key, value)
         expected = query[:, :2], keys.take_along_dim(places, dim=2), values.take_along_dim(places, dim=2)
         gathered = query[:, :2], *elastic.gather(chosen)[:2]
-        torch.testing.assert_close(scaled_dot_product_attention(*gathered), scaled_dot_product_attention(*expected))
+        assert_close(scaled_dot_product_attention(*gathered), scaled_dot_product_attention(*expected))

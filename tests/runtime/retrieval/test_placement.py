@@ -15,6 +15,7 @@ from keepsight.runtime.retrieval.memory_plan import plan_for
 from keepsight.runtime.retrieval.placement import Placement, elastic_layers
 from keepsight.runtime.retrieval.reader import retrieval_cache
 from keepsight.runtime.sparse_read.cache import LayerSelector, SelectedLayer, SelectedState, Selection, real_mask
+from tests.close import assert_close
 from tests.models.retrieval_heads import tiny_retrieval_head
 from tests.tiny import prompt_ids, tiny_model
 
@@ -93,7 +94,7 @@ def test_a_long_answer_never_exceeds_its_limit(lengths):
     plan = _plan(model, 32)
     expected, unlimited, _ = _answer(model, None, steps, *lengths)
     logits, reader, _ = _answer(model, Placement(BUDGET, CPU, plan=plan), steps, *lengths)
-    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+    assert_close(logits, expected)
     assert torch.equal(logits.argmax(dim=-1), expected.argmax(dim=-1))
     moved_at: dict[int, int] = {}
     for length, on_cpu, held in zip(range(PROMPT + 1, PROMPT + steps + 1), reader.on_cpu, reader.bytes, strict=True):
@@ -122,7 +123,7 @@ def test_layers_that_lie_on_the_cpu_whatever_the_length():
     expected, _, _ = _answer(model, None, 20, PROMPT, PROMPT)
     for least, on_cpu in ((1, 1), (3, 3), (99, 3)):
         logits, reader, state = _answer(model, Placement(BUDGET, CPU, least), 20, PROMPT, PROMPT)
-        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+        assert_close(logits, expected)
         assert all(sum(each) == on_cpu for each in reader.on_cpu)
         layers = elastic_layers(state.cache.layers)
         assert len({id(layer.full.traffic) for layer in layers}) == 1
@@ -172,7 +173,7 @@ def test_specontext_reads_the_same_wherever_its_layers_lie(lengths):
     for count in (1, 3):
         method = _method(offload=count)
         logits, found = _read_on(model, method, method.start(model, ids, mask), answer)
-        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+        assert_close(logits, expected)
         assert found[0].kv_bytes < states[0].kv_bytes
         assert (found[-1].length, found[-1].held().tolist()) == (100, states[-1].held().tolist())
         assert len(elastic_layers(found[-1].cache.layers)) == count
@@ -197,7 +198,7 @@ def test_specontext_never_exceeds_its_limit():
         assert plan.weights_held + device_bytes(state.cache.layers) + keys <= plan.limit
         assert on_cpu[-1] == plan.layers_on_cpu(ROWS * length)
     assert sorted(set(on_cpu)) == [0, 1, 2, 3]
-    torch.testing.assert_close(torch.cat(logits, dim=1), expected, atol=1e-4, rtol=1e-4)
+    assert_close(torch.cat(logits, dim=1), expected)
 
 
 def test_a_prompt_that_can_never_fit_is_refused_before_it_is_read():
@@ -231,7 +232,7 @@ def test_an_interrupted_step_changes_nothing(failing, monkeypatch):
             with pytest.raises(KeyboardInterrupt):
                 read(reader, state, (token + 1) % 128)
         state, logits = read(reader, state, token)
-        torch.testing.assert_close(logits, wanted, atol=1e-4, rtol=1e-4)
+        assert_close(logits, wanted)
 
 
 def _interrupt(*args, **kwargs):
@@ -244,4 +245,4 @@ def test_copies_of_an_offloaded_state_go_their_own_ways():
     answers = [prompt_ids(10, 10, seed=seed)[0] for seed in (1, 2)]
     expected = [_read_on(model, method, method.start(model, prompt_ids(40, 23)[0]), each)[0] for each in answers]
     for copied, answer, wanted in zip((state.copy(), state), answers, expected, strict=True):
-        torch.testing.assert_close(_read_on(model, method, copied, answer)[0], wanted, atol=1e-4, rtol=1e-4)
+        assert_close(_read_on(model, method, copied, answer)[0], wanted)

@@ -18,6 +18,7 @@ from keepsight.runtime.prefill import prefill, read
 from keepsight.runtime.retrieval.reader import retrieval_cache
 from keepsight.runtime.sparse_read.cache import SelectedLayer, Selection
 from keepsight.runtime.state import Needs
+from tests.close import assert_close
 from tests.models.retrieval_heads import tiny_retrieval_head
 from tests.runtime.scoring import score_answer
 from tests.runtime.sparse_read.slow_selection import SlowReader, everything, top_attention, top_pages
@@ -67,7 +68,7 @@ def test_a_budget_for_all_entries_gives_full_attention(family: str, kv_heads: in
     ids, mask = prompt_ids(50, 33, 41)
     expected = read(model, FullCache().start(model, ids, mask), answer_of(30, 30, 30))[1]
     logits = read(method.reader(model), method.start(model, ids, mask), answer_of(30, 30, 30))[1]
-    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
+    assert_close(logits, expected)
 
 
 @each_method
@@ -110,7 +111,7 @@ def test_few_entries_equal_slow_loops(options: dict[str, int], kv_heads: int, na
     for token in answer.split(1, dim=1):
         state, logits = read(reader, state, token)
         plain, dense = read(model, plain, token)
-        torch.testing.assert_close(logits, slow.read(token), atol=1e-4, rtol=1e-4)
+        assert_close(logits, slow.read(token))
         differs |= not torch.allclose(logits, dense, atol=1e-3)
     assert differs
 
@@ -138,7 +139,7 @@ def test_batch_equals_single(name: str) -> None:
     for row, length in enumerate(lengths):
         state = method.start(model, ids[row : row + 1, -length:])
         alone = read(method.reader(model), state, answer[row : row + 1])[1]
-        torch.testing.assert_close(together[row : row + 1], alone, atol=1e-4, rtol=1e-4)
+        assert_close(together[row : row + 1], alone)
 
 
 @each_method
@@ -151,7 +152,7 @@ def test_several_tokens_at_once_equal_one_by_one(name: str) -> None:
     for token in answer.split(1, dim=1):
         state, logits = read(reader, state, token)
         parts.append(logits)
-    torch.testing.assert_close(torch.cat(parts, dim=1), expected, atol=1e-4, rtol=1e-4)
+    assert_close(torch.cat(parts, dim=1), expected)
     assert torch.equal(state.lengths, at_once.lengths) and state.length == at_once.length == 61
 
 
@@ -161,7 +162,7 @@ def test_a_chunked_prefill_changes_nothing(name: str) -> None:
     ids, mask = prompt_ids(40, 29)
     whole, chunked = (method.start(model, ids, mask, chunk=chunk) for chunk in (None, 7))
     expected, logits = (read(method.reader(model), each, answer_of(9, 9))[1] for each in (whole, chunked))
-    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+    assert_close(logits, expected)
 
 
 @each_method
@@ -179,7 +180,7 @@ def test_a_copy_goes_on_by_itself(name: str) -> None:
     assert copy.kv_bytes == state.kv_bytes
     logits = read(reader, copy, other)[1], read(reader, state, one)[1]
     for each, wanted in zip(logits, expected, strict=True):
-        torch.testing.assert_close(each, wanted[:, 21:], atol=1e-5, rtol=1e-5)
+        assert_close(each, wanted[:, 21:])
 
 
 @each_method
@@ -190,7 +191,7 @@ def test_bfloat16(name: str) -> None:
     ids, mask = prompt_ids(40, 25)
     expected = read(model, FullCache().start(model, ids, mask), answer_of(9, 9))[1]
     logits = read(method.reader(model), method.start(model, ids, mask), answer_of(9, 9))[1]
-    torch.testing.assert_close(logits, expected, atol=0.2, rtol=0.1)
+    assert_close(logits, expected, torch.bfloat16)
     few = generate(model, ids, replace(method, budget=12), attention_mask=mask, max_new_tokens=8, do_sample=False)
     assert few.shape[0] == 2
 
@@ -231,7 +232,7 @@ def test_an_interrupted_step_changes_nothing(failing: int, features: str, monkey
     monkeypatch.undo()
     assert {layer.seen for layer in retrieval_cache(state.cache).selected_layers} == {43}
     rest = read(reader, state, answer[:, 3:])[1]
-    torch.testing.assert_close(torch.cat([first, rest], dim=1), expected, atol=1e-5, rtol=1e-5)
+    assert_close(torch.cat([first, rest], dim=1), expected)
 
 
 def test_the_head_says_what_all_layers_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,7 +268,7 @@ def test_ratios_count_the_prompt() -> None:
             read(method.reader(model), method.start(model, ids), answer_of(9))[1]
             for method in (method_of(name, 20), method_of(name, 0.5))
         )
-        torch.testing.assert_close(ratio, few)
+        assert_close(ratio, few)
 
 
 def test_a_head_of_few_positions_is_extended() -> None:

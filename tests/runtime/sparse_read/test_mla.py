@@ -19,6 +19,7 @@ from keepsight.runtime.retrieval.reader import retrieval_cache
 from keepsight.runtime.sparse_read.cache import SelectedLayer, Selection, selected_layers
 from keepsight.runtime.sparse_read.mla import Expansion, LatentLayer, expanded, layers_of, reader_of
 from keepsight.runtime.state import Needs
+from tests.close import assert_close
 from tests.models.retrieval_heads import tiny_deepseek, tiny_retrieval_head
 from tests.runtime.sparse_read.slow_selection import SlowReader, everything, top_attention, top_pages
 from tests.tiny import prompt_ids, tiny_model
@@ -65,7 +66,7 @@ def test_a_budget_for_all_entries_gives_full_attention(name: str, lengths: tuple
     answer = answer_of(*[12] * len(lengths))
     expected = read(model, FullCache().start(model, ids, mask), answer)[1]
     state, reader = start(model, method, ids, mask, chunk=16)
-    torch.testing.assert_close(read(reader, state, answer)[1], expected, atol=1e-4, rtol=1e-4)
+    assert_close(read(reader, state, answer)[1], expected)
 
 
 @each_method
@@ -88,7 +89,7 @@ def test_few_entries_equal_slow_loops_over_expanded_entries(name: str) -> None:
     for token in answer.split(1, dim=1):
         state, logits = read(reader, state, token)
         plain, dense = read(model, plain, token)
-        torch.testing.assert_close(logits, slow.read(token), atol=1e-4, rtol=1e-4)
+        assert_close(logits, slow.read(token))
         assert len({tuple(places) for places in slow.read_last[-1]}) == HEADS
         differs |= not torch.allclose(logits, dense, atol=1e-3)
     assert differs
@@ -105,7 +106,7 @@ def test_batch_equals_single(name: str) -> None:
     for row, length in enumerate(lengths):
         state, reader = start(model, method, ids[row : row + 1, -length:])
         alone = read(reader, state, answer[row : row + 1])[1]
-        torch.testing.assert_close(together[row : row + 1], alone, atol=1e-4, rtol=1e-4)
+        assert_close(together[row : row + 1], alone)
 
 
 @pytest.mark.parametrize("budget", [5, 1000])
@@ -120,7 +121,7 @@ def test_latents_give_what_expanded_entries_give(budget: int) -> None:
     for token in answer_of(8, 8).split(1, dim=1):
         latent, logits = read(method.reader(model), latent, token)
         wide, expected = read(method.reader(model), wide, token)
-        torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
+        assert_close(logits, expected)
 
 
 def test_bytes_are_those_of_the_latents() -> None:
@@ -167,8 +168,8 @@ def test_gather_equals_the_models_own_expansion() -> None:
             for place, entry in enumerate([*indices[row, head].tolist(), 11]):
                 latent, rotated = layer.keys[row, 0, entry], layer.values[row, 0, entry]
                 both = model.model.layers[1].self_attn.kv_b_proj(latent).view(HEADS, NOPE + VALUE)[head]
-                torch.testing.assert_close(keys[row, head, place], torch.cat([both[:NOPE], rotated]))
-                torch.testing.assert_close(values[row, head, place], both[NOPE:])
+                assert_close(keys[row, head, place], torch.cat([both[:NOPE], rotated]))
+                assert_close(values[row, head, place], both[NOPE:])
 
 
 def test_copies_go_on_by_themselves() -> None:
@@ -177,7 +178,7 @@ def test_copies_go_on_by_themselves() -> None:
     other = state.copy()
     expected = read(reader, state, answer_of(6))[1]
     read(reader, other.copy(), answer_of(6).flip(1))
-    torch.testing.assert_close(read(reader, other, answer_of(6))[1], expected)
+    assert_close(read(reader, other, answer_of(6))[1], expected)
 
 
 def test_an_interrupted_step_leaves_the_cache_as_it_was() -> None:
@@ -189,7 +190,7 @@ def test_an_interrupted_step_leaves_the_cache_as_it_was() -> None:
         read(reader, state, answer_of(1))
     failing.remove()
     assert [layer.get_seq_length() for layer in state.cache.layers] == [30] * LAYERS
-    torch.testing.assert_close(read(reader, state, answer_of(1))[1], expected)
+    assert_close(read(reader, state, answer_of(1))[1], expected)
 
 
 def test_other_models_are_left_as_they_are() -> None:

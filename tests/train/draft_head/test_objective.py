@@ -13,6 +13,7 @@ from keepsight.train.dataset import collate
 from keepsight.train.draft_head.init import frequent_tokens, new_draft_head
 from keepsight.train.draft_head.measure import measure_draft_head
 from keepsight.train.draft_head.objective import DraftHeadObjective
+from tests.close import assert_close
 from tests.tiny import FAMILIES
 from tests.train.draft_head.head_runs import deep_model, head_objective, head_settings, objective_of
 from tests.train.runs import samples
@@ -80,13 +81,13 @@ def test_loss_and_gradients_equal_drafting_row_by_row(family):
     model, head = objective._target[0], objective.head
     ids = torch.tensor(samples()[1].prompt_ids)
     found, expected = objective.text_loss(ids), reference_loss(model, head, ids, unroll=4, decay=0.8)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert_close(found, expected)
     learned = dict(head.named_parameters())
     ours = torch.autograd.grad(found, list(learned.values()))
     theirs = torch.autograd.grad(expected, list(learned.values()))
     for name, first, second in zip(learned, ours, theirs, strict=True):
         assert second.abs().max() > 1e-6, name
-        torch.testing.assert_close(first, second, rtol=1e-3, atol=1e-5)
+        assert_close(first, second)
 
 
 @pytest.mark.parametrize("length", [2, 3, 4])
@@ -94,7 +95,7 @@ def test_texts_shorter_than_the_unrolling(length):
     objective = head_objective()
     ids = torch.tensor(samples()[0].prompt_ids[:length])
     expected = reference_loss(objective._target[0], objective.head, ids, unroll=4, decay=0.8)
-    torch.testing.assert_close(objective.text_loss(ids), expected, rtol=1e-5, atol=1e-5)
+    assert_close(objective.text_loss(ids), expected)
 
 
 def test_a_batch_is_the_mean_of_its_samples_whatever_their_lengths():
@@ -103,13 +104,13 @@ def test_a_batch_is_the_mean_of_its_samples_whatever_their_lengths():
     batch = collate(few)
     assert batch.pop("indices") == [0, 3, 6, 9, 12]
     alone = [objective.text_loss(torch.tensor(row["prompt_ids"] + row["answer_ids"])) for row in few]
-    torch.testing.assert_close(objective(**batch)["loss"], torch.stack(alone).mean())
+    assert_close(objective(**batch)["loss"], torch.stack(alone).mean())
 
 
 def test_long_texts_are_cut_at_the_end():
     objective = head_objective(settings=head_settings(max_tokens=10))
     ids = torch.tensor(samples()[0].prompt_ids)
-    torch.testing.assert_close(objective.text_loss(ids), head_objective().text_loss(ids[:10]))
+    assert_close(objective.text_loss(ids), head_objective().text_loss(ids[:10]))
     assert not torch.equal(objective.text_loss(ids), head_objective().text_loss(ids))
 
 

@@ -1,7 +1,6 @@
 """The two-pass objective against one pass over everything, written out the slow way; batches; the divergence."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import pytest
 import torch
@@ -13,10 +12,10 @@ from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.train.dataset import Batch, SampleDataset, collate
 from keepsight.train.lookahead.objective import LookaheadObjective, importance_divergence
+from tests.close import assert_close
 from tests.tiny import FAMILIES, tiny_model
 
 SHAPE = LookaheadSettings(tokens=5, rank=2, alpha=8)
-CLOSE: dict[str, Any] = {"atol": 1e-6, "rtol": 1e-5}
 
 
 def random_objective(family: str = "llama") -> LookaheadObjective:
@@ -123,10 +122,10 @@ def test_two_passes_equal_one_pass_in_loss_and_gradients(family):
     expected, slow = one_pass(objective, family, sample)
     loss, found = two_pass(objective, [sample])
     assert loss.item() > 0.05
-    torch.testing.assert_close(loss, expected, **CLOSE)
+    assert_close(loss, expected)
     assert len(found) == 1 + 2 * (7 + 7 + 2)
     assert all(gradient.abs().max() > 1e-4 for gradient in slow.values())
-    torch.testing.assert_close(found, slow, **CLOSE)
+    assert_close(found, slow)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -136,9 +135,9 @@ def test_a_padded_batch_equals_the_mean_of_single_passes(family):
     rows = samples((40, 3), (9, 14), (23, 8))
     singles = [one_pass(objective, family, sample) for sample in rows]
     loss, found = two_pass(objective, rows)
-    torch.testing.assert_close(loss, torch.stack([single for single, _ in singles]).mean(), **CLOSE)
+    assert_close(loss, torch.stack([single for single, _ in singles]).mean())
     means = {name: torch.stack([single[name] for _, single in singles]).mean(dim=0) for name in found}
-    torch.testing.assert_close(found, means, **CLOSE)
+    assert_close(found, means)
 
 
 def test_the_importance_of_a_padded_row_is_that_of_the_row_alone():
@@ -150,7 +149,7 @@ def test_the_importance_of_a_padded_row_is_that_of_the_row_alone():
         for layers, single in zip(padded, alone, strict=True):
             for layer, expected in zip(layers, single, strict=True):
                 size = len(sample.prompt_ids)
-                torch.testing.assert_close(layer[place, :, -size:], expected[0], **CLOSE)
+                assert_close(layer[place, :, -size:], expected[0])
                 assert torch.all(layer[place, :, :-size] == 0)
 
 
@@ -241,7 +240,7 @@ def test_the_divergence_is_the_mean_kl_of_the_normalised_rows():
     true, guess = (Categorical(logits=torch.stack(layers).log()) for layers in (target, predicted))
     expected = kl_divergence(true, guess).mean()
     assert expected > 0.1
-    torch.testing.assert_close(importance_divergence(target, predicted), expected, **CLOSE)
+    assert_close(importance_divergence(target, predicted), expected)
     reverse = importance_divergence(predicted, target)
     assert abs(reverse - expected) > 1e-2, "the direction matters: target first"
 
@@ -260,7 +259,7 @@ def test_the_divergence_ignores_padding():
     target, predicted = random_importance(1, 4, 30, seed=1), random_importance(1, 4, 30, seed=2)
     padding = torch.zeros(1, 4, 11)
     padded = importance_divergence([torch.cat([padding, target], -1)], [torch.cat([padding, predicted], -1)])
-    torch.testing.assert_close(padded, importance_divergence([target], [predicted]), **CLOSE)
+    assert_close(padded, importance_divergence([target], [predicted]))
 
 
 def test_the_divergence_refuses_layers_that_do_not_pair():

@@ -17,6 +17,7 @@ from keepsight.train.dataset import hold_out
 from keepsight.train.lookahead.measure import measure_lookahead
 from keepsight.train.lookahead.objective import LookaheadObjective
 from keepsight.train.lookahead.trainer import LookaheadTrainer
+from tests.close import assert_close
 from tests.tiny import FAMILIES
 from tests.train.runs import (
     checkpoints,
@@ -135,7 +136,7 @@ def test_accumulated_batches_equal_one_batch(tmp_path):
         assert set(split_gradients) == set(gradients)
         for name, value in gradients.items():
             assert value.abs().max() > 1e-5, name
-            torch.testing.assert_close(split_gradients[name], value, atol=1e-5, rtol=1e-4)
+            assert_close(split_gradients[name], value)
 
 
 def test_prompts_of_similar_length_share_a_batch(tmp_path):

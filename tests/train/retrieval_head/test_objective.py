@@ -13,6 +13,7 @@ from keepsight.train.retrieval_head.objective import (
     read_target,
     soften,
 )
+from tests.close import assert_close
 from tests.models.retrieval_heads import LAYERS, target_for, tiny_deepseek, tiny_retrieval_head
 from tests.tiny import tiny_model
 from tests.train.runs import samples
@@ -68,7 +69,7 @@ def test_importance_is_that_of_dense_attention(name, queries):
         expected = slow_importance(MODELS[name](), tokens, kv_heads)
         shown = min(rows, len(tokens))
         measured = read.importance[row, :, -shown:, length - len(tokens) :]
-        torch.testing.assert_close(measured, expected[:, -shown:], atol=1e-5, rtol=1e-4)
+        assert_close(measured, expected[:, -shown:])
         assert (read.importance[row, :, -shown:, : length - len(tokens)] == 0).all()
 
 
@@ -125,7 +126,7 @@ def test_scores_and_loss_are_those_of_loops(kv_heads, features):
     for row, tokens in enumerate(ids):
         expected = slow_scores(head, target_for(kv_heads), tokens)[:, -6:]
         measured = scores[row, :, :, -len(tokens) :].exp()
-        torch.testing.assert_close(measured, expected, atol=1e-5, rtol=1e-3)
+        assert_close(measured, expected)
         true = slow_importance(target_for(kv_heads), tokens, kv_heads)[:, -6:]
         for kv_head in range(kv_heads):
             for step in range(6):
