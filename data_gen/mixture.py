@@ -9,8 +9,6 @@ from dataclasses import MISSING, dataclass, fields
 from functools import lru_cache
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-
 from keepsight.data_gen.code import CodeCompletion, CodeQuestions
 from keepsight.data_gen.documentation import Documentation, Passages
 from keepsight.data_gen.everyday import Everyday
@@ -63,15 +61,13 @@ class Mixture:
     entries: tuple[Entry, ...]
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any] | DictConfig) -> "Mixture":
+    def from_config(cls, config: Mapping[str, Any]) -> "Mixture":
         """Build a mixture from `min_tokens`, `max_tokens` and a list `sources` of `kind`, `weight` and options.
 
         Raises:
             UserError: a key, a kind, an option or a value is wrong, or a file is missing.
         """
-        values = OmegaConf.to_container(config, resolve=True) if isinstance(config, DictConfig) else dict(config)
-        if not isinstance(values, dict):
-            raise UserError(f"mixture: expected keys with values, got {type(values).__name__}")
+        values = dict(config)
         _check_names("mixture", "key", values, ("min_tokens", "max_tokens", "sources"))
         sources = values.get("sources")
         if not isinstance(sources, list) or not sources:

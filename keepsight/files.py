@@ -122,13 +122,21 @@ def require_writable(out: Path, folder: bool = True) -> None:
     """
     if out.exists() and out.is_dir() != folder:
         raise UserError(f"out={out} is a {'file' if folder else 'folder'}; name a {'folder' if folder else 'file'}")
-    nearest = out if folder else out.parent
-    while not nearest.exists():
-        nearest = nearest.parent
+    nearest = _nearest(out if folder else out.parent)
     if not nearest.is_dir():
         raise UserError(f"out={out} lies in {nearest}, which is a file; choose another out=")
     if not os.access(nearest, os.W_OK | os.X_OK):
         raise UserError(f"out={out}: {nearest} cannot be written to; choose another out=")
+
+
+def free_bytes(path: Path) -> int:
+    """The room that is left on the disk of a path that need not exist."""
+    return shutil.disk_usage(_nearest(path)).free
+
+
+def _nearest(path: Path) -> Path:
+    """The path, or the first folder above it that exists."""
+    return next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
 
 
 def write_text(path: Path, text: str) -> None:
@@ -216,14 +224,19 @@ def _lines(path: Path, kind: Any) -> Iterator[tuple[int, Any]]:
 
 
 def whole_lines(path: Path, kind: Any = Row) -> list[Any]:
-    """`read_jsonl` as a list, empty if the file is missing. A last line torn by a kill is removed from the file."""
+    """`read_jsonl` as a list, empty if the file is missing; a last line torn by a kill is removed from the file."""
     if not path.exists():
         return []
+    cut_torn_line(path)
+    return list(read_jsonl(path, kind))
+
+
+def cut_torn_line(path: Path) -> None:
+    """Remove a last line without an end, which a kill has torn, from a file."""
     text = path.read_bytes()
     whole = text.rfind(b"\n") + 1
     if whole < len(text):
         os.truncate(path, whole)
-    return list(read_jsonl(path, kind))
 
 
 def append_lines(path: Path, rows: Iterable[Row]) -> None:

@@ -1,7 +1,7 @@
 """JSON that says when it was changed, read as values of known types. Every folder may import this file.
 
-The text of an object begins with a digest of what follows: `{"_sha256": "16 hexadecimal digits", ...}`. It is no part of
-the value. JSON from elsewhere has none and is read as it is.
+The text of an object begins with a digest of what follows: `{"_sha256": "16 hexadecimal digits", ...}`, which is no
+part of the value. JSON from elsewhere has none and is read as it is.
 """
 
 import hashlib
@@ -39,7 +39,7 @@ def from_json(text: bytes, kind: Any = Any) -> Any:
     if digest := _DIGEST.match(text):
         rest = text[digest.end() :]
         if _digest(rest) != digest[1].decode():
-            raise ValueError("changed since it was written: it differs from the digest at its start")
+            raise ValueError("changed or cut off since it was written (the digest at its start differs)")
         text = b"{" + rest
     try:
         return _adapter(kind).validate_json(text, strict=True, extra="forbid")

@@ -61,6 +61,11 @@ class Target:
         return int(pad)
 
     @property
+    def vocabulary(self) -> int:
+        """One more than its largest token id."""
+        return int(self.model.config.get_text_config().vocab_size)
+
+    @property
     def template_digest(self) -> str:
         """`sha256:...` of the chat template; of the empty text when there is none."""
         return text_digest(str(self.tokenizer.chat_template or ""))

@@ -83,7 +83,7 @@ def _samples(config: Config, target: Target) -> tuple[list[TrainingSample], str]
     longest = config.prompt_tokens[1]
     if not config.data:
         _answer(config, target, folder, wanted)
-    samples, manifest = read_training_samples(folder, target.name, target.template_digest)
+    samples, manifest = read_training_samples(folder, target.name, target.template_digest, target.vocabulary)
     if config.data:
         samples = [sample for sample in samples if len(sample.prompt_ids) <= longest]
     if len(samples) < wanted:

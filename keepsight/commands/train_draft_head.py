@@ -59,7 +59,7 @@ def run(config: Config) -> None:
     settings = config.draft_head
     settings.check()
     target, out = target_of(config), Path(config.out)
-    samples, manifest = read_training_samples(Path(config.data), target.name, target.template_digest)
+    samples, manifest = read_training_samples(Path(config.data), target.name, target.template_digest, target.vocabulary)
     set_seed(settings.train.seed)
     head = _head(config, target, samples)
     reader = _reader(config, target, head, samples, manifest["digest"])

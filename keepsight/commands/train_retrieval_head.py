@@ -49,7 +49,7 @@ def run(config: Config) -> None:
     settings = config.retrieval_head
     settings.check()
     target, out = target_of(config), Path(config.out)
-    samples, manifest = read_training_samples(Path(config.data), target.name, target.template_digest)
+    samples, manifest = read_training_samples(Path(config.data), target.name, target.template_digest, target.vocabulary)
     samples = cut(samples, settings.max_tokens)
     set_seed(settings.train.seed)
     longest = max(len(sample.prompt_ids) + len(sample.answer_ids) for sample in samples)
