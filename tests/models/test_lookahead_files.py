@@ -62,7 +62,7 @@ def test_a_missing_file_is_named(adapter, name):
 @pytest.mark.parametrize("name", [ADAPTER, TOKENS])
 def test_a_truncated_file_is_named(adapter, name):
     (adapter / name).write_bytes((adapter / name).read_bytes()[:-40])
-    refused(adapter, str(adapter / name), "digest", "fetch the adapter again")
+    refused(adapter, str(adapter / name), "digest", "fetch it again")
 
 
 @pytest.mark.parametrize("name", [ADAPTER, TOKENS])
