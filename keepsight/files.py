@@ -40,11 +40,11 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
         made = beside / folder.name
         made.mkdir()
         yield made
-        _sync(*made.rglob("*"), made)
+        sync(*made.rglob("*"), made)
         if folder.exists():
             folder.rename(beside / "replaced")
         made.rename(folder)
-        _sync(folder.parent)
+        sync(folder.parent)
 
 
 @contextmanager
@@ -56,11 +56,11 @@ def atomic_files(folder: Path, last: str) -> Iterator[Path]:
     with _unfinished(folder) as unfinished:
         yield unfinished
         paths = sorted(unfinished.iterdir(), key=lambda path: path.name == last)
-        _sync(*paths)
+        sync(*paths)
         (folder / last).unlink(missing_ok=True)
         for path in paths:
             path.replace(folder / path.name)
-        _sync(folder)
+        sync(folder)
 
 
 @contextmanager
@@ -71,9 +71,9 @@ def atomic_file(path: Path) -> Iterator[Path]:
     """
     with _unfinished(path.parent) as beside:
         yield beside / path.name
-        _sync(beside / path.name)
+        sync(beside / path.name)
         (beside / path.name).replace(path)
-        _sync(path.parent)
+        sync(path.parent)
 
 
 @contextmanager
@@ -100,7 +100,7 @@ def _is_abandoned(unfinished: Path) -> bool:
     return True
 
 
-def _sync(*paths: Path) -> None:
+def sync(*paths: Path) -> None:
     """Wait until files and folders are on the disk: what a resume stands on must survive a power cut."""
     for path in paths:
         opened = os.open(path, os.O_RDONLY)

@@ -100,8 +100,7 @@ class Artifact:
         """
         attached: dict[str, Lookahead] = model.__dict__.setdefault("_keepsight_lookahead", {})
         if self.digest not in attached:
-            self._check_base(model)
-            warn_of_another_base(self.folder, self.provenance.base_model, self.provenance.base_version, model)
+            self.check_base(model)
             module = Lookahead(model, self.settings, f"lookahead_{self.digest[-8:]}")
             try:
                 module.load_state(self.lora, self.tokens.to(module.tokens.device))
@@ -110,7 +109,12 @@ class Artifact:
             attached[self.digest] = module.requires_grad_(False).eval()
         return attached[self.digest]
 
-    def _check_base(self, model: PreTrainedModel) -> None:
+    def check_base(self, model: PreTrainedModel) -> None:
+        """Warn of a model with other weights than those that the adapter was trained on.
+
+        Raises:
+            UserError: the adapter was trained for another model.
+        """
         loaded, expected = str(model.config.name_or_path or ""), self.provenance.base_model
         is_hub_id = re.fullmatch(r"[\w.-]+/[\w.-]+", loaded) and not Path(loaded).exists()
         if is_hub_id and expected and loaded != expected:
@@ -121,6 +125,7 @@ class Artifact:
                 f"{self.folder}: this adapter is for {expected!r} with hidden size {self.tokens.shape[1]}, "
                 f"but the model's is {hidden}"
             )
+        warn_of_another_base(self.folder, expected, self.provenance.base_version, model)
 
 
 def load_lookahead(folder: Path) -> Artifact:

@@ -19,6 +19,7 @@ from keepsight.commands.from_recipe import target_of
 from keepsight.commands.training import (
     TrainingConfig,
     basics_of,
+    begun_with,
     length_summary,
     metrics_text,
     require_finished,
@@ -28,7 +29,7 @@ from keepsight.errors import UserError
 from keepsight.files import write_png
 from keepsight.models.draft_head import DraftHead
 from keepsight.models.draft_head_card import draft_head_card
-from keepsight.models.draft_head_files import load_draft_head, save_draft_head
+from keepsight.models.draft_head_files import WEIGHTS, load_draft_head, save_draft_head
 from keepsight.models.hub import fetch
 from keepsight.models.targets import Target
 from keepsight.train.draft_head.init import frequent_tokens, new_draft_head
@@ -64,7 +65,8 @@ def run(config: Config) -> None:
     head = _head(config, target, samples)
     reader = _reader(config, target, head, samples, manifest["digest"])
     objective = DraftHeadObjective(head, target.model, reader, settings.unroll, settings.decay, settings.max_tokens)
-    trainer = DraftHeadTrainer(objective, settings, out / "training", samples, config.init or "")
+    begun = begun_with(target, "init", fetch(config.init) / WEIGHTS if config.init else None)
+    trainer = DraftHeadTrainer(objective, settings, out / "training", samples, begun)
     finished = trainer.fit()
     if trainer.is_world_process_zero():
         lengths = [len(each.prompt_ids) + len(each.answer_ids) for each in samples]

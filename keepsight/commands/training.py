@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from keepsight import __version__
 from keepsight.commands.config import Recipe
 from keepsight.errors import UserError
+from keepsight.files import file_digest
 from keepsight.models.card import CardBasics
 from keepsight.models.lookahead_files import Provenance
 from keepsight.models.targets import Target
@@ -30,6 +32,19 @@ class TrainingConfig(Recipe):
     title: str = "keepsight module"
     license: str = "apache-2.0"
     data_notes: str = ""
+
+
+def begun_with(target: Target, key: str, weights: Path | None) -> dict[str, str | None]:
+    """What a training that is resumed must have begun with: the target's weights and dtype, and a module's.
+
+    Args:
+        target: The base model.
+        key: The command's key that names the module.
+        weights: A file of the module that no other has; None where the training begins with a new one.
+    """
+    dtype = str(target.model.dtype).removeprefix("torch.")
+    begun = {"model.version": target.version, "model.dtype": dtype}
+    return {**begun, f"command.{key}": file_digest(weights) if weights else None}
 
 
 def basics_of(
