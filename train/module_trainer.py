@@ -165,6 +165,7 @@ class ModuleTrainer(Trainer, ABC, Generic[ObjectiveT]):
             measured = whole_lines(checkpoint / MEASUREMENTS) if checkpoint else []
             write_lines(self.work / MEASUREMENTS, measured)
             self.metrics = _numbers(measured[-1]) if measured else {}
+        self.args.eval_on_start = checkpoint is None
         if checkpoint is None:
             self.train()
             return
