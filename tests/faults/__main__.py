@@ -28,10 +28,8 @@ _COUNTS = {
 def main(arguments: list[str]) -> int:
     """Run the campaign; the arguments are `seed=` and counts by name."""
     given = {name: int(number) for name, _, number in (argument.partition("=") for argument in arguments)}
-    seed, counts = (
-        given.pop("seed", 0),
-        {name: given.get(name, 0 if given else number) for name, number in _COUNTS.items()},
-    )
+    seed = given.pop("seed", 0)
+    counts = {name: given.get(name, 0 if given else number) for name, number in _COUNTS.items()}
     if unknown := given.keys() - counts.keys():
         raise SystemExit(f"{min(unknown)}= is unknown; choose from seed, {', '.join(counts)}")
 
