@@ -75,10 +75,8 @@ def test_an_adapter_on_other_weights_gets_one_line_that_names_both(folder, tmp_p
     for _ in range(2):
         artifact.attach(changed.model)
     (said,) = caplog.messages
-    assert said.startswith(
-        f"{tmp_path / 'adapter'} was trained on {target.name} ({target.version}), and this model is "
-    )
-    assert f"{changed.name} ({changed.version})" in said
+    assert said.startswith(f"{tmp_path / 'adapter'} was trained on {target.name} ({target.version}), and this model is")
+    assert f" {changed.name} ({changed.version}): " in said
 
 
 def test_nothing_is_said_of_what_is_unknown(tmp_path, caplog):
