@@ -58,6 +58,7 @@ class Config(TrainingConfig):
 def run(config: Config) -> None:
     """Train, then write the head, its card and the training curves."""
     settings = config.draft_head
+    settings.check()
     require_writable(out := Path(config.out))
     target = target_of(config)
     samples, manifest = read_training_samples(Path(config.data), target.name, target.template_digest, target.vocabulary)

@@ -151,4 +151,4 @@ def inputs(world: World, lines: list[str]) -> Iterator[Verdict]:
 
 
 def _tree(folder: Path) -> set[str]:
-    return {f"{path.relative_to(folder)} {os.stat(path).st_size}" for path in folder.rglob("*")}
+    return {f"{path.relative_to(folder)} {os.stat(path).st_size}" for path in folder.rglob("*") if path.is_file()}
