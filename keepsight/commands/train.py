@@ -64,7 +64,8 @@ def run(config: Config) -> None:
     finished = trainer.fit()
     if trainer.is_world_process_zero():
         lengths = length_summary("prompt tokens", [len(each.prompt_ids) for each in samples])
-        basics = basics_of(config, target, manifest, trainer, lengths, "KL, nats")
+        far = {"share of the loss on far entries": config.train.far}
+        basics = basics_of(config, target, manifest, trainer, lengths | far)
         save_lookahead(lookahead, out, basics.provenance, lookahead_card(basics, config.lookahead, trainer.metrics))
         write_png(out / "training.png", lookahead_figure(trainer.log_rows()))
         print(f"adapter after step {trainer.state.global_step} in {out}: {metrics_text(trainer.metrics)}")
