@@ -1,0 +1,125 @@
+"""Pages in a real headless Chromium, driven over the pipe of its DevTools protocol."""
+
+import base64
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+_FLAGS = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage"),
+    "--remote-debugging-pipe",
+)
+_OVERFLOWING = """
+[...document.querySelectorAll("body *")].filter((each) => {
+  const box = each.getBoundingClientRect();
+  return box.width && !each.closest("svg svg, pre, .prompt") && (box.right > innerWidth + 1 || box.left < -1)
+    && !each.closest(".clipped");
+}).map((each) => `${each.tagName}.${each.className.baseVal ?? each.className}: ${each.textContent.slice(0, 40)}`)
+"""
+
+
+class Page:
+    """One page at a time in a browser that runs."""
+
+    def __init__(self, commands: int, answers: int) -> None:
+        self._commands, self._answers = os.fdopen(commands, "wb"), os.fdopen(answers, "rb")
+        self._number, self._session, self.problems = 0, None, list[str]()
+        target = self._send("Target.createTarget", url="about:blank")["targetId"]
+        self._session = self._send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Log"):
+            self._send(f"{domain}.enable")
+
+    def open(self, path: Path, width: int = 1300, height: int = 900) -> None:
+        """Load a file at a width in CSS pixels; `problems` then lists what the console complains about."""
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+        self._send("Emulation.setDeviceMetricsOverride", **size)
+        self.problems = []
+        self._send("Page.navigate", url=path.resolve().as_uri())
+        self._until("Page.loadEventFired")
+        # What a module does after the load, such as unpacking its data, is done one frame after the fonts are there.
+        self.run("document.fonts.ready.then(() => new Promise((done) => setTimeout(done, 150))).then(() => null)")
+
+    def run(self, script: str) -> Any:
+        """The value of a JavaScript expression, awaited."""
+        options = {"returnByValue": True, "awaitPromise": True}
+        answer = self._send("Runtime.evaluate", expression=script, **options)
+        assert "exceptionDetails" not in answer, answer["exceptionDetails"]
+        return answer["result"].get("value")
+
+    def overflowing(self) -> list[str]:
+        """What reaches beyond the window's sides, and boxes that hide a part of what is in them."""
+        wider = self.run("document.documentElement.scrollWidth > innerWidth ? ['the page'] : []")
+        hidden = self.run(
+            "[...document.querySelectorAll('.scroll')].filter((each) => each.scrollWidth > each.clientWidth + 1)"
+            ".map((each) => 'cut: ' + each.firstElementChild.id)"
+        )
+        return [*wider, *hidden, *self.run(_OVERFLOWING)]
+
+    def screenshot(self, path: Path) -> None:
+        """Write the whole page as PNG."""
+        data = self._send("Page.captureScreenshot", captureBeyondViewport=True)["data"]
+        path.write_bytes(base64.b64decode(data))
+
+    def _send(self, method: str, **params: Any) -> dict[str, Any]:
+        self._number += 1
+        message = {"id": self._number, "method": method, "params": params}
+        message |= {"sessionId": self._session} if self._session else {}
+        self._commands.write(json.dumps(message).encode() + b"\0")
+        self._commands.flush()
+        while (answer := self._read()).get("id") != self._number:
+            pass
+        assert "error" not in answer, answer
+        return answer["result"]
+
+    def _until(self, event: str) -> None:
+        while self._read().get("method") != event:
+            pass
+
+    def _read(self) -> dict[str, Any]:
+        """The next message, which ends with a NUL; complaints are noted."""
+        said = bytearray()
+        while (byte := self._answers.read(1)) != b"\0":
+            assert byte, "the browser has ended"
+            said += byte
+        message: dict[str, Any] = json.loads(said)
+        params = message.get("params", {})
+        if message.get("method") == "Runtime.exceptionThrown":
+            self.problems.append(str(params["exceptionDetails"]))
+        if message.get("method") == "Log.entryAdded" and params["entry"]["level"] in ("error", "warning"):
+            self.problems.append(params["entry"]["text"])
+        if message.get("method") == "Runtime.consoleAPICalled" and params["type"] in ("error", "warning", "assert"):
+            self.problems.append(str(params["args"]))
+        return message
+
+
+@contextmanager
+def browser(profile: Path) -> Iterator[Page]:
+    """A browser with an empty profile; skips the test where no Chromium is installed."""
+    if CHROMIUM is None:
+        pytest.skip("no Chromium is installed (Debian: apt-get install chromium); pages are not looked at")
+    command_end, commands = os.pipe()
+    answers, answer_end = os.pipe()
+    # The protocol's pipes are file descriptors 3 and 4 of the browser.
+    script = f'exec 3<&{command_end} 4>&{answer_end}; exec "$0" "$@"'
+    process = subprocess.Popen(
+        ["bash", "-c", script, CHROMIUM, *_FLAGS, f"--user-data-dir={profile}"],
+        pass_fds=(command_end, answer_end),
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "HOME": str(profile)},
+    )
+    os.close(command_end)
+    os.close(answer_end)
+    try:
+        yield Page(commands, answers)
+    finally:
+        process.terminate()
+        process.wait(timeout=30)
