@@ -13,14 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from keepsight.eval.reuse import Row
+from keepsight.eval.results import Key, Row, key_of
 from keepsight.eval.rows import Variant
 from keepsight.eval.tasks.samples import RenderedSample, Sample
 from keepsight.files import read_json, write_json
 from keepsight.models.targets import Target
 from keepsight.runtime.prompt_compression.text import token_texts
 
-Key = tuple[str, int, str]
 FOLDER = "kept"
 
 
@@ -48,7 +47,7 @@ class KeptTokens:
 
     def write(self, rows: Sequence[Row]) -> None:
         """Write the file of a sample, given all of its rows."""
-        key = (rows[0]["task"], rows[0]["length"], rows[0]["sample"])
+        key = key_of(rows[0])
         sample = self.samples.get(key)
         if sample is None:
             return

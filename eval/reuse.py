@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from keepsight.errors import UserError
+from keepsight.eval.results import Row
 from keepsight.eval.tasks.samples import RenderedSample
 from keepsight.files import read_jsonl, text_digest
 from keepsight.models.targets import Target
@@ -27,7 +28,6 @@ from keepsight.runtime.saved import weights_digest
 RESULTS_VERSION = 1
 """Raised with every change of the code that changes a score, an answer or a likelihood."""
 _NAMES = ("id", "task", "length")
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)

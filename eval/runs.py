@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from keepsight.errors import UserError
-from keepsight.eval.reuse import Row
+from keepsight.eval.results import Row, key_of
 from keepsight.files import read_json, read_jsonl
 
 
@@ -65,7 +65,7 @@ def parts_of_one(runs: Sequence[Run]) -> list[Run]:
             )
         fresh = []
         for row in run.rows:
-            place = tuple(row[name] for name in ("task", "length", "sample", "method", "budget"))
+            place = (*key_of(row), row["method"], row["budget"])
             if place not in seen:
                 fresh.append(row)
             elif seen[place] is None or seen[place] != row.get("inputs_digest"):

@@ -22,8 +22,8 @@ from keepsight.eval.answers import Answered, Limits, answer_all, answer_alone, a
 from keepsight.eval.compress import Compressed, Seconds, SharedPrompt, needs_of_all, since
 from keepsight.eval.guesses import Guesses
 from keepsight.eval.kept import attention_mass, recall
-from keepsight.eval.results import FULL
-from keepsight.eval.reuse import NOTHING, Earlier, Row, inputs_digest, method_text, sample_digest, target_digest
+from keepsight.eval.results import FULL, Key, Row
+from keepsight.eval.reuse import NOTHING, Earlier, inputs_digest, method_text, sample_digest, target_digest
 from keepsight.eval.rows import Asked, Variant, row_of
 from keepsight.eval.tasks.samples import RenderedSample
 from keepsight.models.targets import Target
@@ -42,7 +42,7 @@ def sweep(
     target: Target,
     samples: Sequence[RenderedSample],
     variants: Sequence[Variant],
-    done: set[tuple[str, int, str]],
+    done: set[Key],
     batch_tokens: int,
     question: str = "seen",
     earlier: Earlier = NOTHING,

@@ -4,7 +4,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
 from statistics import fmean
-from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -12,6 +11,7 @@ from matplotlib.ticker import FixedLocator
 
 from keepsight.eval.report.panels import TEXT, Panel, Plot
 from keepsight.eval.report.styles import in_order, label_of
+from keepsight.eval.results import Row
 
 _MAX_DEPTHS = 11
 """More depths than these are gathered into fifths."""
@@ -21,7 +21,7 @@ _FIFTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
 Scores = dict[tuple[float, int], float]
 
 
-def depth_plot(rows: Sequence[dict[str, Any]]) -> Plot | None:
+def depth_plot(rows: Sequence[Row]) -> Plot | None:
     """A panel for each method and budget, the mean over tasks; None where no row says how deep its needle lies.
 
     Args:
@@ -44,7 +44,7 @@ def depth_plot(rows: Sequence[dict[str, Any]]) -> Plot | None:
     return Plot("depth", panels)
 
 
-def _means(rows: Sequence[dict[str, Any]], depths: list[float]) -> Scores:
+def _means(rows: Sequence[Row], depths: list[float]) -> Scores:
     cells: dict[tuple[float, int], list[float]] = defaultdict(list)
     for row in rows:
         nearest = min(depths, key=lambda depth: abs(depth - row["depth"]))

@@ -4,12 +4,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, takewhile, zip_longest
-from typing import Any
 
-from keepsight.eval.results import FULL
+from keepsight.eval.results import FULL, Key, Row, key_of
 
 EXAMPLES = 10
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -76,9 +74,9 @@ def place_of(row: Row) -> str:
 
 def choose_examples(rows: Sequence[Row], count: int = EXAMPLES) -> list[Example]:
     """The samples whose scores differ most from the full cache's, taking the tasks and lengths in turn."""
-    samples: dict[tuple[str, int, str], list[Row]] = defaultdict(list)
+    samples: dict[Key, list[Row]] = defaultdict(list)
     for row in rows:
-        samples[row["task"], row["length"], row["sample"]].append(row)
+        samples[key_of(row)].append(row)
     places: dict[tuple[str, int], list[Example]] = defaultdict(list)
     for (task, length, _), group in samples.items():
         places[task, length] += _example(group)

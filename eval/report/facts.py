@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from keepsight.eval.report.styles import in_order
+from keepsight.eval.results import Row, key_of
 
 Settings = Mapping[str, Any]
 
@@ -14,7 +15,7 @@ def model_of(settings: Settings) -> str:
     return str((settings.get("target") or {}).get("name") or "").rstrip("/").rpartition("/")[2]
 
 
-def headline(rows: Sequence[Mapping[str, Any]], runs: Sequence[Settings]) -> tuple[str, str]:
+def headline(rows: Sequence[Row], runs: Sequence[Settings]) -> tuple[str, str]:
     """Title of a page and the line below it: model; dtype, quantization, adapter and date."""
     titles = [each["title"] for each in runs if each.get("title")]
     models = _joined(model_of(each) for each in runs)
@@ -23,9 +24,9 @@ def headline(rows: Sequence[Mapping[str, Any]], runs: Sequence[Settings]) -> tup
     return title, " · ".join(filter(None, parts))
 
 
-def facts_of(rows: Sequence[Mapping[str, Any]], runs: Sequence[Settings]) -> dict[str, str]:
+def facts_of(rows: Sequence[Row], runs: Sequence[Settings]) -> dict[str, str]:
     """Everything that a reader needs to judge the numbers; what is not known is left out."""
-    samples = Counter((row["task"], row["length"]) for row in {_key(row): row for row in rows}.values())
+    samples = Counter((row["task"], row["length"]) for row in {key_of(row): row for row in rows}.values())
     counts = sorted(set(samples.values()))
     budgets = sorted({row["budget"] for row in rows if row["budget"] is not None})
     facts = {
@@ -56,7 +57,7 @@ def _precision(runs: Sequence[Settings]) -> str:
     return f"{dtype}, {'not quantized' if quantized == 'none' else quantized}" if dtype and quantized else dtype
 
 
-def _dates(rows: Sequence[Mapping[str, Any]]) -> str:
+def _dates(rows: Sequence[Row]) -> str:
     dates = sorted({str(row["date"]) for row in rows if row.get("date")})
     return " to ".join(dict.fromkeys((dates[0], dates[-1]))) if dates else ""
 
@@ -79,7 +80,3 @@ def _short(path: str | None) -> str:
 def _joined(values: Iterable[str | None]) -> str:
     """Different values, each once."""
     return "; ".join(dict.fromkeys(str(value) for value in values if value))
-
-
-def _key(row: Mapping[str, Any]) -> tuple[str, int, str]:
-    return row["task"], row["length"], row["sample"]

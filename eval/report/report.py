@@ -6,7 +6,7 @@ from typing import Any
 
 from keepsight.eval.report.costs import cost_table
 from keepsight.eval.report.depth_plot import depth_plot
-from keepsight.eval.report.examples import Row, choose_examples, place_of
+from keepsight.eval.report.examples import choose_examples, place_of
 from keepsight.eval.report.facts import facts_of, headline
 from keepsight.eval.report.html import flatten, render_page
 from keepsight.eval.report.panels import Plot
@@ -16,6 +16,7 @@ from keepsight.eval.report.sample_pages import write_sample_pages
 from keepsight.eval.report.styles import styles_of
 from keepsight.eval.report.summary import summarize, write_summary
 from keepsight.eval.report.tables import Table
+from keepsight.eval.results import Key, Row
 from keepsight.eval.runs import Run
 from keepsight.files import write_text
 
@@ -52,7 +53,7 @@ def tables_of(rows: Sequence[Row]) -> list[Table]:
 
 
 def write_report(
-    rows: Sequence[Row], folder: Path, *settings: dict[str, Any], pages: dict[tuple[str, int, str], str] | None = None
+    rows: Sequence[Row], folder: Path, *settings: dict[str, Any], pages: dict[Key, str] | None = None
 ) -> None:
     """Write `report.html` into `folder`.
 

@@ -4,12 +4,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-from keepsight.eval.kept_tokens import Key, count_key, path_of
-from keepsight.eval.report.examples import Row, answers_of, place_of
+from keepsight.eval.kept_tokens import count_key, path_of
+from keepsight.eval.report.examples import answers_of, place_of
 from keepsight.eval.report.facts import headline
 from keepsight.eval.report.inspect_page import KeptCounts, render_kept_page
 from keepsight.eval.report.styles import in_order, label_of, styles_of
-from keepsight.eval.results import FULL
+from keepsight.eval.results import FULL, Key, Row, key_of
 from keepsight.eval.runs import Run
 from keepsight.files import read_json, write_text
 
@@ -41,7 +41,7 @@ def _by_sample(runs: Sequence[Run]) -> dict[Key, list[tuple[Run, Row]]]:
     for run in runs:
         for row in run.rows:
             if row.get("sample_digest"):
-                samples[row["task"], row["length"], row["sample"]].append((run, row))
+                samples[key_of(row)].append((run, row))
     return samples
 
 

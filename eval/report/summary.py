@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 from keepsight.eval.report.intervals import Estimate, estimate, weighted
-from keepsight.eval.results import FULL
+from keepsight.eval.results import FULL, Row
 from keepsight.files import write_text
 
 MEASURES = ("score", "excess_nll", "agreement")
@@ -74,19 +73,19 @@ class SummaryRow:
         return self.estimates["agreement"].value
 
 
-def summarize(rows: Iterable[dict[str, Any]]) -> list[SummaryRow]:
+def summarize(rows: Iterable[Row]) -> list[SummaryRow]:
     """Mean over samples for each task, length, method and budget, in the order of `summary.csv`.
 
     Args:
         rows: Rows of `results.jsonl`.
     """
-    groups: dict[tuple[str, int, str, int | None], list[dict[str, Any]]] = defaultdict(list)
+    groups: dict[tuple[str, int, str, int | None], list[Row]] = defaultdict(list)
     for row in rows:
         groups[row["task"], row["length"], row["method"], row["budget"]].append(row)
     return sorted((_mean_over_samples(*key, group) for key, group in groups.items()), key=_file_order)
 
 
-def write_summary(rows: Iterable[dict[str, Any]], path: Path) -> None:
+def write_summary(rows: Iterable[Row], path: Path) -> None:
     """Write `summary.csv`: the columns `COLUMNS`, floats with 4 decimals, an empty budget for the full cache."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
@@ -145,15 +144,13 @@ def summary_table(summary: Sequence[SummaryRow]) -> str:
     return "\n\n".join([*shown, _block(f"{mean[0].task}, all lengths", mean)])
 
 
-def _mean_over_samples(
-    task: str, length: int, method: str, budget: int | None, rows: list[dict[str, Any]]
-) -> SummaryRow:
+def _mean_over_samples(task: str, length: int, method: str, budget: int | None, rows: list[Row]) -> SummaryRow:
     rows, stratum = sorted(rows, key=lambda row: str(row["sample"])), f"{task}, {length} tokens"
     estimates = {
         name: estimate([float(row[name]) for row in rows], stratum, can_be_share=name == "score") for name in MEASURES
     }
     means = {name: _mean([value(row) for row in rows]) for name, value in _MEAN_OF.items()}
-    samples = f"{stratum}: {', '.join(str(row['sample']) for row in rows)}"
+    samples = f"{stratum}: {', '.join(str(row.get('sample_digest') or row['sample']) for row in rows)}"
     return SummaryRow(task, length, method, budget, len(rows), estimates, means, samples)
 
 
@@ -180,13 +177,13 @@ def _weighted_mean(title: str, rows: list[SummaryRow]) -> SummaryRow:
     )
 
 
-def _same_tokens(row: dict[str, Any]) -> int | None:
+def _same_tokens(row: Row) -> int | None:
     """Tokens of the answer before it differs from the full cache's; all of them where it does not."""
     first = row.get("first_difference")
     return row.get("answer_tokens") if first is None else first
 
 
-_MEAN_OF: dict[str, Callable[[dict[str, Any]], float | None]] = {
+_MEAN_OF: dict[str, Callable[[Row], float | None]] = {
     **{name: functools.partial(lambda name, row: row.get(name), name) for name in ("recall", "mass", "tau")},
     "same_tokens": _same_tokens,
     "time_to_first_token": lambda row: row["time_to_first_token"],
@@ -196,7 +193,7 @@ _MEAN_OF: dict[str, Callable[[dict[str, Any]], float | None]] = {
 
 def _mean(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
-    return statistics.fmean(known) if len(known) == len(values) else None
+    return statistics.fmean(known) if known else None
 
 
 def _file_order(row: SummaryRow) -> tuple[str, int, bool, str, float]:
