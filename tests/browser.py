@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,8 +22,7 @@ _FLAGS = (
 _OVERFLOWING = """
 [...document.querySelectorAll("body *")].filter((each) => {
   const box = each.getBoundingClientRect();
-  return box.width && !each.closest("svg svg, pre, .prompt") && (box.right > innerWidth + 1 || box.left < -1)
-    && !each.closest(".clipped");
+  return box.width && !each.closest("svg svg, pre, .prompt") && (box.right > innerWidth + 1 || box.left < -1);
 }).map((each) => `${each.tagName}.${each.className.baseVal ?? each.className}: ${each.textContent.slice(0, 40)}`)
 """
 
@@ -38,15 +38,24 @@ class Page:
         for domain in ("Page", "Runtime", "Log"):
             self._send(f"{domain}.enable")
 
-    def open(self, path: Path, width: int = 1300, height: int = 900) -> None:
-        """Load a file at a width in CSS pixels; `problems` then lists what the console complains about."""
+    def open(self, path: Path, width: int = 1300, height: int = 900, ready: str = "true") -> None:
+        """Load a file at a width in CSS pixels; `problems` then lists what the console complains about.
+
+        Args:
+            path: The page.
+            width: Of the window; below 600 it is a phone's.
+            height: Of the window.
+            ready: JavaScript that is true once the page's modules, which run on after the load, are done.
+        """
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
         self._send("Emulation.setDeviceMetricsOverride", **size)
         self.problems = []
         self._send("Page.navigate", url=path.resolve().as_uri())
         self._until("Page.loadEventFired")
-        # What a module does after the load, such as unpacking its data, is done one frame after the fonts are there.
-        self.run("document.fonts.ready.then(() => new Promise((done) => setTimeout(done, 150))).then(() => null)")
+        until = time.monotonic() + 30
+        while not self.run(f"document.fonts.ready.then(() => Boolean({ready}))"):
+            assert time.monotonic() < until, f"not so after 30 s: {ready}"
+            time.sleep(0.05)
 
     def run(self, script: str) -> Any:
         """The value of a JavaScript expression, awaited."""

@@ -4,6 +4,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 
+from keepsight.eval.report.styles import in_order
 from keepsight.eval.report.tables import Cells, Column, Table
 from keepsight.eval.results import Row
 
@@ -23,9 +24,10 @@ _COLUMNS = (
 
 def cost_table(rows: Sequence[Row]) -> Table:
     """Means over all samples of every method and budget, the full cache first."""
-    variants: dict[tuple[float, str], list[Row]] = defaultdict(list)
+    order = {method: place for place, method in enumerate(in_order(row["method"] for row in rows))}
+    variants: dict[tuple[float, int], list[Row]] = defaultdict(list)
     for row in rows:
-        variants[row["budget"] or 0, row["method"]].append(row)
+        variants[row["budget"] or 0, order[row["method"]]].append(row)
     cells = [_cells(variants[key]) for key in sorted(variants)]
     return Table("costs", "Time and memory, means over samples.", _COLUMNS, cells)
 

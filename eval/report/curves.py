@@ -141,7 +141,7 @@ def _nats_scale(axes: Axes, values: list[float]) -> None:
     """Logarithmic above 0.01 nats, linear below, since an evicted cache may be as good as the full one, or better."""
     axes.set_yscale("symlog", linthresh=0.01, linscale=0.5)
     axes.set_ylim(min(-0.002, 1.6 * min(values, default=0.0)), max(0.1, 1.6 * max(values, default=0.0)))
-    axes.yaxis.set_major_locator(FixedLocator([-10, -1, -0.1, -0.01, 0, 0.01, 0.1, 1, 10]))
+    axes.yaxis.set_major_locator(FixedLocator([-1, -0.1, -0.01, 0, 0.01, 0.03, 0.1, 0.3, 1, 3, 10]))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
 
 

@@ -128,10 +128,11 @@ def value_text(row: Cells, column: Column) -> str:
 def interval_text(row: Cells, column: Column) -> str:
     """`0.12, 0.34`, or nothing where a cell has no interval."""
     value = row[column.name]
-    ends = value.interval if isinstance(value, Estimate) else None
-    if ends and ends[0] == ends[1]:  # the full cache against itself
-        return ""
-    return ", ".join(number_text(end, column.digits, column.is_signed) for end in ends) if ends else ""
+    ends = [
+        number_text(end, column.digits, column.is_signed)
+        for end in (isinstance(value, Estimate) and value.interval) or ()
+    ]
+    return "" if len(set(ends)) < 2 else ", ".join(ends)  # the full cache against itself has no width
 
 
 def text_of(row: Cells, column: Column) -> str:
