@@ -1,6 +1,6 @@
 """An evaluation run as `keepsight eval` leaves it in a folder."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -8,6 +8,9 @@ from typing import Any
 from keepsight.errors import UserError
 from keepsight.eval.results import Row, key_of
 from keepsight.files import read_json, read_jsonl
+
+MAY_DIFFER = ("targets", "samples")
+"""What `keepsight compare` refuses to compare unless it is said."""
 
 
 @dataclass(frozen=True)
@@ -23,11 +26,6 @@ class Run:
     folder: Path
     rows: list[Row]
     settings: dict[str, Any]
-
-    @property
-    def name(self) -> str:
-        """The folder's own name."""
-        return self.folder.resolve().name
 
     @property
     def target(self) -> dict[str, Any]:
@@ -47,6 +45,12 @@ def read_run(folder: str | Path) -> Run:
     if not rows:
         raise UserError(f"{folder}: no results.jsonl with results; name folders that keepsight eval has written")
     return Run(folder, rows, read_json(folder / "settings.json"))
+
+
+def names_of(runs: Sequence[Run]) -> list[str]:
+    """The folders' own names, or the whole paths where two are alike."""
+    names = [run.folder.resolve().name for run in runs]
+    return names if len(set(names)) == len(names) else [str(run.folder) for run in runs]
 
 
 def parts_of_one(runs: Sequence[Run]) -> list[Run]:
@@ -76,3 +80,34 @@ def parts_of_one(runs: Sequence[Run]) -> list[Run]:
             seen.setdefault(place, row.get("inputs_digest"))
         parts.append(replace(run, rows=fresh))
     return parts
+
+
+def comparable(runs: Sequence[Run], allow: Collection[str] = ()) -> list[Run]:
+    """Runs with the samples that all of them have, so that their rows are pairs; unchanged where there is none.
+
+    Args:
+        runs: At least two.
+        allow: Which of `MAY_DIFFER` may differ.
+
+    Raises:
+        UserError: their targets or their samples differ.
+    """
+    first = runs[0]
+    for run in runs[1:]:
+        if "targets" not in allow and run.target != first.target:
+            raise UserError(
+                f"{run.folder}: its target is {run.target}, that of {first.folder} is {first.target}; "
+                "allow=[targets] compares them all the same"
+            )
+    samples = [{(key_of(row), row.get("sample_digest") or str(row["references"])) for row in run.rows} for run in runs]
+    common = set.intersection(*samples)
+    for run, own in zip(runs, samples, strict=True):
+        if "samples" not in allow and own != common:
+            raise UserError(
+                f"{run.folder}: {len(own - common)} of its {len(own)} samples are not in every other run; "
+                "allow=[samples] compares the others, or, where there are none, the means"
+            )
+    if not common:
+        return [*runs]
+    keys = {key for key, _ in common}
+    return [replace(run, rows=[row for row in run.rows if key_of(row) in keys]) for run in runs]

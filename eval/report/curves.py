@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, MaxNLocator, NullFormatter, NullLocator, PercentFormatter
 
 from keepsight.eval.report.intervals import Estimate
-from keepsight.eval.report.panels import look
+from keepsight.eval.report.panels import TEXT, look
 from keepsight.eval.report.styles import Style, in_order
 from keepsight.eval.report.summary import SummaryRow
 
@@ -150,9 +150,23 @@ def _share_scale(axes: Axes, values: list[float]) -> None:
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
 
 
+def _difference_scale(axes: Axes, values: list[float]) -> None:
+    """Around a line at zero; a tenth of the range at least on both sides."""
+    axes.axhline(0, color=TEXT, linewidth=0.8)
+    most = max(0.1, *(1.08 * abs(value) for value in values))
+    axes.set_ylim(-most, most)
+    axes.yaxis.set_major_locator(MaxNLocator(5))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:+g}" if value else "0")
+
+
 SCORE = Measure("score", "score", _unit_scale)
 EXCESS_NLL = Measure("excess_nll", "delta NLL vs. full (nats/token)", _nats_scale)
 AGREEMENT = Measure("agreement", "top-1 agreement", _share_scale)
+DIFFERENCES = (
+    Measure("score", "difference of scores", _difference_scale),
+    Measure("excess_nll", "difference of delta NLL (nats/token)", _difference_scale),
+    Measure("agreement", "difference of top-1 agreement", _difference_scale),
+)
 BUDGET = Against("KV budget (entries per layer and head)", lambda row: row.budget, budget_scale, apart=True)
 TIME = Against("time to first token (s)", lambda row: row.means["time_to_first_token"], _cost_scale)
 MEMORY = Against("KV cache (MiB)", lambda row: row.means["kv_mib"], _cost_scale)

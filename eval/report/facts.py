@@ -17,9 +17,8 @@ def model_of(settings: Settings) -> str:
 
 def headline(rows: Sequence[Row], runs: Sequence[Settings]) -> tuple[str, str]:
     """Title of a page and the line below it: model; dtype, quantization, adapter and date."""
-    titles = [each["title"] for each in runs if each.get("title")]
     models = _joined(model_of(each) for each in runs)
-    title = titles[0] if titles else f"KV-cache eviction on {models}" if models else "KV-cache eviction: evaluation"
+    title = f"KV-cache eviction on {models}" if models else "KV-cache eviction: evaluation"
     parts = [_precision(runs), _joined(_short(each.get("adapter")) for each in runs), _dates(rows)]
     return title, " · ".join(filter(None, parts))
 

@@ -89,6 +89,8 @@ class Plot:
     def save(self, folder: Path) -> None:
         """Write the figure as PNG, SVG and PDF."""
         figure = self.figure()
+        figure.draw_without_rendering()
+        figure.set_layout_engine("none")  # it is the same in every format, and takes most of the time
         for kind in FORMATS:
             date = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}[kind]
             with (

@@ -1,12 +1,14 @@
 """The plots of an evaluation run."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from keepsight.eval.report.curves import (
     AGREEMENT,
     BUDGET,
+    DIFFERENCES,
     EXCESS_NLL,
     MEMORY,
     SCORE,
@@ -15,6 +17,7 @@ from keepsight.eval.report.curves import (
     Measure,
     draw_curves,
 )
+from keepsight.eval.report.differences import Difference
 from keepsight.eval.report.panels import MAX_COLUMNS, Panel, Plot
 from keepsight.eval.report.styles import Style, styles_of
 from keepsight.eval.report.summary import SummaryRow, by_task_and_length, mean_over_tasks
@@ -52,6 +55,15 @@ def tradeoffs_plot(summary: Curves) -> Plot:
             for against in (TIME, MEMORY):
                 panels.append(_panel(f"{title}, {length} tokens", mean, measure, against, styles, length=length))
     return Plot("tradeoffs", panels, styles)
+
+
+def comparison_plot(differences: Mapping[str, Sequence[Difference]]) -> Plot:
+    """Paired differences against the budget, a row of panels for each name of a run."""
+    styles, panels = styles_of(each.row.method for found in differences.values() for each in found), []
+    for name, found in differences.items():
+        rows = [replace(each.row, estimates=each.estimates) for each in found if each.row.budget is not None]
+        panels += [_panel(name, rows, measure, BUDGET, styles) for measure in DIFFERENCES] if rows else []
+    return Plot("comparison", panels, styles, columns=len(DIFFERENCES))
 
 
 def _styles(summary: Curves) -> dict[str, Style]:

@@ -1,19 +1,16 @@
-"""The report of an evaluation run: one HTML page that needs nothing beside it, and its plots and tables as files."""
+"""The report of an evaluation: one HTML page that needs nothing beside it, and its plots and tables as files."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from keepsight.eval.report.costs import cost_table
 from keepsight.eval.report.depth_plot import depth_plot
 from keepsight.eval.report.examples import choose_examples, place_of
-from keepsight.eval.report.facts import facts_of, headline
-from keepsight.eval.report.html import flatten, render_page
 from keepsight.eval.report.panels import Plot
 from keepsight.eval.report.plots import excess_nll_plot, overview_plot, scores_plot, tradeoffs_plot
 from keepsight.eval.report.result_tables import difference_table, overall_table, task_table
+from keepsight.eval.report.results_page import render_results
 from keepsight.eval.report.sample_pages import write_sample_pages
-from keepsight.eval.report.styles import styles_of
 from keepsight.eval.report.summary import summarize, write_summary
 from keepsight.eval.report.tables import Table
 from keepsight.eval.results import Key, Row
@@ -34,8 +31,7 @@ def write_outputs(runs: Sequence[Run], folder: Path) -> None:
         plot.save(folder / "plots")
     for table in tables_of(rows):
         table.save(folder / "tables")
-    pages = write_sample_pages(runs, folder / "samples")
-    write_report(rows, folder, *(run.settings for run in runs), pages=pages)
+    write_report(runs, folder, write_sample_pages(runs, folder / "samples"))
 
 
 def plots_of(rows: Sequence[Row]) -> list[Plot]:
@@ -52,37 +48,24 @@ def tables_of(rows: Sequence[Row]) -> list[Table]:
     return [overall_table(summary), difference_table(summary), task_table(summary), cost_table(rows)]
 
 
-def write_report(
-    rows: Sequence[Row], folder: Path, *settings: dict[str, Any], pages: dict[Key, str] | None = None
-) -> None:
+def write_report(runs: Sequence[Run], folder: Path, pages: Mapping[Key, str]) -> None:
     """Write `report.html` into `folder`.
 
     Args:
-        rows: Rows of `results.jsonl`; at least one.
+        runs: As for `write_outputs`. Of their settings `command` (str), `target`, `adapter` and `versions` are also
+            shown at the head.
         folder: Where the report goes; made where it is missing. Plots and tables that are there are linked.
-        settings: What was run, of each run, nested as it likes; all of it is shown. `command` (str) and `versions` (a
-            dict of texts) are also shown at the head, and `title` (str) replaces the page's title.
-        pages: For `task, length, sample` of a sample, the page about it, relative to `folder`.
+        pages: For a sample, the page about it, relative to `folder`.
     """
-    title, subtitle = headline(rows, settings)
-    methods = styles_of(row["method"] for row in rows)
-    examples = choose_examples(rows)
-    text = render_page(
+    rows = [row for run in runs for row in run.rows]
+    page = render_results(
         "report.html.j2",
-        title=title,
-        subtitle=subtitle,
-        facts=facts_of(rows, settings),
-        commands=[each["command"] for each in settings if each.get("command")],
-        styles=methods,
-        plots={plot.name: plot for plot in plots_of(rows)},
-        tables={table.name: table for table in tables_of(rows)},
-        budgets=sorted({row["budget"] for row in rows if row["budget"] is not None}),
-        tasks=sorted({row["task"] for row in rows}),
-        lengths=sorted({row["length"] for row in rows}),
-        examples=examples,
+        runs,
+        folder,
+        plots_of(rows),
+        tables_of(rows),
+        examples=choose_examples(rows),
         place_of=place_of,
-        pages=pages or {},
-        beside=[name for name in ("plots", "tables") if (folder / name).is_dir()],
-        settings=[flatten(each) for each in settings],
+        pages=pages,
     )
-    write_text(folder / "report.html", text)
+    write_text(folder / "report.html", page)

@@ -13,8 +13,8 @@ from keepsight.eval.report.summary import (
 )
 from keepsight.eval.report.tables import Cells, Column, Table
 
-_PLACE = (Column("task", "task", is_text=True), Column("length", "length"))
-_VARIANT = (Column("budget", "budget"), Column("method", "method", is_text=True))
+PLACE = (Column("task", "task", is_text=True), Column("length", "length"))
+VARIANT = (Column("budget", "budget"), Column("method", "method", is_text=True))
 _SCORES = (
     Column("score", "score"),
     Column("of_full", "of full", digits=2),
@@ -27,7 +27,7 @@ _SCORES = (
     Column("n", "n"),
 )
 _DIFFERENCES = (
-    *_VARIANT,
+    *VARIANT,
     Column("against", "minus", is_text=True),
     Column("score", "score", is_signed=True),
     Column("excess_nll", "delta NLL", is_signed=True),
@@ -41,7 +41,7 @@ def overall_table(summary: Sequence[SummaryRow]) -> Table:
     mean = mean_over_tasks(summary)
     title = f"{mean[0].task}, all lengths" if mean else "no results"
     caption = f"Score and fidelity with 95 % intervals over samples: {title}."
-    return Table("overall", caption, (*_VARIANT, *_SCORES), _score_rows(mean))
+    return Table("overall", caption, (*VARIANT, *_SCORES), _score_rows(mean))
 
 
 def task_table(summary: Sequence[SummaryRow]) -> Table:
@@ -52,7 +52,7 @@ def task_table(summary: Sequence[SummaryRow]) -> Table:
         for row in _score_rows(group)
     ]
     caption = "Score and fidelity by task and prompt length, with 95 % intervals over samples."
-    return Table("by_task", caption, (*_PLACE, *_VARIANT, *_SCORES), rows)
+    return Table("by_task", caption, (*PLACE, *VARIANT, *_SCORES), rows)
 
 
 def difference_table(summary: Sequence[SummaryRow]) -> Table:

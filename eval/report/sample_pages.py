@@ -54,10 +54,10 @@ def _page(rows: list[Row], kept: Row, counts: dict[str, str], settings: list[Row
         for row in rows
         if row["method"] != FULL and count_key(row) in counts
     ]
-    _, subtitle = headline(rows, settings)
+    model, subtitle = headline(rows, settings)
     return render_kept_page(
         title=place_of(sample),
-        subtitle=subtitle,
+        subtitle=f"{model} · {subtitle}",
         tokens=kept["tokens"],
         shape=(kept["layers"], kept["heads"]),
         kept=shown,

@@ -59,10 +59,16 @@ class Table:
 
     def markdown(self) -> str:
         """Numbers to the right, intervals in brackets."""
-        heads = " | ".join(_escaped(column.title, "|") for column in self.columns)
-        rules = " | ".join("---" if column.is_text else "---:" for column in self.columns)
-        rows = [" | ".join(_escaped(text_of(row, column), "|") for column in self.columns) for row in self.rows]
-        return "\n".join([self.caption, "", *(f"| {line} |" for line in (heads, rules, *rows))]) + "\n"
+        columns = []
+        for column in self.columns:
+            texts = [column.title, *(text_of(row, column) for row in self.rows)]
+            cells = [_escaped(text, "|") for text in texts]
+            width = max(3, *map(len, cells))
+            cells = [cell.ljust(width) if column.is_text else cell.rjust(width) for cell in cells]
+            rule = "-" * width if column.is_text else "-" * (width - 1) + ":"
+            columns.append([cells[0], rule, *cells[1:]])
+        lines = (f"| {' | '.join(line)} |" for line in zip(*columns, strict=True))
+        return "\n".join([self.caption, "", *lines]) + "\n"
 
     def latex(self) -> str:
         """A `table` with intervals in small type."""

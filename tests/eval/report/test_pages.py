@@ -51,8 +51,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_json(path_of(folder, rows[0]), {"tokens": tokens, "layers": 4, "heads": 2, "counts": counts})
     for beside in ("plots", "tables"):
         (folder / beside).mkdir()
-    pages = write_sample_pages([Run(folder, rows, SETTINGS)], folder / "samples")
-    write_report(rows, folder, SETTINGS, pages=pages)
+    runs = [Run(folder, rows, SETTINGS)]
+    write_report(runs, folder, write_sample_pages(runs, folder / "samples"))
     return folder
 
 

@@ -9,6 +9,7 @@ from keepsight.eval.report import report
 from keepsight.eval.report.costs import cost_table
 from keepsight.eval.report.examples import choose_examples
 from keepsight.eval.results import Row
+from keepsight.eval.runs import Run
 from tests.eval.report.results import row
 
 
@@ -19,7 +20,7 @@ def test_report_is_one_file_that_needs_nothing_else(rows: list[Row], tmp_path: P
         "model": {"id": "tiny"},
         "lengths": [1, 2],
     }
-    report.write_report(rows, tmp_path / "out", settings)
+    report.write_report([Run(tmp_path / "out", rows, settings)], tmp_path / "out", {})
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["report.html"]
     page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
     drawn = sum(len(plot.panels) for plot in report.plots_of(rows))
@@ -43,7 +44,7 @@ def test_report_is_one_file_that_needs_nothing_else(rows: list[Row], tmp_path: P
 def test_report_escapes_what_the_model_wrote(rows: list[Row], tmp_path: Path) -> None:
     rows[1]["answer"] = "<script>alert(1)</script> & more"
     rows[1]["references"] = ["<b>4711</b>"]
-    report.write_report(rows, tmp_path, {"note": "<i>settings</i>"})
+    report.write_report([Run(tmp_path, rows, {"note": "<i>settings</i>"})], tmp_path, {})
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "&lt;script&gt;alert(1)&lt;/script&gt; &amp; more" in page
     assert "&lt;i&gt;settings&lt;/i&gt;" in page
@@ -53,7 +54,7 @@ def test_report_escapes_what_the_model_wrote(rows: list[Row], tmp_path: Path) ->
 
 
 def test_report_of_the_full_cache_alone(tmp_path: Path) -> None:
-    report.write_report([row("full", None, 1.0)], tmp_path, {})
+    report.write_report([Run(tmp_path, [row("full", None, 1.0)], {})], tmp_path, {})
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "full cache only" in page
     assert "No method that evicts was run." in page
