@@ -16,6 +16,7 @@ def retrieval_figure(log: Log) -> Figure:
     loss, hits = figure.subplots(1, 2)
     draw_loss(loss, log, "training (running mean, softened)")
     draw_line(loss, *series(log, "eval_kl"), "held-out, temperature 1", VERMILLION, "s-")
+    loss.set_yscale("log")  # it falls from tens of nats to hundredths
     loss.set_title("KL divergence (nats)", fontsize=10)
     budgets = dict.fromkeys(key for row in log for key in row if key.startswith("eval_hit_"))
     for key, colour in zip(budgets, (BLUE, GREEN, VERMILLION, GREY), strict=False):
