@@ -3,6 +3,7 @@
 import base64
 import json
 import os
+import select
 import shutil
 import subprocess
 import time
@@ -31,8 +32,8 @@ class Page:
     """One page at a time in a browser that runs."""
 
     def __init__(self, commands: int, answers: int) -> None:
-        self._commands, self._answers = os.fdopen(commands, "wb"), os.fdopen(answers, "rb")
-        self._number, self._session, self.problems = 0, None, list[str]()
+        self._commands, self._answers, self._unread = os.fdopen(commands, "wb"), answers, b""
+        self._number, self._session, self._loaded, self.problems = 0, None, False, list[str]()
         target = self._send("Target.createTarget", url="about:blank")["targetId"]
         self._session = self._send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log"):
@@ -49,9 +50,10 @@ class Page:
         """
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
         self._send("Emulation.setDeviceMetricsOverride", **size)
-        self.problems = []
+        self.problems, self._loaded = [], False
         self._send("Page.navigate", url=path.resolve().as_uri())
-        self._until("Page.loadEventFired")
+        while not self._loaded:
+            self._read()
         until = time.monotonic() + 30
         while not self.run(f"document.fonts.ready.then(() => Boolean({ready}))"):
             assert time.monotonic() < until, f"not so after 30 s: {ready}"
@@ -89,18 +91,17 @@ class Page:
         assert "error" not in answer, answer
         return answer["result"]
 
-    def _until(self, event: str) -> None:
-        while self._read().get("method") != event:
-            pass
-
     def _read(self) -> dict[str, Any]:
-        """The next message, which ends with a NUL; complaints are noted."""
-        said = bytearray()
-        while (byte := self._answers.read(1)) != b"\0":
-            assert byte, "the browser has ended"
-            said += byte
-        message: dict[str, Any] = json.loads(said)
+        """The next message, which ends with a NUL; loads and complaints are noted."""
+        while b"\0" not in self._unread:
+            assert select.select([self._answers], [], [], 120)[0], "the browser says nothing"
+            said = os.read(self._answers, 1 << 16)
+            assert said, "the browser has ended"
+            self._unread += said
+        text, _, self._unread = self._unread.partition(b"\0")
+        message: dict[str, Any] = json.loads(text)
         params = message.get("params", {})
+        self._loaded |= message.get("method") == "Page.loadEventFired"
         if message.get("method") == "Runtime.exceptionThrown":
             self.problems.append(str(params["exceptionDetails"]))
         if message.get("method") == "Log.entryAdded" and params["entry"]["level"] in ("error", "warning"):

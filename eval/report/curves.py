@@ -163,9 +163,9 @@ SCORE = Measure("score", "score", _unit_scale)
 EXCESS_NLL = Measure("excess_nll", "delta NLL vs. full (nats/token)", _nats_scale)
 AGREEMENT = Measure("agreement", "top-1 agreement", _share_scale)
 DIFFERENCES = (
-    Measure("score", "difference of scores", _difference_scale),
-    Measure("excess_nll", "difference of delta NLL (nats/token)", _difference_scale),
-    Measure("agreement", "difference of top-1 agreement", _difference_scale),
+    Measure("score", "score difference", _difference_scale),
+    Measure("excess_nll", "delta NLL difference (nats)", _difference_scale),
+    Measure("agreement", "agreement difference", _difference_scale),
 )
 BUDGET = Against("KV budget (entries per layer and head)", lambda row: row.budget, budget_scale, apart=True)
 TIME = Against("time to first token (s)", lambda row: row.means["time_to_first_token"], _cost_scale)

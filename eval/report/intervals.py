@@ -68,7 +68,7 @@ def estimate(values: Sequence[float], stratum: str, can_be_share: bool = False) 
         can_be_share: Whether the mean is a proportion where every value is 0 or 1.
     """
     column = np.asarray(values, np.float32)
-    draws = _counts(len(values), zlib.crc32(stratum.encode())) @ column / len(values)
+    draws = np.asarray(_counts(len(values), zlib.crc32(stratum.encode())) @ column / len(values), np.float32)
     is_share = can_be_share and set(values) <= {0.0, 1.0}
     return Estimate(math.fsum(values) / len(values), draws, len(values), is_share, len(values) > 1)
 

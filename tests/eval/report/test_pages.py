@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from keepsight.eval.kept_tokens import encode_counts, path_of
+from keepsight.eval.report.comparison import write_comparison
 from keepsight.eval.report.inspect_page import write_inspect_page
 from keepsight.eval.report.report import write_report
 from keepsight.eval.report.sample_pages import write_sample_pages
@@ -19,6 +20,13 @@ from tests.eval.report.results import row
 WIDTHS = (1300, 400)
 DRAWN = "document.getElementById('lines').innerText"
 """True once a page of kept tokens has drawn its charts."""
+CUT_LABELS = """
+[...document.querySelectorAll(".panel svg text")].filter((each) => {
+  const [inner, outer] = [each.getBoundingClientRect(), each.closest("svg").getBoundingClientRect()];
+  return inner.left < outer.left - 2 || inner.right > outer.right + 2 || inner.top < outer.top - 2
+    || inner.bottom > outer.bottom + 2;
+}).map((each) => each.textContent)
+"""
 LONG = "snapkv pool(kernel=5, kind=max) window=32 reduce=max"
 METHODS = ("oracle", "lookaheadkv", "snapkv", "streamingllm", "laq", "speckv", "dapq", LONG)
 SETTINGS: dict[str, Any] = {
@@ -65,6 +73,7 @@ def test_the_report_fits_any_window(page: Page, folder: Path, width: int) -> Non
     assert page.run("document.title") == "KV-cache eviction on Tiny-1B · float32, not quantized · 2026-11-22"
     command = page.run("document.querySelector('header pre').innerText")
     assert command.split() == SETTINGS["command"].split()
+    assert page.run(CUT_LABELS) == []
     smallest = page.run("Math.min(...[...document.querySelectorAll('.panel svg')].map((each) => each.clientWidth))")
     largest = page.run("Math.max(...[...document.querySelectorAll('.panel svg')].map((each) => each.clientWidth))")
     assert 240 <= smallest <= largest <= 400
@@ -134,6 +143,20 @@ def test_a_page_a_sample(page: Page, folder: Path, width: int) -> None:
     assert page.run("document.querySelector('.answer .text').innerText") == "full says 4711"
     assert page.run("document.querySelector('.pane .prompt').children.length") == 60
     assert page.run("document.querySelector('a').getAttribute('href')") == "../report.html"
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_comparison_fits_any_window(page: Page, tmp_path: Path, width: int) -> None:
+    rows = [row(name, 64, 0.5, sample=str(at)) for name in ("snapkv", "lookaheadkv") for at in range(3)]
+    runs = [Run(tmp_path / name, rows, SETTINGS | {"adapter": name}) for name in ("first-mixture", "second", "third")]
+    write_comparison(runs, tmp_path)
+    page.open(tmp_path / "compare.html", width)
+    page.run("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
+    assert (page.problems, page.overflowing(), page.run(CUT_LABELS)) == ([], [], [])
+    assert page.run("document.querySelector('h1').innerText") == "first-mixture against second against third"
+    assert _column(page, "second - first-mixture", "score") == ["0.0", "0.0"]
+    page.run("document.querySelectorAll('.chip')[0].click()")
+    assert _column(page, "method", "score") == ["snapkv"]
 
 
 @pytest.mark.parametrize("width", WIDTHS)
