@@ -58,12 +58,13 @@ def _draw(axes: Axes, scores: Scores, depths: list[float], lengths: list[int]) -
     axes.pcolormesh(values, vmin=0, vmax=1, cmap=_COLOURS, edgecolors="white", linewidth=0.6)
     for (row, column), value in np.ndenumerate(values):
         if not np.isnan(value):
-            look = {"fontsize": 7 if len(lengths) <= 6 else 5, "color": "white" if value < 0.6 else "black"}
-            axes.text(column + 0.5, row + 0.5, f"{value:.2f}", ha="center", va="center", **look)
+            colour, size = "white" if value < 0.6 else "black", 7 if len(lengths) <= 6 else 5
+            middle = column + 0.5, row + 0.5
+            axes.text(*middle, f"{value:.2f}", ha="center", va="center", color=colour, fontsize=size)
     axes.invert_yaxis()
-    axes.xaxis.set_major_locator(FixedLocator(np.arange(len(lengths)) + 0.5))
+    axes.xaxis.set_major_locator(FixedLocator([at + 0.5 for at in range(len(lengths))]))
     axes.set_xticklabels([str(length) for length in lengths], rotation=0 if len(lengths) <= 5 else 45)
-    axes.yaxis.set_major_locator(FixedLocator(np.arange(len(depths)) + 0.5))
+    axes.yaxis.set_major_locator(FixedLocator([at + 0.5 for at in range(len(depths))]))
     axes.set_yticklabels([f"{depth:.0%}" for depth in depths])
     axes.tick_params(labelsize=8, colors=TEXT, length=0)
     axes.spines[:].set_visible(False)

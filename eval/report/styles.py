@@ -3,12 +3,16 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import product
+from typing import Literal
 
+import numpy as np
 from markupsafe import Markup
 from matplotlib.markers import MarkerStyle
 from matplotlib.path import Path as Outline
 
 from keepsight.eval.results import FULL
+
+Line = Literal["-", "--", "-.", ":"]
 
 
 @dataclass(frozen=True)
@@ -17,7 +21,7 @@ class Style:
 
     colour: str
     marker: str
-    line: str = "-"
+    line: Line = "-"
 
 
 # The Okabe-Ito palette, which stays apart under the common colour-vision deficiencies, less its pale yellow.
@@ -39,7 +43,8 @@ STYLES = {
     "best shared": Style(_OLIVE, "d", ":"),
 }
 _FURTHER = ("#8C510A", "#6A3D9A", "#B2182B", "#1B7837", "#E7298A", "#B8860B", "#00838F", "#5A6B00")
-_MARKERS, _LINES = ("<", ">", "*", "H", "d", "8"), ("-", "-.", "--", ":")
+_MARKERS = ("<", ">", "*", "H", "d", "8")
+_LINES: tuple[Line, ...] = ("-", "-.", "--", ":")
 _DASHES = {"-": "", "--": "4 2", ":": "1.5 2", "-.": "5 2 1 2"}
 
 
@@ -85,5 +90,5 @@ def glyph(style: Style) -> Markup:
 
 def _path(outline: Outline) -> str:
     """An outline of about one unit as SVG path data, in the middle of the legend's line."""
-    polygons = outline.to_polygons()
+    polygons = [np.asarray(corners, float).tolist() for corners in outline.to_polygons()]
     return "".join(f"M{' '.join(f'{14 + 7 * x:.1f},{6 - 7 * y:.1f}' for x, y in corners)}Z" for corners in polygons)

@@ -31,6 +31,7 @@ def settings_of(config: Recipe, target: Target, variants: list[Variant]) -> dict
     """The configuration, the target, the weights that methods were trained to, and what everything ran on."""
     given = asdict(config)
     kept = {key: given[key] for key in given if key not in _OF_NO_RESULT}
+    digests = dict.fromkeys(filter(None, (variant.method.adapter_digest for variant in variants)))
     versions = {
         "keepsight": __version__,
         "torch": torch.__version__,
@@ -47,7 +48,7 @@ def settings_of(config: Recipe, target: Target, variants: list[Variant]) -> dict
             "attention": target.model.config._attn_implementation,
         },
         "adapter": adapter_of(config),
-        "adapter_digest": next(filter(None, (variant.method.adapter_digest for variant in variants)), None),
+        "adapter_digest": ", ".join(digests) or None,
         "retrieval": retrieval_of(config),
         "retrieval_digest": _retrieval_digest(config, variants),
         "versions": versions,

@@ -128,7 +128,7 @@ def test_depth_by_length_has_a_panel_for_each_method_and_budget(rows: list[Row])
     assert [label.get_text() for label in panel.get_xticklabels()] == ["512", "1024"]
     assert [label.get_text() for label in panel.get_yticklabels()] == ["5%", "15%", "25%", "35%"]
     (mesh,) = panel.collections
-    assert np.array_equal(mesh.get_array(), [[1, 0.25], [0, 0.25], [0, 0.25], [0, 0.25]])
+    assert np.asarray(mesh.get_array()).tolist() == [[1, 0.25], [0, 0.25], [0, 0.25], [0, 0.25]]
     assert depth_plot([line | {"depth": None} for line in rows]) is None
 
 
