@@ -31,6 +31,11 @@ class Column:
     is_text: bool = False
 
 
+_LATEX = str.maketrans(
+    {each: rf"\{each}" for each in "&%#_{}$"}
+    | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+    | {"–": "--", "τ": r"$\tau$"}
+)
 Value = str | int | float | Estimate | None
 Cells = Mapping[str, Value]
 
@@ -164,8 +169,7 @@ def _escaped(text: str, symbols: str) -> str:
 
 
 def _latex(text: str) -> str:
-    text = text.replace("\\", r"\textbackslash ").replace("–", "--").replace("τ", r"$\tau$")
-    return re.sub(r"(?<!\\)([&%#_])", r"\\\1", text)
+    return text.translate(_LATEX)
 
 
 def _latex_cell(row: Cells, column: Column) -> str:
