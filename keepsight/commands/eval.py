@@ -99,7 +99,7 @@ class Config(Recipe):
     max_new_tokens: int = 0
     question: str = "seen"
     max_batch_tokens: int = 0
-    pages: int = 3
+    pages: int = 1
     reuse: list[str] = field(default_factory=list)
 
 
