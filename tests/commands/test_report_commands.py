@@ -1,5 +1,6 @@
 """`keepsight report`, `keepsight compare` and `reuse=`: what is done with evaluations that are there."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -69,8 +70,8 @@ def test_a_report_again_and_of_two_runs(keepsight: CommandLine, runs: Path, here
 def test_a_report_of_runs_that_do_not_go_together(keepsight: CommandLine, runs: Path, here: Path) -> None:
     keepsight("eval", *TINY, *NEEDLES, "budgets=[40]", "methods=[snapkv]", "out=c", "question=unseen")
     message = keepsight.fails("report", "a", "c")
-    assert message.startswith(
-        "c: niah_single, 320 tokens, sample 1000-0: full at budget None is in another of the runs"
+    assert re.match(
+        r"c: niah_single, 320 tokens, sample 1000-\d: full at budget None is in another of the runs", message
     )
     assert keepsight.fails("report", "tiny").startswith("tiny: no results.jsonl with results; ")
     assert keepsight.fails("report").startswith("runs=")
@@ -79,7 +80,7 @@ def test_a_report_of_runs_that_do_not_go_together(keepsight: CommandLine, runs: 
 def test_runs_side_by_side(keepsight: CommandLine, runs: Path, here: Path) -> None:
     printed = keepsight("compare", "a", "b", "out=side")
     assert printed.endswith("report: side/compare.html\n")
-    assert "Score, mean over tasks" in printed and "| b - a" in printed
+    assert "Score, mean over tasks" in printed and " b - a |" in printed
     page = (here / "side" / "compare.html").read_text("utf-8")
     assert "<title>a against b" in page and "methods" in page
     names = [f"tables/{name}{by}.csv" for name in ("score", "excess_nll", "agreement") for by in ("", "_by_task")]
