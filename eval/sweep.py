@@ -96,12 +96,12 @@ def _completed(
     missing = [variant for variant, row in zip(columns, found[0], strict=True) if row is None]
     if _FULL in missing:
         return run(columns)
-    made = run(missing) if missing else found
+    made: Sequence[Sequence[Row | None]] = run(missing) if missing else found
     if any(old[0] and new[0] and old[0]["answer"] != new[0]["answer"] for old, new in zip(found, made, strict=True)):
         return run(columns)
     rows = []
     for old, new in zip(found, made, strict=True):
-        fresh = iter(new[1:])
+        fresh = iter([row for row in new[1:] if row])
         cells = [{"method": variant.name, "budget": variant.budget} for variant in columns]
         rows.append([(row or next(fresh)) | cell for row, cell in zip(old, cells, strict=True)])
     return rows
@@ -195,9 +195,9 @@ def run_samples(
             {"recall": recall(kept, ranks), "mass": attention_mass(kept, attention), "tau": shared.tau(method)}
             for method, kept in zip(methods, (each.kept for each in compressed), strict=True)
         ]
-        for variant, each in zip(group, compressed, strict=True):
-            if each.kept is not None:
-                note(samples, variant, each.kept)
+        for variant, made_of in zip(group, compressed, strict=True):
+            if made_of.kept is not None:
+                note(samples, variant, made_of.kept)
         for each, more, made in zip(asked, shown, rows, strict=True):
             answers = _answers(target, each, methods, compressed)
             columns = zip(group, compressed, answers, measured, strict=True)

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -83,7 +84,7 @@ def test_the_plot_ends_at_the_context(context: int) -> None:
     plan = MemoryPlan(24 * 2**30, 2 * 8_030_261_248, 2 * HEAD, 32, 8, 128, 4, 2048, 8 * 128 * 2, room=64)
     (panel,) = command._figure(plan, "8b", context).axes
     assert panel.get_xlim() == (0, context) and panel.get_title() == "8b, 24.00 GiB, 4 requests"
-    lengths, layers = (list(values) for values in panel.get_lines()[0].get_data())
+    lengths, layers = np.asarray(panel.get_lines()[0].get_data()).tolist()
     last = min(context, plan.thresholds[-1] // 4)
     assert (lengths[-1], layers[-1]) == (last, plan.layers_on_cpu(4 * last))
     assert [text.get_text() for text in panel.texts] == (["does not fit"] if last < context else [])
