@@ -29,7 +29,7 @@ def score(sample: Sample, prediction: str) -> float:
     if sample.metric not in METRICS:
         known = ", ".join(sorted(METRICS))
         raise UserError(f"sample {sample.task}/{sample.id}: unknown metric {sample.metric!r}; known: {known}")
-    return METRICS[sample.metric](prediction, sample)
+    return METRICS[sample.metric](CLEAN[sample.clean](prediction), sample)
 
 
 def _best(single: Callable[[str, str], float]) -> Metric:
@@ -156,6 +156,67 @@ def _choice_letter(prediction: str, reference: str) -> float:
     return float(answered is not None and expected is not None and answered[1] == expected[1])
 
 
+_CHINESE_MARKS = (
+    "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､、〃》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟"
+    "〰〾〿–—‘’‛“”„‟…‧﹏."
+)
+
+
+def _chinese_words(text: str) -> list[str]:
+    """The words that `jieba` finds (it logs what it loads).
+
+    Raises:
+        UserError: the package is missing.
+    """
+    try:
+        import jieba
+    except ImportError:
+        raise UserError("LongBench's Chinese tasks need jieba; pip install 'keepsight[zh]'") from None
+    return list(jieba.cut(text))
+
+
+def _qa_f1_zh(prediction: str, reference: str) -> float:
+    """`_qa_f1` over Chinese words without punctuation."""
+    marks = str.maketrans("", "", string.punctuation + _CHINESE_MARKS)
+
+    def bag(text: str) -> Counter[str]:
+        words = ("".join(word.lower().translate(marks).split()) for word in _chinese_words(text))
+        return Counter(word for word in words if word)
+
+    answered, expected = bag(prediction), bag(reference)
+    shared = (answered & expected).total()
+    return 2 * shared / (answered.total() + expected.total()) if shared else 0.0
+
+
+def _rouge_l_zh(prediction: str, reference: str) -> float:
+    return _rouge_l(" ".join(_chinese_words(prediction)), " ".join(_chinese_words(reference)))
+
+
+def _chosen_letter(prediction: str, reference: str) -> float:
+    """Whether the letter that LongBench v2 reads from an answer (pred.py) is the reference."""
+    text = prediction.replace("*", "")
+    found = re.search(r"The correct answer is \(([A-D])\)", text) or re.search(r"The correct answer is ([A-D])", text)
+    return float(found is not None and found[1] == reference)
+
+
+_TAGS = ("<think>", "Answer:", "Summary:", "The final answer is:", "The answer is:", "Next line of code:")
+
+
+def _after_last_tag(prediction: str) -> str:
+    for tag in _TAGS:
+        prediction = prediction.split(tag)[-1]
+    return prediction.strip()
+
+
+CLEAN: dict[str, Callable[[str], str]] = {
+    "none": lambda prediction: prediction,
+    # kvpress.
+    "left_stripped": str.lstrip,
+    # draft-based-approx-llm: what stands after the last of its tags.
+    "after_last_tag": _after_last_tag,
+}
+"""What is done to an answer before its metric sees it, by the protocol that does so."""
+
 METRICS: dict[str, Metric] = {
     # LongBench. It cuts the answers of few-shot tasks after the first line; its classification tasks all are.
     "qa_f1": _best(_qa_f1),
@@ -164,8 +225,12 @@ METRICS: dict[str, Metric] = {
     "rouge_l_first_line": _of_first_line(_best(_rouge_l)),
     "classification": _of_first_line(_classification),
     "code_sim": _best(_code_sim),
+    "qa_f1_zh": _best(_qa_f1_zh),
+    "rouge_l_zh": _best(_rouge_l_zh),
     "count": _best(_share),
     "retrieval": _best(_retrieval),
+    # LongBench v2.
+    "chosen_letter": _best(_chosen_letter),
     # RULER.
     "string_match_all": _string_match_all,
     "string_match_part": _best(_string_match_part),

@@ -81,6 +81,15 @@ CASES: list[tuple[Any, ...]] = [
     ("choice_letter", "A", ["(A) x"], 1.0),
     ("choice_letter", "(B), not (D)", ["(D) x"], 0.0),
     ("choice_letter", "I do not know", ["(D) x"], 0.0),
+    # 我 is not in the reference, the punctuation does not count: {喜欢, 北京} of {我, 喜欢, 北京}; P = 2/3, R = 1.
+    ("qa_f1_zh", "我喜欢北京。", ["喜欢，北京"], 0.8),
+    ("qa_f1_zh", "北京", ["上海"], 0.0),
+    ("qa_f1_zh", "", ["上海"], 0.0),
+    ("rouge_l_zh", "我喜欢北京", ["我喜欢北京"], 1.0),
+    ("rouge_l_zh", "", ["北京"], 0.0),
+    ("chosen_letter", "The correct answer is (B)", ["B"], 1.0),
+    ("chosen_letter", "**The correct answer is C**, as the text says", ["C"], 1.0),
+    ("chosen_letter", "B", ["B"], 0.0),
 ]
 
 
@@ -118,5 +127,5 @@ def test_every_metric_is_tried() -> None:
 
 
 def test_unknown_metric_names_the_known_ones() -> None:
-    with pytest.raises(UserError, match=r"task/0: unknown metric 'qa_f1_zh'; known: .*rouge_l"):
-        scored("qa_f1_zh", "x", "y")
+    with pytest.raises(UserError, match=r"task/0: unknown metric 'own_f1'; known: .*rouge_l"):
+        scored("own_f1", "x", "y")
