@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from statistics import mean
 from typing import Any
 
 from keepsight.errors import UserError
@@ -38,8 +39,8 @@ class _Search:
 def filled(makes: Sequence[Make], length: int, tokenizer: Any, least: int = 0) -> list[RenderedSample]:
     """Samples whose prompt and answer fill `length` tokens to within one unit or 2 percent.
 
-    The size comes from how tokens grow with units, and is then corrected by what the whole prompt measures, so that
-    most prompts are rendered once or twice.
+    The size comes from how tokens grow with units, after the first prompts from the number of characters, and is then
+    corrected by what the whole prompt measures, so that most prompts are rendered once or twice.
 
     Args:
         makes: One for each sample.
@@ -54,14 +55,30 @@ def filled(makes: Sequence[Make], length: int, tokenizer: Any, least: int = 0) -
         return []
     small, larger = render_all([makes[0](least), makes[0](least + 32)], tokenizer)
     fixed, rate = len(small.prompt_ids), max((len(larger.prompt_ids) - len(small.prompt_ids)) / 32, 0.1)
-    guess = max(least, least + int((_room(small, length) - fixed) / rate))
+    characters = max((len(larger.prompt) - len(small.prompt)) / 32, 0.1)
+    size, wanted = max(least, least + int((_room(small, length) - fixed) / rate)), 0.0
     made: list[RenderedSample] = []
     for start in range(0, len(makes), _AT_ONCE):
-        block = [_Search(make, guess, least - 1) for make in makes[start : start + _AT_ONCE]]
+        block = [
+            _Search(make, _by_characters(make, size, wanted, characters, least), least - 1)
+            for make in makes[start : start + _AT_ONCE]
+        ]
         _search(block, length, rate, least, tokenizer)
-        guess = sorted(each.low for each in block)[len(block) // 2]
-        made += [replace(each.best, length=length) for each in block if each.best is not None]
+        best = [each.best for each in block if each.best is not None]
+        size = block[0].low
+        wanted = mean(len(each.prompt) * _room(each, length) / len(each.prompt_ids) for each in best)
+        made += [replace(each, length=length) for each in best]
     return made
+
+
+def _by_characters(make: Make, size: int, wanted: float, rate: float, least: int) -> int:
+    """The size at which a prompt has about as many characters as earlier ones that filled their length."""
+    for _ in range(3 if wanted else 0):
+        step = math.floor((wanted - len(make(size).prompt)) / rate)
+        if not step:
+            break
+        size = max(size + step, least)
+    return size
 
 
 def _search(block: list[_Search], length: int, rate: float, least: int, tokenizer: Any) -> None:

@@ -129,7 +129,7 @@ def test_without_truncation_long_prompts_are_left_out(tmp_path: Path, letters: A
     write_lines(tmp_path / "lcc.jsonl", [{**ROW, "context": "x" * 5000}, ROW])
     request = request_of(letters, "draft-based")
     assert len(LongBench(str(tmp_path)).samples("lcc", request)) == 1
-    assert request.notes == {"longbench lcc": "1 samples do not fit the context of 4000"}
+    assert request.notes == {"longbench lcc": "1 samples do not fit the context of 4000 tokens"}
 
 
 def test_longbench_e_by_length(tmp_path: Path, letters: Any) -> None:

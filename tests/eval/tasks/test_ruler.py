@@ -274,7 +274,7 @@ def test_protocols(words: Any) -> None:
 def test_a_length_that_is_too_short(words: Any) -> None:
     with pytest.raises(
         UserError,
-        match="ruler_niah_single_1: length 100 is too short; a sample without haystack needs 1[0-9]{2} tokens",
+        match=r"ruler_niah_single_1: length 100 is too short; a sample without haystack needs 1[0-9]{2} tokens",
     ):
         made("niah_single_1", words, 100)
 
