@@ -201,6 +201,14 @@ def _score(rows: Rows, first: Sequence[Tensor], answer: Tensor) -> tuple[Tensor,
     return torch.cat(own, dim=1), torch.cat(nll, dim=1)
 
 
+def first_difference(ids: Tensor, others: Tensor) -> int | None:
+    """Index of the first token in which two answers [T] and [T'] differ, where one ends first too; None if equal."""
+    if ids.tolist() == others.tolist():
+        return None
+    common = min(len(ids), len(others))
+    return int((ids[:common] == others[:common]).long().cumprod(dim=0).sum())
+
+
 def answer_alone(
     model: Reader, state: State, question: Tensor, answer: Tensor, limits: Limits, reapply: Reapply | None
 ) -> Answered:

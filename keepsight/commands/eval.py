@@ -36,7 +36,8 @@ from keepsight.eval.report.plots import plot_excess_nll, plot_scores
 from keepsight.eval.report.report import write_report
 from keepsight.eval.report.summary import summarize, summary_table, write_summary
 from keepsight.eval.results import FULL, finished, merge, part_of
-from keepsight.eval.sweep import QUESTIONS, Variant, check_samples, groups_of, sweep
+from keepsight.eval.rows import Variant
+from keepsight.eval.sweep import QUESTIONS, check_samples, groups_of, sweep
 from keepsight.eval.tasks.benchmark import Request
 from keepsight.eval.tasks.protocols import protocol_named
 from keepsight.eval.tasks.registry import Benchmarks, make_all

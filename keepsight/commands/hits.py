@@ -26,7 +26,8 @@ from keepsight.commands.from_recipe import resources_later, resources_of, target
 from keepsight.errors import UserError
 from keepsight.eval.hits import SHARED, Hits, answering, best_shared, choices, compare, mean_of
 from keepsight.eval.report.hits_plot import hits_figure
-from keepsight.eval.sweep import Variant, check_samples
+from keepsight.eval.rows import Variant
+from keepsight.eval.sweep import check_samples
 from keepsight.eval.tasks.samples import RenderedSample
 from keepsight.files import append_lines, read_json, whole_lines, write_json, write_png, write_text
 from keepsight.models.draft_head_files import load_draft_head

@@ -11,7 +11,8 @@ from torch import Tensor
 from keepsight.errors import UserError
 from keepsight.eval import sweep as sweep_module
 from keepsight.eval.compress import SharedPrompt
-from keepsight.eval.sweep import Variant, groups_of, run_sample, run_samples, sweep
+from keepsight.eval.rows import Variant
+from keepsight.eval.sweep import groups_of, run_sample, run_samples, sweep
 from keepsight.eval.tasks.samples import RenderedSample, Sample, render, render_apart
 from keepsight.models.draft_sources import LayerSubset
 from keepsight.models.targets import Target
