@@ -15,6 +15,7 @@ from rapidfuzz import fuzz
 from rouge import Rouge
 
 from keepsight.errors import UserError
+from keepsight.eval.tasks.procedure_metrics import reaches_target, same_beliefs, same_route, same_rows
 from keepsight.eval.tasks.samples import Sample
 
 Metric = Callable[[str, Sample], float]
@@ -199,6 +200,12 @@ def _chosen_letter(prediction: str, reference: str) -> float:
     return float(found is not None and found[1] == reference)
 
 
+def _exact_label(prediction: str, reference: str) -> float:
+    """Whether the first line, without a leading `label:`, is the reference."""
+    line = re.sub(r"^\s*label:", "", _first_line(prediction), flags=re.IGNORECASE)
+    return float(_normalise(line) == _normalise(reference))
+
+
 _TAGS = ("<think>", "Answer:", "Summary:", "The final answer is:", "The answer is:", "Next line of code:")
 
 
@@ -231,6 +238,13 @@ METRICS: dict[str, Metric] = {
     "retrieval": _best(_retrieval),
     # LongBench v2.
     "chosen_letter": _best(_chosen_letter),
+    # LongProc.
+    "same_route": _best(same_route),
+    "same_rows": _best(same_rows),
+    "same_beliefs": _best(same_beliefs),
+    "reaches_target": _best(reaches_target),
+    # HELMET.
+    "exact_label": _best(_exact_label),
     # RULER.
     "string_match_all": _string_match_all,
     "string_match_part": _best(_string_match_part),

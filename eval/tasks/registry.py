@@ -5,9 +5,11 @@ from dataclasses import dataclass, field, fields
 
 from keepsight.errors import UserError
 from keepsight.eval.tasks.benchmark import Benchmark, Request
+from keepsight.eval.tasks.helmet import Helmet
 from keepsight.eval.tasks.jsonl import Jsonl
 from keepsight.eval.tasks.longbench import LongBench
 from keepsight.eval.tasks.longbench_v2 import LongBenchV2
+from keepsight.eval.tasks.longproc import LongProc
 from keepsight.eval.tasks.niah import Niah
 from keepsight.eval.tasks.protocols import Protocol
 from keepsight.eval.tasks.ruler import Ruler
@@ -23,6 +25,8 @@ class Benchmarks:
         ruler: RULER.
         longbench: LongBench and LongBench-E.
         longbench_v2: LongBench v2.
+        longproc: LongProc.
+        helmet: HELMET's recall, RAG and ICL.
         jsonl: Real samples from files.
     """
 
@@ -30,6 +34,8 @@ class Benchmarks:
     ruler: Ruler = field(default_factory=Ruler)
     longbench: LongBench = field(default_factory=LongBench)
     longbench_v2: LongBenchV2 = field(default_factory=LongBenchV2)
+    longproc: LongProc = field(default_factory=LongProc)
+    helmet: Helmet = field(default_factory=Helmet)
     jsonl: Jsonl = field(default_factory=Jsonl)
 
 
