@@ -86,7 +86,7 @@ def answer_full(
     """The full cache's greedy answer [1, T] int64, and the same with its likelihood; arguments as for `answer_all`."""
     start = time.perf_counter()
     rows = Rows(model, [state], question.shape[1] + limits.max_new_tokens)
-    (logits,) = _after(rows, [state], question)
+    (logits,) = read_each(rows, [state], [question])
     asking, start = time.perf_counter() - start, time.perf_counter()
     first = logits.argmax(dim=-1)
     writing = Writing(0, first.tolist(), [functional.cross_entropy(logits, first).item()])
@@ -144,11 +144,17 @@ def batched_by_entries(items: Iterable[Item], entries: Callable[[Item], int], mo
         yield batch
 
 
-def _after(rows: Rows, states: Sequence[State], question: Tensor) -> list[Tensor]:
-    """Logits [1, V] float32 of the last token of each state, once the rows have read the question."""
-    if not question.shape[1]:
-        return [state.logits for state in states]
-    return [logits[-1:] for logits in rows.read([question[0]] * len(states))]
+def read_each(rows: Rows, states: Sequence[State], questions: Sequence[Tensor]) -> list[Tensor]:
+    """Read a question [1, q] after each of the states that became the rows; q may be 0.
+
+    Returns:
+        For each state, the logits [1, V] float32 of its last token.
+    """
+    last = [state.logits for state in states]
+    for start in range(0, max(question.shape[1] for question in questions), _TOKENS_AT_ONCE):
+        blocks = rows.read([question[0, start : start + _TOKENS_AT_ONCE] for question in questions])
+        last = [block[-1:] if len(block) else before for block, before in zip(blocks, last, strict=True)]
+    return last
 
 
 def _answer_batch(
@@ -156,7 +162,7 @@ def _answer_batch(
 ) -> list[Answered]:
     start = time.perf_counter()
     rows = Rows(model, states, question.shape[1] + limits.max_new_tokens)
-    first = _after(rows, states, question)
+    first = read_each(rows, states, [question] * len(states))
     asking = time.perf_counter() - start
     own, nll = _score(rows, first, answer)
     hits = own == answer

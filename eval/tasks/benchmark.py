@@ -22,6 +22,7 @@ class Request:
         max_tokens: Longest prompt of fixed samples that are not cut, in tokens; longer ones are left out.
         every_question: Whether all questions that a context can be asked become samples (`question=multi`).
         protocol: Whose prompts, truncation and post-processing to follow.
+        judge: `Judge.name` of who scores answers that no metric can; empty for nobody.
         notes: Filled by the tasks: where a text came from, and what was left out. Results are shown with them.
     """
 
@@ -33,6 +34,7 @@ class Request:
     max_tokens: int = 2048
     every_question: bool = False
     protocol: Protocol = REFERENCE
+    judge: str = ""
     notes: dict[str, str] = field(default_factory=dict)
 
 

@@ -4,6 +4,7 @@ LongBench: https://github.com/THUDM/LongBench, `metrics.py` and `eval.py`. RULER
 `scripts/eval`. Both report a mean over samples times 100; here nothing is multiplied or rounded.
 """
 
+import math
 import re
 import string
 from collections import Counter
@@ -22,11 +23,13 @@ Metric = Callable[[str, Sample], float]
 
 
 def score(sample: Sample, prediction: str) -> float:
-    """The score of an answer, from 0 to 1, by the sample's own metric.
+    """The score of an answer, from 0 to 1, by the sample's own metric; NaN where a judge is still to be asked.
 
     Raises:
         UserError: the sample names a metric that is not in `METRICS`.
     """
+    if sample.judge:
+        return math.nan
     if sample.metric not in METRICS:
         known = ", ".join(sorted(METRICS))
         raise UserError(f"sample {sample.task}/{sample.id}: unknown metric {sample.metric!r}; known: {known}")
@@ -206,6 +209,17 @@ def _exact_label(prediction: str, reference: str) -> float:
     return float(_normalise(line) == _normalise(reference))
 
 
+def _wanted_length(prediction: str, reference: str) -> float:
+    """How near a text comes to its number of words, a Chinese character being one; 0 at 4 times or a third of it.
+
+    LongWriter's S_l, eval_length.py and count_words in pred.py.
+    """
+    words, wanted = len(re.findall(r"[\u4e00-\u9fff]|\b[a-zA-Z]+\b", prediction)), int(reference)
+    if words > wanted:
+        return max(0.0, 1 - (words / wanted - 1) / 3)
+    return max(0.0, 1 - (wanted / words - 1) / 2) if words else 0.0
+
+
 _TAGS = ("<think>", "Answer:", "Summary:", "The final answer is:", "The answer is:", "Next line of code:")
 
 
@@ -245,6 +259,8 @@ METRICS: dict[str, Metric] = {
     "reaches_target": _best(reaches_target),
     # HELMET.
     "exact_label": _best(_exact_label),
+    # LongBench-Write.
+    "wanted_length": _best(_wanted_length),
     # RULER.
     "string_match_all": _string_match_all,
     "string_match_part": _best(_string_match_part),

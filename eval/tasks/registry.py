@@ -7,6 +7,7 @@ from keepsight.errors import UserError
 from keepsight.eval.tasks.benchmark import Benchmark, Request
 from keepsight.eval.tasks.helmet import Helmet
 from keepsight.eval.tasks.jsonl import Jsonl
+from keepsight.eval.tasks.judged import LongWriter, MtBench
 from keepsight.eval.tasks.longbench import LongBench
 from keepsight.eval.tasks.longbench_v2 import LongBenchV2
 from keepsight.eval.tasks.longproc import LongProc
@@ -27,6 +28,8 @@ class Benchmarks:
         longbench_v2: LongBench v2.
         longproc: LongProc.
         helmet: HELMET's recall, RAG and ICL.
+        mt_bench: MT-Bench.
+        longwriter: LongBench-Write.
         jsonl: Real samples from files.
     """
 
@@ -36,6 +39,8 @@ class Benchmarks:
     longbench_v2: LongBenchV2 = field(default_factory=LongBenchV2)
     longproc: LongProc = field(default_factory=LongProc)
     helmet: Helmet = field(default_factory=Helmet)
+    mt_bench: MtBench = field(default_factory=MtBench)
+    longwriter: LongWriter = field(default_factory=LongWriter)
     jsonl: Jsonl = field(default_factory=Jsonl)
 
 

@@ -32,6 +32,9 @@ class Sample:
         classes: The class names of a classification task.
         clean: A key of `keepsight.eval.tasks.metrics.CLEAN`: what is done to an answer before it is scored.
         depth: Where in the context the needle of the first reference stands, 0 the beginning and 1 the end.
+        earlier: The user's turns before this one, if any. `prompt` is then what is said after the answer to the last of
+            them, which the sample before this one asks for.
+        judge: `Judge.name` of who scores the answer; empty where `metric` does.
     """
 
     id: str
@@ -49,6 +52,8 @@ class Sample:
     classes: tuple[str, ...] = ()
     clean: str = "none"
     depth: float | None = None
+    earlier: tuple[str, ...] = ()
+    judge: str = ""
 
     @property
     def key(self) -> tuple[str, int, str]:
@@ -67,7 +72,8 @@ class RenderedSample(Sample):
 
     Attributes:
         prompt_ids: [N] int64, what a method compresses: the whole prompt, or only what stands before the question.
-        question_ids: [q] int64, what is read from the compressed cache; empty when the prompt is whole.
+        question_ids: [q] int64, what is read from the compressed cache; empty when the prompt is whole. A later turn of
+            a conversation has the prompt of the first, and what stands between two answers as its question.
     """
 
     prompt_ids: Tensor = field(compare=False, repr=False)
@@ -119,6 +125,18 @@ def render_apart(sample: RenderedSample, tokenizer: Any) -> RenderedSample:
     (ids,) = _encode([context], tokenizer, special=not sample.chat)
     (rest,) = _encode([text[len(context) :]], tokenizer, special=False)
     return replace(sample, prompt_ids=ids, question_ids=rest)
+
+
+def render_turns(samples: Sequence[Sample], tokenizer: Any) -> list[RenderedSample]:
+    """The turns of one conversation in their order: the prompt of all is the first, which alone is compressed."""
+    first, answer = render(samples[0], tokenizer), "\N{OBJECT REPLACEMENT CHARACTER}"
+    rendered = [first]
+    for sample in samples[1:]:
+        turns = [{"role": "user", "content": turn} for turn in (sample.earlier[-1], sample.prompt)]
+        text = chat_text(tokenizer, [turns[0], {"role": "assistant", "content": answer}, turns[1]])
+        (between,) = _encode([text.partition(answer)[2]], tokenizer, special=False)
+        rendered.append(RenderedSample(**vars(sample), prompt_ids=first.prompt_ids, question_ids=between))
+    return rendered
 
 
 def _encode(texts: list[str], tokenizer: Any, *, special: bool) -> list[Tensor]:

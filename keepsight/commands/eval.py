@@ -32,6 +32,7 @@ from keepsight.commands.config import Recipe
 from keepsight.commands.from_recipe import adapter_of, resources_later, resources_of, retrieval_of, target_of
 from keepsight.errors import UserError
 from keepsight.eval.answers import default_batch_tokens
+from keepsight.eval.judge import Judge
 from keepsight.eval.report.plots import plot_excess_nll, plot_scores
 from keepsight.eval.report.report import write_report
 from keepsight.eval.report.summary import summarize, summary_table, write_summary
@@ -72,6 +73,7 @@ class Config(Benchmarks, Recipe):
             kvpress or draft-based.
         max_tokens: Longest prompt of the jsonl task in tokens; longer ones are dropped and counted.
         max_new_tokens: Shortens every answer to this many tokens; 0 for each task's own limit.
+        judge: Who scores MT-Bench and LongBench-Write.
         question: What methods see while they compress: seen (the whole prompt), unseen (only what stands before the
             question), multi (the same, and every question about a context is asked of one compressed cache).
         max_batch_tokens: Max KV entries per head in one decoding batch over all variants; 0 for a quarter of the free
@@ -89,6 +91,7 @@ class Config(Benchmarks, Recipe):
     protocol: str = "reference"
     max_tokens: int = 2048
     max_new_tokens: int = 0
+    judge: Judge = field(default_factory=Judge)
     question: str = "seen"
     max_batch_tokens: int = 0
 
@@ -100,6 +103,7 @@ def run(config: Config) -> None:
             raise UserError(f"{key}={getattr(config, key)} must be at least 0, which leaves it to keepsight")
     if config.question not in QUESTIONS:
         raise UserError(f"question={config.question} is unknown; choose one of {', '.join(QUESTIONS)}")
+    config.judge.check()
     variants = variants_of(config, resources_later(config))  # bad values end here, before anything loads
     processes, out = PartialState(cpu=not torch.cuda.is_available()), Path(config.out)
     target = target_of(config)
@@ -121,8 +125,10 @@ def run(config: Config) -> None:
     most = config.max_batch_tokens or default_batch_tokens(target.model) // processes.num_processes
     with tqdm(total=len(own), desc="samples", unit="sample", disable=not processes.is_main_process) as progress:
         progress.update(sum(sample.key in done for sample in own))
+        by_key = {sample.key: sample for sample in own}
         for rows in sweep(target, own, variants, done, most, config.question):
-            append_lines(part, rows)
+            sample = by_key[rows[0]["task"], rows[0]["length"], rows[0]["sample"]]
+            append_lines(part, config.judge.score(sample, rows))
             progress.update()
     processes.wait_for_everyone()
     if processes.is_main_process:
@@ -205,6 +211,7 @@ def samples_of(config: Config, target: Target) -> tuple[list[RenderedSample], di
         max_tokens=config.max_tokens,
         every_question=config.question == "multi",
         protocol=protocol_named(config.protocol),
+        judge=config.judge.name,
     )
     samples = make_all(config, config.tasks, request)
     if not samples:

@@ -90,8 +90,8 @@ def test_rag(tmp_path: Path, words: Any) -> None:
     put(tmp_path, "kilt/nq-dev-multikilt_1000_k20_dep6.jsonl", [row("q", "ab"), row("r", "x")])
     put(tmp_path, "kilt/nq-train-multikilt_1000_k3_dep6.jsonl", [row(name, name * 2) for name in "qsttuu"])
     first, second = made(tmp_path, "helmet_rag_nq", words)
-    start = "Use the given documents to write a concise and short answer to the question. Write your answer in the following"
-    assert first.prompt.startswith(start + " format:\nAnswer: [answer]\n\nDocument (Title: T): text of ")
+    start = "Use the given documents to write a concise and short answer to the question. Write your answer in the"
+    assert first.prompt.startswith(start + " following format:\nAnswer: [answer]\n\nDocument (Title: T): text of ")
     assert first.prompt.endswith("\n\nDocument (Title: T): text of q\n\nQuestion: q\nAnswer:")
     shown = [line.removeprefix("Question: ") for line in first.prompt.split("\n") if line.startswith("Question: ")]
     assert len(shown) == 3 == len({*shown}) and shown[-1] == "q"
