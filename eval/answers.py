@@ -238,6 +238,15 @@ def answer_alone(
     criteria = stop_after(limits.max_new_tokens, limits.end_tokens)
     ids = decode(model, state.copy(), criteria, pad_token=limits.end_tokens[0], reapply=reapply).ids[0]
     speed = len(ids) / (time.perf_counter() - start)
+    return Answered(ids, *score_alone(model, state, answer, reapply), speed, question=asking)
+
+
+def score_alone(model: Reader, state: State, answer: Tensor, reapply: Reapply | None) -> tuple[Tensor, Tensor]:
+    """How likely an answer [1, T] is after a one-row state, which is changed.
+
+    Returns:
+        The negative log-likelihood of its tokens [T] float32 in nats, and whether each is the arg-max [T] bool.
+    """
     logits = [state.logits[:, None]]
     every = reapply.every if reapply is not None else answer.shape[1]
     for first in range(0, answer.shape[1] - 1, every):
@@ -246,5 +255,4 @@ def answer_alone(
         state, block = read(model, state, answer[:, first : min(first + every, answer.shape[1] - 1)])
         logits.append(block)
     joined = torch.cat(logits, dim=1)[0]
-    nll = functional.cross_entropy(joined, answer[0], reduction="none")
-    return Answered(ids, nll, joined.argmax(dim=-1) == answer[0], speed, question=asking)
+    return functional.cross_entropy(joined, answer[0], reduction="none"), joined.argmax(dim=-1) == answer[0]

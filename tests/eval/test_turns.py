@@ -7,12 +7,11 @@ import torch
 from torch import Tensor
 
 from keepsight.eval.rows import Variant
-from keepsight.eval.sweep import run_samples, sweep
+from keepsight.eval.sweep import groups_of, run_samples, sweep
 from keepsight.eval.tasks.samples import RenderedSample, Sample, render_turns
 from keepsight.models.targets import Target
 from keepsight.runtime.decode import decode, stop_after
-from keepsight.runtime.methods import AdaKV, KeyNorm, SnapKV, StreamingLLM, Truncation
-from keepsight.runtime.methods import Kivi
+from keepsight.runtime.methods import AdaKV, KeyNorm, Kivi, SnapKV, StreamingLLM, Truncation
 from keepsight.runtime.prefill import prefill, read
 from keepsight.runtime.state import State
 from tests.eval.rows import CLOCKS, comparable
@@ -104,15 +103,16 @@ def test_later_turns_are_measured_in_the_full_caches_conversation(target: Target
 def test_small_batches_and_blocks_change_nothing(
     target: Target, turns: list[RenderedSample], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = run_samples(target, turns, VARIANTS, MANY)
+    whole = run_samples(target, turns[:2], VARIANTS[:4], MANY)
     monkeypatch.setattr("keepsight.eval.answers._TOKENS_AT_ONCE", 5)
-    small = run_samples(target, turns, VARIANTS, 1)
+    small = run_samples(target, turns[:2], VARIANTS[:4], 1)
     assert [[row | CLOCKS for row in rows] for rows in small] == [comparable(rows) for rows in whole]
 
 
 def test_a_conversation_is_one_group_of_the_sweep(target: Target, turns: list[RenderedSample]) -> None:
     other = [RenderedSample(**vars(turn) | {"id": "1"}) for turn in turns]
-    made = list(sweep(target, [*turns, *other], VARIANTS[:1], set(), MANY))
-    assert [(row["task"], row["sample"]) for row, _ in made] == [(turn.task, name) for name in "01" for turn in turns]
-    (again,) = sweep(target, turns, VARIANTS[:1], {turns[0].key, turns[2].key}, MANY)
-    assert [row | CLOCKS for row in again] == comparable(made[1])
+    assert groups_of([*turns, *other], "seen") == [turns, other]
+    made = list(sweep(target, turns[:2], VARIANTS[:1], set(), MANY))
+    assert [row["task"] for row, _ in made] == ["turn_0", "turn_1"]
+    (again,) = sweep(target, turns[:2], VARIANTS[:1], {turns[0].key}, MANY)
+    assert [(row["answer"], row["before"]) for row in again] == [(row["answer"], row["before"]) for row in made[1]]
