@@ -4,6 +4,7 @@ A request's context is what a method compresses; continuations are scored, and a
 Requests that follow each other with one context, such as the choices of a question, share one compressed cache.
 """
 
+import importlib
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
@@ -13,6 +14,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from torch import Tensor
 from tqdm import tqdm
+from transformers.generation import StopStringCriteria
 from typing_extensions import override
 
 from keepsight.errors import UserError
@@ -23,6 +25,9 @@ from keepsight.models.targets import load_target
 from keepsight.runtime.generate import generate
 from keepsight.runtime.methods import Resources, make_method
 from keepsight.runtime.prefill import context_of
+
+# The registry takes in the harness's own models only as long as it is empty.
+importlib.import_module("lm_eval.models")
 
 _MAX_NEW_TOKENS = 256
 """The harness's own default."""
@@ -41,7 +46,7 @@ class HarnessModel(TemplateLM):
         draft: Draft model: a Hub id or folder, or indices of the target's own layers joined by `+`, such as 0+1+5.
         revision: Of the target.
         dtype: auto, float32, bfloat16 or float16.
-        device: auto, cpu, cuda, ...
+        device: auto, cpu, cuda, ...; the harness's command gives its own `--device`.
         attention: auto, sdpa, eager or flash_attention_2.
         max_length: Longest context with its answer, in tokens; the target's own by default. Longer contexts lose their
             beginning, as the harness's own models have it.
@@ -171,7 +176,7 @@ class HarnessModel(TemplateLM):
             if not options.get("do_sample"):
                 options = {"do_sample": False}
             if stops:
-                options |= {"stop_strings": stops, "tokenizer": self.tokenizer}
+                options["stopping_criteria"] = [StopStringCriteria(self.tokenizer, stops)]
             prompt = self._fitting(self.tok_encode(context), tokens)
             ids = generate(self.model, prompt, self.method, max_new_tokens=tokens, **options)
             text = str(self.tokenizer.decode(ids[0], skip_special_tokens=True))

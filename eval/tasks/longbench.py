@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 from typing_extensions import override
 
 from keepsight.errors import UserError
@@ -54,8 +55,11 @@ class LongBench(Benchmark):
         entry = longbench_tasks()[name]
         if entry.metric.endswith("_zh"):
             METRICS[entry.metric]("", Sample("", task, 0, "", ("",), entry.metric, 1))  # misses its package here
-        made, left_out = [], 0
-        for place, (where, row) in enumerate(self._rows(task)):
+        made, left_out, rows = [], 0, self._rows(task)
+        if request.protocol.shuffled:  # as datasets' shuffle(seed=42)
+            all_rows = [*rows]
+            rows = (all_rows[place] for place in np.random.default_rng(42).permutation(len(all_rows)))
+        for place, (where, row) in enumerate(rows):
             if place == request.samples > 0:
                 break
             sample = self._sample(name, entry, where, row, place, request)

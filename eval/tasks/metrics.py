@@ -204,9 +204,11 @@ def _chosen_letter(prediction: str, reference: str) -> float:
 
 
 def _exact_label(prediction: str, reference: str) -> float:
-    """Whether the first line, without a leading `label:`, is the reference."""
-    line = re.sub(r"^\s*label:", "", _first_line(prediction), flags=re.IGNORECASE)
-    return float(_normalise(line) == _normalise(reference))
+    """Whether the first line says the reference, after `label:` where it says that (HELMET, parse_output)."""
+    line = prediction.split("\n")[0]
+    found = re.search("label:(.*)", line, re.IGNORECASE)
+    label = re.sub("^label:", "", (found[1] if found else line).strip(), flags=re.IGNORECASE)
+    return float(_normalise(label) == _normalise(reference))
 
 
 def _wanted_length(prediction: str, reference: str) -> float:
@@ -233,6 +235,7 @@ CLEAN: dict[str, Callable[[str], str]] = {
     "none": lambda prediction: prediction,
     # kvpress.
     "left_stripped": str.lstrip,
+    "no_control_characters": lambda prediction: re.sub(r"[\x00-\x1f]", "", prediction.strip()),
     # draft-based-approx-llm: what stands after the last of its tags.
     "after_last_tag": _after_last_tag,
 }
@@ -264,8 +267,9 @@ METRICS: dict[str, Metric] = {
     # RULER.
     "string_match_all": _string_match_all,
     "string_match_part": _best(_string_match_part),
-    # A whole answer could repeat the passages, which hold what is asked for: one line, as Lost in the Middle scores.
-    "answer_in_prediction": _of_first_line(_best(_answer_in_prediction)),
+    # A whole answer could repeat the passages, which hold what is asked for: Lost in the Middle and HELMET's RAG take
+    # what stands before the first line break.
+    "answer_in_prediction": lambda prediction, sample: _best(_answer_in_prediction)(prediction.split("\n")[0], sample),
     "topic_in_prediction": _best(_answer_in_prediction),
     "value_in_prediction": _best(lambda prediction, reference: float(_contains(prediction, reference))),
     "number_in_prediction": _best(lambda prediction, reference: float(reference in _integers(prediction))),

@@ -28,7 +28,9 @@ class Protocol:
         extra_tokens: What LongBench's generation lengths are raised by.
         cue_after: Whether the end of a LongBench prompt, such as `Answer:`, begins the assistant's turn.
         system: System prompt of LongBench for models whose chat template has none of its own.
-        clean: A key of `keepsight.eval.tasks.metrics.CLEAN`.
+        shuffled: Whether a part of a fixed task's samples is drawn with seed 42, not the first ones.
+        clean: What is done to LongBench's answers, a key of `keepsight.eval.tasks.metrics.CLEAN`.
+        ruler_clean: The same for RULER.
         ruler_tokens: Generation lengths of RULER by family.
         ruler_prefix: Where RULER's answer prefix stands: it begins the answer, ends the prompt, or is left out.
         ruler_template: Whether RULER's prompts go through the chat template.
@@ -41,7 +43,9 @@ class Protocol:
     extra_tokens: int = 0
     cue_after: bool = False
     system: str = ""
+    shuffled: bool = False
     clean: str = "none"
+    ruler_clean: str = "none"
     ruler_tokens: Mapping[str, int] = field(default_factory=lambda: RULER_TOKENS)
     ruler_prefix: Literal["answer", "prompt", "none"] = "answer"
     ruler_template: bool = True
@@ -61,7 +65,12 @@ PROTOCOLS = {
     ),
     # NVIDIA/kvpress: evaluation/; its own default also hides the question, which here is question=unseen.
     "kvpress": Protocol(
-        truncate=False, no_template=frozenset(), extra_tokens=20, cue_after=True, clean="left_stripped"
+        truncate=False,
+        no_template=frozenset(),
+        extra_tokens=20,
+        cue_after=True,
+        clean="left_stripped",
+        ruler_clean="no_control_characters",
     ),
     # furiosa-ai/draft-based-approx-llm, the repository of SpecKV and SpecPC.
     "draft-based": Protocol(
@@ -71,7 +80,9 @@ PROTOCOLS = {
             "A chat between a curious human and an artificial intelligence assistant. "
             "The assistant gives helpful, detailed, and polite answers to the human's questions."
         ),
+        shuffled=True,
         clean="after_last_tag",
+        ruler_clean="after_last_tag",
         ruler_tokens={"niah": 128, "vt": 64, "cwe": 120, "fwe": 64, "qa": 64},
         ruler_prefix="none",
     ),

@@ -7,6 +7,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 from typing_extensions import override
 
 from keepsight.errors import UserError
@@ -101,6 +102,8 @@ class Ruler(Benchmark):
 
     def _ready_made(self, task: str, folder: Path, request: Request) -> list[RenderedSample]:
         rows = [row for row in _rows(folder) if row[0] == task]
+        if request.protocol.shuffled:
+            rows = [rows[place] for place in np.random.RandomState(42).permutation(len(rows))]
         if not rows:
             raise UserError(
                 f"ruler.dir: no row of {task} in the .jsonl files of {folder}; drop ruler.dir to generate it"
@@ -135,7 +138,7 @@ def _sample(task: str, length: int, name: str, text: RulerText, protocol: Protoc
         max_new_tokens=protocol.ruler_tokens[_family(task)],
         answer_prefix=text.prefix if protocol.ruler_prefix == "answer" else "",
         chat=protocol.ruler_template,
-        clean=protocol.clean,
+        clean=protocol.ruler_clean,
         depth=text.depth,
     )
 

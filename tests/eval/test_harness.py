@@ -84,7 +84,9 @@ def test_choices_are_scored_from_the_compressed_context(folder: Path) -> None:
 
 
 def test_the_full_cache_scores_as_the_harness_does(folder: Path) -> None:
-    theirs = lm_eval.api.registry.get_model("hf")(pretrained=str(folder / "tiny"), device="cpu", dtype="float32")
+    from lm_eval.api.registry import get_model
+
+    theirs = get_model("hf")(pretrained=str(folder / "tiny"), device="cpu", dtype="float32")
     ours, reference = (results(folder, model, "choosing") for model in (model_of(folder), theirs))
     for sample, expected in zip(ours, reference, strict=True):
         found, wanted = ([response[0] for response in each["resps"]] for each in (sample, expected))
@@ -101,8 +103,17 @@ def test_answers_end_where_the_task_says(folder: Path) -> None:
 
 
 def test_the_command_runs_with_nothing_imported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = f"pretrained={folder / 'tiny'},device=cpu,method=snapkv,budget=0.25"
-    out = ["--include_path", str(folder), "--output_path", str(folder / "out.json"), "--tasks", "choosing"]
+    arguments = f"pretrained={folder / 'tiny'},method=snapkv,budget=0.25"
+    out = [
+        "--include_path",
+        str(folder),
+        "--output_path",
+        str(folder / "out.json"),
+        "--tasks",
+        "choosing",
+        "--device",
+        "cpu",
+    ]
     monkeypatch.setattr(sys, "argv", ["keepsight-lm-eval", "--model", "keepsight", "--model_args", arguments, *out])
     assert main() == 0
     (written,) = folder.glob("out*.json")

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -103,6 +104,10 @@ def test_protocols(tmp_path: Path, letters: Any) -> None:
     assert text_of(draft, letters).startswith("<system>A chat between a curious human")
     assert score(draft, "Answer: Bob. The answer is: Ada") == 1.0
     assert score(one("qasper", letters, tmp_path), "Answer: Bob. The answer is: Ada") < 0.5
+    write_lines(tmp_path / "lcc.jsonl", [{**ROW, "_id": name} for name in "abcde"])
+    drawn = LongBench(str(tmp_path)).samples("lcc", request_of(letters, "draft-based", samples=2))
+    shuffled = Dataset.from_dict({"name": [*"abcde"]}).shuffle(seed=42)["name"]
+    assert [sample.id for sample in drawn] == [*shuffled][:2] != ["a", "b"]
     letters.name_or_path = "meta-llama/Llama-3.1-8B-Instruct"
     factory = one("qasper", letters, tmp_path, "kvcache-factory")
     letters.name_or_path = ""

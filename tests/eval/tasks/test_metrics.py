@@ -65,6 +65,7 @@ CASES: list[tuple[Any, ...]] = [
     ("answer_in_prediction", "It was the E.L. James novel.", ["Erika", "e l james"], 0.0),
     ("answer_in_prediction", "It was a novel by E. L. James", ["Erika", "E L. James"], 1.0),
     ("answer_in_prediction", "I do not know\nParis", ["Paris"], 0.0),
+    ("answer_in_prediction", "\nParis", ["Paris"], 0.0),
     ("answer_in_prediction", "anything", ["The"], 0.0),
     ("topic_in_prediction", "Topics:\nThe role of art, in society", ["the role of art in society"], 1.0),
     ("topic_in_prediction", "The role of art", ["the role of art in society"], 0.0),
@@ -112,6 +113,16 @@ CASES: list[tuple[Any, ...]] = [
     ("reaches_target", "<Solution>7 / 2 = 3\n3 + 0 = 3\n3 + 0 = 3</Solution>", ["7 2 0 0 -> 3"], 0.0),
     ("exact_label", " Label: 12\nmore", ["12"], 1.0),
     ("exact_label", "112", ["12"], 0.0),
+    ("exact_label", "The LABEL: label: 12", ["12"], 1.0),
+    ("exact_label", "\n12", ["12"], 0.0),
+    # Twice the words: 1 - (2 - 1) / 3; half of them: 1 - (2 - 1) / 2; four times or a third: nothing.
+    ("wanted_length", "one two three four", ["2"], 2 / 3),
+    ("wanted_length", "one", ["2"], 0.5),
+    ("wanted_length", "one two.", ["2"], 1.0),
+    ("wanted_length", "one 22 三 x4", ["2"], 1.0),
+    ("wanted_length", "a a a a", ["1"], 0.0),
+    ("wanted_length", "one", ["3"], 0.0),
+    ("wanted_length", "", ["3"], 0.0),
 ]
 
 

@@ -266,6 +266,10 @@ def test_protocols(words: Any) -> None:
     assert factory.prompt.endswith("they are: ") and factory.question.endswith("they are: ")
     assert (draft.chat, draft.max_new_tokens, draft.answer_prefix) == (True, 64, "")
     assert draft.prompt.endswith("in the text above.")
+    (value, *_) = press.references
+    broken = f"{value[:2]}\n{value[2:]}"
+    assert score(press, broken) == 1 / len(press.references) and score(factory, broken) == 0.0
+    assert score(draft, f"{value} The answer is: no") == 0.0
     assert (press.chat, press.max_new_tokens) == (True, 30) and press.answer_prefix.endswith("they are: ")
     assert len(Ruler().groups(PROTOCOLS["kvcache-factory"])[""]) == 11
     assert len(Ruler().groups(PROTOCOLS["reference"])[""]) == 13
