@@ -4,6 +4,8 @@ A request's context is what a method compresses; continuations are scored, and a
 Requests that follow each other with one context, such as the choices of a question, share one compressed cache.
 """
 
+# pyright: reportMissingImports=false
+
 import importlib
 from collections.abc import Iterator, Sequence
 from itertools import groupby

@@ -3,6 +3,8 @@
 The harness looks for no models outside its own package, so that its command `lm_eval` alone cannot know this one.
 """
 
+# pyright: reportMissingImports=false
+
 import sys
 
 from keepsight.errors import UserError

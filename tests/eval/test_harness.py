@@ -1,5 +1,7 @@
 """keepsight as a model of the real lm-evaluation-harness, on small local tasks; skipped where it is not installed."""
 
+# pyright: reportMissingImports=false
+
 import json
 import sys
 from pathlib import Path

@@ -1,5 +1,6 @@
 """Conversations: the first turn's prompt is compressed once, and each variant goes on from its own answers."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -110,7 +111,7 @@ def test_small_batches_and_blocks_change_nothing(
 
 
 def test_a_conversation_is_one_group_of_the_sweep(target: Target, turns: list[RenderedSample]) -> None:
-    other = [RenderedSample(**vars(turn) | {"id": "1"}) for turn in turns]
+    other = [replace(turn, id="1") for turn in turns]
     assert groups_of([*turns, *other], "seen") == [turns, other]
     made = list(sweep(target, turns[:2], VARIANTS[:1], set(), MANY))
     assert [row["task"] for row, _ in made] == ["turn_0", "turn_1"]
