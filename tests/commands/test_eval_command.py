@@ -24,6 +24,7 @@ from keepsight.runtime.importance import NO_POOL, Reduce
 from keepsight.runtime.methods import H2O, Resources, SnapKV
 from keepsight.runtime.methods.dapq import PromptEnds
 from tests.commands.commands import NEEDLES, RUN_FILES, CommandLine, files_of_run, tree
+from tests.eval.judging import endpoint
 from tests.eval.rows import CLOCKS, comparable
 
 RULER = {"layout": "ruler", "prompt": "{input}{answer_prefix}", "metric": RULER_METRIC}
@@ -168,6 +169,16 @@ def test_real_samples(keepsight: CommandLine, here: Path) -> None:
     assert "facts: 1 samples are longer than max_tokens=512 and were dropped" in printed
     found = [(row["task"], row["length"], row["sample"], row["method"]) for row in rows_of(here / "out")]
     assert found == [("facts", 512, sample, method) for sample in "01" for method in ("full", "snapkv")]
+
+
+def test_a_judge_scores_both_turns_of_a_conversation(keepsight: CommandLine, here: Path) -> None:
+    write_lines(here / "question.jsonl", [{"question_id": 81, "category": "writing", "turns": ["Hello?", "And?"]}])
+    keys = ["tasks=[mt_bench]", "mt_bench.file=question.jsonl", "max_new_tokens=4", "methods=[snapkv]", "budgets=[64]"]
+    with endpoint(lambda body: "[[7]]" if "Conversation" in body["messages"][-1]["content"] else "[[4]]") as judge:
+        keepsight("eval", *TINY, *keys, f"judge.url={judge.url}")
+    rows = read_jsonl(here / "out" / "results.jsonl")
+    assert {(row["task"], row["score"]) for row in rows} == {("mt_bench_turn_1", 0.4), ("mt_bench_turn_2", 0.7)}
+    assert "task mt_bench needs a judge: judge.url=" in keepsight.fails("eval", *TINY, *keys, "out=other")
 
 
 @pytest.mark.parametrize(("question", "times"), [("seen", 3), ("unseen", 3 + 2)])
