@@ -58,9 +58,15 @@ class _Config:
 
 
 def save_lookahead(module: Lookahead, folder: Path, provenance: Provenance, card: str) -> None:
-    """Write an adapter's files into a folder, beside other files; a half-written adapter does not load."""
+    """Write an adapter's files into a folder, beside other files; a half-written adapter does not load.
+
+    Raises:
+        UserError: a tensor is not whole.
+    """
     config = lora_config(module.model, module.settings)
-    config.alora_invocation_tokens = [len(input_embedding(module.model))]  # an id that no text has
+    embedding: Any = module.model.get_input_embeddings()
+    config.alora_invocation_tokens = [embedding.num_embeddings]  # an id that no text has
+    _check_shapes(folder, module.settings, module.tokens, module.lora_state())
     config.inference_mode = True
     with atomic_files(folder, last=CONFIG) as unfinished:
         save_file(module.lora_state(), unfinished / ADAPTER, metadata={"format": "pt"})

@@ -67,6 +67,7 @@ def run(config: Config) -> None:
 
 def _step(command: type[Command], config: Config, **values: Any) -> Command:
     """A command's configuration: the demo's model and module, a short training, and these values."""
-    training = replace(config.train, steps=config.steps, accumulation=1, held_out=6, measure_every=60, save_every=60)
+    changes = {"steps": config.steps, "samples_per_step": 0, "held_out": 6, "measure_every": 60, "save_every": 60}
+    training = replace(config.train, **changes)
     plain: dict[str, Any] = {key: str(value) if isinstance(value, Path) else value for key, value in values.items()}
     return command(model=config.model, lookahead=config.lookahead, train=training, **plain)

@@ -72,7 +72,7 @@ def basics_of(
         "samples": trainer.sample_count,
         **described,
         "learning rate": settings.learning_rate,
-        "samples a step": settings.batch_size * settings.accumulation * trainer.args.world_size,
+        "samples a step": trainer.samples_per_step,
         f"first and last logged loss ({loss})": [round(losses[0], 4), round(losses[-1], 4)] if losses else [],
     }
     provenance = Provenance(

@@ -81,8 +81,10 @@ def train(
 class Disturbed(LookaheadObjective):
     """An objective to which something happens at the n-th training batch."""
 
-    def __init__(self, lookahead: Lookahead, at: int, action: Callable[["Disturbed"], object]) -> None:
-        super().__init__(lookahead)
+    def __init__(
+        self, lookahead: Lookahead, at: int, action: Callable[["Disturbed"], object], far: float = 0.0
+    ) -> None:
+        super().__init__(lookahead, far)
         self.at, self.action, self.calls = at, action, 0
 
     def forward(self, *args, **kwargs) -> dict[str, Tensor]:

@@ -200,7 +200,7 @@ def test_no_trainable_weight_is_dead_and_no_base_weight_has_a_gradient(family):
         optimizer.step()
     assert len(trainable) == 1 + 2 * (7 + 7 + 2)
     for name, weight in objective.named_parameters():
-        assert weight.requires_grad == (name == "lookahead.tokens" or ".lora_" in name), name
+        assert weight.requires_grad == (name == "lookahead.soft_tokens.weight" or ".lora_" in name), name
         if weight.requires_grad:
             assert weight.grad is not None and weight.grad.abs().max() > 0, name
         else:
