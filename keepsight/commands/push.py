@@ -1,7 +1,7 @@
 """keepsight push: upload a lookahead adapter or a head to the Hugging Face Hub.
 
     keepsight push runs/adapter user/smollm2-135m-lookahead --dry-run
-    keepsight push runs/adapter user/smollm2-135m-lookahead private=true
+    keepsight push runs/adapter user/smollm2-135m-lookahead private=false
 
 Only the files of the adapter or head are uploaded. The token comes from HF_TOKEN or `hf auth login`.
 """
@@ -29,7 +29,7 @@ class Config(Recipe):
 
     folder: str = "???"
     repo: str = "???"
-    private: bool = False
+    private: bool = True
     revision: str | None = None
     dry_run: bool = False
 

@@ -50,7 +50,7 @@ def test_the_command_leaves_an_adapter_that_loads(place, trained):
     target = load_target(str(place / "target"), device="cpu")
     assert artifact.attach(target.model).tokens.shape == (4, 32)
     provenance, manifest = artifact.provenance, json.loads((place / "data" / "manifest.json").read_text())
-    assert (provenance.base_model, provenance.base_version) == (target.name, target.version)
+    assert (provenance.base_model, provenance.base_version) == ("target", target.version)
     assert (provenance.template_digest, provenance.data_digest) == (target.template_digest, manifest["digest"])
     assert (provenance.training["steps"], provenance.training["samples"]) == (10, 14)
     assert provenance.training["prompt tokens (shortest, median, longest)"] == [12, 20, 31]
@@ -60,6 +60,8 @@ def test_the_command_leaves_an_adapter_that_loads(place, trained):
     assert "From nowhere." in card
     assert "| test | 14 |" in card
     assert f"| recall | {rows(trained / 'training' / 'fidelity.jsonl')[-1]['eval_recall']:.4f} |" in card
+    published = [card, *((trained / name).read_text() for name in ("adapter_config.json", "lookahead_config.json"))]
+    assert not [text for text in published if str(place) in text], "a private path would be published"
     assert (trained / "training.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -68,7 +70,9 @@ def _checkpoint(adapter: Path, step: int) -> dict[str, Tensor]:
 
 
 def test_an_interrupted_command_leaves_an_adapter_and_goes_on(place, trained, tmp_path, monkeypatch):
-    monkeypatch.setattr(command, "LookaheadObjective", lambda lookahead, far: Disturbed(lookahead, 4, press_ctrl_c))
+    monkeypatch.setattr(
+        command, "LookaheadObjective", lambda lookahead, far: Disturbed(lookahead, 4, press_ctrl_c, far)
+    )
     with pytest.raises(UserError, match=r"interrupted at step 4; .*run the same command again") as caught:
         command.run(config(place, tmp_path / "adapter"))
     assert str(tmp_path / "adapter") in str(caught.value)
@@ -80,7 +84,7 @@ def test_an_interrupted_command_leaves_an_adapter_and_goes_on(place, trained, tm
 
 
 def test_a_command_whose_loss_is_no_number_leaves_no_adapter(place, tmp_path, monkeypatch):
-    monkeypatch.setattr(command, "LookaheadObjective", lambda lookahead, far: Disturbed(lookahead, 5, spoil))
+    monkeypatch.setattr(command, "LookaheadObjective", lambda lookahead, far: Disturbed(lookahead, 5, spoil, far))
     with pytest.raises(UserError, match="the loss is nan at step 5"):
         command.run(config(place, tmp_path / "adapter"))
     assert {path.name for path in (tmp_path / "adapter").iterdir()} == {"training"}
