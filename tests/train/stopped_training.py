@@ -14,7 +14,7 @@ from tests.train.runs import Disturbed
 def _stopped(lookahead: Lookahead, far: float) -> LookaheadObjective:
     if os.environ["RANK"] == "0":
         return LookaheadObjective(lookahead, far)
-    return Disturbed(lookahead, 3, lambda _: os.kill(os.getpid(), signal.SIGTERM), far)
+    return Disturbed(3, lambda _: os.kill(os.getpid(), signal.SIGTERM), lookahead, far)
 
 
 if __name__ == "__main__":

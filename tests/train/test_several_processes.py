@@ -21,7 +21,7 @@ from tests.train.runs import SHAPE, rows, settings, write_data
 
 pytestmark = pytest.mark.slow
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs the extra `deepspeed`")
-TRAINING: dict[str, Any] = {"steps": 5, "batch_size": 1, "clip": 0.5, "group_by_length": False, "far": 0.0}
+TRAINING: dict[str, Any] = {"steps": 5, "batch_size": 1, "clip": 0.5, "group_by_length": False, "replays": 1}
 CONFIGS = [None, *(pytest.param(name, marks=needs_deepspeed) for name in ("zero2", "zero3"))]
 
 
