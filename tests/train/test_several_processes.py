@@ -79,6 +79,17 @@ def test_two_processes_stop_together_go_on_and_train_what_one_trains(config: str
         assert path.stat().st_size < target / 2, f"{path} holds the frozen target"
 
 
+def test_two_processes_keep_readings_of_their_own(place: Path, tmp_path: Path):
+    given = arguments(place, tmp_path / "two", **{"train.replays": 3, "train.held_out": 3, "replay.dir": "readings"})
+    result = launch(tmp_path, str(ROOT / "train_lookahead.py"), *given)
+    assert result.returncode == 0, result.stderr[-4000:]
+    assert load_lookahead(tmp_path / "two").provenance.training["steps on each reading of the target"] == 3
+    measured = rows(tmp_path / "two/training/fidelity.jsonl")
+    assert measured[-1]["step"] == 5
+    assert measured[-1]["eval_kl"] < measured[0]["eval_kl"]
+    assert not [path for path in (tmp_path / "readings").rglob("*") if path.is_file()]
+
+
 @needs_deepspeed
 def test_with_deepspeed_in_bfloat16_the_adapter_stays_float32(place: Path, tmp_path: Path):
     given = arguments(place, tmp_path / "two", **{"train.precision": "bf16", "model.dtype": "bfloat16"})

@@ -15,6 +15,7 @@ from transformers import TrainerCallback, TrainingArguments
 
 from keepsight.data_gen.shards import TrainingSample
 from keepsight.errors import UserError
+from keepsight.train import module_trainer
 from keepsight.train.dataset import GroupedByLength, hold_out
 from keepsight.train.lookahead.measure import measure_lookahead
 from keepsight.train.lookahead.objective import LookaheadObjective
@@ -187,6 +188,14 @@ def test_a_process_with_several_gpus_uses_one_and_says_how_to_use_all(tmp_path, 
     assert not isinstance(trainer._wrap_model(trainer.model), torch.nn.DataParallel)
     assert "one of 4 GPUs" in (said := capsys.readouterr().out)
     assert "accelerate launch --multi_gpu --num_processes 4" in said
+
+
+def test_readings_are_not_kept_where_the_target_is_divided(tmp_path, monkeypatch):
+    """One process would read the target where another does not, and wait for it forever."""
+    monkeypatch.setattr(module_trainer, "target_is_divided", lambda accelerator: True)
+    with pytest.raises(UserError, match=r"train.replays=2: with ZeRO-3 .*zero2"):
+        LookaheadTrainer(objective(), settings(replays=2), tmp_path, samples())
+    LookaheadTrainer(objective(), settings(), tmp_path, samples())
 
 
 def test_sigterm_saves_like_ctrl_c(tmp_path):
