@@ -235,7 +235,7 @@ def read_training_samples(
         raise UserError(f"{folder}: this data was answered by {made.model!r}, not by {model!r}; make it again")
     if made.template_digest != template_digest:
         raise UserError(f"{folder}: this data was made with another chat template of {model!r}; make it again")
-    samples = samples_of(folder, manifest)
+    samples = finished_samples(folder, manifest)
     for sample in samples:
         if (largest := max(*sample.prompt_ids, *sample.answer_ids)) >= vocabulary:
             raise UserError(
@@ -259,7 +259,7 @@ def finished_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def samples_of(folder: Path, manifest: Manifest) -> list[TrainingSample]:
+def finished_samples(folder: Path, manifest: Manifest) -> list[TrainingSample]:
     """The samples of a finished data folder, in order.
 
     Raises:

@@ -311,8 +311,9 @@ class ModuleTrainer(Trainer, ABC, Generic[ObjectiveT]):
         if not self.is_deepspeed_enabled:
             super()._save_optimizer_and_scheduler(output_dir)
             return
-        self.model_wrapped.save_checkpoint(output_dir, exclude_frozen_parameters=True)
-        if self.args.should_save:
+        engine: Any = self.model_wrapped
+        engine.save_checkpoint(output_dir, exclude_frozen_parameters=True)
+        if self.args.should_save and self.lr_scheduler is not None:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
 
     @override

@@ -9,19 +9,19 @@ from keepsight.models import processes
 
 
 def as_processes(monkeypatch: pytest.MonkeyPatch, count: int, parts: list[int]) -> tuple[list[list[int]], list[Any]]:
-    """What each of several processes works on, and what each gets."""
+    """What each of several processes works on, and what each gets: they take turns, and then all have gathered."""
     done: list[list[int]] = [[] for _ in range(count)]
     results: list[Any] = []
-    for gathered in (lambda own: [], lambda own: [10 * part for each in done for part in each]):
-        for index in range(count):
-            own: list[int] = []
-            fake = SimpleNamespace(num_processes=count, process_index=index)
-            monkeypatch.setattr(processes, "launched", lambda fake=fake: fake)
-            monkeypatch.setattr(processes, "gather_object", gathered)
-            try:
-                results.append(processes.divided(lambda part, own=own: own.append(part) or 10 * part, parts))
-            except IndexError:  # nothing was gathered yet
-                done[index] = own
+
+    def as_process(index: int, own: list[int], gathered: list[int]) -> Any:
+        monkeypatch.setattr(processes, "launched", lambda: SimpleNamespace(num_processes=count, process_index=index))
+        monkeypatch.setattr(processes, "gather_object", lambda _: gathered)
+        return processes.divided(lambda part: own.append(part), parts)
+
+    for index in range(count):
+        as_process(index, done[index], [0] * 100)
+    for index in range(count):
+        results.append(as_process(index, [], [10 * part for own in done for part in own]))
     return done, results
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from keepsight.commands.config import Recipe
-from keepsight.data_gen.shards import finished_manifest, samples_of
+from keepsight.data_gen.shards import finished_manifest, finished_samples
 from keepsight.data_gen.stats import stats_figure, stats_of, stats_table
 from keepsight.files import write_png
 
@@ -35,7 +35,7 @@ def run(config: Config) -> None:
     """Print the table and draw the plot."""
     folder = Path(config.folder)
     manifest = finished_manifest(folder)
-    stats = stats_of(samples_of(folder, manifest), manifest.settings.max_new_tokens)
+    stats = stats_of(finished_samples(folder, manifest), manifest.settings.max_new_tokens)
     print(stats_table(stats))
     out = Path(config.out) if config.out else folder / "stats.png"
     write_png(out, stats_figure(stats))

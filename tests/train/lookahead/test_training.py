@@ -185,7 +185,7 @@ def test_a_process_with_several_gpus_uses_one_and_says_how_to_use_all(tmp_path, 
     monkeypatch.setattr(TrainingArguments, "n_gpu", property(lambda self: getattr(self, "_n_gpu", 0) or 4))
     trainer = LookaheadTrainer(objective(), settings(), tmp_path, samples())
     assert trainer.args.n_gpu == 1
-    assert not isinstance(trainer._wrap_model(trainer.model), torch.nn.DataParallel)
+    assert not isinstance(trainer._wrap_model(trainer.objective), torch.nn.DataParallel)
     assert "one of 4 GPUs" in (said := capsys.readouterr().out)
     assert "accelerate launch --multi_gpu --num_processes 4" in said
 
