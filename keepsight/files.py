@@ -7,6 +7,7 @@ import csv
 import hashlib
 import io
 import os
+import re
 import shutil
 import socket
 import tempfile
@@ -28,6 +29,7 @@ DPI = 150
 
 Row = dict[str, Any]
 _UNFINISHED = ".unfinished-"
+_FORMULA = re.compile(r"[=@\t\r]|[+-](?![\d.])")
 
 
 @contextmanager
@@ -161,7 +163,7 @@ def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, ob
 
 
 def _cell(value: object) -> object:
-    return f"'{value}" if isinstance(value, str) and value[:1] in {*"=+-@\t\r"} else value
+    return f"'{value}" if isinstance(value, str) and _FORMULA.match(value) else value
 
 
 def write_json(path: Path, value: Any) -> None:

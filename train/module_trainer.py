@@ -193,8 +193,10 @@ class ModuleTrainer(Trainer, ABC, Generic[ObjectiveT]):
             check_seal(checkpoint)
         if self.is_world_process_zero():
             measured = whole_lines(checkpoint / MEASUREMENTS) if checkpoint else []
-            write_lines(self.work / MEASUREMENTS, measured)
+            (self.work / MEASUREMENTS).unlink(missing_ok=True)
+            append_lines(self.work / MEASUREMENTS, measured) if measured else None
             self.metrics = _numbers(measured[-1]) if measured else {}
+        self.args.eval_on_start = checkpoint is None
         if checkpoint is None:
             self.train()
             return

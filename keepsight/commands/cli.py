@@ -151,13 +151,14 @@ def _help(command: Any, whole: bool) -> str:
     """A command's docstring and its own keys, then those that the recipe sets: by group, or all of them."""
     from keepsight.commands.config import Recipe, describe, groups
 
-    shared = {key for key, _, _ in describe(Recipe)}
+    is_recipe = issubclass(command.Config, Recipe)
+    shared = {key for key, _, _ in describe(Recipe)} if is_recipe else set()
     keys = [(f"{key}={default}", note) for key, default, note in describe(command.Config)]
     own = [(key, note) for key, note in keys if key.partition("=")[0] not in shared]
     parts = [command.__doc__ or "", "keys (key=value) and their defaults:", *_listed(own)]
-    if whole:
+    if is_recipe and whole:
         parts += ["\nkeys that the recipe sets:", *_listed([key for key in keys if key not in own])]
-    else:
+    elif is_recipe:
         parts += ["\nkeys that the recipe sets (--help all shows each):", *_listed(groups(Recipe))]
     return "\n".join(parts)
 

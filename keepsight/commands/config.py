@@ -103,13 +103,14 @@ class Recipe:
         for settings in (self.lookahead, self.draft_head, self.retrieval_head):
             settings.check()
         self.train.check("train")
+        self.replay.check()
 
 
-Command = TypeVar("Command", bound=Recipe)
+Command = TypeVar("Command")
 
 
 def parse(schema: type[Command], overrides: list[str]) -> Command:
-    """Build a command's configuration from its `key=value` arguments.
+    """Build a command's configuration from its `key=value` arguments; a `Recipe` begins with a recipe's values.
 
     Raises:
         UserError: an unknown recipe or key, a value of the wrong type or out of range, or a required key that is not
@@ -117,7 +118,7 @@ def parse(schema: type[Command], overrides: list[str]) -> Command:
     """
     ConfigStore.instance().store(name="command", node=schema)
     GlobalHydra.instance().clear()
-    kinds = {key: kind for key, kind, _, _ in _keys(schema)}
+    kinds = {key: kind for key, kind, _, _ in _keys(schema)} | ({"recipe": str} if issubclass(schema, Recipe) else {})
     try:
         with initialize_config_module("keepsight.recipes", version_base="1.3"):
             composed = compose("command", overrides=[_readable(override, kinds) for override in overrides])
@@ -125,9 +126,13 @@ def parse(schema: type[Command], overrides: list[str]) -> Command:
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(_explain(error)) from None
     assert isinstance(config, schema)
-    for key, _, _, _ in _keys(schema):
-        _require_small(key, functools.reduce(getattr, key.split("."), config))
-    config.check()
+    for key, _, default, _ in _keys(schema):
+        value = functools.reduce(getattr, key.split("."), config)
+        if default == "???" and value == "":
+            raise UserError(f"{key}= is required; see --help")
+        _require_small(key, value)
+    if isinstance(config, Recipe):
+        config.check()
     return config
 
 
@@ -158,9 +163,9 @@ def at_least_one(config: Recipe, *keys: str) -> None:
 def _readable(override: str, kinds: dict[str, Any]) -> str:
     """`key=value` with a known key, and text in quotes: to Hydra's grammar commas and brackets mean something."""
     key, _, value = override.partition("=")
-    if key not in (*kinds, "recipe"):
+    if key not in kinds:
         group = [known for known in kinds if known.startswith(f"{key}.")]
-        near = difflib.get_close_matches(key, [*kinds, "recipe"], n=1, cutoff=0.5)
+        near = difflib.get_close_matches(key, kinds, n=1, cutoff=0.5)
         hint = f"it holds {', '.join(group)}" if group else f"did you mean {near[0]!r}?" if near else "see --help"
         raise UserError(f"{key!r} is no key of this command; {hint}")
     if any("\ud800" <= letter <= "\udfff" for letter in value):

@@ -1,7 +1,7 @@
 """keepsight draft: search for the layers of a target that make a good draft.
 
-    keepsight draft recipe=smollm2-135m keep=[26,20] out=runs/draft
-    keepsight draft recipe=qwen3-8b data=runs/data keep=[24,18] out=runs/draft
+    keepsight draft recipe=smollm2-135m keep=26,20 out=runs/draft
+    keepsight draft recipe=qwen3-8b data=runs/data keep=24,18 out=runs/draft
 
 Removes layers one by one, always the one whose absence changes the target's answers least, and compares the subsets of
 the sizes in `keep` with the target on held-out texts. Prints a table and the line for the recipe; writes draft.json and

@@ -1,7 +1,7 @@
 """keepsight eval: score methods and KV budgets from one prefill per sample.
 
-    keepsight eval adapter=runs/adapter tasks=[niah_single] lengths=[512,1024] budgets=[64,128] samples=20 out=runs/eval
-    keepsight eval tasks=[jsonl] jsonl.dir=DIR max_tokens=2048 methods=[full,snapkv,lookaheadkv] out=runs/real
+    keepsight eval adapter=runs/adapter tasks=niah_single lengths=512,1024 budgets=64,128 samples=20 out=runs/eval
+    keepsight eval tasks=jsonl jsonl.dir=DIR max_tokens=2048 methods=full,snapkv,lookaheadkv out=runs/real
 
     keepsight eval "methods=[snapkv,{name: snapkv, allocate: adakv},{name: evict, observer: short_keys}]" ...
     accelerate launch -m keepsight eval ...                    # samples divided over processes, results merged once
@@ -30,6 +30,7 @@ from tqdm import tqdm
 from keepsight import __version__
 from keepsight.commands.config import Recipe
 from keepsight.commands.from_recipe import adapter_of, resources_later, resources_of, retrieval_of, target_of
+from keepsight.commands.terminal import printable
 from keepsight.errors import UserError
 from keepsight.eval.answers import default_batch_tokens
 from keepsight.eval.report.plots import plot_excess_nll, plot_scores
@@ -39,7 +40,7 @@ from keepsight.eval.results import FULL, finished, merge, part_of
 from keepsight.eval.sweep import QUESTIONS, Variant, check_samples, groups_of, sweep
 from keepsight.eval.tasks import jsonl, niah
 from keepsight.eval.tasks.samples import RenderedSample, render_apart
-from keepsight.files import append_lines, file_digest, whole_lines
+from keepsight.files import append_lines, file_digest, require_writable, whole_lines
 from keepsight.models.hub import fetch
 from keepsight.models.retrieval_head_files import WEIGHTS
 from keepsight.models.targets import Target
@@ -110,6 +111,7 @@ def run(config: Config) -> None:
             raise UserError(f"{key}={getattr(config, key)} must be at least 0, which leaves it to keepsight")
     if config.question not in QUESTIONS:
         raise UserError(f"question={config.question} is unknown; choose one of {', '.join(QUESTIONS)}")
+    require_writable(Path(config.out))
     variants = variants_of(config, resources_later(config))  # bad values end here, before anything loads
     processes, out = PartialState(cpu=not torch.cuda.is_available()), Path(config.out)
     target = target_of(config)
@@ -247,7 +249,7 @@ def _show(sample: RenderedSample, target: Target) -> None:
     ids = [*sample.prompt_ids.tolist(), *sample.question_ids.tolist()]
     head, tail = target.tokenizer.decode(ids[:48]), target.tokenizer.decode(ids[-48:])
     print(f"first prompt, {sample.task} {sample.id}: {len(ids)} tokens, nothing cut")
-    print(f"--- head\n{head}\n--- tail\n{tail}\n---")
+    print(printable(f"--- head\n{head}\n--- tail\n{tail}\n---"))
 
 
 def _settings(config: Config, target: Target, variants: list[Variant]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """keepsight hits: top-k hit rate of the methods that read a part of the cache, step by step.
 
-    keepsight hits retrieval=runs/retrieval tasks=[niah_single] lengths=[2048] budgets=[64,256,1024] out=runs/hits
-    keepsight hits tasks=[jsonl] jsonl.dir=DIR max_tokens=4096 "methods=[specontext,quest,exact_topk]" out=runs/hits
+    keepsight hits retrieval=runs/retrieval tasks=niah_single lengths=2048 budgets=64,256,1024 out=runs/hits
+    keepsight hits tasks=jsonl jsonl.dir=DIR max_tokens=4096 methods=specontext,quest,exact_topk out=runs/hits
 
 The full cache answers; at each token of the answer a method selects what it would read. `hit` is the top-k hit rate:
 the share of the layer's k entries with the most attention that are read, k being the budget. `mass` is the share of

@@ -15,6 +15,7 @@ from keepsight.commands.config import Recipe
 from keepsight.commands.from_recipe import resources_later, resources_of, target_of
 from keepsight.errors import UserError
 from keepsight.eval.report.inspect_page import write_inspect_page
+from keepsight.files import require_writable
 from keepsight.models.chat import chat_text
 from keepsight.models.targets import Target
 from keepsight.runtime.evict import Evict, require_evict
@@ -49,6 +50,7 @@ class Config(Recipe):
 
 def run(config: Config) -> None:
     """Write the page."""
+    require_writable(Path(config.out), folder=False)
     resources = resources_later(config)
     methods = {name: _method(name, config, resources) for name in (config.method, config.compare)}
     text = _read(config.prompt)  # bad values end here, before anything loads

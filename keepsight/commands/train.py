@@ -23,7 +23,7 @@ from keepsight.commands.training import (
 )
 from keepsight.data_gen.shards import read_training_samples
 from keepsight.errors import UserError, require_same
-from keepsight.files import write_png
+from keepsight.files import require_writable, write_png
 from keepsight.models.hub import fetch
 from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_card import lookahead_card
@@ -52,7 +52,8 @@ class Config(TrainingConfig):
 
 def run(config: Config) -> None:
     """Train, then write the adapter, its card and the training curves."""
-    target, out = training_target(config), Path(config.out)
+    require_writable(out := Path(config.out))
+    target = training_target(config)
     samples, manifest = read_training_samples(Path(config.data), target.name, target.template_digest, target.vocabulary)
     samples = [each for each in samples if len(each.prompt_ids) <= (config.max_prompt_tokens or 1 << 60)]
     if not samples:

@@ -24,7 +24,7 @@ from keepsight.commands.training import (
 )
 from keepsight.data_gen.shards import TrainingSample, read_training_samples
 from keepsight.errors import UserError
-from keepsight.files import write_png
+from keepsight.files import require_writable, write_png
 from keepsight.models.draft_head import DraftHead
 from keepsight.models.draft_head_card import draft_head_card
 from keepsight.models.draft_head_files import WEIGHTS, load_draft_head, save_draft_head
@@ -57,7 +57,8 @@ def run(config: Config) -> None:
     """Train, then write the head, its card and the training curves."""
     settings = config.draft_head
     settings.check()
-    target, out = target_of(config), Path(config.out)
+    require_writable(out := Path(config.out))
+    target = target_of(config)
     samples, manifest = read_training_samples(Path(config.data), target.name, target.template_digest, target.vocabulary)
     set_seed(settings.train.seed)
     head = _head(config, target, samples)

@@ -16,7 +16,7 @@ from transformers import set_seed
 from keepsight.commands.training import TrainingConfig, basics_of, begun_with, require_finished, training_target
 from keepsight.data_gen.shards import read_training_samples
 from keepsight.errors import UserError
-from keepsight.files import write_png
+from keepsight.files import require_writable, write_png
 from keepsight.models.card import CardBasics
 from keepsight.models.draft_head import DraftHead
 from keepsight.models.draft_head_files import WEIGHTS, load_draft_head
@@ -47,7 +47,8 @@ def run(config: Config) -> None:
     """Prune, distil, then write the head, its card and the training curves."""
     settings = config.retrieval_head
     settings.check()
-    target, out = training_target(config), Path(config.out)
+    require_writable(out := Path(config.out))
+    target = training_target(config)
     samples, manifest = read_training_samples(Path(config.data), target.name, target.template_digest, target.vocabulary)
     samples = cut(samples, settings.max_tokens)
     set_seed(settings.train.seed)

@@ -165,17 +165,19 @@ def test_a_tracker_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_every_key_has_a_default_and_a_meaning() -> None:
     rows = {key: (default, note) for key, default, note in describe(push.Config)}
     assert rows["folder"] == ("required", "The lookahead adapter, draft head or retrieval head.")
+    rows = {key: (default, note) for key, default, note in describe(data.Config)}
+    assert rows["mixture"][0] == "offline"
     assert rows["model.dtype"] == ("auto", "auto, float32, bfloat16 or float16.")
     assert rows["model.revision"][0] == "None"
     assert {"train.steps", "lookahead.tokens", "adapter"} <= rows.keys()
     assert "defaults" not in rows
-    assert len(rows) > len(fields(push.Config))
+    assert len(rows) > len(fields(data.Config))
 
 
 @pytest.mark.parametrize("command", ALL_COMMANDS)
 def test_no_key_lacks_a_meaning(command: str) -> None:
     module = importlib.import_module(f"keepsight.commands.{command.replace(' ', '.')}")
-    assert issubclass(module.Config, Recipe)
+    assert issubclass(module.Config, Recipe) == (command != "push")
     assert [key for key, _, note in describe(module.Config) if not note] == []
 
 
