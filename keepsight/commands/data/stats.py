@@ -10,7 +10,6 @@ prompt an earlier one has, and the answers that were cut off at the longest leng
 from dataclasses import dataclass
 from pathlib import Path
 
-from keepsight.commands.config import Recipe
 from keepsight.data_gen.shards import finished_manifest, finished_samples
 from keepsight.data_gen.stats import stats_figure, stats_of, stats_table
 from keepsight.files import write_png
@@ -19,7 +18,7 @@ POSITIONAL = ("folder",)
 
 
 @dataclass
-class Config(Recipe):
+class Config:
     """Keys of `keepsight data stats`.
 
     Attributes:
