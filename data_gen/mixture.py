@@ -72,7 +72,7 @@ class Mixture:
         sources = values.get("sources")
         if not isinstance(sources, list) or not sources:
             raise UserError("mixture: sources must be a list of at least one {kind: ..., weight: ...}")
-        bounds = {key: values[key] for key in ("min_tokens", "max_tokens") if key in values}
+        bounds: dict[str, Any] = {key: values[key] for key in ("min_tokens", "max_tokens") if key in values}
         return cls(tuple(_entry(f"mixture.sources[{row}]", source, bounds) for row, source in enumerate(sources)))
 
     def prompt(self, seed: int, index: int, count_tokens: CountTokens) -> Prompt:

@@ -158,16 +158,16 @@ class ShardWriter:
         Raises:
             UserError: nothing was missing, but the shards are not those that the manifest was written for.
         """
-        digest, sources, tokens, names = hashlib.sha256(), Counter[str](), [0, 0], []
+        digest, sources, prompts, answers, names = hashlib.sha256(), Counter[str](), 0, 0, list[str]()
         for shard in self.settings.shards():
             path = self._path(shard)
             digest.update(path.read_bytes())
             names.append(path.name)
             for sample in _samples(path, shard):
                 sources[sample.source] += 1
-                tokens = [tokens[0] + len(sample.prompt_ids), tokens[1] + len(sample.answer_ids)]
+                prompts, answers = prompts + len(sample.prompt_ids), answers + len(sample.answer_ids)
         made = Manifest(
-            True, self.settings, sources.total(), *tokens, dict(sources.most_common()), names, _named(digest)
+            True, self.settings, sources.total(), prompts, answers, dict(sources.most_common()), names, _named(digest)
         )
         if self._before is not None and not self._has_written and made.digest != self._before.digest:
             raise UserError(f"{self.folder}: {_EXCHANGED}; restore its files, or delete the folder")

@@ -66,7 +66,7 @@ def _endless(model: PreTrainedModel) -> Iterator[None]:
     config = model.generation_config
     assert config is not None
     before = config.eos_token_id
-    config.eos_token_id = -1
+    config.eos_token_id = model.config.get_text_config().vocab_size  # which no logit is for
     try:
         yield
     finally:

@@ -1,5 +1,6 @@
 """The command line in a child of this process, which has imported everything: a run costs no start."""
 
+import gc
 import importlib
 import os
 import resource
@@ -76,6 +77,8 @@ def preload() -> None:
     """Import what the commands need."""
     for name in (*(f"keepsight.commands.{name}" for name in COMMANDS), *_HEAVY):
         importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # or each child copies what it only looks through
 
 
 @dataclass

@@ -62,7 +62,7 @@ KNOWN = (
     *("push", "push adapter", "push none ada/x", "push tiny ada/x", "push data ada/x", "push adapter ada",
       "push adapter a/b/c", "push adapter ada/x y", "push adapter ../x", "push text.txt ada/x", "nothing",
       "bench nothing", "data", "data --", "data =", "data out", "data out=", "data a.b.c=1",
-      "data out=o out=p", "data +out=o", "data ~out", "data hydra.run.dir=x", "--verbose"),
+      "data +out=o", "data ~out", "data hydra.run.dir=x", "--verbose"),
 )  # fmt: skip
 """The issue's, and their like."""
 

@@ -40,7 +40,7 @@ def test_it_learns_a_few_samples_and_moves_every_trainable_tensor_and_no_other(f
     before = {name: value.detach().clone() for name, value in learning.named_parameters()}
     batch = hold_out(few, 2)[0]
     start = measure_lookahead(learning, [collated(batch)], budget=6)
-    trainer, _ = train(learning, settings(steps=40, batch_size=4, measure_every=40), tmp_path, few)
+    trainer, _ = train(learning, settings(steps=40, batch_size=4, measure_every=40, save_every=40), tmp_path, few)
     end = measure_lookahead(learning, [collated(batch)], budget=6)
     assert sum(end.kl) < 0.75 * sum(start.kl)
     assert sum(end.recall) > sum(start.recall)
