@@ -22,17 +22,18 @@ class Lookahead(nn.Module):
 
     Attributes:
         model: The target; its own parameters are frozen.
-        tokens: [n, hidden] float32, the soft tokens' embeddings.
+        soft_tokens: Embeds the soft tokens, [n, hidden] float32; a module of its own, for ZeRO-3 gathers the weights
+            of a module when that module is called.
         settings: The module's shape.
     """
 
     def __init__(self, model: PreTrainedModel, settings: LookaheadSettings, name: str = "lookahead") -> None:
         super().__init__()
-        self.model, self.settings, self.name = model, settings, name
         model.requires_grad_(False)
         embedding = input_embedding(model)
-        scale = embedding.float().std().item()
-        self.tokens = nn.Parameter(torch.randn(settings.tokens, embedding.shape[1], device=embedding.device) * scale)
+        random = torch.randn(settings.tokens, embedding.shape[1], device=embedding.device)
+        self.soft_tokens = nn.Embedding.from_pretrained(random * embedding.float().std().item(), freeze=False)
+        self.model, self.settings, self.name = model, settings, name
         if settings.rank:
             inject_adapter_in_model(lora_config(model, settings), model, name)
         self._layers = [layer for layer in model.modules() if isinstance(layer, LoraLayer) and name in layer.lora_A]
@@ -40,6 +41,11 @@ class Lookahead(nn.Module):
             layer.lora_A[name].float()
             layer.lora_B[name].float()
         self.switch(False)
+
+    @property
+    def tokens(self) -> Tensor:
+        """The weights of `soft_tokens`."""
+        return self.soft_tokens.weight
 
     def switch(self, on: bool) -> None:
         """Turn the LoRA on or off; whether its weights get gradients does not change.
@@ -62,7 +68,8 @@ class Lookahead(nn.Module):
 
     def observers(self, batch: int) -> Tensor:
         """The soft tokens as input embeddings [batch, n, hidden] in the target's dtype."""
-        return self.tokens.to(self.model.dtype).expand(batch, -1, -1)
+        places = torch.arange(self.settings.tokens, device=self.tokens.device)
+        return self.soft_tokens(places).to(self.model.dtype).expand(batch, -1, -1)
 
     def lora_state(self) -> dict[str, Tensor]:
         """The LoRA's tensors under the names PEFT saves them with."""

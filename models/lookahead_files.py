@@ -32,7 +32,7 @@ class Provenance:
     """Origin of an adapter or head; saved with it.
 
     Attributes:
-        base_model: Hub id or folder of the target.
+        base_model: Hub id of the target, or its name without a slash; never a folder's path, for this is published.
         base_version: The target's revision, or the digest of its weight file.
         template_digest: Digest of the chat template that rendered the training prompts.
         data_digest: Digest of the training data's manifest.
@@ -58,10 +58,16 @@ class _Config:
 
 
 def save_lookahead(module: Lookahead, folder: Path, provenance: Provenance, card: str) -> None:
-    """Write an adapter's files into a folder, beside other files; a half-written adapter does not load."""
+    """Write an adapter's files into a folder, beside other files; a half-written adapter does not load.
+
+    Raises:
+        UserError: a tensor is not whole.
+    """
     config = lora_config(module.model, module.settings)
-    config.alora_invocation_tokens = [len(input_embedding(module.model))]  # an id that no text has
-    config.inference_mode = True
+    embedding: Any = module.model.get_input_embeddings()
+    config.alora_invocation_tokens = [embedding.num_embeddings]  # an id that no text has
+    _check_shapes(folder, module.settings, module.tokens, module.lora_state())
+    config.base_model_name_or_path, config.inference_mode = provenance.base_model, True
     with atomic_files(folder, last=CONFIG) as unfinished:
         save_file(module.lora_state(), unfinished / ADAPTER, metadata={"format": "pt"})
         save_file({"lookahead_tokens": module.tokens.detach().cpu()}, unfinished / TOKENS, metadata={"format": "pt"})

@@ -11,6 +11,8 @@ import pytest
 from huggingface_hub import constants
 from transformers import LlamaConfig
 
+from keepsight.commands import push as push_command
+from keepsight.commands.config import parse
 from keepsight.errors import UserError
 from keepsight.models.card import CardBasics
 from keepsight.models.draft_head import DraftHead
@@ -18,6 +20,7 @@ from keepsight.models.draft_head_card import draft_head_card
 from keepsight.models.draft_head_files import save_draft_head
 from keepsight.models.hub import Upload, fetch, kind_of, plan_upload, push
 from keepsight.models.lookahead import Lookahead
+from keepsight.models.lookahead_card import lookahead_card
 from keepsight.models.lookahead_files import FILES, Provenance, load_lookahead, save_lookahead
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.models.retrieval_head import RetrievalHead
@@ -105,6 +108,42 @@ def test_private_push_refuses_a_public_repository(hub: FakeHub, saved: Path) -> 
     with pytest.raises(UserError, match="is public"):
         push(plan_upload(saved, REPO))
     assert hub.files == {}
+
+
+def test_the_card_that_is_sent_names_the_repository(hub: FakeHub, adapter: Path) -> None:
+    card = lookahead_card(CardBasics("Tiny", Provenance("ada/tiny")), LookaheadSettings(), {})
+    (adapter / "README.md").write_text(card)
+    assert 'LookaheadKV.from_pretrained("FOLDER_OR_HUB_ID", budget=128)' in card
+    upload = plan_upload(adapter, REPO)
+    push(upload)
+
+    sent = hub.files["README.md"].decode()
+    assert f'LookaheadKV.from_pretrained("{REPO}", budget=128)' in sent
+    assert "FOLDER_OR_HUB_ID" not in sent
+    assert f"{len(sent.encode()):,} bytes  sha256:{hashlib.sha256(sent.encode()).hexdigest()}" in upload.describe()
+    assert (adapter / "README.md").read_text() == card
+
+
+def test_push_makes_private_repositories_unless_told_otherwise(hub: FakeHub, adapter: Path) -> None:
+    push_command.run(parse(push_command.Config, [f"folder={adapter}", f"repo={REPO}"]))
+    assert hub.created["visibility"] == "private"
+
+
+@pytest.mark.parametrize(
+    ("base", "given", "lines"),
+    [
+        ("Qwen/Qwen3-8B", None, ["base_model: Qwen/Qwen3-8B", "license: apache-2.0"]),
+        ("meta-llama/Llama-3.1-8B-Instruct", None, ["license: llama3.1"]),
+        ("meta-llama/Llama-3.1-8B-Instruct", "mit", ["license: mit"]),
+        ("ada/tiny", None, ["license: other", "license_link: https://huggingface.co/ada/tiny"]),
+        ("target", None, ["license: other", "license_name: license-of-the-base-model"]),
+    ],
+)
+def test_the_card_has_the_licence_of_the_base_model(base: str, given: str | None, lines: list[str]) -> None:
+    card = lookahead_card(CardBasics("Tiny", Provenance(base), license=given), LookaheadSettings(), {}).splitlines()
+    assert set(lines) <= set(card)
+    assert sum(line.startswith("license: ") for line in card) == 1
+    assert any(line.startswith("base_model: ") for line in card) == ("/" in base)
 
 
 def test_public_push_makes_a_public_repository_and_takes_one(hub: FakeHub, saved: Path) -> None:
@@ -242,7 +281,7 @@ def head_folder(kind: str, folder: Path) -> tuple[Path, tuple[str, ...]]:
         names: tuple[str, ...] = ("config.json", "model.safetensors", "README.md")
     elif kind == "draft head":
         provenance = Provenance("ada/tiny", training={"steps": 3})
-        basics = CardBasics("Tiny", provenance, {"essays": 7}, "Public domain.")
+        basics = CardBasics("Tiny", provenance, {"essays": 7}, "Public domain.", "apache-2.0")
         card = draft_head_card(basics, {"eval_acceptance_length": 2.5})
         save_draft_head(DraftHead(LlamaConfig.from_dict(LLAMA3)), folder, provenance, card)
         names = ("config.json", "model.safetensors", "keepsight.json", "README.md")
@@ -264,7 +303,7 @@ def test_heads_are_pushed_and_fetched_too(hub: FakeHub, tmp_path: Path, kind: st
     assert upload.left_out == ("pytorch_model.bin", "training")
     push(upload)
 
-    assert hub.files == {name: (folder / name).read_bytes() for name in names}
+    assert hub.files == {name: (folder / name).read_bytes() for name in names} | {"README.md": upload.card().encode()}
     fetched = fetch(REPO)
     assert {path.name: path.read_bytes() for path in fetched.iterdir()} == hub.files
     kind_of(fetched).check(fetched)
