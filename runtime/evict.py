@@ -5,8 +5,9 @@ state, and serves any number of prompts and models. Every eviction method of the
 
 The budget, for every method: entries per layer and KV head on average, sinks and window included; all layers and heads
 together keep exactly layers x KV heads x budget. A ratio (a float between 0 and 1) stands for `round(ratio * N)`, N
-being the longest prompt of the batch. A prompt no longer than the budget is left untouched. Generated tokens are not
-counted and never evicted, unless `every` is set: then prompt and generated tokens together never exceed the budget.
+being the prompt's own length, whatever the batch. A prompt no longer than the budget is left untouched. Generated
+tokens are not counted and never evicted, unless `every` is set: then prompt and generated tokens together never exceed
+the budget.
 """
 
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from typing_extensions import override
 from keepsight.errors import UserError, require_whole
 from keepsight.runtime.allocate import Allocation, Uniform
 from keepsight.runtime.budget import Budget
-from keepsight.runtime.cache import keep
+from keepsight.runtime.cache import LayerEntries, keep
 from keepsight.runtime.decode import Reapply
 from keepsight.runtime.importance import Pool, Reduce, pool, reduce_group, top_mask
 from keepsight.runtime.method import CacheMethod, Method, Observe, Shared
@@ -137,7 +138,8 @@ class Evict(CacheMethod):
 
     def fits(self, state: State) -> bool:
         """Whether the state is within the budget."""
-        return int(state.held().double().mean(dim=(0, 2)).max().ceil()) <= self.budget_for(state.tokens.shape[1])
+        held = state.held().double().mean(dim=(0, 2)).tolist()
+        return all(count <= budget for count, budget in zip(held, self.budgets(state), strict=True))
 
     @torch.no_grad()
     def importance(self, model: PreTrainedModel, state: State) -> list[Tensor]:
@@ -153,10 +155,16 @@ class Evict(CacheMethod):
         return self.bound_observer(model, state, self.reduce.queries)
 
     def reduced(self, state: State, observed: list[Tensor]) -> list[Tensor]:
-        """Scores reduced over heads and pooled, with protected entries and padding marked."""
+        """Scores reduced over heads and pooled, with protected entries and padding marked.
+
+        Raises:
+            UserError: the observer did not score every entry of every layer.
+        """
+        held = state.entries()
+        _require_scores(type(self.observer).__name__, observed, held)
         return [
             self._protect(reduce_group(layer, each.keys.shape[1], self.reduce.heads), each.real)
-            for layer, each in zip(observed, state.entries(), strict=True)
+            for layer, each in zip(observed, held, strict=True)
         ]
 
     def keep(self, state: State, importance: list[Tensor]) -> State:
@@ -165,11 +173,15 @@ class Evict(CacheMethod):
 
     def select(self, state: State, importance: list[Tensor]) -> list[Tensor]:
         """For each layer, which entries stay: [B, K, C] bool. Ties go to the lowest index."""
-        budget = self.budget_for(state.tokens.shape[1])
-        self._check_room(budget)
-        if type(self.allocate) is Uniform and all(each.real is None for each in state.entries()):
-            return [top_mask(layer, min(budget, layer.shape[-1])) for layer in importance]
-        counts = self.allocate(importance, budget)
+        budgets = self.budgets(state)
+        for budget in {*budgets}:
+            self._check_room(budget)
+        alike = len({*budgets}) == 1
+        if alike and type(self.allocate) is Uniform and all(each.real is None for each in state.entries()):
+            return [top_mask(layer, min(budgets[0], layer.shape[-1])) for layer in importance]
+        rows = [importance] if alike else zip(*(layer.split(1) for layer in importance), strict=True)
+        divided = [self.allocate([*row], budget) for row, budget in zip(rows, budgets, strict=False)]
+        counts = [torch.cat(layer) for layer in zip(*divided, strict=True)]
         return [top_mask(*pair) for pair in zip(importance, counts, strict=True)]
 
     def gather(self, state: State, selected: list[Tensor]) -> State:
@@ -201,6 +213,24 @@ class Evict(CacheMethod):
         order = real.long().cumsum(dim=-1)
         pooled.masked_fill_(order <= self.sinks, torch.inf)
         return pooled.masked_fill_(~real, -torch.inf)
+
+
+def _require_scores(name: str, scores: list[Tensor], held: list[LayerEntries]) -> None:
+    """Refuse scores that are not one for each entry of each layer.
+
+    Raises:
+        UserError: with one line that names the observer, the shape that it returned and the expected one.
+    """
+    if len(scores) != len(held):
+        raise UserError(f"{name} returned scores for {len(scores)} layers; there are {len(held)}")
+    for index, (layer, entries) in enumerate(zip(scores, held, strict=True)):
+        batch, kv_heads, length, _ = entries.keys.shape
+        shape = [*layer.shape]
+        if len(shape) != 3 or shape[::2] != [batch, length] or not shape[1] or shape[1] % kv_heads:
+            raise UserError(
+                f"{name} returned scores of shape {shape} for layer {index}; expected [{batch}, {kv_heads}, {length}] "
+                f"by KV head, or a multiple of {kv_heads} by query head"
+            )
 
 
 def _gather_received(received: tuple[Tensor, ...], selected: list[Tensor]) -> tuple[Tensor, ...]:

@@ -47,6 +47,10 @@ class GenerateRequest:
     do_sample: bool
     streamer: BaseStreamer | None
 
+    def lengths(self) -> set[int]:
+        """The prompts' lengths, without padding."""
+        return {self.input_ids.shape[1]} if self.mask is None else {*self.mask.sum(dim=1).tolist()}
+
     def decode(self, reader: Reader, state: State, reapply: Reapply | None) -> Decoded:
         """Answer from a state; see `keepsight.runtime.decode.decode`."""
         return decode(
@@ -133,6 +137,10 @@ class Method(CustomGenerate):
         """The budget for a prompt of `length` tokens, in entries per layer and KV head; `length` without a budget."""
         return length
 
+    def budgets(self, state: State) -> list[int]:
+        """The budget of each row, for its own number of tokens."""
+        return [self.budget_for(length) for length in state.lengths.tolist()]
+
     def needs(self) -> Needs:
         """What the prefill has to record."""
         return Needs()
@@ -176,7 +184,8 @@ class Method(CustomGenerate):
 
     @override
     def answer(self, model: PreTrainedModel, request: GenerateRequest) -> Decoded:
-        self.check(request.input_ids.shape[1], context_of(model))
+        for length in request.lengths():
+            self.check(length, context_of(model))
         state, reapply = self.start(model, request.input_ids, request.mask, chunk=request.chunk), self.reapply(model)
         # Recording for nobody would cost every step.
         return request.decode(self.reader(model), state if reapply else replace(state, trace=Trace()), reapply)

@@ -151,7 +151,7 @@ class SpeContext(SparseRead):
             torch.cat([*_prompt_keys(head, layers, model, state)], dim=2),
             state.trace.features_of(layers, slice(-1, None)) if layers else None,
             None if mask is None else length - state.lengths,
-            StepBudget(self.budget_for(length), self.sinks, self.window),
+            StepBudget(tuple(self.budgets(state)), self.sinks, self.window),
         )
 
 

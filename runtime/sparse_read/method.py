@@ -1,8 +1,8 @@
 """Methods that keep every entry and read a few of them per step.
 
 The budget: entries that each layer and KV head reads for a token, sinks and window included, beside the token's own
-entry. A ratio (a float between 0 and 1) stands for `round(ratio * N)`, N being the longest prompt of the batch.
-Generated tokens are selected like the prompt's. A budget that covers the cache gives full attention.
+entry. A ratio (a float between 0 and 1) stands for `round(ratio * N)`, N being the prompt's own length, whatever the
+batch. Generated tokens are selected like the prompt's. A budget that covers the cache gives full attention.
 """
 
 from abc import abstractmethod
