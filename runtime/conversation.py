@@ -85,7 +85,7 @@ class Conversation(CustomGenerate):
             return self.method.start(self.model, prompt, chunk=chunk)
         unread = torch.cat([self._unread, prompt[:, self.ids.shape[1] :]], dim=1)
         state = self.state.copy()
-        reader = self.method.reader(self.model) if not state.joins else self.model
+        reader = self.method.turn_reader(self.model) if not state.joins else self.model
         for part in unread.split(chunk or unread.shape[1], dim=1):
             state, _ = read(reader, state, part, logits_to_keep=1)
         if not state.joins or not isinstance(self.method, CacheMethod):

@@ -167,6 +167,10 @@ class Method(CustomGenerate):
         """What reads and decodes from this method's states in the model's place."""
         return model
 
+    def turn_reader(self, model: PreTrainedModel) -> Reader:
+        """What reads a further turn after this method's states, in passes over many tokens."""
+        return self.reader(model)
+
     def reapply(self, model: PreTrainedModel) -> Reapply | None:
         """How to evict while decoding; None not to."""
         return None

@@ -19,7 +19,7 @@ def target_of(recipe: Recipe) -> Target:
     return load_target(
         model.id,
         revision=model.revision,
-        packaged=model.packaged,
+        packaged=model.own_file,
         packaged_digest=model.packaged_digest,
         dtype=model.dtype,
         device=model.device,

@@ -19,7 +19,7 @@ from keepsight.runtime.attention import Reader, require_full_attention
 from keepsight.runtime.prefill import positions_of, prefill
 from keepsight.runtime.retrieval.memory_plan import plan_for, read_bytes
 from keepsight.runtime.retrieval.placement import Placement
-from keepsight.runtime.retrieval.reader import RetrievalCache, RetrievalReader, RetrievalState
+from keepsight.runtime.retrieval.reader import RetrievalCache, RetrievalReader, RetrievalState, RetrievalTurnReader
 from keepsight.runtime.retrieval.selector import HeadSelector
 from keepsight.runtime.sparse_read.cache import MakeLayer, SelectedLayer, selected_layers
 from keepsight.runtime.sparse_read.method import SparseRead
@@ -29,16 +29,14 @@ from keepsight.runtime.state import Needs, State, Trace
 
 _BLOCK = 4096
 """Prompt tokens whose features are concatenated at a time."""
-_ANSWER = 512
-"""Positions after the prompt that a head is extended for where it was trained with fewer."""
 
 
 @dataclass(frozen=True)
 class SpeContext(SparseRead):
     """Reads what a retrieval head selects: the same entries in all layers, before the target runs (section 4.3).
 
-    Where the longest prompt of a batch plus 512 tokens exceeds what the head was trained with, YaRN extends it to twice
-    that length, four times, and so on.
+    Where the longest prompt of a batch and its answer, which grows, exceed what the head was trained with, YaRN extends
+    it to twice that length, four times, and so on.
 
     Attributes:
         head: The retrieval head; it is moved to the target's device.
@@ -92,6 +90,10 @@ class SpeContext(SparseRead):
         return RetrievalReader(model)
 
     @override
+    def turn_reader(self, model: PreTrainedModel) -> Reader:
+        return RetrievalTurnReader(model)
+
+    @override
     def start(
         self, model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None = None, *, chunk: int | None = None
     ) -> State:
@@ -138,7 +140,7 @@ class SpeContext(SparseRead):
 
     def _selector(self, model: PreTrainedModel, state: State) -> HeadSelector:
         length, mask = state.tokens.shape[1], state.tokens_mask
-        head = _reaching(self.head.to(model.device), length + _ANSWER)
+        head = self.head.to(model.device).reaching(length)
         layers = head.layers_of(model)
         if missing := sorted(set(layers) - set(state.trace.needs.features)):
             raise UserError(
@@ -157,14 +159,6 @@ class SpeContext(SparseRead):
 
 def _needs(layers: tuple[int, ...]) -> Needs:
     return Needs(features=tuple(sorted(layers)))
-
-
-def _reaching(head: RetrievalHead, length: int) -> RetrievalHead:
-    """The head extended to `length` positions, by a power of two, so that batching seldom changes what is read."""
-    context = head.config.trained
-    while context < length:
-        context *= 2
-    return head.extended(context)
 
 
 def _prompt_keys(

@@ -3,7 +3,8 @@
 A step reads what was selected among the entries before its token, and the token's own entry, which the budget does not
 count. Entries keep their places: padding stays on the left, generated tokens follow the prompt's and are selected like
 them. Keys are stored after RoPE, so that gathered entries may be in any order, and one query needs no causal mask over
-them. Several tokens read in one pass are read one by one.
+them. Several tokens read in one pass are read one by one,
+but for a further turn (`keepsight.runtime.turn`).
 """
 
 from abc import ABC, abstractmethod
@@ -19,7 +20,7 @@ from typing_extensions import override
 
 from keepsight.errors import UserError
 from keepsight.runtime.attention import OwnAttention, grouped_attention
-from keepsight.runtime.cache import KeptLayer, LayerEntries, cache_bytes, entries
+from keepsight.runtime.cache import KeptLayer, LayerEntries, PaddedKeys, cache_bytes, entries
 from keepsight.runtime.state import State
 
 
@@ -129,6 +130,16 @@ class SelectedLayer(KeptLayer):
         """Append entries [B, K, q, d]."""
         self._append(keys, values)
         self.seen += keys.shape[2]
+
+    def read_turn(self, keys: Tensor, values: Tensor) -> tuple[Tensor | PaddedKeys, Tensor]:
+        """Append entries [B, K, q, d] and return all, for tokens that attend to all; see `keepsight.runtime.turn`."""
+        self.append(keys, values)
+        keys, values, real = self.attended()
+        return keys if real is None else PaddedKeys(keys, real), values
+
+    def attended(self) -> LayerEntries:
+        """All entries as queries attend to them."""
+        return self.entries()
 
     @override
     def entries(self) -> LayerEntries:

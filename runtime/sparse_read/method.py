@@ -21,6 +21,7 @@ from keepsight.runtime.method import CacheMethod
 from keepsight.runtime.sparse_read.cache import MakeLayer, SelectedState, selected_layers
 from keepsight.runtime.sparse_read.mla import expanded, reader_of
 from keepsight.runtime.state import State, Trace
+from keepsight.runtime.turn import TurnReader
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,10 @@ class SparseRead(CacheMethod):
     @override
     def reader(self, model: PreTrainedModel) -> Reader:
         return reader_of(model)
+
+    @override
+    def turn_reader(self, model: PreTrainedModel) -> Reader:
+        return TurnReader(reader_of(model))
 
     @abstractmethod
     def layers_for(self, state: State) -> MakeLayer:

@@ -20,6 +20,7 @@ from keepsight.runtime.attention import OwnAttention, Reader, grouped_attention,
 from keepsight.runtime.cache import KeptLayer, LayerEntries, PaddedKeys, entries
 from keepsight.runtime.sparse_read.cache import MakeLayer, SelectedLayer, Selection
 from keepsight.runtime.state import State
+from keepsight.runtime.turn import TurnLayer
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,11 @@ class LatentLayer(SelectedLayer):
         return LayerEntries(*self.expansion(latents, rotated), real)
 
     @override
+    def attended(self) -> LayerEntries:
+        latents, rotated, real = self.entries()
+        return LayerEntries(*self.expansion(latents, rotated), real)
+
+    @override
     def share(self) -> "LatentLayer":
         return LatentLayer(self.expansion, self.keys, self.values, self.seen, self.padding)
 
@@ -116,7 +122,8 @@ class _NewTokens(Cache):
         """See `keepsight.runtime.attention.Attend`; key and value are those of the new tokens."""
         layer: Any = self.layers[index]
         came = self._coming.pop(index)
-        keys, values = layer.update(*(came if isinstance(layer, LatentLayer) else (key, value)))
+        holder = layer.layer if isinstance(layer, TurnLayer) else layer
+        keys, values = layer.update(*(came if isinstance(holder, LatentLayer) else (key, value)))
         if isinstance(keys, OwnAttention):
             return keys.attend(query, scaling)
         keys, real = keys if isinstance(keys, PaddedKeys) else (keys, None)

@@ -272,7 +272,7 @@ class _Ones(Observer):
 @pytest.mark.parametrize(
     ("observer", "said"),
     [
-        (_Ones((1, 2, 5)), r"scores of shape \[1, 2, 5\] for layer 0; expected \[1, 2, 40\] by KV head, or a multiple of 2 by"),
+        (_Ones((1, 2, 5)), r"scores of shape \[1, 2, 5\] for layer 0; expected \[1, 2, 40\] by KV head, or a"),
         (_Ones((1, 2, 41)), r"scores of shape \[1, 2, 41\] for layer 0"),
         (_Ones((1, 3, 40)), r"scores of shape \[1, 3, 40\] for layer 0"),
         (_Ones((1, 0, 40)), r"scores of shape \[1, 0, 40\] for layer 0"),
