@@ -17,7 +17,7 @@ from keepsight.models.retrieval_head import RetrievalHead, check_target, of_the_
 from keepsight.models.retrieval_head_files import load_retrieval_head
 from keepsight.runtime.attention import Reader, require_full_attention
 from keepsight.runtime.prefill import positions_of, prefill
-from keepsight.runtime.retrieval.memory_plan import plan_for, read_bytes
+from keepsight.runtime.retrieval.memory_plan import plan_for
 from keepsight.runtime.retrieval.placement import Placement
 from keepsight.runtime.retrieval.reader import RetrievalCache, RetrievalReader, RetrievalState, RetrievalTurnReader
 from keepsight.runtime.retrieval.selector import HeadSelector
@@ -26,6 +26,7 @@ from keepsight.runtime.sparse_read.method import SparseRead
 from keepsight.runtime.sparse_read.mla import has_latents, layers_of
 from keepsight.runtime.sparse_read.top_k import StepBudget
 from keepsight.runtime.state import Needs, State, Trace
+from keepsight.units import read_bytes
 
 _BLOCK = 4096
 """Prompt tokens whose features are concatenated at a time."""
