@@ -16,10 +16,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
+from typing_extensions import override
 
 from keepsight.errors import UserError
 from keepsight.files import atomic_files
 from keepsight.runtime.cache import KeptLayer, RaggedLayer, share
+from keepsight.runtime.custom_generate import CustomGenerate, GenerateRequest
+from keepsight.runtime.decode import Decoded
+from keepsight.runtime.method import FullCache
 from keepsight.runtime.state import Needs, State, Trace
 
 FILE = "state.safetensors"
@@ -28,11 +32,11 @@ _KEY, _VERSION = "keepsight_state", 1
 
 
 @dataclass(frozen=True)
-class SavedState:
-    """A loaded state and its metadata.
+class SavedState(CustomGenerate):
+    """A loaded state and its metadata; `generate(model, question_ids, saved)` asks it, as often as one likes.
 
     Attributes:
-        state: State on the target's device. Reading and decoding append to it: answer from a `state.copy()`.
+        state: State on the target's device. Reading and decoding append to it: go on from a `state.copy()`.
         question: What was compressed: `seen`, the whole prompt with its question; `unseen`, the context alone;
             `multi`, the context alone, to be asked several questions.
         target: Name of the model that read it, for information.
@@ -43,6 +47,17 @@ class SavedState:
     question: str
     target: str
     template_digest: str
+
+    @override
+    def answer(self, model: PreTrainedModel, request: GenerateRequest) -> Decoded:
+        """Answer what follows the saved prompt; `self.state` stays unchanged."""
+        state = replace(self.state if request.past is None else request.past.state, trace=Trace())
+        if len(request.unread) != len(state.tokens) or request.mask is not None:
+            raise UserError(
+                f"saved state: {len(request.unread)} questions for {len(state.tokens)} prompts, or padded ones; "
+                "ask one for each prompt, without padding"
+            )
+        return request.decode(model, FullCache().resume(model, state, request.unread, chunk=request.chunk), None)
 
 
 def save_state(

@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from keepsight import __version__
 from keepsight.commands.config import Recipe
-from keepsight.commands.from_recipe import adapter_of, resources_later, resources_of, retrieval_of, target_of
+from keepsight.commands.from_recipe import resources_later, resources_of, target_of
 from keepsight.errors import UserError
 from keepsight.eval.answers import default_batch_tokens
 from keepsight.eval.report.plots import plot_excess_nll, plot_scores
@@ -262,9 +262,9 @@ def _settings(config: Config, target: Target, variants: list[Variant]) -> dict[s
     }
     return kept | {
         "target": {"name": target.name, "version": target.version},
-        "adapter": adapter_of(config),
+        "adapter": config.adapter,
         "adapter_digest": next(filter(None, (variant.method.adapter_digest for variant in variants)), None),
-        "retrieval": retrieval_of(config),
+        "retrieval": config.retrieval,
         "retrieval_digest": _retrieval_digest(config, variants),
         "versions": versions,
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
@@ -272,7 +272,7 @@ def _settings(config: Config, target: Target, variants: list[Variant]) -> dict[s
 
 
 def _retrieval_digest(config: Config, variants: list[Variant]) -> str | None:
-    named = retrieval_of(config)
+    named = config.retrieval
     if named is None or not any(variant.method.uses_retrieval_head for variant in variants):
         return None
     return file_digest(fetch(named) / WEIGHTS)

@@ -67,7 +67,7 @@ class SpeContext(SparseRead):
     def from_pretrained(
         cls, head: str | Path, budget: int | float, revision: str | None = None, **options: Any
     ) -> "SpeContext":
-        """The method with a retrieval head from a folder or the Hub; `options` are other fields.
+        """The method with a retrieval head (a folder, a Hub id or `shipped:NAME`); `options` are other fields.
 
         Raises:
             UserError: the head cannot be had, is corrupt, or an option is out of range.
