@@ -54,14 +54,15 @@ def run(config: Config) -> None:
     set_seed(settings.train.seed)
     longest = max(len(sample.prompt_ids) + len(sample.answer_ids) for sample in samples)
     head, pruned = _first_head(config, target, longest)
-    objective = RetrievalObjective(head, target.model, settings.queries, settings.temperature)
-    trainer = RetrievalTrainer(objective, settings, out / "training", samples, config.head or "")
+    objective = RetrievalObjective(head, target.model, settings.queries, settings.temperature, settings.answers)
+    trainer = RetrievalTrainer(objective, settings, out / "training", samples, config.head or "", config.replay)
     finished = trainer.fit()
     if trainer.is_world_process_zero():
         described = pruned | {
             "longest sample (tokens)": longest,
             "tokens of a sample that are distilled": settings.queries,
             "temperature": settings.temperature,
+            "share of the loss on answers": settings.answers,
         }
         basics = basics_of(config, target, manifest, trainer, described, "KL at that temperature, nats")
         _write(config, trainer, basics, longest)

@@ -161,6 +161,7 @@ def test_other_settings_do_not_go_on(place, trained, tmp_path):
         ({"features": "all"}, "features='all' is unknown; choose one of previous-step, none"),
         ({"queries": 0}, "retrieval_head.queries=0 must be at least 1"),
         ({"temperature": 0.0}, r"retrieval_head\.temperature=0\.0 must be above 0"),
+        ({"answers": 1.5}, r"retrieval_head\.answers=1\.5 must be between 0 and 1"),
         ({"max_tokens": 1}, "retrieval_head.max_tokens=1 must be at least 2"),
     ],
 )
