@@ -1,8 +1,11 @@
 """What `model.generate(custom_generate=...)` honours, and what it refuses instead of ignoring it."""
 
+from typing import Any
+
 import pytest
 import torch
 from transformers.cache_utils import DynamicCache
+from transformers.generation import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from keepsight import Conversation, generate, load_state, save_state
@@ -15,7 +18,7 @@ from tests.close import assert_close
 from tests.tiny import prompt_ids, tiny_model
 
 SMALL = SnapKV(12, window=4, pool=Pool(kernel=3))
-GREEDY = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
 DICT = GREEDY | {"return_dict_in_generate": True}
 METHODS = [FullCache(), SMALL, StreamingLLM(12), Kivi(residual=8, group=8), Truncation(20)]
 
@@ -59,13 +62,14 @@ def test_scores_and_logits_are_those_of_transformers():
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: type(method).__name__)
 def test_past_key_values_go_on_as_a_conversation_does(method):
     model, turns = tiny_model(), [prompt_ids(30)[0], prompt_ids(7, seed=1)[0], prompt_ids(5, seed=2)[0]]
-    conversation, output = Conversation(model, method), None
+    conversation, said = Conversation(model, method), turns[0][:, :0]
+    past: dict[str, Any] = {}
     for turn in turns:
-        ids = turn if output is None else torch.cat([output.sequences, turn], dim=1)
-        past = {} if output is None else {"past_key_values": output.past_key_values}
+        ids, before = torch.cat([said, turn], dim=1), past
         output = model.generate(ids, custom_generate=method, **DICT, **past)
+        said, past = output.sequences, {"past_key_values": output.past_key_values}
         assert torch.equal(output.sequences[:, ids.shape[1] :], conversation.say(turn, **GREEDY))
-    again = model.generate(ids, custom_generate=method, **DICT, **past)
+    again = model.generate(ids, custom_generate=method, **DICT, **before)
     assert torch.equal(again.sequences, output.sequences)
 
 
@@ -127,7 +131,8 @@ def test_what_cannot_be_honoured_is_refused_in_one_line(given):
 
 def test_a_picture_is_refused():
     with pytest.raises(UserError, match="pixel_values is not supported"):
-        SMALL(tiny_model(), prompt_ids(30)[0], [], [], tiny_model().generation_config, pixel_values=torch.ones(1))
+        lists = LogitsProcessorList(), StoppingCriteriaList()
+        SMALL(tiny_model(), prompt_ids(30)[0], *lists, tiny_model().generation_config, pixel_values=torch.ones(1))
 
 
 def test_a_past_that_does_not_fit_is_refused():
@@ -181,5 +186,5 @@ def test_speculative_decoding_refuses_to_go_on():
     output = model.generate(ids, custom_generate=SMALL, **DICT)
     longer = torch.cat([output.sequences, ids], dim=1)
     with pytest.raises(UserError, match="leave out past_key_values"):
-        method = Speculative(None, SMALL)
+        method = Speculative(None, SMALL)  # type: ignore[arg-type]
         model.generate(longer, custom_generate=method, past_key_values=output.past_key_values, **GREEDY)
