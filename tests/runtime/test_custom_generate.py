@@ -19,8 +19,8 @@ from tests.tiny import prompt_ids, tiny_model
 
 SMALL = SnapKV(12, window=4, pool=Pool(kernel=3))
 GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
-DICT = GREEDY | {"return_dict_in_generate": True}
-METHODS = [FullCache(), SMALL, StreamingLLM(12), Kivi(residual=8, group=8), Truncation(20)]
+DICT: dict[str, Any] = GREEDY | {"return_dict_in_generate": True}
+METHODS: list[Any] = [FullCache(), SMALL, StreamingLLM(12), Kivi(residual=8, group=8), Truncation(20)]
 
 
 class _Noted(BaseStreamer):
