@@ -13,7 +13,7 @@ RUNTIME_ROOMS = {"quantized", "sparse_read", "retrieval", "drafting", "prompt_co
 BELOW: dict[str, set[str]] = {
     "models": set(),
     "data_gen": {"models"},
-    "runtime": set(),
+    "runtime": {"models"},
     "runtime.quantized": {"runtime"},
     "runtime.sparse_read": {"runtime"},
     "runtime.retrieval": {"models", "runtime", "runtime.sparse_read"},

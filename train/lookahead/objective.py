@@ -12,8 +12,10 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from typing_extensions import override
 
+from keepsight.models.decoder import decoder_of
 from keepsight.models.lookahead import Lookahead
-from keepsight.runtime.attention import record_attention
+from keepsight.runtime.attention import run
+from keepsight.runtime.cache import record_past
 from keepsight.runtime.observe import AttentionRecorder, observe
 from keepsight.runtime.prefill import positions_of
 from keepsight.train.dataset import Batch
@@ -25,21 +27,16 @@ def target_importance(model: PreTrainedModel, batch: Batch) -> tuple[Cache, list
     """The first pass: prompt and answer with the adapter off.
 
     Returns:
-        A cache whose first N entries are the prompt's, and for each layer the mean attention of the answer's tokens
-        to the prompt, [B, H, N] float32.
+        The prompt's cache, and for each layer with full attention the mean attention of the answer's tokens to the
+        prompt, [B, H, N] float32.
     """
-    record_attention(model)
     ids, mask = batch.joined()
     recorder = AttentionRecorder(batch.answer_ids.shape[1], key_mask=mask, query_mask=batch.answer_mask)
-    cache = DynamicCache()
-    model.base_model(
-        input_ids=ids,
-        attention_mask=mask,
-        position_ids=positions_of(mask, ids.shape[1], ids.device),
-        past_key_values=cache,
-        use_cache=True,
-        recorder=recorder,
-    )
+    cache = DynamicCache(config=model.config)
+    record_past(cache)
+    positions = positions_of(mask, ids.shape[1], ids.device)
+    run(decoder_of(model), cache, recorder=recorder, input_ids=ids, attention_mask=mask, position_ids=positions)
+    cache.crop(-batch.answer_ids.shape[1])
     return cache, recorder.layers()
 
 
@@ -85,6 +82,5 @@ class LookaheadObjective(Objective):
         lookahead = self.lookahead
         with lookahead.active(False):
             cache, target = target_importance(lookahead.model, batch)
-        length = batch.prompt_ids.shape[1]
         embeddings = lookahead.observers(len(batch.prompt_ids))
-        return target, observe(lookahead.model, cache, batch.prompt_mask, embeddings, prompt_length=length)
+        return target, observe(lookahead.model, cache, batch.prompt_mask, embeddings)
