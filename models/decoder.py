@@ -8,8 +8,9 @@ from transformers import PreTrainedModel
 from keepsight.errors import UserError
 
 FULL, CHUNKED = "full_attention", "chunked_attention"
-BOUNDED = ("sliding_attention", CHUNKED, "linear_attention", "conv")
-"""Kinds of layers whose memory is bounded by itself."""
+RECURRENT = ("linear_attention", "conv")
+BOUNDED = ("sliding_attention", CHUNKED, *RECURRENT)
+"""Kinds of layers whose memory is bounded by itself, the last ones by a recurrent state."""
 
 
 def decoder_of(model: PreTrainedModel) -> Any:

@@ -4,7 +4,7 @@
 configuration, in place of the implementation that was loaded; it records, then delegates to that one with every
 argument it was given. Only where the cache's layers hold entries that no implementation knows (different entries by
 head, packed ones, a few selected ones) is attention computed here. Nothing of transformers is patched: the function is
-registered under a name, as `AttentionInterface` offers, and takes its own arguments from the keywords that models pass on.
+registered under a name, as `AttentionInterface` offers, and takes its own arguments from keywords that models pass on.
 """
 
 import functools
@@ -49,7 +49,7 @@ class OwnAttention(ABC):
 
     @abstractmethod
     def attend(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
-        """Queries [B, H, q, d], keys and values [B, K, q, d] of q new tokens, after RoPE -> [B, q, H, d], contiguous."""
+        """Queries [B, H, q, d], keys and values [B, K, q, d] of q new tokens, after RoPE -> [B, q, H, d]."""
 
 
 _NAME = "keepsight:"

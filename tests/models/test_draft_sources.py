@@ -57,7 +57,7 @@ def adapted(target: PreTrainedModel) -> Lookahead:
     """A lookahead module whose LoRA changes what the target computes."""
     lookahead = Lookahead(target, LookaheadSettings(tokens=4, rank=2))
     with torch.no_grad():
-        for name, weight in target.named_parameters():
+        for name, weight in lookahead.lora_state().items():
             if "lora_B" in name:
                 weight.normal_()
     return lookahead

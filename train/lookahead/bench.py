@@ -36,8 +36,7 @@ def bench_step(lookahead: Lookahead, tokens: int, answer_tokens: int, repeats: i
         optimizer.zero_grad()
 
     def infer() -> None:
-        with lookahead.active(False):
-            prefill(model, ids)
+        prefill(model, ids)
 
     times: dict[str, list[float]] = {"prefill": [], "step": []}
     peaks = {}

@@ -62,7 +62,7 @@ def _divergence(target: Tensor, predicted: Tensor) -> Tensor:
 
 
 class LookaheadObjective(Objective):
-    """Keeps the lookahead's LoRA on between calls, as the Trainer looks for trainable parameters then.
+    """The module learns, the target is frozen.
 
     Attributes:
         lookahead: The module in training.
@@ -71,7 +71,7 @@ class LookaheadObjective(Objective):
     def __init__(self, lookahead: Lookahead) -> None:
         super().__init__()
         self.lookahead = lookahead
-        lookahead.switch(True)
+        lookahead.model.requires_grad_(False)
 
     @override
     def loss(self, batch: Batch) -> Tensor:
@@ -80,7 +80,7 @@ class LookaheadObjective(Objective):
     def importances(self, batch: Batch) -> tuple[list[Tensor], list[Tensor]]:
         """Target and predicted importance, for each layer [B, H, N] float32; gradients flow through the prediction."""
         lookahead = self.lookahead
-        with lookahead.active(False):
-            cache, target = target_importance(lookahead.model, batch)
+        cache, target = target_importance(lookahead.model, batch)
         embeddings = lookahead.observers(len(batch.prompt_ids))
-        return target, observe(lookahead.model, cache, batch.prompt_mask, embeddings)
+        with lookahead.active():
+            return target, observe(lookahead.model, cache, batch.prompt_mask, embeddings)
