@@ -57,7 +57,7 @@ class Lora(nn.Module):
     def tensors(self) -> dict[str, nn.Parameter]:
         """Its parameters under the names that PEFT saves them with."""
         return {
-            f"{PREFIX}{name.removeprefix(PREFIX)}.lora_{part}.weight": getattr(update, part)
+            f"{PREFIX}{name.removeprefix(PREFIX)}.lora_{part}.weight": getattr(update, f"lora_{part}")
             for name, update in zip(self.names, self.updates, strict=True)
             for part in ("A", "B")
         }
@@ -69,16 +69,16 @@ class _Update(nn.Module):
     def __init__(self, linear: Any, rank: int, scaling: float, dropout: float) -> None:
         super().__init__()
         device = linear.weight.device if linear.weight.device.type != "meta" else torch.device("cpu")
-        self.A = nn.Parameter(torch.empty(rank, linear.in_features, device=device))
-        self.B = nn.Parameter(torch.zeros(linear.out_features, rank, device=device))
-        nn.init.kaiming_uniform_(self.A, a=math.sqrt(5))
+        self.lora_A = nn.Parameter(torch.empty(rank, linear.in_features, device=device))
+        self.lora_B = nn.Parameter(torch.zeros(linear.out_features, rank, device=device))
+        nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
         self.scaling, self.dropout = scaling, dropout
 
     def forward(self, inputs: Tensor) -> Tensor:
         """What is added to the output for these inputs [..., in]: [..., out] float32."""
-        inputs = functional.dropout(inputs.to(self.A.dtype), self.dropout, self.training)
-        low = functional.linear(inputs, self.A.to(inputs.device))
-        return functional.linear(low, self.B.to(inputs.device)) * self.scaling
+        inputs = functional.dropout(inputs.to(self.lora_A.dtype), self.dropout, self.training)
+        low = functional.linear(inputs, self.lora_A.to(inputs.device))
+        return functional.linear(low, self.lora_B.to(inputs.device)) * self.scaling
 
 
 class _Hook:

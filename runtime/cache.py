@@ -204,6 +204,15 @@ def is_bounded(layer: Any) -> bool:
     return not isinstance(layer, DynamicLayer) or bool(layer.is_sliding)
 
 
+def filled(empty: Any, keys: Tensor, values: Tensor, seen: int) -> Any:
+    """A layer of these entries, from one as transformers begins with; `seen` is its logical length."""
+    if not is_bounded(empty):
+        return KeptLayer(keys, values, seen)
+    empty.update(keys, values)
+    empty.cumulative_length = seen
+    return empty
+
+
 def full_layers(cache: Cache) -> list[Any]:
     """The layers with full attention."""
     return [layer for layer in cache.layers if not is_bounded(layer)]

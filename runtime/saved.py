@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from keepsight.errors import UserError
 from keepsight.files import atomic_files
 from keepsight.models.decoder import has_latents
-from keepsight.runtime.cache import KeptLayer, RaggedLayer, share
+from keepsight.runtime.cache import KeptLayer, RaggedLayer, filled, share
 from keepsight.runtime.softmax import Softmax
 from keepsight.runtime.state import Needs, State, Trace
 
@@ -272,13 +272,11 @@ def _layer(empty: Any, tensors: dict[str, Tensor], seen: int) -> Any:
             fill(tensor, state_idx=int(place))
         return layer
     keys, values = tensors["keys"], tensors["values"]
-    if empty.is_sliding:
-        empty.update(keys, values)
-        empty.cumulative_length = seen  # type: ignore[attr-defined]
-        return empty
     if "counts" in tensors:
         return RaggedLayer(*(tensors[name] for name in ("kept_keys", "kept_values", "counts")), seen, (keys, values))
-    return KeptLayer(keys, values, seen, tensors.get("real"))
+    if "real" in tensors:
+        return KeptLayer(keys, values, seen, tensors["real"])
+    return filled(empty, keys, values, seen)
 
 
 def _named(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ class Batch:
         prompt_mask: [B, N] bool, False for padding; None when no prompt is padded.
         answer_mask: [B, T] bool, False for padding; None when no answer is padded.
         indices: The samples' numbers in the data set.
+        turn: How many times this batch has been used before in the epoch; see `keepsight.train.replay`.
+        last: Whether it is used no more.
     """
 
     prompt_ids: Tensor
@@ -31,6 +33,8 @@ class Batch:
     prompt_mask: Tensor | None = None
     answer_mask: Tensor | None = None
     indices: Sequence[int] = ()
+    turn: int = 0
+    last: bool = True
 
     def joined(self) -> tuple[Tensor, Tensor | None]:
         """Prompts followed by answers, [B, N + T], and their mask; None when nothing is padded."""
@@ -54,6 +58,20 @@ class Batch:
         return [length] * batch if self.prompt_mask is None else self.prompt_mask.sum(dim=1).tolist()
 
 
+class Use(NamedTuple):
+    """One of several uses of a sample in training.
+
+    Attributes:
+        place: The sample's place in the data set.
+        turn: How many times it has been used before.
+        last: Whether it is used no more.
+    """
+
+    place: int
+    turn: int
+    last: bool
+
+
 class SampleDataset(Dataset[dict[str, Any]]):
     """Prompt and answer ids of samples, with `length` (tokens) for samplers that group by it."""
 
@@ -63,13 +81,16 @@ class SampleDataset(Dataset[dict[str, Any]]):
     def __len__(self) -> int:
         return len(self.samples)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        sample = self.samples[index]
+    def __getitem__(self, index: int | Use) -> dict[str, Any]:
+        use = index if isinstance(index, Use) else Use(index, 0, True)
+        sample = self.samples[use.place]
         return {
             "index": sample.index,
             "prompt_ids": sample.prompt_ids,
             "answer_ids": sample.answer_ids,
             "length": len(sample.prompt_ids) + len(sample.answer_ids),
+            "turn": use.turn,
+            "last": use.last,
         }
 
 
@@ -134,6 +155,8 @@ def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "answer_ids": answers,
         "answer_mask": answer_mask,
         "indices": [row["index"] for row in rows],
+        "turn": rows[0].get("turn", 0),
+        "last": rows[0].get("last", True),
     }
 
 

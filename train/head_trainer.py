@@ -11,6 +11,7 @@ from keepsight.data_gen.shards import TrainingSample
 from keepsight.train.head_settings import DraftHeadSettings, RetrievalHeadSettings
 from keepsight.train.module_trainer import ModuleTrainer
 from keepsight.train.objective import HeadObjective
+from keepsight.train.settings import ReplaySettings
 
 HeadObjectiveT = TypeVar("HeadObjectiveT", bound=HeadObjective)
 
@@ -24,6 +25,7 @@ class HeadTrainer(ModuleTrainer[HeadObjectiveT]):
         work: Folder for checkpoints, logs and measurements.
         samples: Training and held-out ones together.
         start: Head that the training starts from; it must be the same when the training is resumed.
+        replay: How readings of the target are kept, where `settings.train.replays` is above 1.
 
     Attributes:
         start_key: The command's key for `start`.
@@ -38,10 +40,12 @@ class HeadTrainer(ModuleTrainer[HeadObjectiveT]):
         work: Path,
         samples: list[TrainingSample],
         start: str = "",
+        replay: ReplaySettings | None = None,
     ) -> None:
         recipe = self.settings_key.removesuffix(".train")
         shape = {f"{recipe}.{name}": value for name, value in asdict(settings).items() if name != "train"}
-        super().__init__(objective, settings.train, work, samples, shape | {f"command.{self.start_key}": start})
+        shape[f"command.{self.start_key}"] = start
+        super().__init__(objective, settings.train, work, samples, shape, replay)
 
     @override
     def weights(self) -> dict[str, Tensor]:

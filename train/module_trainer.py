@@ -2,9 +2,10 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar, cast
 
 import torch
 from safetensors import SafetensorError
@@ -17,10 +18,12 @@ from typing_extensions import override
 from keepsight.data_gen.shards import TrainingSample
 from keepsight.errors import UserError
 from keepsight.files import text_digest, whole_lines, write_lines
-from keepsight.train.dataset import GroupedByLength, SampleDataset, collate, hold_out
-from keepsight.train.objective import Objective
+from keepsight.train.dataset import Batch, GroupedByLength, SampleDataset, collate, hold_out
+from keepsight.train.objective import Objective, ReplayedObjective
+from keepsight.train.replay import ReadingBuffer, ReplaySampler
 from keepsight.train.resume import StopOnInterrupt, check_same_settings, last_checkpoint, state_of
-from keepsight.train.settings import TrainSettings
+from keepsight.train.settings import ReplaySettings, TrainSettings
+from keepsight.units import read_bytes
 
 ObjectiveT = TypeVar("ObjectiveT", bound=Objective)
 
@@ -67,6 +70,7 @@ class ModuleTrainer(Trainer, ABC, Generic[ObjectiveT]):
         work: Folder for checkpoints, logs and measurements.
         samples: Training and held-out ones together.
         shape: What else must be the same when the training is resumed, by its name in a recipe.
+        replay: How readings of the target are kept where `settings.replays` is above 1.
 
     Attributes:
         weights_file: Name of the module's weights in a checkpoint.
@@ -89,6 +93,7 @@ class ModuleTrainer(Trainer, ABC, Generic[ObjectiveT]):
         work: Path,
         samples: list[TrainingSample],
         shape: dict[str, Any],
+        replay: ReplaySettings | None = None,
     ) -> None:
         settings.check(self.settings_key)
         train, held_out = hold_out(samples, settings.held_out, self.settings_key)
@@ -105,6 +110,14 @@ class ModuleTrainer(Trainer, ABC, Generic[ObjectiveT]):
         self._fixed = asdict(settings) | shape | {"data.samples": len(samples), "data.digest": digest}
         self._indices: list[int] = []
         self.metrics: dict[str, float] = {}
+        self._replay = (replay or ReplaySettings()) if settings.replays > 1 else None
+        if self._replay is not None:
+            if not isinstance(objective, ReplayedObjective):
+                raise UserError(
+                    f"{self.settings_key}.replays={settings.replays}: this training keeps no readings, use 1"
+                )
+            self._replay.check()
+            self._fixed |= {"replay.memory": self._replay.memory, "replay.dtype": self._replay.dtype}
 
     def fit(self) -> bool:
         """Train, resuming from the last checkpoint in `work` if there is one.
@@ -119,9 +132,20 @@ class ModuleTrainer(Trainer, ABC, Generic[ObjectiveT]):
         check_same_settings(self.work / "settings.json", self._fixed, self.settings_key)
         stopper = StopOnInterrupt()
         self.add_callback(stopper)
-        with stopper.watching():
+        with stopper.watching(), self._kept_readings():
             self._resume(last_checkpoint(self.work))
         return self.state.global_step >= self.state.max_steps
+
+    @contextmanager
+    def _kept_readings(self) -> Iterator[None]:
+        """Within the block readings of the target are kept, if each is used several times."""
+        if self._replay is None:
+            yield
+            return
+        with ReadingBuffer(self._replay, self.args.process_index) as buffer:
+            self.objective.buffer = buffer  # type: ignore[assignment]
+            yield
+        self.objective.buffer = None  # type: ignore[assignment]
 
     def _resume(self, checkpoint: Path | None) -> None:
         if checkpoint is None:
@@ -153,9 +177,9 @@ class ModuleTrainer(Trainer, ABC, Generic[ObjectiveT]):
         """
 
     def held_out_batches(self) -> Iterator[dict[str, Any]]:
-        """The held-out samples in batches made by `collate`, on the model's device."""
+        """The held-out samples in batches made by `collate`, on the model's device; their readings may be kept."""
         loader = DataLoader(self.eval_dataset, self.args.per_device_train_batch_size, collate_fn=collate)  # type: ignore[arg-type]
-        return (self._prepare_inputs(batch) for batch in loader)
+        return (self._prepare_inputs(batch | {"last": False}) for batch in loader)
 
     def measurements(self) -> list[dict[str, Any]]:
         """All measurements so far: rows with `step`, the numbers and the lists."""
@@ -167,10 +191,20 @@ class ModuleTrainer(Trainer, ABC, Generic[ObjectiveT]):
 
     @override
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        if not self.settings.group_by_length:
-            return super()._get_train_sampler(train_dataset)
         samples: SampleDataset = self.train_dataset  # type: ignore[assignment]
-        return GroupedByLength(samples, self.settings.batch_size * self.settings.accumulation, self.settings.seed)
+        settings = self.settings
+        if self._replay is not None:
+            return self._replay_sampler(samples, self._replay)
+        if not settings.group_by_length:
+            return super()._get_train_sampler(train_dataset)
+        return GroupedByLength(samples, settings.batch_size * settings.accumulation, settings.seed)
+
+    def _replay_sampler(self, samples: SampleDataset, replay: ReplaySettings) -> ReplaySampler:
+        rows = [samples[place] for place in range(len(samples))]
+        longest: Any = self._prepare_inputs(collate([max(rows, key=lambda row: row["length"])]))
+        token_bytes = cast(ReplayedObjective, self.objective).token_bytes(Batch(**longest))
+        lengths = [row["length"] for row in rows]
+        return ReplaySampler(lengths, token_bytes, read_bytes(replay.memory), self.settings, self.args.world_size)
 
     @override
     def compute_loss(

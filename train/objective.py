@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from keepsight.train.dataset import Batch
+from keepsight.train.replay import Reading, ReadingBuffer
 
 
 class Objective(nn.Module, ABC):
@@ -42,3 +44,35 @@ class HeadObjective(Objective):
     """
 
     head: nn.Module
+
+
+class ReplayedObjective(Objective):
+    """An objective whose pass over the target can be kept and used several times; see `keepsight.train.replay`.
+
+    Attributes:
+        buffer: Where readings are kept; None where the target is read anew for each batch.
+    """
+
+    buffer: ReadingBuffer | None = None
+
+    @override
+    def loss(self, batch: Batch) -> Tensor:
+        return self.loss_of(self.reading(batch), batch)
+
+    @abstractmethod
+    def read(self, batch: Batch) -> Reading:
+        """What the target shows of a batch, without gradients; it does not depend on the module."""
+
+    @abstractmethod
+    def loss_of(self, reading: Reading, batch: Batch) -> Tensor:
+        """`loss`, given what the target shows; all of `reading` is in float32 or the target's dtype."""
+
+    def reading(self, batch: Batch) -> Reading:
+        """The reading of a batch: the one that was kept, where readings are."""
+        return self.read(batch) if self.buffer is None else self.buffer.take(batch, lambda: self.read(batch))
+
+    def token_bytes(self, batch: Batch) -> float:
+        """Bytes that the kept reading of a batch takes per token."""
+        assert self.buffer is not None
+        ids, _ = batch.joined()
+        return self.buffer.bytes_of(self.read(batch)) / ids.numel()

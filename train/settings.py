@@ -3,7 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from typing_extensions import override
+
 from keepsight.errors import UserError
+from keepsight.units import read_bytes
 
 PRECISIONS = ("no", "bf16", "fp16")
 
@@ -29,6 +32,7 @@ class TrainSettings:
         budget: KV entries per head at which recall or hit rate is measured.
         report_to: Experiment trackers: tensorboard, trackio, wandb.
         group_by_length: Batch samples of similar length, which saves padding.
+        replays: Uses of each reading of the target; above 1 the readings are kept, see the recipe's `replay`.
     """
 
     steps: int = 0
@@ -47,6 +51,7 @@ class TrainSettings:
     budget: int = 64
     report_to: list[str] = field(default_factory=lambda: ["tensorboard"])
     group_by_length: bool = False
+    replays: int = 1
 
     def check(self, key: str) -> None:
         """Refuse settings that no training can run with; `key` is their name in a recipe.
@@ -54,10 +59,56 @@ class TrainSettings:
         Raises:
             UserError: a value is out of range.
         """
-        least = dict.fromkeys(("batch_size", "accumulation", "measure_every", "save_every", "budget"), 1)
+        least = dict.fromkeys(("batch_size", "accumulation", "measure_every", "save_every", "budget", "replays"), 1)
         require_at_least(self, key, {**least, "steps": 0, "held_out": 0})
         if self.precision not in PRECISIONS:
             raise UserError(f"{key}.precision={self.precision} is unknown; choose one of {', '.join(PRECISIONS)}")
+
+
+@dataclass
+class LookaheadTrainSettings(TrainSettings):
+    """Optimisation of a lookahead module.
+
+    Attributes:
+        far: Share of the loss that is a KL divergence over the far entries alone: without the first 4 and the last 32,
+            which hold most of the mass and are learned at once. 0 is the paper's loss.
+        cuts: Share of the uses in which the answer begins later: a part of it, drawn anew each time, counts as prompt.
+    """
+
+    far: float = 0.5
+    cuts: float = 0.0
+
+    @override
+    def check(self, key: str) -> None:
+        super().check(key)
+        for name in ("far", "cuts"):
+            if not 0 <= (value := getattr(self, name)) <= 1:
+                raise UserError(f"{key}.{name}={value} must be between 0 and 1")
+
+
+@dataclass
+class ReplaySettings:
+    """Where the target's readings are kept in a training with `replays` above 1.
+
+    Attributes:
+        memory: Most memory of one process that they may take, such as 4GiB. More of it mixes more samples.
+        dir: Folder on a fast disk that holds them in place of memory.
+        dtype: KV entries are kept in `int8`, half a per cent off at most, or in `bfloat16`.
+    """
+
+    memory: str = "4GiB"
+    dir: str | None = None
+    dtype: str = "int8"
+
+    def check(self) -> None:
+        """Refuse settings that no training can run with.
+
+        Raises:
+            UserError: a value is out of range.
+        """
+        read_bytes(self.memory)
+        if self.dtype not in (known := ("int8", "bfloat16")):
+            raise UserError(f"replay.dtype={self.dtype} is unknown; choose one of {', '.join(known)}")
 
 
 def require_at_least(settings: object, key: str, least: Mapping[str, int]) -> None:

@@ -17,7 +17,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from keepsight.errors import UserError
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.train.head_settings import DraftHeadSettings, RetrievalHeadSettings
-from keepsight.train.settings import TrainSettings
+from keepsight.train.settings import LookaheadTrainSettings, ReplaySettings
 
 DEFAULT_RECIPE = "smollm2-135m"
 
@@ -75,6 +75,7 @@ class Recipe:
         draft: The draft of the methods that need one.
         lookahead: Shape of a lookahead module in training.
         train: Optimisation of a lookahead module.
+        replay: How readings of the target are kept in a training that uses each several times.
         draft_head: Shape and training of a draft head.
         retrieval_head: Variant and distillation of a retrieval head.
     """
@@ -85,7 +86,8 @@ class Recipe:
     retrieval: str | None = None
     draft: DraftConfig = field(default_factory=DraftConfig)
     lookahead: LookaheadSettings = field(default_factory=LookaheadSettings)
-    train: TrainSettings = field(default_factory=TrainSettings)
+    train: LookaheadTrainSettings = field(default_factory=LookaheadTrainSettings)
+    replay: ReplaySettings = field(default_factory=ReplaySettings)
     draft_head: DraftHeadSettings = field(default_factory=DraftHeadSettings)
     retrieval_head: RetrievalHeadSettings = field(default_factory=RetrievalHeadSettings)
 

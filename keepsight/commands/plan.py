@@ -30,8 +30,9 @@ from keepsight.files import write_png
 from keepsight.models.retrieval_head import RetrievalHead
 from keepsight.models.targets import DTYPES, hub_answers
 from keepsight.runtime.prefill import context_of
-from keepsight.runtime.retrieval.memory_plan import MemoryPlan, plan_for, read_bytes, size_text
+from keepsight.runtime.retrieval.memory_plan import MemoryPlan, plan_for
 from keepsight.train.plots import BLUE, VERMILLION, tidy
+from keepsight.units import read_bytes, size_text
 
 
 @dataclass

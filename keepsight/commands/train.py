@@ -58,7 +58,9 @@ def run(config: Config) -> None:
     if config.init:
         artifact = load_lookahead(fetch(config.init))
         lookahead.load_state(artifact.lora, artifact.tokens)
-    trainer = LookaheadTrainer(LookaheadObjective(lookahead), config.train, out / "training", samples)
+    trainer = LookaheadTrainer(
+        LookaheadObjective(lookahead, config.train.far), config.train, out / "training", samples, config.replay
+    )
     finished = trainer.fit()
     if trainer.is_world_process_zero():
         lengths = length_summary("prompt tokens", [len(each.prompt_ids) for each in samples])

@@ -19,7 +19,7 @@ from keepsight.models.retrieval_head_files import load_retrieval_head
 from keepsight.runtime.attention import Reader
 from keepsight.runtime.cache import with_full_layers
 from keepsight.runtime.prefill import positions_of, prefill
-from keepsight.runtime.retrieval.memory_plan import plan_for, read_bytes
+from keepsight.runtime.retrieval.memory_plan import plan_for
 from keepsight.runtime.retrieval.placement import Placement
 from keepsight.runtime.retrieval.reader import RetrievalCache, RetrievalReader, RetrievalState
 from keepsight.runtime.retrieval.selector import HeadSelector
@@ -28,6 +28,7 @@ from keepsight.runtime.sparse_read.method import SparseRead
 from keepsight.runtime.sparse_read.mla import layers_of
 from keepsight.runtime.sparse_read.top_k import StepBudget
 from keepsight.runtime.state import Needs, State, Trace
+from keepsight.units import read_bytes
 
 _BLOCK = 4096
 """Prompt tokens whose features are concatenated at a time."""

@@ -18,14 +18,14 @@ from keepsight.models.targets import Target
 from keepsight.train.dataset import SampleDataset, collate
 from keepsight.train.lookahead.objective import LookaheadObjective
 from keepsight.train.lookahead.trainer import LookaheadTrainer
-from keepsight.train.settings import TrainSettings
+from keepsight.train.settings import LookaheadTrainSettings, TrainSettings
 from tests.tiny import tiny_model
 
 SHAPE = LookaheadSettings(tokens=4, rank=2, alpha=8)
 LENGTHS = [(24, 6), (17, 3), (31, 8), (12, 5), (28, 2), (20, 7), (15, 4)]
 
 
-def settings(**changes) -> TrainSettings:
+def settings(**changes) -> LookaheadTrainSettings:
     """12 samples, 6 steps an epoch, 8 steps in all."""
     values: dict[str, Any] = {
         "steps": 8,
@@ -35,7 +35,7 @@ def settings(**changes) -> TrainSettings:
         "save_every": 3,
         "report_to": [],
     }
-    return TrainSettings(**values | {"learning_rate": 1e-2, "budget": 6} | changes)
+    return LookaheadTrainSettings(**values | {"learning_rate": 1e-2, "budget": 6} | changes)
 
 
 def samples(count: int = 14) -> list[TrainingSample]:

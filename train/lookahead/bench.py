@@ -12,28 +12,35 @@ from keepsight.models.lookahead import Lookahead
 from keepsight.runtime.prefill import prefill
 from keepsight.train.dataset import Batch
 from keepsight.train.lookahead.objective import LookaheadObjective
+from keepsight.train.replay import ReadingBuffer
+from keepsight.train.settings import LookaheadTrainSettings, ReplaySettings
 
 
-def bench_step(lookahead: Lookahead, tokens: int, answer_tokens: int, repeats: int) -> Iterator[str]:
-    """Time a step on one sample (forward, backward, optimiser) and a prefill in turn, as a few lines of text.
+def bench_step(
+    lookahead: Lookahead, tokens: int, answer_tokens: int, repeats: int, settings: LookaheadTrainSettings
+) -> Iterator[str]:
+    """Time steps on one sample (forward, backward, optimiser) and a prefill in turn, as a few lines of text.
 
     Args:
         lookahead: A module on its target.
         tokens: Prompt length in tokens.
         answer_tokens: Answer length in tokens; the prefill runs over prompt and answer.
         repeats: Timed repetitions of each, after one to warm up.
+        settings: The loss, and how many steps use one reading of the target: their mean is shown.
     """
     model = lookahead.model
     ids = torch.randint(
         3, model.config.get_text_config().vocab_size - 1, (1, tokens + answer_tokens), device=model.device
     )
-    objective = LookaheadObjective(lookahead)
+    objective, replays = LookaheadObjective(lookahead, settings.far), settings.replays
+    objective.buffer = ReadingBuffer(ReplaySettings()) if replays > 1 else None
     optimizer = torch.optim.Adam([weight for weight in objective.parameters() if weight.requires_grad], lr=1e-4)
 
-    def step() -> None:
-        objective.loss(Batch(ids[:, :tokens], ids[:, tokens:])).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    def steps() -> None:
+        for turn in range(replays):
+            objective.loss(Batch(ids[:, :tokens], ids[:, tokens:], last=turn == replays - 1)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
 
     def infer() -> None:
         prefill(model, ids)
@@ -41,16 +48,16 @@ def bench_step(lookahead: Lookahead, tokens: int, answer_tokens: int, repeats: i
     times: dict[str, list[float]] = {"prefill": [], "step": []}
     peaks = {}
     for repeat in range(repeats + 1):
-        for name, action in (("prefill", infer), ("step", step)):
+        for name, action in (("prefill", infer), ("step", steps)):
             seconds, peaks[name] = _measure(action)
             if repeat:
-                times[name].append(seconds)
+                times[name].append(seconds / (replays if name == "step" else 1))
     ratio = statistics.median(times["step"]) / statistics.median(times["prefill"])
-    yield f"{tokens} prompt + {answer_tokens} answer tokens, {repeats} repeats"
+    yield f"{tokens} prompt + {answer_tokens} answer tokens, {replays} steps a reading, {repeats} repeats"
     for name, values in times.items():
         span = f"{statistics.median(values):7.3f} s ({min(values):.3f} to {max(values):.3f})"
         yield f"{name:<8} {span}, peak memory {peaks[name]:.0f} MiB"
-    yield f"ratio    {ratio:7.3f}"
+    yield f"a step takes {ratio:.3f} prefills"
 
 
 def _measure(action: Callable[[], None]) -> tuple[float, float]:

@@ -3,7 +3,7 @@
 The first pass, over prompt and answer without adapter and gradients, gives the target importance and the prompt's
 cache. The second, of n soft tokens over that cache with adapter and gradients, gives the prediction. Nothing after a
 prompt changes the prompt's KV entries, so loss and gradients equal those of one pass over everything, at about the cost
-of one inference prefill.
+of one inference prefill; and the first pass can be kept for several steps (`keepsight.train.replay`).
 """
 
 import torch
@@ -15,11 +15,15 @@ from typing_extensions import override
 from keepsight.models.decoder import decoder_of
 from keepsight.models.lookahead import Lookahead
 from keepsight.runtime.attention import run
-from keepsight.runtime.cache import record_past
+from keepsight.runtime.cache import filled, record_past
 from keepsight.runtime.observe import AttentionRecorder, observe
 from keepsight.runtime.prefill import positions_of
 from keepsight.train.dataset import Batch
-from keepsight.train.objective import Objective
+from keepsight.train.objective import ReplayedObjective
+from keepsight.train.replay import Reading
+
+SINKS, RECENT = 4, 32
+"""First and last entries that are near: they hold most of the mass of an importance."""
 
 
 @torch.no_grad()
@@ -53,6 +57,26 @@ def importance_divergence(target: list[Tensor], predicted: list[Tensor]) -> Tens
     return torch.stack([_divergence(*pair).mean() for pair in zip(target, predicted, strict=True)]).mean()
 
 
+def far_divergence(target: list[Tensor], predicted: list[Tensor], mask: Tensor | None) -> Tensor:
+    """`importance_divergence` over the far entries alone: neither a row's first `SINKS` nor the last `RECENT`.
+
+    The near ones hold most of the mass and are learned at once; what decides at a small budget is the order of the
+    rest. 0 where a prompt has no far entries.
+
+    Args:
+        target: For each of L layers, [B, H, N] float32.
+        predicted: The same shapes; gradients flow through it.
+        mask: [B, N] bool, False for padding on the left; None when nothing is padded.
+    """
+    length = target[0].shape[-1] - RECENT
+    if length <= SINKS:
+        return predicted[0].sum() * 0
+    if mask is None:
+        return importance_divergence(*([each[..., SINKS:length] for each in layers] for layers in (target, predicted)))
+    far = (mask.cumsum(dim=1) > SINKS)[:, None, :length]
+    return importance_divergence(*([each[..., :length] * far for each in layers] for layers in (target, predicted)))
+
+
 def _divergence(target: Tensor, predicted: Tensor) -> Tensor:
     tiny = torch.finfo(torch.float32).tiny
     expected = target / target.sum(dim=-1, keepdim=True).clamp(min=tiny)
@@ -61,26 +85,57 @@ def _divergence(target: Tensor, predicted: Tensor) -> Tensor:
     return (expected * log_ratio).sum(dim=-1) + log_mass
 
 
-class LookaheadObjective(Objective):
+class LookaheadObjective(ReplayedObjective):
     """The module learns, the target is frozen.
 
     Attributes:
         lookahead: The module in training.
+        far: Share of the loss that is the divergence over the far entries alone; see `far_divergence`.
     """
 
-    def __init__(self, lookahead: Lookahead) -> None:
+    def __init__(self, lookahead: Lookahead, far: float = 0.0) -> None:
         super().__init__()
-        self.lookahead = lookahead
+        self.lookahead, self.far = lookahead, far
         lookahead.model.requires_grad_(False)
 
     @override
-    def loss(self, batch: Batch) -> Tensor:
-        return importance_divergence(*self.importances(batch))
+    def read(self, batch: Batch) -> Reading:
+        cache, target = target_importance(self.lookahead.model, batch)
+        return {"importance": torch.stack(target)} | _stored(cache)
+
+    @override
+    def loss_of(self, reading: Reading, batch: Batch) -> Tensor:
+        target, predicted = self.compared(reading, batch)
+        whole = importance_divergence(target, predicted)
+        if not self.far:
+            return whole
+        return torch.lerp(whole, far_divergence(target, predicted, batch.prompt_mask), self.far)
 
     def importances(self, batch: Batch) -> tuple[list[Tensor], list[Tensor]]:
         """Target and predicted importance, for each layer [B, H, N] float32; gradients flow through the prediction."""
+        return self.compared(self.reading(batch), batch)
+
+    def compared(self, reading: Reading, batch: Batch) -> tuple[list[Tensor], list[Tensor]]:
+        """`importances`, given what the target shows of the batch."""
         lookahead = self.lookahead
-        cache, target = target_importance(lookahead.model, batch)
+        cache = _restored(reading, lookahead.model, batch.prompt_ids.shape[1])
         embeddings = lookahead.observers(len(batch.prompt_ids))
         with lookahead.active():
-            return target, observe(lookahead.model, cache, batch.prompt_mask, embeddings)
+            predicted = observe(lookahead.model, cache, batch.prompt_mask, embeddings)
+        return list(reading["importance"]), predicted
+
+
+def _stored(cache: Cache) -> Reading:
+    """The entries of every layer, by name."""
+    layers = enumerate(cache.layers)
+    return {f"{name}.{index}": getattr(layer, name) for index, layer in layers for name in ("keys", "values")}
+
+
+def _restored(reading: Reading, model: PreTrainedModel, length: int) -> Cache:
+    """A cache of the entries that `_stored` named, after `length` tokens."""
+    return Cache(
+        layers=[
+            filled(empty, *(reading[f"{name}.{index}"].to(model.dtype) for name in ("keys", "values")), length)
+            for index, empty in enumerate(DynamicCache(config=model.config).layers)
+        ]
+    )

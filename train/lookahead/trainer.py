@@ -11,7 +11,7 @@ from keepsight.data_gen.shards import TrainingSample
 from keepsight.train.lookahead.measure import Fidelity, measure_lookahead
 from keepsight.train.lookahead.objective import LookaheadObjective
 from keepsight.train.module_trainer import ModuleTrainer
-from keepsight.train.settings import TrainSettings
+from keepsight.train.settings import ReplaySettings, TrainSettings
 
 _TOKENS = "tokens"
 
@@ -26,10 +26,15 @@ class LookaheadTrainer(ModuleTrainer[LookaheadObjective]):
     weights_file = "lookahead.safetensors"
 
     def __init__(
-        self, objective: LookaheadObjective, settings: TrainSettings, work: Path, samples: list[TrainingSample]
+        self,
+        objective: LookaheadObjective,
+        settings: TrainSettings,
+        work: Path,
+        samples: list[TrainingSample],
+        replay: ReplaySettings | None = None,
     ) -> None:
         shape = {f"lookahead.{key}": value for key, value in asdict(objective.lookahead.settings).items()}
-        super().__init__(objective, settings, work, samples, shape)
+        super().__init__(objective, settings, work, samples, shape, replay)
         self.fidelity: Fidelity | None = None
 
     @override

@@ -1,8 +1,9 @@
 """keepsight bench train: a training step of a lookahead module against one inference prefill.
 
     keepsight bench train tokens=1024 answer_tokens=64
+    keepsight bench train train.replays=8
 
-Prints seconds and peak memory of both, and their ratio.
+Prints seconds and peak memory of both, and how many prefills a step takes.
 """
 
 from dataclasses import dataclass
@@ -33,4 +34,4 @@ def run(config: Config) -> None:
     """Measure and print."""
     at_least_one(config, "tokens", "answer_tokens", "repeats")
     lookahead = Lookahead(target_of(config).model, config.lookahead)
-    print_lines(bench_step(lookahead, config.tokens, config.answer_tokens, config.repeats))
+    print_lines(bench_step(lookahead, config.tokens, config.answer_tokens, config.repeats, config.train))

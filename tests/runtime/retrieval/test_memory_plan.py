@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepsight.errors import UserError
-from keepsight.runtime.retrieval.memory_plan import MemoryPlan, plan_for, read_bytes
+from keepsight.runtime.retrieval.memory_plan import MemoryPlan, plan_for
+from keepsight.units import read_bytes
 from tests.tiny import tiny_model
 
 GIB = 2**30

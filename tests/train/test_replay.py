@@ -1,0 +1,181 @@
+"""Readings that are kept: their order, where they are held, what packing costs, and that resuming changes nothing."""
+
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from keepsight.errors import UserError
+from keepsight.train.dataset import Batch, SampleDataset, Use, collate
+from keepsight.train.lookahead.trainer import LookaheadTrainer
+from keepsight.train.replay import Reading, ReadingBuffer, ReplaySampler, pack, replay_order, unpack
+from keepsight.train.settings import ReplaySettings
+from tests.train import runs
+from tests.train.runs import crash, disturbed, objective, same, samples, tensors
+
+
+def held_bytes(order: list[tuple[int, int]], sizes: list[int], replays: int) -> int:
+    """The most bytes of readings that are held between two uses."""
+    held, most = dict[int, int](), 0
+    for number, turn in order:
+        held[number] = sizes[number]
+        if turn == replays - 1:
+            del held[number]
+        most = max(most, sum(held.values()))
+    return most
+
+
+@pytest.mark.parametrize("memory", [1, 40, 100, 10_000])
+@pytest.mark.parametrize("replays", [2, 5])
+def test_every_reading_is_used_so_many_times_within_memory(replays: int, memory: int) -> None:
+    sizes = [random.Random(seed).randint(1, 30) for seed in range(20)]
+    order = list(replay_order(sizes, replays, memory, random.Random(0)))
+    assert sorted(order) == [(number, turn) for number in range(20) for turn in range(replays)]
+    assert held_bytes(order, sizes, replays) <= max(memory, 0 if memory > 30 else 30)
+    for number in range(20):
+        assert [turn for each, turn in order if each == number] == list(range(replays))
+
+
+def test_much_memory_mixes_and_little_does_not() -> None:
+    one_by_one = [number for number, _ in replay_order([10] * 6, 3, 10, random.Random(0))]
+    assert one_by_one == [number for number in range(6) for _ in range(3)]
+    mixed = [number for number, _ in replay_order([10] * 6, 3, 60, random.Random(0))]
+    assert mixed != sorted(mixed)
+
+
+def sampler(processes: int = 1, **changes) -> ReplaySampler:
+    lengths = [sample["length"] for sample in map(SampleDataset(samples(13)).__getitem__, range(13))]
+    return ReplaySampler(lengths, 2.0, 150, runs.settings(replays=3, **changes), processes)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("processes", [1, 2, 3])
+def test_batches_stay_together_and_belong_to_one_process(processes: int, grouped: bool) -> None:
+    chosen = sampler(processes, group_by_length=grouped)
+    uses = list(chosen)
+    assert len(uses) == len(chosen) == 13 // (2 * processes) * processes * 2 * 3
+    owner: dict[tuple[int, ...], int] = {}
+    turns = Counter[tuple[int, ...]]()
+    for number in range(0, len(uses), 2):
+        batch = tuple(use.place for use in uses[number : number + 2])
+        assert owner.setdefault(batch, number // 2 % processes) == number // 2 % processes
+        assert {(use.turn, use.last) for use in uses[number : number + 2]} == {(turns[batch], turns[batch] == 2)}
+        turns[batch] += 1
+    assert set(turns.values()) == {3}
+
+
+def test_an_epoch_has_an_order_of_its_own() -> None:
+    chosen = sampler()
+    first, again = list(chosen), list(chosen)
+    chosen.set_epoch(1)
+    assert first == again != list(chosen)
+
+
+def batch_of(places: list[int], last: bool = True) -> Batch:
+    dataset = SampleDataset(samples())
+    return Batch(**collate([dataset[Use(place, 0, last)] for place in places]))
+
+
+def _gradients(module: torch.nn.Module) -> list[torch.Tensor]:
+    return [weight.grad.clone() for weight in module.parameters() if weight.grad is not None]
+
+
+@pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
+def test_packing_changes_loss_and_gradients_by_next_to_nothing(dtype: str) -> None:
+    one, batch = objective(), batch_of([0, 3])
+    one.far = 0.5
+    exact = one.loss(batch)
+    exact.backward()
+    gradients = _gradients(one)
+    one.zero_grad()
+    one.buffer = ReadingBuffer(ReplaySettings(dtype=dtype))
+    packed = one.loss(batch)
+    packed.backward()
+    assert packed.item() == pytest.approx(exact.item(), rel=0.02)
+    assert packed.item() != exact.item()
+    flat = [torch.cat([each.flatten() for each in side]) for side in (gradients, _gradients(one))]
+    cosine = torch.cosine_similarity(flat[0], flat[1], dim=0)
+    assert cosine > 0.999
+
+
+def test_int8_rounds_by_half_a_step_of_each_head_and_token() -> None:
+    reading = {"keys.0": torch.randn(2, 3, 5, 8) * torch.logspace(-3, 3, 5)[:, None], "places": torch.arange(4)}
+    packed = pack(reading, int8=True)
+    assert packed["keys.0"].dtype == torch.int8
+    back = unpack(packed, torch.device("cpu"))
+    assert set(back) == set(reading)
+    assert torch.equal(back["places"], reading["places"])
+    step = reading["keys.0"].abs().amax(dim=-1, keepdim=True) / 127
+    assert ((back["keys.0"] - reading["keys.0"]).abs() <= 0.501 * step).all()
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_a_reading_is_made_once_and_dropped_after_its_last_use(on_disk: bool, tmp_path: Path) -> None:
+    (tmp_path / "process-0").mkdir()
+    (tmp_path / "process-0" / "7.safetensors").write_bytes(b"left by a killed run")
+    buffer = ReadingBuffer(ReplaySettings(dir=str(tmp_path) if on_disk else None))
+    calls = []
+
+    def read() -> dict[str, torch.Tensor]:
+        calls.append(1)
+        return {"keys.0": torch.arange(8.0).view(1, 1, 2, 4)}
+
+    first = buffer.take(batch_of([0], last=False), read)
+    assert len(list(tmp_path.rglob("*.safetensors"))) == 1
+    second = buffer.take(batch_of([0]), read)
+    assert torch.equal(first["keys.0"], second["keys.0"])
+    assert len(calls) == 1
+    buffer.take(batch_of([0]), read)
+    assert len(calls) == 2
+    if on_disk:
+        assert list(tmp_path.rglob("*.safetensors")) == []
+
+
+def trained(work: Path, make=objective, **changes) -> tuple[LookaheadTrainer, bool]:
+    replay = ReplaySettings(memory="20KB", dir=changes.pop("dir", None))
+    trainer = LookaheadTrainer(make(), runs.settings(replays=3, **changes), work, samples(), replay)
+    return trainer, trainer.fit()
+
+
+def test_a_run_that_was_killed_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    whole, _ = trained(tmp_path / "whole", steps=14)
+    with pytest.raises(RuntimeError, match="power failure"):
+        trained(tmp_path / "cut", lambda: disturbed(9, crash), steps=14)
+    resumed, finished = trained(tmp_path / "cut", steps=14)
+    assert finished
+    assert same(tensors(whole.objective), tensors(resumed.objective))
+
+
+def test_files_hold_what_memory_would_and_are_gone_in_the_end(tmp_path: Path) -> None:
+    in_memory, _ = trained(tmp_path / "memory")
+    on_disk, _ = trained(tmp_path / "disk", dir=str(tmp_path / "readings"))
+    assert same(tensors(in_memory.objective), tensors(on_disk.objective))
+    assert list((tmp_path / "readings").rglob("*.safetensors")) == []
+
+
+def test_the_target_is_read_once_a_sample_and_held_out_ones_once(tmp_path: Path) -> None:
+    one, calls = objective(), list[tuple[int, ...]]()
+    read = one.read
+
+    def counted_read(batch: Batch) -> Reading:
+        calls.append(tuple(batch.indices))
+        return read(batch)
+
+    one.read = counted_read  # type: ignore[method-assign]
+    trainer, _ = trained(tmp_path, lambda: one, steps=18)  # 6 batches, each used 3 times
+    held_out = {tuple(batch["indices"]) for batch in trainer.held_out_batches()}
+    counted = Counter(calls[1:])  # the first one tells how many bytes a reading takes
+    assert set(counted.values()) == {1}
+    assert len(counted.keys() - held_out) == 6
+
+
+def test_what_keeps_no_readings_says_so(tmp_path: Path) -> None:
+    from keepsight.train.draft_head.trainer import DraftHeadTrainer
+    from tests.train.draft_head.head_runs import head_objective, head_settings
+
+    settings = head_settings()
+    settings.train.replays = 2
+    with pytest.raises(UserError, match=r"draft_head\.train\.replays=2: this training keeps no readings"):
+        DraftHeadTrainer(head_objective(), settings, tmp_path, samples()).fit()
