@@ -17,8 +17,13 @@ SHAPE = LookaheadSettings(tokens=5, rank=2, alpha=8)
 
 
 def random_module(family: str = "llama", settings: LookaheadSettings = SHAPE, seed: int = 7) -> Lookahead:
+    """`random_on` a tiny model."""
+    return random_on(tiny_model(family), settings, seed)
+
+
+def random_on(model: Any, settings: LookaheadSettings = SHAPE, seed: int = 7) -> Lookahead:
     """A module as training might leave it: LoRA starts with B = 0, which would hide every mistake."""
-    module = Lookahead(tiny_model(family), settings)
+    module = Lookahead(model, settings)
     torch.manual_seed(seed)
     with torch.no_grad():
         for parameter in lora_parameters(module).values():
