@@ -3,9 +3,13 @@
 Layers store KV heads, never query heads. A layer's *logical* length counts the tokens seen and determines positions;
 its *physical* length counts the entries held. KV heads with different numbers of entries are stored concatenated
 (`RaggedLayer`), and padded on the left, one layer at a time, while they are attended to.
+
+Entries are those of layers with full attention. Layers that are bounded by themselves (a sliding window, a chunk, a
+recurrent state) keep the cache that transformers gives them: they are copied with the others, and never evicted from.
 """
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,18 +22,6 @@ from keepsight.errors import UserError
 
 ROOM = 64
 """Entries for which layers, and the keys of a retrieval head, make room when they grow; memory plans count it."""
-
-
-class PaddedKeys(NamedTuple):
-    """Keys with padding that differs by head, as a layer hands them to the attention function.
-
-    Attributes:
-        keys: [B, K, S, d].
-        real: [B, K, S] bool, False for padding.
-    """
-
-    keys: Tensor
-    real: Tensor
 
 
 class LayerEntries(NamedTuple):
@@ -70,10 +62,14 @@ class KeptLayer(DynamicLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> Any:
         self.seen += key_states.shape[-2]
         self._append(key_states, value_states)
-        if self.real is None:
-            return self.keys, self.values
-        self.real = functional.pad(self.real, (0, key_states.shape[-2]), value=True)
-        return PaddedKeys(self.keys, self.real), self.values
+        if self.real is not None:
+            self.real = functional.pad(self.real, (0, key_states.shape[-2]), value=True)
+        return self.keys, self.values
+
+    @property
+    def returned(self) -> Tensor | None:
+        """[B, K, S] bool: which of the keys that `update` has returned are real; None for all that a mask shows."""
+        return self.real
 
     def _append(self, keys: Tensor, values: Tensor) -> None:
         """Append in place where there is room: copying all entries for every token would cost more than attention.
@@ -135,16 +131,21 @@ class RaggedLayer(KeptLayer):
         seen: int,
         appended: tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        empty = kept_keys.new_empty(*counts.shape, 0, kept_keys.shape[-1])
-        super().__init__(*(appended or (empty, empty)), seen)
+        empty = [kept.new_empty(*counts.shape, 0, kept.shape[-1]) for kept in (kept_keys, kept_values)]
+        super().__init__(*(appended or empty), seen)
         self.kept_keys, self.kept_values, self.counts = kept_keys, kept_values, counts
+        self._returned: Tensor | None = None
 
     @override
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> Any:
         super().update(key_states, value_states)
-        keys, values, real = self.entries()
-        assert real is not None
-        return PaddedKeys(keys, real), values
+        keys, values, self._returned = self.entries()
+        return keys, values
+
+    @property
+    @override
+    def returned(self) -> Tensor | None:
+        return self._returned
 
     @override
     def entries(self) -> LayerEntries:
@@ -182,14 +183,13 @@ class ViewedLayer(DynamicLayer):
         super().__init__()
         self.lazy_initialization(keys, values)
         self.keys, self.values, self.real = keys, values, real
+        self.returned: Tensor | None = None
 
     @override
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> Any:
-        keys = torch.cat([self.keys, key_states], dim=-2)
-        values = torch.cat([self.values, value_states], dim=-2)
-        if self.real is None:
-            return keys, values
-        return PaddedKeys(keys, functional.pad(self.real, (0, key_states.shape[-2]), value=True)), values
+        if self.real is not None:
+            self.returned = functional.pad(self.real, (0, key_states.shape[-2]), value=True)
+        return torch.cat([self.keys, key_states], dim=-2), torch.cat([self.values, value_states], dim=-2)
 
 
 def _unpack(packed: Tensor, real: Tensor) -> Tensor:
@@ -199,68 +199,135 @@ def _unpack(packed: Tensor, real: Tensor) -> Tensor:
     return padded
 
 
+def is_bounded(layer: Any) -> bool:
+    """Whether a layer is bounded by itself: its window slides, or it holds no entries but a recurrent state."""
+    return not isinstance(layer, DynamicLayer) or bool(layer.is_sliding)
+
+
+def filled(empty: Any, keys: Tensor, values: Tensor, seen: int) -> Any:
+    """A layer of these entries, from one as transformers begins with; `seen` is its logical length."""
+    if not is_bounded(empty):
+        return KeptLayer(keys, values, seen)
+    empty.update(keys, values)
+    empty.cumulative_length = seen
+    return empty
+
+
+def full_layers(cache: Cache) -> list[Any]:
+    """The layers with full attention."""
+    return [layer for layer in cache.layers if not is_bounded(layer)]
+
+
+def with_full_layers(cache: Cache, layers: Iterable[Any]) -> Cache:
+    """A cache with other layers in place of those with full attention, and copies of the bounded ones."""
+    others = iter(layers)
+    return Cache(layers=[_copied(layer) if is_bounded(layer) else next(others) for layer in cache.layers])
+
+
+def record_past(cache: Cache) -> None:
+    """Let bounded layers hold on to what `roll_back` will need.
+
+    Raises:
+        UserError: one of them has a recurrent state, from which nothing can be taken back.
+    """
+    if recurrent := [layer for layer in cache.layers if not isinstance(layer, DynamicLayer)]:
+        raise UserError(
+            f"a {type(recurrent[0]).__name__} cannot forget tokens it has read; use a method that reads no token twice"
+        )
+    cache.activate_past_recording()
+
+
+def roll_back(cache: Cache, count: int) -> None:
+    """Take the last `count` tokens back from bounded layers that have recorded the past."""
+    layers: list[Any] = [layer for layer in cache.layers if is_bounded(layer)]
+    for layer in layers:
+        layer.crop(-count)
+        layer.record_past = False
+
+
+def _copied(layer: Any) -> Any:
+    """An independent copy of a bounded layer."""
+    # A window's tensors are replaced when it slides, a recurrent state is written in place.
+    return copy.copy(layer) if isinstance(layer, DynamicLayer) else copy.deepcopy(layer)
+
+
 def entries(cache: Cache) -> list[LayerEntries]:
-    """The entries of each layer, padded where its heads differ."""
+    """The entries of each layer with full attention, padded where its heads differ."""
     return [
-        layer.entries() if isinstance(layer, KeptLayer) else LayerEntries(layer.keys, layer.values, None)  # type: ignore[union-attr, arg-type]
-        for layer in cache.layers
+        layer.entries() if isinstance(layer, KeptLayer) else LayerEntries(layer.keys, layer.values, None)
+        for layer in full_layers(cache)
     ]
 
 
-def view(cache: Cache, length: int | None = None) -> Cache:
-    """The first `length` entries of every layer (all by default), read-only; only ragged layers are copied."""
-    layers: list[Any] = [
-        ViewedLayer(keys[..., :length, :], values[..., :length, :], None if real is None else real[..., :length])
-        for keys, values, real in entries(cache)
+def marked(cache: Cache, mask: Tensor | None) -> list[LayerEntries]:
+    """The entries of each layer with full attention, each with its padding.
+
+    Args:
+        cache: The cache.
+        mask: [B, C] bool, False for padding among the tokens; it holds for layers from which nothing was evicted.
+    """
+    given = entries(cache)
+    if mask is None:
+        return given
+    return [
+        each if each.real is not None or each.keys.shape[2] < mask.shape[1] else each._replace(real=mask[:, None])
+        for each in given
     ]
-    return Cache(layers=layers)
 
 
 def share(cache: Cache) -> Cache:
     """An independent cache of the same entries, without copies: appending to one leaves the other unchanged."""
     seen = cache.get_seq_length()
-    layers: list[Any] = [
-        layer.share() if isinstance(layer, KeptLayer) else KeptLayer(layer.keys, layer.values, seen)  # type: ignore[union-attr, arg-type]
-        for layer in cache.layers
-    ]
-    return Cache(layers=layers)
+    return with_full_layers(
+        cache,
+        [
+            layer.share() if isinstance(layer, KeptLayer) else KeptLayer(layer.keys, layer.values, seen)
+            for layer in full_layers(cache)
+        ],
+    )
 
 
-def keep(cache: Cache, kept: Sequence[Tensor]) -> Cache:
+def keep(cache: Cache, kept: Sequence[Tensor], padded: bool = False) -> Cache:
     """A new cache with only the kept entries; the given one is untouched.
 
     Args:
-        cache: A cache of L layers.
+        cache: A cache of L layers with full attention.
         kept: L tensors [B, K, C] bool: which entries stay. Where their number is the same in all layers and heads the
             new layers are dense, otherwise all of them are ragged.
+        padded: Whether rows were padded: where bounded layers go on to need the mask that says so, the new layers are
+            ragged too, which do not heed it.
     """
     seen = cache.get_seq_length()
     counts = [mask.sum(dim=-1) for mask in kept]
-    first = int(counts[0].flatten()[0])
-    alike = all(bool((count == first).all()) for count in counts)
-    layers: list[Any] = []
+    alike = len({count for layer in counts for count in torch.stack(layer.aminmax()).tolist()}) == 1
+    alike = alike and not (padded and any(map(is_bounded, cache.layers)))
+    layers: list[KeptLayer] = []
     for (keys, values, _), mask, count in zip(entries(cache), kept, counts, strict=True):
         rows = mask.flatten().nonzero()[:, 0]
         # Whole rows are copied: indexing by the mask itself would copy number by number.
         packed = [each.reshape(-1, each.shape[-1]).index_select(0, rows) for each in (keys, values)]
         if alike:
-            shape = (*keys.shape[:2], first, -1)
-            layers.append(KeptLayer(packed[0].view(shape), packed[1].view(shape), seen))
+            dense = [each.view(*keys.shape[:2], -1, each.shape[-1]) for each in packed]
+            layers.append(KeptLayer(*dense, seen))
         else:
-            layers.append(RaggedLayer(packed[0], packed[1], count, seen))
-    return Cache(layers=layers)
+            layers.append(RaggedLayer(*packed, count, seen))
+    return with_full_layers(cache, layers)
 
 
 def cache_bytes(cache: Cache) -> int:
     """Bytes of all keys and values: entries of all layers, rows and KV heads x head dimension x 2 x item size.
 
-    The 8 bytes a head of a ragged layer's counts are not in it.
+    The windows and states of bounded layers are in it, the 8 bytes a head of a ragged layer's counts are not.
     """
-    total = 0
-    layers: list[Any] = cache.layers
-    for layer in layers:
-        held = [layer.keys, layer.values]
-        if isinstance(layer, RaggedLayer):
-            held += [layer.kept_keys, layer.kept_values]
-        total += sum(tensor.numel() * tensor.element_size() for tensor in held)
-    return total
+    return sum(tensor.numel() * tensor.element_size() for layer in cache.layers for tensor in _held(layer))
+
+
+def _held(layer: Any) -> list[Tensor]:
+    if not isinstance(layer, DynamicLayer):
+        return [
+            each for held in (layer.conv_states, layer.recurrent_states) for each in held.values() if each is not None
+        ]
+    held = [layer.keys, layer.values]
+    if isinstance(layer, RaggedLayer):
+        held += [layer.kept_keys, layer.kept_values]
+    return held

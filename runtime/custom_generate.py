@@ -195,7 +195,7 @@ def _options_of_generate() -> dict[str, Any]:
     transformers shows a streamer the prompt but gives it to no callable of ours, and drops an assistant model without a
     word (5.10 to 5.23); its frame is the only place where they can be had.
     """
-    code, frame = inspect.unwrap(GenerationMixin.generate).__code__, inspect.currentframe()
+    code, frame = inspect.unwrap(vars(GenerationMixin)["generate"]).__code__, inspect.currentframe()
     while frame is not None and frame.f_code is not code:
         frame = frame.f_back
     return {} if frame is None else frame.f_locals

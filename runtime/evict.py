@@ -137,7 +137,9 @@ class Evict(CacheMethod):
         return Reapply(self.every, lambda state: self.compress(model, state)) if self.every else None
 
     def fits(self, state: State) -> bool:
-        """Whether the state is within the budget."""
+        """Whether the state is within the budget, or has no layer to evict from."""
+        if not state.entries():
+            return True
         held = state.held().double().mean(dim=(0, 2)).tolist()
         return all(count <= budget for count, budget in zip(held, self.budgets(state), strict=True))
 
@@ -189,7 +191,8 @@ class Evict(CacheMethod):
         trace = self._held_queries(state.trace)
         if trace.received:
             trace = replace(trace, received=_gather_received(trace.received, selected))
-        return replace(state, cache=keep(state.cache, selected), mask=None, trace=trace)
+        kept = keep(state.cache, selected, padded=state.tokens_mask is not None)
+        return replace(state, cache=kept, mask=None, trace=trace)
 
     def _held_queries(self, trace: Trace) -> Trace:
         """The trace without the queries whose own entries may have been evicted.

@@ -6,19 +6,21 @@ like a prompt.
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 from typing_extensions import override
 
-from keepsight.runtime.attention import Reader
+from keepsight.runtime.attention import OwnAttention, Reader
+from keepsight.runtime.softmax import Softmax, grouped_attention, visible
 
 
-class TurnLayer(DynamicLayer):
+class TurnLayer(DynamicLayer, OwnAttention):
     """A layer while a turn is read.
 
     Args:
-        layer: The layer that it appends to. Its `read_turn(keys, values)` takes what `update` takes, and returns all
-            its entries in full precision as `update` returns them.
+        layer: The layer that it appends to. Its `read_turn(keys, values)` takes those of the new tokens, as its own
+            `attend` does, and returns all its entries in full precision.
     """
 
     def __init__(self, layer: Any) -> None:
@@ -27,7 +29,14 @@ class TurnLayer(DynamicLayer):
 
     @override
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> Any:
-        return self.layer.read_turn(key_states, value_states)
+        return self.layer.update(key_states, value_states)
+
+    @override
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
+        keys, values, real = self.layer.read_turn(key, value)
+        if real is None:
+            real = keys.new_ones(1, 1, keys.shape[2], dtype=torch.bool)
+        return grouped_attention(query, keys, values, visible(query.shape[2], real), softmax)
 
     @override
     def get_seq_length(self) -> int:
@@ -42,7 +51,7 @@ class TurnReader:
     """A model that reads a turn after a state whose layers read a few entries per step.
 
     Args:
-        model: What reads the layers as such: the target, or a wrapper of it.
+        model: The target.
     """
 
     def __init__(self, model: Reader) -> None:
@@ -51,4 +60,5 @@ class TurnReader:
     def __call__(self, *, past_key_values: Cache, **options: Any) -> Any:
         """Append tokens to a cache: see the model's own call."""
         layers = [TurnLayer(each) if hasattr(each, "read_turn") else each for each in past_key_values.layers]
-        return self._model(past_key_values=Cache(layers=layers), **options)
+        turn = Cache(layers=layers)
+        return self._model(past_key_values=turn, **{**options, "entries": turn})

@@ -13,8 +13,8 @@ RUNTIME_ROOMS = {"quantized", "sparse_read", "retrieval", "drafting", "prompt_co
 BELOW: dict[str, set[str]] = {
     "models": {"checkpoints"},
     "data_gen": {"models"},
-    "runtime": set(),
-    "runtime.quantized": {"runtime"},
+    "runtime": {"models"},
+    "runtime.quantized": {"models", "runtime"},
     "runtime.sparse_read": {"runtime"},
     "runtime.retrieval": {"models", "runtime", "runtime.sparse_read"},
     "runtime.drafting": {"runtime", "runtime.sparse_read"},

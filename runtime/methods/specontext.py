@@ -11,11 +11,13 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from keepsight.errors import UserError, require_whole
+from keepsight.models.decoder import has_latents
 from keepsight.models.hub import fetch
 from keepsight.models.retrieval_config import NONE
 from keepsight.models.retrieval_head import RetrievalHead, check_target, of_the_token_before
 from keepsight.models.retrieval_head_files import load_retrieval_head
-from keepsight.runtime.attention import Reader, require_full_attention
+from keepsight.runtime.attention import Reader
+from keepsight.runtime.cache import with_full_layers
 from keepsight.runtime.prefill import positions_of, prefill
 from keepsight.runtime.retrieval.memory_plan import plan_for
 from keepsight.runtime.retrieval.placement import Placement
@@ -23,7 +25,7 @@ from keepsight.runtime.retrieval.reader import RetrievalCache, RetrievalReader, 
 from keepsight.runtime.retrieval.selector import HeadSelector
 from keepsight.runtime.sparse_read.cache import MakeLayer, SelectedLayer, selected_layers
 from keepsight.runtime.sparse_read.method import SparseRead
-from keepsight.runtime.sparse_read.mla import has_latents, layers_of
+from keepsight.runtime.sparse_read.mla import layers_of
 from keepsight.runtime.sparse_read.top_k import StepBudget
 from keepsight.runtime.state import Needs, State, Trace
 from keepsight.units import read_bytes
@@ -107,18 +109,18 @@ class SpeContext(SparseRead):
     @torch.no_grad()
     def compress(self, model: PreTrainedModel, state: State) -> State:
         self._require(model)
-        layers: list[Any] = [*selected_layers(state, layers_of(model, state, self.layers_for(state)))]
+        selected = selected_layers(state, layers_of(model, state, self.layers_for(state)))
+        layers = with_full_layers(state.cache, selected).layers
         placement = self._placement(model, *state.tokens.shape)
         placement.place(layers, state.tokens.shape[1])
         cache = RetrievalCache(layers, self._selector(model, state), placement)
-        return RetrievalState(cache, None, state.logits, state.tokens, state.lengths, Trace())
+        return RetrievalState(cache, None, state.logits, state.tokens, state.lengths, Trace(), state.shift)
 
     @override
     def layers_for(self, state: State) -> MakeLayer:
         return lambda index, *entries: SelectedLayer(*entries)
 
     def _require(self, model: PreTrainedModel) -> None:
-        require_full_attention(model, "entries can only be chosen", latent=True)
         check_target(self.head, model)
         if self.offload and has_latents(model):
             raise UserError(

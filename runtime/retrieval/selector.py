@@ -6,6 +6,7 @@ from torch.nn import functional
 
 from keepsight.models.retrieval_head import RetrievalHead
 from keepsight.runtime.cache import ROOM
+from keepsight.runtime.softmax import Softmax
 from keepsight.runtime.sparse_read.cache import Selection
 from keepsight.runtime.sparse_read.top_k import StepBudget, most_attended
 
@@ -79,7 +80,7 @@ class HeadSelector:
         self._reach(self.keys.length + 1)
         query, key = self.head.project(embeddings, self.features, positions)
         self.keys.append(key)
-        return most_attended(query, self.keys.keys, self.head.scaling, self.padding, self.budget)
+        return most_attended(query, self.keys.keys, Softmax(self.head.scaling), self.padding, self.budget)
 
     def read(self, embeddings: Tensor, features: Tensor | None, positions: Tensor) -> None:
         """Append the keys of tokens that the target has read without it.

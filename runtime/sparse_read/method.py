@@ -7,19 +7,18 @@ batch. Generated tokens are selected like the prompt's. A budget that covers the
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
 from typing_extensions import override
 
 from keepsight.errors import UserError
-from keepsight.runtime.attention import Reader, require_full_attention
+from keepsight.runtime.attention import Reader
 from keepsight.runtime.budget import Budget
+from keepsight.runtime.cache import with_full_layers
 from keepsight.runtime.method import CacheMethod
 from keepsight.runtime.sparse_read.cache import MakeLayer, SelectedState, selected_layers
-from keepsight.runtime.sparse_read.mla import expanded, reader_of
+from keepsight.runtime.sparse_read.mla import expanded
 from keepsight.runtime.state import State, Trace
 from keepsight.runtime.turn import TurnReader
 
@@ -68,18 +67,13 @@ class SparseRead(CacheMethod):
     @override
     @torch.no_grad()
     def compress(self, model: PreTrainedModel, state: State) -> State:
-        require_full_attention(model, "entries can only be chosen", latent=True)
         state = expanded(model, state)
-        layers: list[Any] = [*selected_layers(state, self.layers_for(state))]
-        return SelectedState(Cache(layers=layers), None, state.logits, state.tokens, state.lengths, Trace())
-
-    @override
-    def reader(self, model: PreTrainedModel) -> Reader:
-        return reader_of(model)
+        cache = with_full_layers(state.cache, selected_layers(state, self.layers_for(state)))
+        return SelectedState(cache, None, state.logits, state.tokens, state.lengths, Trace(), state.shift)
 
     @override
     def turn_reader(self, model: PreTrainedModel) -> Reader:
-        return TurnReader(reader_of(model))
+        return TurnReader(model)
 
     @abstractmethod
     def layers_for(self, state: State) -> MakeLayer:

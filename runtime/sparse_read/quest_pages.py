@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.nn import functional
 from typing_extensions import override
 
+from keepsight.runtime.softmax import Softmax
 from keepsight.runtime.sparse_read.cache import LayerSelector, Selection
 
 
@@ -53,7 +54,7 @@ class TopPages(LayerSelector):
         return TopPages(self.budget, self.page, bounds if alike else bounds.clone(), tuple(self._filled))
 
     @override
-    def select(self, query: Tensor, scaling: float, keys: Tensor, padding: Tensor | None) -> Selection:
+    def select(self, query: Tensor, softmax: Softmax, keys: Tensor, padding: Tensor | None) -> Selection:
         length = keys.shape[2] - 1
         starts = _starts(padding)
         self.summarise(keys[:, :, :length], padding)

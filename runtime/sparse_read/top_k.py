@@ -11,6 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from keepsight.runtime.importance import attention_weights, reduce_group
+from keepsight.runtime.softmax import Softmax
 from keepsight.runtime.sparse_read.cache import LayerSelector, Selection, real_mask
 
 
@@ -58,18 +59,20 @@ class StepBudget:
         return Selection(indices, real)
 
 
-def most_attended(query: Tensor, keys: Tensor, scaling: float, padding: Tensor | None, budget: StepBudget) -> Selection:
+def most_attended(
+    query: Tensor, keys: Tensor, softmax: Softmax, padding: Tensor | None, budget: StepBudget
+) -> Selection:
     """Select the entries that one token attends to most.
 
     Args:
         query: [B, H, 1, d] after RoPE.
         keys: [B, K, C + 1, d] after RoPE, the token's own key last.
-        scaling: Factor of the dot products.
+        softmax: The layer's.
         padding: [B] int64, number of padding entries on the left; None for none.
         budget: How many entries to select.
     """
     mask = None if padding is None else real_mask(padding, keys.shape[2])
-    weights = attention_weights(query, keys, scaling, mask)[:, :, 0, :-1]
+    weights = attention_weights(query, keys, softmax, mask)[:, :, 0, :-1]
     return budget.top(reduce_group(weights, keys.shape[1], "max"), padding)
 
 
@@ -84,5 +87,5 @@ class TopAttention(LayerSelector):
     budget: StepBudget
 
     @override
-    def select(self, query: Tensor, scaling: float, keys: Tensor, padding: Tensor | None) -> Selection:
-        return most_attended(query, keys, scaling, padding, self.budget)
+    def select(self, query: Tensor, softmax: Softmax, keys: Tensor, padding: Tensor | None) -> Selection:
+        return most_attended(query, keys, softmax, padding, self.budget)

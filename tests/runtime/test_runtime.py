@@ -9,7 +9,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from keepsight import generate
 from keepsight.errors import UserError
-from keepsight.runtime.attention import record_attention
+from keepsight.runtime.attention import recording
 from keepsight.runtime.cache import cache_bytes, entries
 from keepsight.runtime.decode import decode, stop_after
 from keepsight.runtime.drafting.observer import DraftObserver
@@ -215,8 +215,8 @@ def test_recording_keeps_the_outputs():
     ids, mask = prompt_ids(20, 13)
     with torch.no_grad():
         before = model(ids, attention_mask=mask).logits
-        record_attention(model)
-        after = model(ids, attention_mask=mask).logits
+        with recording(model):
+            after = model(ids, attention_mask=mask).logits
     torch.testing.assert_close(before, after, atol=0, rtol=0)
 
 
