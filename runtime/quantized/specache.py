@@ -110,8 +110,8 @@ class SpeCacheLayer(PackedLayer):
         packed = self.full.read(keys.device).chunk(2, dim=3)
         self.settle()
         self.ahead = None
-        whole = (torch.cat(pair, dim=2) for pair in zip(packed, recent, strict=True))
-        return LayerEntries(*whole, None)
+        whole = [torch.cat(pair, dim=2) for pair in zip(packed, recent, strict=True)]
+        return LayerEntries(whole[0], whole[1], None)
 
     @override
     def entries(self) -> LayerEntries:
