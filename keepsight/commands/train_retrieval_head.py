@@ -13,8 +13,7 @@ from pathlib import Path
 import torch
 from transformers import set_seed
 
-from keepsight.commands.from_recipe import target_of
-from keepsight.commands.training import TrainingConfig, basics_of, require_finished
+from keepsight.commands.training import TrainingConfig, basics_of, require_finished, training_target
 from keepsight.data_gen.shards import read_training_samples
 from keepsight.errors import UserError
 from keepsight.files import write_png
@@ -48,7 +47,7 @@ def run(config: Config) -> None:
     """Prune, distil, then write the head, its card and the training curves."""
     settings = config.retrieval_head
     settings.check()
-    target, out = target_of(config), Path(config.out)
+    target, out = training_target(config), Path(config.out)
     samples, manifest = read_training_samples(Path(config.data), target.name, target.template_digest)
     samples = cut(samples, settings.max_tokens)
     set_seed(settings.train.seed)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from keepsight.commands import train as command
 from keepsight.commands.config import ModelConfig
+from keepsight.commands.training import training_target
 from keepsight.errors import UserError
 from keepsight.models.lookahead_files import ADAPTER, FILES, TOKENS, load_lookahead
 from keepsight.models.targets import load_target
@@ -35,7 +36,7 @@ def config(place: Path, out: Path, **changes) -> command.Config:
         "train": settings(steps=10),
         "lookahead": SHAPE,
     } | changes
-    return command.Config(model=ModelConfig(id=str(place / "target"), device="cpu"), **values)
+    return command.Config(model=ModelConfig(id=str(place / "target"), device="cpu", dtype="float32"), **values)
 
 
 @pytest.fixture(scope="module")
@@ -120,3 +121,18 @@ def test_data_of_another_target_is_refused(place, tmp_path):
         command.run(wrong)
     assert str(place / "data") in str(caught.value)
     assert not (tmp_path / "adapter").exists()
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "dtype", "expected"),
+    [
+        ({"amx_bf16": True}, "auto", torch.bfloat16),
+        ({"avx512_bf16": True}, "auto", torch.bfloat16),
+        ({"avx2": True, "avx512_bf16": False}, "auto", torch.float32),
+        ({"avx512_bf16": True}, "float32", torch.float32),
+    ],
+)
+def test_a_cpu_that_computes_in_bfloat16_reads_the_target_in_it(place, monkeypatch, capabilities, dtype, expected):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    model = ModelConfig(id=str(place / "target"), device="cpu", dtype=dtype)
+    assert training_target(command.Config(model=model)).model.dtype == expected

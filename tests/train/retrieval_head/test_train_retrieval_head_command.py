@@ -61,7 +61,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def config(place: Path, out: Path, features="previous-step", train=None, **changes) -> command.Config:
     heads = RetrievalHeadSettings(features=features, queries=8, train=train or settings(steps=10))
     values: dict[str, Any] = {"data": str(place / "data"), "out": str(out), "head": str(place / "head")} | changes
-    return command.Config(model=ModelConfig(id=str(place / "target"), device="cpu"), retrieval_head=heads, **values)
+    return command.Config(
+        model=ModelConfig(id=str(place / "target"), device="cpu", dtype="float32"), retrieval_head=heads, **values
+    )
 
 
 @pytest.fixture(scope="module")
