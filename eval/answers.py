@@ -220,12 +220,17 @@ def first_difference(ids: Tensor, others: Tensor) -> int | None:
 
 
 def answer_alone(
-    model: Reader, state: State, question: Tensor, answer: Tensor, limits: Limits, reapply: Reapply | None
+    readers: tuple[Reader, Reader],
+    state: State,
+    question: Tensor,
+    answer: Tensor,
+    limits: Limits,
+    reapply: Reapply | None,
 ) -> Answered:
     """`answer_all` for a variant that cannot be batched: it evicts while it decodes, or has a cache class of its own.
 
     Args:
-        model: What reads the state: the target, or the method's reader.
+        readers: What reads the question after the state, and what decodes from it: the target, or the method's readers.
         state: One-row state; it is not changed.
         question: As for `answer_all`.
         answer: As for `answer_all`.
@@ -233,9 +238,9 @@ def answer_alone(
         reapply: The method's eviction while decoding; the answer is scored between evictions.
     """
     start = time.perf_counter()
-    state = state.copy()
+    state, (asker, model) = state.copy(), readers
     if question.shape[1]:
-        state, _ = read(model, state, question)
+        state, _ = read(asker, state, question, logits_to_keep=1)
         # The question has filled what was spared for generated tokens.
         state = reapply.compress(state) if reapply is not None else state
     asking, start = time.perf_counter() - start, time.perf_counter()

@@ -252,7 +252,8 @@ def _answers(
     for index, (method, each) in enumerate(zip(methods, compressed, strict=True)):
         reapply = method.reapply(model)
         if reapply is not None or not each.state.joins:
-            answers[index] = answer_alone(method.reader(model), each.state, *question, reapply)
+            readers = method.turn_reader(model), method.reader(model)
+            answers[index] = answer_alone(readers, each.state, *question, reapply)
     together = [index for index in range(len(methods)) if index not in answers]
     batched = answer_all(model, [compressed[index].state for index in together], *question, asked.guesses)
     answers.update(zip(together, batched, strict=True))

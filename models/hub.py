@@ -13,6 +13,7 @@ from huggingface_hub import CommitOperationAdd, HfApi, get_token, snapshot_downl
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
+from keepsight import checkpoints
 from keepsight.errors import UserError
 from keepsight.files import file_digest, text_digest
 from keepsight.models import draft_head_files, lookahead_files, retrieval_head_files
@@ -20,6 +21,8 @@ from keepsight.models.card import HUB_ID
 
 CARD = "README.md"
 _PNG = b"\x89PNG\r\n\x1a\n"
+SHIPPED = "shipped:"
+"""What a name begins with that stands for an artifact which comes with keepsight."""
 
 
 @dataclass(frozen=True)
@@ -155,19 +158,21 @@ def push(upload: Upload) -> str:
 
 
 def fetch(reference: str, revision: str | None = None) -> Path:
-    """The folder of an artifact: `reference` itself when it is one, else the Hub's, fetched once into the Hub's cache.
+    """The folder of an artifact: `reference` itself, one that comes with keepsight, or the Hub's, cached once fetched.
 
     Files are asked for by name, so a repository decides neither what is written nor where. Without network
     (or with HF_HUB_OFFLINE=1) the cached copy is used.
 
     Args:
-        reference: A local folder or a Hub id (`user/name`).
+        reference: A local folder, `shipped:NAME` for one that comes with keepsight, or a Hub id (`user/name`).
         revision: Branch, tag or commit on the Hub.
 
     Raises:
-        UserError: it is neither a folder nor a Hub id, the Hub and its cache do not have it, or it is a draft head
-            without a safetensors file.
+        UserError: it is neither a folder nor a Hub id, keepsight ships none of that name, the Hub and its cache do not
+            have it, or it is a draft head without a safetensors file.
     """
+    if reference.startswith(SHIPPED):
+        return _shipped(reference.removeprefix(SHIPPED))
     if Path(reference).is_dir():
         return Path(reference)
     check_repo_id(reference)
@@ -178,6 +183,13 @@ def fetch(reference: str, revision: str | None = None) -> Path:
         advice = draft_head_files.how_to_convert(f"after `hf download {reference} --local-dir HEAD`, in folder HEAD")
         raise UserError(f"{reference}: has no {draft_head_files.WEIGHTS}, which a draft head needs; {advice}")
     return folder
+
+
+def _shipped(name: str) -> Path:
+    folders = {path.name: path for path in sorted(Path(checkpoints.__path__[0]).iterdir()) if (path / CARD).is_file()}
+    if name not in folders:
+        raise UserError(f"{SHIPPED}{name}: keepsight ships no such artifact; it ships {', '.join(folders)}")
+    return folders[name]
 
 
 def check_repo_id(repo_id: str) -> None:

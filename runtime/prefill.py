@@ -8,7 +8,8 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
-from keepsight.runtime.attention import Reader, record_attention
+from keepsight.models.decoder import require_supported
+from keepsight.runtime.attention import Reader, run
 from keepsight.runtime.features import RecordFeatures
 from keepsight.runtime.state import Needs, State, Trace, TraceRecorder
 
@@ -28,36 +29,45 @@ def prefill(
     """Run the prompt through the model.
 
     Args:
-        model: A causal language model with full attention in every layer.
+        model: A causal language model.
         input_ids: [B, N] int64, padded on the left.
         attention_mask: [B, N], 0 for padding; None when no row is padded.
         chunk: Tokens per forward pass; None for the whole prompt in one. The result is the same: eviction waits for
             the whole prompt, so that every token attends to all before it.
         needs: What to record of the prompt for observers.
+
+    Raises:
+        UserError: the model is not supported.
     """
-    record_attention(model)
+    require_supported(model)
     mask = attention_mask.bool() if attention_mask is not None and not attention_mask.bool().all() else None
     positions = positions_of(mask, input_ids.shape[1], input_ids.device)
-    cache, trace = DynamicCache(), Trace(needs)
+    cache, trace = DynamicCache(config=model.config), Trace(needs)
     step = chunk or input_ids.shape[1]
     for start in range(0, input_ids.shape[1], step):
         end = min(start + step, input_ids.shape[1])
         seen = None if mask is None else mask[:, :end]
         recorder = TraceRecorder(trace, seen)
         with RecordFeatures(model, needs.features) as recorded:
-            output = model(
+            output = run(
+                model,
+                cache,
+                recorder=recorder,
                 input_ids=input_ids[:, start:end],
                 attention_mask=seen,
                 position_ids=positions[:, start:end],
-                past_key_values=cache,
-                use_cache=True,
                 logits_to_keep=1,
-                recorder=recorder,
             )
         trace = recorder.trace(recorded.outputs())
     lengths = torch.full((len(input_ids),), input_ids.shape[1], device=input_ids.device)
     return State(
-        cache, mask, output.logits[:, -1].float(), input_ids, lengths if mask is None else mask.sum(dim=1), trace
+        cache,
+        mask,
+        output.logits[:, -1].float(),
+        input_ids,
+        lengths if mask is None else mask.sum(dim=1),
+        trace,
+        padded=mask is not None,
     )
 
 
@@ -74,23 +84,22 @@ def read(model: Reader, state: State, tokens: Tensor, *, logits_to_keep: int = 0
     Returns:
         The state after them, and the logits [B, q, V] float32 of all q tokens, or of the last ones.
     """
-    record_attention(model)
     steps = torch.arange(tokens.shape[1], device=tokens.device)
     mask = None if state.mask is None else functional.pad(state.mask, (0, tokens.shape[1]), value=True)
     after = replace(state, mask=mask, tokens=torch.cat([state.tokens, tokens], dim=1))
     recorder = TraceRecorder(state.trace, mask)
     attention_mask = state.attention_mask()
     with RecordFeatures(model, state.trace.needs.features) as recorded:
-        output = model(
+        output = run(
+            model,
+            state.cache,
+            recorder=recorder if state.trace.needs != Needs() else None,
             input_ids=tokens,
             attention_mask=None
             if attention_mask is None
             else functional.pad(attention_mask, (0, tokens.shape[1]), value=True),
-            position_ids=state.lengths[:, None] + steps,
-            past_key_values=state.cache,
-            use_cache=True,
+            position_ids=state.next_position[:, None] + steps,
             logits_to_keep=logits_to_keep,
-            recorder=recorder if state.trace.needs != Needs() else None,
         )
     logits = output.logits.float()
     trace = recorder.trace(recorded.outputs()) if state.trace.needs != Needs() else state.trace

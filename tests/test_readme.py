@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from keepsight import checkpoints
 from keepsight.eval.tasks.benchmark import Request
 from keepsight.eval.tasks.jsonl import Jsonl
 from keepsight.eval.tasks.metrics import METRICS, score
@@ -24,10 +25,11 @@ def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What the first block has made once its downloads are done."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(METHODS, "value_norm", METHODS["evict"])  # taken out again after the test
-    adapter = save(random_module(), tmp_path / "checkpoints" / "smollm2-135m-lookahead", base="")
+    save(random_module(), tmp_path / "smollm2-135m-lookahead", base="")
+    monkeypatch.setattr(checkpoints, "__path__", [str(tmp_path)])
     model: Any = tiny_model(max_position_embeddings=512)
     ids, mask = prompt_ids(100)
-    return {"model": model, "inputs": {"input_ids": ids, "attention_mask": mask}, "adapter": adapter}
+    return {"model": model, "inputs": {"input_ids": ids, "attention_mask": mask}}
 
 
 def run(block: str, names: dict[str, Any]) -> None:

@@ -258,10 +258,10 @@ EVERY = "full,oracle,lookaheadkv,laq,speckv,dapq,snapkv,pyramidkv,adakv,h2o,tova
 
 
 def test_all_methods_of_the_papers(keepsight: CommandLine, here: Path) -> None:
-    given = ["tasks=[niah]", "lengths=[700]", f"methods=[{EVERY}]", "budgets=[64,128]", "samples=1"]
+    given = ["tasks=[niah]", "lengths=[700]", f"methods=[{EVERY}]", "budgets=[72,128]", "samples=1"]
     printed = keepsight("eval", *TINY, "draft.layers=[0,1]", "max_new_tokens=6", *given)
     rows = rows_of(here / "out")
-    cells = [("full", None), *((name, budget) for name in EVERY.split(",")[1:] for budget in (64, 128))]
+    cells = [("full", None), *((name, budget) for name in EVERY.split(",")[1:] for budget in (72, 128))]
     assert [(row["method"], row["budget"]) for row in rows] == cells * 4
     assert files_of_run(here / "out") == RUN_FILES
     for row in rows:

@@ -6,6 +6,7 @@ import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from huggingface_hub import constants
@@ -25,6 +26,7 @@ from keepsight.models.lookahead_files import FILES, Provenance, load_lookahead, 
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.models.retrieval_head import RetrievalHead
 from keepsight.models.retrieval_head_files import save_retrieval_head
+from keepsight.runtime.methods import LookaheadKV, SpeContext
 from tests.models.fake_hub import COMMIT, REPO, FakeHub
 from tests.models.public_heads import EAGLE1, LLAMA3, eagle1_tensors, eagle3_tensors, write_head
 from tests.tiny import tiny_model
@@ -350,3 +352,16 @@ def test_the_card_of_a_draft_head_says_what_it_is_and_how_it_fares(tmp_path: Pat
     for line in ("# Tiny", "license: apache-2.0", "- steps: 3", "| essays | 7 |", "Public domain.", measured):
         assert line in lines
     assert not [line for line in lines if "{" in line]
+
+
+@pytest.mark.parametrize("make", [LookaheadKV, SpeContext], ids=["adapter", "retrieval head"])
+def test_what_keepsight_ships_is_named_in_python(make: Any) -> None:
+    kind = "lookahead" if make is LookaheadKV else "retrieval"
+    method = make.from_pretrained(f"shipped:smollm2-135m-{kind}", budget=128)
+    assert method.budget == 128
+    assert fetch(f"shipped:smollm2-135m-{kind}").name == f"smollm2-135m-{kind}"
+
+
+def test_what_keepsight_does_not_ship_is_refused() -> None:
+    with pytest.raises(UserError, match=r"^shipped:none: keepsight ships no such artifact; it ships smollm2-135m-look"):
+        fetch("shipped:none")

@@ -49,7 +49,8 @@ def test_the_command_leaves_an_adapter_that_loads(place, trained):
     assert {path.name for path in trained.iterdir()} == {*FILES, "README.md", "training.png", "training"}
     artifact = load_lookahead(trained)
     target = load_target(str(place / "target"), device="cpu")
-    assert artifact.attach(target.model).tokens.shape == (4, 32)
+    with artifact.attached(target.model) as tokens:
+        assert tokens.shape == (4, 32)
     provenance, manifest = artifact.provenance, json.loads((place / "data" / "manifest.json").read_text())
     assert (provenance.base_model, provenance.base_version) == ("target", target.version)
     assert (provenance.template_digest, provenance.data_digest) == (target.template_digest, manifest["digest"])
