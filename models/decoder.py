@@ -16,7 +16,7 @@ BOUNDED = ("sliding_attention", CHUNKED, *RECURRENT)
 def decoder_of(model: PreTrainedModel) -> Any:
     """The stack of decoder layers, without head and vision tower; its `layers` are the decoder layers."""
     decoder: Any = model.get_decoder()
-    return decoder if hasattr(decoder, "layers") else decoder.model
+    return decoder if hasattr(decoder, "layers") else getattr(decoder, "model", decoder)
 
 
 def layer_kinds(config: Any) -> list[str]:
@@ -58,6 +58,8 @@ def require_supported(model: PreTrainedModel) -> None:
             f"{kind} chooses by itself what its latent attention reads; load a model with full attention, such as "
             "DeepSeek-V3"
         )
+    if len(devices := {str(weight.device) for weight in decoder_of(model).parameters()}) > 1:
+        raise UserError(f"the layers of {kind} lie on {', '.join(sorted(devices))}; load the model on one device")
     if odd := sorted(set(layer_kinds(model.config)) - {FULL, *BOUNDED}):
         raise UserError(
             f"{kind} has layers of {', '.join(odd)}; load a model whose layers are of {', '.join((FULL, *BOUNDED))}"
@@ -66,4 +68,4 @@ def require_supported(model: PreTrainedModel) -> None:
 
 def _attends_by_interface(decoder: nn.Module) -> bool:
     asked: Any = decoder
-    return bool(asked._can_set_attn_implementation())
+    return hasattr(asked, "layers") and bool(asked._can_set_attn_implementation())

@@ -1,15 +1,16 @@
 """Prefill: the prompt becomes KV entries, once for all observers."""
 
+import sys
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicCache
 
-from keepsight.models.decoder import require_supported
 from keepsight.runtime.attention import Reader, run
+from keepsight.runtime.cache import empty_cache
 from keepsight.runtime.features import RecordFeatures
 from keepsight.runtime.state import Needs, State, Trace, TraceRecorder
 
@@ -39,10 +40,9 @@ def prefill(
     Raises:
         UserError: the model is not supported.
     """
-    require_supported(model)
     mask = attention_mask.bool() if attention_mask is not None and not attention_mask.bool().all() else None
     positions = positions_of(mask, input_ids.shape[1], input_ids.device)
-    cache, trace = DynamicCache(config=model.config), Trace(needs)
+    cache, trace = empty_cache(model), Trace(needs)
     step = chunk or input_ids.shape[1]
     for start in range(0, input_ids.shape[1], step):
         end = min(start + step, input_ids.shape[1])
@@ -108,5 +108,8 @@ def positions_of(mask: Tensor | None, length: int, device: torch.device) -> Tens
 
 
 def context_of(model: PreTrainedModel) -> int:
-    """Context length of a model: its maximum number of positions."""
-    return int(model.config.get_text_config().max_position_embeddings)
+    """Context length of a model: its number of positions, or that to which YaRN stretches them; huge without either."""
+    config = model.config.get_text_config(decoder=True)
+    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    stretched = rope["factor"] * rope["original_max_position_embeddings"] if rope.get("rope_type") == "yarn" else 0
+    return max(int(getattr(config, "max_position_embeddings", None) or sys.maxsize), int(stretched))
