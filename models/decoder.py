@@ -11,6 +11,8 @@ FULL, CHUNKED = "full_attention", "chunked_attention"
 RECURRENT = ("linear_attention", "conv")
 BOUNDED = ("sliding_attention", CHUNKED, *RECURRENT)
 """Kinds of layers whose memory is bounded by itself, the last ones by a recurrent state."""
+_OTHER_HEADS = ("diffllama", "jetmoe")
+_OTHER_CACHES = ("minimax", "recurrent_gemma")
 
 
 def decoder_of(model: PreTrainedModel) -> Any:
@@ -53,6 +55,10 @@ def require_supported(model: PreTrainedModel) -> None:
             f"{kind} does not compute attention by transformers' AttentionInterface, so that no query can be seen; "
             "load a model that does, such as Llama, Qwen, Mistral or Gemma"
         )
+    if kind in _OTHER_HEADS:
+        raise UserError(f"{kind} shares its KV heads among query heads in its own way; load a model with grouped heads")
+    if kind in _OTHER_CACHES:
+        raise UserError(f"{kind} keeps a cache of its own; load a model that takes transformers' DynamicCache")
     if has_latents(model) and any(hasattr(module, "indexer") for module in decoder_of(model).modules()):
         raise UserError(
             f"{kind} chooses by itself what its latent attention reads; load a model with full attention, such as "

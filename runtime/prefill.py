@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicLayer
 
+from keepsight.errors import UserError
 from keepsight.runtime.attention import Reader, run
-from keepsight.runtime.cache import empty_cache
+from keepsight.runtime.cache import empty_cache, full_layers
 from keepsight.runtime.features import RecordFeatures
 from keepsight.runtime.state import Needs, State, Trace, TraceRecorder
 
@@ -59,10 +61,21 @@ def prefill(
                 logits_to_keep=1,
             )
         trace = recorder.trace(recorded.outputs())
+        _require_seen(model, cache, trace, end)
     lengths = torch.full((len(input_ids),), input_ids.shape[1], device=input_ids.device)
     return State(
         cache, mask, output.logits[:, -1].float(), input_ids, lengths if mask is None else mask.sum(dim=1), trace
     )
+
+
+def _require_seen(model: PreTrainedModel, cache: Cache, trace: Trace, length: int) -> None:
+    """Refuse models that attend or remember in ways of their own, as their first pass shows."""
+    held = {layer.get_seq_length() for layer in cache.layers if isinstance(layer, DynamicLayer)}
+    if held != {length} or len(trace.softmax) != len(full_layers(cache)):
+        raise UserError(
+            f"{model.config.model_type} attends or caches in a way of its own, so that its queries or entries are not "
+            "seen; load another model, such as Llama, Qwen, Mistral or Gemma"
+        )
 
 
 @torch.no_grad()

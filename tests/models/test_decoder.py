@@ -19,16 +19,31 @@ from keepsight.runtime.methods.truncation import Truncation
 from keepsight.runtime.prefill import context_of
 from tests.tiny import prompt_ids, tiny_model
 
-SMALL: dict[str, Any] = {"vocab_size": 128, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
+SMALL: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+}
+INTERFACE, OWN_WAY = "does not compute attention by transformers' AttentionInterface", "in a way of its own"
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
-    "bloom": (SMALL, "does not compute attention by transformers' AttentionInterface"),
-    "falcon": (SMALL, "does not compute attention by transformers' AttentionInterface"),
-    "mpt": ({"vocab_size": 128, "d_model": 32, "n_heads": 4, "n_layers": 2}, "by transformers' AttentionInterface"),
+    "bert": ({"is_decoder": True}, INTERFACE),
+    "bloom": ({}, INTERFACE),
+    "falcon": ({}, INTERFACE),
+    "mpt": ({"d_model": 32, "n_heads": 4, "n_layers": 2}, INTERFACE),
+    "stablelm": ({}, OWN_WAY),
+    "recurrent_gemma": ({"head_dim": 8, "lru_width": 32, "attention_window_size": 16}, "keeps a cache of its own"),
+    "diffllama": ({}, "shares its KV heads among query heads in its own way"),
+    "jetmoe": ({"num_local_experts": 2, "num_experts_per_tok": 2, "kv_channels": 8}, "in its own way"),
+    "mamba": ({}, "has no attention, and so no KV entries"),
+    "minimax": ({"num_local_experts": 2, "head_dim": 8, "block_size": 8}, "keeps a cache of its own"),
 }
 
 
-def other(kind: str, **changes: Any) -> Any:
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **OTHERS[kind][0] | changes)).eval()
+def other(kind: str) -> Any:
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SMALL | OTHERS[kind][0])).eval()
 
 
 @pytest.mark.parametrize("method", [None, SnapKV(16, window=8), DapQ(16), Truncation(16)], ids=str)

@@ -62,7 +62,7 @@ def test_every_trained_parameter_gets_a_gradient(family):
     assert [name for name, each in trained.items() if each.grad is None or not each.grad.any()] == []
 
 
-@pytest.mark.parametrize("family", ["Gemma 3", "Phi-3, Phi-4", "DeepSeek-V3", "Qwen3-Next"])
+@pytest.mark.parametrize("family", ["Gemma 3 (multimodal class, text)", "Phi-3, Phi-4", "DeepSeek-V3", "Qwen3-Next"])
 def test_an_adapter_lists_its_modules_and_fits_the_model_it_was_saved_for(family, tmp_path):
     module = random_on(family_model(family))
     artifact = load_lookahead(save(module, tmp_path))

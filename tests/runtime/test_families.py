@@ -90,7 +90,7 @@ def _compare_packed(model: Any, state: State) -> None:
 
 
 @pytest.mark.parametrize("name", ["snapkv", "h2o", "dapq", "lookaheadkv"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "Mistral with a window"])
 def test_observers_score_by_the_models_own_attention(family, name, folder):
     model, method = family_model(family), method_of(name, family, folder)
     state = prefill(model, PROMPT, needs=method.needs())
