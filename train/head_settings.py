@@ -45,6 +45,7 @@ class RetrievalHeadSettings:
         queries: Number of a sample's last tokens whose importance is distilled.
         temperature: Softens the distillation loss: attention weights count to the power of 1 / temperature, so that
             above 1 the entries beyond the few with the largest weights are learned too.
+        answers: Share of the loss that is of the answers' tokens alone, half of it over the entries far from them.
         max_tokens: Longest sample in tokens; longer ones are truncated at the end.
         train: Optimisation; `train.budget` adds a budget at which the hit rate is measured.
     """
@@ -52,6 +53,7 @@ class RetrievalHeadSettings:
     features: str = "previous-step"
     queries: int = 128
     temperature: float = 2.0
+    answers: float = 0.67
     max_tokens: int = 4096
     train: TrainSettings = field(default_factory=lambda: TrainSettings(learning_rate=1e-3))
 
@@ -64,3 +66,5 @@ class RetrievalHeadSettings:
         require_at_least(self, "retrieval_head", {"queries": 1, "max_tokens": 2})
         if self.temperature <= 0:
             raise UserError(f"retrieval_head.temperature={self.temperature} must be above 0")
+        if not 0 <= self.answers <= 1:
+            raise UserError(f"retrieval_head.answers={self.answers} must be between 0 and 1")

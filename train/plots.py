@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 BLUE, VERMILLION, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#8A8A8A"  # Okabe-Ito: apart for colour-blind readers
 SMOOTHING = 0.95
@@ -50,6 +50,15 @@ def draw_line(panel: Axes, places: Sequence[int], values: Sequence[float], label
     """A labelled line through the values; none when there is nothing to draw."""
     if values:
         panel.plot(places, values, line, color=colour, linewidth=1.6, markersize=4, label=label)
+
+
+def log_scale(panel: Axes, values: Sequence[float]) -> None:
+    """A logarithmic vertical axis with readable ticks, if all values are above zero."""
+    if values and min(values) > 0:
+        panel.set_yscale("log")
+        panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        panel.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        panel.yaxis.set_minor_formatter(NullFormatter())
 
 
 def tidy(panel: Axes) -> None:

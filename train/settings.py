@@ -72,18 +72,15 @@ class LookaheadTrainSettings(TrainSettings):
     Attributes:
         far: Share of the loss that is a KL divergence over the far entries alone: without the first 4 and the last 32,
             which hold most of the mass and are learned at once. 0 is the paper's loss.
-        cuts: Share of the uses in which the answer begins later: a part of it, drawn anew each time, counts as prompt.
     """
 
     far: float = 0.5
-    cuts: float = 0.0
 
     @override
     def check(self, key: str) -> None:
         super().check(key)
-        for name in ("far", "cuts"):
-            if not 0 <= (value := getattr(self, name)) <= 1:
-                raise UserError(f"{key}.{name}={value} must be between 0 and 1")
+        if not 0 <= self.far <= 1:
+            raise UserError(f"{key}.far={self.far} must be between 0 and 1")
 
 
 @dataclass

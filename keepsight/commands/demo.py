@@ -25,13 +25,15 @@ class Config(Recipe):
         out: Folder for data, adapter and report.
         samples: Number of training samples.
         steps: Training steps, of one sample each.
+        replays: Steps on each reading of the target.
         tests: Needle samples per length.
         lengths: Prompt lengths of the needle tasks in tokens.
     """
 
     out: str = "runs/demo"
     samples: int = 100
-    steps: int = 180
+    steps: int = 470
+    replays: int = 5
     tests: int = 10
     lengths: list[int] = field(default_factory=lambda: [512, 1024])
 
@@ -67,6 +69,7 @@ def run(config: Config) -> None:
 
 def _step(command: type[Command], config: Config, **values: Any) -> Command:
     """A command's configuration: the demo's model and module, a short training, and these values."""
-    training = replace(config.train, steps=config.steps, accumulation=1, held_out=6, measure_every=60, save_every=60)
+    steps = {"steps": config.steps, "replays": config.replays, "measure_every": 100, "save_every": 100}
+    training = replace(config.train, accumulation=1, held_out=6, **steps)
     plain: dict[str, Any] = {key: str(value) if isinstance(value, Path) else value for key, value in values.items()}
     return command(model=config.model, lookahead=config.lookahead, train=training, **plain)

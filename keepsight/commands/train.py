@@ -12,13 +12,13 @@ from pathlib import Path
 
 from transformers import set_seed
 
-from keepsight.commands.from_recipe import target_of
 from keepsight.commands.training import (
     TrainingConfig,
     basics_of,
     length_summary,
     metrics_text,
     require_finished,
+    training_target,
 )
 from keepsight.data_gen.shards import read_training_samples
 from keepsight.errors import UserError
@@ -48,7 +48,7 @@ class Config(TrainingConfig):
 
 def run(config: Config) -> None:
     """Train, then write the adapter, its card and the training curves."""
-    target, out = target_of(config), Path(config.out)
+    target, out = training_target(config), Path(config.out)
     samples, manifest = read_training_samples(Path(config.data), target.name, target.template_digest)
     samples = [each for each in samples if len(each.prompt_ids) <= (config.max_prompt_tokens or 1 << 60)]
     if not samples:
@@ -64,7 +64,8 @@ def run(config: Config) -> None:
     finished = trainer.fit()
     if trainer.is_world_process_zero():
         lengths = length_summary("prompt tokens", [len(each.prompt_ids) for each in samples])
-        basics = basics_of(config, target, manifest, trainer, lengths, "KL, nats")
+        far = {"share of the loss on far entries": config.train.far}
+        basics = basics_of(config, target, manifest, trainer, lengths | far)
         save_lookahead(lookahead, out, basics.provenance, lookahead_card(basics, config.lookahead, trainer.metrics))
         write_png(out / "training.png", lookahead_figure(trainer.log_rows()))
         print(f"adapter after step {trainer.state.global_step} in {out}: {metrics_text(trainer.metrics)}")

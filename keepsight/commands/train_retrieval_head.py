@@ -13,8 +13,7 @@ from pathlib import Path
 import torch
 from transformers import set_seed
 
-from keepsight.commands.from_recipe import target_of
-from keepsight.commands.training import TrainingConfig, basics_of, require_finished
+from keepsight.commands.training import TrainingConfig, basics_of, require_finished, training_target
 from keepsight.data_gen.shards import read_training_samples
 from keepsight.errors import UserError
 from keepsight.files import write_png
@@ -48,20 +47,21 @@ def run(config: Config) -> None:
     """Prune, distil, then write the head, its card and the training curves."""
     settings = config.retrieval_head
     settings.check()
-    target, out = target_of(config), Path(config.out)
+    target, out = training_target(config), Path(config.out)
     samples, manifest = read_training_samples(Path(config.data), target.name, target.template_digest)
     samples = cut(samples, settings.max_tokens)
     set_seed(settings.train.seed)
     longest = max(len(sample.prompt_ids) + len(sample.answer_ids) for sample in samples)
     head, pruned = _first_head(config, target, longest)
-    objective = RetrievalObjective(head, target.model, settings.queries, settings.temperature)
-    trainer = RetrievalTrainer(objective, settings, out / "training", samples, config.head or "")
+    objective = RetrievalObjective(head, target.model, settings.queries, settings.temperature, settings.answers)
+    trainer = RetrievalTrainer(objective, settings, out / "training", samples, config.head or "", config.replay)
     finished = trainer.fit()
     if trainer.is_world_process_zero():
         described = pruned | {
             "longest sample (tokens)": longest,
             "tokens of a sample that are distilled": settings.queries,
             "temperature": settings.temperature,
+            "share of the loss on answers": settings.answers,
         }
         basics = basics_of(config, target, manifest, trainer, described, "KL at that temperature, nats")
         _write(config, trainer, basics, longest)

@@ -1,11 +1,15 @@
 """What the training commands share: their keys, the provenance of what they train, and how they end."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from keepsight import __version__
 from keepsight.commands.config import Recipe
+from keepsight.commands.from_recipe import target_of
 from keepsight.errors import UserError
 from keepsight.models.card import CardBasics
 from keepsight.models.lookahead_files import Provenance
@@ -32,6 +36,15 @@ class TrainingConfig(Recipe):
     data_notes: str = ""
 
 
+def training_target(config: TrainingConfig) -> Target:
+    """The recipe's target; `dtype: auto` is bfloat16 also on CPUs that compute in it, which read three times faster."""
+    capabilities = torch.cpu.get_capabilities()
+    fast = capabilities.get("amx_bf16") or capabilities.get("avx512_bf16")
+    if config.model.dtype == "auto" and fast:  # on a GPU it is what `auto` means anyway
+        config = replace(config, model=replace(config.model, dtype="bfloat16"))
+    return target_of(config)
+
+
 def basics_of(
     config: TrainingConfig,
     target: Target,
@@ -53,10 +66,12 @@ def basics_of(
     settings = trainer.settings
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
     training = {
+        **_weights_origin(config, target),
         "steps": trainer.state.global_step,
         "samples": trainer.sample_count,
         **described,
         "learning rate": settings.learning_rate,
+        **({"steps on each reading of the target": settings.replays} if settings.replays > 1 else {}),
         "samples a step": settings.batch_size * settings.accumulation * trainer.args.world_size,
         f"first and last logged loss ({loss})": [round(losses[0], 4), round(losses[-1], 4)] if losses else [],
     }
@@ -64,6 +79,15 @@ def basics_of(
         target.name, target.version, target.template_digest, manifest["digest"], training, __version__
     )
     return CardBasics(config.title, provenance, manifest["sources"], config.data_notes, config.license)
+
+
+def _weights_origin(config: TrainingConfig, target: Target) -> dict[str, str]:
+    """Says so where the base model's weights came from a packaged, quantised file, and its dtype in any case."""
+    dtype = str(target.model.dtype).removeprefix("torch.")
+    packaged, digest = config.model.packaged, config.model.packaged_digest
+    if packaged is None or digest is None or not target.version.startswith(digest):
+        return {"base model's dtype": dtype}
+    return {"base model's weights": f"{Path(packaged).name}, quantised weights that were dequantised to {dtype}"}
 
 
 def length_summary(what: str, lengths: list[int]) -> dict[str, list[int]]:

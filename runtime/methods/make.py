@@ -2,7 +2,8 @@
 
 `{name: snapkv, window: 16, pool: {kernel: 5}, allocate: adakv}`: an option is a field of the method, and a part (an
 observer, drafter, reduction, pooling or allocation) is its name, a mapping with its name and options, or a mapping of
-options alone, which change the part that the method has.
+options alone, which change the part that the method has. `adapter` and `retrieval` name a trained module of the
+method's own: `{name: lookaheadkv, adapter: DIR, label: longer}`.
 """
 
 import dataclasses
@@ -24,6 +25,7 @@ from keepsight.runtime.methods.speckv import ModelDrafter, SpecKV
 from keepsight.runtime.sparse_prefill import SparsePrefill
 
 _RESOURCES = ("artifact", "head", "draft", "tokenizer")
+_TRAINED = ("adapter", "retrieval")
 
 
 def make_method(name: str, budget: int | float | None, resources: Resources | None = None, /, **options: Any) -> Method:
@@ -33,23 +35,27 @@ def make_method(name: str, budget: int | float | None, resources: Resources | No
         name: The method's name, such as `snapkv`; `evict` for a composition whose observer is among the options.
         budget: Entries per layer and KV head, or a ratio; unused by methods that keep all entries.
         resources: Adapter, retrieval head, draft and tokenizer, for the methods that need them.
-        options: Other fields of the method, as values or as plain text and mappings.
+        options: Other fields of the method, as values or as plain text and mappings; `adapter` or `retrieval`, a folder
+            or Hub id, in place of that of the resources.
 
     Raises:
         UserError: an unknown name or option, a value out of range, or a resource that is missing.
     """
     kind = _kind(name)
     make: Any = kind
-    reader = _OptionReader(resources or Resources())
+    named = {key: str(options.pop(key)) for key in _TRAINED if options.get(key) is not None}
+    reader = _OptionReader((resources or Resources()).other(**named))
     try:
         parts = reader.fields(kind, options, reader.defaults(kind), taken=("budget",))
     except UserError as error:
         raise UserError(f"method {name!r}: {error}") from None
-    if not takes(name, "budget"):
-        return make(**parts)
-    if budget is None:
+    if budget is None and takes(name, "budget"):
         raise UserError(f"method {name!r} needs a budget, in entries per layer and KV head")
-    return make(budget, **parts)
+    method: Method = make(budget, **parts) if takes(name, "budget") else make(**parts)
+    used = {"adapter": method.adapter_digest is not None, "retrieval": method.uses_retrieval_head}
+    if unused := [key for key in named if not used[key]]:
+        raise UserError(f"method {name!r}: there is no option {unused[0]!r}, it uses none")
+    return method
 
 
 def takes(name: str, field: str) -> bool:

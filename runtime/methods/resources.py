@@ -23,9 +23,11 @@ class Later:
 
     Attributes:
         name: Name of the field: draft, tokenizer or head.
+        retrieval: Folder or Hub id of the head, where a method names its own.
     """
 
     name: str
+    retrieval: str | None = None
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,16 @@ class Resources:
             head.config = replace(head.config, feature_layers=head.layers_of(self.target) or None)
         return head
 
+    def other(self, **named: str) -> "Resources":
+        """These resources with another `adapter` or `retrieval` head; the same ones when the same are named again."""
+        if all(str(getattr(self, key)) == value for key, value in named.items()):
+            return self
+        return self._others.setdefault(tuple(sorted(named.items())), replace(self, **named))
+
+    @cached_property
+    def _others(self) -> "dict[tuple[tuple[str, str], ...], Resources]":
+        return {}
+
     def find(self, name: str) -> object:
         """The resource that fills a field called `name`: artifact, head, draft or tokenizer.
 
@@ -97,7 +109,7 @@ class ResourcesLater(Resources):
     @override
     def find(self, name: str) -> object:
         found = super().find(name)  # refuses what is missing, or cannot be had
-        return found if name == "artifact" else Later(name)
+        return found if name == "artifact" else Later(name, str(self.retrieval) if name == "head" else None)
 
 
 def bind(part: Any, resources: Resources) -> Any:
@@ -107,7 +119,7 @@ def bind(part: Any, resources: Resources) -> Any:
         UserError: a resource cannot be had, or is for another target.
     """
     if isinstance(part, Later):
-        return resources.find(part.name)
+        return resources.other(**{"retrieval": part.retrieval} if part.retrieval else {}).find(part.name)
     if not is_dataclass(part) or isinstance(part, type):
         return part
     held = {each.name: getattr(part, each.name) for each in fields(part) if each.init}

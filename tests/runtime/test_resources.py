@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from keepsight.errors import UserError
 from keepsight.models.draft_sources import LayerSubset
@@ -47,7 +48,38 @@ def test_what_is_missing_or_wrong_is_named_early(tmp_path: Path) -> None:
         make_method("specontext", 64, ResourcesLater(retrieval=tmp_path))
     save_retrieval_head(tiny_retrieval_head(), tmp_path, Provenance("tiny"), "# Card\n")
     made = make_method("specontext", 64, ResourcesLater(retrieval=tmp_path), sinks=2)
-    assert isinstance(made, SpeContext) and made.head == Later("head")
+    assert isinstance(made, SpeContext) and made.head == Later("head", str(tmp_path))
     other = Resources(retrieval=tmp_path, target=tiny_model(num_key_value_heads=4))
     with pytest.raises(UserError, match="KV heads 2 against 4"):
         bind(made, other)
+
+
+def test_methods_may_name_adapters_and_heads_of_their_own(tmp_path: Path) -> None:
+    target, own = tiny_model(num_hidden_layers=8), tmp_path / "own"
+    for seed, folder in enumerate((tmp_path / "default", own)):
+        torch.manual_seed(seed)
+        lookahead = Lookahead(tiny_model(), LookaheadSettings(tokens=4 + seed, rank=2))
+        save_lookahead(lookahead, folder, Provenance("tiny"), "# Card")
+        save_retrieval_head(tiny_retrieval_head(), folder, Provenance("tiny"), "# Card\n")
+    loaded = Resources(tmp_path / "default", retrieval=tmp_path / "default", target=target)
+    later = ResourcesLater(tmp_path / "default", retrieval=tmp_path / "default")
+    for resources in (loaded, later):
+        default, first, again = (
+            bind(make_method("lookaheadkv", budget, resources, **options), loaded)
+            for budget, options in ((64, {}), (64, {"adapter": str(own)}), (32, {"adapter": str(own)}))
+        )
+        assert (default.observer.positions(), first.observer.positions()) == (4, 5)
+        assert first.observer.artifact is again.observer.artifact
+        heads = [
+            bind(make_method("specontext", 64, resources, **options), loaded).head
+            for options in ({}, {"retrieval": str(own)}, {"retrieval": str(own)})
+        ]
+        assert heads[0] is loaded.head
+        assert heads[1] is heads[2] is not heads[0]
+    composed = make_method("evict", 64, Resources(), observer="soft_tokens", adapter=str(own))
+    assert composed.adapter_digest == first.adapter_digest != default.adapter_digest
+    for name, key in (("snapkv", "adapter"), ("lookaheadkv", "retrieval"), ("quest", "retrieval")):
+        with pytest.raises(UserError, match=f"method {name!r}: there is no option {key!r}, it uses none"):
+            make_method(name, 64, loaded, **{key: str(own)})
+    with pytest.raises(UserError, match=r"^method 'lookaheadkv': '\./nowhere' is neither"):
+        make_method("lookaheadkv", 64, loaded, adapter="./nowhere")

@@ -81,8 +81,10 @@ def train(
 class Disturbed(LookaheadObjective):
     """An objective to which something happens at the n-th training batch."""
 
-    def __init__(self, lookahead: Lookahead, at: int, action: Callable[["Disturbed"], object]) -> None:
-        super().__init__(lookahead)
+    def __init__(
+        self, at: int, action: Callable[["Disturbed"], object], lookahead: Lookahead, far: float = 0.0
+    ) -> None:
+        super().__init__(lookahead, far)
         self.at, self.action, self.calls = at, action, 0
 
     def forward(self, *args, **kwargs) -> dict[str, Tensor]:
@@ -93,7 +95,7 @@ class Disturbed(LookaheadObjective):
 
 
 def disturbed(at: int, action: Callable[[Disturbed], object], **options) -> Disturbed:
-    return Disturbed(objective(**options).lookahead, at, action)
+    return Disturbed(at, action, objective(**options).lookahead)
 
 
 def crash(_: object) -> None:

@@ -2,9 +2,8 @@
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter
 
-from keepsight.train.plots import BLUE, GREEN, VERMILLION, Log, draw_ends, draw_line, draw_loss, series, tidy
+from keepsight.train.plots import BLUE, GREEN, VERMILLION, Log, draw_ends, draw_line, draw_loss, log_scale, series, tidy
 
 _PANELS = "LLLPPP;kkrrtt"
 """Loss and ranking over steps; below them KL, recall and tau by layer."""
@@ -34,14 +33,9 @@ def lookahead_figure(log: Log) -> Figure:
 
 def _loss_panel(panel: Axes, log: Log) -> None:
     draw_loss(panel, log)
-    draw_line(panel, *series(log, "eval_kl"), "held-out", VERMILLION, "s-")
-    values = series(log, "loss")[1] + series(log, "eval_kl")[1]
-    if values and min(values) > 0:
-        panel.set_yscale("log")
-        panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        panel.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        panel.yaxis.set_minor_formatter(NullFormatter())
-    panel.set_title("KL divergence (nats)", fontsize=10)
+    draw_line(panel, *series(log, "eval_kl"), "held-out KL", VERMILLION, "s-")
+    log_scale(panel, series(log, "loss")[1] + series(log, "eval_kl")[1])
+    panel.set_title("Training loss, and KL divergence of held-out samples (nats)", fontsize=10)
     panel.set_xlabel("step", fontsize=9)
 
 

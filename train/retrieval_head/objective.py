@@ -3,8 +3,9 @@
 One pass of the target over prompt and answer, without gradients, records how important every KV entry is to each of
 the last tokens: the mean over layers, and over the query heads of a KV head, of the attention weights. The head scores
 the same tokens, and the loss is KL(target || head), both softened by a temperature (Hinton et al. 2015, arXiv
-1503.02531), or else the few entries with the largest weights would be all that counts. SpeContext (arXiv 2512.00722)
-prunes without any training; this step is keepsight's own.
+1503.02531), or else the few entries with the largest weights would be all that counts. A part of the loss is of the
+answer's tokens alone, and there half of it of the far entries: what an answer looks up is far from it and has little
+of the mass. SpeContext (arXiv 2512.00722) prunes without any training; this step is keepsight's own.
 """
 
 from collections.abc import Sequence
@@ -23,8 +24,11 @@ from keepsight.runtime.importance import attention_weights, reduce_group
 from keepsight.runtime.prefill import positions_of
 from keepsight.runtime.softmax import Softmax
 from keepsight.train.dataset import Batch
-from keepsight.train.objective import HeadObjective
+from keepsight.train.objective import HeadObjective, ReplayedObjective
+from keepsight.train.replay import Reading
 
+SINKS, RECENT = 4, 64
+"""Entries at the beginning of a text, and at each token's heels, that are not far."""
 _ROWS = 32
 """Queries whose attention weights are held at once: B x H x 32 x S float32."""
 _LEAST = torch.finfo(torch.float32).min
@@ -39,11 +43,13 @@ class Texts:
         ids: [B, S] int64.
         mask: [B, S] bool, False for padding; None when nothing is padded.
         positions: [B or 1, S] int64, RoPE positions.
+        answers: [B] int64, the answers' lengths: the last tokens of each row.
     """
 
     ids: Tensor
     mask: Tensor | None
     positions: Tensor
+    answers: Tensor
 
     def real(self, rows: int) -> Tensor:
         """[B, rows] bool: which of the last tokens are not padding."""
@@ -51,15 +57,28 @@ class Texts:
             return torch.ones(len(self.ids), rows, dtype=torch.bool, device=self.ids.device)
         return self.mask[:, -rows:]
 
+    def answered(self, rows: int) -> Tensor:
+        """[B, rows] bool: which of the last tokens belong to an answer."""
+        return torch.arange(rows, 0, -1, device=self.ids.device) <= self.answers[:, None]
+
+    def far(self, rows: int) -> Tensor:
+        """[B, rows, S] bool: entries that are far from each of the last tokens: no sinks, and not among the recent."""
+        length = self.ids.shape[1]
+        places = torch.arange(length, device=self.ids.device).expand_as(self.ids)
+        start = 0 if self.mask is None else (~self.mask).sum(dim=1, keepdim=True)
+        queries = torch.arange(length - rows, length, device=self.ids.device)
+        return (places >= start + SINKS)[:, None] & (places[:, None] <= queries[:, None] - RECENT)
+
 
 def left_padded(batch: Batch) -> Texts:
     """Move the padding behind answers to the front of their prompts."""
     ids, mask = batch.joined()
-    length = ids.shape[1]
+    length, answers = ids.shape[1], torch.full_like(ids[:, 0], batch.answer_ids.shape[1])
     if mask is not None and batch.answer_mask is not None:
+        answers = batch.answer_mask.sum(dim=1)
         order = torch.arange(length, device=ids.device) - (~batch.answer_mask).sum(dim=1, keepdim=True)
         ids, mask = ids.gather(1, order % length), mask.gather(1, order % length)
-    return Texts(ids, mask, positions_of(mask, length, ids.device))
+    return Texts(ids, mask, positions_of(mask, length, ids.device), answers)
 
 
 class StepRecorder:
@@ -170,7 +189,24 @@ def soften(importance: Tensor, scores: Tensor, temperature: float) -> tuple[Tens
     return powers / powers.sum(dim=-1, keepdim=True), (scores / temperature).clamp(min=_LEAST).log_softmax(dim=-1)
 
 
-class RetrievalObjective(HeadObjective):
+def far_divergence(importance: Tensor, scores: Tensor, far: Tensor, counted: Tensor) -> Tensor:
+    """`divergence` over the far entries alone, both sides normalised there; 0 where there are none.
+
+    Args:
+        importance: [B, K, T, S] float32, the target's.
+        scores: [B, K, T, S] float32, from `head_scores`.
+        far: [B, T, S] bool, see `Texts.far`.
+        counted: [B, T] bool, the steps that count.
+    """
+    counted = counted & far.any(dim=-1)
+    if not counted.any():
+        return scores.new_zeros(())
+    expected = importance * far[:, None]
+    expected = expected / expected.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+    return divergence(expected, scores.masked_fill(~far[:, None], _LEAST).log_softmax(dim=-1), counted)
+
+
+class RetrievalObjective(ReplayedObjective, HeadObjective):
     """Distils the target's importance into a retrieval head.
 
     Args:
@@ -178,13 +214,22 @@ class RetrievalObjective(HeadObjective):
         target: Its target; frozen.
         queries: Number of a sample's last tokens whose importance is distilled.
         temperature: See `soften`.
+        answers: Share of the loss that is of the answer's tokens, half of it over the far entries; the rest is of all
+            `queries`, softened.
     """
 
     head: RetrievalHead
 
-    def __init__(self, head: RetrievalHead, target: PreTrainedModel, queries: int, temperature: float = 1.0) -> None:
+    def __init__(
+        self,
+        head: RetrievalHead,
+        target: PreTrainedModel,
+        queries: int,
+        temperature: float = 1.0,
+        answers: float = 0.0,
+    ) -> None:
         super().__init__()
-        self.head, self.queries, self.temperature = head, queries, temperature
+        self.head, self.queries, self.temperature, self.answers = head, queries, temperature, answers
         self.target = target.requires_grad_(False)
 
     @override
@@ -194,12 +239,29 @@ class RetrievalObjective(HeadObjective):
         return self
 
     @override
-    def loss(self, batch: Batch) -> Tensor:
-        texts, reading, scores = self.compared(batch)
-        return divergence(*soften(reading.importance, scores, self.temperature), texts.real(scores.shape[2]))
+    def read(self, batch: Batch) -> Reading:
+        read = read_target(self.target, self.head, left_padded(batch), self.queries)
+        return {"importance": read.importance} | ({} if read.features is None else {"features": read.features})
+
+    @override
+    def loss_of(self, reading: Reading, batch: Batch) -> Tensor:
+        texts, read, scores = self._compared(reading, batch)
+        rows = scores.shape[2]
+        whole = divergence(*soften(read.importance, scores, self.temperature), texts.real(rows))
+        if not self.answers:
+            return whole
+        answered = texts.answered(rows)
+        near = divergence(read.importance, scores, answered)
+        far = far_divergence(read.importance, scores, texts.far(rows), answered)
+        return torch.lerp(whole, (near + far) / 2, self.answers)
 
     def compared(self, batch: Batch) -> tuple[Texts, ImportanceReading, Tensor]:
         """The texts of a batch, what the target shows of them, and the head's scores; see `head_scores`."""
+        return self._compared(self.reading(batch), batch)
+
+    def _compared(self, reading: Reading, batch: Batch) -> tuple[Texts, ImportanceReading, Tensor]:
         texts = left_padded(batch)
-        reading = read_target(self.target, self.head, texts, self.queries)
-        return texts, reading, head_scores(self.head, texts, reading)
+        with torch.no_grad():
+            embeddings = self.target.get_input_embeddings()(texts.ids)
+        read = ImportanceReading(reading["importance"], embeddings, reading.get("features"))
+        return texts, read, head_scores(self.head, texts, read)

@@ -2,7 +2,7 @@
 
 from matplotlib.figure import Figure
 
-from keepsight.train.plots import BLUE, GREEN, GREY, VERMILLION, Log, draw_line, draw_loss, series, tidy
+from keepsight.train.plots import BLUE, GREEN, GREY, VERMILLION, Log, draw_line, draw_loss, log_scale, series, tidy
 
 
 def retrieval_figure(log: Log) -> Figure:
@@ -14,9 +14,10 @@ def retrieval_figure(log: Log) -> Figure:
     """
     figure = Figure(figsize=(10.5, 3.6), layout="constrained")
     loss, hits = figure.subplots(1, 2)
-    draw_loss(loss, log, "training (running mean, softened)")
-    draw_line(loss, *series(log, "eval_kl"), "held-out, temperature 1", VERMILLION, "s-")
-    loss.set_title("KL divergence (nats)", fontsize=10)
+    draw_loss(loss, log)
+    draw_line(loss, *series(log, "eval_kl"), "held-out KL", VERMILLION, "s-")
+    log_scale(loss, series(log, "loss")[1] + series(log, "eval_kl")[1])
+    loss.set_title("Training loss, and KL divergence of held-out samples (nats)", fontsize=10)
     budgets = dict.fromkeys(key for row in log for key in row if key.startswith("eval_hit_"))
     for key, colour in zip(budgets, (BLUE, GREEN, VERMILLION, GREY), strict=False):
         budget = key.removeprefix("eval_hit_")

@@ -41,9 +41,9 @@ def lines(panel: Axes) -> dict[str, tuple[list[float], list[float]]]:
 
 
 def test_loss_and_held_out_kl_over_steps(log: list[dict[str, Any]]) -> None:
-    panel = panels(log)["KL divergence (nats)"]
+    panel = panels(log)["Training loss, and KL divergence of held-out samples (nats)"]
     drawn = lines(panel)
-    assert drawn["held-out"] == ([0, 5, 10], [0.1, 0.3, 0.5])
+    assert drawn["held-out KL"] == ([0, 5, 10], [0.1, 0.3, 0.5])
     steps, means = drawn["training (running mean)"]
     assert steps == list(range(1, 11))
     assert means == pytest.approx(running_mean([1 / step for step in steps]))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from keepsight.commands import train as command
 from keepsight.commands.config import ModelConfig
+from keepsight.commands.training import training_target
 from keepsight.errors import UserError
 from keepsight.models.lookahead_files import ADAPTER, FILES, TOKENS, load_lookahead
 from keepsight.models.targets import load_target
@@ -35,7 +36,7 @@ def config(place: Path, out: Path, **changes) -> command.Config:
         "train": settings(steps=10),
         "lookahead": SHAPE,
     } | changes
-    return command.Config(model=ModelConfig(id=str(place / "target"), device="cpu"), **values)
+    return command.Config(model=ModelConfig(id=str(place / "target"), device="cpu", dtype="float32"), **values)
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +70,7 @@ def _checkpoint(adapter: Path, step: int) -> dict[str, Tensor]:
 
 
 def test_an_interrupted_command_leaves_an_adapter_and_goes_on(place, trained, tmp_path, monkeypatch):
-    monkeypatch.setattr(command, "LookaheadObjective", lambda lookahead, far: Disturbed(lookahead, 4, press_ctrl_c))
+    monkeypatch.setattr(command, "LookaheadObjective", lambda *given: Disturbed(4, press_ctrl_c, *given))
     with pytest.raises(UserError, match=r"interrupted at step 4; .*run the same command again") as caught:
         command.run(config(place, tmp_path / "adapter"))
     assert str(tmp_path / "adapter") in str(caught.value)
@@ -81,7 +82,7 @@ def test_an_interrupted_command_leaves_an_adapter_and_goes_on(place, trained, tm
 
 
 def test_a_command_whose_loss_is_no_number_leaves_no_adapter(place, tmp_path, monkeypatch):
-    monkeypatch.setattr(command, "LookaheadObjective", lambda lookahead, far: Disturbed(lookahead, 5, spoil))
+    monkeypatch.setattr(command, "LookaheadObjective", lambda *given: Disturbed(5, spoil, *given))
     with pytest.raises(UserError, match="the loss is nan at step 5"):
         command.run(config(place, tmp_path / "adapter"))
     assert {path.name for path in (tmp_path / "adapter").iterdir()} == {"training"}
@@ -120,3 +121,18 @@ def test_data_of_another_target_is_refused(place, tmp_path):
         command.run(wrong)
     assert str(place / "data") in str(caught.value)
     assert not (tmp_path / "adapter").exists()
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "dtype", "expected"),
+    [
+        ({"amx_bf16": True}, "auto", torch.bfloat16),
+        ({"avx512_bf16": True}, "auto", torch.bfloat16),
+        ({"avx2": True, "avx512_bf16": False}, "auto", torch.float32),
+        ({"avx512_bf16": True}, "float32", torch.float32),
+    ],
+)
+def test_a_cpu_that_computes_in_bfloat16_reads_the_target_in_it(place, monkeypatch, capabilities, dtype, expected):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    model = ModelConfig(id=str(place / "target"), device="cpu", dtype=dtype)
+    assert training_target(command.Config(model=model)).model.dtype == expected

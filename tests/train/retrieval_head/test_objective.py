@@ -5,6 +5,8 @@ import torch
 
 from keepsight.models.retrieval_head import RetrievalHead
 from keepsight.train.dataset import Batch, SampleDataset, collate
+from keepsight.train.replay import ReadingBuffer
+from keepsight.train.retrieval_head import objective as objective_module
 from keepsight.train.retrieval_head.objective import (
     RetrievalObjective,
     divergence,
@@ -13,6 +15,7 @@ from keepsight.train.retrieval_head.objective import (
     read_target,
     soften,
 )
+from keepsight.train.settings import ReplaySettings
 from tests.close import assert_close
 from tests.models.retrieval_heads import LAYERS, target_for, tiny_deepseek, tiny_retrieval_head
 from tests.tiny import tiny_model
@@ -167,6 +170,49 @@ def test_softening_is_a_power_of_the_weights(temperature):
     expected = divergence(*soften(read.importance, head_scores(head, batch, read), temperature), batch.real(6))
     assert RetrievalObjective(head, model, 6, temperature)(**values)["loss"] == expected
     assert expected.isfinite()
+
+
+def test_a_share_of_the_loss_is_of_the_answers_and_of_far_entries(monkeypatch):
+    monkeypatch.setattr(objective_module, "SINKS", 2)
+    monkeypatch.setattr(objective_module, "RECENT", 3)
+    model, head = tiny_model(), tiny_retrieval_head()
+    values, ids = batch_of()
+    texts = left_padded(Batch(**values))
+    read = read_target(model, head, texts, 30)
+    scores = head_scores(head, texts, read).detach()
+    rows, length = scores.shape[2:]
+    near, far = [], []
+    for row, sample in enumerate(samples(3)):
+        start, answer = length - len(ids[row]), len(sample.answer_ids)
+        for kv_head in range(2):
+            for query in range(length - min(answer, rows), length):
+                p, q = (each[row, kv_head, query - length + rows] for each in (read.importance, scores.exp()))
+                near.append((p[start : query + 1] * (p / q)[start : query + 1].log()).sum())
+                p, q = (each[start + 2 : query - 3 + 1] / each[start + 2 : query - 3 + 1].sum() for each in (p, q))
+                far.append((p * (p / q).log()).sum())
+    answers = (torch.stack(near).mean() + torch.stack(far).mean()) / 2
+    whole = RetrievalObjective(head, model, 30, 2.0)(**values)["loss"]
+    mixed = RetrievalObjective(head, model, 30, 2.0, 0.6)(**values)["loss"]
+    assert_close(mixed, 0.4 * whole + 0.6 * answers)
+
+
+def test_texts_without_far_entries_have_a_loss():
+    values, _ = batch_of()
+    assert RetrievalObjective(tiny_retrieval_head(), tiny_model(), 6, answers=1.0)(**values)["loss"].isfinite()
+
+
+@pytest.mark.parametrize("features", ["previous-step", "none"])
+def test_readings_that_are_kept_give_nearly_the_same_loss_and_gradients(features):
+    values, losses, gradients = batch_of()[0], [], []
+    for buffer in (None, ReadingBuffer(ReplaySettings())):
+        objective = RetrievalObjective(tiny_retrieval_head(features), tiny_model(), 8, 2.0, 0.5)
+        objective.buffer = buffer
+        objective(**values | {"indices": [0, 1, 2], "last": False})["loss"]
+        losses.append(objective(**values | {"indices": [0, 1, 2]})["loss"])
+        losses[-1].backward()
+        gradients.append(torch.cat([each.grad.flatten() for each in objective.head.parameters()]))
+    assert losses[1].item() == pytest.approx(losses[0].item(), rel=5e-3)
+    assert torch.cosine_similarity(*gradients, dim=0) > 0.999
 
 
 @pytest.mark.parametrize("features", ["previous-step", "none"])

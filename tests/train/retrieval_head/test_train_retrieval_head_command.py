@@ -61,7 +61,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def config(place: Path, out: Path, features="previous-step", train=None, **changes) -> command.Config:
     heads = RetrievalHeadSettings(features=features, queries=8, train=train or settings(steps=10))
     values: dict[str, Any] = {"data": str(place / "data"), "out": str(out), "head": str(place / "head")} | changes
-    return command.Config(model=ModelConfig(id=str(place / "target"), device="cpu"), retrieval_head=heads, **values)
+    return command.Config(
+        model=ModelConfig(id=str(place / "target"), device="cpu", dtype="float32"), retrieval_head=heads, **values
+    )
 
 
 @pytest.fixture(scope="module")
@@ -161,6 +163,7 @@ def test_other_settings_do_not_go_on(place, trained, tmp_path):
         ({"features": "all"}, "features='all' is unknown; choose one of previous-step, none"),
         ({"queries": 0}, "retrieval_head.queries=0 must be at least 1"),
         ({"temperature": 0.0}, r"retrieval_head\.temperature=0\.0 must be above 0"),
+        ({"answers": 1.5}, r"retrieval_head\.answers=1\.5 must be between 0 and 1"),
         ({"max_tokens": 1}, "retrieval_head.max_tokens=1 must be at least 2"),
     ],
 )
