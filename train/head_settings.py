@@ -11,7 +11,7 @@ class DraftHeadSettings:
     """Shape and training of an EAGLE-3 draft head.
 
     Attributes:
-        vocabulary: Size of the draft vocabulary: the most frequent tokens of the training data.
+        vocabulary: Size of the draft vocabulary: the most frequent tokens of the training data's answers.
         unroll: Steps the head is unrolled over its own features in training (training-time test).
         decay: Weight of an unrolled step's loss relative to the step before.
         max_tokens: Longest sample in tokens; longer ones are truncated at the end.

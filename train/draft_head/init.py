@@ -30,7 +30,9 @@ _FIRST_LOGITS = 0.5
 def frequent_tokens(
     samples: Iterable[TrainingSample], count: int, end_tokens: Iterable[int], vocabulary: int
 ) -> Tensor:
-    """The most frequent tokens of samples (ties go to the lower id) and, in any case, the end tokens.
+    """The most frequent tokens of answers and, in any case, the end tokens.
+
+    Ties, as of all tokens that no answer holds, go to the one that is more frequent in prompts, then to the lower id.
 
     Returns:
         [count] int64, ascending.
@@ -40,9 +42,11 @@ def frequent_tokens(
     """
     if not 0 < count <= vocabulary:
         raise UserError(f"draft_head.vocabulary={count} must lie between 1 and {vocabulary}, the target's vocabulary")
-    found = Counter(token for sample in samples for ids in (sample.prompt_ids, sample.answer_ids) for token in ids)
-    ends = set(end_tokens)
-    order = sorted(range(vocabulary), key=lambda token: (token not in ends, -found[token], token))
+    answers, prompts, ends = Counter[int](), Counter[int](), set(end_tokens)
+    for sample in samples:
+        answers.update(sample.answer_ids)
+        prompts.update(sample.prompt_ids)
+    order = sorted(range(vocabulary), key=lambda token: (token not in ends, -answers[token], -prompts[token], token))
     return torch.tensor(sorted(order[:count]))
 
 

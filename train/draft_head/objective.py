@@ -19,7 +19,7 @@ class DraftHeadObjective(HeadObjective):
     At step i, row t of a text reads what step i - 1 put out in row t (at step 0 the target's features of token t) and
     the embedding of token t + 1 + i, and guesses token t + 2 + i. It learns from what the target says about that token:
     its probabilities, confined to the draft vocabulary and summing to 1 there. Where the target's top-1 token lies
-    outside that vocabulary, nothing is learned.
+    outside that vocabulary, nothing is learned; nor is it from the tokens of a prompt, which nobody will draft.
 
     Args:
         head: The head in training, in float32.
@@ -43,13 +43,18 @@ class DraftHeadObjective(HeadObjective):
 
     @override
     def loss(self, batch: Batch) -> Tensor:
-        return torch.stack([self.text_loss(ids) for ids in batch.texts()]).mean()
+        texts = zip(batch.texts(), batch.prompt_lengths(), strict=True)
+        return torch.stack([self.text_loss(ids, prompt) for ids, prompt in texts]).mean()
 
-    def text_loss(self, ids: Tensor) -> Tensor:
-        """The loss of one text, [n] int64: the sum over steps of decay^i times the mean cross entropy of its rows."""
+    def text_loss(self, ids: Tensor, prompt: int = 0) -> Tensor:
+        """The loss of one text, [n] int64: the sum over steps of decay^i times the mean cross entropy of its rows.
+
+        Only rows count that guess a token after the first `prompt`.
+        """
         steps, hidden = self.states(ids)
         teacher = self.teacher(hidden, _product_dtype(steps[0]))
-        known = [teacher.known[1 + step :].float() for step in range(len(steps))]
+        answer = torch.arange(1, len(hidden) + 1, device=ids.device) >= prompt  # row j of the target's guesses j + 1
+        known = [(teacher.known & answer)[1 + step :].float() for step in range(len(steps))]
         weights = [self.decay**step * rows / rows.sum().clamp(min=1) for step, rows in enumerate(known)]
         return chunked_loss(steps, self.head.lm_head.weight, teacher.probabilities, weights)
 
