@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 from keepsight import generate
 from keepsight.errors import UserError
@@ -206,26 +205,3 @@ def test_bad_inputs_are_refused():
         Kivi().start(model, ids)
     with pytest.raises(UserError, match="different numbers of entries"):
         Kivi(2, 8, 16, inner=AdaKV(20, window=4)).start(model, ids[:1])
-
-
-def test_sliding_attention_is_refused():
-    config = Gemma3TextConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        sliding_window=8,
-    )
-    model = Gemma3ForCausalLM(config)
-    with pytest.raises(UserError, match="gemma3_text has layers of sliding_attention"):
-        SMALL.start(model, torch.arange(20)[None])
-
-
-def test_latent_attention_is_refused():
-    model = tiny_model(head_dim=32)
-    model.config.kv_lora_rank = 16  # as DeepSeek's configurations say it
-    with pytest.raises(UserError, match="has layers of latent attention"):
-        Kivi(2, 32, 32).start(model, prompt_ids(50)[0])
