@@ -1,4 +1,4 @@
-# make setup | demo | test | test-cpus | lint | clean
+# make setup | demo | test | test-cpus | faults | lint | clean
 #
 #   VENV=path         the folder of the environment (default .venv)
 #   PYTHON=python3    the interpreter it is made with, 3.10 or later
@@ -24,7 +24,7 @@ SETUP_KEY := $(shell (pwd; echo '$(TORCH) $(TORCH_INDEX)'; cat $(SETUP_INPUTS)) 
 STAMP := $(VENV)/keepsight-setup-$(SETUP_KEY)
 
 .DELETE_ON_ERROR:
-.PHONY: setup demo test test-cpus lint clean
+.PHONY: setup demo test test-cpus faults lint clean
 
 setup: $(STAMP)
 
@@ -74,6 +74,10 @@ test-cpus: setup
 	    env $${cpu:+ATEN_CPU_CAPABILITY=$$cpu} OMP_NUM_THREADS=$$threads $(BIN)/python -m pytest $(PYTEST_FLAGS) \
 	        tests/runtime tests/train tests/models tests/eval; \
 	done; done
+
+# Kills, damaged files and malformed arguments: how many ended how. FAULTS='kills=20 seed=1' chooses.
+faults: setup
+	$(BIN)/python -m tests.faults $(FAULTS)
 
 lint: setup
 	$(BIN)/ruff check

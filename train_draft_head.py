@@ -5,8 +5,7 @@ On a laptop: `python train_draft_head.py data=runs/data out=runs/draft_head draf
 
 import sys
 
-from keepsight.commands import train_draft_head
-from keepsight.commands.cli import run_command
+from keepsight.commands.cli import main
 
 if __name__ == "__main__":
-    sys.exit(run_command(train_draft_head, sys.argv[1:]))
+    sys.exit(main(["train_draft_head", *sys.argv[1:]]))

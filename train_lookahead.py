@@ -5,8 +5,7 @@ On a laptop, in a few minutes: `python train_lookahead.py data=runs/data out=run
 
 import sys
 
-from keepsight.commands import train
-from keepsight.commands.cli import run_command
+from keepsight.commands.cli import main
 
 if __name__ == "__main__":
-    sys.exit(run_command(train, sys.argv[1:]))
+    sys.exit(main(["train", *sys.argv[1:]]))

@@ -5,8 +5,7 @@ On a laptop: `python train_retrieval_head.py head=runs/head data=... out=... mod
 
 import sys
 
-from keepsight.commands import train_retrieval_head
-from keepsight.commands.cli import run_command
+from keepsight.commands.cli import main
 
 if __name__ == "__main__":
-    sys.exit(run_command(train_retrieval_head, sys.argv[1:]))
+    sys.exit(main(["train_retrieval_head", *sys.argv[1:]]))

@@ -1,5 +1,7 @@
 """Make training data: a mixture's prompts, answered by the target, in resumable shards."""
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,13 @@ from keepsight.data_gen.mixture import Mixture
 from keepsight.data_gen.prompts import CountTokens
 from keepsight.data_gen.shards import DataSettings, ShardWriter, TrainingSample
 from keepsight.errors import UserError
+from keepsight.files import free_bytes, read_json
+from keepsight.locks import one_writer
+from keepsight.models.processes import launched
 from keepsight.models.targets import Target
+
+_BYTES_A_TOKEN = 4
+"""What a token takes in a shard at least: its number, a comma, a space, and a letter of the text."""
 
 
 def generate_data(
@@ -27,6 +35,8 @@ def generate_data(
 ) -> dict[str, Any]:
     """Answer `limit` prompts and write them to `out`, resuming where an earlier run stopped.
 
+    Several processes of one launch divide the shards among themselves.
+
     Args:
         target: Model that answers, greedily.
         mixture: Draws prompt i from (seed, i) alone.
@@ -42,26 +52,50 @@ def generate_data(
         The manifest.
 
     Raises:
-        UserError: a prompt and its answer do not fit the target's context, or `out` holds other data.
+        UserError: a prompt and its answer do not fit the target's context, the samples do not fit the disk, or `out`
+            holds other data or is being written to.
     """
     settings = DataSettings(
         target.name, target.version, target.template_digest, mixture_values, seed, limit, shard_size, max_new_tokens
     )
-    writer = ShardWriter(out, settings)
-    tokenizer, count_tokens = target.tokenizer, _counter(target)
-    with tqdm(total=limit, desc="answers", unit="sample") as progress:
-        for shard in writer.shards():
-            missing = writer.missing(shard)
-            progress.update(len(shard) - len(missing))
-            prompts = [render_prompt(index, mixture.prompt(seed, index, count_tokens), tokenizer) for index in missing]
-            for prompt in prompts:
-                _check_fits(prompt, target, max_new_tokens)
-            for batch in batches(prompts, batch_tokens):
-                answers = answer(target, batch, max_new_tokens)
-                writer.append(shard, [_training_sample(*pair, target) for pair in zip(batch, answers, strict=True)])
-                progress.update(len(batch))
-            writer.finish(shard)
-    return writer.complete()
+    _check_room(out, mixture, limit)
+    processes, count_tokens = launched(), _counter(target)
+
+    def prompts(indices: list[int]) -> list[Rendered]:
+        drawn = (render_prompt(index, mixture.prompt(seed, index, count_tokens), target.tokenizer) for index in indices)
+        return [_checked(prompt, target, max_new_tokens) for prompt in drawn]
+
+    with one_writer(out) if processes.is_main_process else nullcontext():
+        with processes.main_process_first():
+            writer = ShardWriter(out, settings)
+        with tqdm(total=limit, desc="answers", unit="sample", disable=not processes.is_main_process) as progress:
+            for number, shard in enumerate(settings.shards()):
+                if number % processes.num_processes == processes.process_index:
+                    _fill(writer, shard, target, prompts, batch_tokens, progress)
+                else:
+                    progress.update(len(shard))
+        processes.wait_for_everyone()
+        with processes.main_process_first():
+            return writer.complete() if processes.is_main_process else read_json(out / "manifest.json")
+
+
+def _fill(
+    writer: ShardWriter,
+    shard: range,
+    target: Target,
+    prompts: Callable[[list[int]], list[Rendered]],
+    batch_tokens: int,
+    progress: "tqdm[Any]",
+) -> None:
+    """Answer what a shard lacks."""
+    missing = writer.missing(shard)
+    progress.update(len(shard) - len(missing))
+    rendered = prompts(missing)
+    for batch in batches(rendered, batch_tokens):
+        answers = answer(target, batch, writer.settings.max_new_tokens)
+        writer.append(shard, [_training_sample(*pair, target) for pair in zip(batch, answers, strict=True)])
+        progress.update(len(batch))
+    writer.finish(shard)
 
 
 def _counter(target: Target) -> CountTokens:
@@ -80,10 +114,23 @@ def _training_sample(prompt: Rendered, ids: list[int], target: Target) -> Traini
     )
 
 
-def _check_fits(prompt: Rendered, target: Target, max_new_tokens: int) -> None:
+def _checked(prompt: Rendered, target: Target, max_new_tokens: int) -> Rendered:
     context = target.model.config.get_text_config().max_position_embeddings
     if len(prompt.ids) + max_new_tokens > context:
         raise UserError(
             f"prompt {prompt.index} ({prompt.source}) has {len(prompt.ids)} tokens, with {max_new_tokens} for the "
             f"answer more than the context of {context}; lower the mixture's max_tokens"
+        )
+    return prompt
+
+
+def _check_room(out: Path, mixture: Mixture, limit: int) -> None:
+    """Refuse a limit that would fill the disk even if every prompt were as short as the mixture allows."""
+    weights = [entry.weight for entry in mixture.entries]
+    shortest = sum(entry.weight * entry.min_tokens for entry in mixture.entries) / sum(weights)
+    needed, there = limit * shortest * _BYTES_A_TOKEN, sum(path.stat().st_size for path in out.glob("shard-*"))
+    if needed > (free := free_bytes(out)) + there:
+        raise UserError(
+            f"limit={limit}: so many samples take more than {needed / 1e9:.0f} GB, and {out} has {free / 1e9:.0f} GB "
+            "left; lower limit="
         )

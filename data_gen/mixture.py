@@ -9,8 +9,6 @@ from dataclasses import MISSING, dataclass, fields
 from functools import lru_cache
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-
 from keepsight.data_gen.code import CodeCompletion, CodeQuestions
 from keepsight.data_gen.documentation import Documentation, Passages
 from keepsight.data_gen.everyday import Everyday
@@ -63,20 +61,18 @@ class Mixture:
     entries: tuple[Entry, ...]
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any] | DictConfig) -> "Mixture":
+    def from_config(cls, config: Mapping[str, Any]) -> "Mixture":
         """Build a mixture from `min_tokens`, `max_tokens` and a list `sources` of `kind`, `weight` and options.
 
         Raises:
             UserError: a key, a kind, an option or a value is wrong, or a file is missing.
         """
-        values = OmegaConf.to_container(config, resolve=True) if isinstance(config, DictConfig) else dict(config)
-        if not isinstance(values, dict):
-            raise UserError(f"mixture: expected keys with values, got {type(values).__name__}")
+        values = dict(config)
         _check_names("mixture", "key", values, ("min_tokens", "max_tokens", "sources"))
         sources = values.get("sources")
         if not isinstance(sources, list) or not sources:
             raise UserError("mixture: sources must be a list of at least one {kind: ..., weight: ...}")
-        bounds = {key: values[key] for key in ("min_tokens", "max_tokens") if key in values}
+        bounds: dict[str, Any] = {key: values[key] for key in ("min_tokens", "max_tokens") if key in values}
         return cls(tuple(_entry(f"mixture.sources[{row}]", source, bounds) for row, source in enumerate(sources)))
 
     def prompt(self, seed: int, index: int, count_tokens: CountTokens) -> Prompt:

@@ -83,17 +83,21 @@ def default_batch_tokens(model: PreTrainedModel) -> int:
 def answer_full(
     model: PreTrainedModel, state: State, question: Tensor, limits: Limits, guesses: Guesses | None = None
 ) -> tuple[Tensor, Answered]:
-    """The full cache's greedy answer [1, T] int64, and the same with its likelihood; arguments as for `answer_all`."""
+    """The full cache's greedy answer [1, T] int64, and the same with its likelihood; arguments as for `answer_all`.
+
+    The likelihood is read once more, all tokens together: how many were read at a time while the answer was written
+    depends on the guesses, thus on which samples came before, and so would the rounding.
+    """
     start = time.perf_counter()
     rows = Rows(model, [state], question.shape[1] + limits.max_new_tokens)
-    (logits,) = _after(rows, [state], question)
+    first = _after(rows, [state], question)
     asking, start = time.perf_counter() - start, time.perf_counter()
-    first = logits.argmax(dim=-1)
-    writing = Writing(0, first.tolist(), [functional.cross_entropy(logits, first).item()])
+    writing = Writing(0, first[0].argmax(dim=-1).tolist())
     write(rows, [writing], guesses or Guesses(), limits.max_new_tokens, limits.end_tokens)
     speed = len(writing.ids) / (time.perf_counter() - start)
     ids = torch.tensor(writing.ids, device=question.device)
-    likelihood = torch.tensor(writing.nll, device=question.device)
+    rows.forget(0, len(ids) - 1)
+    (likelihood,) = _score(rows, first, ids[None])[1]
     return ids[None], Answered(ids, likelihood, torch.ones_like(ids, dtype=torch.bool), speed, question=asking)
 
 
@@ -161,7 +165,7 @@ def _answer_batch(
     own, nll = _score(rows, first, answer)
     hits = own == answer
     agreed = hits.long().cumprod(dim=1).sum(dim=1).tolist()
-    writings = [Writing(row, own[row, : count + 1].tolist(), []) for row, count in enumerate(agreed)]
+    writings = [Writing(row, own[row, : count + 1].tolist()) for row, count in enumerate(agreed)]
     for writing, count in zip(writings, agreed, strict=True):
         rows.forget(writing.row, max(answer.shape[1] - 1 - count, 0))
     known, start = [len(each.ids) for each in writings], time.perf_counter()
@@ -199,6 +203,14 @@ def _score(rows: Rows, first: Sequence[Tensor], answer: Tensor) -> tuple[Tensor,
         end = min(start + _TOKENS_AT_ONCE, answer.shape[1] - 1)
         judge(rows.read([answer[0, start:end]] * len(first)), answer[0, start + 1 : end + 1])
     return torch.cat(own, dim=1), torch.cat(nll, dim=1)
+
+
+def first_difference(ids: Tensor, others: Tensor) -> int | None:
+    """Index of the first token in which two answers [T] and [T'] differ, where one ends first too; None if equal."""
+    if ids.tolist() == others.tolist():
+        return None
+    common = min(len(ids), len(others))
+    return int((ids[:common] == others[:common]).long().cumprod(dim=0).sum())
 
 
 def answer_alone(

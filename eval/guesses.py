@@ -60,12 +60,10 @@ class Writing:
     Attributes:
         row: Which of the rows that are written; it has read all tokens of the answer but the last.
         ids: The answer so far, at least one token.
-        nll: `write` adds the negative log-likelihood in nats of every token that it writes.
     """
 
     row: int
     ids: list[int]
-    nll: list[float]
 
 
 def write(
@@ -92,11 +90,9 @@ def write(
             tokens[each.row] = torch.tensor([each.ids[-1], *guess], device=device)
         logits = rows.read(tokens)
         for each in open_:
-            best, own = logits[each.row].max(dim=-1)
+            own = logits[each.row].max(dim=-1).indices
             held = _held(own.tolist(), guessed[each.row], end_tokens)
-            nll = logits[each.row].logsumexp(dim=-1) - best
             each.ids += held
-            each.nll += nll[: len(held)].tolist()
             rows.forget(each.row, len(own) - len(held))
             guesses.learn(each.ids, len(each.ids) - len(held))
 

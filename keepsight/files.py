@@ -1,16 +1,25 @@
-"""Reading and writing files without ever leaving a half-written one. Every folder may import this file."""
+"""Reading and writing files without ever leaving a half-written one. Every folder may import this file.
 
+JSON objects, of a file or of a line, are written with a digest of themselves; see `keepsight.signed_json`.
+"""
+
+import csv
 import hashlib
-import json
+import io
 import os
+import re
 import shutil
+import socket
 import tempfile
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 from keepsight.errors import UserError
+from keepsight.signed_json import from_json, to_json
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -18,25 +27,26 @@ if TYPE_CHECKING:
 DPI = 150
 """Resolution of plots, in dots per inch."""
 
+Row = dict[str, Any]
+_UNFINISHED = ".unfinished-"
+_FORMULA = re.compile(r"[=@\t\r]|[+-](?![\d.])")
+
 
 @contextmanager
 def atomic_folder(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder beside `folder` that takes its name when the block ends, replacing what stood there.
+    """Yield an empty folder that takes the place of `folder` when the block ends, replacing what stood there.
 
     When the block raises, `folder` is as it was.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
-        yield unfinished
-        unfinished.chmod(0o755)
-        replaced = folder.with_name(f"{unfinished.name}-replaced")
+    with _unfinished(folder.parent) as beside:
+        made = beside / folder.name
+        made.mkdir()
+        yield made
+        sync(*made.rglob("*"), made)
         if folder.exists():
-            folder.rename(replaced)
-        unfinished.rename(folder)
-        shutil.rmtree(replaced, ignore_errors=True)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+            folder.rename(beside / "replaced")
+        made.rename(folder)
+        sync(folder.parent)
 
 
 @contextmanager
@@ -45,30 +55,90 @@ def atomic_files(folder: Path, last: str) -> Iterator[Path]:
 
     Whoever needs `last` to read the folder never sees it half-written; files of other names stay.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix=".unfinished-", dir=folder))
-    try:
+    with _unfinished(folder) as unfinished:
         yield unfinished
+        paths = sorted(unfinished.iterdir(), key=lambda path: path.name == last)
+        sync(*paths)
         (folder / last).unlink(missing_ok=True)
-        for path in sorted(unfinished.iterdir(), key=lambda path: path.name == last):
+        for path in paths:
             path.replace(folder / path.name)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        sync(folder)
 
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
-    """Yield a path beside `path`; the file written there takes the name `path` when the block ends.
+    """Yield a path of the same name elsewhere; the file written there becomes `path` when the block ends.
 
     When the block raises, `path` is as it was.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    with _unfinished(path.parent) as beside:
+        yield beside / path.name
+        sync(beside / path.name)
+        (beside / path.name).replace(path)
+        sync(path.parent)
+
+
+@contextmanager
+def _unfinished(folder: Path) -> Iterator[Path]:
+    """Yield an empty folder in `folder`, removed at the end; what processes that were killed left there goes first."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for left in folder.glob(f"{_UNFINISHED}*"):
+        if _is_abandoned(left):
+            shutil.rmtree(left, ignore_errors=True)
+    made = Path(tempfile.mkdtemp(prefix=f"{_UNFINISHED}{socket.gethostname()}-{os.getpid()}-", dir=folder))
     try:
-        yield unfinished
-        unfinished.replace(path)
+        yield made
     finally:
-        unfinished.unlink(missing_ok=True)
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def _is_abandoned(unfinished: Path) -> bool:
+    """Whether the process that made the folder, on this machine, is gone; another may have its number now."""
+    host, _, process = unfinished.name.removeprefix(_UNFINISHED).rpartition("-")[0].rpartition("-")
+    if host != socket.gethostname() or not process.isdecimal():
+        return False
+    with suppress(psutil.NoSuchProcess, FileNotFoundError):
+        return psutil.Process(int(process)).create_time() > unfinished.stat().st_mtime + 1
+    return True
+
+
+def sync(*paths: Path) -> None:
+    """Wait until files and folders are on the disk: what a resume stands on must survive a power cut."""
+    for path in paths:
+        opened = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(opened)
+        finally:
+            os.close(opened)
+
+
+def require_writable(out: Path, folder: bool = True) -> None:
+    """Refuse a path that nothing can be written to, before hours are spent on what is to be written.
+
+    Args:
+        out: A path that need not exist.
+        folder: Whether it is to be a folder, or else a file.
+
+    Raises:
+        UserError: it is a file or a folder where it must not be, or lies in one that cannot be written to.
+    """
+    if out.exists() and out.is_dir() != folder:
+        raise UserError(f"out={out} is a {'file' if folder else 'folder'}; name a {'folder' if folder else 'file'}")
+    nearest = _nearest(out if folder else out.parent)
+    if not nearest.is_dir():
+        raise UserError(f"out={out} lies in {nearest}, which is a file; choose another out=")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise UserError(f"out={out}: {nearest} cannot be written to; choose another out=")
+
+
+def free_bytes(path: Path) -> int:
+    """The room that is left on the disk of a path that need not exist."""
+    return shutil.disk_usage(_nearest(path)).free
+
+
+def _nearest(path: Path) -> Path:
+    """The path, or the first folder above it that exists."""
+    return next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
 
 
 def write_text(path: Path, text: str) -> None:
@@ -83,68 +153,109 @@ def write_png(path: Path, figure: "Figure") -> None:
         figure.savefig(unfinished, format="png", dpi=DPI)
 
 
+def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, object]]) -> None:
+    """`write_text` of a table with a header; a text that a spreadsheet would run as a formula gets a quote in front."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(columns)
+    writer.writerows([_cell(row[column]) for column in columns] for row in rows)
+    write_text(path, text.getvalue())
+
+
+def _cell(value: object) -> object:
+    return f"'{value}" if isinstance(value, str) and _FORMULA.match(value) else value
+
+
 def write_json(path: Path, value: Any) -> None:
-    """`write_text` of `value` as indented JSON."""
-    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    """`write_text` of `value` as indented JSON, with a digest where it is an object."""
+    write_text(path, to_json(value, indent=2) + "\n")
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Path, kind: Any = Any) -> Any:
     """The JSON value of a file.
 
+    Args:
+        path: The file.
+        kind: Type of the value, such as a dataclass; nothing is converted to it, and nothing may be missing or surplus.
+
     Raises:
-        UserError: the file is missing or is not JSON.
+        UserError: the file is missing, is not JSON, is not of that type, or was changed.
     """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return from_json(path.read_bytes(), kind)
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
     except ValueError as error:
-        raise UserError(f"{path}: not valid JSON ({error}); restore the file or make it again") from None
+        raise UserError(f"{path}: {error}; restore the file or make it again") from None
 
 
-def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a JSON Lines file, one per line; empty lines are skipped.
+def read_jsonl(path: Path, kind: Any = Row) -> Iterator[Any]:
+    """The values of a JSON Lines file, one per line; empty lines are skipped.
+
+    Args:
+        path: The file.
+        kind: Type of a line's value, as in `read_json`.
 
     Raises:
-        UserError: a line is not a JSON object; its number is named.
+        UserError: a line is not JSON, not of that type, or was changed; its number is named.
     """
+    for _, value in _lines(path, kind):
+        if isinstance(value, UserError):
+            raise value
+        yield value
+
+
+def sound_lines(path: Path, kind: Any = Row) -> tuple[list[Any], list[UserError]]:
+    """The values of the lines that `read_jsonl` takes, and the errors of the others."""
+    values = [value for _, value in _lines(path, kind)]
+    faults = [value for value in values if isinstance(value, UserError)]
+    return [value for value in values if not isinstance(value, UserError)], faults
+
+
+def _lines(path: Path, kind: Any) -> Iterator[tuple[int, Any]]:
+    """The number of each line that is not empty, and its value or what is wrong with it."""
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
+                value = from_json(line, kind)
             except ValueError as error:
-                raise UserError(f"{path}:{number}: not valid JSON ({error}); is the line cut off?") from None
-            if not isinstance(row, dict):
-                raise UserError(f"{path}:{number}: expected a JSON object, got {type(row).__name__}")
-            yield row
+                value = UserError(f"{path}:{number}: {error}")
+            yield number, value
 
 
-def whole_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSON Lines file; none if it is missing. A last line torn by a kill is removed from it."""
+def whole_lines(path: Path, kind: Any = Row) -> list[Any]:
+    """`read_jsonl` as a list, empty if the file is missing; a last line torn by a kill is removed from the file."""
     if not path.exists():
         return []
+    cut_torn_line(path)
+    return list(read_jsonl(path, kind))
+
+
+def cut_torn_line(path: Path) -> None:
+    """Remove a last line without an end, which a kill has torn, from a file."""
     text = path.read_bytes()
     whole = text.rfind(b"\n") + 1
     if whole < len(text):
         os.truncate(path, whole)
-    return list(read_jsonl(path))
 
 
-def append_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """Append objects to a JSON Lines file, one per line."""
+def append_lines(path: Path, rows: Iterable[Row]) -> None:
+    """Append objects to a JSON Lines file, one per line, each with a digest."""
     with path.open("a", encoding="utf-8") as stream:
-        stream.write(_lines(rows))
+        stream.write(_as_lines(rows))
+        stream.flush()
+        os.fsync(stream.fileno())
 
 
-def write_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """`write_text` of objects as a JSON Lines file."""
-    write_text(path, _lines(rows))
+def write_lines(path: Path, rows: Iterable[Row]) -> None:
+    """`write_text` of objects as a JSON Lines file, each with a digest."""
+    write_text(path, _as_lines(rows))
 
 
-def _lines(rows: Iterable[dict[str, Any]]) -> str:
-    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+def _as_lines(rows: Iterable[Row]) -> str:
+    return "".join(to_json(row) + "\n" for row in rows)
 
 
 def file_digest(path: Path) -> str:

@@ -4,7 +4,7 @@ A head is a folder with `config.json` and `model.safetensors`, whose tensors hav
 also hold `keepsight.json` (where the head comes from, the digest of the weights) and a card.
 """
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,15 @@ from keepsight.models.draft_head import DraftHead, head_width
 from keepsight.models.feature_head import FeatureHead
 from keepsight.models.lookahead import input_embedding
 from keepsight.models.lookahead_files import Provenance
-from keepsight.models.weight_files import as_weights, check_digest, check_names_and_shapes, one_line, read_tensors
+from keepsight.models.versions import warn_of_another_base
+from keepsight.models.weight_files import (
+    LARGEST_SIZE,
+    as_weights,
+    check_digest,
+    check_names_and_shapes,
+    one_line,
+    read_tensors,
+)
 
 CONFIG, WEIGHTS, ORIGIN = "config.json", "model.safetensors", "keepsight.json"
 FILES = (CONFIG, WEIGHTS)
@@ -47,6 +55,19 @@ _SAVED = (
 _SAVED_IF_SET = ("eagle_config", "fc_norm", "norm_output", "qkv_bias")
 
 
+@dataclass(frozen=True)
+class Origin:
+    """What keepsight.json holds.
+
+    Attributes:
+        provenance: Where the head comes from.
+        digests: `sha256:...` by file name.
+    """
+
+    provenance: Provenance
+    digests: dict[str, str]
+
+
 def load_draft_head(folder: Path, target: PreTrainedModel | None = None) -> DraftHead | FeatureHead:
     """Read a head: an EAGLE-3 one (`midlayer.*`), or an EAGLE-1 or EAGLE-2 one (`layers.0.*`), by its tensors' names.
 
@@ -63,9 +84,12 @@ def load_draft_head(folder: Path, target: PreTrainedModel | None = None) -> Draf
         if not (folder / name).is_file():
             raise UserError(_what_is_missing(folder, name))
     config = _read_config(folder / CONFIG)
+    origin: Origin | None = read_json(folder / ORIGIN, Origin) if (folder / ORIGIN).is_file() else None
     if target is not None:
         _check_target(folder, config, target)
-    tensors = _read_weights(folder)
+        if origin is not None:
+            warn_of_another_base(folder, origin.provenance.base_model, origin.provenance.base_version, target)
+    tensors = _read_weights(folder, origin)
     head = _empty_head(folder, config, tensors, target)
     if isinstance(head, DraftHead):
         tensors = _complete_vocabulary(folder, head, tensors)
@@ -99,11 +123,10 @@ def _what_is_missing(folder: Path, name: str) -> str:
 
 
 def _read_config(path: Path) -> LlamaConfig:
-    values = read_json(path)
-    if not isinstance(values, dict):
-        raise UserError(f"{path}: expected a JSON object, got {type(values).__name__}; fetch the head again")
-    if lacking := [name for name in _SIZES if not isinstance(values.get(name), int)]:
-        raise UserError(f"{path}: {lacking[0]} is missing or no whole number; this is no EAGLE head's configuration")
+    values: dict[str, Any] = read_json(path, dict[str, Any])
+    for name in _SIZES:
+        if type(size := values.get(name)) is not int or not 0 < size <= LARGEST_SIZE:
+            raise UserError(f"{path}: {name} is missing or no possible size; this is no EAGLE head's configuration")
     if (layers := values.get("num_hidden_layers", 1)) != 1:
         raise UserError(f"{path}: num_hidden_layers is {layers}; an EAGLE head has 1, this is another model")
     if unknown := [name for name in _UNKNOWN_NORMS if values.get(name)]:
@@ -141,13 +164,9 @@ def _check_target(folder: Path, config: LlamaConfig, target: PreTrainedModel) ->
             )
 
 
-def _read_weights(folder: Path) -> dict[str, Tensor]:
-    if (folder / ORIGIN).is_file():
-        try:
-            expected = read_json(folder / ORIGIN)["digests"][WEIGHTS]
-        except (KeyError, TypeError):
-            raise UserError(f"{folder / ORIGIN}: holds no digest of {WEIGHTS}; fetch the head again") from None
-        check_digest(folder / WEIGHTS, expected, ORIGIN)
+def _read_weights(folder: Path, origin: Origin | None) -> dict[str, Tensor]:
+    if origin is not None:
+        check_digest(folder / WEIGHTS, origin.digests.get(WEIGHTS, "missing"), ORIGIN)
     return read_tensors(folder / WEIGHTS, but=_EMBEDDING)
 
 
@@ -172,7 +191,8 @@ def _empty_head(
 def _complete_vocabulary(folder: Path, head: DraftHead, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors with checked d2t and t2d, which may be missing when the draft's vocabulary is the target's."""
     draft, whole = len(head.d2t), len(head.t2d)
-    if draft == whole and not tensors.keys() & set(_VOCABULARY):
+    is_held = tensors.keys() >= {"lm_head.weight"} and len(tensors["lm_head.weight"]) == draft  # or it is a slip
+    if draft == whole and is_held and not tensors.keys() & set(_VOCABULARY):
         identity = {"d2t": torch.zeros(draft, dtype=torch.long), "t2d": torch.ones(whole, dtype=torch.bool)}
         return tensors | identity
     if [tensors[name].shape for name in _VOCABULARY if name in tensors] != [(draft,), (whole,)]:
@@ -180,7 +200,7 @@ def _complete_vocabulary(folder: Path, head: DraftHead, tensors: dict[str, Tenso
     offsets, member = tensors["d2t"].long(), tensors["t2d"].bool()
     ids = offsets + torch.arange(draft)
     if not torch.equal(ids.sort().values, member.nonzero().flatten()):
-        raise UserError(f"{folder / WEIGHTS}: d2t and t2d name different tokens; fetch the head again")
+        raise UserError(f"{folder / WEIGHTS}: d2t and t2d name different tokens; fetch it again")
     return tensors | {"d2t": offsets, "t2d": member}
 
 

@@ -18,6 +18,7 @@ from keepsight.files import file_digest
 from keepsight.models import draft_head_files, lookahead_files, retrieval_head_files
 
 CARD = "README.md"
+_PNG = b"\x89PNG\r\n\x1a\n"
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class Upload:
         repo_id: `user/name` on the Hub.
         files: Names of the files to send, all directly inside `folder`.
         left_out: Names of the files and folders that are not sent.
-        private: Whether the repository must be private.
+        public: Whether the repository may be public.
         revision: The branch; None for the main branch.
     """
 
@@ -74,7 +75,7 @@ class Upload:
     repo_id: str
     files: tuple[str, ...]
     left_out: tuple[str, ...]
-    private: bool = False
+    public: bool = False
     revision: str | None = None
 
     @property
@@ -84,18 +85,19 @@ class Upload:
 
     def describe(self) -> str:
         """One line for each file (its size in bytes, its digest, its path), under a line that names the destination."""
-        lines = [f"to {self.url} ({'private' if self.private else 'public'} if it has to be created):"]
+        lines = [f"to {self.url} ({'public' if self.public else 'private'} if it has to be created):"]
         for path in (self.folder / name for name in self.files):
             lines.append(f"  {path.stat().st_size:>12,} bytes  {file_digest(path)}  {path}")
         lines += [f"  left out: {self.folder / name}" for name in self.left_out]
         return "\n".join(lines)
 
 
-def plan_upload(folder: Path, repo_id: str, *, private: bool = False, revision: str | None = None) -> Upload:
+def plan_upload(folder: Path, repo_id: str, *, public: bool = False, revision: str | None = None) -> Upload:
     """Check an artifact's folder and list what `push` would send. Nothing is sent, and no network is needed.
 
     Raises:
-        UserError: the folder is no complete, intact artifact with a card, or `repo_id` is no `user/name`.
+        UserError: the folder is no complete, intact artifact with a card, one of its files is a link, or `repo_id` is
+            no `user/name`.
     """
     _check_repo_id(repo_id)
     kind = kind_of(folder)
@@ -103,10 +105,20 @@ def plan_upload(folder: Path, repo_id: str, *, private: bool = False, revision: 
     if not (folder / CARD).is_file():
         raise UserError(f"{folder}: {CARD} is missing; write the {kind.name}'s card (sources, licences, results) first")
     extra = [name for name in kind.extra if (folder / name).is_file()]
-    pictures = sorted(path.name for path in folder.glob("*.png") if path.is_file())
+    pictures = sorted(path.name for path in folder.glob("[!.]*.png") if _is_picture(path))
     files = (*kind.files, *extra, CARD, *pictures)
+    if links := [name for name in files if (folder / name).is_symlink()]:
+        raise UserError(f"{folder / links[0]}: a link, and only regular files are sent; copy what it points to here")
     left_out = tuple(sorted(path.name for path in folder.iterdir() if path.name not in files))
-    return Upload(folder, repo_id, files, left_out, private, revision)
+    return Upload(folder, repo_id, files, left_out, public, revision)
+
+
+def _is_picture(path: Path) -> bool:
+    """Whether it is a regular file that begins as a PNG does."""
+    if path.is_symlink() or not path.is_file():
+        return False
+    with path.open("rb") as stream:
+        return stream.read(len(_PNG)) == _PNG
 
 
 def push(upload: Upload) -> str:
@@ -122,9 +134,9 @@ def push(upload: Upload) -> str:
         raise UserError("no Hugging Face token: set HF_TOKEN or run `hf auth login`, with a token that may write")
     api = HfApi()
     with _hub_errors(f"cannot push {upload.folder} to {upload.repo_id}"):
-        api.create_repo(upload.repo_id, private=upload.private, exist_ok=True)
-        if upload.private and not api.model_info(upload.repo_id).private:
-            raise UserError(f"{upload.repo_id} exists and is public: make it private on the Hub or choose another name")
+        api.create_repo(upload.repo_id, private=not upload.public, exist_ok=True)
+        if not upload.public and not api.model_info(upload.repo_id).private:
+            raise UserError(f"{upload.repo_id} exists and is public: push with --public, or choose another name")
         if upload.revision:
             api.create_branch(upload.repo_id, branch=upload.revision, exist_ok=True)
         additions = [CommitOperationAdd(name, upload.folder / name) for name in upload.files]

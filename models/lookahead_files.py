@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from peft import LoraConfig, PeftConfig
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -23,6 +23,8 @@ from keepsight.files import atomic_files, file_digest, read_json, write_json
 from keepsight.models.lookahead import Lookahead, input_embedding
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.models.lora import PREFIX, Lora
+from keepsight.models.versions import warn_of_another_base
+from keepsight.models.weight_files import as_weights, check_digest, one_line, read_tensors
 
 ADAPTER, TOKENS, CONFIG = "adapter_model.safetensors", "lookahead_tokens.safetensors", "lookahead_config.json"
 PEFT_CONFIG = "adapter_config.json"
@@ -50,6 +52,15 @@ class Provenance:
     keepsight_version: str = ""
 
 
+@dataclass(frozen=True)
+class _Config:
+    """What lookahead_config.json holds."""
+
+    settings: LookaheadSettings
+    provenance: Provenance
+    digests: dict[str, str]
+
+
 def save_lookahead(module: Lookahead, folder: Path, provenance: Provenance, card: str) -> None:
     """Write an adapter's files into a folder, beside other files; a half-written adapter does not load."""
     config = _peft_config(module)
@@ -57,7 +68,7 @@ def save_lookahead(module: Lookahead, folder: Path, provenance: Provenance, card
         save_file(module.lora_state(), unfinished / ADAPTER, metadata={"format": "pt"})
         save_file({"lookahead_tokens": module.tokens.detach().cpu()}, unfinished / TOKENS, metadata={"format": "pt"})
         config.save_pretrained(str(unfinished))
-        digests = {name: file_digest(unfinished / name) for name in (ADAPTER, TOKENS)}
+        digests = {name: file_digest(unfinished / name) for name in (ADAPTER, TOKENS, PEFT_CONFIG)}
         settings = {"settings": asdict(module.settings), "provenance": asdict(provenance), "digests": digests}
         write_json(unfinished / CONFIG, settings)
         (unfinished / "README.md").write_text(card, encoding="utf-8")
@@ -121,7 +132,7 @@ class Artifact:
 
     def _weights(self, model: PreTrainedModel) -> tuple[Tensor, Lora | None]:
         """The soft tokens and the LoRA where the model is; they do not hold the model."""
-        self._check_base(model)
+        self.check_base(model)
         module = Lookahead(model, self.settings)
         try:
             module.load_state(self.lora, self.tokens)
@@ -131,7 +142,12 @@ class Artifact:
             module.lora.requires_grad_(False).eval()
         return module.observers(1)[0].detach(), module.lora
 
-    def _check_base(self, model: PreTrainedModel) -> None:
+    def check_base(self, model: PreTrainedModel) -> None:
+        """Warn of a model with other weights than those that the adapter was trained on.
+
+        Raises:
+            UserError: the adapter was trained for another model.
+        """
         loaded, expected = str(model.config.name_or_path or ""), self.provenance.base_model
         is_hub_id = re.fullmatch(r"[\w.-]+/[\w.-]+", loaded) and not Path(loaded).exists()
         if is_hub_id and expected and loaded != expected:
@@ -142,6 +158,7 @@ class Artifact:
                 f"{self.folder}: this adapter is for {expected!r} with hidden size {self.tokens.shape[1]}, "
                 f"but the model's is {hidden}"
             )
+        warn_of_another_base(self.folder, expected, self.provenance.base_version, model)
 
 
 def load_lookahead(folder: Path) -> Artifact:
@@ -153,29 +170,35 @@ def load_lookahead(folder: Path) -> Artifact:
     for name in FILES:
         if not (folder / name).is_file():
             raise UserError(f"{folder}: {name} is missing; a lookahead adapter needs {', '.join(FILES)}")
-    config = read_json(folder / CONFIG)
+    config: _Config = read_json(folder / CONFIG, _Config)
     try:
-        settings, provenance = LookaheadSettings(**config["settings"]), Provenance(**config["provenance"])
-        digests = {name: config["digests"][name] for name in (ADAPTER, TOKENS)}
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{folder / CONFIG}: not a lookahead adapter's configuration ({error})") from None
+        config.settings.check()
+    except UserError as error:
+        raise UserError(f"{folder / CONFIG}: {error}") from None
+    for name in (ADAPTER, TOKENS, *sorted({PEFT_CONFIG} & config.digests.keys())):
+        check_digest(folder / name, config.digests.get(name, "missing"), CONFIG)
+    read_json(folder / PEFT_CONFIG, dict[str, Any])
     try:
         PeftConfig.from_pretrained(str(folder))
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{folder / PEFT_CONFIG}: not a PEFT configuration ({error})") from None
-    for name, expected in digests.items():
-        if (found := file_digest(folder / name)) != expected:
-            raise UserError(
-                f"{folder / name}: its digest is {found}, {CONFIG} says {expected}; fetch the adapter again"
-            )
-    tokens = _read(folder / TOKENS).get("lookahead_tokens")
-    if tokens is None:
-        raise UserError(f"{folder / TOKENS}: holds no tensor 'lookahead_tokens'; fetch the adapter again")
-    return Artifact(folder, settings, provenance, _read(folder / ADAPTER), tokens, file_digest(folder / CONFIG))
+    except Exception as error:  # whatever PEFT stumbles over
+        raise UserError(f"{folder / PEFT_CONFIG}: not a PEFT configuration ({one_line(error)})") from None
+    tokens, lora = (_finite(folder / name) for name in (TOKENS, ADAPTER))
+    if list(tokens) != ["lookahead_tokens"] or tokens["lookahead_tokens"].dim() != 2:
+        raise UserError(f"{folder / TOKENS}: expected one tensor 'lookahead_tokens', [n, hidden]; fetch it again")
+    _check_shapes(folder, config.settings, tokens["lookahead_tokens"], lora)
+    digest = file_digest(folder / CONFIG)
+    return Artifact(folder, config.settings, config.provenance, lora, tokens["lookahead_tokens"], digest)
 
 
-def _read(path: Path) -> dict[str, Tensor]:
-    try:
-        return load_file(path)
-    except SafetensorError as error:
-        raise UserError(f"{path}: not a safetensors file ({error}); fetch the adapter again") from None
+def _finite(path: Path) -> dict[str, Tensor]:
+    return as_weights(path, read_tensors(path), torch.float32)
+
+
+def _check_shapes(folder: Path, settings: LookaheadSettings, tokens: Tensor, lora: dict[str, Tensor]) -> None:
+    """Check what a module will be made of against the tensors, so that settings alone allocate nothing."""
+    if len(tokens) != settings.tokens:
+        raise UserError(f"{folder / TOKENS}: holds {len(tokens)} soft tokens, {CONFIG} says {settings.tokens}")
+    for name, tensor in lora.items():
+        ranks = {"lora_A": tensor.shape[:1], "lora_B": tensor.shape[1:]}
+        if (rank := next((list(size) for part, size in ranks.items() if part in name), None)) != [settings.rank]:
+            raise UserError(f"{folder / ADAPTER}: tensor {name!r} has rank {rank}, {CONFIG} says {settings.rank}")

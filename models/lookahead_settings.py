@@ -1,6 +1,12 @@
 """Settings of a lookahead module. Nothing heavy is imported: configurations read this file."""
 
+import math
 from dataclasses import dataclass
+
+from keepsight.errors import UserError
+
+LARGEST = {"tokens": 4096, "rank": 4096, "kernel": 4095}
+"""Beyond these a setting is a slip of the keyboard, or an artifact that means harm."""
 
 
 @dataclass
@@ -24,3 +30,22 @@ class LookaheadSettings:
     group: str = "mean"
     pooling: str = "max"
     kernel: int = 7
+
+    def check(self) -> None:
+        """Refuse settings of which no module can be made.
+
+        Raises:
+            UserError: a value is out of range; one line names it as a recipe does.
+        """
+        for name, least in {"tokens": 1, "rank": 0, "kernel": 1}.items():
+            if not least <= (value := getattr(self, name)) <= LARGEST[name]:
+                raise UserError(f"lookahead.{name}={value} must be from {least} to {LARGEST[name]}")
+        if self.kernel % 2 == 0:
+            raise UserError(f"lookahead.kernel={self.kernel} must be odd, so that it has a middle")
+        if not 0 < self.alpha < math.inf:
+            raise UserError(f"lookahead.alpha={self.alpha} must be above 0")
+        if not 0 <= self.dropout < 1:
+            raise UserError(f"lookahead.dropout={self.dropout} must be at least 0 and below 1")
+        for name, known in {"group": ("mean", "max"), "pooling": ("max", "avg")}.items():
+            if (value := getattr(self, name)) not in known:
+                raise UserError(f"lookahead.{name}={value} is unknown; choose {' or '.join(known)}")

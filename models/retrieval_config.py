@@ -1,15 +1,18 @@
 """Shape of a retrieval head, and the RoPE that extends it beyond the context it was trained with."""
 
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any
 
+from pydantic import Field
 from transformers import LlamaConfig
 from typing_extensions import Self
 
 from keepsight.errors import UserError
+from keepsight.models.weight_files import LARGEST_SIZE
 
 PREVIOUS_STEP, NONE = "previous-step", "none"
 VARIANTS = (PREVIOUS_STEP, NONE)
+Size = Annotated[int, Field(ge=1, le=LARGEST_SIZE)]
 
 
 @dataclass(frozen=True)
@@ -36,14 +39,14 @@ class RetrievalConfig:
     """
 
     features: str
-    hidden_size: int
-    target_hidden_size: int
-    vocab_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
+    hidden_size: Size
+    target_hidden_size: Size
+    vocab_size: Size
+    num_attention_heads: Size
+    num_key_value_heads: Size
+    head_dim: Size
     rms_norm_eps: float
-    max_position_embeddings: int
+    max_position_embeddings: Size
     rope_parameters: dict[str, Any] = field(hash=False)
     feature_layers: tuple[int, ...] | None = None
     fc_norm: bool = False
@@ -92,10 +95,6 @@ class RetrievalConfig:
             return named
         return replace(named, max_position_embeddings=tokens)
 
-    def as_json(self) -> dict[str, Any]:
-        """Its fields as JSON values."""
-        return asdict(self)
-
     def llama(self) -> LlamaConfig:
         """The configuration that transformers needs for RoPE."""
         return LlamaConfig(
@@ -106,14 +105,3 @@ class RetrievalConfig:
             max_position_embeddings=self.max_position_embeddings,
             rope_parameters=dict(self.rope_parameters),
         )
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Self:
-        """The inverse of `as_json`.
-
-        Raises:
-            TypeError, KeyError: a field is missing or unknown.
-            UserError: see the class.
-        """
-        layers = values["feature_layers"]
-        return cls(**{**values, "feature_layers": None if layers is None else tuple(layers)})

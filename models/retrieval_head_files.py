@@ -1,6 +1,6 @@
 """Retrieval heads on disk: saved, verified, loaded. A head is a folder of two files and a card."""
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -13,10 +13,20 @@ from keepsight.files import atomic_files, file_digest, read_json, write_json
 from keepsight.models.lookahead_files import Provenance
 from keepsight.models.retrieval_config import RetrievalConfig
 from keepsight.models.retrieval_head import RetrievalHead, check_target
+from keepsight.models.versions import warn_of_another_base
 from keepsight.models.weight_files import as_weights, check_digest, check_names_and_shapes, one_line, read_tensors
 
 WEIGHTS, CONFIG = "retrieval_head.safetensors", "retrieval_config.json"
 FILES = (WEIGHTS, CONFIG)
+
+
+@dataclass(frozen=True)
+class _Config:
+    """What retrieval_config.json holds."""
+
+    head: RetrievalConfig
+    provenance: Provenance
+    digests: dict[str, str]
 
 
 def save_retrieval_head(head: RetrievalHead, folder: Path, provenance: Provenance, card: str) -> None:
@@ -32,7 +42,7 @@ def save_retrieval_head(head: RetrievalHead, folder: Path, provenance: Provenanc
     with atomic_files(folder, last=CONFIG) as unfinished:
         save_file(state, unfinished / WEIGHTS, metadata={"format": "pt"})
         digests = {WEIGHTS: file_digest(unfinished / WEIGHTS)}
-        values = {"head": head.config.as_json(), "provenance": asdict(provenance), "digests": digests}
+        values = {"head": asdict(head.config), "provenance": asdict(provenance), "digests": digests}
         write_json(unfinished / CONFIG, values)
         (unfinished / "README.md").write_text(card, encoding="utf-8")
 
@@ -52,11 +62,14 @@ def load_retrieval_head(folder: Path, target: PreTrainedModel | None = None) -> 
     for name in FILES:
         if not (folder / name).is_file():
             raise UserError(f"{folder}: {name} is missing; a retrieval head needs {' and '.join(FILES)}")
-    config, digest = _read_config(folder / CONFIG)
-    check_digest(folder / WEIGHTS, digest, CONFIG)
+    try:
+        read: _Config = read_json(folder / CONFIG, _Config)
+    except ArithmeticError as error:
+        raise UserError(f"{folder / CONFIG}: not a retrieval head's configuration ({one_line(error)})") from None
+    check_digest(folder / WEIGHTS, read.digests.get(WEIGHTS, "missing"), CONFIG)
     try:
         with torch.device("meta"):
-            head = RetrievalHead(config)
+            head = RetrievalHead(read.head)
     except (StrictDataclassError, ArithmeticError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise UserError(f"{folder / CONFIG}: no head can be made of it ({one_line(error)})") from None
     tensors = read_tensors(folder / WEIGHTS)
@@ -66,16 +79,7 @@ def load_retrieval_head(folder: Path, target: PreTrainedModel | None = None) -> 
             check_target(head, target)
         except UserError as error:
             raise UserError(f"{folder}: {error}") from None
+        warn_of_another_base(folder, read.provenance.base_model, read.provenance.base_version, target)
     dtype = target.dtype if target is not None else tensors["q_proj.weight"].dtype
     head.load_state_dict(as_weights(folder / WEIGHTS, tensors, dtype), assign=True)
     return head.to(target.device if target is not None else "cpu").requires_grad_(False).eval()
-
-
-def _read_config(path: Path) -> tuple[RetrievalConfig, str]:
-    values = read_json(path)
-    try:
-        return RetrievalConfig.from_json(values["head"]), values["digests"][WEIGHTS]
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from None
-    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{path}: not a retrieval head's configuration ({one_line(error)})") from None

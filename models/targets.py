@@ -24,6 +24,7 @@ from transformers.utils import is_flash_attn_2_available
 from keepsight.errors import UserError
 from keepsight.files import atomic_folder, file_digest, text_digest
 from keepsight.models.decoder import require_supported
+from keepsight.models.versions import folder_version, record_version, version_of
 
 logger = logging.getLogger("keepsight")
 
@@ -39,7 +40,8 @@ class Target:
         model: The model, in evaluation mode, without gradients on its parameters.
         tokenizer: Its tokenizer; pads on the left.
         name: Hub id or folder path, which adapters record as their base model.
-        version: Revision (commit), or `sha256:...` of the GGUF file that the weights came from.
+        version: Revision (commit), or `sha256:...` of the GGUF file or the folder that the weights came from; and how
+            they are quantised.
     """
 
     model: PreTrainedModel
@@ -60,6 +62,11 @@ class Target:
         """The id that fills batches."""
         pad: Any = self.tokenizer.pad_token_id
         return int(pad)
+
+    @property
+    def vocabulary(self) -> int:
+        """One more than its largest token id."""
+        return int(self.model.config.get_text_config().vocab_size)
 
     @property
     def template_digest(self) -> str:
@@ -123,7 +130,7 @@ def load_target(
         "trust_remote_code": trust_remote_code,
     }
     if Path(model_id).is_dir():
-        return _finish(model_id, _folder_version(Path(model_id)), Path(model_id), device, options)
+        return _finish(model_id, folder_version(Path(model_id)), Path(model_id), device, options)
     _check_hub_id(model_id)
     offline = not hub_answers()
     if not offline or try_to_load_from_cache(model_id, "config.json", revision=revision):
@@ -159,15 +166,16 @@ def _finish(name: str, version: str | None, source: str | Path, device: str, opt
     model = model.to(device)
     require_supported(model)
     model.config.name_or_path = name
-    return Target(
-        model.requires_grad_(False).eval(), tokenizer, name, version or model.config._commit_hash or "unknown"
-    )
+    record_version(model, version)
+    return Target(model.requires_grad_(False).eval(), tokenizer, name, version_of(model))
 
 
 def _read(source: str | Path, options: dict[str, Any]) -> tuple[PreTrainedTokenizerBase, Any]:
     shared = {key: options[key] for key in ("trust_remote_code", "revision", "local_files_only") if key in options}
     tokenizer = AutoTokenizer.from_pretrained(source, padding_side="left", **shared)
-    loaded: Any = AutoModelForCausalLM.from_pretrained(source, output_loading_info=True, **options)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        source, output_loading_info=True, use_safetensors=True, **options
+    )
     model, report = loaded
     if missing := report["missing_keys"]:  # transformers would go on with random weights
         raise ValueError(f"its weight files lack {min(missing)} and {len(missing) - 1} more; fetch it again")
@@ -198,6 +206,8 @@ def _device(name: str) -> str:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:  # the second when torch was built without that device
         raise UserError(f"device {name!r} cannot be used ({str(error).partition('. ')[0]}); choose auto") from None
+    if torch.device(name).type == "meta":
+        raise UserError(f"device {name!r} cannot be used (it holds no values); choose auto")
     return name
 
 
@@ -213,14 +223,6 @@ def _checked_digest(path: Path, expected: str | None) -> str:
     if expected is not None and digest != expected:
         raise UserError(f"{path}: its digest is {digest}, expected {expected}; install the package again")
     return digest
-
-
-def _folder_version(folder: Path) -> str:
-    """The digest of a folder's weight files, by name and size; reading gigabytes at each start would cost more."""
-    weights = sorted(folder.glob("*.safetensors"))
-    if not weights:
-        raise UserError(f"{folder}: no *.safetensors in this folder; keepsight reads no other weight files")
-    return text_digest("\n".join(f"{path.name} {path.stat().st_size}" for path in weights))
 
 
 def _dequantised(path: Path, digest: str) -> Path:

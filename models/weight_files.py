@@ -10,6 +10,8 @@ from torch import Tensor
 from keepsight.errors import UserError
 from keepsight.files import file_digest
 
+LARGEST_SIZE = 1 << 24
+"""Of what a configuration may say: no width, vocabulary or number of heads is larger."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -20,7 +22,7 @@ def check_digest(path: Path, expected: str, said_by: str) -> None:
         UserError: it differs.
     """
     if (found := file_digest(path)) != expected:
-        raise UserError(f"{path}: its digest is {found}, {said_by} says {expected}; fetch the head again")
+        raise UserError(f"{path}: its digest is {found}, {said_by} says {expected}; fetch it again")
 
 
 def read_tensors(path: Path, but: Collection[str] = ()) -> dict[str, Tensor]:
@@ -33,7 +35,7 @@ def read_tensors(path: Path, but: Collection[str] = ()) -> dict[str, Tensor]:
         with safe_open(path, framework="pt") as tensors:
             return {name: tensors.get_tensor(name) for name in tensors.keys() if name not in but}  # noqa: SIM118
     except SafetensorError as error:
-        raise UserError(f"{path}: not a safetensors file ({error}); fetch the head again") from None
+        raise UserError(f"{path}: not a safetensors file ({error}); fetch it again") from None
 
 
 def check_names_and_shapes(path: Path, tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
@@ -65,7 +67,7 @@ def as_weights(path: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype) ->
             raise UserError(f"{path}: tensor {name!r} is {tensor.dtype}; expected float32, bfloat16 or float16")
         weights[name] = tensor.to(dtype)
         if not weights[name].isfinite().all():
-            raise UserError(f"{path}: tensor {name!r} holds NaN or infinity in {dtype}; fetch the head again")
+            raise UserError(f"{path}: tensor {name!r} holds NaN or infinity in {dtype}; fetch it again")
     return weights
 
 

@@ -56,8 +56,9 @@ class Pool:
     def __post_init__(self) -> None:
         if self.kind not in ("max", "avg"):
             raise UserError(f"pool: kind {self.kind!r} is unknown; choose one of max, avg")
-        if type(self.kernel) is not int or self.kernel < 1 or self.kernel % 2 == 0:
-            raise UserError(f"pool: kernel {self.kernel!r} must be odd and at least 1, or entries and scores shift")
+        if type(self.kernel) is not int or not 1 <= self.kernel < 4096 or self.kernel % 2 == 0:
+            expected = "odd and at least 1, or entries and scores shift, and below 4096"
+            raise UserError(f"pool: kernel {self.kernel!r} must be {expected}")
 
 
 NO_POOL = Pool(kernel=1)

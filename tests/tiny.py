@@ -66,10 +66,10 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def save_tiny_target(folder: Path, family: str = "llama") -> Path:
+def save_tiny_target(folder: Path, family: str = "llama", **changes: Any) -> Path:
     """Save a tiny model (context of 4096 tokens) and its tokenizer as transformers does; returns `folder`."""
     tokenizer = tiny_tokenizer()
-    model = tiny_model(family, vocab_size=len(tokenizer), max_position_embeddings=4096, pad_token_id=0)
+    model = tiny_model(family, vocab_size=len(tokenizer), max_position_embeddings=4096, pad_token_id=0, **changes)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(str(folder))
     return folder

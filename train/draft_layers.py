@@ -66,6 +66,14 @@ class Subset(Closeness):
     layers: list[int]
 
 
+@dataclass(frozen=True)
+class _Search:
+    """The first line of a log: which search it is of."""
+
+    target: str
+    texts: str
+
+
 @torch.no_grad()
 def read_answer(target: PreTrainedModel, prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> Text:
     """Read a given answer with the target."""
@@ -147,13 +155,13 @@ def draft_figure(searched: Sequence[Subset], held_out: Sequence[Subset]) -> Figu
 def _logged(log: Path, target: PreTrainedModel, texts: Sequence[Text]) -> list[Subset]:
     """The subsets of an earlier run of the same search; the log's first line says which search it is."""
     ids = text_digest(str([(text.ids.tolist(), len(text.expected)) for text in texts]))
-    search = {"target": str(target.config.name_or_path), "texts": ids}
-    rows = whole_lines(log)
+    search = _Search(str(target.config.name_or_path), ids)
+    rows: list[_Search | Subset] = whole_lines(log, _Search | Subset)
     if not rows:
-        write_lines(log, [search])
+        write_lines(log, [asdict(search)])
     elif rows[0] != search:
         raise UserError(f"{log}: this search began with another target or other texts; choose another out=")
-    return [Subset(**row) for row in rows[1:]]
+    return [row for row in rows if isinstance(row, Subset)]
 
 
 @torch.no_grad()

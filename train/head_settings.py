@@ -1,5 +1,6 @@
 """Settings of draft heads and retrieval heads in training. Nothing heavy is imported: configurations read this file."""
 
+import math
 from dataclasses import dataclass, field
 
 from keepsight.errors import UserError
@@ -30,7 +31,8 @@ class DraftHeadSettings:
         Raises:
             UserError: a value is out of range.
         """
-        require_at_least(self, "draft_head", {"unroll": 1, "max_tokens": 3})
+        require_at_least(self, "draft_head", {"vocabulary": 1, "unroll": 1, "max_tokens": 3})
+        self.train.check("draft_head.train")
         if not 0 < self.decay <= 1:
             raise UserError(f"draft_head.decay={self.decay} must lie above 0 and be at most 1")
 
@@ -64,7 +66,10 @@ class RetrievalHeadSettings:
             UserError: a value is out of range.
         """
         require_at_least(self, "retrieval_head", {"queries": 1, "max_tokens": 2})
-        if self.temperature <= 0:
+        self.train.check("retrieval_head.train")
+        if self.features not in (known := ("previous-step", "none")):
+            raise UserError(f"retrieval_head.features={self.features!r} is unknown; choose one of {', '.join(known)}")
+        if not 0 < self.temperature < math.inf:
             raise UserError(f"retrieval_head.temperature={self.temperature} must be above 0")
         if not 0 <= self.answers <= 1:
             raise UserError(f"retrieval_head.answers={self.answers} must be between 0 and 1")

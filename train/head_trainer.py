@@ -1,8 +1,9 @@
 """What the trainers of draft heads and retrieval heads share: the head's weights are saved, and nothing else."""
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 from typing_extensions import override
@@ -24,14 +25,9 @@ class HeadTrainer(ModuleTrainer[HeadObjectiveT]):
         settings: The head's variant and its optimisation.
         work: Folder for checkpoints, logs and measurements.
         samples: Training and held-out ones together.
-        start: Head that the training starts from; it must be the same when the training is resumed.
+        start: What else must be the same when the training is resumed, by its name in a recipe.
         replay: How readings of the target are kept, where `settings.train.replays` is above 1.
-
-    Attributes:
-        start_key: The command's key for `start`.
     """
-
-    start_key: ClassVar[str]
 
     def __init__(
         self,
@@ -39,13 +35,12 @@ class HeadTrainer(ModuleTrainer[HeadObjectiveT]):
         settings: DraftHeadSettings | RetrievalHeadSettings,
         work: Path,
         samples: list[TrainingSample],
-        start: str = "",
+        start: Mapping[str, Any] | None = None,
         replay: ReplaySettings | None = None,
     ) -> None:
         recipe = self.settings_key.removesuffix(".train")
         shape = {f"{recipe}.{name}": value for name, value in asdict(settings).items() if name != "train"}
-        shape[f"command.{self.start_key}"] = start
-        super().__init__(objective, settings.train, work, samples, shape, replay)
+        super().__init__(objective, settings.train, work, samples, {**shape, **(start or {})}, replay)
 
     @override
     def weights(self) -> dict[str, Tensor]:

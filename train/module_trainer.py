@@ -2,13 +2,12 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -17,15 +16,25 @@ from typing_extensions import override
 
 from keepsight.data_gen.shards import TrainingSample
 from keepsight.errors import UserError
-from keepsight.files import text_digest, whole_lines, write_lines
+from keepsight.files import append_lines, text_digest, whole_lines, write_lines
+from keepsight.locks import one_writer
 from keepsight.train.dataset import Batch, GroupedByLength, SampleDataset, collate, hold_out
 from keepsight.train.objective import Objective, ReplayedObjective
 from keepsight.train.replay import ReadingBuffer, ReplaySampler
-from keepsight.train.resume import StopOnInterrupt, check_same_settings, last_checkpoint, state_of
+from keepsight.train.resume import (
+    StopOnInterrupt,
+    check_same_settings,
+    check_seal,
+    last_checkpoint,
+    sealing,
+    state_of,
+)
 from keepsight.train.settings import ReplaySettings, TrainSettings
 from keepsight.units import read_bytes
 
 ObjectiveT = TypeVar("ObjectiveT", bound=Objective)
+
+MEASUREMENTS = "fidelity.jsonl"
 
 
 def training_arguments(settings: TrainSettings, work: Path) -> TrainingArguments:
@@ -49,7 +58,6 @@ def training_arguments(settings: TrainSettings, work: Path) -> TrainingArguments
         eval_steps=settings.measure_every,
         eval_on_start=True,
         save_steps=settings.save_every,
-        save_total_limit=2,
         logging_steps=10,
         logging_nan_inf_filter=False,
         report_to=settings.report_to,
@@ -107,7 +115,8 @@ class ModuleTrainer(Trainer, ABC, Generic[ObjectiveT]):
         self.model_accepts_loss_kwargs = False
         self.objective, self.settings, self.work, self.sample_count = objective, settings, work, len(samples)
         digest = text_digest(repr([(sample.prompt_ids, sample.answer_ids) for sample in samples]))
-        self._fixed = asdict(settings) | shape | {"data.samples": len(samples), "data.digest": digest}
+        data = {"data.samples": len(samples), "data.digest": digest}
+        self._fixed = asdict(settings) | shape | data | {"launch.processes": self.args.world_size}
         self._indices: list[int] = []
         self.metrics: dict[str, float] = {}
         self._replay = (replay or ReplaySettings()) if settings.replays > 1 else None
@@ -126,14 +135,16 @@ class ModuleTrainer(Trainer, ABC, Generic[ObjectiveT]):
             Whether the training ran to its end (False after Ctrl-C).
 
         Raises:
-            UserError: other settings or data than the checkpoint's, or a loss that is NaN or infinite.
+            UserError: other settings or data than the checkpoint's, a checkpoint that is damaged or cannot be written,
+                another process that trains in `work`, or a loss that is NaN or infinite.
         """
-        self.work.mkdir(parents=True, exist_ok=True)
-        check_same_settings(self.work / "settings.json", self._fixed, self.settings_key)
         stopper = StopOnInterrupt()
         self.add_callback(stopper)
-        with stopper.watching(), self._kept_readings():
-            self._resume(last_checkpoint(self.work))
+        with one_writer(self.work) if self.is_world_process_zero() else nullcontext():
+            if self.is_world_process_zero():
+                check_same_settings(self.work, self._fixed, self.settings_key)
+            with stopper.watching(), self._kept_readings():
+                self._resume(last_checkpoint(self.work))
         return self.state.global_step >= self.state.max_steps
 
     @contextmanager
@@ -148,6 +159,14 @@ class ModuleTrainer(Trainer, ABC, Generic[ObjectiveT]):
         self.objective.buffer = None  # type: ignore[assignment]
 
     def _resume(self, checkpoint: Path | None) -> None:
+        if checkpoint is not None:
+            check_seal(checkpoint)
+        if self.is_world_process_zero():
+            measured = whole_lines(checkpoint / MEASUREMENTS) if checkpoint else []
+            (self.work / MEASUREMENTS).unlink(missing_ok=True)
+            append_lines(self.work / MEASUREMENTS, measured) if measured else None
+            self.metrics = _numbers(measured[-1]) if measured else {}
+        self.args.eval_on_start = checkpoint is None
         if checkpoint is None:
             self.train()
             return
@@ -158,7 +177,6 @@ class ModuleTrainer(Trainer, ABC, Generic[ObjectiveT]):
         else:  # the Trainer would take one more step
             self._load_from_checkpoint(str(checkpoint))
             self.state = state
-            self.evaluate()
 
     @abstractmethod
     def weights(self) -> dict[str, Tensor]:
@@ -183,7 +201,7 @@ class ModuleTrainer(Trainer, ABC, Generic[ObjectiveT]):
 
     def measurements(self) -> list[dict[str, Any]]:
         """All measurements so far: rows with `step`, the numbers and the lists."""
-        return whole_lines(self.work / "fidelity.jsonl")
+        return whole_lines(self.work / MEASUREMENTS)
 
     def log_rows(self) -> list[dict[str, Any]]:
         """The logged losses, then the measurements."""
@@ -224,17 +242,12 @@ class ModuleTrainer(Trainer, ABC, Generic[ObjectiveT]):
             measured = self.measure()
         except FloatingPointError as error:
             raise self._not_finite(f"{error} after step {self.state.global_step}") from None
-        self.metrics = {name: value for name, value in measured.items() if not isinstance(value, list)}
+        self.metrics = _numbers(measured)
         self.log(dict(self.metrics))
         if self.is_world_process_zero():
-            self._log_measurement({"step": self.state.global_step, **measured})
+            append_lines(self.work / MEASUREMENTS, [{"step": self.state.global_step, **measured}])
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, self.metrics)
         return self.metrics
-
-    def _log_measurement(self, row: dict[str, Any]) -> None:
-        """Append a measurement; those of this step or later are left from a run that was stopped, and are replaced."""
-        rows = [each for each in self.measurements() if each["step"] < row["step"]]
-        write_lines(self.work / "fidelity.jsonl", [*rows, row])
 
     def _not_finite(self, what: str) -> UserError:
         """The error for a value that is NaN or infinite; a checkpoint of its own step is no longer good."""
@@ -255,12 +268,20 @@ class ModuleTrainer(Trainer, ABC, Generic[ObjectiveT]):
             save_file(state, folder / self.weights_file)
 
     @override
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        checkpoint = self.work / f"checkpoint-{self.state.global_step}"
+        with sealing(checkpoint) if self.is_world_process_zero() else nullcontext():
+            self.accelerator.wait_for_everyone()
+            super()._save_checkpoint(model, trial)
+            if self.is_world_process_zero():
+                write_lines(checkpoint / MEASUREMENTS, self.measurements())
+            self.accelerator.wait_for_everyone()
+
+    @override
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        path = Path(resume_from_checkpoint) / self.weights_file
-        try:
-            weights = load_file(path)
-        except (OSError, SafetensorError) as error:
-            raise UserError(
-                f"{path}: cannot be read ({error}); delete this checkpoint's folder to resume from the one before"
-            ) from None
-        self.load_weights(weights)
+        self.load_weights(load_file(Path(resume_from_checkpoint) / self.weights_file))
+
+
+def _numbers(measured: dict[str, Any]) -> dict[str, float]:
+    """A measurement without its lists and its step."""
+    return {name: value for name, value in measured.items() if name != "step" and not isinstance(value, list)}

@@ -1,5 +1,7 @@
 """Stopping and resuming a training: checkpoints, settings that must not change, and Ctrl-C."""
 
+import re
+import shutil
 import signal
 import threading
 from collections.abc import Iterator
@@ -8,21 +10,73 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from safetensors import SafetensorError
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from typing_extensions import override
 
-from keepsight.errors import UserError
-from keepsight.files import read_json, write_json
+from keepsight.errors import UserError, require_same
+from keepsight.files import file_digest, read_json, sync, write_json
+
+SETTINGS, SEAL = "settings.json", "digests.json"
+_KEPT = 2
+_NAME = re.compile(r"checkpoint-\d{1,18}\Z")
+
+
+def checkpoints(work: Path) -> dict[int, Path]:
+    """The complete checkpoints in `work` by step, in order; one without a seal is what a kill has left."""
+    named = {int(path.name.rpartition("-")[2]): path for path in work.glob("checkpoint-*") if _NAME.match(path.name)}
+    return {step: named[step] for step in sorted(named) if (named[step] / SEAL).is_file()}
 
 
 def last_checkpoint(work: Path, before: int | None = None) -> Path | None:
-    """The newest complete checkpoint in `work`; if `before` is given, the newest of an earlier step.
+    """The newest complete checkpoint in `work`; if `before` is given, the newest of an earlier step."""
+    return next((path for step, path in reversed(checkpoints(work).items()) if before is None or step < before), None)
 
-    The Trainer writes its state last, so a checkpoint without one is incomplete: a kill cut it off.
+
+@contextmanager
+def sealing(checkpoint: Path) -> Iterator[None]:
+    """Seal the checkpoint that is written within the block with digests of its files; all but the newest two then go.
+
+    Raises:
+        UserError: it cannot be written; the checkpoint before it stays.
     """
-    steps = {int(path.parent.name.rpartition("-")[2]): path.parent for path in work.glob(f"*-*/{TRAINER_STATE_NAME}")}
-    return max((pair for pair in steps.items() if before is None or pair[0] < before), default=(0, None))[1]
+    try:
+        shutil.rmtree(checkpoint, ignore_errors=True)  # what a kill has left
+        yield
+        _seal(checkpoint)
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have errors of their own
+        shutil.rmtree(checkpoint, ignore_errors=True)
+        said = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"{checkpoint}: the checkpoint cannot be written ({said}); once that is mended, the same command goes on "
+            "from the checkpoint before"
+        ) from error
+
+
+def _seal(checkpoint: Path) -> None:
+    paths = [path for path in sorted(checkpoint.rglob("*")) if path.is_file()]
+    sync(*paths, *{path.parent for path in paths})
+    write_json(checkpoint / SEAL, {path.relative_to(checkpoint).as_posix(): file_digest(path) for path in paths})
+    kept = [*checkpoints(checkpoint.parent).values()][-_KEPT:]
+    for other in checkpoint.parent.glob("checkpoint-*"):
+        if _NAME.match(other.name) and other not in kept:
+            shutil.rmtree(other, ignore_errors=True)
+
+
+def check_seal(checkpoint: Path) -> None:
+    """Compare a checkpoint's files with their digests.
+
+    Raises:
+        UserError: a file is missing or was changed.
+    """
+    for name, expected in read_json(checkpoint / SEAL, dict[str, str]).items():
+        path = checkpoint / name
+        fault = "missing" if not path.is_file() else "changed or cut off" if file_digest(path) != expected else None
+        if fault is not None:
+            raise UserError(
+                f"{path}: {fault} since it was written; delete this checkpoint's folder to resume from the one before"
+            )
 
 
 def state_of(checkpoint: Path) -> TrainerState:
@@ -30,26 +84,27 @@ def state_of(checkpoint: Path) -> TrainerState:
     return TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
 
 
-def check_same_settings(path: Path, settings: dict[str, Any], key: str = "train") -> None:
-    """Write the settings when a training begins; compare them when it is resumed.
+def check_same_settings(work: Path, settings: dict[str, Any], key: str = "train") -> None:
+    """Write the settings when a training begins; compare them when there is a checkpoint to resume from.
 
     Args:
-        path: The file that holds them.
+        work: Folder of the checkpoints.
         settings: Values by name; a name without a dot is a field of `key` in the recipe.
         key: See `settings`.
 
     Raises:
-        UserError: the training began with other settings.
+        UserError: the training began with other settings; all that differ are listed.
     """
-    if not path.exists():
+    path, now = work / SETTINGS, {_full(name, key): value for name, value in settings.items()}
+    if last_checkpoint(work) is None:
         write_json(path, settings)
-    for name, value in read_json(path).items():
-        if settings.get(name) != value:
-            full_name = name if "." in name else f"{key}.{name}"
-            raise UserError(
-                f"{path}: this training began with {full_name}={value!r}, now it is {settings.get(name)!r}; "
-                "choose another out=, or delete the folder"
-            )
+        return
+    began = {_full(name, key): value for name, value in read_json(path, dict[str, Any]).items()}
+    require_same(f"{path}: this training began", began, now, "choose another out=, or delete the folder")
+
+
+def _full(name: str, key: str) -> str:
+    return name if "." in name else f"{key}.{name}"
 
 
 class StopOnInterrupt(TrainerCallback):
@@ -74,6 +129,8 @@ class StopOnInterrupt(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if self.interrupted:
             control.should_save = control.should_training_stop = True
+        if control.should_save:  # the mean since the last logged loss is in no checkpoint
+            control.should_log = True
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         if self.interrupted:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 
 from typing_extensions import override
 
@@ -9,6 +10,7 @@ from keepsight.errors import UserError
 from keepsight.units import read_bytes
 
 PRECISIONS = ("no", "bf16", "fp16")
+TRACKERS = ("tensorboard", "trackio", "wandb")
 
 
 @dataclass
@@ -61,8 +63,15 @@ class TrainSettings:
         """
         least = dict.fromkeys(("batch_size", "accumulation", "measure_every", "save_every", "budget", "replays"), 1)
         require_at_least(self, key, {**least, "steps": 0, "held_out": 0})
+        require_within(self, key, learning_rate=(0, 100), epochs=(0, 1e6), clip=(0, 1e9), above=True)
+        require_within(self, key, warmup=(0, 1), min_learning_rate=(0, 1), seed=(0, 2**32 - 1))
         if self.precision not in PRECISIONS:
             raise UserError(f"{key}.precision={self.precision} is unknown; choose one of {', '.join(PRECISIONS)}")
+        for tracker in self.report_to:
+            if tracker not in TRACKERS:
+                raise UserError(f"{key}.report_to names {tracker!r}; choose from {', '.join(TRACKERS)}, or [] for none")
+            if find_spec(tracker) is None:
+                raise UserError(f"{key}.report_to: {tracker} is not installed; run `pip install {tracker}`")
 
 
 @dataclass
@@ -117,3 +126,21 @@ def require_at_least(settings: object, key: str, least: Mapping[str, int]) -> No
     for name, lowest in least.items():
         if (value := getattr(settings, name)) < lowest:
             raise UserError(f"{key}.{name}={value} must be at least {lowest}")
+
+
+def require_within(settings: object, key: str, *, above: bool = False, **bounds: tuple[float, float]) -> None:
+    """Check fields of the settings that a recipe calls `key` against their lowest and highest allowed values.
+
+    Args:
+        settings: What holds the fields.
+        key: Its name in a recipe.
+        above: Whether the lowest value itself is not allowed.
+        bounds: By field.
+
+    Raises:
+        UserError: a value lies outside, or is no number.
+    """
+    for name, (lowest, highest) in bounds.items():
+        value = getattr(settings, name)
+        if not lowest <= value <= highest or (above and value == lowest):
+            raise UserError(f"{key}.{name}={value} must be {'above' if above else 'from'} {lowest} and up to {highest}")

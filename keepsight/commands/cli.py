@@ -3,14 +3,15 @@
 import errno
 import importlib
 import logging
+import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from safetensors import SafetensorError
-
+from keepsight import __version__
+from keepsight.commands.terminal import printable
 from keepsight.errors import UserError
 
 COMMANDS = {
@@ -19,6 +20,8 @@ COMMANDS = {
     "train_draft_head": "train an EAGLE-3 draft head (the same as train_draft_head.py)",
     "train_retrieval_head": "prune and distil a retrieval head (the same as train_retrieval_head.py)",
     "eval": "score methods and KV budgets on needle tasks or real samples; table, plots, report",
+    "report": "the page, plots and tables of one evaluation or of several as one",
+    "compare": "evaluations side by side, with paired differences",
     "hits": "top-k hit rate of retrieval heads, Quest and exact top-k, step by step",
     "inspect": "an HTML page that shows which prompt tokens a method keeps",
     "push": "upload an adapter, a draft head or a retrieval head to the Hugging Face Hub",
@@ -27,27 +30,29 @@ COMMANDS = {
     "plan": "how many layers' KV entries must lie in CPU memory, by length",
     "draft": "search the target's layers for those that make a good draft",
 }
-BAD_INPUT = 2
-"""Exit status."""
+BAD_INPUT, STOPPED = 2, 141
+"""Exit statuses: what the user can mend, and what a shell reports of a program whose reader has gone."""
 _HELP = ("-h", "--help")
+_FULL_DISK = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `keepsight COMMAND ...`; returns the exit status."""
+    """Run `keepsight COMMAND ...`; returns the exit status.
+
+    What a command needs is imported within, so that Ctrl-C meanwhile ends in one line too.
+    """
     given = list(sys.argv[1:] if arguments is None else arguments)
     about = "keepsight keeps the KV-cache entries that a language model's coming answer will read."
     return _guard(lambda: _dispatch("keepsight", "keepsight.commands", about, COMMANDS, given))
 
 
-def run_command(command: Any, arguments: Sequence[str]) -> int:
-    """Run a command's module: its `Config` is parsed from `key=value` arguments and given to its `run`."""
-    return _guard(lambda: _execute(command, arguments))
-
-
 def _dispatch(usage: str, package: str, about: str, commands: Mapping[str, str], given: Sequence[str]) -> None:
     """Run the command that the first argument names; a package of commands asks for the next name."""
     if not given or given[0] in _HELP:
-        print(_overview(usage, about, commands))
+        _show(_overview(usage, about, commands))
+        return
+    if given[0] == "--version":
+        _show(f"keepsight {__version__}")
         return
     name = given[0].replace("-", "_")
     if name not in commands:
@@ -65,45 +70,80 @@ def _execute(command: Any, arguments: Sequence[str]) -> None:
     logging.basicConfig(format="%(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     if {*_HELP} & {*arguments}:
-        print(_help(command))
+        _show(_help(command, whole="all" in arguments))
     else:
         command.run(parse(command.Config, _positional(command, arguments)))
 
 
 def _positional(command: Any, arguments: Sequence[str]) -> list[str]:
-    """Arguments without `=` in the order of the command's POSITIONAL keys; `--dry-run` means `dry_run=true`."""
-    keys = iter(getattr(command, "POSITIONAL", ()))
-    overrides = []
+    """Arguments without `=` in the order of the command's POSITIONAL keys, or all of them as its POSITIONAL_LIST.
+
+    `--dry-run` means `dry_run=true`.
+    """
+    keys, many = iter(getattr(command, "POSITIONAL", ())), getattr(command, "POSITIONAL_LIST", None)
+    overrides, listed = [], []
     for argument in arguments:
         if argument.startswith("--"):
             flag, given, value = argument.removeprefix("--").partition("=")
             argument = f"{flag.replace('-', '_')}={value if given else 'true'}"
+        elif "=" not in argument and many is not None:
+            listed.append("'" + argument.replace("\\", "\\\\").replace("'", "\\'") + "'")
+            continue
         elif "=" not in argument:
             key = next(keys, None)
             if key is None:
                 raise UserError(f"{argument!r} is not understood; arguments are written key=value, see --help")
             argument = f"{key}={argument}"
         overrides.append(argument)
-    return overrides
+    return [*overrides, f"{many}=[{','.join(listed)}]"] if listed else overrides
 
 
 def _guard(action: Callable[[], None]) -> int:
+    """Run it; what the user can mend ends in one line."""
     try:
         action()
+        sys.stdout.flush()
     except UserError as error:
         return _fail(str(error))
     except KeyboardInterrupt:
         return _fail("interrupted; what was done is kept: run the same command again to resume")
-    except (OSError, SafetensorError) as error:
-        full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
-        advice = "; free some space and run the same command again, what was done is kept" if full else ""
-        return _fail(f"{' '.join(str(error).split())}{advice}")
+    except BrokenPipeError:  # whoever read what is printed, such as head, has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return STOPPED
+    except OSError as error:
+        return _fail(f"{error}{_advice(error)}")
+    except UnicodeError as error:
+        return _fail(f"a text that is no Unicode cannot be written or read ({error}); look for lone surrogates in it")
+    except Exception as error:
+        if _memory_ran_out(error):
+            return _fail(f"memory ran out ({error}); lower what is read or answered at a time")
+        if type(error).__name__ != "SafetensorError":  # whose module takes a while to import
+            raise
+        return _fail(f"{error}{_advice(error)}")
     return 0
 
 
+def _advice(error: Exception) -> str:
+    full = getattr(error, "errno", None) in _FULL_DISK or "No space left" in str(error)
+    return "; free some space and run the same command again, what was done is kept" if full else ""
+
+
+def _memory_ran_out(error: Exception) -> bool:
+    is_torchs = type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)
+    return is_torchs or isinstance(error, MemoryError)
+
+
 def _fail(message: str) -> int:
-    print(f"keepsight: error: {message}", file=sys.stderr)
+    print(f"keepsight: error: {printable(' '.join(message.split()))}", file=sys.stderr)
     return BAD_INPUT
+
+
+def _show(text: str) -> None:
+    """Print help; whether all of it is read makes no difference."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _overview(usage: str, about: str, commands: Mapping[str, str]) -> str:
@@ -114,15 +154,24 @@ def _overview(usage: str, about: str, commands: Mapping[str, str]) -> str:
     )
 
 
-def _help(command: Any) -> str:
-    """A command's docstring and its keys, each with default and meaning."""
-    from keepsight.commands.config import Recipe, describe
+def _help(command: Any, whole: bool) -> str:
+    """A command's docstring and its own keys, then those that the recipe sets: by group, or all of them."""
+    from keepsight.commands.config import Recipe, describe, groups
 
+    is_recipe = issubclass(command.Config, Recipe)
+    shared = {key for key, _, _ in describe(Recipe)} if is_recipe else set()
+    keys = [(f"{key}={default}", note) for key, default, note in describe(command.Config)]
+    own = [(key, note) for key, note in keys if key.partition("=")[0] not in shared]
+    parts = [command.__doc__ or "", "keys (key=value) and their defaults:", *_listed(own)]
+    if is_recipe and whole:
+        parts += ["\nkeys that the recipe sets:", *_listed([key for key in keys if key not in own])]
+    elif is_recipe:
+        parts += ["\nkeys that the recipe sets (--help all shows each):", *_listed(groups(Recipe))]
+    return "\n".join(parts)
+
+
+def _listed(keys: Sequence[tuple[str, str]]) -> Iterator[str]:
     width = min(shutil.get_terminal_size().columns, 120)
-    shared = {key for key, _, _ in describe(Recipe)}
-    own, recipe = [f"{command.__doc__ or ''}\nkeys (key=value) and their defaults:"], ["\nkeys that the recipe sets:"]
-    for key, default, note in describe(command.Config):
-        lines = recipe if key in shared else own
-        lines.append(f"  {key}={default}")
-        lines += textwrap.wrap(note, width, initial_indent=" " * 6, subsequent_indent=" " * 6)
-    return "\n".join([*own, *recipe])
+    for key, note in keys:
+        yield f"  {key}"
+        yield from textwrap.wrap(note, width, initial_indent=" " * 6, subsequent_indent=" " * 6)

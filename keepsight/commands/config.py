@@ -1,11 +1,12 @@
 """The one configuration system: `key=value` overrides over a recipe, typed by dataclasses, composed by Hydra."""
 
 import difflib
+import functools
 import inspect
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, TypeVar, get_origin, get_type_hints
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from hydra import compose, initialize_config_module
 from hydra.core.config_store import ConfigStore
@@ -20,6 +21,8 @@ from keepsight.train.head_settings import DraftHeadSettings, RetrievalHeadSettin
 from keepsight.train.settings import LookaheadTrainSettings, ReplaySettings
 
 DEFAULT_RECIPE = "smollm2-135m"
+_LARGEST = 1 << 40
+"""Of whole numbers; the product of two of them fits into 64 bits with whatever else is multiplied to it."""
 
 
 @dataclass
@@ -91,19 +94,31 @@ class Recipe:
     draft_head: DraftHeadSettings = field(default_factory=DraftHeadSettings)
     retrieval_head: RetrievalHeadSettings = field(default_factory=RetrievalHeadSettings)
 
+    def check(self) -> None:
+        """Refuse values that nothing can be done with, before anything is loaded or written.
 
-Command = TypeVar("Command", bound=Recipe)
+        Raises:
+            UserError: a value is out of range.
+        """
+        for settings in (self.lookahead, self.draft_head, self.retrieval_head):
+            settings.check()
+        self.train.check("train")
+        self.replay.check()
+
+
+Command = TypeVar("Command")
 
 
 def parse(schema: type[Command], overrides: list[str]) -> Command:
-    """Build a command's configuration from its `key=value` arguments.
+    """Build a command's configuration from its `key=value` arguments; a `Recipe` begins with a recipe's values.
 
     Raises:
-        UserError: an unknown recipe or key, a value of the wrong type, or a required key that is not given.
+        UserError: an unknown recipe or key, a value of the wrong type or out of range, or a required key that is not
+            given.
     """
     ConfigStore.instance().store(name="command", node=schema)
     GlobalHydra.instance().clear()
-    kinds = {key: kind for key, kind, _, _ in _keys(schema)}
+    kinds = {key: kind for key, kind, _, _ in _keys(schema)} | ({"recipe": str} if issubclass(schema, Recipe) else {})
     try:
         with initialize_config_module("keepsight.recipes", version_base="1.3"):
             composed = compose("command", overrides=[_readable(override, kinds) for override in overrides])
@@ -111,7 +126,23 @@ def parse(schema: type[Command], overrides: list[str]) -> Command:
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(_explain(error)) from None
     assert isinstance(config, schema)
+    for key, _, default, _ in _keys(schema):
+        value = functools.reduce(getattr, key.split("."), config)
+        if default == "???" and value == "":
+            raise UserError(f"{key}= is required; see --help")
+        _require_small(key, value)
+    if isinstance(config, Recipe):
+        config.check()
     return config
+
+
+def _require_small(key: str, value: Any) -> None:
+    """Refuse whole numbers that overflow where they are counted with."""
+    if isinstance(value, list | dict):
+        for each in value.values() if isinstance(value, dict) else value:
+            _require_small(key, each)
+    elif type(value) is int and abs(value) > _LARGEST:
+        raise UserError(f"{key}: {value} is too large; the limit is {_LARGEST}")
 
 
 def at_least_one(config: Recipe, *keys: str) -> None:
@@ -132,19 +163,27 @@ def at_least_one(config: Recipe, *keys: str) -> None:
 def _readable(override: str, kinds: dict[str, Any]) -> str:
     """`key=value` with a known key, and text in quotes: to Hydra's grammar commas and brackets mean something."""
     key, _, value = override.partition("=")
-    if key not in (*kinds, "recipe"):
+    if key not in kinds:
         group = [known for known in kinds if known.startswith(f"{key}.")]
-        near = difflib.get_close_matches(key, [*kinds, "recipe"], n=1, cutoff=0.5)
+        near = difflib.get_close_matches(key, kinds, n=1, cutoff=0.5)
         hint = f"it holds {', '.join(group)}" if group else f"did you mean {near[0]!r}?" if near else "see --help"
         raise UserError(f"{key!r} is no key of this command; {hint}")
+    if any("\ud800" <= letter <= "\udfff" for letter in value):
+        raise UserError(f"{key}= is no UTF-8 text: {value!r}")
     if get_origin(kinds.get(key)) is dict:
         return f"++{override}"  # Hydra takes an empty mapping's new keys only so
+    if _is_list(kinds.get(key)) and not value.startswith("[") and value != "null":
+        return f"{key}=[{value}]"
     is_quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "\"'"
     if kinds.get(key) not in (str, str | None) or value == "null" or is_quoted:
         return override
     value = value.replace("${", r"\${")
     quoted = re.sub(r"(\\*)('|\Z)", lambda found: found[1] * 2 + found[2].replace("'", r"\'"), value)
     return f"{key}='{quoted}'"
+
+
+def _is_list(kind: Any) -> bool:
+    return list in (get_origin(kind), *map(get_origin, get_args(kind)))
 
 
 def _explain(error: Exception) -> str:
@@ -154,8 +193,8 @@ def _explain(error: Exception) -> str:
         return f"{error.full_key}= is required; see --help"
     if isinstance(error, OverrideParseException):
         return f"{error.override!r} cannot be read; write key=value, a list as key=[a,b], text with symbols in quotes"
-    if ambiguous := re.match("Ambiguous value for argument '(.*?)=(.*?)'", text):
-        return f"{ambiguous[1]}={ambiguous[2]}: a list is written {ambiguous[1]}=[{ambiguous[2]}]"
+    if ambiguous := re.match("Ambiguous value for argument '(.*?)'", text):
+        return f"{ambiguous[1]}: this key takes one value"
     if wrong := re.match("Error merging override (.*)", text):
         reason = str(error.__cause__).partition("\n")[0]
         return f"{wrong[1]}: {reason}"
@@ -170,6 +209,14 @@ def describe(schema: type) -> Iterator[tuple[str, str, str]]:
     """(key, default, help) of every key of a configuration, nested ones as `model.dtype`."""
     for key, _, default, note in _keys(schema):
         yield key, "required" if default == "???" else str(default), note
+
+
+def groups(schema: type) -> Iterator[tuple[str, str]]:
+    """(key, help) of every key, those that belong together once, as `model.*`."""
+    notes, hints = _attribute_notes(schema), get_type_hints(schema)
+    for each in fields(schema):
+        if each.name in notes:
+            yield f"{each.name}.*" if is_dataclass(hints[each.name]) else f"{each.name}=", notes[each.name]
 
 
 def _keys(schema: type, prefix: str = "", defaults: Any = None) -> Iterator[tuple[str, Any, Any, str]]:

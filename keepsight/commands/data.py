@@ -6,6 +6,7 @@
 A run that was killed resumes when the same command is given again.
 """
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ from keepsight.commands.from_recipe import target_of
 from keepsight.data_gen.generate import generate_data
 from keepsight.data_gen.mixture import Mixture
 from keepsight.errors import UserError
+from keepsight.files import require_writable
+from keepsight.models.processes import launched
+from keepsight.signed_json import from_json
 
 
 @dataclass
@@ -48,6 +52,7 @@ class Config(Recipe):
 def run(config: Config) -> None:
     """Make the data and print its size."""
     at_least_one(config, "limit", "max_new_tokens", "shard_size", "batch_tokens")
+    require_writable(Path(config.out))
     values = read_mixture(config.mixture)
     mixture = Mixture.from_config(values)
     target = target_of(config)
@@ -62,10 +67,11 @@ def run(config: Config) -> None:
         shard_size=config.shard_size,
         batch_tokens=config.batch_tokens,
     )
-    print(
-        f"{manifest['samples']} samples in {config.out}: {manifest['prompt_tokens']} prompt tokens, "
-        f"{manifest['answer_tokens']} answer tokens"
-    )
+    if launched().is_main_process:
+        print(
+            f"{manifest['samples']} samples in {config.out}: {manifest['prompt_tokens']} prompt tokens, "
+            f"{manifest['answer_tokens']} answer tokens"
+        )
 
 
 def read_mixture(name: str) -> dict[str, Any]:
@@ -78,10 +84,11 @@ def read_mixture(name: str) -> dict[str, Any]:
     path = known.get(name) or Path(name)
     if not path.is_file():
         raise UserError(f"mixture={name} is neither a file nor one of {', '.join(known)}")
-    try:
-        values = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
-    except (YAMLError, OmegaConfBaseException) as error:
+    try:  # what looks like a variable stays text: a file must not read the environment
+        values = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+        values = from_json(json.dumps(values, ensure_ascii=False).encode())  # as the manifest will hold them
+    except (YAMLError, OmegaConfBaseException, ValueError, TypeError, RecursionError) as error:
         raise UserError(f"{path}: not a YAML file ({' '.join(str(error).split())})") from None
     if not isinstance(values, dict):
         raise UserError(f"{path}: expected keys such as min_tokens, max_tokens and sources")
-    return {str(key): value for key, value in values.items()}
+    return values

@@ -1,7 +1,7 @@
 """keepsight draft: search for the layers of a target that make a good draft.
 
-    keepsight draft recipe=smollm2-135m keep=[26,20] out=runs/draft
-    keepsight draft recipe=qwen3-8b data=runs/data keep=[24,18] out=runs/draft
+    keepsight draft recipe=smollm2-135m keep=26,20 out=runs/draft
+    keepsight draft recipe=qwen3-8b data=runs/data keep=24,18 out=runs/draft
 
 Removes layers one by one, always the one whose absence changes the target's answers least, and compares the subsets of
 the sizes in `keep` with the target on held-out texts. Prints a table and the line for the recipe; writes draft.json and
@@ -83,7 +83,7 @@ def _samples(config: Config, target: Target) -> tuple[list[TrainingSample], str]
     longest = config.prompt_tokens[1]
     if not config.data:
         _answer(config, target, folder, wanted)
-    samples, manifest = read_training_samples(folder, target.name, target.template_digest)
+    samples, manifest = read_training_samples(folder, target.name, target.template_digest, target.vocabulary)
     if config.data:
         samples = [sample for sample in samples if len(sample.prompt_ids) <= longest]
     if len(samples) < wanted:

@@ -1,7 +1,7 @@
 """keepsight eval: score methods and KV budgets from one prefill per sample.
 
-    keepsight eval adapter=runs/adapter tasks=[niah_single] lengths=[512,1024] budgets=[64,128] samples=20 out=runs/eval
-    keepsight eval tasks=[jsonl] jsonl.dir=DIR max_tokens=2048 methods=[full,snapkv,lookaheadkv] out=runs/real
+    keepsight eval adapter=runs/adapter tasks=niah_single lengths=512,1024 budgets=64,128 samples=20 out=runs/eval
+    keepsight eval tasks=jsonl jsonl.dir=DIR max_tokens=2048 methods=full,snapkv,lookaheadkv out=runs/real
 
     keepsight eval "methods=[snapkv,{name: snapkv, allocate: adakv},{name: evict, observer: short_keys}]" ...
     accelerate launch -m keepsight eval ...                    # samples divided over processes, results merged once
@@ -10,45 +10,41 @@ Tasks: niah_single, niah_multikey, niah_multivalue, niah_multiquery (niah: all f
 README has the table), or one with options. An option is a field of the method, such as window, sinks, every (evict
 while decoding too), or a part: observer, reduce, pool, allocate. question=unseen compresses the context before the
 question arrives, question=multi asks several questions of one compressed cache. `out` gets results.jsonl (a row per
-sample, method and budget), summary.csv, plots and report.html. A stopped run goes on when the same command is given
-again.
+sample, method and budget), summary.csv, report.html, plots/, tables/ and samples/, a page for each of the first samples
+with what every method kept. A stopped run goes on when the same command is given again; reuse=[DIR] takes what an
+earlier run has measured on the same inputs.
 """
 
-import platform
-import shlex
-import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from accelerate import PartialState
 from tqdm import tqdm
 
-from keepsight import __version__
 from keepsight.commands.config import Recipe
-from keepsight.commands.from_recipe import adapter_of, resources_later, resources_of, retrieval_of, target_of
+from keepsight.commands.from_recipe import resources_later, resources_of, target_of
+from keepsight.commands.provenance import settings_of
+from keepsight.commands.terminal import printable
 from keepsight.errors import UserError
 from keepsight.eval.answers import default_batch_tokens
-from keepsight.eval.report.plots import plot_excess_nll, plot_scores
-from keepsight.eval.report.report import write_report
-from keepsight.eval.report.summary import summarize, summary_table, write_summary
+from keepsight.eval.kept_tokens import KeptTokens, first_of_each
+from keepsight.eval.report.report import write_outputs
+from keepsight.eval.report.summary import summarize, summary_table
 from keepsight.eval.results import FULL, finished, merge, part_of
-from keepsight.eval.sweep import QUESTIONS, Variant, check_samples, groups_of, sweep
+from keepsight.eval.reuse import Earlier
+from keepsight.eval.rows import Variant
+from keepsight.eval.runs import Run
+from keepsight.eval.sweep import QUESTIONS, check_samples, groups_of, sweep
 from keepsight.eval.tasks import jsonl, niah
 from keepsight.eval.tasks.samples import RenderedSample, render_apart
-from keepsight.files import append_lines, file_digest, whole_lines
-from keepsight.models.hub import fetch
-from keepsight.models.retrieval_head_files import WEIGHTS
+from keepsight.files import append_lines, require_writable, whole_lines
 from keepsight.models.targets import Target
 from keepsight.runtime.methods import Resources, make_method
 from keepsight.runtime.methods.make import takes
 from keepsight.runtime.methods.resources import bind
-
-_OF_NO_RESULT = ("defaults", "lookahead", "train", "draft_head", "retrieval_head", "out", "max_batch_tokens")
-"""Keys that no answer depends on."""
 
 
 @dataclass
@@ -85,6 +81,9 @@ class Config(Recipe):
             question), multi (the same, and every question about a context is asked of one compressed cache).
         max_batch_tokens: Max KV entries per head in one decoding batch over all variants; 0 for a quarter of the free
             memory.
+        pages: Samples of each task and length whose kept tokens are stored, and shown on a page of their own.
+        reuse: Folders of earlier runs. A row that depends on the same target, sample, method and options is taken from
+            there instead of being measured again, its times included.
     """
 
     out: str = "???"
@@ -101,6 +100,8 @@ class Config(Recipe):
     max_new_tokens: int = 0
     question: str = "seen"
     max_batch_tokens: int = 0
+    pages: int = 1
+    reuse: list[str] = field(default_factory=list)
 
 
 def run(config: Config) -> None:
@@ -108,17 +109,24 @@ def run(config: Config) -> None:
     for key in ("max_new_tokens", "max_batch_tokens"):
         if getattr(config, key) < 0:
             raise UserError(f"{key}={getattr(config, key)} must be at least 0, which leaves it to keepsight")
+    if config.pages < 0:
+        raise UserError(f"pages={config.pages} must be at least 0")
     if config.question not in QUESTIONS:
         raise UserError(f"question={config.question} is unknown; choose one of {', '.join(QUESTIONS)}")
+    require_writable(Path(config.out))
     variants = variants_of(config, resources_later(config))  # bad values end here, before anything loads
     processes, out = PartialState(cpu=not torch.cuda.is_available()), Path(config.out)
     target = target_of(config)
     variants = bound(variants, resources_of(config, target))
-    settings = _settings(config, target, variants)
-    samples = samples_of(config, target)
+    settings = settings_of(config, target, variants)
+    samples, earlier = samples_of(config, target), Earlier.read(config.reuse)
     if config.question != "seen":
         samples = [render_apart(sample, target.tokenizer) for sample in samples]
     check_samples(target, samples, variants)
+    pages = {*first_of_each(samples, config.pages)}
+    kept = KeptTokens(out, target, [sample for sample in samples if sample.key in pages], config.reuse)
+    # What does not fit into memory ends in the first minute, and processes that take turns end together.
+    samples.sort(key=lambda sample: -len(sample.prompt_ids))
     if processes.is_main_process:
         merge(out, settings, 1 + len(variants))
         _show(samples[0], target)
@@ -129,7 +137,8 @@ def run(config: Config) -> None:
     most = config.max_batch_tokens or default_batch_tokens(target.model) // processes.num_processes
     with tqdm(total=len(own), desc="samples", unit="sample", disable=not processes.is_main_process) as progress:
         progress.update(sum(sample.key in done for sample in own))
-        for rows in sweep(target, own, variants, done, most, config.question):
+        for rows in sweep(target, own, variants, done, most, config.question, earlier, kept.note):
+            kept.write(rows)
             append_lines(part, rows)
             progress.update()
     processes.wait_for_everyone()
@@ -146,12 +155,8 @@ def own_share(samples: list[RenderedSample], question: str, process: int, proces
 def write_all(out: Path, settings: dict[str, Any]) -> None:
     """Summary, plots and report from `out/results.jsonl`; prints the table."""
     rows = whole_lines(out / "results.jsonl")
-    summary = summarize(rows)
-    write_summary(rows, out / "summary.csv")
-    plot_scores(summary, out / "scores.png")
-    plot_excess_nll(summary, out / "excess_nll.png")
-    write_report(rows, out, settings)
-    print(f"{summary_table(summary)}\n\nreport: {out / 'report.html'}")
+    write_outputs([Run(out, rows, settings)], out)
+    print(f"{summary_table(summarize(rows))}\n\nreport: {out / 'report.html'}")
 
 
 def variants_of(config: Config, resources: Resources) -> list[Variant]:
@@ -192,12 +197,25 @@ def _read_method(given: Any) -> tuple[str, str, dict[str, Any]]:
         raise UserError(f"methods={given!r}: expected a method's name, or {{name: NAME, option: value}}")
     options = {"name": given} if isinstance(given, str) else {str(key): value for key, value in given.items()}
     name = str(options.pop("name", ""))
-    label = str(options.pop("label", name + "".join(f" {key}={value}" for key, value in options.items())))
+    label = str(options.pop("label", " ".join([name, *_said(options)])))
     if FULL in (name, label):
         raise UserError(f"methods={given!r}: {FULL!r} is the full cache, which takes no options; give another label")
     if "budget" in options:
         raise UserError(f"methods={given!r}: there is no option 'budget'; budgets= is for all methods")
     return name, label, options
+
+
+def _said(options: dict[str, Any]) -> list[str]:
+    """Options as they stand in a label: `window=4`, `pool(kernel=5)`, `observer=draft_tokens(window=4)`."""
+    said = []
+    for key, value in options.items():
+        if isinstance(value, dict):
+            inner = ", ".join(_said({each: value[each] for each in value if each != "name"}))
+            name = f"={value['name']}" if "name" in value else ""
+            said.append(f"{key}{name}({inner})" if inner else f"{key}{name}")
+        else:
+            said.append(f"{key}={value}")
+    return said
 
 
 def samples_of(config: Config, target: Target) -> list[RenderedSample]:
@@ -247,32 +265,4 @@ def _show(sample: RenderedSample, target: Target) -> None:
     ids = [*sample.prompt_ids.tolist(), *sample.question_ids.tolist()]
     head, tail = target.tokenizer.decode(ids[:48]), target.tokenizer.decode(ids[-48:])
     print(f"first prompt, {sample.task} {sample.id}: {len(ids)} tokens, nothing cut")
-    print(f"--- head\n{head}\n--- tail\n{tail}\n---")
-
-
-def _settings(config: Config, target: Target, variants: list[Variant]) -> dict[str, Any]:
-    """What the results depend on, for the report and for resuming."""
-    given = asdict(config)
-    kept = {key: given[key] for key in given if key not in _OF_NO_RESULT}
-    versions = {
-        "keepsight": __version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-    }
-    return kept | {
-        "target": {"name": target.name, "version": target.version},
-        "adapter": adapter_of(config),
-        "adapter_digest": next(filter(None, (variant.method.adapter_digest for variant in variants)), None),
-        "retrieval": retrieval_of(config),
-        "retrieval_digest": _retrieval_digest(config, variants),
-        "versions": versions,
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-    }
-
-
-def _retrieval_digest(config: Config, variants: list[Variant]) -> str | None:
-    named = retrieval_of(config)
-    if named is None or not any(variant.method.uses_retrieval_head for variant in variants):
-        return None
-    return file_digest(fetch(named) / WEIGHTS)
+    print(printable(f"--- head\n{head}\n--- tail\n{tail}\n---"))

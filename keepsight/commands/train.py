@@ -15,21 +15,25 @@ from transformers import set_seed
 from keepsight.commands.training import (
     TrainingConfig,
     basics_of,
+    begun_with,
     length_summary,
     metrics_text,
     require_finished,
     training_target,
 )
 from keepsight.data_gen.shards import read_training_samples
-from keepsight.errors import UserError
-from keepsight.files import write_png
+from keepsight.errors import UserError, require_same
+from keepsight.files import require_writable, write_png
 from keepsight.models.hub import fetch
 from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_card import lookahead_card
-from keepsight.models.lookahead_files import load_lookahead, save_lookahead
+from keepsight.models.lookahead_files import CONFIG, load_lookahead, save_lookahead
 from keepsight.train.lookahead.objective import LookaheadObjective
 from keepsight.train.lookahead.plots import lookahead_figure
 from keepsight.train.lookahead.trainer import LookaheadTrainer
+
+_SHAPE = ("tokens", "rank", "alpha", "group")
+"""Of a module's settings, those that its weights were trained with."""
 
 
 @dataclass
@@ -48,19 +52,19 @@ class Config(TrainingConfig):
 
 def run(config: Config) -> None:
     """Train, then write the adapter, its card and the training curves."""
-    target, out = training_target(config), Path(config.out)
-    samples, manifest = read_training_samples(Path(config.data), target.name, target.template_digest)
+    require_writable(out := Path(config.out))
+    target = training_target(config)
+    samples, manifest = read_training_samples(Path(config.data), target.name, target.template_digest, target.vocabulary)
     samples = [each for each in samples if len(each.prompt_ids) <= (config.max_prompt_tokens or 1 << 60)]
     if not samples:
         raise UserError(f"max_prompt_tokens={config.max_prompt_tokens} leaves no sample of {config.data}; raise it")
     set_seed(config.train.seed)
     lookahead = Lookahead(target.model, config.lookahead)
     if config.init:
-        artifact = load_lookahead(fetch(config.init))
-        lookahead.load_state(artifact.lora, artifact.tokens)
-    trainer = LookaheadTrainer(
-        LookaheadObjective(lookahead, config.train.far), config.train, out / "training", samples, config.replay
-    )
+        _start_from(config.init, lookahead)
+    begun = begun_with(target, "init", fetch(config.init) / CONFIG if config.init else None)
+    objective = LookaheadObjective(lookahead, config.train.far)
+    trainer = LookaheadTrainer(objective, config.train, out / "training", samples, config.replay, begun)
     finished = trainer.fit()
     if trainer.is_world_process_zero():
         lengths = length_summary("prompt tokens", [len(each.prompt_ids) for each in samples])
@@ -70,3 +74,12 @@ def run(config: Config) -> None:
         write_png(out / "training.png", lookahead_figure(trainer.log_rows()))
         print(f"adapter after step {trainer.state.global_step} in {out}: {metrics_text(trainer.metrics)}")
     require_finished(finished, config, trainer)
+
+
+def _start_from(init: str, lookahead: Lookahead) -> None:
+    """Load an adapter's weights into a new module, which must have been trained as it is to be."""
+    artifact = load_lookahead(fetch(init))
+    artifact.check_base(lookahead.model)
+    was, now = ({name: getattr(each.settings, name) for name in _SHAPE} for each in (artifact, lookahead))
+    require_same(f"init={init}: this adapter was trained", was, now, "give the values that it was trained with")
+    lookahead.load_state(artifact.lora, artifact.tokens)

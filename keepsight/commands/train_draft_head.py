@@ -19,16 +19,17 @@ from keepsight.commands.from_recipe import target_of
 from keepsight.commands.training import (
     TrainingConfig,
     basics_of,
+    begun_with,
     length_summary,
     metrics_text,
     require_finished,
 )
 from keepsight.data_gen.shards import TrainingSample, read_training_samples
 from keepsight.errors import UserError
-from keepsight.files import write_png
+from keepsight.files import require_writable, write_png
 from keepsight.models.draft_head import DraftHead
 from keepsight.models.draft_head_card import draft_head_card
-from keepsight.models.draft_head_files import load_draft_head, save_draft_head
+from keepsight.models.draft_head_files import WEIGHTS, load_draft_head, save_draft_head
 from keepsight.models.hub import fetch
 from keepsight.models.targets import Target
 from keepsight.train.draft_head.init import frequent_tokens, new_draft_head
@@ -58,13 +59,15 @@ def run(config: Config) -> None:
     """Train, then write the head, its card and the training curves."""
     settings = config.draft_head
     settings.check()
-    target, out = target_of(config), Path(config.out)
-    samples, manifest = read_training_samples(Path(config.data), target.name, target.template_digest)
+    require_writable(out := Path(config.out))
+    target = target_of(config)
+    samples, manifest = read_training_samples(Path(config.data), target.name, target.template_digest, target.vocabulary)
     set_seed(settings.train.seed)
     head = _head(config, target, samples)
     reader = _reader(config, target, head, samples, manifest["digest"])
     objective = DraftHeadObjective(head, target.model, reader, settings.unroll, settings.decay, settings.max_tokens)
-    trainer = DraftHeadTrainer(objective, settings, out / "training", samples, config.init or "")
+    begun = begun_with(target, "init", fetch(config.init) / WEIGHTS if config.init else None)
+    trainer = DraftHeadTrainer(objective, settings, out / "training", samples, begun)
     finished = trainer.fit()
     if trainer.is_world_process_zero():
         lengths = [len(each.prompt_ids) + len(each.answer_ids) for each in samples]

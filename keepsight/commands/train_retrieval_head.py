@@ -13,13 +13,19 @@ from pathlib import Path
 import torch
 from transformers import set_seed
 
-from keepsight.commands.training import TrainingConfig, basics_of, require_finished, training_target
+from keepsight.commands.training import (
+    TrainingConfig,
+    basics_of,
+    begun_with,
+    require_finished,
+    training_target,
+)
 from keepsight.data_gen.shards import read_training_samples
 from keepsight.errors import UserError
-from keepsight.files import write_png
+from keepsight.files import require_writable, write_png
 from keepsight.models.card import CardBasics
 from keepsight.models.draft_head import DraftHead
-from keepsight.models.draft_head_files import load_draft_head
+from keepsight.models.draft_head_files import WEIGHTS, load_draft_head
 from keepsight.models.hub import fetch
 from keepsight.models.retrieval_card import comparison, retrieval_card
 from keepsight.models.retrieval_head import RetrievalHead, check_target, parameters, pruning
@@ -47,14 +53,15 @@ def run(config: Config) -> None:
     """Prune, distil, then write the head, its card and the training curves."""
     settings = config.retrieval_head
     settings.check()
-    target, out = training_target(config), Path(config.out)
-    samples, manifest = read_training_samples(Path(config.data), target.name, target.template_digest)
+    require_writable(out := Path(config.out))
+    target = training_target(config)
+    samples, manifest = read_training_samples(Path(config.data), target.name, target.template_digest, target.vocabulary)
     samples = cut(samples, settings.max_tokens)
     set_seed(settings.train.seed)
     longest = max(len(sample.prompt_ids) + len(sample.answer_ids) for sample in samples)
     head, pruned = _first_head(config, target, longest)
     objective = RetrievalObjective(head, target.model, settings.queries, settings.temperature, settings.answers)
-    trainer = RetrievalTrainer(objective, settings, out / "training", samples, config.head or "", config.replay)
+    trainer = RetrievalTrainer(objective, settings, out / "training", samples, _begun(config, target), config.replay)
     finished = trainer.fit()
     if trainer.is_world_process_zero():
         described = pruned | {
@@ -66,6 +73,10 @@ def run(config: Config) -> None:
         basics = basics_of(config, target, manifest, trainer, described, "KL at that temperature, nats")
         _write(config, trainer, basics, longest)
     require_finished(finished, config, trainer)
+
+
+def _begun(config: Config, target: Target) -> dict[str, str | None]:
+    return begun_with(target, "head", fetch(config.head) / WEIGHTS if config.head else None)
 
 
 def _first_head(config: Config, target: Target, longest: int) -> tuple[RetrievalHead, dict[str, str]]:

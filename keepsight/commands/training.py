@@ -11,6 +11,7 @@ from keepsight import __version__
 from keepsight.commands.config import Recipe
 from keepsight.commands.from_recipe import target_of
 from keepsight.errors import UserError
+from keepsight.files import file_digest
 from keepsight.models.card import CardBasics
 from keepsight.models.lookahead_files import Provenance
 from keepsight.models.targets import Target
@@ -34,6 +35,19 @@ class TrainingConfig(Recipe):
     title: str = "keepsight module"
     license: str = "apache-2.0"
     data_notes: str = ""
+
+
+def begun_with(target: Target, key: str, weights: Path | None) -> dict[str, str | None]:
+    """What a training that is resumed must have begun with: the target's weights and dtype, and a module's.
+
+    Args:
+        target: The base model.
+        key: The command's key that names the module.
+        weights: A file of the module that no other has; None where the training begins with a new one.
+    """
+    dtype = str(target.model.dtype).removeprefix("torch.")
+    begun = {"model.version": target.version, "model.dtype": dtype}
+    return {**begun, f"command.{key}": file_digest(weights) if weights else None}
 
 
 def training_target(config: TrainingConfig) -> Target:

@@ -45,6 +45,8 @@ class Kivi(CacheMethod):
 
     def __post_init__(self) -> None:
         check_sizes(self.quantizer, self.residual)
+        if not isinstance(self.inner, CacheMethod | None):
+            raise UserError(f"inner: {self.inner!r} is no method that evicts; give {{name: NAME, budget: BUDGET}}")
         if isinstance(self.inner, Kivi):
             raise UserError("inner: entries that are packed cannot be packed again; give a method that evicts")
         if self.inner is not None and self.inner.every:

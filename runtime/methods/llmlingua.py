@@ -127,7 +127,7 @@ def _compressor(model: str) -> Any:
             return package.PromptCompressor(
                 model_name=model,
                 device_map=device,
-                model_config={"trust_remote_code": False},
+                model_config={"trust_remote_code": False, "use_safetensors": True},
                 use_llmlingua2=True,
             )
     except OSError as error:

@@ -97,7 +97,7 @@ def split_sentences(texts: list[str]) -> tuple[list[str], list[int]]:
 def _encoder(model: str) -> Any:
     package = optional_package("sentence_transformers", "sentences")
     try:
-        return package.SentenceTransformer(model, trust_remote_code=False)
+        return package.SentenceTransformer(model, trust_remote_code=False, model_kwargs={"use_safetensors": True})
     except OSError as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(

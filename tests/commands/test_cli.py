@@ -1,16 +1,21 @@
 """The command line as a user types it: what it prints, and what it says to bad input."""
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from keepsight import __version__
 from keepsight.commands import bench
 from keepsight.commands.cli import COMMANDS
 from tests.commands.commands import ALL_COMMANDS, DATA, NEEDLES, CommandLine, tree
 from tests.tiny import tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.usefixtures("here")
+ROOT = Path(__file__).resolve().parents[2]
 TINY = ("model.id=tiny", "model.device=cpu", "adapter=null", "draft.layers=null")
 
 
@@ -32,13 +37,49 @@ def test_the_overview_of_the_benchmarks_names_each(keepsight: CommandLine) -> No
     assert all(f"\n  {name} " in printed for name in bench.COMMANDS)
 
 
-@pytest.mark.parametrize("command", ALL_COMMANDS)
+@pytest.mark.parametrize("command", [name for name in ALL_COMMANDS if name != "push"])
 def test_help_shows_the_keys(keepsight: CommandLine, command: str, here: Path) -> None:
-    printed = keepsight(*command.split(), "out=runs/a", "--help")
+    printed = keepsight(*command.split(), "out=runs/a", "--help", "all")
     assert printed.startswith(f"keepsight {command}: ")
     assert "\n  model.id=required\n" in printed and "\n      Hub id or local folder.\n" in printed
     assert max(map(len, printed.splitlines())) <= 120
+    folded = keepsight(*command.split(), "out=runs/a", "--help")
+    own, _, recipes = folded.partition("keys that the recipe sets (--help all shows each):")
+    assert printed.startswith(own)
+    assert "\n  train.*\n      Optimisation of a lookahead module.\n" in recipes and "train.warmup" not in folded
+    assert len(folded.splitlines()) < len(printed.splitlines()) - 40
     assert not (here / "runs").exists()
+
+
+def test_help_of_push_shows_what_push_reads(keepsight: CommandLine) -> None:
+    printed = keepsight("push", "--help")
+    assert printed == keepsight("push", "--help", "all")
+    assert "\n  public=False\n" in printed and "recipe" not in printed and "model.id" not in printed
+
+
+def test_the_version(keepsight: CommandLine) -> None:
+    assert keepsight("--version") == f"keepsight {__version__}\n"
+
+
+@pytest.mark.parametrize("arguments", ["--help", "eval --help all", "--version"])
+def test_help_that_is_not_read_to_its_end(arguments: str) -> None:
+    """As in `keepsight --help | head -1`: whoever reads has gone."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "keepsight", *arguments.split()]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, cwd=ROOT)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+@pytest.mark.parametrize("script", ["train_lookahead.py", "train_draft_head.py", "train_retrieval_head.py"])
+def test_an_interrupt_during_imports(script: str, tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    command = [sys.executable, ROOT / script, "data=a", "out=b"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert done.returncode == 2
+    assert done.stderr.startswith("keepsight: error: interrupted; ") and done.stderr.count("\n") == 1
 
 
 WRONG = {
@@ -116,7 +157,7 @@ WRONG = {
 def test_bad_input_ends_with_one_line(keepsight: CommandLine, line: str, here: Path) -> None:
     before = tree(here)
     command, *given = line.split(" ")
-    tiny = [key for key in TINY if key.partition("=")[0] not in line]
+    tiny = [key for key in TINY if key.partition("=")[0] not in line and command != "push"]
     assert keepsight.fails(command, *given, *tiny).startswith(WRONG[line])
     assert tree(here) == before
 

@@ -16,6 +16,7 @@ from keepsight.commands import eval as evaluation
 from keepsight.commands import inspect as inspection
 from keepsight.commands.config import Recipe, describe, parse
 from keepsight.errors import UserError
+from keepsight.train import settings
 from tests.commands.commands import ALL_COMMANDS
 
 RECIPES = sorted(path.stem for path in (Path(recipes.__file__).parent / "recipe").glob("*.yaml"))
@@ -91,7 +92,9 @@ WRONG = {
     ("limit=3",): "out= is required; see --help",
     ("out=a", "limit=abc"): "limit=abc: Value 'abc' of type 'str' could not be converted to Integer",
     ("out=a", "limit=1.5"): "limit=1.5: Value '1.5' of type 'float' could not be converted to Integer",
-    ("out=a", "limit=1,2"): "limit=1,2: a list is written limit=[1,2]",
+    ("out=a", "limit=1,2"): "limit=1,2: this key takes one value",
+    ("out=a", "limit=99999999999999999999"): "limit: 99999999999999999999 is too large; the limit is 1099511627776",
+    ("out=a\udcff",): "out= is no UTF-8 text: 'a\\udcff'",
     ("out=a", "limit=[1"): "'limit=[1' cannot be read; write key=value, a list as key=[a,b]",
     ("out=null",): "out=null: field 'out' is not Optional",
     ("out=a", "model.trust_remote_code=abc"): "model.trust_remote_code=abc: Value 'abc' is not a valid bool",
@@ -112,27 +115,69 @@ def test_a_recipe_that_is_unknown_lists_the_known() -> None:
     assert str(caught.value).endswith(f"choose one of {', '.join(RECIPES)}")
 
 
-def test_a_bare_number_is_no_list() -> None:
-    with pytest.raises(UserError, match="budgets=64: Invalid value assigned: int is not a ListConfig, list or tuple"):
-        parse(evaluation.Config, ["out=a", "budgets=64"])
-    with pytest.raises(UserError, match=r"lengths=512,1024: a list is written lengths=\[512,1024\]"):
-        parse(evaluation.Config, ["out=a", "lengths=512,1024"])
+def test_a_list_needs_no_brackets() -> None:
+    """Which some shells take for a pattern."""
+    given = ["out=a", "tasks=niah,jsonl", "budgets=64", "lengths=512,1024", "methods={name: snapkv, window: 8},h2o"]
+    config = parse(evaluation.Config, given)
+    assert (config.tasks, config.budgets, config.lengths) == (["niah", "jsonl"], [64], [512, 1024])
+    assert config.methods == [{"name": "snapkv", "window": 8}, "h2o"]
+    assert parse(evaluation.Config, ["out=a", "draft.layers=0,3"]).draft.layers == [0, 3]
+    assert parse(evaluation.Config, ["out=a", "draft.layers=null"]).draft.layers is None
+
+
+OUT_OF_RANGE = {
+    **dict.fromkeys(
+        ("train.learning_rate=-1", "train.learning_rate=nan", "train.learning_rate=0"), "above 0 and up to"
+    ),
+    **dict.fromkeys(("train.warmup=-1", "train.warmup=2", "train.min_learning_rate=-1"), "from 0 and up to 1"),
+    **dict.fromkeys(("train.seed=-1", "train.seed=4294967296"), "from 0 and up to 4294967295"),
+    **dict.fromkeys(("train.clip=0", "train.epochs=-1"), "above 0 and up to"),
+    "train.report_to=[nope]": "'nope'; choose from tensorboard, trackio, wandb, or [] for none",
+    "train.report_to=[nowhere,tensorboard]": "'nowhere'; choose from",
+    **dict.fromkeys(("lookahead.tokens=0", "lookahead.tokens=-1", "lookahead.tokens=1000000"), "from 1 to 4096"),
+    "lookahead.rank=-1": "from 0 to 4096",
+    **dict.fromkeys(("lookahead.dropout=1.5", "lookahead.dropout=nan"), "at least 0 and below 1"),
+    "lookahead.alpha=0": "above 0",
+    **{"lookahead.pooling=foo": "choose max or avg", "lookahead.group=foo": "choose mean or max"},
+    **{"lookahead.kernel=0": "from 1 to 4095", "lookahead.kernel=6": "must be odd"},
+    "draft_head.train.learning_rate=-1": "above 0 and up to",
+    "draft_head.vocabulary=0": "at least 1",
+    "draft_head.decay=2": "at most 1",
+    "retrieval_head.train.seed=-1": "from 0 and up to",
+    **{"retrieval_head.features=foo": "choose one of previous-step, none", "retrieval_head.temperature=nan": "above 0"},
+}
+
+
+@pytest.mark.parametrize("argument", OUT_OF_RANGE)
+def test_values_out_of_range_end_before_anything_else(argument: str) -> None:
+    with pytest.raises(UserError) as caught:
+        parse(data.Config, ["out=a", argument])
+    assert str(caught.value).startswith(argument.partition("=")[0])
+    assert OUT_OF_RANGE[argument] in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_tracker_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings, "find_spec", lambda name: name != "wandb" or None)
+    with pytest.raises(UserError, match=r"train.report_to: wandb is not installed; run `pip install wandb`"):
+        parse(data.Config, ["out=a", "train.report_to=[wandb]"])
 
 
 def test_every_key_has_a_default_and_a_meaning() -> None:
     rows = {key: (default, note) for key, default, note in describe(push.Config)}
     assert rows["folder"] == ("required", "The lookahead adapter, draft head or retrieval head.")
+    rows = {key: (default, note) for key, default, note in describe(data.Config)}
+    assert rows["mixture"][0] == "offline"
     assert rows["model.dtype"] == ("auto", "auto, float32, bfloat16 or float16.")
     assert rows["model.revision"][0] == "None"
     assert {"train.steps", "lookahead.tokens", "adapter"} <= rows.keys()
     assert "defaults" not in rows
-    assert len(rows) > len(fields(push.Config))
+    assert len(rows) > len(fields(data.Config))
 
 
 @pytest.mark.parametrize("command", ALL_COMMANDS)
 def test_no_key_lacks_a_meaning(command: str) -> None:
     module = importlib.import_module(f"keepsight.commands.{command.replace(' ', '.')}")
-    assert issubclass(module.Config, Recipe)
+    assert issubclass(module.Config, Recipe) == (command != "push")
     assert [key for key, _, note in describe(module.Config) if not note] == []
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from keepsight.eval import guesses as module
+from keepsight.eval.answers import Limits, answer_full
 from keepsight.eval.guesses import Guesses, Writing, write
 from keepsight.runtime.decode import decode, stop_after
 from keepsight.runtime.methods import AdaKV, PyramidKV, SnapKV, StreamingLLM
@@ -123,7 +124,7 @@ def greedy(model: PreTrainedModel, state: State, most: int, end_tokens: Sequence
 
 def begin(model: PreTrainedModel, states: list[State]) -> tuple[Rows, list[Writing]]:
     firsts = [state.logits.argmax(dim=-1).tolist() for state in states]
-    return Rows(model, states, MOST), [Writing(row, first, []) for row, first in enumerate(firsts)]
+    return Rows(model, states, MOST), [Writing(row, first) for row, first in enumerate(firsts)]
 
 
 class Scripted(Guesses):
@@ -175,15 +176,21 @@ def test_answers_that_are_known_or_ended_go_on_from_there(model: PreTrainedModel
         assert writing.ids == greedy(model, second, MOST, END)
 
 
-def test_how_likely_each_written_token_is(model: PreTrainedModel, states: list[State]) -> None:
+def test_how_likely_the_full_caches_answer_is_does_not_depend_on_guesses(
+    model: PreTrainedModel, states: list[State]
+) -> None:
+    """To the bit: an evaluation that was stopped has learned other texts when it goes on."""
+    limits, empty = Limits(MOST, [], 1), torch.zeros(1, 0, dtype=torch.long)
     for state in states:
         script = greedy(model, state, MOST, [])
-        script[7] ^= 1
-        rows, (writing,) = begin(model, [state])
-        write(rows, [writing], Scripted(script), MOST, [])
-        nll, hits = score_answer(model, state.copy(), torch.tensor([writing.ids]))
+        changed = [*script[:7], script[7] ^ 1, *script[8:]]
+        found = [
+            answer_full(model, state, empty, limits, Scripted(each))[1] for each in (changed, script, [], [5] * 30)
+        ]
+        nll, hits = score_answer(model, state.copy(), torch.tensor([script]))
         assert hits.all()
-        assert_close(torch.tensor(writing.nll), nll[0, 1:])
+        assert_close(found[0].nll, nll[0])
+        assert all(each.ids.tolist() == script and torch.equal(each.nll, found[0].nll) for each in found)
 
 
 class Counted(Rows):

@@ -5,6 +5,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from keepsight.errors import UserError
-from keepsight.files import file_digest
+from keepsight.files import file_digest, write_json
 from keepsight.models.draft_head import DraftHead
 from keepsight.models.draft_head_files import load_draft_head, save_draft_head
 from keepsight.models.feature_head import FeatureHead
@@ -306,7 +307,9 @@ def test_one_changed_bit_of_our_own_head_is_noticed(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(content)
     refused(tmp_path, str(tmp_path / "model.safetensors"), "its digest is sha256:", "keepsight.json says sha256:")
     (tmp_path / "keepsight.json").write_text("[]")
-    refused(tmp_path, str(tmp_path / "keepsight.json"), "holds no digest of model.safetensors")
+    refused(tmp_path, str(tmp_path / "keepsight.json"), "expected an object, got list")
+    write_json(tmp_path / "keepsight.json", {"provenance": asdict(Provenance("ada/tiny")), "digests": {}})
+    refused(tmp_path, str(tmp_path / "model.safetensors"), "keepsight.json says missing")
 
 
 def test_another_model_is_no_head(folder):
@@ -318,15 +321,15 @@ def test_another_model_is_no_head(folder):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"hidden_size": "absent"}, "hidden_size is missing or no whole number"),
-        ({"vocab_size": "many"}, "vocab_size is missing or no whole number"),
+        ({"hidden_size": "absent"}, "hidden_size is missing or no possible size"),
+        ({"vocab_size": "many"}, "vocab_size is missing or no possible size"),
         ({"num_hidden_layers": 3}, "num_hidden_layers is 3; an EAGLE head has 1"),
         ({"norm_before_residual": True}, "norm_before_residual=True is not supported"),
         ({"eagle_config": 3}, "eagle_config=3: expected three whole numbers"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2]}}, "expected three whole numbers"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": 7}}, "expected three whole numbers"),
         ({"num_attention_heads": 5}, "not a Llama layer's configuration"),
-        ({"num_attention_heads": 0}, "not a Llama layer's configuration"),
+        ({"num_attention_heads": 0}, "num_attention_heads is missing or no possible size"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "not a Llama layer's configuration"),
         ({"rope_scaling": {"rope_type": "spiral"}}, "no layer can be made of it"),
         ({"hidden_act": "sigh"}, "no layer can be made of it"),

@@ -91,7 +91,7 @@ def test_push_sends_the_adapters_files_and_nothing_else(
 
 
 def test_push_to_a_branch_of_a_private_repository(hub: FakeHub, saved: Path) -> None:
-    upload = plan_upload(saved, REPO, private=True, revision="v2")
+    upload = plan_upload(saved, REPO, revision="v2")
     push(upload)
 
     assert hub.created["visibility"] == "private"
@@ -103,8 +103,35 @@ def test_push_to_a_branch_of_a_private_repository(hub: FakeHub, saved: Path) -> 
 def test_private_push_refuses_a_public_repository(hub: FakeHub, saved: Path) -> None:
     hub.exists_in_public = True
     with pytest.raises(UserError, match="is public"):
-        push(plan_upload(saved, REPO, private=True))
+        push(plan_upload(saved, REPO))
     assert hub.files == {}
+
+
+def test_public_push_makes_a_public_repository_and_takes_one(hub: FakeHub, saved: Path) -> None:
+    push(plan_upload(saved, REPO, public=True))
+    assert hub.created.get("visibility", "public") == "public"
+    hub.exists_in_public, hub.files = True, {}
+    push(plan_upload(saved, REPO, public=True))
+    assert hub.files == _expected(saved)
+
+
+def test_links_hidden_files_and_what_is_no_picture_are_left_out(adapter: Path, tmp_path: Path) -> None:
+    (tmp_path / "secret.png").write_bytes(PNG)
+    (adapter / "linked.png").symlink_to(tmp_path / "secret.png")
+    (adapter / ".hidden.png").write_bytes(PNG)
+    (adapter / "text.png").write_text("password")
+    (adapter / "folder.png").mkdir()
+    upload = plan_upload(adapter, REPO)
+    assert upload.files == (*FILES, "README.md", "loss.png")
+    assert {"linked.png", ".hidden.png", "text.png", "folder.png"} <= {*upload.left_out}
+
+
+@pytest.mark.parametrize("name", [*FILES, "README.md"])
+def test_a_link_in_place_of_an_adapters_file_is_refused(adapter: Path, tmp_path: Path, name: str) -> None:
+    (adapter / name).rename(tmp_path / "elsewhere")
+    (adapter / name).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match=f"{re.escape(name)}: a link, and only regular files are sent"):
+        plan_upload(adapter, REPO)
 
 
 def test_plan_names_each_file_and_sends_nothing(hub: FakeHub, saved: Path) -> None:
@@ -142,6 +169,7 @@ def test_a_pickle_under_an_adapters_name_is_refused(adapter: Path) -> None:
     pickle.write_bytes(b"\x80\x04N.")
     settings = json.loads(config.read_text())
     settings["digests"][pickle.name] = f"sha256:{hashlib.sha256(pickle.read_bytes()).hexdigest()}"
+    del settings["_sha256"]
     config.write_text(json.dumps(settings))
     with pytest.raises(UserError, match="not a safetensors file"):
         plan_upload(adapter, REPO)

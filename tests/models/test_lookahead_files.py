@@ -1,6 +1,5 @@
 """The folder of a lookahead adapter: what it holds, and what is refused."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from keepsight.errors import UserError
-from keepsight.files import file_digest
+from keepsight.files import file_digest, read_json, write_json
 from keepsight.models.lookahead_files import ADAPTER, CONFIG, FILES, TOKENS, load_lookahead
 from tests.models.modules import random_module, save
 from tests.tiny import prompt_ids, tiny_model
@@ -22,8 +21,7 @@ def adapter(tmp_path: Path) -> Path:
 
 
 def edit_config(folder: Path, **changes: object) -> None:
-    config = json.loads((folder / CONFIG).read_text())
-    (folder / CONFIG).write_text(json.dumps(config | changes))
+    write_json(folder / CONFIG, read_json(folder / CONFIG) | changes)
 
 
 def test_the_folder_holds_the_documented_files_and_nothing_pickled(adapter):
@@ -31,9 +29,9 @@ def test_the_folder_holds_the_documented_files_and_nothing_pickled(adapter):
     assert set(FILES) == {"adapter_config.json", ADAPTER, TOKENS, CONFIG}
     assert load_file(adapter / TOKENS)["lookahead_tokens"].shape == (5, 32)
     assert len(load_file(adapter / ADAPTER)) == 2 * (7 + 7 + 2)
-    config = json.loads((adapter / CONFIG).read_text())
+    config = read_json(adapter / CONFIG)
     assert set(config) == {"settings", "provenance", "digests"}
-    assert config["digests"] == {name: file_digest(adapter / name) for name in (ADAPTER, TOKENS)}
+    assert config["digests"] == {name: file_digest(adapter / name) for name in (ADAPTER, TOKENS, "adapter_config.json")}
 
 
 def test_saving_again_replaces_the_adapter_and_keeps_what_lies_beside_it(adapter):
@@ -64,7 +62,7 @@ def test_a_missing_file_is_named(adapter, name):
 @pytest.mark.parametrize("name", [ADAPTER, TOKENS])
 def test_a_truncated_file_is_named(adapter, name):
     (adapter / name).write_bytes((adapter / name).read_bytes()[:-40])
-    refused(adapter, str(adapter / name), "digest", "fetch the adapter again")
+    refused(adapter, str(adapter / name), "digest", "fetch it again")
 
 
 @pytest.mark.parametrize("name", [ADAPTER, TOKENS])

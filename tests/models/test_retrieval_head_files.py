@@ -1,6 +1,5 @@
 """The folder of a retrieval head: what it holds, and what is refused."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -8,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from keepsight.errors import UserError
-from keepsight.files import file_digest
+from keepsight.files import file_digest, read_json, write_json
 from keepsight.models.card import CardBasics
 from keepsight.models.lookahead_files import Provenance
 from keepsight.models.retrieval_card import comparison, retrieval_card
@@ -39,12 +38,11 @@ def write_weights(folder: Path, tensors: dict) -> None:
 
 
 def edit(folder: Path, **changes: object) -> None:
-    values = json.loads((folder / CONFIG).read_text())
-    (folder / CONFIG).write_text(json.dumps(values | changes))
+    write_json(folder / CONFIG, read_json(folder / CONFIG) | changes)
 
 
 def edit_head(folder: Path, **changes: object) -> None:
-    edit(folder, head=json.loads((folder / CONFIG).read_text())["head"] | changes)
+    edit(folder, head=read_json(folder / CONFIG)["head"] | changes)
 
 
 @pytest.mark.parametrize("variant", ["previous-step", "none"])
@@ -137,9 +135,9 @@ def test_tensors_that_do_not_fit_are_named(folder, change, message):
     [
         ({"features": "all"}, "features='all' is unknown; choose one of previous-step, none"),
         ({"num_key_value_heads": 3}, "num_attention_heads=4 is no multiple of num_key_value_heads=3"),
-        ({"num_key_value_heads": 0}, "not a retrieval head's configuration"),
-        ({"surprise": 1}, "not a retrieval head's configuration .*surprise"),
-        ({"hidden_size": "wide"}, "no head can be made of it"),
+        ({"num_key_value_heads": 0}, "head.num_key_value_heads: expected greater than or equal to 1, got 0"),
+        ({"surprise": 1}, "head.surprise: "),
+        ({"hidden_size": "wide"}, "head.hidden_size: expected a valid integer, got 'wide'"),
         ({"rope_parameters": {"rope_type": "spiral", "rope_theta": 1.0}}, "no head can be made of it"),
         ({"rope_parameters": {}}, "rope_parameters={} must name rope_type and rope_theta"),
     ],
@@ -151,7 +149,7 @@ def test_a_configuration_that_makes_no_head_is_refused(folder, changes, message)
 
 def test_a_configuration_without_a_head_is_refused(folder):
     (folder / CONFIG).write_text("[]")
-    refused(folder, "not a retrieval head's configuration")
+    refused(folder, "expected an object, got list")
     (folder / CONFIG).write_text("{")
     refused(folder, "not valid JSON")
 

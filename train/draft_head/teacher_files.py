@@ -2,21 +2,36 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from keepsight.errors import UserError
-from keepsight.files import atomic_files, read_json, write_json
+from keepsight.errors import UserError, require_same
+from keepsight.files import atomic_file, file_digest, read_json, write_json
+from keepsight.locks import one_writer
 from keepsight.train.draft_head.teacher import TargetReader, TargetReading
 
-_SHARD = 32
-"""Texts per file: about 150 MB for a small target and texts of 1K tokens."""
+_MANIFEST, _SHARD = "manifest.json", 32
+"""The second: texts per file, about 150 MB for a small target and texts of 1K tokens."""
+
+
+@dataclass(frozen=True)
+class _Manifest:
+    """What manifest.json holds.
+
+    Attributes:
+        made_of: What determines the readings, by name.
+        digests: `sha256:...` of the files that are complete, by name.
+    """
+
+    made_of: dict[str, Any]
+    digests: dict[str, str] = field(default_factory=dict)
 
 
 class StoredReadings:
@@ -24,13 +39,13 @@ class StoredReadings:
 
     def __init__(self, folder: Path) -> None:
         self._shards: dict[str, Path] = {}
-        for path in sorted(folder.glob("readings-*.safetensors")):
-            try:
-                with safe_open(path, framework="pt") as tensors:
-                    names = list(tensors.keys())
-            except SafetensorError as error:
-                raise UserError(f"{path}: not a safetensors file ({error}); delete it to have it made again") from None
-            self._shards |= {name.partition(".")[0]: path for name in names}
+        made: _Manifest = read_json(folder / _MANIFEST, _Manifest)
+        for name, digest in made.digests.items():
+            path = folder / Path(name).name
+            if file_digest(path) != digest:
+                raise UserError(f"{path}: changed since it was written; delete it to have it made again")
+            with safe_open(path, framework="pt") as tensors:
+                self._shards |= {key.partition(".")[0]: path for key in tensors.keys()}  # noqa: SIM118
 
     def __call__(self, ids: Tensor) -> TargetReading:
         """[n] int64 -> its reading, on the device of `ids`.
@@ -57,21 +72,19 @@ def write_readings(folder: Path, reader: TargetReader, texts: Sequence[list[int]
     Raises:
         UserError: the folder holds readings of something else.
     """
-    manifest = folder / "manifest.json"
-    if not manifest.exists():
-        write_json(manifest, dict(made_of))
-    found = read_json(manifest)
-    for name, value in made_of.items():
-        if found.get(name) != value:
-            raise UserError(
-                f"{folder}: these features were made with {name}={found.get(name)!r}, now it is {value!r}; "
-                "choose another features=, or delete the folder"
-            )
-    for start in tqdm(range(0, len(texts), _SHARD), desc="features", unit="shard", disable=None):
-        name = f"readings-{start // _SHARD:05d}.safetensors"
-        if not (folder / name).exists():
-            with atomic_files(folder, last=name) as unfinished:
-                save_file(_tensors(reader, texts[start : start + _SHARD]), unfinished / name)
+    made = _Manifest(dict(made_of))
+    if (folder / _MANIFEST).exists():
+        made = read_json(folder / _MANIFEST, _Manifest)
+        advice = "choose another features=, or delete the folder"
+        require_same(f"{folder}: these features were made", made.made_of, made_of, advice)
+    with one_writer(folder):
+        for start in tqdm(range(0, len(texts), _SHARD), desc="features", unit="shard", disable=None):
+            name = f"readings-{start // _SHARD:05d}.safetensors"
+            if name not in made.digests or not (folder / name).is_file():
+                with atomic_file(folder / name) as unfinished:
+                    save_file(_tensors(reader, texts[start : start + _SHARD]), unfinished)
+                made.digests[name] = file_digest(folder / name)
+                write_json(folder / _MANIFEST, asdict(made))
 
 
 def _tensors(reader: TargetReader, texts: Sequence[list[int]]) -> dict[str, Tensor]:

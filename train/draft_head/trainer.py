@@ -14,7 +14,6 @@ class DraftHeadTrainer(HeadTrainer[DraftHeadObjective]):
 
     weights_file = "draft_head.safetensors"
     settings_key = "draft_head.train"
-    start_key = "init"
 
     @override
     def measure(self) -> dict[str, Any]:

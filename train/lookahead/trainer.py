@@ -1,5 +1,6 @@
 """Train a lookahead module."""
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,14 @@ _TOKENS = "tokens"
 class LookaheadTrainer(ModuleTrainer[LookaheadObjective]):
     """Saves the soft tokens and the LoRA, and measures fidelity by layer.
 
+    Args:
+        objective: Holds the module and its target.
+        settings: Its optimisation.
+        work: Folder for checkpoints, logs and measurements.
+        samples: Training and held-out ones together.
+        replay: How readings of the target are kept, where `settings.replays` is above 1.
+        start: What else must be the same when the training is resumed, by its name in a recipe.
+
     Attributes:
         fidelity: The latest measurement.
     """
@@ -32,9 +41,10 @@ class LookaheadTrainer(ModuleTrainer[LookaheadObjective]):
         work: Path,
         samples: list[TrainingSample],
         replay: ReplaySettings | None = None,
+        start: Mapping[str, Any] | None = None,
     ) -> None:
         shape = {f"lookahead.{key}": value for key, value in asdict(objective.lookahead.settings).items()}
-        super().__init__(objective, settings, work, samples, shape, replay)
+        super().__init__(objective, settings, work, samples, {**shape, **(start or {})}, replay)
         self.fidelity: Fidelity | None = None
 
     @override

@@ -14,7 +14,6 @@ class RetrievalTrainer(HeadTrainer[RetrievalObjective]):
 
     weights_file = "retrieval_head.safetensors"
     settings_key = "retrieval_head.train"
-    start_key = "head"
 
     @override
     def measure(self) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """keepsight bench evict: time and memory of observing and selecting, for each method, against the prefill.
 
-    keepsight bench evict lengths=[1024,4096] methods=[snapkv,lookaheadkv] budgets=[128]
+    keepsight bench evict lengths=1024,4096 methods=snapkv,lookaheadkv budgets=128
 
 Prints a line for each prompt length and method: milliseconds, share of the prefill's time, and peak memory.
 """

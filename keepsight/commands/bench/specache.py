@@ -1,6 +1,6 @@
 """keepsight bench specache: a decoding step with packed KV entries, as a whole and by part.
 
-    keepsight bench specache tokens=2048 bits=[1]
+    keepsight bench specache tokens=2048 bits=1
 
 Prints a line for each cache and for each part of a step, for each number of bits.
 """

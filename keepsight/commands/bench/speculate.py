@@ -59,7 +59,7 @@ def _needle_prompts(config: Config, target: Target) -> list[list[int]]:
 def _data_prompts(config: Config, target: Target) -> list[list[int]]:
     """The last prompts of a data folder that are short enough."""
     assert config.data is not None
-    samples, _ = read_training_samples(Path(config.data), target.name, target.template_digest)
+    samples, _ = read_training_samples(Path(config.data), target.name, target.template_digest, target.vocabulary)
     prompts = [sample.prompt_ids for sample in samples if len(sample.prompt_ids) <= config.tokens]
     if len(prompts) < config.samples:
         raise UserError(

@@ -14,6 +14,7 @@ from keepsight.runtime.quantized import entries as packed_entries
 from keepsight.runtime.quantized.cache import PackedLayer, packed_layers
 from keepsight.runtime.quantized.codec import Quantizer
 from keepsight.runtime.quantized.entries import PackedEntries
+from keepsight.runtime.softmax import Softmax
 from tests.close import assert_close
 from tests.runtime.quantized.slow_specache import dequantised
 from tests.runtime.scoring import score_answer
@@ -60,8 +61,8 @@ def test_attention_equals_dense_attention_over_what_is_unpacked(block, monkeypat
     monkeypatch.setattr(PackedEntries, "keys", _noting(PackedEntries.keys, unpacked))
     keys, values, queries = _states(90), _states(90, 1), _states(90, 2, kv_heads=6)
     layer = PackedLayer(PackedEntries.pack(QUANTIZER, RESIDUAL, keys[:, :, :50], values[:, :, :50]), 50)
-    attention, _ = layer.update(keys[:, :, 50:], values[:, :, 50:])
-    output = attention.attend(queries[:, :, 50:], 0.25)
+    new = layer.update(keys[:, :, 50:], values[:, :, 50:])
+    output = layer.attend(queries[:, :, 50:], *new, Softmax(0.25))
     for token in range(50, 90):
         read_keys, read_values, _ = dequantised(QUANTIZER, RESIDUAL, keys[:, :, :token], values[:, :, :token])
         read_keys = torch.cat([read_keys, keys[:, :, token : token + 1]], dim=2).repeat_interleave(3, dim=1)

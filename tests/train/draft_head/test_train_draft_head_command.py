@@ -114,7 +114,7 @@ def test_teacher_files_are_made_on_where_a_killed_run_stopped(place, trained, tm
     command.run(config(place, tmp_path / "second", features=str(tmp_path / "features")))
     assert [path.read_bytes() for path in shards] == kept
     shards[1].write_bytes(b"torn")
-    with pytest.raises(UserError, match=r"readings-00001.safetensors: not a safetensors file"):
+    with pytest.raises(UserError, match=r"readings-00001.safetensors: changed since it was written; delete it"):
         command.run(config(place, tmp_path / "third", features=str(tmp_path / "features")))
 
 

@@ -1,0 +1,101 @@
+"""Which weights a model has: what artifacts record of their base model, and compare when they are used."""
+
+import hashlib
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from transformers import PreTrainedModel
+
+from keepsight.errors import UserError
+from keepsight.files import read_json
+
+logger = logging.getLogger("keepsight")
+
+_RECORDED = "_keepsight_version"
+_BLOCKS, _BLOCK = 256, 4096
+_OF_NO_RESULT = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version")
+
+
+def folder_version(folder: Path) -> str:
+    """Digest of a model's folder: its configuration, the headers of its weight files, and a sample of their values.
+
+    Of each file 256 blocks of 4 KiB are read, evenly spread: other weights differ everywhere, and reading all of them
+    would take longer than loading them. 15 GB take less than a second.
+
+    Raises:
+        UserError: there is no safetensors file, or the configuration is no JSON object.
+    """
+    weights = sorted(folder.glob("*.safetensors"))
+    if not weights:
+        raise UserError(f"{folder}: no *.safetensors in this folder; keepsight reads no other weight files")
+    digest = hashlib.sha256()
+    if (folder / "config.json").is_file():
+        config: dict[str, Any] = read_json(folder / "config.json", dict[str, Any])
+        kept = {name: value for name, value in config.items() if name not in _OF_NO_RESULT}
+        digest.update(json.dumps(kept, sort_keys=True).encode())
+    for path in weights:
+        digest.update(path.name.encode())
+        with path.open("rb") as stream:
+            _sample(stream, path.stat().st_size, digest)
+    return f"sha256:{digest.hexdigest()}"
+
+
+def _sample(stream: BinaryIO, size: int, digest: "hashlib._Hash") -> None:
+    """The header of a safetensors file, after its length in 8 bytes, and blocks of the rest."""
+    header = 8 + int.from_bytes(stream.read(8), "little")
+    stream.seek(0)
+    digest.update(size.to_bytes(8, "little") + stream.read(min(header, size)))
+    rest = max(size - header, 0)
+    for block in range(_BLOCKS):
+        stream.seek(header + block * rest // _BLOCKS)
+        digest.update(stream.read(min(_BLOCK, -(-rest // _BLOCKS))))
+
+
+def record_version(model: PreTrainedModel, version: str | None) -> None:
+    """Note on a model where its weights are from; None where its own configuration says so."""
+    model.__dict__[_RECORDED] = version
+
+
+def version_of(model: PreTrainedModel) -> str:
+    """The revision on the Hub or the digest of the files that a model is from, and how it was quantised; or `unknown`.
+
+    Models that were loaded without keepsight have one too, when they are from the Hub or from a folder.
+    """
+    config = model.config
+    found = model.__dict__.get(_RECORDED) or getattr(config, "_commit_hash", None)
+    if found is None and os.path.isdir(name := str(config.name_or_path or "")):
+        try:
+            found = folder_version(Path(name))
+        except (UserError, OSError):
+            found = None
+    return f"{found or 'unknown'}{_quantised(config)}"
+
+
+def _quantised(config: Any) -> str:
+    quantisation: Any = getattr(config, "quantization_config", None)
+    if quantisation is None:
+        return ""
+    values = quantisation if isinstance(quantisation, dict) else quantisation.to_dict()
+    kinds = [name.removeprefix("load_in_") for name in ("load_in_4bit", "load_in_8bit") if values.get(name)]
+    return f" quantised by {' '.join([str(values.get('quant_method', 'an unknown method')), *kinds])}"
+
+
+def warn_of_another_base(artifact: Path, base: str, version: str, model: PreTrainedModel) -> None:
+    """Log one line where an artifact was trained on other weights than the model's, as far as both are known.
+
+    Args:
+        artifact: Its folder.
+        base: Hub id or folder of the model that it was trained on.
+        version: `version_of` that model.
+        model: What it is used on.
+    """
+    own = version_of(model)
+    if not own.startswith("unknown") and version not in ("", "unknown") and own != version:
+        name = model.config.name_or_path or type(model).__name__
+        logger.warning(
+            "%s was trained on %s (%s), and this model is %s (%s): measure again what it is worth here",
+            *(artifact, base or "a model without a name", version, name, own),
+        )

@@ -1,0 +1,71 @@
+"""The campaign: what happens to the commands when they are killed, and to damaged files and malformed arguments.
+
+    python -m tests.faults                       # 200 kills, 600 inputs, 1,000 damaged files
+    python -m tests.faults kills=6 inputs=40     # a few; seed=0 draws others
+
+Prints how the trials of each kind ended, and every one that ended as none may; the exit status is then 1.
+"""
+
+import os
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+from time import monotonic
+
+_COUNTS = {
+    "kills": 200,
+    "full_disks": 40,
+    "removed_folders": 40,
+    "two_writers": 10,
+    "damaged_files": 1000,
+    "inputs": 600,
+}
+
+
+def main(arguments: list[str]) -> int:
+    """Run the campaign; the arguments are `seed=` and counts by name."""
+    given = {name: int(number) for name, _, number in (argument.partition("=") for argument in arguments)}
+    seed = given.pop("seed", 0)
+    counts = {name: given.get(name, 0 if given else number) for name, number in _COUNTS.items()}
+    if unknown := given.keys() - counts.keys():
+        raise SystemExit(f"{min(unknown)}= is unknown; choose from seed, {', '.join(counts)}")
+
+    import torch
+
+    from tests.faults import trials
+    from tests.faults.child import preload
+    from tests.faults.inputs import wrong_lines
+    from tests.faults.world import World
+
+    torch.set_num_threads(1)
+    preload()
+    bad, started = 0, monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        world = World(Path(folder) / "world")
+        campaigns: dict[str, Callable[[Random, int], Iterator[trials.Verdict]]] = {
+            "kills": lambda rng, count: trials.kills(world, rng, count),
+            "full_disks": lambda rng, count: trials.full_disks(world, rng, count),
+            "removed_folders": lambda rng, count: trials.removed_folders(world, rng, count),
+            "two_writers": lambda rng, count: trials.two_writers(world, rng, count),
+            "damaged_files": lambda rng, count: trials.damaged_files(world, rng, count),
+            "inputs": lambda rng, count: trials.inputs(world, wrong_lines(rng, count)),
+        }
+        for name, trial in campaigns.items():
+            ended = Counter[str]()
+            for word, said in trial(Random(f"{name} {seed}"), counts[name]) if counts[name] else ():
+                ended[word] += 1
+                if word not in trials.GOOD:
+                    bad += 1
+                    print(f"{word}: {said}\n", flush=True)
+            listed = ", ".join(f"{number} {word}" for word, number in ended.most_common())
+            print(f"{name.replace('_', ' '):<16} {ended.total():>5}   {listed}", flush=True)
+    print(f"{bad} ended as none may; seed {seed}, {monotonic() - started:.0f} s")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    os.environ |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,188 @@
+"""The command line in a child of this process, which has imported everything: a run costs no start."""
+
+import gc
+import importlib
+import os
+import resource
+import shutil
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from keepsight.commands.cli import COMMANDS, main
+
+_LIMIT = 300
+"""Seconds after which a run counts as hung."""
+_HEAVY = ("transformers.models.llama.modeling_llama", "transformers.trainer", "peft.tuners.lora", "tensorboard")
+_EVENTS = "\n--- events: "
+
+
+@dataclass(frozen=True)
+class Disturbance:
+    """What happens to a run.
+
+    Attributes:
+        kill_at: Event in the watched folder at which it is killed; 0 for none. An event is a file that is opened,
+            renamed, removed, ...
+        remove_at: Event at which the watched folder is removed; 0 for none.
+        kill_after: Seconds after which it is killed; 0 for never.
+        largest_file: Bytes beyond which no file can grow, as on a full disk; 0 for no limit.
+    """
+
+    kill_at: int = 0
+    remove_at: int = 0
+    kill_after: float = 0.0
+    largest_file: int = 0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended.
+
+    Attributes:
+        code: Its exit status; minus the signal that killed it.
+        errors: What it wrote to stderr.
+        seconds: How long it took.
+        events: Number of events in the watched folder, of a run that was not killed.
+    """
+
+    code: int
+    errors: str
+    seconds: float
+    events: int
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether a kill ended it."""
+        return self.code == -signal.SIGKILL
+
+    @property
+    def fault(self) -> str | None:
+        """What no run may do; None when it ended well, with one line and exit status 2, or was killed."""
+        if "Traceback" in self.errors:
+            return "traceback"
+        if self.was_killed:
+            return "hung" if self.seconds > _LIMIT else None
+        if self.code == 2:
+            said = [line for line in self.errors.splitlines() if line.startswith("keepsight: error: ")]
+            return None if len(said) == 1 and self.errors.rstrip().endswith(said[0]) else "not one line"
+        return None if self.code == 0 else f"exit status {self.code}"
+
+
+def preload() -> None:
+    """Import what the commands need."""
+    for name in (*(f"keepsight.commands.{name}" for name in COMMANDS), *_HEAVY):
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # or each child copies what it only looks through
+
+
+@dataclass
+class Run:
+    """A run of `keepsight ARGUMENTS` in a folder, begun at once.
+
+    Attributes:
+        arguments: The command and its keys.
+        folder: Working folder.
+        watched: File or folder in it whose events are counted.
+        disturbance: What happens to it.
+    """
+
+    arguments: Sequence[str]
+    folder: Path
+    watched: str = "."
+    disturbance: Disturbance = field(default_factory=Disturbance)
+
+    def __post_init__(self) -> None:
+        self._started = time.monotonic()
+        self._pipe, errors = os.pipe()
+        self._child = os.fork()
+        if self._child == 0:
+            _end_with(self._in_child, errors)
+        os.close(errors)
+        os.set_blocking(self._pipe, False)
+
+    def wait(self) -> Outcome:
+        """How it ended."""
+        text, status = b"", None
+        until = self._started + (self.disturbance.kill_after or _LIMIT)
+        while status is None:
+            done, ended = os.waitpid(self._child, os.WNOHANG)
+            if done:
+                status = os.waitstatus_to_exitcode(ended)
+            elif time.monotonic() > until:
+                os.killpg(self._child, signal.SIGKILL)
+                until = float("inf")
+            else:
+                time.sleep(0.01)
+            text += _waiting_in(self._pipe)
+        os.close(self._pipe)
+        errors, _, events = text.decode(errors="replace").partition(_EVENTS)
+        return Outcome(status, errors, time.monotonic() - self._started, int(events or 0))
+
+    def _in_child(self) -> int:
+        os.chdir(self.folder)
+        sys.argv = ["keepsight", *self.arguments]
+        if limit := self.disturbance.largest_file:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+        counter = _Counter(self.folder / self.watched, self.disturbance)
+        sys.addaudithook(counter)
+        code = main(self.arguments)
+        counter.is_off = True
+        sys.stderr.write(f"{_EVENTS}{counter.events}")
+        return code
+
+
+def run(arguments: Sequence[str], folder: Path) -> Outcome:
+    """An undisturbed run."""
+    return Run(arguments, folder).wait()
+
+
+class _Counter:
+    """Counts what happens to files in a folder, and strikes at the chosen event."""
+
+    def __init__(self, folder: Path, disturbance: Disturbance) -> None:
+        self.folder, self.disturbance, self.events, self.is_off = str(folder.absolute()), disturbance, 0, False
+
+    def __call__(self, event: str, values: tuple[object, ...]) -> None:
+        is_file = event.partition(".")[0] in ("open", "os") and bool(values) and isinstance(values[0], str | Path)
+        if self.is_off or not is_file or not os.path.abspath(str(values[0])).startswith(self.folder):
+            return
+        self.events += 1
+        if self.events == self.disturbance.kill_at:
+            os.killpg(0, signal.SIGKILL)
+        if self.events == self.disturbance.remove_at:
+            self.is_off = True
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _end_with(action: Callable[[], int], errors: int) -> None:
+    """End this process, a child in a group of its own, with the status that the action returns."""
+    code = 1
+    try:
+        os.setsid()
+        os.dup2(os.open(os.devnull, os.O_RDWR), 1)
+        os.dup2(errors, 2)
+        sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
+        code = action()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _waiting_in(pipe: int) -> bytes:
+    parts = []
+    while True:
+        try:
+            parts.append(os.read(pipe, 1 << 16))
+        except BlockingIOError:
+            return b"".join(parts)
+        if not parts[-1]:
+            return b"".join(parts)

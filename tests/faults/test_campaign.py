@@ -1,0 +1,18 @@
+"""A short run of the campaign; `make faults` is the long one."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_a_short_campaign_ends_as_it_may() -> None:
+    counts = {"kills": 4, "full disks": 1, "removed folders": 1, "two writers": 1, "damaged files": 12, "inputs": 30}
+    given = [f"{name.replace(' ', '_')}={number}" for name, number in counts.items()]
+    command = [sys.executable, "-m", "tests.faults", *given]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+    lines = {line[:16].strip(): int(line[16:].split()[0]) for line in done.stdout.splitlines()[:-1]}
+    assert lines == counts

@@ -1,0 +1,154 @@
+"""The campaign's trials: each does one thing to a run or to a file, and says how the command ended."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+from tests.faults import damage
+from tests.faults.child import Disturbance, Outcome, Run, run
+from tests.faults.world import DATA, EVAL, FOREIGN, INSPECT, MAKERS, PUSHES, SOURCES, TRAIN, Scene, World, results_of
+
+Verdict = tuple[str, str]
+"""How a trial ended in one word, and what was done; `GOOD` words are those that may be."""
+GOOD = ("identical", "one line", "as it says")
+_KILLS_A_TRIAL = 4
+_OPTIONAL = "keepsight.json"
+"""A draft head without it is one of another maker."""
+
+
+def kills(world: World, rng: Random, count: int) -> Iterator[Verdict]:
+    """Kill commands at random points, several times before each may end; then the result must be the same."""
+    done = 0
+    while done < count:
+        scene, here = rng.choice(MAKERS), world.folder.with_name("killed")
+        world.copy(here, without=scene.out)
+        points = []
+        while len(points) < min(_KILLS_A_TRIAL, count - done):
+            disturbance = _moment(world, scene, rng)
+            outcome = Run(scene.arguments, here, scene.out, disturbance).wait()
+            if outcome.fault:
+                yield outcome.fault, f"{scene.name} after {points}: {outcome.errors[-500:]}"
+            if not outcome.was_killed:
+                break
+            points.append(str(disturbance))
+        verdict = _end(run(scene.arguments, here), here, scene, world)
+        done += len(points)
+        for point in points:
+            yield verdict[0], f"{scene.name}, {point} of {points}: {verdict[1]}"
+
+
+def _moment(world: World, scene: Scene, rng: Random) -> Disturbance:
+    if rng.random() < 0.5:
+        return Disturbance(kill_at=rng.randint(1, world.events[scene.name]))
+    return Disturbance(kill_after=rng.uniform(0.05, 1.0) * world.seconds[scene.name])
+
+
+def full_disks(world: World, rng: Random, count: int) -> Iterator[Verdict]:
+    """No file grows beyond a limit; once there is room, the same command ends with the same result."""
+    for _ in range(count):
+        scene, here = rng.choice(MAKERS), world.folder.with_name("full")
+        world.copy(here, without=scene.out)
+        largest = max(path.stat().st_size for path in (world.folder / scene.out).rglob("*") if path.is_file())
+        full = Disturbance(largest_file=rng.randrange(1, largest))
+        yield _disturbed(world, scene, here, full)
+
+
+def removed_folders(world: World, rng: Random, count: int) -> Iterator[Verdict]:
+    """The folder that a command writes to goes while it runs."""
+    for _ in range(count):
+        scene, here = rng.choice(MAKERS), world.folder.with_name("gone")
+        world.copy(here, without=scene.out)
+        yield _disturbed(world, scene, here, Disturbance(remove_at=rng.randint(1, world.events[scene.name])))
+
+
+def _disturbed(world: World, scene: Scene, here: Path, disturbance: Disturbance) -> Verdict:
+    what = f"{scene.name}, {disturbance}"
+    outcome = Run(scene.arguments, here, scene.out, disturbance).wait()
+    if outcome.fault:
+        return outcome.fault, f"{what}: {outcome.errors[-500:]}"
+    if outcome.code == 2:
+        outcome = run(scene.arguments, here)
+    verdict = _end(outcome, here, scene, world)
+    return verdict[0], f"{what}: {verdict[1]}"
+
+
+def two_writers(world: World, rng: Random, count: int) -> Iterator[Verdict]:
+    """Two of the same command at once: one is refused or waits, and the result is the same."""
+    for _ in range(count):
+        scene, here = rng.choice(MAKERS), world.folder.with_name("twice")
+        world.copy(here, without=scene.out)
+        outcomes = [each.wait() for each in [Run(scene.arguments, here) for _ in range(2)]]
+        faults = [outcome for outcome in outcomes if outcome.fault]
+        if faults or all(outcome.code for outcome in outcomes):
+            yield faults[0].fault if faults else "lost", f"{scene.name} twice: {outcomes[0].errors[-500:]}"
+        else:
+            yield _end(run(scene.arguments, here), here, scene, world)
+
+
+def damaged_files(world: World, rng: Random, count: int) -> Iterator[Verdict]:
+    """A file that a command reads is damaged; it refuses the file, or ends with the same result."""
+    places = [*_places(world)]
+    for number in range(count):
+        here, scene, patterns = places[number % len(places)]
+        paths = [path for pattern in patterns for path in sorted(here.glob(pattern)) if path.is_file()]
+        work = here.with_name("damaged")
+        shutil.rmtree(work, ignore_errors=True)
+        shutil.copytree(here, work)
+        path = work / rng.choice(paths).relative_to(here)
+        kind = rng.choice(damage.KINDS)
+        while not path.stat().st_size or kind(path, rng) is False:
+            path, kind = work / rng.choice(paths).relative_to(here), rng.choice(damage.KINDS)
+        word, said = _end(run(scene.arguments, work), work, scene, world)
+        is_anyones = scene in (FOREIGN, SOURCES) or kind in damage.FORGED or path.name == _OPTIONAL
+        if word == "other result" and is_anyones:
+            word = "as it says"
+        yield word, f"{scene.name}: {path.relative_to(work)} {kind.__name__}: {said}"
+
+
+def _places(world: World) -> Iterator[tuple[Path, Scene, tuple[str, ...]]]:
+    """A folder, a command to run there, and the files there that are damaged."""
+    for scene in (TRAIN, INSPECT, FOREIGN, SOURCES, *PUSHES):
+        place = world.folder
+        if scene.out:
+            place = world.copy(world.folder.with_name(f"for {scene.name}"), without=scene.out)
+        yield place, scene, scene.reads
+    yield world.folder, DATA, ("data/*.json*",)
+    yield world.folder, EVAL, ("eval/*.json*",)
+    yield world.folder, TRAIN, ("adapter/training/**/*", "adapter/*")
+    for scene, share in ((DATA, 0.6), (TRAIN, 0.7), (EVAL, 0.6)):
+        place = world.half(scene, world.folder.with_name(f"half {scene.name}"), share)
+        yield place, scene, (f"{scene.out}/**/*",)
+
+
+def _end(outcome: Outcome, here: Path, scene: Scene, world: World) -> Verdict:
+    said = outcome.errors[-500:]
+    if outcome.fault:
+        return outcome.fault, said
+    if outcome.code == 2:
+        return "one line", said
+    if not scene.out:
+        return "other result", said
+    found, expected = results_of(here / scene.out), world.results[scene.name]
+    differing = sorted(name for name in {**found, **expected} if found.get(name) != expected.get(name))
+    return ("other result", f"{differing}; {said}") if differing else ("identical", said)
+
+
+def inputs(world: World, lines: list[str]) -> Iterator[Verdict]:
+    """Each line of arguments ends in one line, and nothing is written."""
+    here = world.copy(world.folder.with_name("asked"))
+    before = _tree(here)
+    for line in lines:
+        outcome = run(line.split(" "), here)
+        if outcome.fault or outcome.code != 2:
+            yield outcome.fault or "accepted", f"{line}: {outcome.errors[-500:]}"
+        else:
+            now = _tree(here)
+            yield ("one line" if now == before else "written to"), f"{line}: {now ^ before}"
+            if now != before:
+                here = world.copy(here)
+
+
+def _tree(folder: Path) -> set[str]:
+    return {f"{path.relative_to(folder)} {os.stat(path).st_size}" for path in folder.rglob("*") if path.is_file()}

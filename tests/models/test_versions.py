@@ -1,0 +1,90 @@
+"""Which weights an artifact was trained on, and what is said when it is used on others."""
+
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from keepsight.errors import UserError
+from keepsight.files import read_json, write_json
+from keepsight.models.lookahead import Lookahead
+from keepsight.models.lookahead_files import Provenance, load_lookahead, save_lookahead
+from keepsight.models.lookahead_settings import LookaheadSettings
+from keepsight.models.targets import load_target
+from keepsight.models.versions import folder_version, record_version, version_of
+from tests.tiny import save_tiny_target, tiny_model
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture
+def folder(saved: Path, tmp_path: Path) -> Path:
+    """A copy that a test may spoil."""
+    return Path(shutil.copytree(saved, tmp_path / "target"))
+
+
+def test_a_version_is_of_the_content(saved, folder):
+    assert folder_version(folder) == folder_version(saved)
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    save_file(tensors | {name: tensors[name] + 1e-4}, folder / "model.safetensors", metadata={"format": "pt"})
+    assert (folder / "model.safetensors").stat().st_size == (saved / "model.safetensors").stat().st_size
+    assert folder_version(folder) != folder_version(saved)
+
+
+def test_a_version_is_of_the_configuration_too(saved, folder):
+    config = read_json(folder / "config.json")
+    write_json(folder / "config.json", config | {"transformers_version": "0", "dtype": "bfloat16"})
+    assert folder_version(folder) == folder_version(saved)
+    write_json(folder / "config.json", config | {"rms_norm_eps": 0.5})
+    assert folder_version(folder) != folder_version(saved)
+
+
+def test_a_folder_without_safetensors_has_none(folder):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(UserError, match=r"no \*\.safetensors in this folder"):
+        folder_version(folder)
+
+
+def test_a_quantised_model_is_another():
+    model = tiny_model()
+    record_version(model, "sha256:1")
+    assert version_of(model) == "sha256:1"
+    model.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    assert version_of(model) == "sha256:1 quantised by bitsandbytes 4bit"
+
+
+def test_an_adapter_on_other_weights_gets_one_line_that_names_both(folder, tmp_path, caplog):
+    target = load_target(str(folder), device="cpu")
+    module = Lookahead(target.model, LookaheadSettings(tokens=4, rank=2))
+    save_lookahead(module, tmp_path / "adapter", Provenance(target.name, target.version), "# Card\n")
+    artifact = load_lookahead(tmp_path / "adapter")
+    with caplog.at_level(logging.WARNING, "keepsight"):
+        with artifact.attached(load_target(str(folder), device="cpu").model):
+            pass
+    assert caplog.messages == []
+    other = save_tiny_target(tmp_path / "other")
+    tensors = {name: tensor * 1.01 for name, tensor in load_file(other / "model.safetensors").items()}
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    changed = load_target(str(other), device="cpu")
+    for _ in range(2):
+        with artifact.attached(changed.model):
+            pass
+    (said,) = caplog.messages
+    assert said.startswith(f"{tmp_path / 'adapter'} was trained on {target.name} ({target.version}), and this model is")
+    assert f" {changed.name} ({changed.version}): " in said
+
+
+def test_nothing_is_said_of_what_is_unknown(tmp_path, caplog):
+    module = Lookahead(tiny_model(), LookaheadSettings(tokens=4, rank=2))
+    save_lookahead(module, tmp_path / "adapter", Provenance("ada/tiny"), "# Card\n")
+    with torch.no_grad(), caplog.at_level(logging.WARNING, "keepsight"):
+        with load_lookahead(tmp_path / "adapter").attached(tiny_model(seed=1)):
+            pass
+    assert caplog.messages == []

@@ -1,0 +1,1 @@
+../../keepsight/signed_json.py
