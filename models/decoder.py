@@ -11,12 +11,14 @@ FULL, CHUNKED = "full_attention", "chunked_attention"
 RECURRENT = ("linear_attention", "conv")
 BOUNDED = ("sliding_attention", CHUNKED, *RECURRENT)
 """Kinds of layers whose memory is bounded by itself, the last ones by a recurrent state."""
+_OTHER_HEADS = ("diffllama", "jetmoe")
+_OTHER_CACHES = ("minimax", "recurrent_gemma")
 
 
 def decoder_of(model: PreTrainedModel) -> Any:
     """The stack of decoder layers, without head and vision tower; its `layers` are the decoder layers."""
     decoder: Any = model.get_decoder()
-    return decoder if hasattr(decoder, "layers") else decoder.model
+    return decoder if hasattr(decoder, "layers") else getattr(decoder, "model", decoder)
 
 
 def layer_kinds(config: Any) -> list[str]:
@@ -53,11 +55,17 @@ def require_supported(model: PreTrainedModel) -> None:
             f"{kind} does not compute attention by transformers' AttentionInterface, so that no query can be seen; "
             "load a model that does, such as Llama, Qwen, Mistral or Gemma"
         )
+    if kind in _OTHER_HEADS:
+        raise UserError(f"{kind} shares its KV heads among query heads in its own way; load a model with grouped heads")
+    if kind in _OTHER_CACHES:
+        raise UserError(f"{kind} keeps a cache of its own; load a model that takes transformers' DynamicCache")
     if has_latents(model) and any(hasattr(module, "indexer") for module in decoder_of(model).modules()):
         raise UserError(
             f"{kind} chooses by itself what its latent attention reads; load a model with full attention, such as "
             "DeepSeek-V3"
         )
+    if len(devices := {str(weight.device) for weight in decoder_of(model).parameters()}) > 1:
+        raise UserError(f"the layers of {kind} lie on {', '.join(sorted(devices))}; load the model on one device")
     if odd := sorted(set(layer_kinds(model.config)) - {FULL, *BOUNDED}):
         raise UserError(
             f"{kind} has layers of {', '.join(odd)}; load a model whose layers are of {', '.join((FULL, *BOUNDED))}"
@@ -66,4 +74,4 @@ def require_supported(model: PreTrainedModel) -> None:
 
 def _attends_by_interface(decoder: nn.Module) -> bool:
     asked: Any = decoder
-    return bool(asked._can_set_attn_implementation())
+    return hasattr(asked, "layers") and bool(asked._can_set_attn_implementation())

@@ -23,6 +23,7 @@ from transformers.utils import is_flash_attn_2_available
 
 from keepsight.errors import UserError
 from keepsight.files import atomic_folder, file_digest, text_digest
+from keepsight.models.decoder import require_supported
 from keepsight.models.versions import folder_version, record_version, version_of
 
 logger = logging.getLogger("keepsight")
@@ -168,10 +169,7 @@ def _finish(name: str, version: str | None, source: str | Path, device: str, opt
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     model = model.to(device)
-    if sliding := {kind for kind in getattr(model.config, "layer_types", None) or [] if kind != "full_attention"}:
-        raise UserError(
-            f"model {name!r} has layers of type {sorted(sliding)}; only full attention can be evicted so far"
-        )
+    require_supported(model)
     model.config.name_or_path = name
     record_version(model, version)
     return Target(model.requires_grad_(False).eval(), tokenizer, name, version_of(model))

@@ -15,10 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from typing_extensions import override
 
 from keepsight.errors import UserError
+from keepsight.models.decoder import require_supported
 
 ROOM = 64
 """Entries for which layers, and the keys of a retrieval head, make room when they grow, at least; memory plans count
@@ -248,6 +250,19 @@ def _unpack(packed: Tensor, real: Tensor) -> Tensor:
     padded = packed.new_zeros(*real.shape, packed.shape[-1])
     padded[real] = packed
     return padded
+
+
+def empty_cache(model: PreTrainedModel) -> Cache:
+    """The cache that every reading begins with: for each layer one of its kind.
+
+    Raises:
+        UserError: the model is not supported; one line says why.
+    """
+    require_supported(model)
+    cache = DynamicCache(config=model.config)
+    if not any(isinstance(layer, DynamicLayer) for layer in cache.layers):
+        raise UserError(f"{model.config.model_type} has no attention, and so no KV entries; use it without keepsight")
+    return cache
 
 
 def is_bounded(layer: Any) -> bool:

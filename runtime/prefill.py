@@ -1,15 +1,18 @@
 """Prefill: the prompt becomes KV entries, once for all observers."""
 
+import sys
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import Cache, DynamicLayer
 
-from keepsight.models.decoder import require_supported
+from keepsight.errors import UserError
 from keepsight.runtime.attention import Reader, run
+from keepsight.runtime.cache import empty_cache, full_layers
 from keepsight.runtime.features import RecordFeatures
 from keepsight.runtime.state import Needs, State, Trace, TraceRecorder
 
@@ -39,10 +42,9 @@ def prefill(
     Raises:
         UserError: the model is not supported.
     """
-    require_supported(model)
     mask = attention_mask.bool() if attention_mask is not None and not attention_mask.bool().all() else None
     positions = positions_of(mask, input_ids.shape[1], input_ids.device)
-    cache, trace = DynamicCache(config=model.config), Trace(needs)
+    cache, trace = empty_cache(model), Trace(needs)
     step = chunk or input_ids.shape[1]
     for start in range(0, input_ids.shape[1], step):
         end = min(start + step, input_ids.shape[1])
@@ -59,6 +61,7 @@ def prefill(
                 logits_to_keep=1,
             )
         trace = recorder.trace(recorded.outputs())
+        _require_seen(model, cache, trace, end)
     lengths = torch.full((len(input_ids),), input_ids.shape[1], device=input_ids.device)
     return State(
         cache,
@@ -69,6 +72,16 @@ def prefill(
         trace,
         padded=mask is not None,
     )
+
+
+def _require_seen(model: PreTrainedModel, cache: Cache, trace: Trace, length: int) -> None:
+    """Refuse models that attend or remember in ways of their own, as their first pass shows."""
+    held = {layer.get_seq_length() for layer in cache.layers if isinstance(layer, DynamicLayer)}
+    if held != {length} or len(trace.softmax) != len(full_layers(cache)):
+        raise UserError(
+            f"{model.config.model_type} attends or caches in a way of its own, so that its queries or entries are not "
+            "seen; load another model, such as Llama, Qwen, Mistral or Gemma"
+        )
 
 
 @torch.no_grad()
@@ -114,5 +127,8 @@ def positions_of(mask: Tensor | None, length: int, device: torch.device) -> Tens
 
 
 def context_of(model: PreTrainedModel) -> int:
-    """Context length of a model: its maximum number of positions."""
-    return int(model.config.get_text_config().max_position_embeddings)
+    """Context length of a model: its number of positions, or that to which YaRN stretches them; huge without either."""
+    config = model.config.get_text_config(decoder=True)
+    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    stretched = rope["factor"] * rope["original_max_position_embeddings"] if rope.get("rope_type") == "yarn" else 0
+    return max(int(getattr(config, "max_position_embeddings", None) or sys.maxsize), int(stretched))

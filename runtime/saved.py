@@ -15,13 +15,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer
 from typing_extensions import override
 
 from keepsight.errors import UserError
 from keepsight.files import atomic_files
 from keepsight.models.decoder import has_latents
-from keepsight.runtime.cache import KeptLayer, RaggedLayer, filled, share
+from keepsight.runtime.cache import KeptLayer, RaggedLayer, empty_cache, filled, share
 from keepsight.runtime.custom_generate import CustomGenerate, GenerateRequest
 from keepsight.runtime.decode import Decoded
 from keepsight.runtime.method import FullCache
@@ -262,7 +262,7 @@ def _of_layer(layer: Any) -> dict[str, Tensor | None]:
 def _state(header: _Header, tensors: dict[str, Tensor], model: PreTrainedModel) -> State:
     layers = [
         _layer(empty, _named(tensors, f"layers.{index}."), header.seen)
-        for index, empty in enumerate(DynamicCache(config=model.config).layers)
+        for index, empty in enumerate(empty_cache(model).layers)
     ]
     window, received = (tuple(_named(tensors, f"trace.{kind}.").values()) for kind in ("window", "received"))
     softmax = [Softmax(*each, tensors.get(f"trace.sinks.{index}")) for index, each in enumerate(header.softmax)]

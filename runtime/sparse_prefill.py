@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicLayer
 from typing_extensions import override
 
 from keepsight.errors import UserError, require_whole
-from keepsight.models.decoder import has_latents, require_supported
+from keepsight.models.decoder import has_latents
 from keepsight.runtime.attention import OwnAttention, run
-from keepsight.runtime.cache import KeptLayer, full_layers, record_past, roll_back, with_full_layers
+from keepsight.runtime.cache import KeptLayer, empty_cache, full_layers, record_past, roll_back, with_full_layers
 from keepsight.runtime.importance import top_entries
 from keepsight.runtime.softmax import Softmax
 from keepsight.runtime.sparse_attention import BLOCK, sparse_attention
@@ -69,11 +69,10 @@ class SparsePrefill:
         Returns:
             The state of the prompt alone, and the importance [B, K, N] of each layer's entries.
         """
-        require_supported(model)
         if has_latents(model):
             raise UserError(f"SpecKV: sparse does not read the latents of {model.config.model_type}; leave out sparse")
         length = input_ids.shape[1]
-        cache: Cache = DynamicCache(config=model.config)
+        cache = empty_cache(model)
         layers = [_SparseLayer(self, score, length, length - window, needs.window) for _ in full_layers(cache)]
         cache = with_full_layers(cache, layers)
         record_past(cache)

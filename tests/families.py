@@ -48,7 +48,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3-MoE": ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}),
     "Gemma 2": ("gemma2", _MIXED | {"query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0}),
     "Gemma 3 (text)": ("gemma3_text", _MIXED | {"query_pre_attn_scalar": 8}),
-    "Gemma 3": ("gemma3", {}),
+    "Gemma 3 (multimodal class, text)": ("gemma3", {}),
     "Phi-3, Phi-4": ("phi3", {"sliding_window": None}),
     "GPT-OSS": ("gpt_oss", _MIXED | _EXPERTS),
     "GLM-4": ("glm4", {"partial_rotary_factor": 0.5}),
@@ -74,7 +74,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "first_k_dense_replace": 1,
         },
     ),
-    "Qwen2.5-VL": ("qwen2_5_vl", {}),
+    "Qwen2.5-VL (text)": ("qwen2_5_vl", {}),
     "Qwen3-Next": (
         "qwen3_next",
         {

@@ -11,16 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer
 from typing_extensions import override
 
 from keepsight.errors import UserError
-from keepsight.models.decoder import has_latents, require_supported
+from keepsight.models.decoder import has_latents
 from keepsight.runtime.attention import OwnAttention, run
 from keepsight.runtime.cache import (
     KeptLayer,
     LayerEntries,
     cache_bytes,
+    empty_cache,
     entries,
     full_layers,
     is_bounded,
@@ -158,9 +159,8 @@ def prefill_packed(model: PreTrainedModel, input_ids: Tensor, chunk: int | None,
 
     Only one layer's entries are on the device in full precision at a time; those of earlier chunks wait in CPU memory.
     """
-    require_supported(model)
     length = input_ids.shape[1]
-    cache: Cache = DynamicCache(config=model.config)
+    cache = empty_cache(model)
     arriving = [_ArrivingLayer(length, pack) for _ in full_layers(cache)]
     cache = with_full_layers(cache, arriving)
     positions = torch.arange(length, device=input_ids.device)[None]

@@ -26,12 +26,14 @@ def slow_pass(model: Any, hide: Hide | None = None, **inputs: Any) -> tuple[list
     places = {layer: place for place, layer in enumerate(full_attention_layers(model.config))}
     weights: dict[int, Tensor] = {}
 
-    def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> Any:
+    def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any) -> Any:
         place, eager = places.get(module.layer_idx), sys.modules[type(module).__module__].eager_attention_forward
         if place is not None and hide is not None:
-            hidden = hide(place, eager(module, query, key, value, mask, **options)[1][0])
-            mask = mask.expand(-1, query.shape[1], -1, -1).masked_fill(hidden, torch.finfo(query.dtype).min)
-        output, paid = eager(module, query, key, value, mask, **options)
+            hidden = hide(place, eager(module, query, key, value, attention_mask, **options)[1][0])
+            attention_mask = attention_mask.expand(-1, query.shape[1], -1, -1).masked_fill(
+                hidden, torch.finfo(query.dtype).min
+            )
+        output, paid = eager(module, query, key, value, attention_mask, **options)
         if place is not None:
             weights[place] = paid
         return output, paid

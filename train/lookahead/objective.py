@@ -9,13 +9,13 @@ of one inference prefill; and the first pass can be kept for several steps (`kee
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache
 from typing_extensions import override
 
 from keepsight.models.decoder import decoder_of
 from keepsight.models.lookahead import Lookahead
 from keepsight.runtime.attention import run
-from keepsight.runtime.cache import filled, record_past
+from keepsight.runtime.cache import empty_cache, filled, record_past
 from keepsight.runtime.observe import AttentionRecorder, observe
 from keepsight.runtime.prefill import positions_of
 from keepsight.train.dataset import Batch
@@ -36,7 +36,7 @@ def target_importance(model: PreTrainedModel, batch: Batch) -> tuple[Cache, list
     """
     ids, mask = batch.joined()
     recorder = AttentionRecorder(batch.answer_ids.shape[1], key_mask=mask, query_mask=batch.answer_mask)
-    cache = DynamicCache(config=model.config)
+    cache = empty_cache(model)
     record_past(cache)
     positions = positions_of(mask, ids.shape[1], ids.device)
     run(decoder_of(model), cache, recorder=recorder, input_ids=ids, attention_mask=mask, position_ids=positions)
@@ -136,6 +136,6 @@ def _restored(reading: Reading, model: PreTrainedModel, length: int) -> Cache:
     return Cache(
         layers=[
             filled(empty, *(reading[f"{name}.{index}"].to(model.dtype) for name in ("keys", "values")), length)
-            for index, empty in enumerate(DynamicCache(config=model.config).layers)
+            for index, empty in enumerate(empty_cache(model).layers)
         ]
     )

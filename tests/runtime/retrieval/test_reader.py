@@ -342,9 +342,3 @@ def test_another_model_than_the_reader_is_refused() -> None:
         read(model, method.start(model, ids), answer_of(2))
     with pytest.raises(UserError, match="reads states of its own method"):
         read(method.reader(model), FullCache().start(model, ids), answer_of(2))
-
-
-def test_sliding_windows_are_refused() -> None:
-    model = tiny_model("qwen3", use_sliding_window=True, sliding_window=16, max_window_layers=1)
-    with pytest.raises(UserError, match="qwen3 has layers of sliding_attention; entries can only be chosen"):
-        ExactTopK(12).start(model, prompt_ids(40)[0])
