@@ -39,7 +39,7 @@ from keepsight.eval.reuse import Earlier
 from keepsight.eval.rows import Variant
 from keepsight.eval.runs import Run
 from keepsight.eval.sweep import QUESTIONS, check_samples, groups_of, sweep
-from keepsight.eval.tasks.benchmark import Request
+from keepsight.eval.tasks.benchmark import TaskRequest
 from keepsight.eval.tasks.protocols import protocol_named
 from keepsight.eval.tasks.registry import Benchmarks, make_all
 from keepsight.eval.tasks.samples import RenderedSample, render_apart
@@ -220,7 +220,7 @@ def samples_of(config: Config, target: Target) -> tuple[list[RenderedSample], di
     """The samples of all tasks, and what is to be said of them."""
     if config.samples < 0:
         raise UserError(f"samples={config.samples} must be at least 0")
-    request = Request(
+    request = TaskRequest(
         tokenizer=target.tokenizer,
         context=context_of(target.model),
         lengths=config.lengths,
