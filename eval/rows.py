@@ -82,6 +82,7 @@ def row_of(
         "task": sample.task,
         "length": sample.length,
         "sample": sample.id,
+        "depth": sample.depth,
         "method": variant.name,
         "budget": variant.budget,
         "score": score(sample, text),

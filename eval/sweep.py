@@ -6,13 +6,13 @@ budgets that use it (`keepsight.eval.compress`), and the answers of all variants
 
 `question` says what a method sees while it compresses: `seen`, the whole prompt; `unseen`, only what stands before
 the question, which is read from the compressed cache; `multi`, the same, and all samples with one context are asked
-of one compressed cache.
+of one compressed cache. The turns of a conversation are always answered from one compressed cache, the first turn's,
+each after the ones before (`keepsight.eval.turns`).
 """
 
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from keepsight.eval.results import FULL, Key, Row
 from keepsight.eval.reuse import NOTHING, Earlier, inputs_digest, method_text, sample_digest, target_digest
 from keepsight.eval.rows import Asked, Variant, row_of
 from keepsight.eval.tasks.samples import RenderedSample
+from keepsight.eval.turns import add_before, go_on, in_own_words
 from keepsight.models.targets import Target
 from keepsight.runtime.drafting.observer import DraftIds
 from keepsight.runtime.method import FullCache, Method
@@ -112,10 +113,18 @@ def _evicting(variants: Sequence[Variant]) -> list[Variant]:
 
 
 def groups_of(samples: Sequence[RenderedSample], question: str) -> list[list[RenderedSample]]:
-    """What is run together: single samples, or under `multi` those with one context."""
-    if question != "multi":
-        return [[sample] for sample in samples]
-    return [list(group) for _, group in groupby(samples, lambda each: (each.task, each.length, each.context))]
+    """What is run together: single samples, the turns of a conversation, or under `multi` those with one context."""
+    groups: list[list[RenderedSample]] = []
+    for sample in samples:
+        if groups and (sample.earlier or (question == "multi" and _shared_by(sample) == _shared_by(groups[-1][0]))):
+            groups[-1].append(sample)
+        else:
+            groups.append([sample])
+    return groups
+
+
+def _shared_by(sample: RenderedSample) -> tuple[str, int, str]:
+    return sample.task, sample.length, sample.context
 
 
 def check_samples(target: Target, samples: Sequence[RenderedSample], variants: Sequence[Variant]) -> None:
@@ -157,7 +166,7 @@ def run_samples(
 
     Args:
         target: The model that answers.
-        samples: Prompt, references and metric; several only under `question=multi`.
+        samples: Prompt, references and metric; several only under `question=multi`, or the turns of a conversation.
         variants: Methods and budgets; a full cache among them is answered once, not twice.
         batch_tokens: Bounds the batches; see `keepsight.eval.answers.Limits`.
         question: What the methods see, one of `QUESTIONS`: the samples come split for all but `seen`.
@@ -173,14 +182,7 @@ def run_samples(
     start = time.perf_counter()
     state = prefill(target.model, prompt, needs=needs_of_all([variant.method for variant in evicting]))
     seconds = since(start) - state.trace.seconds
-    asked, of_prompt = [], Guesses(said)
-    of_prompt.learn(prompt[0].tolist())
-    for sample in samples:
-        rest = sample.question_ids[None].to(target.model.device)
-        limits = Limits(sample.max_new_tokens, target.end_tokens, batch_tokens)
-        guesses = Guesses(of_prompt)
-        guesses.learn(rest[0].tolist())
-        asked.append(Asked(sample, rest, limits, guesses, *answer_full(target.model, state, rest, limits, guesses)))
+    asked = _ask(target, state, samples, batch_tokens, said)
     shared = _shared(target, state, asked, seconds)
     ranks, attention = shared.ranks(), shared.attention()
     shown = [{"prompt_tokens": prompt.shape[1] + each.question.shape[1], "question": question} for each in asked]
@@ -198,19 +200,45 @@ def run_samples(
         for variant, made_of in zip(group, compressed, strict=True):
             if made_of.kept is not None:
                 note(samples, variant, made_of.kept)
+        questions, answers = list[Tensor](), list[Answered]()
         for each, more, made in zip(asked, shown, rows, strict=True):
-            answers = _answers(target, each, methods, compressed)
+            if each.sample.earlier:
+                said_before = zip(questions, answers, strict=True)
+                questions = [go_on(target, before, answer.ids, each.sample) for before, answer in said_before]
+                answers = _answers(target, each, methods, compressed)
+                answers = in_own_words(target, each, methods, compressed, answers, questions)
+            else:
+                questions, answers = [each.question] * len(group), _answers(target, each, methods, compressed)
             columns = zip(group, compressed, answers, measured, strict=True)
             made += [row_of(target, each, *column) | more for column in columns]
             if said is not None:
                 for ids in {tuple(answer.ids.tolist()) for answer in (each.full, *answers)}:
                     said.learn([*ids])
+    add_before(samples, rows)
     return rows
 
 
+def _ask(
+    target: Target, state: State, samples: Sequence[RenderedSample], batch_tokens: int, said: Guesses | None
+) -> list[Asked]:
+    """Every sample put to the full cache; a later turn of a conversation after the answers to the ones before."""
+    asked, of_prompt = list[Asked](), Guesses(said)
+    of_prompt.learn(state.tokens[0].tolist())
+    for sample in samples:
+        rest = sample.question_ids[None].to(target.model.device)
+        if sample.earlier:
+            rest = go_on(target, asked[-1].question, asked[-1].answer[0], sample)
+        limits = Limits(sample.max_new_tokens, target.end_tokens, batch_tokens)
+        guesses = Guesses(of_prompt)
+        guesses.learn(rest[0].tolist())
+        asked.append(Asked(sample, rest, limits, guesses, *answer_full(target.model, state, rest, limits, guesses)))
+    return asked
+
+
 def _shared(target: Target, state: State, asked: Sequence[Asked], seconds: float) -> SharedPrompt:
-    """What methods share. Under `multi` all questions with their answers, one after another, are what comes."""
-    coming = DraftIds(torch.cat([ids for each in asked for ids in (each.question, each.answer)], dim=1))
+    """What methods share. All questions with their answers, one after another, are what comes."""
+    whole = asked[-1:] if asked[-1].sample.earlier else asked  # a conversation's last question holds all before it
+    coming = DraftIds(torch.cat([ids for each in whole for ids in (each.question, each.answer)], dim=1))
     writing = sum(len(each.full.ids) / (each.full.tokens_per_second or 1.0) for each in asked)
     return SharedPrompt(target.model, state, coming, seconds, writing)
 
@@ -224,7 +252,8 @@ def _answers(
     for index, (method, each) in enumerate(zip(methods, compressed, strict=True)):
         reapply = method.reapply(model)
         if reapply is not None or not each.state.joins:
-            answers[index] = answer_alone(method.reader(model), each.state, *question, reapply)
+            readers = method.turn_reader(model), method.reader(model)
+            answers[index] = answer_alone(readers, each.state, *question, reapply)
     together = [index for index in range(len(methods)) if index not in answers]
     batched = answer_all(model, [compressed[index].state for index in together], *question, asked.guesses)
     answers.update(zip(together, batched, strict=True))

@@ -16,7 +16,8 @@ class Lookahead(nn.Module):
 
     Attributes:
         model: The target.
-        tokens: [n, hidden] float32, the soft tokens' embeddings.
+        soft_tokens: Embeds the soft tokens, [n, hidden] float32; a module of its own, for ZeRO-3 gathers the weights
+            of a module when that module is called.
         settings: The module's shape.
         lora: The updates of the target's linear modules; None for rank 0.
     """
@@ -25,11 +26,16 @@ class Lookahead(nn.Module):
         super().__init__()
         self.model, self.settings = model, settings
         embedding = input_embedding(model)
-        scale = embedding.float().std().item()
-        self.tokens = nn.Parameter(torch.randn(settings.tokens, embedding.shape[1], device=embedding.device) * scale)
+        random = torch.randn(settings.tokens, embedding.shape[1], device=embedding.device)
+        self.soft_tokens = nn.Embedding.from_pretrained(random * embedding.float().std().item(), freeze=False)
         self.lora = (
             Lora(lora_targets(model), settings.rank, settings.alpha, settings.dropout) if settings.rank else None
         )
+
+    @property
+    def tokens(self) -> Tensor:
+        """The weights of `soft_tokens`."""
+        return self.soft_tokens.weight
 
     def active(self) -> AbstractContextManager[None]:
         """The LoRA is on within the block."""
@@ -37,7 +43,8 @@ class Lookahead(nn.Module):
 
     def observers(self, batch: int) -> Tensor:
         """The soft tokens as input embeddings [batch, n, hidden] in the target's dtype."""
-        return self.tokens.to(self.model.dtype).expand(batch, -1, -1)
+        places = torch.arange(self.settings.tokens, device=self.tokens.device)
+        return self.soft_tokens(places).to(self.model.dtype).expand(batch, -1, -1)
 
     def lora_state(self) -> dict[str, Tensor]:
         """The LoRA's tensors under the names PEFT saves them with."""

@@ -36,7 +36,7 @@ class Provenance:
     """Origin of an adapter or head; saved with it.
 
     Attributes:
-        base_model: Hub id or folder of the target.
+        base_model: Hub id of the target, or its name without a slash; never a folder's path, for this is published.
         base_version: The target's revision, or the digest of its weight file.
         template_digest: Digest of the chat template that rendered the training prompts.
         data_digest: Digest of the training data's manifest.
@@ -62,8 +62,13 @@ class _Config:
 
 
 def save_lookahead(module: Lookahead, folder: Path, provenance: Provenance, card: str) -> None:
-    """Write an adapter's files into a folder, beside other files; a half-written adapter does not load."""
-    config = _peft_config(module)
+    """Write an adapter's files into a folder, beside other files; a half-written adapter does not load.
+
+    Raises:
+        UserError: a tensor is not whole.
+    """
+    config = _peft_config(module, provenance)
+    _check_shapes(folder, module.settings, module.tokens, module.lora_state())
     with atomic_files(folder, last=CONFIG) as unfinished:
         save_file(module.lora_state(), unfinished / ADAPTER, metadata={"format": "pt"})
         save_file({"lookahead_tokens": module.tokens.detach().cpu()}, unfinished / TOKENS, metadata={"format": "pt"})
@@ -74,7 +79,7 @@ def save_lookahead(module: Lookahead, folder: Path, provenance: Provenance, card
         (unfinished / "README.md").write_text(card, encoding="utf-8")
 
 
-def _peft_config(module: Lookahead) -> LoraConfig:
+def _peft_config(module: Lookahead, provenance: Provenance) -> LoraConfig:
     """PEFT's configuration of the module's LoRA; it lists the modules that are adapted."""
     settings = module.settings
     names = module.lora.names if module.lora is not None else ()
@@ -84,7 +89,7 @@ def _peft_config(module: Lookahead) -> LoraConfig:
         lora_dropout=settings.dropout,
         target_modules=[name.removeprefix(PREFIX) for name in names],
         task_type="CAUSAL_LM",
-        base_model_name_or_path=module.model.config.name_or_path,
+        base_model_name_or_path=provenance.base_model,
         alora_invocation_tokens=[len(input_embedding(module.model))],  # an id that no text has
         inference_mode=True,
     )

@@ -50,6 +50,11 @@ class Target:
     version: str
 
     @property
+    def public_name(self) -> str:
+        """The Hub id, or the name of the folder: what may be published."""
+        return Path(self.name).resolve().name if Path(self.name).is_dir() else self.name
+
+    @property
     def end_tokens(self) -> list[int]:
         """The ids that end an answer."""
         config = self.model.generation_config

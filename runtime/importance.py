@@ -166,7 +166,8 @@ def attend_after(
     seen = (weights.to(values.dtype) @ values).sum(dim=2) + between.to(values.dtype) @ own_values
     output = (seen / total).to(values.dtype).view(batch, heads, rows, -1)
     by_head, share = weights.unflatten(3, (-1, rows)), total.reciprocal().view(batch, kv_heads, 1, -1, rows, 1)
-    paid = (by_head * share).amax(dim=4) if reduction == "max" else ((share / rows).mT @ by_head)[..., 0, :]
+    with torch.autocast(query.device.type, enabled=False):  # else the product would be in its dtype
+        paid = (by_head * share).amax(dim=4) if reduction == "max" else ((share / rows).mT @ by_head)[..., 0, :]
     return paid.transpose(2, 3).flatten(3).flatten(1, 2), output.transpose(1, 2).contiguous()
 
 

@@ -64,7 +64,13 @@ def prefill(
         _require_seen(model, cache, trace, end)
     lengths = torch.full((len(input_ids),), input_ids.shape[1], device=input_ids.device)
     return State(
-        cache, mask, output.logits[:, -1].float(), input_ids, lengths if mask is None else mask.sum(dim=1), trace
+        cache,
+        mask,
+        output.logits[:, -1].float(),
+        input_ids,
+        lengths if mask is None else mask.sum(dim=1),
+        trace,
+        padded=mask is not None,
     )
 
 

@@ -16,11 +16,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
+from typing_extensions import override
 
 from keepsight.errors import UserError
 from keepsight.files import atomic_files
 from keepsight.models.decoder import has_latents
 from keepsight.runtime.cache import KeptLayer, RaggedLayer, empty_cache, filled, share
+from keepsight.runtime.custom_generate import CustomGenerate, GenerateRequest
+from keepsight.runtime.decode import Decoded
+from keepsight.runtime.method import FullCache
 from keepsight.runtime.softmax import Softmax
 from keepsight.runtime.state import Needs, State, Trace
 
@@ -30,11 +34,11 @@ _KEY, _VERSION = "keepsight_state", 2
 
 
 @dataclass(frozen=True)
-class SavedState:
-    """A loaded state and its metadata.
+class SavedState(CustomGenerate):
+    """A loaded state and its metadata; `generate(model, question_ids, saved)` asks it, as often as one likes.
 
     Attributes:
-        state: State on the target's device. Reading and decoding append to it: answer from a `state.copy()`.
+        state: State on the target's device. Reading and decoding append to it: go on from a `state.copy()`.
         question: What was compressed: `seen`, the whole prompt with its question; `unseen`, the context alone;
             `multi`, the context alone, to be asked several questions.
         target: Name of the model that read it, for information.
@@ -45,6 +49,17 @@ class SavedState:
     question: str
     target: str
     template_digest: str
+
+    @override
+    def answer(self, model: PreTrainedModel, request: GenerateRequest) -> Decoded:
+        """Answer what follows the saved prompt; `self.state` stays unchanged."""
+        state = replace(self.state if request.past is None else request.past.state, trace=Trace())
+        if len(request.unread) != len(state.tokens) or request.mask is not None:
+            raise UserError(
+                f"saved state: {len(request.unread)} questions for {len(state.tokens)} prompts, or padded ones; "
+                "ask one for each prompt, without padding"
+            )
+        return request.decode(model, FullCache().resume(model, state, request.unread, chunk=request.chunk), None)
 
 
 def save_state(

@@ -83,6 +83,8 @@ def attend_grouped(grouped: Tensor, key: Tensor, value: Tensor, mask: Tensor | N
 
 def visible(rows: int, real: Tensor) -> Tensor:
     """Causal mask [B, K, q, S] bool of the last q of S positions, which `real` [B, K, S] bool marks."""
+    if rows == 1:
+        return real[:, :, None]
     keys = real.shape[2]
     positions = torch.arange(keys, device=real.device)
     return real[:, :, None] & (positions <= positions[keys - rows :, None])

@@ -79,6 +79,7 @@ class State:
         trace: What was recorded for observers.
         shift: [B] int64: how far a row's next position is beyond its number of tokens, where the model counts positions
             otherwise (an image's tokens under M-RoPE); None for none.
+        padded: Whether a row has padding; None where that has to be looked up, for which the CPU has to wait.
     """
 
     cache: Cache
@@ -88,6 +89,7 @@ class State:
     lengths: Tensor
     trace: Trace = field(default_factory=Trace)
     shift: Tensor | None = None
+    padded: bool | None = None
 
     @property
     def length(self) -> int:
@@ -113,7 +115,7 @@ class State:
     def tokens_mask(self) -> Tensor | None:
         """[B, M] bool, False where `tokens` is padding; None when nothing is."""
         width = self.tokens.shape[1]
-        if bool((self.lengths == width).all()):
+        if self.padded is False or (self.padded is None and bool((self.lengths == width).all())):
             return None
         return torch.arange(width, device=self.lengths.device) >= width - self.lengths[:, None]
 

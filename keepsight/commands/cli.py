@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(usage: str, package: str, about: str, commands: Mapping[str, str], given: Sequence[str]) -> None:
-    """Run the command that the first argument names; a package of commands asks for the next name."""
+    """Run the command that the first argument names; of a package of commands, the one that the next argument names."""
     if not given or given[0] in _HELP:
         _show(_overview(usage, about, commands))
         return
@@ -58,8 +58,9 @@ def _dispatch(usage: str, package: str, about: str, commands: Mapping[str, str],
     if name not in commands:
         raise UserError(f"{given[0]!r} is no command of {usage}; choose one of {', '.join(commands)}")
     module = importlib.import_module(f"{package}.{name}")
-    if hasattr(module, "COMMANDS"):
-        _dispatch(f"{usage} {name}", module.__name__, module.__doc__ or "", module.COMMANDS, given[1:])
+    further = getattr(module, "COMMANDS", {})
+    if (further and not hasattr(module, "run")) or {*given[1:2]} & {*further}:
+        _dispatch(f"{usage} {name}", module.__name__, module.__doc__ or "", further, given[1:])
     else:
         _execute(module, given[1:])
 

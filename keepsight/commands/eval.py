@@ -30,6 +30,7 @@ from keepsight.commands.provenance import settings_of
 from keepsight.commands.terminal import printable
 from keepsight.errors import UserError
 from keepsight.eval.answers import default_batch_tokens
+from keepsight.eval.judge import Judge
 from keepsight.eval.kept_tokens import KeptTokens, first_of_each
 from keepsight.eval.report.report import write_outputs
 from keepsight.eval.report.summary import summarize, summary_table
@@ -38,45 +39,36 @@ from keepsight.eval.reuse import Earlier
 from keepsight.eval.rows import Variant
 from keepsight.eval.runs import Run
 from keepsight.eval.sweep import QUESTIONS, check_samples, groups_of, sweep
-from keepsight.eval.tasks import jsonl, niah
+from keepsight.eval.tasks.benchmark import Request
+from keepsight.eval.tasks.protocols import protocol_named
+from keepsight.eval.tasks.registry import Benchmarks, make_all
 from keepsight.eval.tasks.samples import RenderedSample, render_apart
 from keepsight.files import append_lines, require_writable, whole_lines
 from keepsight.models.targets import Target
 from keepsight.runtime.methods import Resources, make_method
 from keepsight.runtime.methods.make import takes
 from keepsight.runtime.methods.resources import bind
+from keepsight.runtime.prefill import context_of
 
 
 @dataclass
-class JsonlConfig:
-    """Real samples.
-
-    Attributes:
-        dir: Folder of JSONL files in LongBench's or RULER's layout; tasks.json in it or beside it.
-        files: Names to read, without .jsonl; all that can be scored by default.
-    """
-
-    dir: str | None = None
-    files: list[str] = field(default_factory=list)
-
-
-@dataclass
-class Config(Recipe):
+class Config(Benchmarks, Recipe):
     """Keys of `keepsight eval`.
 
     Attributes:
         out: Folder for results and report.
-        tasks: niah_single, niah_multikey, niah_multivalue, niah_multiquery, niah (all four), jsonl.
-        lengths: Prompt lengths of the needle tasks, in tokens of the target's tokenizer.
+        tasks: Benchmarks, such as niah, ruler, longbench, jsonl, or their tasks, such as ruler_vt.
+        lengths: Prompt lengths of generated tasks, in tokens of the target's tokenizer.
         methods: Names, or {name: NAME, option: value}.
         budgets: KV budgets: entries per layer and KV head, or ratios of the prompt such as 0.1.
         bits: Bit widths for the methods that quantize entries, a row for each; the method's default when empty.
-        samples: Number of samples per task and length; per file of the jsonl task (0 for all).
-        seed: Seed of the needle tasks.
-        haystack: Text file to hide needles in, instead of Python's documentation.
-        jsonl: Real samples.
+        samples: Number of samples per task and length; per file of tasks that are read from files (0 for all).
+        seed: Seed of generated tasks.
+        protocol: Whose prompts, truncation and post-processing RULER and LongBench follow: reference, kvcache-factory,
+            kvpress or draft-based.
         max_tokens: Longest prompt of the jsonl task in tokens; longer ones are dropped and counted.
         max_new_tokens: Shortens every answer to this many tokens; 0 for each task's own limit.
+        judge: Who scores MT-Bench and LongBench-Write.
         question: What methods see while they compress: seen (the whole prompt), unseen (only what stands before the
             question), multi (the same, and every question about a context is asked of one compressed cache).
         max_batch_tokens: Max KV entries per head in one decoding batch over all variants; 0 for a quarter of the free
@@ -94,10 +86,10 @@ class Config(Recipe):
     bits: list[int] = field(default_factory=list)
     samples: int = 20
     seed: int = 1000
-    haystack: str | None = None
-    jsonl: JsonlConfig = field(default_factory=JsonlConfig)
+    protocol: str = "reference"
     max_tokens: int = 2048
     max_new_tokens: int = 0
+    judge: Judge = field(default_factory=Judge)
     question: str = "seen"
     max_batch_tokens: int = 0
     pages: int = 1
@@ -113,13 +105,15 @@ def run(config: Config) -> None:
         raise UserError(f"pages={config.pages} must be at least 0")
     if config.question not in QUESTIONS:
         raise UserError(f"question={config.question} is unknown; choose one of {', '.join(QUESTIONS)}")
+    config.judge.check()
     require_writable(Path(config.out))
     variants = variants_of(config, resources_later(config))  # bad values end here, before anything loads
     processes, out = PartialState(cpu=not torch.cuda.is_available()), Path(config.out)
     target = target_of(config)
     variants = bound(variants, resources_of(config, target))
-    settings = settings_of(config, target, variants)
-    samples, earlier = samples_of(config, target), Earlier.read(config.reuse)
+    samples, notes = samples_of(config, target)
+    settings = settings_of(config, target, variants) | {"notes": notes}
+    earlier = Earlier.read(config.reuse)
     if config.question != "seen":
         samples = [render_apart(sample, target.tokenizer) for sample in samples]
     check_samples(target, samples, variants)
@@ -129,6 +123,8 @@ def run(config: Config) -> None:
     samples.sort(key=lambda sample: -len(sample.prompt_ids))
     if processes.is_main_process:
         merge(out, settings, 1 + len(variants))
+        for subject, note in notes.items():
+            print(f"{subject}: {note}")
         _show(samples[0], target)
     processes.wait_for_everyone()
     done = finished(out)
@@ -137,9 +133,11 @@ def run(config: Config) -> None:
     most = config.max_batch_tokens or default_batch_tokens(target.model) // processes.num_processes
     with tqdm(total=len(own), desc="samples", unit="sample", disable=not processes.is_main_process) as progress:
         progress.update(sum(sample.key in done for sample in own))
+        by_key = {sample.key: sample for sample in own}
         for rows in sweep(target, own, variants, done, most, config.question, earlier, kept.note):
+            sample = by_key[rows[0]["task"], rows[0]["length"], rows[0]["sample"]]
             kept.write(rows)
-            append_lines(part, rows)
+            append_lines(part, config.judge.score(sample, rows))
             progress.update()
     processes.wait_for_everyone()
     if processes.is_main_process:
@@ -218,11 +216,22 @@ def _said(options: dict[str, Any]) -> list[str]:
     return said
 
 
-def samples_of(config: Config, target: Target) -> list[RenderedSample]:
-    """The samples of all tasks."""
-    samples: list[RenderedSample] = []
-    for task in config.tasks:
-        samples += _real_samples(config, target) if task == "jsonl" else _needles(task, config, target)
+def samples_of(config: Config, target: Target) -> tuple[list[RenderedSample], dict[str, str]]:
+    """The samples of all tasks, and what is to be said of them."""
+    if config.samples < 0:
+        raise UserError(f"samples={config.samples} must be at least 0")
+    request = Request(
+        tokenizer=target.tokenizer,
+        context=context_of(target.model),
+        lengths=config.lengths,
+        samples=config.samples,
+        seed=config.seed,
+        max_tokens=config.max_tokens,
+        every_question=config.question == "multi",
+        protocol=protocol_named(config.protocol),
+        judge=config.judge.name,
+    )
+    samples = make_all(config, config.tasks, request)
     if not samples:
         raise UserError("tasks= and samples= leave no sample to evaluate")
     if len({sample.key for sample in samples}) < len(samples):
@@ -230,34 +239,7 @@ def samples_of(config: Config, target: Target) -> list[RenderedSample]:
     if config.max_new_tokens:
         limit = config.max_new_tokens
         samples = [replace(sample, max_new_tokens=min(limit, sample.max_new_tokens)) for sample in samples]
-    return samples
-
-
-def _needles(task: str, config: Config, target: Target) -> list[RenderedSample]:
-    kinds = [name for name in niah.NEEDLE_KINDS if task in ("niah", f"niah_{name}")]
-    if not kinds:
-        known = ", ".join(f"niah_{name}" for name in niah.NEEDLE_KINDS)
-        raise UserError(f"task {task!r} is unknown; choose one of niah, {known}, jsonl")
-    haystack = Path(config.haystack) if config.haystack else None
-    return [
-        sample
-        for kind in kinds
-        for length in config.lengths
-        for sample in niah.make_samples(
-            kind, length, config.samples, config.seed, target.tokenizer, haystack, every_key=config.question == "multi"
-        )
-    ]
-
-
-def _real_samples(config: Config, target: Target) -> list[RenderedSample]:
-    if config.jsonl.dir is None:
-        raise UserError("tasks=[jsonl] needs jsonl.dir=FOLDER with JSONL files and a tasks.json")
-    files, limit = config.jsonl.files or None, config.samples or None
-    samples, dropped = jsonl.read_samples(Path(config.jsonl.dir), files, config.max_tokens, target.tokenizer, limit)
-    for name, count in dropped.items():
-        if count:
-            print(f"{name}: {count} samples are longer than max_tokens={config.max_tokens} and were dropped")
-    return samples
+    return samples, request.notes
 
 
 def _show(sample: RenderedSample, target: Target) -> None:

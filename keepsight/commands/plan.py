@@ -94,7 +94,7 @@ def _model_config(config: Config, model: ModelConfig) -> Any:
             f"model.id={model.id} is neither a folder nor a Hub id; a Hub id looks like user/name"
         ) from None
     if not known and not hub_answers():
-        if model.packaged is not None:  # such files are small
+        if model.own_file is not None:  # such files are small
             return target_of(config).model.config
         raise UserError(
             f"model {model.id!r} is no folder, is not in the Hub's cache, and the Hub does not answer; give a folder "

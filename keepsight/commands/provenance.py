@@ -14,7 +14,6 @@ import transformers
 
 from keepsight import __version__
 from keepsight.commands.config import ModelConfig, Recipe
-from keepsight.commands.from_recipe import adapter_of, retrieval_of
 from keepsight.eval.rows import Variant
 from keepsight.files import file_digest
 from keepsight.models.hub import fetch
@@ -48,9 +47,9 @@ def settings_of(config: Recipe, target: Target, variants: list[Variant]) -> dict
             "quantization": _quantization(config.model, target),
             "attention": target.model.config._attn_implementation,
         },
-        "adapter": adapter_of(config),
+        "adapter": config.adapter,
         "adapter_digest": ", ".join(digests) or None,
-        "retrieval": retrieval_of(config),
+        "retrieval": config.retrieval,
         "retrieval_digest": ", ".join(_head_digests(config, variants)) or None,
         "versions": versions,
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
@@ -62,7 +61,7 @@ def _head_digests(config: Recipe, variants: list[Variant]) -> Iterator[str]:
     if not any(variant.method.uses_retrieval_head for variant in variants):
         return
     own = [given.get("retrieval") for given in getattr(config, "methods", []) if isinstance(given, Mapping)]
-    for named in dict.fromkeys(filter(None, [retrieval_of(config), *own])):
+    for named in dict.fromkeys(filter(None, [config.retrieval, *own])):
         yield file_digest(fetch(named) / WEIGHTS)
 
 

@@ -49,7 +49,7 @@ class LookaheadKV(Evict):
     def from_pretrained(
         cls, adapter: str | Path, budget: int | float, revision: str | None = None, **options: Any
     ) -> "LookaheadKV":
-        """The method with an adapter from a folder or the Hub, and the adapter's reduction and pooling.
+        """The method with an adapter (a folder, a Hub id or `shipped:NAME`), and the adapter's reduction and pooling.
 
         Raises:
             UserError: the adapter cannot be had, is corrupt, or an option is out of range.

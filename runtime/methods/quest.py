@@ -37,7 +37,7 @@ class Quest(SparseRead):
 
     @override
     def layers_for(self, state: State) -> MakeLayer:
-        budget = self.budget_for(state.tokens.shape[1])
+        budget = tuple(self.budgets(state))
 
         def make(index: int, keys: Tensor, values: Tensor, seen: int, padding: Tensor | None) -> KeptLayer:
             pages = TopPages(budget, self.page)

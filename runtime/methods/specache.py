@@ -17,6 +17,7 @@ from keepsight.runtime.quantized.codec import Quantizer
 from keepsight.runtime.quantized.entries import PackedEntries
 from keepsight.runtime.quantized.specache import FetchSelector, PairReader, SpeCacheLayer
 from keepsight.runtime.state import State
+from keepsight.runtime.turn import TurnReader
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,10 @@ class SpeCache(CacheMethod):
     @override
     def reader(self, model: PreTrainedModel) -> Reader:
         return PairReader(model) if self.speculative and self.topk else model
+
+    @override
+    def turn_reader(self, model: PreTrainedModel) -> Reader:
+        return TurnReader(model)
 
     @override
     def start(

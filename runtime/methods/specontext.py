@@ -21,7 +21,7 @@ from keepsight.runtime.cache import with_full_layers
 from keepsight.runtime.prefill import positions_of, prefill
 from keepsight.runtime.retrieval.memory_plan import plan_for
 from keepsight.runtime.retrieval.placement import Placement
-from keepsight.runtime.retrieval.reader import RetrievalCache, RetrievalReader, RetrievalState
+from keepsight.runtime.retrieval.reader import RetrievalCache, RetrievalReader, RetrievalState, RetrievalTurnReader
 from keepsight.runtime.retrieval.selector import HeadSelector
 from keepsight.runtime.sparse_read.cache import MakeLayer, SelectedLayer, selected_layers
 from keepsight.runtime.sparse_read.method import SparseRead
@@ -32,16 +32,14 @@ from keepsight.units import read_bytes
 
 _BLOCK = 4096
 """Prompt tokens whose features are concatenated at a time."""
-_ANSWER = 512
-"""Positions after the prompt that a head is extended for where it was trained with fewer."""
 
 
 @dataclass(frozen=True)
 class SpeContext(SparseRead):
     """Reads what a retrieval head selects: the same entries in all layers, before the target runs (section 4.3).
 
-    Where the longest prompt of a batch plus 512 tokens exceeds what the head was trained with, YaRN extends it to twice
-    that length, four times, and so on.
+    Where the longest prompt of a batch and its answer, which grows, exceed what the head was trained with, YaRN extends
+    it to twice that length, four times, and so on.
 
     Attributes:
         head: The retrieval head; it is moved to the target's device.
@@ -71,7 +69,7 @@ class SpeContext(SparseRead):
     def from_pretrained(
         cls, head: str | Path, budget: int | float, revision: str | None = None, **options: Any
     ) -> "SpeContext":
-        """The method with a retrieval head from a folder or the Hub; `options` are other fields.
+        """The method with a retrieval head (a folder, a Hub id or `shipped:NAME`); `options` are other fields.
 
         Raises:
             UserError: the head cannot be had, is corrupt, or an option is out of range.
@@ -93,6 +91,10 @@ class SpeContext(SparseRead):
     @override
     def reader(self, model: PreTrainedModel) -> Reader:
         return RetrievalReader(model)
+
+    @override
+    def turn_reader(self, model: PreTrainedModel) -> Reader:
+        return RetrievalTurnReader(model)
 
     @override
     def start(
@@ -141,7 +143,7 @@ class SpeContext(SparseRead):
 
     def _selector(self, model: PreTrainedModel, state: State) -> HeadSelector:
         length, mask = state.tokens.shape[1], state.tokens_mask
-        head = _reaching(self.head.to(model.device), length + _ANSWER)
+        head = self.head.to(model.device).reaching(length)
         layers = head.layers_of(model)
         if missing := sorted(set(layers) - set(state.trace.needs.features)):
             raise UserError(
@@ -154,20 +156,12 @@ class SpeContext(SparseRead):
             torch.cat([*_prompt_keys(head, layers, model, state)], dim=2),
             state.trace.features_of(layers, slice(-1, None)) if layers else None,
             None if mask is None else length - state.lengths,
-            StepBudget(self.budget_for(length), self.sinks, self.window),
+            StepBudget(tuple(self.budgets(state)), self.sinks, self.window),
         )
 
 
 def _needs(layers: tuple[int, ...]) -> Needs:
     return Needs(features=tuple(sorted(layers)))
-
-
-def _reaching(head: RetrievalHead, length: int) -> RetrievalHead:
-    """The head extended to `length` positions, by a power of two, so that batching seldom changes what is read."""
-    context = head.config.trained
-    while context < length:
-        context *= 2
-    return head.extended(context)
 
 
 def _prompt_keys(

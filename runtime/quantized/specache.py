@@ -2,7 +2,8 @@
 
 A step reads two tokens: the one just written, whose logits give the next, and a guess of the next one, whose attention
 selects the entries that it will need. These are fetched in full precision while the model computes, and replace the
-packed ones in the next step. An interrupted step leaves the cache unchanged.
+packed ones in the next step. An interrupted step leaves the cache unchanged. A further turn attends to all entries in
+full precision, a layer at a time, as the prompt did.
 """
 
 from dataclasses import dataclass
@@ -96,10 +97,21 @@ class SpeCacheLayer(PackedLayer):
     @override
     def settle(self) -> None:
         before, held = self.held, self.held.settled()
-        if held.packed_length > before.packed_length:  # the recent keys were packed; their values are the latest ones
-            values = before.recent_values[:, :, -before.recent_keys.shape[2] :]
-            self.full = self.full.append(before.recent_keys, values)
+        if packed := held.packed_length - before.packed_length:
+            keys, values = before.recent_keys, before.values(before.packed_length, before.length)
+            self.full = self.full.append(keys[:, :, :packed], values[:, :, :packed])
         self.hold(held)
+
+    def read_turn(self, keys: Tensor, values: Tensor) -> LayerEntries:
+        """Append entries [B, K, q, d] and return all in full precision; see `keepsight.runtime.turn`."""
+        self.add(keys, values)
+        held = self.held
+        recent = held.recent_keys, held.values(held.packed_length, held.length)
+        packed = self.full.read(keys.device).chunk(2, dim=3)
+        self.settle()
+        self.ahead = None
+        whole = [torch.cat(pair, dim=2) for pair in zip(packed, recent, strict=True)]
+        return LayerEntries(whole[0], whole[1], None)
 
     @override
     def entries(self) -> LayerEntries:

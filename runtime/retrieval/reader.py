@@ -21,6 +21,7 @@ from keepsight.runtime.retrieval.placement import Placement
 from keepsight.runtime.retrieval.selector import HeadSelector
 from keepsight.runtime.sparse_read.cache import SelectedLayer, SelectedState
 from keepsight.runtime.state import State
+from keepsight.runtime.turn import TurnReader
 
 
 class RetrievalCache(Cache):
@@ -84,6 +85,29 @@ def retrieval_cache(cache: Cache) -> RetrievalCache:
     if not isinstance(cache, RetrievalCache):
         raise UserError("a retrieval head's reader reads states of its own method; give the state of method.start")
     return cache
+
+
+class RetrievalTurnReader:
+    """A model that reads a further turn after a `RetrievalState`; the retrieval head reads it too.
+
+    Args:
+        model: The target.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model, self.config = model, model.config
+        self._reader = TurnReader(model)
+
+    def __call__(self, *, input_ids: Tensor, position_ids: Tensor, past_key_values: Cache, **options: Any) -> Any:
+        """Append tokens to a `RetrievalCache`: see the model's own call."""
+        cache = retrieval_cache(past_key_values)
+        selector = cache.selector
+        cache.placement.place(cache.layers, cache.get_seq_length() + input_ids.shape[1])
+        with RecordFeatures(self._model, selector.layers) as recorded:
+            output = self._reader(input_ids=input_ids, position_ids=position_ids, past_key_values=cache, **options)
+        features = torch.cat(recorded.outputs(), dim=-1) if selector.layers else None
+        selector.read(self._model.get_input_embeddings()(input_ids), features, position_ids)
+        return output
 
 
 class RetrievalReader:

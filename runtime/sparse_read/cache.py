@@ -3,7 +3,7 @@
 A step reads what was selected among the entries before its token, and the token's own entry, which the budget does not
 count. Entries keep their places: padding stays on the left, generated tokens follow the prompt's and are selected like
 them. Keys are stored after RoPE, so that gathered entries may be in any order, and one query needs no causal mask over
-them. Several tokens read in one pass are read one by one.
+them. Several tokens read in one pass are read one by one, but for a further turn (`keepsight.runtime.turn`).
 """
 
 from abc import ABC, abstractmethod
@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from keepsight.errors import UserError
 from keepsight.runtime.attention import OwnAttention
-from keepsight.runtime.cache import KeptLayer, LayerEntries, cache_bytes, entries
+from keepsight.runtime.cache import ROOM, KeptLayer, LayerEntries, cache_bytes, entries
 from keepsight.runtime.softmax import Softmax, grouped_attention, visible
 from keepsight.runtime.state import State
 
@@ -135,6 +135,15 @@ class SelectedLayer(KeptLayer, OwnAttention):
         """Append entries [B, K, q, d]."""
         self._append(keys, values)
         self.seen += keys.shape[2]
+
+    def read_turn(self, keys: Tensor, values: Tensor) -> LayerEntries:
+        """Append entries [B, K, q, d] and return all, for tokens that attend to all; see `keepsight.runtime.turn`."""
+        self.append(keys, values)
+        return self.entries()
+
+    @override
+    def _spare(self, count: int) -> int:
+        return ROOM  # what memory plans count
 
     @override
     def entries(self) -> LayerEntries:

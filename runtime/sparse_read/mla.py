@@ -53,6 +53,11 @@ class LatentLayer(SelectedLayer):
         return LayerEntries(*self.expansion(latents, rotated), real)
 
     @override
+    def read_turn(self, keys: Tensor, values: Tensor) -> LayerEntries:
+        latents, rotated, real = super().read_turn(*self._new)
+        return LayerEntries(*self.expansion(latents, rotated), real)
+
+    @override
     def share(self) -> "LatentLayer":
         return LatentLayer(self.expansion, self.keys, self.values, self.seen, self.padding)
 

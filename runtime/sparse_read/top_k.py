@@ -20,12 +20,12 @@ class StepBudget:
     """How many entries a KV head reads per step, beside the token's own.
 
     Attributes:
-        entries: Entries to read; all where there are fewer.
+        entries: Entries to read; all where there are fewer. One number, or one for each row.
         sinks: Number of first entries that are always read, within the budget.
         window: Number of last entries that are always read, within the budget.
     """
 
-    entries: int
+    entries: int | tuple[int, ...]
     sinks: int = 0
     window: int = 0
 
@@ -37,7 +37,8 @@ class StepBudget:
             padding: [B] int64, number of padding entries on the left; None for none.
 
         Returns:
-            k = min(entries, C) different entries per head; where a row has fewer real ones, padding fills up.
+            k = min(entries, C) different entries per head, of the row that reads most; rows that read fewer, or have
+            fewer real ones, are filled up with what is not real.
         """
         length = importance.shape[2]
         importance[..., max(length - self.window, 0) :] = torch.inf
@@ -47,8 +48,15 @@ class StepBudget:
             real = real_mask(padding, length)[:, None]
             first = ~real_mask(padding + self.sinks, length)[:, None]
             importance = importance.masked_fill(first, torch.inf).masked_fill(~real, -1.0)
-        indices = importance.topk(min(self.entries, length), dim=-1, sorted=False).indices
-        return Selection(indices, None if padding is None else indices >= padding[:, None, None])
+        counts = self.entries if isinstance(self.entries, tuple) else (self.entries,)
+        alike = min(counts) == max(counts)
+        indices = importance.topk(min(max(counts), length), dim=-1, sorted=not alike).indices
+        if padding is None:
+            return Selection(indices, None)
+        real = indices >= padding[:, None, None]
+        if not alike:
+            real &= torch.arange(indices.shape[2], device=indices.device) < indices.new_tensor(counts)[:, None, None]
+        return Selection(indices, real)
 
 
 def most_attended(

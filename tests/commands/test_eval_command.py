@@ -24,6 +24,7 @@ from keepsight.runtime.importance import NO_POOL, Reduce
 from keepsight.runtime.methods import H2O, Resources, SnapKV
 from keepsight.runtime.methods.dapq import PromptEnds
 from tests.commands.commands import NEEDLES, RUN_FILES, CommandLine, files_of_run, tree
+from tests.eval.judging import endpoint
 from tests.eval.rows import CLOCKS, comparable
 
 RULER = {"layout": "ruler", "prompt": "{input}{answer_prefix}", "metric": RULER_METRIC}
@@ -170,6 +171,16 @@ def test_real_samples(keepsight: CommandLine, here: Path) -> None:
     assert found == [("facts", 512, sample, method) for sample in "01" for method in ("full", "snapkv")]
 
 
+def test_a_judge_scores_both_turns_of_a_conversation(keepsight: CommandLine, here: Path) -> None:
+    write_lines(here / "question.jsonl", [{"question_id": 81, "category": "writing", "turns": ["Hello?", "And?"]}])
+    keys = ["tasks=[mt_bench]", "mt_bench.file=question.jsonl", "max_new_tokens=4", "methods=[snapkv]", "budgets=[64]"]
+    with endpoint(lambda body: "[[7]]" if "Conversation" in body["messages"][-1]["content"] else "[[4]]") as judge:
+        keepsight("eval", *TINY, *keys, f"judge.url={judge.url}")
+    rows = read_jsonl(here / "out" / "results.jsonl")
+    assert {(row["task"], row["score"]) for row in rows} == {("mt_bench_turn_1", 0.4), ("mt_bench_turn_2", 0.7)}
+    assert "task mt_bench needs a judge: judge.url=" in keepsight.fails("eval", *TINY, *keys, "out=other")
+
+
 @pytest.mark.parametrize(("question", "times"), [("seen", 3), ("unseen", 3 + 2)])
 def test_a_prompt_is_rendered_once(
     keepsight: CommandLine, here: Path, monkeypatch: pytest.MonkeyPatch, question: str, times: int
@@ -247,10 +258,10 @@ EVERY = "full,oracle,lookaheadkv,laq,speckv,dapq,snapkv,pyramidkv,adakv,h2o,tova
 
 
 def test_all_methods_of_the_papers(keepsight: CommandLine, here: Path) -> None:
-    given = ["tasks=[niah]", "lengths=[700]", f"methods=[{EVERY}]", "budgets=[64,128]", "samples=1"]
+    given = ["tasks=[niah]", "lengths=[700]", f"methods=[{EVERY}]", "budgets=[72,128]", "samples=1"]
     printed = keepsight("eval", *TINY, "draft.layers=[0,1]", "max_new_tokens=6", *given)
     rows = rows_of(here / "out")
-    cells = [("full", None), *((name, budget) for name in EVERY.split(",")[1:] for budget in (64, 128))]
+    cells = [("full", None), *((name, budget) for name in EVERY.split(",")[1:] for budget in (72, 128))]
     assert [(row["method"], row["budget"]) for row in rows] == cells * 4
     assert files_of_run(here / "out") == RUN_FILES
     for row in rows:

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from keepsight.errors import UserError
@@ -84,6 +85,6 @@ def test_nothing_is_said_of_what_is_unknown(tmp_path, caplog):
     module = Lookahead(tiny_model(), LookaheadSettings(tokens=4, rank=2))
     save_lookahead(module, tmp_path / "adapter", Provenance("ada/tiny"), "# Card\n")
     artifact = load_lookahead(tmp_path / "adapter")
-    with caplog.at_level(logging.WARNING, "keepsight"), artifact.attached(tiny_model(seed=1)):
+    with torch.no_grad(), caplog.at_level(logging.WARNING, "keepsight"), artifact.attached(tiny_model(seed=1)):
         pass
     assert caplog.messages == []

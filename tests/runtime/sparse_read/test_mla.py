@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional
 from transformers.cache_utils import Cache
 
 from keepsight.errors import UserError
@@ -220,3 +221,17 @@ def test_models_that_choose_by_themselves_are_refused() -> None:
     model.model.layers[0].self_attn.indexer = torch.nn.Identity()
     with pytest.raises(UserError, match="deepseek_v3 chooses by itself what its latent attention reads"):
         method_of("specontext", 8).start(model, ids)
+
+
+@each_method
+@pytest.mark.parametrize("lengths", [(40,), (50, 33, 41)], ids=["one", "padded"])
+def test_a_turn_is_read_like_a_prompt(name: str, lengths: tuple[int, ...]) -> None:
+    """In one pass, over latents that all heads share."""
+    model, method = tiny_deepseek(), method_of(name, 12)
+    (ids, mask), rows = prompt_ids(*lengths), len(lengths)
+    turn, answer = prompt_ids(*[25] * rows, seed=2)[0], answer_of(*[9] * rows)
+    state, reader = start(model, method, ids, mask)
+    state = read(method.turn_reader(model), state, turn)[0]
+    whole, _ = start(model, method, torch.cat([ids, turn], 1), functional.pad(mask, (0, 25), value=1))
+    assert_close(state.logits, whole.logits)
+    assert_close(read(reader, state, answer)[1], read(reader, whole, answer)[1])

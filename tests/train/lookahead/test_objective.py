@@ -198,11 +198,24 @@ def test_no_trainable_weight_is_dead_and_no_base_weight_has_a_gradient(family):
         optimizer.step()
     assert len(trainable) == 1 + 2 * (7 + 7 + 2)
     for name, weight in objective.named_parameters():
-        assert weight.requires_grad == (name == "lookahead.tokens" or name.startswith("lookahead.lora.")), name
+        learned = name == "lookahead.soft_tokens.weight" or name.startswith("lookahead.lora.")
+        assert weight.requires_grad == learned, name
         if weight.requires_grad:
             assert weight.grad is not None and weight.grad.abs().max() > 0, name
         else:
             assert weight.grad is None, name
+
+
+def test_importance_is_float32_under_autocast():
+    """Sums over queries in bfloat16 would round what the loss compares."""
+    objective, batch = random_objective(), Batch(**batch_of(samples((40, 9))))
+    _, exact = objective.importances(batch)
+    with torch.autocast("cpu", torch.bfloat16):
+        layers = objective.importances(batch)
+    assert {layer.dtype for both in layers for layer in both} == {torch.float32}
+    for layer, expected in zip(layers[1], exact, strict=True):
+        assert not torch.equal(layer, layer.bfloat16().float())
+        assert (layer - expected).abs().max() < 0.05
 
 
 def test_the_lora_can_be_trained_between_steps_and_is_off_for_the_target():
