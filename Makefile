@@ -1,4 +1,4 @@
-# make setup | demo | test | test-cpus | faults | lint | clean
+# make setup | demo | test | test-slow | test-cpus | faults | lint | clean
 #
 #   VENV=path         the folder of the environment (default .venv)
 #   PYTHON=python3    the interpreter it is made with, 3.10 or later
@@ -24,7 +24,7 @@ SETUP_KEY := $(shell (pwd; echo '$(TORCH) $(TORCH_INDEX)'; cat $(SETUP_INPUTS)) 
 STAMP := $(VENV)/keepsight-setup-$(SETUP_KEY)
 
 .DELETE_ON_ERROR:
-.PHONY: setup demo test test-cpus faults lint clean
+.PHONY: setup demo test test-slow test-cpus faults lint clean
 
 setup: $(STAMP)
 
@@ -66,6 +66,11 @@ demo: setup
 
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+# What starts several processes, with DeepSpeed on the CPU as well; its first run compiles for about a minute.
+test-slow: setup
+	$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[dev,deepspeed]'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow
 
 # What compares floats, with the kernels of older processors and this one's, and with one thread and two.
 test-cpus: setup

@@ -218,7 +218,7 @@ _EXCHANGED = "each line of its shards is whole, but together they are not what m
 def read_training_samples(
     folder: Path, model: str, template_digest: str, vocabulary: int
 ) -> tuple[list[TrainingSample], dict[str, Any]]:
-    """The samples of a finished data folder, in order, and its manifest.
+    """The samples of a finished data folder that a target answered, in order, and its manifest.
 
     Args:
         folder: Made by `keepsight data`.
@@ -229,29 +229,13 @@ def read_training_samples(
     Raises:
         UserError: the folder is missing, empty, unfinished, damaged, or made with another model or chat template.
     """
-    if not (folder / "manifest.json").exists():
-        raise UserError(f"{folder}: no manifest.json; make the data with `keepsight data out={folder}`")
-    manifest: Manifest = read_json(folder / "manifest.json", Manifest)
-    again = f"run the same `keepsight data out={folder}` again"
-    if not manifest.complete:
-        raise UserError(f"{folder}: this data is unfinished; {again} to finish it")
+    manifest = finished_manifest(folder)
     made = manifest.settings
     if made.model != model:
         raise UserError(f"{folder}: this data was answered by {made.model!r}, not by {model!r}; make it again")
     if made.template_digest != template_digest:
         raise UserError(f"{folder}: this data was made with another chat template of {model!r}; make it again")
-    if not manifest.shards or not made.limit:
-        raise UserError(f"{folder}: this data folder holds no samples; raise limit=")
-    samples, digest = list[TrainingSample](), hashlib.sha256()
-    for name, shard in zip(manifest.shards, made.shards(), strict=False):
-        path = folder / Path(name).name
-        try:
-            samples += _samples(path, shard)
-        except UserError as error:
-            raise UserError(f"{error}; {again}, which keeps a damaged file aside and mends it") from None
-        digest.update(path.read_bytes())
-    if len(samples) != manifest.samples or _named(digest) != manifest.digest:
-        raise UserError(f"{folder}: {_EXCHANGED}; restore its files, or make the data again")
+    samples = finished_samples(folder, manifest)
     for sample in samples:
         if (largest := max(*sample.prompt_ids, *sample.answer_ids)) >= vocabulary:
             raise UserError(
@@ -259,6 +243,45 @@ def read_training_samples(
                 f"{vocabulary - 1}; make the data again"
             )
     return samples, asdict(manifest)
+
+
+def finished_manifest(folder: Path) -> Manifest:
+    """The manifest of a finished data folder.
+
+    Raises:
+        UserError: the folder is missing or unfinished.
+    """
+    if not (folder / "manifest.json").exists():
+        raise UserError(f"{folder}: no manifest.json; make the data with `keepsight data out={folder}`")
+    manifest: Manifest = read_json(folder / "manifest.json", Manifest)
+    if not manifest.complete:
+        raise UserError(f"{folder}: this data is unfinished; {_again(folder)} to finish it")
+    return manifest
+
+
+def finished_samples(folder: Path, manifest: Manifest) -> list[TrainingSample]:
+    """The samples of a finished data folder, in order.
+
+    Raises:
+        UserError: the folder is empty or damaged.
+    """
+    if not manifest.shards or not manifest.settings.limit:
+        raise UserError(f"{folder}: this data folder holds no samples; raise limit=")
+    samples, digest = list[TrainingSample](), hashlib.sha256()
+    for name, shard in zip(manifest.shards, manifest.settings.shards(), strict=False):
+        path = folder / Path(name).name
+        try:
+            samples += _samples(path, shard)
+        except UserError as error:
+            raise UserError(f"{error}; {_again(folder)}, which keeps a damaged file aside and mends it") from None
+        digest.update(path.read_bytes())
+    if len(samples) != manifest.samples or _named(digest) != manifest.digest:
+        raise UserError(f"{folder}: {_EXCHANGED}; restore its files, or make the data again")
+    return samples
+
+
+def _again(folder: Path) -> str:
+    return f"run the same `keepsight data out={folder}` again"
 
 
 def _samples(path: Path, shard: range) -> list[TrainingSample]:

@@ -90,7 +90,7 @@ def answer_full(
     """
     start = time.perf_counter()
     rows = Rows(model, [state], question.shape[1] + limits.max_new_tokens)
-    first = _after(rows, [state], question)
+    first = read_each(rows, [state], [question])
     asking, start = time.perf_counter() - start, time.perf_counter()
     writing = Writing(0, first[0].argmax(dim=-1).tolist())
     write(rows, [writing], guesses or Guesses(), limits.max_new_tokens, limits.end_tokens)
@@ -148,11 +148,17 @@ def batched_by_entries(items: Iterable[Item], entries: Callable[[Item], int], mo
         yield batch
 
 
-def _after(rows: Rows, states: Sequence[State], question: Tensor) -> list[Tensor]:
-    """Logits [1, V] float32 of the last token of each state, once the rows have read the question."""
-    if not question.shape[1]:
-        return [state.logits for state in states]
-    return [logits[-1:] for logits in rows.read([question[0]] * len(states))]
+def read_each(rows: Rows, states: Sequence[State], questions: Sequence[Tensor]) -> list[Tensor]:
+    """Read a question [1, q] after each of the states that became the rows; q may be 0.
+
+    Returns:
+        For each state, the logits [1, V] float32 of its last token.
+    """
+    last = [state.logits for state in states]
+    for start in range(0, max(question.shape[1] for question in questions), _TOKENS_AT_ONCE):
+        blocks = rows.read([question[0, start : start + _TOKENS_AT_ONCE] for question in questions])
+        last = [block[-1:] if len(block) else before for block, before in zip(blocks, last, strict=True)]
+    return last
 
 
 def _answer_batch(
@@ -160,7 +166,7 @@ def _answer_batch(
 ) -> list[Answered]:
     start = time.perf_counter()
     rows = Rows(model, states, question.shape[1] + limits.max_new_tokens)
-    first = _after(rows, states, question)
+    first = read_each(rows, states, [question] * len(states))
     asking = time.perf_counter() - start
     own, nll = _score(rows, first, answer)
     hits = own == answer
@@ -205,13 +211,26 @@ def _score(rows: Rows, first: Sequence[Tensor], answer: Tensor) -> tuple[Tensor,
     return torch.cat(own, dim=1), torch.cat(nll, dim=1)
 
 
+def first_difference(ids: Tensor, others: Tensor) -> int | None:
+    """Index of the first token in which two answers [T] and [T'] differ, where one ends first too; None if equal."""
+    if ids.tolist() == others.tolist():
+        return None
+    common = min(len(ids), len(others))
+    return int((ids[:common] == others[:common]).long().cumprod(dim=0).sum())
+
+
 def answer_alone(
-    model: Reader, state: State, question: Tensor, answer: Tensor, limits: Limits, reapply: Reapply | None
+    readers: tuple[Reader, Reader],
+    state: State,
+    question: Tensor,
+    answer: Tensor,
+    limits: Limits,
+    reapply: Reapply | None,
 ) -> Answered:
     """`answer_all` for a variant that cannot be batched: it evicts while it decodes, or has a cache class of its own.
 
     Args:
-        model: What reads the state: the target, or the method's reader.
+        readers: What reads the question after the state, and what decodes from it: the target, or the method's readers.
         state: One-row state; it is not changed.
         question: As for `answer_all`.
         answer: As for `answer_all`.
@@ -219,15 +238,24 @@ def answer_alone(
         reapply: The method's eviction while decoding; the answer is scored between evictions.
     """
     start = time.perf_counter()
-    state = state.copy()
+    state, (asker, model) = state.copy(), readers
     if question.shape[1]:
-        state, _ = read(model, state, question)
+        state, _ = read(asker, state, question, logits_to_keep=1)
         # The question has filled what was spared for generated tokens.
         state = reapply.compress(state) if reapply is not None else state
     asking, start = time.perf_counter() - start, time.perf_counter()
     criteria = stop_after(limits.max_new_tokens, limits.end_tokens)
     ids = decode(model, state.copy(), criteria, pad_token=limits.end_tokens[0], reapply=reapply).ids[0]
     speed = len(ids) / (time.perf_counter() - start)
+    return Answered(ids, *score_alone(model, state, answer, reapply), speed, question=asking)
+
+
+def score_alone(model: Reader, state: State, answer: Tensor, reapply: Reapply | None) -> tuple[Tensor, Tensor]:
+    """How likely an answer [1, T] is after a one-row state, which is changed.
+
+    Returns:
+        The negative log-likelihood of its tokens [T] float32 in nats, and whether each is the arg-max [T] bool.
+    """
     logits = [state.logits[:, None]]
     every = reapply.every if reapply is not None else answer.shape[1]
     for first in range(0, answer.shape[1] - 1, every):
@@ -236,5 +264,4 @@ def answer_alone(
         state, block = read(model, state, answer[:, first : min(first + every, answer.shape[1] - 1)])
         logits.append(block)
     joined = torch.cat(logits, dim=1)[0]
-    nll = functional.cross_entropy(joined, answer[0], reduction="none")
-    return Answered(ids, nll, joined.argmax(dim=-1) == answer[0], speed, question=asking)
+    return functional.cross_entropy(joined, answer[0], reduction="none"), joined.argmax(dim=-1) == answer[0]

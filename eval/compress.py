@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from keepsight.eval.kept import kendall_tau
 from keepsight.runtime.drafting.observer import Drafter, DraftIds, DraftObserver, GivenDraft
-from keepsight.runtime.importance import reduce_group
+from keepsight.runtime.evict import Evict
+from keepsight.runtime.importance import Reduce, reduce_group
 from keepsight.runtime.method import Method
 from keepsight.runtime.methods.oracle import OwnAnswer
 from keepsight.runtime.observe import Observer
@@ -75,6 +77,7 @@ class SharedPrompt:
     coming_seconds: float = 0.0
     _drafts: dict[Drafter, tuple[DraftIds, float]] = field(default_factory=dict, init=False)
     _observed: dict[tuple[Observer, str], tuple[list[Tensor], Seconds]] = field(default_factory=dict, init=False)
+    _taus: dict[tuple[Observer, Reduce], float] = field(default_factory=dict, init=False)
 
     @torch.no_grad()
     def compress(self, method: Method) -> Compressed:
@@ -102,12 +105,28 @@ class SharedPrompt:
         return Compressed(state, seconds, of_chosen)
 
     @torch.no_grad()
+    def attention(self) -> Tensor:
+        """[L, K, N] float32: the attention of what comes to each entry, the mean over tokens and a group's heads."""
+        observed, _ = self._observe(DraftObserver(OwnAnswer()), "mean")
+        return self._by_kv_head(observed, "mean")
+
     def ranks(self) -> Tensor:
         """[L, K, N] int64: the rank of each entry within its head by the attention of what comes, 0 for the largest."""
-        observed, _ = self._observe(DraftObserver(OwnAnswer()), "mean")
+        return self.attention().argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
+
+    def tau(self, method: Method) -> float | None:
+        """Kendall's tau of a method's scores before pooling and `attention`; None where it has scored nothing."""
+        if not isinstance(method, Evict) or (method.bound_observer, method.reduce.queries) not in self._observed:
+            return None
+        key = method.bound_observer, method.reduce
+        if key not in self._taus:
+            observed, _ = self._observe(method.bound_observer, method.reduce.queries)
+            self._taus[key] = kendall_tau(self._by_kv_head(observed, method.reduce.heads), self.attention())
+        return self._taus[key]
+
+    def _by_kv_head(self, observed: list[Tensor], reduction: str) -> Tensor:
         layers = zip(observed, self.state.entries(), strict=True)
-        importance = torch.cat([reduce_group(layer, each.keys.shape[1]) for layer, each in layers])
-        return importance.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
+        return torch.cat([reduce_group(layer, each.keys.shape[1], reduction) for layer, each in layers])
 
     def _observe(self, observer: Observer, reduction: str) -> tuple[list[Tensor], Seconds]:
         key = observer, reduction
@@ -135,19 +154,6 @@ class SharedPrompt:
 def needs_of_all(methods: Sequence[Method]) -> Needs:
     """What a prefill must record so that all of the methods can share it."""
     return functools.reduce(operator.or_, (method.needs() for method in methods), Needs())
-
-
-def recall(kept: Tensor | None, ranks: Tensor) -> float | None:
-    """Share of the entries that the full cache's answer attends to most, equally many per head, that are kept.
-
-    Args:
-        kept: [L, K, N] bool; None where it is not known, which leaves the recall unknown too.
-        ranks: As `SharedPrompt.ranks` gives them.
-    """
-    if kept is None:
-        return None
-    wanted = ranks < round(kept.sum(dim=-1).float().mean().item())
-    return int((kept & wanted).sum()) / max(int(wanted.sum()), 1)
 
 
 def since(start: float) -> float:

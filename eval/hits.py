@@ -14,8 +14,10 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from keepsight.runtime.cache import full_layers
 from keepsight.runtime.decode import decode, stop_after
 from keepsight.runtime.importance import attention_weights, reduce_group, top_mask
+from keepsight.runtime.latents import attended_entries
 from keepsight.runtime.method import CacheMethod
 from keepsight.runtime.prefill import prefill, read
 from keepsight.runtime.retrieval.reader import RetrievalCache
@@ -90,8 +92,10 @@ def answering(
     after, _ = read(model, before.copy(), answer, logits_to_keep=1)
     rows = answer.shape[1]
     weights = []
-    for queries, each, scaling in zip(after.trace.queries, after.entries(), after.trace.scaling, strict=True):
-        by_row = attention_weights(queries[:, :, -rows:], each.keys, scaling)[0].transpose(0, 1)
+    for queries, each, softmax in zip(
+        after.trace.queries, attended_entries(model, after), after.trace.softmax, strict=True
+    ):
+        by_row = attention_weights(queries[:, :, -rows:], each.keys, softmax)[0].transpose(0, 1)
         weights.append(reduce_group(by_row, each.keys.shape[1]).transpose(0, 1))
     return Answering(before, after, answer, torch.stack(weights))
 
@@ -100,18 +104,18 @@ def choices(model: PreTrainedModel, method: CacheMethod, seen: Answering) -> Ite
     """For each step, what each layer reads of the entries before the token, [K, C] bool."""
     state = method.compress(model, seen.before)
     cache: Any = state.cache
-    keys = [each.keys for each in seen.after.entries()]
+    keys = [each.keys for each in attended_entries(model, seen.after)]
     for step in range(seen.answer.shape[1]):
         length = seen.prompt_length + step
         shared = _of_head(model, cache, seen, step) if isinstance(cache, RetrievalCache) else None
         chosen = []
-        for index, layer in enumerate(cache.layers):
+        for index, layer in enumerate(full_layers(cache)):
             of_layer = shared
             if shared is None and isinstance(layer, SelectedLayer) and layer.selector is not None:
                 place = seen.after.trace.queries[index].shape[2] - seen.answer.shape[1] + step
                 query = seen.after.trace.queries[index][:, :, place : place + 1]
                 of_layer = layer.selector.select(
-                    query, seen.after.trace.scaling[index], keys[index][:, :, : length + 1], None
+                    query, seen.after.trace.softmax[index], keys[index][:, :, : length + 1], None
                 )
             chosen.append(_mask(of_layer, keys[index].shape[1], length))
         yield chosen

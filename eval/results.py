@@ -13,6 +13,9 @@ from keepsight.files import read_json, whole_lines, write_json, write_lines
 
 FULL = "full"
 """What the `method` column says of the full cache."""
+Row = dict[str, Any]
+Key = tuple[str, int, str]
+"""Task, length and id of a sample."""
 _MAY_CHANGE = ("command", "versions")
 
 
@@ -21,9 +24,9 @@ def part_of(out: Path, process: int, processes: int) -> Path:
     return out / (f"results-{process}.jsonl" if processes > 1 else "results.jsonl")
 
 
-def finished(out: Path) -> set[tuple[str, int, str]]:
+def finished(out: Path) -> set[Key]:
     """`Sample.key` of all samples in `results.jsonl`."""
-    return {_key(row) for row in whole_lines(out / "results.jsonl")}
+    return {key_of(row) for row in whole_lines(out / "results.jsonl")}
 
 
 def merge(out: Path, settings: dict[str, Any], rows_each: int) -> None:
@@ -40,9 +43,9 @@ def merge(out: Path, settings: dict[str, Any], rows_each: int) -> None:
     if written:
         _check(out, settings, read_json(path))
     write_json(path, settings)
-    rows = list({(_key(row), row["method"], row["budget"]): row for row in written}.values())
-    counts = Counter(_key(row) for row in rows)
-    whole = [row for row in rows if counts[_key(row)] == rows_each]
+    rows = list({(key_of(row), row["method"], row["budget"]): row for row in written}.values())
+    counts = Counter(key_of(row) for row in rows)
+    whole = [row for row in rows if counts[key_of(row)] == rows_each]
     if parts or len(whole) < len(written):
         write_lines(results, whole)
     for part in parts:
@@ -58,5 +61,6 @@ def _check(out: Path, settings: dict[str, Any], before: dict[str, Any]) -> None:
             )
 
 
-def _key(row: dict[str, Any]) -> tuple[str, int, str]:
+def key_of(row: Row) -> Key:
+    """The sample that a row is about."""
     return row["task"], row["length"], row["sample"]

@@ -6,25 +6,27 @@ budgets that use it (`keepsight.eval.compress`), and the answers of all variants
 
 `question` says what a method sees while it compresses: `seen`, the whole prompt; `unseen`, only what stands before
 the question, which is read from the compressed cache; `multi`, the same, and all samples with one context are asked
-of one compressed cache.
+of one compressed cache. The turns of a conversation are always answered from one compressed cache, the first turn's,
+each after the ones before (`keepsight.eval.turns`).
 """
 
+import functools
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from itertools import groupby
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from keepsight.errors import UserError
 from keepsight.eval.answers import Answered, Limits, answer_all, answer_alone, answer_full, batched_by_entries
-from keepsight.eval.compress import Compressed, Seconds, SharedPrompt, needs_of_all, recall, since
+from keepsight.eval.compress import Compressed, Seconds, SharedPrompt, needs_of_all, since
 from keepsight.eval.guesses import Guesses
-from keepsight.eval.results import FULL
-from keepsight.eval.tasks.metrics import score
+from keepsight.eval.kept import attention_mass, recall
+from keepsight.eval.results import FULL, Key, Row
+from keepsight.eval.reuse import NOTHING, Earlier, inputs_digest, method_text, sample_digest, target_digest
+from keepsight.eval.rows import Asked, Variant, row_of
 from keepsight.eval.tasks.samples import RenderedSample
+from keepsight.eval.turns import add_before, go_on, in_own_words
 from keepsight.models.targets import Target
 from keepsight.runtime.drafting.observer import DraftIds
 from keepsight.runtime.method import FullCache, Method
@@ -32,74 +34,97 @@ from keepsight.runtime.prefill import context_of, prefill
 from keepsight.runtime.state import State
 
 QUESTIONS = ("seen", "unseen", "multi")
-
-
-@dataclass(frozen=True)
-class Variant:
-    """A method at one budget, under the names that the results show.
-
-    Attributes:
-        name: What the `method` column shows.
-        method: The method at its budget.
-    """
-
-    name: str
-    method: Method
-
-    @property
-    def budget(self) -> int | float | None:
-        """Entries per layer and KV head; None for the full cache."""
-        return getattr(self.method, "budget", None)
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """A question put to the full cache.
-
-    Attributes:
-        sample: What is asked.
-        question: [1, q] int64, what is read after the context; empty when the whole prompt was.
-        limits: Limits of its answers.
-        guesses: Texts that its answers may resemble.
-        answer: [1, T] int64, the full cache's answer.
-        full: The full cache's answer with its likelihood.
-    """
-
-    sample: RenderedSample
-    question: Tensor
-    limits: Limits
-    guesses: Guesses
-    answer: Tensor
-    full: Answered
+Note = Callable[[Sequence[RenderedSample], Variant, Tensor], object]
+"""Takes samples with one prompt, a variant and [L, K, N] bool, which of the prompt's entries it keeps."""
+_FULL = Variant(FULL, FullCache())
 
 
 def sweep(
     target: Target,
     samples: Sequence[RenderedSample],
     variants: Sequence[Variant],
-    done: set[tuple[str, int, str]],
+    done: set[Key],
     batch_tokens: int,
     question: str = "seen",
-) -> Iterator[list[dict[str, Any]]]:
-    """The rows of each sample whose key is not in `done`.
+    earlier: Earlier = NOTHING,
+    note: Note = lambda *_: None,
+) -> Iterator[list[Row]]:
+    """The rows of each sample whose key is not in `done`, with what they depend on as digests.
 
     Under `question=multi` samples that stand one after another and share task, length and context are one group.
+
+    Args:
+        target: The model that answers.
+        samples: Prompts, references and metrics.
+        variants: Methods and budgets.
+        done: `Sample.key` of those that are left out.
+        batch_tokens: See `run_samples`.
+        question: See `run_samples`.
+        earlier: Rows that are used again where they depend on the same inputs.
+        note: See `run_samples`.
     """
     # In bfloat16 rounding depends on how many tokens a pass reads, and may decide between two that are equally likely:
     # what was said to one sample must not change what is said to another.
     said = Guesses() if target.model.dtype == torch.float32 else None
+    columns = [_FULL, *_evicting(variants)]
+    of_target, methods = target_digest(target), [method_text(variant.method) for variant in columns]
     for group in groups_of(samples, question):
         wanted = [sample.key not in done for sample in group]
-        if any(wanted):
-            rows = run_samples(target, group, variants, batch_tokens, question, said)
-            yield from (each for each, missing in zip(rows, wanted, strict=True) if missing)
+        if not any(wanted):
+            continue
+        contents = [sample_digest(sample) for sample in group]
+        inputs = [
+            [inputs_digest(of_target, contents, place, question, method) for method in methods]
+            for place in range(len(group))
+        ]
+        run = functools.partial(
+            run_samples, target, group, batch_tokens=batch_tokens, question=question, said=said, note=note
+        )
+        rows = _completed(run, columns, earlier.of(inputs))
+        for sample, content, made, digests, missing in zip(group, contents, rows, inputs, wanted, strict=True):
+            names = {"task": sample.task, "length": sample.length, "sample": sample.id, "sample_digest": content}
+            if missing:
+                yield [row | names | {"inputs_digest": digest} for row, digest in zip(made, digests, strict=True)]
+
+
+def _completed(
+    run: Callable[[list[Variant]], list[list[Row]]], columns: list[Variant], found: list[list[Row | None]]
+) -> list[list[Row]]:
+    """The rows of a group of samples: those found, and what `run` gives for the other variants.
+
+    Where the full cache was not found, or now answers otherwise by rounding, nothing that was found is comparable.
+    """
+    missing = [variant for variant, row in zip(columns, found[0], strict=True) if row is None]
+    if _FULL in missing:
+        return run(columns)
+    made: Sequence[Sequence[Row | None]] = run(missing) if missing else found
+    if any(old[0] and new[0] and old[0]["answer"] != new[0]["answer"] for old, new in zip(found, made, strict=True)):
+        return run(columns)
+    rows = []
+    for old, new in zip(found, made, strict=True):
+        fresh = iter([row for row in new[1:] if row])
+        cells = [{"method": variant.name, "budget": variant.budget} for variant in columns]
+        rows.append([(row or next(fresh)) | cell for row, cell in zip(old, cells, strict=True)])
+    return rows
+
+
+def _evicting(variants: Sequence[Variant]) -> list[Variant]:
+    return [variant for variant in variants if not variant.method.is_full_cache]
 
 
 def groups_of(samples: Sequence[RenderedSample], question: str) -> list[list[RenderedSample]]:
-    """What is run together: single samples, or under `multi` those with one context."""
-    if question != "multi":
-        return [[sample] for sample in samples]
-    return [list(group) for _, group in groupby(samples, lambda each: (each.task, each.length, each.context))]
+    """What is run together: single samples, the turns of a conversation, or under `multi` those with one context."""
+    groups: list[list[RenderedSample]] = []
+    for sample in samples:
+        if groups and (sample.earlier or (question == "multi" and _shared_by(sample) == _shared_by(groups[-1][0]))):
+            groups[-1].append(sample)
+        else:
+            groups.append([sample])
+    return groups
+
+
+def _shared_by(sample: RenderedSample) -> tuple[str, int, str]:
+    return sample.task, sample.length, sample.context
 
 
 def check_samples(target: Target, samples: Sequence[RenderedSample], variants: Sequence[Variant]) -> None:
@@ -122,7 +147,7 @@ def check_samples(target: Target, samples: Sequence[RenderedSample], variants: S
 
 def run_sample(
     target: Target, sample: RenderedSample, variants: Sequence[Variant], batch_tokens: int, question: str = "seen"
-) -> list[dict[str, Any]]:
+) -> list[Row]:
     """All rows of one sample; see `run_samples`."""
     return run_samples(target, [sample], variants, batch_tokens, question)[0]
 
@@ -135,63 +160,91 @@ def run_samples(
     batch_tokens: int,
     question: str = "seen",
     said: Guesses | None = None,
-) -> list[list[dict[str, Any]]]:
+    note: Note = lambda *_: None,
+) -> list[list[Row]]:
     """All rows of samples that share a context, or of one sample: the full cache first, then every variant.
 
     Args:
         target: The model that answers.
-        samples: Prompt, references and metric; several only under `question=multi`.
+        samples: Prompt, references and metric; several only under `question=multi`, or the turns of a conversation.
         variants: Methods and budgets; a full cache among them is answered once, not twice.
         batch_tokens: Bounds the batches; see `keepsight.eval.answers.Limits`.
         question: What the methods see, one of `QUESTIONS`: the samples come split for all but `seen`.
         said: Answers to other samples, which often resemble each other; these are added. None to look at no others.
+        note: Is told which entries of the prompt each variant keeps, where that is known.
 
     Raises:
         UserError: as `check_samples`.
     """
     check_samples(target, samples, variants)
-    evicting = [variant for variant in variants if not variant.method.is_full_cache]
+    evicting = _evicting(variants)
     prompt = samples[0].prompt_ids[None].to(target.model.device)
     start = time.perf_counter()
     state = prefill(target.model, prompt, needs=needs_of_all([variant.method for variant in evicting]))
     seconds = since(start) - state.trace.seconds
-    asked, of_prompt = [], Guesses(said)
-    of_prompt.learn(prompt[0].tolist())
-    for sample in samples:
-        rest = sample.question_ids[None].to(target.model.device)
-        limits = Limits(sample.max_new_tokens, target.end_tokens, batch_tokens)
-        guesses = Guesses(of_prompt)
-        guesses.learn(rest[0].tolist())
-        asked.append(_Asked(sample, rest, limits, guesses, *answer_full(target.model, state, rest, limits, guesses)))
+    asked = _ask(target, state, samples, batch_tokens, said)
     shared = _shared(target, state, asked, seconds)
-    ranks = shared.ranks()
+    ranks, attention = shared.ranks(), shared.attention()
     shown = [{"prompt_tokens": prompt.shape[1] + each.question.shape[1], "question": question} for each in asked]
-    full = Variant(FULL, FullCache()), Compressed(state, Seconds(prefill=seconds), None)
-    rows = [[_row(target, each, *full, each.full, 1.0) | more] for each, more in zip(asked, shown, strict=True)]
+    full = _FULL, Compressed(state, Seconds(prefill=seconds), None)
+    whole = {"recall": 1.0, "mass": 1.0, "tau": None}
+    rows = [[row_of(target, each, *full, each.full, whole) | more] for each, more in zip(asked, shown, strict=True)]
     length = prompt.shape[1]
     for group in batched_by_entries(evicting, lambda each: min(each.method.budget_for(length), length), batch_tokens):
         methods = [variant.method for variant in group]
         compressed = [shared.compress(method) for method in methods]
-        recalls = [recall(each.kept, ranks) for each in compressed]
+        measured = [
+            {"recall": recall(kept, ranks), "mass": attention_mass(kept, attention), "tau": shared.tau(method)}
+            for method, kept in zip(methods, (each.kept for each in compressed), strict=True)
+        ]
+        for variant, made_of in zip(group, compressed, strict=True):
+            if made_of.kept is not None:
+                note(samples, variant, made_of.kept)
+        questions, answers = list[Tensor](), list[Answered]()
         for each, more, made in zip(asked, shown, rows, strict=True):
-            answers = _answers(target, each, methods, compressed)
-            columns = zip(group, compressed, answers, recalls, strict=True)
-            made += [_row(target, each, *column) | more for column in columns]
+            if each.sample.earlier:
+                said_before = zip(questions, answers, strict=True)
+                questions = [go_on(target, before, answer.ids, each.sample) for before, answer in said_before]
+                answers = _answers(target, each, methods, compressed)
+                answers = in_own_words(target, each, methods, compressed, answers, questions)
+            else:
+                questions, answers = [each.question] * len(group), _answers(target, each, methods, compressed)
+            columns = zip(group, compressed, answers, measured, strict=True)
+            made += [row_of(target, each, *column) | more for column in columns]
             if said is not None:
                 for ids in {tuple(answer.ids.tolist()) for answer in (each.full, *answers)}:
                     said.learn([*ids])
+    add_before(samples, rows)
     return rows
 
 
-def _shared(target: Target, state: State, asked: Sequence[_Asked], seconds: float) -> SharedPrompt:
-    """What methods share. Under `multi` all questions with their answers, one after another, are what comes."""
-    coming = DraftIds(torch.cat([ids for each in asked for ids in (each.question, each.answer)], dim=1))
+def _ask(
+    target: Target, state: State, samples: Sequence[RenderedSample], batch_tokens: int, said: Guesses | None
+) -> list[Asked]:
+    """Every sample put to the full cache; a later turn of a conversation after the answers to the ones before."""
+    asked, of_prompt = list[Asked](), Guesses(said)
+    of_prompt.learn(state.tokens[0].tolist())
+    for sample in samples:
+        rest = sample.question_ids[None].to(target.model.device)
+        if sample.earlier:
+            rest = go_on(target, asked[-1].question, asked[-1].answer[0], sample)
+        limits = Limits(sample.max_new_tokens, target.end_tokens, batch_tokens)
+        guesses = Guesses(of_prompt)
+        guesses.learn(rest[0].tolist())
+        asked.append(Asked(sample, rest, limits, guesses, *answer_full(target.model, state, rest, limits, guesses)))
+    return asked
+
+
+def _shared(target: Target, state: State, asked: Sequence[Asked], seconds: float) -> SharedPrompt:
+    """What methods share. All questions with their answers, one after another, are what comes."""
+    whole = asked[-1:] if asked[-1].sample.earlier else asked  # a conversation's last question holds all before it
+    coming = DraftIds(torch.cat([ids for each in whole for ids in (each.question, each.answer)], dim=1))
     writing = sum(len(each.full.ids) / (each.full.tokens_per_second or 1.0) for each in asked)
     return SharedPrompt(target.model, state, coming, seconds, writing)
 
 
 def _answers(
-    target: Target, asked: _Asked, methods: Sequence[Method], compressed: Sequence[Compressed]
+    target: Target, asked: Asked, methods: Sequence[Method], compressed: Sequence[Compressed]
 ) -> list[Answered]:
     """Methods that evict while decoding and states that cannot be joined answer alone, all others in batches."""
     model, question = target.model, (asked.question, asked.answer, asked.limits)
@@ -199,35 +252,9 @@ def _answers(
     for index, (method, each) in enumerate(zip(methods, compressed, strict=True)):
         reapply = method.reapply(model)
         if reapply is not None or not each.state.joins:
-            answers[index] = answer_alone(method.reader(model), each.state, *question, reapply)
+            readers = method.turn_reader(model), method.reader(model)
+            answers[index] = answer_alone(readers, each.state, *question, reapply)
     together = [index for index in range(len(methods)) if index not in answers]
     batched = answer_all(model, [compressed[index].state for index in together], *question, asked.guesses)
     answers.update(zip(together, batched, strict=True))
     return [answers[index] for index in range(len(methods))]
-
-
-def _row(
-    target: Target, asked: _Asked, variant: Variant, compressed: Compressed, answered: Answered, found: float | None
-) -> dict[str, Any]:
-    sample, state = asked.sample, compressed.state
-    seconds = asdict(replace(compressed.seconds, question=answered.question))
-    text = str(target.tokenizer.decode(answered.ids, skip_special_tokens=True))
-    return {
-        "task": sample.task,
-        "length": sample.length,
-        "sample": sample.id,
-        "method": variant.name,
-        "budget": variant.budget,
-        "score": score(sample, text),
-        "excess_nll": (answered.nll - asked.full.nll).mean().item(),
-        "agreement": answered.hits.float().mean().item(),
-        "recall": found,
-        "kept": round(state.held().float().mean().item(), 3),
-        "kv_bytes": state.kv_bytes,
-        "seconds": seconds,
-        "time_to_first_token": sum(seconds.values()),
-        "tokens_per_second": answered.tokens_per_second,
-        "rows": answered.rows,
-        "answer": text,
-        "references": list(sample.references),
-    }

@@ -24,5 +24,5 @@ def read_bytes(text: str) -> int:
 
 
 def size_text(size: int) -> str:
-    """Bytes as text."""
-    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.2f} MB"
+    """Bytes as text, in GiB, or MiB below one GiB."""
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.2f} MiB"

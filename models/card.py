@@ -3,13 +3,16 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from keepsight.models.licenses import license_lines
 from keepsight.models.lookahead_files import Provenance
 
+HUB_ID = "FOLDER_OR_HUB_ID"
+"""Stands in a card for what is being described, until it is pushed."""
+
 _CARD = """---
-base_model: {base_model}
-{library}pipeline_tag: text-generation
+{base}{library}pipeline_tag: text-generation
 tags: [keepsight, {tags}]
-license: {license}
+{license}
 ---
 
 # {title}
@@ -57,18 +60,18 @@ class CardBasics:
         provenance: Base model, training and data digest.
         sources: Number of training samples by source.
         notes: Markdown on the origin and licences of the data; may be empty.
-        license: Licence of the weights, as an identifier the Hub knows.
+        license: Licence of the weights, as an identifier the Hub knows; None for the base model's.
     """
 
     title: str
     provenance: Provenance
     sources: Mapping[str, int] = field(default_factory=dict)
     notes: str = ""
-    license: str = "apache-2.0"
+    license: str | None = None
 
     @property
     def base_model(self) -> str:
-        """Hub id or name of the base model."""
+        """Hub id of the base model, or its name, which has no slash."""
         return self.provenance.base_model
 
 
@@ -89,10 +92,10 @@ def write_card(
     origin = basics.provenance
     rows = [f"| {name} | {count} |" for name, count in basics.sources.items()]
     return _CARD.format(
-        base_model=basics.base_model,
+        base=f"base_model: {basics.base_model}\n" if "/" in basics.base_model else "",
         library=f"library_name: {library}\n" if library else "",
         tags=tags,
-        license=basics.license,
+        license=license_lines(basics.license, basics.base_model),
         title=basics.title,
         about=about,
         use=use,

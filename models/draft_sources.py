@@ -11,18 +11,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import PreTrainedModel
 
 from keepsight.errors import UserError
+from keepsight.models.decoder import decoder_of
 from keepsight.models.draft_head import DraftHead
 from keepsight.models.draft_head_files import load_draft_head
 from keepsight.models.feature_head import FeatureHead
 from keepsight.models.targets import Target, load_target
 
-_OURS = "_keepsight_"  # what keepsight keeps on a model: attached adapters, drafts
+_DRAFTS: WeakKeyDictionary[PreTrainedModel, dict[tuple[int, ...], PreTrainedModel]] = WeakKeyDictionary()
+"""Of each target, the drafts made of its layers; nothing is kept on the target itself."""
 
 
 class DraftSource(Protocol):
@@ -73,7 +76,7 @@ class LayerSubset:
         Raises:
             UserError: the target has no such layer.
         """
-        made: dict[tuple[int, ...], PreTrainedModel] = target.__dict__.setdefault(f"{_OURS}drafts", {})
+        made = _DRAFTS.setdefault(target, {})
         if self.layers not in made:
             self._check_range(target)
             made[self.layers] = keep_layers(target, self.layers)
@@ -161,12 +164,11 @@ def keep_layers(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedMode
     for module in model.modules():
         if isinstance(module, BaseTunerLayer):
             memo[id(module)] = copy.deepcopy(module.get_base_layer(), memo)
-    stack: Any = model.get_decoder().layers
+    stack: Any = decoder_of(model).layers
     kept = [copy.deepcopy(stack[layer], memo) for layer in layers]
     memo[id(stack)] = nn.ModuleList(kept)
-    plain = copy.copy(model)  # without the record of its adapters and drafts
-    for name in [name for name in vars(plain) if name == "peft_config" or name.startswith(_OURS)]:
-        del plain.__dict__[name]
+    plain = copy.copy(model)  # without the record of its adapters
+    plain.__dict__.pop("peft_config", None)
     draft = copy.deepcopy(plain, memo)
     for place, layer in enumerate(kept):
         for module in layer.modules():

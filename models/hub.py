@@ -13,12 +13,16 @@ from huggingface_hub import CommitOperationAdd, HfApi, get_token, snapshot_downl
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
+from keepsight import checkpoints
 from keepsight.errors import UserError
-from keepsight.files import file_digest
+from keepsight.files import file_digest, text_digest
 from keepsight.models import draft_head_files, lookahead_files, retrieval_head_files
+from keepsight.models.card import HUB_ID
 
 CARD = "README.md"
 _PNG = b"\x89PNG\r\n\x1a\n"
+SHIPPED = "shipped:"
+"""What a name begins with that stands for an artifact which comes with keepsight."""
 
 
 @dataclass(frozen=True)
@@ -83,11 +87,18 @@ class Upload:
         """The page of the branch on the Hub."""
         return f"{HfApi().endpoint}/{self.repo_id}" + (f"/tree/{self.revision}" if self.revision else "")
 
+    def card(self) -> str:
+        """The card as it is sent: it names the repository."""
+        return (self.folder / CARD).read_text(encoding="utf-8").replace(HUB_ID, self.repo_id)
+
     def describe(self) -> str:
         """One line for each file (its size in bytes, its digest, its path), under a line that names the destination."""
         lines = [f"to {self.url} ({'public' if self.public else 'private'} if it has to be created):"]
         for path in (self.folder / name for name in self.files):
-            lines.append(f"  {path.stat().st_size:>12,} bytes  {file_digest(path)}  {path}")
+            size, digest = path.stat().st_size, file_digest(path)
+            if path.name == CARD:
+                size, digest = len(self.card().encode()), text_digest(self.card())
+            lines.append(f"  {size:>12,} bytes  {digest}  {path}")
         lines += [f"  left out: {self.folder / name}" for name in self.left_out]
         return "\n".join(lines)
 
@@ -99,7 +110,7 @@ def plan_upload(folder: Path, repo_id: str, *, public: bool = False, revision: s
         UserError: the folder is no complete, intact artifact with a card, one of its files is a link, or `repo_id` is
             no `user/name`.
     """
-    _check_repo_id(repo_id)
+    check_repo_id(repo_id)
     kind = kind_of(folder)
     kind.check(folder)
     if not (folder / CARD).is_file():
@@ -139,28 +150,32 @@ def push(upload: Upload) -> str:
             raise UserError(f"{upload.repo_id} exists and is public: push with --public, or choose another name")
         if upload.revision:
             api.create_branch(upload.repo_id, branch=upload.revision, exist_ok=True)
-        additions = [CommitOperationAdd(name, upload.folder / name) for name in upload.files]
+        sent: dict[str, Path | bytes] = {name: upload.folder / name for name in upload.files}
+        sent[CARD] = upload.card().encode()
+        additions = [CommitOperationAdd(*pair) for pair in sent.items()]
         message = "Upload from keepsight"
         return api.create_commit(upload.repo_id, additions, commit_message=message, revision=upload.revision).commit_url
 
 
 def fetch(reference: str, revision: str | None = None) -> Path:
-    """The folder of an artifact: `reference` itself when it is one, else the Hub's, fetched once into the Hub's cache.
+    """The folder of an artifact: `reference` itself, one that comes with keepsight, or the Hub's, cached once fetched.
 
     Files are asked for by name, so a repository decides neither what is written nor where. Without network
     (or with HF_HUB_OFFLINE=1) the cached copy is used.
 
     Args:
-        reference: A local folder or a Hub id (`user/name`).
+        reference: A local folder, `shipped:NAME` for one that comes with keepsight, or a Hub id (`user/name`).
         revision: Branch, tag or commit on the Hub.
 
     Raises:
-        UserError: it is neither a folder nor a Hub id, the Hub and its cache do not have it, or it is a draft head
-            without a safetensors file.
+        UserError: it is neither a folder nor a Hub id, keepsight ships none of that name, the Hub and its cache do not
+            have it, or it is a draft head without a safetensors file.
     """
+    if reference.startswith(SHIPPED):
+        return _shipped(reference.removeprefix(SHIPPED))
     if Path(reference).is_dir():
         return Path(reference)
-    _check_repo_id(reference)
+    check_repo_id(reference)
     names = [name for kind in ARTIFACTS for name in (*kind.files, *kind.extra)]
     with _hub_errors(f"{reference!r} is no folder here and cannot be fetched from the Hub"):
         folder = Path(snapshot_download(reference, revision=revision, allow_patterns=[*names, CARD]))
@@ -170,7 +185,19 @@ def fetch(reference: str, revision: str | None = None) -> Path:
     return folder
 
 
-def _check_repo_id(repo_id: str) -> None:
+def _shipped(name: str) -> Path:
+    folders = {path.name: path for path in sorted(Path(checkpoints.__path__[0]).iterdir()) if (path / CARD).is_file()}
+    if name not in folders:
+        raise UserError(f"{SHIPPED}{name}: keepsight ships no such artifact; it ships {', '.join(folders)}")
+    return folders[name]
+
+
+def check_repo_id(repo_id: str) -> None:
+    """Check the form of a Hub id.
+
+    Raises:
+        UserError: it is no `user/name`.
+    """
     try:
         validate_repo_id(repo_id)
     except HFValidationError:

@@ -1,75 +1,55 @@
 """The lookahead module: n soft tokens, and LoRA that is on for them alone (arXiv 2603.10899, section 3)."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from peft import LoraConfig, inject_adapter_in_model
-from peft.tuners.lora import LoraLayer
-from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from keepsight.errors import UserError
 from keepsight.models.lookahead_settings import LookaheadSettings
-
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-_PREFIX = "base_model.model."  # what PEFT puts before the names of a saved adapter's tensors
+from keepsight.models.lora import Lora, lora_targets
 
 
 class Lookahead(nn.Module):
-    """A target with a lookahead module attached. The LoRA is off unless `switch(True)` or `active()` turns it on.
+    """A lookahead module beside its target. The target is as it was except within `active()`.
 
     Attributes:
-        model: The target; its own parameters are frozen.
-        tokens: [n, hidden] float32, the soft tokens' embeddings.
+        model: The target.
+        soft_tokens: Embeds the soft tokens, [n, hidden] float32; a module of its own, for ZeRO-3 gathers the weights
+            of a module when that module is called.
         settings: The module's shape.
+        lora: The updates of the target's linear modules; None for rank 0.
     """
 
-    def __init__(self, model: PreTrainedModel, settings: LookaheadSettings, name: str = "lookahead") -> None:
+    def __init__(self, model: PreTrainedModel, settings: LookaheadSettings) -> None:
         super().__init__()
-        self.model, self.settings, self.name = model, settings, name
-        model.requires_grad_(False)
+        self.model, self.settings = model, settings
         embedding = input_embedding(model)
-        scale = embedding.float().std().item()
-        self.tokens = nn.Parameter(torch.randn(settings.tokens, embedding.shape[1], device=embedding.device) * scale)
-        if settings.rank:
-            inject_adapter_in_model(lora_config(model, settings), model, name)
-        self._layers = [layer for layer in model.modules() if isinstance(layer, LoraLayer) and name in layer.lora_A]
-        for layer in self._layers:
-            layer.lora_A[name].float()
-            layer.lora_B[name].float()
-        self.switch(False)
+        random = torch.randn(settings.tokens, embedding.shape[1], device=embedding.device)
+        self.soft_tokens = nn.Embedding.from_pretrained(random * embedding.float().std().item(), freeze=False)
+        self.lora = (
+            Lora(lora_targets(model), settings.rank, settings.alpha, settings.dropout) if settings.rank else None
+        )
 
-    def switch(self, on: bool) -> None:
-        """Turn the LoRA on or off; whether its weights get gradients does not change.
+    @property
+    def tokens(self) -> Tensor:
+        """The weights of `soft_tokens`."""
+        return self.soft_tokens.weight
 
-        PEFT's own `enable_adapters` visits all weights of all adapters, several per cent of an observation's time.
-        """
-        for layer in self._layers:
-            if on and layer.active_adapters != [self.name]:
-                layer.set_adapter([self.name], inference_mode=not self.tokens.requires_grad)
-            layer._disable_adapters = not on
-
-    @contextmanager
-    def active(self, on: bool = True) -> Iterator[None]:
-        """Turn the LoRA on (or off) within the block, and back after it."""
-        self.switch(on)
-        try:
-            yield
-        finally:
-            self.switch(not on)
+    def active(self) -> AbstractContextManager[None]:
+        """The LoRA is on within the block."""
+        return nullcontext() if self.lora is None else self.lora.attached()
 
     def observers(self, batch: int) -> Tensor:
         """The soft tokens as input embeddings [batch, n, hidden] in the target's dtype."""
-        return self.tokens.to(self.model.dtype).expand(batch, -1, -1)
+        places = torch.arange(self.settings.tokens, device=self.tokens.device)
+        return self.soft_tokens(places).to(self.model.dtype).expand(batch, -1, -1)
 
     def lora_state(self) -> dict[str, Tensor]:
         """The LoRA's tensors under the names PEFT saves them with."""
-        if not self._layers:
-            return {}
-        state = get_peft_model_state_dict(self.model, adapter_name=self.name, save_embedding_layers=False)
-        return {_PREFIX + key: value.detach().contiguous().cpu() for key, value in state.items()}
+        own = {} if self.lora is None else self.lora.tensors()
+        return {name: value.detach().contiguous().cpu() for name, value in own.items()}
 
     def load_state(self, lora: dict[str, Tensor], tokens: Tensor) -> None:
         """Set the weights.
@@ -77,21 +57,18 @@ class Lookahead(nn.Module):
         Raises:
             UserError: a tensor is missing, surplus, or of another shape.
         """
-        own = self.lora_state()
+        own: dict[str, Tensor] = {} if self.lora is None else dict(self.lora.tensors())
         if odd := set(own) ^ set(lora):
             raise UserError(f"missing or surplus LoRA tensor {min(odd)!r}: the adapter is for another model")
-        for key, value in [*own.items(), ("lookahead_tokens", self.tokens)]:
-            given = tokens if key == "lookahead_tokens" else lora[key]
-            if given.shape != value.shape:
+        given = lora | {"lookahead_tokens": tokens}
+        for name, value in (own | {"lookahead_tokens": self.tokens}).items():
+            if given[name].shape != value.shape:
                 raise UserError(
-                    f"tensor {key!r} has shape {list(given.shape)}, this model needs {list(value.shape)}: "
+                    f"tensor {name!r} has shape {list(given[name].shape)}, this model needs {list(value.shape)}: "
                     "the adapter is for another model"
                 )
-        with torch.no_grad():
-            self.tokens.copy_(tokens)
-        if lora:
-            plain = {key.removeprefix(_PREFIX): value for key, value in lora.items()}
-            set_peft_model_state_dict(self.model, plain, adapter_name=self.name)
+            with torch.no_grad():
+                value.copy_(given[name])
 
 
 def input_embedding(model: PreTrainedModel) -> Tensor:
@@ -99,20 +76,3 @@ def input_embedding(model: PreTrainedModel) -> Tensor:
     weight = model.get_input_embeddings().weight
     assert isinstance(weight, Tensor)
     return weight.detach()
-
-
-def lora_config(model: PreTrainedModel, settings: LookaheadSettings) -> LoraConfig:
-    """LoRA on every projection that the loss can reach.
-
-    Importance reads queries and keys only, so the last layer's value, output and MLP projections get no gradient.
-    """
-    last = model.config.get_text_config().num_hidden_layers - 1
-    return LoraConfig(
-        r=settings.rank,
-        lora_alpha=settings.alpha,  # type: ignore[arg-type]
-        lora_dropout=settings.dropout,
-        target_modules=list(PROJECTIONS),
-        exclude_modules=rf".*layers\.{last}\.(self_attn\.[vo]_proj|mlp\..*)",
-        task_type="CAUSAL_LM",
-        base_model_name_or_path=model.config.name_or_path,
-    )

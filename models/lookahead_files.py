@@ -5,20 +5,24 @@ saved configuration makes the LoRA an activated one (aLoRA) whose invocation tok
 """
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from peft import PeftConfig
+from peft import LoraConfig, PeftConfig
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from keepsight.errors import UserError
 from keepsight.files import atomic_files, file_digest, read_json, write_json
-from keepsight.models.lookahead import Lookahead, input_embedding, lora_config
+from keepsight.models.lookahead import Lookahead, input_embedding
 from keepsight.models.lookahead_settings import LookaheadSettings
+from keepsight.models.lora import PREFIX, Lora
 from keepsight.models.versions import warn_of_another_base
 from keepsight.models.weight_files import as_weights, check_digest, one_line, read_tensors
 
@@ -32,7 +36,7 @@ class Provenance:
     """Origin of an adapter or head; saved with it.
 
     Attributes:
-        base_model: Hub id or folder of the target.
+        base_model: Hub id of the target, or its name without a slash; never a folder's path, for this is published.
         base_version: The target's revision, or the digest of its weight file.
         template_digest: Digest of the chat template that rendered the training prompts.
         data_digest: Digest of the training data's manifest.
@@ -58,10 +62,13 @@ class _Config:
 
 
 def save_lookahead(module: Lookahead, folder: Path, provenance: Provenance, card: str) -> None:
-    """Write an adapter's files into a folder, beside other files; a half-written adapter does not load."""
-    config = lora_config(module.model, module.settings)
-    config.alora_invocation_tokens = [len(input_embedding(module.model))]  # an id that no text has
-    config.inference_mode = True
+    """Write an adapter's files into a folder, beside other files; a half-written adapter does not load.
+
+    Raises:
+        UserError: a tensor is not whole.
+    """
+    config = _peft_config(module, provenance)
+    _check_shapes(folder, module.settings, module.tokens, module.lora_state())
     with atomic_files(folder, last=CONFIG) as unfinished:
         save_file(module.lora_state(), unfinished / ADAPTER, metadata={"format": "pt"})
         save_file({"lookahead_tokens": module.tokens.detach().cpu()}, unfinished / TOKENS, metadata={"format": "pt"})
@@ -70,6 +77,22 @@ def save_lookahead(module: Lookahead, folder: Path, provenance: Provenance, card
         settings = {"settings": asdict(module.settings), "provenance": asdict(provenance), "digests": digests}
         write_json(unfinished / CONFIG, settings)
         (unfinished / "README.md").write_text(card, encoding="utf-8")
+
+
+def _peft_config(module: Lookahead, provenance: Provenance) -> LoraConfig:
+    """PEFT's configuration of the module's LoRA; it lists the modules that are adapted."""
+    settings = module.settings
+    names = module.lora.names if module.lora is not None else ()
+    return LoraConfig(
+        r=settings.rank or 1,
+        lora_alpha=settings.alpha,  # type: ignore[arg-type]
+        lora_dropout=settings.dropout,
+        target_modules=[name.removeprefix(PREFIX) for name in names],
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=provenance.base_model,
+        alora_invocation_tokens=[len(input_embedding(module.model))],  # an id that no text has
+        inference_mode=True,
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,23 +114,38 @@ class Artifact:
     lora: dict[str, Tensor]
     tokens: Tensor
     digest: str
+    _on: "WeakKeyDictionary[PreTrainedModel, tuple[Any, Tensor, Lora | None]]" = field(
+        default_factory=WeakKeyDictionary, init=False, repr=False
+    )
 
-    def attach(self, model: PreTrainedModel) -> Lookahead:
-        """The module on a model, attached at the first call.
+    @contextmanager
+    def attached(self, model: PreTrainedModel) -> Iterator[Tensor]:
+        """Within the block the module's LoRA is on; after it the model is as it was.
+
+        Yields:
+            The soft tokens as input embeddings [n, hidden] in the model's dtype.
 
         Raises:
             UserError: the adapter was trained for another model.
         """
-        attached: dict[str, Lookahead] = model.__dict__.setdefault("_keepsight_lookahead", {})
-        if self.digest not in attached:
-            self.check_base(model)
-            module = Lookahead(model, self.settings, f"lookahead_{self.digest[-8:]}")
-            try:
-                module.load_state(self.lora, self.tokens.to(module.tokens.device))
-            except UserError as error:
-                raise UserError(f"{self.folder}: {error}") from None
-            attached[self.digest] = module.requires_grad_(False).eval()
-        return attached[self.digest]
+        key = model.dtype, input_embedding(model).device
+        if self._on.get(model, (None,))[0] != key:
+            self._on[model] = key, *self._weights(model)
+        _, tokens, lora = self._on[model]
+        with nullcontext() if lora is None else lora.attached():
+            yield tokens
+
+    def _weights(self, model: PreTrainedModel) -> tuple[Tensor, Lora | None]:
+        """The soft tokens and the LoRA where the model is; they do not hold the model."""
+        self.check_base(model)
+        module = Lookahead(model, self.settings)
+        try:
+            module.load_state(self.lora, self.tokens)
+        except UserError as error:
+            raise UserError(f"{self.folder}: {error}") from None
+        if module.lora is not None:
+            module.lora.requires_grad_(False).eval()
+        return module.observers(1)[0].detach(), module.lora
 
     def check_base(self, model: PreTrainedModel) -> None:
         """Warn of a model with other weights than those that the adapter was trained on.

@@ -102,9 +102,8 @@ class RetrievalHead(nn.Module):
         return self._rotated(self.k_proj(inputs), positions)
 
     def _rotated(self, projected: Tensor, positions: Tensor) -> Tensor:
-        heads = projected.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2).float()
-        rotated, _ = apply_rotary_pos_emb(heads, heads[:, :0], *self.rotary_emb(heads, positions))
-        return rotated.to(projected.dtype)
+        heads = projected.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
+        return _rotate(heads, *self.rotary_emb(heads.float(), positions))
 
     def extended(self, context: int) -> "RetrievalHead":
         """A head with the same weights (shared, not copied) for a longer context; see `RetrievalConfig.extended`."""
@@ -116,6 +115,20 @@ class RetrievalHead(nn.Module):
         head.load_state_dict(self.state_dict(), assign=True)
         head.rotary_emb.to(self.q_proj.weight.device)
         return head.requires_grad_(self.q_proj.weight.requires_grad).train(self.training)
+
+    def reaching(self, length: int) -> "RetrievalHead":
+        """The head extended to `length` positions, by a power of two, so that batching seldom changes what is read."""
+        context = self.config.trained
+        while context < length:
+            context *= 2
+        return self.extended(context)
+
+    def turned(self, keys: Tensor, positions: Tensor, before: "RetrievalHead") -> Tensor:
+        """Keys [B, K, n, d] that `before`, this head for another context, made at positions [B or 1, n], as its own."""
+        cos, sin = before.rotary_emb(keys.float(), positions)
+        scale = (cos**2 + sin**2)[:, None]  # of YaRN's attention factor
+        plain = _rotate(keys.float(), cos, -sin) / scale
+        return _rotate(plain, *self.rotary_emb(plain, positions)).to(keys.dtype)
 
     @classmethod
     def from_draft(cls, draft: nn.Module, features: str) -> Self:
@@ -178,6 +191,12 @@ class RetrievalHead(nn.Module):
                 rope_parameters={"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)},
             )
         ).to(target.device)
+
+
+def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """[B, H, n, d] turned by angles [B or 1, n, d], in float32."""
+    rotated, _ = apply_rotary_pos_emb(heads.float(), heads[:, :0].float(), cos, sin)
+    return rotated.to(heads.dtype)
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from transformers.utils import is_flash_attn_2_available
 
 from keepsight.errors import UserError
 from keepsight.files import atomic_folder, file_digest, text_digest
+from keepsight.models.decoder import require_supported
 from keepsight.models.versions import folder_version, record_version, version_of
 
 logger = logging.getLogger("keepsight")
@@ -47,6 +48,11 @@ class Target:
     tokenizer: PreTrainedTokenizerBase
     name: str
     version: str
+
+    @property
+    def public_name(self) -> str:
+        """The Hub id, or the name of the folder: what may be published."""
+        return Path(self.name).resolve().name if Path(self.name).is_dir() else self.name
 
     @property
     def end_tokens(self) -> list[int]:
@@ -163,10 +169,7 @@ def _finish(name: str, version: str | None, source: str | Path, device: str, opt
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     model = model.to(device)
-    if sliding := {kind for kind in getattr(model.config, "layer_types", None) or [] if kind != "full_attention"}:
-        raise UserError(
-            f"model {name!r} has layers of type {sorted(sliding)}; only full attention can be evicted so far"
-        )
+    require_supported(model)
     model.config.name_or_path = name
     record_version(model, version)
     return Target(model.requires_grad_(False).eval(), tokenizer, name, version_of(model))

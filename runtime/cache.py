@@ -2,34 +2,29 @@
 
 Layers store KV heads, never query heads. A layer's *logical* length counts the tokens seen and determines positions;
 its *physical* length counts the entries held. KV heads with different numbers of entries are stored concatenated
-(`RaggedLayer`), and padded on the left, one layer at a time, while they are attended to.
+(`RaggedLayer`), and padded on the left once they are read from.
+
+Entries are those of layers with full attention. Layers that are bounded by themselves (a sliding window, a chunk, a
+recurrent state) keep the cache that transformers gives them: they are copied with the others, and never evicted from.
 """
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from typing_extensions import override
 
 from keepsight.errors import UserError
+from keepsight.models.decoder import require_supported
 
 ROOM = 64
-"""Entries for which layers, and the keys of a retrieval head, make room when they grow; memory plans count it."""
-
-
-class PaddedKeys(NamedTuple):
-    """Keys with padding that differs by head, as a layer hands them to the attention function.
-
-    Attributes:
-        keys: [B, K, S, d].
-        real: [B, K, S] bool, False for padding.
-    """
-
-    keys: Tensor
-    real: Tensor
+"""Entries for which layers, and the keys of a retrieval head, make room when they grow, at least; memory plans count
+it."""
 
 
 class LayerEntries(NamedTuple):
@@ -64,16 +59,19 @@ class KeptLayer(DynamicLayer):
         self.lazy_initialization(keys, values)
         self.keys, self.values, self.seen, self.real = keys, values, seen, real
         self._room: tuple[Tensor, Tensor] | None = None
+        self._real_room: Tensor | None = None
         self._shared = 0  # number of first entries that other layers may hold too
 
     @override
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> Any:
         self.seen += key_states.shape[-2]
         self._append(key_states, value_states)
-        if self.real is None:
-            return self.keys, self.values
-        self.real = functional.pad(self.real, (0, key_states.shape[-2]), value=True)
-        return PaddedKeys(self.keys, self.real), self.values
+        return self.keys, self.values
+
+    @property
+    def returned(self) -> Tensor | None:
+        """[B, K, S] bool: which of the keys that `update` has returned are real; None for all that a mask shows."""
+        return self.real
 
     def _append(self, keys: Tensor, values: Tensor) -> None:
         """Append in place where there is room: copying all entries for every token would cost more than attention.
@@ -82,11 +80,19 @@ class KeptLayer(DynamicLayer):
         """
         before, after = self.keys.shape[2], self.keys.shape[2] + keys.shape[2]
         if self._room is None or after > self._room[0].shape[2]:
-            grown = 0, 0, 0, after + ROOM - before
+            grown = 0, 0, 0, after + self._spare(after) - before
             self._room, self._shared = (functional.pad(self.keys, grown), functional.pad(self.values, grown)), 0
+            if self.real is not None:
+                self._real_room = functional.pad(self.real, grown[2:], value=True)
         for room, new in zip(self._room, (keys, values), strict=True):
             room[:, :, before:after] = new
         self.keys, self.values = (room[:, :, :after] for room in self._room)
+        if self._real_room is not None:
+            self.real = self._real_room[..., :after]
+
+    def _spare(self, count: int) -> int:
+        """Entries to make room for beyond `count`: a share of them, so that they are not copied again and again."""
+        return max(ROOM, count // 4)
 
     @override
     def get_seq_length(self) -> int:
@@ -119,6 +125,8 @@ class KeptLayer(DynamicLayer):
 class RaggedLayer(KeptLayer):
     """Different numbers of entries per KV head, stored without padding; entries appended later have one length.
 
+    From the first update on all entries are held in one padded form, to which tokens are appended in place.
+
     Args:
         kept_keys: [total, d], concatenated over heads, then rows.
         kept_values: [total, d].
@@ -135,25 +143,67 @@ class RaggedLayer(KeptLayer):
         seen: int,
         appended: tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        empty = kept_keys.new_empty(*counts.shape, 0, kept_keys.shape[-1])
-        super().__init__(*(appended or (empty, empty)), seen)
-        self.kept_keys, self.kept_values, self.counts = kept_keys, kept_values, counts
+        keys, values = (kept.new_empty(*counts.shape, 0, kept.shape[-1]) for kept in (kept_keys, kept_values))
+        super().__init__(*(appended or (keys, values)), seen)
+        self.counts = counts
+        self._held: tuple[Tensor, Tensor] | KeptLayer = kept_keys, kept_values  # packed, or padded with what came since
+
+    @property
+    def kept_keys(self) -> Tensor:
+        """[total, d], concatenated over heads, then rows."""
+        return self._packed(0)
+
+    @property
+    def kept_values(self) -> Tensor:
+        """[total, d]."""
+        return self._packed(1)
+
+    def _packed(self, part: int) -> Tensor:
+        if not isinstance(self._held, KeptLayer):
+            return self._held[part]
+        entries = self._held.entries()
+        kept = slice(None, entries.keys.shape[2] - self.keys.shape[2])
+        assert entries.real is not None
+        return (entries.keys, entries.values)[part][:, :, kept][entries.real[..., kept]]
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the kept keys and values, without padding."""
+        if not isinstance(self._held, KeptLayer):
+            return sum(each.numel() * each.element_size() for each in self._held)
+        row = self.keys.shape[-1] * self.keys.element_size() + self.values.shape[-1] * self.values.element_size()
+        return int(self.counts.sum()) * row
+
+    @override
+    def _append(self, keys: Tensor, values: Tensor) -> None:
+        if not isinstance(self._held, KeptLayer):
+            padded, of_values, real = self.entries()
+            self._held = KeptLayer(padded, of_values, self.seen, real)
+        longest = self._held.keys.shape[2] - self.keys.shape[2]
+        self._held._append(keys, values)
+        self.keys, self.values = (each[:, :, longest:] for each in (self._held.keys, self._held.values))
 
     @override
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> Any:
         super().update(key_states, value_states)
-        keys, values, real = self.entries()
-        assert real is not None
-        return PaddedKeys(keys, real), values
+        keys, values, _ = self.entries()
+        return keys, values
+
+    @property
+    @override
+    def returned(self) -> Tensor | None:
+        return self._held.real if isinstance(self._held, KeptLayer) else None
 
     @override
     def entries(self) -> LayerEntries:
         """All entries, padded on the left to the longest head."""
+        if isinstance(self._held, KeptLayer):
+            return self._held.entries()
         longest = int(self.counts.max())
         real = torch.arange(longest, device=self.counts.device) >= longest - self.counts[..., None]
         keys, values = (
             torch.cat([_unpack(kept, real), appended], dim=2)
-            for kept, appended in ((self.kept_keys, self.keys), (self.kept_values, self.values))
+            for kept, appended in zip(self._held, (self.keys, self.values), strict=True)
         )
         return LayerEntries(keys, values, functional.pad(real, (0, self.keys.shape[2]), value=True))
 
@@ -165,11 +215,15 @@ class RaggedLayer(KeptLayer):
                 "eviction; keep a copy of the state from before instead"
             )
         super().crop(tokens_to_remove)
+        if isinstance(self._held, KeptLayer):
+            self._held.crop(tokens_to_remove)
 
     @override
     def share(self) -> "RaggedLayer":
-        self._shared = self.keys.shape[2]
-        return RaggedLayer(self.kept_keys, self.kept_values, self.counts, self.seen, (self.keys, self.values))
+        twin = copy.copy(self)
+        if isinstance(self._held, KeptLayer):
+            twin._held = self._held.share()
+        return twin
 
 
 class ViewedLayer(DynamicLayer):
@@ -182,14 +236,13 @@ class ViewedLayer(DynamicLayer):
         super().__init__()
         self.lazy_initialization(keys, values)
         self.keys, self.values, self.real = keys, values, real
+        self.returned: Tensor | None = None
 
     @override
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> Any:
-        keys = torch.cat([self.keys, key_states], dim=-2)
-        values = torch.cat([self.values, value_states], dim=-2)
-        if self.real is None:
-            return keys, values
-        return PaddedKeys(keys, functional.pad(self.real, (0, key_states.shape[-2]), value=True)), values
+        if self.real is not None:
+            self.returned = functional.pad(self.real, (0, key_states.shape[-2]), value=True)
+        return torch.cat([self.keys, key_states], dim=-2), torch.cat([self.values, value_states], dim=-2)
 
 
 def _unpack(packed: Tensor, real: Tensor) -> Tensor:
@@ -199,68 +252,171 @@ def _unpack(packed: Tensor, real: Tensor) -> Tensor:
     return padded
 
 
+def empty_cache(model: PreTrainedModel) -> Cache:
+    """The cache that every reading begins with: for each layer one of its kind.
+
+    Raises:
+        UserError: the model is not supported; one line says why.
+    """
+    require_supported(model)
+    cache = DynamicCache(config=model.config)
+    if not any(isinstance(layer, DynamicLayer) for layer in cache.layers):
+        raise UserError(f"{model.config.model_type} has no attention, and so no KV entries; use it without keepsight")
+    return cache
+
+
+def is_bounded(layer: Any) -> bool:
+    """Whether a layer is bounded by itself: its window slides, or it holds no entries but a recurrent state."""
+    return not isinstance(layer, DynamicLayer) or bool(layer.is_sliding)
+
+
+def filled(empty: Any, keys: Tensor, values: Tensor, seen: int) -> Any:
+    """A layer of these entries, from one as transformers begins with; `seen` is its logical length."""
+    if not is_bounded(empty):
+        return KeptLayer(keys, values, seen)
+    empty.update(keys, values)
+    empty.cumulative_length = seen
+    return empty
+
+
+def full_layers(cache: Cache) -> list[Any]:
+    """The layers with full attention."""
+    return [layer for layer in cache.layers if not is_bounded(layer)]
+
+
+def with_full_layers(cache: Cache, layers: Iterable[Any]) -> Cache:
+    """A cache with other layers in place of those with full attention, and copies of the bounded ones."""
+    others = iter(layers)
+    return Cache(layers=[_copied(layer) if is_bounded(layer) else next(others) for layer in cache.layers])
+
+
+def record_past(cache: Cache) -> None:
+    """Let bounded layers hold on to what `roll_back` will need.
+
+    Raises:
+        UserError: one of them has a recurrent state, from which nothing can be taken back.
+    """
+    if recurrent := [layer for layer in cache.layers if not isinstance(layer, DynamicLayer)]:
+        raise UserError(
+            f"a {type(recurrent[0]).__name__} cannot forget tokens it has read; use a method that reads no token twice"
+        )
+    cache.activate_past_recording()
+
+
+def roll_back(cache: Cache, count: int) -> None:
+    """Take the last `count` tokens back from bounded layers that have recorded the past."""
+    layers: list[Any] = [layer for layer in cache.layers if is_bounded(layer)]
+    for layer in layers:
+        layer.crop(-count)
+        layer.record_past = False
+
+
+def _copied(layer: Any) -> Any:
+    """An independent copy of a bounded layer."""
+    # A window's tensors are replaced when it slides, a recurrent state is written in place.
+    return copy.copy(layer) if isinstance(layer, DynamicLayer) else copy.deepcopy(layer)
+
+
 def entries(cache: Cache) -> list[LayerEntries]:
-    """The entries of each layer, padded where its heads differ."""
+    """The entries of each layer with full attention, padded where its heads differ."""
     return [
-        layer.entries() if isinstance(layer, KeptLayer) else LayerEntries(layer.keys, layer.values, None)  # type: ignore[union-attr, arg-type]
-        for layer in cache.layers
+        layer.entries() if isinstance(layer, KeptLayer) else LayerEntries(layer.keys, layer.values, None)
+        for layer in full_layers(cache)
     ]
 
 
-def view(cache: Cache, length: int | None = None) -> Cache:
-    """The first `length` entries of every layer (all by default), read-only; only ragged layers are copied."""
-    layers: list[Any] = [
-        ViewedLayer(keys[..., :length, :], values[..., :length, :], None if real is None else real[..., :length])
-        for keys, values, real in entries(cache)
+def marked(cache: Cache, mask: Tensor | None) -> list[LayerEntries]:
+    """The entries of each layer with full attention, each with its padding.
+
+    Args:
+        cache: The cache.
+        mask: [B, C] bool, False for padding among the tokens; it holds for layers from which nothing was evicted.
+    """
+    given = entries(cache)
+    if mask is None:
+        return given
+    return [
+        each if each.real is not None or each.keys.shape[2] < mask.shape[1] else each._replace(real=mask[:, None])
+        for each in given
     ]
-    return Cache(layers=layers)
 
 
 def share(cache: Cache) -> Cache:
     """An independent cache of the same entries, without copies: appending to one leaves the other unchanged."""
     seen = cache.get_seq_length()
-    layers: list[Any] = [
-        layer.share() if isinstance(layer, KeptLayer) else KeptLayer(layer.keys, layer.values, seen)  # type: ignore[union-attr, arg-type]
-        for layer in cache.layers
-    ]
-    return Cache(layers=layers)
+    return with_full_layers(
+        cache,
+        [
+            layer.share() if isinstance(layer, KeptLayer) else KeptLayer(layer.keys, layer.values, seen)
+            for layer in full_layers(cache)
+        ],
+    )
 
 
-def keep(cache: Cache, kept: Sequence[Tensor]) -> Cache:
+def keep(
+    cache: Cache, kept: Sequence[Tensor], padded: bool = False, counts: Sequence[int | None] | None = None
+) -> Cache:
     """A new cache with only the kept entries; the given one is untouched.
 
     Args:
-        cache: A cache of L layers.
-        kept: L tensors [B, K, C] bool: which entries stay. Where their number is the same in all layers and heads the
-            new layers are dense, otherwise all of them are ragged.
+        cache: A cache of L layers with full attention.
+        kept: L tensors [B, K, C] bool: which entries stay. Layers in which all heads keep the same number are dense,
+            the others ragged.
+        padded: Whether rows were padded: where bounded layers go on to need the mask that says so, all new layers are
+            ragged, which do not heed it.
+        counts: For each layer the number that all heads keep, None where they differ. Counted by default, for which
+            the CPU has to wait.
     """
     seen = cache.get_seq_length()
-    counts = [mask.sum(dim=-1) for mask in kept]
-    first = int(counts[0].flatten()[0])
-    alike = all(bool((count == first).all()) for count in counts)
-    layers: list[Any] = []
+    if padded and any(map(is_bounded, cache.layers)):
+        counts = [None] * len(kept)
+    elif counts is None:
+        spans = torch.stack([torch.stack(mask.sum(dim=-1).aminmax()) for mask in kept]).tolist() if kept else []
+        counts = [least if least == most else None for least, most in spans]
+    differ = len({*counts}) > 1  # the model's mask has one length, which then fits no layer
+    layers: list[KeptLayer] = []
     for (keys, values, _), mask, count in zip(entries(cache), kept, counts, strict=True):
-        rows = mask.flatten().nonzero()[:, 0]
+        rows = mask.flatten().nonzero()[:, 0] if count is None else _rows(places_of(mask, count), mask.shape[2])
         # Whole rows are copied: indexing by the mask itself would copy number by number.
-        packed = [each.reshape(-1, each.shape[-1]).index_select(0, rows) for each in (keys, values)]
-        if alike:
-            shape = (*keys.shape[:2], first, -1)
-            layers.append(KeptLayer(packed[0].view(shape), packed[1].view(shape), seen))
+        packed, of_values = (each.reshape(-1, each.shape[-1]).index_select(0, rows) for each in (keys, values))
+        if count is None:
+            layers.append(RaggedLayer(packed, of_values, mask.sum(dim=-1), seen))
         else:
-            layers.append(RaggedLayer(packed[0], packed[1], count, seen))
-    return Cache(layers=layers)
+            shape = *keys.shape[:2], count
+            dense = packed.view(*shape, packed.shape[-1]), of_values.view(*shape, of_values.shape[-1])
+            real = mask.new_ones(shape) if differ else None
+            layers.append(KeptLayer(*dense, seen, real))
+    return with_full_layers(cache, layers)
+
+
+def places_of(mask: Tensor, count: int) -> Tensor:
+    """The indices [..., count] int64, ascending, of the True ones of a mask [..., C], which are `count` in each row.
+
+    Unlike `nonzero` the CPU does not wait for it.
+    """
+    length = mask.shape[-1]
+    return length - (mask * torch.arange(length, 0, -1, device=mask.device)).topk(count, dim=-1).values
+
+
+def _rows(places: Tensor, length: int) -> Tensor:
+    """Places [B, K, n] among the `length` entries of each head -> rows of the flattened layer."""
+    heads = torch.arange(0, places.shape[0] * places.shape[1] * length, length, device=places.device)
+    return (heads.view(*places.shape[:2], 1) + places).flatten()
 
 
 def cache_bytes(cache: Cache) -> int:
     """Bytes of all keys and values: entries of all layers, rows and KV heads x head dimension x 2 x item size.
 
-    The 8 bytes a head of a ragged layer's counts are not in it.
+    The windows and states of bounded layers are in it; the padding of a ragged layer that is being read from, and the 8
+    bytes a head of its counts, are not.
     """
-    total = 0
-    layers: list[Any] = cache.layers
-    for layer in layers:
-        held = [layer.keys, layer.values]
-        if isinstance(layer, RaggedLayer):
-            held += [layer.kept_keys, layer.kept_values]
-        total += sum(tensor.numel() * tensor.element_size() for tensor in held)
-    return total
+    held = sum(tensor.numel() * tensor.element_size() for layer in cache.layers for tensor in _held(layer))
+    return held + sum(layer.kept_bytes for layer in cache.layers if isinstance(layer, RaggedLayer))
+
+
+def _held(layer: Any) -> list[Tensor]:
+    if not isinstance(layer, DynamicLayer):
+        return [
+            each for held in (layer.conv_states, layer.recurrent_states) for each in held.values() if each is not None
+        ]
+    return [each for each in (layer.keys, layer.values) if each is not None]

@@ -8,10 +8,10 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from keepsight.errors import UserError
+from keepsight.runtime.custom_generate import CustomGenerate, GenerateRequest
 from keepsight.runtime.decode import Decoded
 from keepsight.runtime.generate import generate
-from keepsight.runtime.method import CacheMethod, CustomGenerate, GenerateRequest, Method
-from keepsight.runtime.prefill import read
+from keepsight.runtime.method import Method
 from keepsight.runtime.state import State
 
 
@@ -74,6 +74,8 @@ class Conversation(CustomGenerate):
     def answer(self, model: PreTrainedModel, request: GenerateRequest) -> Decoded:
         """Answer the last turn; `say` calls it by way of transformers."""
         _require_single(request.input_ids)
+        if request.past is not None:
+            raise UserError("conversation: it goes on from its own cache; leave out past_key_values")
         state = self._read(request.input_ids, request.chunk)
         decoded = request.decode(self.method.reader(model), state, self.method.reapply(model))
         self.state, self.ids, self._unread = decoded.state, decoded.ids, decoded.ids[:, -1:]
@@ -84,13 +86,7 @@ class Conversation(CustomGenerate):
         if self.state is None:
             return self.method.start(self.model, prompt, chunk=chunk)
         unread = torch.cat([self._unread, prompt[:, self.ids.shape[1] :]], dim=1)
-        state = self.state.copy()
-        reader = self.method.reader(self.model) if not state.joins else self.model
-        for part in unread.split(chunk or unread.shape[1], dim=1):
-            state, _ = read(reader, state, part, logits_to_keep=1)
-        if not state.joins or not isinstance(self.method, CacheMethod):
-            return state
-        return self.method.compress(self.model, state)
+        return self.method.resume(self.model, self.state, unread, chunk=chunk)
 
 
 def _require_single(ids: Tensor) -> None:

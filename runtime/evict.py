@@ -5,8 +5,9 @@ state, and serves any number of prompts and models. Every eviction method of the
 
 The budget, for every method: entries per layer and KV head on average, sinks and window included; all layers and heads
 together keep exactly layers x KV heads x budget. A ratio (a float between 0 and 1) stands for `round(ratio * N)`, N
-being the longest prompt of the batch. A prompt no longer than the budget is left untouched. Generated tokens are not
-counted and never evicted, unless `every` is set: then prompt and generated tokens together never exceed the budget.
+being the prompt's own length, whatever the batch. A prompt no longer than the budget is left untouched. Generated
+tokens are not counted and never evicted, unless `every` is set: then prompt and generated tokens together never exceed
+the budget.
 """
 
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from typing_extensions import override
 from keepsight.errors import UserError, require_whole
 from keepsight.runtime.allocate import Allocation, Uniform
 from keepsight.runtime.budget import Budget
-from keepsight.runtime.cache import keep
+from keepsight.runtime.cache import LayerEntries, keep, places_of
 from keepsight.runtime.decode import Reapply
 from keepsight.runtime.importance import Pool, Reduce, pool, reduce_group, top_mask
 from keepsight.runtime.method import CacheMethod, Method, Observe, Shared
@@ -87,6 +88,12 @@ class Evict(CacheMethod):
         return Budget(self.budget).entries(length) - self.every
 
     @override
+    def budgets(self, state: State) -> list[int]:
+        if Budget(self.budget).is_ratio:
+            return super().budgets(state)
+        return [self.budget_for(0)] * len(state.lengths)
+
+    @override
     def check(self, length: int, context: int) -> None:
         name, observer, budget = type(self).__name__, self.bound_observer, self.budget_for(length)
         if length <= budget:
@@ -136,8 +143,12 @@ class Evict(CacheMethod):
         return Reapply(self.every, lambda state: self.compress(model, state)) if self.every else None
 
     def fits(self, state: State) -> bool:
-        """Whether the state is within the budget."""
-        return int(state.held().double().mean(dim=(0, 2)).max().ceil()) <= self.budget_for(state.tokens.shape[1])
+        """Whether the state is within the budget, or has no layer to evict from."""
+        entries = state.entries()
+        if all(each.real is None for each in entries):
+            return sum(each.keys.shape[2] for each in entries) <= len(entries) * min(self.budgets(state))
+        held = state.held().double().mean(dim=(0, 2)).tolist()
+        return all(count <= budget for count, budget in zip(held, self.budgets(state), strict=True))
 
     @torch.no_grad()
     def importance(self, model: PreTrainedModel, state: State) -> list[Tensor]:
@@ -153,10 +164,16 @@ class Evict(CacheMethod):
         return self.bound_observer(model, state, self.reduce.queries)
 
     def reduced(self, state: State, observed: list[Tensor]) -> list[Tensor]:
-        """Scores reduced over heads and pooled, with protected entries and padding marked."""
+        """Scores reduced over heads and pooled, with protected entries and padding marked.
+
+        Raises:
+            UserError: the observer did not score every entry of every layer.
+        """
+        held = state.entries()
+        _require_scores(type(self.observer).__name__, observed, held)
         return [
             self._protect(reduce_group(layer, each.keys.shape[1], self.reduce.heads), each.real)
-            for layer, each in zip(observed, state.entries(), strict=True)
+            for layer, each in zip(observed, held, strict=True)
         ]
 
     def keep(self, state: State, importance: list[Tensor]) -> State:
@@ -165,19 +182,30 @@ class Evict(CacheMethod):
 
     def select(self, state: State, importance: list[Tensor]) -> list[Tensor]:
         """For each layer, which entries stay: [B, K, C] bool. Ties go to the lowest index."""
-        budget = self.budget_for(state.tokens.shape[1])
-        self._check_room(budget)
-        if type(self.allocate) is Uniform and all(each.real is None for each in state.entries()):
-            return [top_mask(layer, min(budget, layer.shape[-1])) for layer in importance]
-        counts = self.allocate(importance, budget)
+        budgets = self.budgets(state)
+        for budget in {*budgets}:
+            self._check_room(budget)
+        if known := self._counts(state):
+            return [top_mask(*pair) for pair in zip(importance, known, strict=True)]
+        rows = [importance] if len({*budgets}) == 1 else zip(*(layer.split(1) for layer in importance), strict=True)
+        divided = [self.allocate([*row], budget) for row, budget in zip(rows, budgets, strict=False)]
+        counts = [torch.cat(layer) for layer in zip(*divided, strict=True)]
         return [top_mask(*pair) for pair in zip(importance, counts, strict=True)]
 
     def gather(self, state: State, selected: list[Tensor]) -> State:
         """The state of the selected entries."""
-        trace = self._held_queries(state.trace)
+        trace, counts = self._held_queries(state.trace), self._counts(state)
         if trace.received:
-            trace = replace(trace, received=_gather_received(trace.received, selected))
-        return replace(state, cache=keep(state.cache, selected), mask=None, trace=trace)
+            trace = replace(trace, received=_gather_received(trace.received, selected, counts))
+        kept = keep(state.cache, selected, state.tokens_mask is not None, counts)
+        return replace(state, cache=kept, mask=None, trace=trace)
+
+    def _counts(self, state: State) -> list[int] | None:
+        """For each layer, how many entries all heads keep, where that depends on no score; None where it may."""
+        budgets, entries = {*self.budgets(state)}, state.entries()
+        if type(self.allocate) is not Uniform or len(budgets) > 1 or any(each.real is not None for each in entries):
+            return None
+        return [min(*budgets, each.keys.shape[2]) for each in entries]
 
     def _held_queries(self, trace: Trace) -> Trace:
         """The trace without the queries whose own entries may have been evicted.
@@ -203,18 +231,49 @@ class Evict(CacheMethod):
         return pooled.masked_fill_(~real, -torch.inf)
 
 
-def _gather_received(received: tuple[Tensor, ...], selected: list[Tensor]) -> tuple[Tensor, ...]:
-    """[B, H, C] of each layer at the selected entries of its KV head, padded on the left where heads differ."""
+def _require_scores(name: str, scores: list[Tensor], held: list[LayerEntries]) -> None:
+    """Refuse scores that are not one for each entry of each layer.
+
+    Raises:
+        UserError: with one line that names the observer, the shape that it returned and the expected one.
+    """
+    if len(scores) != len(held):
+        raise UserError(f"{name} returned scores for {len(scores)} layers; there are {len(held)}")
+    for index, (layer, entries) in enumerate(zip(scores, held, strict=True)):
+        batch, kv_heads, length, _ = entries.keys.shape
+        shape = [*layer.shape]
+        if len(shape) != 3 or shape[::2] != [batch, length] or not shape[1] or shape[1] % kv_heads:
+            raise UserError(
+                f"{name} returned scores of shape {shape} for layer {index}; expected [{batch}, {kv_heads}, {length}] "
+                f"by KV head, or a multiple of {kv_heads} by query head"
+            )
+
+
+def _gather_received(
+    received: tuple[Tensor, ...], selected: list[Tensor], counts: list[int] | None
+) -> tuple[Tensor, ...]:
+    """[B, H, C] of each layer at the selected entries of its KV head, padded on the left where heads differ.
+
+    `counts` are the numbers of selected entries, where every head of a layer has the same.
+    """
+    if counts is not None:
+        return tuple(map(_received_at, received, map(places_of, selected, counts)))
     gathered = []
     for layer, mask in zip(received, selected, strict=True):
-        counts = mask.sum(dim=-1)
-        longest = int(counts.max())
+        held = mask.sum(dim=-1)
+        longest = int(held.max())
         group = layer.shape[1] // mask.shape[1]
-        real = torch.arange(longest, device=mask.device) >= longest - counts[..., None]
+        real = torch.arange(longest, device=mask.device) >= longest - held[..., None]
         by_head = layer.new_zeros(*layer.shape[:2], longest)
         by_head[real.repeat_interleave(group, dim=1)] = layer[mask.repeat_interleave(group, dim=1)]
         gathered.append(by_head)
     return tuple(gathered)
+
+
+def _received_at(layer: Tensor, places: Tensor) -> Tensor:
+    """[B, H, C] at places [B, K, n] -> [B, H, n]."""
+    group = layer.shape[1] // places.shape[1]
+    return layer.gather(2, places.repeat_interleave(group, dim=1))
 
 
 def require_evict(method: Method, refusal: str) -> Evict:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from keepsight.errors import UserError
+from keepsight.models.decoder import decoder_of
 from keepsight.runtime.attention import Reader
 
 
@@ -25,7 +26,7 @@ class RecordFeatures:
 
     def __init__(self, model: Reader, layers: Sequence[int]) -> None:
         target: Any = model  # only models are asked for features
-        decoder: Any = target.get_decoder() if layers else None
+        decoder: Any = decoder_of(target) if layers else None
         outputs = [*decoder.layers, decoder] if layers else []
         if wrong := [layer for layer in layers if not 0 <= layer < len(outputs)]:
             raise UserError(

@@ -1,12 +1,13 @@
 """`generate`: an answer from what a method keeps."""
 
-from functools import partial
 from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.generation import GenerateDecoderOnlyOutput
 
-from keepsight.runtime.method import CustomGenerate, FullCache
+from keepsight.runtime.custom_generate import CustomGenerate
+from keepsight.runtime.method import FullCache
 
 
 def generate(
@@ -16,21 +17,21 @@ def generate(
     *,
     attention_mask: Tensor | None = None,
     **options: Any,
-) -> Tensor:
+) -> Any:
     """Answer prompts from a cache that `method` has compressed.
 
     Args:
         model: Any causal language model of transformers with full attention.
         input_ids: [B, N] int64, padded on the left.
-        method: The method, such as `SnapKV(budget=128)`; the full cache by default.
+        method: The method, such as `SnapKV(budget=128)`; the full cache by default. Or what `load_state` returns,
+            whose prompt the ids follow.
         attention_mask: [B, N], 0 for padding; needed when a row is padded.
         options: Options of `model.generate`: `max_new_tokens`, `do_sample`, `temperature`, `streamer`, ...
 
     Returns:
-        [B, T] int64: the answers alone, without the prompts, padded on the right.
+        [B, T] int64: the answers alone, without the prompts, padded on the right. With `return_dict_in_generate=True`,
+        the output of `model.generate` as it is, whose `sequences` begin with the prompts.
     """
     mask = attention_mask if attention_mask is not None else input_ids.new_ones(input_ids.shape)
-    # transformers gives a streamer the prompt but no callable of ours; the method streams the answer itself.
-    custom = partial(method or FullCache(), streamer=options.get("streamer"))
-    ids = model.generate(input_ids, attention_mask=mask, custom_generate=custom, **options)  # type: ignore[operator]
-    return ids[:, input_ids.shape[1] :]
+    output = model.generate(input_ids, attention_mask=mask, custom_generate=method or FullCache(), **options)  # type: ignore[operator]
+    return output if isinstance(output, GenerateDecoderOnlyOutput) else output[:, input_ids.shape[1] :]

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from keepsight.errors import UserError
+from keepsight.runtime.softmax import Softmax
 
 ROWS_AT_ONCE = 128
 """Bounds the memory of one block of attention weights to B x H x 128 x S float32."""
@@ -66,7 +67,7 @@ NO_POOL = Pool(kernel=1)
 def observed_attention(
     query: Tensor,
     key: Tensor,
-    scaling: float,
+    softmax: Softmax,
     length: int,
     *,
     key_mask: Tensor | None = None,
@@ -78,7 +79,7 @@ def observed_attention(
     Args:
         query: [B, H, q, d], the queries of the last q of the S positions; causal among themselves.
         key: [B, K, S, d].
-        scaling: Factor of the dot products.
+        softmax: The layer's; what its sinks take is lost to the entries.
         length: N; later columns take part in the softmax and are dropped after it.
         key_mask: [B, S], or [B, 1 or K, S], bool, False for padding. Where absent, every key is real.
         query_mask: [B, q] bool, False for padding rows, which do not count; or float, a weight per query.
@@ -94,7 +95,7 @@ def observed_attention(
         chosen = slice(start, min(start + ROWS_AT_ONCE, rows))
         visible = key.shape[2] - rows + chosen.stop  # no query of the block sees what comes later
         seen_mask = None if key_mask is None else key_mask[..., :visible]
-        weights = attention_weights(query[:, :, chosen], key[:, :, :visible], scaling, seen_mask)[..., :length]
+        weights = attention_weights(query[:, :, chosen], key[:, :, :visible], softmax, seen_mask)[..., :length]
         if query_mask is not None:
             weights = weights * query_mask[:, None, chosen, None]
         reduced = weights.amax(dim=2) if reduction == "max" else weights.sum(dim=2)
@@ -108,7 +109,7 @@ def observed_attention(
     return total / counted.clamp(min=1)[:, None, None]
 
 
-def attention_weights(query: Tensor, key: Tensor, scaling: float, key_mask: Tensor | None = None) -> Tensor:
+def attention_weights(query: Tensor, key: Tensor, softmax: Softmax, key_mask: Tensor | None = None) -> Tensor:
     """Softmax in float32 of the queries of the last q keys; arguments as for `observed_attention`.
 
     Returns:
@@ -116,19 +117,19 @@ def attention_weights(query: Tensor, key: Tensor, scaling: float, key_mask: Tens
     """
     batch, heads, rows, width = query.shape
     kv_heads, keys = key.shape[1], key.shape[2]
-    grouped = (query * scaling).reshape(batch, kv_heads, (heads // kv_heads) * rows, width)
+    grouped = query.reshape(batch, kv_heads, (heads // kv_heads) * rows, width)
     # In place, and masked only where something can be hidden: passes over the logits dominate the time.
-    logits = (grouped @ key.transpose(-1, -2)).view(batch, kv_heads, -1, rows, keys).float()
+    logits = softmax.logits(grouped, key).view(batch, kv_heads, -1, rows, keys)
     least = torch.finfo(torch.float32).min
     logits[..., keys - rows :].masked_fill_(_later(rows, query.device), least)
     if key_mask is not None:
         by_head = key_mask if key_mask.dim() == 3 else key_mask[:, None]
         logits.masked_fill_(~by_head[:, :, None, None], least)
-    return logits.softmax(dim=-1).flatten(1, 2)
+    return softmax.normalised(logits).flatten(1, 2)
 
 
 def attend_after(
-    query: Tensor, stored: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], scaling: float, reduction: str
+    query: Tensor, stored: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], softmax: Softmax, reduction: str
 ) -> tuple[Tensor, Tensor]:
     """Attention of observers to stored entries and to each other, and its weights on the stored ones.
 
@@ -138,7 +139,7 @@ def attend_after(
         query: [B, H, q, d], the observers' queries, causal among themselves.
         stored: Keys and values [B, K, N, d], all of them real and visible to every observer.
         own: Keys and values [B, K, q, d] of the observers.
-        scaling: Factor of the dot products.
+        softmax: The layer's.
         reduction: Reduction over the queries: `mean` or `max`.
 
     Returns:
@@ -149,20 +150,24 @@ def attend_after(
     (keys, values), (own_keys, own_values) = stored, own
     kv_heads, parts = keys.shape[1], _parts(keys, values)
     keys, values = keys.unflatten(2, (parts, -1)), values.unflatten(2, (parts, -1))
-    grouped = (query * scaling).reshape(batch, kv_heads, -1, width)
-    logits = (grouped[:, :, None].expand(-1, -1, parts, -1, -1) @ keys.transpose(-1, -2)).float()
-    between = (grouped @ own_keys.transpose(-1, -2)).float()
+    grouped = (query * softmax.scaling).reshape(batch, kv_heads, -1, width)
+    logits = softmax.capped((grouped[:, :, None].expand(-1, -1, parts, -1, -1) @ keys.transpose(-1, -2)).float())
+    between = softmax.capped((grouped @ own_keys.transpose(-1, -2)).float())
     between.unflatten(2, (-1, rows)).masked_fill_(_later(rows, query.device), -torch.inf)
     # Softmax does not depend on what is subtracted, so that no gradient has to flow through the maximum.
     highest = torch.maximum(
         logits.detach().amax(dim=-1, keepdim=True).amax(dim=2), between.detach().amax(dim=-1, keepdim=True)
     )
+    sinks = softmax.sinks_of(kv_heads, rows)
+    highest = highest if sinks is None else torch.maximum(highest, sinks.detach())
     weights, between = logits.sub_(highest[:, :, None]).exp_(), between.sub_(highest).exp_()
     total = weights.sum(dim=-1, keepdim=True).sum(dim=2) + between.sum(dim=-1, keepdim=True)
+    total = total if sinks is None else total + (sinks - highest).exp()
     seen = (weights.to(values.dtype) @ values).sum(dim=2) + between.to(values.dtype) @ own_values
-    output = (seen / total).to(values.dtype).view(batch, heads, rows, width)
+    output = (seen / total).to(values.dtype).view(batch, heads, rows, -1)
     by_head, share = weights.unflatten(3, (-1, rows)), total.reciprocal().view(batch, kv_heads, 1, -1, rows, 1)
-    paid = (by_head * share).amax(dim=4) if reduction == "max" else ((share / rows).mT @ by_head)[..., 0, :]
+    with torch.autocast(query.device.type, enabled=False):  # else the product would be in its dtype
+        paid = (by_head * share).amax(dim=4) if reduction == "max" else ((share / rows).mT @ by_head)[..., 0, :]
     return paid.transpose(2, 3).flatten(3).flatten(1, 2), output.transpose(1, 2).contiguous()
 
 

@@ -1,101 +1,23 @@
 """A method: what `generate`, `model.generate(custom_generate=...)` and the evaluation run."""
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
-import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
-from transformers.generation import LogitsProcessorList, StoppingCriteriaList
-from transformers.generation.streamers import BaseStreamer
+from transformers import PreTrainedModel
 from typing_extensions import override
 
 from keepsight.runtime.attention import Reader
-from keepsight.runtime.decode import Decoded, Reapply, decode
+from keepsight.runtime.custom_generate import CustomGenerate, GenerateRequest
+from keepsight.runtime.decode import Decoded, Reapply
 from keepsight.runtime.observe import Observer
-from keepsight.runtime.prefill import context_of, prefill
+from keepsight.runtime.prefill import context_of, prefill, read
 from keepsight.runtime.state import Needs, State, Trace
 
 Observe = Callable[[Observer, str], list[Tensor]]
 """Scores a state with an observer, under a reduction over queries; see `Observer`."""
 Shared = tuple[State, list[Tensor] | None]
-
-
-@dataclass(frozen=True)
-class GenerateRequest:
-    """What `model.generate` asks of a `custom_generate`.
-
-    Attributes:
-        input_ids: [B, N] int64, the prompts, padded on the left.
-        mask: [B, N], 0 for padding; None when no row is padded.
-        chunk: Tokens per forward pass of the prefill; None for the whole prompt in one.
-        pad_token: Fills the rows of the answer that have ended.
-        stopping_criteria: As transformers defines them, over prompt and answer together.
-        logits_processor: As transformers defines it.
-        do_sample: Whether to sample instead of taking the arg-max.
-        streamer: Receives each token.
-    """
-
-    input_ids: Tensor
-    mask: Tensor | None
-    chunk: int | None
-    pad_token: int
-    stopping_criteria: StoppingCriteriaList
-    logits_processor: LogitsProcessorList
-    do_sample: bool
-    streamer: BaseStreamer | None
-
-    def decode(self, reader: Reader, state: State, reapply: Reapply | None) -> Decoded:
-        """Answer from a state; see `keepsight.runtime.decode.decode`."""
-        return decode(
-            reader,
-            state,
-            self.stopping_criteria,
-            pad_token=self.pad_token,
-            prompt_ids=self.input_ids,
-            logits_processor=self.logits_processor,
-            do_sample=self.do_sample,
-            streamer=self.streamer,
-            reapply=reapply,
-        )
-
-
-class CustomGenerate(ABC):
-    """What transformers calls in place of its own decoding: `model.generate(**inputs, custom_generate=...)`."""
-
-    @abstractmethod
-    def answer(self, model: PreTrainedModel, request: GenerateRequest) -> Decoded:
-        """Answer prompts."""
-
-    @torch.no_grad()
-    def __call__(
-        self,
-        model: PreTrainedModel,
-        input_ids: Tensor,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
-        streamer: BaseStreamer | None = None,
-        **model_kwargs: Any,
-    ) -> Tensor:
-        """The hook that transformers calls.
-
-        Returns:
-            [B, N + T] int64: prompt and answer, as `model.generate` returns them.
-        """
-        request = GenerateRequest(
-            input_ids,
-            model_kwargs.get("attention_mask"),
-            generation_config.prefill_chunk_size,
-            int(generation_config.pad_token_id or 0),
-            stopping_criteria,
-            logits_processor,
-            bool(generation_config.do_sample),
-            streamer,
-        )
-        return self.answer(model, request).ids
 
 
 class Method(CustomGenerate):
@@ -124,6 +46,20 @@ class Method(CustomGenerate):
             chunk: Tokens per forward pass of the prefill; None for the whole prompt in one.
         """
 
+    def resume(self, model: PreTrainedModel, state: State, tokens: Tensor, *, chunk: int | None = None) -> State:
+        """Read a further turn and return the state to answer from, within the budget again.
+
+        Args:
+            model: The target.
+            state: State of this method, or one that `joins`; it stays unchanged.
+            tokens: [B, n] int64, n >= 1, without padding.
+            chunk: Tokens per forward pass; None for all in one.
+        """
+        reader, state = model if state.joins else self.turn_reader(model), state.copy()
+        for part in tokens.split(chunk or tokens.shape[1], dim=1):
+            state, _ = read(reader, state, part, logits_to_keep=1)
+        return state
+
     @property
     def adapter_digest(self) -> str | None:
         """Digest of the lookahead adapter that it observes with; None without one."""
@@ -132,6 +68,10 @@ class Method(CustomGenerate):
     def budget_for(self, length: int) -> int:
         """The budget for a prompt of `length` tokens, in entries per layer and KV head; `length` without a budget."""
         return length
+
+    def budgets(self, state: State) -> list[int]:
+        """The budget of each row, for its own number of tokens."""
+        return [self.budget_for(length) for length in state.lengths.tolist()]
 
     def needs(self) -> Needs:
         """What the prefill has to record."""
@@ -159,6 +99,10 @@ class Method(CustomGenerate):
         """What reads and decodes from this method's states in the model's place."""
         return model
 
+    def turn_reader(self, model: PreTrainedModel) -> Reader:
+        """What reads a further turn after this method's states, in passes over many tokens."""
+        return self.reader(model)
+
     def reapply(self, model: PreTrainedModel) -> Reapply | None:
         """How to evict while decoding; None not to."""
         return None
@@ -176,10 +120,16 @@ class Method(CustomGenerate):
 
     @override
     def answer(self, model: PreTrainedModel, request: GenerateRequest) -> Decoded:
-        self.check(request.input_ids.shape[1], context_of(model))
-        state, reapply = self.start(model, request.input_ids, request.mask, chunk=request.chunk), self.reapply(model)
-        # Recording for nobody would cost every step.
-        return request.decode(self.reader(model), state if reapply else replace(state, trace=Trace()), reapply)
+        if request.past is not None:
+            state = self.resume(model, request.past.state, request.unread, chunk=request.chunk)
+        else:
+            for length in request.lengths():
+                self.check(length, context_of(model))
+            state = self.start(model, request.input_ids, request.mask, chunk=request.chunk)
+        reapply = self.reapply(model)
+        if reapply is None and not request.goes_on:
+            state = replace(state, trace=Trace())  # recording for nobody would cost every step
+        return request.decode(self.reader(model), state, reapply)
 
 
 class CacheMethod(Method):
@@ -188,6 +138,11 @@ class CacheMethod(Method):
     @abstractmethod
     def compress(self, model: PreTrainedModel, state: State) -> State:
         """The state to decode from; the given one stays unchanged."""
+
+    @override
+    def resume(self, model: PreTrainedModel, state: State, tokens: Tensor, *, chunk: int | None = None) -> State:
+        after = super().resume(model, state, tokens, chunk=chunk)
+        return self.compress(model, after) if after.joins else after
 
     def shares_prefill(self, length: int) -> bool:
         """Whether it compresses an ordinary prefill of `length` tokens, which other methods can share."""

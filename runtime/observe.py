@@ -10,13 +10,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from typing_extensions import override
 
-from keepsight.runtime.attention import OwnAttention, record_attention
-from keepsight.runtime.cache import ViewedLayer, view
+from keepsight.models.decoder import decoder_of, has_latents
+from keepsight.runtime.attention import OwnAttention, run
+from keepsight.runtime.cache import ViewedLayer, marked, with_full_layers
 from keepsight.runtime.importance import ROWS_AT_ONCE, attend_after, observed_attention
+from keepsight.runtime.softmax import Softmax
 from keepsight.runtime.state import Needs, State
 
 
@@ -55,7 +58,7 @@ class Observer(ABC):
 
 
 class AttentionRecorder:
-    """Records each layer's attention of the last `rows` queries to the entries before them.
+    """Records each full-attention layer's attention of the last `rows` queries to the entries before them.
 
     Attributes:
         by_layer: layer -> [B, H, S - rows] float32, reduced over the queries.
@@ -73,7 +76,7 @@ class AttentionRecorder:
         self.key_mask, self.query_mask = key_mask, query_mask
         self.by_layer: dict[int, Tensor] = {}
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, scaling: float, real: Tensor | None) -> None:
+    def __call__(self, layer: int, query: Tensor, key: Tensor, softmax: Softmax, real: Tensor | None) -> None:
         """See `keepsight.runtime.attention.Recorder`."""
         if real is not None and self.query_mask is not None:
             real = real.clone()
@@ -81,7 +84,7 @@ class AttentionRecorder:
         self.by_layer[layer] = observed_attention(
             query[:, :, -self.rows :],
             key,
-            scaling,
+            softmax,
             key.shape[2] - self.rows,
             key_mask=self.key_mask if real is None else real,
             query_mask=self.query_mask,
@@ -93,8 +96,8 @@ class AttentionRecorder:
         return [self.by_layer[layer] for layer in sorted(self.by_layer)]
 
 
-class _WatchedLayer(ViewedLayer):
-    """A layer without padding that records how observers attend to its entries; all that is appended observes.
+class _WatchedLayer(ViewedLayer, OwnAttention):
+    """A layer without padding to which observers attend, without a copy of its entries; all that is new observes.
 
     Attributes:
         importance: [B, H, N] float32, reduced over the observers; set once they have attended.
@@ -108,21 +111,11 @@ class _WatchedLayer(ViewedLayer):
 
     @override
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> Any:
-        return _Look(self, key_states, value_states), value_states
-
-
-class _Look(OwnAttention):
-    """Observers that attend to a layer and to each other, without a copy of the layer's entries."""
-
-    def __init__(self, layer: _WatchedLayer, keys: Tensor, values: Tensor) -> None:
-        self.layer, self.keys, self.values = layer, keys, values
+        return key_states, value_states
 
     @override
-    def attend(self, query: Tensor, scaling: float) -> Tensor:
-        layer = self.layer
-        layer.importance, output = attend_after(
-            query, (layer.keys, layer.values), (self.keys, self.values), scaling, layer.reduction
-        )
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
+        self.importance, output = attend_after(query, (self.keys, self.values), (key, value), softmax, self.reduction)
         return output
 
 
@@ -138,9 +131,9 @@ def look_back(
     return observe(
         model,
         state.cache,
-        state.mask,
+        state.tokens_mask,
         embeddings,
-        first=state.lengths,
+        first=state.next_position,
         observer_mask=observer_mask,
         reduction=reduction,
     )
@@ -152,7 +145,6 @@ def observe(
     mask: Tensor | None,
     embeddings: Tensor,
     *,
-    prompt_length: int | None = None,
     first: Tensor | None = None,
     observer_mask: Tensor | None = None,
     reduction: str = "mean",
@@ -161,51 +153,37 @@ def observe(
 
     Args:
         model: The model that filled the cache, with the observers' adapter, if any, switched on.
-        cache: Cache whose first N entries are observed; it is not changed.
-        mask: [B, N] bool, False for left padding; None when no row is padded.
+        cache: Cache of N entries per head, from M >= N tokens; it is not changed.
+        mask: [B, M] bool, False for left padding among the tokens; None when no row is padded.
         embeddings: [B, n, hidden], the observers' input embeddings.
-        prompt_length: N; the whole cache by default.
-        first: [B] int64, the first observer's position; the number of real entries by default.
+        first: [B] int64, the first observer's position; the number of real tokens by default.
         observer_mask: [B, n] bool, False for padding on the right of the observers.
         reduction: Reduction over the observers: `mean` or `max`.
 
     Returns:
-        For each layer, [B, H, N] float32: the observers' attention. Gradients flow to `embeddings` and to the model's
-        trainable parameters; without gradients the result may be inference tensors.
+        For each layer with full attention, [B, H, N] float32: the observers' attention. Gradients flow to `embeddings`
+        and to the model's trainable parameters; without gradients the result may be inference tensors.
     """
-    record_attention(model)
-    viewed = view(cache, prompt_length)
-    length = viewed.get_seq_length()
+    seen = cache.get_seq_length()
     batch, count, _ = embeddings.shape
     if first is None:
-        first = mask.sum(dim=1) if mask is not None else torch.full((batch,), length, device=embeddings.device)
-    key_mask = join_masks(mask, observer_mask, batch, length, count, embeddings.device)
+        first = mask.sum(dim=1) if mask is not None else torch.full((batch,), seen, device=embeddings.device)
     look = functools.partial(
-        model.base_model,
+        run,
+        decoder_of(model),
         inputs_embeds=embeddings,
         position_ids=first[:, None] + torch.arange(count, device=embeddings.device),
-        use_cache=True,
     )
-    stored: list[Any] = viewed.layers
-    if key_mask is None and count <= ROWS_AT_ONCE and all(layer.real is None for layer in stored):
-        watched: list[Any] = [_WatchedLayer(layer.keys, layer.values, reduction) for layer in stored]
+    stored = [ViewedLayer(*each) for each in marked(cache, mask)]
+    viewed = with_full_layers(cache, stored)
+    plain = observer_mask is None and all(layer.real is None for layer in stored)
+    if plain and count <= ROWS_AT_ONCE and not has_latents(model):
+        watched = [_WatchedLayer(layer.keys, layer.values, reduction) for layer in stored]
         with torch.inference_mode(not torch.is_grad_enabled()):  # saves 3 % of the time on a CPU
-            look(past_key_values=Cache(layers=watched))
+            look(with_full_layers(viewed, watched))
         return [layer.importance for layer in watched]
-    recorder = AttentionRecorder(count, key_mask=key_mask, query_mask=observer_mask, reduction=reduction)
-    look(past_key_values=viewed, attention_mask=key_mask, recorder=recorder)
+    recorder = AttentionRecorder(count, query_mask=observer_mask, reduction=reduction)
+    # Layers with full attention know their padding; it is the bounded ones that need a mask.
+    padded = None if mask is None or len(stored) == len(viewed) else functional.pad(mask, (0, count), value=True)
+    look(viewed, attention_mask=padded, recorder=recorder)
     return recorder.layers()
-
-
-def join_masks(
-    prompt: Tensor | None, rest: Tensor | None, batch: int, length: int, count: int, device: torch.device
-) -> Tensor | None:
-    """[B, length + count] bool from the masks of a prompt and of what follows it; None when nothing is padded."""
-    if prompt is None and rest is None:
-        return None
-    real = torch.ones(batch, 1, dtype=torch.bool, device=device)
-    parts = (
-        prompt if prompt is not None else real.expand(-1, length),
-        rest if rest is not None else real.expand(-1, count),
-    )
-    return torch.cat(parts, dim=1)

@@ -1,14 +1,18 @@
 """Prefill: the prompt becomes KV entries, once for all observers."""
 
+import sys
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import Cache, DynamicLayer
 
-from keepsight.runtime.attention import Reader, record_attention
+from keepsight.errors import UserError
+from keepsight.runtime.attention import Reader, run
+from keepsight.runtime.cache import empty_cache, full_layers
 from keepsight.runtime.features import RecordFeatures
 from keepsight.runtime.state import Needs, State, Trace, TraceRecorder
 
@@ -28,37 +32,56 @@ def prefill(
     """Run the prompt through the model.
 
     Args:
-        model: A causal language model with full attention in every layer.
+        model: A causal language model.
         input_ids: [B, N] int64, padded on the left.
         attention_mask: [B, N], 0 for padding; None when no row is padded.
         chunk: Tokens per forward pass; None for the whole prompt in one. The result is the same: eviction waits for
             the whole prompt, so that every token attends to all before it.
         needs: What to record of the prompt for observers.
+
+    Raises:
+        UserError: the model is not supported.
     """
-    record_attention(model)
     mask = attention_mask.bool() if attention_mask is not None and not attention_mask.bool().all() else None
     positions = positions_of(mask, input_ids.shape[1], input_ids.device)
-    cache, trace = DynamicCache(), Trace(needs)
+    cache, trace = empty_cache(model), Trace(needs)
     step = chunk or input_ids.shape[1]
     for start in range(0, input_ids.shape[1], step):
         end = min(start + step, input_ids.shape[1])
         seen = None if mask is None else mask[:, :end]
         recorder = TraceRecorder(trace, seen)
         with RecordFeatures(model, needs.features) as recorded:
-            output = model(
+            output = run(
+                model,
+                cache,
+                recorder=recorder,
                 input_ids=input_ids[:, start:end],
                 attention_mask=seen,
                 position_ids=positions[:, start:end],
-                past_key_values=cache,
-                use_cache=True,
                 logits_to_keep=1,
-                recorder=recorder,
             )
         trace = recorder.trace(recorded.outputs())
+        _require_seen(model, cache, trace, end)
     lengths = torch.full((len(input_ids),), input_ids.shape[1], device=input_ids.device)
     return State(
-        cache, mask, output.logits[:, -1].float(), input_ids, lengths if mask is None else mask.sum(dim=1), trace
+        cache,
+        mask,
+        output.logits[:, -1].float(),
+        input_ids,
+        lengths if mask is None else mask.sum(dim=1),
+        trace,
+        padded=mask is not None,
     )
+
+
+def _require_seen(model: PreTrainedModel, cache: Cache, trace: Trace, length: int) -> None:
+    """Refuse models that attend or remember in ways of their own, as their first pass shows."""
+    held = {layer.get_seq_length() for layer in cache.layers if isinstance(layer, DynamicLayer)}
+    if held != {length} or len(trace.softmax) != len(full_layers(cache)):
+        raise UserError(
+            f"{model.config.model_type} attends or caches in a way of its own, so that its queries or entries are not "
+            "seen; load another model, such as Llama, Qwen, Mistral or Gemma"
+        )
 
 
 @torch.no_grad()
@@ -74,23 +97,22 @@ def read(model: Reader, state: State, tokens: Tensor, *, logits_to_keep: int = 0
     Returns:
         The state after them, and the logits [B, q, V] float32 of all q tokens, or of the last ones.
     """
-    record_attention(model)
     steps = torch.arange(tokens.shape[1], device=tokens.device)
     mask = None if state.mask is None else functional.pad(state.mask, (0, tokens.shape[1]), value=True)
     after = replace(state, mask=mask, tokens=torch.cat([state.tokens, tokens], dim=1))
     recorder = TraceRecorder(state.trace, mask)
     attention_mask = state.attention_mask()
     with RecordFeatures(model, state.trace.needs.features) as recorded:
-        output = model(
+        output = run(
+            model,
+            state.cache,
+            recorder=recorder if state.trace.needs != Needs() else None,
             input_ids=tokens,
             attention_mask=None
             if attention_mask is None
             else functional.pad(attention_mask, (0, tokens.shape[1]), value=True),
-            position_ids=state.lengths[:, None] + steps,
-            past_key_values=state.cache,
-            use_cache=True,
+            position_ids=state.next_position[:, None] + steps,
             logits_to_keep=logits_to_keep,
-            recorder=recorder if state.trace.needs != Needs() else None,
         )
     logits = output.logits.float()
     trace = recorder.trace(recorded.outputs()) if state.trace.needs != Needs() else state.trace
@@ -105,5 +127,8 @@ def positions_of(mask: Tensor | None, length: int, device: torch.device) -> Tens
 
 
 def context_of(model: PreTrainedModel) -> int:
-    """Context length of a model: its maximum number of positions."""
-    return int(model.config.get_text_config().max_position_embeddings)
+    """Context length of a model: its number of positions, or that to which YaRN stretches them; huge without either."""
+    config = model.config.get_text_config(decoder=True)
+    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    stretched = rope["factor"] * rope["original_max_position_embeddings"] if rope.get("rope_type") == "yarn" else 0
+    return max(int(getattr(config, "max_position_embeddings", None) or sys.maxsize), int(stretched))

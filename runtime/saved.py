@@ -15,24 +15,30 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicLayer
+from typing_extensions import override
 
 from keepsight.errors import UserError
 from keepsight.files import atomic_files
-from keepsight.runtime.cache import KeptLayer, RaggedLayer, share
+from keepsight.models.decoder import has_latents
+from keepsight.runtime.cache import KeptLayer, RaggedLayer, empty_cache, filled, share
+from keepsight.runtime.custom_generate import CustomGenerate, GenerateRequest
+from keepsight.runtime.decode import Decoded
+from keepsight.runtime.method import FullCache
+from keepsight.runtime.softmax import Softmax
 from keepsight.runtime.state import Needs, State, Trace
 
 FILE = "state.safetensors"
 QUESTIONS = ("seen", "unseen", "multi")
-_KEY, _VERSION = "keepsight_state", 1
+_KEY, _VERSION = "keepsight_state", 2
 
 
 @dataclass(frozen=True)
-class SavedState:
-    """A loaded state and its metadata.
+class SavedState(CustomGenerate):
+    """A loaded state and its metadata; `generate(model, question_ids, saved)` asks it, as often as one likes.
 
     Attributes:
-        state: State on the target's device. Reading and decoding append to it: answer from a `state.copy()`.
+        state: State on the target's device. Reading and decoding append to it: go on from a `state.copy()`.
         question: What was compressed: `seen`, the whole prompt with its question; `unseen`, the context alone;
             `multi`, the context alone, to be asked several questions.
         target: Name of the model that read it, for information.
@@ -43,6 +49,17 @@ class SavedState:
     question: str
     target: str
     template_digest: str
+
+    @override
+    def answer(self, model: PreTrainedModel, request: GenerateRequest) -> Decoded:
+        """Answer what follows the saved prompt; `self.state` stays unchanged."""
+        state = replace(self.state if request.past is None else request.past.state, trace=Trace())
+        if len(request.unread) != len(state.tokens) or request.mask is not None:
+            raise UserError(
+                f"saved state: {len(request.unread)} questions for {len(state.tokens)} prompts, or padded ones; "
+                "ask one for each prompt, without padding"
+            )
+        return request.decode(model, FullCache().resume(model, state, request.unread, chunk=request.chunk), None)
 
 
 def save_state(
@@ -87,7 +104,7 @@ def save_state(
         template_digest=template_digest,
         seen=state.cache.get_seq_length(),
         needs={"window": state.trace.needs.window, "received": state.trace.needs.received},
-        scaling=list(state.trace.scaling),
+        softmax=[(each.scaling, each.softcap) for each in state.trace.softmax],
         tensors=sorted(tensors),
     )
     header = replace(header, digest=_digest(header, tensors))
@@ -121,7 +138,7 @@ def load_state(path: str | Path, model: PreTrainedModel, *, template_digest: str
         raise UserError(f"{file}: not a whole safetensors file ({error}); copy it again") from None
     if _digest(header, tensors) != header.digest:
         raise UserError(f"{file}: its contents differ from the digest in its header; copy it again")
-    return SavedState(_state(header, tensors), header.question, header.target, header.template_digest)
+    return SavedState(_state(header, tensors, model), header.question, header.target, header.template_digest)
 
 
 @dataclass(frozen=True)
@@ -136,7 +153,7 @@ class _Header:
     template_digest: str
     seen: int
     needs: dict[str, Any]
-    scaling: list[float]
+    softmax: list[tuple[float, float | None]]
     tensors: list[str]
     digest: str = ""
 
@@ -189,10 +206,12 @@ def _shape(model: PreTrainedModel) -> dict[str, Any]:
     """The shape that a state must have."""
     config = model.config.get_text_config()
     heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     return {
         "layers": config.num_hidden_layers,
-        "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
-        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
+        "kv_heads": 1 if has_latents(model) else kv_heads,
+        "head_dim": config.kv_lora_rank if has_latents(model) else head_dim,
         "vocabulary": config.vocab_size,
         "dtype": str(model.dtype).removeprefix("torch."),
     }
@@ -200,9 +219,9 @@ def _shape(model: PreTrainedModel) -> dict[str, Any]:
 
 def _shape_of(tensors: dict[str, Tensor]) -> dict[str, Any]:
     """The shape of the state of these tensors, as `_shape` gives it for a model."""
-    keys = tensors["layers.0.keys"]
+    keys = next(tensor for name, tensor in tensors.items() if name.endswith(".keys"))
     return {
-        "layers": sum(name.endswith(".keys") for name in tensors),
+        "layers": len({name.split(".")[1] for name in tensors if name.startswith("layers.")}),
         "kv_heads": keys.shape[1],
         "head_dim": keys.shape[3],
         "vocabulary": tensors["logits"].shape[1],
@@ -217,37 +236,62 @@ def _tensors(state: State) -> dict[str, Tensor]:
         "lengths": state.lengths,
         "logits": state.logits,
         "mask": state.mask,
+        "shift": state.shift,
     }
     for index, layer in enumerate(share(state.cache).layers):
-        assert isinstance(layer, KeptLayer)
-        of_layer: dict[str, Tensor | None] = {"keys": layer.keys, "values": layer.values, "real": layer.real}
-        if isinstance(layer, RaggedLayer):
-            of_layer |= {"kept_keys": layer.kept_keys, "kept_values": layer.kept_values, "counts": layer.counts}
-        found |= {f"layers.{index}.{name}": tensor for name, tensor in of_layer.items()}
+        found |= {f"layers.{index}.{name}": tensor for name, tensor in _of_layer(layer).items()}
+    found |= {f"trace.sinks.{index}": each.sinks for index, each in enumerate(state.trace.softmax)}
     found |= {f"trace.window.{index}": tensor for index, tensor in enumerate(state.trace.queries)}
     found |= {f"trace.received.{index}": tensor for index, tensor in enumerate(state.trace.received)}
     return {name: tensor.detach().cpu().contiguous() for name, tensor in found.items() if tensor is not None}
 
 
-def _state(header: _Header, tensors: dict[str, Tensor]) -> State:
-    layers: list[Any] = []
-    for index in range(header.shape["layers"]):
-        of_layer = _named(tensors, f"layers.{index}.")
-        keys, values = of_layer["keys"], of_layer["values"]
-        if "counts" in of_layer:
-            packed = of_layer["kept_keys"], of_layer["kept_values"], of_layer["counts"]
-            layers.append(RaggedLayer(*packed, header.seen, (keys, values)))
-        else:
-            layers.append(KeptLayer(keys, values, header.seen, of_layer.get("real")))
+def _of_layer(layer: Any) -> dict[str, Tensor | None]:
+    """The tensors of a layer by their names."""
+    if not isinstance(layer, DynamicLayer):
+        states = ("conv", layer.conv_states), ("recurrent", layer.recurrent_states)
+        return {f"{kind}.{place}": tensor for kind, held in states for place, tensor in held.items()}
+    of_layer: dict[str, Tensor | None] = {"keys": layer.keys, "values": layer.values}
+    if isinstance(layer, KeptLayer):
+        of_layer |= {"real": layer.real}
+    if isinstance(layer, RaggedLayer):
+        of_layer |= {"kept_keys": layer.kept_keys, "kept_values": layer.kept_values, "counts": layer.counts}
+    return of_layer
+
+
+def _state(header: _Header, tensors: dict[str, Tensor], model: PreTrainedModel) -> State:
+    layers = [
+        _layer(empty, _named(tensors, f"layers.{index}."), header.seen)
+        for index, empty in enumerate(empty_cache(model).layers)
+    ]
     window, received = (tuple(_named(tensors, f"trace.{kind}.").values()) for kind in ("window", "received"))
+    softmax = [Softmax(*each, tensors.get(f"trace.sinks.{index}")) for index, each in enumerate(header.softmax)]
     return State(
         Cache(layers=layers),
         tensors.get("mask"),
         tensors["logits"],
         tensors["tokens"],
         tensors["lengths"],
-        Trace(Needs(**header.needs), window, received, tuple(header.scaling)),
+        Trace(Needs(**header.needs), window, received, tuple(softmax)),
+        tensors.get("shift"),
     )
+
+
+def _layer(empty: Any, tensors: dict[str, Tensor], seen: int) -> Any:
+    """A layer from its tensors; `empty` is one as the model begins with."""
+    if not isinstance(empty, DynamicLayer):
+        layer: Any = empty
+        for name, tensor in tensors.items():
+            kind, place = name.split(".")
+            fill = layer.update_conv_state if kind == "conv" else layer.update_recurrent_state
+            fill(tensor, state_idx=int(place))
+        return layer
+    keys, values = tensors["keys"], tensors["values"]
+    if "counts" in tensors:
+        return RaggedLayer(*(tensors[name] for name in ("kept_keys", "kept_values", "counts")), seen, (keys, values))
+    if "real" in tensors:
+        return KeptLayer(keys, values, seen, tensors["real"])
+    return filled(empty, keys, values, seen)
 
 
 def _named(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

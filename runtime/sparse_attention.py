@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from keepsight.runtime.attention import grouped_attention
+from keepsight.runtime.softmax import Softmax, grouped_attention
 
 BLOCK = 64
 _FLEX_BLOCK = 128
 _FLEX_LEAST_WIDTH = 16  # FlexAttention's kernels take no smaller head dimension
 
 
-def sparse_attention(query: Tensor, key: Tensor, value: Tensor, columns: Tensor, band: int, scaling: float) -> Tensor:
+def sparse_attention(query: Tensor, key: Tensor, value: Tensor, columns: Tensor, band: int, softmax: Softmax) -> Tensor:
     """Attention of N queries to N keys under the module's mask; no N x N tensor is made.
 
     On CUDA FlexAttention computes it, which has not been run on a GPU.
@@ -30,17 +30,18 @@ def sparse_attention(query: Tensor, key: Tensor, value: Tensor, columns: Tensor,
         value: [B, K, N, d].
         columns: [B, K, V] int64, ascending: each KV head's vertical columns.
         band: Multiple of 64.
-        scaling: Factor of the dot products.
+        softmax: The layer's.
 
     Returns:
         [B, N, H, d], contiguous.
     """
-    if query.is_cuda and query.shape[-1] >= _FLEX_LEAST_WIDTH:
-        return by_flex(query, key, value, columns, band, scaling, _compiled())
-    return by_blocks(query, key, value, columns, band, scaling)
+    plain = softmax.softcap is None and softmax.sinks is None
+    if plain and query.is_cuda and query.shape[-1] >= _FLEX_LEAST_WIDTH:
+        return by_flex(query, key, value, columns, band, softmax.scaling, _compiled())
+    return by_blocks(query, key, value, columns, band, softmax)
 
 
-def by_blocks(query: Tensor, key: Tensor, value: Tensor, columns: Tensor, band: int, scaling: float) -> Tensor:
+def by_blocks(query: Tensor, key: Tensor, value: Tensor, columns: Tensor, band: int, softmax: Softmax) -> Tensor:
     """`sparse_attention`, 64 queries at a time over nothing but their band and the columns before it."""
     length = query.shape[2]
     first_keys, first_values = _at_columns(key, columns), _at_columns(value, columns)
@@ -58,7 +59,7 @@ def by_blocks(query: Tensor, key: Tensor, value: Tensor, columns: Tensor, band: 
         hidden = query.new_zeros(*columns.shape[:2], end - start, keys.shape[2])
         hidden[..., :count].masked_fill_(~before[:, :, None, :count], -torch.inf)
         hidden[..., count + start - left :].masked_fill_(later[: end - start, : end - start], -torch.inf)
-        blocks.append(grouped_attention(query[:, :, start:end], keys, values, hidden, scaling))
+        blocks.append(grouped_attention(query[:, :, start:end], keys, values, hidden, softmax))
     return torch.cat(blocks, dim=1)
 
 

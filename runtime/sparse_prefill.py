@@ -11,18 +11,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import DynamicLayer
+from typing_extensions import override
 
 from keepsight.errors import UserError, require_whole
-from keepsight.runtime.attention import record_attention
-from keepsight.runtime.cache import KeptLayer, entries
+from keepsight.models.decoder import has_latents
+from keepsight.runtime.attention import OwnAttention, run
+from keepsight.runtime.cache import KeptLayer, empty_cache, full_layers, record_past, roll_back, with_full_layers
 from keepsight.runtime.importance import top_entries
+from keepsight.runtime.softmax import Softmax
 from keepsight.runtime.sparse_attention import BLOCK, sparse_attention
 from keepsight.runtime.state import Needs, State, Trace
 
-Score = Callable[[Tensor, Tensor, float], Tensor]
+Score = Callable[[Tensor, Tensor, Softmax], Tensor]
 """Scores the prompt's entries, [B, K, N] float32, from a layer's queries [B, H, N + L, d], its keys [B, K, N + L, d]
-and the factor of their dot products."""
+and its softmax."""
 
 
 @dataclass(frozen=True)
@@ -66,51 +69,58 @@ class SparsePrefill:
         Returns:
             The state of the prompt alone, and the importance [B, K, N] of each layer's entries.
         """
-        record_attention(model)
+        if has_latents(model):
+            raise UserError(f"SpecKV: sparse does not read the latents of {model.config.model_type}; leave out sparse")
         length = input_ids.shape[1]
-        attend = _Layers(self, score, length, length - window, needs.window)
-        output = model(
+        cache = empty_cache(model)
+        layers = [_SparseLayer(self, score, length, length - window, needs.window) for _ in full_layers(cache)]
+        cache = with_full_layers(cache, layers)
+        record_past(cache)
+        output = run(
+            model,
+            cache,
             input_ids=torch.cat([input_ids, draft_ids], dim=1),
-            past_key_values=DynamicCache(),
-            use_cache=True,
             logits_to_keep=torch.tensor([length - 1], device=input_ids.device),
-            attend=attend,
         )
-        layers = sorted(attend.importance)
         trace = Trace(
             Needs(window=needs.window),
-            tuple(attend.queries[layer] for layer in layers) if needs.window else (),
+            tuple(layer.queries for layer in layers) if needs.window else (),
             (),
-            tuple(attend.scaling[layer] for layer in layers),
+            tuple(layer.softmax for layer in layers),
         )
         lengths = torch.full((len(input_ids),), length, device=input_ids.device)
-        cache = _first_entries(output.past_key_values, length)
+        roll_back(cache, draft_ids.shape[1])
+        cache = with_full_layers(cache, [layer.first_entries(length) for layer in layers])
         state = State(cache, None, output.logits[:, -1].float(), input_ids, lengths, trace)
-        return state, [attend.importance[layer] for layer in layers]
+        return state, [layer.importance for layer in layers]
 
 
-class _Layers:
-    """Attention of the pass, layer by layer; see `keepsight.runtime.attention.Attend`."""
+class _SparseLayer(DynamicLayer, OwnAttention):
+    """A layer of the pass, which scores its entries and attends to some of them.
+
+    Attributes:
+        importance: [B, K, N] float32.
+        queries: [B, H, w, d] of the prompt's last tokens.
+        softmax: The layer's.
+    """
+
+    importance: Tensor
+    queries: Tensor
+    softmax: Softmax
 
     def __init__(self, sparse: SparsePrefill, score: Score, length: int, candidates: int, window: int) -> None:
+        super().__init__()
         self.sparse, self.score = sparse, score
         self.length, self.candidates, self.recorded = length, candidates, window
-        self.importance: dict[int, Tensor] = {}
-        self.queries: dict[int, Tensor] = {}
-        self.scaling: dict[int, float] = {}
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        importance = self.score(query, key, scaling)
-        self.importance[layer], self.scaling[layer] = importance, scaling
-        self.queries[layer] = query[:, :, max(self.length - self.recorded, 0) : self.length].clone()
-        columns = top_entries(importance[..., : self.candidates], min(self.sparse.vertical, self.candidates))
-        return sparse_attention(query, key, value, columns, self.sparse.band, scaling)
+    @override
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
+        self.importance, self.softmax = self.score(query, key, softmax), softmax
+        self.queries = query[:, :, max(self.length - self.recorded, 0) : self.length].clone()
+        columns = top_entries(self.importance[..., : self.candidates], min(self.sparse.vertical, self.candidates))
+        return sparse_attention(query, key, value, columns, self.sparse.band, softmax)
 
-
-def _first_entries(cache: Cache, length: int) -> Cache:
-    return Cache(
-        layers=[
-            KeptLayer(keys[:, :, :length].contiguous(), values[:, :, :length].contiguous(), length)
-            for keys, values, _ in entries(cache)
-        ]
-    )
+    def first_entries(self, length: int) -> KeptLayer:
+        """A layer of the first `length` entries alone."""
+        keys, values = (each[:, :, :length].contiguous() for each in (self.keys, self.values))
+        return KeptLayer(keys, values, length)

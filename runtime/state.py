@@ -1,5 +1,7 @@
 """The state of a prompt that a model has read: its KV entries, the next position, and a trace for observers.
 
+Entries, and whatever is listed by layer, are those of the layers with full attention; see `keepsight.runtime.cache`.
+
 `prefill` makes a state, a method's `compress` makes a smaller one, `read` appends tokens to one, `decode` answers
 from one. Whole and compressed states have one type, so that a method can be applied to an evicted cache again, in the
 middle of an answer or at the next turn of a conversation.
@@ -14,8 +16,9 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.cache_utils import Cache
 
-from keepsight.runtime.cache import LayerEntries, cache_bytes, entries, share
+from keepsight.runtime.cache import LayerEntries, cache_bytes, entries, is_bounded, share
 from keepsight.runtime.importance import observed_attention
+from keepsight.runtime.softmax import Softmax
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class Trace:
         queries: For each layer, the queries [B, H, w, d] of the last w tokens, after RoPE; w is at most `needs.window`.
         received: For each layer, the attention that each entry has received from all queries, [B, H, C] float32;
             empty unless needed.
-        scaling: Factor of the attention's dot products, by layer.
+        softmax: The softmax of each layer.
         features: For each of the layers in `needs.features`, its output [B, M, hidden] for every token read.
         seconds: Time spent summing `received`; on a GPU, only the time that the CPU was blocked.
     """
@@ -54,7 +57,7 @@ class Trace:
     needs: Needs = Needs()
     queries: tuple[Tensor, ...] = ()
     received: tuple[Tensor, ...] = ()
-    scaling: tuple[float, ...] = ()
+    softmax: tuple[Softmax, ...] = ()
     features: tuple[Tensor, ...] = ()
     seconds: float = 0.0
 
@@ -72,8 +75,11 @@ class State:
         mask: [B, C] bool, False for padding; None without padding, or when the cache's layers mark it.
         logits: [B, V] float32, of the last token.
         tokens: [B, M] int64: everything read, evicted tokens included, padded on the left.
-        lengths: [B] int64: number of each row's tokens without padding; also the position of its next token.
+        lengths: [B] int64: number of each row's tokens without padding.
         trace: What was recorded for observers.
+        shift: [B] int64: how far a row's next position is beyond its number of tokens, where the model counts positions
+            otherwise (an image's tokens under M-RoPE); None for none.
+        padded: Whether a row has padding; None where that has to be looked up, for which the CPU has to wait.
     """
 
     cache: Cache
@@ -82,11 +88,18 @@ class State:
     tokens: Tensor
     lengths: Tensor
     trace: Trace = field(default_factory=Trace)
+    shift: Tensor | None = None
+    padded: bool | None = None
 
     @property
     def length(self) -> int:
-        """Number of entries of the longest KV head, padding included."""
-        return max(layer.keys.shape[2] for layer in self.entries())
+        """Number of entries of the longest KV head, padding included; 0 where every layer is bounded by itself."""
+        return max((layer.keys.shape[2] for layer in self.entries()), default=0)
+
+    @property
+    def next_position(self) -> Tensor:
+        """[B] int64: the position of each row's next token."""
+        return self.lengths if self.shift is None else self.lengths + self.shift
 
     @property
     def kv_bytes(self) -> int:
@@ -102,7 +115,7 @@ class State:
     def tokens_mask(self) -> Tensor | None:
         """[B, M] bool, False where `tokens` is padding; None when nothing is."""
         width = self.tokens.shape[1]
-        if bool((self.lengths == width).all()):
+        if self.padded is False or (self.padded is None and bool((self.lengths == width).all())):
             return None
         return torch.arange(width, device=self.lengths.device) >= width - self.lengths[:, None]
 
@@ -113,7 +126,8 @@ class State:
 
     def held(self) -> Tensor:
         """[L, B, K] int64: number of real entries per layer, row and KV head."""
-        return torch.stack([_held(each) for each in self.entries()])
+        device = self.lengths.device
+        return torch.stack([_held(each).to(device) for each in self.entries()])
 
     def select_all(self) -> list[Tensor]:
         """For each layer, a selection [B, K, C] bool of all real entries."""
@@ -125,9 +139,12 @@ class State:
         return replace(self, cache=share(self.cache))
 
     def attention_mask(self) -> Tensor | None:
-        """[B, M] as transformers expects it; only its last C columns stand for entries."""
+        """[B, M] as transformers expects it; only its last C columns stand for entries.
+
+        Once entries were evicted, full-attention layers know their padding, and the mask is for the bounded layers.
+        """
         if self.mask is None:
-            return None
+            return self.tokens_mask if any(map(is_bounded, self.cache.layers)) else None
         return functional.pad(self.mask, (self.cache.get_seq_length() - self.mask.shape[1], 0))
 
 
@@ -150,44 +167,45 @@ class TraceRecorder:
         self.before, self.mask = trace, mask
         self.queries: dict[int, Tensor] = {}
         self.received: dict[int, Tensor] = {}
-        self.scaling: dict[int, float] = {}
+        self.softmax: dict[int, Softmax] = {}
         self.seconds = trace.seconds
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, scaling: float, real: Tensor | None) -> None:
+    def __call__(self, layer: int, query: Tensor, key: Tensor, softmax: Softmax, real: Tensor | None) -> None:
         """See `keepsight.runtime.attention.Recorder`."""
-        self.scaling[layer] = scaling
+        place = len(self.softmax)  # among the layers with full attention
+        self.softmax[layer] = softmax
         needs = self.before.needs
         if needs.window:
             recent = query[:, :, -needs.window :]
-            if layer < len(self.before.queries) and recent.shape[2] < needs.window:
-                recent = torch.cat([self.before.queries[layer], recent], dim=2)[:, :, -needs.window :]
+            if place < len(self.before.queries) and recent.shape[2] < needs.window:
+                recent = torch.cat([self.before.queries[place], recent], dim=2)[:, :, -needs.window :]
             self.queries[layer] = recent.clone()  # a slice would keep the whole prompt's queries alive
         if needs.received:
             start = time.perf_counter()
-            self.received[layer] = self._received(layer, query, key, scaling, real)
+            self.received[layer] = self._received(place, query, key, softmax, real)
             self.seconds += time.perf_counter() - start
 
-    def _received(self, layer: int, query: Tensor, key: Tensor, scaling: float, real: Tensor | None) -> Tensor:
+    def _received(self, place: int, query: Tensor, key: Tensor, softmax: Softmax, real: Tensor | None) -> Tensor:
         rows = query.shape[2]
         key_mask = self.mask if real is None else real
         rows_mask = None if self.mask is None else self.mask[:, -rows:]
         total = observed_attention(
-            query, key, scaling, key.shape[2], key_mask=key_mask, query_mask=rows_mask, reduction="sum"
+            query, key, softmax, key.shape[2], key_mask=key_mask, query_mask=rows_mask, reduction="sum"
         )
-        if layer < len(self.before.received):
-            total[..., :-rows] += self.before.received[layer]
+        if place < len(self.before.received):
+            total[..., :-rows] += self.before.received[place]
         return total
 
     def trace(self, features: tuple[Tensor, ...] = ()) -> Trace:
         """The trace after the pass, whose own tokens have these `Trace.features`."""
-        layers = sorted(self.scaling)
+        layers = sorted(self.softmax)
         before = self.before.features
         joined = tuple(torch.cat(pair, dim=1) for pair in zip(before, features, strict=True)) if before else features
         return Trace(
             self.before.needs,
             tuple(self.queries[layer] for layer in layers if layer in self.queries),
             tuple(self.received[layer] for layer in layers if layer in self.received),
-            tuple(self.scaling[layer] for layer in layers),
+            tuple(self.softmax[layer] for layer in layers),
             joined,
             self.seconds,
         )

@@ -2,7 +2,8 @@
 
 Layers that work token by token see the tokens of all states as one sequence, so that the model's weights are read once
 for all of them and no token is padded. Attention is computed for groups of states of similar length: short ones
-together, because a call costs more than their attention, a long one alone.
+together, because a call costs more than their attention, a long one alone. What cannot be read so (latents, recurrent
+states) is read state by state.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,8 +16,11 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 from typing_extensions import override
 
-from keepsight.runtime.attention import OwnAttention, record_attention
-from keepsight.runtime.cache import LayerEntries
+from keepsight.models.decoder import CHUNKED, has_latents, layer_kinds
+from keepsight.runtime.attention import OwnAttention, run
+from keepsight.runtime.cache import LayerEntries, is_bounded
+from keepsight.runtime.prefill import read
+from keepsight.runtime.softmax import Softmax, attend_grouped
 from keepsight.runtime.state import State
 
 _ENTRIES_TOGETHER = 4096
@@ -35,12 +39,17 @@ class Rows:
     """
 
     def __init__(self, model: PreTrainedModel, states: Sequence[State], room: int) -> None:
-        record_attention(model)
         self.model, self.room = model, room
         self._heads = int(model.config.get_text_config().num_attention_heads)
-        self._starts = [int(state.lengths[0]) for state in states]
+        self._starts = [int(state.next_position[0]) for state in states]
         self._read = [0] * len(states)
-        self._groups = [_Group(members, [states[row] for row in members], room) for members in _groups(states)]
+        recurrent = not all(isinstance(layer, DynamicLayer) for layer in states[0].cache.layers)
+        self._alone = [_Alone(state) for state in states] if recurrent or has_latents(model) else []
+        groups = [] if self._alone else _groups(states)
+        windows = [] if self._alone else _windows(model, states[0].cache)
+        self._groups = [
+            _Group(members, [_all_entries(states[row]) for row in members], room, windows) for members in groups
+        ]
 
     @torch.no_grad()
     def read(self, tokens: Sequence[Tensor]) -> list[Tensor]:
@@ -52,6 +61,8 @@ class Rows:
         Returns:
             For each state, the logits [q, V] float32 after each of its tokens.
         """
+        if self._alone:
+            return [each.read(self.model, own) for each, own in zip(self._alone, tokens, strict=True)]
         reading = [group for group in self._groups if any(len(tokens[row]) for row in group.members)]
         order = [row for group in reading for row in group.members]
         counts = [len(tokens[row]) for row in order]
@@ -60,16 +71,17 @@ class Rows:
         for group in reading:
             own = [len(tokens[row]) for row in group.members]
             first = sum(each.tokens for each in passes)
-            passes.append(_Pass(group, own, self._read, first, self._heads, self.model.device))
+            starts = [self._starts[row] for row in group.members]
+            passes.append(_Pass(group, own, self._read, starts, first, self._heads, self.model.device))
         for row, count in zip(order, counts, strict=True):
             self._read[row] += count
         assert max(self._read) <= self.room
         layers: list[Any] = [_Layer(index, passes) for index in range(len(reading[0].layers))]
-        output = self.model(
+        output = run(
+            self.model,
+            Cache(layers=layers),
             input_ids=torch.cat([tokens[row] for row in order])[None],
             position_ids=torch.cat(places)[None].to(self.model.device),
-            past_key_values=Cache(layers=layers),
-            use_cache=True,
         )
         logits = output.logits[0].float()
         by_row = dict(zip(order, logits.split(counts), strict=True))
@@ -77,11 +89,37 @@ class Rows:
 
     def forget(self, row: int, count: int) -> None:
         """Roll a state back by its last `count` tokens; what it reads next overwrites them."""
+        if self._alone:
+            self._alone[row].forget(self.model, count)
+            return
         assert 0 <= count <= self._read[row]
         self._read[row] -= count
 
     def _place(self, row: int) -> int:
         return self._starts[row] + self._read[row]
+
+
+class _Alone:
+    """A state that is read by itself."""
+
+    def __init__(self, state: State) -> None:
+        self._state = self._before = state.copy()
+        self._latest = state.tokens[0, :0]
+
+    def read(self, model: PreTrainedModel, tokens: Tensor) -> Tensor:
+        """As `Rows.read`."""
+        if not len(tokens):
+            return self._state.logits[:0]
+        self._before, self._latest = self._state.copy(), tokens
+        self._state, logits = read(model, self._state, tokens[None])
+        return logits[0]
+
+    def forget(self, model: PreTrainedModel, count: int) -> None:
+        """As `Rows.forget`, of tokens of the latest pass: what stays of it is read again."""
+        if count:
+            assert count <= len(self._latest)
+            self._state, self._latest = self._before, self._latest[: len(self._latest) - count]
+            self.read(model, self._latest)
 
 
 def _groups(states: Sequence[State]) -> Iterator[list[int]]:
@@ -99,18 +137,54 @@ def _groups(states: Sequence[State]) -> Iterator[list[int]]:
 class _Group:
     """States whose attention is computed in one call per layer.
 
+    Args:
+        members: Indices of the states.
+        states: The entries of each layer, for each of them.
+        room: Number of tokens that may be read.
+        windows: See `_windows`.
+
     Attributes:
         members: Indices of the states.
         layers: Their entries in each layer.
     """
 
-    def __init__(self, members: list[int], states: Sequence[State], room: int) -> None:
+    def __init__(
+        self,
+        members: list[int],
+        states: Sequence[list[LayerEntries]],
+        room: int,
+        windows: Sequence[tuple[int, bool] | None],
+    ) -> None:
         self.members = members
-        self.layers = [_Entries(column, room) for column in zip(*(state.entries() for state in states), strict=True)]
+        columns = zip(zip(*states, strict=True), windows, strict=True)
+        self.layers = [_Entries(column, room, window) for column, window in columns]
+
+
+def _windows(model: PreTrainedModel, cache: Cache) -> list[tuple[int, bool] | None]:
+    """Of each bounded layer, the size of its window, and whether windows are chunks of the positions."""
+    pairs: Any = zip(cache.layers, layer_kinds(model.config), strict=True)
+    return [(layer.sliding_window, kind == CHUNKED) if is_bounded(layer) else None for layer, kind in pairs]
+
+
+def _all_entries(state: State) -> list[LayerEntries]:
+    """The entries of each layer, those of bounded layers too."""
+    full, mask = iter(state.entries()), state.tokens_mask
+    layers: list[Any] = state.cache.layers
+    return [_of_window(layer, mask) if is_bounded(layer) else next(full) for layer in layers]
+
+
+def _of_window(layer: Any, mask: Tensor | None) -> LayerEntries:
+    count = layer.keys.shape[2]
+    return LayerEntries(layer.keys, layer.values, None if mask is None else mask[:, None, mask.shape[1] - count :])
 
 
 class _Entries:
     """One layer's entries of R states, padded on the left to the longest, with room behind them.
+
+    Args:
+        column: The entries of each state.
+        room: Number of tokens that may be read.
+        window: See `_windows`.
 
     Attributes:
         keys: [R, K, C + room, d].
@@ -119,7 +193,8 @@ class _Entries:
         real: [R, 1 or K, C] bool, False for padding; None where nothing is padded.
     """
 
-    def __init__(self, column: Sequence[LayerEntries], room: int) -> None:
+    def __init__(self, column: Sequence[LayerEntries], room: int, window: tuple[int, bool] | None = None) -> None:
+        self.window = window
         self.length = max(each.keys.shape[2] for each in column)
         # Zeros: even what no query sees is multiplied by a weight of zero, and must be finite.
         self.keys, self.values = (
@@ -147,13 +222,21 @@ class _Pass:
         group: The states.
         counts: Number of tokens of each of them, not all 0.
         read: Number of tokens read before, by row.
+        starts: Position of the first token that each state reads here.
         first: Index of the group's first token.
         heads: Number of query heads.
         device: The model's device.
     """
 
     def __init__(
-        self, group: _Group, counts: list[int], read: Sequence[int], first: int, heads: int, device: torch.device
+        self,
+        group: _Group,
+        counts: list[int],
+        read: Sequence[int],
+        starts: list[int],
+        first: int,
+        heads: int,
+        device: torch.device,
     ) -> None:
         self.group, self.first, self.tokens, self.queries = group, first, sum(counts), max(counts)
         taken, before = torch.tensor(counts), torch.tensor([read[row] for row in group.members])
@@ -162,6 +245,7 @@ class _Pass:
         taken, before = taken[active], before[active]
         self.grown = int((before + taken).max())
         columns = torch.arange(self.queries)
+        self.before, self.starts = before.to(device), torch.tensor(starts)[active].to(device)
         state, column = (columns < taken[:, None]).nonzero(as_tuple=True)
         self.state, self.slot = active[state].to(device), (before[state] + column).to(device)
         # A cell of the grid without a token repeats another one: its result is not used.
@@ -177,7 +261,7 @@ class _Pass:
         later = (torch.arange(self.grown) > (before[:, None] + columns)[..., None])[:, None].to(device)
         self.after = torch.zeros(later.shape, dtype=keys.dtype, device=device).masked_fill_(later, -torch.inf)
         # By length; a cached method would create a reference cycle that only the garbage collector frees.
-        self._rows, self._masks = dict[int, Tensor](), dict[int, Tensor]()
+        self._rows, self._masks = dict[int, Tensor](), dict[tuple[int, tuple[int, bool] | None], Tensor]()
 
     def write(self, entries: _Entries, new: tuple[Tensor, Tensor]) -> None:
         """Write the group's part of keys and values [T x K, d] behind the states' entries."""
@@ -186,7 +270,7 @@ class _Pass:
         for room, each in zip((entries.keys, entries.values), new, strict=True):
             room.view(-1, room.shape[-1]).index_copy_(0, rows, each[own])
 
-    def attend(self, entries: _Entries, queries: Tensor, scaling: float) -> Tensor:
+    def attend(self, entries: _Entries, queries: Tensor, softmax: Softmax) -> Tensor:
         """All queries [T x H, d] -> the attention output of the group's, [n, H, d]."""
         grid = queries.index_select(0, self.source).view(len(self.after), self.kv_heads, -1, queries.shape[-1])
         seen = slice(0, entries.length + self.grown)
@@ -194,7 +278,7 @@ class _Pass:
         if self.active is not None:
             keys, values = keys.index_select(0, self.active), values.index_select(0, self.active)
         mask = self._mask_of(entries)
-        output = functional.scaled_dot_product_attention(grid, keys, values, attn_mask=mask, scale=scaling)
+        output = attend_grouped(grid, keys, values, mask, softmax)
         by_token = output.transpose(1, 2).reshape(-1, values.shape[-1]).index_select(0, self.result)
         return by_token.view(self.tokens, -1, values.shape[-1])
 
@@ -209,20 +293,32 @@ class _Pass:
     def _mask_of(self, entries: _Entries) -> Tensor:
         """What is added to the logits: [states that read, 1 or K, queries of a KV head, C + grown]."""
         if entries.real is not None:
-            return self._mask(entries.real if self.active is None else entries.real[self.active])
-        if entries.length not in self._masks:
+            return self._mask(entries.real if self.active is None else entries.real[self.active], entries.window)
+        if (kind := (entries.length, entries.window)) not in self._masks:
             real = torch.ones(len(self.after), 1, entries.length, dtype=torch.bool, device=self.after.device)
-            self._masks[entries.length] = self._mask(real)
-        return self._masks[entries.length]
+            self._masks[kind] = self._mask(real, entries.window)
+        return self._masks[kind]
 
-    def _mask(self, real: Tensor) -> Tensor:
+    def _mask(self, real: Tensor, window: tuple[int, bool] | None) -> Tensor:
         padding = torch.zeros_like(real, dtype=self.after.dtype).masked_fill_(~real, -torch.inf)[:, :, None]
         both = padding.expand(-1, -1, self.queries, -1), self.after.expand(-1, real.shape[1], -1, -1)
-        return torch.cat(both, dim=-1).repeat(1, 1, self.sharing, 1)
+        mask = torch.cat(both, dim=-1)
+        if window is not None:
+            mask.masked_fill_(self._outside(real.shape[2], *window)[:, None], -torch.inf)
+        return mask.repeat(1, 1, self.sharing, 1)
+
+    def _outside(self, length: int, size: int, chunked: bool) -> Tensor:
+        """[states that read, Q, C + grown] bool: what a layer's window hides from each query."""
+        query = (self.before[:, None] + torch.arange(self.queries, device=self.before.device))[..., None]
+        key = torch.arange(-length, self.grown, device=query.device)
+        if not chunked:
+            return query - key >= size
+        start = self.starts[:, None, None]
+        return (start + query) // size != (start + key) // size
 
 
-class _Layer(DynamicLayer):
-    """A layer of all reading groups."""
+class _Layer(DynamicLayer, OwnAttention):
+    """A layer of all reading groups; each token attends to the entries of its own group."""
 
     def __init__(self, index: int, passes: Sequence[_Pass]) -> None:
         super().__init__()
@@ -230,10 +326,14 @@ class _Layer(DynamicLayer):
 
     @override
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> Any:
-        new = _by_token(key_states), _by_token(value_states)
+        return key_states, value_states
+
+    @override
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
+        new, queries = (_by_token(key), _by_token(value)), _by_token(query)
         for each, entries in self.columns:
             each.write(entries, new)
-        return _GroupByGroup(self.columns), value_states
+        return torch.cat([each.attend(entries, queries, softmax) for each, entries in self.columns])[None]
 
     @override
     def get_seq_length(self) -> int:
@@ -242,18 +342,6 @@ class _Layer(DynamicLayer):
     @override
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return query_length, 0
-
-
-class _GroupByGroup(OwnAttention):
-    """Tokens of several groups, each attending to its group's entries."""
-
-    def __init__(self, columns: Sequence[tuple[_Pass, _Entries]]) -> None:
-        self.columns = columns
-
-    @override
-    def attend(self, query: Tensor, scaling: float) -> Tensor:
-        queries = _by_token(query)
-        return torch.cat([each.attend(entries, queries, scaling) for each, entries in self.columns])[None]
 
 
 def _by_token(states: Tensor) -> Tensor:

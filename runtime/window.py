@@ -2,26 +2,30 @@
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from keepsight.errors import UserError
 from keepsight.runtime.importance import observed_attention
+from keepsight.runtime.latents import attended_entries
 from keepsight.runtime.state import State
 
 
-def window_attention(state: State, rows: int, reduction: str) -> list[Tensor]:
+def window_attention(model: PreTrainedModel, state: State, rows: int, reduction: str) -> list[Tensor]:
     """Attention of the last `rows` queries to all entries, for each layer [B, H, C] float32 (SnapKV, section 4)."""
     row_mask = None if state.tokens_mask is None else state.tokens_mask[:, -rows:]
     return [
         observed_attention(
             queries[:, :, -rows:],
             each.keys,
-            scaling,
+            softmax,
             each.keys.shape[2],
             key_mask=each.real,
             query_mask=row_mask,
             reduction=reduction,
         )
-        for queries, each, scaling in zip(state.trace.queries, state.entries(), state.trace.scaling, strict=True)
+        for queries, each, softmax in zip(
+            state.trace.queries, attended_entries(model, state), state.trace.softmax, strict=True
+        )
     ]
 
 

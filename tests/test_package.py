@@ -33,10 +33,12 @@ import contextlib, importlib, io, json, pkgutil, runpy, sys
 import keepsight
 names = [found.name for found in pkgutil.walk_packages(keepsight.__path__, "keepsight.")]
 modules = [importlib.import_module(name) for name in names if name != "keepsight.__main__"]
+from keepsight.models.hub import fetch
+shipped = str(fetch("shipped:smollm2-135m-lookahead"))
 script, *sys.argv = sys.argv[1], *sys.argv[1:]
 with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.suppress(SystemExit):
     runpy.run_path(script, run_name="__main__")
-print(json.dumps([names, [module.__file__ for module in modules], list(keepsight.__path__), said.getvalue()]))
+print(json.dumps([names, [module.__file__ for module in modules], list(keepsight.__path__), said.getvalue(), shipped]))
 """
 
 
@@ -83,12 +85,13 @@ def test_what_is_built_installs_and_works_from_another_folder(built: Path, tmp_p
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--no-deps", "--no-build-isolation"]
     _run([*pip, "--no-index", "--target", str(site), str(built / archive)], cwd=tmp_path)
     use = [sys.executable, "-c", USE, str(site / "bin" / "keepsight"), "eval", "--help"]
-    names, files, search_path, said = json.loads(_run(use, cwd=tmp_path, PYTHONPATH=str(site)))
+    names, files, search_path, said, shipped = json.loads(_run(use, cwd=tmp_path, PYTHONPATH=str(site)))
     assert {"keepsight", *names} == package_modules().keys()
     assert search_path == [str(site / "keepsight")]
     assert all(Path(file).is_relative_to(site) for file in files)
     assert {path.relative_to(site).as_posix() for path in files_in(site / "keepsight")} == dict(package_files()).keys()
     assert said.startswith("keepsight eval:")
+    assert Path(shipped) == site / "keepsight" / "checkpoints" / "smollm2-135m-lookahead"
 
 
 def test_every_package_is_listed() -> None:

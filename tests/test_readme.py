@@ -1,14 +1,20 @@
 """The README's Python runs as it stands, on a tiny model in place of the one it downloads."""
 
 import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from keepsight import checkpoints
+from keepsight.eval.tasks.benchmark import Request
+from keepsight.eval.tasks.jsonl import Jsonl
+from keepsight.eval.tasks.metrics import METRICS, score
+from keepsight.eval.tasks.registry import Benchmarks
 from keepsight.runtime.methods import METHODS, make_method
 from tests.models.modules import random_module, save
-from tests.tiny import prompt_ids, tiny_model
+from tests.tiny import prompt_ids, tiny_model, tiny_tokenizer
 
 README = Path(__file__).parent.parent / "README.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text("utf-8"), flags=re.DOTALL)
@@ -19,10 +25,11 @@ def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What the first block has made once its downloads are done."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(METHODS, "value_norm", METHODS["evict"])  # taken out again after the test
-    adapter = save(random_module(), tmp_path / "checkpoints" / "smollm2-135m-lookahead", base="")
+    save(random_module(), tmp_path / "smollm2-135m-lookahead", base="")
+    monkeypatch.setattr(checkpoints, "__path__", [str(tmp_path)])
     model: Any = tiny_model(max_position_embeddings=512)
     ids, mask = prompt_ids(100)
-    return {"model": model, "inputs": {"input_ids": ids, "attention_mask": mask}, "adapter": adapter}
+    return {"model": model, "inputs": {"input_ids": ids, "attention_mask": mask}}
 
 
 def run(block: str, names: dict[str, Any]) -> None:
@@ -40,6 +47,22 @@ def test_every_block_runs_after_those_before(names: dict[str, Any]) -> None:
     for block in BLOCKS:
         run(block, names)
     assert make_method("value_norm", 40) == names["ValueNorm"](budget=40)
+
+
+def test_the_samples_of_ones_own_are_read_and_scored(tmp_path: Path) -> None:
+    rows, tasks = re.findall(r"```json\n(.*?)```", README.read_text("utf-8"), flags=re.DOTALL)
+    (tmp_path / "contracts.jsonl").write_text(rows, "utf-8")
+    (tmp_path / "tasks.json").write_text(tasks, "utf-8")
+    lease, disputes = Jsonl(str(tmp_path)).samples("", Request(tiny_tokenizer(), 4096))
+    assert lease.task == disputes.task == "contracts" and lease.question.startswith("\n\nQuestion: How long")
+    assert score(lease, "9 years.") == score(disputes, "Basel") == 1.0 and score(lease, "Basel") == 0.0
+
+
+def test_every_benchmark_and_metric_is_named() -> None:
+    section = README.read_text("utf-8").partition("## Benchmarks")[2].partition("\n## ")[0]
+    assert {each.name for each in fields(Benchmarks)} - {"helmet"} <= set(re.findall(r"`(\w+)`", section))
+    own = {name for name in METRICS if not name.startswith(("same_", "reaches_"))}
+    assert own <= set(re.findall(r"`(\w+)`", section))
 
 
 def test_every_method_is_in_the_table() -> None:

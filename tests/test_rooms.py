@@ -11,10 +11,10 @@ RUNTIME_ROOMS = {"quantized", "sparse_read", "retrieval", "drafting", "prompt_co
 
 # The rooms from the ground up, and those below that each may import from, beside itself and the ground floor.
 BELOW: dict[str, set[str]] = {
-    "models": set(),
+    "models": {"checkpoints"},
     "data_gen": {"models"},
-    "runtime": set(),
-    "runtime.quantized": {"runtime"},
+    "runtime": {"models"},
+    "runtime.quantized": {"models", "runtime"},
     "runtime.sparse_read": {"runtime"},
     "runtime.retrieval": {"models", "runtime", "runtime.sparse_read"},
     "runtime.drafting": {"runtime", "runtime.sparse_read"},

@@ -12,7 +12,6 @@ from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from keepsight.data_gen.shards import TrainingSample
 from keepsight.errors import UserError
-from keepsight.runtime.observe import join_masks
 
 
 @dataclass(frozen=True)
@@ -39,9 +38,14 @@ class Batch:
 
     def joined(self) -> tuple[Tensor, Tensor | None]:
         """Prompts followed by answers, [B, N + T], and their mask; None when nothing is padded."""
-        ids = torch.cat([self.prompt_ids, self.answer_ids], dim=1)
-        length, count = self.prompt_ids.shape[1], self.answer_ids.shape[1]
-        return ids, join_masks(self.prompt_mask, self.answer_mask, len(ids), length, count, ids.device)
+        ids, masks = (self.prompt_ids, self.answer_ids), (self.prompt_mask, self.answer_mask)
+        if masks == (None, None):
+            return torch.cat(ids, dim=1), None
+        real = [
+            torch.ones_like(each, dtype=torch.bool) if mask is None else mask
+            for each, mask in zip(ids, masks, strict=True)
+        ]
+        return torch.cat(ids, dim=1), torch.cat(real, dim=1)
 
     def texts(self) -> list[Tensor]:
         """For each sample, its prompt and answer without padding, [n] int64."""

@@ -9,6 +9,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from keepsight.data_gen.shards import TrainingSample
+from keepsight.errors import UserError
+from keepsight.train.distributed import target_is_divided
 from keepsight.train.head_settings import DraftHeadSettings, RetrievalHeadSettings
 from keepsight.train.module_trainer import ModuleTrainer
 from keepsight.train.objective import HeadObjective
@@ -41,6 +43,8 @@ class HeadTrainer(ModuleTrainer[HeadObjectiveT]):
         recipe = self.settings_key.removesuffix(".train")
         shape = {f"{recipe}.{name}": value for name, value in asdict(settings).items() if name != "train"}
         super().__init__(objective, settings.train, work, samples, {**shape, **(start or {})}, replay)
+        if target_is_divided(self.accelerator):
+            raise UserError("ZeRO-3 divides what is trained, and a head is small: use recipes/accelerate/zero2.yaml")
 
     @override
     def weights(self) -> dict[str, Tensor]:

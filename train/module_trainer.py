@@ -1,9 +1,10 @@
 """The transformers Trainer for a small module beside a frozen target: only the module is saved and measured."""
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
@@ -12,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
+from transformers.trainer import SCHEDULER_NAME
 from typing_extensions import override
 
 from keepsight.data_gen.shards import TrainingSample
@@ -19,6 +21,7 @@ from keepsight.errors import UserError
 from keepsight.files import append_lines, text_digest, whole_lines, write_lines
 from keepsight.locks import one_writer
 from keepsight.train.dataset import Batch, GroupedByLength, SampleDataset, collate, hold_out
+from keepsight.train.distributed import StopTogether, make_whole, sigterm_as_interrupt, target_is_divided, whole
 from keepsight.train.objective import Objective, ReplayedObjective
 from keepsight.train.replay import ReadingBuffer, ReplaySampler
 from keepsight.train.resume import (
@@ -37,14 +40,18 @@ ObjectiveT = TypeVar("ObjectiveT", bound=Objective)
 MEASUREMENTS = "fidelity.jsonl"
 
 
-def training_arguments(settings: TrainSettings, work: Path) -> TrainingArguments:
-    """The Trainer's arguments for these settings; `work` takes checkpoints and logs."""
-    return TrainingArguments(
+def training_arguments(settings: TrainSettings, work: Path, key: str = "train") -> TrainingArguments:
+    """The Trainer's arguments for these settings; `work` takes checkpoints and logs, `key` names them in a recipe.
+
+    Raises:
+        UserError: the samples of a step do not divide into the batches of all processes.
+    """
+    os.environ["ACCELERATE_MIXED_PRECISION"] = settings.precision  # DeepSpeed takes the launcher's, which may differ
+    arguments = TrainingArguments(
         output_dir=str(work),
         max_steps=settings.steps or -1,
         num_train_epochs=settings.epochs,
         per_device_train_batch_size=settings.batch_size,
-        gradient_accumulation_steps=settings.accumulation,
         learning_rate=settings.learning_rate,
         weight_decay=0.0,
         lr_scheduler_type="cosine_with_min_lr",
@@ -67,6 +74,14 @@ def training_arguments(settings: TrainSettings, work: Path) -> TrainingArguments
         dataloader_pin_memory=torch.cuda.is_available(),
         use_cpu=not torch.accelerator.is_available(),  # else processes on CPUs would not find one another
     )
+    if arguments.n_gpu > 1:
+        print(
+            f"this training uses one of {arguments.n_gpu} GPUs; to use all, begin the command with "
+            f"`accelerate launch --multi_gpu --num_processes {arguments.n_gpu}` in place of `python`"
+        )
+        arguments._n_gpu = 1  # nn.DataParallel would copy the target to every GPU at each step
+    arguments.gradient_accumulation_steps = settings.accumulation(arguments.world_size, key)
+    return arguments
 
 
 class ModuleTrainer(Trainer, ABC, Generic[ObjectiveT]):
@@ -104,10 +119,13 @@ class ModuleTrainer(Trainer, ABC, Generic[ObjectiveT]):
         replay: ReplaySettings | None = None,
     ) -> None:
         settings.check(self.settings_key)
+        arguments = training_arguments(settings, work, self.settings_key)
+        if settings.group_by_length is None:
+            settings = replace(settings, group_by_length=arguments.world_size > 1)
         train, held_out = hold_out(samples, settings.held_out, self.settings_key)
         super().__init__(
             model=objective,
-            args=training_arguments(settings, work),
+            args=arguments,
             data_collator=collate,
             train_dataset=train,
             eval_dataset=held_out,
@@ -126,13 +144,23 @@ class ModuleTrainer(Trainer, ABC, Generic[ObjectiveT]):
                     f"{self.settings_key}.replays={settings.replays}: this training keeps no readings, use 1"
                 )
             self._replay.check()
+            if target_is_divided(self.accelerator):
+                raise UserError(
+                    f"{self.settings_key}.replays={settings.replays}: with ZeRO-3 all processes read the target at the "
+                    "same time, so that no reading is kept; use 1, or recipes/accelerate/zero2.yaml"
+                )
             self._fixed |= {"replay.memory": self._replay.memory, "replay.dtype": self._replay.dtype}
 
+    @property
+    def samples_per_step(self) -> int:
+        """Samples per optimiser step, all processes together."""
+        return self.settings.batch_size * self.args.gradient_accumulation_steps * self.args.world_size
+
     def fit(self) -> bool:
-        """Train, resuming from the last checkpoint in `work` if there is one.
+        """Train, resuming from the last checkpoint in `work` if there is one; the module then is whole everywhere.
 
         Returns:
-            Whether the training ran to its end (False after Ctrl-C).
+            Whether the training ran to its end (False after Ctrl-C or SIGTERM).
 
         Raises:
             UserError: other settings or data than the checkpoint's, a checkpoint that is damaged or cannot be written,
@@ -140,11 +168,13 @@ class ModuleTrainer(Trainer, ABC, Generic[ObjectiveT]):
         """
         stopper = StopOnInterrupt()
         self.add_callback(stopper)
+        self.add_callback(StopTogether())
         with one_writer(self.work) if self.is_world_process_zero() else nullcontext():
             if self.is_world_process_zero():
                 check_same_settings(self.work, self._fixed, self.settings_key)
-            with stopper.watching(), self._kept_readings():
+            with stopper.watching(), sigterm_as_interrupt(), self._kept_readings():
                 self._resume(last_checkpoint(self.work))
+        make_whole(self.objective)
         return self.state.global_step >= self.state.max_steps
 
     @contextmanager
@@ -215,7 +245,7 @@ class ModuleTrainer(Trainer, ABC, Generic[ObjectiveT]):
             return self._replay_sampler(samples, self._replay)
         if not settings.group_by_length:
             return super()._get_train_sampler(train_dataset)
-        return GroupedByLength(samples, settings.batch_size * settings.accumulation, settings.seed)
+        return GroupedByLength(samples, self.samples_per_step, settings.seed)
 
     def _replay_sampler(self, samples: SampleDataset, replay: ReplaySettings) -> ReplaySampler:
         rows = [samples[place] for place in range(len(samples))]
@@ -258,11 +288,12 @@ class ModuleTrainer(Trainer, ABC, Generic[ObjectiveT]):
         )
 
     @override
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        with whole(self.objective):
+            state = self.weights()
         if self.args.should_save:
             folder = Path(output_dir or self.work)
             folder.mkdir(parents=True, exist_ok=True)
-            state = self.weights()
             if broken := [name for name, value in state.items() if not torch.isfinite(value).all()]:
                 raise self._not_finite(f"weight {broken[0]!r} is not finite after step {self.state.global_step}")
             save_file(state, folder / self.weights_file)
@@ -276,6 +307,16 @@ class ModuleTrainer(Trainer, ABC, Generic[ObjectiveT]):
             if self.is_world_process_zero():
                 write_lines(checkpoint / MEASUREMENTS, self.measurements())
             self.accelerator.wait_for_everyone()
+
+    @override
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not self.is_deepspeed_enabled:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        engine: Any = self.model_wrapped
+        engine.save_checkpoint(output_dir, exclude_frozen_parameters=True)
+        if self.args.should_save and self.lr_scheduler is not None:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
 
     @override
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:

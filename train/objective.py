@@ -1,7 +1,7 @@
 """What the objectives of all trainers share: a batch goes in, a loss comes out."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,6 +23,15 @@ class Objective(nn.Module, ABC):
     @abstractmethod
     def loss(self, batch: Batch) -> Tensor:
         """The mean loss over the samples of a batch, a scalar; gradients flow to the trained module alone."""
+
+    @override
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load a checkpoint of DeepSpeed, which holds the trained parameters alone: the frozen ones are there."""
+        keys = super().load_state_dict(state_dict, strict=False, assign=assign)
+        trained = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
+        if strict and (odd := trained.intersection(keys.missing_keys).union(keys.unexpected_keys)):
+            raise RuntimeError(f"missing or surplus in the checkpoint: {min(odd)}")
+        return keys
 
     @contextmanager
     def measuring(self) -> Iterator[None]:

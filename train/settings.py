@@ -21,7 +21,8 @@ class TrainSettings:
         steps: Optimiser steps; 0 for `epochs` passes over the data.
         epochs: Passes over the data when `steps` is 0.
         batch_size: Samples per device and forward pass.
-        accumulation: Forward passes per optimiser step.
+        samples_per_step: Samples per optimiser step, all devices together: each accumulates gradients until they are
+            reached. 0 for one batch of each device.
         learning_rate: Peak learning rate.
         warmup: Share of the steps in which the learning rate rises to its peak.
         min_learning_rate: Final learning rate of the cosine schedule, as a share of the peak.
@@ -33,14 +34,15 @@ class TrainSettings:
         save_every: Steps between checkpoints.
         budget: KV entries per head at which recall or hit rate is measured.
         report_to: Experiment trackers: tensorboard, trackio, wandb.
-        group_by_length: Batch samples of similar length, which saves padding.
+        group_by_length: Batch samples of similar length, which saves padding and, where several processes wait for one
+            another, time. By default with several processes alone.
         replays: Uses of each reading of the target; above 1 the readings are kept, see the recipe's `replay`.
     """
 
     steps: int = 0
     epochs: float = 1.0
     batch_size: int = 1
-    accumulation: int = 1
+    samples_per_step: int = 0
     learning_rate: float = 1e-3
     warmup: float = 0.03
     min_learning_rate: float = 0.1
@@ -52,7 +54,7 @@ class TrainSettings:
     save_every: int = 100
     budget: int = 64
     report_to: list[str] = field(default_factory=lambda: ["tensorboard"])
-    group_by_length: bool = False
+    group_by_length: bool | None = None
     replays: int = 1
 
     def check(self, key: str) -> None:
@@ -61,8 +63,8 @@ class TrainSettings:
         Raises:
             UserError: a value is out of range.
         """
-        least = dict.fromkeys(("batch_size", "accumulation", "measure_every", "save_every", "budget", "replays"), 1)
-        require_at_least(self, key, {**least, "steps": 0, "held_out": 0})
+        least = dict.fromkeys(("batch_size", "measure_every", "save_every", "budget", "replays"), 1)
+        require_at_least(self, key, {**least, "steps": 0, "held_out": 0, "samples_per_step": 0})
         require_within(self, key, learning_rate=(0, 100), epochs=(0, 1e6), clip=(0, 1e9), above=True)
         require_within(self, key, warmup=(0, 1), min_learning_rate=(0, 1), seed=(0, 2**32 - 1))
         if self.precision not in PRECISIONS:
@@ -72,6 +74,20 @@ class TrainSettings:
                 raise UserError(f"{key}.report_to names {tracker!r}; choose from {', '.join(TRACKERS)}, or [] for none")
             if find_spec(tracker) is None:
                 raise UserError(f"{key}.report_to: {tracker} is not installed; run `pip install {tracker}`")
+
+    def accumulation(self, processes: int, key: str) -> int:
+        """Forward passes of each of several processes per optimiser step.
+
+        Raises:
+            UserError: `samples_per_step` cannot be divided into batches of all of them; `key` as for `check`.
+        """
+        together = self.batch_size * processes
+        if self.samples_per_step % together:
+            raise UserError(
+                f"{key}.samples_per_step={self.samples_per_step} does not divide into {key}.batch_size="
+                f"{self.batch_size} samples of {processes} processes: choose a multiple of {together}"
+            )
+        return max(1, self.samples_per_step // together)
 
 
 @dataclass

@@ -14,6 +14,7 @@ from keepsight.runtime.methods.kivi import Kivi
 from keepsight.runtime.methods.specache import SpeCache
 from keepsight.runtime.quantized.entries import attend_packed
 from keepsight.runtime.quantized.specache import specache_layers
+from keepsight.runtime.softmax import Softmax
 
 
 def bench_specache(target: Target, method: SpeCache, tokens: int, batch: int, steps: int) -> Iterator[str]:
@@ -73,7 +74,7 @@ def _part_lines(model: PreTrainedModel, method: SpeCache, ids: Tensor, repeats: 
     layer, config = specache_layers(state.cache)[0], model.config.get_text_config()
     held, heads = layer.held, config.num_attention_heads
     query = held.recent_values[:, :, -2:].repeat_interleave(heads // held.recent_values.shape[1], dim=1)
-    attention = attend_packed(query, held, 1.0)[1]
+    attention = attend_packed(query, held, Softmax(1.0))[1]
 
     def fetch() -> None:
         if (coming := layer.begin_fetch(attention)) is not None:
@@ -86,7 +87,7 @@ def _part_lines(model: PreTrainedModel, method: SpeCache, ids: Tensor, repeats: 
         return held.keys(0, held.packed_length), held.values(0, held.packed_length)
 
     def attend() -> Tensor:
-        return attend_packed(query, held, 1.0)[0]
+        return attend_packed(query, held, Softmax(1.0))[0]
 
     parts: dict[str, Callable[[], object]] = {
         "dequantise": dequantise,

@@ -6,6 +6,12 @@ from typing import Any
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 
+from keepsight.eval.report.styles import glyph, label_of
+from keepsight.eval.report.tables import interval_text, number_text, sort_key, value_text
+
+_FUNCTIONS = (glyph, label_of, value_text, interval_text, number_text, sort_key)
+"""What templates may call."""
+
 
 def render_page(template: str, **values: Any) -> str:
     """The page of a template in `templates/`, as one self-contained HTML text.
@@ -17,6 +23,7 @@ def render_page(template: str, **values: Any) -> str:
     environment = Environment(
         loader=FunctionLoader(_read), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
+    environment.globals.update({each.__name__: each for each in _FUNCTIONS})
     return environment.get_template(template).render(values)
 
 

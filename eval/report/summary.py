@@ -1,20 +1,30 @@
 """From `results.jsonl` to means: `summary.csv` and the table that the terminal shows."""
 
 import csv
+import functools
 import io
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
-from keepsight.eval.results import FULL
+from keepsight.eval.report.intervals import Estimate, estimate, weighted
+from keepsight.eval.results import FULL, Row
 from keepsight.files import write_text
 
-COLUMNS = ("task", "length", "method", "budget", "n", "score", "excess_nll", "agreement")
+MEASURES = ("score", "excess_nll", "agreement")
+"""Columns that get an interval."""
+MEANS = ("recall", "mass", "tau", "same_tokens")
+"""What stands beside them."""
+COSTS = ("time_to_first_token", "kv_mib")
+COLUMNS = (
+    *("task", "length", "method", "budget", "n", *MEASURES),
+    *(f"{measure}_{end}" for measure in MEASURES for end in ("low", "high")),
+    *MEANS,
+)
 MAX_BLOCKS = 4
 """Up to so many pairs of task and length get a block of their own in the terminal."""
 
@@ -29,47 +39,61 @@ class SummaryRow:
         method: Name of the method; `full` is the cache with nothing evicted.
         budget: KV entries per layer and KV head; None for the full cache.
         n: Number of samples.
-        score: Mean score of the task's metric, 0 to 1.
-        excess_nll: Delta NLL vs. full cache: mean negative log-likelihood of the full cache's own answer under the
-            evicted cache, minus that under the full cache, in nats per token.
-        agreement: Top-1 agreement: share of the full cache's answer tokens that stay the arg-max, 0 to 1.
-        effective_n: Number of equally weighted samples with the same variance; `n` where nothing is reweighted.
-        excess_nll_error: Standard error of `excess_nll` over samples; 0 for a single sample.
-        agreement_error: Standard error of `agreement` over samples; 0 for a single sample.
+        estimates: By the names in `MEASURES`: the score of the task's metric, 0 to 1; delta NLL vs. full cache, the
+            mean negative log-likelihood of the full cache's own answer under the evicted cache minus that under the
+            full cache, in nats per token; top-1 agreement, the share of that answer's tokens that stay the arg-max.
+        means: By the names in `MEANS` and `COSTS`, None where it was not measured: recall of the entries that the
+            answer attends to most, attention mass kept, Kendall's tau, tokens before the answer first differs from the
+            full cache's; seconds before the first token, and MiB of keys and values.
+        samples: The samples, as text.
     """
 
     task: str
     length: int
     method: str
-    budget: int | None
+    budget: int | float | None
     n: int
-    score: float
-    excess_nll: float
-    agreement: float
-    effective_n: float
-    excess_nll_error: float
-    agreement_error: float
+    estimates: Mapping[str, Estimate]
+    means: Mapping[str, float | None]
+    samples: str = ""
+
+    @property
+    def score(self) -> float:
+        """Mean score."""
+        return self.estimates["score"].value
+
+    @property
+    def excess_nll(self) -> float:
+        """Mean delta NLL vs. full cache."""
+        return self.estimates["excess_nll"].value
+
+    @property
+    def agreement(self) -> float:
+        """Mean top-1 agreement."""
+        return self.estimates["agreement"].value
 
 
-def summarize(rows: Iterable[dict[str, Any]]) -> list[SummaryRow]:
+def summarize(rows: Iterable[Row]) -> list[SummaryRow]:
     """Mean over samples for each task, length, method and budget, in the order of `summary.csv`.
 
     Args:
         rows: Rows of `results.jsonl`.
     """
-    groups: dict[tuple[str, int, str, int | None], list[dict[str, Any]]] = defaultdict(list)
+    groups: dict[tuple[str, int, str, int | None], list[Row]] = defaultdict(list)
     for row in rows:
         groups[row["task"], row["length"], row["method"], row["budget"]].append(row)
     return sorted((_mean_over_samples(*key, group) for key, group in groups.items()), key=_file_order)
 
 
-def write_summary(rows: Iterable[dict[str, Any]], path: Path) -> None:
+def write_summary(rows: Iterable[Row], path: Path) -> None:
     """Write `summary.csv`: the columns `COLUMNS`, floats with 4 decimals, an empty budget for the full cache."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(COLUMNS)
     for row in summarize(rows):
-        writer.writerow([_cell(getattr(row, column)) for column in COLUMNS])
+        ends = [end for measure in MEASURES for end in row.estimates[measure].interval or (None, None)]
+        cells = (row.task, row.length, row.method, row.budget, row.n, row.score, row.excess_nll, row.agreement)
+        writer.writerow([_cell(value) for value in (*cells, *ends, *(row.means[name] for name in MEANS))])
     write_text(path, text.getvalue())
 
 
@@ -81,7 +105,7 @@ def mean_over_tasks(summary: Sequence[SummaryRow]) -> list[SummaryRow]:
     """
     names = {row.task for row in summary}
     title = f"mean of {len(names)} tasks" if len(names) > 1 else next(iter(names), "")
-    variants: dict[tuple[str, int | None], list[SummaryRow]] = defaultdict(list)
+    variants: dict[tuple[str, int | float | None], list[SummaryRow]] = defaultdict(list)
     for row in summary:
         variants[row.method, row.budget].append(row)
     return ranked(_weighted_mean(title, rows) for rows in variants.values())
@@ -120,25 +144,14 @@ def summary_table(summary: Sequence[SummaryRow]) -> str:
     return "\n\n".join([*shown, _block(f"{mean[0].task}, all lengths", mean)])
 
 
-def wilson_interval(share: float, n: float) -> tuple[float, float]:
-    """95 % Wilson score interval of a mean of `n` values between 0 and 1.
-
-    It is the interval of a proportion (Wilson, 1927); for graded scores, whose variance is smaller, it is too wide
-    rather than too narrow.
-    """
-    z = 1.96
-    centre = (share + z * z / (2 * n)) / (1 + z * z / n)
-    half = z / (1 + z * z / n) * math.sqrt(max(share * (1 - share), 0.0) / n + z * z / (4 * n * n))
-    return centre - half, centre + half
-
-
-def _mean_over_samples(
-    task: str, length: int, method: str, budget: int | None, rows: list[dict[str, Any]]
-) -> SummaryRow:
-    values = {name: [float(row[name]) for row in rows] for name in ("score", "excess_nll", "agreement")}
-    means = {name: statistics.fmean(column) for name, column in values.items()}
-    errors = {f"{name}_error": _standard_error(values[name]) for name in ("excess_nll", "agreement")}
-    return SummaryRow(task, length, method, budget, len(rows), **means, effective_n=len(rows), **errors)
+def _mean_over_samples(task: str, length: int, method: str, budget: int | None, rows: list[Row]) -> SummaryRow:
+    rows, stratum = sorted(rows, key=lambda row: str(row["sample"])), f"{task}, {length} tokens"
+    estimates = {
+        name: estimate([float(row[name]) for row in rows], stratum, can_be_share=name == "score") for name in MEASURES
+    }
+    means = {name: _mean([value(row) for row in rows]) for name, value in _MEAN_OF.items()}
+    samples = f"{stratum}: {', '.join(str(row.get('sample_digest') or row['sample']) for row in rows)}"
+    return SummaryRow(task, length, method, budget, len(rows), estimates, means, samples)
 
 
 def _weighted_mean(title: str, rows: list[SummaryRow]) -> SummaryRow:
@@ -147,11 +160,10 @@ def _weighted_mean(title: str, rows: list[SummaryRow]) -> SummaryRow:
         samples[row.task] += row.n
     weights = [row.n / samples[row.task] / len(samples) for row in rows]
 
-    def mean(value: Callable[[SummaryRow], float]) -> float:
-        return math.fsum(weight * value(row) for weight, row in zip(weights, rows, strict=True))
-
-    def error(value: Callable[[SummaryRow], float]) -> float:
-        return math.hypot(*(weight * value(row) for weight, row in zip(weights, rows, strict=True)))
+    def mean(name: str) -> float | None:
+        values = [row.means[name] for row in rows]
+        known = [weight * value for weight, value in zip(weights, values, strict=True) if value is not None]
+        return math.fsum(known) if len(known) == len(rows) else None
 
     return SummaryRow(
         task=title,
@@ -159,20 +171,32 @@ def _weighted_mean(title: str, rows: list[SummaryRow]) -> SummaryRow:
         method=rows[0].method,
         budget=rows[0].budget,
         n=sum(row.n for row in rows),
-        score=mean(lambda row: row.score),
-        excess_nll=mean(lambda row: row.excess_nll),
-        agreement=mean(lambda row: row.agreement),
-        effective_n=1 / math.fsum(w * w / row.effective_n for w, row in zip(weights, rows, strict=True)),
-        excess_nll_error=error(lambda row: row.excess_nll_error),
-        agreement_error=error(lambda row: row.agreement_error),
+        estimates={name: weighted([row.estimates[name] for row in rows], weights) for name in MEASURES},
+        means={name: mean(name) for name in _MEAN_OF},
+        samples="; ".join(row.samples for row in rows),
     )
 
 
-def _standard_error(values: list[float]) -> float:
-    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+def _same_tokens(row: Row) -> int | None:
+    """Tokens of the answer before it differs from the full cache's; all of them where it does not."""
+    first = row.get("first_difference")
+    return row.get("answer_tokens") if first is None else first
 
 
-def _file_order(row: SummaryRow) -> tuple[str, int, bool, str, int]:
+_MEAN_OF: dict[str, Callable[[Row], float | None]] = {
+    **{name: functools.partial(lambda name, row: row.get(name), name) for name in ("recall", "mass", "tau")},
+    "same_tokens": _same_tokens,
+    "time_to_first_token": lambda row: row["time_to_first_token"],
+    "kv_mib": lambda row: row["kv_bytes"] / 2**20,
+}
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None
+
+
+def _file_order(row: SummaryRow) -> tuple[str, int, bool, str, float]:
     return row.task, row.length, row.method != FULL, row.method, row.budget or 0
 
 
@@ -184,16 +208,17 @@ def _cell(value: object) -> object:
 
 def _block(title: str, rows: Sequence[SummaryRow]) -> str:
     width = max(len("method"), *(len(row.method) for row in rows))
-    columns = f"{'score':>6}  {'':<12}  {'delta NLL vs. full':>18}  {'top-1 agreement':>15}  {'n':>4}"
+    columns = f"{'score':>6}  {'95 %':<14}  {'':<12}  {'delta NLL vs. full':>18}  {'top-1 agreement':>15}  {'n':>4}"
     lines = [title, f"{'budget':>6}  {'method':<{width}}  {columns}"]
     previous: object = object()
     for row in rows:
         budget = "all" if row.budget is None else str(row.budget)
-        share = share_of_full(row, rows)
+        share, ends = share_of_full(row, rows), row.estimates["score"].interval
         of_full = "" if row.method == FULL or share is None else f"{share:.2f} of full"
+        interval = f"[{ends[0]:.3f}, {ends[1]:.3f}]" if ends else ""
         lines.append(
-            f"{budget if row.budget != previous else '':>6}  {row.method:<{width}}  {row.score:6.3f}  {of_full:<12}  "
-            f"{round(row.excess_nll, 3) + 0.0:18.3f}  {row.agreement:15.3f}  {row.n:4d}"
+            f"{budget if row.budget != previous else '':>6}  {row.method:<{width}}  {row.score:6.3f}  {interval:<14}  "
+            f"{of_full:<12}  {round(row.excess_nll, 3) + 0.0:18.3f}  {row.agreement:15.3f}  {row.n:4d}"
         )
         previous = row.budget
     return "\n".join(lines)

@@ -1,15 +1,45 @@
 """The `jsonl` task: samples from a folder of JSON Lines files in LongBench's or RULER's field layout."""
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import override
+
 from keepsight.errors import UserError
+from keepsight.eval.tasks.benchmark import Benchmark, Request
+from keepsight.eval.tasks.rows import bucket, fill_in, text_field, texts_field
 from keepsight.eval.tasks.samples import RenderedSample, Sample, render
 from keepsight.eval.tasks.task_files import RULER_METRIC, JsonlFile, choose_files
 from keepsight.files import read_jsonl
+
+
+@dataclass
+class Jsonl(Benchmark):
+    """Real samples.
+
+    Attributes:
+        dir: Folder of JSONL files in LongBench's or RULER's layout; tasks.json in it or beside it, unless the files are
+            named after LongBench's tasks.
+        files: Names to read, without .jsonl; all that can be scored by default.
+    """
+
+    dir: str | None = None
+    files: list[str] = field(default_factory=list)
+
+    @override
+    def samples(self, task: str, request: Request) -> list[RenderedSample]:
+        if self.dir is None:
+            raise UserError("tasks=[jsonl] needs jsonl.dir=FOLDER with JSONL files and a tasks.json")
+        folder, limit = Path(self.dir), request.samples or None
+        made, dropped = read_samples(folder, self.files or None, request.max_tokens, request.tokenizer, limit)
+        for name, count in dropped.items():
+            if count:
+                request.notes[name] = (
+                    f"{count} samples are longer than max_tokens={request.max_tokens} and were dropped"
+                )
+        return made
 
 
 def read_samples(
@@ -56,7 +86,7 @@ def _fitting(
         if tokens > max_tokens:
             too_long += 1
         else:
-            kept.append(replace(rendered, length=max(512, 1 << (tokens - 1).bit_length())))
+            kept.append(replace(rendered, length=bucket(tokens)))
         if len(kept) == limit:
             break
     return kept, too_long
@@ -83,44 +113,39 @@ def _unique(wanted: str, seen: set[str]) -> str:
 
 
 def _longbench_sample(file: JsonlFile, where: str, row: Mapping[str, Any]) -> Sample:
-    texts = {name: _text(where, row, name) for name in ("context", "input")}
+    texts = {name: text_field(where, row, name) for name in ("context", "input")}
     return Sample(
         id=str(row["_id"]) if "_id" in row else "",
         task=file.task,
         length=0,
-        prompt=_fill(file.template, texts),
-        question=_fill(file.template.partition("{context}")[2], texts),
-        references=_texts(where, row, "answers"),
+        prompt=fill_in(file.template, texts),
+        question=fill_in(file.template.partition("{context}")[2], texts),
+        references=texts_field(where, row, "answers"),
         metric=file.metric,
         max_new_tokens=_limit(file, where, file.task),
         chat=file.chat,
-        classes=_texts(where, row, "all_classes") if file.metric == "classification" else (),
+        classes=texts_field(where, row, "all_classes") if file.metric == "classification" else (),
     )
 
 
 def _ruler_sample(file: JsonlFile, where: str, row: Mapping[str, Any]) -> Sample:
     # RULER's own files hold one task each and are named after it; rows of several tasks say which they are of.
-    task = _text(where, row, "task") if "task" in row else file.task
+    task = text_field(where, row, "task") if "task" in row else file.task
     by_task = "string_match_part" if _family(task) == "qa" else "string_match_all"
     return Sample(
         id=f"{task}-{row['index']}" if "index" in row else "",
         task=file.task,
         length=0,
-        prompt=_fill(file.template.removesuffix("{answer_prefix}"), {"input": _text(where, row, "input")}),
-        references=_texts(where, row, "outputs"),
+        prompt=fill_in(file.template.removesuffix("{answer_prefix}"), {"input": text_field(where, row, "input")}),
+        references=texts_field(where, row, "outputs"),
         metric=by_task if file.metric == RULER_METRIC else file.metric,
         max_new_tokens=_limit(file, where, task),
-        answer_prefix=_text(where, row, "answer_prefix"),
+        answer_prefix=text_field(where, row, "answer_prefix"),
         chat=file.chat,
     )
 
 
 _LAYOUTS = {"longbench": _longbench_sample, "ruler": _ruler_sample}
-
-
-def _fill(template: str, fields: Mapping[str, str]) -> str:
-    """Put the fields in, in one pass: braces in a field's own text stay text, and nothing is looked up in objects."""
-    return re.sub("{(" + "|".join(fields) + ")}", lambda match: fields[match[1]], template)
 
 
 def _family(task: str) -> str:
@@ -137,20 +162,3 @@ def _limit(file: JsonlFile, where: str, task: str) -> int:
             f"{where}: RULER task {task!r} is not of the families in max_new_tokens ({file.where}): {known}"
         )
     return file.max_new_tokens[_family(task)]
-
-
-def _text(where: str, row: Mapping[str, Any], name: str) -> str:
-    if not isinstance(row.get(name), str):
-        raise UserError(f"{where}: field {name!r} must be a text, {_got(row, name)}")
-    return row[name]
-
-
-def _texts(where: str, row: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    value = row.get(name)
-    if not isinstance(value, list) or not value or not all(isinstance(text, str) for text in value):
-        raise UserError(f"{where}: field {name!r} must be a list of texts that is not empty, {_got(row, name)}")
-    return tuple(value)
-
-
-def _got(row: Mapping[str, Any], name: str) -> str:
-    return f"got {str(row[name])[:60]!r}" if name in row else "but it is missing"

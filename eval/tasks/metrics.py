@@ -4,6 +4,7 @@ LongBench: https://github.com/THUDM/LongBench, `metrics.py` and `eval.py`. RULER
 `scripts/eval`. Both report a mean over samples times 100; here nothing is multiplied or rounded.
 """
 
+import math
 import re
 import string
 from collections import Counter
@@ -15,21 +16,24 @@ from rapidfuzz import fuzz
 from rouge import Rouge
 
 from keepsight.errors import UserError
+from keepsight.eval.tasks.procedure_metrics import reaches_target, same_beliefs, same_route, same_rows
 from keepsight.eval.tasks.samples import Sample
 
 Metric = Callable[[str, Sample], float]
 
 
 def score(sample: Sample, prediction: str) -> float:
-    """The score of an answer, from 0 to 1, by the sample's own metric.
+    """The score of an answer, from 0 to 1, by the sample's own metric; NaN where a judge is still to be asked.
 
     Raises:
         UserError: the sample names a metric that is not in `METRICS`.
     """
+    if sample.judge:
+        return math.nan
     if sample.metric not in METRICS:
         known = ", ".join(sorted(METRICS))
         raise UserError(f"sample {sample.task}/{sample.id}: unknown metric {sample.metric!r}; known: {known}")
-    return METRICS[sample.metric](prediction, sample)
+    return METRICS[sample.metric](CLEAN[sample.clean](prediction), sample)
 
 
 def _best(single: Callable[[str, str], float]) -> Metric:
@@ -156,6 +160,87 @@ def _choice_letter(prediction: str, reference: str) -> float:
     return float(answered is not None and expected is not None and answered[1] == expected[1])
 
 
+_CHINESE_MARKS = (
+    "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､、〃》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟"
+    "〰〾〿–—‘’‛“”„‟…‧﹏."
+)
+
+
+def _chinese_words(text: str) -> list[str]:
+    """The words that `jieba` finds (it logs what it loads).
+
+    Raises:
+        UserError: the package is missing.
+    """
+    try:
+        import jieba
+    except ImportError:
+        raise UserError("LongBench's Chinese tasks need jieba; pip install 'keepsight[zh]'") from None
+    return list(jieba.cut(text))
+
+
+def _qa_f1_zh(prediction: str, reference: str) -> float:
+    """`_qa_f1` over Chinese words without punctuation."""
+    marks = str.maketrans("", "", string.punctuation + _CHINESE_MARKS)
+
+    def bag(text: str) -> Counter[str]:
+        words = ("".join(word.lower().translate(marks).split()) for word in _chinese_words(text))
+        return Counter(word for word in words if word)
+
+    answered, expected = bag(prediction), bag(reference)
+    shared = (answered & expected).total()
+    return 2 * shared / (answered.total() + expected.total()) if shared else 0.0
+
+
+def _rouge_l_zh(prediction: str, reference: str) -> float:
+    return _rouge_l(" ".join(_chinese_words(prediction)), " ".join(_chinese_words(reference)))
+
+
+def _chosen_letter(prediction: str, reference: str) -> float:
+    """Whether the letter that LongBench v2 reads from an answer (pred.py) is the reference."""
+    text = prediction.replace("*", "")
+    found = re.search(r"The correct answer is \(([A-D])\)", text) or re.search(r"The correct answer is ([A-D])", text)
+    return float(found is not None and found[1] == reference)
+
+
+def _exact_label(prediction: str, reference: str) -> float:
+    """Whether the first line says the reference, after `label:` where it says that (HELMET, parse_output)."""
+    line = prediction.split("\n")[0]
+    found = re.search("label:(.*)", line, re.IGNORECASE)
+    label = re.sub("^label:", "", (found[1] if found else line).strip(), flags=re.IGNORECASE)
+    return float(_normalise(label) == _normalise(reference))
+
+
+def _wanted_length(prediction: str, reference: str) -> float:
+    """How near a text comes to its number of words, a Chinese character being one; 0 at 4 times or a third of it.
+
+    LongWriter's S_l, eval_length.py and count_words in pred.py.
+    """
+    words, wanted = len(re.findall(r"[\u4e00-\u9fff]|\b[a-zA-Z]+\b", prediction)), int(reference)
+    if words > wanted:
+        return max(0.0, 1 - (words / wanted - 1) / 3)
+    return max(0.0, 1 - (wanted / words - 1) / 2) if words else 0.0
+
+
+_TAGS = ("<think>", "Answer:", "Summary:", "The final answer is:", "The answer is:", "Next line of code:")
+
+
+def _after_last_tag(prediction: str) -> str:
+    for tag in _TAGS:
+        prediction = prediction.split(tag)[-1]
+    return prediction.strip()
+
+
+CLEAN: dict[str, Callable[[str], str]] = {
+    "none": lambda prediction: prediction,
+    # kvpress.
+    "left_stripped": str.lstrip,
+    "no_control_characters": lambda prediction: re.sub(r"[\x00-\x1f]", "", prediction.strip()),
+    # draft-based-approx-llm: what stands after the last of its tags.
+    "after_last_tag": _after_last_tag,
+}
+"""What is done to an answer before its metric sees it, by the protocol that does so."""
+
 METRICS: dict[str, Metric] = {
     # LongBench. It cuts the answers of few-shot tasks after the first line; its classification tasks all are.
     "qa_f1": _best(_qa_f1),
@@ -164,13 +249,27 @@ METRICS: dict[str, Metric] = {
     "rouge_l_first_line": _of_first_line(_best(_rouge_l)),
     "classification": _of_first_line(_classification),
     "code_sim": _best(_code_sim),
+    "qa_f1_zh": _best(_qa_f1_zh),
+    "rouge_l_zh": _best(_rouge_l_zh),
     "count": _best(_share),
     "retrieval": _best(_retrieval),
+    # LongBench v2.
+    "chosen_letter": _best(_chosen_letter),
+    # LongProc.
+    "same_route": _best(same_route),
+    "same_rows": _best(same_rows),
+    "same_beliefs": _best(same_beliefs),
+    "reaches_target": _best(reaches_target),
+    # HELMET.
+    "exact_label": _best(_exact_label),
+    # LongBench-Write.
+    "wanted_length": _best(_wanted_length),
     # RULER.
     "string_match_all": _string_match_all,
     "string_match_part": _best(_string_match_part),
-    # A whole answer could repeat the passages, which hold what is asked for: one line, as Lost in the Middle scores.
-    "answer_in_prediction": _of_first_line(_best(_answer_in_prediction)),
+    # A whole answer could repeat the passages, which hold what is asked for: Lost in the Middle and HELMET's RAG take
+    # what stands before the first line break.
+    "answer_in_prediction": lambda prediction, sample: _best(_answer_in_prediction)(prediction.split("\n")[0], sample),
     "topic_in_prediction": _best(_answer_in_prediction),
     "value_in_prediction": _best(lambda prediction, reference: float(_contains(prediction, reference))),
     "number_in_prediction": _best(lambda prediction, reference: float(reference in _integers(prediction))),

@@ -5,14 +5,18 @@ text file. Neither phrases nor words nor text are shared with the training mixtu
 """
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+
+from typing_extensions import override
 
 from keepsight.errors import UserError
+from keepsight.eval.tasks.benchmark import Benchmark, Request
 from keepsight.eval.tasks.haystack import Haystack, fullest, hide, needle_depths, read_haystack
+from keepsight.eval.tasks.protocols import Protocol
 from keepsight.eval.tasks.samples import RenderedSample, Sample, render
 
 ADJECTIVES = (
@@ -70,6 +74,63 @@ NEEDLE_KINDS = {
     "multivalue": NeedleKind(keys=1, values=4, asked=1, max_new_tokens=64),
     "multiquery": NeedleKind(keys=4, values=1, asked=4, max_new_tokens=64),
 }
+
+
+@dataclass
+class Niah(Benchmark):
+    """Needles in prose: niah_single, niah_multikey, niah_multivalue, niah_multiquery; niah_depth for a grid of depths.
+
+    Attributes:
+        haystack: Text file to hide needles in, instead of Python's documentation.
+        depths: Where the single needle of niah_depth stands, 0 the beginning and 1 the end.
+    """
+
+    TASKS: ClassVar[tuple[str, ...]] = (*NEEDLE_KINDS, "depth")
+
+    haystack: str | None = None
+    depths: list[float] = field(default_factory=lambda: [round(0.1 * step, 1) for step in range(11)])
+
+    @override
+    def groups(self, protocol: Protocol) -> Mapping[str, Sequence[str]]:
+        return {"": tuple(NEEDLE_KINDS)}
+
+    @override
+    def samples(self, task: str, request: Request) -> list[RenderedSample]:
+        haystack = Path(self.haystack) if self.haystack else None
+        if wrong := [depth for depth in self.depths if not 0 <= depth <= 1]:
+            raise UserError(f"niah.depths: {wrong[0]} is not a share of the haystack from 0 to 1")
+        return [
+            sample
+            for length in request.lengths
+            for sample in (
+                depth_grid(self.depths, length, request.samples, request.seed, request.tokenizer, haystack)
+                if task == "depth"
+                else make_samples(
+                    task,
+                    length,
+                    request.samples,
+                    request.seed,
+                    request.tokenizer,
+                    haystack,
+                    every_key=request.every_question,
+                )
+            )
+        ]
+
+
+def depth_grid(
+    depths: Sequence[float], length: int, count: int, seed: int, tokenizer: Any, haystack: Path | None = None
+) -> list[RenderedSample]:
+    """`count` samples with a single needle at each depth; arguments as for `make_samples`."""
+    hay = read_haystack(haystack, tokenizer)
+    made = []
+    for depth in depths:
+        for index in range(count):
+            rng = random.Random(f"niah:depth:{depth}:{length}:{seed}:{index}")
+            quiz = _quiz("single", length, f"{seed}-{index}-{depth}", NEEDLE_KINDS["single"].max_new_tokens, rng)
+            quiz = replace(quiz, task="niah_depth")
+            made += _filled([quiz], [depth], hay, rng.randrange(len(hay.sentences)), tokenizer)
+    return made
 
 
 def make_samples(
@@ -173,6 +234,8 @@ def _filled(
     """The quizzes with one haystack: as many sentences from sentence `start` on as the length allows for all."""
     quiz = quizzes[0]
     room = quiz.length - quiz.max_new_tokens
+
+    quizzes = [replace(each, depth=depths[place * len(depths) // len(quizzes)]) for place, each in enumerate(quizzes)]
 
     @cache
     def filled(count: int) -> list[RenderedSample]:

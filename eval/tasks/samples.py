@@ -1,6 +1,8 @@
 """One evaluation sample: a prompt, what its answer is scored against, and how it becomes token ids."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -24,9 +26,15 @@ class Sample:
         metric: A key of `keepsight.eval.tasks.metrics.METRICS`.
         max_new_tokens: Length limit of the answer, in tokens.
         answer_prefix: Text that begins the assistant's turn; the target continues it.
+        system: The system prompt; empty for the chat template's own.
         chat: Whether the prompt goes through the chat template (LongBench's few-shot and code tasks do not).
         spans: Texts that must stand in the rendered prompt for the sample to be answerable.
         classes: The class names of a classification task.
+        clean: A key of `keepsight.eval.tasks.metrics.CLEAN`: what is done to an answer before it is scored.
+        depth: Where in the context the needle of the first reference stands, 0 the beginning and 1 the end.
+        earlier: The user's turns before this one, if any. `prompt` is then what is said after the answer to the last of
+            them, which the sample before this one asks for.
+        judge: `Judge.name` of who scores the answer; empty where `metric` does.
     """
 
     id: str
@@ -38,9 +46,14 @@ class Sample:
     max_new_tokens: int
     answer_prefix: str = ""
     question: str = ""
+    system: str = ""
     chat: bool = True
     spans: tuple[str, ...] = ()
     classes: tuple[str, ...] = ()
+    clean: str = "none"
+    depth: float | None = None
+    earlier: tuple[str, ...] = ()
+    judge: str = ""
 
     @property
     def key(self) -> tuple[str, int, str]:
@@ -59,7 +72,8 @@ class RenderedSample(Sample):
 
     Attributes:
         prompt_ids: [N] int64, what a method compresses: the whole prompt, or only what stands before the question.
-        question_ids: [q] int64, what is read from the compressed cache; empty when the prompt is whole.
+        question_ids: [q] int64, what is read from the compressed cache; empty when the prompt is whole. A later turn of
+            a conversation has the prompt of the first, and what stands between two answers as its question.
     """
 
     prompt_ids: Tensor = field(compare=False, repr=False)
@@ -67,18 +81,32 @@ class RenderedSample(Sample):
 
 
 def render(sample: Sample, tokenizer: Any) -> RenderedSample:
-    """The sample with its whole prompt as token ids: chat template, then the answer prefix.
+    """`render_all` of one sample."""
+    return render_all([sample], tokenizer)[0]
+
+
+def render_all(samples: Sequence[Sample], tokenizer: Any) -> list[RenderedSample]:
+    """The samples with their whole prompts as token ids: chat template, then the answer prefix.
 
     Raises:
         UserError: there is no chat template, or a span that the answer needs is not in the rendered prompt: scoring it
             would blame the method for the prompt.
     """
-    ids = _encode(_text(sample, tokenizer), tokenizer, special=not sample.chat)
-    rendered = tokenizer.decode(ids)
+    made = []
+    for chat, group in groupby(samples, lambda sample: sample.chat):
+        together = list(group)
+        texts = [_text(sample, tokenizer) for sample in together]
+        for sample, ids in zip(together, _encode(texts, tokenizer, special=not chat), strict=True):
+            _check_spans(sample, ids, tokenizer)
+            made.append(RenderedSample(**vars(sample), prompt_ids=ids, question_ids=ids[:0]))
+    return made
+
+
+def _check_spans(sample: Sample, ids: Tensor, tokenizer: Any) -> None:
+    rendered = tokenizer.decode(ids) if sample.spans else ""
     for span in sample.spans:
         if span not in rendered:
             raise UserError(f"sample {sample.task}/{sample.id}: the answer span {span!r} was cut from the prompt")
-    return RenderedSample(**vars(sample), prompt_ids=ids, question_ids=ids[:0])
 
 
 def render_apart(sample: RenderedSample, tokenizer: Any) -> RenderedSample:
@@ -94,16 +122,32 @@ def render_apart(sample: RenderedSample, tokenizer: Any) -> RenderedSample:
             f"sample {sample.task}/{sample.id} does not say where its question starts; evaluate it with question=seen"
         )
     context = text[: place + len(prompt) - len(question)].rstrip()
-    ids = _encode(context, tokenizer, special=not sample.chat)
-    return replace(sample, prompt_ids=ids, question_ids=_encode(text[len(context) :], tokenizer, special=False))
+    (ids,) = _encode([context], tokenizer, special=not sample.chat)
+    (rest,) = _encode([text[len(context) :]], tokenizer, special=False)
+    return replace(sample, prompt_ids=ids, question_ids=rest)
 
 
-def _encode(text: str, tokenizer: Any, *, special: bool) -> Tensor:
-    return torch.tensor(tokenizer(text, add_special_tokens=special)["input_ids"], dtype=torch.long)
+def render_turns(samples: Sequence[Sample], tokenizer: Any) -> list[RenderedSample]:
+    """The turns of one conversation in their order: the prompt of all is the first, which alone is compressed."""
+    first, answer = render(samples[0], tokenizer), "\N{OBJECT REPLACEMENT CHARACTER}"
+    rendered = [first]
+    for sample in samples[1:]:
+        turns = [{"role": "user", "content": turn} for turn in (sample.earlier[-1], sample.prompt)]
+        text = chat_text(tokenizer, [turns[0], {"role": "assistant", "content": answer}, turns[1]])
+        (between,) = _encode([text.partition(answer)[2]], tokenizer, special=False)
+        rendered.append(RenderedSample(**vars(sample), prompt_ids=first.prompt_ids, question_ids=between))
+    return rendered
+
+
+def _encode(texts: list[str], tokenizer: Any, *, special: bool) -> list[Tensor]:
+    return [torch.tensor(ids, dtype=torch.long) for ids in tokenizer(texts, add_special_tokens=special)["input_ids"]]
 
 
 def _text(sample: Sample, tokenizer: Any) -> str:
     """The prompt as the target reads it, answer prefix included."""
     if not sample.chat:
         return sample.prompt + sample.answer_prefix
-    return chat_text(tokenizer, [{"role": "user", "content": sample.prompt}]) + sample.answer_prefix
+    turns = [{"role": "user", "content": sample.prompt}]
+    if sample.system:
+        turns.insert(0, {"role": "system", "content": sample.system})
+    return chat_text(tokenizer, turns) + sample.answer_prefix

@@ -2,7 +2,8 @@
 
 A `tasks.json` in the folder, or beside it, says of each file: `layout` (longbench or ruler), `prompt` (a template),
 `metric`, `max_new_tokens` (for RULER also by task family, such as `{"niah": 128}`), and optionally `longbench_task`
-or `like`, the LongBench task whose conventions the file follows.
+or `like`, the LongBench task whose conventions the file follows. Without a `tasks.json`, files that are named after
+LongBench's tasks are read as those.
 """
 
 import logging
@@ -13,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from keepsight.errors import UserError
+from keepsight.eval.tasks.longbench_table import longbench_entries
 from keepsight.eval.tasks.metrics import METRICS
+from keepsight.eval.tasks.protocols import REFERENCE
 from keepsight.files import read_json
 
 _log = logging.getLogger(__name__)
@@ -21,10 +24,8 @@ _log = logging.getLogger(__name__)
 # The fields of each layout that a template may name.
 _TEMPLATE_FIELDS = {"longbench": ("context", "input"), "ruler": ("input", "answer_prefix")}
 
-# LongBench gives these to the model without the chat template (pred.py), and scores the first line of the answers of
-# the few-shot ones (eval.py).
+# LongBench scores the first line of the answers of its few-shot tasks (eval.py).
 _FEW_SHOT = frozenset({"trec", "triviaqa", "samsum", "lsht"})
-_NO_CHAT = _FEW_SHOT | {"lcc", "repobench-p"}
 
 RULER_METRIC = "RULER: string_match_part for qa_1/qa_2, else string_match_all over outputs"
 # What tasks.json may say beside the names in METRICS.
@@ -78,7 +79,7 @@ def choose_files(folder: Path, names: Sequence[str] | None) -> list[JsonlFile]:
     present = {path.name.removesuffix(".jsonl"): path for path in sorted(folder.glob("*.jsonl"))}
     if not present:
         raise UserError(f"{folder}: holds no .jsonl file")
-    source, tasks = _read_tasks(folder)
+    source, tasks = _read_tasks(folder, present)
     if not names:
         return _scorable(present, source, tasks)
     chosen = []
@@ -100,13 +101,18 @@ def _scorable(present: Mapping[str, Path], source: Path, tasks: Mapping[str, Any
     return [_describe(path, source, tasks[name]) for name, path in present.items() if name not in hindrances]
 
 
-def _read_tasks(folder: Path) -> tuple[Path, dict[str, Any]]:
-    """tasks.json and where it stands."""
+def _read_tasks(folder: Path, present: Mapping[str, Path]) -> tuple[Path, dict[str, Any]]:
+    """tasks.json and where it stands; where there is none, what LongBench says of its own files."""
     for source in (folder / "tasks.json", folder.resolve().parent / "tasks.json"):
         if source.is_file():
             break
     else:
-        raise UserError(f"{folder}: no tasks.json in it or beside it; it gives each file's template and metric")
+        if not (known := longbench_entries()).keys() & present.keys():
+            raise UserError(
+                f"{folder}: no tasks.json in it or beside it; it gives each file's template and metric, "
+                "unless the file is named after a task of LongBench"
+            )
+        return folder, known
     tasks = read_json(source)
     if not isinstance(tasks, dict) or not all(isinstance(entry, dict) for entry in tasks.values()):
         raise UserError(f"{source}: expected an object that holds an object for each file")
@@ -116,7 +122,7 @@ def _read_tasks(folder: Path) -> tuple[Path, dict[str, Any]]:
 def _hindrance(name: str, tasks: Mapping[str, Any]) -> str | None:
     """Why a file cannot be scored here, if so."""
     if name not in tasks:
-        return "tasks.json has no entry of this name"
+        return "neither tasks.json nor LongBench has an entry of this name"
     layout, metric = str(tasks[name].get("layout")), str(tasks[name].get("metric"))
     if layout not in _TEMPLATE_FIELDS:
         return f"layout {layout!r} is not supported"
@@ -141,7 +147,7 @@ def _describe(path: Path, source: Path, entry: Mapping[str, Any]) -> JsonlFile:
         metric = f"{metric}_first_line"
     template = _check_template(where, layout, entry.get("prompt"))
     limits = _check_limits(where, layout, entry.get("max_new_tokens"))
-    return JsonlFile(path, where, layout, template, metric, limits, chat=not likeness & _NO_CHAT)
+    return JsonlFile(path, where, layout, template, metric, limits, chat=not likeness & REFERENCE.no_template)
 
 
 def _check_template(where: str, layout: str, template: Any) -> str:

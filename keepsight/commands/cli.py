@@ -20,6 +20,8 @@ COMMANDS = {
     "train_draft_head": "train an EAGLE-3 draft head (the same as train_draft_head.py)",
     "train_retrieval_head": "prune and distil a retrieval head (the same as train_retrieval_head.py)",
     "eval": "score methods and KV budgets on needle tasks or real samples; table, plots, report",
+    "report": "the page, plots and tables of one evaluation or of several as one",
+    "compare": "evaluations side by side, with paired differences",
     "hits": "top-k hit rate of retrieval heads, Quest and exact top-k, step by step",
     "inspect": "an HTML page that shows which prompt tokens a method keeps",
     "push": "upload an adapter, a draft head or a retrieval head to the Hugging Face Hub",
@@ -45,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(usage: str, package: str, about: str, commands: Mapping[str, str], given: Sequence[str]) -> None:
-    """Run the command that the first argument names; a package of commands asks for the next name."""
+    """Run the command that the first argument names; of a package of commands, the one that the next argument names."""
     if not given or given[0] in _HELP:
         _show(_overview(usage, about, commands))
         return
@@ -56,8 +58,9 @@ def _dispatch(usage: str, package: str, about: str, commands: Mapping[str, str],
     if name not in commands:
         raise UserError(f"{given[0]!r} is no command of {usage}; choose one of {', '.join(commands)}")
     module = importlib.import_module(f"{package}.{name}")
-    if hasattr(module, "COMMANDS"):
-        _dispatch(f"{usage} {name}", module.__name__, module.__doc__ or "", module.COMMANDS, given[1:])
+    further = getattr(module, "COMMANDS", {})
+    if (further and not hasattr(module, "run")) or {*given[1:2]} & {*further}:
+        _dispatch(f"{usage} {name}", module.__name__, module.__doc__ or "", further, given[1:])
     else:
         _execute(module, given[1:])
 
@@ -74,20 +77,26 @@ def _execute(command: Any, arguments: Sequence[str]) -> None:
 
 
 def _positional(command: Any, arguments: Sequence[str]) -> list[str]:
-    """Arguments without `=` in the order of the command's POSITIONAL keys; `--dry-run` means `dry_run=true`."""
-    keys = iter(getattr(command, "POSITIONAL", ()))
-    overrides = []
+    """Arguments without `=` in the order of the command's POSITIONAL keys, or all of them as its POSITIONAL_LIST.
+
+    `--dry-run` means `dry_run=true`.
+    """
+    keys, many = iter(getattr(command, "POSITIONAL", ())), getattr(command, "POSITIONAL_LIST", None)
+    overrides, listed = [], []
     for argument in arguments:
         if argument.startswith("--"):
             flag, given, value = argument.removeprefix("--").partition("=")
             argument = f"{flag.replace('-', '_')}={value if given else 'true'}"
+        elif "=" not in argument and many is not None:
+            listed.append("'" + argument.replace("\\", "\\\\").replace("'", "\\'") + "'")
+            continue
         elif "=" not in argument:
             key = next(keys, None)
             if key is None:
                 raise UserError(f"{argument!r} is not understood; arguments are written key=value, see --help")
             argument = f"{key}={argument}"
         overrides.append(argument)
-    return overrides
+    return [*overrides, f"{many}=[{','.join(listed)}]"] if listed else overrides
 
 
 def _guard(action: Callable[[], None]) -> int:

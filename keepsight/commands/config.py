@@ -33,6 +33,7 @@ class ModelConfig:
         id: Hub id or local folder.
         revision: Branch, tag or commit on the Hub.
         packaged: PACKAGE/FILE.gguf of an installed Python package, used when the Hub cannot be reached.
+        packaged_id: Hub id of the model in the packaged file, which stands for no other.
         packaged_digest: Expected digest of the packaged file, sha256:...
         dtype: auto, float32, bfloat16 or float16.
         device: auto, cpu, cuda, cuda:1, ...
@@ -43,11 +44,17 @@ class ModelConfig:
     id: str = "???"
     revision: str | None = None
     packaged: str | None = None
+    packaged_id: str | None = None
     packaged_digest: str | None = None
     dtype: str = "auto"
     device: str = "auto"
     attention: str = "auto"
     trust_remote_code: bool = False
+
+    @property
+    def own_file(self) -> str | None:
+        """The packaged file, where it holds this model."""
+        return self.packaged if self.packaged_id == self.id else None
 
 
 @dataclass

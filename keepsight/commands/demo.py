@@ -69,7 +69,7 @@ def run(config: Config) -> None:
 
 def _step(command: type[Command], config: Config, **values: Any) -> Command:
     """A command's configuration: the demo's model and module, a short training, and these values."""
-    steps = {"steps": config.steps, "replays": config.replays, "measure_every": 100, "save_every": 100}
-    training = replace(config.train, accumulation=1, held_out=6, **steps)
+    steps: dict[str, Any] = {"steps": config.steps, "replays": config.replays, "measure_every": 100, "save_every": 100}
+    training = replace(config.train, samples_per_step=0, held_out=6, **steps)
     plain: dict[str, Any] = {key: str(value) if isinstance(value, Path) else value for key, value in values.items()}
     return command(model=config.model, lookahead=config.lookahead, train=training, **plain)

@@ -10,82 +10,72 @@ Tasks: niah_single, niah_multikey, niah_multivalue, niah_multiquery (niah: all f
 README has the table), or one with options. An option is a field of the method, such as window, sinks, every (evict
 while decoding too), or a part: observer, reduce, pool, allocate. question=unseen compresses the context before the
 question arrives, question=multi asks several questions of one compressed cache. `out` gets results.jsonl (a row per
-sample, method and budget), summary.csv, plots and report.html. A stopped run goes on when the same command is given
-again.
+sample, method and budget), summary.csv, report.html, plots/, tables/ and samples/, a page for each of the first samples
+with what every method kept. A stopped run goes on when the same command is given again; reuse=[DIR] takes what an
+earlier run has measured on the same inputs.
 """
 
-import platform
-import shlex
-import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from accelerate import PartialState
 from tqdm import tqdm
 
-from keepsight import __version__
 from keepsight.commands.config import Recipe
-from keepsight.commands.from_recipe import adapter_of, resources_later, resources_of, retrieval_of, target_of
+from keepsight.commands.from_recipe import resources_later, resources_of, target_of
+from keepsight.commands.provenance import settings_of
 from keepsight.commands.terminal import printable
 from keepsight.errors import UserError
 from keepsight.eval.answers import default_batch_tokens
-from keepsight.eval.report.plots import plot_excess_nll, plot_scores
-from keepsight.eval.report.report import write_report
-from keepsight.eval.report.summary import summarize, summary_table, write_summary
+from keepsight.eval.judge import Judge
+from keepsight.eval.kept_tokens import KeptTokens, first_of_each
+from keepsight.eval.report.report import write_outputs
+from keepsight.eval.report.summary import summarize, summary_table
 from keepsight.eval.results import FULL, finished, merge, part_of
-from keepsight.eval.sweep import QUESTIONS, Variant, check_samples, groups_of, sweep
-from keepsight.eval.tasks import jsonl, niah
+from keepsight.eval.reuse import Earlier
+from keepsight.eval.rows import Variant
+from keepsight.eval.runs import Run
+from keepsight.eval.sweep import QUESTIONS, check_samples, groups_of, sweep
+from keepsight.eval.tasks.benchmark import Request
+from keepsight.eval.tasks.protocols import protocol_named
+from keepsight.eval.tasks.registry import Benchmarks, make_all
 from keepsight.eval.tasks.samples import RenderedSample, render_apart
-from keepsight.files import append_lines, file_digest, require_writable, whole_lines
-from keepsight.models.hub import fetch
-from keepsight.models.retrieval_head_files import WEIGHTS
+from keepsight.files import append_lines, require_writable, whole_lines
 from keepsight.models.targets import Target
 from keepsight.runtime.methods import Resources, make_method
 from keepsight.runtime.methods.make import takes
 from keepsight.runtime.methods.resources import bind
-
-_OF_NO_RESULT = ("defaults", "lookahead", "train", "draft_head", "retrieval_head", "out", "max_batch_tokens")
-"""Keys that no answer depends on."""
+from keepsight.runtime.prefill import context_of
 
 
 @dataclass
-class JsonlConfig:
-    """Real samples.
-
-    Attributes:
-        dir: Folder of JSONL files in LongBench's or RULER's layout; tasks.json in it or beside it.
-        files: Names to read, without .jsonl; all that can be scored by default.
-    """
-
-    dir: str | None = None
-    files: list[str] = field(default_factory=list)
-
-
-@dataclass
-class Config(Recipe):
+class Config(Benchmarks, Recipe):
     """Keys of `keepsight eval`.
 
     Attributes:
         out: Folder for results and report.
-        tasks: niah_single, niah_multikey, niah_multivalue, niah_multiquery, niah (all four), jsonl.
-        lengths: Prompt lengths of the needle tasks, in tokens of the target's tokenizer.
+        tasks: Benchmarks, such as niah, ruler, longbench, jsonl, or their tasks, such as ruler_vt.
+        lengths: Prompt lengths of generated tasks, in tokens of the target's tokenizer.
         methods: Names, or {name: NAME, option: value}.
         budgets: KV budgets: entries per layer and KV head, or ratios of the prompt such as 0.1.
         bits: Bit widths for the methods that quantize entries, a row for each; the method's default when empty.
-        samples: Number of samples per task and length; per file of the jsonl task (0 for all).
-        seed: Seed of the needle tasks.
-        haystack: Text file to hide needles in, instead of Python's documentation.
-        jsonl: Real samples.
+        samples: Number of samples per task and length; per file of tasks that are read from files (0 for all).
+        seed: Seed of generated tasks.
+        protocol: Whose prompts, truncation and post-processing RULER and LongBench follow: reference, kvcache-factory,
+            kvpress or draft-based.
         max_tokens: Longest prompt of the jsonl task in tokens; longer ones are dropped and counted.
         max_new_tokens: Shortens every answer to this many tokens; 0 for each task's own limit.
+        judge: Who scores MT-Bench and LongBench-Write.
         question: What methods see while they compress: seen (the whole prompt), unseen (only what stands before the
             question), multi (the same, and every question about a context is asked of one compressed cache).
         max_batch_tokens: Max KV entries per head in one decoding batch over all variants; 0 for a quarter of the free
             memory.
+        pages: Samples of each task and length whose kept tokens are stored, and shown on a page of their own.
+        reuse: Folders of earlier runs. A row that depends on the same target, sample, method and options is taken from
+            there instead of being measured again, its times included.
     """
 
     out: str = "???"
@@ -96,12 +86,14 @@ class Config(Recipe):
     bits: list[int] = field(default_factory=list)
     samples: int = 20
     seed: int = 1000
-    haystack: str | None = None
-    jsonl: JsonlConfig = field(default_factory=JsonlConfig)
+    protocol: str = "reference"
     max_tokens: int = 2048
     max_new_tokens: int = 0
+    judge: Judge = field(default_factory=Judge)
     question: str = "seen"
     max_batch_tokens: int = 0
+    pages: int = 1
+    reuse: list[str] = field(default_factory=list)
 
 
 def run(config: Config) -> None:
@@ -109,20 +101,30 @@ def run(config: Config) -> None:
     for key in ("max_new_tokens", "max_batch_tokens"):
         if getattr(config, key) < 0:
             raise UserError(f"{key}={getattr(config, key)} must be at least 0, which leaves it to keepsight")
+    if config.pages < 0:
+        raise UserError(f"pages={config.pages} must be at least 0")
     if config.question not in QUESTIONS:
         raise UserError(f"question={config.question} is unknown; choose one of {', '.join(QUESTIONS)}")
+    config.judge.check()
     require_writable(Path(config.out))
     variants = variants_of(config, resources_later(config))  # bad values end here, before anything loads
     processes, out = PartialState(cpu=not torch.cuda.is_available()), Path(config.out)
     target = target_of(config)
     variants = bound(variants, resources_of(config, target))
-    settings = _settings(config, target, variants)
-    samples = samples_of(config, target)
+    samples, notes = samples_of(config, target)
+    settings = settings_of(config, target, variants) | {"notes": notes}
+    earlier = Earlier.read(config.reuse)
     if config.question != "seen":
         samples = [render_apart(sample, target.tokenizer) for sample in samples]
     check_samples(target, samples, variants)
+    pages = {*first_of_each(samples, config.pages)}
+    kept = KeptTokens(out, target, [sample for sample in samples if sample.key in pages], config.reuse)
+    # What does not fit into memory ends in the first minute, and processes that take turns end together.
+    samples.sort(key=lambda sample: -len(sample.prompt_ids))
     if processes.is_main_process:
         merge(out, settings, 1 + len(variants))
+        for subject, note in notes.items():
+            print(f"{subject}: {note}")
         _show(samples[0], target)
     processes.wait_for_everyone()
     done = finished(out)
@@ -131,8 +133,11 @@ def run(config: Config) -> None:
     most = config.max_batch_tokens or default_batch_tokens(target.model) // processes.num_processes
     with tqdm(total=len(own), desc="samples", unit="sample", disable=not processes.is_main_process) as progress:
         progress.update(sum(sample.key in done for sample in own))
-        for rows in sweep(target, own, variants, done, most, config.question):
-            append_lines(part, rows)
+        by_key = {sample.key: sample for sample in own}
+        for rows in sweep(target, own, variants, done, most, config.question, earlier, kept.note):
+            sample = by_key[rows[0]["task"], rows[0]["length"], rows[0]["sample"]]
+            kept.write(rows)
+            append_lines(part, config.judge.score(sample, rows))
             progress.update()
     processes.wait_for_everyone()
     if processes.is_main_process:
@@ -148,12 +153,8 @@ def own_share(samples: list[RenderedSample], question: str, process: int, proces
 def write_all(out: Path, settings: dict[str, Any]) -> None:
     """Summary, plots and report from `out/results.jsonl`; prints the table."""
     rows = whole_lines(out / "results.jsonl")
-    summary = summarize(rows)
-    write_summary(rows, out / "summary.csv")
-    plot_scores(summary, out / "scores.png")
-    plot_excess_nll(summary, out / "excess_nll.png")
-    write_report(rows, out, settings)
-    print(f"{summary_table(summary)}\n\nreport: {out / 'report.html'}")
+    write_outputs([Run(out, rows, settings)], out)
+    print(f"{summary_table(summarize(rows))}\n\nreport: {out / 'report.html'}")
 
 
 def variants_of(config: Config, resources: Resources) -> list[Variant]:
@@ -194,7 +195,7 @@ def _read_method(given: Any) -> tuple[str, str, dict[str, Any]]:
         raise UserError(f"methods={given!r}: expected a method's name, or {{name: NAME, option: value}}")
     options = {"name": given} if isinstance(given, str) else {str(key): value for key, value in given.items()}
     name = str(options.pop("name", ""))
-    label = str(options.pop("label", name + "".join(f" {key}={value}" for key, value in options.items())))
+    label = str(options.pop("label", " ".join([name, *_said(options)])))
     if FULL in (name, label):
         raise UserError(f"methods={given!r}: {FULL!r} is the full cache, which takes no options; give another label")
     if "budget" in options:
@@ -202,11 +203,35 @@ def _read_method(given: Any) -> tuple[str, str, dict[str, Any]]:
     return name, label, options
 
 
-def samples_of(config: Config, target: Target) -> list[RenderedSample]:
-    """The samples of all tasks."""
-    samples: list[RenderedSample] = []
-    for task in config.tasks:
-        samples += _real_samples(config, target) if task == "jsonl" else _needles(task, config, target)
+def _said(options: dict[str, Any]) -> list[str]:
+    """Options as they stand in a label: `window=4`, `pool(kernel=5)`, `observer=draft_tokens(window=4)`."""
+    said = []
+    for key, value in options.items():
+        if isinstance(value, dict):
+            inner = ", ".join(_said({each: value[each] for each in value if each != "name"}))
+            name = f"={value['name']}" if "name" in value else ""
+            said.append(f"{key}{name}({inner})" if inner else f"{key}{name}")
+        else:
+            said.append(f"{key}={value}")
+    return said
+
+
+def samples_of(config: Config, target: Target) -> tuple[list[RenderedSample], dict[str, str]]:
+    """The samples of all tasks, and what is to be said of them."""
+    if config.samples < 0:
+        raise UserError(f"samples={config.samples} must be at least 0")
+    request = Request(
+        tokenizer=target.tokenizer,
+        context=context_of(target.model),
+        lengths=config.lengths,
+        samples=config.samples,
+        seed=config.seed,
+        max_tokens=config.max_tokens,
+        every_question=config.question == "multi",
+        protocol=protocol_named(config.protocol),
+        judge=config.judge.name,
+    )
+    samples = make_all(config, config.tasks, request)
     if not samples:
         raise UserError("tasks= and samples= leave no sample to evaluate")
     if len({sample.key for sample in samples}) < len(samples):
@@ -214,34 +239,7 @@ def samples_of(config: Config, target: Target) -> list[RenderedSample]:
     if config.max_new_tokens:
         limit = config.max_new_tokens
         samples = [replace(sample, max_new_tokens=min(limit, sample.max_new_tokens)) for sample in samples]
-    return samples
-
-
-def _needles(task: str, config: Config, target: Target) -> list[RenderedSample]:
-    kinds = [name for name in niah.NEEDLE_KINDS if task in ("niah", f"niah_{name}")]
-    if not kinds:
-        known = ", ".join(f"niah_{name}" for name in niah.NEEDLE_KINDS)
-        raise UserError(f"task {task!r} is unknown; choose one of niah, {known}, jsonl")
-    haystack = Path(config.haystack) if config.haystack else None
-    return [
-        sample
-        for kind in kinds
-        for length in config.lengths
-        for sample in niah.make_samples(
-            kind, length, config.samples, config.seed, target.tokenizer, haystack, every_key=config.question == "multi"
-        )
-    ]
-
-
-def _real_samples(config: Config, target: Target) -> list[RenderedSample]:
-    if config.jsonl.dir is None:
-        raise UserError("tasks=[jsonl] needs jsonl.dir=FOLDER with JSONL files and a tasks.json")
-    files, limit = config.jsonl.files or None, config.samples or None
-    samples, dropped = jsonl.read_samples(Path(config.jsonl.dir), files, config.max_tokens, target.tokenizer, limit)
-    for name, count in dropped.items():
-        if count:
-            print(f"{name}: {count} samples are longer than max_tokens={config.max_tokens} and were dropped")
-    return samples
+    return samples, request.notes
 
 
 def _show(sample: RenderedSample, target: Target) -> None:
@@ -250,31 +248,3 @@ def _show(sample: RenderedSample, target: Target) -> None:
     head, tail = target.tokenizer.decode(ids[:48]), target.tokenizer.decode(ids[-48:])
     print(f"first prompt, {sample.task} {sample.id}: {len(ids)} tokens, nothing cut")
     print(printable(f"--- head\n{head}\n--- tail\n{tail}\n---"))
-
-
-def _settings(config: Config, target: Target, variants: list[Variant]) -> dict[str, Any]:
-    """What the results depend on, for the report and for resuming."""
-    given = asdict(config)
-    kept = {key: given[key] for key in given if key not in _OF_NO_RESULT}
-    versions = {
-        "keepsight": __version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-    }
-    return kept | {
-        "target": {"name": target.name, "version": target.version},
-        "adapter": adapter_of(config),
-        "adapter_digest": next(filter(None, (variant.method.adapter_digest for variant in variants)), None),
-        "retrieval": retrieval_of(config),
-        "retrieval_digest": _retrieval_digest(config, variants),
-        "versions": versions,
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-    }
-
-
-def _retrieval_digest(config: Config, variants: list[Variant]) -> str | None:
-    named = retrieval_of(config)
-    if named is None or not any(variant.method.uses_retrieval_head for variant in variants):
-        return None
-    return file_digest(fetch(named) / WEIGHTS)

@@ -1,7 +1,6 @@
 """From a recipe to a loaded target, the adapter, the retrieval head and the draft it names."""
 
 import functools
-from pathlib import Path
 
 from keepsight.commands.config import Recipe
 from keepsight.errors import UserError
@@ -10,8 +9,6 @@ from keepsight.models.hub import fetch
 from keepsight.models.targets import Target, load_target
 from keepsight.runtime.methods.resources import Later, Resources, ResourcesLater
 
-_SHIPPED = "shipped:"
-
 
 def target_of(recipe: Recipe) -> Target:
     """Load the recipe's target."""
@@ -19,44 +16,13 @@ def target_of(recipe: Recipe) -> Target:
     return load_target(
         model.id,
         revision=model.revision,
-        packaged=model.packaged,
+        packaged=model.own_file,
         packaged_digest=model.packaged_digest,
         dtype=model.dtype,
         device=model.device,
         attention=model.attention,
         trust_remote_code=model.trust_remote_code,
     )
-
-
-def adapter_of(recipe: Recipe) -> str | None:
-    """The recipe's adapter as a folder or a Hub id; `shipped:NAME` is a folder that comes with keepsight.
-
-    Raises:
-        UserError: keepsight ships no adapter of that name.
-    """
-    return _shipped("adapter", "adapter", recipe.adapter)
-
-
-def retrieval_of(recipe: Recipe) -> str | None:
-    """The recipe's retrieval head, named as `adapter_of` names adapters.
-
-    Raises:
-        UserError: keepsight ships no head of that name.
-    """
-    return _shipped("retrieval", "retrieval head", recipe.retrieval)
-
-
-def _shipped(key: str, kind: str, named: str | None) -> str | None:
-    """A folder or Hub id; what keepsight ships is found in its checkpoints."""
-    if named is None or not named.startswith(_SHIPPED):
-        return named
-    from keepsight import checkpoints
-
-    name = named.removeprefix(_SHIPPED)
-    for base in checkpoints.__path__:
-        if (folder := Path(base) / name).is_dir():
-            return str(folder)
-    raise UserError(f"{key}={named}: keepsight ships no {kind} {name!r}; name a folder or a Hub id")
 
 
 def draft_of(recipe: Recipe, target: Target) -> DraftSource | DraftHeadSource | None:
@@ -88,11 +54,11 @@ def draft_of(recipe: Recipe, target: Target) -> DraftSource | DraftHeadSource | 
 def resources_of(recipe: Recipe, target: Target) -> Resources:
     """What methods may need: the recipe's adapter, draft and retrieval head, and the target's tokenizer."""
     draft = functools.cache(lambda: draft_of(recipe, target))
-    return Resources(adapter_of(recipe), draft, target.tokenizer, retrieval_of(recipe), target.model)
+    return Resources(recipe.adapter, draft, target.tokenizer, recipe.retrieval, target.model)
 
 
 def resources_later(recipe: Recipe) -> Resources:
     """The same before the target is loaded, for methods that `bind` then completes."""
     named = recipe.draft
     draft = Later("draft") if any(each is not None for each in (named.layers, named.id, named.head)) else None
-    return ResourcesLater(adapter_of(recipe), draft, Later("tokenizer"), retrieval_of(recipe))
+    return ResourcesLater(recipe.adapter, draft, Later("tokenizer"), recipe.retrieval)

@@ -25,8 +25,9 @@ from keepsight.commands.eval import bound, samples_of, variants_of
 from keepsight.commands.from_recipe import resources_later, resources_of, target_of
 from keepsight.errors import UserError
 from keepsight.eval.hits import SHARED, Hits, answering, best_shared, choices, compare, mean_of
-from keepsight.eval.report.hits_plot import hits_figure
-from keepsight.eval.sweep import Variant, check_samples
+from keepsight.eval.report.hits_plot import hits_plot
+from keepsight.eval.rows import Variant
+from keepsight.eval.sweep import check_samples
 from keepsight.eval.tasks.samples import RenderedSample
 from keepsight.files import append_lines, read_json, whole_lines, write_json, write_png, write_text
 from keepsight.models.draft_head_files import load_draft_head
@@ -83,7 +84,7 @@ def run(config: Config) -> None:
     writer.writeheader()
     writer.writerows(rows)
     write_text(out / "hits.csv", text.getvalue())
-    write_png(out / "hits.png", hits_figure(rows))
+    write_png(out / "hits.png", hits_plot(rows).figure())
     print(_table(rows))
 
 

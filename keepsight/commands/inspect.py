@@ -1,4 +1,4 @@
-"""keepsight inspect: an HTML page that shows which prompt tokens a method keeps, by layer, beside SnapKV.
+"""keepsight inspect: an HTML page that shows which prompt tokens a method keeps, by layer, and what it then answers.
 
 keepsight inspect prompt=@file.txt method=lookaheadkv budget=64 out=runs/kept.html
 keepsight inspect "prompt=What is the capital of France?" method=snapkv budget=40
@@ -11,17 +11,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from keepsight.commands.config import Recipe
+from keepsight.commands.config import Recipe, at_least_one
 from keepsight.commands.from_recipe import resources_later, resources_of, target_of
 from keepsight.errors import UserError
 from keepsight.eval.report.inspect_page import write_inspect_page
+from keepsight.eval.results import FULL
 from keepsight.files import require_writable
 from keepsight.models.chat import chat_text
 from keepsight.models.targets import Target
+from keepsight.runtime.decode import decode, stop_after
 from keepsight.runtime.evict import Evict, require_evict
+from keepsight.runtime.method import FullCache, Method
 from keepsight.runtime.methods import Resources, make_method
 from keepsight.runtime.methods.resources import bind
 from keepsight.runtime.prefill import context_of, prefill
+from keepsight.runtime.prompt_compression.text import token_texts
 from keepsight.runtime.state import State
 
 
@@ -36,6 +40,7 @@ class Config(Recipe):
         budget: KV budget: entries per layer and KV head.
         options: Options of the method, such as {pool: {kernel: 5}}.
         template: Whether the chat template is applied.
+        max_new_tokens: Length limit of the answers that the page shows.
         out: HTML file to write.
     """
 
@@ -45,22 +50,36 @@ class Config(Recipe):
     budget: int = 64
     options: dict[str, Any] = field(default_factory=dict)
     template: bool = True
+    max_new_tokens: int = 64
     out: str = "runs/inspect.html"
 
 
 def run(config: Config) -> None:
     """Write the page."""
     require_writable(Path(config.out), folder=False)
+    at_least_one(config, "max_new_tokens")
     resources = resources_later(config)
     methods = {name: _method(name, config, resources) for name in (config.method, config.compare)}
     text = _read(config.prompt)  # bad values end here, before anything loads
     target = target_of(config)
     resources = resources_of(config, target)
     ids = torch.tensor([_ids(text, config.template, target)], device=target.model.device)
-    kept = {name: _kept(bind(method, resources), target, ids) for name, method in methods.items()}
-    tokens = [str(target.tokenizer.decode([token])) for token in ids[0].tolist()]
-    settings = {"model": target.name, "budget": config.budget, "adapter": config.adapter, "prompt tokens": len(tokens)}
-    write_inspect_page(Path(config.out), tokens, kept, f"{config.method} at budget {config.budget}", settings)
+    whole = prefill(target.model, ids)
+    kept, answers = {}, {FULL: _answer(FullCache(), target, whole.copy(), config.max_new_tokens)}
+    for name, method in methods.items():
+        kept[name], state = _compressed(bind(method, resources), target, ids)
+        answers[name] = _answer(method, target, state, config.max_new_tokens)
+    tokens = token_texts(target.tokenizer, ids[0].tolist())
+    settings = {
+        "model": target.name,
+        "version": target.version,
+        "dtype": str(target.model.dtype).removeprefix("torch."),
+        "budget": config.budget,
+        "adapter": config.adapter,
+        "prompt tokens": len(tokens),
+    }
+    title = f"{Path(target.name).name}: {config.method} at budget {config.budget}"
+    write_inspect_page(Path(config.out), tokens, kept, title, settings, answers)
     print(f"{len(tokens)} tokens, {config.budget} kept per layer and KV head: {config.out}")
 
 
@@ -89,11 +108,19 @@ def _ids(text: str, template: bool, target: Target) -> list[int]:
     return ids
 
 
-def _kept(method: Evict, target: Target, ids: torch.Tensor) -> np.ndarray:
-    """[layers, KV heads, N] bool."""
+def _compressed(method: Evict, target: Target, ids: torch.Tensor) -> tuple[np.ndarray, State]:
+    """Which entries stay, [layers, KV heads, N] bool, and the state of these."""
     method.check(ids.shape[1], context_of(target.model))
     state: State = prefill(target.model, ids, needs=method.needs())
     if method.fits(state):
         raise UserError(f"budget={method.budget} keeps all {state.length} prompt tokens; lower it")
     selected = method.select(state, method.importance(target.model, state))
-    return torch.cat(selected).cpu().numpy()
+    return torch.cat(selected).cpu().numpy(), method.gather(state, selected)
+
+
+@torch.no_grad()
+def _answer(method: Method, target: Target, state: State, limit: int) -> str:
+    """The greedy answer from a state, which grows."""
+    stop, reapply = stop_after(limit, target.end_tokens), method.reapply(target.model)
+    decoded = decode(method.reader(target.model), state, stop, pad_token=target.end_tokens[0], reapply=reapply)
+    return str(target.tokenizer.decode(decoded.ids[0], skip_special_tokens=True))

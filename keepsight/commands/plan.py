@@ -26,12 +26,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from keepsight.commands.config import ModelConfig, Recipe, at_least_one
 from keepsight.commands.from_recipe import target_of
 from keepsight.errors import UserError
+from keepsight.eval.report.panels import GRID, look
+from keepsight.eval.report.styles import STYLES
 from keepsight.files import write_png
 from keepsight.models.retrieval_head import RetrievalHead
 from keepsight.models.targets import DTYPES, hub_answers
 from keepsight.runtime.prefill import context_of
 from keepsight.runtime.retrieval.memory_plan import MemoryPlan, plan_for
-from keepsight.train.plots import BLUE, VERMILLION, tidy
 from keepsight.units import read_bytes, size_text
 
 
@@ -93,7 +94,7 @@ def _model_config(config: Config, model: ModelConfig) -> Any:
             f"model.id={model.id} is neither a folder nor a Hub id; a Hub id looks like user/name"
         ) from None
     if not known and not hub_answers():
-        if model.packaged is not None:  # such files are small
+        if model.own_file is not None:  # such files are small
             return target_of(config).model.config
         raise UserError(
             f"model {model.id!r} is no folder, is not in the Hub's cache, and the Hub does not answer; give a folder "
@@ -123,9 +124,9 @@ def _table(model: PreTrainedModel, plan: MemoryPlan) -> list[str]:
     """A line for each number of layers on the CPU."""
     config = model.config.get_text_config()
     published = plan.paper_thresholds(config.num_attention_heads // plan.kv_heads)
-    lines = ["layers on the CPU  tokens a request  slots (MB)  published formula"]
+    lines = ["layers on the CPU  tokens a request  slots (MiB)  published formula"]
     for on_cpu, (length, paper) in enumerate(zip(plan.thresholds, published, strict=True)):
-        slots = on_cpu * plan.slots / 1e6
+        slots = on_cpu * plan.slots / 2**20
         lines.append(f"{on_cpu:17}  {length // plan.requests:16}  {slots:10.1f}  {max(paper, 0):17}")
     return lines
 
@@ -150,18 +151,20 @@ def _requests(plan: MemoryPlan) -> str:
 
 
 def _figure(plan: MemoryPlan, name: str, context: int) -> Figure:
-    """Layers on the CPU against the length of a request."""
+    """Layers on the CPU against the length of a request, up to the model's context."""
     figure = Figure(figsize=(5.0, 3.2), layout="constrained")
     panel = figure.subplots()
-    lengths = [length // plan.requests for length in plan.thresholds]
-    layers = [0, *range(len(lengths))]
-    panel.step([0, *lengths], layers, where="pre", color=BLUE, linewidth=1.6, label="layers that move")
-    panel.axvline(context, color=VERMILLION, linewidth=1.2, linestyle="--", label=f"the model's context, {context}")
+    fitting = [length // plan.requests for length in plan.thresholds]
+    lengths = [length for length in fitting if length < context]
+    ends = [context] if len(lengths) < len(fitting) else []
+    layers = range(len(lengths) + len(ends))
+    panel.step([0, *lengths, *ends], [0, *layers], where="pre", color=STYLES["lookaheadkv"].colour, linewidth=1.6)
+    if not ends:
+        panel.axvspan(lengths[-1], context, color=GRID, linewidth=0)
+        panel.text((lengths[-1] + context) / 2, plan.layers / 2, "does not fit", ha="center", rotation=90, fontsize=8.5)
     panel.set_title(f"{name}, {size_text(plan.limit)}, {_requests(plan)}", fontsize=10)
-    panel.set_xlabel("tokens a request", fontsize=9)
-    panel.set_ylabel("layers on the CPU", fontsize=9)
+    panel.set(xlabel=f"tokens a request, up to the context of {context}", ylabel="layers on the CPU")
+    panel.set(xlim=(0, context), ylim=(0, plan.layers))
     panel.yaxis.set_major_locator(MaxNLocator(integer=True))
-    panel.set_xlim(0, 1.1 * context)
-    panel.set_ylim(0, plan.layers)
-    tidy(panel)
+    look(panel)
     return figure

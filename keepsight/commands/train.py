@@ -41,7 +41,7 @@ class Config(TrainingConfig):
     """Keys of `keepsight train`.
 
     Attributes:
-        init: Adapter to start from, a folder or a Hub id; random soft tokens by default.
+        init: Adapter to start from, a folder, a Hub id or shipped:NAME; random soft tokens by default.
         max_prompt_tokens: Leaves out longer prompts; 0 keeps all.
     """
 

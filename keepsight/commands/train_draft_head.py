@@ -11,8 +11,6 @@ checkpoint when the same command is given again.
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from accelerate import PartialState
 from transformers import set_seed
 
 from keepsight.commands.from_recipe import target_of
@@ -107,6 +105,5 @@ def _reader(
         "max_tokens": length,
     }
     texts = [(sample.prompt_ids + sample.answer_ids)[:length] for sample in samples]
-    with PartialState(cpu=not torch.cuda.is_available()).main_process_first():
-        write_readings(Path(config.features), run_target, texts, made_of)
+    write_readings(Path(config.features), run_target, texts, made_of)
     return StoredReadings(Path(config.features))

@@ -13,13 +13,7 @@ from pathlib import Path
 import torch
 from transformers import set_seed
 
-from keepsight.commands.training import (
-    TrainingConfig,
-    basics_of,
-    begun_with,
-    require_finished,
-    training_target,
-)
+from keepsight.commands.training import TrainingConfig, basics_of, begun_with, require_finished, training_target
 from keepsight.data_gen.shards import read_training_samples
 from keepsight.errors import UserError
 from keepsight.files import require_writable, write_png

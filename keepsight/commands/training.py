@@ -13,6 +13,7 @@ from keepsight.commands.from_recipe import target_of
 from keepsight.errors import UserError
 from keepsight.files import file_digest
 from keepsight.models.card import CardBasics
+from keepsight.models.hub import check_repo_id
 from keepsight.models.lookahead_files import Provenance
 from keepsight.models.targets import Target
 from keepsight.train.module_trainer import ModuleTrainer
@@ -26,15 +27,21 @@ class TrainingConfig(Recipe):
         data: Folder made by `keepsight data`.
         out: Folder for the trained weights and their model card; checkpoints and logs go to `training` in it.
         title: Title of the model card.
-        license: Licence of the trained weights, as an identifier the Hub knows.
+        base: Hub id of the target for the card, where model.id is a folder; no folder's path is published.
+        license: Licence of the trained weights, as an identifier the Hub knows; the base model's by default.
         data_notes: Text for the model card on the origin and licences of the data.
     """
 
     data: str = "???"
     out: str = "???"
     title: str = "keepsight module"
-    license: str = "apache-2.0"
+    base: str | None = None
+    license: str | None = None
     data_notes: str = ""
+
+    def __post_init__(self) -> None:
+        if self.base is not None:
+            check_repo_id(self.base)
 
 
 def begun_with(target: Target, key: str, weights: Path | None) -> dict[str, str | None]:
@@ -86,11 +93,16 @@ def basics_of(
         **described,
         "learning rate": settings.learning_rate,
         **({"steps on each reading of the target": settings.replays} if settings.replays > 1 else {}),
-        "samples a step": settings.batch_size * settings.accumulation * trainer.args.world_size,
+        "samples a step": trainer.samples_per_step,
         f"first and last logged loss ({loss})": [round(losses[0], 4), round(losses[-1], 4)] if losses else [],
     }
     provenance = Provenance(
-        target.name, target.version, target.template_digest, manifest["digest"], training, __version__
+        config.base or target.public_name,
+        target.version,
+        target.template_digest,
+        manifest["digest"],
+        training,
+        __version__,
     )
     return CardBasics(config.title, provenance, manifest["sources"], config.data_notes, config.license)
 

@@ -14,9 +14,9 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from keepsight.errors import UserError
-from keepsight.runtime.attention import grouped_attention
 from keepsight.runtime.cache import KeptLayer
 from keepsight.runtime.prefill import positions_of
+from keepsight.runtime.softmax import Softmax, grouped_attention
 from keepsight.runtime.state import State
 
 _ROWS_AT_ONCE = 1024  # bounds the memory of a long prompt's mask and hidden layer
@@ -93,7 +93,7 @@ class HeadCache:
             earlier = query[:, :, :0] if self.queries is None else self.queries
             self.queries = torch.cat([earlier, query], dim=2)[:, :, -self.window :].clone()
         mask = self._mask(query.shape[2], query.device)
-        return grouped_attention(query, self._layer.keys, self._layer.values, mask, None)
+        return grouped_attention(query, self._layer.keys, self._layer.values, mask, Softmax(query.shape[3] ** -0.5))
 
     def crop(self, rows: int) -> None:
         """Keep the first `rows` rows; drop the others and their queries."""

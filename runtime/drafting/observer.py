@@ -87,7 +87,7 @@ class DraftObserver(Observer):
             return observed
         rows = held_rows(state, self.window)
         real = draft.mask if draft.mask is not None else torch.ones_like(draft.ids, dtype=torch.bool)
-        return combine(window_attention(state, rows, reduction), observed, rows, real, reduction)
+        return combine(window_attention(model, state, rows, reduction), observed, rows, real, reduction)
 
     @override
     def needs(self) -> Needs:

@@ -18,9 +18,10 @@ from typing_extensions import override
 
 from keepsight.errors import UserError, require_whole
 from keepsight.runtime.attention import Reader
+from keepsight.runtime.custom_generate import GenerateRequest
 from keepsight.runtime.decode import Decoded, Reapply
 from keepsight.runtime.drafting.eagle import ChainDrafter, DraftingHead, unread_rows
-from keepsight.runtime.method import CacheMethod, FullCache, GenerateRequest
+from keepsight.runtime.method import CacheMethod, FullCache
 from keepsight.runtime.prefill import context_of, prefill, read
 from keepsight.runtime.state import Needs, State, Trace
 
@@ -242,6 +243,8 @@ class Speculative(CacheMethod):
         _require_single(request.input_ids)
         if request.do_sample:
             raise UserError("speculative decoding is greedy: give do_sample=False")
+        if request.past is not None:
+            raise UserError("speculative decoding: leave out past_key_values, or go on with the inner method")
         self.check(request.input_ids.shape[1], context_of(model))
         needs = self.inner.needs() | Needs(features=self.head.layers_of(model))
         return decode_speculatively(

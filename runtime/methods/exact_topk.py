@@ -36,7 +36,7 @@ class ExactTopK(SparseRead):
 
     @override
     def layers_for(self, state: State) -> MakeLayer:
-        selection = TopAttention(StepBudget(self.budget_for(state.tokens.shape[1]), self.sinks, self.window))
+        selection = TopAttention(StepBudget(tuple(self.budgets(state)), self.sinks, self.window))
 
         def make(index: int, keys: Tensor, values: Tensor, seen: int, padding: Tensor | None) -> KeptLayer:
             return SelectedLayer(keys, values, seen, padding, selection)

@@ -7,9 +7,14 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from keepsight.errors import UserError
-from keepsight.runtime.attention import require_full_attention
 from keepsight.runtime.method import CacheMethod
-from keepsight.runtime.quantized.cache import PackedLayer, pack_state, prefill_packed, require_unpadded
+from keepsight.runtime.quantized.cache import (
+    PackedLayer,
+    pack_state,
+    prefill_packed,
+    require_packable,
+    require_unpadded,
+)
 from keepsight.runtime.quantized.codec import Quantizer
 from keepsight.runtime.quantized.entries import PackedEntries
 from keepsight.runtime.state import Needs, State
@@ -65,7 +70,7 @@ class Kivi(CacheMethod):
     def start(
         self, model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None = None, *, chunk: int | None = None
     ) -> State:
-        require_full_attention(model, "the cache can only be packed")
+        require_packable(model)
         require_unpadded(mask)
         if self.inner is not None:
             return pack_state(self.inner.start(model, input_ids, mask, chunk=chunk), self._pack)
@@ -73,7 +78,7 @@ class Kivi(CacheMethod):
 
     @override
     def compress(self, model: PreTrainedModel, state: State) -> State:
-        require_full_attention(model, "the cache can only be packed")
+        require_packable(model)
         return pack_state(state if self.inner is None else self.inner.compress(model, state), self._pack)
 
     def _pack(self, keys: Tensor, values: Tensor, seen: int) -> PackedLayer:

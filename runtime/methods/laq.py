@@ -14,9 +14,11 @@ from keepsight.runtime.decode import decode, stop_after
 from keepsight.runtime.drafting.observer import until_end
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.importance import Pool, observed_attention
+from keepsight.runtime.latents import attended_entries
 from keepsight.runtime.methods.snapkv import SnapKV
 from keepsight.runtime.observe import Observer
 from keepsight.runtime.prefill import read
+from keepsight.runtime.softmax import Softmax
 from keepsight.runtime.state import Needs, State, Trace
 from keepsight.runtime.window import combine, held_rows, window_attention
 
@@ -71,14 +73,14 @@ class QueryCache(Observer):
                 for before, after in zip(state.trace.queries, guessed, strict=True)
             ]
             seen = real.new_ones(len(real), rows) if window_mask is None else window_mask
-            return _under_triangle(state, both, torch.cat([seen, real], dim=1), reduction)
+            return _under_triangle(model, state, both, torch.cat([seen, real], dim=1), reduction)
         observed = [
-            _from_beyond(queries, each, scaling, real, reduction)
-            for queries, each, scaling in zip(guessed, state.entries(), state.trace.scaling, strict=True)
+            _from_beyond(queries, each, softmax, real, reduction)
+            for queries, each, softmax in zip(guessed, attended_entries(model, state), state.trace.softmax, strict=True)
         ]
         if not rows:
             return observed
-        return combine(window_attention(state, rows, reduction), observed, rows, real, reduction)
+        return combine(window_attention(model, state, rows, reduction), observed, rows, real, reduction)
 
     @override
     def needs(self) -> Needs:
@@ -109,19 +111,23 @@ class QueryCache(Observer):
         return after.trace.queries, torch.ones_like(guess.ids, dtype=torch.bool) if real is None else real
 
 
-def _from_beyond(queries: Tensor, layer: LayerEntries, scaling: float, real: Tensor, reduction: str) -> Tensor:
+def _from_beyond(queries: Tensor, layer: LayerEntries, softmax: Softmax, real: Tensor, reduction: str) -> Tensor:
     """Attention [B, H, C] of queries [B, H, T, d] that see every entry and not each other."""
     heads, rows = queries.shape[1:3]
     # Each query becomes a head of its own, so that there is no causal mask between them.
     apart = queries.flatten(1, 2)[:, :, None]
-    weights = observed_attention(apart, layer.keys, scaling, layer.keys.shape[2], key_mask=layer.real)
+    sinks = None if softmax.sinks is None else softmax.sinks.repeat_interleave(rows)
+    softmax = softmax._replace(sinks=sinks)
+    weights = observed_attention(apart, layer.keys, softmax, layer.keys.shape[2], key_mask=layer.real)
     weights = weights.unflatten(1, (heads, rows)) * real[:, None, :, None]
     if reduction == "max":
         return weights.amax(dim=2)
     return weights.sum(dim=2) / real.sum(dim=1)[:, None, None]
 
 
-def _under_triangle(state: State, queries: list[Tensor], real: Tensor, reduction: str) -> list[Tensor]:
+def _under_triangle(
+    model: PreTrainedModel, state: State, queries: list[Tensor], real: Tensor, reduction: str
+) -> list[Tensor]:
     """Attention [B, H, C] of each layer, as if the queries [B, H, q, d] were those of the last q entries."""
     order = real.long().argsort(dim=1, stable=True)  # padding first, so that every row ends at its last entry
     place = order[:, None, :, None]
@@ -129,13 +135,13 @@ def _under_triangle(state: State, queries: list[Tensor], real: Tensor, reduction
         observed_attention(
             each.gather(2, place.expand_as(each)),
             layer.keys,
-            scaling,
+            softmax,
             layer.keys.shape[2],
             key_mask=layer.real,
             query_mask=real.gather(1, order),
             reduction=reduction,
         )
-        for each, layer, scaling in zip(queries, state.entries(), state.trace.scaling, strict=True)
+        for each, layer, softmax in zip(queries, attended_entries(model, state), state.trace.softmax, strict=True)
     ]
 
 

@@ -21,16 +21,15 @@ class SoftTokens(Observer):
     """A lookahead module's soft tokens observe through its LoRA (LookaheadKV, arXiv 2603.10899, algorithm 2).
 
     Attributes:
-        artifact: The adapter; attached once to each model that it observes with.
+        artifact: The adapter.
     """
 
     artifact: Artifact
 
     @override
     def __call__(self, model: PreTrainedModel, state: State, reduction: str) -> list[Tensor]:
-        module = self.artifact.attach(model)
-        with module.active():
-            return look_back(model, state, module.observers(len(state.logits)), reduction=reduction)
+        with self.artifact.attached(model) as tokens:
+            return look_back(model, state, tokens.expand(len(state.logits), -1, -1), reduction=reduction)
 
     @override
     def positions(self) -> int:
@@ -50,7 +49,7 @@ class LookaheadKV(Evict):
     def from_pretrained(
         cls, adapter: str | Path, budget: int | float, revision: str | None = None, **options: Any
     ) -> "LookaheadKV":
-        """The method with an adapter from a folder or the Hub, and the adapter's reduction and pooling.
+        """The method with an adapter (a folder, a Hub id or `shipped:NAME`), and the adapter's reduction and pooling.
 
         Raises:
             UserError: the adapter cannot be had, is corrupt, or an option is out of range.

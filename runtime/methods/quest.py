@@ -7,7 +7,7 @@ from typing_extensions import override
 
 from keepsight.errors import require_whole
 from keepsight.runtime.cache import KeptLayer
-from keepsight.runtime.sparse_read.cache import MakeLayer, SelectedLayer
+from keepsight.runtime.sparse_read.cache import DenseLayer, MakeLayer, SelectedLayer
 from keepsight.runtime.sparse_read.method import SparseRead
 from keepsight.runtime.sparse_read.quest_pages import TopPages
 from keepsight.runtime.state import State
@@ -37,13 +37,13 @@ class Quest(SparseRead):
 
     @override
     def layers_for(self, state: State) -> MakeLayer:
-        budget = self.budget_for(state.tokens.shape[1])
+        budget = tuple(self.budgets(state))
 
         def make(index: int, keys: Tensor, values: Tensor, seen: int, padding: Tensor | None) -> KeptLayer:
             pages = TopPages(budget, self.page)
             layer = SelectedLayer(keys, values, seen, padding, pages)
             if index < self.dense_layers:
-                return KeptLayer(keys, values, seen, layer.entries().real)
+                return DenseLayer(keys, values, seen, layer.entries().real)
             pages.summarise(keys, padding)
             return layer
 

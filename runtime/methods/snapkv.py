@@ -34,7 +34,7 @@ class PromptWindow(Observer):
     @override
     def __call__(self, model: PreTrainedModel, state: State, reduction: str) -> list[Tensor]:
         assert self.size is not None
-        return window_attention(state, held_rows(state, self.size), reduction)
+        return window_attention(model, state, held_rows(state, self.size), reduction)
 
     @override
     def needs(self) -> Needs:

@@ -7,16 +7,17 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from keepsight.errors import UserError, require_whole
-from keepsight.runtime.attention import Reader, require_full_attention
+from keepsight.runtime.attention import Reader
 from keepsight.runtime.importance import Reduce
 from keepsight.runtime.method import CacheMethod
 from keepsight.runtime.methods.kivi import check_sizes
 from keepsight.runtime.offload import FullEntries, Traffic, require_memory
-from keepsight.runtime.quantized.cache import pack_state, prefill_packed, require_unpadded
+from keepsight.runtime.quantized.cache import pack_state, prefill_packed, require_packable, require_unpadded
 from keepsight.runtime.quantized.codec import Quantizer
 from keepsight.runtime.quantized.entries import PackedEntries
 from keepsight.runtime.quantized.specache import FetchSelector, PairReader, SpeCacheLayer
 from keepsight.runtime.state import State
+from keepsight.runtime.turn import TurnReader
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,10 @@ class SpeCache(CacheMethod):
         return PairReader(model) if self.speculative and self.topk else model
 
     @override
+    def turn_reader(self, model: PreTrainedModel) -> Reader:
+        return TurnReader(model)
+
+    @override
     def start(
         self, model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None = None, *, chunk: int | None = None
     ) -> State:
@@ -80,7 +85,7 @@ class SpeCache(CacheMethod):
         return pack_state(state, self._packer())
 
     def _require(self, model: PreTrainedModel, tokens: Tensor) -> None:
-        require_full_attention(model, "the cache can only be packed")
+        require_packable(model)
         config = model.config.get_text_config()
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         rows, length = tokens.shape

@@ -15,6 +15,7 @@ from keepsight.runtime.evict import Evict
 from keepsight.runtime.importance import Pool, Reduce, observed_attention, reduce_group
 from keepsight.runtime.methods.head_answer import head_answer
 from keepsight.runtime.prefill import context_of, prefill
+from keepsight.runtime.softmax import Softmax
 from keepsight.runtime.sparse_prefill import Score, SparsePrefill
 from keepsight.runtime.state import Needs, State
 
@@ -146,9 +147,9 @@ class SpecKV(Evict):
         if real is not None:
             real = functional.pad(real, (window, 0), value=True)
 
-        def score(query: Tensor, key: Tensor, scaling: float) -> Tensor:
+        def score(query: Tensor, key: Tensor, softmax: Softmax) -> Tensor:
             observed = observed_attention(
-                query[:, :, -rows:], key, scaling, length, query_mask=real, reduction=self.reduce.queries
+                query[:, :, -rows:], key, softmax, length, query_mask=real, reduction=self.reduce.queries
             )
             return self._protect(reduce_group(observed, key.shape[1], self.reduce.heads), None)
 

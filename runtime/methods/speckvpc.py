@@ -4,7 +4,7 @@ The draft model runs once, on the whole prompt: its attention shortens the promp
 short prompt in place of the answer. This is the cascade of the paper's released code.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -71,16 +71,14 @@ class SpecKVPC(Method):
         self, model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None = None, *, chunk: int | None = None
     ) -> State:
         prompts = unpadded(input_ids, mask)
-        for prompt in prompts:
-            self.check(len(prompt), context_of(model))
-        entries = self.budget_for(max(len(prompt) for prompt in prompts))
         short, drafted = [], []
         for prompt in prompts:
-            shorten = self._shorten(entries)
+            self.check(len(prompt), context_of(model))
+            shorten = self._shorten(self.budget_for(len(prompt)))
             scores, generated = shorten.look(model, prompt)
             short.append(prompt[shorten.select_by(scores)])
             drafted.append(generated)
-        evict = replace(self._evict(_pad_right(drafted)), budget=entries)
+        evict = self._evict(_pad_right(drafted), tuple(len(prompt) for prompt in prompts))
         state = prefill(model, *pad_left(short), chunk=chunk, needs=evict.needs())
         return evict.compress(model, state)
 
@@ -98,9 +96,20 @@ class SpecKVPC(Method):
             first_layer=self.first_layer,
         )
 
-    def _evict(self, draft: DraftIds) -> SpecKV:
+    def _evict(self, draft: DraftIds, lengths: tuple[int, ...] = ()) -> SpecKV:
         observer = DraftObserver(GivenDraft(draft), self.window)
-        return SpecKV(self.budget, observer, allocate=self.allocate, window=self.window)
+        return _OfWholePrompt(self.budget, observer, allocate=self.allocate, window=self.window, lengths=lengths)
+
+
+@dataclass(frozen=True)
+class _OfWholePrompt(SpecKV):
+    """SpecKV on shortened prompts, whose budgets are those for prompts of `lengths` tokens."""
+
+    lengths: tuple[int, ...] = ()
+
+    @override
+    def budgets(self, state: State) -> list[int]:
+        return [self.budget_for(length) for length in self.lengths]
 
 
 def _pad_right(drafted: list[Tensor]) -> DraftIds:

@@ -11,35 +11,35 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from keepsight.errors import UserError, require_whole
+from keepsight.models.decoder import has_latents
 from keepsight.models.hub import fetch
 from keepsight.models.retrieval_config import NONE
 from keepsight.models.retrieval_head import RetrievalHead, check_target, of_the_token_before
 from keepsight.models.retrieval_head_files import load_retrieval_head
-from keepsight.runtime.attention import Reader, require_full_attention
+from keepsight.runtime.attention import Reader
+from keepsight.runtime.cache import with_full_layers
 from keepsight.runtime.prefill import positions_of, prefill
 from keepsight.runtime.retrieval.memory_plan import plan_for
 from keepsight.runtime.retrieval.placement import Placement
-from keepsight.runtime.retrieval.reader import RetrievalCache, RetrievalReader, RetrievalState
+from keepsight.runtime.retrieval.reader import RetrievalCache, RetrievalReader, RetrievalState, RetrievalTurnReader
 from keepsight.runtime.retrieval.selector import HeadSelector
 from keepsight.runtime.sparse_read.cache import MakeLayer, SelectedLayer, selected_layers
 from keepsight.runtime.sparse_read.method import SparseRead
-from keepsight.runtime.sparse_read.mla import has_latents, layers_of
+from keepsight.runtime.sparse_read.mla import layers_of
 from keepsight.runtime.sparse_read.top_k import StepBudget
 from keepsight.runtime.state import Needs, State, Trace
 from keepsight.units import read_bytes
 
 _BLOCK = 4096
 """Prompt tokens whose features are concatenated at a time."""
-_ANSWER = 512
-"""Positions after the prompt that a head is extended for where it was trained with fewer."""
 
 
 @dataclass(frozen=True)
 class SpeContext(SparseRead):
     """Reads what a retrieval head selects: the same entries in all layers, before the target runs (section 4.3).
 
-    Where the longest prompt of a batch plus 512 tokens exceeds what the head was trained with, YaRN extends it to twice
-    that length, four times, and so on.
+    Where the longest prompt of a batch and its answer, which grows, exceed what the head was trained with, YaRN extends
+    it to twice that length, four times, and so on.
 
     Attributes:
         head: The retrieval head; it is moved to the target's device.
@@ -69,7 +69,7 @@ class SpeContext(SparseRead):
     def from_pretrained(
         cls, head: str | Path, budget: int | float, revision: str | None = None, **options: Any
     ) -> "SpeContext":
-        """The method with a retrieval head from a folder or the Hub; `options` are other fields.
+        """The method with a retrieval head (a folder, a Hub id or `shipped:NAME`); `options` are other fields.
 
         Raises:
             UserError: the head cannot be had, is corrupt, or an option is out of range.
@@ -93,6 +93,10 @@ class SpeContext(SparseRead):
         return RetrievalReader(model)
 
     @override
+    def turn_reader(self, model: PreTrainedModel) -> Reader:
+        return RetrievalTurnReader(model)
+
+    @override
     def start(
         self, model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None = None, *, chunk: int | None = None
     ) -> State:
@@ -105,18 +109,18 @@ class SpeContext(SparseRead):
     @torch.no_grad()
     def compress(self, model: PreTrainedModel, state: State) -> State:
         self._require(model)
-        layers: list[Any] = [*selected_layers(state, layers_of(model, state, self.layers_for(state)))]
+        selected = selected_layers(state, layers_of(model, state, self.layers_for(state)))
+        layers = with_full_layers(state.cache, selected).layers
         placement = self._placement(model, *state.tokens.shape)
         placement.place(layers, state.tokens.shape[1])
         cache = RetrievalCache(layers, self._selector(model, state), placement)
-        return RetrievalState(cache, None, state.logits, state.tokens, state.lengths, Trace())
+        return RetrievalState(cache, None, state.logits, state.tokens, state.lengths, Trace(), state.shift)
 
     @override
     def layers_for(self, state: State) -> MakeLayer:
         return lambda index, *entries: SelectedLayer(*entries)
 
     def _require(self, model: PreTrainedModel) -> None:
-        require_full_attention(model, "entries can only be chosen", latent=True)
         check_target(self.head, model)
         if self.offload and has_latents(model):
             raise UserError(
@@ -139,7 +143,7 @@ class SpeContext(SparseRead):
 
     def _selector(self, model: PreTrainedModel, state: State) -> HeadSelector:
         length, mask = state.tokens.shape[1], state.tokens_mask
-        head = _reaching(self.head.to(model.device), length + _ANSWER)
+        head = self.head.to(model.device).reaching(length)
         layers = head.layers_of(model)
         if missing := sorted(set(layers) - set(state.trace.needs.features)):
             raise UserError(
@@ -152,20 +156,12 @@ class SpeContext(SparseRead):
             torch.cat([*_prompt_keys(head, layers, model, state)], dim=2),
             state.trace.features_of(layers, slice(-1, None)) if layers else None,
             None if mask is None else length - state.lengths,
-            StepBudget(self.budget_for(length), self.sinks, self.window),
+            StepBudget(tuple(self.budgets(state)), self.sinks, self.window),
         )
 
 
 def _needs(layers: tuple[int, ...]) -> Needs:
     return Needs(features=tuple(sorted(layers)))
-
-
-def _reaching(head: RetrievalHead, length: int) -> RetrievalHead:
-    """The head extended to `length` positions, by a power of two, so that batching seldom changes what is read."""
-    context = head.config.trained
-    while context < length:
-        context *= 2
-    return head.extended(context)
 
 
 def _prompt_keys(

@@ -8,6 +8,7 @@ features of the whole prompt, so that the target reads the prompt twice, whole a
 decoding time, but costs more prefill than the full cache.
 """
 
+import itertools
 from dataclasses import dataclass, field
 
 import torch
@@ -20,10 +21,12 @@ from keepsight.errors import UserError, require_whole
 from keepsight.models.draft_sources import DraftHeadSource, DraftSource
 from keepsight.runtime.decode import decode, stop_after
 from keepsight.runtime.importance import observed_attention
+from keepsight.runtime.latents import attended_entries
 from keepsight.runtime.methods.head_answer import head_answer
 from keepsight.runtime.methods.speckv import require_draft_fits
 from keepsight.runtime.prefill import prefill
 from keepsight.runtime.prompt_compression.method import ShortenPrompt
+from keepsight.runtime.softmax import Softmax
 from keepsight.runtime.state import Needs, State
 
 _FIRST_LAYER = 8  # of the published configurations, whose drafts have 16 and 24 layers
@@ -106,7 +109,7 @@ class SpecPC(ShortenPrompt):
         config = draft.generation_config
         stop = stop_after(self.lookahead, config.eos_token_id if config is not None else None)
         decoded = decode(draft, state, stop, pad_token=0)
-        scores = self._scores(decoded.state, first, prompt.shape[1], decoded.ids.shape[1] - 1)
+        scores = self._scores(draft, decoded.state, first, prompt.shape[1], decoded.ids.shape[1] - 1)
         return scores.to(input_ids.device), decoded.ids[0].to(input_ids.device)
 
     def _look_with_head(
@@ -125,7 +128,7 @@ class SpecPC(ShortenPrompt):
         seen = observed_attention(
             cache.queries,
             cache.keys,
-            cache.queries.shape[3] ** -0.5,
+            Softmax(cache.queries.shape[3] ** -0.5),
             len(input_ids) - 1,
             query_mask=self._weights(read).to(input_ids.device)[None],
             reduction=self.reduction,
@@ -133,21 +136,21 @@ class SpecPC(ShortenPrompt):
         scores = self._over_heads(seen[0])
         return torch.cat([scores[:1], scores]), generated
 
-    def _scores(self, state: State, first: int, length: int, generated: int) -> Tensor:
+    def _scores(self, draft: PreTrainedModel, state: State, first: int, length: int, generated: int) -> Tensor:
         """[N] float32. Maximum and sum commute, so that all queries of a layer are reduced at once."""
         rows = self.window + generated
         weights = self._weights(generated).to(state.logits.device)
-        layers = zip(state.trace.queries, state.entries(), state.trace.scaling, strict=True)
+        layers = zip(state.trace.queries, attended_entries(draft, state), state.trace.softmax, strict=True)
         by_layer = [
             observed_attention(
                 queries[:, :, -rows:],
                 each.keys,
-                scaling,
+                softmax,
                 length,
                 query_mask=weights[None],
                 reduction=self.reduction,
             )[0]
-            for queries, each, scaling in list(layers)[first:]
+            for queries, each, softmax in itertools.islice(layers, first, None)
         ]
         return self._over_heads(torch.cat(by_layer))
 

@@ -42,9 +42,9 @@ class ShortenPrompt(Method):
     def __post_init__(self) -> None:
         name, budget, window = type(self).__name__, self.budget, self.window
         require_whole(name, window=window)
-        if type(budget) is int and budget < max(window, 1):
-            raise UserError(f"{name}: budget {budget} must be at least {max(window, 1)}, the window's tokens included")
         Budget(budget, "tokens").check(name)
+        if type(budget) is int and window:
+            self._require_choice(budget)
 
     @abstractmethod
     def select(self, model: PreTrainedModel, input_ids: Tensor) -> Tensor:
@@ -70,10 +70,16 @@ class ShortenPrompt(Method):
                 f"{type(self).__name__}: a prompt of {length} tokens is shorter than the window of {self.window}; "
                 f"give a longer prompt or a smaller window"
             )
-        if (kept := self.budget_for(length)) < self.window:
+        if (kept := self.budget_for(length)) < length and self.window:
+            self._require_choice(kept)
+
+    def _require_choice(self, kept: int) -> None:
+        """Refuse a budget that the window fills: what is left of the prompt would be its end, whatever the method."""
+        if kept <= self.window:
+            tokens = "" if kept == self.budget else f" (here {kept} tokens)"
             raise UserError(
-                f"{type(self).__name__}: budget {self.budget} leaves {kept} of {length} tokens, fewer than the window "
-                f"of {self.window}"
+                f"{type(self).__name__}: budget {self.budget}{tokens} must be above the window of {self.window} tokens "
+                "that are always kept; raise the budget, lower the window, or use truncation"
             )
 
     @override

@@ -15,13 +15,24 @@ from transformers.cache_utils import Cache, DynamicLayer
 from typing_extensions import override
 
 from keepsight.errors import UserError
-from keepsight.runtime.attention import OwnAttention, record_attention
-from keepsight.runtime.cache import KeptLayer, LayerEntries, entries
+from keepsight.models.decoder import has_latents
+from keepsight.runtime.attention import OwnAttention, run
+from keepsight.runtime.cache import (
+    KeptLayer,
+    LayerEntries,
+    cache_bytes,
+    empty_cache,
+    entries,
+    full_layers,
+    is_bounded,
+    with_full_layers,
+)
 from keepsight.runtime.quantized.entries import PackedEntries, attend_packed
+from keepsight.runtime.softmax import Softmax
 from keepsight.runtime.state import State, Trace
 
 
-class PackedLayer(KeptLayer):
+class PackedLayer(KeptLayer, OwnAttention):
     """A low-bit cache layer.
 
     Args:
@@ -42,11 +53,20 @@ class PackedLayer(KeptLayer):
 
     @override
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> Any:
-        return RowByRow(self, key_states, value_states), value_states
+        return key_states, value_states
 
-    def attend(self, query: Tensor, scaling: float) -> Tensor:
+    @override
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
+        outputs = []
+        for row in zip(*(each.split(1, dim=2) for each in (query, key, value)), strict=True):
+            self.add(*row[1:])
+            outputs.append(self.look(row[0], softmax))
+            self.settle()
+        return torch.cat(outputs, dim=1)
+
+    def look(self, query: Tensor, softmax: Softmax) -> Tensor:
         """The attention [B, 1, H, d] of the last token, query [B, H, 1, d]."""
-        return attend_packed(query, self.held, scaling)[0]
+        return attend_packed(query, self.held, softmax)[0]
 
     def add(self, keys: Tensor, values: Tensor) -> None:
         """Append a token in full precision; `settle` packs it."""
@@ -80,28 +100,6 @@ class PackedLayer(KeptLayer):
         return PackedLayer(self.held, self.seen)
 
 
-class RowByRow(OwnAttention):
-    """New tokens of a layer, appended and attended to one at a time.
-
-    Args:
-        layer: The layer that they are appended to.
-        keys: [B, K, q, d].
-        values: [B, K, q, d].
-    """
-
-    def __init__(self, layer: PackedLayer, keys: Tensor, values: Tensor) -> None:
-        self.layer, self.keys, self.values = layer, keys, values
-
-    @override
-    def attend(self, query: Tensor, scaling: float) -> Tensor:
-        outputs = []
-        for row in zip(*(each.split(1, dim=2) for each in (query, self.keys, self.values)), strict=True):
-            self.layer.add(*row[1:])
-            outputs.append(self.layer.attend(row[0], scaling))
-            self.layer.settle()
-        return torch.cat(outputs, dim=1)
-
-
 @dataclass(frozen=True)
 class PackedState(State):
     """A state whose cache is packed."""
@@ -109,13 +107,14 @@ class PackedState(State):
     @property
     @override
     def length(self) -> int:
-        return max(layer.held.length for layer in packed_layers(self.cache))
+        return max((layer.held.length for layer in packed_layers(self.cache)), default=0)
 
     @property
     @override
     def kv_bytes(self) -> int:
-        """Bytes on the device: codes, scales, zero points, recent entries and slots."""
-        return sum(layer.bytes for layer in packed_layers(self.cache))
+        """Bytes on the device: codes, scales, zero points, recent entries and slots, and what bounded layers hold."""
+        bounded = [layer for layer in self.cache.layers if is_bounded(layer)]
+        return sum(layer.bytes for layer in packed_layers(self.cache)) + cache_bytes(Cache(layers=bounded))
 
     @override
     def held(self) -> Tensor:
@@ -142,7 +141,7 @@ def pack_state(state: State, pack: PackLayer) -> PackedState:
         UserError: entries are padded, or their number differs between the KV heads of a layer.
     """
     require_unpadded(state.mask)
-    layers: list[Any] = []
+    layers: list[KeptLayer] = []
     for keys, values, real in entries(state.cache):
         if real is not None and not real.all():
             raise UserError(
@@ -150,7 +149,8 @@ def pack_state(state: State, pack: PackLayer) -> PackedState:
                 "same number in every KV head of a layer, such as uniform"
             )
         layers.append(pack(keys, values, state.cache.get_seq_length()))
-    return PackedState(Cache(layers=layers), None, state.logits, state.tokens, state.lengths, Trace())
+    cache = with_full_layers(state.cache, layers)
+    return PackedState(cache, None, state.logits, state.tokens, state.lengths, Trace(), state.shift)
 
 
 @torch.no_grad()
@@ -159,18 +159,16 @@ def prefill_packed(model: PreTrainedModel, input_ids: Tensor, chunk: int | None,
 
     Only one layer's entries are on the device in full precision at a time; those of earlier chunks wait in CPU memory.
     """
-    record_attention(model)
     length = input_ids.shape[1]
-    count = model.config.get_text_config().num_hidden_layers
-    arriving = [_ArrivingLayer(length, pack) for _ in range(count)]
-    layers: list[Any] = list(arriving)
-    cache = Cache(layers=layers)
+    cache = empty_cache(model)
+    arriving = [_ArrivingLayer(length, pack) for _ in full_layers(cache)]
+    cache = with_full_layers(cache, arriving)
     positions = torch.arange(length, device=input_ids.device)[None]
     for ids, at in zip(input_ids.split(chunk or length, dim=1), positions.split(chunk or length, dim=1), strict=True):
-        output = model(input_ids=ids, position_ids=at, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        output = run(model, cache, input_ids=ids, position_ids=at, logits_to_keep=1)
     lengths = torch.full((len(input_ids),), length, device=input_ids.device)
-    packed: list[Any] = [layer.packed for layer in arriving]
-    return PackedState(Cache(layers=packed), None, output.logits[:, -1].float(), input_ids, lengths)
+    packed = with_full_layers(cache, [layer.packed for layer in arriving])
+    return PackedState(packed, None, output.logits[:, -1].float(), input_ids, lengths)
 
 
 class _ArrivingLayer(DynamicLayer):
@@ -203,6 +201,19 @@ class _ArrivingLayer(DynamicLayer):
             self.keys = torch.cat([self.keys, key_states.cpu()], dim=2)
             self.values = torch.cat([self.values, value_states.cpu()], dim=2)
         return keys, values
+
+
+def require_packable(model: PreTrainedModel) -> None:
+    """Refuse models whose cache cannot be packed.
+
+    Raises:
+        UserError: attention is latent.
+    """
+    if has_latents(model):
+        raise UserError(
+            f"{model.config.model_type} has layers of latent attention; the cache can only be packed where it holds "
+            "keys and values of each head"
+        )
 
 
 def require_unpadded(mask: Tensor | None) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from keepsight.runtime.offload import FetchedEntries
 from keepsight.runtime.quantized.codec import Packed, Quantizer
+from keepsight.runtime.softmax import Softmax
 
 _BLOCK = 1024
 """Tokens unpacked at a time."""
@@ -104,7 +105,7 @@ class PackedEntries:
 def attend_packed(
     query: Tensor,
     held: PackedEntries,
-    scaling: float,
+    softmax: Softmax,
     fetched: FetchedEntries | None = None,
     watched: int | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -113,7 +114,7 @@ def attend_packed(
     Args:
         query: [B, H, q, d].
         held: T entries of K KV heads.
-        scaling: Factor of the dot products.
+        softmax: The layer's.
         fetched: Read in full precision in place of the packed entries with their indices.
         watched: Number n of first entries whose attention is returned, at least the fetched ones; the packed ones
             by default.
@@ -125,9 +126,9 @@ def attend_packed(
     kv_heads, length = held.recent_keys.shape[1], held.length
     watched = held.packed_length if watched is None else watched
     grouped = query.reshape(batch, kv_heads, -1, width)
-    softmax, last = _OnlineSoftmax(), []
+    online, last = _OnlineSoftmax(softmax), []
     if fetched is not None:
-        fetched_logits = softmax.add(grouped, fetched.keys, fetched.values, scaling)
+        fetched_logits = online.add(grouped, fetched.keys, fetched.values)
         hidden = torch.zeros(batch, kv_heads, length, dtype=torch.bool, device=query.device)
         hidden = hidden.scatter_(2, fetched.indices, True)[:, :, None]
     block = max(_BLOCK // held.quantizer.group, 1) * held.quantizer.group
@@ -136,9 +137,9 @@ def attend_packed(
         mask = _future(start, stop, rows, length, query.device).repeat(heads // kv_heads, 1)
         if fetched is not None:
             mask = mask | hidden[..., start:stop]
-        logits = softmax.add(grouped, held.keys(start, stop), held.values(start, stop), scaling, mask)
+        logits = online.add(grouped, held.keys(start, stop), held.values(start, stop), mask)
         last.append(logits[:, :, rows - 1 :: rows, : max(watched - start, 0)])
-    output, total = softmax.result()
+    output, total = online.result(kv_heads, rows)
     seen = torch.cat(last, dim=3)
     if fetched is not None:
         group = heads // kv_heads
@@ -150,12 +151,13 @@ def attend_packed(
 class _OnlineSoftmax:
     """Attention over blocks of entries; every query sees an entry of the first block."""
 
-    def __init__(self) -> None:
+    def __init__(self, softmax: Softmax) -> None:
+        self.softmax = softmax
         self.best = self.total = self.output = torch.tensor(0.0)
 
-    def add(self, query: Tensor, keys: Tensor, values: Tensor, scaling: float, mask: Tensor | None = None) -> Tensor:
+    def add(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None = None) -> Tensor:
         """Attend to one more block; `mask` is True where a query does not see. Returns the logits, float32."""
-        logits = (query @ keys.transpose(-1, -2)).float() * scaling
+        logits = self.softmax.logits(query, keys)
         if mask is not None:
             logits = logits.masked_fill(mask, -torch.inf)
         best = logits.amax(dim=-1, keepdim=True)
@@ -169,9 +171,13 @@ class _OnlineSoftmax:
         self.best, self.total, self.output = best, total, output
         return logits
 
-    def result(self) -> tuple[Tensor, Tensor]:
-        """The output, and the logarithm of the softmax's denominator."""
-        return self.output / self.total, self.best + self.total.log()
+    def result(self, kv_heads: int, rows: int) -> tuple[Tensor, Tensor]:
+        """The output [B, K, r, d], and the logarithm of the softmax's denominator, for `rows` queries a query head."""
+        total = self.best + self.total.log()
+        if (sinks := self.softmax.sinks_of(kv_heads, rows)) is None:
+            return self.output / self.total, total
+        with_sinks = torch.logaddexp(total, sinks)
+        return self.output / self.total * (total - with_sinks).exp(), with_sinks
 
 
 def _future(start: int, stop: int, rows: int, length: int, device: torch.device) -> Tensor:

@@ -2,7 +2,8 @@
 
 A step reads two tokens: the one just written, whose logits give the next, and a guess of the next one, whose attention
 selects the entries that it will need. These are fetched in full precision while the model computes, and replace the
-packed ones in the next step. An interrupted step leaves the cache unchanged.
+packed ones in the next step. An interrupted step leaves the cache unchanged. A further turn attends to all entries in
+full precision, a layer at a time, as the prompt did.
 """
 
 from dataclasses import dataclass
@@ -16,12 +17,13 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from typing_extensions import override
 
 from keepsight.errors import UserError
-from keepsight.runtime.attention import OwnAttention
-from keepsight.runtime.cache import LayerEntries
+from keepsight.runtime.attention import run
+from keepsight.runtime.cache import LayerEntries, record_past, roll_back, with_full_layers
 from keepsight.runtime.importance import reduce_group
 from keepsight.runtime.offload import Fetch, FullEntries
 from keepsight.runtime.quantized.cache import PackedLayer
 from keepsight.runtime.quantized.entries import PackedEntries, attend_packed
+from keepsight.runtime.softmax import Softmax
 
 
 @dataclass(frozen=True)
@@ -82,10 +84,10 @@ class SpeCacheLayer(PackedLayer):
         return self.held.bytes + slots * (2 * width * self.keys.element_size() + 8)
 
     @override
-    def attend(self, query: Tensor, scaling: float) -> Tensor:
-        output, attention = attend_packed(query, self.held, scaling)
+    def look(self, query: Tensor, softmax: Softmax) -> Tensor:
+        output, attention = attend_packed(query, self.held, softmax)
         fetch = self.begin_fetch(attention)
-        return output if fetch is None else attend_packed(query, self.held, scaling, fetch.wait())[0]
+        return output if fetch is None else attend_packed(query, self.held, softmax, fetch.wait())[0]
 
     def begin_fetch(self, attention: Tensor) -> Fetch | None:
         """Start to fetch the entries with the most attention [B, K, H / K, n]; None for no entries."""
@@ -95,10 +97,21 @@ class SpeCacheLayer(PackedLayer):
     @override
     def settle(self) -> None:
         before, held = self.held, self.held.settled()
-        if held.packed_length > before.packed_length:  # the recent keys were packed; their values are the latest ones
-            values = before.recent_values[:, :, -before.recent_keys.shape[2] :]
-            self.full = self.full.append(before.recent_keys, values)
+        if packed := held.packed_length - before.packed_length:
+            keys, values = before.recent_keys, before.values(before.packed_length, before.length)
+            self.full = self.full.append(keys[:, :, :packed], values[:, :, :packed])
         self.hold(held)
+
+    def read_turn(self, keys: Tensor, values: Tensor) -> LayerEntries:
+        """Append entries [B, K, q, d] and return all in full precision; see `keepsight.runtime.turn`."""
+        self.add(keys, values)
+        held = self.held
+        recent = held.recent_keys, held.values(held.packed_length, held.length)
+        packed = self.full.read(keys.device).chunk(2, dim=3)
+        self.settle()
+        self.ahead = None
+        whole = [torch.cat(pair, dim=2) for pair in zip(packed, recent, strict=True)]
+        return LayerEntries(whole[0], whole[1], None)
 
     @override
     def entries(self) -> LayerEntries:
@@ -143,30 +156,35 @@ class PairReader:
         """
         logits = []
         for token, position in zip(input_ids.split(1, dim=1), position_ids.split(1, dim=1), strict=True):
-            layers = specache_layers(past_key_values)
-            if layers[0].ahead is None:  # the first guess comes from a step on packed entries alone
-                _, layers = self._step(token, position, layers, 0)
-            assert layers[0].ahead is not None
-            pair = torch.cat([token, layers[0].ahead.guess], dim=1)
-            after, layers = self._step(pair, position, layers, 1)
-            past_key_values.layers[:] = layers  # all layers at once, so that an interrupted step changes none
+            cache = past_key_values
+            if _guess(cache) is None:  # the first guess comes from a step on packed entries alone
+                _, cache = self._step(token, position, cache, 0)
+            guess = _guess(cache)
+            pair = token if guess is None else torch.cat([token, guess], dim=1)
+            after, cache = self._step(pair, position, cache, 1)
+            past_key_values.layers[:] = cache.layers  # all layers at once, so that an interrupted step changes none
             logits.append(after)
         return CausalLMOutputWithPast(logits=cast(Any, torch.cat(logits[-logits_to_keep:], dim=1)))
 
-    def _step(
-        self, tokens: Tensor, position: Tensor, layers: "list[SpeCacheLayer]", accepted: int
-    ) -> tuple[Tensor, "list[SpeCacheLayer]"]:
-        """Logits [B, 1, V] of the first token of [B, q], and the layers after the first `accepted` tokens."""
-        trials: list[Any] = [_TrialLayer(layer, accepted) for layer in layers]
+    def _step(self, tokens: Tensor, position: Tensor, cache: Cache, accepted: int) -> tuple[Tensor, Cache]:
+        """Logits [B, 1, V] of the first token of [B, q], and the cache after the first `accepted` tokens."""
+        trials = [_TrialLayer(layer, accepted) for layer in specache_layers(cache)]
+        trial = with_full_layers(cache, trials)
+        record_past(trial)
         positions = position + torch.arange(tokens.shape[1], device=tokens.device)
-        output = self._model(
-            input_ids=tokens, position_ids=positions, past_key_values=Cache(layers=trials), use_cache=True
-        )
+        output = run(self._model, trial, input_ids=tokens, position_ids=positions)
         guess = output.logits[:, -1:].argmax(dim=-1)
-        return output.logits[:, :1], [trial.after(guess) for trial in trials]
+        roll_back(trial, tokens.shape[1] - accepted)
+        return output.logits[:, :1], with_full_layers(trial, [each.after(guess) for each in trials])
 
 
-class _TrialLayer(SpeCacheLayer, OwnAttention):
+def _guess(cache: Cache) -> Tensor | None:
+    """[B, 1] int64: what the last step guessed; None before the first one, and where nothing is packed."""
+    ahead = next((layer.ahead for layer in specache_layers(cache)), None)
+    return None if ahead is None else ahead.guess
+
+
+class _TrialLayer(SpeCacheLayer):
     """A layer during a step: it keeps what the step adds apart.
 
     Args:
@@ -180,18 +198,14 @@ class _TrialLayer(SpeCacheLayer, OwnAttention):
         self._fetch: Fetch | None = None
 
     @override
-    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> Any:
-        self._next.add(*(each[:, :, : self._accepted] for each in (key_states, value_states)))
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
+        self._next.add(*(each[:, :, : self._accepted] for each in (key, value)))
         self._next.settle()
-        self.hold(self.held.with_recent(key_states, value_states))
-        return self, value_states
-
-    @override
-    def attend(self, query: Tensor, scaling: float) -> Tensor:
+        self.hold(self.held.with_recent(key, value))
         fetch = self.ahead.fetch if self.ahead is not None else None
         fetched = fetch.wait() if fetch is not None else None
         watched = self._next.held.packed_length  # those packed at the end of this step included
-        output, attention = attend_packed(query, self.held, scaling, fetched, watched)
+        output, attention = attend_packed(query, self.held, softmax, fetched, watched)
         self._fetch = self._next.begin_fetch(attention)
         return output
 

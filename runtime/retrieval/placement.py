@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from keepsight.errors import UserError
+from keepsight.runtime.cache import is_bounded
 from keepsight.runtime.offload import Traffic
 from keepsight.runtime.retrieval.elastic import Arrangement, ElasticLayer
 from keepsight.runtime.retrieval.memory_plan import MemoryPlan
@@ -41,7 +42,7 @@ class Placement:
         return max(self.least, self.plan.layers_on_cpu(rows * length) if self.plan is not None else 0)
 
     def place(self, layers: list[Any], length: int) -> None:
-        """Move layers to the CPU, in place in their list, before a step.
+        """Move layers with full attention to the CPU, in place in their list, before a step.
 
         Args:
             layers: Layers of a cache, on the device or on the CPU.
@@ -50,8 +51,9 @@ class Placement:
         Raises:
             UserError: they do not fit with all layers on the CPU either, or a layer selects for itself.
         """
-        resident = len(layers) - self.on_cpu(len(layers[0].keys), length)
-        for index in reversed(range(max(resident, 0), len(layers))):
+        places = [index for index, layer in enumerate(layers) if not is_bounded(layer)]
+        moving = self.on_cpu(len(layers[places[0]].keys), length) if places else 0
+        for index in reversed(places[max(len(places) - moving, 0) :]):
             if not isinstance(layers[index], ElasticLayer):
                 layers[index] = self._moved(layers[index], next(iter(elastic_layers(layers)), None))
 

@@ -14,13 +14,14 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from typing_extensions import override
 
 from keepsight.errors import UserError
-from keepsight.runtime.cache import share
+from keepsight.runtime.attention import run
+from keepsight.runtime.cache import full_layers, share, with_full_layers
 from keepsight.runtime.features import RecordFeatures
 from keepsight.runtime.retrieval.placement import Placement
 from keepsight.runtime.retrieval.selector import HeadSelector
 from keepsight.runtime.sparse_read.cache import SelectedLayer, SelectedState
-from keepsight.runtime.sparse_read.mla import reader_of
 from keepsight.runtime.state import State
+from keepsight.runtime.turn import TurnReader
 
 
 class RetrievalCache(Cache):
@@ -38,7 +39,7 @@ class RetrievalCache(Cache):
 
     @property
     def selected_layers(self) -> list[SelectedLayer]:
-        """The layers."""
+        """The layers with full attention."""
         return [layer for layer in self.layers if isinstance(layer, SelectedLayer)]
 
     def forget_after(self, length: int) -> None:
@@ -66,8 +67,8 @@ class RetrievalState(SelectedState):
 
     @override
     def held(self) -> Tensor:
-        shape = len(self.cache.layers), len(self.lengths), retrieval_cache(self.cache).selected_layers[0].keys.shape[1]
-        return self.lengths[:, None].expand(shape)
+        layers = retrieval_cache(self.cache).selected_layers
+        return self.lengths[:, None].expand(len(layers), -1, layers[0].keys.shape[1])
 
     @override
     def copy(self) -> State:
@@ -86,6 +87,29 @@ def retrieval_cache(cache: Cache) -> RetrievalCache:
     return cache
 
 
+class RetrievalTurnReader:
+    """A model that reads a further turn after a `RetrievalState`; the retrieval head reads it too.
+
+    Args:
+        model: The target.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model, self.config = model, model.config
+        self._reader = TurnReader(model)
+
+    def __call__(self, *, input_ids: Tensor, position_ids: Tensor, past_key_values: Cache, **options: Any) -> Any:
+        """Append tokens to a `RetrievalCache`: see the model's own call."""
+        cache = retrieval_cache(past_key_values)
+        selector = cache.selector
+        cache.placement.place(cache.layers, cache.get_seq_length() + input_ids.shape[1])
+        with RecordFeatures(self._model, selector.layers) as recorded:
+            output = self._reader(input_ids=input_ids, position_ids=position_ids, past_key_values=cache, **options)
+        features = torch.cat(recorded.outputs(), dim=-1) if selector.layers else None
+        selector.read(self._model.get_input_embeddings()(input_ids), features, position_ids)
+        return output
+
+
 class RetrievalReader:
     """A model that reads each token of a `RetrievalState` after the retrieval head has selected the entries.
 
@@ -95,13 +119,13 @@ class RetrievalReader:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model, self.config = model, model.config
-        self._reader = reader_of(model)
 
     def __call__(
         self,
         input_ids: Tensor,
         position_ids: Tensor,
         past_key_values: Cache,
+        attention_mask: Tensor | None = None,
         logits_to_keep: int = 0,
         **options: Any,
     ) -> CausalLMOutputWithPast:
@@ -111,29 +135,39 @@ class RetrievalReader:
             input_ids: [B, q] int64.
             position_ids: [B, q] int64.
             past_key_values: A `RetrievalCache`.
+            attention_mask: [B, M + q] bool, for layers that are bounded by themselves; None without padding.
             logits_to_keep: Number of last tokens whose logits are returned; 0 for all.
-            options: Other arguments of a model; unused, as the layers know the padding and nothing is recorded.
+            options: Other arguments of a model; unused, as nothing is recorded.
         """
-        cache = retrieval_cache(past_key_values)
-        pairs = zip(input_ids.split(1, dim=1), position_ids.split(1, dim=1), strict=True)
-        logits = [self._step(*pair, cache) for pair in pairs]
+        cache, count = retrieval_cache(past_key_values), input_ids.shape[1]
+        ends = [1 + place - count or None for place in range(count)]
+        masks = [None if attention_mask is None else attention_mask[:, :end] for end in ends]
+        steps = zip(input_ids.split(1, dim=1), position_ids.split(1, dim=1), masks, strict=True)
+        logits = [self._step(*step, cache) for step in steps]
         return CausalLMOutputWithPast(logits=cast(Any, torch.cat(logits[-logits_to_keep:], dim=1)))
 
-    def _step(self, token: Tensor, position: Tensor, cache: RetrievalCache) -> Tensor:
+    def _step(self, token: Tensor, position: Tensor, attention_mask: Tensor | None, cache: RetrievalCache) -> Tensor:
         """Logits [B, 1, V] of one token."""
         before, selector = cache.get_seq_length(), cache.selector
         cache.placement.place(cache.layers, before + 1)
+        layers = with_full_layers(cache, full_layers(cache)).layers
         try:
             chosen = selector.select(self._model.get_input_embeddings()(token), position)
             for layer in cache.selected_layers:
                 layer.prepare(chosen)
             with RecordFeatures(self._model, selector.layers) as recorded:
-                output = self._reader(
-                    input_ids=token, position_ids=position, past_key_values=cache, use_cache=True, logits_to_keep=1
+                output = run(
+                    self._model,
+                    cache,
+                    input_ids=token,
+                    attention_mask=attention_mask,
+                    position_ids=position,
+                    logits_to_keep=1,
                 )
             if selector.layers:
                 selector.features = torch.cat(recorded.outputs(), dim=-1)
         except BaseException:
+            cache.layers[:] = layers
             cache.forget_after(before)
             raise
         return output.logits

@@ -1,10 +1,12 @@
 """A retrieval head selects entries, once for all layers, before the model runs (SpeContext, arXiv 2512.00722)."""
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
 from keepsight.models.retrieval_head import RetrievalHead
 from keepsight.runtime.cache import ROOM
+from keepsight.runtime.softmax import Softmax
 from keepsight.runtime.sparse_read.cache import Selection
 from keepsight.runtime.sparse_read.top_k import StepBudget, most_attended
 
@@ -42,7 +44,7 @@ class HeadSelector:
     """Selects for all layers before the model runs, by the attention of a retrieval head over its own keys.
 
     Args:
-        head: The retrieval head.
+        head: The retrieval head, for as many positions as there are keys; it is extended as they grow.
         layers: The target's layers whose outputs are the head's features; empty when it reads embeddings alone.
         keys: [B, K, C, d], the head's keys of all tokens so far.
         features: [B, 1, w], the target's features of the last token; None when the head reads none.
@@ -75,9 +77,32 @@ class HeadSelector:
             embeddings: [B, 1, hidden], the target's embedding of the token.
             positions: [B or 1, 1] int64.
         """
+        self._reach(self.keys.length + 1)
         query, key = self.head.project(embeddings, self.features, positions)
         self.keys.append(key)
-        return most_attended(query, self.keys.keys, self.head.scaling, self.padding, self.budget)
+        return most_attended(query, self.keys.keys, Softmax(self.head.scaling), self.padding, self.budget)
+
+    def read(self, embeddings: Tensor, features: Tensor | None, positions: Tensor) -> None:
+        """Append the keys of tokens that the target has read without it.
+
+        Args:
+            embeddings: [B, q, hidden], the target's embeddings of the tokens.
+            features: [B, q, w], the target's features of these tokens; None when the head reads none.
+            positions: [B or 1, q] int64.
+        """
+        self._reach(self.keys.length + embeddings.shape[1])
+        before = None
+        if features is not None and self.features is not None:
+            before = torch.cat([self.features, features[:, :-1]], dim=1)
+            self.features = features[:, -1:]
+        self.keys.append(self.head.keys(self.head.inputs(embeddings, before), positions))
+
+    def _reach(self, length: int) -> None:
+        """Extend the head, and turn its keys to the angles that it then has."""
+        if (head := self.head.reaching(length)) is not self.head:
+            places = torch.arange(self.keys.length, device=self.keys.keys.device)[None]
+            positions = places if self.padding is None else (places - self.padding[:, None]).clamp(min=0)
+            self.keys, self.head = HeadKeys(head.turned(self.keys.keys, positions, self.head)), head
 
     def share(self) -> "HeadSelector":
         """An independent copy."""

@@ -3,7 +3,7 @@
 A step reads what was selected among the entries before its token, and the token's own entry, which the budget does not
 count. Entries keep their places: padding stays on the left, generated tokens follow the prompt's and are selected like
 them. Keys are stored after RoPE, so that gathered entries may be in any order, and one query needs no causal mask over
-them. Several tokens read in one pass are read one by one.
+them. Several tokens read in one pass are read one by one, but for a further turn (`keepsight.runtime.turn`).
 """
 
 from abc import ABC, abstractmethod
@@ -18,8 +18,9 @@ from transformers.cache_utils import Cache
 from typing_extensions import override
 
 from keepsight.errors import UserError
-from keepsight.runtime.attention import OwnAttention, grouped_attention
-from keepsight.runtime.cache import KeptLayer, LayerEntries, cache_bytes, entries
+from keepsight.runtime.attention import OwnAttention
+from keepsight.runtime.cache import ROOM, KeptLayer, LayerEntries, cache_bytes, entries
+from keepsight.runtime.softmax import Softmax, grouped_attention, visible
 from keepsight.runtime.state import State
 
 
@@ -39,12 +40,12 @@ class LayerSelector(ABC):
     """Selects inside a layer, once its queries are known."""
 
     @abstractmethod
-    def select(self, query: Tensor, scaling: float, keys: Tensor, padding: Tensor | None) -> Selection:
+    def select(self, query: Tensor, softmax: Softmax, keys: Tensor, padding: Tensor | None) -> Selection:
         """Select what a step reads.
 
         Args:
             query: [B, H, 1, d] after RoPE.
-            scaling: Factor of the dot products.
+            softmax: The layer's.
             keys: [B, K, C + 1, d] after RoPE, the token's own key last.
             padding: [B] int64, number of padding entries on the left; None for none.
         """
@@ -59,7 +60,7 @@ class LayerSelector(ABC):
         return self
 
 
-class SelectedLayer(KeptLayer):
+class SelectedLayer(KeptLayer, OwnAttention):
     """A cache layer that attends to selected entries only.
 
     Args:
@@ -112,23 +113,37 @@ class SelectedLayer(KeptLayer):
 
     @override
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> Any:
-        return _OneByOne(self, key_states, value_states), value_states
+        return key_states, value_states
 
-    def step(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    @override
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
+        tokens = zip(*(each.split(1, dim=2) for each in (query, key, value)), strict=True)
+        return torch.cat([self.step(*token, softmax) for token in tokens], dim=1)
+
+    def step(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
         """Append a token and attend: query [B, H, 1, d], key and value [B, K, 1, d] -> [B, 1, H, d]."""
         self.append(key, value)
         chosen, self._announced = self._announced, None
         if chosen is None:
             if self.selector is None:
                 raise UserError("this state is read by its method's reader: give method.reader(model) for the model")
-            chosen = self.selector.select(query, scaling, self.keys, self.padding)
+            chosen = self.selector.select(query, softmax, self.keys, self.padding)
         keys, values, real = self.gather(chosen)
-        return grouped_attention(query, keys, values, None if real is None else real[:, :, None], scaling)
+        return grouped_attention(query, keys, values, None if real is None else real[:, :, None], softmax)
 
     def append(self, keys: Tensor, values: Tensor) -> None:
         """Append entries [B, K, q, d]."""
         self._append(keys, values)
         self.seen += keys.shape[2]
+
+    def read_turn(self, keys: Tensor, values: Tensor) -> LayerEntries:
+        """Append entries [B, K, q, d] and return all, for tokens that attend to all; see `keepsight.runtime.turn`."""
+        self.append(keys, values)
+        return self.entries()
+
+    @override
+    def _spare(self, count: int) -> int:
+        return ROOM  # what memory plans count
 
     @override
     def entries(self) -> LayerEntries:
@@ -144,26 +159,23 @@ class SelectedLayer(KeptLayer):
         return SelectedLayer(self.keys, self.values, self.seen, self.padding, selector)
 
 
-class _OneByOne(OwnAttention):
-    """New tokens of a layer, appended and attended to one at a time.
-
-    Args:
-        layer: The layer that they are appended to.
-        keys: [B, K, q, d].
-        values: [B, K, q, d].
-    """
-
-    def __init__(self, layer: SelectedLayer, keys: Tensor, values: Tensor) -> None:
-        self.layer, self.keys, self.values = layer, keys, values
+class DenseLayer(KeptLayer, OwnAttention):
+    """A cache layer that attends to all of its entries, also where the model would append latents to them."""
 
     @override
-    def attend(self, query: Tensor, scaling: float) -> Tensor:
-        outputs = []
-        for place in range(query.shape[2]):
-            own = slice(place, place + 1)
-            token = self.keys[:, :, own], self.values[:, :, own]
-            outputs.append(self.layer.step(query[:, :, own], *token, scaling))
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> Any:
+        return key_states, value_states
+
+    @override
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
+        super().update(key, value)
+        real = self.real if self.real is not None else self.keys.new_ones(self.keys.shape[:3], dtype=torch.bool)
+        return grouped_attention(query, self.keys, self.values, visible(query.shape[2], real), softmax)
+
+    @override
+    def share(self) -> "DenseLayer":
+        self._shared = self.keys.shape[2]
+        return DenseLayer(self.keys, self.values, self.seen, self.real)
 
 
 @dataclass(frozen=True)
@@ -174,9 +186,9 @@ class SelectedState(State):
     @override
     def kv_bytes(self) -> int:
         """Bytes on the device: all keys and values there, and what selectors hold."""
-        layers: list[Any] = self.cache.layers
         return sum(
-            layer.bytes if isinstance(layer, SelectedLayer) else cache_bytes(Cache(layers=[layer])) for layer in layers
+            layer.bytes if isinstance(layer, SelectedLayer) else cache_bytes(Cache(layers=[layer]))
+            for layer in self.cache.layers
         )
 
 
@@ -186,15 +198,15 @@ MakeLayer = Callable[[int, Tensor, Tensor, int, Tensor | None], KeptLayer]
 
 
 def selected_layers(state: State, make: MakeLayer) -> list[KeptLayer]:
-    """A layer for each of a state's layers.
+    """A layer for each of a state's layers with full attention.
 
     Raises:
         UserError: entries were evicted, so that they cannot be selected.
     """
-    tokens, held = state.tokens.shape[1], {keys.shape[2] for keys, _, _ in entries(state.cache)}
-    if held != {tokens}:
+    tokens = state.tokens.shape[1]
+    if evicted := {keys.shape[2] for keys, _, _ in entries(state.cache)} - {tokens}:
         raise UserError(
-            f"a step selects among all {tokens} tokens, and the cache holds {max(held)} of them; give a state from "
+            f"a step selects among all {tokens} tokens, and the cache holds {max(evicted)} of them; give a state from "
             "which nothing was evicted"
         )
     padding = None if state.tokens_mask is None else tokens - state.lengths

@@ -1,26 +1,26 @@
 """Methods that keep every entry and read a few of them per step.
 
 The budget: entries that each layer and KV head reads for a token, sinks and window included, beside the token's own
-entry. A ratio (a float between 0 and 1) stands for `round(ratio * N)`, N being the longest prompt of the batch.
-Generated tokens are selected like the prompt's. A budget that covers the cache gives full attention.
+entry. A ratio (a float between 0 and 1) stands for `round(ratio * N)`, N being the prompt's own length, whatever the
+batch. Generated tokens are selected like the prompt's. A budget that covers the cache gives full attention.
 """
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
 from typing_extensions import override
 
 from keepsight.errors import UserError
-from keepsight.runtime.attention import Reader, require_full_attention
+from keepsight.runtime.attention import Reader
 from keepsight.runtime.budget import Budget
+from keepsight.runtime.cache import with_full_layers
 from keepsight.runtime.method import CacheMethod
 from keepsight.runtime.sparse_read.cache import MakeLayer, SelectedState, selected_layers
-from keepsight.runtime.sparse_read.mla import expanded, reader_of
+from keepsight.runtime.sparse_read.mla import expanded
 from keepsight.runtime.state import State, Trace
+from keepsight.runtime.turn import TurnReader
 
 
 @dataclass(frozen=True)
@@ -67,14 +67,13 @@ class SparseRead(CacheMethod):
     @override
     @torch.no_grad()
     def compress(self, model: PreTrainedModel, state: State) -> State:
-        require_full_attention(model, "entries can only be chosen", latent=True)
         state = expanded(model, state)
-        layers: list[Any] = [*selected_layers(state, self.layers_for(state))]
-        return SelectedState(Cache(layers=layers), None, state.logits, state.tokens, state.lengths, Trace())
+        cache = with_full_layers(state.cache, selected_layers(state, self.layers_for(state)))
+        return SelectedState(cache, None, state.logits, state.tokens, state.lengths, Trace(), state.shift)
 
     @override
-    def reader(self, model: PreTrainedModel) -> Reader:
-        return reader_of(model)
+    def turn_reader(self, model: PreTrainedModel) -> Reader:
+        return TurnReader(model)
 
     @abstractmethod
     def layers_for(self, state: State) -> MakeLayer:

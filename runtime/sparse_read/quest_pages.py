@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.nn import functional
 from typing_extensions import override
 
+from keepsight.runtime.softmax import Softmax
 from keepsight.runtime.sparse_read.cache import LayerSelector, Selection
 
 
@@ -20,13 +21,19 @@ class TopPages(LayerSelector):
     The entries of the partial page are always read, within the budget; the rest of it is rounded down to whole pages.
 
     Args:
-        budget: Entries that a KV head reads per step, beside the token's own.
+        budget: Entries that a KV head reads per step, beside the token's own; one number, or one for each row.
         page: Entries per page.
         bounds: [B, K, P, 2d] of known pages, maxima before minima; none by default.
         filled: Number of known pages per row, or for all rows.
     """
 
-    def __init__(self, budget: int, page: int = 16, bounds: Tensor | None = None, filled: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self,
+        budget: int | tuple[int, ...],
+        page: int = 16,
+        bounds: Tensor | None = None,
+        filled: tuple[int, ...] = (),
+    ) -> None:
         self.budget, self.page = budget, page
         self._bounds, self._filled = bounds, list(filled)
 
@@ -47,12 +54,13 @@ class TopPages(LayerSelector):
         return TopPages(self.budget, self.page, bounds if alike else bounds.clone(), tuple(self._filled))
 
     @override
-    def select(self, query: Tensor, scaling: float, keys: Tensor, padding: Tensor | None) -> Selection:
+    def select(self, query: Tensor, softmax: Softmax, keys: Tensor, padding: Tensor | None) -> Selection:
         length = keys.shape[2] - 1
         starts = _starts(padding)
         self.summarise(keys[:, :, :length], padding)
         open_entries = [(length - start) % self.page for start in starts]
-        room = [max(self.budget - entries, 0) // self.page for entries in open_entries]
+        budgets = self.budget if isinstance(self.budget, tuple) else [self.budget] * len(starts)
+        room = [max(budget - each, 0) // self.page for budget, each in zip(budgets, open_entries, strict=False)]
         taken = [min(pair) for pair in zip(room, self._filled, strict=True)]
         pages = self.scores(query).topk(max(taken), dim=-1).indices
         first = pages.new_tensor(starts).view(-1, 1, 1, 1)

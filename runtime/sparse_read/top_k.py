@@ -11,6 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from keepsight.runtime.importance import attention_weights, reduce_group
+from keepsight.runtime.softmax import Softmax
 from keepsight.runtime.sparse_read.cache import LayerSelector, Selection, real_mask
 
 
@@ -19,12 +20,12 @@ class StepBudget:
     """How many entries a KV head reads per step, beside the token's own.
 
     Attributes:
-        entries: Entries to read; all where there are fewer.
+        entries: Entries to read; all where there are fewer. One number, or one for each row.
         sinks: Number of first entries that are always read, within the budget.
         window: Number of last entries that are always read, within the budget.
     """
 
-    entries: int
+    entries: int | tuple[int, ...]
     sinks: int = 0
     window: int = 0
 
@@ -36,7 +37,8 @@ class StepBudget:
             padding: [B] int64, number of padding entries on the left; None for none.
 
         Returns:
-            k = min(entries, C) different entries per head; where a row has fewer real ones, padding fills up.
+            k = min(entries, C) different entries per head, of the row that reads most; rows that read fewer, or have
+            fewer real ones, are filled up with what is not real.
         """
         length = importance.shape[2]
         importance[..., max(length - self.window, 0) :] = torch.inf
@@ -46,22 +48,31 @@ class StepBudget:
             real = real_mask(padding, length)[:, None]
             first = ~real_mask(padding + self.sinks, length)[:, None]
             importance = importance.masked_fill(first, torch.inf).masked_fill(~real, -1.0)
-        indices = importance.topk(min(self.entries, length), dim=-1, sorted=False).indices
-        return Selection(indices, None if padding is None else indices >= padding[:, None, None])
+        counts = self.entries if isinstance(self.entries, tuple) else (self.entries,)
+        alike = min(counts) == max(counts)
+        indices = importance.topk(min(max(counts), length), dim=-1, sorted=not alike).indices
+        if padding is None:
+            return Selection(indices, None)
+        real = indices >= padding[:, None, None]
+        if not alike:
+            real &= torch.arange(indices.shape[2], device=indices.device) < indices.new_tensor(counts)[:, None, None]
+        return Selection(indices, real)
 
 
-def most_attended(query: Tensor, keys: Tensor, scaling: float, padding: Tensor | None, budget: StepBudget) -> Selection:
+def most_attended(
+    query: Tensor, keys: Tensor, softmax: Softmax, padding: Tensor | None, budget: StepBudget
+) -> Selection:
     """Select the entries that one token attends to most.
 
     Args:
         query: [B, H, 1, d] after RoPE.
         keys: [B, K, C + 1, d] after RoPE, the token's own key last.
-        scaling: Factor of the dot products.
+        softmax: The layer's.
         padding: [B] int64, number of padding entries on the left; None for none.
         budget: How many entries to select.
     """
     mask = None if padding is None else real_mask(padding, keys.shape[2])
-    weights = attention_weights(query, keys, scaling, mask)[:, :, 0, :-1]
+    weights = attention_weights(query, keys, softmax, mask)[:, :, 0, :-1]
     return budget.top(reduce_group(weights, keys.shape[1], "max"), padding)
 
 
@@ -76,5 +87,5 @@ class TopAttention(LayerSelector):
     budget: StepBudget
 
     @override
-    def select(self, query: Tensor, scaling: float, keys: Tensor, padding: Tensor | None) -> Selection:
-        return most_attended(query, keys, scaling, padding, self.budget)
+    def select(self, query: Tensor, softmax: Softmax, keys: Tensor, padding: Tensor | None) -> Selection:
+        return most_attended(query, keys, softmax, padding, self.budget)

@@ -1,11 +1,13 @@
 """Running commands as a user types them, and a tiny target and adapter to run them with."""
 
+import re
 from pathlib import Path
 
 import pytest
 
 from keepsight.commands import bench
 from keepsight.commands.cli import COMMANDS, main
+from keepsight.eval.report.panels import FORMATS
 from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_files import Provenance, save_lookahead
 from keepsight.models.lookahead_settings import LookaheadSettings
@@ -15,6 +17,16 @@ from tests.tiny import save_tiny_target
 ALL_COMMANDS = [name for name in COMMANDS if name != "bench"] + [f"bench {name}" for name in bench.COMMANDS]
 DATA = ["limit=6", "shard_size=2", "max_new_tokens=4", "mixture=mixture.yaml", "out=data"]
 NEEDLES = ["tasks=[niah_single]", "lengths=[320]", "samples=3", "budgets=[40,0.25]", "max_new_tokens=6"]
+
+
+_PLOTS = ("overview", "tradeoffs", "scores", "excess_nll")
+_TABLES = ("overall", "by_task", "differences", "costs")
+RUN_FILES = {
+    *("report.html", "results.jsonl", "settings.json", "summary.csv", "kept/SAMPLE.json", "samples/SAMPLE.html"),
+    *(f"plots/{name}.{kind}" for name in _PLOTS for kind in FORMATS),
+    *(f"tables/{name}.{kind}" for name in _TABLES for kind in ("md", "tex", "csv")),
+}
+"""What `keepsight eval` leaves, as `files_of_run` names it."""
 
 
 class CommandLine:
@@ -53,6 +65,12 @@ def save_target_and_adapter(folder: Path) -> None:
     save_tiny_target(folder / "tiny")
     module = Lookahead(load_target(str(folder / "tiny"), device="cpu").model, LookaheadSettings(tokens=4, rank=2))
     save_lookahead(module, folder / "adapter", Provenance("tiny"), "---\nlicense: apache-2.0\n---\n# Card\n")
+
+
+def files_of_run(folder: Path) -> set[str]:
+    """The files of an evaluation, those about single samples under one name; depth is drawn for needles alone."""
+    names = {re.sub(r"[0-9a-f]{16}", "SAMPLE", name) for name in tree(folder)}
+    return {name for name in names if not name.startswith("plots/depth.")}
 
 
 def tree(folder: Path) -> list[str]:

@@ -31,6 +31,14 @@ def test_evictions_against_the_prefill(keepsight: CommandLine) -> None:
     assert rows == [(length, method) for length in ("90", "120") for method in methods]
 
 
+def test_operators_of_methods(keepsight: CommandLine) -> None:
+    given = ("tokens=90", "methods=[snapkv,lookaheadkv]", "budgets=[48]")
+    title, names, *lines = keepsight("bench", "ops", *TINY, *given).splitlines()
+    assert title.startswith("operators / syncs a layer; 3 layers, 90 prompt tokens; ")
+    assert names.split() == ["method", "observe", "select", "gather", "decode"]
+    assert [line[:18].strip() for line in lines] == ["plain model", "snapkv 48", "lookaheadkv 48"]
+
+
 def test_bad_values(keepsight: CommandLine) -> None:
     assert keepsight.fails("bench", "evict", *TINY, "lengths=[64,0]") == "lengths=[64, 0] must be at least 1"
     assert keepsight.fails("bench", "evict", *TINY, "methods=[full]").startswith("method 'full' evicts nothing ")

@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 
+from keepsight.commands import plan
 from keepsight.data_gen import shards
 from keepsight.files import append_lines, read_json, read_jsonl
-from tests.commands.commands import DATA, CommandLine
+from keepsight.models import targets
+from tests.commands.commands import DATA, CommandLine, tree
 
 pytestmark = pytest.mark.usefixtures("here")
 ROOT = Path(__file__).parents[2]
@@ -110,3 +112,19 @@ def test_an_interrupted_process_says_so_and_goes_on(keepsight: CommandLine, here
     assert keepsight(*given).startswith("24 samples in data: ")
     rows = [row["index"] for path in sorted((here / "data").glob("shard-*")) for row in read_jsonl(path)]
     assert rows == list(range(24))
+
+
+@pytest.mark.parametrize("command", ["data", "eval", "plan"])
+def test_a_packaged_file_stands_for_its_own_id_alone(
+    command: str, keepsight: CommandLine, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another model's answers would be written under the name that was asked for."""
+    before = tree(here)
+    for module in (targets, plan):
+        monkeypatch.setattr(module, "hub_answers", lambda: False)
+    keys = {"data": ["out=data"], "eval": ["out=eval", "tasks=[niah_single]"], "plan": ["memory=24GiB"]}[command]
+    complaint = keepsight.fails(command, "model.id=ada/other", *keys)
+    assert complaint.startswith(
+        "model 'ada/other' is no folder, is not in the Hub's cache, and the Hub does not answer"
+    )
+    assert tree(here) == before

@@ -4,6 +4,7 @@ import base64
 import csv
 import json
 import re
+import zlib
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -22,14 +23,14 @@ from keepsight.runtime.evict import Evict
 from keepsight.runtime.importance import NO_POOL, Reduce
 from keepsight.runtime.methods import H2O, Resources, SnapKV
 from keepsight.runtime.methods.dapq import PromptEnds
-from tests.commands.commands import NEEDLES, CommandLine, tree
+from tests.commands.commands import NEEDLES, RUN_FILES, CommandLine, files_of_run, tree
+from tests.eval.judging import endpoint
 from tests.eval.rows import CLOCKS, comparable
 
 RULER = {"layout": "ruler", "prompt": "{input}{answer_prefix}", "metric": RULER_METRIC}
 pytestmark = pytest.mark.usefixtures("here")
 TINY = ("model.id=tiny", "model.device=cpu", "adapter=adapter", "out=out")
 METHODS = ["full", "oracle", "lookaheadkv", "snapkv", "streamingllm"]
-FILES = ["excess_nll.png", "report.html", "results.jsonl", "scores.png", "settings.json", "summary.csv"]
 
 
 @pytest.fixture(scope="module")
@@ -57,13 +58,14 @@ def test_every_method_and_budget_has_a_row_and_a_mean(
 
     monkeypatch.setattr(evaluation, "make_method", noted)
     printed = keepsight("eval", *TINY, *NEEDLES)
-    assert tree(here / "out") == FILES
+    assert files_of_run(here / "out") == RUN_FILES
     assert rows_of(here / "out") == comparable(whole)
     cells = [("full", None), *((name, budget) for name in METHODS[1:] for budget in (40, 0.25))]
     assert Counter((row["method"], row["budget"]) for row in whole) == dict.fromkeys(cells, 3)
     with (here / "out" / "summary.csv").open() as table:
         summary = list(csv.DictReader(table))
-    assert list(summary[0]) == ["task", "length", "method", "budget", "n", "score", "excess_nll", "agreement"]
+    assert list(summary[0])[:8] == ["task", "length", "method", "budget", "n", "score", "excess_nll", "agreement"]
+    assert list(summary[0])[8:10] == ["score_low", "score_high"]
     means = {(row["method"], float(row["budget"]) if row["budget"] else None): row for row in summary}
     assert means.keys() == set(cells) and len(summary) == 9
     for cell, mean in means.items():
@@ -75,7 +77,8 @@ def test_every_method_and_budget_has_a_row_and_a_mean(
     html = (here / "out" / "report.html").read_text("utf-8")
     assert made == [(name, budget) for name in METHODS[1:] for budget in (40, 0.25)], "each is made once"
     assert all(name in html for name in METHODS) and "adapter" in html
-    assert all((here / "out" / name).read_bytes().startswith(b"\x89PNG") for name in FILES if name.endswith("png"))
+    plots = [name for name in RUN_FILES if name.endswith("png")]
+    assert len(plots) == 4 and all((here / "out" / name).read_bytes().startswith(b"\x89PNG") for name in plots)
 
 
 def test_one_prompt_is_shown_before_anything_is_scored(keepsight: CommandLine, here: Path) -> None:
@@ -117,7 +120,7 @@ def test_a_stopped_evaluation_goes_on(
         keepsight("eval", *TINY, *NEEDLES)
     assert written == [9, 9, 9, 9]
     assert rows_of(here / "out") == comparable(whole)
-    assert tree(here / "out") == FILES
+    assert files_of_run(here / "out") == RUN_FILES
     before = (here / "out" / "results.jsonl").read_bytes()
     keepsight("eval", *TINY, *NEEDLES, "max_batch_tokens=1")
     assert (here / "out" / "results.jsonl").read_bytes() == before
@@ -129,11 +132,11 @@ def test_a_stopped_evaluation_goes_on(
 def test_other_settings_do_not_mix(keepsight: CommandLine, here: Path, change: str) -> None:
     given = [*NEEDLES, "methods=[oracle,snapkv]", "samples=1"]
     keepsight("eval", *TINY, *given)
-    before = {path.name: path.read_bytes() for path in (here / "out").iterdir()}
+    before = {name: (here / "out" / name).read_bytes() for name in tree(here / "out")}
     message = keepsight.fails("eval", *TINY, *given, change)
     assert message.startswith(f"out: these results were made with {change.split('=')[0].split('.')[0]}=")
     assert message.endswith("; choose another out=, or delete the folder")
-    assert {path.name: path.read_bytes() for path in (here / "out").iterdir()} == before
+    assert {name: (here / "out" / name).read_bytes() for name in tree(here / "out")} == before
 
 
 def real_samples(folder: Path) -> None:
@@ -166,6 +169,16 @@ def test_real_samples(keepsight: CommandLine, here: Path) -> None:
     assert "facts: 1 samples are longer than max_tokens=512 and were dropped" in printed
     found = [(row["task"], row["length"], row["sample"], row["method"]) for row in rows_of(here / "out")]
     assert found == [("facts", 512, sample, method) for sample in "01" for method in ("full", "snapkv")]
+
+
+def test_a_judge_scores_both_turns_of_a_conversation(keepsight: CommandLine, here: Path) -> None:
+    write_lines(here / "question.jsonl", [{"question_id": 81, "category": "writing", "turns": ["Hello?", "And?"]}])
+    keys = ["tasks=[mt_bench]", "mt_bench.file=question.jsonl", "max_new_tokens=4", "methods=[snapkv]", "budgets=[64]"]
+    with endpoint(lambda body: "[[7]]" if "Conversation" in body["messages"][-1]["content"] else "[[4]]") as judge:
+        keepsight("eval", *TINY, *keys, f"judge.url={judge.url}")
+    rows = read_jsonl(here / "out" / "results.jsonl")
+    assert {(row["task"], row["score"]) for row in rows} == {("mt_bench_turn_1", 0.4), ("mt_bench_turn_2", 0.7)}
+    assert "task mt_bench needs a judge: judge.url=" in keepsight.fails("eval", *TINY, *keys, "out=other")
 
 
 @pytest.mark.parametrize(("question", "times"), [("seen", 3), ("unseen", 3 + 2)])
@@ -227,8 +240,8 @@ COMPOSED = (
 def test_methods_are_composed_and_named(keepsight: CommandLine, here: Path) -> None:
     keepsight("eval", *TINY, *NEEDLES, "samples=1", "budgets=[40]", COMPOSED)
     names = [row["method"] for row in rows_of(here / "out")]
-    drafter = "{'name': 'draft_tokens', 'drafter': 'prompt_ends', 'window': 4}"
-    composed = f"evict observer={drafter} reduce=max pool=none allocate={{'name': 'adakv', 'floor': 0.5}} window=4"
+    drafter = "draft_tokens(drafter=prompt_ends, window=4)"
+    composed = f"evict observer={drafter} reduce=max pool=none allocate=adakv(floor=0.5) window=4"
     assert names == ["full", "snapkv", composed, "wide", "h2o every=3"]
     config = parse(evaluation.Config, [*TINY, COMPOSED, "budgets=[40]"])
     methods = [variant.method for variant in evaluation.variants_of(config, Resources())]
@@ -245,12 +258,12 @@ EVERY = "full,oracle,lookaheadkv,laq,speckv,dapq,snapkv,pyramidkv,adakv,h2o,tova
 
 
 def test_all_methods_of_the_papers(keepsight: CommandLine, here: Path) -> None:
-    given = ["tasks=[niah]", "lengths=[700]", f"methods=[{EVERY}]", "budgets=[64,128]", "samples=1"]
+    given = ["tasks=[niah]", "lengths=[700]", f"methods=[{EVERY}]", "budgets=[72,128]", "samples=1"]
     printed = keepsight("eval", *TINY, "draft.layers=[0,1]", "max_new_tokens=6", *given)
     rows = rows_of(here / "out")
-    cells = [("full", None), *((name, budget) for name in EVERY.split(",")[1:] for budget in (64, 128))]
+    cells = [("full", None), *((name, budget) for name in EVERY.split(",")[1:] for budget in (72, 128))]
     assert [(row["method"], row["budget"]) for row in rows] == cells * 4
-    assert tree(here / "out") == FILES
+    assert files_of_run(here / "out") == RUN_FILES
     for row in rows:
         assert row["method"] in printed
         if row["budget"]:
@@ -269,7 +282,7 @@ def test_every_eviction_can_be_inspected(keepsight: CommandLine, here: Path, met
     printed = keepsight("inspect", *TINY[:2], "prompt=" + "Ada wrote it. " * 20, *given)
     tokens = int(printed.split()[0])
     data = json.loads(re.findall(r">(\{.*\})</script>", (here / "page.html").read_text("utf-8"))[0])
-    kept = {each["name"]: base64.b64decode(each["counts"]) for each in data["methods"]}
+    kept = {each["name"]: zlib.decompress(base64.b64decode(each["counts"])) for each in data["methods"]}
     assert set(kept) == {method, "snapkv"} and len(data["tokens"]) == tokens
     for counts in kept.values():
         assert len(counts) == 3 * tokens and sum(counts) == 3 * 2 * 48

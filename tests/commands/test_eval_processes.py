@@ -11,14 +11,13 @@ import pytest
 from keepsight.commands.eval import own_share
 from keepsight.eval.tasks.samples import Sample, render
 from keepsight.files import append_lines, read_jsonl, write_lines
-from tests.commands.commands import CommandLine, tree
+from tests.commands.commands import RUN_FILES, CommandLine, files_of_run
 from tests.eval.rows import CLOCKS, comparable
 from tests.tiny import tiny_tokenizer
 
 pytestmark = pytest.mark.usefixtures("here")
 GIVEN = ["model.id=tiny", "model.device=cpu", "adapter=null", "methods=[snapkv,adakv]", "budgets=[40]", "samples=3"]
 TASK = ["tasks=[niah_multikey]", "lengths=[600]", "max_new_tokens=6", "question=multi"]
-FILES = ["excess_nll.png", "report.html", "results.jsonl", "scores.png", "settings.json", "summary.csv"]
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -60,7 +59,7 @@ def test_two_processes_give_what_one_gives_and_go_on_where_others_stopped(keepsi
         stream.write('{"task": "niah_mul')
     result = launch(here, "out=two")
     assert result.returncode == 0, result.stderr
-    assert tree(here / "two") == FILES
+    assert files_of_run(here / "two") == RUN_FILES
     assert rows_of(here / "two") == comparable(expected)
     assert result.stdout.count("report: two/report.html") == result.stdout.count("first prompt, ") == 1
     kept = [row for row in read_jsonl(here / "two" / "results.jsonl") if row in rows]
@@ -70,7 +69,7 @@ def test_two_processes_give_what_one_gives_and_go_on_where_others_stopped(keepsi
     write_lines(here / "two" / "results-0.jsonl", rows[-9:])
     write_lines(here / "two" / "results.jsonl", rows[:9])
     keepsight("eval", *GIVEN, *TASK, "out=two")
-    assert tree(here / "two") == FILES
+    assert files_of_run(here / "two") == RUN_FILES
     assert rows_of(here / "two") == comparable(expected)
 
 

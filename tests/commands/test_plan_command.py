@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -47,10 +48,10 @@ def test_a_table_from_a_configuration_alone(keepsight: CommandLine, here: Path) 
     assert [row[0] for row in rows] == list(range(33))
     assert [row[1] for row in rows] == [length // 4 for length in plan.thresholds]
     assert [row[3] for row in rows] == list(plan.paper_thresholds(4))
-    assert rows[32][2] == pytest.approx(32 * plan.slots / 1e6, abs=0.05)
+    assert rows[32][2] == pytest.approx(32 * plan.slots / 2**20, abs=0.05)
     given, conclusion = printed.split("\n\n")[0], printed.split("\n\n")[2]
     assert given.startswith(
-        "8b in bfloat16: 16.06 GB of weights, 184.57 MB of retrieval head; with 30% for activations"
+        "8b in bfloat16: 14.96 GiB of weights, 176.02 MiB of retrieval head; with 30% for activations"
     )
     assert "32 layers x 8 KV heads x 128 dimensions x 2 (keys, values) x 2 bytes = 131072 bytes" in given
     assert f"every layer stays on the GPU up to {plan.thresholds[0] // 4} tokens a request" in conclusion
@@ -78,6 +79,18 @@ def test_a_plot(keepsight: CommandLine, here: Path) -> None:
     assert (here / "plots" / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("context", [100_000, 10_000, 10_000_000])
+def test_the_plot_ends_at_the_context(context: int) -> None:
+    plan = MemoryPlan(24 * 2**30, 2 * 8_030_261_248, 2 * HEAD, 32, 8, 128, 4, 2048, 8 * 128 * 2, room=64)
+    (panel,) = command._figure(plan, "8b", context).axes
+    assert panel.get_xlim() == (0, context) and panel.get_title() == "8b, 24.00 GiB, 4 requests"
+    lengths, layers = np.asarray(panel.get_lines()[0].get_data()).tolist()
+    last = min(context, plan.thresholds[-1] // 4)
+    assert (lengths[-1], layers[-1]) == (last, plan.layers_on_cpu(4 * last))
+    assert [text.get_text() for text in panel.texts] == (["does not fit"] if last < context else [])
+    assert panel.get_legend() is None
+
+
 def test_the_memory_of_this_machines_gpu(keepsight: CommandLine, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Properties:
         total_memory = 24 * 2**30
@@ -88,7 +101,7 @@ def test_the_memory_of_this_machines_gpu(keepsight: CommandLine, here: Path, mon
 
 
 WRONG = {
-    "memory=8GiB": "a memory limit of 8.59 GB is below the weights alone: 1.3 x (16.06 GB target + 184.57 MB retrieval",
+    "memory=8GiB": "a memory limit of 8.00 GiB is below the weights alone: 1.3 x (14.96 GiB target + 176.02 MiB ret",
     "memory=24gib": "'24gib' is no amount of memory; write it as 24GiB, 24GB or a number of bytes",
     "memory=null": "memory= is required, as this machine has no GPU; give the GPU's memory, such as memory=24GiB",
     "requests=0": "requests=0 must be at least 1",

@@ -55,7 +55,7 @@ def test_bad_heads_are_named(keepsight: CommandLine, here: Path, head: Path) -> 
     assert keepsight.fails("eval", *specontext) == (
         "method 'specontext': needs retrieval=FOLDER_OR_HUB_ID; train one with train_retrieval_head.py"
     )
-    assert "retrieval=shipped:nothing: keepsight ships no retrieval head" in keepsight.fails(
+    assert "method 'specontext': shipped:nothing: keepsight ships no such artifact" in keepsight.fails(
         "eval", *specontext, "retrieval=shipped:nothing"
     )
     save_retrieval_head(tiny_retrieval_head(), here / "other", Provenance("other"), "# Card\n")

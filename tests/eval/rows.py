@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-CLOCKS = {"seconds": 0, "time_to_first_token": 0, "tokens_per_second": 0, "rows": 0}
+CLOCKS = {"seconds": 0, "time_to_first_token": 0, "tokens_per_second": 0, "rows": 0, "date": ""}
 
 
 def comparable(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -150,7 +150,7 @@ def test_how_likely_the_full_answer_is(model: PreTrainedModel, states: list[Stat
 def test_one_alone_reads_its_question_first(model: PreTrainedModel, states: list[State]) -> None:
     question, limits = prompt_ids(7, seed=3)[0], Limits(12, END, MANY)
     for state in states:
-        answered = answer_alone(model, state, question, prompt_ids(9, seed=4)[0], limits, None)
+        answered = answer_alone((model, model), state, question, prompt_ids(9, seed=4)[0], limits, None)
         assert answered.ids.tolist() == plain(model, state, limits, question).tolist()
 
 
@@ -174,7 +174,7 @@ def test_eviction_while_decoding(model: PreTrainedModel, method: Any, most: int)
     ids, _ = prompt_ids(90)
     limits, state = Limits(most, [2], MANY), method.start(model, ids)
     guess = prompt_ids(most, seed=5)[0]
-    answered = answer_alone(model, state, NOTHING, guess, limits, method.reapply(model))
+    answered = answer_alone((model, model), state, NOTHING, guess, limits, method.reapply(model))
     alone = generate(model, ids, method, max_new_tokens=most, do_sample=False, eos_token_id=2)
     assert answered.ids.tolist() == alone[0].tolist()
     logits, step, since = [state.logits], state.copy(), 0

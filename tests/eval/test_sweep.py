@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 from keepsight.errors import UserError
 from keepsight.eval import answers as answers_module
 from keepsight.eval import sweep as sweep_module
-from keepsight.eval.sweep import Variant, check_samples, run_sample, sweep
+from keepsight.eval.rows import Variant
+from keepsight.eval.sweep import check_samples, run_sample, sweep
 from keepsight.eval.tasks.samples import Sample, render
 from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_files import Provenance, save_lookahead
@@ -230,5 +231,5 @@ def test_in_bfloat16_no_sample_changes_another(target: Target, variants: list[Va
     cut = [replace(SAMPLE, id=str(start), prompt=TEXT[start : start + 200]) for start in range(0, 120, 10)]
     samples = [render(sample, target.tokenizer) for sample in cut]
     together = list(sweep(half, samples, variants[:3], set(), MANY))
-    alone = [run_sample(half, sample, variants[:3], MANY) for sample in samples]
+    alone = [rows for sample in samples for rows in sweep(half, [sample], variants[:3], set(), MANY)]
     assert [[row | CLOCKS for row in rows] for rows in together] == [[row | CLOCKS for row in rows] for rows in alone]

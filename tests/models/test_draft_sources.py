@@ -19,7 +19,7 @@ from keepsight.models.draft_sources import LayerSubset, LoadedDraft, load_draft
 from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.models.targets import Target, load_target
-from keepsight.runtime.attention import record_attention
+from keepsight.runtime.attention import recording
 from tests.close import assert_close
 from tests.tiny import FAMILIES, prompt_ids, save_tiny_target, tiny_model, tiny_tokenizer
 
@@ -57,7 +57,7 @@ def adapted(target: PreTrainedModel) -> Lookahead:
     """A lookahead module whose LoRA changes what the target computes."""
     lookahead = Lookahead(target, LookaheadSettings(tokens=4, rank=2))
     with torch.no_grad():
-        for name, weight in target.named_parameters():
+        for name, weight in lookahead.lora_state().items():
             if "lora_B" in name:
                 weight.normal_()
     return lookahead
@@ -110,8 +110,8 @@ def test_the_target_stays_as_it_is(target: PreTrainedModel) -> None:
 def recorded(model: PreTrainedModel) -> tuple[list[int], Tensor]:
     """The layers that a recorder sees, and the logits."""
     layers: list[int] = []
-    record_attention(model)
-    output = model(input_ids=IDS, use_cache=False, recorder=lambda layer, *_: layers.append(layer))
+    with recording(model):
+        output = model(input_ids=IDS, use_cache=False, recorder=lambda layer, *_: layers.append(layer))
     return layers, output.logits
 
 

@@ -6,11 +6,14 @@ import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from huggingface_hub import constants
 from transformers import LlamaConfig
 
+from keepsight.commands import push as push_command
+from keepsight.commands.config import parse
 from keepsight.errors import UserError
 from keepsight.models.card import CardBasics
 from keepsight.models.draft_head import DraftHead
@@ -18,10 +21,12 @@ from keepsight.models.draft_head_card import draft_head_card
 from keepsight.models.draft_head_files import save_draft_head
 from keepsight.models.hub import Upload, fetch, kind_of, plan_upload, push
 from keepsight.models.lookahead import Lookahead
+from keepsight.models.lookahead_card import lookahead_card
 from keepsight.models.lookahead_files import FILES, Provenance, load_lookahead, save_lookahead
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.models.retrieval_head import RetrievalHead
 from keepsight.models.retrieval_head_files import save_retrieval_head
+from keepsight.runtime.methods import LookaheadKV, SpeContext
 from tests.models.fake_hub import COMMIT, REPO, FakeHub
 from tests.models.public_heads import EAGLE1, LLAMA3, eagle1_tensors, eagle3_tensors, write_head
 from tests.tiny import tiny_model
@@ -105,6 +110,42 @@ def test_private_push_refuses_a_public_repository(hub: FakeHub, saved: Path) -> 
     with pytest.raises(UserError, match="is public"):
         push(plan_upload(saved, REPO))
     assert hub.files == {}
+
+
+def test_the_card_that_is_sent_names_the_repository(hub: FakeHub, adapter: Path) -> None:
+    card = lookahead_card(CardBasics("Tiny", Provenance("ada/tiny")), LookaheadSettings(), {})
+    (adapter / "README.md").write_text(card)
+    assert 'LookaheadKV.from_pretrained("FOLDER_OR_HUB_ID", budget=128)' in card
+    upload = plan_upload(adapter, REPO)
+    push(upload)
+
+    sent = hub.files["README.md"].decode()
+    assert f'LookaheadKV.from_pretrained("{REPO}", budget=128)' in sent
+    assert "FOLDER_OR_HUB_ID" not in sent
+    assert f"{len(sent.encode()):,} bytes  sha256:{hashlib.sha256(sent.encode()).hexdigest()}" in upload.describe()
+    assert (adapter / "README.md").read_text() == card
+
+
+def test_push_makes_private_repositories_unless_told_otherwise(hub: FakeHub, adapter: Path) -> None:
+    push_command.run(parse(push_command.Config, [f"folder={adapter}", f"repo={REPO}"]))
+    assert hub.created["visibility"] == "private"
+
+
+@pytest.mark.parametrize(
+    ("base", "given", "lines"),
+    [
+        ("Qwen/Qwen3-8B", None, ["base_model: Qwen/Qwen3-8B", "license: apache-2.0"]),
+        ("meta-llama/Llama-3.1-8B-Instruct", None, ["license: llama3.1"]),
+        ("meta-llama/Llama-3.1-8B-Instruct", "mit", ["license: mit"]),
+        ("ada/tiny", None, ["license: other", "license_link: https://huggingface.co/ada/tiny"]),
+        ("target", None, ["license: other", "license_name: license-of-the-base-model"]),
+    ],
+)
+def test_the_card_has_the_licence_of_the_base_model(base: str, given: str | None, lines: list[str]) -> None:
+    card = lookahead_card(CardBasics("Tiny", Provenance(base), license=given), LookaheadSettings(), {}).splitlines()
+    assert set(lines) <= set(card)
+    assert sum(line.startswith("license: ") for line in card) == 1
+    assert any(line.startswith("base_model: ") for line in card) == ("/" in base)
 
 
 def test_public_push_makes_a_public_repository_and_takes_one(hub: FakeHub, saved: Path) -> None:
@@ -242,7 +283,7 @@ def head_folder(kind: str, folder: Path) -> tuple[Path, tuple[str, ...]]:
         names: tuple[str, ...] = ("config.json", "model.safetensors", "README.md")
     elif kind == "draft head":
         provenance = Provenance("ada/tiny", training={"steps": 3})
-        basics = CardBasics("Tiny", provenance, {"essays": 7}, "Public domain.")
+        basics = CardBasics("Tiny", provenance, {"essays": 7}, "Public domain.", "apache-2.0")
         card = draft_head_card(basics, {"eval_acceptance_length": 2.5})
         save_draft_head(DraftHead(LlamaConfig.from_dict(LLAMA3)), folder, provenance, card)
         names = ("config.json", "model.safetensors", "keepsight.json", "README.md")
@@ -264,7 +305,7 @@ def test_heads_are_pushed_and_fetched_too(hub: FakeHub, tmp_path: Path, kind: st
     assert upload.left_out == ("pytorch_model.bin", "training")
     push(upload)
 
-    assert hub.files == {name: (folder / name).read_bytes() for name in names}
+    assert hub.files == {name: (folder / name).read_bytes() for name in names} | {"README.md": upload.card().encode()}
     fetched = fetch(REPO)
     assert {path.name: path.read_bytes() for path in fetched.iterdir()} == hub.files
     kind_of(fetched).check(fetched)
@@ -311,3 +352,16 @@ def test_the_card_of_a_draft_head_says_what_it_is_and_how_it_fares(tmp_path: Pat
     for line in ("# Tiny", "license: apache-2.0", "- steps: 3", "| essays | 7 |", "Public domain.", measured):
         assert line in lines
     assert not [line for line in lines if "{" in line]
+
+
+@pytest.mark.parametrize("make", [LookaheadKV, SpeContext], ids=["adapter", "retrieval head"])
+def test_what_keepsight_ships_is_named_in_python(make: Any) -> None:
+    kind = "lookahead" if make is LookaheadKV else "retrieval"
+    method = make.from_pretrained(f"shipped:smollm2-135m-{kind}", budget=128)
+    assert method.budget == 128
+    assert fetch(f"shipped:smollm2-135m-{kind}").name == f"smollm2-135m-{kind}"
+
+
+def test_what_keepsight_does_not_ship_is_refused() -> None:
+    with pytest.raises(UserError, match=r"^shipped:none: keepsight ships no such artifact; it ships smollm2-135m-look"):
+        fetch("shipped:none")

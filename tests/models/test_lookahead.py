@@ -8,12 +8,13 @@ from keepsight.files import file_digest
 from keepsight.models.lookahead import Lookahead, input_embedding
 from keepsight.models.lookahead_files import ADAPTER, load_lookahead
 from keepsight.models.lookahead_settings import LookaheadSettings
-from keepsight.runtime.attention import record_attention
+from keepsight.models.lora import PREFIX
 from keepsight.runtime.cache import entries
 from keepsight.runtime.methods import LookaheadKV
 from keepsight.runtime.prefill import prefill
+from keepsight.train.lookahead.objective import LookaheadObjective
 from tests.close import assert_close
-from tests.models.modules import SHAPE, importance, lora_parameters, random_module, save
+from tests.models.modules import SHAPE, importance, importance_of, lora_parameters, random_module, save
 from tests.tiny import FAMILIES, prompt_ids, tiny_model
 
 
@@ -37,7 +38,6 @@ def test_observing_leaves_prompt_and_model_alone_bit_for_bit(family, tmp_path):
     ids, mask = prompt_ids(30, 17)
     method = LookaheadKV.from_pretrained(save(random_module(family), tmp_path / "adapter"), 8)
     model = tiny_model(family)
-    record_attention(model)
     with torch.no_grad():
         expected = model(ids, attention_mask=mask).logits
         prefilled = prefill(model, ids, mask)
@@ -56,7 +56,7 @@ def test_observing_leaves_prompt_and_model_alone_bit_for_bit(family, tmp_path):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_lora_reaches_what_the_loss_reads_and_nothing_else(family):
     module = random_module(family)
-    adapted = {name.split(".lora_")[0] for name in lora_parameters(module)}
+    adapted = {name.split(".lora_")[0].removeprefix(PREFIX) for name in lora_parameters(module)}
     attention = {f"self_attn.{name}_proj" for name in "qkvo"}
     mlp = {f"mlp.{name}_proj" for name in ("gate", "up", "down")}
     last = {"self_attn.q_proj", "self_attn.k_proj"}
@@ -70,9 +70,9 @@ def test_lora_reaches_what_the_loss_reads_and_nothing_else(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_only_tokens_and_lora_are_trainable(family):
     module = random_module(family)
-    module.switch(True)
-    trainable = {name for name, value in module.named_parameters() if value.requires_grad}
-    assert trainable == {"tokens"} | {f"model.{name}" for name in lora_parameters(module)}
+    LookaheadObjective(module)
+    trainable = {id(value) for value in module.parameters() if value.requires_grad}
+    assert trainable == {id(value) for value in [module.tokens, *lora_parameters(module).values()]}
     assert all(value.dtype == torch.float32 for value in module.parameters() if value.requires_grad)
 
 
@@ -94,11 +94,10 @@ def test_a_saved_adapter_predicts_the_same_when_loaded(family, rank, tmp_path):
     assert (artifact.settings, artifact.provenance.base_model) == (module.settings, "ada/tiny")
     model = tiny_model(family)
     prefilled = prefill(model, *prompt_ids(30, 17))
-    attached = artifact.attach(model)
     expected = importance(module, prefill(module.model, *prompt_ids(30, 17)))
-    assert torch.equal(importance(attached, prefilled), expected)
-    assert artifact.attach(model) is attached
-    assert not any(value.requires_grad for value in attached.parameters())
+    assert torch.equal(importance_of(artifact, model, prefilled), expected)
+    with artifact.attached(model) as tokens, artifact.attached(model) as again:
+        assert tokens is again and not tokens.requires_grad
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -135,10 +134,9 @@ def test_two_adapters_on_one_model_do_not_disturb_each_other(tmp_path):
     expected = [importance(module, prefill(module.model, ids, mask)) for module in modules]
     model = tiny_model()
     artifacts = [load_lookahead(save(module, tmp_path / str(number))) for number, module in enumerate(modules)]
-    attached = [artifact.attach(model) for artifact in artifacts]
     prefilled = prefill(model, ids, mask)
     for number in (0, 1, 0):
-        assert torch.equal(importance(attached[number], prefilled), expected[number])
+        assert torch.equal(importance_of(artifacts[number], model, prefilled), expected[number])
     assert not torch.allclose(expected[0], expected[1], atol=1e-3)
 
 
@@ -152,12 +150,13 @@ def test_adapters_that_share_their_lora_are_told_apart(change, tmp_path):
     folders = [save(module, tmp_path / name) for name, module in (("first", first), ("second", second))]
     assert file_digest(folders[0] / ADAPTER) == file_digest(folders[1] / ADAPTER)
     model = tiny_model()
-    attached = [load_lookahead(folder).attach(model) for folder in folders]
-    assert torch.equal(attached[0].tokens, first.tokens)
-    assert torch.equal(attached[1].tokens, second.tokens)
     prefilled = prefill(model, *prompt_ids(30, 17))
-    for module, own in zip(attached, (first, second), strict=True):
-        assert torch.equal(importance(module, prefilled), importance(own, prefill(own.model, *prompt_ids(30, 17))))
+    for folder, own in zip(folders, (first, second), strict=True):
+        artifact = load_lookahead(folder)
+        with artifact.attached(model) as tokens:
+            assert torch.equal(tokens, own.tokens)
+        expected = importance(own, prefill(own.model, *prompt_ids(30, 17)))
+        assert torch.equal(importance_of(artifact, model, prefilled), expected)
 
 
 def test_soft_tokens_start_at_the_scale_of_the_embeddings():

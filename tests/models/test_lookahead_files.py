@@ -1,10 +1,12 @@
 """The folder of a lookahead adapter: what it holds, and what is refused."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from keepsight.errors import UserError
 from keepsight.files import file_digest, read_json, write_json
@@ -114,7 +116,7 @@ def test_an_adapter_for_another_shape_is_refused(adapter, changes, said):
     ids, mask = prompt_ids(30, 17)
     with torch.no_grad():
         expected = model(ids, attention_mask=mask).logits
-    one_line(lambda: load_lookahead(adapter).attach(model), str(adapter), said, "model")
+    one_line(lambda: attach(adapter, model), str(adapter), said, "model")
     with torch.no_grad():
         assert torch.equal(model(ids, attention_mask=mask).logits, expected)
 
@@ -122,15 +124,20 @@ def test_an_adapter_for_another_shape_is_refused(adapter, changes, said):
 def test_an_adapter_for_another_hub_model_is_refused(adapter):
     model = tiny_model()
     model.config.name_or_path = "bob/other"
-    one_line(lambda: load_lookahead(adapter).attach(model), str(adapter), "'ada/tiny'", "'bob/other'")
+    one_line(lambda: attach(adapter, model), str(adapter), "'ada/tiny'", "'bob/other'")
     model.config.name_or_path = "ada/tiny"
-    assert load_lookahead(adapter).attach(model).tokens.shape == (5, 32)
+    assert attach(adapter, model).shape == (5, 32)
 
 
 def test_a_refused_adapter_is_refused_again(adapter):
     model = tiny_model(num_hidden_layers=4)
     for _ in range(2):
-        one_line(lambda: load_lookahead(adapter).attach(model), str(adapter))
+        one_line(lambda: attach(adapter, model), str(adapter))
+
+
+def attach(folder: Path, model: Any) -> Tensor:
+    with load_lookahead(folder).attached(model) as tokens:
+        return tokens
 
 
 def refused(folder: Path, *said: str) -> None:

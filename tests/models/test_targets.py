@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import constants
+from transformers import BloomConfig, BloomForCausalLM
 
 from keepsight.errors import UserError
 from keepsight.files import text_digest
 from keepsight.models import targets
 from keepsight.models.chat import chat_text
+from keepsight.models.decoder import full_attention_layers
 from keepsight.models.targets import cache_folder, load_target, packaged_file
 from tests.tiny import FAMILIES, save_tiny_target, tiny_tokenizer
 
@@ -124,13 +126,19 @@ def test_a_spoiled_folder_is_an_error_of_one_line(folder: Path, name: str) -> No
     assert str(folder) in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_sliding_windows_are_refused(tmp_path: Path) -> None:
+def test_sliding_windows_are_loaded(tmp_path: Path) -> None:
     save_tiny_target(tmp_path, "qwen3")
     edit(use_sliding_window=True, sliding_window=64, layer_types=["full_attention", *["sliding_attention"] * 2])(
         tmp_path
     )
-    with pytest.raises(UserError, match=r"layers of type \['sliding_attention'\]; only full attention can be evicted"):
-        load_target(str(tmp_path))
+    assert full_attention_layers(load_target(str(tmp_path), device="cpu").model.config) == [0]
+
+
+def test_what_computes_attention_in_its_own_way_is_refused(tmp_path: Path) -> None:
+    save_tiny_target(tmp_path)
+    BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=16, n_layer=1, n_head=2)).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="bloom does not compute attention by transformers' AttentionInterface"):
+        load_target(str(tmp_path), device="cpu")
 
 
 @pytest.mark.parametrize("model_id", ["./not/there", "two words", "a/b/c"])

@@ -65,15 +65,17 @@ def test_an_adapter_on_other_weights_gets_one_line_that_names_both(folder, tmp_p
     module = Lookahead(target.model, LookaheadSettings(tokens=4, rank=2))
     save_lookahead(module, tmp_path / "adapter", Provenance(target.name, target.version), "# Card\n")
     artifact = load_lookahead(tmp_path / "adapter")
-    with caplog.at_level(logging.WARNING, "keepsight"):
-        artifact.attach(load_target(str(folder), device="cpu").model)
+    same = load_target(str(folder), device="cpu").model
+    with caplog.at_level(logging.WARNING, "keepsight"), artifact.attached(same):
+        pass
     assert caplog.messages == []
     other = save_tiny_target(tmp_path / "other")
     tensors = {name: tensor * 1.01 for name, tensor in load_file(other / "model.safetensors").items()}
     save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
     changed = load_target(str(other), device="cpu")
     for _ in range(2):
-        artifact.attach(changed.model)
+        with artifact.attached(changed.model):
+            pass
     (said,) = caplog.messages
     assert said.startswith(f"{tmp_path / 'adapter'} was trained on {target.name} ({target.version}), and this model is")
     assert f" {changed.name} ({changed.version}): " in said
@@ -82,6 +84,7 @@ def test_an_adapter_on_other_weights_gets_one_line_that_names_both(folder, tmp_p
 def test_nothing_is_said_of_what_is_unknown(tmp_path, caplog):
     module = Lookahead(tiny_model(), LookaheadSettings(tokens=4, rank=2))
     save_lookahead(module, tmp_path / "adapter", Provenance("ada/tiny"), "# Card\n")
-    with torch.no_grad(), caplog.at_level(logging.WARNING, "keepsight"):
-        load_lookahead(tmp_path / "adapter").attach(tiny_model(seed=1))
+    artifact = load_lookahead(tmp_path / "adapter")
+    with torch.no_grad(), caplog.at_level(logging.WARNING, "keepsight"), artifact.attached(tiny_model(seed=1)):
+        pass
     assert caplog.messages == []

@@ -97,9 +97,8 @@ class Slow:
             rows = {"input_ids": self._draft(observer.drafter.max_new_tokens)}
             return self._of_rows(rows, keys, values)
         assert type(method) is LookaheadKV
-        module = observer.artifact.attach(self.model)
-        with module.active():
-            return self._of_rows({"inputs_embeds": module.observers(1)}, keys, values)
+        with observer.artifact.attached(self.model) as tokens:
+            return self._of_rows({"inputs_embeds": tokens[None]}, keys, values)
 
     def _of_window(self, rows):
         _, queries, keys, _ = self._pass(self.visible, input_ids=self.ids)

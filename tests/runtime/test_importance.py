@@ -17,6 +17,7 @@ from keepsight.runtime.importance import (
     top_entries,
     top_mask,
 )
+from keepsight.runtime.softmax import Softmax
 from tests.close import assert_close
 
 
@@ -51,14 +52,14 @@ def test_observed_attention_equals_its_definition(reduction):
     key_mask[1, :4] = False
     query_mask = torch.tensor([[True, True, True], [True, True, False]])
     masks = {"key_mask": key_mask, "query_mask": query_mask, "reduction": reduction}
-    assert_close(observed_attention(query, key, 0.3, 7, **masks), _reference(query, key, 0.3, 7, **masks))
+    assert_close(observed_attention(query, key, Softmax(0.3), 7, **masks), _reference(query, key, 0.3, 7, **masks))
 
 
 def test_padding_may_differ_by_head():
     torch.manual_seed(0)
     query, key = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 10, 8)
     key_mask = torch.arange(10) >= torch.tensor([[0, 5], [2, 6]])[..., None]
-    got = observed_attention(query, key, 0.3, 7, key_mask=key_mask)
+    got = observed_attention(query, key, Softmax(0.3), 7, key_mask=key_mask)
     assert_close(got, _reference(query, key, 0.3, 7, key_mask))
 
 
@@ -66,7 +67,7 @@ def test_padding_may_differ_by_head():
 def test_many_rows_are_reduced_in_blocks(reduction):
     torch.manual_seed(0)
     query, key = torch.randn(1, 2, 150, 4), torch.randn(1, 2, 160, 4)
-    got = observed_attention(query, key, 0.5, 10, reduction=reduction)
+    got = observed_attention(query, key, Softmax(0.5), 10, reduction=reduction)
     assert_close(got, _reference(query, key, 0.5, 10, reduction=reduction))
 
 
@@ -166,7 +167,7 @@ def test_observers_attend_to_entries_and_each_other(size, reduction, length, roo
     query, *rest = (torch.randn(2, heads, 5, 8) for heads in (4, 2, 2))
     entries = [torch.randn(2, 2, length + room, 8)[:, :, :length] for _ in range(2)]
     stored, own = (entries[0], entries[1]), (size * rest[0], rest[1])
-    paid, output = attend_after(query, stored, own, 0.3, reduction)
+    paid, output = attend_after(query, stored, own, Softmax(0.3), reduction)
     expected, slow_output = slow_attend_after(query, stored, own, 0.3)
     expected = expected.amax(dim=2) if reduction == "max" else expected.mean(dim=2)
     rounding = max(1e-4, size * 3e-6)  # of logits, which softmax turns into a factor
@@ -182,7 +183,7 @@ def test_gradients_of_observers(reduction, length):
     stored = torch.randn(1, 2, length, 4), torch.randn(1, 2, length, 4)
     leaves = [torch.randn(1, heads, 3, 4, requires_grad=True) for heads in (4, 2, 2)]
     query, key, value = leaves
-    paid, output = attend_after(query, stored, (key, value), 0.5, reduction)
+    paid, output = attend_after(query, stored, (key, value), Softmax(0.5), reduction)
     up = torch.randn(paid.shape), torch.randn(output.shape)
     found = torch.autograd.grad([paid, output], leaves, up)
     keys = torch.cat([stored[0], key], dim=2).repeat_interleave(2, 1)
@@ -196,7 +197,7 @@ def test_gradients_of_observers(reduction, length):
 
 def test_masks_that_are_kept_serve_training_too():
     with torch.inference_mode():
-        assert attention_weights(torch.randn(1, 2, 17, 4), torch.randn(1, 2, 17, 4), 1.0).is_inference()
+        assert attention_weights(torch.randn(1, 2, 17, 4), torch.randn(1, 2, 17, 4), Softmax(1.0)).is_inference()
     query = torch.randn(1, 2, 17, 4, requires_grad=True)
-    attention_weights(query, torch.randn(1, 2, 17, 4), 1.0)[..., 0].sum().backward()
+    attention_weights(query, torch.randn(1, 2, 17, 4), Softmax(1.0))[..., 0].sum().backward()
     assert query.grad is not None

@@ -288,8 +288,8 @@ WRONG: list[tuple[str, Any, dict[str, Any], str]] = [
     ("laq", 16, {}, "LAQ: budget 16 must be above the first_window 32"),
     ("laq", 64, {"observer": {"lookahead": 0}}, "observer: LAQ: lookahead 0 must be a whole number of at least 1"),
     ("speckv", 64, {"sparse": {"vertical": 9}}, "method 'speckv': sparse: give it a name, one of vertical_slash"),
-    ("specpc", 64, {"kernel": 0}, "SpecPC: kernel 0 must be a whole number of at least 1"),
-    ("specpc", 32, {}, "SpecPC: budget 32 must be at least 64"),
+    ("specpc", 128, {"kernel": 0}, "SpecPC: kernel 0 must be a whole number of at least 1"),
+    ("specpc", 32, {}, "SpecPC: budget 32 must be above the window of 64"),
     ("streamingllm", 4, {}, "StreamingLLM: budget 4 must be above the 4 protected"),
 ]
 

@@ -1,5 +1,6 @@
 """Cache layers whose KV heads hold different numbers of entries: bytes, joining, reading, attention."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -7,13 +8,14 @@ import torch
 from transformers.cache_utils import Cache, DynamicCache
 
 from keepsight.runtime.allocate import Adaptive, Pyramid, Uniform
-from keepsight.runtime.attention import grouped_attention, record_attention
-from keepsight.runtime.cache import KeptLayer, RaggedLayer, ViewedLayer, cache_bytes, entries, keep, share, view
+from keepsight.runtime.attention import recording
+from keepsight.runtime.cache import KeptLayer, RaggedLayer, ViewedLayer, cache_bytes, entries, keep, share
 from keepsight.runtime.decode import decode, stop_after
 from keepsight.runtime.importance import Pool
 from keepsight.runtime.method import FullCache
 from keepsight.runtime.methods import SnapKV, StreamingLLM
 from keepsight.runtime.prefill import prefill, read
+from keepsight.runtime.softmax import Softmax, grouped_attention
 from keepsight.runtime.state import Needs
 from tests.close import assert_close
 from tests.runtime.batch import join, stack
@@ -53,8 +55,8 @@ def test_entries_are_padded_on_the_left_head_by_head():
     for index, (keys, values) in enumerate(packed):
         seen, seen_values = cache.update(new, new + 1, index)
         layer: Any = entries(cache)[index]
-        assert torch.equal(seen.keys, layer.keys)
-        assert torch.equal(seen.real, layer.real)
+        assert torch.equal(seen, layer.keys)
+        assert torch.equal(cache.layers[index].returned, layer.real)
         assert torch.equal(seen_values, layer.values)
         start = 0
         for row in range(2):
@@ -89,12 +91,12 @@ def test_sharing_and_viewing_leave_the_cache_alone():
     cache.update(new, new, 0)
     cache.update(new, new, 1)
     before: Any = [[tensor.clone() for tensor in layer if tensor is not None] for layer in entries(cache)]
-    for other in (share(cache), view(cache)):
-        seen: Any
+    for other in (share(cache), Cache(layers=[ViewedLayer(*each) for each in entries(cache)])):
         seen, _ = other.update(new, new, 0)
-        assert torch.equal(seen.keys, torch.cat([before[0][0], new], dim=2))
-        assert seen.real[..., -2:].all()
-        assert torch.equal(seen.real[..., :-2], before[0][2])
+        assert torch.equal(seen, torch.cat([before[0][0], new], dim=2))
+        real = other.layers[0].returned
+        assert real[..., -2:].all()
+        assert torch.equal(real[..., :-2], before[0][2])
     again: Any = entries(cache)
     assert all(
         torch.equal(*pair) for old, now in zip(before, again, strict=True) for pair in zip(old, now, strict=True)
@@ -107,7 +109,6 @@ def test_a_view_never_stores_what_observers_append():
     layer = ViewedLayer(keys, values)
     assert torch.equal(layer.update(new, new)[0], torch.cat([keys, new], dim=2))
     assert layer.get_seq_length() == 6
-    assert entries(view(Cache(layers=[KeptLayer(keys, values, 9)]), 4))[0].keys.shape[2] == 4
 
 
 def test_stacked_caches_keep_every_real_entry():
@@ -227,7 +228,7 @@ def loop_attention(query, key, value, mask, scaling):
 @pytest.mark.parametrize("by_head", [False, True])
 @pytest.mark.parametrize("kind", ["bool", "float"])
 @pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("scaling", [0.5, None])
+@pytest.mark.parametrize("scaling", [0.5, 8**-0.5])
 def test_grouped_attention_equals_its_definition(dtype, by_head, kind, rows, scaling):
     generator = torch.Generator().manual_seed(1)
     query = torch.randn(2, 6, rows, 8, generator=generator).to(dtype)
@@ -236,9 +237,9 @@ def test_grouped_attention_equals_its_definition(dtype, by_head, kind, rows, sca
     mask[..., 0] = True
     if kind == "float":
         mask = torch.where(mask, torch.randn(mask.shape, generator=generator), torch.finfo(dtype).min).to(dtype)
-    got = grouped_attention(query, key, value, mask, scaling)
+    got = grouped_attention(query, key, value, mask, Softmax(scaling))
     assert (got.shape, got.dtype) == ((2, rows, 6, 8), dtype)
-    expected = loop_attention(query, key, value, mask, scaling or 8**-0.5)
+    expected = loop_attention(query, key, value, mask, scaling)
     assert_close(got.double(), expected, dtype)
 
 
@@ -251,11 +252,9 @@ def test_the_recording_attention_computes_what_the_model_does(family, dtype, att
     model.set_attn_implementation(attention)
     ids, mask = prompt_ids(20, 13)
     outputs = []
-    for recorded in (False, True):
-        if recorded:
-            record_attention(model)
+    for guest in (nullcontext(), recording(model)):
         cache = DynamicCache()
-        with torch.no_grad():
+        with torch.no_grad(), guest:
             first = model(ids[:, :15], attention_mask=mask[:, :15], past_key_values=cache).logits[:, -1]
             rest = model(ids[:, 15:], attention_mask=mask, past_key_values=cache).logits
             single = model(ids[:1, -13:]).logits

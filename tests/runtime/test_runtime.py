@@ -1,5 +1,7 @@
 """Prefill, eviction and decoding on tiny random models, against full attention and against one another."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from transformers import LogitsProcessorList
@@ -7,15 +9,17 @@ from transformers.generation.streamers import BaseStreamer
 
 from keepsight import generate
 from keepsight.errors import UserError
-from keepsight.runtime.attention import record_attention
+from keepsight.runtime.attention import recording
 from keepsight.runtime.cache import cache_bytes, entries
 from keepsight.runtime.decode import decode, stop_after
 from keepsight.runtime.drafting.observer import DraftObserver
+from keepsight.runtime.evict import Evict
 from keepsight.runtime.importance import Pool
 from keepsight.runtime.method import FullCache
 from keepsight.runtime.methods import Oracle, SnapKV, StreamingLLM, make_method
 from keepsight.runtime.methods.oracle import OwnAnswer
 from keepsight.runtime.methods.snapkv import PromptWindow
+from keepsight.runtime.observe import Observer
 from keepsight.runtime.prefill import prefill
 from keepsight.runtime.state import Needs
 from tests.close import assert_close
@@ -211,8 +215,8 @@ def test_recording_keeps_the_outputs():
     ids, mask = prompt_ids(20, 13)
     with torch.no_grad():
         before = model(ids, attention_mask=mask).logits
-        record_attention(model)
-        after = model(ids, attention_mask=mask).logits
+        with recording(model):
+            after = model(ids, attention_mask=mask).logits
     torch.testing.assert_close(before, after, atol=0, rtol=0)
 
 
@@ -252,6 +256,46 @@ def test_streamers_get_prompt_and_answer():
     answer = generate(model, ids, SMALL[1], max_new_tokens=6, do_sample=False, streamer=noted)
     assert noted.tokens == ids[0].tolist() + answer[0].tolist()
     assert noted.ended
+
+
+@dataclass(frozen=True)
+class _Ones(Observer):
+    """Scores of any shape, for any number of layers."""
+
+    shape: tuple[int, ...]
+    layers: int = 3
+
+    def __call__(self, model, state, reduction):
+        return [torch.ones(self.shape)] * self.layers
+
+
+@pytest.mark.parametrize(
+    ("observer", "said"),
+    [
+        (_Ones((1, 2, 5)), r"scores of shape \[1, 2, 5\] for layer 0; expected \[1, 2, 40\] by KV head, or a"),
+        (_Ones((1, 2, 41)), r"scores of shape \[1, 2, 41\] for layer 0"),
+        (_Ones((1, 3, 40)), r"scores of shape \[1, 3, 40\] for layer 0"),
+        (_Ones((1, 0, 40)), r"scores of shape \[1, 0, 40\] for layer 0"),
+        (_Ones((2, 2, 40)), r"scores of shape \[2, 2, 40\] for layer 0"),
+        (_Ones((2, 40)), r"scores of shape \[2, 40\] for layer 0"),
+        (_Ones((1, 2, 40), layers=2), "scores for 2 layers; there are 3"),
+    ],
+)
+def test_scores_of_other_shapes_than_the_cache_are_refused(observer, said):
+    """By `compress`, and where a sweep shares the scores: fewer scores would keep fewer entries without a word."""
+    model, method = tiny_model(), Evict(12, observer)
+    state = prefill(model, prompt_ids(40)[0])
+    with pytest.raises(UserError, match=f"^_Ones returned {said}"):
+        method.compress(model, state)
+    with pytest.raises(UserError, match=f"^_Ones returned {said}"):
+        method.compress_shared(model, state, lambda each, _: each(model, state, "mean"))
+
+
+@pytest.mark.parametrize("heads", [2, 4])
+def test_scores_are_by_kv_head_or_by_query_head(heads):
+    model = tiny_model()
+    kept = Evict(12, _Ones((1, heads, 40))).compress(model, prefill(model, prompt_ids(40)[0]))
+    assert kept.held().unique().tolist() == [12]
 
 
 def test_an_observer_without_queries_says_so():

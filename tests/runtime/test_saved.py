@@ -66,7 +66,7 @@ def test_a_round_trip_is_equal_to_the_bit(tmp_path, kind, dtype):
     assert all(same(*pair) for pair in zip(of_rest(state), of_rest(loaded), strict=True))
     assert [type(layer) for layer in loaded.cache.layers] == [type(layer) for layer in state.copy().cache.layers]
     assert loaded.cache.get_seq_length() == state.cache.get_seq_length()
-    assert (loaded.trace.needs, loaded.trace.scaling) == (state.trace.needs, state.trace.scaling)
+    assert (loaded.trace.needs, loaded.trace.softmax) == (state.trace.needs, state.trace.softmax)
     assert torch.equal(loaded.held(), state.held())
     assert loaded.kv_bytes == state.kv_bytes
 
@@ -250,7 +250,7 @@ def drop_key(file):
         (lambda file: rewrite(file, seen=31), "its contents differ from the digest"),
         (lambda file: rewrite(file, load_file(file) | {"extra": torch.ones(1)}), "surplus tensor 'extra'"),
         (drop_tensor, "missing or surplus tensor 'layers.1.values'"),
-        (lambda file: rewrite(file, version=2), "of format 2, but this release reads format 1"),
+        (lambda file: rewrite(file, version=1), "of format 1, but this release reads format 2"),
         (lambda file: save_file(load_file(file), file), "not a saved state"),
         (lambda file: save_file(load_file(file), file, metadata={"keepsight_state": "{"}), "is corrupt"),
         (lambda file: save_file(load_file(file), file, metadata={"keepsight_state": "[]"}), "is corrupt"),

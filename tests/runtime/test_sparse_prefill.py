@@ -15,6 +15,7 @@ from keepsight.runtime.decode import decode, stop_after
 from keepsight.runtime.drafting.observer import DraftObserver
 from keepsight.runtime.methods.dapq import PromptEnds
 from keepsight.runtime.methods.speckv import ModelDrafter, SpecKV
+from keepsight.runtime.softmax import Softmax
 from keepsight.runtime.sparse_prefill import SparsePrefill
 from tests.close import assert_close
 from tests.runtime.dense import best, observed, pooled, run_dense
@@ -47,7 +48,7 @@ def random_attention(length, count, seed=0, batch=1, dtype=torch.float32):
 @pytest.mark.parametrize(("length", "count", "band"), [(300, 40, 64), (320, 5, 128), (50, 8, 64), (449, 100, 64)])
 def test_attention_equals_dense_attention_under_the_mask(compute, length, count, band):
     query, key, value, columns = random_attention(length, count, batch=2)
-    output = compute(query, key, value, columns, band, 0.25)
+    output = compute(query, key, value, columns, band, Softmax(0.25) if compute is attention.by_blocks else 0.25)
     assert output.shape == (2, length, 4, 16)
     assert output.is_contiguous()
     for row in range(2):
@@ -64,7 +65,7 @@ def test_the_band_starts_at_a_block():
     query, key, _, columns = random_attention(256, 6)
     query, key = (torch.nn.functional.pad(each, (0, 240)) for each in (query, key))
     one_hot = torch.eye(256)[None, None].expand(1, 2, -1, -1)
-    seen = attention.by_blocks(query, key, one_hot, columns, 64, 0.25)[0, 200].gt(0)
+    seen = attention.by_blocks(query, key, one_hot, columns, 64, Softmax(0.25))[0, 200].gt(0)
     assert [head.nonzero()[:, 0].tolist() for head in seen] == [
         sorted({column for column in columns[0, head // 2].tolist() if column < 128} | {*range(128, 201)})
         for head in range(4)
@@ -96,7 +97,7 @@ def test_blocks_read_no_more_than_band_and_columns(monkeypatch):
 
     monkeypatch.setattr(attention, "grouped_attention", counted)
     query, key, value, columns = random_attention(2048, 64)
-    attention.by_blocks(query, key, value, columns, 64, 0.25)
+    attention.by_blocks(query, key, value, columns, 64, Softmax(0.25))
     assert sum(products) <= 2048 * (64 + 64 + 64) < 2048 * 2048 / 2 / 4
 
 

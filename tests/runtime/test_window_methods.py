@@ -10,7 +10,7 @@ from torch.nn import functional
 from keepsight import generate
 from keepsight.errors import UserError
 from keepsight.runtime.allocate import Adaptive, Pyramid
-from keepsight.runtime.attention import record_attention
+from keepsight.runtime.attention import recording
 from keepsight.runtime.cache import RaggedLayer
 from keepsight.runtime.decode import decode, stop_after
 from keepsight.runtime.drafting.observer import DraftObserver
@@ -77,9 +77,8 @@ def _selected(method, model, ids, mask=None, chunk=None):
 def _attention(model, ids):
     """Of each layer: the whole attention matrix [H, N, N] float32, and the keys [K, N, d]."""
     seen = []
-    record_attention(model)
-    with torch.no_grad():
-        model(ids, recorder=lambda _, query, key, scaling, __: seen.append((query[0], key[0], scaling)))
+    with torch.no_grad(), recording(model):
+        model(ids, recorder=lambda _, query, key, softmax, __: seen.append((query[0], key[0], softmax.scaling)))
     result = []
     for query, key, scaling in seen:
         heads, length, _ = query.shape
@@ -278,7 +277,9 @@ def test_ragged_decoding_equals_masked_dense_attention(name, family, methods):
     state = prefill(model, ids, needs=method.needs())
     selected = method.select(state, method.importance(model, state))
     kept = method.compress(model, state)
-    assert all(isinstance(layer, RaggedLayer) for layer in kept.cache.layers)
+    ragged = [isinstance(layer, RaggedLayer) for layer in kept.cache.layers]
+    assert any(ragged) == isinstance(method.allocate, Adaptive)
+    assert all(each.real is not None for each in kept.entries())
     nll, _ = score_answer(model, kept.copy(), answer)
     logits = _masked_logits(model, torch.cat([ids, answer], 1), 50, selected)[:, 49:-1]
     expected = functional.cross_entropy(logits.transpose(1, 2), answer, reduction="none")

@@ -61,7 +61,7 @@ def test_a_resumed_training_equals_an_uninterrupted_one(straight, at, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "at"), [({"group_by_length": True}, 8), ({"batch_size": 1, "accumulation": 2}, 10)]
+    ("changes", "at"), [({"group_by_length": True}, 8), ({"batch_size": 1, "samples_per_step": 2}, 10)]
 )
 def test_other_ways_of_batching_resume_alike(changes, at, tmp_path):
     whole = objective()

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from keepsight.models.processes import divided
 from keepsight.train.dataset import Batch
 from keepsight.train.draft_head.objective import DraftHeadObjective
 
@@ -49,22 +50,24 @@ def measure_draft_head(objective: DraftHeadObjective, batches: Iterable[dict[str
     """Compare a head with its target on the answers of held-out samples.
 
     The answers are the target's own greedy ones, so a draft whose tokens so far are right has read what the answer
-    holds, and the steps unrolled over the answer tell what each position of a draft would be.
+    holds, and the steps unrolled over the answer tell what each position of a draft would be. The processes divide the
+    batches among themselves.
 
     Args:
         objective: Holds the head and its target.
-        batches: Made by `keepsight.train.dataset.collate`.
+        batches: Made by `keepsight.train.dataset.collate`; the same on every process.
 
     Raises:
         FloatingPointError: a logit of the head is NaN or infinite.
     """
-    sums = torch.zeros(objective.unroll, 6, dtype=torch.float64)
+
+    def sums_of(batch: Batch) -> Tensor:
+        texts = zip(batch.texts(), batch.prompt_lengths(), strict=True)
+        return torch.stack([_sums(objective, ids[: objective.max_tokens], length) for ids, length in texts]).sum(0)
+
     with objective.measuring():
-        for values in batches:
-            batch = Batch(**values)
-            for ids, length in zip(batch.texts(), batch.prompt_lengths(), strict=True):
-                sums += _sums(objective, ids[: objective.max_tokens], length)
-    kl, known, agreeing, rows, right, tried = sums.T
+        sums = divided(lambda values: sums_of(Batch(**values)), batches)
+    kl, known, agreeing, rows, right, tried = torch.stack(sums).sum(0).T
     shares = [kl / known.clamp(min=1), agreeing / rows.clamp(min=1), right / tried.clamp(min=1)]
     return HeadFidelity(*(share.tolist() for share in shares))
 

@@ -2,11 +2,13 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -15,6 +17,7 @@ from tqdm import tqdm
 from keepsight.errors import UserError, require_same
 from keepsight.files import atomic_file, file_digest, read_json, write_json
 from keepsight.locks import one_writer
+from keepsight.models.processes import launched
 from keepsight.train.draft_head.teacher import TargetReader, TargetReading
 
 _MANIFEST, _SHARD = "manifest.json", 32
@@ -63,6 +66,8 @@ class StoredReadings:
 def write_readings(folder: Path, reader: TargetReader, texts: Sequence[list[int]], made_of: Mapping[str, Any]) -> None:
     """Write the readings of all texts that the folder lacks, so that a run that was killed resumes.
 
+    Several processes of one launch divide the files among themselves.
+
     Args:
         folder: Folder for the files; created if absent.
         reader: Runs the target.
@@ -77,14 +82,29 @@ def write_readings(folder: Path, reader: TargetReader, texts: Sequence[list[int]
         made = read_json(folder / _MANIFEST, _Manifest)
         advice = "choose another features=, or delete the folder"
         require_same(f"{folder}: these features were made", made.made_of, made_of, advice)
-    with one_writer(folder):
-        for start in tqdm(range(0, len(texts), _SHARD), desc="features", unit="shard", disable=None):
-            name = f"readings-{start // _SHARD:05d}.safetensors"
-            if name not in made.digests or not (folder / name).is_file():
-                with atomic_file(folder / name) as unfinished:
-                    save_file(_tensors(reader, texts[start : start + _SHARD]), unfinished)
-                made.digests[name] = file_digest(folder / name)
+
+    def write(start: int) -> dict[str, str]:
+        path = folder / _name(start)
+        with atomic_file(path) as unfinished:
+            save_file(_tensors(reader, texts[start : start + _SHARD]), unfinished)
+        return {path.name: file_digest(path)}
+
+    processes = launched()
+    with one_writer(folder) if processes.is_main_process else nullcontext():
+        starts = range(0, len(texts), _SHARD)
+        lacking = [each for each in starts if _name(each) not in made.digests or not (folder / _name(each)).is_file()]
+        processes.wait_for_everyone()
+        for first in tqdm(range(0, len(lacking), processes.num_processes), desc="features", unit="round", disable=None):
+            own = lacking[first : first + processes.num_processes][processes.process_index :][:1]
+            for written in gather_object([write(start) for start in own]):
+                made.digests.update(written)
+            if processes.is_main_process:
                 write_json(folder / _MANIFEST, asdict(made))
+        processes.wait_for_everyone()
+
+
+def _name(start: int) -> str:
+    return f"readings-{start // _SHARD:05d}.safetensors"
 
 
 def _tensors(reader: TargetReader, texts: Sequence[list[int]]) -> dict[str, Tensor]:

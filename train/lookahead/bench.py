@@ -43,8 +43,7 @@ def bench_step(
             optimizer.zero_grad()
 
     def infer() -> None:
-        with lookahead.active(False):
-            prefill(model, ids)
+        prefill(model, ids)
 
     times: dict[str, list[float]] = {"prefill": [], "step": []}
     peaks = {}

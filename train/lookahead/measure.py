@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from scipy.stats import kendalltau
 from torch import Tensor
 
+from keepsight.models.processes import divided
 from keepsight.runtime.importance import reduce_group, top_entries
 from keepsight.train.dataset import Batch
 from keepsight.train.lookahead.objective import LookaheadObjective, importance_divergence
@@ -39,11 +41,11 @@ class Fidelity:
 
 
 def measure_lookahead(objective: LookaheadObjective, batches: Iterable[dict[str, Any]], budget: int) -> Fidelity:
-    """Compare predicted with target importance on held-out batches.
+    """Compare predicted with target importance on held-out batches, which the processes divide among themselves.
 
     Args:
         objective: Holds the lookahead module, which predicts, and the target.
-        batches: Made by `keepsight.train.dataset.collate`.
+        batches: Made by `keepsight.train.dataset.collate`; the same on every process.
         budget: KV entries per head at which recall is measured; a prompt no longer than that has recall 1.
 
     Raises:
@@ -51,8 +53,8 @@ def measure_lookahead(objective: LookaheadObjective, batches: Iterable[dict[str,
     """
     kv_heads = objective.lookahead.model.config.get_text_config().num_key_value_heads
     with objective.measuring():
-        rows = [row for values in batches for row in _by_sample(objective, Batch(**values), kv_heads, budget)]
-    kl, recall, tau = np.mean(rows, axis=0).T.tolist()
+        rows = divided(lambda values: [*_by_sample(objective, Batch(**values), kv_heads, budget)], batches)
+    kl, recall, tau = np.mean([*chain.from_iterable(rows)], axis=0).T.tolist()
     return Fidelity(kl, recall, tau)
 
 

@@ -9,12 +9,13 @@ of one inference prefill; and the first pass can be kept for several steps (`kee
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache
 from typing_extensions import override
 
+from keepsight.models.decoder import decoder_of
 from keepsight.models.lookahead import Lookahead
-from keepsight.runtime.attention import record_attention
-from keepsight.runtime.cache import KeptLayer, view
+from keepsight.runtime.attention import run
+from keepsight.runtime.cache import empty_cache, filled, record_past
 from keepsight.runtime.observe import AttentionRecorder, observe
 from keepsight.runtime.prefill import positions_of
 from keepsight.train.dataset import Batch
@@ -30,21 +31,16 @@ def target_importance(model: PreTrainedModel, batch: Batch) -> tuple[Cache, list
     """The first pass: prompt and answer with the adapter off.
 
     Returns:
-        A cache whose first N entries are the prompt's, and for each layer the mean attention of the answer's tokens
-        to the prompt, [B, H, N] float32.
+        The prompt's cache, and for each layer with full attention the mean attention of the answer's tokens to the
+        prompt, [B, H, N] float32.
     """
-    record_attention(model)
     ids, mask = batch.joined()
     recorder = AttentionRecorder(batch.answer_ids.shape[1], key_mask=mask, query_mask=batch.answer_mask)
-    cache = DynamicCache()
-    model.base_model(
-        input_ids=ids,
-        attention_mask=mask,
-        position_ids=positions_of(mask, ids.shape[1], ids.device),
-        past_key_values=cache,
-        use_cache=True,
-        recorder=recorder,
-    )
+    cache = empty_cache(model)
+    record_past(cache)
+    positions = positions_of(mask, ids.shape[1], ids.device)
+    run(decoder_of(model), cache, recorder=recorder, input_ids=ids, attention_mask=mask, position_ids=positions)
+    cache.crop(-batch.answer_ids.shape[1])
     return cache, recorder.layers()
 
 
@@ -90,7 +86,7 @@ def _divergence(target: Tensor, predicted: Tensor) -> Tensor:
 
 
 class LookaheadObjective(ReplayedObjective):
-    """Keeps the lookahead's LoRA on between calls, as the Trainer looks for trainable parameters then.
+    """The module learns, the target is frozen.
 
     Attributes:
         lookahead: The module in training.
@@ -100,13 +96,12 @@ class LookaheadObjective(ReplayedObjective):
     def __init__(self, lookahead: Lookahead, far: float = 0.0) -> None:
         super().__init__()
         self.lookahead, self.far = lookahead, far
-        lookahead.switch(True)
+        lookahead.model.requires_grad_(False)
 
     @override
     def read(self, batch: Batch) -> Reading:
-        with self.lookahead.active(False):
-            cache, target = target_importance(self.lookahead.model, batch)
-        return {"importance": torch.stack(target)} | _stored(cache, batch.prompt_ids.shape[1])
+        cache, target = target_importance(self.lookahead.model, batch)
+        return {"importance": torch.stack(target)} | _stored(cache)
 
     @override
     def loss_of(self, reading: Reading, batch: Batch) -> Tensor:
@@ -122,21 +117,25 @@ class LookaheadObjective(ReplayedObjective):
 
     def compared(self, reading: Reading, batch: Batch) -> tuple[list[Tensor], list[Tensor]]:
         """`importances`, given what the target shows of the batch."""
-        lookahead, length = self.lookahead, batch.prompt_ids.shape[1]
-        cache = _restored(reading, lookahead.model.dtype, length)
+        lookahead = self.lookahead
+        cache = _restored(reading, lookahead.model, batch.prompt_ids.shape[1])
         embeddings = lookahead.observers(len(batch.prompt_ids))
-        predicted = observe(lookahead.model, cache, batch.prompt_mask, embeddings)
+        with lookahead.active():
+            predicted = observe(lookahead.model, cache, batch.prompt_mask, embeddings)
         return list(reading["importance"]), predicted
 
 
-def _stored(cache: Cache, length: int) -> Reading:
-    """The first `length` entries of every layer, by name."""
-    layers = enumerate(view(cache, length).layers)
+def _stored(cache: Cache) -> Reading:
+    """The entries of every layer, by name."""
+    layers = enumerate(cache.layers)
     return {f"{name}.{index}": getattr(layer, name) for index, layer in layers for name in ("keys", "values")}
 
 
-def _restored(reading: Reading, dtype: torch.dtype, length: int) -> Cache:
-    """A cache of the entries that `_stored` named."""
-    count = sum(name.startswith("keys.") for name in reading)
-    keys, values = ([reading[f"{name}.{index}"].to(dtype) for index in range(count)] for name in ("keys", "values"))
-    return Cache(layers=[KeptLayer(*pair, length) for pair in zip(keys, values, strict=True)])
+def _restored(reading: Reading, model: PreTrainedModel, length: int) -> Cache:
+    """A cache of the entries that `_stored` named, after `length` tokens."""
+    return Cache(
+        layers=[
+            filled(empty, *(reading[f"{name}.{index}"].to(model.dtype) for name in ("keys", "values")), length)
+            for index, empty in enumerate(empty_cache(model).layers)
+        ]
+    )

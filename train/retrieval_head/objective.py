@@ -8,6 +8,7 @@ answer's tokens alone, and there half of it of the far entries: what an answer l
 of the mass. SpeContext (arXiv 2512.00722) prunes without any training; this step is keepsight's own.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,11 +16,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from typing_extensions import Self, override
 
+from keepsight.models.decoder import decoder_of, full_attention_layers
 from keepsight.models.retrieval_head import RetrievalHead, of_the_token_before
-from keepsight.runtime.attention import record_attention
+from keepsight.runtime.attention import recording
 from keepsight.runtime.features import RecordFeatures
 from keepsight.runtime.importance import attention_weights, reduce_group
 from keepsight.runtime.prefill import positions_of
+from keepsight.runtime.softmax import Softmax
 from keepsight.train.dataset import Batch
 from keepsight.train.objective import HeadObjective, ReplayedObjective
 from keepsight.train.replay import Reading
@@ -84,15 +87,18 @@ class StepRecorder:
     Args:
         rows: Number of queries.
         mask: [B, S] bool over the KV entries, False for padding; None when nothing is padded.
+        layers: Indices of the layers that count; None for all.
     """
 
-    def __init__(self, rows: int, mask: Tensor | None) -> None:
-        self.rows, self.mask = rows, mask
+    def __init__(self, rows: int, mask: Tensor | None, layers: Sequence[int] | None = None) -> None:
+        self.rows, self.mask, self.layers = rows, mask, layers
         self._layers = 0
         self._total: Tensor | None = None
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, scaling: float, real: Tensor | None) -> None:
+    def __call__(self, layer: int, query: Tensor, key: Tensor, softmax: Softmax, real: Tensor | None) -> None:
         """See `keepsight.runtime.attention.Recorder`."""
+        if self.layers is not None and layer not in self.layers:
+            return
         batch, kv_heads, length, _ = key.shape
         if self._total is None:
             self._total = torch.zeros(batch, kv_heads, self.rows, length, device=key.device)
@@ -101,7 +107,7 @@ class StepRecorder:
             stop = min(start + _ROWS, self.rows)
             seen = first + stop
             mask = None if self.mask is None else self.mask[:, :seen]
-            weights = attention_weights(query[:, :, first + start : seen], key[:, :, :seen], scaling, mask)
+            weights = attention_weights(query[:, :, first + start : seen], key[:, :, :seen], softmax, mask)
             self._total[:, :, start:stop, :seen] += reduce_group(weights, kv_heads)
         self._layers += 1
 
@@ -129,11 +135,10 @@ class ImportanceReading:
 @torch.no_grad()
 def read_target(target: PreTrainedModel, head: RetrievalHead, batch: Texts, queries: int) -> ImportanceReading:
     """Run the target over texts and record the importance to the last `queries` tokens."""
-    record_attention(target)
     rows = min(queries, batch.ids.shape[1])
-    recorder = StepRecorder(rows, batch.mask)
-    with RecordFeatures(target, head.layers_of(target)) as record:
-        target.base_model(
+    recorder = StepRecorder(rows, batch.mask, full_attention_layers(target.config))
+    with recording(target), RecordFeatures(target, head.layers_of(target)) as record:
+        decoder_of(target)(
             input_ids=batch.ids,
             attention_mask=batch.mask,
             position_ids=batch.positions,

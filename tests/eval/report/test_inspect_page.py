@@ -1,6 +1,7 @@
 import base64
 import json
 import re
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -8,14 +9,15 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from keepsight.eval.report.inspect_page import encode_counts, write_inspect_page
-from keepsight.eval.report.styles import style_of
+from keepsight.eval.kept_tokens import encode_counts
+from keepsight.eval.report.inspect_page import write_inspect_page
+from keepsight.eval.report.styles import styles_of
 
 TOKENS = ["<|im_start|>", "user", "\n", "\t", " the", " </script><script>alert(1)</script>", "�", " 4711", "  "]
 
 
 def decode(counts: str, layers: int, length: int) -> NDArray[np.uint8]:
-    return np.frombuffer(base64.b64decode(counts), np.uint8).reshape(layers, length)
+    return np.frombuffer(zlib.decompress(base64.b64decode(counts)), np.uint8).reshape(layers, length)
 
 
 def page_data(page: str) -> dict[str, Any]:
@@ -45,7 +47,7 @@ def test_page_holds_every_token_and_the_counts_of_every_method(
     for method in data["methods"]:
         counts = decode(method["counts"], 5, len(TOKENS))
         np.testing.assert_array_equal(counts, kept[method["name"]].sum(axis=1))
-        assert method["colour"] == style_of(method["name"]).colour
+        assert method["colour"] == styles_of(kept)[method["name"]].colour
     assert "Kept &lt;entries&gt;" in page
     assert "model.id" in page
 
@@ -66,10 +68,12 @@ def test_counts_reach_the_number_of_heads() -> None:
 
 
 def test_a_long_prompt_stays_small(tmp_path: Path) -> None:
-    kept = {name: np.zeros((30, 3, 4000), bool) for name in ("lookaheadkv", "snapkv")}
+    generator = np.random.default_rng(0)
+    kept = {name: generator.random((30, 3, 4000)) < 0.5 for name in ("lookaheadkv", "snapkv")}
     write_inspect_page(tmp_path / "page.html", [" token"] * 4000, kept, "Kept", {})
     size = (tmp_path / "page.html").stat().st_size
-    assert 2 * 30 * 4000 * 4 / 3 < size < 600_000
+    entropy = 1.81  # bits of a count
+    assert 2 * 30 * 4000 * entropy / 8 * 4 / 3 < size < 600_000
 
 
 @pytest.mark.parametrize(

@@ -178,15 +178,15 @@ def test_braces_that_name_no_field_stay_text(tmp_path: Path, tokenizer: Any) -> 
 def test_files_that_cannot_be_scored_are_left_out_with_a_reason(
     tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tasks = {"a": QA, "proc": {"layout": "longproc"}, "zh": {**QA, "metric": "qa_f1_zh"}}
+    tasks = {"a": QA, "proc": {"layout": "longproc"}, "zh": {**QA, "metric": "own_f1"}}
     write(tmp_path, tasks, a=[row("1")], proc=[{}], zh=[{}], stray=[{}])
     with caplog.at_level(logging.WARNING):
         assert one(tmp_path, tokenizer).task == "a"
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 3
     assert "proc is left out: layout 'longproc' is not supported" in said[0]
-    assert "stray is left out: tasks.json has no entry" in said[1]
-    assert "zh is left out: metric 'qa_f1_zh' is not supported" in said[2]
+    assert "stray is left out: neither tasks.json nor LongBench has an entry" in said[1]
+    assert "zh is left out: metric 'own_f1' is not supported" in said[2]
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_files_that_cannot_be_scored_are_left_out_with_a_reason(
         (["nothing"], r"has no nothing\.jsonl; it has a, proc, stray"),
         (["../eval/a"], r"has no \.\./eval/a\.jsonl"),
         (["a", "proc"], "proc cannot be read: layout 'longproc' is not supported; supported layouts: longbench, ruler"),
-        (["stray"], "stray cannot be read: tasks.json has no entry"),
+        (["stray"], "stray cannot be read: neither tasks.json nor LongBench has an entry"),
     ],
 )
 def test_named_file_that_cannot_be_read(tmp_path: Path, tokenizer: Any, files: list[str], message: str) -> None:

@@ -18,6 +18,9 @@ COLOURS = ("red", "dark red", "blue")
 # Three parts of the right name in a row: removing while walking skips the second.
 NESTED = ("a", "b", "c", "abc")
 
+TRACE = "Belief:\n- Step 0: hall\n- Step 1: (its) box"
+SOLUTION = "# Search\n<Solution>\n42 + 26 = 68\n68 - 6 = 62\n62 - 22 = 40\n</Solution>"
+
 CASES: list[tuple[Any, ...]] = [
     # The article and the punctuation go: {cat, sat} against {cat, sat, on, mat}; P = 2/2, R = 2/4.
     ("qa_f1", "A cat sat.", ["the Cat sat on the mat"], 2 / 3),
@@ -62,6 +65,7 @@ CASES: list[tuple[Any, ...]] = [
     ("answer_in_prediction", "It was the E.L. James novel.", ["Erika", "e l james"], 0.0),
     ("answer_in_prediction", "It was a novel by E. L. James", ["Erika", "E L. James"], 1.0),
     ("answer_in_prediction", "I do not know\nParis", ["Paris"], 0.0),
+    ("answer_in_prediction", "\nParis", ["Paris"], 0.0),
     ("answer_in_prediction", "anything", ["The"], 0.0),
     ("topic_in_prediction", "Topics:\nThe role of art, in society", ["the role of art in society"], 1.0),
     ("topic_in_prediction", "The role of art", ["the role of art in society"], 0.0),
@@ -81,6 +85,44 @@ CASES: list[tuple[Any, ...]] = [
     ("choice_letter", "A", ["(A) x"], 1.0),
     ("choice_letter", "(B), not (D)", ["(D) x"], 0.0),
     ("choice_letter", "I do not know", ["(D) x"], 0.0),
+    # 我 is not in the reference, the punctuation does not count: {喜欢, 北京} of {我, 喜欢, 北京}; P = 2/3, R = 1.
+    ("qa_f1_zh", "我喜欢北京。", ["喜欢，北京"], 0.8),
+    ("qa_f1_zh", "北京", ["上海"], 0.0),
+    ("qa_f1_zh", "", ["上海"], 0.0),
+    ("rouge_l_zh", "我喜欢北京", ["我喜欢北京"], 1.0),
+    ("rouge_l_zh", "", ["北京"], 0.0),
+    ("chosen_letter", "The correct answer is (B)", ["B"], 1.0),
+    ("chosen_letter", "**The correct answer is C**, as the text says", ["C"], 1.0),
+    ("chosen_letter", "B", ["B"], 0.0),
+    ("same_route", "So: <Route>\nFrom A, take a bus to B.\n</Route>", ["From A, take a bus to B."], 1.0),
+    ("same_route", "<Route>From A, take a train to B.</Route>", ["From A, take a bus to B."], 0.0),
+    ("same_route", "From A, take a bus to B.", ["From A, take a bus to B."], 0.0),
+    # Of two answered rows one is right, of three expected rows one is found: P = 1/2, R = 1/3.
+    ("same_rows", "```tsv\nx\ty\nThe A\t1.\nB\t3\n```", ["x\ty\na\t1\nb\t2\nc\t3"], 0.4),
+    ("same_rows", "y\tx\nA\t1\nend", ["x\ty\na\t1"], 1.0),
+    ("same_rows", "x\nA", ["x\ty\na\t1"], 0.0),
+    ("same_rows", "", ["x\ty\na\t1"], 0.0),
+    ("same_beliefs", "Thinking\n- Step 0: {x}\n- Step 0: in the Hall\n- Step 1: It's a box", [TRACE], 1.0),
+    ("same_beliefs", "- Step 0: hall", [TRACE], 0.0),
+    ("same_beliefs", "- Step 0: hall\n- Step 1: its bag", [TRACE], 0.0),
+    ("reaches_target", SOLUTION, ["26 42 6 22 -> 40"], 1.0),
+    ("reaches_target", SOLUTION, ["26 42 6 22 -> 41"], 0.0),
+    ("reaches_target", SOLUTION.replace("68 - 6 = 62", "68 - 6 = 63"), ["26 42 6 22 -> 40"], 0.0),
+    ("reaches_target", SOLUTION.replace("26", "25").replace("68", "67"), ["26 42 6 22 -> 40"], 0.0),
+    ("reaches_target", "42 + 26 = 68", ["26 42 6 22 -> 40"], 0.0),
+    ("reaches_target", "<Solution>7 / 2 = 3\n3 + 0 = 3\n3 + 0 = 3</Solution>", ["7 2 0 0 -> 3"], 0.0),
+    ("exact_label", " Label: 12\nmore", ["12"], 1.0),
+    ("exact_label", "112", ["12"], 0.0),
+    ("exact_label", "The LABEL: label: 12", ["12"], 1.0),
+    ("exact_label", "\n12", ["12"], 0.0),
+    # Twice the words: 1 - (2 - 1) / 3; half of them: 1 - (2 - 1) / 2; four times or a third: nothing.
+    ("wanted_length", "one two three four", ["2"], 2 / 3),
+    ("wanted_length", "one", ["2"], 0.5),
+    ("wanted_length", "one two.", ["2"], 1.0),
+    ("wanted_length", "one 22 三 x4", ["2"], 1.0),
+    ("wanted_length", "a a a a", ["1"], 0.0),
+    ("wanted_length", "one", ["3"], 0.0),
+    ("wanted_length", "", ["3"], 0.0),
 ]
 
 
@@ -118,5 +160,5 @@ def test_every_metric_is_tried() -> None:
 
 
 def test_unknown_metric_names_the_known_ones() -> None:
-    with pytest.raises(UserError, match=r"task/0: unknown metric 'qa_f1_zh'; known: .*rouge_l"):
-        scored("qa_f1_zh", "x", "y")
+    with pytest.raises(UserError, match=r"task/0: unknown metric 'own_f1'; known: .*rouge_l"):
+        scored("own_f1", "x", "y")

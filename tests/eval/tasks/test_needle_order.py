@@ -5,7 +5,8 @@ from statistics import fmean
 from keepsight.commands.config import parse
 from keepsight.commands.eval import Config
 from keepsight.commands.from_recipe import resources_of, target_of
-from keepsight.eval.sweep import Variant, run_sample
+from keepsight.eval.rows import Variant
+from keepsight.eval.sweep import run_sample
 from keepsight.eval.tasks.niah import make_samples
 from keepsight.runtime.methods import make_method
 

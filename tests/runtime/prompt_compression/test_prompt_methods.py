@@ -19,7 +19,7 @@ from tests.runtime.prompt_compression.prompts import (
     tiny_draft,
     wide_model,
 )
-from tests.tiny import prompt_ids, tiny_model
+from tests.tiny import prompt_ids, tiny_model, tiny_tokenizer
 
 
 @pytest.mark.parametrize(
@@ -138,13 +138,13 @@ def test_prompts_shorter_than_the_window_are_refused(method):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Truncation(0), "Truncation: budget 0 must be at least 1"),
+        (lambda: Truncation(0), "Truncation: budget 0 is below 1"),
         (lambda: Truncation(1.5), "budget 1.5 is not a ratio"),
         (
             lambda: Truncation("many"),  # type: ignore[arg-type]
             "budget 'many' must be a whole number of tokens",
         ),
-        (lambda: small_specpc(3), "SpecPC: budget 3 must be at least 4"),
+        (lambda: small_specpc(3), "SpecPC: budget 3 must be above the window of 4"),
         (lambda: small_specpc(window=0), "window 0 must be a whole number of at least 1"),
         (lambda: small_specpc(lookahead=0), "lookahead 0 must"),
         (lambda: small_specpc(kernel=0), "kernel 0 must"),
@@ -156,7 +156,9 @@ def test_prompts_shorter_than_the_window_are_refused(method):
         (lambda: small_cascade(prompt_budget=0.5), "prompt_budget 0.5 must be a whole number"),
         (lambda: small_cascade(lookahead=0), "lookahead 0 must"),
         (lambda: llmlingua.Package("some-encoder"), "model 'some-encoder' must have xlm-roberta-large or"),
-        (lambda: text_methods(budget=4), "LLMLingua2: budget 4 must be at least 5"),
+        (lambda: text_methods(budget=4), "LLMLingua2: budget 4 must be above the window of 5"),
+        (lambda: small_specpc(4), "SpecPC: budget 4 must be above the window of 4 tokens that are always kept"),
+        (lambda: LLMLingua2(64, tokenizer=tiny_tokenizer()), "LLMLingua2: budget 64 must be above the window of 64"),
     ],
 )
 def test_values_out_of_range_are_refused(make, message):
@@ -168,5 +170,8 @@ def test_values_out_of_range_are_refused(make, message):
 def test_a_ratio_below_the_window_is_refused():
     method = small_specpc(0.5)
     assert [method.budget_for(length) for length in (4, 6, 100, 1001)] == [2, 3, 50, 500]
-    with pytest.raises(UserError, match=r"budget 0\.5 leaves 3 of 6 tokens, fewer than the window of 4"):
+    with pytest.raises(UserError, match=r"budget 0\.5 \(here 3 tokens\) must be above the window of 4 tokens"):
         method.check(6, 256)
+    with pytest.raises(UserError, match=r"budget 0\.5 \(here 4 tokens\) must be above the window of 4 tokens"):
+        method.check(8, 256)
+    method.check(10, 256)

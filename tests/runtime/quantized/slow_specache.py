@@ -3,8 +3,9 @@
 import torch
 from transformers.cache_utils import DynamicCache
 
-from keepsight.runtime.attention import record_attention
+from keepsight.runtime.attention import run
 from keepsight.runtime.quantized.codec import Quantizer
+from tests.runtime.asked import answer_with, asking
 
 
 def dequantised(quantizer: Quantizer, residual: int, keys, values):
@@ -21,9 +22,9 @@ class SlowSpeCache:
     """The target with a SpeCache that keeps everything in full precision and pretends."""
 
     def __init__(self, model, method, ids):
-        record_attention(model)
-        self.model, self.method, self.cache = model, method, DynamicCache()
-        self.logits = model(ids, past_key_values=self.cache, use_cache=True).logits[:, -1:]
+        cache = DynamicCache()
+        self.logits = model(ids, past_key_values=cache, use_cache=True).logits[:, -1:]
+        self.model, self.method, self.cache = model, method, asking(cache)
         self.length, self.guess, self.chosen = ids.shape[1], None, {}
 
     def read(self, token):
@@ -63,9 +64,8 @@ class SlowSpeCache:
             return (weights @ mixed_values.repeat_interleave(group, dim=1)).transpose(1, 2).contiguous()
 
         positions = torch.arange(self.length, self.length + tokens.shape[1])[None]
-        logits = self.model(
-            tokens, position_ids=positions, past_key_values=self.cache, use_cache=True, attend=attend
-        ).logits
+        answer_with(self.cache, attend)
+        logits = run(self.model, self.cache, input_ids=tokens, position_ids=positions).logits
         if not fetch_now:
             self.chosen = coming
         return logits

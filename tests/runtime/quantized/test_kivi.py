@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 from keepsight import generate
 from keepsight.errors import UserError
@@ -15,6 +14,7 @@ from keepsight.runtime.quantized import entries as packed_entries
 from keepsight.runtime.quantized.cache import PackedLayer, packed_layers
 from keepsight.runtime.quantized.codec import Quantizer
 from keepsight.runtime.quantized.entries import PackedEntries
+from keepsight.runtime.softmax import Softmax
 from tests.close import assert_close
 from tests.runtime.quantized.slow_specache import dequantised
 from tests.runtime.scoring import score_answer
@@ -61,8 +61,8 @@ def test_attention_equals_dense_attention_over_what_is_unpacked(block, monkeypat
     monkeypatch.setattr(PackedEntries, "keys", _noting(PackedEntries.keys, unpacked))
     keys, values, queries = _states(90), _states(90, 1), _states(90, 2, kv_heads=6)
     layer = PackedLayer(PackedEntries.pack(QUANTIZER, RESIDUAL, keys[:, :, :50], values[:, :, :50]), 50)
-    attention, _ = layer.update(keys[:, :, 50:], values[:, :, 50:])
-    output = attention.attend(queries[:, :, 50:], 0.25)
+    new = layer.update(keys[:, :, 50:], values[:, :, 50:])
+    output = layer.attend(queries[:, :, 50:], *new, Softmax(0.25))
     for token in range(50, 90):
         read_keys, read_values, _ = dequantised(QUANTIZER, RESIDUAL, keys[:, :, :token], values[:, :, :token])
         read_keys = torch.cat([read_keys, keys[:, :, token : token + 1]], dim=2).repeat_interleave(3, dim=1)
@@ -206,26 +206,3 @@ def test_bad_inputs_are_refused():
         Kivi().start(model, ids)
     with pytest.raises(UserError, match="different numbers of entries"):
         Kivi(2, 8, 16, inner=AdaKV(20, window=4)).start(model, ids[:1])
-
-
-def test_sliding_attention_is_refused():
-    config = Gemma3TextConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        sliding_window=8,
-    )
-    model = Gemma3ForCausalLM(config)
-    with pytest.raises(UserError, match="gemma3_text has layers of sliding_attention"):
-        SMALL.start(model, torch.arange(20)[None])
-
-
-def test_latent_attention_is_refused():
-    model = tiny_model(head_dim=32)
-    model.config.kv_lora_rank = 16  # as DeepSeek's configurations say it
-    with pytest.raises(UserError, match="has layers of latent attention"):
-        Kivi(2, 32, 32).start(model, prompt_ids(50)[0])

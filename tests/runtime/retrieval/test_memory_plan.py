@@ -132,15 +132,13 @@ def test_the_papers_thresholds_solve_equation_7(plan):
 
 
 def test_a_limit_below_the_weights_is_refused_with_the_arithmetic():
-    words = (
-        r"8.59 GB is below the weights alone: 1.3 x \(16.06 GB target \+ 84.00 MB retrieval head\) = 20.99 GB; raise"
-    )
+    words = r"8.00 GiB is below the weights alone: 1.3 x \(14.96 GiB target \+ 80.11 MiB retrieval head\) = 19.55 GiB; "
     with pytest.raises(UserError, match=words):
         replace(EIGHT_B, limit=8 * GIB)
 
 
 def test_a_length_that_does_not_fit_is_refused_with_the_arithmetic():
-    words = "131072000 tokens in 4 requests do not fit into 25.77 GB: the least is .* with 32 of 32 layers on the CPU"
+    words = "131072000 tokens in 4 requests do not fit into 24.00 GiB: the least is .* with 32 of 32 layers on the CPU"
     with pytest.raises(UserError, match=words):
         EIGHT_B.layers_on_cpu(131_072_000)
 

@@ -136,7 +136,7 @@ def test_an_answer_that_outgrows_the_device_is_refused():
     model = tiny_model()
     plan = replace(_plan(model, 40), head_keys=64)
     state = _start(model, PROMPT, PROMPT)
-    with pytest.raises(UserError, match=r"do not fit into 0.27 MB: the least is 0.27 MB with 3 of 3 layers"):
+    with pytest.raises(UserError, match=r"do not fit into 0.2. MiB: the least is 0.2. MiB with 3 of 3 layers"):
         Placement(BUDGET, CPU, plan=plan).place(state.cache.layers, plan.thresholds[-1] // ROWS + 1)
 
 
@@ -206,7 +206,7 @@ def test_a_prompt_that_can_never_fit_is_refused_before_it_is_read():
     plan = retrieval_cache(_method(memory_limit="1GB").start(model, prompt_ids(30)[0]).cache).placement.plan
     assert plan is not None
     method = _method(memory_limit=plan.weights_held + 9000)
-    with pytest.raises(UserError, match=r"240 tokens in 1 requests do not fit into 0.2. MB"):
+    with pytest.raises(UserError, match=r"240 tokens in 1 requests do not fit into 0.2. MiB"):
         method.start(model, prompt_ids(240)[0])
     with pytest.raises(UserError, match="is below the weights alone"):
         _method(memory_limit=1000).start(model, prompt_ids(30)[0])

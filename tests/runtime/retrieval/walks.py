@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from keepsight.runtime.attention import grouped_attention
+from keepsight.runtime.softmax import Softmax, grouped_attention
 from keepsight.runtime.sparse_read.cache import SelectedLayer, Selection
 
 WIDTH, GROUP = 4, 2
@@ -69,7 +69,7 @@ class Walk:
 def step(layer: SelectedLayer, chosen: Selection, states: tuple[Tensor, Tensor, Tensor]) -> Tensor:
     """A step as a retrieval head's reader takes it: announced, then computed."""
     layer.prepare(chosen)
-    return layer.step(*states, WIDTH**-0.5)
+    return layer.step(*states, Softmax(WIDTH**-0.5))
 
 
 def by_loops(
@@ -85,5 +85,5 @@ def by_loops(
             seen = [torch.cat([each[row, own, places], new[row, own]]) for each, new in ((keys, key), (values, value))]
             keys_, values_ = (each[None, None] for each in seen)
             one = query[row : row + 1, head : head + 1]
-            output[row, 0, head] = grouped_attention(one, keys_, values_, None, WIDTH**-0.5)
+            output[row, 0, head] = grouped_attention(one, keys_, values_, None, Softmax(WIDTH**-0.5))
     return output

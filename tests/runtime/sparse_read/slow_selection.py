@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from keepsight.models.retrieval_head import RetrievalHead
+from keepsight.runtime.attention import run
 from keepsight.runtime.features import RecordFeatures
 from keepsight.runtime.prefill import prefill
 from keepsight.runtime.state import Needs
+from tests.runtime.asked import answer_with, asking
 
 Choose = Callable[[Tensor, Tensor, float], list[int]]
 """Queries [G, d] of a KV head's group, its keys [C + 1, d] and the scaling -> places among the first C."""
@@ -75,7 +77,7 @@ class SlowReader:
         self.model, self.tokens, self.choose, self.head = model, ids, choose, head
         self.layers = head.layers_of(model) if head is not None else ()
         state = prefill(model, ids, needs=Needs(features=self.layers))
-        self.cache, self.logits = state.cache, state.logits
+        self.cache, self.logits = asking(state.cache), state.logits
         self.features = state.trace.features_of(self.layers) if self.layers else None
         self.read_last: list[list[list[int]]] = []
 
@@ -98,7 +100,8 @@ class SlowReader:
             return torch.cat(outputs)[None, None]
 
         with torch.no_grad(), RecordFeatures(self.model, self.layers) as recorded:
-            output = self.model(input_ids=token, position_ids=position, past_key_values=self.cache, attend=attend)
+            answer_with(self.cache, attend)
+            output = run(self.model, self.cache, input_ids=token, position_ids=position)
         if self.features is not None:
             self.features = torch.cat([self.features, torch.cat(recorded.outputs(), dim=-1)], dim=1)
         return output.logits

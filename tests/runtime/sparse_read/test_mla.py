@@ -5,11 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional
 from transformers.cache_utils import Cache
 
 from keepsight.errors import UserError
 from keepsight.runtime.cache import KeptLayer, cache_bytes
 from keepsight.runtime.decode import decode, stop_after
+from keepsight.runtime.latents import Expansion
 from keepsight.runtime.method import FullCache
 from keepsight.runtime.methods.exact_topk import ExactTopK
 from keepsight.runtime.methods.quest import Quest
@@ -17,7 +19,7 @@ from keepsight.runtime.methods.specontext import SpeContext
 from keepsight.runtime.prefill import prefill, read
 from keepsight.runtime.retrieval.reader import retrieval_cache
 from keepsight.runtime.sparse_read.cache import SelectedLayer, Selection, selected_layers
-from keepsight.runtime.sparse_read.mla import Expansion, LatentLayer, expanded, layers_of, reader_of
+from keepsight.runtime.sparse_read.mla import LatentLayer, expanded, layers_of
 from keepsight.runtime.state import Needs
 from tests.close import assert_close
 from tests.models.retrieval_heads import tiny_deepseek, tiny_retrieval_head
@@ -41,9 +43,7 @@ def method_of(name: str, budget: int | float, **options: Any) -> Any:
 
 def start(model: Any, method: Any, ids: torch.Tensor, mask: torch.Tensor | None = None, **options: Any) -> Any:
     """The state to answer from, and what reads it."""
-    if isinstance(method, SpeContext):
-        return method.start(model, ids, mask, **options), method.reader(model)
-    return method.compress(model, expanded(model, prefill(model, ids, mask, **options))), reader_of(model)
+    return method.start(model, ids, mask, **options), method.reader(model)
 
 
 def answer_of(*lengths: int) -> torch.Tensor:
@@ -196,7 +196,7 @@ def test_an_interrupted_step_leaves_the_cache_as_it_was() -> None:
 def test_other_models_are_left_as_they_are() -> None:
     model = tiny_model()
     state = prefill(model, prompt_ids(10)[0])
-    assert expanded(model, state) is state and reader_of(model) is model
+    assert expanded(model, state) is state
     wide = expanded(tiny_deepseek(), prefill(tiny_deepseek(), prompt_ids(10)[0]))
     assert expanded(tiny_deepseek(), wide) is wide
 
@@ -221,3 +221,17 @@ def test_models_that_choose_by_themselves_are_refused() -> None:
     model.model.layers[0].self_attn.indexer = torch.nn.Identity()
     with pytest.raises(UserError, match="deepseek_v3 chooses by itself what its latent attention reads"):
         method_of("specontext", 8).start(model, ids)
+
+
+@each_method
+@pytest.mark.parametrize("lengths", [(40,), (50, 33, 41)], ids=["one", "padded"])
+def test_a_turn_is_read_like_a_prompt(name: str, lengths: tuple[int, ...]) -> None:
+    """In one pass, over latents that all heads share."""
+    model, method = tiny_deepseek(), method_of(name, 12)
+    (ids, mask), rows = prompt_ids(*lengths), len(lengths)
+    turn, answer = prompt_ids(*[25] * rows, seed=2)[0], answer_of(*[9] * rows)
+    state, reader = start(model, method, ids, mask)
+    state = read(method.turn_reader(model), state, turn)[0]
+    whole, _ = start(model, method, torch.cat([ids, turn], 1), functional.pad(mask, (0, 25), value=1))
+    assert_close(state.logits, whole.logits)
+    assert_close(read(reader, state, answer)[1], read(reader, whole, answer)[1])

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from keepsight.runtime.retrieval.selector import HeadKeys
+from keepsight.runtime.softmax import Softmax
 from keepsight.runtime.sparse_read.cache import Selection
 from keepsight.runtime.sparse_read.quest_pages import TopPages
 from keepsight.runtime.sparse_read.top_k import StepBudget, TopAttention
@@ -41,7 +42,7 @@ def each_head(query: torch.Tensor, keys: torch.Tensor) -> Any:
 @pytest.mark.parametrize("budget, sinks, window", [(9, 0, 0), (9, 2, 3), (12, 4, 0), (60, 1, 1), (1, 0, 0)])
 def test_top_attention(budget: int, sinks: int, window: int, heads: int, kv_heads: int) -> None:
     query, keys = random_step(heads, kv_heads)
-    chosen = TopAttention(StepBudget(budget, sinks, window)).select(query, SCALING, keys, None)
+    chosen = TopAttention(StepBudget(budget, sinks, window)).select(query, Softmax(SCALING), keys, None)
     assert chosen.real is None and chosen.indices.shape[2] == min(budget, 40)
     slow = top_attention(budget, sinks, window)
     for row, kv_head, own, entries in each_head(query, keys):
@@ -54,7 +55,7 @@ def test_top_attention_never_takes_padding(budget: int, sinks: int, window: int,
     """Rows choose as they would alone; those with fewer entries than others say so."""
     query, keys = random_step(heads, kv_heads)
     padding = 40 - torch.tensor(LENGTHS)
-    chosen = TopAttention(StepBudget(budget, sinks, window)).select(query, SCALING, keys, padding)
+    chosen = TopAttention(StepBudget(budget, sinks, window)).select(query, Softmax(SCALING), keys, padding)
     slow = top_attention(budget, sinks, window)
     for row, kv_head, own, entries in each_head(query, keys):
         start = int(padding[row])
@@ -67,7 +68,7 @@ def test_weights_that_underflow_come_before_padding() -> None:
     """Equal to the padding's: nothing but the mask tells them apart."""
     query, keys = torch.full((1, 1, 1, 2), 60.0), torch.zeros(1, 1, 10, 2)
     keys[:, :, 4] = 60.0
-    chosen = TopAttention(StepBudget(6)).select(query, SCALING, keys, torch.tensor([3]))
+    chosen = TopAttention(StepBudget(6)).select(query, Softmax(SCALING), keys, torch.tensor([3]))
     assert places_of(chosen, 0, 0) == [3, 4, 5, 6, 7, 8]
 
 
@@ -81,7 +82,7 @@ def test_top_pages(budget: int, page: int, heads: int, kv_heads: int) -> None:
         for length in range(31, 42):
             query, keys = random_step(heads, kv_heads)
             keys = keys[:, :, :length]
-            chosen = pages.select(query, SCALING, keys, padding)
+            chosen = pages.select(query, Softmax(SCALING), keys, padding)
             for row, kv_head, own, entries in each_head(query, keys):
                 start = 0 if padding is None else int(padding[row])
                 expected = sorted(start + place for place in slow(own, entries[start:], SCALING))

@@ -10,6 +10,7 @@ from torch.distributions import Categorical, kl_divergence
 from keepsight.data_gen.shards import TrainingSample
 from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_settings import LookaheadSettings
+from keepsight.models.lora import PREFIX
 from keepsight.train.dataset import Batch, SampleDataset, collate
 from keepsight.train.lookahead.objective import LookaheadObjective, importance_divergence
 from tests.close import assert_close
@@ -19,7 +20,7 @@ SHAPE = LookaheadSettings(tokens=5, rank=2, alpha=8)
 
 
 def random_objective(family: str = "llama") -> LookaheadObjective:
-    """With LoRA as training leaves it: PEFT starts with B = 0, where A has no gradient."""
+    """With LoRA as training leaves it: it starts with B = 0, where A has no gradient."""
     lookahead = Lookahead(tiny_model(family), SHAPE)
     torch.manual_seed(7)
     with torch.no_grad():
@@ -30,12 +31,9 @@ def random_objective(family: str = "llama") -> LookaheadObjective:
 
 def lora(lookahead: Lookahead) -> dict[str, nn.Parameter]:
     """`model.layers.0.self_attn.q_proj.A` and so on."""
-    named = lookahead.model.named_parameters()
-    return {
-        name.replace(".lora_", ".").replace(".lookahead.weight", ""): weight
-        for name, weight in named
-        if ".lora_" in name
-    }
+    assert lookahead.lora is not None
+    named = lookahead.lora.tensors().items()
+    return {name.removeprefix(PREFIX).replace(".lora_", ".").replace(".weight", ""): weight for name, weight in named}
 
 
 def samples(*lengths: tuple[int, int]) -> list[TrainingSample]:
@@ -188,7 +186,7 @@ def test_samples_carry_their_length_in_tokens():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_trainable_weight_is_dead_and_no_base_weight_has_a_gradient(family):
-    """From PEFT's own start, where B = 0 keeps A's gradient at zero for the first step."""
+    """From the usual start, where B = 0 keeps A's gradient at zero for the first step."""
     torch.manual_seed(0)
     objective = LookaheadObjective(Lookahead(tiny_model(family), SHAPE))
     trainable = [weight for weight in objective.parameters() if weight.requires_grad]
@@ -200,15 +198,28 @@ def test_no_trainable_weight_is_dead_and_no_base_weight_has_a_gradient(family):
         optimizer.step()
     assert len(trainable) == 1 + 2 * (7 + 7 + 2)
     for name, weight in objective.named_parameters():
-        assert weight.requires_grad == (name == "lookahead.tokens" or ".lora_" in name), name
+        learned = name == "lookahead.soft_tokens.weight" or name.startswith("lookahead.lora.")
+        assert weight.requires_grad == learned, name
         if weight.requires_grad:
             assert weight.grad is not None and weight.grad.abs().max() > 0, name
         else:
             assert weight.grad is None, name
 
 
-def test_the_lora_stays_on_between_steps_and_is_off_for_the_target():
-    """On, because trainers look for trainable parameters; off, because the target must not see it."""
+def test_importance_is_float32_under_autocast():
+    """Sums over queries in bfloat16 would round what the loss compares."""
+    objective, batch = random_objective(), Batch(**batch_of(samples((40, 9))))
+    _, exact = objective.importances(batch)
+    with torch.autocast("cpu", torch.bfloat16):
+        layers = objective.importances(batch)
+    assert {layer.dtype for both in layers for layer in both} == {torch.float32}
+    for layer, expected in zip(layers[1], exact, strict=True):
+        assert not torch.equal(layer, layer.bfloat16().float())
+        assert (layer - expected).abs().max() < 0.05
+
+
+def test_the_lora_can_be_trained_between_steps_and_is_off_for_the_target():
+    """Trainers look for trainable parameters then; the target must not see it."""
     objective = random_objective()
     batch = batch_of(samples((40, 9)))
     target, _ = objective.importances(Batch(**batch))

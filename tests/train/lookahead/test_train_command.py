@@ -49,9 +49,10 @@ def test_the_command_leaves_an_adapter_that_loads(place, trained):
     assert {path.name for path in trained.iterdir()} == {*FILES, "README.md", "training.png", "training"}
     artifact = load_lookahead(trained)
     target = load_target(str(place / "target"), device="cpu")
-    assert artifact.attach(target.model).tokens.shape == (4, 32)
+    with artifact.attached(target.model) as tokens:
+        assert tokens.shape == (4, 32)
     provenance, manifest = artifact.provenance, json.loads((place / "data" / "manifest.json").read_text())
-    assert (provenance.base_model, provenance.base_version) == (target.name, target.version)
+    assert (provenance.base_model, provenance.base_version) == ("target", target.version)
     assert (provenance.template_digest, provenance.data_digest) == (target.template_digest, manifest["digest"])
     assert (provenance.training["steps"], provenance.training["samples"]) == (10, 14)
     assert provenance.training["prompt tokens (shortest, median, longest)"] == [12, 20, 31]
@@ -61,6 +62,8 @@ def test_the_command_leaves_an_adapter_that_loads(place, trained):
     assert "From nowhere." in card
     assert "| test | 14 |" in card
     assert f"| recall | {rows(trained / 'training' / 'fidelity.jsonl')[-1]['eval_recall']:.4f} |" in card
+    published = [card, *((trained / name).read_text() for name in ("adapter_config.json", "lookahead_config.json"))]
+    assert not [text for text in published if str(place) in text], "a private path would be published"
     assert (trained / "training.png").read_bytes().startswith(b"\x89PNG")
 
 

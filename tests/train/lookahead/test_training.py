@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import os
+import signal
 import threading
 from pathlib import Path
 
@@ -9,11 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainingArguments
 
 from keepsight.data_gen.shards import TrainingSample
 from keepsight.errors import UserError
-from keepsight.train.dataset import hold_out
+from keepsight.train import module_trainer
+from keepsight.train.dataset import GroupedByLength, hold_out
 from keepsight.train.lookahead.measure import measure_lookahead
 from keepsight.train.lookahead.objective import LookaheadObjective
 from keepsight.train.lookahead.trainer import LookaheadTrainer
@@ -37,7 +40,7 @@ def test_it_learns_a_few_samples_and_moves_every_trainable_tensor_and_no_other(f
     before = {name: value.detach().clone() for name, value in learning.named_parameters()}
     batch = hold_out(few, 2)[0]
     start = measure_lookahead(learning, [collated(batch)], budget=6)
-    trainer, _ = train(learning, settings(steps=40, batch_size=4, measure_every=40), tmp_path, few)
+    trainer, _ = train(learning, settings(steps=40, batch_size=4, measure_every=40, save_every=40), tmp_path, few)
     end = measure_lookahead(learning, [collated(batch)], budget=6)
     assert sum(end.kl) < 0.75 * sum(start.kl)
     assert sum(end.recall) > sum(start.recall)
@@ -130,8 +133,8 @@ def first_step(work: Path, **changes) -> tuple[float, dict[str, Tensor]]:
 def test_accumulated_batches_equal_one_batch(tmp_path):
     """Samples of different lengths: each counts the same, whatever batch it is in."""
     loss, gradients = first_step(tmp_path / "whole", batch_size=4)
-    for batch, accumulation in ((1, 4), (2, 2)):
-        split_loss, split_gradients = first_step(tmp_path / f"by {batch}", batch_size=batch, accumulation=accumulation)
+    for batch in (1, 2):
+        split_loss, split_gradients = first_step(tmp_path / f"by {batch}", batch_size=batch, samples_per_step=4)
         assert split_loss == pytest.approx(loss, abs=1e-5)
         assert set(split_gradients) == set(gradients)
         for name, value in gradients.items():
@@ -151,6 +154,62 @@ def test_prompts_of_similar_length_share_a_batch(tmp_path):
         assert sorted(itertools.chain(*batches)) == list(range(48))
         spreads[grouped] = sum(max(batch) - min(batch) for batch in batches)
     assert spreads[True] < spreads[False] / 2
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_samples_per_step_are_accumulated_and_refused_where_they_do_not_divide(processes):
+    made = settings(batch_size=2, samples_per_step=16)
+    assert made.accumulation(processes, "train") == 8 // processes
+    assert settings(batch_size=2).accumulation(processes, "train") == 1
+    wrong = settings(batch_size=3, samples_per_step=16)
+    with pytest.raises(UserError, match=rf"train.samples_per_step=16 .*choose a multiple of {3 * processes}"):
+        wrong.accumulation(processes, "train")
+
+
+def test_a_trainer_accumulates_what_a_step_needs(tmp_path):
+    trainer = LookaheadTrainer(objective(), settings(batch_size=2, samples_per_step=6), tmp_path, samples())
+    assert trainer.args.gradient_accumulation_steps == 3
+    assert trainer.samples_per_step == 6
+    with pytest.raises(UserError, match=r"train.samples_per_step=3 .*choose a multiple of 2"):
+        LookaheadTrainer(objective(), settings(batch_size=2, samples_per_step=3), tmp_path, samples())
+
+
+@pytest.mark.parametrize(("given", "processes", "grouped"), [(None, 1, False), (None, 2, True), (False, 2, False)])
+def test_several_processes_group_samples_by_length_by_default(given, processes, grouped, tmp_path, monkeypatch):
+    monkeypatch.setattr(TrainingArguments, "world_size", processes)
+    trainer = LookaheadTrainer(objective(), settings(group_by_length=given), tmp_path, samples())
+    assert isinstance(trainer._get_train_sampler(), GroupedByLength) == grouped
+
+
+def test_a_process_with_several_gpus_uses_one_and_says_how_to_use_all(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(TrainingArguments, "n_gpu", property(lambda self: getattr(self, "_n_gpu", 0) or 4))
+    trainer = LookaheadTrainer(objective(), settings(), tmp_path, samples())
+    assert trainer.args.n_gpu == 1
+    assert not isinstance(trainer._wrap_model(trainer.objective), torch.nn.DataParallel)
+    assert "one of 4 GPUs" in (said := capsys.readouterr().out)
+    assert "accelerate launch --multi_gpu --num_processes 4" in said
+
+
+def test_readings_are_not_kept_where_the_target_is_divided(tmp_path, monkeypatch):
+    """One process would read the target where another does not, and wait for it forever."""
+    monkeypatch.setattr(module_trainer, "target_is_divided", lambda accelerator: True)
+    with pytest.raises(UserError, match=r"train.replays=2: with ZeRO-3 .*zero2"):
+        LookaheadTrainer(objective(), settings(replays=2), tmp_path, samples())
+    LookaheadTrainer(objective(), settings(), tmp_path, samples())
+
+
+def test_sigterm_saves_like_ctrl_c(tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
+
+    def end_of_the_job(_: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)  # a launcher's, after Slurm's
+
+    trainer, finished = train(disturbed(5, end_of_the_job), settings(), tmp_path, samples())
+    assert not finished
+    assert trainer.state.global_step == 5
+    assert "checkpoint-5" in checkpoints(tmp_path)
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_training_works_outside_the_main_thread(tmp_path):

@@ -3,7 +3,9 @@
     keepsight data recipe=smollm2-135m out=runs/data limit=200
     keepsight data recipe=llama8b mixture=my_mixture.yaml out=runs/data limit=20000
 
-A run that was killed resumes when the same command is given again.
+    keepsight data stats runs/data
+
+A run that was killed resumes when the same command is given again. `stats` says what a data folder holds.
 """
 
 import json
@@ -24,6 +26,8 @@ from keepsight.errors import UserError
 from keepsight.files import require_writable
 from keepsight.models.processes import launched
 from keepsight.signed_json import from_json
+
+COMMANDS = {"stats": "what a data folder holds: counts, lengths, duplicates, truncated answers, as a table and a plot"}
 
 
 @dataclass

@@ -1,0 +1,147 @@
+"""What a GPU will feel, counted on any device: operators that launch work, and syncs that wait for it."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache
+from typing_extensions import override
+
+from keepsight.eval.bench.timing import random_ids
+from keepsight.runtime.evict import Evict
+from keepsight.runtime.method import Method
+from keepsight.runtime.prefill import context_of, prefill, read
+from keepsight.runtime.state import Trace
+
+_NO_WORK = {"_unsafe_view", "_reshape_alias", "lift_fresh", "detach"}
+"""Operators that only describe memory in another way, beside those whose result is declared to be a view."""
+_SYNCS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_consecutive", "repeat_interleave"}
+"""Operators whose result, or its shape, the CPU has to wait for."""
+_READS = {Tensor.tolist, Tensor.numpy, Tensor.cpu}
+"""What reads a tensor on the CPU without an operator when it lies there already."""
+
+
+STEPS = ("observe", "select", "gather", "decode")
+"""What is counted of a method: of those that evict all, of others a decoding step alone."""
+
+
+@dataclass
+class Counts:
+    """What ran within a block.
+
+    Attributes:
+        operators: Operators but for views and allocations: on a GPU, about one kernel each.
+        syncs: Times that the CPU had to wait for a tensor's values: `item`, `tolist`, `nonzero`, a boolean index.
+    """
+
+    operators: int = 0
+    syncs: int = 0
+
+
+@contextmanager
+def counting() -> Iterator[Counts]:
+    """Count what runs within the block, on the CPU as it would be on a GPU."""
+    counts = Counts()
+    with _Reads(counts), _Operators(counts):
+        yield counts
+
+
+def count(step: Callable[[], object]) -> Counts:
+    """What a call runs."""
+    with counting() as counts:
+        step()
+    return counts
+
+
+class _Operators(TorchDispatchMode):
+    def __init__(self, counts: Counts) -> None:
+        super().__init__()
+        self.counts = counts
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        self.counts.operators += not (_is_view(func) or name in _NO_WORK or name.startswith(("empty", "new_empty")))
+        self.counts.syncs += name in _SYNCS or (name.startswith("index") and _has_mask(args[1:2]))
+        return func(*args, **(kwargs or {}))
+
+
+class _Reads(TorchFunctionMode):
+    def __init__(self, counts: Counts) -> None:
+        super().__init__()
+        self.counts = counts
+
+    @override
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts.syncs += func in _READS
+        return func(*args, **(kwargs or {}))
+
+
+def _is_view(func: Any) -> bool:
+    returned = [each.alias_info for each in func._schema.returns]
+    return any(alias is not None and not alias.is_write for alias in returned)
+
+
+def _has_mask(given: Any) -> bool:
+    indices = given[0] if given and isinstance(given[0], list | tuple) else ()
+    return any(isinstance(each, Tensor) and each.dtype in (torch.bool, torch.uint8) for each in indices)
+
+
+@torch.no_grad()
+def operators_of(model: PreTrainedModel, method: Method, ids: Tensor) -> dict[str, Counts]:
+    """What a method runs in each of its `STEPS`, over all layers, for a prompt [1, N]; caches of masks are warm."""
+    counts = {}
+    if isinstance(method, Evict):
+        evict, state = method, prefill(model, ids, needs=method.needs())
+        evict.compress(model, state)
+        observed = evict.observe(model, state)
+        selected = evict.select(state, evict.reduced(state, observed))
+        counts = {
+            "observe": count(lambda: evict.fits(state) or evict.observe(model, state)),
+            "select": count(lambda: evict.select(state, evict.reduced(state, observed))),
+            "gather": count(lambda: evict.gather(state, selected)),
+        }
+    reader, token = method.reader(model), ids[:, -1:]
+    kept, _ = read(reader, replace(method.start(model, ids), trace=Trace()), token)  # makes room for more
+    return counts | {"decode": count(lambda: read(reader, kept, token))}
+
+
+@torch.no_grad()
+def operators_of_plain_step(model: PreTrainedModel, ids: Tensor) -> Counts:
+    """What the model itself runs to decode a token after a prompt [1, N]."""
+    cache = DynamicCache(config=model.config)
+    model(ids, past_key_values=cache, logits_to_keep=1)
+    return count(lambda: model(ids[:, -1:], past_key_values=cache))
+
+
+def bench_operators(model: PreTrainedModel, methods: Mapping[str, Method], tokens: int) -> Iterator[str]:
+    """A line for each method: operators and syncs a layer in each step.
+
+    Args:
+        model: The target.
+        methods: Methods by the name to print.
+        tokens: Length of the prompt, which is random tokens.
+    """
+    layers = model.config.get_text_config().num_hidden_layers
+    ids = random_ids(model, 1, tokens)
+    for method in methods.values():
+        method.check(tokens, context_of(model))
+    yield f"operators / syncs a layer; {layers} layers, {tokens} prompt tokens; decode: a layer and token"
+    yield f"{'method':<18}" + "".join(f"{step:>14}" for step in STEPS)
+    yield _line("plain model", {"decode": operators_of_plain_step(model, ids)}, layers)
+    for name, method in methods.items():
+        yield _line(name, operators_of(model, method, ids), layers)
+
+
+def _line(name: str, counts: Mapping[str, Counts], layers: int) -> str:
+    cells = [
+        f"{counts[step].operators / layers:.0f} / {counts[step].syncs / layers:.2g}" if step in counts else ""
+        for step in STEPS
+    ]
+    return f"{name:<18}" + "".join(f"{cell:>14}" for cell in cells)

@@ -1,0 +1,189 @@
+"""keepsight's methods as a model of lm-evaluation-harness (extra `lm-eval`), in its registry as `keepsight`.
+
+A request's context is what a method compresses; continuations are scored, and answers written, from what it keeps.
+Requests that follow each other with one context, such as the choices of a question, share one compressed cache.
+"""
+
+# pyright: reportMissingImports=false
+
+import importlib
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from torch import Tensor
+from tqdm import tqdm
+from transformers.generation import StopStringCriteria
+from typing_extensions import override
+
+from keepsight.errors import UserError
+from keepsight.eval.answers import score_alone
+from keepsight.models.chat import chat_text
+from keepsight.models.draft_sources import DraftSource, LayerSubset, load_draft
+from keepsight.models.targets import load_target
+from keepsight.runtime.generate import generate
+from keepsight.runtime.methods import Resources, make_method
+from keepsight.runtime.prefill import context_of
+
+# The registry takes in the harness's own models only as long as it is empty.
+importlib.import_module("lm_eval.models")
+
+_MAX_NEW_TOKENS = 256
+"""The harness's own default."""
+
+
+@register_model("keepsight")
+class HarnessModel(TemplateLM):
+    """A target under one method; the arguments are what `--model_args` gives.
+
+    Args:
+        pretrained: Hub id or local folder of the target.
+        method: Name of the method, such as snapkv; full for the full cache.
+        budget: KV entries per layer and KV head, or a ratio of the prompt such as 0.1.
+        adapter: Lookahead adapter: a folder or Hub id.
+        retrieval: Retrieval head: a folder or Hub id.
+        draft: Draft model: a Hub id or folder, or indices of the target's own layers joined by `+`, such as 0+1+5.
+        revision: Of the target.
+        dtype: auto, float32, bfloat16 or float16.
+        device: auto, cpu, cuda, ...; the harness's command gives its own `--device`.
+        attention: auto, sdpa, eager or flash_attention_2.
+        max_length: Longest context with its answer, in tokens; the target's own by default. Longer contexts lose their
+            beginning, as the harness's own models have it.
+        batch_size: Must be 1: contexts are compressed one at a time.
+        max_batch_size: Not used.
+        options: Further fields of the method, such as window=16.
+
+    Raises:
+        UserError: the target, the method or a value is not what it should be.
+    """
+
+    def __init__(
+        self,
+        pretrained: str,
+        method: str = "full",
+        budget: int | float | None = None,
+        adapter: str | None = None,
+        retrieval: str | None = None,
+        draft: str | None = None,
+        revision: str | None = None,
+        dtype: str = "auto",
+        device: str | None = "auto",
+        attention: str = "auto",
+        max_length: int | None = None,
+        batch_size: int | str = 1,
+        max_batch_size: int | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        if str(batch_size) not in ("1", "auto"):
+            raise UserError(f"batch_size={batch_size} must be 1: contexts are compressed one at a time")
+        loading = {"dtype": dtype, "device": device or "auto", "attention": attention}
+        self.target = load_target(pretrained, revision=revision, **loading)
+        self.model, self.tokenizer = self.target.model, self.target.tokenizer
+        self._device = self.model.device
+
+        def find_draft() -> DraftSource | None:
+            if draft is None:
+                return None
+            layers = str(draft).split("+")
+            if all(layer.isdigit() for layer in layers):
+                return LayerSubset(tuple(map(int, layers)))
+            return load_draft(draft, self.target, **loading)
+
+        resources = Resources(adapter, find_draft, self.tokenizer, retrieval, self.model)
+        self.method = make_method(method, budget, resources, **options)
+        self.max_length = max_length or context_of(self.model)
+
+    @property
+    @override
+    def eot_token_id(self) -> int:
+        return self.target.end_tokens[0]
+
+    @property
+    @override
+    def prefix_token_id(self) -> int:
+        first = self.tokenizer.bos_token_id
+        return self.eot_token_id if first is None else int(first)
+
+    @property
+    @override
+    def tokenizer_name(self) -> str:
+        return self.target.name.replace("/", "__")
+
+    @override
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        if add_generation_prompt:
+            return chat_text(self.tokenizer, chat_history)
+        return str(self.tokenizer.apply_chat_template(chat_history, tokenize=False, continue_final_message=True))
+
+    @override
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        if add_special_tokens is None:  # a chat template has written the first token already
+            add_special_tokens = not string.startswith(self.tokenizer.bos_token or "\0")
+        return list(self.tokenizer(string, add_special_tokens=add_special_tokens)["input_ids"])
+
+    @override
+    def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
+        raise UserError(
+            "the task asks for the likelihood of whole texts, before which there is nothing to compress: "
+            "choose one that has a context and an answer"
+        )
+
+    @override
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        found = []
+        with tqdm(total=len(requests), desc="loglikelihood", disable=disable_tqdm) as progress:
+            for _, group in groupby(requests, lambda request: request[1]):
+                for request, scored in self._score(list(group)):
+                    self.cache_hook.add_partial("loglikelihood", request, scored)
+                    found.append(scored)
+                    progress.update()
+        return found
+
+    def _score(self, group: Sequence[tuple[Any, list[int], list[int]]]) -> Iterator[tuple[Any, tuple[float, bool]]]:
+        """Of each continuation of a context the log-likelihood in nats, and whether greedy decoding would write it."""
+        longest = max(len(continuation) for _, _, continuation in group)
+        prompt = self._fitting(group[0][1], longest)
+        state = self.method.start(self.model, prompt)
+        for request, _, continuation in group:
+            answer = torch.tensor([continuation], device=self.device)
+            reader, reapply = self.method.reader(self.model), self.method.reapply(self.model)
+            nll, hits = score_alone(reader, state.copy(), answer, reapply)
+            yield request, (-nll.sum().item(), bool(hits.all()))
+
+    def _fitting(self, context: list[int], answer_tokens: int) -> Tensor:
+        """[1, N] int64: the end of the context, as long as the answer leaves room for."""
+        room = self.max_length - answer_tokens
+        if room < 1:
+            raise UserError(f"an answer of {answer_tokens} tokens leaves no room in max_length={self.max_length}")
+        ids = torch.tensor([context[-room:]], device=self.device)
+        self.method.check(ids.shape[1], self.max_length)
+        return ids
+
+    @override
+    def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
+        answers = []
+        for request in tqdm(requests, desc="generate_until", disable=disable_tqdm):
+            context, given = request.args
+            options = dict(given)
+            until = options.pop("until", None) or []
+            stops = [until] if isinstance(until, str) else [*until]
+            longest = [options.pop(name, None) for name in ("max_gen_toks", "max_new_tokens", "max_tokens")]
+            tokens = next(filter(None, longest), _MAX_NEW_TOKENS)
+            if not options.get("do_sample"):
+                options = {"do_sample": False}
+            if stops:
+                options["stopping_criteria"] = [StopStringCriteria(self.tokenizer, stops)]
+            prompt = self._fitting(self.tok_encode(context), tokens)
+            ids = generate(self.model, prompt, self.method, max_new_tokens=tokens, **options)
+            text = str(self.tokenizer.decode(ids[0], skip_special_tokens=True))
+            for stop in filter(None, stops):
+                text = text.partition(stop)[0]
+            self.cache_hook.add_partial("generate_until", request.args, text)
+            answers.append(text)
+        return answers

@@ -1,0 +1,192 @@
+"""A language model as judge of answers that no metric can score: MT-Bench's and LongBench-Write's protocols.
+
+MT-Bench (arXiv:2306.05685; lm-sys/FastChat, `llm_judge`): `single` rates an answer from 1 to 10, here divided by 10;
+`pairwise` compares it with the full cache's in both orders: 1 where both games are won, 0 where both are lost, else
+1/2, so that the mean is FastChat's adjusted win rate. LongBench-Write (arXiv:2408.07055; THUDM/LongWriter): six marks
+from 1 to 5, whose mean is shown as 0 to 1.
+"""
+
+import json
+import math
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.resources import files
+from typing import Any
+from urllib.request import Request, urlopen
+
+import yaml
+
+from keepsight.errors import UserError
+from keepsight.eval.tasks.rows import fill_in
+from keepsight.eval.tasks.samples import Sample
+
+MODES = ("single", "pairwise")
+LONGBENCH_WRITE = "longbench-write"
+"""The metric of a sample that LongBench-Write's prompt is for; all others are judged as MT-Bench's are."""
+_MARKS = ("Relevance", "Accuracy", "Coherence", "Clarity", "Breadth and Depth", "Reading Experience")
+_TRIES = 5
+_TOKENS = 2048
+_PATIENCE = 600.0
+"""Seconds for one judgment."""
+_FIRST_WAIT = 2.0
+"""Seconds before the second try; doubled for each further one."""
+
+
+@dataclass
+class Judge:
+    """An OpenAI-compatible endpoint; its fields are the command's keys `judge.KEY`.
+
+    Attributes:
+        url: Such as http://localhost:8000/v1; chat/completions is appended.
+        model: The judge's name there.
+        mode: single, a mark for each answer, or pairwise, a comparison with the full cache's answer.
+        parallel: Judgments that are asked for at once.
+        key: Environment variable that holds the endpoint's API key; none is sent where it is not set.
+    """
+
+    url: str | None = None
+    model: str = "gpt-4"
+    mode: str = "single"
+    parallel: int = 8
+    key: str = "OPENAI_API_KEY"
+
+    @property
+    def name(self) -> str:
+        """What scores depend on; empty where there is no judge."""
+        return f"{self.model} {self.mode}" if self.url else ""
+
+    def check(self) -> None:
+        """Refuse keys that no judge can be asked with.
+
+        Raises:
+            UserError: a value is not understood.
+        """
+        if self.mode not in MODES:
+            raise UserError(f"judge.mode={self.mode} is unknown; choose one of {', '.join(MODES)}")
+        if self.parallel < 1:
+            raise UserError(f"judge.parallel={self.parallel} must be at least 1")
+        if self.url and not self.url.startswith(("http://", "https://")):
+            raise UserError(f"judge.url={self.url} must begin with http:// or https://")
+
+    def score(self, sample: Sample, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The rows of a sample, the full cache's first, with their scores and the judge's words as `judgments`.
+
+        Raises:
+            UserError: the endpoint does not answer, or never with what was asked for.
+        """
+        if not sample.judge:
+            return [dict(row) for row in rows]
+        full, *_ = talks = [_talk(row) for row in rows]
+        asked = dict.fromkeys(talk for talk, row in zip(talks, rows, strict=True) if math.isnan(row["score"]))
+        judging = self._compare if self.mode == "pairwise" else self._rate
+        with ThreadPoolExecutor(self.parallel) as pool:
+            found = dict(zip(asked, pool.map(lambda talk: judging(sample, talk, full), asked), strict=True))
+        return [dict(row) | found.get(talk, {}) for talk, row in zip(talks, rows, strict=True)]
+
+    def _rate(self, sample: Sample, talk: tuple[str, ...], _: tuple[str, ...]) -> dict[str, Any]:
+        writing = sample.metric == LONGBENCH_WRITE
+        name, read = (LONGBENCH_WRITE, _mean_mark) if writing else (_prompt_name("single", sample), _rating)
+        value, words = self._ask(name, sample, talk, talk, read)
+        return {"score": value, "judgments": [words]}
+
+    def _compare(self, sample: Sample, talk: tuple[str, ...], full: tuple[str, ...]) -> dict[str, Any]:
+        if talk == full:
+            return {
+                "score": 0.5,
+                "judgments": [],
+            }  # in both orders the judge is asked the same: its verdicts cancel out
+        name = _prompt_name("pair", sample)
+        first, words = self._ask(name, sample, talk, full, _winner)
+        second, more = self._ask(name, sample, full, talk, _winner)
+        return {"score": 0.5 + first / 2 if first == -second else 0.5, "judgments": [words, more]}
+
+    def _ask(self, name: str, sample: Sample, a: tuple[str, ...], b: tuple[str, ...], read: Any) -> tuple[float, str]:
+        """What `read` finds in the judge's words, and the words; they are asked for again where it finds nothing."""
+        prompt = _prompts()[name]
+        fields = {
+            f"{kind}_{turn}": text
+            for kind, texts in (
+                ("question", (*sample.earlier, sample.prompt)),
+                ("ref_answer", sample.references),
+                ("answer_a", a),
+                ("answer_b", b),
+            )
+            for turn, text in enumerate(texts, start=1)
+        }
+        messages = [{"role": "user", "content": fill_in(prompt["user"], fields)}]
+        if prompt["system"]:
+            messages.insert(0, {"role": "system", "content": prompt["system"]})
+        words = ""
+        for attempt in range(_TRIES):
+            temperature = 0.5 if attempt or name == LONGBENCH_WRITE else 0.0
+            words = self._complete({"messages": messages, "temperature": temperature, "max_tokens": _TOKENS})
+            if (value := read(words)) is not None:
+                return value, words
+        raise UserError(
+            f"judge.model={self.model}: no verdict on {sample.task}/{sample.id} in {_TRIES} tries, the last said "
+            f"{words[-80:]!r}; choose another judge, what was judged is kept"
+        )
+
+    def _complete(self, body: Mapping[str, Any]) -> str:
+        assert self.url is not None
+        data, reason = json.dumps({"model": self.model, **body}).encode(), ""
+        for attempt in range(_TRIES):
+            try:
+                request = Request(f"{self.url.rstrip('/')}/chat/completions", data, self._headers)
+                with urlopen(request, timeout=_PATIENCE) as response:
+                    return str(json.load(response)["choices"][0]["message"]["content"])
+            except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+                reason = f"{type(error).__name__}: {error}"
+                if 400 <= getattr(error, "code", 500) < 500 and getattr(error, "code", 429) != 429:
+                    break
+            if attempt + 1 < _TRIES:
+                time.sleep(_FIRST_WAIT * 2**attempt)
+        raise UserError(f"judge.url={self.url}: no judgment ({reason}); run the same command again to go on")
+
+    @property
+    def _headers(self) -> dict[str, str]:
+        secret = os.environ.get(self.key)
+        return {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {secret}"} if secret else {})
+
+
+def _talk(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """What a variant answered, turn after turn."""
+    return tuple(answer.strip() for answer in (*row.get("before", ()), row["answer"]))
+
+
+def _prompt_name(kind: str, sample: Sample) -> str:
+    version = "math-v1" if sample.references else {"single": "v1", "pair": "v2"}[kind]
+    return f"{kind}-{version}" + ("-multi-turn" if sample.earlier else "")
+
+
+@lru_cache(maxsize=1)
+def _prompts() -> dict[str, dict[str, str]]:
+    return dict(yaml.safe_load((files("keepsight.eval") / "judge.yaml").read_text(encoding="utf-8")))
+
+
+def _rating(words: str) -> float | None:
+    """FastChat's: the number in double brackets, else in single ones; here none above 10."""
+    found = re.search(r"\[\[(\d+\.?\d*)\]\]", words) or re.search(r"\[(\d+\.?\d*)\]", words)
+    return float(found[1]) / 10 if found and float(found[1]) <= 10 else None
+
+
+def _winner(words: str) -> float | None:
+    """1 for assistant A, -1 for B, 0 for a tie."""
+    verdicts = {"[[A]]": 1.0, "[[B]]": -1.0, "[[C]]": 0.0}
+    return next((value for verdict, value in verdicts.items() if verdict in words), None)
+
+
+def _mean_mark(words: str) -> float | None:
+    """LongWriter's: the mean over the six dimensions, 1 as 0 and 5 as 1."""
+    fenced = re.search(r"```json\n(.*?)\n```", words, re.DOTALL)
+    try:
+        given = json.loads((fenced[1] if fenced else words).replace("\n", ""))
+        marks = [(float(given[dimension]) - 1) / 4 for dimension in _MARKS]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return sum(marks) / len(marks) if 0 <= min(marks) <= max(marks) <= 1 else None

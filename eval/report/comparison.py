@@ -1,0 +1,102 @@
+"""Runs side by side: their means, and paired differences from the first run."""
+
+from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from keepsight.eval.report.differences import Difference, difference
+from keepsight.eval.report.html import flatten
+from keepsight.eval.report.panels import Plot
+from keepsight.eval.report.plots import comparison_plot
+from keepsight.eval.report.result_tables import PLACE, VARIANT
+from keepsight.eval.report.results_page import render_results
+from keepsight.eval.report.summary import MEASURES, SummaryRow, mean_over_tasks, summarize
+from keepsight.eval.report.tables import Cells, Column, Table
+from keepsight.eval.runs import Run, names_of
+from keepsight.files import write_text
+
+Summaries = Sequence[Sequence[SummaryRow]]
+_LABELS = {"score": "Score", "excess_nll": "Delta NLL vs. full cache (nats/token)", "agreement": "Top-1 agreement"}
+
+
+def write_comparison(runs: Sequence[Run], folder: Path) -> list[Table]:
+    """Write `compare.html`, its plot and its tables.
+
+    Args:
+        runs: At least two, as `keepsight.eval.runs.comparable` gives them.
+        folder: Where all of it goes.
+
+    Returns:
+        A table for each measure, means over tasks.
+    """
+    names = names_of(runs)
+    by_task = [summarize(run.rows) for run in runs]
+    means = [mean_over_tasks(summary) for summary in by_task]
+    tables = [_table(measure, means, names) for measure in MEASURES]
+    detailed = [_table(measure, by_task, names, PLACE) for measure in MEASURES]
+    plot = _plot(means, names)
+    if plot.panels:
+        plot.save(folder / "plots")
+    for table in (*tables, *detailed):
+        table.save(folder / "tables")
+    title, differing = " against ".join(names), _differing(runs)
+    page = render_results("compare.html.j2", runs, folder, [plot], [*tables, *detailed], title, differing=differing)
+    write_text(folder / "compare.html", page)
+    return tables
+
+
+def _table(measure: str, summaries: Summaries, names: Sequence[str], places: Sequence[Column] = ()) -> Table:
+    """One measure of every run, and how far the later ones are from the first; `places` are its first columns."""
+    later = list(enumerate(names))[1:]
+    columns = (
+        *places,
+        *VARIANT,
+        *(Column(f"run{at}", name) for at, name in enumerate(names)),
+        *(Column(f"minus{at}", f"{name} - {names[0]}", is_signed=True) for at, name in later),
+        Column("n", "n"),
+    )
+    rows: list[Cells] = []
+    for found in _matched(summaries):
+        first = next(row for row in found if row)
+        cells: dict[str, Any] = {each.name: getattr(first, each.name) for each in (*places, *VARIANT)}
+        cells |= {f"run{at}": row and row.estimates[measure] for at, row in enumerate(found)}
+        paired = [(at, _minus_first(found, at)) for at, _ in later]
+        cells |= {f"minus{at}": pair and pair.estimates[measure] for at, pair in paired}
+        counts = {row.n for row in found if row}
+        rows.append(cells | {"n": counts.pop() if len(counts) == 1 else None})
+    if places:
+        return Table(f"{measure}_by_task", f"{_LABELS[measure]} by task and length", columns, rows)
+    return Table(measure, f"{_LABELS[measure]}, mean over tasks", columns, rows)
+
+
+def _matched(summaries: Summaries) -> list[list[SummaryRow | None]]:
+    """The rows of one task, length, method and budget, None for a run that has none."""
+    places: dict[tuple[Any, ...], list[SummaryRow | None]] = {}
+    for at, summary in enumerate(summaries):
+        for row in summary:
+            key = (row.task if row.length else "", row.length, row.method, row.budget)  # a mean's task is a sentence
+            places.setdefault(key, [None] * len(summaries))[at] = row
+    return list(places.values())
+
+
+def _minus_first(found: Sequence[SummaryRow | None], at: int) -> Difference | None:
+    first, other = found[0], found[at]
+    return difference(other, first) if first and other else None
+
+
+def _plot(means: Summaries, names: Sequence[str]) -> Plot:
+    pairs = {
+        f"{name} - {names[0]}": [_minus_first(found, at) for found in _matched(means)]
+        for at, name in enumerate(names)
+        if at
+    }
+    return comparison_plot({name: [each for each in found if each] for name, found in pairs.items()})
+
+
+def _differing(runs: Sequence[Run]) -> dict[str, list[str]]:
+    """Settings that are not the same in all runs."""
+    settings = [flatten(run.settings) for run in runs]
+    keys = dict.fromkeys(chain.from_iterable(settings))
+    values = {key: [each.get(key, "") for each in settings] for key in keys if key != "command"}
+    return {key: each for key, each in values.items() if len(set(each)) > 1}

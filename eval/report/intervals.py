@@ -1,0 +1,99 @@
+"""Means over samples with their 95 % intervals: a bootstrap, and Wilson's for scores that are 0 or 1.
+
+The bootstrap draws samples with replacement within each task and length (Efron 1979; percentile intervals). Its draws
+are the same for every method, so that the difference of two means over the same samples is a paired one.
+"""
+
+import functools
+import math
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+RESAMPLES = 2000
+_SEED = 95
+_Z = 1.96
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True, eq=False)
+class Estimate:
+    """A mean over samples.
+
+    Attributes:
+        value: The mean.
+        draws: [RESAMPLES] float32, the means of the bootstrap's samples.
+        n: Number of equally weighted samples with the same variance.
+        is_share: Whether every sample is 0 or 1.
+        is_drawn: Whether each of its parts has at least two samples to draw from.
+    """
+
+    value: float
+    draws: NDArray[np.float32]
+    n: float
+    is_share: bool
+    is_drawn: bool
+
+    @functools.cached_property
+    def interval(self) -> Interval | None:
+        """Ends of the 95 % interval; None where a single sample says nothing about it."""
+        if self.is_share:
+            return wilson_interval(self.value, self.n)
+        if not self.is_drawn:
+            return None
+        low, high = np.percentile(self.draws, [2.5, 97.5])
+        return float(low), float(high)
+
+    @property
+    def ends(self) -> Interval:
+        """The interval, or the value twice where there is none."""
+        return self.interval or (self.value, self.value)
+
+    def __sub__(self, other: "Estimate") -> "Estimate":
+        """The mean difference, paired: both must be over the same samples."""
+        n, is_drawn = min(self.n, other.n), self.is_drawn and other.is_drawn
+        return Estimate(self.value - other.value, self.draws - other.draws, n, False, is_drawn)
+
+
+def estimate(values: Sequence[float], stratum: str, can_be_share: bool = False) -> Estimate:
+    """The mean of samples.
+
+    Args:
+        values: One of each sample, in an order that is the same wherever estimates are compared.
+        stratum: Task and length: estimates of one stratum share their draws.
+        can_be_share: Whether the mean is a proportion where every value is 0 or 1.
+    """
+    column = np.asarray(values, np.float32)
+    draws = np.asarray(_counts(len(values), zlib.crc32(stratum.encode())) @ column / len(values), np.float32)
+    is_share = can_be_share and set(values) <= {0.0, 1.0}
+    return Estimate(math.fsum(values) / len(values), draws, len(values), is_share, len(values) > 1)
+
+
+def weighted(parts: Sequence[Estimate], weights: Sequence[float]) -> Estimate:
+    """The weighted mean of estimates of different strata; the weights add up to 1."""
+    pairs = list(zip(weights, parts, strict=True))
+    return Estimate(
+        math.fsum(weight * part.value for weight, part in pairs),
+        np.sum([np.float32(weight) * part.draws for weight, part in pairs], axis=0),
+        1 / math.fsum(weight * weight / part.n for weight, part in pairs),
+        all(part.is_share for part in parts),
+        all(part.is_drawn for part in parts),
+    )
+
+
+def wilson_interval(share: float, n: float) -> Interval:
+    """95 % Wilson score interval (Wilson 1927) of the mean of `n` values that are 0 or 1."""
+    centre = (share + _Z * _Z / (2 * n)) / (1 + _Z * _Z / n)
+    half = _Z / (1 + _Z * _Z / n) * math.sqrt(max(share * (1 - share), 0.0) / n + _Z * _Z / (4 * n * n))
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+@functools.lru_cache(maxsize=4)
+def _counts(n: int, stratum: int) -> NDArray[np.float32]:
+    """[RESAMPLES, n]: how often each draw takes each sample."""
+    generator = np.random.default_rng([_SEED, stratum, n])
+    return generator.multinomial(n, np.full(n, 1 / n), size=RESAMPLES).astype(np.float32)

@@ -1,0 +1,161 @@
+"""A plot is a row of panels: one figure to save, or on a page one drawing a panel, so that it can fill any width."""
+
+import io
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import matplotlib
+from markupsafe import Markup
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from keepsight.eval.report.styles import Style, label_of
+from keepsight.files import DPI, atomic_file
+
+SIZE = (3.0, 2.35)
+"""Width and height of one panel, in inches."""
+MAX_COLUMNS = 4
+FORMATS = ("png", "svg", "pdf")
+TEXT, GRID = "#262626", "#d4d4d4"
+_CHARACTER = 0.075
+"""Inches of a legend's character."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One pair of axes.
+
+    Attributes:
+        title: What stands above it.
+        draw: Draws it, its axis labels included.
+        task: The task it is about; empty for all.
+        length: The prompt length it is about; 0 for all.
+        method: The method it is about; empty for all.
+        budget: The budget it is about; None for all.
+    """
+
+    title: str
+    draw: Callable[[Axes], None]
+    task: str = ""
+    length: int = 0
+    method: str = ""
+    budget: int | float | None = None
+
+
+@dataclass(frozen=True)
+class Plot:
+    """Panels that belong together.
+
+    Attributes:
+        name: File name without its ending.
+        panels: In reading order.
+        styles: What the legend shows; empty for none.
+        columns: Panels beside each other in the saved figure.
+    """
+
+    name: str
+    panels: Sequence[Panel]
+    styles: Mapping[str, Style] = field(default_factory=dict)
+    columns: int = MAX_COLUMNS
+
+    def figure(self) -> Figure:
+        """All panels with their titles and one legend."""
+        columns = max(1, min(self.columns, len(self.panels)))
+        rows = max(1, math.ceil(len(self.panels) / columns))
+        width = max(SIZE[0] * columns + 0.3, 4.6)
+        legend = self._legend_columns(width)
+        height = SIZE[1] * rows + 0.2 + 0.2 * math.ceil(len(self.styles) / legend)
+        figure = Figure(figsize=(width, height), layout="constrained")
+        grid = figure.subplots(rows, columns, squeeze=False).ravel()
+        for axes, panel in zip(grid, self.panels, strict=False):
+            panel.draw(axes)
+            axes.set_title(panel.title, fontsize=9, color=TEXT)
+            for artist in axes.get_children():
+                artist.set_gid(None)  # names are for pages, where each panel is a drawing of its own
+        for unused in grid[len(self.panels) :]:
+            unused.remove()
+        _share_labels(figure, columns)
+        if self.styles:
+            handles = [_handle(style) for style in self.styles.values()]
+            labels = [label_of(method) for method in self.styles]
+            look = {"frameon": False, "labelcolor": TEXT, "fontsize": 8.5, "ncols": legend}
+            figure.legend(handles, labels, loc="outside upper center", **look)
+        return figure
+
+    def save(self, folder: Path) -> None:
+        """Write the figure as PNG, SVG and PDF."""
+        figure = self.figure()
+        figure.draw_without_rendering()
+        figure.set_layout_engine("none")  # it is the same in every format, and takes most of the time
+        for kind in FORMATS:
+            date = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}[kind]
+            with (
+                atomic_file(folder / f"{self.name}.{kind}") as unfinished,
+                matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": self.name}),
+            ):
+                figure.savefig(unfinished, format=kind, dpi=DPI, metadata=date)
+
+    def drawings(self) -> list[Markup]:
+        """Each panel as an `<svg>` element, without its title."""
+        drawn = []
+        for number, panel in enumerate(self.panels):
+            figure = Figure(figsize=SIZE, layout="constrained")
+            panel.draw(figure.subplots())
+            drawn.append(Markup(as_svg(figure, salt=f"{self.name}{number}")))
+        return drawn
+
+    def _legend_columns(self, width: float) -> int:
+        longest = max((len(label_of(method)) for method in self.styles), default=1)
+        return max(1, min(len(self.styles), int(width / (0.55 + _CHARACTER * longest))))
+
+
+def as_svg(figure: Figure, salt: str) -> str:
+    """A figure as an `<svg>` element for a page: transparent, its text in the page's own colour and font.
+
+    Args:
+        figure: What to draw. Artists with a group id `NAME-...` become elements of the class `NAME`.
+        salt: Makes the element's identifiers differ from those of the page's other figures.
+    """
+    text = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": salt}):
+        figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    svg = text.getvalue()
+    svg = svg[svg.index("<svg") :].strip()
+    svg = re.sub(r'<g id="(m\d+)-\w+">', r'<g class="\1">', svg)
+    svg = re.sub(r' id="(figure|axes|patch|matplotlib\.axis|xtick|ytick|text|line2d|LineCollection)_\d+"', "", svg)
+    return svg.replace(TEXT, "currentColor").replace(GRID, "var(--line)").replace("'DejaVu Sans'", "system-ui")
+
+
+def look(axes: Axes) -> None:
+    """What all axes have in common."""
+    axes.grid(axis="y", color=GRID, linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(TEXT)
+    axes.tick_params(labelsize=8, colors=TEXT)
+    axes.xaxis.label.set(fontsize=8.5, color=TEXT)
+    axes.yaxis.label.set(fontsize=8.5, color=TEXT)
+
+
+def _handle(style: Style) -> Line2D:
+    return Line2D([], [], color=style.colour, linestyle=style.line, marker=style.marker, markersize=4.5, linewidth=1.6)
+
+
+def _share_labels(figure: Figure, columns: int) -> None:
+    """A label that all panels have stands once, at the figure's edge."""
+    panels = figure.axes
+    if columns == 1 and len(panels) == 1:
+        return
+    for say, labels in (
+        (figure.supxlabel, [axes.xaxis.label for axes in panels]),
+        (figure.supylabel, [axes.yaxis.label for axes in panels]),
+    ):
+        texts = {label.get_text() for label in labels}
+        if len(texts) == 1:
+            say(texts.pop(), fontsize=9, color=TEXT)
+            for label in labels:
+                label.set_text("")

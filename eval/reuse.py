@@ -1,0 +1,126 @@
+"""What a row of results depends on, as one digest, so that rows of earlier runs can be used again.
+
+The digest covers the target's weights, dtype, device and attention; the sample's tokens, references and metric; the
+method with every option and the weights it was trained to; and `RESULTS_VERSION`. It does not cover names: a method
+under another label, or a sample under another number, is the same.
+"""
+
+import functools
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from keepsight.errors import UserError
+from keepsight.eval.results import Row
+from keepsight.eval.tasks.samples import RenderedSample
+from keepsight.files import read_jsonl, text_digest
+from keepsight.models.targets import Target
+from keepsight.runtime.method import Method
+from keepsight.runtime.saved import weights_digest
+
+RESULTS_VERSION = 1
+"""Raised with every change of the code that changes a score, an answer or a likelihood."""
+_NAMES = ("id", "task", "length")
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """Rows of earlier runs.
+
+    Attributes:
+        rows: By `inputs_digest`.
+    """
+
+    rows: Mapping[str, Row] = field(default_factory=dict)
+
+    def of(self, digests: Sequence[Sequence[str | None]]) -> list[list[Row | None]]:
+        """The rows of a group of samples, by sample and variant; a variant that one sample lacks has none at all."""
+        found = [[self.rows.get(digest or "") for digest in row] for row in digests]
+        whole = [all(column) for column in zip(*found, strict=True)]
+        return [[each if is_whole else None for each, is_whole in zip(row, whole, strict=True)] for row in found]
+
+    @classmethod
+    def read(cls, folders: Iterable[str | Path]) -> "Earlier":
+        """The rows of runs.
+
+        Raises:
+            UserError: a folder holds no results.
+        """
+        rows: dict[str, Row] = {}
+        for folder in folders:
+            path = Path(folder) / "results.jsonl"
+            if not path.is_file():
+                raise UserError(f"reuse={folder}: no results.jsonl there; name folders that keepsight eval has written")
+            rows |= {row["inputs_digest"]: row for row in read_jsonl(path) if row.get("inputs_digest")}
+        return cls(rows)
+
+
+NOTHING = Earlier()
+
+
+def target_digest(target: Target) -> str:
+    """What answers and times depend on of a target and of where it runs."""
+    model = target.model
+    place = [model.device.type, str(model.dtype), model.config._attn_implementation, target.end_tokens]
+    return text_digest(json.dumps([RESULTS_VERSION, target.version, weights_digest(model), *place]))
+
+
+def sample_digest(sample: RenderedSample) -> str:
+    """What is asked and how it is scored, apart from the sample's names."""
+    return text_digest(_text({name: value for name, value in vars(sample).items() if name not in _NAMES}))
+
+
+def inputs_digest(target: str, contents: Sequence[str], place: int, question: str, method: str) -> str | None:
+    """Digest of everything that a row depends on.
+
+    Args:
+        target: `target_digest`.
+        contents: `sample_digest` of the samples that are compressed together: one, or those that share a context.
+        place: Which of them the row is about.
+        question: What the method sees, one of `keepsight.eval.sweep.QUESTIONS`.
+        method: `method_text`; where it is empty, there is no digest.
+    """
+    return text_digest(json.dumps([target, *contents, place, question, method])) if method else None
+
+
+def method_text(method: Method) -> str:
+    """A method with all its parts, weights as digests; empty where a part has no text that says all of it."""
+    try:
+        return _text(method)
+    except TypeError:
+        return ""
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, default=_described, sort_keys=True)
+
+
+def _described(part: Any) -> Any:
+    """What JSON does not know: tensors, modules, artifacts, and the frozen dataclasses that methods are made of."""
+    if isinstance(part, Tensor):
+        return part.tolist()
+    if isinstance(part, nn.Module):
+        return [getattr(part, "config", None), _weights(part)]
+    if isinstance(part, PreTrainedTokenizerBase):
+        return "tokenizer"  # the target's
+    if not is_dataclass(part) or isinstance(part, type):
+        raise TypeError(f"{type(part)} has no text")
+    digest = getattr(part, "digest", None)
+    held = {each.name: getattr(part, each.name) for each in fields(part) if each.compare and each.init}
+    return {"kind": type(part).__qualname__, "digest": digest} if digest else {"kind": type(part).__qualname__, **held}
+
+
+@functools.lru_cache(maxsize=2)
+def _weights(module: nn.Module) -> str:
+    digest = hashlib.sha256()
+    for name, value in module.state_dict().items():
+        digest.update(name.encode())
+        digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,159 @@
+"""Benchmarks whose answers a judge scores (`keepsight.eval.judge`): MT-Bench and LongBench-Write."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+from typing_extensions import override
+
+from keepsight.errors import UserError
+from keepsight.eval.tasks.benchmark import Benchmark, Request
+from keepsight.eval.tasks.hub import hub_rows
+from keepsight.eval.tasks.rows import text_field, texts_field
+from keepsight.eval.tasks.samples import RenderedSample, Sample, render, render_turns
+from keepsight.files import read_jsonl
+
+_WITH_REFERENCES = ("math", "reasoning", "coding")
+_ANSWER_TOKENS = 1024
+_LONGEST_ANSWER = 32768
+
+
+@dataclass
+class MtBench(Benchmark):
+    """MT-Bench (arXiv:2306.05685): questions in two turns, answered greedily from one cache; needs `judge.url`.
+
+    Attributes:
+        file: FastChat's question.jsonl; else the Hub's copy.
+        references: FastChat's reference_answer/gpt-4.jsonl, for its math, reasoning and coding questions; else what the
+            questions themselves hold.
+    """
+
+    file: str | None = None
+    references: str | None = None
+
+    @override
+    def samples(self, task: str, request: Request) -> list[RenderedSample]:
+        _require_judge("mt_bench", request)
+        answers = dict(_references(Path(self.references))) if self.references else {}
+        made: list[RenderedSample] = []
+        questions = left_out = blind = 0
+        for where, row in self._rows():
+            if questions == request.samples > 0:
+                break
+            turns = _turns(where, row, answers, request)
+            if sum(len(turn.question_ids) + turn.max_new_tokens for turn in turns) + len(turns[0].prompt_ids) > (
+                request.context
+            ):
+                left_out += 1
+                continue
+            made += turns
+            questions += 1
+            blind += row.get("category") in _WITH_REFERENCES and not turns[0].references
+        if left_out:
+            request.notes["mt_bench"] = f"{left_out} questions do not fit the context of {request.context} tokens"
+        if blind:
+            request.notes["mt_bench references"] = (
+                f"{blind} questions of {', '.join(_WITH_REFERENCES)} lack reference answers and are judged without"
+            )
+        return made
+
+    def _rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        if self.file is not None:
+            yield from ((f"{self.file}:{line}", row) for line, row in enumerate(read_jsonl(Path(self.file)), start=1))
+            return
+        name = "HuggingFaceH4/mt_bench_prompts"
+        rows = hub_rows(name, "train")
+        if rows is None:
+            raise UserError(f"{name}: the Hub cannot be reached; name FastChat's question.jsonl: mt_bench.file=FILE")
+        for row in rows:
+            names = {"question_id": row["prompt_id"], "turns": row["prompt"], "reference": row["reference"]}
+            yield f"{name}:{row['prompt_id']}", row | names
+
+
+def _references(path: Path) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """The answers of FastChat's file by question."""
+    for line, row in enumerate(read_jsonl(path), start=1):
+        try:
+            yield str(row["question_id"]), tuple(str(turn) for turn in row["choices"][0]["turns"])
+        except (KeyError, IndexError, TypeError):
+            raise UserError(f"{path}:{line}: expected question_id and choices[0].turns, as FastChat writes") from None
+
+
+def _turns(
+    where: str, row: Mapping[str, Any], answers: Mapping[str, tuple[str, ...]], request: Request
+) -> list[RenderedSample]:
+    name, turns = str(row.get("question_id")), texts_field(where, row, "turns")
+    own = row.get("reference")
+    references = answers.get(name) or (texts_field(where, row, "reference") if own else ())
+    if row.get("category") not in _WITH_REFERENCES or len(references) < len(turns):
+        references = ()
+    samples = [
+        Sample(
+            id=name,
+            task=f"mt_bench_turn_{place + 1}",
+            length=request.context,
+            prompt=turn,
+            references=references,
+            metric="mt_bench",
+            max_new_tokens=_ANSWER_TOKENS,
+            earlier=turns[:place],
+            judge=request.judge,
+        )
+        for place, turn in enumerate(turns[:2])
+    ]
+    return render_turns(samples, request.tokenizer)
+
+
+@dataclass
+class LongWriter(Benchmark):
+    """LongBench-Write (arXiv:2408.07055): texts of a wanted length.
+
+    longwriter is their quality, which needs `judge.url`; longwriter_length is how near they come to their length.
+
+    Attributes:
+        file: LongWriter's longbench_write.jsonl or longbench_write_en.jsonl.
+        max_new_tokens: Longest text in tokens; 0 for 32768, or what the target's context leaves.
+    """
+
+    TASKS: ClassVar[tuple[str, ...]] = ("", "length")
+
+    file: str | None = None
+    max_new_tokens: int = 0
+
+    @override
+    def groups(self, protocol: Any) -> Mapping[str, list[str]]:
+        return {}
+
+    @override
+    def samples(self, task: str, request: Request) -> list[RenderedSample]:
+        if self.file is None:
+            raise UserError("longwriter tasks need longwriter.file=FILE, LongWriter's longbench_write.jsonl")
+        if not task:
+            _require_judge("longwriter", request)
+        rows = list(enumerate(read_jsonl(Path(self.file)), start=1))[: request.samples or None]
+        return [self._sample(task, f"{self.file}:{line}", row, line, request) for line, row in rows]
+
+    def _sample(self, task: str, where: str, row: Mapping[str, Any], line: int, request: Request) -> RenderedSample:
+        if not isinstance(row.get("length"), int) or row["length"] < 1:
+            raise UserError(f"{where}: field 'length' must be a whole number of words of at least 1")
+        sample = render(
+            Sample(
+                id=str(row.get("id", line)),
+                task="longwriter_length" if task else "longwriter",
+                length=request.context,
+                prompt=text_field(where, row, "prompt"),
+                references=(str(row["length"]),) if task else (),
+                metric="wanted_length" if task else "longbench-write",
+                max_new_tokens=1,
+                judge="" if task else request.judge,
+            ),
+            request.tokenizer,
+        )
+        room = request.context - len(sample.prompt_ids)
+        return replace(sample, max_new_tokens=max(min(self.max_new_tokens or _LONGEST_ANSWER, room), 1))
+
+
+def _require_judge(task: str, request: Request) -> None:
+    if not request.judge:
+        raise UserError(f"task {task} needs a judge: judge.url=http://HOST:PORT/v1 judge.model=NAME")

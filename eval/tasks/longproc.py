@@ -1,0 +1,83 @@
+"""LongProc (arXiv:2501.05414): long procedures to be written out; the tasks whose answer needs no program to be run."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from typing_extensions import override
+
+from keepsight.errors import UserError
+from keepsight.eval.tasks.benchmark import Benchmark, Request
+from keepsight.eval.tasks.rows import bucket, text_field
+from keepsight.eval.tasks.samples import RenderedSample, Sample, render
+from keepsight.files import read_jsonl
+
+_METRICS = {
+    "path_traversal": "same_route",
+    "html_to_tsv": "same_rows",
+    "tom_tracking": "same_beliefs",
+    "countdown": "reaches_target",
+}
+_TOKENS = {"0.5k": 1024, "2k": 3072, "8k": 9216}
+
+
+@dataclass
+class LongProc(Benchmark):
+    """LongProc's tasks as longproc_TASK_SIZE, such as longproc_countdown_2k.
+
+    Attributes:
+        dir: Folder of JSONL files of what LongProc's load_longproc_data returns: task, input_prompt (or prompt),
+            reference_output and item in each row.
+    """
+
+    TASKS: ClassVar[tuple[str, ...]] = tuple(f"{task}_{size}" for task in _METRICS for size in _TOKENS)
+
+    dir: str | None = None
+
+    @override
+    def groups(self, protocol: Any) -> Mapping[str, list[str]]:
+        present = {str(row.get("task")) for _, row in self._rows()} if self.dir else {*self.TASKS}
+        return {"": [task for task in self.TASKS if task in present]}
+
+    @override
+    def samples(self, task: str, request: Request) -> list[RenderedSample]:
+        if self.dir is None:
+            raise UserError("longproc tasks need longproc.dir=FOLDER with what LongProc's load_longproc_data returns")
+        rows = [(where, row) for where, row in self._rows() if row.get("task") == task]
+        made = [_sample(task, place, *row, request) for place, row in enumerate(rows)]
+        fitting = [each for each in made if len(each.prompt_ids) + each.max_new_tokens <= request.context]
+        if len(fitting) < len(made):
+            left_out = len(made) - len(fitting)
+            request.notes[f"longproc {task}"] = f"{left_out} samples do not fit the context of {request.context} tokens"
+        return fitting[: request.samples or None]
+
+    def _rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        for path in sorted(Path(self.dir or "").glob("*.jsonl")):
+            yield from ((f"{path}: row {number}", row) for number, row in enumerate(read_jsonl(path), start=1))
+
+
+def _sample(task: str, place: int, where: str, row: Mapping[str, Any], request: Request) -> RenderedSample:
+    family, _, size = task.rpartition("_")
+    rendered = render(
+        Sample(
+            id=str(row.get("id", place)),
+            task=f"longproc_{task}",
+            length=0,
+            prompt=text_field(where, row, "input_prompt" if "input_prompt" in row else "prompt"),
+            references=(_reference(family, where, row),),
+            metric=_METRICS[family],
+            max_new_tokens=_TOKENS[size],
+        ),
+        request.tokenizer,
+    )
+    return RenderedSample(**vars(rendered) | {"length": bucket(len(rendered.prompt_ids))})
+
+
+def _reference(family: str, where: str, row: Mapping[str, Any]) -> str:
+    if family != "countdown":
+        return text_field(where, row, "reference_output")
+    try:
+        return f"{' '.join(str(int(number)) for number in row['item']['nums'])} -> {int(row['item']['target'])}"
+    except (KeyError, TypeError, ValueError):
+        raise UserError(f"{where}: field 'item' must hold nums, a list of whole numbers, and target, one") from None

@@ -1,0 +1,94 @@
+"""Later turns of a conversation: the prompt was compressed once, and each variant goes on from what it has said itself.
+
+`excess_nll` and `agreement` of a later turn are measured in the full cache's conversation, which is the same for all.
+Methods that evict while decoding read what they said before in one pass, and then evict.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from keepsight.eval.answers import Answered, Limits, answer_alone, batched_by_entries, read_each
+from keepsight.eval.compress import Compressed
+from keepsight.eval.guesses import Guesses, Writing, write
+from keepsight.eval.rows import Asked
+from keepsight.eval.tasks.samples import RenderedSample
+from keepsight.models.targets import Target
+from keepsight.runtime.method import Method
+from keepsight.runtime.state import State
+from keepsight.runtime.together import Rows
+
+
+def go_on(target: Target, question: Tensor, answer: Tensor, sample: RenderedSample) -> Tensor:
+    """What is read after the compressed prompt for a later turn.
+
+    Args:
+        target: The model that answers.
+        question: [1, q] int64, what was read for the turn before.
+        answer: [T] int64, what was answered then.
+        sample: The later turn.
+
+    Returns:
+        [1, q + T + n] int64; of the answer without its end token, with which the sample's own tokens begin.
+    """
+    said = answer[:-1] if answer[-1:].tolist()[0] in target.end_tokens else answer
+    return torch.cat([question, said[None], sample.question_ids[None].to(answer.device)], dim=1)
+
+
+def in_own_words(
+    target: Target,
+    asked: Asked,
+    methods: Sequence[Method],
+    compressed: Sequence[Compressed],
+    answers: Sequence[Answered],
+    questions: Sequence[Tensor],
+) -> list[Answered]:
+    """The answers of variants, those that said something else before than the full cache in their own conversation.
+
+    Args:
+        target: The model that answers.
+        asked: The turn, in the full cache's conversation.
+        methods: The variants.
+        compressed: What they answer from.
+        answers: Their answers in the full cache's conversation.
+        questions: For each variant, [1, q] int64, what is read after the compressed prompt; see `go_on`.
+    """
+    model, own = target.model, dict[int, Tensor]()
+    differing = [index for index, each in enumerate(questions) if not torch.equal(each, asked.question)]
+    for index in differing:
+        method, state = methods[index], compressed[index].state
+        reapply = method.reapply(model)
+        if reapply is not None or not state.joins:
+            alone = answer_alone(method.reader(model), state, questions[index], asked.answer, asked.limits, reapply)
+            own[index] = alone.ids
+    together = [index for index in differing if index not in own]
+    states, rest = [compressed[index].state for index in together], [questions[index] for index in together]
+    own.update(zip(together, _answer_each(model, states, rest, asked.limits, asked.guesses), strict=True))
+    return [replace(answer, ids=own.get(index, answer.ids)) for index, answer in enumerate(answers)]
+
+
+def add_before(samples: Sequence[RenderedSample], rows: Sequence[list[dict[str, Any]]]) -> None:
+    """Add to the rows of later turns what their variants answered in the turns before, as `before`."""
+    for sample, earlier, made in zip(samples[1:], rows, rows[1:], strict=False):
+        for row, said in zip(made if sample.earlier else [], earlier, strict=False):
+            row["before"] = [*said.get("before", []), said["answer"]]
+
+
+def _answer_each(
+    model: PreTrainedModel, states: Sequence[State], questions: Sequence[Tensor], limits: Limits, guesses: Guesses
+) -> list[Tensor]:
+    """The answer [T] int64 of each state to a question of its own."""
+    answers = list[Tensor]()
+    room = max((question.shape[1] for question in questions), default=0) + limits.max_new_tokens
+    pairs = zip(states, questions, strict=True)
+    for batch in batched_by_entries(pairs, lambda pair: pair[0].length + room, limits.batch_tokens):
+        rows = Rows(model, [state for state, _ in batch], room)
+        first = read_each(rows, [state for state, _ in batch], [question for _, question in batch])
+        writings = [Writing(row, logits.argmax(dim=-1).tolist(), []) for row, logits in enumerate(first)]
+        write(rows, writings, guesses, limits.max_new_tokens, limits.end_tokens)
+        answers += [torch.tensor(each.ids, device=model.device) for each in writings]
+    return answers

@@ -1,0 +1,32 @@
+"""keepsight-lm-eval: lm-evaluation-harness's own command with the model `keepsight` in its registry.
+
+The harness looks for no models outside its own package, so that its command `lm_eval` alone cannot know this one.
+"""
+
+# pyright: reportMissingImports=false
+
+import sys
+
+from keepsight.errors import UserError
+
+
+def main() -> int:
+    """Run `lm_eval` with the arguments of this process; returns the exit status."""
+    try:
+        from lm_eval.__main__ import cli_evaluate
+
+        from keepsight.eval import harness as harness  # registers the model
+    except ModuleNotFoundError as error:
+        if not str(error.name).startswith("lm_eval"):
+            raise
+        return _fail("lm-evaluation-harness is missing; pip install 'keepsight[lm-eval]'")
+    try:
+        cli_evaluate()
+    except UserError as error:
+        return _fail(str(error))
+    return 0
+
+
+def _fail(message: str) -> int:
+    print(f"keepsight: error: {message}", file=sys.stderr)
+    return 2

@@ -1,0 +1,77 @@
+"""The decoder of a language model: its layers, their kinds, and which models are supported."""
+
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from keepsight.errors import UserError
+
+FULL, CHUNKED = "full_attention", "chunked_attention"
+RECURRENT = ("linear_attention", "conv")
+BOUNDED = ("sliding_attention", CHUNKED, *RECURRENT)
+"""Kinds of layers whose memory is bounded by itself, the last ones by a recurrent state."""
+_OTHER_HEADS = ("diffllama", "jetmoe")
+_OTHER_CACHES = ("minimax", "recurrent_gemma")
+
+
+def decoder_of(model: PreTrainedModel) -> Any:
+    """The stack of decoder layers, without head and vision tower; its `layers` are the decoder layers."""
+    decoder: Any = model.get_decoder()
+    return decoder if hasattr(decoder, "layers") else getattr(decoder, "model", decoder)
+
+
+def layer_kinds(config: Any) -> list[str]:
+    """The kind of each decoder layer, such as `full_attention`, from a model's configuration."""
+    config = config.get_text_config(decoder=True)
+    if kinds := getattr(config, "layer_types", None):
+        return list(kinds)
+    kind = "sliding_attention" if getattr(config, "sliding_window", None) else FULL
+    kind = CHUNKED if getattr(config, "attention_chunk_size", None) else kind
+    return [kind] * config.num_hidden_layers
+
+
+def full_attention_layers(config: Any) -> list[int]:
+    """Indices of the layers that keep a key and a value for every token; these alone are scored and evicted from."""
+    return [index for index, kind in enumerate(layer_kinds(config)) if kind == FULL]
+
+
+def has_latents(model: PreTrainedModel) -> bool:
+    """Whether attention is latent (MLA of DeepSeek-V2 and V3): one latent per token, from which heads are expanded."""
+    return bool(getattr(model.config.get_text_config(decoder=True), "kv_lora_rank", None))
+
+
+def require_supported(model: PreTrainedModel) -> None:
+    """Refuse models that keepsight would answer wrongly with.
+
+    Raises:
+        UserError: one line that names what is not supported.
+    """
+    kind = model.config.model_type
+    if model.config.is_encoder_decoder:
+        raise UserError(f"{kind} is an encoder-decoder model; load a model of decoder layers alone")
+    if not _attends_by_interface(decoder_of(model)):
+        raise UserError(
+            f"{kind} does not compute attention by transformers' AttentionInterface, so that no query can be seen; "
+            "load a model that does, such as Llama, Qwen, Mistral or Gemma"
+        )
+    if kind in _OTHER_HEADS:
+        raise UserError(f"{kind} shares its KV heads among query heads in its own way; load a model with grouped heads")
+    if kind in _OTHER_CACHES:
+        raise UserError(f"{kind} keeps a cache of its own; load a model that takes transformers' DynamicCache")
+    if has_latents(model) and any(hasattr(module, "indexer") for module in decoder_of(model).modules()):
+        raise UserError(
+            f"{kind} chooses by itself what its latent attention reads; load a model with full attention, such as "
+            "DeepSeek-V3"
+        )
+    if len(devices := {str(weight.device) for weight in decoder_of(model).parameters()}) > 1:
+        raise UserError(f"the layers of {kind} lie on {', '.join(sorted(devices))}; load the model on one device")
+    if odd := sorted(set(layer_kinds(model.config)) - {FULL, *BOUNDED}):
+        raise UserError(
+            f"{kind} has layers of {', '.join(odd)}; load a model whose layers are of {', '.join((FULL, *BOUNDED))}"
+        )
+
+
+def _attends_by_interface(decoder: nn.Module) -> bool:
+    asked: Any = decoder
+    return hasattr(asked, "layers") and bool(asked._can_set_attn_implementation())

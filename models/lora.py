@@ -1,0 +1,125 @@
+"""LoRA beside a model: low-rank updates of its linear modules, applied while attached and nowhere else.
+
+PEFT replaces the modules that it adapts, and with them the names in the model's `state_dict`, and it shares one switch
+with the owner's own adapters. Here the updates are forward hooks, so that a model, quantised or adapted by its owner,
+is as it was once they are removed. Names and shapes of the saved tensors are PEFT's, which loads them.
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from keepsight.models.decoder import RECURRENT, decoder_of, full_attention_layers, layer_kinds
+
+PREFIX = "base_model.model."  # what PEFT puts before the names of a saved adapter's tensors
+
+_LEFT_OUT = re.compile(r"(^|\.)(experts|router|gate|shared_expert_gate|kv_b_proj)(\.|$)")
+"""Experts and what chooses between them; what expands latents, which works on the cache and not on new tokens."""
+_SCORED = re.compile(r"(^|\.)(qkv|q|kv|k)_[^.]*$")
+"""What makes queries and keys."""
+
+
+class Lora(nn.Module):
+    """Low-rank updates of linear modules.
+
+    Args:
+        linears: The modules by their names in the model.
+        rank: Rank of an update.
+        alpha: An update is scaled by alpha / rank.
+        dropout: Dropout of its inputs in training.
+    """
+
+    def __init__(self, linears: Mapping[str, nn.Module], rank: int, alpha: float, dropout: float) -> None:
+        super().__init__()
+        self.names = tuple(linears)
+        self._linears = tuple(linears.values())
+        self.updates = nn.ModuleList([_Update(linear, rank, alpha / rank, dropout) for linear in self._linears])
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Within the block, the linear modules give their output plus the update."""
+        hooks = []
+        try:
+            for linear, update in zip(self._linears, self.updates, strict=True):
+                hooks.append(linear.register_forward_hook(_Hook(update)))
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def tensors(self) -> dict[str, nn.Parameter]:
+        """Its parameters under the names that PEFT saves them with."""
+        return {
+            f"{PREFIX}{name.removeprefix(PREFIX)}.lora_{part}.weight": getattr(update, f"lora_{part}")
+            for name, update in zip(self.names, self.updates, strict=True)
+            for part in ("A", "B")
+        }
+
+
+class _Update(nn.Module):
+    """The update of one linear module, in float32, begun as PEFT does: A random, B zero."""
+
+    def __init__(self, linear: Any, rank: int, scaling: float, dropout: float) -> None:
+        super().__init__()
+        device = linear.weight.device if linear.weight.device.type != "meta" else torch.device("cpu")
+        self.lora_A = nn.Parameter(torch.empty(rank, linear.in_features, device=device))
+        self.lora_B = nn.Parameter(torch.zeros(linear.out_features, rank, device=device))
+        nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
+        self.scaling, self.dropout = scaling, dropout
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """What is added to the output for these inputs [..., in]: [..., out] float32."""
+        inputs = functional.dropout(inputs.to(self.lora_A.dtype), self.dropout, self.training)
+        low = functional.linear(inputs, self.lora_A.to(inputs.device))
+        return functional.linear(low, self.lora_B.to(inputs.device)) * self.scaling
+
+
+class _Hook:
+    """Adds an update to a module's output. A copy of the module has nothing attached."""
+
+    def __init__(self, update: Callable[[Tensor], Tensor]) -> None:
+        self.update = update
+
+    def __call__(self, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        return (output + self.update(inputs[0])).to(output.dtype)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return _nothing
+
+
+def _nothing(*_: object) -> None:
+    """A hook that changes nothing."""
+
+
+def lora_targets(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """The linear modules that what is observed depends on, by name.
+
+    Importance reads the queries and keys of layers with full attention: of the last of them only what makes these is
+    adapted, and nothing after it. Experts are left out, and layers with a recurrent state.
+    """
+    decoder, kinds = decoder_of(model), layer_kinds(model.config)
+    start = next(name for name, module in model.named_modules() if module is decoder)
+    last = max(full_attention_layers(model.config), default=-1)
+    found = {}
+    for index, layer in enumerate(decoder.layers[: last + 1]):
+        if kinds[index] not in RECURRENT:
+            for name, linear in _linears(layer):
+                if not _LEFT_OUT.search(name) and (index < last or _SCORED.search(name)):
+                    found[".".join(filter(None, (start, "layers", str(index), name)))] = linear
+    return found
+
+
+def _linears(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The linear modules inside a module by name; of one that its owner has adapted, the adapted one."""
+    for name, child in module.named_children():
+        if hasattr(child, "in_features") and hasattr(child, "out_features"):
+            yield prefix + name, child
+        else:
+            yield from _linears(child, f"{prefix}{name}.")

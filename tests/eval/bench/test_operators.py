@@ -1,0 +1,86 @@
+"""What `keepsight bench ops` counts, and the counts that must not grow again."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from keepsight.eval.bench.operators import STEPS, bench_operators, count, operators_of, operators_of_plain_step
+from keepsight.runtime.methods import H2O, TOVA, AdaKV, Kivi, LookaheadKV, PyramidKV, SnapKV, StreamingLLM
+from tests.models.modules import random_module, save
+from tests.tiny import prompt_ids, tiny_model
+
+X, MASK, PLACES = torch.arange(6.0).view(2, 3), torch.tensor([True, False]), torch.tensor([0, 1])
+LAYERS = 3
+
+KNOWN: dict[str, tuple[Callable[[], object], int, int]] = {
+    "views cost nothing": (lambda: X.t()[1:].unsqueeze(0).expand(2, -1, -1).reshape(2, -1, 2).detach(), 0, 0),
+    "two operators": (lambda: (X + 1).relu_(), 2, 0),
+    "allocations cost nothing": (lambda: torch.empty(3).copy_(X[0]), 1, 0),
+    "item": (lambda: X.sum().item(), 2, 1),
+    "a truth value": (lambda: bool((X > 1).all()), 3, 1),
+    "a number": (lambda: int(X.max()), 2, 1),
+    "tolist": (lambda: X.tolist(), 0, 1),
+    "nonzero": (lambda: X.nonzero(), 1, 1),
+    "a boolean index": (lambda: X[MASK], 1, 1),
+    "writing at a boolean index": (lambda: X.clone().index_put_((MASK,), X[0]), 2, 1),
+    "an index": (lambda: X[PLACES], 1, 0),
+}
+
+
+@pytest.mark.parametrize("case", KNOWN)
+def test_what_counts(case: str) -> None:
+    step, operators, syncs = KNOWN[case]
+    found = count(step)
+    assert (found.operators, found.syncs) == (operators, syncs)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny_model(max_position_embeddings=512)
+
+
+@pytest.fixture(scope="module")
+def counts(model: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    adapter = save(random_module(), tmp_path_factory.mktemp("adapter"))
+    methods = {
+        "snapkv": SnapKV(64),
+        "lookaheadkv": LookaheadKV.from_pretrained(adapter, 64),
+        "h2o": H2O(64),
+        "tova": TOVA(64),
+        "streamingllm": StreamingLLM(64),
+        "pyramidkv": PyramidKV(64),
+        "adakv": AdaKV(64),
+    }
+    return {name: operators_of(model, method, prompt_ids(300)[0]) for name, method in methods.items()}
+
+
+@pytest.mark.parametrize("name", ["snapkv", "lookaheadkv", "h2o", "tova", "streamingllm"])
+def test_a_uniform_budget_never_waits_for_the_device(counts: dict[str, Any], name: str) -> None:
+    assert {step: counts[name][step].syncs for step in STEPS} == dict.fromkeys(STEPS, 0)
+
+
+MOST = {"snapkv": (11, 17, 9), "lookaheadkv": (92, 16, 9), "h2o": (1, 16, 15), "streamingllm": (2, 15, 9)}
+
+
+@pytest.mark.parametrize("name", MOST)
+def test_operators_a_layer(counts: dict[str, Any], name: str) -> None:
+    for step, most in zip(STEPS, MOST[name], strict=False):
+        assert counts[name][step].operators <= most * LAYERS, step
+
+
+@pytest.mark.parametrize("name", ["snapkv", "pyramidkv", "adakv"])
+def test_a_decoding_step_is_hardly_more_than_the_models_own(model: Any, counts: dict[str, Any], name: str) -> None:
+    step = counts[name]["decode"]
+    assert step.syncs == 0
+    assert step.operators <= 1.15 * operators_of_plain_step(model, prompt_ids(300)[0]).operators
+
+
+def test_lines(model: Any) -> None:
+    methods = {"snapkv 64": SnapKV(64), "kivi": Kivi(2, 8, 16)}
+    _, header, plain, evicting, packed = bench_operators(model, methods, 100)
+    assert header.split() == ["method", *STEPS]
+    assert plain.split()[:2] == ["plain", "model"] and len(plain.split()) == 5
+    assert evicting.split()[:2] == ["snapkv", "64"] and len(evicting.split()) == 14
+    assert packed.split()[0] == "kivi" and len(packed.split()) == 4

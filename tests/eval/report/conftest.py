@@ -1,0 +1,12 @@
+"""The rows of one evaluation for all tests of its report."""
+
+import pytest
+
+from keepsight.eval.results import Row
+from tests.eval.report.results import two_tasks
+
+
+@pytest.fixture
+def rows() -> list[Row]:
+    """See `two_tasks`."""
+    return two_tasks()

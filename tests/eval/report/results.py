@@ -1,0 +1,52 @@
+"""Rows of a made-up evaluation."""
+
+from keepsight.eval.results import Row
+
+
+def row(method: str, budget: int | None, score: float, **changes: object) -> Row:
+    """A row with what `changes` says, under another needle depth for each number in `sample`."""
+    sample = str(changes.get("sample", "0"))
+    plain: Row = {
+        "task": "niah_single",
+        "length": 512,
+        "sample": sample,
+        "depth": (int("0" + "".join(filter(str.isdigit, sample))) % 10 + 0.5) / 10,
+        "method": method,
+        "budget": budget,
+        "score": score,
+        "excess_nll": 0.0 if method == "full" else 0.25,
+        "agreement": 1.0 if method == "full" else 0.75,
+        "kept": budget or 500,
+        "kv_bytes": (budget or 500) * 1024,
+        "prompt_tokens": 500,
+        "answer": f"{method} says 4711",
+        "answer_tokens": 5,
+        "first_difference": None if method == "full" else 2,
+        "references": ["4711"],
+        "asks": "Which number is hidden?",
+        "question": "seen",
+        "recall": 1.0 if method == "full" else 0.5,
+        "mass": 1.0 if method == "full" else 0.9,
+        "tau": None if method == "full" else 0.3,
+        "seconds": {"prefill": 1.0, "draft": 0.0, "observe": 0.5, "select": 0.25, "question": 0.0},
+        "time_to_first_token": 1.75,
+        "tokens_per_second": 20.0,
+        "rows": 2,
+        "date": "2026-11-22",
+        "sample_digest": None,
+        "inputs_digest": None,
+    }
+    return plain | changes
+
+
+def two_tasks() -> list[Row]:
+    """Two tasks with different numbers of samples; the full cache, two methods, two budgets."""
+    made = []
+    for task, samples in (("niah_single", 4), ("qa, short", 2)):
+        for sample in range(samples):
+            where = {"task": task, "sample": f"s{sample}"}
+            made.append(row("full", None, 1.0 if task == "niah_single" else 0.5, **where))
+            for budget in (64, 128):
+                made.append(row("snapkv", budget, float(sample == 0), excess_nll=1.0 + sample, **where))
+                made.append(row("lookaheadkv", budget, 1.0 if budget == 128 else 0.5, **where))
+    return made

@@ -1,0 +1,194 @@
+"""The pages in a real browser: no complaint, nothing cut off, and what can be clicked works."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from keepsight.eval.kept_tokens import encode_counts, path_of
+from keepsight.eval.report.comparison import write_comparison
+from keepsight.eval.report.inspect_page import write_inspect_page
+from keepsight.eval.report.report import write_report
+from keepsight.eval.report.sample_pages import write_sample_pages
+from keepsight.eval.runs import Run
+from keepsight.files import write_json
+from tests.browser import Page, browser
+from tests.eval.report.results import row
+
+WIDTHS = (1300, 400)
+DRAWN = "document.getElementById('lines').innerText"
+"""True once a page of kept tokens has drawn its charts."""
+CUT_LABELS = """
+[...document.querySelectorAll(".panel svg text")].filter((each) => {
+  const [inner, outer] = [each.getBoundingClientRect(), each.closest("svg").getBoundingClientRect()];
+  return inner.left < outer.left - 2 || inner.right > outer.right + 2 || inner.top < outer.top - 2
+    || inner.bottom > outer.bottom + 2;
+}).map((each) => each.textContent)
+"""
+LONG = "snapkv pool(kernel=5, kind=max) window=32 reduce=max"
+METHODS = ("oracle", "lookaheadkv", "snapkv", "streamingllm", "laq", "speckv", "dapq", LONG)
+SETTINGS: dict[str, Any] = {
+    "command": "keepsight eval recipe=smollm2-135m " + "adapter=runs/a/long/path/to/an/adapter " * 8,
+    "versions": {"torch": "2.13"},
+    "target": {"name": "org/Tiny-1B", "version": "sha256:0123456789abcdef", "dtype": "float32", "quantization": "none"},
+}
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    with browser(tmp_path_factory.mktemp("profile")) as page:
+        yield page
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with many methods, of which one sample has its kept tokens stored."""
+    folder, rows = tmp_path_factory.mktemp("run"), []
+    for task, length in (("niah_single", 512), ("niah_single", 1024), ("qa", 512)):
+        for sample in range(3):
+            where = {"task": task, "length": length, "sample": f"s{sample}", "sample_digest": f"{task}{length}{sample}"}
+            rows.append(row("full", None, 1.0, **where))
+            for place, method in enumerate(METHODS):
+                scores = [row(method, budget, 0.1 * place, **where) for budget in (64, 128)]
+                rows += scores
+    generator = np.random.default_rng(0)
+    counts = {f"{m} {b}": encode_counts(generator.random((4, 2, 60)) < b / 256) for m in METHODS for b in (64, 128)}
+    tokens = ["<|im_start|>", *(f" word{number}" for number in range(58)), "\n"]
+    write_json(path_of(folder, rows[0]), {"tokens": tokens, "layers": 4, "heads": 2, "counts": counts})
+    for beside in ("plots", "tables"):
+        (folder / beside).mkdir()
+    runs = [Run(folder, rows, SETTINGS)]
+    write_report(runs, folder, write_sample_pages(runs, folder / "samples"))
+    return folder
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_report_fits_any_window(page: Page, folder: Path, width: int) -> None:
+    page.open(folder / "report.html", width)
+    page.run("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
+    assert page.problems == []
+    assert page.overflowing() == []
+    assert page.run("document.title") == "KV-cache eviction on Tiny-1B · float32, not quantized · 2026-11-22"
+    command = page.run("document.querySelector('header pre').innerText")
+    assert command.split() == SETTINGS["command"].split()
+    assert page.run(CUT_LABELS) == []
+    smallest = page.run("Math.min(...[...document.querySelectorAll('.panel svg')].map((each) => each.clientWidth))")
+    largest = page.run("Math.max(...[...document.querySelectorAll('.panel svg')].map((each) => each.clientWidth))")
+    assert 240 <= smallest <= largest <= 400
+    agreements = "[...document.querySelectorAll('#table-overall [data-label=\"top-1 agreement\"]')]"
+    assert page.run(f"{agreements}.filter((each) => each.offsetWidth).length") == 1 + 2 * len(METHODS)
+
+
+def _column(page: Page, label: str, table: str = "overall") -> list[str]:
+    cells = f"[...document.querySelectorAll('#table-{table} td[data-label=\"{label}\"]')]"
+    shown: list[str] = page.run(f"{cells}.filter((each) => each.offsetParent).map((each) => each.dataset.key)")
+    return shown
+
+
+def test_tables_are_sorted_by_a_click(page: Page, folder: Path) -> None:
+    page.open(folder / "report.html")
+    click = "[...document.querySelectorAll('#table-overall th button')].find((each) => each.innerText == %r).click()"
+    before = _column(page, "score")
+    page.run(click % "score")
+    downwards = [float(score) for score in _column(page, "score")]
+    assert downwards == sorted(map(float, before), reverse=True) != [float(score) for score in before]
+    page.run(click % "score")
+    assert [float(score) for score in _column(page, "score")] == downwards[::-1]
+    page.run(click % "method")
+    assert _column(page, "method") == sorted(_column(page, "method"))
+    page.run(click % "τ")
+    assert _column(page, "τ")[-1] == ""  # the full cache's, which has none
+    assert page.problems == []
+
+
+def test_a_narrow_table_is_sorted_by_a_choice(page: Page, folder: Path) -> None:
+    page.open(folder / "report.html", 400)
+    page.run(
+        "{ const select = document.querySelector('.sort select');"
+        "select.value = [...select.options].find((each) => each.text == 'score ↑').value;"
+        "select.dispatchEvent(new Event('change')); }"
+    )
+    scores = [float(score) for score in _column(page, "score")]
+    assert scores == sorted(scores)
+
+
+def test_filters_leave_what_was_chosen(page: Page, folder: Path) -> None:
+    page.open(folder / "report.html")
+    page.run("document.querySelectorAll('.chip')[2].click()")
+    assert "lookaheadkv" not in _column(page, "method")
+    assert page.run("[...document.querySelectorAll('.panel .m2')].every((each) => !each.getClientRects().length)")
+    choose = "{ const select = document.querySelector('[name=%s]'); select.value = %r; "
+    choose += "select.dispatchEvent(new Event('change', {bubbles: true})); }"
+    page.run(choose % ("budget", "64"))
+    assert set(_column(page, "budget")) == {"", "64"}
+    page.run(choose % ("task", "qa"))
+    titles = "[...document.querySelectorAll('#plot-scores .panel')].filter((each) => each.offsetParent)"
+    assert page.run(f"{titles}.map((each) => each.innerText.split(String.fromCharCode(10))[0])") == ["qa, 512 tokens"]
+    page.run("document.querySelector('.filters [type=reset]').click()")
+    page.run("new Promise((done) => setTimeout(done, 20)).then(() => null)")
+    assert len(_column(page, "method")) == 1 + 2 * len(METHODS)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_page_a_sample(page: Page, folder: Path, width: int) -> None:
+    page.open(folder / "report.html", width)
+    (link,) = page.run("[...document.querySelectorAll('.pages a')].map((each) => each.getAttribute('href'))")
+    page.open(folder / link, width, ready=DRAWN)
+    assert page.problems == []
+    assert page.overflowing() == []
+    assert page.run("document.querySelector('h1').innerText") == "niah_single, 512 tokens, needle at 5 % depth"
+    assert page.run("document.querySelectorAll('.answer').length") == 1 + 2 * len(METHODS)
+    assert page.run("document.querySelector('.answer .text').innerText") == "full says 4711"
+    assert page.run("document.querySelector('.pane .prompt').children.length") == 60
+    assert page.run("document.querySelector('a').getAttribute('href')") == "../report.html"
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_comparison_fits_any_window(page: Page, tmp_path: Path, width: int) -> None:
+    rows = [row(name, 64, 0.5, sample=str(at)) for name in ("snapkv", "lookaheadkv") for at in range(3)]
+    runs = [Run(tmp_path / name, rows, SETTINGS | {"adapter": name}) for name in ("first-mixture", "second", "third")]
+    write_comparison(runs, tmp_path)
+    page.open(tmp_path / "compare.html", width)
+    page.run("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
+    assert (page.problems, page.overflowing(), page.run(CUT_LABELS)) == ([], [], [])
+    assert page.run("document.querySelector('h1').innerText") == "first-mixture against second against third"
+    assert _column(page, "second - first-mixture", "score") == ["0.0", "0.0"]
+    page.run("document.querySelectorAll('.chip')[0].click()")
+    assert _column(page, "method", "score") == ["snapkv"]
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_inspect(page: Page, tmp_path: Path, width: int) -> None:
+    """One head of two keeps the first tokens; a character of three tokens stands with the last of them."""
+    kept = np.zeros((3, 2, 40), bool)
+    kept[:, 0, :4] = kept[1, :, 20] = True
+    tokens = ["<s>", *(f" w{number}" for number in range(1, 18)), "", "", "語", *["\n"] * 19]
+    methods = {"lookaheadkv": kept, "snapkv": ~kept}
+    write_inspect_page(
+        tmp_path / "page.html",
+        tokens,
+        methods,
+        "Tiny-1B: lookaheadkv at budget 4",
+        {},
+        {"full": "a b", "snapkv": "a c"},
+    )
+    page.open(tmp_path / "page.html", width, ready=DRAWN)
+    assert page.problems == []
+    assert page.overflowing() == []
+    assert page.run("document.title") == "Tiny-1B: lookaheadkv at budget 4"
+    shade = "getComputedStyle(document.querySelectorAll('.pane .prompt > span')[%d]).backgroundColor"
+    assert page.run(shade % 10) == "rgba(0, 114, 178, 0)"
+    weak = float(page.run(shade % 2).split()[-1].rstrip(")"))
+    assert weak >= 0.2
+    assert page.run(shade % 20) != page.run(shade % 10)
+    assert page.run("document.getElementById('lines').innerText").split() == ["lookaheadkv", "snapkv"]
+    page.run("document.dispatchEvent(new KeyboardEvent('keydown', {key: 'ArrowRight', bubbles: true}))")
+    assert page.run("document.getElementById('shown').innerText") == "0 (0 to 2)"
+    assert page.run(shade % 20) == "rgba(0, 114, 178, 0)"  # layer 0 keeps no part of the character
+    words = "[...document.querySelectorAll('.answer .text')].map((each) => each.innerText)"
+    assert page.run(words) == ["a b", "a c"]
+    drawn = "[...document.querySelectorAll('canvas')].every((each) => each.width && each.getContext('2d')"
+    drawn += ".getImageData(0, 0, each.width, each.height).data.some((value) => value))"
+    assert page.run(drawn)

@@ -1,0 +1,140 @@
+"""The plots of an evaluation."""
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from keepsight.eval.report import panels, plots, styles, summary
+from keepsight.eval.report.depth_plot import depth_plot
+from keepsight.eval.results import Row
+from keepsight.files import DPI
+from tests.eval.report.results import row
+
+
+def panels_by_title(figure: Figure) -> dict[str, Axes]:
+    return {panel.get_title(): panel for panel in figure.axes}
+
+
+def line_of(panel: Axes, method: str) -> tuple[list[float], list[float]]:
+    line = next(line for line in panel.get_lines() if line.get_label() == method)
+    return list(np.asarray(line.get_xdata(), float)), list(np.asarray(line.get_ydata(), float))
+
+
+def test_scores_figure_draws_each_method_at_its_budgets(rows: list[Row]) -> None:
+    panels = panels_by_title(plots.scores_plot(summary.summarize(rows)).figure())
+    assert list(panels) == ["niah_single, 512 tokens", "qa, short, 512 tokens"]
+    panel = panels["niah_single, 512 tokens"]
+    budgets, scores = line_of(panel, "snapkv")
+    assert budgets == pytest.approx([64, 128], rel=0.1)
+    assert scores == [0.25, 0.25]
+    assert line_of(panel, "lookaheadkv")[1] == [0.5, 1.0]
+    assert panel.get_xscale() == "log"
+    assert [label.get_text() for label in panel.get_xticklabels()] == ["64", "128"]
+    full = next(line for line in panel.get_lines() if line.get_label() == "full")
+    assert np.array_equal(full.get_ydata(), [1.0, 1.0])
+    assert full.get_linestyle() == "--"
+
+
+def test_intervals_span_their_value(rows: list[Row]) -> None:
+    panel = panels_by_title(plots.excess_nll_plot(summary.summarize(rows)).figure())["niah_single, 512 tokens"]
+    ends = [np.asarray(path.vertices)[:, 1] for drawn in panel.collections for path in drawn.get_paths()]
+    half = 1.96 * np.std([1, 2, 3, 4]) / 2
+    assert any(np.allclose(sorted(end), [2.5 - half, 2.5 + half], atol=0.25) for end in ends)
+
+
+def test_a_method_has_one_colour_in_every_figure(rows: list[Row]) -> None:
+    lines = summary.summarize([*rows, row("mymethod", 64, 0.5)])
+    figures = [make(lines).figure() for make in (plots.scores_plot, plots.excess_nll_plot, plots.overview_plot)]
+    for method in ("snapkv", "lookaheadkv", "mymethod"):
+        drawn = [
+            line.get_color()
+            for figure in figures
+            for panel in figure.axes
+            for line in panel.get_lines()
+            if line.get_label() == method
+        ]
+        assert len(drawn) >= 5
+        assert set(drawn) == {styles.styles_of(line.method for line in lines)[method].colour}
+    assert len({style.colour for style in styles.STYLES.values()}) == len(styles.STYLES)
+
+
+def test_negative_excess_nll_stays_inside_the_panel() -> None:
+    lines = summary.summarize([row("full", None, 1.0), row("oracle", 64, 1.0, excess_nll=-0.3)])
+    panel = plots.excess_nll_plot(lines).figure().axes[0]
+    assert panel.get_ylim()[0] < -0.3
+
+
+def test_plots_are_saved_as_png_svg_and_pdf(rows: list[Row], tmp_path: Path) -> None:
+    lines = summary.summarize(rows)
+    for plot in (plots.scores_plot(lines), plots.excess_nll_plot(lines)):
+        plot.save(tmp_path / "plots")
+        width, height = plot.figure().get_size_inches() * DPI
+        content = (tmp_path / "plots" / f"{plot.name}.png").read_bytes()
+        assert content.startswith(b"\x89PNG")
+        assert struct.unpack(">II", content[16:24]) == (int(width), int(height))
+        assert (tmp_path / "plots" / f"{plot.name}.pdf").read_bytes().startswith(b"%PDF")
+        assert "</svg>" in (tmp_path / "plots" / f"{plot.name}.svg").read_text(encoding="utf-8")
+    names = {f"{name}.{kind}" for name in ("scores", "excess_nll") for kind in panels.FORMATS}
+    assert {path.name for path in (tmp_path / "plots").iterdir()} == names
+
+
+def test_svg_takes_the_colours_of_the_page(rows: list[Row]) -> None:
+    svg = plots.overview_plot(summary.summarize(rows)).drawings()[0]
+    assert svg.startswith("<svg")
+    assert "currentColor" in svg
+    assert panels.TEXT not in svg
+    assert styles.STYLES["snapkv"].colour.lower() in svg.lower()
+
+
+def test_many_methods_have_looks_of_their_own_and_a_legend_that_fits() -> None:
+    methods = [f"snapkv pool(kernel={number}) window=32 reduce=max" for number in range(40)]
+    looks = styles.styles_of(["full", "snapkv", *methods])
+    assert len({(style.colour, style.marker, style.line) for style in looks.values()}) == 42
+    few = styles.styles_of(["lookaheadkv", "snapkv", *methods[:8]])
+    assert len({style.colour for style in few.values()}) == 10
+    lines = summary.summarize([row(method, 64, 0.5) for method in methods[:9]])
+    figure = plots.scores_plot(lines).figure()
+    figure.draw_without_rendering()
+    (legend,) = figure.legends
+    box, whole = legend.get_window_extent(), figure.bbox
+    assert box.x0 >= 0 and box.x1 <= whole.x1 and box.y1 <= whole.y1
+
+
+@pytest.mark.parametrize("values", [[0.0, 0.0], [0.01, 0.02], [0.9, 1.0]])
+def test_panels_have_room_for_their_intervals(values: list[float]) -> None:
+    lines = summary.summarize([row("snapkv", 64, value, sample=str(at)) for at, value in enumerate(values)])
+    panel = plots.scores_plot(lines).figure().axes[0]
+    low, high = panel.get_ylim()
+    assert low == 0 and high >= max(0.2, *(line.estimates["score"].ends[1] for line in lines))
+
+
+def test_a_single_panel_keeps_its_size(rows: list[Row]) -> None:
+    one = plots.scores_plot(summary.summarize([line for line in rows if line["task"] == "niah_single"]))
+    width, _ = one.figure().get_size_inches()
+    assert len(one.panels) == 1 and width < 5
+
+
+def test_depth_by_length_has_a_panel_for_each_method_and_budget(rows: list[Row]) -> None:
+    deeper = [line | {"length": 1024, "score": 0.25} for line in rows if line["method"] == "snapkv"]
+    plot = depth_plot([*rows, *deeper])
+    assert plot is not None
+    titles = [panel.title for panel in plot.panels]
+    assert titles == ["full", *(f"{name}, budget {size}" for name in ("lookaheadkv", "snapkv") for size in (64, 128))]
+    panel = panels_by_title(plot.figure())["snapkv, budget 64"]
+    assert [label.get_text() for label in panel.get_xticklabels()] == ["512", "1024"]
+    assert [label.get_text() for label in panel.get_yticklabels()] == ["5%", "15%", "25%", "35%"]
+    (mesh,) = panel.collections
+    assert np.asarray(mesh.get_array()).tolist() == [[1, 0.25], [0, 0.25], [0, 0.25], [0, 0.25]]
+    assert depth_plot([line | {"depth": None} for line in rows]) is None
+
+
+def test_tradeoffs_are_drawn_against_time_and_memory(rows: list[Row]) -> None:
+    figure = plots.tradeoffs_plot(summary.summarize(rows)).figure()
+    assert [panel.get_xlabel() for panel in figure.axes] == ["time to first token (s)", "KV cache (MiB)"] * 2
+    memory, scores = line_of(figure.axes[1], "lookaheadkv")
+    assert memory == pytest.approx([64 / 1024, 128 / 1024])
+    assert scores == [0.5, 1.0]

@@ -1,0 +1,101 @@
+"""`summary.csv`, means over tasks, and the terminal's table."""
+
+import csv
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from keepsight.eval.report import summary
+from keepsight.eval.results import Row
+from tests.eval.report.results import row
+
+
+def test_summary_csv_holds_means_in_a_fixed_order(rows: list[Row], tmp_path: Path) -> None:
+    summary.write_summary(rows, tmp_path / "summary.csv")
+    text = (tmp_path / "summary.csv").read_text(encoding="utf-8")
+    assert text.splitlines()[0] == ",".join(summary.COLUMNS)
+    assert text.splitlines()[0].startswith(
+        "task,length,method,budget,n,score,excess_nll,agreement,score_low,score_high,"
+    )
+    assert text.splitlines()[1].startswith("niah_single,512,full,,4,1.0000,0.0000,1.0000,0.5101,1.0000,")
+    assert text.splitlines()[4].startswith("niah_single,512,snapkv,64,4,0.2500,2.5000,0.7500,0.0456,0.6994,")
+    assert text.splitlines()[4].endswith(",0.7500,0.7500,0.5000,0.9000,0.3000,2.0000")
+    parsed = list(csv.DictReader(text.splitlines()))
+    assert [(line["task"], line["method"], line["budget"]) for line in parsed[5:]] == [
+        ("qa, short", "full", ""),
+        ("qa, short", "lookaheadkv", "64"),
+        ("qa, short", "lookaheadkv", "128"),
+        ("qa, short", "snapkv", "64"),
+        ("qa, short", "snapkv", "128"),
+    ]
+    summary.write_summary(rows[::-1], tmp_path / "again.csv")
+    assert (tmp_path / "again.csv").read_text(encoding="utf-8") == text
+
+
+def test_tiny_negative_means_are_not_written_as_minus_zero(tmp_path: Path) -> None:
+    summary.write_summary([row("oracle", 64, 1.0, excess_nll=-0.00001)], tmp_path / "summary.csv")
+    assert "-0.0000" not in (tmp_path / "summary.csv").read_text(encoding="utf-8")
+
+
+def test_mean_over_tasks_weighs_tasks_alike(rows: list[Row]) -> None:
+    mean = {(line.method, line.budget): line for line in summary.mean_over_tasks(summary.summarize(rows))}
+    snapkv = mean["snapkv", 64]
+    assert snapkv.score == pytest.approx((1 / 4 + 1 / 2) / 2)
+    assert snapkv.excess_nll == pytest.approx((2.5 + 1.5) / 2)
+    assert snapkv.n == 6
+    assert snapkv.estimates["score"].n == pytest.approx(1 / (0.25 / 4 + 0.25 / 2))
+    errors = np.std([1, 2, 3, 4]) / 2, np.std([1, 2]) / np.sqrt(2)  # of means of samples drawn with replacement
+    assert np.std(snapkv.estimates["excess_nll"].draws) == pytest.approx(np.hypot(*errors) / 2, rel=0.05)
+
+
+def test_mean_over_tasks_weighs_the_samples_of_a_task_alike() -> None:
+    rows = [row("full", None, 1.0)] + [row("full", None, 0.0, length=1024, sample=str(i)) for i in range(3)]
+    (mean,) = summary.mean_over_tasks(summary.summarize(rows))
+    assert mean.score == pytest.approx(0.25)
+    assert (mean.n, mean.estimates["score"].n) == (4, pytest.approx(4))
+
+
+def test_table_sorts_by_score_at_equal_budget_and_shows_the_share_of_full(rows: list[Row]) -> None:
+    shown = summary.summary_table(summary.summarize([line for line in rows if line["task"] == "qa, short"]))
+    lines = shown.splitlines()
+    assert lines[0] == "qa, short, 512 tokens"
+    assert [line.replace("128", "").replace("64", "").replace("   all", "").split()[0] for line in lines[2:]] == [
+        "full",
+        "lookaheadkv",
+        "snapkv",
+        "lookaheadkv",
+        "snapkv",
+    ]
+    assert "2.00 of full" in lines[5]
+    assert "1.00 of full" in lines[6]
+    both = summary.summary_table(summary.summarize(rows))
+    assert [block.splitlines()[0] for block in both.split("\n\n")] == [
+        "niah_single, 512 tokens",
+        "qa, short, 512 tokens",
+        "mean of 2 tasks, all lengths",
+    ]
+    assert "0.67 of full" in both.split("\n\n")[-1]  # lookaheadkv at 64: 0.5 of 0.75
+
+
+def test_many_groups_leave_the_mean_alone_in_the_table() -> None:
+    rows = [row("full", None, 1.0, task=f"t{number}") for number in range(summary.MAX_BLOCKS + 1)]
+    assert summary.summary_table(summary.summarize(rows)).splitlines()[0] == "mean of 5 tasks, all lengths"
+
+
+def test_share_of_full_is_missing_where_full_scores_nothing() -> None:
+    lines = summary.summarize([row("full", None, 0.0), row("snapkv", 64, 0.5)])
+    assert summary.share_of_full(lines[1], lines) is None
+    assert "of full" not in summary.summary_table(lines)
+
+
+def test_what_was_not_measured_is_left_out(rows: list[Row]) -> None:
+    rows[1]["recall"] = None
+    lines = summary.mean_over_tasks(summary.summarize(rows))
+    assert [(line.method, line.means["recall"]) for line in lines[:3]] == [
+        ("full", 1.0),
+        ("lookaheadkv", 0.5),
+        ("snapkv", 0.5),
+    ]
+    assert lines[0].means["tau"] is None
+    assert lines[0].means["same_tokens"] == 5  # all of the answer

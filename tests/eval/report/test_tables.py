@@ -1,0 +1,56 @@
+"""Tables as Markdown, LaTeX and CSV."""
+
+from pathlib import Path
+
+from keepsight.eval.report.intervals import estimate
+from keepsight.eval.report.tables import Column, Table
+
+SHARE = estimate([1.0, 1.0, 0.0, 0.0], "a", can_be_share=True)
+TABLE = Table(
+    "scores",
+    "Scores of 100 % & more.",
+    (Column("budget", "budget"), Column("method", "method", is_text=True), Column("gain", "τ gain", 2, is_signed=True)),
+    [
+        {"budget": None, "method": "full", "gain": None},
+        {"budget": 64, "method": "a|b_c", "gain": SHARE},
+        {"budget": 0.5, "method": "{x}", "gain": -0.001},
+    ],
+)
+
+
+def test_markdown_is_aligned_and_escaped() -> None:
+    assert TABLE.markdown().splitlines() == [
+        "Scores of 100 % & more.",
+        "",
+        "| budget | method |               τ gain |",
+        "| -----: | ------ | -------------------: |",
+        "|    all | full   |                    – |",
+        r"|     64 | a\|b_c | +0.50 [+0.15, +0.85] |",
+        "|  0.500 | {x}    |                +0.00 |",
+    ]
+
+
+def test_latex_is_escaped() -> None:
+    lines = TABLE.latex().splitlines()
+    assert lines[2] == r"\caption{Scores of 100 \% \& more.}"
+    assert lines[4:6] == [r"\begin{tabular}{rlr}", r"\toprule"]
+    assert lines[6] == r"budget & method & $\tau$ gain \\"
+    assert lines[8:11] == [
+        r"all & full & -- \\",
+        r"64 & a|b\_c & +0.50 {\scriptsize [+0.15, +0.85]} \\",
+        r"0.500 & \{x\} & +0.00 \\",
+    ]
+
+
+def test_csv_has_columns_for_the_ends() -> None:
+    assert TABLE.csv().splitlines() == [
+        "budget,method,gain,gain_low,gain_high",
+        ",full,,,",
+        "64,a|b_c,0.5,0.150036,0.849964",
+        "0.5,{x},-0.001,,",
+    ]
+
+
+def test_a_table_is_saved_three_times(tmp_path: Path) -> None:
+    TABLE.save(tmp_path / "tables")
+    assert sorted(path.name for path in (tmp_path / "tables").iterdir()) == ["scores.csv", "scores.md", "scores.tex"]

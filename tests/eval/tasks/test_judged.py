@@ -1,0 +1,94 @@
+"""MT-Bench and LongBench-Write from their own files."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keepsight.errors import UserError
+from keepsight.eval.tasks.benchmark import Request
+from keepsight.eval.tasks.judged import LongWriter, MtBench
+from keepsight.eval.tasks.registry import Benchmarks, make_all
+from keepsight.eval.tasks.samples import RenderedSample
+from keepsight.files import write_lines
+
+QUESTIONS = [
+    {"question_id": 81, "category": "writing", "turns": ["Write .", "Rewrite ."]},
+    {"question_id": 111, "category": "math", "turns": ["Add .", "Now subtract ."], "reference": ["3", "1"]},
+    {"question_id": 121, "category": "coding", "turns": ["Code .", "Test ."]},
+]
+ANSWERS = [{"question_id": 121, "choices": [{"turns": ["def", "assert"]}]}]
+WRITING = [
+    {"id": 0, "prompt": "Write 100 words .", "type": "News", "length": 100},
+    {"id": 2, "prompt": "Write much .", "type": "News", "length": 20000},
+]
+
+
+def made(words: Any, benchmarks: Benchmarks, name: str, **options: Any) -> tuple[list[RenderedSample], dict[str, str]]:
+    request = Request(words, **{"context": 4096, "samples": 0, "judge": "gpt-4 single"} | options)
+    return make_all(benchmarks, [name], request), request.notes
+
+
+@pytest.fixture
+def mt_bench(tmp_path: Path) -> Benchmarks:
+    write_lines(tmp_path / "question.jsonl", QUESTIONS)
+    write_lines(tmp_path / "gpt-4.jsonl", ANSWERS)
+    return Benchmarks(mt_bench=MtBench(str(tmp_path / "question.jsonl"), str(tmp_path / "gpt-4.jsonl")))
+
+
+def test_a_question_is_two_turns(words: Any, mt_bench: Benchmarks) -> None:
+    samples, notes = made(words, mt_bench, "mt_bench")
+    assert [(each.task, each.id) for each in samples] == [
+        (f"mt_bench_turn_{turn}", name) for name in ("81", "111", "121") for turn in (1, 2)
+    ]
+    assert [each.references for each in samples[::2]] == [(), ("3", "1"), ("def", "assert")] and not notes
+    first, second = samples[:2]
+    assert (first.prompt, first.earlier, second.prompt, second.earlier) == ("Write .", (), "Rewrite .", ("Write .",))
+    assert {each.max_new_tokens for each in samples} == {1024} and {each.judge for each in samples} == {"gpt-4 single"}
+    assert len(first.question_ids) == 0 < len(second.question_ids)
+
+
+def test_questions_without_room_or_references_are_noted(words: Any, mt_bench: Benchmarks) -> None:
+    mt_bench.mt_bench.references = None
+    samples, notes = made(words, mt_bench, "mt_bench")
+    assert [bool(each.references) for each in samples[::2]] == [False, True, False]
+    assert (
+        notes["mt_bench references"]
+        == "1 questions of math, reasoning, coding lack reference answers and are judged without"
+    )
+    samples, notes = made(words, mt_bench, "mt_bench", context=2059)
+    assert {each.id for each in samples} == {"81", "121"}
+    assert notes["mt_bench"] == "1 questions do not fit the context of 2059 tokens"
+    assert [each.id for each in made(words, mt_bench, "mt_bench", samples=1)[0]] == ["81", "81"]
+
+
+def test_writing_is_judged_or_counted(words: Any, tmp_path: Path) -> None:
+    write_lines(tmp_path / "write.jsonl", WRITING)
+    benchmarks = Benchmarks(longwriter=LongWriter(str(tmp_path / "write.jsonl")))
+    (judged, _), (counted, more) = (made(words, benchmarks, name)[0] for name in ("longwriter", "longwriter_length"))
+    assert (judged.metric, judged.judge, judged.references) == ("longbench-write", "gpt-4 single", ())
+    assert (counted.metric, counted.judge, counted.references) == ("wanted_length", "", ("100",))
+    assert more.references == ("20000",) and more.max_new_tokens == 4096 - len(more.prompt_ids)
+    assert made(words, benchmarks, "longwriter", context=99999)[0][0].max_new_tokens == 32768
+    benchmarks.longwriter.max_new_tokens = 64
+    assert made(words, benchmarks, "longwriter_length", judge="")[0][0].max_new_tokens == 64
+
+
+def test_what_is_missing_is_said(words: Any, mt_bench: Benchmarks, tmp_path: Path, no_hub: None) -> None:
+    for benchmarks, name, judge, message in (
+        (mt_bench, "mt_bench", "", "task mt_bench needs a judge: judge.url="),
+        (Benchmarks(), "mt_bench", "j", "the Hub cannot be reached; name FastChat's question.jsonl"),
+        (Benchmarks(), "longwriter", "j", "longwriter.file=FILE"),
+        (
+            Benchmarks(longwriter=LongWriter(str(tmp_path / "question.jsonl"))),
+            "longwriter_length",
+            "",
+            "'length' must be",
+        ),
+        (Benchmarks(longwriter=LongWriter(str(tmp_path / "gpt-4.jsonl"))), "longwriter", "", "task longwriter needs a"),
+    ):
+        with pytest.raises(UserError, match=message):
+            made(words, benchmarks, name, judge=judge)
+    write_lines(tmp_path / "gpt-4.jsonl", [{"question_id": 1}])
+    with pytest.raises(UserError, match=r"gpt-4.jsonl:1: expected question_id and choices"):
+        made(words, mt_bench, "mt_bench")

@@ -1,0 +1,127 @@
+"""LongProc and HELMET from files in their own layouts."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keepsight.errors import UserError
+from keepsight.eval.tasks.benchmark import Request
+from keepsight.eval.tasks.helmet import Helmet
+from keepsight.eval.tasks.longproc import LongProc
+from keepsight.eval.tasks.metrics import score
+from keepsight.eval.tasks.registry import Benchmarks, make_all
+from keepsight.eval.tasks.samples import RenderedSample
+from keepsight.files import write_lines
+
+
+def request_of(tokenizer: Any, **changes: Any) -> Request:
+    return Request(**{"tokenizer": tokenizer, "context": 9000, "samples": 0, "lengths": [4096], **changes})
+
+
+def test_longproc(tmp_path: Path, words: Any) -> None:
+    numbers = {"nums": [2, 3, 4, 1], "target": 10}
+    rows = [
+        {
+            "task": "countdown_0.5k",
+            "input_prompt": "Count.",
+            "reference_output": "# Search",
+            "item": numbers,
+            "id": "a",
+        },
+        {"task": "tom_tracking_2k", "prompt": "Where?", "reference_output": "- Step 0: hall", "item": {}},
+        {"task": "tom_tracking_2k", "prompt": "x " * 7000, "reference_output": "- Step 0: hall", "item": {}},
+        {"task": "pseudo_to_code_2k", "prompt": "Write.", "reference_output": "int main", "item": {}},
+    ]
+    write_lines(tmp_path / "rows.jsonl", rows)
+    request = request_of(words)
+    benchmarks = Benchmarks(longproc=LongProc(str(tmp_path)))
+    tom, countdown = make_all(benchmarks, ["longproc"], request)
+    assert (countdown.task, countdown.id, countdown.max_new_tokens) == ("longproc_countdown_0.5k", "a", 1024)
+    assert score(countdown, "<Solution>2 + 3 = 5\n5 + 4 = 9\n9 + 1 = 10</Solution>") == 1.0
+    assert (tom.prompt, tom.length, tom.max_new_tokens) == ("Where?", 512, 3072)
+    assert request.notes == {"longproc tom_tracking_2k": "1 samples do not fit the context of 9000 tokens"}
+    with pytest.raises(UserError, match=r"longproc tasks need longproc\.dir=FOLDER"):
+        make_all(Benchmarks(), ["longproc"], request)
+    write_lines(tmp_path / "rows.jsonl", [{**rows[0], "item": {"nums": "2"}}])
+    with pytest.raises(UserError, match=r"rows\.jsonl: row 1: field 'item' must hold nums"):
+        make_all(benchmarks, ["longproc_countdown_0.5k"], request)
+
+
+def put(folder: Path, path: str, rows: list[dict[str, Any]]) -> None:
+    (folder / path).parent.mkdir(parents=True, exist_ok=True)
+    write_lines(folder / path, rows)
+
+
+def made(folder: Path, task: str, tokenizer: Any, **changes: Any) -> list[RenderedSample]:
+    return make_all(Benchmarks(helmet=Helmet(str(folder))), [task], request_of(tokenizer, **changes))
+
+
+def test_recall(tmp_path: Path, words: Any) -> None:
+    row = {"type_needle_v": "numbers", "context": "hay", "query": "a-b", "answer": ["1", "2"], "index": 5}
+    put(tmp_path, "ruler/niah_multivalue/validation_4096.jsonl", [row])
+    (sample,) = made(tmp_path, "helmet_recall_niah_mv", words)
+    assert sample.prompt == (
+        "Some special magic numbers are hidden within the following text. Make sure to memorize it. I will quiz you "
+        "about the numbers afterwards.\nhay\nWhat are all the special magic numbers for a-b mentioned in the provided "
+        "text?\nThe special magic numbers for a-b mentioned in the provided text are"
+    )
+    assert (sample.chat, sample.length, sample.max_new_tokens, score(sample, "1")) == (False, 4096, 50, 0.5)
+    assert sample.context.endswith("hay")
+    put(
+        tmp_path,
+        "json_kv/test_k50_dep6.jsonl",
+        [{"context": "{}", "question": "k", "answer": "v-1", "demos": [["a", "b"], ["c", "d"], ["e", "f"]]}],
+    )
+    (sample,) = made(tmp_path, "helmet_recall_json_kv", words)
+    assert sample.prompt == (
+        "{}\n\nExtract the value corresponding to the specified key in the JSON object below.\n\nKey: a\nCorresponding "
+        "value: b\n\nKey: c\nCorresponding value: d\n\nKey: k\nCorresponding value:"
+    )
+    assert score(sample, "It is\nv1.") == 1.0
+
+
+def test_rag(tmp_path: Path, words: Any) -> None:
+    def row(question: str, answer: str) -> dict[str, Any]:
+        return {"question": question, "answers": [answer], "ctxs": [{"title": "T", "text": f"text of {question}"}]}
+
+    put(tmp_path, "kilt/nq-dev-multikilt_1000_k20_dep6.jsonl", [row("q", "ab"), row("r", "x")])
+    put(tmp_path, "kilt/nq-train-multikilt_1000_k3_dep6.jsonl", [row(name, name * 2) for name in "qsttuu"])
+    first, second = made(tmp_path, "helmet_rag_nq", words)
+    start = "Use the given documents to write a concise and short answer to the question. Write your answer in the"
+    assert first.prompt.startswith(start + " following format:\nAnswer: [answer]\n\nDocument (Title: T): text of ")
+    assert first.prompt.endswith("\n\nDocument (Title: T): text of q\n\nQuestion: q\nAnswer:")
+    shown = [line.removeprefix("Question: ") for line in first.prompt.split("\n") if line.startswith("Question: ")]
+    assert len(shown) == 3 == len({*shown}) and shown[-1] == "q"
+    assert first.prompt == made(tmp_path, "helmet_rag_nq", words)[0].prompt
+    assert score(second, "Answer: X") == 1.0 and second.max_new_tokens == 20
+
+
+def test_icl(tmp_path: Path, words: Any) -> None:
+    train = [{"text": f"{label} {number}", "label": label} for label in range(5) for number in range(60)]
+    put(tmp_path, "icl/trec_coarse/train.jsonl", train)
+    put(tmp_path, "icl/trec_coarse/test.jsonl", [{"text": "new", "label": 3}, {"text": "other", "label": 3}])
+    first, second = made(tmp_path, "helmet_icl_trec_coarse", words)
+    shown = [each.split("\nlabel: ") for each in first.context.split("nothing else. \n\n")[1].split("\n\n")]
+    assert len(shown) == 200
+    counts = Counter(text.split()[0] for text, _ in shown)
+    assert counts == dict.fromkeys("01234", 40)
+    names = {(text.split()[0], label) for text, label in shown}
+    assert len(names) == 5 and ("3", first.references[0]) in names
+    assert first.prompt.endswith("\n\nnew\nlabel:") and first.question == "\n\nnew\nlabel:"
+    assert 'Only output "label: {label}" and nothing' in first.prompt
+    assert first.references != second.references  # labels are drawn anew
+    assert score(first, f" {first.references[0]}\n") == 1.0
+
+
+def test_what_is_missing(tmp_path: Path, words: Any) -> None:
+    with pytest.raises(UserError, match=r"helmet tasks need helmet\.dir=FOLDER"):
+        make_all(Benchmarks(), ["helmet_rag"], request_of(words))
+    with pytest.raises(UserError, match=r"nq-train-multikilt_1000_k3_dep6\.jsonl: no such file"):
+        made(tmp_path, "helmet_rag", words)
+    with pytest.raises(UserError, match="helmet: lengths=1000 is none of 4096, 8192"):
+        made(tmp_path, "helmet", words, lengths=[1000])
+    assert len(Helmet().groups(request_of(words).protocol)[""]) == 13
+    assert json.dumps([*Helmet().groups(request_of(words).protocol)]) == '["", "recall", "rag", "icl"]'

@@ -1,0 +1,329 @@
+"""RULER: that each task asks for what its text holds, at the length asked for, by the protocol asked for."""
+
+import random
+import re
+from collections import Counter
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keepsight.errors import UserError
+from keepsight.eval.tasks import ruler_sources
+from keepsight.eval.tasks.benchmark import Request
+from keepsight.eval.tasks.metrics import score
+from keepsight.eval.tasks.protocols import PROTOCOLS
+from keepsight.eval.tasks.ruler import NEEDLES, Ruler
+from keepsight.eval.tasks.ruler_sources import OFFLINE, essay_words, hotpotqa, squad
+from keepsight.eval.tasks.ruler_texts import (
+    Needles,
+    Question,
+    common_words,
+    frequent_words,
+    needles,
+    question_over,
+    variables,
+)
+from keepsight.eval.tasks.samples import RenderedSample
+from keepsight.files import write_json, write_lines
+
+ESSAY = ("Every", "good", "thing", "has", "its", "time.", "Whoever", "waits", "will", "see", "it", "come.")
+SQUAD: dict[str, Any] = {
+    "data": [
+        {
+            "title": "Rome",
+            "paragraphs": [
+                {
+                    "context": "Rome lies on seven hills.",
+                    "qas": [
+                        {"question": "How many hills?", "answers": [{"text": "seven"}, {"text": "7"}]},
+                        {"question": "Who?", "answers": [], "is_impossible": True},
+                    ],
+                },
+                {"context": "The Tiber flows there.", "qas": [{"question": "Flows?", "answers": [{"text": "Tiber"}]}]},
+            ],
+        }
+    ]
+}
+HOTPOT = [
+    {
+        "question": "Which sea?",
+        "answer": "Adriatic",
+        "supporting_facts": [["Po", 0], ["Adria", 1]],
+        "context": [["Po", ["The Po", " ends."]], ["Alps", ["High."]], ["Adria", ["A town."]]],
+    }
+]
+
+
+@pytest.fixture(autouse=True)
+def fresh_sources(no_hub: None) -> Iterator[None]:
+    yield
+    for source in (essay_words, squad, hotpotqa):
+        source.cache_clear()
+
+
+def made(task: str, tokenizer: Any, length: int = 3000, count: int = 3, **settings: Any) -> list[RenderedSample]:
+    return Ruler(**settings).samples(task, Request(tokenizer, 1 << 20, [length], count))
+
+
+@pytest.mark.parametrize("task", Ruler.TASKS)
+@pytest.mark.parametrize("length", [2500, 5000])
+def test_every_task_fills_its_length_and_can_be_solved(task: str, length: int, words: Any) -> None:
+    samples = made(task, words, length)
+    assert len({sample.id for sample in samples}) == len({sample.prompt for sample in samples}) == 3
+    for sample in samples:
+        used = len(sample.prompt_ids) + sample.max_new_tokens
+        assert 0.9 * length < used <= length == sample.length
+        assert used == 3 + len((sample.prompt + sample.answer_prefix).split()) + sample.max_new_tokens
+        assert sample.question.startswith("\n") and sample.prompt.endswith(sample.question)
+        assert all(reference in sample.context for reference in sample.references)
+        assert score(sample, " ".join(sample.references)) == 1.0
+    assert [sample.prompt for sample in made(task, words, length)] == [sample.prompt for sample in samples]
+
+
+def test_generation_lengths_and_prefixes(words: Any) -> None:
+    """Those of the reference."""
+    limits = {
+        task: made(task, words, count=1)[0].max_new_tokens for task in ("niah_single_1", "vt", "cwe", "fwe", "qa_1")
+    }
+    assert limits == {"niah_single_1": 128, "vt": 30, "cwe": 120, "fwe": 50, "qa_1": 32}
+    for task in Ruler.TASKS:
+        (sample,) = made(task, words, count=1)
+        assert sample.answer_prefix.startswith(" Answer:" if not task.startswith("niah") else " The special magic ")
+        assert sample.metric == ("string_match_part" if task.startswith("qa") else "string_match_all")
+
+
+FACT = re.compile(r"One of the special magic (numbers|uuids) for (.+?) is: (.+?)\.(?= |\n|$)")
+UUID = r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"
+
+
+@pytest.mark.parametrize("task", NEEDLES)
+def test_needles(task: str) -> None:
+    knobs = NEEDLES[task]
+    text = needles(knobs, ESSAY, random.Random(0), 60)
+    facts = FACT.findall(text.context)
+    assert len(facts) == knobs.keys * knobs.values + (60 if knobs.haystack == "needles" else 0)
+    assert {kind for kind, _, _ in facts} == {knobs.value}
+    asked = [key for _, key, _ in facts if key in text.after]
+    assert len(asked) == knobs.asked * knobs.values == len(text.references)
+    assert {value for _, key, value in facts if key in text.after} == {*text.references}
+    shape = UUID if knobs.value == "uuids" else r"\d{7}"
+    assert all(re.fullmatch(shape, value) for _, _, value in facts)
+    assert ("What are all" in text.after) == (len(text.references) > 1) == text.before.startswith("Some")
+    if knobs.haystack == "essay":
+        without = FACT.sub("", text.context).split()
+        assert without == [*ESSAY] * 5  # 60 words
+
+
+def test_wording_of_one_and_of_several() -> None:
+    one = needles(Needles("noise", value="uuids"), (), random.Random(0), 3)
+    assert one.before.startswith("A special magic uuid is hidden within the following text. Make sure to memorize it.")
+    assert re.fullmatch(r"\nWhat is the special magic uuid for .* mentioned in the provided text\?", one.after)
+    assert one.prefix.endswith(" mentioned in the provided text is")
+    several = needles(NEEDLES["niah_multiquery"], ESSAY, random.Random(0), 30)
+    assert "for the numbers" not in several.before and "quiz you about the numbers afterwards" in several.before
+    assert several.after.count(", ") == 3 and ", and " in several.after
+
+
+@pytest.mark.parametrize("task", ["niah_single_1", "niah_single_2", "niah_multikey_3"])
+def test_the_depth_is_that_of_the_asked_needle(task: str) -> None:
+    for seed in range(5):
+        text = needles(NEEDLES[task], ESSAY, random.Random(seed), 1000)
+        assert text.depth is not None
+        place = text.context.index(text.references[0]) / len(text.context)
+        assert text.depth <= place < text.depth + 0.03
+
+
+def test_needles_do_not_depend_on_the_size() -> None:
+    for task in NEEDLES:
+        small, large = (needles(NEEDLES[task], ESSAY, random.Random(1), size) for size in (10, 200))
+        assert small.after == large.after and small.references == large.references
+
+
+def test_variables_follow_from_each_other() -> None:
+    text = variables(5, random.Random(0), 20)
+    value = re.search(r"assigned the value (\d{5})", text.after)
+    assert value is not None
+    lines = text.context.split("\n")
+    assert len(lines) == 25
+    assignments = [line.strip() for line in lines if line.startswith("VAR")]
+    names = list(text.references)
+    assert assignments == [
+        f"VAR {names[0]} = {value[1]}",
+        *(f"VAR {name} = VAR {source}" for source, name in pairwise(names)),
+    ]
+    assert all(re.fullmatch("[A-Z]{5}", name) for name in names)
+    example = re.search(
+        r"5 variables are assigned the value (\d{5}), they are:  ((?:[A-Z]{3} ){4}[A-Z]{3})\n\n", text.before
+    )
+    assert example is not None and f"VAR {example[2].split()[0]} = {example[1]}" in text.before
+    assert text.before.count("Memorize and track") == 2
+
+
+@pytest.mark.parametrize(("short", "often", "seldom"), [(True, 6, 1), (False, 30, 3)])
+def test_common_words_are_the_most_frequent(short: bool, often: int, seldom: int) -> None:
+    text = common_words(short, random.Random(0), 50)
+    entries = re.findall(r"(\d+)\. (.+?)(?= \d+\. |$)", text.context)
+    assert [int(number) for number, _ in entries] == list(range(1, len(entries) + 1))
+    counts = Counter(word for _, word in entries)
+    assert {word: counts[word] for word in text.references} == dict.fromkeys(text.references, often)
+    assert sorted(counts.values()) == [seldom] * 40 + [often] * 10
+    assert "1. " in text.before and text.before.count("Memorize the ones") == 2
+
+
+def test_lists_can_be_longer_than_the_dictionary() -> None:
+    text = common_words(True, random.Random(0), 12000)
+    assert len(Counter(re.findall(r"\d+\. (.+?)(?= \d+\. |$)", text.context))) == 12000
+
+
+def test_frequent_words_are_the_most_frequent() -> None:
+    text = frequent_words(80, random.Random(0), 2000)
+    counts = Counter(text.context.split()).most_common(4)
+    assert [word for word, _ in counts] == ["...", *text.references]
+    # n * k^-2 / zeta(2)
+    assert [count for _, count in counts] == [1215, 303, 135, 75]
+
+
+def test_questions_come_with_what_they_need() -> None:
+    texts = [f"text {number}" for number in range(9)]
+    question = Question("Which?", ("this",), needed=(4, 7), near=(1,))
+    text = question_over(question, texts, random.Random(0), 5)
+    shown = re.findall(r"Document (\d):\n(text \d)", text.context)
+    assert [number for number, _ in shown] == ["1", "2", "3", "4", "5"]
+    assert {"text 4", "text 7", "text 1"} <= {each for _, each in shown} and len({each for _, each in shown}) == 5
+    assert text.after.endswith("Question: Which?")
+    small = question_over(question, texts, random.Random(0), 1)
+    assert sorted(re.findall(r"text \d", small.context)) == ["text 4", "text 7"]
+    assert len(re.findall(r"Document", question_over(question, texts, random.Random(0), 20).context)) == 20
+
+
+def test_sources_from_files(tmp_path: Path, words: Any) -> None:
+    for name, value in (("squad.json", SQUAD), ("hotpot.json", HOTPOT), ("essays.json", {"text": "A  b.\nC d."})):
+        write_json(tmp_path / name, value)
+    assert essay_words(str(tmp_path / "essays.json"))[0] == ("A", "b.", "C", "d.")
+    found = squad(str(tmp_path / "squad.json"))
+    assert found.texts == ("Rome lies on seven hills.", "The Tiber flows there.")
+    assert found.questions[0] == Question("How many hills?", ("seven", "7"), (0,), (1,))
+    assert [question.text for question in found.questions] == ["How many hills?", "Flows?"]
+    found = hotpotqa(str(tmp_path / "hotpot.json"))
+    assert found.texts == ("Adria\nA town.", "Alps\nHigh.", "Po\nThe Po ends.")
+    assert found.questions == (Question("Which sea?", ("Adriatic",), (2, 0), (1,)),)
+    request = Request(words, 10**6, [400], 2)
+    samples = Ruler(squad=str(tmp_path / "squad.json")).samples("qa_1", request)
+    assert [sample.references for sample in samples] == [("seven", "7"), ("Tiber",)]
+    assert request.notes == {"ruler qa_1": str(tmp_path / "squad.json")}
+
+
+def test_sources_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = {
+        "rajpurkar/squad_v2": [
+            {"title": "R", "context": paragraph, "question": question, "answers": {"text": answers}}
+            for paragraph, question, answers in (("Hills.", "How many?", ["7"]), ("Hills.", "Who?", []))
+        ],
+        "hotpotqa/hotpot_qa": [
+            {
+                "question": "Which?",
+                "answer": "this",
+                "supporting_facts": {"title": ["Po"], "sent_id": [0]},
+                "context": {"title": ["Po", "Alps"], "sentences": [["The Po", " ends."], ["High."]]},
+            }
+        ],
+        "alessiodevoto/paul_graham_essays": [{"text": "One two."}, {"text": "Three."}],
+    }
+    monkeypatch.setattr(ruler_sources, "hub_rows", lambda name, split, configuration=None: rows[name])
+    assert squad(None).questions == (Question("How many?", ("7",), (0,)),)
+    assert hotpotqa(None).questions == (Question("Which?", ("this",), (1,), (0,)),)
+    assert essay_words(None) == (("One", "two.", "Three."), "alessiodevoto/paul_graham_essays")
+
+
+def test_without_the_hub_the_documentation_is_used_and_named(words: Any) -> None:
+    request = Request(words, 10**6, [3000], 1)
+    for task in ("niah_single_2", "qa_1", "qa_2"):
+        Ruler().samples(task, request)
+    assert request.notes == {"ruler haystack": OFFLINE, "ruler qa_1": OFFLINE, "ruler qa_2": OFFLINE}
+    both = hotpotqa(None)
+    for question in both.questions[:20]:
+        owner, method = (both.texts[index].split("\n")[0] for index in question.needed)
+        assert method == f"{owner}.{question.answers[0]}"
+
+
+@pytest.mark.parametrize(("name", "text"), [("squad.json", "[]"), ("squad.json", "{"), ("none.json", None)])
+def test_bad_files(tmp_path: Path, name: str, text: str | None) -> None:
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match=name):
+        squad(str(tmp_path / name))
+
+
+def test_protocols(words: Any) -> None:
+    def one(task: str, protocol: str) -> RenderedSample:
+        return Ruler().samples(task, Request(words, 10**6, [3000], 1, protocol=PROTOCOLS[protocol]))[0]
+
+    factory, draft, press = (one("vt", name) for name in ("kvcache-factory", "draft-based", "kvpress"))
+    assert (factory.chat, factory.max_new_tokens, factory.answer_prefix) == (False, 64, "")
+    assert factory.prompt.endswith("they are: ") and factory.question.endswith("they are: ")
+    assert (draft.chat, draft.max_new_tokens, draft.answer_prefix) == (True, 64, "")
+    assert draft.prompt.endswith("in the text above.")
+    (value, *_) = press.references
+    broken = f"{value[:2]}\n{value[2:]}"
+    assert score(press, broken) == 1 / len(press.references) and score(factory, broken) == 0.0
+    assert score(draft, f"{value} The answer is: no") == 0.0
+    assert (press.chat, press.max_new_tokens) == (True, 30) and press.answer_prefix.endswith("they are: ")
+    assert len(Ruler().groups(PROTOCOLS["kvcache-factory"])[""]) == 11
+    assert len(Ruler().groups(PROTOCOLS["reference"])[""]) == 13
+
+
+def test_a_length_that_is_too_short(words: Any) -> None:
+    with pytest.raises(
+        UserError,
+        match=r"ruler_niah_single_1: length 100 is too short; a sample without haystack needs 1[0-9]{2} tokens",
+    ):
+        made("niah_single_1", words, 100)
+
+
+def test_ready_made_files(tmp_path: Path, words: Any) -> None:
+    """NVIDIA's layout, the older one with the prefix in the text, and rows that name their task."""
+    row = {"index": 3, "input": "Memorize.\nA is 7.\nWhat is the special magic number for a?", "outputs": ["7"]}
+    prefix = " The special magic number for a is"
+    write_lines(_new(tmp_path / "4096" / "niah_single_1" / "validation.jsonl"), [{**row, "answer_prefix": prefix}])
+    write_lines(_new(tmp_path / "8192" / "niah_single_1.jsonl"), [{**row, "input": row["input"] + prefix, "index": 4}])
+    vt = {
+        "index": 0,
+        "task": "vt",
+        "input": "x\nQuestion: which?",
+        "outputs": ["A"],
+        "answer_prefix": " B",
+        "length": 900,
+    }
+    write_lines(_new(tmp_path / "mixed.jsonl"), [vt])
+    samples = made("niah_single_1", words, count=0, dir=str(tmp_path))
+    assert [(sample.id, sample.length, sample.max_new_tokens) for sample in samples] == [
+        ("3", 4096, 128),
+        ("4", 8192, 128),
+    ]
+    for sample in samples:
+        assert (sample.prompt, sample.answer_prefix) == (row["input"], prefix)
+        assert sample.context == "Memorize.\nA is 7."
+    (sample,) = made("vt", words, dir=str(tmp_path))
+    assert (sample.length, sample.task, sample.references) == (1024, "ruler_vt", ("A",))
+    with pytest.raises(UserError, match="no row of cwe"):
+        made("cwe", words, dir=str(tmp_path))
+
+
+def _new(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def test_hub_rows_give_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    from keepsight.eval.tasks import hub
+
+    monkeypatch.setattr(hub, "hub_reachable", lambda: True)
+
+    def refuse(*names: Any, **options: Any) -> Any:
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(hub, "load_dataset", refuse)
+    assert hub.hub_rows("a/b", "train") is None

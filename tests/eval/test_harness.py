@@ -1,0 +1,132 @@
+"""keepsight as a model of the real lm-evaluation-harness, on small local tasks; skipped where it is not installed."""
+
+# pyright: reportMissingImports=false
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from keepsight.commands.lm_eval import main
+from keepsight.errors import UserError
+from keepsight.models.targets import load_target
+from keepsight.runtime.generate import generate
+from keepsight.runtime.methods import SnapKV
+from keepsight.runtime.prefill import prefill, read
+from tests.tiny import save_tiny_target
+
+lm_eval = pytest.importorskip("lm_eval", reason="the extra lm-eval is not installed")
+TEXT = "The quick brown fox jumps over the lazy dog. " * 8
+CHOICES = [" a fox", " a dog", " the sun itself"]
+TASK = """
+task: {name}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {file}}}}}
+test_split: test
+doc_to_text: "{{{{context}}}}"
+output_type: {kind}
+"""
+CHOOSING = (
+    'target_delimiter: ""\ndoc_to_choice: "{{choices}}"\ndoc_to_target: "{{answer}}"\nmetric_list: [{metric: acc}]\n'
+)
+WRITING = (
+    'doc_to_target: "fox"\ngeneration_kwargs: {until: [" "], max_gen_toks: 6}\nmetric_list: [{metric: exact_match}]\n'
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`tiny` and two tasks."""
+    folder = tmp_path_factory.mktemp("harness")
+    save_tiny_target(folder / "tiny")
+    rows = [{"context": f"{TEXT}Who {verb}?", "choices": CHOICES, "answer": 0} for verb in ("jumps", "sleeps")]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, kind, more in (("choosing", "multiple_choice", CHOOSING), ("writing", "generate_until", WRITING)):
+        task = TASK.format(name=name, kind=kind, file=folder / "rows.jsonl") + more
+        (folder / f"{name}.yaml").write_text(task)
+    return folder
+
+
+def model_of(folder: Path, **arguments: Any) -> Any:
+    from lm_eval.api.registry import get_model
+
+    from keepsight.eval import harness as harness
+
+    given = {"pretrained": str(folder / "tiny"), "device": "cpu", "dtype": "float32"} | arguments
+    return get_model("keepsight").create_from_arg_obj(given)
+
+
+def results(folder: Path, model: Any, task: str) -> Any:
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_path=str(folder), include_defaults=False)
+    options = {"task_manager": manager, "log_samples": True, "bootstrap_iters": 0}
+    return lm_eval.simple_evaluate(model=model, tasks=[task], **options)["samples"][task]
+
+
+def test_choices_are_scored_from_the_compressed_context(folder: Path) -> None:
+    target = load_target(str(folder / "tiny"), dtype="float32", device="cpu")
+    full, evicted = (model_of(folder), model_of(folder, method="snapkv", budget=40, window=16))
+    for model, method in ((full, None), (evicted, SnapKV(40, window=16))):
+        for sample in results(folder, model, "choosing"):
+            text = sample["doc"]["context"]
+            ids = torch.tensor([model.tok_encode(text)])
+            state = method.start(target.model, ids) if method else prefill(target.model, ids)
+            for ((scored, greedy),), choice in zip(sample["resps"], CHOICES, strict=True):
+                answer = model.tok_encode(text + choice)[ids.shape[1] :]
+                after, logits = state.copy(), state.logits[:, None]
+                if len(answer) > 1:
+                    logits = torch.cat([logits, read(target.model, after, torch.tensor([answer[:-1]]))[1]], dim=1)
+                chances = logits[0].log_softmax(-1)
+                assert scored == pytest.approx(chances[range(len(answer)), answer].sum().item(), abs=1e-4)
+                assert greedy == (chances.argmax(-1).tolist() == answer)
+
+
+def test_the_full_cache_scores_as_the_harness_does(folder: Path) -> None:
+    from lm_eval.api.registry import get_model
+
+    theirs = get_model("hf")(pretrained=str(folder / "tiny"), device="cpu", dtype="float32")
+    ours, reference = (results(folder, model, "choosing") for model in (model_of(folder), theirs))
+    for sample, expected in zip(ours, reference, strict=True):
+        found, wanted = ([response[0] for response in each["resps"]] for each in (sample, expected))
+        assert [scored for (scored, _) in found] == pytest.approx([scored for (scored, _) in wanted], abs=1e-3)
+
+
+def test_answers_end_where_the_task_says(folder: Path) -> None:
+    model = model_of(folder, method="snapkv", budget=40)
+    for sample in results(folder, model, "writing"):
+        ids = torch.tensor([model.tok_encode(sample["doc"]["context"])])
+        whole = generate(model.model, ids, SnapKV(40), max_new_tokens=6, do_sample=False)
+        text = model.tokenizer.decode(whole[0], skip_special_tokens=True)
+        assert sample["resps"][0][0] == text.partition(" ")[0]
+
+
+def test_the_command_runs_with_nothing_imported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = f"pretrained={folder / 'tiny'},method=snapkv,budget=0.25"
+    out = [
+        "--include_path",
+        str(folder),
+        "--output_path",
+        str(folder / "out.json"),
+        "--tasks",
+        "choosing",
+        "--device",
+        "cpu",
+    ]
+    monkeypatch.setattr(sys, "argv", ["keepsight-lm-eval", "--model", "keepsight", "--model_args", arguments, *out])
+    assert main() == 0
+    (written,) = folder.glob("out*.json")
+    found = json.loads(written.read_text())
+    assert 0 <= found["results"]["choosing"]["acc,none"] <= 1 and found["config"]["model"] == "keepsight"
+
+
+def test_what_cannot_be_done_is_said(folder: Path) -> None:
+    with pytest.raises(UserError, match="batch_size=4 must be 1"):
+        model_of(folder, batch_size=4)
+    with pytest.raises(UserError, match="method 'snapkv' needs a budget"):
+        model_of(folder, method="snapkv")
+    with pytest.raises(UserError, match="likelihood of whole texts"):
+        model_of(folder).loglikelihood_rolling([])

@@ -1,0 +1,149 @@
+"""What a judge is asked, and what its words are worth, against FastChat's and LongWriter's definitions."""
+
+import json
+import math
+from typing import Any
+
+import pytest
+
+from keepsight.errors import UserError
+from keepsight.eval.judge import LONGBENCH_WRITE, Judge
+from keepsight.eval.tasks.samples import Sample
+from tests.eval.judging import endpoint
+
+FIRST = Sample("81", "mt_bench_turn_1", 512, "Name a {fish}.", (), "mt_bench", 16, judge="j")
+SECOND = Sample("81", "mt_bench_turn_2", 512, "And a bird?", (), "mt_bench", 16, earlier=(FIRST.prompt,), judge="j")
+MATHS = Sample("111", "mt_bench_turn_1", 512, "1 + 1?", ("two", "three"), "mt_bench", 16, judge="j")
+MORE = Sample("111", "mt_bench_turn_2", 512, "And 1?", ("two", "three"), "mt_bench", 16, earlier=("1 + 1?",), judge="j")
+TEXT = Sample("0", "longwriter", 512, "Write 100 words.", (), LONGBENCH_WRITE, 16, judge="j")
+MARKS = {"Relevance": 5, "Accuracy": 4, "Coherence": 3, "Clarity": 2, "Breadth and Depth": 1, "Reading Experience": 3}
+
+
+def rows(*answers: str, before: tuple[str, ...] = ()) -> list[dict[str, Any]]:
+    return [{"score": math.nan, "answer": answer, **({"before": [*before]} if before else {})} for answer in answers]
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("keepsight.eval.judge._FIRST_WAIT", 0.0)
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("Good. Rating: [[7]]", 0.7),
+        ("[[8.5]] and then [[2]]", 0.85),
+        ("Rating: [6]", 0.6),
+        ("of [3], but [[4]]", 0.4),
+    ],
+)
+def test_a_single_answer_is_rated(words: str, expected: float) -> None:
+    with endpoint(lambda _: words) as heard:
+        (judged,) = Judge(heard.url).score(FIRST, rows(" A cod. "))
+    assert judged["score"] == pytest.approx(expected) and judged["judgments"] == [words]
+    (body,) = heard.bodies
+    assert body["temperature"] == 0 and body["max_tokens"] == 2048 and body["model"] == "gpt-4"
+    system, user = body["messages"]
+    assert system == {"role": "system", "content": "You are a helpful assistant."}
+    assert user["content"].startswith(
+        "[Instruction]\nPlease act as an impartial judge and evaluate the quality of the "
+    )
+    assert user["content"].endswith(
+        '"Rating: [[5]]".\n\n[Question]\nName a {fish}.\n\n'
+        "[The Start of Assistant's Answer]\nA cod.\n[The End of Assistant's Answer]"
+    )
+
+
+def test_the_second_turn_is_judged_with_the_first() -> None:
+    with endpoint(lambda _: "[[5]]") as heard:
+        Judge(heard.url).score(SECOND, rows("A gull.", before=("A cod.",)))
+        Judge(heard.url).score(MATHS, rows("2"))
+        Judge(heard.url).score(MORE, rows("3", before=("2",)))
+    general, maths, more = (body["messages"][-1]["content"] for body in heard.bodies)
+    told = (
+        "### User:\nName a {fish}.\n\n### Assistant A:\nA cod.\n\n### User:\nAnd a bird?\n\n### Assistant A:\nA gull."
+    )
+    assert general == (
+        f"<|The Start of Assistant A's Conversation with User|>\n\n{told}\n\n"
+        "<|The End of Assistant A's Conversation with User|>"
+    )
+    assert "second user question" in heard.bodies[0]["messages"][0]["content"]
+    assert "[The Start of Reference Answer]\ntwo\n[The End of Reference Answer]" in maths and "three" not in maths
+    assert more.startswith("<|The Start of Reference Answer|>\n\n### User:\n1 + 1?\n\n### Reference answer:\ntwo\n\n")
+    assert "### User:\nAnd 1?\n\n### Reference answer:\nthree\n\n<|The End of Reference Answer|>\n\n\n<|The" in more
+
+
+def test_equal_answers_are_judged_once_and_judged_rows_keep_their_scores() -> None:
+    with endpoint(lambda _: "[[9]]") as heard:
+        given = [*rows("same", "same", "other"), {"score": 0.3, "answer": "judged before"}]
+        judged = Judge(heard.url).score(FIRST, given)
+    assert [row["score"] for row in judged] == [0.9, 0.9, 0.9, 0.3] and len(heard.bodies) == 2
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "expected"),
+    # In game 1 assistant A is the variant, in game 2 it is the full cache.
+    [("AB", 1.0), ("BA", 0.0), ("AA", 0.5), ("BB", 0.5), ("CC", 0.5), ("AC", 0.5), ("CB", 0.5), ("CA", 0.5)],
+)
+def test_pairs_are_compared_in_both_orders(verdicts: str, expected: float) -> None:
+    def say(body: dict[str, Any]) -> str:
+        text = body["messages"][-1]["content"]
+        first = text.index("variant's") < text.index("full one's")
+        return f"I think [[{verdicts[0 if first else 1]}]]"
+
+    with endpoint(say) as heard:
+        full, variant, same = Judge(heard.url, mode="pairwise").score(
+            FIRST, rows("full one's", "variant's", "full one's")
+        )
+    assert variant["score"] == expected and full["score"] == same["score"] == 0.5
+    assert len(heard.bodies) == 2
+    assert any(
+        body["messages"][1]["content"]
+        == "[User Question]\nName a {fish}.\n\n[The Start of Assistant A's Answer]\nvariant's\n"
+        "[The End of Assistant A's Answer]\n\n[The Start of Assistant B's Answer]\nfull one's\n"
+        "[The End of Assistant B's Answer]"
+        for body in heard.bodies
+    )
+
+
+def test_texts_get_six_marks() -> None:
+    said = iter(["no JSON", json.dumps({"Relevance": 5}), f"So:\n```json\n{json.dumps(MARKS, indent=1)}\n```"])
+    with endpoint(lambda _: next(said)) as heard:
+        (judged,) = Judge(heard.url).score(TEXT, rows("Words."))
+    assert judged["score"] == pytest.approx((4 + 3 + 2 + 1 + 0 + 2) / 4 / 6)
+    assert len(heard.bodies) == 3 and {body["temperature"] for body in heard.bodies} == {0.5}
+    (message,) = heard.bodies[0]["messages"]
+    assert "<User Request>\n\nWrite 100 words.\n\n</User Request>\n\n<Response>\n\nWords." in message["content"]
+
+
+def test_no_verdict_and_no_endpoint_end_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    with endpoint(lambda _: "It is fine.") as heard:
+        with pytest.raises(
+            UserError, match=r"no verdict on mt_bench_turn_1/81 in 5 tries, the last said 'It is fine.'"
+        ):
+            Judge(heard.url).score(FIRST, rows("A cod."))
+        assert [body["temperature"] for body in heard.bodies] == [0, 0.5, 0.5, 0.5, 0.5]
+    with endpoint(lambda _: 401) as heard, pytest.raises(UserError, match=r"no judgment \(HTTPError: HTTP Error 401"):
+        Judge(heard.url).score(FIRST, rows("A cod."))
+    assert len(heard.bodies) == 1
+    said = iter([500, 429, "[[1]]"])
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    with endpoint(lambda _: next(said)) as heard:
+        assert Judge(heard.url).score(FIRST, rows("A cod."))[0]["score"] == 0.1
+    assert {each["Authorization"] for each in heard.headers} == {"Bearer secret"}
+    with pytest.raises(UserError, match="no judgment"):
+        Judge(heard.url).score(FIRST, rows("A cod."))  # it is gone
+
+
+@pytest.mark.parametrize(
+    ("judge", "message"),
+    [
+        (Judge(mode="both"), "judge.mode=both is unknown"),
+        (Judge(parallel=0), "judge.parallel=0 must be at least 1"),
+        (Judge("localhost:8000"), "judge.url=localhost:8000 must begin with"),
+    ],
+)
+def test_bad_keys_are_refused(judge: Judge, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        judge.check()

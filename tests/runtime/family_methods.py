@@ -1,0 +1,82 @@
+"""The methods, made so that they work on a short prompt of any family."""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from keepsight.models.decoder import has_latents, layer_kinds
+from keepsight.models.draft_sources import LoadedDraft
+from keepsight.models.lookahead_files import load_lookahead
+from keepsight.runtime.methods import METHODS
+from keepsight.runtime.methods.lookaheadkv import LookaheadKV, parts_of
+from keepsight.runtime.methods.make import make_method
+from keepsight.runtime.methods.resources import Resources
+from keepsight.runtime.methods.specontext import SpeContext
+from tests.families import FAMILIES, family_model
+from tests.models.modules import random_on, save
+from tests.models.retrieval_heads import tiny_retrieval_head
+from tests.tiny import prompt_ids, tiny_model
+
+LENGTH, BUDGET = 41, 16
+PROMPT = prompt_ids(LENGTH)[0]
+DRAFT = Resources(draft=LoadedDraft("tiny", "1", tiny_model()))
+OPTIONS: dict[str, dict[str, Any]] = {
+    "laq": {"observer": {"lookahead": 4, "first_window": 4}},
+    "laq++": {"observer": {"lookahead": 4, "first_window": 4, "window": 4}},
+    "oracle": {"observer": {"drafter": {"max_new_tokens": 5}}},
+    "speckv": {"window": 8, "observer": {"drafter": {"lookahead": 5}}},
+    "snapkv": {"window": 8},
+    "pyramidkv": {"window": 8},
+    "adakv": {"window": 8},
+    "h2o": {"window": 4},
+    "specpc": {"window": 8, "kernel": 4},
+    "speckvpc": {"window": 8, "prompt_window": 8, "kernel": 4, "lookahead": 5, "prompt_budget": BUDGET},
+    "kivi": {"bits": 2, "group": 8, "residual": 8},
+    "specache": {"bits": 1, "group": 8, "residual": 8, "topk": LENGTH, "speculative": False},
+}
+"""What fits the short prompt."""
+OTHERS = {"evict", "llmlingua2", "sentence_similarity"}  # compositions; what shortens a prompt with another package
+NAMES = [name for name in METHODS if name not in OTHERS]
+REFUSED = dict.fromkeys(
+    [("DeepSeek-V3", "kivi"), ("DeepSeek-V3", "specache")],
+    "has layers of latent attention; the cache can only be packed",
+)
+"""What is refused, by family and method, and the words of the line that says so."""
+
+
+@cache
+def adapter(family: str, folder: Path) -> Any:
+    return load_lookahead(save(random_on(family_model(family)), folder / family.replace("/", " ")))
+
+
+def kv_heads_of(family: str) -> int:
+    return int(family_model(family).config.get_text_config().num_key_value_heads)
+
+
+def method_of(name: str, family: str, folder: Path) -> Any:
+    if name == "lookaheadkv":
+        return LookaheadKV(BUDGET, **parts_of(adapter(family, folder)))
+    if name == "specontext":
+        head = tiny_retrieval_head("none", kv_heads=kv_heads_of(family), max_position_embeddings=1024)
+        return SpeContext(LENGTH + 8, head)
+    budget = LENGTH + 8 if name == "quest" else BUDGET
+    return make_method(name, budget, DRAFT, **OPTIONS.get(name, {}))
+
+
+def table() -> str:
+    """The table of README: what is evicted from and what is refused, for each family."""
+    lines = ["| family | layers | methods |", "| --- | --- | --- |"]
+    for family in FAMILIES:
+        kinds = sorted({_KINDS[kind] for kind in layer_kinds(family_model(family).config)})
+        kinds = ["latent" if has_latents(family_model(family)) else kind for kind in kinds]
+        refused = [f"`{name}`" for name in NAMES if (family, name) in REFUSED]
+        lines.append(f"| {family} | {', '.join(kinds)} | all{' but ' * bool(refused)}{', '.join(refused)} |")
+    return "\n".join(lines)
+
+
+_KINDS = {
+    "full_attention": "full",
+    "sliding_attention": "sliding",
+    "chunked_attention": "chunked",
+    "linear_attention": "linear",
+}

@@ -1,0 +1,83 @@
+"""Layers bounded by themselves: untouched in batches, chunks, files, conversations and joint readings."""
+
+import pytest
+import torch
+
+from keepsight.runtime.conversation import Conversation
+from keepsight.runtime.methods.adakv import AdaKV
+from keepsight.runtime.methods.snapkv import SnapKV
+from keepsight.runtime.prefill import prefill, read
+from keepsight.runtime.saved import load_state, save_state
+from keepsight.runtime.together import Rows
+from tests.close import assert_close
+from tests.families import family_model
+from tests.tiny import prompt_ids
+
+FAMILIES = ["Llama 4 (text)", "Gemma 2", "GPT-OSS", "Mistral with a window", "Qwen3-Next"]
+METHODS = [SnapKV(16, window=8), AdaKV(16, window=8)]
+each_family = pytest.mark.parametrize("family", FAMILIES)
+each_method = pytest.mark.parametrize("method", METHODS, ids=["snapkv", "adakv"])
+ANSWER = prompt_ids(5, seed=1)[0]
+
+
+@each_family
+@each_method
+def test_padded_rows_answer_as_they_do_alone(family, method):
+    model, (ids, mask) = family_model(family), prompt_ids(41, 27)
+    state, logits = read(model, method.start(model, ids, mask), ANSWER.expand(2, -1))
+    for row, length in enumerate((41, 27)):
+        own, alone = read(model, method.start(model, ids[row : row + 1, 41 - length :]), ANSWER)
+        assert_close(logits[row : row + 1], alone)
+        for both, single in zip(state.held(), own.held(), strict=True) if own.entries() else ():
+            assert torch.equal(both[row], single[0])
+
+
+@each_family
+def test_a_prompt_is_read_in_chunks(family):
+    model, ids = family_model(family), prompt_ids(41)[0]
+    whole, parts = (prefill(model, ids, chunk=chunk) for chunk in (None, 7))
+    assert_close(parts.logits, whole.logits)
+    for state in (whole, parts):
+        assert_close(read(model, state, ANSWER)[1], read(model, prefill(model, ids), ANSWER)[1])
+
+
+@each_family
+@each_method
+def test_a_saved_state_answers_as_it_did(family, method, tmp_path):
+    model = family_model(family)
+    state = method.start(model, prompt_ids(41)[0])
+    loaded = load_state(save_state(state, tmp_path, model=model), model).state
+    assert torch.equal(read(model, loaded, ANSWER)[1], read(model, state, ANSWER)[1])
+
+
+@each_family
+@each_method
+def test_a_copy_is_independent(family, method):
+    model = family_model(family)
+    state = method.start(model, prompt_ids(41)[0])
+    first = read(model, state.copy(), ANSWER)[1]
+    read(model, state.copy(), prompt_ids(9, seed=2)[0])
+    assert torch.equal(read(model, state, ANSWER)[1], first)
+
+
+@each_family
+@each_method
+def test_states_are_read_together_as_alone(family, method):
+    model = family_model(family)
+    states = [method.start(model, prompt_ids(length)[0]) for length in (41, 30)]
+    rows, parts = Rows(model, states, 8), [(ANSWER[0, :3], ANSWER[0, :1]), (ANSWER[0, 3:], ANSWER[0, 1:])]
+    found = [rows.read(list(part)) for part in parts]
+    for row, state in enumerate(states):
+        _, alone = read(model, state.copy(), ANSWER)
+        assert_close(torch.cat([part[row] for part in found]), alone[0])
+
+
+@each_family
+def test_a_turn_goes_on_from_the_same_windows(family):
+    model, ids = family_model(family), prompt_ids(41)[0]
+    talk = Conversation(model, SnapKV(60, window=8))
+    first = talk.say(ids, max_new_tokens=3, eos_token_id=999)
+    second = talk.say(ANSWER, max_new_tokens=3, eos_token_id=999)
+    whole = torch.cat([ids, first, ANSWER], dim=1)
+    expected = model.generate(whole, max_new_tokens=3, do_sample=False, eos_token_id=999)[:, whole.shape[1] :]
+    assert torch.equal(second, expected)

@@ -1,0 +1,190 @@
+"""What `model.generate(custom_generate=...)` honours, and what it refuses instead of ignoring it."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers.cache_utils import DynamicCache
+from transformers.generation import LogitsProcessorList, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+
+from keepsight import Conversation, generate, load_state, save_state
+from keepsight.errors import UserError
+from keepsight.runtime.drafting.speculative import Speculative
+from keepsight.runtime.importance import Pool
+from keepsight.runtime.method import FullCache
+from keepsight.runtime.methods import Kivi, SnapKV, StreamingLLM, Truncation
+from tests.close import assert_close
+from tests.tiny import prompt_ids, tiny_model
+
+SMALL = SnapKV(12, window=4, pool=Pool(kernel=3))
+GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+DICT: dict[str, Any] = GREEDY | {"return_dict_in_generate": True}
+METHODS: list[Any] = [FullCache(), SMALL, StreamingLLM(12), Kivi(residual=8, group=8), Truncation(20)]
+
+
+class _Noted(BaseStreamer):
+    def __init__(self):
+        self.tokens, self.ended = [], False
+
+    def put(self, value):
+        self.tokens += value.flatten().tolist()
+
+    def end(self):
+        self.ended = True
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: type(method).__name__)
+def test_a_dict_holds_what_is_returned_without_one(method):
+    model, ids = tiny_model(), prompt_ids(30)[0]
+    plain = model.generate(ids, custom_generate=method, **GREEDY)
+    output = model.generate(ids, custom_generate=method, **DICT)
+    assert torch.equal(output.sequences, plain)
+    assert output.scores is None and output.logits is None
+    assert torch.equal(generate(model, ids, method, **GREEDY), plain[:, 30:])
+    assert torch.equal(generate(model, ids, method, **DICT).sequences, plain)
+
+
+def test_scores_and_logits_are_those_of_transformers():
+    model = tiny_model()
+    ids, mask = prompt_ids(30, 11)
+    options = DICT | {"output_scores": True, "output_logits": True, "repetition_penalty": 1.5}
+    expected = model.generate(ids, attention_mask=mask, **options)
+    found = model.generate(ids, attention_mask=mask, custom_generate=FullCache(), **options)
+    assert torch.equal(found.sequences, expected.sequences)
+    for name in ("scores", "logits"):
+        assert len(found[name]) == 6
+        for pair in zip(found[name], expected[name], strict=True):
+            assert_close(*pair)
+    assert not torch.equal(found.scores[0], found.logits[0])
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: type(method).__name__)
+def test_past_key_values_go_on_as_a_conversation_does(method):
+    model, turns = tiny_model(), [prompt_ids(30)[0], prompt_ids(7, seed=1)[0], prompt_ids(5, seed=2)[0]]
+    conversation, said = Conversation(model, method), turns[0][:, :0]
+    past: dict[str, Any] = {}
+    for turn in turns:
+        ids, before = torch.cat([said, turn], dim=1), past
+        output = model.generate(ids, custom_generate=method, **DICT, **past)
+        said, past = output.sequences, {"past_key_values": output.past_key_values}
+        assert torch.equal(output.sequences[:, ids.shape[1] :], conversation.say(turn, **GREEDY))
+    again = model.generate(ids, custom_generate=method, **DICT, **before)
+    assert torch.equal(again.sequences, output.sequences)
+
+
+def test_each_prompt_is_answered_as_often_as_asked():
+    model = tiny_model()
+    ids, mask = prompt_ids(30, 11)
+    options = {"max_new_tokens": 8, "do_sample": True, "temperature": 3.0, "eos_token_id": None}
+    torch.manual_seed(0)
+    found = model.generate(ids, attention_mask=mask, custom_generate=FullCache(), num_return_sequences=3, **options)
+    torch.manual_seed(0)
+    assert torch.equal(found, model.generate(ids, attention_mask=mask, num_return_sequences=3, **options))
+    assert len(found) == 6 and len(found.unique(dim=0)) == 6
+
+
+def test_a_streamer_works_through_the_hook():
+    model, ids, noted = tiny_model(), prompt_ids(30)[0], _Noted()
+    answer = model.generate(ids, custom_generate=SMALL, streamer=noted, **GREEDY)
+    assert noted.tokens == answer[0].tolist()
+    assert noted.ended
+
+
+def _right_padded():
+    ids, mask = prompt_ids(30, 11)
+    return {"input_ids": ids.flip(1), "attention_mask": mask.flip(1)}
+
+
+def _filled():
+    model, cache = tiny_model(), DynamicCache()
+    model(prompt_ids(8)[0], past_key_values=cache)
+    return cache
+
+
+REFUSED = {
+    "num_beams": (lambda: {"num_beams": 3}, r"beam search \(num_beams=3\)"),
+    "beam sampling": (lambda: {"num_beams": 2, "do_sample": True}, "beam sample"),
+    "prompt lookup": (lambda: {"prompt_lookup_num_tokens": 3}, "assisted generation"),
+    "assistant": (lambda: {"assistant_model": tiny_model(seed=1)}, "assisted generation"),
+    "inputs_embeds": (lambda: {"input_ids": None, "inputs_embeds": torch.rand(1, 9, 32)}, "inputs_embeds is not"),
+    "right padding": (_right_padded, "pad on the left"),
+    "a hole": (lambda: {"attention_mask": (torch.arange(30) != 4).long()[None]}, "pad on the left"),
+    "positions": (lambda: {"position_ids": torch.arange(30)[None] + 5}, "position_ids other than"),
+    "attentions": (lambda: {"return_dict_in_generate": True, "output_attentions": True}, "output_attentions is not"),
+    "hidden states": (lambda: {"return_dict_in_generate": True, "output_hidden_states": True}, "output_hidden_states"),
+    "synced_gpus": (lambda: {"synced_gpus": True}, "synced_gpus is not"),
+    "a filled cache": (lambda: {"past_key_values": _filled()}, "past_key_values must be those of a keepsight answer"),
+    "an empty cache": (lambda: {"past_key_values": DynamicCache()}, "not a DynamicCache of another origin"),
+}
+
+
+@pytest.mark.parametrize("given", REFUSED)
+def test_what_cannot_be_honoured_is_refused_in_one_line(given):
+    options, said = REFUSED[given]
+    model = tiny_model()
+    model.set_attn_implementation("eager")
+    with pytest.raises(UserError, match=said) as refused:
+        model.generate(**{"input_ids": prompt_ids(30)[0]} | GREEDY | options(), custom_generate=SMALL)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_picture_is_refused():
+    with pytest.raises(UserError, match="pixel_values is not supported"):
+        lists = LogitsProcessorList(), StoppingCriteriaList()
+        SMALL(tiny_model(), prompt_ids(30)[0], *lists, tiny_model().generation_config, pixel_values=torch.ones(1))
+
+
+def test_a_past_that_does_not_fit_is_refused():
+    model, ids = tiny_model(), prompt_ids(30)[0]
+    output = model.generate(ids, custom_generate=SMALL, **DICT)
+    past = {"past_key_values": output.past_key_values}
+    longer = torch.cat([output.sequences, prompt_ids(4)[0]], dim=1)
+    with pytest.raises(UserError, match="must begin with the 35 tokens already read"):
+        model.generate(longer[:, 1:], custom_generate=SMALL, **GREEDY, **past)
+    with pytest.raises(UserError, match="must begin with the 35 tokens already read"):
+        model.generate(longer[:, :35], custom_generate=SMALL, **GREEDY, **past)
+    with pytest.raises(UserError, match="leave out past_key_values"):
+        Conversation(model, SMALL).say(longer, **GREEDY, **past)
+    with pytest.raises(UserError, match="one sequence at a time"):
+        model.generate(longer.repeat(2, 1), custom_generate=SMALL, **GREEDY, **past)
+    packed = model.generate(ids, custom_generate=Kivi(residual=8, group=8), **DICT)
+    longer = torch.cat([packed.sequences, prompt_ids(4)[0]], dim=1)
+    with pytest.raises(UserError, match="go on with the same method"):
+        model.generate(longer, custom_generate=SMALL, past_key_values=packed.past_key_values, **GREEDY)
+
+
+def test_another_method_may_go_on_from_entries_that_join():
+    model, ids = tiny_model(), prompt_ids(30)[0]
+    output = model.generate(ids, custom_generate=SMALL, **DICT)
+    longer = torch.cat([output.sequences, prompt_ids(4)[0]], dim=1)
+    found = model.generate(longer, custom_generate=FullCache(), past_key_values=output.past_key_values, **DICT)
+    assert found.past_key_values.state.length == 12 + 5 + 1 + 4 + 5
+
+
+def test_a_loaded_state_is_asked_again_by_generate(tmp_path):
+    model, ids = tiny_model(), prompt_ids(30)[0]
+    state = SMALL.start(model, ids)
+    saved = load_state(save_state(state, tmp_path, model=model, question="multi"), model)
+    for seed in (1, 2, 1):
+        question = prompt_ids(6, seed=seed)[0]
+        expected = Conversation(model, FullCache(), state).say(question, **GREEDY)
+        assert torch.equal(generate(model, question, saved, **GREEDY), expected)
+        output = model.generate(question, custom_generate=saved, **DICT)
+        assert torch.equal(output.sequences, torch.cat([question, expected], dim=1))
+    longer = torch.cat([output.sequences, ids], dim=1)
+    further = generate(model, longer, saved, past_key_values=output.past_key_values, **GREEDY)
+    talk = Conversation(model, FullCache(), state)
+    talk.say(question, **GREEDY)
+    assert torch.equal(further, talk.say(ids, **GREEDY))
+    with pytest.raises(UserError, match="2 questions for 1 prompts"):
+        generate(model, question.repeat(2, 1), saved, **GREEDY)
+
+
+def test_speculative_decoding_refuses_to_go_on():
+    model, ids = tiny_model(), prompt_ids(30)[0]
+    output = model.generate(ids, custom_generate=SMALL, **DICT)
+    longer = torch.cat([output.sequences, ids], dim=1)
+    with pytest.raises(UserError, match="leave out past_key_values"):
+        method = Speculative(None, SMALL)  # type: ignore[arg-type]
+        model.generate(longer, custom_generate=method, past_key_values=output.past_key_values, **GREEDY)

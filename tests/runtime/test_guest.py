@@ -1,0 +1,152 @@
+"""A guest in the model: whatever keepsight does with a model, the model is afterwards as it was."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import eager_mask
+
+from keepsight.errors import UserError
+from keepsight.models.decoder import decoder_of
+from keepsight.runtime.generate import generate
+from keepsight.runtime.methods.snapkv import SnapKV
+from keepsight.runtime.prefill import prefill
+from tests.close import assert_close
+from tests.families import FAMILIES, family_model, fresh_model
+from tests.runtime.family_methods import NAMES, PROMPT, method_of
+from tests.tiny import tiny_model
+
+
+class PowerFailureError(Exception):
+    """What ends a use of keepsight in the middle."""
+
+
+def owned(family: str) -> Any:
+    """A model with two adapters of its owner, of which the second is active."""
+    model = fresh_model(family)
+    for name in ("first", "second"):
+        config = LoraConfig(r=2, target_modules=r".*\.(q_proj|qkv_proj|q_b_proj|o_proj)", init_lora_weights=False)
+        inject_adapter_in_model(config, model, name)
+    for layer in model.modules():
+        if isinstance(layer, LoraLayer):
+            layer.set_adapter(["second"])
+    return model
+
+
+@contextmanager
+def failing(model: Any, at: int) -> Iterator[None]:
+    """Within the block, a model's last layer fails in the n-th pass."""
+    passes = iter(range(1, 1000))
+
+    def fail(*_: object) -> None:
+        if next(passes) == at:
+            raise PowerFailureError
+
+    hook = decoder_of(model).layers[-1].register_forward_hook(fail)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def seen_of(model: Any) -> dict[str, Any]:
+    """What its owner sees of a model, its outputs included."""
+    with torch.no_grad():
+        logits = model(PROMPT, use_cache=False).logits
+    return {
+        "logits": logits,
+        "attention": [config._attn_implementation for config in _configs(model.config)],
+        "adapters": [each.active_adapters for each in model.modules() if isinstance(each, LoraLayer)],
+        "off": [each.disable_adapters for each in model.modules() if isinstance(each, LoraLayer)],
+        "names": list(model.state_dict()),
+        "trained": [name for name, value in model.named_parameters() if value.requires_grad],
+        "modes": [module.training for module in model.modules()],
+        "hooks": [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()],
+    }
+
+
+def _configs(config: Any) -> list[Any]:
+    return [config, *(getattr(config, name) for name in config.sub_configs)]
+
+
+def assert_same(model: Any, fresh: Any) -> None:
+    expected = seen_of(fresh)
+    for what, value in seen_of(model).items():
+        same = torch.equal(value, expected[what]) if isinstance(value, Tensor) else value == expected[what]
+        assert same, what
+
+
+@cache
+def owned_twice(family: str) -> tuple[Any, Any]:
+    """A model to use, and a copy that keepsight never sees."""
+    return owned(family), owned(family)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_is_afterwards_as_it_was(family, name, tmp_path_factory):
+    model, fresh = owned_twice(family)
+    method = method_of(name, family, tmp_path_factory.getbasetemp())
+    for at in (1, 2, 1000):
+        with suppress(PowerFailureError, UserError), failing(model, at):
+            generate(model, PROMPT, method, max_new_tokens=2)
+    assert_same(model, fresh)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_weight_has_changed_and_a_reload_is_exact(family, tmp_path):
+    """Last in this file: of the models that all methods above were used on."""
+    model, fresh = owned_twice(family)
+    own, expected = model.state_dict(), fresh.state_dict()
+    assert list(own) == list(expected)
+    assert all(torch.equal(own[name], expected[name]) for name in own)
+    used = family_model(family)
+    used.save_pretrained(tmp_path)
+    again, report = type(used).from_pretrained(tmp_path, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    with torch.no_grad():
+        assert torch.equal(again(PROMPT).logits, used(PROMPT).logits)
+
+
+@pytest.mark.parametrize("family", ["Llama 3", "Gemma 2", "GPT-OSS", "Mistral with a window"])
+def test_the_loaded_attention_gets_every_argument(family):
+    """An implementation that keepsight has never heard of is delegated to, with all that it would get without us."""
+    calls: list[dict[str, Any]] = []
+
+    def attend(module: Any, *args: Any, **options: Any) -> Any:
+        assert module.config._attn_implementation == "test_unknown"  # as hub kernels and flash attention look it up
+        calls.append(options)
+        return sys.modules[type(module).__module__].eager_attention_forward(module, *args, **options)
+
+    AttentionInterface.register("test_unknown", attend)
+    AttentionMaskInterface.register("test_unknown", eager_mask)
+    model = fresh_model(family)
+    model.set_attn_implementation("test_unknown")
+    with torch.no_grad():
+        expected = model(PROMPT).logits[:, -1]
+    plain = calls.copy()
+    calls.clear()
+    assert_close(prefill(model, PROMPT).logits, expected)
+    assert len(calls) == len(plain) == 4
+    for ours, its in zip(calls, plain, strict=True):
+        assert ours.keys() == its.keys()
+        for name in ("scaling", "sliding_window", "softcap", "dropout"):
+            assert ours.get(name) == its.get(name)
+        assert (ours.get("s_aux") is None) == (its.get("s_aux") is None)
+    assert model.config._attn_implementation == "test_unknown"
+
+
+def test_attention_weights_are_given_to_who_asks_for_them():
+    model = tiny_model()
+    model.set_attn_implementation("eager")
+    generate(model, PROMPT, SnapKV(16, window=8), max_new_tokens=2)
+    with torch.no_grad():
+        assert model(PROMPT, output_attentions=True).attentions[0].shape == (1, 4, 41, 41)

@@ -1,0 +1,47 @@
+"""The target's readings on disk, divided over processes."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from keepsight.train.draft_head import teacher_files
+from keepsight.train.draft_head.teacher import TargetReading
+from keepsight.train.draft_head.teacher_files import StoredReadings, write_readings
+
+TEXTS = [[number, number + 1] for number in range(100)]  # four files
+
+
+def read(ids: Tensor) -> TargetReading:
+    return TargetReading(ids[:, None] * torch.ones(2, 3), ids[:, None] * torch.ones(2, 2))
+
+
+def test_processes_divide_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other: the second, which is not the main one, then the first, which finds what the second wrote."""
+    read_by: list[list[int]] = [[], []]
+    told: list[dict[str, str]] = []
+
+    def gathered(own: list[dict[str, str]]) -> list[dict[str, str]]:
+        told.extend(own)
+        return told
+
+    monkeypatch.setattr(teacher_files, "gather_object", gathered)
+    for index in (1, 0):
+
+        def reader(ids: Tensor, index: int = index) -> TargetReading:
+            read_by[index].append(int(ids[0]))
+            return read(ids)
+
+        fake: Any = SimpleNamespace(
+            num_processes=2, process_index=index, is_main_process=index == 0, wait_for_everyone=lambda: None
+        )
+        monkeypatch.setattr(teacher_files, "launched", lambda fake=fake: fake)
+        write_readings(tmp_path, reader, TEXTS, {"data": "d"})
+    assert read_by[1] == [*range(32, 64), *range(96, 100)]
+    assert read_by[0] == [*range(32), *range(64, 96)]
+    stored = StoredReadings(tmp_path)
+    for ids in map(torch.tensor, TEXTS):
+        assert torch.equal(stored(ids).features, read(ids).features)

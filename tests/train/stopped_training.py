@@ -1,0 +1,22 @@
+"""`train_lookahead.py` whose second process gets a SIGTERM at its third batch, as a job that runs out of time."""
+
+import os
+import signal
+import sys
+
+from keepsight.commands import train
+from keepsight.commands.cli import main
+from keepsight.models.lookahead import Lookahead
+from keepsight.train.lookahead.objective import LookaheadObjective
+from tests.train.runs import Disturbed
+
+
+def _stopped(lookahead: Lookahead, far: float) -> LookaheadObjective:
+    if os.environ["RANK"] == "0":
+        return LookaheadObjective(lookahead, far)
+    return Disturbed(3, lambda _: os.kill(os.getpid(), signal.SIGTERM), lookahead, far)
+
+
+if __name__ == "__main__":
+    train.LookaheadObjective = _stopped  # type: ignore[assignment, misc]
+    sys.exit(main(["train", *sys.argv[1:]]))

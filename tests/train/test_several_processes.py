@@ -1,0 +1,104 @@
+"""Training in two processes, with DDP and with DeepSpeed: stopped, gone on with, and equal to one process's."""
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from keepsight.commands import train as command
+from keepsight.commands.config import ModelConfig
+from keepsight.models.hub import plan_upload
+from keepsight.models.lookahead_files import load_lookahead
+from keepsight.models.targets import load_target
+from tests.close import assert_close
+from tests.launch import ROOT, launch
+from tests.tiny import save_tiny_target
+from tests.train.runs import SHAPE, rows, settings, write_data
+
+pytestmark = pytest.mark.slow
+needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs the extra `deepspeed`")
+TRAINING: dict[str, Any] = {"steps": 5, "batch_size": 1, "clip": 0.5, "group_by_length": False, "replays": 1}
+CONFIGS = [None, *(pytest.param(name, marks=needs_deepspeed) for name in ("zero2", "zero3"))]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target, data that it answered, and an adapter trained by one process."""
+    folder = tmp_path_factory.mktemp("place")
+    save_tiny_target(folder / "target")
+    write_data(folder / "data", load_target(str(folder / "target"), device="cpu"))
+    command.run(
+        command.Config(
+            model=ModelConfig(id=str(folder / "target"), device="cpu"),
+            data=str(folder / "data"),
+            out=str(folder / "one"),
+            lookahead=SHAPE,
+            train=settings(**TRAINING, samples_per_step=2),
+        )
+    )
+    return folder
+
+
+def arguments(place: Path, out: Path, **more: Any) -> list[str]:
+    made = settings(**TRAINING)
+    names = (*TRAINING, "held_out", "measure_every", "save_every", "learning_rate", "budget", "report_to")
+    given = {f"train.{name}": getattr(made, name) for name in names}
+    given |= {f"lookahead.{name}": getattr(SHAPE, name) for name in ("tokens", "rank", "alpha", "pooling", "kernel")}
+    given |= {"model.id": place / "target", "model.device": "cpu", "data": place / "data", "out": out, **more}
+    return [f"{name}={value}" for name, value in given.items()]
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_two_processes_stop_together_go_on_and_train_what_one_trains(config: str | None, place: Path, tmp_path: Path):
+    given = arguments(place, tmp_path / "two")
+    stopped = launch(tmp_path, str(ROOT / "tests/train/stopped_training.py"), *given, config=config)
+    assert stopped.stderr.count("interrupted at step 3") == 2, stopped.stderr[-4000:]
+    assert (tmp_path / "two/training/checkpoint-3/trainer_state.json").exists()
+
+    result = launch(tmp_path, str(ROOT / "train_lookahead.py"), *given, config=config)
+    assert result.returncode == 0, result.stderr[-4000:]
+    assert "resuming from" in result.stdout
+    training = tmp_path / "two/training"
+    assert json.loads((training / "settings.json").read_text())["launch.processes"] == 2
+    one, two = (load_lookahead(folder) for folder in (place / "one", tmp_path / "two"))
+    assert two.provenance.training["samples a step"] == one.provenance.training["samples a step"] == 2
+    assert_close(two.tokens, one.tokens)
+    for name, value in one.lora.items():
+        assert_close(two.lora[name], value)
+    measured = {row["step"]: row["eval_kl"] for row in rows(training / "fidelity.jsonl")}
+    for row in rows(place / "one/training/fidelity.jsonl"):
+        assert measured[row["step"]] == pytest.approx(row["eval_kl"], abs=1e-4)
+    plan_upload(tmp_path / "two", "user/name")
+
+    target = sum(path.stat().st_size for path in (place / "target").glob("*.safetensors"))
+    for path in training.glob("checkpoint-5/**/*_states.pt"):
+        assert path.stat().st_size < target / 2, f"{path} holds the frozen target"
+
+
+def test_two_processes_keep_readings_of_their_own(place: Path, tmp_path: Path):
+    given = arguments(place, tmp_path / "two", **{"train.replays": 3, "train.held_out": 3, "replay.dir": "readings"})
+    result = launch(tmp_path, str(ROOT / "train_lookahead.py"), *given)
+    assert result.returncode == 0, result.stderr[-4000:]
+    assert load_lookahead(tmp_path / "two").provenance.training["steps on each reading of the target"] == 3
+    measured = rows(tmp_path / "two/training/fidelity.jsonl")
+    assert measured[-1]["step"] == 5
+    assert measured[-1]["eval_kl"] < measured[0]["eval_kl"]
+    assert not [path for path in (tmp_path / "readings").rglob("*") if path.is_file()]
+
+
+@needs_deepspeed
+def test_with_deepspeed_in_bfloat16_the_adapter_stays_float32(place: Path, tmp_path: Path):
+    given = arguments(place, tmp_path / "two", **{"train.precision": "bf16", "model.dtype": "bfloat16"})
+    result = launch(tmp_path, str(ROOT / "train_lookahead.py"), *given, config="zero3")
+    assert result.returncode == 0, result.stderr[-4000:]
+    for path in (
+        tmp_path / "two/adapter_model.safetensors",
+        tmp_path / "two/training/checkpoint-5/lookahead.safetensors",
+    ):
+        for name, value in load_file(path).items():
+            assert value.dtype == torch.float32, name
+            assert not torch.equal(value, value.bfloat16().float()), name

@@ -1,0 +1,85 @@
+"""Training in several processes: weights that are whole wherever DeepSpeed keeps them, and an end that all agree on."""
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import reduce
+from torch import Tensor, nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from typing_extensions import override
+
+
+def make_whole(module: nn.Module) -> None:
+    """Give every trainable parameter its whole value in float32; all processes must call this.
+
+    DeepSpeed computes with copies in the dtype of its mixed precision, which ZeRO-3 divides over the processes; the
+    values that it optimises are float32.
+    """
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.data = _whole(parameter)
+
+
+@contextmanager
+def whole(module: nn.Module) -> Iterator[None]:
+    """`make_whole` within the block; afterwards the parameters are what DeepSpeed expects."""
+    before = [(parameter, parameter.data) for parameter in module.parameters() if parameter.requires_grad]
+    make_whole(module)
+    try:
+        yield
+    finally:
+        for parameter, data in before:
+            parameter.data = data
+
+
+def _whole(parameter: Tensor) -> Tensor:
+    if not (hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping")):  # marks of ZeRO-3, and of ZeRO-1 and 2
+        return parameter.data
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    return safe_get_full_fp32_param(parameter).detach().view(getattr(parameter, "ds_shape", parameter.shape)).clone()
+
+
+def target_is_divided(accelerator: Accelerator) -> bool:
+    """Whether each process holds a part of the target alone (ZeRO-3), so that it runs on all of them or on none."""
+    plugin = accelerator.state.deepspeed_plugin
+    return plugin is not None and plugin.zero_stage == 3
+
+
+class StopTogether(TrainerCallback):
+    """When a signal stops one process, all stop after the same step."""
+
+    @override
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if args.world_size > 1:
+            stops: Any = reduce(torch.tensor(float(control.should_training_stop), device=args.device))
+            if stops.item():
+                control.should_save = control.should_training_stop = True
+
+
+@contextmanager
+def sigterm_as_interrupt() -> Iterator[None]:
+    """Within the block the first SIGTERM, by which Slurm announces the end of a job, does what Ctrl-C does.
+
+    Further ones are ignored: a launcher passes on those that Slurm sends to every process anyway. Without effect
+    outside the main thread, which alone receives signals.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.raise_signal(signal.SIGINT)
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
