@@ -80,7 +80,7 @@ class HarnessModel(TemplateLM):
         super().__init__()
         if str(batch_size) not in ("1", "auto"):
             raise UserError(f"batch_size={batch_size} must be 1: contexts are compressed one at a time")
-        loading = {"dtype": dtype, "device": device or "auto", "attention": attention}
+        loading: dict[str, Any] = {"dtype": dtype, "device": device or "auto", "attention": attention}
         self.target = load_target(pretrained, revision=revision, **loading)
         self.model, self.tokenizer = self.target.model, self.target.tokenizer
         self._device = self.model.device

@@ -63,7 +63,8 @@ def in_own_words(
         method, state = methods[index], compressed[index].state
         reapply = method.reapply(model)
         if reapply is not None or not state.joins:
-            alone = answer_alone(method.reader(model), state, questions[index], asked.answer, asked.limits, reapply)
+            readers = method.turn_reader(model), method.reader(model)
+            alone = answer_alone(readers, state, questions[index], asked.answer, asked.limits, reapply)
             own[index] = alone.ids
     together = [index for index in differing if index not in own]
     states, rest = [compressed[index].state for index in together], [questions[index] for index in together]
@@ -88,7 +89,7 @@ def _answer_each(
     for batch in batched_by_entries(pairs, lambda pair: pair[0].length + room, limits.batch_tokens):
         rows = Rows(model, [state for state, _ in batch], room)
         first = read_each(rows, [state for state, _ in batch], [question for _, question in batch])
-        writings = [Writing(row, logits.argmax(dim=-1).tolist(), []) for row, logits in enumerate(first)]
+        writings = [Writing(row, logits.argmax(dim=-1).tolist()) for row, logits in enumerate(first)]
         write(rows, writings, guesses, limits.max_new_tokens, limits.end_tokens)
         answers += [torch.tensor(each.ids, device=model.device) for each in writings]
     return answers

@@ -139,7 +139,6 @@ def _delegate(loaded: str, module: nn.Module, *args: Any, **options: Any) -> tup
         config._attn_implementation = {"": ours}
 
 
-@functools.cache
 def _eager_of(attention: type[nn.Module]) -> Callable[..., Any]:
     """The eager attention in the file that defines a class: what transformers takes when nothing else was loaded.
 
@@ -148,7 +147,7 @@ def _eager_of(attention: type[nn.Module]) -> Callable[..., Any]:
     """
     for kind in attention.__mro__:
         if function := getattr(sys.modules[kind.__module__], "eager_attention_forward", None):
-            return function  # type: ignore[no-any-return]
+            return function
     raise UserError(
         f"{attention.__name__} has an eager attention that cannot be delegated to; load the model with "
         "attn_implementation='sdpa'"

@@ -270,7 +270,7 @@ def is_bounded(layer: Any) -> bool:
     return not isinstance(layer, DynamicLayer) or bool(layer.is_sliding)
 
 
-def filled(empty: Any, keys: Tensor, values: Tensor, seen: int) -> Any:
+def filled_layer(empty: Any, keys: Tensor, values: Tensor, seen: int) -> Any:
     """A layer of these entries, from one as transformers begins with; `seen` is its logical length."""
     if not is_bounded(empty):
         return KeptLayer(keys, values, seen)

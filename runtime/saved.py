@@ -21,7 +21,7 @@ from typing_extensions import override
 from keepsight.errors import UserError
 from keepsight.files import atomic_files
 from keepsight.models.decoder import has_latents
-from keepsight.runtime.cache import KeptLayer, RaggedLayer, empty_cache, filled, share
+from keepsight.runtime.cache import KeptLayer, RaggedLayer, empty_cache, filled_layer, share
 from keepsight.runtime.custom_generate import CustomGenerate, GenerateRequest
 from keepsight.runtime.decode import Decoded
 from keepsight.runtime.method import FullCache
@@ -288,10 +288,10 @@ def _layer(empty: Any, tensors: dict[str, Tensor], seen: int) -> Any:
         return layer
     keys, values = tensors["keys"], tensors["values"]
     if "counts" in tensors:
-        return RaggedLayer(*(tensors[name] for name in ("kept_keys", "kept_values", "counts")), seen, (keys, values))
+        return RaggedLayer(tensors["kept_keys"], tensors["kept_values"], tensors["counts"], seen, (keys, values))
     if "real" in tensors:
         return KeptLayer(keys, values, seen, tensors["real"])
-    return filled(empty, keys, values, seen)
+    return filled_layer(empty, keys, values, seen)
 
 
 def _named(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -104,6 +104,8 @@ class _SparseLayer(DynamicLayer, OwnAttention):
         softmax: The layer's.
     """
 
+    keys: Tensor
+    values: Tensor
     importance: Tensor
     queries: Tensor
     softmax: Softmax

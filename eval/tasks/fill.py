@@ -107,11 +107,10 @@ def _goes_on(search: _Search, sample: RenderedSample, length: int, rate: float) 
         step = int(spare / rate)
         if spare <= length // 50 or step < 1:
             return False
-        search.size = min(search.low + step, search.high - 1) if search.high < math.inf else search.low + step
+        search.size = int(min(search.low + step, search.high - 1))
     else:
         search.high = search.size
         search.size = max(search.size - math.ceil(-spare / rate), search.low + 1)
-    search.size = int(search.size)
     return search.low < search.size < search.high or search.best is None
 
 

@@ -88,8 +88,7 @@ class LongBench(Benchmark):
             path = self._file(task)
             if not path.is_file():
                 raise UserError(f"longbench.dir: {path} is missing; without longbench.dir it is taken from the Hub")
-            lines = enumerate(read_jsonl(path), start=1)
-            yield from ((f"{path}:{number}", row) for number, row in lines)
+            yield from ((f"{path}:{number}", row) for number, row in enumerate(read_jsonl(path), start=1))
             return
         archive = hub_file("THUDM/LongBench", "data.zip", "name a folder with its files: longbench.dir=FOLDER")
         with zipfile.ZipFile(archive) as members, members.open(f"data/{_file_name(task)}") as lines:

@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from keepsight import __version__
@@ -171,7 +171,7 @@ def _help(command: Any, whole: bool) -> str:
     return "\n".join(parts)
 
 
-def _listed(keys: Sequence[tuple[str, str]]) -> Iterator[str]:
+def _listed(keys: Iterable[tuple[str, str]]) -> Iterator[str]:
     width = min(shutil.get_terminal_size().columns, 120)
     for key, note in keys:
         yield f"  {key}"

@@ -72,4 +72,5 @@ def _step(command: type[Command], config: Config, **values: Any) -> Command:
     steps: dict[str, Any] = {"steps": config.steps, "replays": config.replays, "measure_every": 100, "save_every": 100}
     training = replace(config.train, samples_per_step=0, held_out=6, **steps)
     plain: dict[str, Any] = {key: str(value) if isinstance(value, Path) else value for key, value in values.items()}
-    return command(model=config.model, lookahead=config.lookahead, train=training, **plain)
+    make: Any = command
+    return make(model=config.model, lookahead=config.lookahead, train=training, **plain)

@@ -116,7 +116,7 @@ class _OptionReader:
     def part(self, role: str, value: Any, default: Any) -> Any:
         """The value of the field `role`."""
         if role == "inner" and isinstance(value, str | Mapping):
-            options = {"name": value} if isinstance(value, str) else dict(value)
+            options: dict[str, Any] = {"name": value} if isinstance(value, str) else dict(value)
             return make_method(str(options.pop("name", "")), options.pop("budget", None), self.resources, **options)
         if role in ("pool", "first_pool") and isinstance(value, str):
             return NO_POOL if value == "none" else Pool(value)

@@ -117,7 +117,7 @@ class SelectedLayer(KeptLayer, OwnAttention):
 
     @override
     def attend(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
-        tokens = zip(*(each.split(1, dim=2) for each in (query, key, value)), strict=True)
+        tokens = zip(query.split(1, dim=2), key.split(1, dim=2), value.split(1, dim=2), strict=True)
         return torch.cat([self.step(*token, softmax) for token in tokens], dim=1)
 
     def step(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:

@@ -76,7 +76,7 @@ def test_help_that_is_not_read_to_its_end(arguments: str) -> None:
 def test_an_interrupt_during_imports(script: str, tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-    command = [sys.executable, ROOT / script, "data=a", "out=b"]
+    command = [sys.executable, str(ROOT / script), "data=a", "out=b"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
     assert done.returncode == 2
     assert done.stderr.startswith("keepsight: error: interrupted; ") and done.stderr.count("\n") == 1

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -127,7 +128,7 @@ def test_no_verdict_and_no_endpoint_end_in_one_line(monkeypatch: pytest.MonkeyPa
     with endpoint(lambda _: 401) as heard, pytest.raises(UserError, match=r"no judgment \(HTTPError: HTTP Error 401"):
         Judge(heard.url).score(FIRST, rows("A cod."))
     assert len(heard.bodies) == 1
-    said = iter([500, 429, "[[1]]"])
+    said: Iterator[str | int] = iter([500, 429, "[[1]]"])
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     with endpoint(lambda _: next(said)) as heard:
         assert Judge(heard.url).score(FIRST, rows("A cod."))[0]["score"] == 0.1

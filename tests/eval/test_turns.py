@@ -73,12 +73,12 @@ def test_every_variant_goes_on_from_what_it_has_said(target: Target, turns: list
         method = variant.method if variant else None
         state = method.start(target.model, prompt) if method else prefill(target.model, prompt)
         model = method.reader(target.model) if method and not state.joins else target.model
-        said, before = [], list[str]()
+        said, before = list[Tensor](), list[str]()
         for turn, made in zip(turns, rows, strict=True):
             question = torch.cat([*said, turn.question_ids[None]], dim=1)
             state, said = read(model, state, question)[0] if question.shape[1] else state, []
             answer = decoded(target, model, state)
-            text = target.tokenizer.decode(answer[0], skip_special_tokens=True)
+            text: Any = target.tokenizer.decode(answer[0], skip_special_tokens=True)
             assert made[place]["answer"] == text, (variant, turn.task)
             assert made[place].get("before", []) == before
             before.append(text)

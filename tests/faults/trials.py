@@ -24,7 +24,7 @@ def kills(world: World, rng: Random, count: int) -> Iterator[Verdict]:
     while done < count:
         scene, here = rng.choice(MAKERS), world.folder.with_name("killed")
         world.copy(here, without=scene.out)
-        points = []
+        points = list[str]()
         while len(points) < min(_KILLS_A_TRIAL, count - done):
             disturbance = _moment(world, scene, rng)
             outcome = Run(scene.arguments, here, scene.out, disturbance).wait()
@@ -80,9 +80,9 @@ def two_writers(world: World, rng: Random, count: int) -> Iterator[Verdict]:
         scene, here = rng.choice(MAKERS), world.folder.with_name("twice")
         world.copy(here, without=scene.out)
         outcomes = [each.wait() for each in [Run(scene.arguments, here) for _ in range(2)]]
-        faults = [outcome for outcome in outcomes if outcome.fault]
+        faults = [outcome.fault for outcome in outcomes if outcome.fault]
         if faults or all(outcome.code for outcome in outcomes):
-            yield faults[0].fault if faults else "lost", f"{scene.name} twice: {outcomes[0].errors[-500:]}"
+            yield faults[0] if faults else "lost", f"{scene.name} twice: {outcomes[0].errors[-500:]}"
         else:
             yield _end(run(scene.arguments, here), here, scene, world)
 

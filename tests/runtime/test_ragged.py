@@ -94,7 +94,8 @@ def test_sharing_and_viewing_leave_the_cache_alone():
     for other in (share(cache), Cache(layers=[ViewedLayer(*each) for each in entries(cache)])):
         seen, _ = other.update(new, new, 0)
         assert torch.equal(seen, torch.cat([before[0][0], new], dim=2))
-        real = other.layers[0].returned
+        first: Any = other.layers[0]
+        real = first.returned
         assert real[..., -2:].all()
         assert torch.equal(real[..., :-2], before[0][2])
     again: Any = entries(cache)

@@ -15,7 +15,7 @@ from typing_extensions import override
 from keepsight.models.decoder import decoder_of
 from keepsight.models.lookahead import Lookahead
 from keepsight.runtime.attention import run
-from keepsight.runtime.cache import empty_cache, filled, record_past
+from keepsight.runtime.cache import empty_cache, filled_layer, record_past
 from keepsight.runtime.observe import AttentionRecorder, observe
 from keepsight.runtime.prefill import positions_of
 from keepsight.train.dataset import Batch
@@ -133,9 +133,8 @@ def _stored(cache: Cache) -> Reading:
 
 def _restored(reading: Reading, model: PreTrainedModel, length: int) -> Cache:
     """A cache of the entries that `_stored` named, after `length` tokens."""
-    return Cache(
-        layers=[
-            filled(empty, *(reading[f"{name}.{index}"].to(model.dtype) for name in ("keys", "values")), length)
-            for index, empty in enumerate(empty_cache(model).layers)
-        ]
-    )
+    layers = []
+    for index, empty in enumerate(empty_cache(model).layers):
+        keys, values = (reading[f"{name}.{index}"].to(model.dtype) for name in ("keys", "values"))
+        layers.append(filled_layer(empty, keys, values, length))
+    return Cache(layers=layers)

@@ -89,8 +89,8 @@ def read_mixture(name: str) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(f"mixture={name} is neither a file nor one of {', '.join(known)}")
     try:  # what looks like a variable stays text: a file must not read the environment
-        values = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-        values = from_json(json.dumps(values, ensure_ascii=False).encode())  # as the manifest will hold them
+        loaded = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+        values = from_json(json.dumps(loaded, ensure_ascii=False).encode())  # as the manifest will hold them
     except (YAMLError, OmegaConfBaseException, ValueError, TypeError, RecursionError) as error:
         raise UserError(f"{path}: not a YAML file ({' '.join(str(error).split())})") from None
     if not isinstance(values, dict):

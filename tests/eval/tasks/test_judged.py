@@ -25,7 +25,8 @@ WRITING = [
 
 
 def made(words: Any, benchmarks: Benchmarks, name: str, **options: Any) -> tuple[list[RenderedSample], dict[str, str]]:
-    request = TaskRequest(words, **{"context": 4096, "samples": 0, "judge": "gpt-4 single"} | options)
+    asked: dict[str, Any] = {"context": 4096, "samples": 0, "judge": "gpt-4 single"} | options
+    request = TaskRequest(words, **asked)
     return make_all(benchmarks, [name], request), request.notes
 
 

@@ -285,7 +285,11 @@ def test_a_length_that_is_too_short(words: Any) -> None:
 
 def test_ready_made_files(tmp_path: Path, words: Any) -> None:
     """NVIDIA's layout, the older one with the prefix in the text, and rows that name their task."""
-    row = {"index": 3, "input": "Memorize.\nA is 7.\nWhat is the special magic number for a?", "outputs": ["7"]}
+    row: dict[str, Any] = {
+        "index": 3,
+        "input": "Memorize.\nA is 7.\nWhat is the special magic number for a?",
+        "outputs": ["7"],
+    }
     prefix = " The special magic number for a is"
     write_lines(_new(tmp_path / "4096" / "niah_single_1" / "validation.jsonl"), [{**row, "answer_prefix": prefix}])
     write_lines(_new(tmp_path / "8192" / "niah_single_1.jsonl"), [{**row, "input": row["input"] + prefix, "index": 4}])

@@ -61,8 +61,8 @@ def test_attention_equals_dense_attention_over_what_is_unpacked(block, monkeypat
     monkeypatch.setattr(PackedEntries, "keys", _noting(PackedEntries.keys, unpacked))
     keys, values, queries = _states(90), _states(90, 1), _states(90, 2, kv_heads=6)
     layer = PackedLayer(PackedEntries.pack(QUANTIZER, RESIDUAL, keys[:, :, :50], values[:, :, :50]), 50)
-    new = layer.update(keys[:, :, 50:], values[:, :, 50:])
-    output = layer.attend(queries[:, :, 50:], *new, Softmax(0.25))
+    new_keys, new_values = layer.update(keys[:, :, 50:], values[:, :, 50:])
+    output = layer.attend(queries[:, :, 50:], new_keys, new_values, Softmax(0.25))
     for token in range(50, 90):
         read_keys, read_values, _ = dequantised(QUANTIZER, RESIDUAL, keys[:, :, :token], values[:, :, :token])
         read_keys = torch.cat([read_keys, keys[:, :, token : token + 1]], dim=2).repeat_interleave(3, dim=1)
