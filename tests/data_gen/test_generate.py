@@ -181,8 +181,11 @@ def test_raising_the_limit_keeps_what_is_there(
 
 def test_a_prompt_beyond_the_context_is_refused(target: Target, mixture_values: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(
-        UserError, match=r"prompt \d+ \(.+\) has \d+ tokens, with 4090 for the answer more than the context"
+        UserError, match=r"prompt \d+ \(.+\) has \d+ tokens, with 3990 for the answer more than the context"
     ):
+        make(target, mixture_values, tmp_path, max_new_tokens=3990)
+    assert not list(tmp_path.glob("shard-*"))
+    with pytest.raises(UserError, match=r"max_new_tokens=4090 and prompts of 100 tokens are together more than"):
         make(target, mixture_values, tmp_path, max_new_tokens=4090)
     assert not list(tmp_path.glob("shard-*"))
 
