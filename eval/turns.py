@@ -88,7 +88,7 @@ def _answer_each(
     for batch in batched_by_entries(pairs, lambda pair: pair[0].length + room, limits.batch_tokens):
         rows = Rows(model, [state for state, _ in batch], room)
         first = read_each(rows, [state for state, _ in batch], [question for _, question in batch])
-        writings = [Writing(row, logits.argmax(dim=-1).tolist(), []) for row, logits in enumerate(first)]
+        writings = [Writing(row, logits.argmax(dim=-1).tolist()) for row, logits in enumerate(first)]
         write(rows, writings, guesses, limits.max_new_tokens, limits.end_tokens)
         answers += [torch.tensor(each.ids, device=model.device) for each in writings]
     return answers
