@@ -58,6 +58,7 @@ def generate_data(
     settings = DataSettings(
         target.name, target.version, target.template_digest, mixture_values, seed, limit, shard_size, max_new_tokens
     )
+    _check_context(target, mixture, max_new_tokens)
     _check_room(out, mixture, limit)
     processes, count_tokens = launched(), _counter(target)
 
@@ -122,6 +123,17 @@ def _checked(prompt: Rendered, target: Target, max_new_tokens: int) -> Rendered:
             f"answer more than the context of {context}; lower the mixture's max_tokens"
         )
     return prompt
+
+
+def _check_context(target: Target, mixture: Mixture, max_new_tokens: int) -> None:
+    """Refuse answers so long that not even the shortest prompts fit the context with them."""
+    context = target.model.config.get_text_config().max_position_embeddings
+    shortest = min(entry.min_tokens for entry in mixture.entries)
+    if shortest + max_new_tokens > context:
+        raise UserError(
+            f"max_new_tokens={max_new_tokens} and prompts of {shortest} tokens are together more than the context of "
+            f"{context}; lower the mixture's max_tokens, or max_new_tokens="
+        )
 
 
 def _check_room(out: Path, mixture: Mixture, limit: int) -> None:

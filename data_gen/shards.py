@@ -120,6 +120,8 @@ class ShardWriter:
     def __init__(self, folder: Path, settings: DataSettings) -> None:
         self.folder, self.settings, self._has_written = folder, settings, False
         self._before = self._earlier()
+        if self._before is None:
+            write_json(folder / "manifest.json", {"complete": False, "settings": asdict(settings)})
 
     def missing(self, shard: range) -> list[int]:
         """Indices of a shard that no earlier run has answered."""
@@ -135,9 +137,7 @@ class ShardWriter:
         return [index for index in shard if index not in done]
 
     def append(self, shard: range, samples: Iterable[TrainingSample]) -> None:
-        """Add samples to the shard being written; before the first of all, the manifest of unfinished data."""
-        if self._before is None and not self._has_written:
-            write_json(self.folder / "manifest.json", {"complete": False, "settings": asdict(self.settings)})
+        """Add samples to the shard being written."""
         self._has_written = True
         append_lines(self._partial(shard), map(asdict, samples))
 

@@ -5,10 +5,13 @@ parts into `results.jsonl`. Beside it stands `settings.json`, what the rows were
 """
 
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from keepsight.errors import UserError
+from typing_extensions import TypedDict
+
+from keepsight.errors import require_same
 from keepsight.files import read_json, whole_lines, write_json, write_lines
 
 FULL = "full"
@@ -16,7 +19,48 @@ FULL = "full"
 Row = dict[str, Any]
 Key = tuple[str, int, str]
 """Task, length and id of a sample."""
-_MAY_CHANGE = ("command", "versions")
+EARLIER = "earlier.jsonl"
+"""Rows of before a run was extended; those that are still to come take them from there."""
+_MAY_CHANGE = ("command", "versions", "notes")
+
+
+class Place(TypedDict):
+    """What every row must say; the other columns are any."""
+
+    task: str
+    length: int
+    sample: str
+    method: str
+    budget: int | float | None
+
+
+class Measured(Place):
+    """What a row must say to be reported."""
+
+    score: float
+    excess_nll: float
+    agreement: float
+    kv_bytes: float
+    seconds: dict[str, float]
+    time_to_first_token: float
+    tokens_per_second: float
+    answer: str
+    references: list[Any]
+    date: str
+
+
+def _holds(before: list[Any], now: list[Any]) -> bool:
+    return bool(before) and all(each in now for each in before)
+
+
+_GROWS: dict[str, Callable[[Any, Any], bool]] = {
+    **dict.fromkeys(("tasks", "lengths", "methods", "budgets", "bits"), _holds),
+    "samples": lambda before, now: now == 0 or now >= before > 0,
+    **dict.fromkeys(("adapter", "retrieval"), lambda before, now: False),
+    **dict.fromkeys(("adapter_digest", "retrieval_digest"), lambda before, now: f"{now}, ".startswith(f"{before}, ")),
+    **dict.fromkeys(("jsonl", "longbench", "longbench_v2"), lambda before, now: before.get("dir", "") is None),
+}
+"""Settings that may change so that only rows are added, and whether they do; from null they always may."""
 
 
 def part_of(out: Path, process: int, processes: int) -> Path:
@@ -26,22 +70,25 @@ def part_of(out: Path, process: int, processes: int) -> Path:
 
 def finished(out: Path) -> set[Key]:
     """`Sample.key` of all samples in `results.jsonl`."""
-    return {key_of(row) for row in whole_lines(out / "results.jsonl")}
+    return {key_of(row) for row in whole_lines(out / "results.jsonl", Place)}
 
 
 def merge(out: Path, settings: dict[str, Any], rows_each: int) -> None:
     """Bring what all processes of this and earlier runs have written into `results.jsonl`.
 
     A sample of fewer rows than `rows_each`, cut short by a kill or a full disk, is done again: its rows are dropped.
+    Where the settings name more than before, all rows go to `EARLIER`.
 
     Raises:
-        UserError: `out` holds results of other settings.
+        UserError: `out` holds results of other settings; all that differ are listed.
     """
     path, results = out / "settings.json", out / "results.jsonl"
     parts = sorted(out.glob("results-*.jsonl"))
-    written = [row for part in (results, *parts) for row in whole_lines(part)]
-    if written:
-        _check(out, settings, read_json(path))
+    written: list[Row] = [row for part in (results, *parts) for row in whole_lines(part, Place)]
+    if written and _is_extended(out, settings, read_json(path, dict[str, Any])):
+        write_lines(out / EARLIER, [*whole_lines(out / EARLIER, Place), *written])
+        write_lines(results, [])
+        written = []
     write_json(path, settings)
     rows = list({(key_of(row), row["method"], row["budget"]): row for row in written}.values())
     counts = Counter(key_of(row) for row in rows)
@@ -52,13 +99,20 @@ def merge(out: Path, settings: dict[str, Any], rows_each: int) -> None:
         part.unlink()
 
 
-def _check(out: Path, settings: dict[str, Any], before: dict[str, Any]) -> None:
-    for key, value in settings.items():
-        if key not in _MAY_CHANGE and before.get(key) != value:
-            raise UserError(
-                f"{out}: these results were made with {key}={before.get(key)!r}, now it is {value!r}; "
-                "choose another out=, or delete the folder"
-            )
+def _is_extended(out: Path, settings: dict[str, Any], before: dict[str, Any]) -> bool:
+    """Whether the settings name more than before; they may not differ otherwise."""
+    changed = [key for key in settings if key not in _MAY_CHANGE and settings[key] != before.get(key)]
+    grown = [key for key in changed if key in before and _grows(key, before[key], settings[key])]
+    others = [key for key in changed if key not in grown]
+    found, wanted = ({key: values.get(key) for key in others} for values in (before, settings))
+    require_same(f"{out}: these results were made", found, wanted, "choose another out=, or delete the folder")
+    return bool(grown)
+
+
+def _grows(key: str, before: Any, now: Any) -> bool:
+    if key not in _GROWS:
+        return False
+    return before is None or (type(before) is type(now) and _GROWS[key](before, now))
 
 
 def key_of(row: Row) -> Key:

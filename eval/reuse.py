@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from keepsight.errors import UserError
-from keepsight.eval.results import Row
+from keepsight.eval.results import Place, Row
 from keepsight.eval.tasks.samples import RenderedSample
 from keepsight.files import read_jsonl, text_digest
 from keepsight.models.targets import Target
@@ -58,8 +58,16 @@ class Earlier:
             path = Path(folder) / "results.jsonl"
             if not path.is_file():
                 raise UserError(f"reuse={folder}: no results.jsonl there; name folders that keepsight eval has written")
-            rows |= {row["inputs_digest"]: row for row in read_jsonl(path) if row.get("inputs_digest")}
+            rows |= _by_digest(read_jsonl(path, Place))
         return cls(rows)
+
+    def and_rows(self, rows: Iterable[Row]) -> "Earlier":
+        """With further rows."""
+        return Earlier({**self.rows, **_by_digest(rows)})
+
+
+def _by_digest(rows: Iterable[Row]) -> dict[str, Row]:
+    return {row["inputs_digest"]: row for row in rows if row.get("inputs_digest")}
 
 
 NOTHING = Earlier()

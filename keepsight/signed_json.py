@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
+from typing_extensions import is_typeddict
 
 _DIGEST = re.compile(rb'\{\s*"_sha256": "([0-9a-f]{16})",\s*')
 
@@ -30,7 +31,8 @@ def from_json(text: bytes, kind: Any = Any) -> Any:
 
     Args:
         text: UTF-8.
-        kind: Type of the value, such as a dataclass. Nothing is converted, and no field may be missing or unknown.
+        kind: Type of the value, such as a dataclass. Nothing is converted, and no field may be missing or unknown;
+            only a TypedDict may have others.
 
     Raises:
         ValueError: it is not JSON, not of that type, or was changed; the message is one line.
@@ -42,7 +44,7 @@ def from_json(text: bytes, kind: Any = Any) -> Any:
             raise ValueError("changed or cut off since it was written (the digest at its start differs)")
         text = b"{" + rest
     try:
-        return _adapter(kind).validate_json(text, strict=True, extra="forbid")
+        return _adapter(kind).validate_json(text, strict=True, extra="allow" if is_typeddict(kind) else "forbid")
     except ValidationError as error:
         raise ValueError(_first(error)) from None
 

@@ -113,7 +113,7 @@ class Recipe:
         self.replay.check()
 
 
-Command = TypeVar("Command")
+Command = TypeVar("Command", bound=Any)
 
 
 def parse(schema: type[Command], overrides: list[str]) -> Command:
@@ -135,7 +135,7 @@ def parse(schema: type[Command], overrides: list[str]) -> Command:
     assert isinstance(config, schema)
     for key, _, default, _ in _keys(schema):
         value = functools.reduce(getattr, key.split("."), config)
-        if default == "???" and value == "":
+        if key == "out" and default == "???" and value == "":
             raise UserError(f"{key}= is required; see --help")
         _require_small(key, value)
     if isinstance(config, Recipe):

@@ -11,11 +11,13 @@ README has the table), or one with options. An option is a field of the method, 
 while decoding too), or a part: observer, reduce, pool, allocate. question=unseen compresses the context before the
 question arrives, question=multi asks several questions of one compressed cache. `out` gets results.jsonl (a row per
 sample, method and budget), summary.csv, report.html, plots/, tables/ and samples/, a page for each of the first samples
-with what every method kept. A stopped run goes on when the same command is given again; reuse=[DIR] takes what an
-earlier run has measured on the same inputs.
+with what every method kept. A stopped run goes on when the same command is given again; with more samples, tasks,
+lengths, methods or budgets it is extended, and only what is missing is run. reuse=DIR takes what another run has
+measured on the same inputs.
 """
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -34,16 +36,17 @@ from keepsight.eval.judge import Judge
 from keepsight.eval.kept_tokens import KeptTokens, first_of_each
 from keepsight.eval.report.report import write_outputs
 from keepsight.eval.report.summary import summarize, summary_table
-from keepsight.eval.results import FULL, finished, merge, part_of
+from keepsight.eval.results import EARLIER, FULL, Measured, Place, finished, merge, part_of
 from keepsight.eval.reuse import Earlier
 from keepsight.eval.rows import Variant
 from keepsight.eval.runs import Run
 from keepsight.eval.sweep import QUESTIONS, check_samples, groups_of, sweep
-from keepsight.eval.tasks.benchmark import Request
+from keepsight.eval.tasks.benchmark import TaskRequest
 from keepsight.eval.tasks.protocols import protocol_named
-from keepsight.eval.tasks.registry import Benchmarks, make_all
+from keepsight.eval.tasks.registry import Benchmarks, make_all, tasks_of
 from keepsight.eval.tasks.samples import RenderedSample, render_apart
 from keepsight.files import append_lines, require_writable, whole_lines
+from keepsight.locks import one_writer
 from keepsight.models.targets import Target
 from keepsight.runtime.methods import Resources, make_method
 from keepsight.runtime.methods.make import takes
@@ -98,16 +101,8 @@ class Config(Benchmarks, Recipe):
 
 def run(config: Config) -> None:
     """Evaluate, then write the summary, the plots and the report."""
-    for key in ("max_new_tokens", "max_batch_tokens"):
-        if getattr(config, key) < 0:
-            raise UserError(f"{key}={getattr(config, key)} must be at least 0, which leaves it to keepsight")
-    if config.pages < 0:
-        raise UserError(f"pages={config.pages} must be at least 0")
-    if config.question not in QUESTIONS:
-        raise UserError(f"question={config.question} is unknown; choose one of {', '.join(QUESTIONS)}")
-    config.judge.check()
-    require_writable(Path(config.out))
-    variants = variants_of(config, resources_later(config))  # bad values end here, before anything loads
+    check(config)  # bad values end here, before anything loads
+    variants = variants_of(config, resources_later(config))
     processes, out = PartialState(cpu=not torch.cuda.is_available()), Path(config.out)
     target = target_of(config)
     variants = bound(variants, resources_of(config, target))
@@ -117,16 +112,55 @@ def run(config: Config) -> None:
     if config.question != "seen":
         samples = [render_apart(sample, target.tokenizer) for sample in samples]
     check_samples(target, samples, variants)
-    pages = {*first_of_each(samples, config.pages)}
-    kept = KeptTokens(out, target, [sample for sample in samples if sample.key in pages], config.reuse)
     # What does not fit into memory ends in the first minute, and processes that take turns end together.
     samples.sort(key=lambda sample: -len(sample.prompt_ids))
-    if processes.is_main_process:
-        merge(out, settings, 1 + len(variants))
-        for subject, note in notes.items():
-            print(f"{subject}: {note}")
-        _show(samples[0], target)
-    processes.wait_for_everyone()
+    with one_writer(out) if processes.is_main_process else nullcontext():
+        if processes.is_main_process:
+            merge(out, settings, 1 + len(variants))
+            for subject, note in notes.items():
+                print(f"{subject}: {note}")
+            _show(samples[0], target)
+        processes.wait_for_everyone()
+        _measure(config, target, samples, variants, earlier.and_rows(whole_lines(out / EARLIER, Place)), processes)
+        processes.wait_for_everyone()
+        if processes.is_main_process:
+            merge(out, settings, 1 + len(variants))
+            write_all(out, settings)
+            (out / EARLIER).unlink(missing_ok=True)
+
+
+def check(config: Config) -> None:
+    """Refuse values that nothing can be measured with.
+
+    Raises:
+        UserError: a value is out of range, a task is unknown, or `out` cannot be written to.
+    """
+    for key in ("max_new_tokens", "max_batch_tokens"):
+        if getattr(config, key) < 0:
+            raise UserError(f"{key}={getattr(config, key)} must be at least 0, which leaves it to keepsight")
+    for key in ("samples", "pages"):
+        if getattr(config, key) < 0:
+            raise UserError(f"{key}={getattr(config, key)} must be at least 0")
+    if config.question not in QUESTIONS:
+        raise UserError(f"question={config.question} is unknown; choose one of {', '.join(QUESTIONS)}")
+    config.judge.check()
+    for name in config.tasks:
+        tasks_of(config, name, protocol_named(config.protocol))
+    require_writable(Path(config.out))
+
+
+def _measure(
+    config: Config,
+    target: Target,
+    samples: list[RenderedSample],
+    variants: list[Variant],
+    earlier: Earlier,
+    processes: PartialState,
+) -> None:
+    """Append the rows of this process's share of the samples to its part of the results."""
+    out = Path(config.out)
+    pages = {*first_of_each(samples, config.pages)}
+    kept = KeptTokens(out, target, [sample for sample in samples if sample.key in pages], config.reuse)
     done = finished(out)
     own = own_share(samples, config.question, processes.process_index, processes.num_processes)
     part = part_of(out, processes.process_index, processes.num_processes)
@@ -139,10 +173,6 @@ def run(config: Config) -> None:
             kept.write(rows)
             append_lines(part, config.judge.score(sample, rows))
             progress.update()
-    processes.wait_for_everyone()
-    if processes.is_main_process:
-        merge(out, settings, 1 + len(variants))
-        write_all(out, settings)
 
 
 def own_share(samples: list[RenderedSample], question: str, process: int, processes: int) -> list[RenderedSample]:
@@ -152,7 +182,7 @@ def own_share(samples: list[RenderedSample], question: str, process: int, proces
 
 def write_all(out: Path, settings: dict[str, Any]) -> None:
     """Summary, plots and report from `out/results.jsonl`; prints the table."""
-    rows = whole_lines(out / "results.jsonl")
+    rows = whole_lines(out / "results.jsonl", Measured)
     write_outputs([Run(out, rows, settings)], out)
     print(f"{summary_table(summarize(rows))}\n\nreport: {out / 'report.html'}")
 
@@ -218,9 +248,7 @@ def _said(options: dict[str, Any]) -> list[str]:
 
 def samples_of(config: Config, target: Target) -> tuple[list[RenderedSample], dict[str, str]]:
     """The samples of all tasks, and what is to be said of them."""
-    if config.samples < 0:
-        raise UserError(f"samples={config.samples} must be at least 0")
-    request = Request(
+    request = TaskRequest(
         tokenizer=target.tokenizer,
         context=context_of(target.model),
         lengths=config.lengths,

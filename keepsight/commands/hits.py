@@ -12,24 +12,24 @@ was pruned only beside one that was distilled. Writes hits.jsonl (a row per samp
 stopped run goes on when the same command is given again.
 """
 
-import csv
-import io
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from keepsight.commands.eval import Config as EvalConfig
-from keepsight.commands.eval import bound, samples_of, variants_of
+from keepsight.commands.eval import bound, check, samples_of, variants_of
 from keepsight.commands.from_recipe import resources_later, resources_of, target_of
-from keepsight.errors import UserError
+from keepsight.errors import UserError, require_same
 from keepsight.eval.hits import SHARED, Hits, answering, best_shared, choices, compare, mean_of
 from keepsight.eval.report.hits_plot import hits_plot
 from keepsight.eval.rows import Variant
 from keepsight.eval.sweep import check_samples
+from keepsight.eval.tasks.registry import Benchmarks
 from keepsight.eval.tasks.samples import RenderedSample
-from keepsight.files import append_lines, read_json, whole_lines, write_json, write_png, write_text
+from keepsight.files import append_lines, read_json, whole_lines, write_csv, write_json, write_png
+from keepsight.locks import one_writer
 from keepsight.models.draft_head_files import load_draft_head
 from keepsight.models.hub import fetch
 from keepsight.models.retrieval_config import PREVIOUS_STEP
@@ -39,6 +39,18 @@ from keepsight.models.targets import Target
 from keepsight.runtime.methods import SpeContext
 
 _COLUMNS: tuple[str, ...] = ("task", "length", "method", "budget", "samples", "steps", "hit", "mass", "overlap", "read")
+
+
+_BENCHMARKS = tuple(each.name for each in fields(Benchmarks))
+
+
+@dataclass(frozen=True)
+class _Row(Hits):
+    """A line of hits.jsonl."""
+
+    task: str
+    length: int
+    sample: str
 
 
 @dataclass
@@ -66,25 +78,24 @@ def run(config: Config) -> None:
     for variant in variants:
         if not variant.method.selects_each_step:
             raise UserError(f"methods= names {variant.name!r}, which does not choose anew at each step; see --help")
+    check(config)
     target, out = target_of(config), Path(config.out)
     variants = bound(variants, resources_of(config, target)) + _further_heads(config, target, variants)
-    samples = samples_of(config, target)
+    samples, notes = samples_of(config, target)
     check_samples(target, samples, variants)
-    out.mkdir(parents=True, exist_ok=True)
-    _require_same(out / "settings.json", config, target)
-    path = out / "hits.jsonl"
-    done = {(row["task"], row["length"], row["sample"]) for row in whole_lines(path)}
-    for sample in tqdm([each for each in samples if each.key not in done], desc="samples", unit="sample"):
-        append_lines(path, _rows(target, sample, variants, config.budgets))
-    rows = _summary(whole_lines(path))
-    if not rows:
-        raise UserError(f"budgets={config.budgets}: no step has more entries than the smallest; lower it")
-    text = io.StringIO()
-    writer = csv.DictWriter(text, _COLUMNS, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    write_text(out / "hits.csv", text.getvalue())
-    write_png(out / "hits.png", hits_plot(rows).figure())
+    with one_writer(out):
+        _check_same(out, config, target)
+        for subject, note in notes.items():
+            print(f"{subject}: {note}")
+        path = out / "hits.jsonl"
+        done = {(row.task, row.length, row.sample) for row in whole_lines(path, _Row)}
+        for sample in tqdm([each for each in samples if each.key not in done], desc="samples", unit="sample"):
+            append_lines(path, map(asdict, _rows(target, sample, variants, config.budgets)))
+        rows = _summary(whole_lines(path, _Row))
+        if not rows:
+            raise UserError(f"budgets={config.budgets}: no step has more entries than the smallest; lower it")
+        write_csv(out / "hits.csv", _COLUMNS, rows)
+        write_png(out / "hits.png", hits_plot(rows).figure())
     print(_table(rows))
 
 
@@ -97,23 +108,19 @@ def _further_heads(config: Config, target: Target, variants: list[Variant]) -> l
     return [Variant(name, SpeContext(budget, head)) for name, head in heads.items() for budget in config.budgets]
 
 
-def _require_same(path: Path, config: Config, target: Target) -> None:
+def _check_same(out: Path, config: Config, target: Target) -> None:
     """Write what the rows depend on beside their keys, or compare it with what was written.
 
     Raises:
         UserError: the rows there were measured with other settings.
     """
-    given = asdict(config)
-    names = ("methods", "budgets", "heads", "retrieval", "bits", "max_new_tokens", "seed", "haystack")
+    given, path = asdict(config), out / "settings.json"
+    names = ("methods", "budgets", "heads", "retrieval", "bits", "max_new_tokens", "seed", *_BENCHMARKS)
     settings = {name: given[name] for name in names} | {"model.id": [target.name, target.version]}
-    if not path.exists():
-        write_json(path, settings)
-    for name, value in read_json(path).items():
-        if settings.get(name) != value:
-            raise UserError(
-                f"{path}: this was measured with {name}={value!r}, now it is {settings.get(name)!r}; "
-                "choose another out="
-            )
+    if (out / "hits.jsonl").exists():
+        before = read_json(path, dict[str, Any])
+        require_same(f"{path}: this was measured", before, settings, "choose another out=, or delete the folder")
+    write_json(path, settings)
 
 
 def _head(reference: str, target: Target) -> RetrievalHead:
@@ -127,7 +134,7 @@ def _head(reference: str, target: Target) -> RetrievalHead:
     return head.to(target.model.device)
 
 
-def _rows(target: Target, sample: RenderedSample, variants: list[Variant], budgets: list[int]) -> list[dict[str, Any]]:
+def _rows(target: Target, sample: RenderedSample, variants: list[Variant], budgets: list[int]) -> list[_Row]:
     prompt = sample.prompt_ids[None].to(target.model.device)
     layers = {layer for variant in variants for layer in variant.method.needs().features}
     seen = answering(target.model, prompt, sample.max_new_tokens, target.end_tokens, tuple(sorted(layers)))
@@ -135,15 +142,13 @@ def _rows(target: Target, sample: RenderedSample, variants: list[Variant], budge
     for variant in variants:
         method: Any = variant.method
         found.append(compare(variant.name, method.budget, seen, choices(target.model, method, seen)))
-    place = {"task": sample.task, "length": sample.length, "sample": sample.id}
-    return [place | asdict(each) for each in found if each is not None]
+    return [_Row(**asdict(each), task=sample.task, length=sample.length, sample=sample.id) for each in found if each]
 
 
-def _summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    groups: dict[tuple[Any, ...], list[Hits]] = {}
-    for row in rows:
-        key = row["task"], row["length"], row["name"], row["budget"]
-        groups.setdefault(key, []).append(Hits(**{name: row[name] for name in Hits.__dataclass_fields__}))
+def _summary(rows: list[_Row]) -> list[dict[str, Any]]:
+    groups: dict[tuple[str, int, str, int], list[Hits]] = {}
+    for each in rows:
+        groups.setdefault((each.task, each.length, each.name, each.budget), []).append(each)
     summary = []
     for (task, length, name, budget), found in groups.items():
         mean = mean_of(found)
