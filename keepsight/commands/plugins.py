@@ -1,4 +1,4 @@
-"""Code of one's own that a command imports first, such as methods that it adds to `keepsight.runtime.methods.METHODS`."""
+"""Code of one's own that a command imports first: it may add methods to `keepsight.runtime.methods.METHODS`."""
 
 import importlib
 import os

@@ -18,11 +18,12 @@ from keepsight.eval.tasks.task_files import RULER_METRIC
 from keepsight.files import append_lines, read_jsonl, write_json, write_lines
 from keepsight.locks import one_writer
 from keepsight.models.chat import chat_text
+from keepsight.runtime import methods as known
 from keepsight.runtime.allocate import Adaptive
 from keepsight.runtime.drafting.observer import DraftObserver
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.importance import NO_POOL, Reduce
-from keepsight.runtime.methods import H2O, METHODS, Resources, SnapKV
+from keepsight.runtime.methods import H2O, Resources, SnapKV
 from keepsight.runtime.methods.dapq import PromptEnds
 from tests.commands.commands import NEEDLES, RUN_FILES, CommandLine, files_of_run, tree
 from tests.eval.judging import endpoint
@@ -353,11 +354,11 @@ def test_a_method_of_ones_own_is_evaluated_by_name(
 ) -> None:
     code = "from keepsight.runtime.methods import METHODS, SnapKV\nMETHODS['mine'] = type('Mine', (SnapKV,), {})\n"
     (here / "my_methods_of_a_test.py").write_text(code)
-    monkeypatch.setitem(METHODS, "mine", METHODS["snapkv"])  # taken out again after the test
+    monkeypatch.setitem(known.METHODS, "mine", SnapKV)  # taken out again after the test
     given = [*NEEDLES, "methods=[mine]", "samples=1", "budgets=[40]"]
     keepsight("eval", *TINY, *given, "plugins=my_methods_of_a_test")
     assert {row["method"] for row in rows_of(here / "out")} == {"full", "mine"}
-    assert METHODS["mine"].__name__ == "Mine"
+    assert known.METHODS["mine"].__name__ == "Mine"
     message = keepsight.fails("eval", *TINY, *given, "plugins=no_such_module")
     assert message.startswith("plugins=no_such_module cannot be imported (ModuleNotFoundError: No module named ")
 
