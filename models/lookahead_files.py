@@ -83,6 +83,7 @@ def _peft_config(module: Lookahead, provenance: Provenance) -> LoraConfig:
     """PEFT's configuration of the module's LoRA; it lists the modules that are adapted."""
     settings = module.settings
     names = module.lora.names if module.lora is not None else ()
+    embedding: Any = module.model.get_input_embeddings()  # under ZeRO-3 its weight is empty
     return LoraConfig(
         r=settings.rank or 1,
         lora_alpha=settings.alpha,  # type: ignore[arg-type]
@@ -90,7 +91,7 @@ def _peft_config(module: Lookahead, provenance: Provenance) -> LoraConfig:
         target_modules=[name.removeprefix(PREFIX) for name in names],
         task_type="CAUSAL_LM",
         base_model_name_or_path=provenance.base_model,
-        alora_invocation_tokens=[len(input_embedding(module.model))],  # an id that no text has
+        alora_invocation_tokens=[embedding.num_embeddings],  # an id that no text has
         inference_mode=True,
     )
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from keepsight import checkpoints
-from keepsight.eval.tasks.benchmark import Request
+from keepsight.eval.tasks.benchmark import TaskRequest
 from keepsight.eval.tasks.jsonl import Jsonl
 from keepsight.eval.tasks.metrics import METRICS, score
 from keepsight.eval.tasks.registry import Benchmarks
@@ -53,7 +53,7 @@ def test_the_samples_of_ones_own_are_read_and_scored(tmp_path: Path) -> None:
     rows, tasks = re.findall(r"```json\n(.*?)```", README.read_text("utf-8"), flags=re.DOTALL)
     (tmp_path / "contracts.jsonl").write_text(rows, "utf-8")
     (tmp_path / "tasks.json").write_text(tasks, "utf-8")
-    lease, disputes = Jsonl(str(tmp_path)).samples("", Request(tiny_tokenizer(), 4096))
+    lease, disputes = Jsonl(str(tmp_path)).samples("", TaskRequest(tiny_tokenizer(), 4096))
     assert lease.task == disputes.task == "contracts" and lease.question.startswith("\n\nQuestion: How long")
     assert score(lease, "9 years.") == score(disputes, "Basel") == 1.0 and score(lease, "Basel") == 0.0
 

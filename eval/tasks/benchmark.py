@@ -10,7 +10,7 @@ from keepsight.eval.tasks.samples import RenderedSample
 
 
 @dataclass(frozen=True)
-class Request:
+class TaskRequest:
     """What an evaluation asks of every task.
 
     Attributes:
@@ -50,5 +50,5 @@ class Benchmark(ABC):
         return {"": self.TASKS}
 
     @abstractmethod
-    def samples(self, task: str, request: Request) -> list[RenderedSample]:
+    def samples(self, task: str, request: TaskRequest) -> list[RenderedSample]:
         """The samples of one task, by its name in `TASKS`."""

@@ -12,7 +12,7 @@ import numpy as np
 from typing_extensions import override
 
 from keepsight.errors import UserError
-from keepsight.eval.tasks.benchmark import Benchmark, Request
+from keepsight.eval.tasks.benchmark import Benchmark, TaskRequest
 from keepsight.eval.tasks.protocols import Protocol
 from keepsight.eval.tasks.rows import fill_in, text_field
 from keepsight.eval.tasks.samples import RenderedSample, Sample, render
@@ -98,7 +98,7 @@ class Helmet(Benchmark):
         return {"": self.TASKS, **kinds}
 
     @override
-    def samples(self, task: str, request: Request) -> list[RenderedSample]:
+    def samples(self, task: str, request: TaskRequest) -> list[RenderedSample]:
         if self.dir is None:
             raise UserError(
                 "helmet tasks need helmet.dir=FOLDER, the `data` folder that HELMET's download script makes"

@@ -8,7 +8,7 @@ from typing import Any
 from typing_extensions import override
 
 from keepsight.errors import UserError
-from keepsight.eval.tasks.benchmark import Benchmark, Request
+from keepsight.eval.tasks.benchmark import Benchmark, TaskRequest
 from keepsight.eval.tasks.rows import bucket, fill_in, text_field, texts_field
 from keepsight.eval.tasks.samples import RenderedSample, Sample, render
 from keepsight.eval.tasks.task_files import RULER_METRIC, JsonlFile, choose_files
@@ -29,7 +29,7 @@ class Jsonl(Benchmark):
     files: list[str] = field(default_factory=list)
 
     @override
-    def samples(self, task: str, request: Request) -> list[RenderedSample]:
+    def samples(self, task: str, request: TaskRequest) -> list[RenderedSample]:
         if self.dir is None:
             raise UserError("tasks=[jsonl] needs jsonl.dir=FOLDER with JSONL files and a tasks.json")
         folder, limit = Path(self.dir), request.samples or None

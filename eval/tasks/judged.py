@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from typing_extensions import override
 
 from keepsight.errors import UserError
-from keepsight.eval.tasks.benchmark import Benchmark, Request
+from keepsight.eval.tasks.benchmark import Benchmark, TaskRequest
 from keepsight.eval.tasks.hub import hub_rows
 from keepsight.eval.tasks.rows import text_field, texts_field
 from keepsight.eval.tasks.samples import RenderedSample, Sample, render, render_turns
@@ -33,7 +33,7 @@ class MtBench(Benchmark):
     references: str | None = None
 
     @override
-    def samples(self, task: str, request: Request) -> list[RenderedSample]:
+    def samples(self, task: str, request: TaskRequest) -> list[RenderedSample]:
         _require_judge("mt_bench", request)
         answers = dict(_references(Path(self.references))) if self.references else {}
         made: list[RenderedSample] = []
@@ -81,7 +81,7 @@ def _references(path: Path) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def _turns(
-    where: str, row: Mapping[str, Any], answers: Mapping[str, tuple[str, ...]], request: Request
+    where: str, row: Mapping[str, Any], answers: Mapping[str, tuple[str, ...]], request: TaskRequest
 ) -> list[RenderedSample]:
     name, turns = str(row.get("question_id")), texts_field(where, row, "turns")
     own = row.get("reference")
@@ -126,7 +126,7 @@ class LongWriter(Benchmark):
         return {}
 
     @override
-    def samples(self, task: str, request: Request) -> list[RenderedSample]:
+    def samples(self, task: str, request: TaskRequest) -> list[RenderedSample]:
         if self.file is None:
             raise UserError("longwriter tasks need longwriter.file=FILE, LongWriter's longbench_write.jsonl")
         if not task:
@@ -134,7 +134,7 @@ class LongWriter(Benchmark):
         rows = list(enumerate(read_jsonl(Path(self.file)), start=1))[: request.samples or None]
         return [self._sample(task, f"{self.file}:{line}", row, line, request) for line, row in rows]
 
-    def _sample(self, task: str, where: str, row: Mapping[str, Any], line: int, request: Request) -> RenderedSample:
+    def _sample(self, task: str, where: str, row: Mapping[str, Any], line: int, request: TaskRequest) -> RenderedSample:
         if not isinstance(row.get("length"), int) or row["length"] < 1:
             raise UserError(f"{where}: field 'length' must be a whole number of words of at least 1")
         sample = render(
@@ -154,6 +154,6 @@ class LongWriter(Benchmark):
         return replace(sample, max_new_tokens=max(min(self.max_new_tokens or _LONGEST_ANSWER, room), 1))
 
 
-def _require_judge(task: str, request: Request) -> None:
+def _require_judge(task: str, request: TaskRequest) -> None:
     if not request.judge:
         raise UserError(f"task {task} needs a judge: judge.url=http://HOST:PORT/v1 judge.model=NAME")

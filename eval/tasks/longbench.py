@@ -11,7 +11,7 @@ import numpy as np
 from typing_extensions import override
 
 from keepsight.errors import UserError
-from keepsight.eval.tasks.benchmark import Benchmark, Request
+from keepsight.eval.tasks.benchmark import Benchmark, TaskRequest
 from keepsight.eval.tasks.hub import hub_file
 from keepsight.eval.tasks.longbench_table import LongBenchTask, longbench_tasks
 from keepsight.eval.tasks.metrics import METRICS
@@ -50,7 +50,7 @@ class LongBench(Benchmark):
         }
 
     @override
-    def samples(self, task: str, request: Request) -> list[RenderedSample]:
+    def samples(self, task: str, request: TaskRequest) -> list[RenderedSample]:
         name = task.removeprefix("e_")
         entry = longbench_tasks()[name]
         if entry.metric.endswith("_zh"):
@@ -96,7 +96,7 @@ class LongBench(Benchmark):
             yield from ((f"{archive}:{task}:{number}", json.loads(line)) for number, line in enumerate(lines, start=1))
 
     def _sample(
-        self, name: str, entry: LongBenchTask, where: str, row: Mapping[str, Any], place: int, request: Request
+        self, name: str, entry: LongBenchTask, where: str, row: Mapping[str, Any], place: int, request: TaskRequest
     ) -> RenderedSample:
         protocol, tokenizer = request.protocol, request.tokenizer
         fields = {key: text_field(where, row, key) for key in ("context", "input")}

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from typing_extensions import override
 
 from keepsight.errors import UserError
-from keepsight.eval.tasks.benchmark import Benchmark, Request
+from keepsight.eval.tasks.benchmark import Benchmark, TaskRequest
 from keepsight.eval.tasks.hub import hub_file
 from keepsight.eval.tasks.longbench import TEMPLATE_ROOM, without_middle
 from keepsight.eval.tasks.rows import fill_in, text_field
@@ -40,7 +40,7 @@ class LongBenchV2(Benchmark):
     max_tokens: int = 0
 
     @override
-    def samples(self, task: str, request: Request) -> list[RenderedSample]:
+    def samples(self, task: str, request: TaskRequest) -> list[RenderedSample]:
         path = (
             hub_file("THUDM/LongBench-v2", "data.json", "name its data.json: longbench_v2.file=FILE")
             if (self.file is None)

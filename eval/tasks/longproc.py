@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from typing_extensions import override
 
 from keepsight.errors import UserError
-from keepsight.eval.tasks.benchmark import Benchmark, Request
+from keepsight.eval.tasks.benchmark import Benchmark, TaskRequest
 from keepsight.eval.tasks.rows import bucket, text_field
 from keepsight.eval.tasks.samples import RenderedSample, Sample, render
 from keepsight.files import read_jsonl
@@ -41,7 +41,7 @@ class LongProc(Benchmark):
         return {"": [task for task in self.TASKS if task in present]}
 
     @override
-    def samples(self, task: str, request: Request) -> list[RenderedSample]:
+    def samples(self, task: str, request: TaskRequest) -> list[RenderedSample]:
         if self.dir is None:
             raise UserError("longproc tasks need longproc.dir=FOLDER with what LongProc's load_longproc_data returns")
         rows = [(where, row) for where, row in self._rows() if row.get("task") == task]
@@ -57,7 +57,7 @@ class LongProc(Benchmark):
             yield from ((f"{path}: row {number}", row) for number, row in enumerate(read_jsonl(path), start=1))
 
 
-def _sample(task: str, place: int, where: str, row: Mapping[str, Any], request: Request) -> RenderedSample:
+def _sample(task: str, place: int, where: str, row: Mapping[str, Any], request: TaskRequest) -> RenderedSample:
     family, _, size = task.rpartition("_")
     rendered = render(
         Sample(

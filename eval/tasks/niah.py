@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from typing_extensions import override
 
 from keepsight.errors import UserError
-from keepsight.eval.tasks.benchmark import Benchmark, Request
+from keepsight.eval.tasks.benchmark import Benchmark, TaskRequest
 from keepsight.eval.tasks.haystack import Haystack, fullest, hide, needle_depths, read_haystack
 from keepsight.eval.tasks.protocols import Protocol
 from keepsight.eval.tasks.samples import RenderedSample, Sample, render
@@ -95,7 +95,7 @@ class Niah(Benchmark):
         return {"": tuple(NEEDLE_KINDS)}
 
     @override
-    def samples(self, task: str, request: Request) -> list[RenderedSample]:
+    def samples(self, task: str, request: TaskRequest) -> list[RenderedSample]:
         haystack = Path(self.haystack) if self.haystack else None
         if wrong := [depth for depth in self.depths if not 0 <= depth <= 1]:
             raise UserError(f"niah.depths: {wrong[0]} is not a share of the haystack from 0 to 1")

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
 from keepsight.errors import UserError
-from keepsight.eval.tasks.benchmark import Benchmark, Request
+from keepsight.eval.tasks.benchmark import Benchmark, TaskRequest
 from keepsight.eval.tasks.helmet import Helmet
 from keepsight.eval.tasks.jsonl import Jsonl
 from keepsight.eval.tasks.judged import LongWriter, MtBench
@@ -44,7 +44,7 @@ class Benchmarks:
     jsonl: Jsonl = field(default_factory=Jsonl)
 
 
-def make_all(benchmarks: Benchmarks, names: Sequence[str], request: Request) -> list[RenderedSample]:
+def make_all(benchmarks: Benchmarks, names: Sequence[str], request: TaskRequest) -> list[RenderedSample]:
     """The samples of the named tasks, each name a benchmark's, such as `ruler`, or a task's, such as `ruler_vt`.
 
     Raises:

@@ -11,13 +11,13 @@ import numpy as np
 from typing_extensions import override
 
 from keepsight.errors import UserError
-from keepsight.eval.tasks.benchmark import Benchmark, Request
+from keepsight.eval.tasks.benchmark import Benchmark, TaskRequest
 from keepsight.eval.tasks.fill import filled
 from keepsight.eval.tasks.protocols import Protocol
 from keepsight.eval.tasks.rows import bucket
-from keepsight.eval.tasks.ruler_sources import Source, essay_words, hotpotqa, squad
+from keepsight.eval.tasks.ruler_sources import QaSource, essay_words, hotpotqa, squad
 from keepsight.eval.tasks.ruler_texts import (
-    Needles,
+    NeedleText,
     RulerText,
     common_words,
     frequent_words,
@@ -29,14 +29,14 @@ from keepsight.eval.tasks.samples import RenderedSample, Sample, render_all
 from keepsight.files import read_jsonl
 
 NEEDLES = {
-    "niah_single_1": Needles("noise"),
-    "niah_single_2": Needles("essay"),
-    "niah_single_3": Needles("essay", value="uuids"),
-    "niah_multikey_1": Needles("essay", keys=4),
-    "niah_multikey_2": Needles("needles"),
-    "niah_multikey_3": Needles("needles", key="uuids", value="uuids"),
-    "niah_multivalue": Needles("essay", values=4),
-    "niah_multiquery": Needles("essay", keys=4, asked=4),
+    "niah_single_1": NeedleText("noise"),
+    "niah_single_2": NeedleText("essay"),
+    "niah_single_3": NeedleText("essay", value="uuids"),
+    "niah_multikey_1": NeedleText("essay", keys=4),
+    "niah_multikey_2": NeedleText("needles"),
+    "niah_multikey_3": NeedleText("needles", key="uuids", value="uuids"),
+    "niah_multivalue": NeedleText("essay", values=4),
+    "niah_multiquery": NeedleText("essay", keys=4, asked=4),
 }
 _SHORT = 4096
 """Below this length the reference makes smaller examples."""
@@ -67,12 +67,12 @@ class Ruler(Benchmark):
         return {"": [task for task in self.TASKS if task not in protocol.left_out]}
 
     @override
-    def samples(self, task: str, request: Request) -> list[RenderedSample]:
+    def samples(self, task: str, request: TaskRequest) -> list[RenderedSample]:
         if self.dir is not None:
             return self._ready_made(task, Path(self.dir), request)
         return [sample for length in request.lengths for sample in self._generated(task, length, request)]
 
-    def _generated(self, task: str, length: int, request: Request) -> list[RenderedSample]:
+    def _generated(self, task: str, length: int, request: TaskRequest) -> list[RenderedSample]:
         def make(index: int, size: int) -> Sample:
             rng = random.Random(f"ruler:{task}:{length}:{request.seed}:{index}")
             return _sample(task, length, f"{request.seed}-{index}", text(index, rng, size), request.protocol)
@@ -80,7 +80,7 @@ class Ruler(Benchmark):
         text, least = self._texts(task, length, request)
         return filled([partial(make, index) for index in range(request.samples)], length, request.tokenizer, least)
 
-    def _texts(self, task: str, length: int, request: Request) -> tuple[Callable[..., RulerText], int]:
+    def _texts(self, task: str, length: int, request: TaskRequest) -> tuple[Callable[..., RulerText], int]:
         """What makes the text of sample `index`, and the smallest size that it works for."""
         if task in NEEDLES:
             essay, note = essay_words(self.haystack) if NEEDLES[task].haystack == "essay" else ((), "")
@@ -95,12 +95,12 @@ class Ruler(Benchmark):
         if task == "fwe":
             vocabulary = max((length - request.protocol.ruler_tokens["fwe"]) // 50, 4)
             return lambda index, rng, size: frequent_words(vocabulary, rng, size), 32
-        source: Source = (squad if task == "qa_1" else hotpotqa)(self.squad if task == "qa_1" else self.hotpotqa)
+        source: QaSource = (squad if task == "qa_1" else hotpotqa)(self.squad if task == "qa_1" else self.hotpotqa)
         request.notes[f"ruler {task}"] = source.note
         asked = source.questions
         return lambda index, rng, size: question_over(asked[index % len(asked)], source.texts, rng, size), 1
 
-    def _ready_made(self, task: str, folder: Path, request: Request) -> list[RenderedSample]:
+    def _ready_made(self, task: str, folder: Path, request: TaskRequest) -> list[RenderedSample]:
         rows = [row for row in _rows(folder) if row[0] == task]
         if request.protocol.shuffled:
             rows = [rows[place] for place in np.random.RandomState(42).permutation(len(rows))]
@@ -162,7 +162,7 @@ def _rows(folder: Path) -> list[tuple[str, int, Path, dict[str, Any]]]:
     return found
 
 
-def _read_sample(task: str, length: int, path: Path, row: dict[str, Any], request: Request) -> RenderedSample:
+def _read_sample(task: str, length: int, path: Path, row: dict[str, Any], request: TaskRequest) -> RenderedSample:
     text, answers = row.get("input"), row.get("outputs")
     if not isinstance(text, str) or not isinstance(answers, list) or not answers:
         raise UserError(

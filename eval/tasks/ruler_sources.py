@@ -19,7 +19,7 @@ from keepsight.eval.tasks.ruler_texts import Question
 OFFLINE = "Python's documentation"
 
 
-class Source(NamedTuple):
+class QaSource(NamedTuple):
     """Documents, the questions about them, and where both came from."""
 
     texts: tuple[str, ...]
@@ -47,7 +47,7 @@ def essay_words(file: str | None) -> tuple[tuple[str, ...], str]:
 
 
 @lru_cache(maxsize=4)
-def squad(file: str | None) -> Source:
+def squad(file: str | None) -> QaSource:
     """SQuAD's questions that have an answer (qa_1).
 
     Args:
@@ -69,7 +69,7 @@ def squad(file: str | None) -> Source:
 
 
 @lru_cache(maxsize=4)
-def hotpotqa(file: str | None) -> Source:
+def hotpotqa(file: str | None) -> QaSource:
     """HotpotQA's questions in the setting with distractors (qa_2).
 
     Args:
@@ -125,7 +125,7 @@ def _squad_articles(value: Any) -> list[Article]:
     ]
 
 
-def _asked(articles: Iterable[Article], note: str) -> Source:
+def _asked(articles: Iterable[Article], note: str) -> QaSource:
     """Every question with its paragraph and the other ones of its article; unanswerable ones have no answers."""
     articles = list(articles)
     texts = sorted({paragraph for article in articles for paragraph, _, _ in article})
@@ -138,10 +138,10 @@ def _asked(articles: Iterable[Article], note: str) -> Source:
                 needed = place[paragraph]
                 near = tuple(index for index in own if index != needed)
                 questions.append(Question(question, tuple(answers), (needed,), near))
-    return Source(tuple(texts), tuple(questions), note)
+    return QaSource(tuple(texts), tuple(questions), note)
 
 
-def _hotpot(rows: Iterable[Any], note: str) -> Source:
+def _hotpot(rows: Iterable[Any], note: str) -> QaSource:
     """The paragraphs with the supporting facts are needed, the question's other ones are near."""
     rows = list(rows)
     named = [{title: f"{title}\n{''.join(parts)}" for title, parts in row["context"]} for row in rows]
@@ -153,10 +153,10 @@ def _hotpot(rows: Iterable[Any], note: str) -> Source:
         needed = tuple(place[text] for title, text in paragraphs.items() if title in facts)
         near = tuple(place[text] for title, text in paragraphs.items() if title not in facts)
         questions.append(Question(row["question"], (row["answer"],), needed, near))
-    return Source(tuple(texts), tuple(questions), note)
+    return QaSource(tuple(texts), tuple(questions), note)
 
 
-def _documentation_source(ask: Callable[[dict[str, int], list[Docstring]], Iterator[Question]]) -> Source:
+def _documentation_source(ask: Callable[[dict[str, int], list[Docstring]], Iterator[Question]]) -> QaSource:
     """The documented objects of the standard library that have a first sentence of their own."""
     entries = [entry for document in source_documents("evaluation") for entry in docstrings(document)]
     known: dict[str, Docstring] = {}
@@ -166,7 +166,7 @@ def _documentation_source(ask: Callable[[dict[str, int], list[Docstring]], Itera
     kept = [*known.values()]
     texts = tuple(f"{entry.name}\n{' '.join(entry.text.split())}" for entry in kept)
     place = {entry.name: index for index, entry in enumerate(kept)}
-    return Source(texts, tuple(ask(place, kept)), OFFLINE)
+    return QaSource(texts, tuple(ask(place, kept)), OFFLINE)
 
 
 def _opening(entry: Docstring) -> str:

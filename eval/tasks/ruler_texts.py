@@ -43,7 +43,7 @@ class RulerText:
 
 
 @dataclass(frozen=True)
-class Needles:
+class NeedleText:
     """The knobs of a needle task.
 
     Attributes:
@@ -63,7 +63,7 @@ class Needles:
     asked: int = 1
 
 
-def needles(knobs: Needles, essay: Sequence[str], rng: random.Random, size: int) -> RulerText:
+def needles(knobs: NeedleText, essay: Sequence[str], rng: random.Random, size: int) -> RulerText:
     """Key-value sentences in a haystack of `size` words of the essay, or of so many sentences."""
     facts = [
         (_drawn(knobs.key, rng), [_drawn(knobs.value, rng) for _ in range(knobs.values)]) for _ in range(knobs.keys)
@@ -116,7 +116,7 @@ def _essay_with(hidden: Sequence[str], essay: Sequence[str], rng: random.Random,
     return " ".join(hay)
 
 
-def _lines_with(hidden: Sequence[str], knobs: Needles, rng: random.Random, size: int) -> str:
+def _lines_with(hidden: Sequence[str], knobs: NeedleText, rng: random.Random, size: int) -> str:
     lines = [NOISE] * size
     if knobs.haystack == "needles":
         others = random.Random(rng.random())  # so that what comes after does not depend on the size

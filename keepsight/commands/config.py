@@ -113,7 +113,7 @@ class Recipe:
         self.replay.check()
 
 
-Command = TypeVar("Command")
+Command = TypeVar("Command", bound=Any)
 
 
 def parse(schema: type[Command], overrides: list[str]) -> Command:

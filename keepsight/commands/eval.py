@@ -42,7 +42,7 @@ from keepsight.eval.reuse import Earlier
 from keepsight.eval.rows import Variant
 from keepsight.eval.runs import Run
 from keepsight.eval.sweep import QUESTIONS, check_samples, groups_of, sweep
-from keepsight.eval.tasks.benchmark import Request
+from keepsight.eval.tasks.benchmark import TaskRequest
 from keepsight.eval.tasks.protocols import protocol_named
 from keepsight.eval.tasks.registry import Benchmarks, make_all, tasks_of
 from keepsight.eval.tasks.samples import RenderedSample, render_apart
@@ -253,7 +253,7 @@ def _said(options: dict[str, Any]) -> list[str]:
 
 def samples_of(config: Config, target: Target) -> tuple[list[RenderedSample], dict[str, str]]:
     """The samples of all tasks, and what is to be said of them."""
-    request = Request(
+    request = TaskRequest(
         tokenizer=target.tokenizer,
         context=context_of(target.model),
         lengths=config.lengths,

@@ -10,7 +10,7 @@ import sys
 from keepsight.errors import UserError
 
 
-def main() -> int:
+def run_harness() -> int:
     """Run `lm_eval` with the arguments of this process; returns the exit status."""
     try:
         from lm_eval.__main__ import cli_evaluate

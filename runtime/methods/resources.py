@@ -73,14 +73,15 @@ class Resources:
             head.config = replace(head.config, feature_layers=head.layers_of(self.target) or None)
         return head
 
-    def other(self, **named: str) -> "Resources":
-        """These resources with another `adapter` or `retrieval` head; the same ones when the same are named again."""
-        if all(str(getattr(self, key)) == value for key, value in named.items()):
+    def other(self, adapter: str | None = None, retrieval: str | None = None) -> "Resources":
+        """These resources with another adapter or retrieval head; the same ones when the same are named again."""
+        named = adapter or self.adapter, retrieval or self.retrieval
+        if [*map(str, named)] == [str(self.adapter), str(self.retrieval)]:
             return self
-        return self._others.setdefault(tuple(sorted(named.items())), replace(self, **named))
+        return self._others.setdefault(named, replace(self, adapter=named[0], retrieval=named[1]))
 
     @cached_property
-    def _others(self) -> "dict[tuple[tuple[str, str], ...], Resources]":
+    def _others(self) -> "dict[tuple[str | Path | None, str | Path | None], Resources]":
         return {}
 
     def find(self, name: str) -> object:
@@ -119,7 +120,7 @@ def bind(part: Any, resources: Resources) -> Any:
         UserError: a resource cannot be had, or is for another target.
     """
     if isinstance(part, Later):
-        return resources.other(**{"retrieval": part.retrieval} if part.retrieval else {}).find(part.name)
+        return resources.other(retrieval=part.retrieval).find(part.name)
     if not is_dataclass(part) or isinstance(part, type):
         return part
     held = {each.name: getattr(part, each.name) for each in fields(part) if each.init}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from keepsight.commands.lm_eval import main
+from keepsight.commands.lm_eval import run_harness
 from keepsight.errors import UserError
 from keepsight.models.targets import load_target
 from keepsight.runtime.generate import generate
@@ -117,7 +117,7 @@ def test_the_command_runs_with_nothing_imported(folder: Path, monkeypatch: pytes
         "cpu",
     ]
     monkeypatch.setattr(sys, "argv", ["keepsight-lm-eval", "--model", "keepsight", "--model_args", arguments, *out])
-    assert main() == 0
+    assert run_harness() == 0
     (written,) = folder.glob("out*.json")
     found = json.loads(written.read_text())
     assert 0 <= found["results"]["choosing"]["acc,none"] <= 1 and found["config"]["model"] == "keepsight"

@@ -138,7 +138,7 @@ def test_what_computes_attention_in_its_own_way_is_refused(tmp_path: Path) -> No
     save_tiny_target(tmp_path)
     BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=16, n_layer=1, n_head=2)).save_pretrained(tmp_path)
     with pytest.raises(UserError, match="bloom does not compute attention by transformers' AttentionInterface"):
-        load_target(str(tmp_path), device="cpu")
+        load_target(str(tmp_path), device="cpu", attention="eager")
 
 
 @pytest.mark.parametrize("model_id", ["./not/there", "two words", "a/b/c"])

@@ -24,8 +24,8 @@ def test_a_bound_method_is_the_method_made_with_everything_at_hand(name: str, tm
     loaded = Resources(tmp_path, LayerSubset((0, 2)), tiny_tokenizer(), tmp_path, target)
     later = ResourcesLater(tmp_path, Later("draft"), Later("tokenizer"), tmp_path)
     options = {"observer": {"name": "draft_tokens", "drafter": "draft_model"}} if name == "evict" else {}
-    made = make_method(name, 64, later, **options)
-    expected = make_method(name, 64, loaded, **options)
+    made = make_method(name, 96, later, **options)
+    expected = make_method(name, 96, loaded, **options)
     if name == "lookaheadkv":  # the adapter takes no target: it is loaded once
         assert bind(made, loaded) is made
         return

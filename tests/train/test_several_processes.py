@@ -73,6 +73,8 @@ def test_two_processes_stop_together_go_on_and_train_what_one_trains(config: str
     for row in rows(place / "one/training/fidelity.jsonl"):
         assert measured[row["step"]] == pytest.approx(row["eval_kl"], abs=1e-4)
     plan_upload(tmp_path / "two", "user/name")
+    configs = [json.loads((folder / "adapter_config.json").read_text()) for folder in (place / "one", tmp_path / "two")]
+    assert configs[1] == configs[0]
 
     target = sum(path.stat().st_size for path in (place / "target").glob("*.safetensors"))
     for path in training.glob("checkpoint-5/**/*_states.pt"):

@@ -189,7 +189,7 @@ def soften(importance: Tensor, scores: Tensor, temperature: float) -> tuple[Tens
     return powers / powers.sum(dim=-1, keepdim=True), (scores / temperature).clamp(min=_LEAST).log_softmax(dim=-1)
 
 
-def far_divergence(importance: Tensor, scores: Tensor, far: Tensor, counted: Tensor) -> Tensor:
+def far_steps_divergence(importance: Tensor, scores: Tensor, far: Tensor, counted: Tensor) -> Tensor:
     """`divergence` over the far entries alone, both sides normalised there; 0 where there are none.
 
     Args:
@@ -252,7 +252,7 @@ class RetrievalObjective(ReplayedObjective, HeadObjective):
             return whole
         answered = texts.answered(rows)
         near = divergence(read.importance, scores, answered)
-        far = far_divergence(read.importance, scores, texts.far(rows), answered)
+        far = far_steps_divergence(read.importance, scores, texts.far(rows), answered)
         return torch.lerp(whole, (near + far) / 2, self.answers)
 
     def compared(self, batch: Batch) -> tuple[Texts, ImportanceReading, Tensor]:

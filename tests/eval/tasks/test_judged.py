@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from keepsight.errors import UserError
-from keepsight.eval.tasks.benchmark import Request
+from keepsight.eval.tasks.benchmark import TaskRequest
 from keepsight.eval.tasks.judged import LongWriter, MtBench
 from keepsight.eval.tasks.registry import Benchmarks, make_all
 from keepsight.eval.tasks.samples import RenderedSample
@@ -25,7 +25,7 @@ WRITING = [
 
 
 def made(words: Any, benchmarks: Benchmarks, name: str, **options: Any) -> tuple[list[RenderedSample], dict[str, str]]:
-    request = Request(words, **{"context": 4096, "samples": 0, "judge": "gpt-4 single"} | options)
+    request = TaskRequest(words, **{"context": 4096, "samples": 0, "judge": "gpt-4 single"} | options)
     return make_all(benchmarks, [name], request), request.notes
 
 

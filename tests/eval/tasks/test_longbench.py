@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from keepsight.errors import UserError
 from keepsight.eval.tasks import longbench
-from keepsight.eval.tasks.benchmark import Request
+from keepsight.eval.tasks.benchmark import TaskRequest
 from keepsight.eval.tasks.longbench import LongBench, without_middle
 from keepsight.eval.tasks.longbench_table import longbench_tasks
 from keepsight.eval.tasks.longbench_v2 import LongBenchV2
@@ -45,8 +45,8 @@ def letters() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=TEMPLATE)
 
 
-def request_of(tokenizer: Any, protocol: str = "reference", **changes: Any) -> Request:
-    return Request(
+def request_of(tokenizer: Any, protocol: str = "reference", **changes: Any) -> TaskRequest:
+    return TaskRequest(
         **{"tokenizer": tokenizer, "context": 4000, "samples": 0, "protocol": PROTOCOLS[protocol], **changes}
     )
 

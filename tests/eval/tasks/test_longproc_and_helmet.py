@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from keepsight.errors import UserError
-from keepsight.eval.tasks.benchmark import Request
+from keepsight.eval.tasks.benchmark import TaskRequest
 from keepsight.eval.tasks.helmet import Helmet
 from keepsight.eval.tasks.longproc import LongProc
 from keepsight.eval.tasks.metrics import score
@@ -17,8 +17,8 @@ from keepsight.eval.tasks.samples import RenderedSample
 from keepsight.files import write_lines
 
 
-def request_of(tokenizer: Any, **changes: Any) -> Request:
-    return Request(**{"tokenizer": tokenizer, "context": 9000, "samples": 0, "lengths": [4096], **changes})
+def request_of(tokenizer: Any, **changes: Any) -> TaskRequest:
+    return TaskRequest(**{"tokenizer": tokenizer, "context": 9000, "samples": 0, "lengths": [4096], **changes})
 
 
 def test_longproc(tmp_path: Path, words: Any) -> None:

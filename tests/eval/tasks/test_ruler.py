@@ -12,13 +12,13 @@ import pytest
 
 from keepsight.errors import UserError
 from keepsight.eval.tasks import ruler_sources
-from keepsight.eval.tasks.benchmark import Request
+from keepsight.eval.tasks.benchmark import TaskRequest
 from keepsight.eval.tasks.metrics import score
 from keepsight.eval.tasks.protocols import PROTOCOLS
 from keepsight.eval.tasks.ruler import NEEDLES, Ruler
 from keepsight.eval.tasks.ruler_sources import OFFLINE, essay_words, hotpotqa, squad
 from keepsight.eval.tasks.ruler_texts import (
-    Needles,
+    NeedleText,
     Question,
     common_words,
     frequent_words,
@@ -65,7 +65,7 @@ def fresh_sources(no_hub: None) -> Iterator[None]:
 
 
 def made(task: str, tokenizer: Any, length: int = 3000, count: int = 3, **settings: Any) -> list[RenderedSample]:
-    return Ruler(**settings).samples(task, Request(tokenizer, 1 << 20, [length], count))
+    return Ruler(**settings).samples(task, TaskRequest(tokenizer, 1 << 20, [length], count))
 
 
 @pytest.mark.parametrize("task", Ruler.TASKS)
@@ -118,7 +118,7 @@ def test_needles(task: str) -> None:
 
 
 def test_wording_of_one_and_of_several() -> None:
-    one = needles(Needles("noise", value="uuids"), (), random.Random(0), 3)
+    one = needles(NeedleText("noise", value="uuids"), (), random.Random(0), 3)
     assert one.before.startswith("A special magic uuid is hidden within the following text. Make sure to memorize it.")
     assert re.fullmatch(r"\nWhat is the special magic uuid for .* mentioned in the provided text\?", one.after)
     assert one.prefix.endswith(" mentioned in the provided text is")
@@ -210,7 +210,7 @@ def test_sources_from_files(tmp_path: Path, words: Any) -> None:
     found = hotpotqa(str(tmp_path / "hotpot.json"))
     assert found.texts == ("Adria\nA town.", "Alps\nHigh.", "Po\nThe Po ends.")
     assert found.questions == (Question("Which sea?", ("Adriatic",), (2, 0), (1,)),)
-    request = Request(words, 10**6, [400], 2)
+    request = TaskRequest(words, 10**6, [400], 2)
     samples = Ruler(squad=str(tmp_path / "squad.json")).samples("qa_1", request)
     assert [sample.references for sample in samples] == [("seven", "7"), ("Tiber",)]
     assert request.notes == {"ruler qa_1": str(tmp_path / "squad.json")}
@@ -239,7 +239,7 @@ def test_sources_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_the_hub_the_documentation_is_used_and_named(words: Any) -> None:
-    request = Request(words, 10**6, [3000], 1)
+    request = TaskRequest(words, 10**6, [3000], 1)
     for task in ("niah_single_2", "qa_1", "qa_2"):
         Ruler().samples(task, request)
     assert request.notes == {"ruler haystack": OFFLINE, "ruler qa_1": OFFLINE, "ruler qa_2": OFFLINE}
@@ -259,7 +259,7 @@ def test_bad_files(tmp_path: Path, name: str, text: str | None) -> None:
 
 def test_protocols(words: Any) -> None:
     def one(task: str, protocol: str) -> RenderedSample:
-        return Ruler().samples(task, Request(words, 10**6, [3000], 1, protocol=PROTOCOLS[protocol]))[0]
+        return Ruler().samples(task, TaskRequest(words, 10**6, [3000], 1, protocol=PROTOCOLS[protocol]))[0]
 
     factory, draft, press = (one("vt", name) for name in ("kvcache-factory", "draft-based", "kvpress"))
     assert (factory.chat, factory.max_new_tokens, factory.answer_prefix) == (False, 64, "")

@@ -209,10 +209,10 @@ def test_readings_that_are_kept_give_nearly_the_same_loss_and_gradients(features
         objective.buffer = buffer
         objective(**values | {"indices": [0, 1, 2], "last": False})["loss"]
         losses.append(objective(**values | {"indices": [0, 1, 2]})["loss"])
-        losses[-1].backward()
-        gradients.append(torch.cat([each.grad.flatten() for each in objective.head.parameters()]))
+        found = torch.autograd.grad(losses[-1], list(objective.head.parameters()))
+        gradients.append(torch.cat([each.flatten() for each in found]))
     assert losses[1].item() == pytest.approx(losses[0].item(), rel=5e-3)
-    assert torch.cosine_similarity(*gradients, dim=0) > 0.999
+    assert torch.cosine_similarity(gradients[0], gradients[1], dim=0) > 0.999
 
 
 @pytest.mark.parametrize("features", ["previous-step", "none"])
