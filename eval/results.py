@@ -55,6 +55,7 @@ def _holds(before: list[Any], now: list[Any]) -> bool:
 
 _GROWS: dict[str, Callable[[Any, Any], bool]] = {
     **dict.fromkeys(("tasks", "lengths", "methods", "budgets", "bits"), _holds),
+    "plugins": lambda before, now: all(each in now for each in before),
     "samples": lambda before, now: now == 0 or now >= before > 0,
     **dict.fromkeys(("adapter", "retrieval"), lambda before, now: False),
     **dict.fromkeys(("adapter_digest", "retrieval_digest"), lambda before, now: f"{now}, ".startswith(f"{before}, ")),

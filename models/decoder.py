@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from keepsight.errors import UserError
 
@@ -64,6 +65,8 @@ def require_supported(model: PreTrainedModel) -> None:
             f"{kind} chooses by itself what its latent attention reads; load a model with full attention, such as "
             "DeepSeek-V3"
         )
+    if not any(isinstance(layer, DynamicLayer) for layer in DynamicCache(config=model.config).layers):
+        raise UserError(f"{kind} has no attention, and so no KV entries; use it without keepsight")
     if len(devices := {str(weight.device) for weight in decoder_of(model).parameters()}) > 1:
         raise UserError(f"the layers of {kind} lie on {', '.join(sorted(devices))}; load the model on one device")
     if odd := sorted(set(layer_kinds(model.config)) - {FULL, *BOUNDED}):

@@ -21,6 +21,7 @@ from transformers.generation.streamers import BaseStreamer
 from typing_extensions import override
 
 from keepsight.errors import UserError
+from keepsight.models.decoder import require_supported
 from keepsight.runtime.attention import Reader
 from keepsight.runtime.decode import Decoded, Reapply, decode
 from keepsight.runtime.prefill import positions_of
@@ -123,6 +124,7 @@ class CustomGenerate(ABC):
         Raises:
             UserError: `model.generate` was given something that this cannot honour.
         """
+        require_supported(model)
         options = _options_of_generate()
         _require_honoured(generation_config, options, model_kwargs)
         mask, past = model_kwargs.get("attention_mask"), self._past(input_ids, model_kwargs.get("past_key_values"))

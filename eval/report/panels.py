@@ -73,7 +73,7 @@ class Plot:
         grid = figure.subplots(rows, columns, squeeze=False).ravel()
         for axes, panel in zip(grid, self.panels, strict=False):
             panel.draw(axes)
-            axes.set_title(panel.title, fontsize=9, color=TEXT)
+            axes.set_title(panel.title, fontsize=9, color=TEXT, parse_math=False)
             for artist in axes.get_children():
                 artist.set_gid(None)  # names are for pages, where each panel is a drawing of its own
         for unused in grid[len(self.panels) :]:
@@ -83,7 +83,9 @@ class Plot:
             handles = [_handle(style) for style in self.styles.values()]
             labels = [label_of(method) for method in self.styles]
             look = {"frameon": False, "labelcolor": TEXT, "fontsize": 8.5, "ncols": legend}
-            figure.legend(handles, labels, loc="outside upper center", **look)
+            legend = figure.legend(handles, labels, loc="outside upper center", **look)
+            for text in legend.get_texts():
+                text.set_parse_math(False)  # a label may hold any character
         return figure
 
     def save(self, folder: Path) -> None:

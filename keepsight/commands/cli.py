@@ -135,6 +135,9 @@ def _memory_ran_out(error: Exception) -> bool:
 
 
 def _fail(message: str) -> int:
+    if "tqdm" in sys.modules:
+        for bar in [*sys.modules["tqdm"].tqdm._instances]:
+            bar.close()  # or it is drawn after the message
     print(f"keepsight: error: {printable(' '.join(message.split()))}", file=sys.stderr)
     return BAD_INPUT
 

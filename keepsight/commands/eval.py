@@ -28,6 +28,7 @@ from tqdm import tqdm
 
 from keepsight.commands.config import Recipe
 from keepsight.commands.from_recipe import resources_later, resources_of, target_of
+from keepsight.commands.plugins import import_plugins
 from keepsight.commands.provenance import settings_of
 from keepsight.commands.terminal import printable
 from keepsight.errors import UserError
@@ -79,6 +80,8 @@ class Config(Benchmarks, Recipe):
         pages: Samples of each task and length whose kept tokens are stored, and shown on a page of their own.
         reuse: Folders of earlier runs. A row that depends on the same target, sample, method and options is taken from
             there instead of being measured again, its times included.
+        plugins: Modules of your own, or entry points of the group keepsight, that are imported first: what they add to
+            METHODS can be named in `methods`.
     """
 
     out: str = "???"
@@ -97,6 +100,7 @@ class Config(Benchmarks, Recipe):
     max_batch_tokens: int = 0
     pages: int = 1
     reuse: list[str] = field(default_factory=list)
+    plugins: list[str] = field(default_factory=list)
 
 
 def run(config: Config) -> None:
@@ -130,11 +134,12 @@ def run(config: Config) -> None:
 
 
 def check(config: Config) -> None:
-    """Refuse values that nothing can be measured with.
+    """Import the plugins, and refuse values that nothing can be measured with.
 
     Raises:
         UserError: a value is out of range, a task is unknown, or `out` cannot be written to.
     """
+    import_plugins(config.plugins)
     for key in ("max_new_tokens", "max_batch_tokens"):
         if getattr(config, key) < 0:
             raise UserError(f"{key}={getattr(config, key)} must be at least 0, which leaves it to keepsight")

@@ -72,13 +72,13 @@ class Config(EvalConfig):
 
 def run(config: Config) -> None:
     """Measure, print the table and write it with its plot."""
+    check(config)
     if not all(type(budget) is int for budget in config.budgets):
         raise UserError(f"budgets={config.budgets}: expected whole numbers of entries")
     variants = variants_of(config, resources_later(config))
     for variant in variants:
         if not variant.method.selects_each_step:
             raise UserError(f"methods= names {variant.name!r}, which does not choose anew at each step; see --help")
-    check(config)
     target, out = target_of(config), Path(config.out)
     variants = bound(variants, resources_of(config, target)) + _further_heads(config, target, variants)
     samples, notes = samples_of(config, target)

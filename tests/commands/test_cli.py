@@ -240,3 +240,23 @@ def test_push_shows_what_it_would_send(keepsight: CommandLine, here: Path) -> No
         size = (here / "adapter" / name).stat().st_size
         assert f"{size:,} bytes" in next(line for line in printed.splitlines() if line.endswith(f"adapter/{name}"))
     assert "  left out: adapter/notes.txt\n" in printed
+
+
+def test_the_message_stands_on_a_line_of_its_own_after_the_progress_bar(keepsight: CommandLine, here: Path) -> None:
+    keepsight("data", *TINY, *DATA)
+    (here / "adapter2").mkdir()
+    code = (
+        "import sys, keepsight.train.resume as resume\n"
+        "def full(*_): raise OSError(28, 'No space left on device')\n"
+        "resume.sync = full\n"
+        "from keepsight.commands.cli import main\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    given = ["train.steps=1", "train.held_out=2", "train.report_to=[]", "data=data", "out=adapter2"]
+    command = [sys.executable, "-c", code, "train", *TINY, *given]
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=here, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    assert done.returncode == 2
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("keepsight: error: adapter2/training/checkpoint-1: the checkpoint cannot be written ")

@@ -16,7 +16,9 @@ from keepsight.commands.cli import main
 from keepsight.commands.config import parse
 from keepsight.eval.tasks.task_files import RULER_METRIC
 from keepsight.files import append_lines, read_jsonl, write_json, write_lines
+from keepsight.locks import one_writer
 from keepsight.models.chat import chat_text
+from keepsight.runtime import methods as known
 from keepsight.runtime.allocate import Adaptive
 from keepsight.runtime.drafting.observer import DraftObserver
 from keepsight.runtime.evict import Evict
@@ -316,3 +318,62 @@ def test_a_full_disk_leaves_no_half_page(keepsight: CommandLine, here: Path, mon
     message = keepsight.fails("inspect", *TINY[:3], "prompt=@text.txt", "budget=40", "out=page/kept.html")
     assert "No space left on device" in message and "free some space" in message
     assert tree(here / "page") == []
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_an_evaluation_is_extended(
+    keepsight: CommandLine, here: Path, monkeypatch: pytest.MonkeyPatch, is_killed: bool
+) -> None:
+    """What was measured stays, times included, also where the run that extends it is stopped."""
+    results, small = here / "out" / "results.jsonl", ["methods=[snapkv]", "samples=1", "budgets=[40]"]
+    keepsight("eval", *TINY, *NEEDLES, *small)
+    before = list(read_jsonl(results))
+    more = ["methods=[snapkv,tova]", "samples=2", "budgets=[48,40]", "lengths=[320,300]"]
+    if is_killed:
+        with monkeypatch.context() as patch:
+            patch.setattr(evaluation, "append_lines", press_ctrl_c)
+            keepsight.fails("eval", *TINY, *NEEDLES, *more)
+        assert list(read_jsonl(results)) == []
+    keepsight("eval", *TINY, *NEEDLES, *more)
+    rows = list(read_jsonl(results))
+    assert all(row in rows for row in before)
+    cells = [("full", None), *((name, budget) for name in ("snapkv", "tova") for budget in (40, 48))]
+    assert Counter((row["method"], row["budget"]) for row in rows) == dict.fromkeys(cells, 4)
+    assert not (here / "out" / "earlier.jsonl").exists()
+    message = keepsight.fails("eval", *TINY, *NEEDLES, *small)
+    assert "methods=['snapkv', 'tova'], now it is ['snapkv']" in message
+    assert "budgets=[48, 40], now it is [40]; samples=2, now it is 1" in message
+
+
+def press_ctrl_c(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_method_of_ones_own_is_evaluated_by_name(
+    keepsight: CommandLine, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = "from keepsight.runtime.methods import METHODS, SnapKV\nMETHODS['mine'] = type('Mine', (SnapKV,), {})\n"
+    (here / "my_methods_of_a_test.py").write_text(code)
+    monkeypatch.setitem(known.METHODS, "mine", SnapKV)  # taken out again after the test
+    given = [*NEEDLES, "methods=[mine]", "samples=1", "budgets=[40]"]
+    keepsight("eval", *TINY, *given, "plugins=my_methods_of_a_test")
+    assert {row["method"] for row in rows_of(here / "out")} == {"full", "mine"}
+    assert known.METHODS["mine"].__name__ == "Mine"
+    message = keepsight.fails("eval", *TINY, *given, "plugins=no_such_module")
+    assert message.startswith("plugins=no_such_module cannot be imported (ModuleNotFoundError: No module named ")
+
+
+def test_one_evaluation_writes_to_a_folder_at_a_time(keepsight: CommandLine, here: Path) -> None:
+    with one_writer(here / "out"):
+        message = keepsight.fails("eval", *TINY, *NEEDLES)
+    assert message.startswith("out: process ") and "is writing here; wait for it to end" in message
+
+
+@pytest.mark.parametrize("line", ["[3]", "{}", '{"task": 7}', '{"task": "t", "length": "8", "sample": "a"}'])
+def test_rows_of_another_shape_are_named(keepsight: CommandLine, here: Path, line: str) -> None:
+    given = [*NEEDLES, "methods=[snapkv]", "samples=1", "budgets=[40]"]
+    keepsight("eval", *TINY, *given)
+    with (here / "out" / "results.jsonl").open("a") as stream:
+        stream.write(f"{line}\n")
+    for command in (["eval", *TINY, *given], ["report", "out", "out=page"]):
+        assert keepsight.fails(*command).startswith("out/results.jsonl:3: ")

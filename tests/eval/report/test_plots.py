@@ -138,3 +138,11 @@ def test_tradeoffs_are_drawn_against_time_and_memory(rows: list[Row]) -> None:
     memory, scores = line_of(figure.axes[1], "lookaheadkv")
     assert memory == pytest.approx([64 / 1024, 128 / 1024])
     assert scores == [0.5, 1.0]
+
+
+def test_any_character_may_stand_in_a_title_and_a_label(tmp_path: Path) -> None:
+    method, title = "costs $x^$", "my $\\frac task$, 1"
+    plot = panels.Plot("odd", [panels.Panel(title, panels.look)], {method: styles.Style("#000000", "o")})
+    plot.save(tmp_path)
+    drawn = (tmp_path / "odd.svg").read_text("utf-8")
+    assert title in drawn and method in drawn
