@@ -244,7 +244,6 @@ def test_push_shows_what_it_would_send(keepsight: CommandLine, here: Path) -> No
 
 def test_the_message_stands_on_a_line_of_its_own_after_the_progress_bar(keepsight: CommandLine, here: Path) -> None:
     keepsight("data", *TINY, *DATA)
-    (here / "adapter2").mkdir()
     code = (
         "import sys, keepsight.train.resume as resume\n"
         "def full(*_): raise OSError(28, 'No space left on device')\n"
