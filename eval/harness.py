@@ -170,7 +170,7 @@ class HarnessModel(TemplateLM):
         answers = []
         for request in tqdm(requests, desc="generate_until", disable=disable_tqdm):
             context, given = request.args
-            options = dict(given)
+            options: dict[str, Any] = dict(given)
             until = options.pop("until", None) or []
             stops = [until] if isinstance(until, str) else [*until]
             longest = [options.pop(name, None) for name in ("max_gen_toks", "max_new_tokens", "max_tokens")]

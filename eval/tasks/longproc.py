@@ -1,7 +1,7 @@
 """LongProc (arXiv:2501.05414): long procedures to be written out; the tasks whose answer needs no program to be run."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -71,7 +71,7 @@ def _sample(task: str, place: int, where: str, row: Mapping[str, Any], request: 
         ),
         request.tokenizer,
     )
-    return RenderedSample(**vars(rendered) | {"length": bucket(len(rendered.prompt_ids))})
+    return replace(rendered, length=bucket(len(rendered.prompt_ids)))
 
 
 def _reference(family: str, where: str, row: Mapping[str, Any]) -> str:

@@ -138,7 +138,7 @@ WRONG = {
     "eval out=out methods=[snapkv] budgets=[many]": "SnapKV: budget 'many' must be a whole number of entries, or a ",
     "eval out=out adapter=shipped:none": "method 'lookaheadkv': shipped:none: keepsight ships no such artifact; it ",
     "eval out=out methods=[snapkv] samples=0": "tasks= and samples= leave no sample to evaluate",
-    "eval out=out methods=[snapkv] tasks=[niah_one]": "task 'niah_one' is unknown; choose one of niah, niah_single",
+    "eval out=out methods=[snapkv] tasks=[niah_one]": "task 'niah_one' is unknown; niah has niah_single, ",
     "eval out=out methods=[snapkv] lengths=[20]": "niah_single: length 20 is too short; its needles alone need ",
     "eval out=out methods=[snapkv] niah.haystack=none.txt": "none.txt: the haystack cannot be read ",
     "eval out=out methods=[snapkv] tasks=[jsonl]": "tasks=[jsonl] needs jsonl.dir=FOLDER ",
