@@ -20,7 +20,7 @@ def one_writer(folder: Path) -> Iterator[None]:
         folder: Created if missing; those who write to it all take this lock.
 
     Raises:
-        UserError: another process holds it; one line says which.
+        UserError: another process holds it; one line says which. Or the folder was removed within the block.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / ".lock"
@@ -35,6 +35,8 @@ def one_writer(folder: Path) -> Iterator[None]:
     try:
         path.write_text(f"process {os.getpid()} on {socket.gethostname()}, since {datetime.now():%Y-%m-%d %H:%M},")
         yield
+        if not path.exists():
+            raise UserError(f"{folder}: removed while it was being written; run the same command again")
     finally:
         path.unlink(missing_ok=True)
         lock.release()

@@ -60,7 +60,7 @@ def removed_folders(world: World, rng: Random, count: int) -> Iterator[Verdict]:
     for _ in range(count):
         scene, here = rng.choice(MAKERS), world.folder.with_name("gone")
         world.copy(here, without=scene.out)
-        yield _disturbed(world, scene, here, Disturbance(remove_at=rng.randint(1, world.events[scene.name])))
+        yield _disturbed(world, scene, here, Disturbance(remove_at=rng.randint(1, world.events[scene.name] - 3)))
 
 
 def _disturbed(world: World, scene: Scene, here: Path, disturbance: Disturbance) -> Verdict:

@@ -21,7 +21,7 @@ sources:
 """
 _STEPS = ("steps=4", "save_every=2", "measure_every=2", "held_out=2", "report_to=[]")
 _NEEDLES = ("lengths=300", "samples=2", "budgets=40", "max_new_tokens=4")
-_OF_THE_CLOCK = ("seconds", "_ms", "speed", "tokens_per", "_time")
+_OF_THE_CLOCK = ("seconds", "time", "tokens_per", "date", "rows")
 """Parts of the names of columns that differ from run to run."""
 
 
