@@ -43,7 +43,7 @@ class Measured(Place):
     kv_bytes: float
     seconds: dict[str, float]
     time_to_first_token: float
-    tokens_per_second: float
+    tokens_per_second: float | None
     answer: str
     references: list[Any]
     date: str

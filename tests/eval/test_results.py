@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from keepsight.errors import UserError
-from keepsight.eval.results import finished, merge, part_of
-from keepsight.files import append_lines, read_json, read_jsonl, write_json, write_lines
+from keepsight.eval.results import Measured, finished, merge, part_of
+from keepsight.files import append_lines, read_json, read_jsonl, whole_lines, write_json, write_lines
 
 SETTINGS = {"seed": 1, "command": "eval", "versions": {"torch": "2"}}
 
@@ -55,3 +55,12 @@ def test_other_settings_are_refused_while_there_are_results(tmp_path: Path) -> N
     with pytest.raises(UserError, match=r"settings\.json: no such file"):
         merge(tmp_path, SETTINGS, 2)
     assert list(read_jsonl(tmp_path / "results.jsonl")) == rows("a", None, 4)
+
+
+def test_an_answer_that_left_nothing_to_write_has_no_speed(tmp_path: Path) -> None:
+    """Where all tokens are those of the full cache's answer, nothing is decoded."""
+    measured = dict.fromkeys(("score", "excess_nll", "agreement", "kv_bytes", "time_to_first_token"), 1.0)
+    place = {"task": "niah", "length": 512, "sample": "0", "method": "snapkv", "budget": 64, "date": "2026-11-22"}
+    row = place | measured | {"seconds": {}, "tokens_per_second": None, "answer": "4711", "references": ["4711"]}
+    write_lines(tmp_path / "results.jsonl", [row])
+    assert whole_lines(tmp_path / "results.jsonl", Measured) == [row]
