@@ -83,8 +83,8 @@ class Plot:
             handles = [_handle(style) for style in self.styles.values()]
             labels = [label_of(method) for method in self.styles]
             look = {"frameon": False, "labelcolor": TEXT, "fontsize": 8.5, "ncols": legend}
-            legend = figure.legend(handles, labels, loc="outside upper center", **look)
-            for text in legend.get_texts():
+            shown = figure.legend(handles, labels, loc="outside upper center", **look)
+            for text in shown.get_texts():
                 text.set_parse_math(False)  # a label may hold any character
         return figure
 
