@@ -10,6 +10,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -103,6 +104,8 @@ class Run:
         self._child = os.fork()
         if self._child == 0:
             _end_with(self._in_child, errors)
+        with suppress(OSError):  # the child does the same: whoever comes first
+            os.setpgid(self._child, self._child)
         os.close(errors)
         os.set_blocking(self._pipe, False)
 
@@ -165,7 +168,7 @@ def _end_with(action: Callable[[], int], errors: int) -> None:
     """End this process, a child in a group of its own, with the status that the action returns."""
     code = 1
     try:
-        os.setsid()
+        os.setpgid(0, 0)
         os.dup2(os.open(os.devnull, os.O_RDWR), 1)
         os.dup2(errors, 2)
         sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
