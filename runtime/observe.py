@@ -19,6 +19,7 @@ from keepsight.models.decoder import decoder_of, has_latents
 from keepsight.runtime.attention import OwnAttention, run
 from keepsight.runtime.cache import ViewedLayer, marked, with_full_layers
 from keepsight.runtime.importance import ROWS_AT_ONCE, attend_after, observed_attention
+from keepsight.runtime.read_layer import ReadLayer, read_layers
 from keepsight.runtime.softmax import Softmax
 from keepsight.runtime.state import Needs, State
 
@@ -55,6 +56,21 @@ class Observer(ABC):
     def adapter_digest(self) -> str | None:
         """Digest of the lookahead adapter that it observes with; None without one."""
         return None
+
+
+class LayerObserver(Observer):
+    """Scorer that needs no more than a layer's own entries and what was recorded when these were read.
+
+    Entries can be evicted from a layer as soon as it is read.
+    """
+
+    @abstractmethod
+    def score(self, layer: ReadLayer, reduction: str) -> Tensor:
+        """Score each entry of a layer: [B, H, C] or [B, K, C], see `Observer.__call__`."""
+
+    @override
+    def __call__(self, model: PreTrainedModel, state: State, reduction: str) -> list[Tensor]:
+        return [self.score(layer, reduction) for layer in read_layers(model, state)]
 
 
 class AttentionRecorder:
