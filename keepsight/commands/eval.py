@@ -116,6 +116,7 @@ def run(config: Config) -> None:
     if config.question != "seen":
         samples = [render_apart(sample, target.tokenizer) for sample in samples]
     check_samples(target, samples, variants)
+    pages = {*first_of_each(samples, config.pages)}  # before sorting: they stay the same when samples are added
     # What does not fit into memory ends in the first minute, and processes that take turns end together.
     samples.sort(key=lambda sample: -len(sample.prompt_ids))
     with one_writer(out) if processes.is_main_process else nullcontext():
@@ -125,7 +126,9 @@ def run(config: Config) -> None:
                 print(f"{subject}: {note}")
             _show(samples[0], target)
         processes.wait_for_everyone()
-        _measure(config, target, samples, variants, earlier.and_rows(whole_lines(out / EARLIER, Place)), processes)
+        kept = KeptTokens(out, target, [sample for sample in samples if sample.key in pages], config.reuse)
+        earlier = earlier.and_rows(whole_lines(out / EARLIER, Place))
+        _measure(config, target, samples, variants, earlier, kept, processes)
         processes.wait_for_everyone()
         if processes.is_main_process:
             merge(out, settings, 1 + len(variants))
@@ -160,12 +163,11 @@ def _measure(
     samples: list[RenderedSample],
     variants: list[Variant],
     earlier: Earlier,
+    kept: KeptTokens,
     processes: PartialState,
 ) -> None:
     """Append the rows of this process's share of the samples to its part of the results."""
     out = Path(config.out)
-    pages = {*first_of_each(samples, config.pages)}
-    kept = KeptTokens(out, target, [sample for sample in samples if sample.key in pages], config.reuse)
     done = finished(out)
     own = own_share(samples, config.question, processes.process_index, processes.num_processes)
     part = part_of(out, processes.process_index, processes.num_processes)
