@@ -52,7 +52,7 @@ class LookAfter:
         return cls(weights, between, total if sinks is None else total + (sinks - highest).exp(), rows)
 
     def importance(self, reduction: str) -> Tensor:
-        """What `observed_attention` returns for the stored entries, [B, H, N] float32; `reduction` is `mean` or `max`."""
+        """[B, H, N] float32, as `observed_attention` returns it for the stored entries; by `mean` or `max`."""
         by_head = self.stored.unflatten(3, (-1, self.rows))
         share = self.total.reciprocal().view(*self.total.shape[:2], 1, -1, self.rows, 1)
         with torch.autocast(self.total.device.type, enabled=False):  # else the product would be in its dtype
