@@ -31,7 +31,7 @@ from keepsight.runtime.layer_eviction import LayerEviction
 from keepsight.runtime.method import CacheMethod, Method, Observe, Shared
 from keepsight.runtime.observe import LayerObserver, Observer
 from keepsight.runtime.prefill import prefill
-from keepsight.runtime.read_layer import ReadLayer
+from keepsight.runtime.read_layer import ReadLayer, read_layers
 from keepsight.runtime.scores import protected, require_scores
 from keepsight.runtime.state import Needs, State, Trace
 
@@ -159,12 +159,9 @@ class Evict(CacheMethod):
             return None
         for budget in {*budgets}:
             self._check_room(budget)
-
-        def importance(layer: ReadLayer) -> Tensor:
-            return self._reduced(observer.score(layer, self.reduce.queries), layer.place, layer.held)
-
         ragged = all_ragged(cache, min(lengths) < width)
-        return LayerEviction(importance, self.allocate, lengths, budgets, self.sinks + self.window, ragged)
+        score = functools.partial(self._score, observer)
+        return LayerEviction(score, self.allocate, lengths, budgets, self.sinks + self.window, ragged)
 
     @override
     @torch.no_grad()
@@ -203,9 +200,15 @@ class Evict(CacheMethod):
     def importance(self, model: PreTrainedModel, state: State) -> list[Tensor]:
         """For each layer, the importance [B, K, C] float32: +inf where protected, -inf for padding.
 
-        One call serves every budget and allocation.
+        One call serves every budget and allocation. Scores are reduced layer by layer where the observer allows it.
         """
+        if isinstance(observer := self.bound_observer, LayerObserver):
+            return [self._score(observer, layer) for layer in read_layers(model, state)]
         return self.reduced(state, self.observe(model, state))
+
+    def _score(self, observer: LayerObserver, layer: ReadLayer) -> Tensor:
+        """`importance` of one layer."""
+        return self._reduced(observer.score(layer, self.reduce.queries), layer.place, layer.held)
 
     @torch.no_grad()
     def observe(self, model: PreTrainedModel, state: State) -> list[Tensor]:
