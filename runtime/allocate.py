@@ -130,8 +130,8 @@ class Pyramid(Allocation):
             published = pyramid_schedule(free, int(available.max()), len(real), self.beta)
         ideal, most = np.linspace(published[0], 2 * free - published[0], len(real)), available.min(axis=1)
         caps = settle(np.array(published), ideal, min(free * len(real), int(most.sum())), most)
-        by_head = [np.broadcast_to(each[:, None], real.shape) for each in (caps, ideal)]
-        return protected + settle(by_head[0], by_head[1], total, available)
+        by_head = np.broadcast_to(caps[:, None], real.shape), np.broadcast_to(ideal[:, None], real.shape)
+        return protected + settle(*by_head, total, available)
 
 
 def pyramid_schedule(budget: int, candidates: int, layers: int, beta: int = 20) -> list[int]:
