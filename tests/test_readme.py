@@ -26,6 +26,8 @@ def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(METHODS, "value_norm", METHODS["evict"])  # taken out again after the test
     save(random_module(), tmp_path / "smollm2-135m-lookahead", base="")
+    head = "smollm2-135m-retrieval"
+    (tmp_path / head).symlink_to(README.parent / "checkpoints" / head)
     monkeypatch.setattr(checkpoints, "__path__", [str(tmp_path)])
     model: Any = tiny_model(max_position_embeddings=512)
     ids, mask = prompt_ids(100)
