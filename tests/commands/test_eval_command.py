@@ -14,6 +14,7 @@ import pytest
 from keepsight.commands import eval as evaluation
 from keepsight.commands.cli import main
 from keepsight.commands.config import parse
+from keepsight.commands.variants import variants_of
 from keepsight.eval.tasks.task_files import RULER_METRIC
 from keepsight.files import append_lines, read_jsonl, write_json, write_lines
 from keepsight.locks import one_writer
@@ -248,7 +249,7 @@ def test_methods_are_composed_and_named(keepsight: CommandLine, here: Path) -> N
     composed = f"evict observer={drafter} reduce=max pool=none allocate=adakv(floor=0.5) window=4"
     assert names == ["full", "snapkv", composed, "wide", "h2o every=3"]
     config = parse(evaluation.Config, [*TINY, COMPOSED, "budgets=[40]"])
-    methods = [variant.method for variant in evaluation.variants_of(config, Resources())]
+    methods = [variant.method for variant in variants_of(config.methods, config.budgets, config.bits, Resources())]
     look = DraftObserver(PromptEnds(), window=4)
     assert methods == [
         SnapKV(40),

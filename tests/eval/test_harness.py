@@ -1,12 +1,11 @@
-"""keepsight as a model of the real lm-evaluation-harness, on small local tasks; skipped where it is not installed."""
-
-# pyright: reportMissingImports=false
+"""keepsight as a model of the real lm-evaluation-harness, on small local tasks."""
 
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
+import lm_eval
 import pytest
 import torch
 
@@ -18,7 +17,6 @@ from keepsight.runtime.methods import SnapKV
 from keepsight.runtime.prefill import prefill, read
 from tests.tiny import save_tiny_target
 
-lm_eval = pytest.importorskip("lm_eval", reason="the extra lm-eval is not installed")
 TEXT = "The quick brown fox jumps over the lazy dog. " * 8
 CHOICES = [" a fox", " a dog", " the sun itself"]
 TASK = """
