@@ -78,7 +78,12 @@ def test_the_notebook_runs_and_shows_what_it_says(
     """Its cells run in order, as a kernel would run them; plots are drawn and not shown."""
     plt.switch_backend("agg")
     axes: list[Any] = []
-    monkeypatch.setattr(plt, "show", lambda: (axes.append(plt.gcf().axes), plt.close()))
+
+    def show() -> None:
+        axes.append(plt.gcf().axes)
+        plt.close()
+
+    monkeypatch.setattr(plt, "show", show)
     names: dict[str, Any] = {}
     for cell in _cells("code"):
         exec("".join(cell["source"]), names)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from keepsight.commands import eval as evaluation
+from keepsight.commands import variants
 from keepsight.commands.cli import main
 from keepsight.commands.config import parse
 from keepsight.commands.variants import variants_of
@@ -53,13 +54,13 @@ def rows_of(out: Path) -> list[dict[str, Any]]:
 def test_every_method_and_budget_has_a_row_and_a_mean(
     keepsight: CommandLine, here: Path, whole: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, make = [], evaluation.make_method
+    made, make = [], variants.make_method
 
     def noted(name: str, budget: Any, *rest: Any, **options: Any) -> Any:
         made.append((name, budget))
         return make(name, budget, *rest, **options)
 
-    monkeypatch.setattr(evaluation, "make_method", noted)
+    monkeypatch.setattr(variants, "make_method", noted)
     printed = keepsight("eval", *TINY, *NEEDLES)
     assert files_of_run(here / "out") == RUN_FILES
     assert rows_of(here / "out") == comparable(whole)

@@ -40,7 +40,7 @@ def images_of(family: str, ids: Tensor) -> dict[str, Tensor]:
     }
 
 
-def prompt(family: str, length: int = LENGTH, seed: int = 0) -> dict[str, Tensor]:
+def prompt(family: str, length: int = LENGTH, seed: int = 0) -> dict[str, Any]:
     ids = torch.randint(3, 119, (1, length), generator=torch.Generator().manual_seed(seed))
     place = 5 + seed
     tokens = 8 if family == QWEN else 4
@@ -49,7 +49,7 @@ def prompt(family: str, length: int = LENGTH, seed: int = 0) -> dict[str, Tensor
     return {"input_ids": ids, **images_of(family, ids)}
 
 
-def longer(inputs: dict[str, Tensor], answer: Tensor) -> dict[str, Tensor]:
+def longer(inputs: dict[str, Any], answer: Tensor) -> dict[str, Any]:
     """The prompt with an answer after it."""
     kinds = {name: functional.pad(value, (0, answer.shape[1])) for name, value in inputs.items() if "type_ids" in name}
     return inputs | kinds | {"input_ids": torch.cat([inputs["input_ids"], answer], dim=1)}
