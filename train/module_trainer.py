@@ -271,8 +271,9 @@ class ModuleTrainer(Trainer, ABC, Generic[ObjectiveT]):
             return
         engine: Any = self.model_wrapped
         engine.save_checkpoint(output_dir, exclude_frozen_parameters=True)
-        if self.args.should_save and self.lr_scheduler is not None:
-            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
+        scheduler: Any = self.lr_scheduler
+        if self.args.should_save and scheduler is not None:
+            torch.save(scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
 
     @override
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:

@@ -138,8 +138,9 @@ def parse(schema: type[Command], overrides: list[str]) -> Command:
         if key == "out" and default == "???" and value == "":
             raise UserError(f"{key}= is required; see --help")
         _require_small(key, value)
-    if isinstance(config, Recipe):
-        config.check()
+    values: Any = config
+    if isinstance(values, Recipe):
+        values.check()
     return config
 
 

@@ -62,7 +62,8 @@ def results(folder: Path, model: Any, task: str) -> Any:
 
     manager = TaskManager(include_path=str(folder), include_defaults=False)
     options = {"task_manager": manager, "log_samples": True, "bootstrap_iters": 0}
-    return lm_eval.simple_evaluate(model=model, tasks=[task], **options)["samples"][task]
+    evaluate: Any = lm_eval.simple_evaluate
+    return evaluate(model=model, tasks=[task], **options)["samples"][task]
 
 
 def test_choices_are_scored_from_the_compressed_context(folder: Path) -> None:
@@ -86,7 +87,8 @@ def test_choices_are_scored_from_the_compressed_context(folder: Path) -> None:
 def test_the_full_cache_scores_as_the_harness_does(folder: Path) -> None:
     from lm_eval.api.registry import get_model
 
-    theirs = get_model("hf")(pretrained=str(folder / "tiny"), device="cpu", dtype="float32")
+    harness: Any = get_model("hf")
+    theirs = harness(pretrained=str(folder / "tiny"), device="cpu", dtype="float32")
     ours, reference = (results(folder, model, "choosing") for model in (model_of(folder), theirs))
     for sample, expected in zip(ours, reference, strict=True):
         found, wanted = ([response[0] for response in each["resps"]] for each in (sample, expected))
