@@ -1,5 +1,6 @@
 """Prompts with images: what a model takes beside their tokens, and the positions that it gives these."""
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -53,6 +54,16 @@ class Images:
         named = {name: value for name, value in self.inputs.items() if name not in PIXELS}
         positions: Tensor = inner.get_rope_index(input_ids, attention_mask=mask, **named)[0]
         return positions
+
+    def require_read_by(self, model: PreTrainedModel) -> None:
+        """Refuse models that would pass over the images without a word.
+
+        Raises:
+            UserError: the model takes no images.
+        """
+        if "pixel_values" not in inspect.signature(model.forward).parameters:
+            kind = model.config.model_type
+            raise UserError(f"pixel_values is not supported by {kind}, which reads no images; leave it out")
 
     def require_observable(self, needs: Needs) -> None:
         """Refuse observers that look ahead: where there are `token_type_ids`, the tokens of an image see one another.

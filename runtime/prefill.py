@@ -51,6 +51,7 @@ def prefill(
     positions, shift = positions_of(mask, input_ids.shape[1], input_ids.device), None
     if images:
         _require_one_pass(chunk)
+        images.require_read_by(model)
         images.require_observable(needs)
         if (own := images.positions_in(model, input_ids, mask)) is not None:
             positions, shift = own, own.amax(dim=(0, 2)) + 1 - lengths
