@@ -55,6 +55,7 @@ class Evict(CacheMethod):
     sinks: int = 0
     window: int = 0
     every: int = 0
+    reads_images = True
 
     def __post_init__(self) -> None:
         name, budget = type(self).__name__, self.budget
