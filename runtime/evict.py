@@ -66,6 +66,7 @@ class Evict(CacheMethod):
     window: int = 0
     every: int = 0
     during_prefill: bool | None = None
+    reads_images = True
 
     def __post_init__(self) -> None:
         name, budget = type(self).__name__, self.budget

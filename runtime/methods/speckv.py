@@ -85,6 +85,7 @@ class SpecKV(Evict):
     pool: Pool = Pool("max", 7)
     window: int = 33
     sparse: SparsePrefill | None = None
+    reads_images = False  # the draft would not see them
 
     @override
     def __post_init__(self) -> None:
