@@ -54,7 +54,7 @@ class Lora(nn.Module):
             for hook in hooks:
                 hook.remove()
 
-    def parts(self) -> Iterator[tuple[str, nn.Module, "Update"]]:
+    def parts(self) -> Iterator[tuple[str, nn.Module, Any]]:
         """Each module's name, the module, and its update."""
         yield from zip(self.names, self._linears, self.updates, strict=True)
 
