@@ -64,7 +64,8 @@ class _Input:
 
     def __init__(self, downs: Sequence[Tensor]) -> None:
         self._down, self._rank = torch.cat([*downs]), len(downs[0])
-        self.forget()
+        self._inputs: Tensor | None = None
+        self._low: tuple[Tensor, ...] = ()
 
     def low(self, place: int, inputs: Tensor) -> Tensor:
         """What the module at `place` makes of its inputs [..., in]: [m, r], m of all leading dimensions."""
@@ -75,8 +76,7 @@ class _Input:
 
     def forget(self) -> None:
         """Hold on to no input."""
-        self._inputs: Tensor | None = None
-        self._low: tuple[Tensor, ...] = ()
+        self._inputs, self._low = None, ()
 
 
 class _Hook:

@@ -56,7 +56,7 @@ class Lora(nn.Module):
 
     def parts(self) -> Iterator[tuple[str, nn.Module, "Update"]]:
         """Each module's name, the module, and its update."""
-        yield from zip(self.names, self._linears, self.updates, strict=True)  # type: ignore[misc]
+        yield from zip(self.names, self._linears, self.updates, strict=True)
 
     def tensors(self) -> dict[str, nn.Parameter]:
         """Its parameters under the names that PEFT saves them with."""

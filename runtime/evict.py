@@ -161,7 +161,7 @@ class Evict(CacheMethod):
         for budget in {*budgets}:
             self._check_room(budget)
         ragged = all_ragged(cache, min(lengths) < width)
-        score = functools.partial(self._score, observer)
+        score = functools.partial(self._importance_of, observer)
         return LayerEviction(score, self.allocate, lengths, budgets, self.sinks + self.window, ragged)
 
     @override
@@ -204,10 +204,10 @@ class Evict(CacheMethod):
         One call serves every budget and allocation. Scores are reduced layer by layer where the observer allows it.
         """
         if isinstance(observer := self.bound_observer, LayerObserver):
-            return [self._score(observer, layer) for layer in read_layers(model, state)]
+            return [self._importance_of(observer, layer) for layer in read_layers(model, state)]
         return self.reduced(state, self.observe(model, state))
 
-    def _score(self, observer: LayerObserver, layer: ReadLayer) -> Tensor:
+    def _importance_of(self, observer: LayerObserver, layer: ReadLayer) -> Tensor:
         """`importance` of one layer."""
         return self._reduced(observer.score(layer, self.reduce.queries), layer.place, layer.held)
 

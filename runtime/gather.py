@@ -76,8 +76,9 @@ def kept_layer(
     keys, values = (each.reshape(-1, each.shape[-1]).index_select(0, rows) for each in (held.keys, held.values))
     if count is None:
         return RaggedLayer(keys, values, torch.from_numpy(counts).to(mask.device), seen)
-    dense = (each.view(*mask.shape[:2], count, each.shape[-1]) for each in (keys, values))
-    return KeptLayer(*dense, seen, mask.new_ones(*mask.shape[:2], count) if marked else None)
+    shape = *mask.shape[:2], count
+    keys, values = (each.view(*shape, each.shape[-1]) for each in (keys, values))
+    return KeptLayer(keys, values, seen, mask.new_ones(shape) if marked else None)
 
 
 def kept_received(received: Tensor, mask: Tensor, counts: Counts) -> Tensor:

@@ -6,6 +6,7 @@ more than one layer is whole at a time. Of a prompt that is read in chunks, the 
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -54,7 +55,8 @@ class LayerEviction:
 
         def record_and_evict(index: int, query: Tensor, key: Tensor, softmax: Softmax, real: Tensor | None) -> None:
             record(index, query, key, softmax, real)
-            place, layer = len(record.softmax) - 1, cache.layers[index]
+            layer: Any = cache.layers[index]
+            place = len(record.softmax) - 1
             held = LayerEntries(layer.keys, layer.values, None if mask is None else mask[:, None])
             expansion = expand[place] if are_latents(model, held) else None
             recorded = record.queries.get(index), softmax, record.received.get(index)

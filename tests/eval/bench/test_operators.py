@@ -33,7 +33,11 @@ KNOWN: dict[str, tuple[Callable[[], object], int, int]] = {
 def _copies() -> None:
     """What is a view only where it can be: without gradients these are not taken apart."""
     with torch.inference_mode():
-        X.t().contiguous(), X.contiguous(), X.to(torch.float64), X.to(torch.float32), X.t().flatten(), X.flatten()
+        for each in (X, X.t()):
+            each.contiguous()
+            each.flatten()
+        X.to(torch.float64)
+        X.to(torch.float32)
 
 
 def test_copies_count_in_inference_mode_too() -> None:
