@@ -9,6 +9,7 @@ import logging
 import os
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from transformers.utils import is_flash_attn_2_available
 
 from keepsight.errors import UserError
 from keepsight.files import atomic_folder, file_digest, text_digest
+from keepsight.models.chat import with_arguments
 from keepsight.models.decoder import require_supported
 from keepsight.models.versions import folder_version, record_version, version_of
 
@@ -111,6 +113,7 @@ def load_target(
     dtype: str = "auto",
     device: str = "auto",
     attention: str = "auto",
+    template: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
 ) -> Target:
     """Load a target from a folder or the Hub, or from `packaged` when the Hub cannot be reached.
@@ -123,6 +126,7 @@ def load_target(
         dtype: `auto` (bfloat16 on an accelerator, float32 on the CPU) or a key of `DTYPES`.
         device: `auto`, or a torch device.
         attention: `auto` (flash_attention_2 where installed and on a GPU, else sdpa), or an implementation's name.
+        template: Arguments of the chat template; see `with_arguments`.
         trust_remote_code: Whether code from the model's repository may run.
 
     Raises:
@@ -134,18 +138,29 @@ def load_target(
         "attn_implementation": _attention(attention, device),
         "trust_remote_code": trust_remote_code,
     }
+    source, version, where = _located(model_id, revision, packaged, packaged_digest)
+    target = _finish(model_id, version, source, device, options | where)
+    if template:
+        target.tokenizer.chat_template = with_arguments(target.tokenizer.chat_template, template)
+    return target
+
+
+def _located(
+    model_id: str, revision: str | None, packaged: str | None, packaged_digest: str | None
+) -> tuple[str | Path, str | None, dict[str, Any]]:
+    """Where a model is read from, its version where that is known beforehand, and how the Hub's client is asked."""
     if Path(model_id).is_dir():
-        return _finish(model_id, folder_version(Path(model_id)), Path(model_id), device, options)
+        return Path(model_id), folder_version(Path(model_id)), {}
     _check_hub_id(model_id)
     offline = not hub_answers()
     if not offline or try_to_load_from_cache(model_id, "config.json", revision=revision):
-        return _finish(model_id, None, model_id, device, options | {"revision": revision, "local_files_only": offline})
+        return model_id, None, {"revision": revision, "local_files_only": offline}
     if packaged is None:
         raise UserError(f"model {model_id!r} is no folder, is not in the Hub's cache, and the Hub does not answer")
     path = packaged_file(packaged)
     logger.warning("%s cannot be fetched from the Hub; using the packaged file %s instead", model_id, path.name)
     digest = _checked_digest(path, packaged_digest)
-    return _finish(model_id, digest, _dequantised(path, digest), device, options)
+    return _dequantised(path, digest), digest, {}
 
 
 def hub_answers() -> bool:

@@ -38,6 +38,7 @@ class ModelConfig:
         dtype: auto, float32, bfloat16 or float16.
         device: auto, cpu, cuda, cuda:1, ...
         attention: auto, sdpa, eager or flash_attention_2.
+        template: Arguments of its chat template that differ from the template's own, such as {enable_thinking: false}.
         trust_remote_code: Run code from the model's repository; leave it off unless you have read that code.
     """
 
@@ -49,6 +50,7 @@ class ModelConfig:
     dtype: str = "auto"
     device: str = "auto"
     attention: str = "auto"
+    template: dict[str, Any] = field(default_factory=dict)
     trust_remote_code: bool = False
 
     @property

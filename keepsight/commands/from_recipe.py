@@ -21,6 +21,7 @@ def target_of(recipe: Recipe) -> Target:
         dtype=model.dtype,
         device=model.device,
         attention=model.attention,
+        template=model.template,
         trust_remote_code=model.trust_remote_code,
     )
 
