@@ -138,17 +138,21 @@ def load_target(
         "attn_implementation": _attention(attention, device),
         "trust_remote_code": trust_remote_code,
     }
-    source, version, where = _located(model_id, revision, packaged, packaged_digest)
+    source, version, where = located(model_id, revision, packaged, packaged_digest)
     target = _finish(model_id, version, source, device, options | where)
     if template:
         target.tokenizer.chat_template = with_arguments(target.tokenizer.chat_template, template)
     return target
 
 
-def _located(
+def located(
     model_id: str, revision: str | None, packaged: str | None, packaged_digest: str | None
 ) -> tuple[str | Path, str | None, dict[str, Any]]:
-    """Where a model is read from, its version where that is known beforehand, and how the Hub's client is asked."""
+    """Where a model is read from, its version where that is known beforehand, and how the Hub's client is asked.
+
+    Raises:
+        UserError: it is neither a folder, nor on the Hub, nor in an installed package.
+    """
     if Path(model_id).is_dir():
         return Path(model_id), folder_version(Path(model_id)), {}
     _check_hub_id(model_id)
@@ -156,7 +160,10 @@ def _located(
     if not offline or try_to_load_from_cache(model_id, "config.json", revision=revision):
         return model_id, None, {"revision": revision, "local_files_only": offline}
     if packaged is None:
-        raise UserError(f"model {model_id!r} is no folder, is not in the Hub's cache, and the Hub does not answer")
+        raise UserError(
+            f"model {model_id!r} is no folder, is not in the Hub's cache, and the Hub does not answer; give a folder "
+            "with its config.json as model.id="
+        )
     path = packaged_file(packaged)
     logger.warning("%s cannot be fetched from the Hub; using the packaged file %s instead", model_id, path.name)
     digest = _checked_digest(path, packaged_digest)
@@ -181,13 +188,18 @@ def _finish(name: str, version: str | None, source: str | Path, device: str, opt
         tokenizer, model = _read(source, options)
     except (OSError, ValueError, RuntimeError, HfHubHTTPError, SafetensorError) as error:
         raise UserError(f"model {name!r} cannot be loaded: {' '.join(str(error).split())[:300]}") from error
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
     model = model.to(device)
     require_supported(model)
     model.config.name_or_path = name
     record_version(model, version)
-    return Target(model.requires_grad_(False).eval(), tokenizer, name, version_of(model))
+    return Target(model.requires_grad_(False).eval(), padded(tokenizer), name, version_of(model))
+
+
+def padded(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """The tokenizer, which pads with its end token where it has no token for that."""
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
 
 
 def _read(source: str | Path, options: dict[str, Any]) -> tuple[PreTrainedTokenizerBase, Any]:

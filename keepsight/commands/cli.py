@@ -42,6 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     What a command needs is imported within, so that Ctrl-C meanwhile ends in one line too.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # tells every command what is slow on a CPU
     about = "keepsight keeps the KV-cache entries that a language model's coming answer will read."
     return _guard(lambda: _dispatch("keepsight", "keepsight.commands", about, COMMANDS, given))
 
@@ -69,7 +71,6 @@ def _execute(command: Any, arguments: Sequence[str]) -> None:
     from keepsight.commands.config import parse  # takes half a second
 
     logging.basicConfig(format="%(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)
     if {*_HELP} & {*arguments}:
         _show(_help(command, whole="all" in arguments))
     else:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from keepsight.commands import plan as command
+from keepsight.models import targets
 from keepsight.runtime.retrieval.memory_plan import MemoryPlan
 from tests.commands.commands import CommandLine, tree
 
@@ -118,7 +119,7 @@ def test_bad_input(keepsight: CommandLine, here: Path, monkeypatch: pytest.Monke
 
 
 def test_no_hub(keepsight: CommandLine, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "hub_answers", lambda: False)
+    monkeypatch.setattr(targets, "hub_answers", lambda: False)
     message = keepsight.fails("plan", "recipe=llama8b", "memory=24GiB", "model.id=nobody/nothing")
     words = (
         "model 'nobody/nothing' is no folder, is not in the Hub's cache, and the Hub does not answer; give a folder "
