@@ -125,7 +125,8 @@ def load_target(
         packaged_digest: The `sha256:...` that the packaged file must have.
         dtype: `auto` (bfloat16 on an accelerator, float32 on the CPU) or a key of `DTYPES`.
         device: `auto`, or a torch device.
-        attention: `auto` (flash_attention_2 where installed and on a GPU, else sdpa), or an implementation's name.
+        attention: `auto` (flash_attention_2 where installed and on a GPU, else transformers' choice), or one of
+            `ATTENTION`.
         template: Arguments of the chat template; see `with_arguments`.
         trust_remote_code: Whether code from the model's repository may run.
 
@@ -222,13 +223,14 @@ def _dtype(name: str, device: str) -> torch.dtype:
     return DTYPES[name]
 
 
-def _attention(name: str, device: str) -> str:
+def _attention(name: str, device: str) -> str | None:
+    """None leaves it to transformers, which takes sdpa where the architecture has it, else eager."""
     if name not in ("auto", *ATTENTION):
         raise UserError(f"attention {name!r} is unknown; choose auto or one of {', '.join(ATTENTION)}")
     flash = device != "cpu" and is_flash_attn_2_available()
     if name == "flash_attention_2" and not flash:
         raise UserError("attention 'flash_attention_2' needs a GPU and the package flash-attn; choose auto")
-    return ("flash_attention_2" if flash else "sdpa") if name == "auto" else name
+    return ("flash_attention_2" if flash else None) if name == "auto" else name
 
 
 def _device(name: str) -> str:

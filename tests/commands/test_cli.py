@@ -85,7 +85,7 @@ def test_an_interrupt_during_imports(script: str, tmp_path: Path) -> None:
 WRONG = {
     "dta": "'dta' is no command of keepsight; choose one of data, train, train_draft_head, train_retrieval_head, ",
     "data outt=data": "'outt' is no key of this command; did you mean 'out'?",
-    "data out=data recipe=smollm": "recipe=smollm is unknown; choose one of llama3.1-8b, ",
+    "data out=data recipe=smollm": "recipe=smollm is unknown; choose one of gemma3-27b, ",
     "data out=data stray": "'stray' is not understood; arguments are written key=value, see --help",
     "data --limt=3": "'limt' is no key of this command; did you mean 'limit'?",
     "data limit=3": "out= is required; see --help",
