@@ -26,6 +26,7 @@ from keepsight.errors import UserError
 from keepsight.files import atomic_folder, file_digest, text_digest
 from keepsight.models.chat import with_arguments
 from keepsight.models.decoder import require_supported
+from keepsight.models.quantization import placement
 from keepsight.models.versions import folder_version, record_version, version_of
 
 logger = logging.getLogger("keepsight")
@@ -114,6 +115,8 @@ def load_target(
     device: str = "auto",
     attention: str = "auto",
     template: Mapping[str, Any] | None = None,
+    quantize: str | None = None,
+    device_map: str | None = None,
     trust_remote_code: bool = False,
 ) -> Target:
     """Load a target from a folder or the Hub, or from `packaged` when the Hub cannot be reached.
@@ -128,6 +131,8 @@ def load_target(
         attention: `auto` (flash_attention_2 where installed and on a GPU, else transformers' choice), or one of
             `ATTENTION`.
         template: Arguments of the chat template; see `with_arguments`.
+        quantize: `nf4` or `int8`: weights are quantised while they are loaded, by bitsandbytes.
+        device_map: `auto` divides the layers over all GPUs and, where these are full, the CPU.
         trust_remote_code: Whether code from the model's repository may run.
 
     Raises:
@@ -138,6 +143,7 @@ def load_target(
         "dtype": _dtype(dtype, device),
         "attn_implementation": _attention(attention, device),
         "trust_remote_code": trust_remote_code,
+        **placement(quantize, device_map, device, _dtype(dtype, device)),
     }
     source, version, where = located(model_id, revision, packaged, packaged_digest)
     target = _finish(model_id, version, source, device, options | where)
@@ -189,7 +195,8 @@ def _finish(name: str, version: str | None, source: str | Path, device: str, opt
         tokenizer, model = _read(source, options)
     except (OSError, ValueError, RuntimeError, HfHubHTTPError, SafetensorError) as error:
         raise UserError(f"model {name!r} cannot be loaded: {' '.join(str(error).split())[:300]}") from error
-    model = model.to(device)
+    if "device_map" not in options:
+        model = model.to(device)
     require_supported(model)
     model.config.name_or_path = name
     record_version(model, version)

@@ -25,6 +25,8 @@ def target_of(recipe: Recipe) -> Target:
         device=model.device,
         attention=model.attention,
         template=model.template,
+        quantize=model.quantize,
+        device_map=model.device_map,
         trust_remote_code=model.trust_remote_code,
     )
 
