@@ -121,7 +121,7 @@ def attention_weights(query: Tensor, key: Tensor, softmax: Softmax, key_mask: Te
     # In place, and masked only where something can be hidden: passes over the logits dominate the time.
     logits = softmax.logits(grouped, key).view(batch, kv_heads, -1, rows, keys)
     least = torch.finfo(torch.float32).min
-    logits[..., keys - rows :].masked_fill_(_later(rows, query.device), least)
+    logits[..., keys - rows :].masked_fill_(later(rows, query.device), least)
     if key_mask is not None:
         by_head = key_mask if key_mask.dim() == 3 else key_mask[:, None]
         logits.masked_fill_(~by_head[:, :, None, None], least)
@@ -153,7 +153,7 @@ def attend_after(
     grouped = (query * softmax.scaling).reshape(batch, kv_heads, -1, width)
     logits = softmax.capped((grouped[:, :, None].expand(-1, -1, parts, -1, -1) @ keys.transpose(-1, -2)).float())
     between = softmax.capped((grouped @ own_keys.transpose(-1, -2)).float())
-    between.unflatten(2, (-1, rows)).masked_fill_(_later(rows, query.device), -torch.inf)
+    between.unflatten(2, (-1, rows)).masked_fill_(later(rows, query.device), -torch.inf)
     # Softmax does not depend on what is subtracted, so that no gradient has to flow through the maximum.
     highest = torch.maximum(
         logits.detach().amax(dim=-1, keepdim=True).amax(dim=2), between.detach().amax(dim=-1, keepdim=True)
@@ -182,7 +182,7 @@ def _parts(keys: Tensor, values: Tensor) -> int:
 
 @functools.lru_cache(maxsize=8)
 @torch.inference_mode(False)  # a cached tensor may be used where there are gradients
-def _later(rows: int, device: torch.device) -> Tensor:
+def later(rows: int, device: torch.device) -> Tensor:
     """[rows, rows] bool: which keys come after each query."""
     return torch.ones(rows, rows, dtype=torch.bool, device=device).triu(1)
 

@@ -3,13 +3,15 @@
     keepsight plan recipe=llama8b memory=24GiB requests=4 budget=2048
     keepsight plan recipe=qwen3-8b memory=40GB out=runs/plan.png
     keepsight plan model.id=path/to/a/folder/with/config.json memory=24GiB
+    keepsight plan train recipe=llama8b tokens=16384 gpus=8 gpu=80GB
 
 A method that reads a few KV entries per step, chosen by a retrieval head, needs few of them on the GPU: a layer whose
 entries lie in CPU memory has `budget` slots there. For each number of such layers the table gives the longest request
 that fits; as an answer grows past these lengths, layers move to the CPU one at a time, the last one first. The GPU also
 holds the weights of the target and of a retrieval head of its shape, 30 % of both for activations, and the head's keys.
 The last column is the formula of SpeContext (arXiv 2512.00722, algorithm 1, its line 3 corrected), which counts the
-head's values and repeated KV heads as well. Only the model's configuration is fetched, no weights.
+head's values and repeated KV heads as well. Only the model's configuration is fetched, no weights. `plan train` plans
+the training of a lookahead module instead.
 """
 
 from dataclasses import dataclass
@@ -30,6 +32,8 @@ from keepsight.models.retrieval_head import RetrievalHead
 from keepsight.runtime.prefill import context_of
 from keepsight.runtime.retrieval.memory_plan import MemoryPlan, plan_for
 from keepsight.units import read_bytes, size_text
+
+COMMANDS = {"train": "memory and time of a training, by part, before anything is loaded"}
 
 
 @dataclass
