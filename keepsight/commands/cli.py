@@ -26,6 +26,7 @@ COMMANDS = {
     "inspect": "an HTML page that shows which prompt tokens a method keeps",
     "push": "upload an adapter, a draft head or a retrieval head to the Hugging Face Hub",
     "bench": "measure speed and memory; keepsight bench --help lists the benchmarks",
+    "fit": "data, training, evaluation and card of a lookahead module in one command",
     "demo": "data, training and evaluation on a small model",
     "plan": "how many layers' KV entries must lie in CPU memory, by length",
     "draft": "search the target's layers for those that make a good draft",
