@@ -82,7 +82,8 @@ class HarnessModel(TemplateLM):
             raise UserError(f"batch_size={batch_size} must be 1: contexts are compressed one at a time")
         loading: dict[str, Any] = {"dtype": dtype, "device": device or "auto", "attention": attention}
         self.target = load_target(pretrained, revision=revision, **loading)
-        self.model, self.tokenizer = self.target.model, self.target.tokenizer
+        self.model = self.target.model
+        self.tokenizer: Any = self.target.tokenizer
         self._device = self.model.device
 
         def find_draft() -> DraftSource | None:

@@ -15,18 +15,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, DynamicLayer
 from typing_extensions import override
 
 from keepsight.errors import UserError
 from keepsight.files import atomic_files
-from keepsight.models.decoder import has_latents
-from keepsight.runtime.cache import KeptLayer, RaggedLayer, empty_cache, filled_layer, share
 from keepsight.runtime.custom_generate import CustomGenerate, GenerateRequest
 from keepsight.runtime.decode import Decoded
 from keepsight.runtime.method import FullCache
-from keepsight.runtime.softmax import Softmax
 from keepsight.runtime.state import Needs, State, Trace
+from keepsight.runtime.state_tensors import shape_of_model, shape_of_tensors, state_of_tensors, tensors_of
 
 FILE = "state.safetensors"
 QUESTIONS = ("seen", "unseen", "multi")
@@ -92,8 +89,8 @@ def save_state(
             f"{_file(path)}: a state whose method stores entries in its own form (kivi, specache, specontext, "
             "quest, exact_topk) cannot be saved; save the state that it was made from, and compress that one again"
         )
-    file, tensors = _file(path), _tensors(state)
-    if (found := _shape_of(tensors)) != (expected := _shape(model)):
+    file, tensors = _file(path), tensors_of(state)
+    if (found := shape_of_tensors(tensors)) != (expected := shape_of_model(model)):
         raise UserError(f"{file}: the state is not of this model: it has {found}, the model {expected}")
     header = _Header(
         version=_VERSION,
@@ -138,7 +135,8 @@ def load_state(path: str | Path, model: PreTrainedModel, *, template_digest: str
         raise UserError(f"{file}: not a whole safetensors file ({error}); copy it again") from None
     if _digest(header, tensors) != header.digest:
         raise UserError(f"{file}: its contents differ from the digest in its header; copy it again")
-    return SavedState(_state(header, tensors, model), header.question, header.target, header.template_digest)
+    state = state_of_tensors(tensors, model, header.seen, Needs(**header.needs), header.softmax)
+    return SavedState(state, header.question, header.target, header.template_digest)
 
 
 @dataclass(frozen=True)
@@ -174,7 +172,7 @@ def _header(file: Path, metadata: dict[str, str] | None) -> _Header:
 
 def _check_target(file: Path, header: _Header, model: PreTrainedModel, template_digest: str) -> None:
     of = f"{file}: this state is of {header.target or 'a target without a name'!r}"
-    for name, value in _shape(model).items():
+    for name, value in shape_of_model(model).items():
         if header.shape.get(name) != value:
             raise UserError(f"{of} with {name} {header.shape.get(name)}, but the model has {value}; load that target")
     if weights_digest(model) != header.weights:
@@ -200,104 +198,6 @@ def weights_digest(model: PreTrainedModel) -> str:
 def _file(path: str | Path) -> Path:
     path = Path(path)
     return path if path.suffix == ".safetensors" else path / FILE
-
-
-def _shape(model: PreTrainedModel) -> dict[str, Any]:
-    """The shape that a state must have."""
-    config = model.config.get_text_config()
-    heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return {
-        "layers": config.num_hidden_layers,
-        "kv_heads": 1 if has_latents(model) else kv_heads,
-        "head_dim": config.kv_lora_rank if has_latents(model) else head_dim,
-        "vocabulary": config.vocab_size,
-        "dtype": str(model.dtype).removeprefix("torch."),
-    }
-
-
-def _shape_of(tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """The shape of the state of these tensors, as `_shape` gives it for a model."""
-    keys = next(tensor for name, tensor in tensors.items() if name.endswith(".keys"))
-    return {
-        "layers": len({name.split(".")[1] for name in tensors if name.startswith("layers.")}),
-        "kv_heads": keys.shape[1],
-        "head_dim": keys.shape[3],
-        "vocabulary": tensors["logits"].shape[1],
-        "dtype": str(keys.dtype).removeprefix("torch."),
-    }
-
-
-def _tensors(state: State) -> dict[str, Tensor]:
-    """All tensors of a state by their names in the file."""
-    found: dict[str, Tensor | None] = {
-        "tokens": state.tokens,
-        "lengths": state.lengths,
-        "logits": state.logits,
-        "mask": state.mask,
-        "shift": state.shift,
-    }
-    for index, layer in enumerate(share(state.cache).layers):
-        found |= {f"layers.{index}.{name}": tensor for name, tensor in _of_layer(layer).items()}
-    found |= {f"trace.sinks.{index}": each.sinks for index, each in enumerate(state.trace.softmax)}
-    found |= {f"trace.window.{index}": tensor for index, tensor in enumerate(state.trace.queries)}
-    found |= {f"trace.received.{index}": tensor for index, tensor in enumerate(state.trace.received)}
-    return {name: tensor.detach().cpu().contiguous() for name, tensor in found.items() if tensor is not None}
-
-
-def _of_layer(layer: Any) -> dict[str, Tensor | None]:
-    """The tensors of a layer by their names."""
-    if not isinstance(layer, DynamicLayer):
-        states = ("conv", layer.conv_states), ("recurrent", layer.recurrent_states)
-        return {f"{kind}.{place}": tensor for kind, held in states for place, tensor in held.items()}
-    of_layer: dict[str, Tensor | None] = {"keys": layer.keys, "values": layer.values}
-    if isinstance(layer, KeptLayer):
-        of_layer |= {"real": layer.real}
-    if isinstance(layer, RaggedLayer):
-        of_layer |= {"kept_keys": layer.kept_keys, "kept_values": layer.kept_values, "counts": layer.counts}
-    return of_layer
-
-
-def _state(header: _Header, tensors: dict[str, Tensor], model: PreTrainedModel) -> State:
-    layers = [
-        _layer(empty, _named(tensors, f"layers.{index}."), header.seen)
-        for index, empty in enumerate(empty_cache(model).layers)
-    ]
-    window, received = (tuple(_named(tensors, f"trace.{kind}.").values()) for kind in ("window", "received"))
-    softmax = [Softmax(*each, tensors.get(f"trace.sinks.{index}")) for index, each in enumerate(header.softmax)]
-    return State(
-        Cache(layers=layers),
-        tensors.get("mask"),
-        tensors["logits"],
-        tensors["tokens"],
-        tensors["lengths"],
-        Trace(Needs(**header.needs), window, received, tuple(softmax)),
-        tensors.get("shift"),
-    )
-
-
-def _layer(empty: Any, tensors: dict[str, Tensor], seen: int) -> Any:
-    """A layer from its tensors; `empty` is one as the model begins with."""
-    if not isinstance(empty, DynamicLayer):
-        layer: Any = empty
-        for name, tensor in tensors.items():
-            kind, place = name.split(".")
-            fill = layer.update_conv_state if kind == "conv" else layer.update_recurrent_state
-            fill(tensor, state_idx=int(place))
-        return layer
-    keys, values = tensors["keys"], tensors["values"]
-    if "counts" in tensors:
-        return RaggedLayer(tensors["kept_keys"], tensors["kept_values"], tensors["counts"], seen, (keys, values))
-    if "real" in tensors:
-        return KeptLayer(keys, values, seen, tensors["real"])
-    return filled_layer(empty, keys, values, seen)
-
-
-def _named(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """The tensors under a prefix by the rest of their names, numbers in numerical order."""
-    found = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-    return dict(sorted(found.items(), key=lambda item: (len(item[0]), item[0])))
 
 
 def _digest(header: _Header, tensors: dict[str, Tensor]) -> str:

@@ -34,7 +34,7 @@ def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 def run(block: str, names: dict[str, Any]) -> None:
     without_downloads = re.sub(
-        r"^(packaged =|target =|model, tokenizer =|inputs =|print).*\n", "", block, flags=re.MULTILINE
+        r"^(packaged =|target =|model, tokenizer =|inputs =|print).*\n(    .*\n|\)\n)*", "", block, flags=re.MULTILINE
     )
     smaller = without_downloads.replace("max_new_tokens=64", "max_new_tokens=4").replace("budget=128", "budget=40")
     exec(smaller, names)

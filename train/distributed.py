@@ -41,7 +41,7 @@ def whole(module: nn.Module) -> Iterator[None]:
 def _whole(parameter: Tensor) -> Tensor:
     if not (hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping")):  # marks of ZeRO-3, and of ZeRO-1 and 2
         return parameter.data
-    from deepspeed.utils import safe_get_full_fp32_param
+    from deepspeed.utils import safe_get_full_fp32_param  # pyright: ignore[reportMissingImports]
 
     return safe_get_full_fp32_param(parameter).detach().view(getattr(parameter, "ds_shape", parameter.shape)).clone()
 

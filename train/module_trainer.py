@@ -1,6 +1,5 @@
 """The transformers Trainer for a small module beside a frozen target: only the module is saved and measured."""
 
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -12,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 from transformers.trainer import SCHEDULER_NAME
 from typing_extensions import override
 
@@ -20,6 +19,7 @@ from keepsight.data_gen.shards import TrainingSample
 from keepsight.errors import UserError
 from keepsight.files import append_lines, text_digest, whole_lines, write_lines
 from keepsight.locks import one_writer
+from keepsight.train.arguments import training_arguments
 from keepsight.train.dataset import Batch, GroupedByLength, SampleDataset, collate, hold_out
 from keepsight.train.distributed import StopTogether, make_whole, sigterm_as_interrupt, target_is_divided, whole
 from keepsight.train.objective import Objective, ReplayedObjective
@@ -38,50 +38,6 @@ from keepsight.units import read_bytes
 ObjectiveT = TypeVar("ObjectiveT", bound=Objective)
 
 MEASUREMENTS = "fidelity.jsonl"
-
-
-def training_arguments(settings: TrainSettings, work: Path, key: str = "train") -> TrainingArguments:
-    """The Trainer's arguments for these settings; `work` takes checkpoints and logs, `key` names them in a recipe.
-
-    Raises:
-        UserError: the samples of a step do not divide into the batches of all processes.
-    """
-    os.environ["ACCELERATE_MIXED_PRECISION"] = settings.precision  # DeepSpeed takes the launcher's, which may differ
-    arguments = TrainingArguments(
-        output_dir=str(work),
-        max_steps=settings.steps or -1,
-        num_train_epochs=settings.epochs,
-        per_device_train_batch_size=settings.batch_size,
-        learning_rate=settings.learning_rate,
-        weight_decay=0.0,
-        lr_scheduler_type="cosine_with_min_lr",
-        lr_scheduler_kwargs={"min_lr_rate": settings.min_learning_rate},
-        warmup_steps=settings.warmup,
-        max_grad_norm=settings.clip,
-        bf16=settings.precision == "bf16",
-        fp16=settings.precision == "fp16",
-        seed=settings.seed,
-        eval_strategy="steps",
-        eval_steps=settings.measure_every,
-        eval_on_start=True,
-        save_steps=settings.save_every,
-        logging_steps=10,
-        logging_nan_inf_filter=False,
-        report_to=settings.report_to,
-        remove_unused_columns=False,
-        label_names=[],
-        ddp_find_unused_parameters=False,
-        dataloader_pin_memory=torch.cuda.is_available(),
-        use_cpu=not torch.accelerator.is_available(),  # else processes on CPUs would not find one another
-    )
-    if arguments.n_gpu > 1:
-        print(
-            f"this training uses one of {arguments.n_gpu} GPUs; to use all, begin the command with "
-            f"`accelerate launch --multi_gpu --num_processes {arguments.n_gpu}` in place of `python`"
-        )
-        arguments._n_gpu = 1  # nn.DataParallel would copy the target to every GPU at each step
-    arguments.gradient_accumulation_steps = settings.accumulation(arguments.world_size, key)
-    return arguments
 
 
 class ModuleTrainer(Trainer, ABC, Generic[ObjectiveT]):
@@ -315,8 +271,9 @@ class ModuleTrainer(Trainer, ABC, Generic[ObjectiveT]):
             return
         engine: Any = self.model_wrapped
         engine.save_checkpoint(output_dir, exclude_frozen_parameters=True)
-        if self.args.should_save and self.lr_scheduler is not None:
-            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
+        scheduler: Any = self.lr_scheduler
+        if self.args.should_save and scheduler is not None:
+            torch.save(scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
 
     @override
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:

@@ -12,6 +12,9 @@ from keepsight.errors import UserError
 LONGEST = 60
 """Words; needles stand between pieces of the haystack of at most this length."""
 
+GOLDEN = (5**0.5 - 1) / 2
+"""The multiples of the golden ratio, modulo 1, are spread more evenly than those of any other number."""
+
 
 @dataclass(frozen=True)
 class Haystack:
@@ -85,6 +88,6 @@ def hide(needles: list[str], depths: list[float], hay: list[str]) -> str:
     return " ".join(text)
 
 
-def needle_depths(index: int, count: int, needles: int, rng: random.Random) -> list[float]:
-    """Depths of a sample's needles; the first ones of `count` samples lie in `count` equal parts of the haystack."""
-    return [(index + rng.random()) / count, *(rng.random() for _ in range(needles - 1))]
+def needle_depths(index: int, needles: int, rng: random.Random) -> list[float]:
+    """Depths of a sample's needles, the first one's from its number alone: any number of samples covers all depths."""
+    return [(0.5 + index * GOLDEN) % 1, *(rng.random() for _ in range(needles - 1))]

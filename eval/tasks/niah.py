@@ -148,7 +148,7 @@ def make_samples(
     Args:
         kind: A key of `NEEDLE_KINDS`; the task is called `niah_` and this.
         length: Tokens of the prompt with chat template and answer prefix, plus `max_new_tokens`.
-        count: Number of samples; their needles are spread over all depths.
+        count: Number of samples; their needles are spread over all depths. More samples begin with the same ones.
         seed: Same seed, same samples.
         tokenizer: Of the target, with a chat template.
         haystack: A text file to hide the needles in; None takes the evaluation's own prose.
@@ -165,7 +165,7 @@ def make_samples(
     made = []
     for index in range(count):
         rng = random.Random(f"niah:{kind}:{length}:{seed}:{index}")
-        depths = needle_depths(index, count, NEEDLE_KINDS[kind].keys * NEEDLE_KINDS[kind].values, rng)
+        depths = needle_depths(index, NEEDLE_KINDS[kind].keys * NEEDLE_KINDS[kind].values, rng)
         quiz = _quiz(kind, length, f"{seed}-{index}", limit, rng)
         quizzes = _for_each_key(quiz) if every_key else [quiz]
         made += _filled(quizzes, depths, hay, rng.randrange(len(hay.sentences)), tokenizer)

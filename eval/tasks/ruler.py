@@ -109,7 +109,8 @@ class Ruler(Benchmark):
                 f"ruler.dir: no row of {task} in the .jsonl files of {folder}; drop ruler.dir to generate it"
             )
         request.notes[f"ruler {task}"] = str(folder)
-        made = [_read_sample(*row, request) for row in rows[: request.samples or None]]
+        wanted = rows[: request.samples or None]
+        made = [_read_sample(task, length, path, row, request) for task, length, path, row in wanted]
         return [sample for sample in made if len(sample.prompt_ids) + sample.max_new_tokens <= request.context]
 
 

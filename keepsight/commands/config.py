@@ -6,7 +6,7 @@ import inspect
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from hydra import compose, initialize_config_module
 from hydra.core.config_store import ConfigStore
@@ -138,7 +138,6 @@ def parse(schema: type[Command], overrides: list[str]) -> Command:
         config = OmegaConf.to_object(composed)
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(_explain(error)) from None
-    assert isinstance(config, schema)
     for key, _, default, _ in _keys(schema):
         value = functools.reduce(getattr, key.split("."), config)
         if key == "out" and default == "???" and value == "":
@@ -146,7 +145,7 @@ def parse(schema: type[Command], overrides: list[str]) -> Command:
         _require_small(key, value)
     if isinstance(config, Recipe):
         config.check()
-    return config
+    return cast(Command, config)
 
 
 def _require_small(key: str, value: Any) -> None:

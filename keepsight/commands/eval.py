@@ -16,7 +16,6 @@ lengths, methods or budgets it is extended, and only what is missing is run. reu
 measured on the same inputs.
 """
 
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,13 +30,14 @@ from keepsight.commands.from_recipe import resources_later, resources_of, target
 from keepsight.commands.plugins import import_plugins
 from keepsight.commands.provenance import settings_of
 from keepsight.commands.terminal import printable
+from keepsight.commands.variants import bound, variants_of
 from keepsight.errors import UserError
 from keepsight.eval.answers import default_batch_tokens
 from keepsight.eval.judge import Judge
 from keepsight.eval.kept_tokens import KeptTokens, first_of_each
 from keepsight.eval.report.report import write_outputs
 from keepsight.eval.report.summary import summarize, summary_table
-from keepsight.eval.results import EARLIER, FULL, Measured, Place, finished, merge, part_of
+from keepsight.eval.results import EARLIER, Measured, Place, finished, merge, part_of
 from keepsight.eval.reuse import Earlier
 from keepsight.eval.rows import Variant
 from keepsight.eval.runs import Run
@@ -49,9 +49,6 @@ from keepsight.eval.tasks.samples import RenderedSample, render_apart
 from keepsight.files import append_lines, require_writable, whole_lines
 from keepsight.locks import one_writer
 from keepsight.models.targets import Target
-from keepsight.runtime.methods import Resources, make_method
-from keepsight.runtime.methods.make import takes
-from keepsight.runtime.methods.resources import bind
 from keepsight.runtime.prefill import context_of
 
 
@@ -106,7 +103,7 @@ class Config(Benchmarks, Recipe):
 def run(config: Config) -> None:
     """Evaluate, then write the summary, the plots and the report."""
     check(config)  # bad values end here, before anything loads
-    variants = variants_of(config, resources_later(config))
+    variants = variants_of(config.methods, config.budgets, config.bits, resources_later(config))
     processes, out = PartialState(cpu=not torch.cuda.is_available()), Path(config.out)
     target = target_of(config)
     variants = bound(variants, resources_of(config, target))
@@ -116,6 +113,7 @@ def run(config: Config) -> None:
     if config.question != "seen":
         samples = [render_apart(sample, target.tokenizer) for sample in samples]
     check_samples(target, samples, variants)
+    pages = {*first_of_each(samples, config.pages)}  # before sorting: they stay the same when samples are added
     # What does not fit into memory ends in the first minute, and processes that take turns end together.
     samples.sort(key=lambda sample: -len(sample.prompt_ids))
     with one_writer(out) if processes.is_main_process else nullcontext():
@@ -125,7 +123,9 @@ def run(config: Config) -> None:
                 print(f"{subject}: {note}")
             _show(samples[0], target)
         processes.wait_for_everyone()
-        _measure(config, target, samples, variants, earlier.and_rows(whole_lines(out / EARLIER, Place)), processes)
+        kept = KeptTokens(out, target, [sample for sample in samples if sample.key in pages], config.reuse)
+        earlier = earlier.and_rows(whole_lines(out / EARLIER, Place))
+        _measure(config, target, samples, variants, earlier, kept, processes)
         processes.wait_for_everyone()
         if processes.is_main_process:
             merge(out, settings, 1 + len(variants))
@@ -160,12 +160,11 @@ def _measure(
     samples: list[RenderedSample],
     variants: list[Variant],
     earlier: Earlier,
+    kept: KeptTokens,
     processes: PartialState,
 ) -> None:
     """Append the rows of this process's share of the samples to its part of the results."""
     out = Path(config.out)
-    pages = {*first_of_each(samples, config.pages)}
-    kept = KeptTokens(out, target, [sample for sample in samples if sample.key in pages], config.reuse)
     done = finished(out)
     own = own_share(samples, config.question, processes.process_index, processes.num_processes)
     part = part_of(out, processes.process_index, processes.num_processes)
@@ -190,65 +189,6 @@ def write_all(out: Path, settings: dict[str, Any]) -> None:
     rows = whole_lines(out / "results.jsonl", Measured)
     write_outputs([Run(out, rows, settings)], out)
     print(f"{summary_table(summarize(rows))}\n\nreport: {out / 'report.html'}")
-
-
-def variants_of(config: Config, resources: Resources) -> list[Variant]:
-    """Every method at every budget."""
-    variants: list[Variant] = []
-    for given in config.methods:
-        if given == FULL or given == {"name": FULL}:
-            continue  # the sweep always answers from the full cache first
-        for name, label, options in _by_bits(*_read_method(given), config.bits):
-            for budget in config.budgets if takes(name, "budget") else [None]:
-                if any((each.name, each.budget) == (label, budget) for each in variants):
-                    raise UserError(f"methods= and budgets= name {label!r} at budget {budget} twice; name it once")
-                variants.append(Variant(label, make_method(name, budget, resources, **options)))
-    if not variants:
-        raise UserError("methods= and budgets= must name at least one method that evicts, and one budget")
-    return variants
-
-
-def bound(variants: list[Variant], resources: Resources) -> list[Variant]:
-    """The variants with resources that take the loaded target."""
-    return [replace(variant, method=bind(variant.method, resources)) for variant in variants]
-
-
-def _by_bits(
-    name: str, label: str, options: dict[str, Any], bits: list[int]
-) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """The method once for each of `bits`, if it has that option and does not say it itself."""
-    if not bits or "bits" in options or not takes(name, "bits"):
-        yield name, label, options
-        return
-    for each in bits:
-        yield name, f"{label} bits={each}", options | {"bits": each}
-
-
-def _read_method(given: Any) -> tuple[str, str, dict[str, Any]]:
-    """Name, label and options of one of `methods`."""
-    if not isinstance(given, str | dict):
-        raise UserError(f"methods={given!r}: expected a method's name, or {{name: NAME, option: value}}")
-    options = {"name": given} if isinstance(given, str) else {str(key): value for key, value in given.items()}
-    name = str(options.pop("name", ""))
-    label = str(options.pop("label", " ".join([name, *_said(options)])))
-    if FULL in (name, label):
-        raise UserError(f"methods={given!r}: {FULL!r} is the full cache, which takes no options; give another label")
-    if "budget" in options:
-        raise UserError(f"methods={given!r}: there is no option 'budget'; budgets= is for all methods")
-    return name, label, options
-
-
-def _said(options: dict[str, Any]) -> list[str]:
-    """Options as they stand in a label: `window=4`, `pool(kernel=5)`, `observer=draft_tokens(window=4)`."""
-    said = []
-    for key, value in options.items():
-        if isinstance(value, dict):
-            inner = ", ".join(_said({each: value[each] for each in value if each != "name"}))
-            name = f"={value['name']}" if "name" in value else ""
-            said.append(f"{key}{name}({inner})" if inner else f"{key}{name}")
-        else:
-            said.append(f"{key}={value}")
-    return said
 
 
 def samples_of(config: Config, target: Target) -> tuple[list[RenderedSample], dict[str, str]]:

@@ -19,8 +19,9 @@ from typing import Any
 from tqdm import tqdm
 
 from keepsight.commands.eval import Config as EvalConfig
-from keepsight.commands.eval import bound, check, samples_of, variants_of
+from keepsight.commands.eval import check, samples_of
 from keepsight.commands.from_recipe import resources_later, resources_of, target_of
+from keepsight.commands.variants import bound, variants_of
 from keepsight.errors import UserError, require_same
 from keepsight.eval.hits import SHARED, Hits, answering, best_shared, choices, compare, mean_of
 from keepsight.eval.report.hits_plot import hits_plot
@@ -75,7 +76,7 @@ def run(config: Config) -> None:
     check(config)
     if not all(type(budget) is int for budget in config.budgets):
         raise UserError(f"budgets={config.budgets}: expected whole numbers of entries")
-    variants = variants_of(config, resources_later(config))
+    variants = variants_of(config.methods, config.budgets, config.bits, resources_later(config))
     for variant in variants:
         if not variant.method.selects_each_step:
             raise UserError(f"methods= names {variant.name!r}, which does not choose anew at each step; see --help")

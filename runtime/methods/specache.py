@@ -1,4 +1,4 @@
-"""SpeCache (Song et al., ICML 2025): a low-bit copy to read, the full cache on the CPU, a guessed token to prefetch."""
+"""SpeCache (arXiv 2503.16163): a low-bit copy to read, the full cache on the CPU, a guessed token to prefetch."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Entries fetched from the CPU on demand, or one step ahead (SpeCache, Song et al., ICML 2025, section 3.3).
+"""Entries fetched from the CPU on demand, or one step ahead (SpeCache, arXiv 2503.16163, section 3.3).
 
 A step reads two tokens: the one just written, whose logits give the next, and a guess of the next one, whose attention
 selects the entries that it will need. These are fetched in full precision while the model computes, and replace the

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 
 from keepsight.commands import eval as evaluation
+from keepsight.commands import variants
 from keepsight.commands.cli import main
 from keepsight.commands.config import parse
+from keepsight.commands.variants import variants_of
 from keepsight.eval.tasks.task_files import RULER_METRIC
 from keepsight.files import append_lines, read_jsonl, write_json, write_lines
 from keepsight.locks import one_writer
@@ -52,13 +54,13 @@ def rows_of(out: Path) -> list[dict[str, Any]]:
 def test_every_method_and_budget_has_a_row_and_a_mean(
     keepsight: CommandLine, here: Path, whole: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, make = [], evaluation.make_method
+    made, make = [], variants.make_method
 
     def noted(name: str, budget: Any, *rest: Any, **options: Any) -> Any:
         made.append((name, budget))
         return make(name, budget, *rest, **options)
 
-    monkeypatch.setattr(evaluation, "make_method", noted)
+    monkeypatch.setattr(variants, "make_method", noted)
     printed = keepsight("eval", *TINY, *NEEDLES)
     assert files_of_run(here / "out") == RUN_FILES
     assert rows_of(here / "out") == comparable(whole)
@@ -248,7 +250,7 @@ def test_methods_are_composed_and_named(keepsight: CommandLine, here: Path) -> N
     composed = f"evict observer={drafter} reduce=max pool=none allocate=adakv(floor=0.5) window=4"
     assert names == ["full", "snapkv", composed, "wide", "h2o every=3"]
     config = parse(evaluation.Config, [*TINY, COMPOSED, "budgets=[40]"])
-    methods = [variant.method for variant in evaluation.variants_of(config, Resources())]
+    methods = [variant.method for variant in variants_of(config.methods, config.budgets, config.bits, Resources())]
     look = DraftObserver(PromptEnds(), window=4)
     assert methods == [
         SnapKV(40),

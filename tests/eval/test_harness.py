@@ -1,12 +1,11 @@
-"""keepsight as a model of the real lm-evaluation-harness, on small local tasks; skipped where it is not installed."""
-
-# pyright: reportMissingImports=false
+"""keepsight as a model of the real lm-evaluation-harness, on small local tasks."""
 
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
+import lm_eval
 import pytest
 import torch
 
@@ -18,7 +17,6 @@ from keepsight.runtime.methods import SnapKV
 from keepsight.runtime.prefill import prefill, read
 from tests.tiny import save_tiny_target
 
-lm_eval = pytest.importorskip("lm_eval", reason="the extra lm-eval is not installed")
 TEXT = "The quick brown fox jumps over the lazy dog. " * 8
 CHOICES = [" a fox", " a dog", " the sun itself"]
 TASK = """
@@ -64,7 +62,8 @@ def results(folder: Path, model: Any, task: str) -> Any:
 
     manager = TaskManager(include_path=str(folder), include_defaults=False)
     options = {"task_manager": manager, "log_samples": True, "bootstrap_iters": 0}
-    return lm_eval.simple_evaluate(model=model, tasks=[task], **options)["samples"][task]
+    evaluate: Any = lm_eval.simple_evaluate
+    return evaluate(model=model, tasks=[task], **options)["samples"][task]
 
 
 def test_choices_are_scored_from_the_compressed_context(folder: Path) -> None:
@@ -88,7 +87,8 @@ def test_choices_are_scored_from_the_compressed_context(folder: Path) -> None:
 def test_the_full_cache_scores_as_the_harness_does(folder: Path) -> None:
     from lm_eval.api.registry import get_model
 
-    theirs = get_model("hf")(pretrained=str(folder / "tiny"), device="cpu", dtype="float32")
+    harness: Any = get_model("hf")
+    theirs = harness(pretrained=str(folder / "tiny"), device="cpu", dtype="float32")
     ours, reference = (results(folder, model, "choosing") for model in (model_of(folder), theirs))
     for sample, expected in zip(ours, reference, strict=True):
         found, wanted = ([response[0] for response in each["resps"]] for each in (sample, expected))

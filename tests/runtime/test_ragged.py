@@ -55,8 +55,9 @@ def test_entries_are_padded_on_the_left_head_by_head():
     for index, (keys, values) in enumerate(packed):
         seen, seen_values = cache.update(new, new + 1, index)
         layer: Any = entries(cache)[index]
+        stored: Any = cache.layers[index]
         assert torch.equal(seen, layer.keys)
-        assert torch.equal(cache.layers[index].returned, layer.real)
+        assert torch.equal(stored.returned, layer.real)
         assert torch.equal(seen_values, layer.values)
         start = 0
         for row in range(2):

@@ -19,6 +19,7 @@ from keepsight.runtime.methods.specache import SpeCache
 from keepsight.runtime.methods.speckv import ModelDrafter
 from keepsight.runtime.prefill import prefill, read
 from keepsight.runtime.saved import save_state
+from keepsight.runtime.turn import TurnReader
 from tests.close import assert_close
 from tests.runtime.prompt_compression.prompts import small_cascade, small_specpc, tiny_draft
 from tests.runtime.test_ragged import random_cache
@@ -73,12 +74,13 @@ def test_a_conversation_goes_on_with_packed_entries(method):
     model = tiny_model(eos_token_id=None)
     turns = [prompt_ids(40, seed=1)[0], prompt_ids(9, seed=2)[0]]
     conversation, reader = Conversation(model, method), method.reader(model)
+    turn_reader = TurnReader(model) if isinstance(method, SpeCache) else reader
     state, unread = method.start(model, turns[0]), turns[0][:, :0]
     for turn in turns:
         if unread.shape[1]:
             state = state.copy()  # which forgets what SpeCache has fetched ahead
             for token in torch.cat([unread, turn], dim=1).split(1, dim=1):
-                state, _ = read(reader, state, token)
+                state, _ = read(turn_reader, state, token)
         decoded = decode(reader, state, stop_after(6, None), pad_token=0)
         state, unread = decoded.state, decoded.ids[:, -1:]
         assert torch.equal(conversation.say(turn, max_new_tokens=6, do_sample=False), decoded.ids)

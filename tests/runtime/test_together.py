@@ -15,6 +15,7 @@ from keepsight.runtime.cache import LayerEntries
 from keepsight.runtime.method import FullCache
 from keepsight.runtime.methods import AdaKV, PyramidKV, SnapKV, StreamingLLM
 from keepsight.runtime.prefill import prefill, read
+from keepsight.runtime.shared_pass import SharedPass, StateGroup, _by_token
 from keepsight.runtime.softmax import Softmax
 from keepsight.runtime.state import State
 from keepsight.runtime.together import Rows
@@ -86,12 +87,12 @@ def test_heads_of_any_number_and_width(shape: dict[str, Any]) -> None:
 def test_values_may_be_wider_or_narrower_than_keys() -> None:
     """As those of latent attention are."""
     keys, values = torch.randn(1, 2, 7, 8), torch.randn(1, 2, 7, 6)
-    group = module._Group([0], [[LayerEntries(keys, values, None)]], 3, [None])
-    each = module._Pass(group, [2], [0], [0], 0, 4, torch.device("cpu"))
+    group = StateGroup([0], [[LayerEntries(keys, values, None)]], 3, [None])
+    each = SharedPass(group, [2], [0], [0], 0, 4, torch.device("cpu"))
     new_keys, new_values, query = torch.randn(1, 2, 2, 8), torch.randn(1, 2, 2, 6), torch.randn(1, 4, 2, 8)
     (entries,) = group.layers
-    each.write(entries, (module._by_token(new_keys), module._by_token(new_values)))
-    found = each.attend(entries, module._by_token(query), Softmax(0.3))
+    each.write(entries, (_by_token(new_keys), _by_token(new_values)))
+    found = each.attend(entries, _by_token(query), Softmax(0.3))
     everything = torch.cat([keys, new_keys], dim=2), torch.cat([values, new_values], dim=2)
     hidden = torch.ones(2, 9, dtype=torch.bool).triu(8)
     weights = (query @ everything[0].repeat_interleave(2, 1).mT * 0.3).masked_fill(hidden, -torch.inf).softmax(-1)

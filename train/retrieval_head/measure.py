@@ -3,11 +3,14 @@
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from statistics import fmean
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from keepsight.models.processes import divided
 from keepsight.runtime.importance import top_mask
 from keepsight.train.dataset import Batch
 from keepsight.train.retrieval_head.objective import RetrievalObjective, divergence
@@ -52,28 +55,36 @@ class Retrieved:
 def measure_retrieval_head(
     objective: RetrievalObjective, batches: Iterable[dict[str, Any]], budgets: Sequence[int]
 ) -> Retrieved:
-    """Compare what a head selects with what the target attends to.
+    """Compare what a head selects with what the target attends to; the processes divide the batches among themselves.
 
     Args:
         objective: Holds the head and its target.
-        batches: Made by `keepsight.train.dataset.collate`.
+        batches: Made by `keepsight.train.dataset.collate`; the same on every process.
         budgets: KV entries per head.
 
     Raises:
         FloatingPointError: a score is NaN or infinite.
     """
-    losses: list[float] = []
-    found: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+
+    def compare(values: dict[str, Any]) -> list[tuple[float, dict[int, dict[str, float]]]]:
+        return [
+            (
+                divergence(target[None], guess[None], real[None]).item(),
+                {budget: at_budget(target, guess, budget) for budget in budgets},
+            )
+            for target, guess, real in _by_sample(objective, Batch(**values))
+        ]
+
     with objective.measuring():
-        for values in batches:
-            for target, guess, real in _by_sample(objective, Batch(**values)):
-                losses.append(divergence(target[None], guess[None], real[None]).item())
-                for budget in budgets:
-                    for name, value in at_budget(target, guess, budget).items():
-                        found[name][budget].append(value)
-    means = {name: {budget: sum(each) / len(each) for budget, each in found[name].items()} for name in MEASURES}
+        compared = [*chain.from_iterable(divided(compare, batches))]
+    found: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for _, measured in compared:
+        for budget, values in measured.items():
+            for name, value in values.items():
+                found[name][budget].append(value)
+    means = {name: {budget: fmean(each) for budget, each in found[name].items()} for name in MEASURES}
     return Retrieved(
-        sum(losses) / len(losses), **means, samples={budget: len(each) for budget, each in found["hit"].items()}
+        fmean(kl for kl, _ in compared), **means, samples={budget: len(each) for budget, each in found["hit"].items()}
     )
 
 

@@ -8,146 +8,19 @@ answer's tokens alone, and there half of it of the far entries: what an answer l
 of the mass. SpeContext (arXiv 2512.00722) prunes without any training; this step is keepsight's own.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from typing_extensions import Self, override
 
-from keepsight.models.decoder import decoder_of, full_attention_layers
-from keepsight.models.retrieval_head import RetrievalHead, of_the_token_before
-from keepsight.runtime.attention import recording
-from keepsight.runtime.features import RecordFeatures
-from keepsight.runtime.importance import attention_weights, reduce_group
-from keepsight.runtime.prefill import positions_of
-from keepsight.runtime.softmax import Softmax
+from keepsight.models.retrieval_head import RetrievalHead
 from keepsight.train.dataset import Batch
 from keepsight.train.objective import HeadObjective, ReplayedObjective
 from keepsight.train.replay import Reading
+from keepsight.train.retrieval_head.reading import ImportanceReading, Texts, left_padded, read_target
 
-SINKS, RECENT = 4, 64
-"""Entries at the beginning of a text, and at each token's heels, that are not far."""
-_ROWS = 32
-"""Queries whose attention weights are held at once: B x H x 32 x S float32."""
 _LEAST = torch.finfo(torch.float32).min
 """In place of minus infinity, of which a weight of zero would make NaN."""
-
-
-@dataclass(frozen=True)
-class Texts:
-    """Prompts with their answers, padded on the left.
-
-    Attributes:
-        ids: [B, S] int64.
-        mask: [B, S] bool, False for padding; None when nothing is padded.
-        positions: [B or 1, S] int64, RoPE positions.
-        answers: [B] int64, the answers' lengths: the last tokens of each row.
-    """
-
-    ids: Tensor
-    mask: Tensor | None
-    positions: Tensor
-    answers: Tensor
-
-    def real(self, rows: int) -> Tensor:
-        """[B, rows] bool: which of the last tokens are not padding."""
-        if self.mask is None:
-            return torch.ones(len(self.ids), rows, dtype=torch.bool, device=self.ids.device)
-        return self.mask[:, -rows:]
-
-    def answered(self, rows: int) -> Tensor:
-        """[B, rows] bool: which of the last tokens belong to an answer."""
-        return torch.arange(rows, 0, -1, device=self.ids.device) <= self.answers[:, None]
-
-    def far(self, rows: int) -> Tensor:
-        """[B, rows, S] bool: entries that are far from each of the last tokens: no sinks, and not among the recent."""
-        length = self.ids.shape[1]
-        places = torch.arange(length, device=self.ids.device).expand_as(self.ids)
-        start = 0 if self.mask is None else (~self.mask).sum(dim=1, keepdim=True)
-        queries = torch.arange(length - rows, length, device=self.ids.device)
-        return (places >= start + SINKS)[:, None] & (places[:, None] <= queries[:, None] - RECENT)
-
-
-def left_padded(batch: Batch) -> Texts:
-    """Move the padding behind answers to the front of their prompts."""
-    ids, mask = batch.joined()
-    length, answers = ids.shape[1], torch.full_like(ids[:, 0], batch.answer_ids.shape[1])
-    if mask is not None and batch.answer_mask is not None:
-        answers = batch.answer_mask.sum(dim=1)
-        order = torch.arange(length, device=ids.device) - (~batch.answer_mask).sum(dim=1, keepdim=True)
-        ids, mask = ids.gather(1, order % length), mask.gather(1, order % length)
-    return Texts(ids, mask, positions_of(mask, length, ids.device), answers)
-
-
-class StepRecorder:
-    """Sums over layers how important every KV entry is to each of the last queries.
-
-    Args:
-        rows: Number of queries.
-        mask: [B, S] bool over the KV entries, False for padding; None when nothing is padded.
-        layers: Indices of the layers that count; None for all.
-    """
-
-    def __init__(self, rows: int, mask: Tensor | None, layers: Sequence[int] | None = None) -> None:
-        self.rows, self.mask, self.layers = rows, mask, layers
-        self._layers = 0
-        self._total: Tensor | None = None
-
-    def __call__(self, layer: int, query: Tensor, key: Tensor, softmax: Softmax, real: Tensor | None) -> None:
-        """See `keepsight.runtime.attention.Recorder`."""
-        if self.layers is not None and layer not in self.layers:
-            return
-        batch, kv_heads, length, _ = key.shape
-        if self._total is None:
-            self._total = torch.zeros(batch, kv_heads, self.rows, length, device=key.device)
-        first = length - self.rows
-        for start in range(0, self.rows, _ROWS):
-            stop = min(start + _ROWS, self.rows)
-            seen = first + stop
-            mask = None if self.mask is None else self.mask[:, :seen]
-            weights = attention_weights(query[:, :, first + start : seen], key[:, :, :seen], softmax, mask)
-            self._total[:, :, start:stop, :seen] += reduce_group(weights, kv_heads)
-        self._layers += 1
-
-    def importance(self) -> Tensor:
-        """[B, K, rows, S] float32, the mean over layers: causal, each row sums to 1."""
-        assert self._total is not None
-        return self._total / self._layers
-
-
-@dataclass(frozen=True)
-class ImportanceReading:
-    """What the target shows while it reads some texts.
-
-    Attributes:
-        importance: [B, K, T, S] float32, of every KV entry to each of the last T tokens; each row sums to 1.
-        embeddings: [B, S, hidden].
-        features: [B, S, 3 * hidden], those of the token before; None when the head reads none.
-    """
-
-    importance: Tensor
-    embeddings: Tensor
-    features: Tensor | None
-
-
-@torch.no_grad()
-def read_target(target: PreTrainedModel, head: RetrievalHead, batch: Texts, queries: int) -> ImportanceReading:
-    """Run the target over texts and record the importance to the last `queries` tokens."""
-    rows = min(queries, batch.ids.shape[1])
-    recorder = StepRecorder(rows, batch.mask, full_attention_layers(target.config))
-    with recording(target), RecordFeatures(target, head.layers_of(target)) as record:
-        decoder_of(target)(
-            input_ids=batch.ids,
-            attention_mask=batch.mask,
-            position_ids=batch.positions,
-            use_cache=False,
-            recorder=recorder,
-        )
-        outputs = record.outputs()
-    features = of_the_token_before(torch.cat(outputs, dim=-1), batch.mask) if outputs else None
-    return ImportanceReading(recorder.importance(), target.get_input_embeddings()(batch.ids), features)
 
 
 def head_scores(head: RetrievalHead, batch: Texts, read: ImportanceReading) -> Tensor:

@@ -3,6 +3,7 @@
 import random
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -134,8 +135,8 @@ def test_same_seed_same_samples(tokenizer: PreTrainedTokenizerFast) -> None:
 def test_needles_are_spread_over_all_depths(tokenizer: PreTrainedTokenizerFast) -> None:
     samples = niah.make_samples("single", 3000, 10, 0, tokenizer)
     depths = [sample.prompt.index(sample.spans[0]) / len(sample.prompt) for sample in samples]
-    assert depths == sorted(depths)
-    for part, depth in enumerate(depths):
+    assert depths == pytest.approx([sample.depth for sample in samples], abs=0.1)
+    for part, depth in enumerate(sorted(depths)):
         assert part / 10 - 0.1 < depth < (part + 1) / 10 + 0.1
 
 
@@ -195,12 +196,18 @@ def test_haystack_is_a_ring() -> None:
     assert hide(["X", "Y"], [1.0, 0.0], ["a", "b"]) == "Y a b X"
 
 
-def test_first_depths_cover_equal_parts() -> None:
-    for index in range(5):
-        first, *others = needle_depths(index, 5, 4, random.Random(index))
-        assert index / 5 <= first < (index + 1) / 5
-        assert len(others) == 3
-        assert all(0 <= depth < 1 for depth in others)
+@pytest.mark.parametrize("count", [5, 10, 20, 50])
+def test_first_depths_cover_the_haystack(count: int) -> None:
+    given = [needle_depths(index, 4, random.Random(index)) for index in range(count)]
+    first = sorted(depths[0] for depths in given)
+    gaps = [after - before for before, after in pairwise([0.0, *first, 1.0])]
+    assert max(gaps) < 2 / count
+    assert all(len(depths) == 4 and 0 <= min(depths) <= max(depths) < 1 for depths in given)
+
+
+def test_more_samples_begin_with_the_same_ones(tokenizer: PreTrainedTokenizerFast) -> None:
+    few, more = (niah.make_samples("single", 600, count, 3, tokenizer) for count in (2, 4))
+    assert [sample.prompt for sample in few] == [sample.prompt for sample in more[:2]]
 
 
 def test_evaluation_prose_occurs_in_no_training_document() -> None:

@@ -135,17 +135,18 @@ def test_llmlingua_package_is_called_with_its_own_interface(monkeypatch):
     assert generators() == before
     llmlingua._compressor.cache_clear()
     assert kept == [plain.select(model, ids).tolist()] * 2
-    assert [options["model_config"] for options in FakeCompressor.made] == [{"trust_remote_code": False}]
-    assert FakeCompressor.made[0]["use_llmlingua2"] is True
+    (made,) = FakeCompressor.made
+    assert made["model_config"] == {"trust_remote_code": False, "use_safetensors": True}
+    assert made["use_llmlingua2"] is True
 
 
 class FakeEncoder:
     """As `sentence_transformers.SentenceTransformer`: bags of words."""
 
-    def __init__(self, model, trust_remote_code):
+    def __init__(self, model, trust_remote_code, model_kwargs):
         if model == "nowhere":
             raise OSError("no such folder\nand more lines")
-        assert not trust_remote_code
+        assert not trust_remote_code and model_kwargs == {"use_safetensors": True}
 
     def encode(self, texts, convert_to_tensor, normalize_embeddings, show_progress_bar):
         assert convert_to_tensor and normalize_embeddings and not show_progress_bar

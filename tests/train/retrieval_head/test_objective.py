@@ -6,15 +6,14 @@ import torch
 from keepsight.models.retrieval_head import RetrievalHead
 from keepsight.train.dataset import Batch, SampleDataset, collate
 from keepsight.train.replay import ReadingBuffer
-from keepsight.train.retrieval_head import objective as objective_module
+from keepsight.train.retrieval_head import reading as reading_module
 from keepsight.train.retrieval_head.objective import (
     RetrievalObjective,
     divergence,
     head_scores,
-    left_padded,
-    read_target,
     soften,
 )
+from keepsight.train.retrieval_head.reading import left_padded, read_target
 from keepsight.train.settings import ReplaySettings
 from tests.close import assert_close
 from tests.models.retrieval_heads import LAYERS, target_for, tiny_deepseek, tiny_retrieval_head
@@ -173,8 +172,8 @@ def test_softening_is_a_power_of_the_weights(temperature):
 
 
 def test_a_share_of_the_loss_is_of_the_answers_and_of_far_entries(monkeypatch):
-    monkeypatch.setattr(objective_module, "SINKS", 2)
-    monkeypatch.setattr(objective_module, "RECENT", 3)
+    monkeypatch.setattr(reading_module, "SINKS", 2)
+    monkeypatch.setattr(reading_module, "RECENT", 3)
     model, head = tiny_model(), tiny_retrieval_head()
     values, ids = batch_of()
     texts = left_padded(Batch(**values))

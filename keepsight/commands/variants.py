@@ -1,0 +1,75 @@
+"""The methods that an evaluation run compares: `methods=`, `budgets=` and `bits=` of the command line."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from keepsight.errors import UserError
+from keepsight.eval.results import FULL
+from keepsight.eval.rows import Variant
+from keepsight.runtime.methods import Resources, make_method
+from keepsight.runtime.methods.make import takes
+from keepsight.runtime.methods.resources import bind
+
+
+def variants_of(methods: list[Any], budgets: list[Any], bits: list[int], resources: Resources) -> list[Variant]:
+    """Every method at every budget; the arguments are the command's keys of these names.
+
+    Raises:
+        UserError: nothing is named, something twice, or a method cannot be made; one line says which.
+    """
+    variants: list[Variant] = []
+    for given in methods:
+        if given == FULL or given == {"name": FULL}:
+            continue  # the sweep always answers from the full cache first
+        for name, label, options in _by_bits(*_read_method(given), bits):
+            for budget in budgets if takes(name, "budget") else [None]:
+                if any((each.name, each.budget) == (label, budget) for each in variants):
+                    raise UserError(f"methods= and budgets= name {label!r} at budget {budget} twice; name it once")
+                variants.append(Variant(label, make_method(name, budget, resources, **options)))
+    if not variants:
+        raise UserError("methods= and budgets= must name at least one method that evicts, and one budget")
+    return variants
+
+
+def bound(variants: list[Variant], resources: Resources) -> list[Variant]:
+    """The variants with resources that take the loaded target."""
+    return [replace(variant, method=bind(variant.method, resources)) for variant in variants]
+
+
+def _by_bits(
+    name: str, label: str, options: dict[str, Any], bits: list[int]
+) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """The method once for each of `bits`, if it has that option and does not say it itself."""
+    if not bits or "bits" in options or not takes(name, "bits"):
+        yield name, label, options
+        return
+    for each in bits:
+        yield name, f"{label} bits={each}", options | {"bits": each}
+
+
+def _read_method(given: Any) -> tuple[str, str, dict[str, Any]]:
+    """Name, label and options of one of `methods`."""
+    if not isinstance(given, str | dict):
+        raise UserError(f"methods={given!r}: expected a method's name, or {{name: NAME, option: value}}")
+    options = {"name": given} if isinstance(given, str) else {str(key): value for key, value in given.items()}
+    name = str(options.pop("name", ""))
+    label = str(options.pop("label", " ".join([name, *_said(options)])))
+    if FULL in (name, label):
+        raise UserError(f"methods={given!r}: {FULL!r} is the full cache, which takes no options; give another label")
+    if "budget" in options:
+        raise UserError(f"methods={given!r}: there is no option 'budget'; budgets= is for all methods")
+    return name, label, options
+
+
+def _said(options: dict[str, Any]) -> list[str]:
+    """Options as they stand in a label: `window=4`, `pool(kernel=5)`, `observer=draft_tokens(window=4)`."""
+    said = []
+    for key, value in options.items():
+        if isinstance(value, dict):
+            inner = ", ".join(_said({each: value[each] for each in value if each != "name"}))
+            name = f"={value['name']}" if "name" in value else ""
+            said.append(f"{key}{name}({inner})" if inner else f"{key}{name}")
+        else:
+            said.append(f"{key}={value}")
+    return said

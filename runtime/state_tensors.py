@@ -1,0 +1,126 @@
+"""A state as named tensors, and back: what `saved` writes to a file."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicLayer
+
+from keepsight.models.decoder import has_latents
+from keepsight.runtime.cache import KeptLayer, RaggedLayer, empty_cache, filled_layer, share
+from keepsight.runtime.softmax import Softmax
+from keepsight.runtime.state import Needs, State, Trace
+
+
+def shape_of_model(model: PreTrainedModel) -> dict[str, Any]:
+    """The shape that a state must have."""
+    config = model.config.get_text_config()
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return {
+        "layers": config.num_hidden_layers,
+        "kv_heads": 1 if has_latents(model) else kv_heads,
+        "head_dim": config.kv_lora_rank if has_latents(model) else head_dim,
+        "vocabulary": config.vocab_size,
+        "dtype": str(model.dtype).removeprefix("torch."),
+    }
+
+
+def shape_of_tensors(tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """The shape of the state of these tensors, as `shape_of_model` gives it for a model."""
+    keys = next(tensor for name, tensor in tensors.items() if name.endswith(".keys"))
+    return {
+        "layers": len({name.split(".")[1] for name in tensors if name.startswith("layers.")}),
+        "kv_heads": keys.shape[1],
+        "head_dim": keys.shape[3],
+        "vocabulary": tensors["logits"].shape[1],
+        "dtype": str(keys.dtype).removeprefix("torch."),
+    }
+
+
+def tensors_of(state: State) -> dict[str, Tensor]:
+    """All tensors of a state by their names in the file."""
+    found: dict[str, Tensor | None] = {
+        "tokens": state.tokens,
+        "lengths": state.lengths,
+        "logits": state.logits,
+        "mask": state.mask,
+        "shift": state.shift,
+    }
+    for index, layer in enumerate(share(state.cache).layers):
+        found |= {f"layers.{index}.{name}": tensor for name, tensor in _of_layer(layer).items()}
+    found |= {f"trace.sinks.{index}": each.sinks for index, each in enumerate(state.trace.softmax)}
+    found |= {f"trace.window.{index}": tensor for index, tensor in enumerate(state.trace.queries)}
+    found |= {f"trace.received.{index}": tensor for index, tensor in enumerate(state.trace.received)}
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in found.items() if tensor is not None}
+
+
+def _of_layer(layer: Any) -> dict[str, Tensor | None]:
+    """The tensors of a layer by their names."""
+    if not isinstance(layer, DynamicLayer):
+        states = ("conv", layer.conv_states), ("recurrent", layer.recurrent_states)
+        return {f"{kind}.{place}": tensor for kind, held in states for place, tensor in held.items()}
+    of_layer: dict[str, Tensor | None] = {"keys": layer.keys, "values": layer.values}
+    if isinstance(layer, KeptLayer):
+        of_layer |= {"real": layer.real}
+    if isinstance(layer, RaggedLayer):
+        of_layer |= {"kept_keys": layer.kept_keys, "kept_values": layer.kept_values, "counts": layer.counts}
+    return of_layer
+
+
+def state_of_tensors(
+    tensors: dict[str, Tensor],
+    model: PreTrainedModel,
+    seen: int,
+    needs: Needs,
+    softmax: Sequence[tuple[float, float | None]],
+) -> State:
+    """The state of these tensors.
+
+    Args:
+        tensors: As `tensors_of` names them.
+        model: The target.
+        seen: Logical length of the cache.
+        needs: What the trace was recorded for.
+        softmax: Scaling and softcap of each layer with full attention.
+    """
+    layers = [
+        _layer(empty, _named(tensors, f"layers.{index}."), seen)
+        for index, empty in enumerate(empty_cache(model).layers)
+    ]
+    window, received = (tuple(_named(tensors, f"trace.{kind}.").values()) for kind in ("window", "received"))
+    by_layer = [Softmax(*each, tensors.get(f"trace.sinks.{index}")) for index, each in enumerate(softmax)]
+    return State(
+        Cache(layers=layers),
+        tensors.get("mask"),
+        tensors["logits"],
+        tensors["tokens"],
+        tensors["lengths"],
+        Trace(needs, window, received, tuple(by_layer)),
+        tensors.get("shift"),
+    )
+
+
+def _layer(empty: Any, tensors: dict[str, Tensor], seen: int) -> Any:
+    """A layer from its tensors; `empty` is one as the model begins with."""
+    if not isinstance(empty, DynamicLayer):
+        layer: Any = empty
+        for name, tensor in tensors.items():
+            kind, place = name.split(".")
+            fill = layer.update_conv_state if kind == "conv" else layer.update_recurrent_state
+            fill(tensor, state_idx=int(place))
+        return layer
+    keys, values = tensors["keys"], tensors["values"]
+    if "counts" in tensors:
+        return RaggedLayer(tensors["kept_keys"], tensors["kept_values"], tensors["counts"], seen, (keys, values))
+    if "real" in tensors:
+        return KeptLayer(keys, values, seen, tensors["real"])
+    return filled_layer(empty, keys, values, seen)
+
+
+def _named(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """The tensors under a prefix by the rest of their names, numbers in numerical order."""
+    found = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    return dict(sorted(found.items(), key=lambda item: (len(item[0]), item[0])))
