@@ -32,7 +32,8 @@ def outline_model(
     """
     if dtype != "auto" and dtype not in DTYPES:
         raise UserError(f"dtype {dtype!r} is unknown; choose auto or one of {', '.join(DTYPES)}")
-    source, where = model_id, dict[str, Any]()
+    source: str | Path = model_id
+    where: dict[str, Any] = {}
     if not Path(model_id).is_dir():
         source, _, where = located(model_id, revision, packaged, packaged_digest)
     return _on_meta(model_id, source, where | {"trust_remote_code": trust_remote_code}, dtype)

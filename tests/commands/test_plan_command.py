@@ -151,7 +151,7 @@ def test_a_training_from_a_configuration_alone(keepsight: CommandLine, here: Pat
 
 def test_flops_are_those_of_the_matrices(here: Path) -> None:
     """Of the first pass over N + T tokens, and of n soft tokens with gradients; attention aside."""
-    config = LlamaConfig(**SMALL | {"num_attention_heads": 8})
+    config = LlamaConfig.from_dict(SMALL | {"num_attention_heads": 8})
     settings = LookaheadSettings(tokens=8)
     flops = [plan_step(config, torch.bfloat16, settings, 0.0, tokens, 64).flops for tokens in (192, 448)]
     width, inner, kv = 256, 512, 8 * 32

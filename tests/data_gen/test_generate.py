@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,16 @@ import pytest
 import torch
 import yaml
 
-from keepsight.data_gen.answers import InThisProcess, Rendered, answer, answers, batches, render_prompt
+from keepsight.data_gen.answers import (
+    Answered,
+    Backend,
+    InThisProcess,
+    Rendered,
+    answer,
+    answers,
+    batches,
+    render_prompt,
+)
 from keepsight.data_gen.generate import generate_data
 from keepsight.data_gen.mixture import Mixture
 from keepsight.data_gen.prompts import Prompt
@@ -171,11 +181,11 @@ def test_raising_the_limit_keeps_what_is_there(
     first = rows_of(tmp_path / "data")
     asked: list[int] = []
 
-    def noted(target: Target, batch: list[Rendered], limit: int) -> list[list[int]]:
-        asked.extend(prompt.index for prompt in batch)
-        return answer(target, batch, limit)
+    def noted(backend: Backend, prompts: list[Rendered], limit: int) -> Iterator[Answered]:
+        asked.extend(prompt.index for prompt in prompts)
+        return answers(backend, prompts, limit)
 
-    monkeypatch.setattr("keepsight.data_gen.answers.answer", noted)
+    monkeypatch.setattr("keepsight.data_gen.generate.answers", noted)
     make(target, mixture_values, tmp_path / "data", limit=12)
     assert sorted(asked) == list(range(7, 12))
     assert rows_of(tmp_path / "data")[:7] == first

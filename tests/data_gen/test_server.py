@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from pathlib import Path
@@ -59,12 +60,16 @@ def prompts(*lengths: int) -> list[Rendered]:
     ]
 
 
+@dataclass
 class Heard:
-    """What a server was asked."""
+    """What a server was asked, and how many requests it had at once at most."""
 
-    def __init__(self, url: str) -> None:
-        self.url, self.bodies, self.headers, self.at_once, self.most_at_once = url, [], [], 0, 0
-        self.lock = threading.Lock()
+    url: str
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    headers: list[dict[str, str]] = field(default_factory=list)
+    at_once: int = 0
+    most_at_once: int = 0
+    lock: Any = field(default_factory=threading.Lock)
 
 
 @contextmanager
@@ -126,7 +131,7 @@ def speaks(target: Target, takes: str = "ids and back") -> Say:
         with lock:
             made = answer(target, [Rendered(0, "", ids, None)], body["max_tokens"])[0]
         text = target.tokenizer.decode(made, skip_special_tokens=True)
-        choice = {"text": text, "finish_reason": "stop" if made[-1] in target.end_tokens else "length"}
+        choice: dict[str, Any] = {"text": text, "finish_reason": "stop" if made[-1] in target.end_tokens else "length"}
         if takes == "ids and back":
             choice["token_ids"] = made
         return 200, {"choices": [choice], "usage": {"prompt_tokens": len(ids)}}
@@ -135,7 +140,8 @@ def speaks(target: Target, takes: str = "ids and back") -> Say:
 
 
 def client(target: Target, heard: Heard, **changes: Any) -> Server:
-    return Server(target, ServerSettings(**{"url": heard.url, "model": "served", "tries": 3} | changes))
+    settings: dict[str, Any] = {"url": heard.url, "model": "served", "tries": 3, **changes}
+    return Server(target, ServerSettings(**settings))
 
 
 def answered(backend: Server, asked: list[Rendered], longest: int = 12) -> dict[int, list[int]]:
@@ -184,7 +190,8 @@ def test_ids_that_no_text_stands_for_are_not_sent_as_text(target: Target) -> Non
 
 
 def test_passing_faults_are_tried_again(target: Target) -> None:
-    say, faults = speaks(target), [(503, {}), None, (429, {}), (200, {"choices": []})]
+    say = speaks(target)
+    faults: list[Reply] = [(503, {}), None, (429, {}), (200, {"choices": []})]
 
     def unsteady(body: dict[str, Any]) -> Reply:
         return faults.pop() if faults else say(body)

@@ -1,6 +1,7 @@
 """Targets that bitsandbytes quantises while they are loaded, on the CPU: memory, training, what artifacts record."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -51,7 +52,8 @@ def test_a_module_is_trained_on_a_quantised_target(
     train.run(config)
     assert load_lookahead(tmp_path / "out").provenance.base_version == target.version
     method = LookaheadKV.from_pretrained(str(tmp_path / "out"), budget=60)
-    full = target.model.generate(prompt, max_new_tokens=5, do_sample=False)[:, 40:]
+    whole: Any = target.model
+    full = whole.generate(prompt, max_new_tokens=5, do_sample=False)[:, 40:]
     assert generate(target.model, prompt, method, max_new_tokens=5).tolist() == full.tolist()
 
 

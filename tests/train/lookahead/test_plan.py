@@ -1,6 +1,7 @@
 """The plan of a training step, against what torch's allocator gives when the step is run."""
 
 import gc
+from typing import Any
 
 import pytest
 import torch
@@ -40,7 +41,8 @@ def measured(family: str, dtype: torch.dtype, tokens: int, answer: int) -> int:
         objective.loss(batch).backward()
     assert profiled.profiler is not None and profiled.profiler.kineto_results is not None
     now = most = 0
-    for event in profiled.profiler.kineto_results.events():
+    events: list[Any] = profiled.profiler.kineto_results.events()
+    for event in events:
         if event.name() == "[memory]":
             now += event.nbytes()
             most = max(most, now)
