@@ -38,6 +38,9 @@ class ModelConfig:
         dtype: auto, float32, bfloat16 or float16.
         device: auto, cpu, cuda, cuda:1, ...
         attention: auto, sdpa, eager or flash_attention_2.
+        template: Arguments of its chat template that differ from the template's own, such as {enable_thinking: false}.
+        quantize: nf4 or int8: its weights are quantised by bitsandbytes while they are loaded.
+        device_map: auto divides the layers over all GPUs and the CPU.
         trust_remote_code: Run code from the model's repository; leave it off unless you have read that code.
     """
 
@@ -49,6 +52,9 @@ class ModelConfig:
     dtype: str = "auto"
     device: str = "auto"
     attention: str = "auto"
+    template: dict[str, Any] = field(default_factory=dict)
+    quantize: str | None = None
+    device_map: str | None = None
     trust_remote_code: bool = False
 
     @property

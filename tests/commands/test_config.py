@@ -89,7 +89,10 @@ WRONG = {
     ("~out",): "'~out' is no key of this command; did you mean 'out'?",
     ("out=a", "qqqqq.zzz=1"): "'qqqqq.zzz' is no key of this command; see --help",
     ("out=a", "model=a"): "'model' is no key of this command; it holds model.id, model.revision, model.packaged,",
-    ("out=a", "recipe=smollm"): "recipe=smollm is unknown; choose one of llama3.1-8b, llama3.2-1b,",
+    (
+        "out=a",
+        "recipe=smollm",
+    ): "recipe=smollm is unknown; choose one of gemma3-27b, gemma3-4b, gpt-oss-20b,",
     ("limit=3",): "out= is required; see --help",
     ("out=a", "limit=abc"): "limit=abc: Value 'abc' of type 'str' could not be converted to Integer",
     ("out=a", "limit=1.5"): "limit=1.5: Value '1.5' of type 'float' could not be converted to Integer",
