@@ -1,4 +1,4 @@
-# make setup | demo | test | test-slow | test-cpus | faults | lint | clean
+# make setup | demo | test | test-slow | test-cpus | faults | lint | docs | clean
 #
 #   VENV=path         the folder of the environment (default .venv)
 #   PYTHON=python3    the interpreter it is made with, 3.10 or later
@@ -24,7 +24,7 @@ SETUP_KEY := $(shell (pwd; echo '$(TORCH) $(TORCH_INDEX)'; cat $(SETUP_INPUTS)) 
 STAMP := $(VENV)/keepsight-setup-$(SETUP_KEY)
 
 .DELETE_ON_ERROR:
-.PHONY: setup demo test test-slow test-cpus faults lint clean
+.PHONY: setup demo test test-slow test-cpus faults lint docs clean
 
 setup: $(STAMP)
 
@@ -90,7 +90,12 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
+# The documentation, in site/index.html; it links to the reference of every part, which is made from the docstrings.
+docs: setup
+	$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[docs]'
+	$(BIN)/python -m mkdocs build --strict
+
 # What tools leave behind; runs/ and the environment stay.
 clean:
-	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

@@ -24,10 +24,11 @@ from keepsight.errors import UserError
 from keepsight.models.decoder import require_supported
 from keepsight.runtime.attention import Reader
 from keepsight.runtime.decode import Decoded, Reapply, decode
+from keepsight.runtime.images import IMAGE_INPUTS, Images
 from keepsight.runtime.prefill import positions_of
 from keepsight.runtime.state import State
 
-_READ = {"attention_mask", "logits_to_keep", "past_key_values", "position_ids", "use_cache"}
+_READ = IMAGE_INPUTS | {"attention_mask", "logits_to_keep", "past_key_values", "position_ids", "use_cache"}
 
 
 class Past(Cache):
@@ -61,6 +62,7 @@ class GenerateRequest:
         do_sample: Whether to sample instead of taking the arg-max.
         streamer: Receives each token.
         goes_on: Whether a further turn may go on from the answer.
+        images: Images in the prompts; None for none.
     """
 
     input_ids: Tensor
@@ -73,6 +75,7 @@ class GenerateRequest:
     do_sample: bool
     streamer: BaseStreamer | None
     goes_on: bool
+    images: Images | None
 
     @property
     def unread(self) -> Tensor:
@@ -99,7 +102,13 @@ class GenerateRequest:
 
 
 class CustomGenerate(ABC):
-    """What transformers calls in place of its own decoding: `model.generate(**inputs, custom_generate=...)`."""
+    """What transformers calls in place of its own decoding: `model.generate(**inputs, custom_generate=...)`.
+
+    Attributes:
+        reads_images: Whether prompts may hold images.
+    """
+
+    reads_images = False
 
     @abstractmethod
     def answer(self, model: PreTrainedModel, request: GenerateRequest) -> Decoded:
@@ -128,8 +137,10 @@ class CustomGenerate(ABC):
         options = _options_of_generate()
         _require_honoured(generation_config, options, model_kwargs)
         mask, past = model_kwargs.get("attention_mask"), self._past(input_ids, model_kwargs.get("past_key_values"))
+        if images := Images.among(model_kwargs):
+            self._require_images(past)
         if past is None:
-            _require_padded_on_the_left(mask, input_ids, model_kwargs.get("position_ids"))
+            _require_padded_on_the_left(mask, input_ids, None if images else model_kwargs.get("position_ids"))
         logits, scores = _Recorder(), _Recorder()
         request = GenerateRequest(
             input_ids,
@@ -148,12 +159,22 @@ class CustomGenerate(ABC):
             bool(generation_config.do_sample),
             options.get("streamer"),
             bool(generation_config.return_dict_in_generate),
+            images,
         )
         decoded = self.answer(model, request)
         if not generation_config.return_dict_in_generate:
             return decoded.ids
         output: dict[str, Any] = {"sequences": decoded.ids, "scores": scores.recorded, "logits": logits.recorded}
         return GenerateDecoderOnlyOutput(**output, past_key_values=Past(self, decoded))
+
+    def _require_images(self, past: Past | None) -> None:
+        if past is not None:
+            raise UserError("custom_generate: only the first turn may hold images; leave out pixel_values afterwards")
+        if not self.reads_images:
+            raise UserError(
+                f"custom_generate: {type(self).__name__} reads no images (pixel_values); take a method that evicts "
+                "from the cache, such as SnapKV or LookaheadKV"
+            )
 
     def _past(self, input_ids: Tensor, given: Cache | None) -> Past | None:
         """The given past, if `input_ids` continue it and this can go on from it; None for an empty one."""

@@ -46,6 +46,10 @@ class Method(CustomGenerate):
             chunk: Tokens per forward pass of the prefill; None for the whole prompt in one.
         """
 
+    def begin(self, model: PreTrainedModel, request: GenerateRequest) -> State:
+        """`start` with what a request holds."""
+        return self.start(model, request.input_ids, request.mask, chunk=request.chunk)
+
     def resume(self, model: PreTrainedModel, state: State, tokens: Tensor, *, chunk: int | None = None) -> State:
         """Read a further turn and return the state to answer from, within the budget again.
 
@@ -71,7 +75,9 @@ class Method(CustomGenerate):
 
     def budgets(self, state: State) -> list[int]:
         """The budget of each row, for its own number of tokens."""
-        return [self.budget_for(length) for length in state.lengths.tolist()]
+        batch, width = state.tokens.shape
+        lengths = [width] * batch if state.tokens_mask is None else state.lengths.tolist()
+        return [*map(self.budget_for, lengths)]
 
     def needs(self) -> Needs:
         """What the prefill has to record."""
@@ -125,7 +131,7 @@ class Method(CustomGenerate):
         else:
             for length in request.lengths():
                 self.check(length, context_of(model))
-            state = self.start(model, request.input_ids, request.mask, chunk=request.chunk)
+            state = self.begin(model, request)
         reapply = self.reapply(model)
         if reapply is None and not request.goes_on:
             state = replace(state, trace=Trace())  # recording for nobody would cost every step
@@ -138,6 +144,13 @@ class CacheMethod(Method):
     @abstractmethod
     def compress(self, model: PreTrainedModel, state: State) -> State:
         """The state to decode from; the given one stays unchanged."""
+
+    @override
+    def begin(self, model: PreTrainedModel, request: GenerateRequest) -> State:
+        if not request.images:
+            return super().begin(model, request)
+        ids, mask, chunk, images = request.input_ids, request.mask, request.chunk, request.images
+        return self.compress(model, prefill(model, ids, mask, chunk=chunk, needs=self.needs(), images=images))
 
     @override
     def resume(self, model: PreTrainedModel, state: State, tokens: Tensor, *, chunk: int | None = None) -> State:
@@ -163,7 +176,7 @@ class CacheMethod(Method):
 class FullCache(CacheMethod):
     """Evicts nothing: the reference that every other method is compared with."""
 
-    is_full_cache = True
+    is_full_cache = reads_images = True
 
     @override
     def compress(self, model: PreTrainedModel, state: State) -> State:

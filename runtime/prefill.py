@@ -1,6 +1,7 @@
 """Prefill: the prompt becomes KV entries, once for all observers."""
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,9 +12,10 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
 from keepsight.errors import UserError
-from keepsight.runtime.attention import Reader, run
+from keepsight.runtime.attention import Reader, Recorder, run
 from keepsight.runtime.cache import empty_cache, full_layers
 from keepsight.runtime.features import RecordFeatures
+from keepsight.runtime.images import Images
 from keepsight.runtime.state import Needs, State, Trace, TraceRecorder
 
 WINDOW = Needs(window=32)
@@ -28,6 +30,8 @@ def prefill(
     *,
     chunk: int | None = None,
     needs: Needs = WINDOW,
+    last_recorder: Callable[[Cache, TraceRecorder], Recorder] | None = None,
+    images: Images | None = None,
 ) -> State:
     """Run the prompt through the model.
 
@@ -38,40 +42,58 @@ def prefill(
         chunk: Tokens per forward pass; None for the whole prompt in one. The result is the same: eviction waits for
             the whole prompt, so that every token attends to all before it.
         needs: What to record of the prompt for observers.
+        last_recorder: Makes what records the last pass, around the given recorder; it may put other layers in place of
+            those that have been read.
+        images: Images in the prompt, which is then read in one pass.
 
     Raises:
-        UserError: the model is not supported.
+        UserError: the model is not supported, or images cannot be read so.
     """
     mask = attention_mask.bool() if attention_mask is not None and not attention_mask.bool().all() else None
-    positions = positions_of(mask, input_ids.shape[1], input_ids.device)
+    lengths = torch.full((len(input_ids),), input_ids.shape[1], device=input_ids.device)
+    lengths = lengths if mask is None else mask.sum(dim=1)
+    positions, shift = positions_of(mask, input_ids.shape[1], input_ids.device), None
+    if images:
+        _require_one_pass(chunk)
+        images.require_read_by(model)
+        images.require_observable(needs)
+        if (own := images.positions_in(model, input_ids, mask)) is not None:
+            positions, shift = own, own.amax(dim=(0, 2)) + 1 - lengths
     cache, trace = empty_cache(model), Trace(needs)
     step = chunk or input_ids.shape[1]
     for start in range(0, input_ids.shape[1], step):
         end = min(start + step, input_ids.shape[1])
         seen = None if mask is None else mask[:, :end]
         recorder = TraceRecorder(trace, seen)
+        around = last_recorder if end == input_ids.shape[1] else None
         with RecordFeatures(model, needs.features) as recorded:
             output = run(
                 model,
                 cache,
-                recorder=recorder,
+                recorder=around(cache, recorder) if around is not None else recorder,
                 input_ids=input_ids[:, start:end],
                 attention_mask=seen,
-                position_ids=positions[:, start:end],
+                position_ids=positions[..., start:end],
                 logits_to_keep=1,
+                **(images.inputs if images else {}),
             )
         trace = recorder.trace(recorded.outputs())
         _require_seen(model, cache, trace, end)
-    lengths = torch.full((len(input_ids),), input_ids.shape[1], device=input_ids.device)
     return State(
         cache,
         mask,
         output.logits[:, -1].float(),
         input_ids,
-        lengths if mask is None else mask.sum(dim=1),
+        lengths,
         trace,
+        shift,
         padded=mask is not None,
     )
+
+
+def _require_one_pass(chunk: int | None) -> None:
+    if chunk is not None:
+        raise UserError("a prompt with images is read in one pass; leave out prefill_chunk_size")
 
 
 def _require_seen(model: PreTrainedModel, cache: Cache, trace: Trace, length: int) -> None:

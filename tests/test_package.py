@@ -21,8 +21,9 @@ RELEASE = f"keepsight-{keepsight.__version__}"
 AT_ROOT = {
     *(path.name for path in ROOT.glob("*.py")),
     *("CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "MANIFEST.in", "Makefile", "README.md"),
-    *("constraints.txt", "pyproject.toml"),
+    *("RESULTS.md", "constraints.txt", "mkdocs.yml", "pyproject.toml"),
 }
+BESIDE = (".ci", "docs", "examples", "tests")
 BUILD = """
 from setuptools import build_meta
 build_meta.build_sdist("dist")
@@ -46,7 +47,7 @@ print(json.dumps([names, [module.__file__ for module in modules], list(keepsight
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the sdist and the wheel, built in a copy: nothing is left in the checkout, nothing old gets in."""
     copy = tmp_path_factory.mktemp("copy")
-    for folder in (*FOLDERS.values(), ".ci", "tests"):
+    for folder in (*FOLDERS.values(), *BESIDE):
         shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
     for name in AT_ROOT:
         shutil.copy(ROOT / name, copy)
@@ -66,7 +67,7 @@ def test_the_sdist_holds_each_file_once(built: Path) -> None:
     with tarfile.open(built / f"{RELEASE}.tar.gz") as archive:
         names = [member.name.removeprefix(f"{RELEASE}/") for member in archive if not member.isdir()]
     assert len(names) == len(set(names))
-    folders = {*FOLDERS.values(), ".ci", "tests"}
+    folders = {*FOLDERS.values(), *BESIDE}
     inside = {path.relative_to(ROOT).as_posix() for folder in folders for path in files_in(ROOT / folder)}
     made = {name for name in names if name.startswith("keepsight.egg-info/")} | {"PKG-INFO", "setup.cfg"}
     assert set(names) - made == AT_ROOT | inside

@@ -1,6 +1,7 @@
-"""The README's Python runs as it stands, on a tiny model in place of the one it downloads."""
+"""The README's Python runs as it stands, on a tiny model in place of the one it downloads; its numbers are measured."""
 
 import re
+import runpy
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from tests.models.modules import random_module, save
 from tests.tiny import prompt_ids, tiny_model, tiny_tokenizer
 
 README = Path(__file__).parent.parent / "README.md"
+EVALUATION = README.parent / "docs" / "evaluation.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text("utf-8"), flags=re.DOTALL)
 
 
@@ -26,6 +28,8 @@ def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(METHODS, "value_norm", METHODS["evict"])  # taken out again after the test
     save(random_module(), tmp_path / "smollm2-135m-lookahead", base="")
+    head = "smollm2-135m-retrieval"
+    (tmp_path / head).symlink_to(README.parent / "checkpoints" / head)
     monkeypatch.setattr(checkpoints, "__path__", [str(tmp_path)])
     model: Any = tiny_model(max_position_embeddings=512)
     ids, mask = prompt_ids(100)
@@ -52,7 +56,7 @@ def test_every_block_runs_after_those_before(names: dict[str, Any]) -> None:
 
 
 def test_the_samples_of_ones_own_are_read_and_scored(tmp_path: Path) -> None:
-    rows, tasks = re.findall(r"```json\n(.*?)```", README.read_text("utf-8"), flags=re.DOTALL)
+    rows, tasks = re.findall(r"```json\n(.*?)```", EVALUATION.read_text("utf-8"), flags=re.DOTALL)
     (tmp_path / "contracts.jsonl").write_text(rows, "utf-8")
     (tmp_path / "tasks.json").write_text(tasks, "utf-8")
     lease, disputes = Jsonl(str(tmp_path)).samples("", TaskRequest(tiny_tokenizer(), 4096))
@@ -60,11 +64,29 @@ def test_the_samples_of_ones_own_are_read_and_scored(tmp_path: Path) -> None:
     assert score(lease, "9 years.") == score(disputes, "Basel") == 1.0 and score(lease, "Basel") == 0.0
 
 
+def test_its_results_and_its_plot_are_those_that_were_measured() -> None:
+    def rows(text: str) -> dict[str, list[str]]:
+        table = text.partition("| method | 64 entries")[2].partition("\n\n")[0]
+        return {name.strip(): cells for name, *cells in (line.split("|")[1:-1] for line in table.splitlines()[2:])}
+
+    shown, measured = (rows((README.parent / name).read_text("utf-8")) for name in ("README.md", "RESULTS.md"))
+    names = {
+        "oracle attention, which knows the answer": "oracle attention (mean over 3)",
+        "SnapKV, the better of two poolings": "SnapKV, mean over 3",
+    }
+    assert len(shown) == 8
+    assert shown == {name: measured[names.get(name, name)] for name in shown}
+    plotted = runpy.run_path(str(README.parent / "docs" / "plot_results.py"))
+    assert {names.get(name, name) for name in shown} == plotted["ROWS"].keys()
+    assert all(len(plotted["measured"]()[name]) == 3 for name in plotted["ROWS"])
+    lines = plotted["draw"]().axes[0].lines
+    assert {line.get_label(): line.get_ydata()[0] for line in lines}["LookaheadKV"] == 0.4
+
+
 def test_every_benchmark_and_metric_is_named() -> None:
-    section = README.read_text("utf-8").partition("## Benchmarks")[2].partition("\n## ")[0]
-    assert {each.name for each in fields(Benchmarks)} - {"helmet"} <= set(re.findall(r"`(\w+)`", section))
-    own = {name for name in METRICS if not name.startswith(("same_", "reaches_"))}
-    assert own <= set(re.findall(r"`(\w+)`", section))
+    named = set(re.findall(r"`(\w+)`", EVALUATION.read_text("utf-8")))
+    assert {each.name for each in fields(Benchmarks)} - {"helmet"} <= named
+    assert {name for name in METRICS if not name.startswith(("same_", "reaches_"))} <= named
 
 
 def test_every_method_is_in_the_table() -> None:

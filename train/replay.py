@@ -9,7 +9,8 @@ and goes on bit for bit.
 import random
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import accumulate, chain
+from mmap import mmap
 from pathlib import Path
 
 import torch
@@ -27,6 +28,8 @@ Reading = dict[str, Tensor]
 
 _ENTRIES = ("keys.", "values.")
 _SCALE = "scale."
+_ALIGNED = 64
+"""Bytes, at multiples of which tensors begin that share a piece of memory."""
 
 
 def replay_order(sizes: Sequence[float], replays: int, memory: int, rng: random.Random) -> Iterator[tuple[int, int]]:
@@ -148,11 +151,26 @@ class ReadingBuffer:
 
     def _hold(self, packed: Reading) -> Reading | Path:
         if self._folder is None:
-            return packed
+            return in_own_memory(packed)
         self._files += 1
         path = self._folder / f"{self._files}.safetensors"
         save_file(packed, path)
         return path
+
+
+def in_own_memory(packed: Reading) -> Reading:
+    """Copies outside the heap, whose memory goes back to the system when they are dropped.
+
+    In the heap they stand between what training steps allocate, and leave holes: of a buffer that held 0.7 GB and then
+    nothing, 1.8 GB stayed, against 0.5 GB.
+    """
+    ends = list(accumulate(-(-each.numel() * each.element_size() // _ALIGNED) * _ALIGNED for each in packed.values()))
+    room = torch.frombuffer(mmap(-1, ends[-1]), dtype=torch.uint8)
+    held: Reading = {}
+    for (name, tensor), start in zip(packed.items(), [0, *ends], strict=False):
+        size = tensor.numel() * tensor.element_size()
+        held[name] = room[start : start + size].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+    return held
 
 
 def pack(reading: Mapping[str, Tensor], int8: bool) -> Reading:

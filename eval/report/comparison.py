@@ -17,7 +17,7 @@ from keepsight.eval.runs import Run, names_of
 from keepsight.files import write_text
 
 Summaries = Sequence[Sequence[SummaryRow]]
-_LABELS = {"score": "Score", "excess_nll": "Delta NLL vs. full cache (nats/token)", "agreement": "Top-1 agreement"}
+_LABELS = {"score": "Score", "excess_nll": "Excess NLL (nats/token)", "agreement": "Top-1 agreement"}
 
 
 def write_comparison(runs: Sequence[Run], folder: Path) -> list[Table]:

@@ -160,11 +160,11 @@ def _difference_scale(axes: Axes, values: list[float]) -> None:
 
 
 SCORE = Measure("score", "score", _unit_scale)
-EXCESS_NLL = Measure("excess_nll", "delta NLL vs. full (nats/token)", _nats_scale)
+EXCESS_NLL = Measure("excess_nll", "excess NLL (nats/token)", _nats_scale)
 AGREEMENT = Measure("agreement", "top-1 agreement", _share_scale)
 DIFFERENCES = (
     Measure("score", "score difference", _difference_scale),
-    Measure("excess_nll", "delta NLL difference (nats)", _difference_scale),
+    Measure("excess_nll", "difference of excess NLL (nats)", _difference_scale),
     Measure("agreement", "agreement difference", _difference_scale),
 )
 BUDGET = Against("KV budget (entries per layer and head)", lambda row: row.budget, budget_scale, apart=True)

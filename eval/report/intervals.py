@@ -14,6 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 RESAMPLES = 2000
+LONE = 0.05
+"""Largest share of a mean that may come from strata of one sample, which no bootstrap can draw from."""
 _SEED = 95
 _Z = 1.96
 
@@ -29,7 +31,7 @@ class Estimate:
         draws: [RESAMPLES] float32, the means of the bootstrap's samples.
         n: Number of equally weighted samples with the same variance.
         is_share: Whether every sample is 0 or 1.
-        is_drawn: Whether each of its parts has at least two samples to draw from.
+        is_drawn: Whether the parts with at least two samples to draw from make up all of it, but for a share of `LONE`.
     """
 
     value: float
@@ -74,14 +76,17 @@ def estimate(values: Sequence[float], stratum: str, can_be_share: bool = False) 
 
 
 def weighted(parts: Sequence[Estimate], weights: Sequence[float]) -> Estimate:
-    """The weighted mean of estimates of different strata; the weights add up to 1."""
+    """The weighted mean of estimates of different strata; the weights add up to 1.
+
+    A stratum of one sample contributes its value to every draw.
+    """
     pairs = list(zip(weights, parts, strict=True))
     return Estimate(
         math.fsum(weight * part.value for weight, part in pairs),
         np.sum([np.float32(weight) * part.draws for weight, part in pairs], axis=0),
         1 / math.fsum(weight * weight / part.n for weight, part in pairs),
         all(part.is_share for part in parts),
-        all(part.is_drawn for part in parts),
+        math.fsum(weight for weight, part in pairs if not part.is_drawn) <= LONE,
     )
 
 

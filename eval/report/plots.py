@@ -26,9 +26,9 @@ Curves = Sequence[SummaryRow]
 
 
 def overview_plot(summary: Curves) -> Plot:
-    """Score, delta NLL and top-1 agreement against the budget, each the mean over tasks."""
+    """Score, excess NLL and top-1 agreement against the budget, each the mean over tasks."""
     styles, mean = _styles(summary), mean_over_tasks(summary)
-    measures = {"score": SCORE, "delta NLL vs. full cache": EXCESS_NLL, "top-1 agreement": AGREEMENT}
+    measures = {"score": SCORE, "excess NLL": EXCESS_NLL, "top-1 agreement": AGREEMENT}
     panels = [_panel(title, mean, measure, BUDGET, styles) for title, measure in measures.items()]
     return Plot("overview", panels, styles, columns=3)
 
@@ -39,19 +39,19 @@ def scores_plot(summary: Curves) -> Plot:
 
 
 def excess_nll_plot(summary: Curves) -> Plot:
-    """Delta NLL vs. full cache against the budget, a panel for each task and length."""
+    """Excess NLL against the budget, a panel for each task and length."""
     return _small_multiples("excess_nll", summary, EXCESS_NLL)
 
 
 def tradeoffs_plot(summary: Curves) -> Plot:
-    """Score and delta NLL against time to first token and memory, for each length the mean over tasks.
+    """Score and excess NLL against time to first token and memory, for each length the mean over tasks.
 
     The second figure of LookaheadKV (arXiv 2603.10899) shows the first of these.
     """
     styles, panels = _styles(summary), []
     for length in sorted({row.length for row in summary}):
         mean = mean_over_tasks([row for row in summary if row.length == length])
-        for title, measure in (("score", SCORE), ("delta NLL", EXCESS_NLL)):
+        for title, measure in (("score", SCORE), ("excess NLL", EXCESS_NLL)):
             for against in (TIME, MEMORY):
                 panels.append(_panel(f"{title}, {length} tokens", mean, measure, against, styles, length=length))
     return Plot("tradeoffs", panels, styles)

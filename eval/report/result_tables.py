@@ -18,7 +18,7 @@ VARIANT = (Column("budget", "budget"), Column("method", "method", is_text=True))
 _SCORES = (
     Column("score", "score"),
     Column("of_full", "of full", digits=2),
-    Column("excess_nll", "delta NLL"),
+    Column("excess_nll", "excess NLL"),
     Column("agreement", "top-1 agreement"),
     Column("recall", "recall@k", digits=2),
     Column("mass", "attention mass", digits=2),
@@ -30,7 +30,7 @@ _DIFFERENCES = (
     *VARIANT,
     Column("against", "minus", is_text=True),
     Column("score", "score", is_signed=True),
-    Column("excess_nll", "delta NLL", is_signed=True),
+    Column("excess_nll", "excess NLL", is_signed=True),
     Column("agreement", "top-1 agreement", is_signed=True),
     Column("n", "n"),
 )

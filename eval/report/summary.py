@@ -39,7 +39,7 @@ class SummaryRow:
         method: Name of the method; `full` is the cache with nothing evicted.
         budget: KV entries per layer and KV head; None for the full cache.
         n: Number of samples.
-        estimates: By the names in `MEASURES`: the score of the task's metric, 0 to 1; delta NLL vs. full cache, the
+        estimates: By the names in `MEASURES`: the score of the task's metric, 0 to 1; excess NLL, the
             mean negative log-likelihood of the full cache's own answer under the evicted cache minus that under the
             full cache, in nats per token; top-1 agreement, the share of that answer's tokens that stay the arg-max.
         means: By the names in `MEANS` and `COSTS`, None where it was not measured: recall of the entries that the
@@ -64,7 +64,7 @@ class SummaryRow:
 
     @property
     def excess_nll(self) -> float:
-        """Mean delta NLL vs. full cache."""
+        """Mean excess NLL."""
         return self.estimates["excess_nll"].value
 
     @property
@@ -121,7 +121,7 @@ def by_task_and_length(summary: Iterable[SummaryRow]) -> dict[tuple[str, int], l
 
 
 def ranked(rows: Iterable[SummaryRow]) -> list[SummaryRow]:
-    """Rows by budget, the full cache first; at equal budget the best score first, then the lowest delta NLL."""
+    """Rows by budget, the full cache first; at equal budget the best score first, then the lowest excess NLL."""
     return sorted(rows, key=lambda row: (row.budget or 0, -row.score, row.excess_nll, row.method))
 
 
@@ -208,7 +208,7 @@ def _cell(value: object) -> object:
 
 def _block(title: str, rows: Sequence[SummaryRow]) -> str:
     width = max(len("method"), *(len(row.method) for row in rows))
-    columns = f"{'score':>6}  {'95 %':<14}  {'':<12}  {'delta NLL vs. full':>18}  {'top-1 agreement':>15}  {'n':>4}"
+    columns = f"{'score':>6}  {'95 %':<14}  {'':<12}  {'excess NLL':>10}  {'top-1 agreement':>15}  {'n':>4}"
     lines = [title, f"{'budget':>6}  {'method':<{width}}  {columns}"]
     previous: object = object()
     for row in rows:
@@ -218,7 +218,7 @@ def _block(title: str, rows: Sequence[SummaryRow]) -> str:
         interval = f"[{ends[0]:.3f}, {ends[1]:.3f}]" if ends else ""
         lines.append(
             f"{budget if row.budget != previous else '':>6}  {row.method:<{width}}  {row.score:6.3f}  {interval:<14}  "
-            f"{of_full:<12}  {round(row.excess_nll, 3) + 0.0:18.3f}  {row.agreement:15.3f}  {row.n:4d}"
+            f"{of_full:<12}  {round(row.excess_nll, 3) + 0.0:10.3f}  {row.agreement:15.3f}  {row.n:4d}"
         )
         previous = row.budget
     return "\n".join(lines)

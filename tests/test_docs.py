@@ -1,0 +1,115 @@
+"""What README and the documentation tell a reader to type is understood, and what they name is there."""
+
+import importlib
+import re
+import shlex
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from keepsight.commands import cli
+from keepsight.commands.config import parse
+from keepsight.runtime.methods import METHODS
+from tests.test_readme import names as names
+from tests.test_readme import run
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = sorted(path.relative_to(ROOT).as_posix() for path in DOCS.rglob("*.md"))
+GUIDES = [page for page in PAGES if not page.startswith("docs/api/") and page != "docs/results.md"]
+TEXTS = ["README.md", "RESULTS.md", *GUIDES]
+SCRIPTS = {
+    "train_lookahead.py": "train",
+    "train_draft_head.py": "train_draft_head",
+    "train_retrieval_head.py": "train_retrieval_head",
+}
+
+
+def text_of(page: str) -> str:
+    return (ROOT / page).read_text("utf-8")
+
+
+def commands(page: str) -> list[list[str]]:
+    """The commands in blocks without a language: what follows `keepsight`, a script counting as its command."""
+    found = []
+    for language, block in re.findall(r"^```(\w*)\n(.*?)^```", text_of(page), flags=re.DOTALL | re.MULTILINE):
+        for line in [] if language else block.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            if words and words[0] == "keepsight":
+                found.append(words[1:])
+            for place, word in enumerate(words):
+                if word in SCRIPTS:
+                    found.append([SCRIPTS[word], *words[place + 1 :]])
+    return found
+
+
+@pytest.mark.parametrize("page", [page for page in TEXTS if commands(page)])
+def test_every_command_has_known_keys_and_values(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed: list[Any] = []
+    monkeypatch.setattr(cli, "_execute", lambda module, given: parsed.append(configuration(module, given)))
+    for given in commands(page):
+        cli._dispatch("keepsight", "keepsight.commands", "", cli.COMMANDS, given)
+    assert len(parsed) == len(commands(page))
+
+
+def configuration(module: Any, given: list[str]) -> Any:
+    return parse(module.Config, cli._positional(module, [word for word in given if word != "..."]))
+
+
+@pytest.mark.parametrize("page", GUIDES)
+def test_its_python_runs(page: str, names: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    for block in re.findall(r"```python\n(.*?)```", text_of(page), flags=re.DOTALL):
+        run(block, names)
+
+
+@pytest.mark.parametrize("page", [*GUIDES, "README.md", "CONTRIBUTING.md"])
+def test_the_files_it_links_to_are_there(page: str) -> None:
+    linked = re.findall(r"\]\((?!https?:|#)([^)#]+)", text_of(page))
+    named = re.findall(r"`(examples/[\w.]+)`", text_of(page))
+    missing = [path for path in linked if not (ROOT / page).parent.joinpath(path).exists()]
+    assert not missing + [path for path in named if not (ROOT / path).exists()]
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_no_line_is_continued_within_quotes(page: str) -> None:
+    """There a shell keeps the backslash."""
+    assert not [line for line in text_of(page).splitlines() if line.endswith("\\") and line.count("'") % 2]
+
+
+def test_every_page_is_in_the_navigation_once() -> None:
+    def pages(entry: Any) -> list[str]:
+        if isinstance(entry, str):
+            return [f"docs/{entry}"]
+        return [page for each in (entry.values() if isinstance(entry, dict) else entry) for page in pages(each)]
+
+    assert sorted(pages(yaml.safe_load(text_of("mkdocs.yml"))["nav"])) == PAGES
+
+
+def test_the_reference_names_what_exists_and_every_method() -> None:
+    referred = [name for page in PAGES for name in re.findall(r"^::: (\S+)$", text_of(page), flags=re.MULTILINE)]
+    assert len(referred) == len({*referred})
+    for name in referred:
+        if find_spec_or_none(name) is None:
+            module, _, member = name.rpartition(".")
+            assert hasattr(importlib.import_module(module), member), name
+    assert {f"{each.__module__}.{each.__qualname__}" for each in METHODS.values()} <= {*referred}
+
+
+def find_spec_or_none(name: str) -> Any:
+    try:
+        return find_spec(name)
+    except ModuleNotFoundError:  # its parent is a module, not a package
+        return None
+
+
+@pytest.mark.skipif(find_spec("mkdocs") is None, reason="needs the extra `docs`; `make docs` builds it as well")
+def test_it_builds_without_a_warning(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "Evict" in (tmp_path / "site" / "api" / "parts" / "index.html").read_text("utf-8")

@@ -1,0 +1,113 @@
+"""The examples run offline as they stand, on the packaged model, which all of them share here.
+
+Its weights are dequantised into the user's own cache, once, as for whoever runs an example.
+"""
+
+import json
+import re
+import runpy
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import pytest
+from huggingface_hub import constants
+
+from keepsight.models import targets
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+NUMBER = "4719203"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_target_without_a_network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(constants, "HF_HUB_OFFLINE", True)
+        patch.setattr(constants, "HF_HUB_CACHE", str(tmp_path_factory.mktemp("hub")))
+        patch.setattr(targets, "load_target", cache(targets.load_target))
+        yield
+
+
+@pytest.fixture
+def said(request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) -> str:
+    """What a script prints."""
+    runpy.run_path(str(EXAMPLES / request.param))
+    return capsys.readouterr().out
+
+
+def script(name: str) -> Any:
+    return pytest.mark.parametrize("said", [name], indirect=True)
+
+
+@script("compare_methods.py")
+def test_trained_tokens_find_the_needle_and_snapkv_does_not(said: str) -> None:
+    found = {line.split()[0]: NUMBER in line for line in said.splitlines()[1:]}
+    assert found == {"FullCache": True, "Oracle": True, "LookaheadKV": True, "SnapKV": False, "StreamingLLM": False}
+    assert len({line.split()[1] for line in said.splitlines()[2:]}) == 1, "at one budget all are of one size"
+
+
+@script("own_method.py")
+def test_grep_finds_the_needle(said: str) -> None:
+    assert [NUMBER in line for line in said.splitlines()] == [True, True, False]
+
+
+@script("read_once_ask_often.py")
+def test_a_saved_text_answers_two_questions(said: str) -> None:
+    assert said.count("\n- ") == 2
+    assert "while" in said.partition("\n- ")[2]
+
+
+@script("which_tokens.py")
+def test_tokens_are_shown_by_how_many_heads_keep_them(said: str) -> None:
+    shown, total = map(int, re.findall(r"(\d+) of (\d+) tokens", said)[0])
+    assert 10 < shown < 64 < total
+    assert said.count("\033[0;1m") == shown
+
+
+@script("train_by_hand.py")
+def test_a_module_learns(said: str) -> None:
+    divergence = [float(number) for number in re.findall(r"KL ([\d.]+)", said)]
+    assert len(divergence) == 12 and divergence[-1] < divergence[0] / 4
+
+
+def test_the_notebook_runs_and_shows_what_it_says(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its cells run in order, as a kernel would run them; plots are drawn and not shown."""
+    plt.switch_backend("agg")
+    axes: list[Any] = []
+
+    def show() -> None:
+        axes.append(plt.gcf().axes)
+        plt.close()
+
+    monkeypatch.setattr(plt, "show", show)
+    names: dict[str, Any] = {}
+    for cell in _cells("code"):
+        exec("".join(cell["source"]), names)
+    assert NUMBER in capsys.readouterr().out
+    (observers, (curves,)) = axes
+    assert [each.get_title() for each in observers] == ["oracle", "LookaheadKV", "SnapKV"]
+    last = {line.get_label(): line.get_ydata() for line in curves.lines}
+    assert last["SnapKV"][1] > 0.5 > 0.1 > last["LookaheadKV"][1]
+
+
+def test_the_notebook_is_stored_with_its_output_and_without_paths() -> None:
+    assert all(cell["outputs"] for cell in _cells("code")[1:])
+    assert not re.search(r"/(home|root|tmp|work|Users)/", (EXAMPLES / "what_the_answer_reads.ipynb").read_text("utf-8"))
+
+
+def _cells(kind: str) -> list[dict[str, Any]]:
+    notebook = json.loads((EXAMPLES / "what_the_answer_reads.ipynb").read_text("utf-8"))
+    return [cell for cell in notebook["cells"] if cell["cell_type"] == kind]
+
+
+def test_each_is_short() -> None:
+    scripts = sorted(EXAMPLES.glob("*.py"))
+    assert len(scripts) == 5
+    for path in scripts:
+        code = [line for line in path.read_text("utf-8").splitlines() if line.strip()]
+        assert 10 <= len(code) <= 45, path.name
+        assert f"python examples/{path.name}" in code[1]
