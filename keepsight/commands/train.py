@@ -7,6 +7,8 @@ Writes the adapter, its model card and training curves to `out`. A training that
 checkpoint when the same command is given again.
 """
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +30,7 @@ from keepsight.models.hub import fetch
 from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_card import lookahead_card
 from keepsight.models.lookahead_files import CONFIG, load_lookahead, save_lookahead
+from keepsight.models.lora import lora_targets
 from keepsight.train.lookahead.objective import LookaheadObjective
 from keepsight.train.lookahead.plots import lookahead_figure
 from keepsight.train.lookahead.trainer import LookaheadTrainer
@@ -69,11 +72,18 @@ def run(config: Config) -> None:
     if trainer.is_world_process_zero():
         lengths = length_summary("prompt tokens", [len(each.prompt_ids) for each in samples])
         far = {"share of the loss on far entries": config.train.far}
-        basics = basics_of(config, target, manifest, trainer, lengths | far)
+        adapted = {"modules with a LoRA": _counted(lora_targets(target.model)) if config.lookahead.rank else "none"}
+        basics = basics_of(config, target, manifest, trainer, lengths | far | adapted)
         save_lookahead(lookahead, out, basics.provenance, lookahead_card(basics, config.lookahead, trainer.metrics))
         write_png(out / "training.png", lookahead_figure(trainer.log_rows()))
         print(f"adapter after step {trainer.state.global_step} in {out}: {metrics_text(trainer.metrics)}")
     require_finished(finished, config, trainer)
+
+
+def _counted(names: Iterable[str]) -> str:
+    """Names of modules without their layers, and in how many layers each occurs: `self_attn.q_proj 30, ...`."""
+    counts = Counter(name.partition(".layers.")[2].partition(".")[2] for name in names)
+    return ", ".join(f"{name} {count}" for name, count in counts.items())
 
 
 def _start_from(init: str, lookahead: Lookahead) -> None:

@@ -1,6 +1,7 @@
 """`keepsight train` on a tiny target that was saved to a folder."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,9 @@ def test_the_command_leaves_an_adapter_that_loads(place, trained):
     assert "- [ada/books](https://huggingface.co/datasets/ada/books) (odc-by)" in card
     assert "| test | 14 |" in card
     assert f"| recall | {rows(trained / 'training' / 'fidelity.jsonl')[-1]['eval_recall']:.4f} |" in card
+    assert re.search(
+        r"^- modules with a LoRA: self_attn.q_proj (\d), self_attn.k_proj \1, self_attn.v_proj \d, ", card, re.MULTILINE
+    )
     published = [card, *((trained / name).read_text() for name in ("adapter_config.json", "lookahead_config.json"))]
     assert not [text for text in published if str(place) in text], "a private path would be published"
     assert (trained / "training.png").read_bytes().startswith(b"\x89PNG")
