@@ -69,7 +69,7 @@ test: setup
 
 # What starts several processes, with DeepSpeed on the CPU as well; its first run compiles for about a minute.
 test-slow: setup
-	$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[dev,deepspeed]'
+	$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[dev,bitsandbytes,deepspeed,serving]'
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow
 
 # What compares floats, with the kernels of older processors and this one's, and with one thread and two.

@@ -1,8 +1,8 @@
-"""The target's own answers: prompts in, token ids out, in batches of similar length."""
+"""The target's own answers: prompts in, token ids out. Who answers is a backend, such as transformers here."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -51,24 +51,50 @@ def batches(prompts: list[Rendered], max_tokens: int) -> Iterator[list[Rendered]
         yield batch
 
 
+Answered = list[tuple[Rendered, list[int]]]
+"""Prompts with the token ids of their answers, end token included."""
+
+
+class Backend(Protocol):
+    """Something that answers as the target does, greedily."""
+
+    def __call__(self, prompts: list[Rendered], max_new_tokens: int) -> Iterator[Answered]:
+        """Answer prompts that have no response of their own; gives back what is ready, in any order."""
+        ...
+
+
+def answers(backend: Backend, prompts: list[Rendered], max_new_tokens: int) -> Iterator[Answered]:
+    """The responses that prompts have of their own, then a backend's answers; each of at most `max_new_tokens`."""
+    given = [(prompt, prompt.response[:max_new_tokens]) for prompt in prompts if prompt.response is not None]
+    if given:
+        yield given
+    if asked := [prompt for prompt in prompts if prompt.response is None]:
+        yield from backend(asked, max_new_tokens)
+
+
+@dataclass(frozen=True)
+class InThisProcess:
+    """The target itself, in batches of at most `batch_tokens` prompt tokens, padding included."""
+
+    target: Target
+    batch_tokens: int
+
+    def __call__(self, prompts: list[Rendered], max_new_tokens: int) -> Iterator[Answered]:
+        """See `Backend`."""
+        for batch in batches(prompts, self.batch_tokens):
+            yield list(zip(batch, answer(self.target, batch, max_new_tokens), strict=True))
+
+
 @torch.no_grad()
 def answer(target: Target, batch: list[Rendered], max_new_tokens: int) -> list[list[int]]:
-    """Greedy answers of at most `max_new_tokens` tokens, end token included; a given response is used as it is."""
-    waiting = [prompt for prompt in batch if prompt.response is None]
-    generated: dict[int, list[int]] = {}
-    if waiting:
-        ids = [prompt.ids for prompt in waiting]
-        inputs = target.tokenizer.pad({"input_ids": ids}, return_tensors="pt").to(target.model.device)
-        generate: Any = target.model.generate
-        output = generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
-        rows = output[:, inputs["input_ids"].shape[1] :].tolist()
-        generated = {prompt.index: _until(target.end_tokens, row) for prompt, row in zip(waiting, rows, strict=True)}
-    return [
-        generated[prompt.index] if prompt.response is None else prompt.response[:max_new_tokens] for prompt in batch
-    ]
+    """Greedy answers of at most `max_new_tokens` tokens, end token included."""
+    inputs = target.tokenizer.pad({"input_ids": [prompt.ids for prompt in batch]}, return_tensors="pt")
+    generate: Any = target.model.generate
+    output = generate(**inputs.to(target.model.device), max_new_tokens=max_new_tokens, do_sample=False)
+    return [until(target.end_tokens, row) for row in output[:, inputs["input_ids"].shape[1] :].tolist()]
 
 
-def _until(ends: list[int], ids: list[int]) -> list[int]:
+def until(ends: list[int], ids: list[int]) -> list[int]:
     """Up to and including the first end token; what follows is padding."""
     first = next((place for place, token in enumerate(ids) if token in ends), len(ids))
     return ids[: first + 1]

@@ -7,7 +7,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from keepsight.data_gen.answers import Rendered, answer, batches, render_prompt
+from keepsight.data_gen.answers import Backend, Rendered, answers, render_prompt
 from keepsight.data_gen.mixture import Mixture
 from keepsight.data_gen.prompts import CountTokens
 from keepsight.data_gen.shards import DataSettings, ShardWriter, TrainingSample
@@ -31,14 +31,14 @@ def generate_data(
     seed: int,
     max_new_tokens: int,
     shard_size: int,
-    batch_tokens: int,
+    backend: Backend,
 ) -> dict[str, Any]:
     """Answer `limit` prompts and write them to `out`, resuming where an earlier run stopped.
 
     Several processes of one launch divide the shards among themselves.
 
     Args:
-        target: Model that answers, greedily.
+        target: Model that answers, greedily; only its tokenizer and configuration are used here.
         mixture: Draws prompt i from (seed, i) alone.
         mixture_values: The mixture as plain values, for the manifest.
         out: Data folder.
@@ -46,7 +46,7 @@ def generate_data(
         seed: Random seed of the draws.
         max_new_tokens: Longest answer in tokens.
         shard_size: Samples per shard.
-        batch_tokens: Prompt tokens per batch, padding included.
+        backend: Who answers.
 
     Returns:
         The manifest.
@@ -72,7 +72,7 @@ def generate_data(
         with tqdm(total=limit, desc="answers", unit="sample", disable=not processes.is_main_process) as progress:
             for number, shard in enumerate(settings.shards()):
                 if number % processes.num_processes == processes.process_index:
-                    _fill(writer, shard, target, prompts, batch_tokens, progress)
+                    _fill(writer, shard, target, prompts, backend, progress)
                 else:
                     progress.update(len(shard))
         processes.wait_for_everyone()
@@ -85,17 +85,15 @@ def _fill(
     shard: range,
     target: Target,
     prompts: Callable[[list[int]], list[Rendered]],
-    batch_tokens: int,
+    backend: Backend,
     progress: "tqdm[Any]",
 ) -> None:
     """Answer what a shard lacks."""
     missing = writer.missing(shard)
     progress.update(len(shard) - len(missing))
-    rendered = prompts(missing)
-    for batch in batches(rendered, batch_tokens):
-        answers = answer(target, batch, writer.settings.max_new_tokens)
-        writer.append(shard, [_training_sample(*pair, target) for pair in zip(batch, answers, strict=True)])
-        progress.update(len(batch))
+    for ready in answers(backend, prompts(missing), writer.settings.max_new_tokens):
+        writer.append(shard, [_training_sample(prompt, ids, target) for prompt, ids in ready])
+        progress.update(len(ready))
     writer.finish(shard)
 
 

@@ -6,13 +6,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from keepsight.data_gen.prompts import CountTokens, Prompt, Request
+from keepsight.data_gen.prompts import ROLES, CountTokens, Prompt, Request, length_up_to
 from keepsight.errors import UserError
 from keepsight.files import read_jsonl
-
-ROLES = ("system", "user", "assistant")
-BYTES_PER_TOKEN = 32
-"""No tokenizer packs more bytes of real text into a token on average; longer rows are not even counted."""
 
 
 @dataclass(frozen=True)
@@ -99,5 +95,4 @@ def _fitting(source: LocalJsonl, limit: int, count_tokens: CountTokens) -> tuple
 
 def _length(row: Prompt, limit: int, count_tokens: CountTokens) -> int:
     text = "\n".join(turn["content"] for turn in row.messages)
-    too_long = len(text.encode()) > limit * BYTES_PER_TOKEN
-    return limit + 1 if too_long else count_tokens(text)
+    return length_up_to(limit, text, count_tokens)

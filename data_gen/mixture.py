@@ -12,6 +12,7 @@ from typing import Any
 from keepsight.data_gen.code import CodeCompletion, CodeQuestions
 from keepsight.data_gen.documentation import Documentation, Passages
 from keepsight.data_gen.everyday import Everyday
+from keepsight.data_gen.hub_dataset import HubDataset
 from keepsight.data_gen.key_values import KeyValues
 from keepsight.data_gen.local_jsonl import LocalJsonl
 from keepsight.data_gen.prompts import CountTokens, DoesNotFit, Prompt, Request, Source
@@ -29,6 +30,7 @@ SOURCES: dict[str, type[Any]] = {
     "code_questions": CodeQuestions,
     "continuation": Continuation,
     "local_jsonl": LocalJsonl,
+    "hub_dataset": HubDataset,
 }
 """The kinds an entry of a mixture may name; its further keys are the fields of the class."""
 

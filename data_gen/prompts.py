@@ -9,6 +9,10 @@ from keepsight.errors import UserError
 
 CountTokens = Callable[[str], int]
 
+ROLES = ("system", "user", "assistant")
+BYTES_PER_TOKEN = 32
+"""No tokenizer packs more bytes of real text into a token on average; longer texts are not even counted."""
+
 ATTEMPTS = 8
 CHARACTERS_PER_TOKEN = 4.0
 FULL_ENOUGH = 0.93
@@ -128,3 +132,17 @@ def _next_filling(tried: Attempt, fitting: Attempt | None, too_long: Attempt | N
         return max(0, tried.characters + int((aim - tried.count) * tried.length / max(tried.count, 1)))
     share = (aim - fitting.count) / max(too_long.count - fitting.count, 1)
     return fitting.characters + int(share * (too_long.characters - fitting.characters))
+
+
+def cut_at_word(text: str, characters: int) -> str:
+    """About `characters` characters from the start, ending with a whole word."""
+    if len(text) <= characters:
+        return text.rstrip()
+    words = text[: max(characters, 80)]
+    return words[: words.rfind(" ")].rstrip() if " " in words else words
+
+
+def length_up_to(limit: int, text: str, count_tokens: CountTokens) -> int:
+    """Tokens of a text; `limit + 1` for one that is certainly longer than `limit`, without counting."""
+    too_long = len(text.encode()) > limit * BYTES_PER_TOKEN
+    return limit + 1 if too_long else count_tokens(text)

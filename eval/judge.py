@@ -8,19 +8,17 @@ from 1 to 5, whose mean is shown as 0 to 1.
 
 import json
 import math
-import os
 import re
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import files
 from typing import Any
-from urllib.request import Request, urlopen
 
 import yaml
 
+from keepsight.endpoint import Endpoint, EndpointError, check_url
 from keepsight.errors import UserError
 from keepsight.eval.tasks.rows import fill_in
 from keepsight.eval.tasks.samples import Sample
@@ -31,10 +29,6 @@ LONGBENCH_WRITE = "longbench-write"
 _MARKS = ("Relevance", "Accuracy", "Coherence", "Clarity", "Breadth and Depth", "Reading Experience")
 _TRIES = 5
 _TOKENS = 2048
-_PATIENCE = 600.0
-"""Seconds for one judgment."""
-_FIRST_WAIT = 2.0
-"""Seconds before the second try; doubled for each further one."""
 
 
 @dataclass
@@ -70,8 +64,8 @@ class Judge:
             raise UserError(f"judge.mode={self.mode} is unknown; choose one of {', '.join(MODES)}")
         if self.parallel < 1:
             raise UserError(f"judge.parallel={self.parallel} must be at least 1")
-        if self.url and not self.url.startswith(("http://", "https://")):
-            raise UserError(f"judge.url={self.url} must begin with http:// or https://")
+        if self.url:
+            check_url("judge.url", self.url)
 
     def score(self, sample: Sample, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """The rows of a sample, the full cache's first, with their scores and the judge's words as `judgments`.
@@ -134,24 +128,17 @@ class Judge:
 
     def _complete(self, body: Mapping[str, Any]) -> str:
         assert self.url is not None
-        data, reason = json.dumps({"model": self.model, **body}).encode(), ""
-        for attempt in range(_TRIES):
-            try:
-                request = Request(f"{self.url.rstrip('/')}/chat/completions", data, self._headers)
-                with urlopen(request, timeout=_PATIENCE) as response:
-                    return str(json.load(response)["choices"][0]["message"]["content"])
-            except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
-                reason = f"{type(error).__name__}: {error}"
-                if 400 <= getattr(error, "code", 500) < 500 and getattr(error, "code", 429) != 429:
-                    break
-            if attempt + 1 < _TRIES:
-                time.sleep(_FIRST_WAIT * 2**attempt)
-        raise UserError(f"judge.url={self.url}: no judgment ({reason}); run the same command again to go on")
+        endpoint = Endpoint(self.url, self.key, _TRIES)
+        try:
+            return endpoint.post("chat/completions", {"model": self.model, **body}, _said)
+        except EndpointError as error:
+            raise UserError(
+                f"judge.url={self.url}: no judgment ({error}); run the same command again to go on"
+            ) from None
 
-    @property
-    def _headers(self) -> dict[str, str]:
-        secret = os.environ.get(self.key)
-        return {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {secret}"} if secret else {})
+
+def _said(reply: Any) -> str:
+    return str(reply["choices"][0]["message"]["content"])
 
 
 def _talk(row: Mapping[str, Any]) -> tuple[str, ...]:

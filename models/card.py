@@ -50,6 +50,8 @@ model.generate(**inputs, custom_generate={method}.from_pretrained("FOLDER_OR_HUB
 max_new_tokens=64)
 ```"""
 
+_EVALUATION = "## Evaluation\n\nOf `keepsight eval`, with pictures in evaluation.png:"
+
 
 @dataclass(frozen=True)
 class CardBasics:
@@ -113,6 +115,11 @@ def write_card(
 def example(base_model: str, method: str, budget: int) -> str:
     """Python code that generates with a method of `keepsight`, as a Markdown block."""
     return _EXAMPLE.format(base_model=base_model, method=method, budget=budget)
+
+
+def with_evaluation(card: str, table: str) -> str:
+    """A card that ends with a Markdown table of an evaluation, in place of the one that it may have had."""
+    return f"{card.partition(_EVALUATION)[0].rstrip()}\n\n{_EVALUATION}\n\n{table.strip()}\n"
 
 
 def metrics_table(metrics: Mapping[str, float], heading: str) -> str:

@@ -1,6 +1,7 @@
 """A target's chat template."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jinja2 import TemplateError
@@ -22,3 +23,17 @@ def chat_text(tokenizer: Any, turns: Sequence[dict[str, str]]) -> str:
     except TemplateError as error:
         roles = ", ".join(turn["role"] for turn in turns)
         raise UserError(f"the chat template of {name!r} refuses the turns {roles}: {error}") from None
+
+
+def with_arguments(template: Any, arguments: Mapping[str, Any]) -> str:
+    """A chat template with arguments, such as `enable_thinking`, set in it: whoever applies it, applies them too.
+
+    Raises:
+        UserError: there is no template to set them in, or an argument is no value that can be written there.
+    """
+    if not isinstance(template, str):
+        raise UserError(f"model.template={dict(arguments)}: the model has no single chat template to set this in")
+    for name, value in arguments.items():
+        if not name.isidentifier() or not isinstance(value, str | int | float | bool):
+            raise UserError(f"model.template: {name}={value!r} must be a name with a text, a number, true or false")
+    return "".join(f"{{% set {name} = {json.dumps(value)} %}}" for name, value in arguments.items()) + template

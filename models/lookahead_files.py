@@ -20,9 +20,10 @@ from transformers import PreTrainedModel
 
 from keepsight.errors import UserError
 from keepsight.files import atomic_files, file_digest, read_json, write_json
+from keepsight.models.folded_lora import FoldedLora
 from keepsight.models.lookahead import Lookahead, input_embedding
 from keepsight.models.lookahead_settings import LookaheadSettings
-from keepsight.models.lora import PREFIX, Lora
+from keepsight.models.lora import PREFIX
 from keepsight.models.versions import warn_of_another_base
 from keepsight.models.weight_files import as_weights, check_digest, one_line, read_tensors
 
@@ -115,7 +116,7 @@ class Artifact:
     lora: dict[str, Tensor]
     tokens: Tensor
     digest: str
-    _on: "WeakKeyDictionary[PreTrainedModel, tuple[Any, Tensor, Lora | None]]" = field(
+    _on: "WeakKeyDictionary[PreTrainedModel, tuple[Any, Tensor, FoldedLora | None]]" = field(
         default_factory=WeakKeyDictionary, init=False, repr=False
     )
 
@@ -136,7 +137,7 @@ class Artifact:
         with nullcontext() if lora is None else lora.attached():
             yield tokens
 
-    def _weights(self, model: PreTrainedModel) -> tuple[Tensor, Lora | None]:
+    def _weights(self, model: PreTrainedModel) -> tuple[Tensor, FoldedLora | None]:
         """The soft tokens and the LoRA where the model is; they do not hold the model."""
         self.check_base(model)
         module = Lookahead(model, self.settings)
@@ -144,9 +145,8 @@ class Artifact:
             module.load_state(self.lora, self.tokens)
         except UserError as error:
             raise UserError(f"{self.folder}: {error}") from None
-        if module.lora is not None:
-            module.lora.requires_grad_(False).eval()
-        return module.observers(1)[0].detach(), module.lora
+        lora = None if module.lora is None else FoldedLora(module.lora, model.dtype)
+        return module.observers(1)[0].detach(), lora
 
     def check_base(self, model: PreTrainedModel) -> None:
         """Warn of a model with other weights than those that the adapter was trained on.

@@ -40,7 +40,7 @@ class Lora(nn.Module):
         super().__init__()
         self.names = tuple(linears)
         self._linears = tuple(linears.values())
-        self.updates = nn.ModuleList([_Update(linear, rank, alpha / rank, dropout) for linear in self._linears])
+        self.updates = nn.ModuleList([Update(linear, rank, alpha / rank, dropout) for linear in self._linears])
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -54,6 +54,10 @@ class Lora(nn.Module):
             for hook in hooks:
                 hook.remove()
 
+    def parts(self) -> Iterator[tuple[str, nn.Module, Any]]:
+        """Each module's name, the module, and its update."""
+        yield from zip(self.names, self._linears, self.updates, strict=True)
+
     def tensors(self) -> dict[str, nn.Parameter]:
         """Its parameters under the names that PEFT saves them with."""
         return {
@@ -63,7 +67,7 @@ class Lora(nn.Module):
         }
 
 
-class _Update(nn.Module):
+class Update(nn.Module):
     """The update of one linear module, in float32, begun as PEFT does: A random, B zero."""
 
     def __init__(self, linear: Any, rank: int, scaling: float, dropout: float) -> None:
@@ -91,10 +95,10 @@ class _Hook:
         return (output + self.update(inputs[0])).to(output.dtype)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        return _nothing
+        return nothing
 
 
-def _nothing(*_: object) -> None:
+def nothing(*_: object) -> None:
     """A hook that changes nothing."""
 
 

@@ -9,6 +9,7 @@ import logging
 import os
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,9 @@ from transformers.utils import is_flash_attn_2_available
 
 from keepsight.errors import UserError
 from keepsight.files import atomic_folder, file_digest, text_digest
+from keepsight.models.chat import with_arguments
 from keepsight.models.decoder import require_supported
+from keepsight.models.quantization import placement
 from keepsight.models.versions import folder_version, record_version, version_of
 
 logger = logging.getLogger("keepsight")
@@ -111,6 +114,9 @@ def load_target(
     dtype: str = "auto",
     device: str = "auto",
     attention: str = "auto",
+    template: Mapping[str, Any] | None = None,
+    quantize: str | None = None,
+    device_map: str | None = None,
     trust_remote_code: bool = False,
 ) -> Target:
     """Load a target from a folder or the Hub, or from `packaged` when the Hub cannot be reached.
@@ -122,7 +128,11 @@ def load_target(
         packaged_digest: The `sha256:...` that the packaged file must have.
         dtype: `auto` (bfloat16 on an accelerator, float32 on the CPU) or a key of `DTYPES`.
         device: `auto`, or a torch device.
-        attention: `auto` (flash_attention_2 where installed and on a GPU, else sdpa), or an implementation's name.
+        attention: `auto` (flash_attention_2 where installed and on a GPU, else transformers' choice), or one of
+            `ATTENTION`.
+        template: Arguments of the chat template; see `with_arguments`.
+        quantize: `nf4` or `int8`: weights are quantised while they are loaded, by bitsandbytes.
+        device_map: `auto` divides the layers over all GPUs and, where these are full, the CPU.
         trust_remote_code: Whether code from the model's repository may run.
 
     Raises:
@@ -133,19 +143,38 @@ def load_target(
         "dtype": _dtype(dtype, device),
         "attn_implementation": _attention(attention, device),
         "trust_remote_code": trust_remote_code,
+        **placement(quantize, device_map, device, _dtype(dtype, device)),
     }
+    source, version, where = located(model_id, revision, packaged, packaged_digest)
+    target = _finish(model_id, version, source, device, options | where)
+    if template:
+        target.tokenizer.chat_template = with_arguments(target.tokenizer.chat_template, template)
+    return target
+
+
+def located(
+    model_id: str, revision: str | None, packaged: str | None, packaged_digest: str | None
+) -> tuple[str | Path, str | None, dict[str, Any]]:
+    """Where a model is read from, its version where that is known beforehand, and how the Hub's client is asked.
+
+    Raises:
+        UserError: it is neither a folder, nor on the Hub, nor in an installed package.
+    """
     if Path(model_id).is_dir():
-        return _finish(model_id, folder_version(Path(model_id)), Path(model_id), device, options)
+        return Path(model_id), folder_version(Path(model_id)), {}
     _check_hub_id(model_id)
     offline = not hub_answers()
     if not offline or try_to_load_from_cache(model_id, "config.json", revision=revision):
-        return _finish(model_id, None, model_id, device, options | {"revision": revision, "local_files_only": offline})
+        return model_id, None, {"revision": revision, "local_files_only": offline}
     if packaged is None:
-        raise UserError(f"model {model_id!r} is no folder, is not in the Hub's cache, and the Hub does not answer")
+        raise UserError(
+            f"model {model_id!r} is no folder, is not in the Hub's cache, and the Hub does not answer; give a folder "
+            "with its config.json as model.id="
+        )
     path = packaged_file(packaged)
     logger.warning("%s cannot be fetched from the Hub; using the packaged file %s instead", model_id, path.name)
     digest = _checked_digest(path, packaged_digest)
-    return _finish(model_id, digest, _dequantised(path, digest), device, options)
+    return _dequantised(path, digest), digest, {}
 
 
 def hub_answers() -> bool:
@@ -166,13 +195,19 @@ def _finish(name: str, version: str | None, source: str | Path, device: str, opt
         tokenizer, model = _read(source, options)
     except (OSError, ValueError, RuntimeError, HfHubHTTPError, SafetensorError) as error:
         raise UserError(f"model {name!r} cannot be loaded: {' '.join(str(error).split())[:300]}") from error
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    model = model.to(device)
+    if "device_map" not in options:
+        model = model.to(device)
     require_supported(model)
     model.config.name_or_path = name
     record_version(model, version)
-    return Target(model.requires_grad_(False).eval(), tokenizer, name, version_of(model))
+    return Target(model.requires_grad_(False).eval(), padded(tokenizer), name, version_of(model))
+
+
+def padded(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """The tokenizer, which pads with its end token where it has no token for that."""
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
 
 
 def _read(source: str | Path, options: dict[str, Any]) -> tuple[PreTrainedTokenizerBase, Any]:
@@ -195,13 +230,14 @@ def _dtype(name: str, device: str) -> torch.dtype:
     return DTYPES[name]
 
 
-def _attention(name: str, device: str) -> str:
+def _attention(name: str, device: str) -> str | None:
+    """None leaves it to transformers, which takes sdpa where the architecture has it, else eager."""
     if name not in ("auto", *ATTENTION):
         raise UserError(f"attention {name!r} is unknown; choose auto or one of {', '.join(ATTENTION)}")
     flash = device != "cpu" and is_flash_attn_2_available()
     if name == "flash_attention_2" and not flash:
         raise UserError("attention 'flash_attention_2' needs a GPU and the package flash-attn; choose auto")
-    return ("flash_attention_2" if flash else "sdpa") if name == "auto" else name
+    return ("flash_attention_2" if flash else None) if name == "auto" else name
 
 
 def _device(name: str) -> str:

@@ -80,7 +80,8 @@ def _quantised(config: Any) -> str:
         return ""
     values = quantisation if isinstance(quantisation, dict) else quantisation.to_dict()
     kinds = [name.removeprefix("load_in_") for name in ("load_in_4bit", "load_in_8bit") if values.get(name)]
-    return f" quantised by {' '.join([str(values.get('quant_method', 'an unknown method')), *kinds])}"
+    method = values.get("quant_method", "an unknown method")
+    return f" quantised by {' '.join([str(getattr(method, 'value', method)), *kinds])}"  # an enum in a loaded model
 
 
 def warn_of_another_base(artifact: Path, base: str, version: str, model: PreTrainedModel) -> None:

@@ -1,32 +1,72 @@
-"""Allocation: how many entries each layer and KV head keeps; together they are exactly the budget."""
+"""Allocation: how many entries each layer and KV head keeps; together they are exactly the budget.
+
+Counts are numpy arrays: the CPU works on them without waiting for the device. Of scores only what `Adaptive` needs to
+know of each head is fetched, for all layers at once.
+"""
 
 import heapq
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
 from keepsight.errors import UserError, require_whole
 from keepsight.runtime.importance import top_mask
 
+Counts: TypeAlias = NDArray[np.int64]
+
+
+class Held(NamedTuple):
+    """What there is to divide a budget over.
+
+    Attributes:
+        real: [L, B, K], entries of each head, without padding.
+        protected: [L, B, K], those of them that are always kept.
+    """
+
+    real: Counts
+    protected: Counts
+
+    @classmethod
+    def of(cls, real: Counts, protected: int) -> "Held":
+        """Where up to `protected` entries of every head are protected."""
+        return cls(real, real.clip(max=protected))
+
+    @property
+    def available(self) -> Counts:
+        """[L, B, K], entries to choose from."""
+        return self.real - self.protected
+
 
 class Allocation(ABC):
-    """Divides a budget over layers and KV heads."""
+    """Divides a budget over layers and KV heads.
+
+    Attributes:
+        reads_scores: Whether it depends on the entries' importance, and not on their number alone.
+    """
+
+    reads_scores = True
 
     @abstractmethod
-    def __call__(self, importance: list[Tensor], budget: int) -> list[Tensor]:
+    def __call__(self, held: Held, budgets: list[int], importance: list[Tensor]) -> Counts:
         """Divide a budget.
 
         Args:
-            importance: For each of L layers, [B, K, C] float32: +inf where an entry is protected, -inf for padding.
-            budget: Entries per layer and KV head on average, protected ones included.
+            held: Of L layers. Those of a prompt hold the same number, so that any of them can be divided alone, but
+                for `Pyramid`.
+            budgets: For each of B rows, entries per layer and KV head on average, protected ones included.
+            importance: For each layer, [B, K, C] float32: +inf where an entry is protected, -inf for padding; not
+                looked at unless `reads_scores`.
 
         Returns:
-            L tensors [B, K] int64: entries to keep. In every row they sum to L x K x budget, or to all real entries if
-            these are fewer; no head gets more than it has, or fewer than it protects. Where a head of an evicted cache
-            has fewer than its share, others get the rest.
+            [L, B, K]: entries to keep. In every row they sum to L x K x budget, or to all real entries if these are
+            fewer; no head gets more than it has, or fewer than it protects. Where a head of an evicted cache has fewer
+            than its share, others get the rest.
         """
 
     def check(self, budget: int, protected: int) -> None:
@@ -41,10 +81,11 @@ class Allocation(ABC):
 class Uniform(Allocation):
     """The same number of entries in every layer and KV head."""
 
+    reads_scores = False
+
     @override
-    def __call__(self, importance: list[Tensor], budget: int) -> list[Tensor]:
-        real = torch.stack([count_real(layer) for layer in importance])
-        return list(torch.stack([_evenly(row, budget) for row in real.unbind(1)], dim=1))
+    def __call__(self, held: Held, budgets: list[int], importance: list[Tensor]) -> Counts:
+        return np.stack([_evenly(held.real[:, row], budget) for row, budget in enumerate(budgets)], axis=1)
 
 
 @dataclass(frozen=True)
@@ -59,6 +100,7 @@ class Pyramid(Allocation):
         beta: The last layer gets 1 / beta of the average, the first one 2 - 1 / beta.
     """
 
+    reads_scores = False
     beta: int = 20
 
     def __post_init__(self) -> None:
@@ -73,26 +115,23 @@ class Pyramid(Allocation):
             )
 
     @override
-    def __call__(self, importance: list[Tensor], budget: int) -> list[Tensor]:
-        real = torch.stack([count_real(layer) for layer in importance])
-        protected = torch.stack([count_protected(layer) for layer in importance])
-        rows = [self._divide(*row, budget) for row in zip(real.unbind(1), protected.unbind(1), strict=True)]
-        return list(torch.stack(rows, dim=1))
+    def __call__(self, held: Held, budgets: list[int], importance: list[Tensor]) -> Counts:
+        rows = enumerate(budgets)
+        return np.stack([self._divide(held.real[:, row], held.protected[:, row], each) for row, each in rows], axis=1)
 
-    def _divide(self, real: Tensor, protected: Tensor, budget: int) -> Tensor:
+    def _divide(self, real: Counts, protected: Counts, budget: int) -> Counts:
         """[L, K] entries to keep, from the numbers of one row's real and protected ones [L, K]."""
-        available, longest, free = real - protected, int(real.max()), budget - int(protected.max())
-        total = min(real.numel() * budget, int(real.sum())) - int(protected.sum())
+        available, free = real - protected, budget - int(protected.max())
+        total = min(real.size * budget, int(real.sum())) - int(protected.sum())
         # Layers that differ were evicted from by this schedule before: the prompt was long enough.
-        if bool((real == longest).all()) and longest < 2 * free:
+        if real.min() == real.max() < 2 * free:
             published = [free] * len(real)
         else:
             published = pyramid_schedule(free, int(available.max()), len(real), self.beta)
-        ideal = torch.linspace(published[0], 2 * free - published[0], len(real), dtype=torch.float64)
-        most = available.amin(dim=1)
-        caps = settle(torch.tensor(published), ideal, min(free * len(real), int(most.sum())), most)
-        by_head = [each[:, None].expand(-1, real.shape[1]) for each in (caps, ideal)]
-        return protected + settle(by_head[0], by_head[1], total, available).to(real.device)
+        ideal, most = np.linspace(published[0], 2 * free - published[0], len(real)), available.min(axis=1)
+        caps = settle(np.array(published), ideal, min(free * len(real), int(most.sum())), most)
+        by_head = np.broadcast_to(caps[:, None], real.shape), np.broadcast_to(ideal[:, None], real.shape)
+        return protected + settle(*by_head, total, available)
 
 
 def pyramid_schedule(budget: int, candidates: int, layers: int, beta: int = 20) -> list[int]:
@@ -144,28 +183,40 @@ class Adaptive(Allocation):
             )
 
     @override
-    def __call__(self, importance: list[Tensor], budget: int) -> list[Tensor]:
-        of_layers = torch.stack([count_real(layer).sum(dim=-1) for layer in importance], dim=1)
-        totals = [_evenly(row, budget * importance[0].shape[1]).tolist() for row in of_layers]
-        return [
-            torch.stack([self._divide(row, total[index]) for row, total in zip(layer, totals, strict=True)])
-            for index, layer in enumerate(importance)
-        ]
-
-    def _divide(self, importance: Tensor, total: int) -> Tensor:
-        """[K] entries to keep per head of one row, from its importance [K, C]."""
-        protected = count_protected(importance)
-        available = count_real(importance) - protected
-        free, average = total - int(protected.sum()), total // len(importance)
-        share = free // len(importance)
-        ranked = self._comparable(importance.masked_fill(torch.isposinf(importance), -torch.inf), share)
+    def __call__(self, held: Held, budgets: list[int], importance: list[Tensor]) -> Counts:
+        kv_heads = held.real.shape[2]
+        evenly = [_evenly(row, budget * kv_heads) for row, budget in zip(held.real.sum(axis=2).T, budgets, strict=True)]
+        totals = np.stack(evenly, axis=1)
+        free = totals - held.protected.sum(axis=2)
+        promised = np.zeros_like(held.real)
         if not self.blend:
-            promised = (int(average * self.floor) - protected).clamp(min=0)
-            first = top_mask(ranked, torch.minimum(promised, available))
-            return protected + _among_top(ranked.masked_fill(first, torch.inf), free)
-        among_top = _among_top(ranked, free)
-        ideal = among_top.double() * (1 - self.floor) + share * self.floor
-        return protected + settle(blended(among_top, share, self.floor), ideal, free, available)
+            averages = (totals // kv_heads * self.floor).astype(np.int64)[..., None]
+            promised = np.minimum((averages - held.protected).clip(min=0), held.available)
+        among_top = self._among_top(importance, free, promised)
+        if not self.blend:
+            return held.protected + among_top
+        counts, share = np.empty_like(held.real), free // kv_heads
+        for place in np.ndindex(*free.shape):
+            ideal = among_top[place] * (1 - self.floor) + share[place] * self.floor
+            rounded = blended(among_top[place], int(share[place]), self.floor)
+            counts[place] = settle(rounded, ideal, int(free[place]), held.available[place])
+        return held.protected + counts
+
+    def _among_top(self, importance: list[Tensor], free: Counts, promised: Counts) -> Counts:
+        """[L, B, K]: how many of the `free` [L, B] best entries of a layer fall into each head.
+
+        The best `promised` [L, B, K] of a head come before all others; ties go to the first head and index.
+        """
+        layers = []
+        for layer, totals, first in zip(importance, free.tolist(), torch.from_numpy(promised), strict=True):
+            shares = [total // layer.shape[1] for total in totals]
+            candidates = layer.masked_fill(torch.isposinf(layer), -torch.inf)
+            ranked = torch.stack([self._comparable(*row) for row in zip(candidates, shares, strict=True)])
+            if not self.blend:
+                ranked.masked_fill_(top_mask(ranked, first.to(layer.device)), torch.inf)
+            best = [top_mask(row.flatten(), total).view_as(row) for row, total in zip(ranked, totals, strict=True)]
+            layers.append(torch.stack(best).sum(dim=-1))
+        return np.array(torch.stack(layers).tolist())  # the only thing to wait for
 
     def _comparable(self, candidates: Tensor, share: int) -> Tensor:
         if not self.normalize:
@@ -176,33 +227,29 @@ class Adaptive(Allocation):
         return scaled.masked_fill(torch.isneginf(candidates), -torch.inf)
 
 
-def blended(among_top: Tensor, budget: int, floor: float) -> Tensor:
-    """AdaKV's entries by head, exactly as its code rounds them; their sum can miss `budget` x K.
+def blended(among_top: Counts, budget: int, floor: float) -> Counts:
+    """AdaKV's entries by head, exactly as its code rounds them, in float32; their sum can miss `budget` x K.
 
     Args:
-        among_top: [K] int64, number of the layer's most important entries in each head.
+        among_top: [K], number of the layer's most important entries in each head.
         budget: B, entries a head without the window.
         floor: Alpha.
     """
-    return (among_top * (1 - floor) + int(budget * floor)).round().long()
+    blend = among_top.astype(np.float32) * np.float32(1 - floor) + np.float32(int(budget * floor))
+    return blend.round().astype(np.int64)
 
 
-def _among_top(ranked: Tensor, total: int) -> Tensor:
-    """[K]: how many of the `total` best entries of all heads fall into each; ties go to the first head and index."""
-    return top_mask(ranked.flatten(), total).view_as(ranked).sum(dim=-1)
-
-
-def _evenly(available: Tensor, share: int) -> Tensor:
+def _evenly(available: Counts, share: int) -> Counts:
     """`share` of each; what some lack is taken from the others."""
-    total = min(available.numel() * share, int(available.sum()))
-    return settle(available.clamp(max=share), torch.full_like(available, share), total, available)
+    total = min(available.size * share, int(available.sum()))
+    return settle(available.clip(max=share), np.full(available.shape, share), total, available)
 
 
-def settle(counts: Tensor, ideal: Tensor, total: int, most: Tensor) -> Tensor:
+def settle(counts: Counts, ideal: NDArray[Any], total: int, most: Counts) -> Counts:
     """Change rounded counts one by one, each time the one furthest from `ideal`, until they sum to `total`.
 
     Args:
-        counts: Counts of any shape, int64; ties go to the first.
+        counts: Counts of any shape; ties go to the first.
         ideal: The values that they were rounded from, of the same shape.
         total: The sum to reach.
         most: The largest count allowed for each; their sum is at least `total`.
@@ -226,17 +273,7 @@ def settle(counts: Tensor, ideal: Tensor, total: int, most: Tensor) -> Tensor:
         settled[index] += step
         if can_change(index):
             heapq.heappush(waiting, place(index))
-    return torch.tensor(settled, device=counts.device).view(counts.shape)
-
-
-def count_real(importance: Tensor) -> Tensor:
-    """Number of entries that are not padding, [..., C] -> [...] int64."""
-    return (~torch.isneginf(importance)).sum(dim=-1)
-
-
-def count_protected(importance: Tensor) -> Tensor:
-    """Number of entries that are always kept, [..., C] -> [...] int64."""
-    return torch.isposinf(importance).sum(dim=-1)
+    return np.array(settled).reshape(counts.shape)
 
 
 ALLOCATIONS: dict[str, type[Allocation]] = {"uniform": Uniform, "pyramidkv": Pyramid, "adakv": Adaptive}

@@ -9,7 +9,7 @@ recurrent state) keep the cache that transformers gives them: they are copied wi
 """
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -348,57 +348,6 @@ def share(cache: Cache) -> Cache:
             for layer in full_layers(cache)
         ],
     )
-
-
-def keep(
-    cache: Cache, kept: Sequence[Tensor], padded: bool = False, counts: Sequence[int | None] | None = None
-) -> Cache:
-    """A new cache with only the kept entries; the given one is untouched.
-
-    Args:
-        cache: A cache of L layers with full attention.
-        kept: L tensors [B, K, C] bool: which entries stay. Layers in which all heads keep the same number are dense,
-            the others ragged.
-        padded: Whether rows were padded: where bounded layers go on to need the mask that says so, all new layers are
-            ragged, which do not heed it.
-        counts: For each layer the number that all heads keep, None where they differ. Counted by default, for which
-            the CPU has to wait.
-    """
-    seen = cache.get_seq_length()
-    if padded and any(map(is_bounded, cache.layers)):
-        counts = [None] * len(kept)
-    elif counts is None:
-        spans = torch.stack([torch.stack(mask.sum(dim=-1).aminmax()) for mask in kept]).tolist() if kept else []
-        counts = [least if least == most else None for least, most in spans]
-    differ = len({*counts}) > 1  # the model's mask has one length, which then fits no layer
-    layers: list[KeptLayer] = []
-    for (keys, values, _), mask, count in zip(entries(cache), kept, counts, strict=True):
-        rows = mask.flatten().nonzero()[:, 0] if count is None else _rows(places_of(mask, count), mask.shape[2])
-        # Whole rows are copied: indexing by the mask itself would copy number by number.
-        packed, of_values = (each.reshape(-1, each.shape[-1]).index_select(0, rows) for each in (keys, values))
-        if count is None:
-            layers.append(RaggedLayer(packed, of_values, mask.sum(dim=-1), seen))
-        else:
-            shape = *keys.shape[:2], count
-            dense = packed.view(*shape, packed.shape[-1]), of_values.view(*shape, of_values.shape[-1])
-            real = mask.new_ones(shape) if differ else None
-            layers.append(KeptLayer(*dense, seen, real))
-    return with_full_layers(cache, layers)
-
-
-def places_of(mask: Tensor, count: int) -> Tensor:
-    """The indices [..., count] int64, ascending, of the True ones of a mask [..., C], which are `count` in each row.
-
-    Unlike `nonzero` the CPU does not wait for it.
-    """
-    length = mask.shape[-1]
-    return length - (mask * torch.arange(length, 0, -1, device=mask.device)).topk(count, dim=-1).values
-
-
-def _rows(places: Tensor, length: int) -> Tensor:
-    """Places [B, K, n] among the `length` entries of each head -> rows of the flattened layer."""
-    heads = torch.arange(0, places.shape[0] * places.shape[1] * length, length, device=places.device)
-    return (heads.view(*places.shape[:2], 1) + places).flatten()
 
 
 def cache_bytes(cache: Cache) -> int:

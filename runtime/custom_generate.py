@@ -231,7 +231,7 @@ def _require_honoured(config: GenerationConfig, options: dict[str, Any], inputs:
             f"custom_generate: {mode.replace('_', ' ')} (num_beams={config.num_beams}) is not possible with a "
             "compressed cache; decode greedily or sample, and leave out num_beams and assistants"
         )
-    given = {name for name, value in inputs.items() if value is not None} - _READ
+    given = {name for name, value in inputs.items() if value is not None and value != {}} - _READ
     given |= {name for name in ("output_attentions", "output_hidden_states") if getattr(config, name)}
     given |= {"synced_gpus"} if options.get("synced_gpus") else set()
     if given:

@@ -10,21 +10,29 @@ tokens are not counted and never evicted, unless `every` is set: then prompt and
 the budget.
 """
 
+import functools
+import operator
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from typing_extensions import override
 
 from keepsight.errors import UserError, require_whole
-from keepsight.runtime.allocate import Allocation, Uniform
+from keepsight.runtime.allocate import Allocation, Held, Uniform
 from keepsight.runtime.budget import Budget
-from keepsight.runtime.cache import LayerEntries, keep, places_of
+from keepsight.runtime.cache import LayerEntries, empty_cache, full_layers
 from keepsight.runtime.decode import Reapply
-from keepsight.runtime.importance import Pool, Reduce, pool, reduce_group, top_mask
+from keepsight.runtime.gather import all_ragged, counted, keep, kept_received, select_top
+from keepsight.runtime.importance import Pool, Reduce, reduce_group
+from keepsight.runtime.layer_eviction import LayerEviction
 from keepsight.runtime.method import CacheMethod, Method, Observe, Shared
-from keepsight.runtime.observe import Observer
+from keepsight.runtime.observe import LayerObserver, Observer
+from keepsight.runtime.prefill import prefill
+from keepsight.runtime.read_layer import ReadLayer, read_layers
+from keepsight.runtime.scores import protected, require_scores
 from keepsight.runtime.state import Needs, State, Trace
 
 
@@ -42,6 +50,8 @@ class Evict(CacheMethod):
         window: Number of last entries that are always kept; they are not pooled with the others.
         every: Number of generated tokens after which the method is applied again, keeping `budget - every` entries, so
             that the cache never exceeds the budget; 0 to evict from the prompt alone.
+        during_prefill: Whether each layer is evicted from as soon as it is read, so that only one is whole at a time;
+            the same entries stay. None for where the observer allows it: one that looks back at all layers cannot.
 
     Raises:
         UserError: a value is out of range; one line names it.
@@ -55,6 +65,7 @@ class Evict(CacheMethod):
     sinks: int = 0
     window: int = 0
     every: int = 0
+    during_prefill: bool | None = None
     reads_images = True
 
     def __post_init__(self) -> None:
@@ -62,6 +73,11 @@ class Evict(CacheMethod):
         require_whole(name, sinks=self.sinks, window=self.window, every=self.every)
         Budget(budget).check(name)
         self.bound_observer.needs()  # binding refuses what the observer cannot take from the method
+        if self.during_prefill and not isinstance(self.observer, LayerObserver):
+            raise UserError(
+                f"{name}: during_prefill needs an observer that scores each layer as it is read; "
+                f"{type(self.observer).__name__} looks back at the whole prompt: leave it out"
+            )
         if Budget(budget).is_ratio:
             if self.every:
                 raise UserError(f"{name}: every {self.every} needs a budget in entries, not the ratio {budget}")
@@ -124,6 +140,32 @@ class Evict(CacheMethod):
 
     @override
     @torch.no_grad()
+    def start(
+        self, model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None = None, *, chunk: int | None = None
+    ) -> State:
+        eviction = self._layer_eviction(model, input_ids, mask)
+        if eviction is None:
+            return super().start(model, input_ids, mask, chunk=chunk)
+        recorder = functools.partial(eviction.recorder, model)
+        state = prefill(model, input_ids, mask, chunk=chunk, needs=self.needs(), last_recorder=recorder)
+        return replace(state, mask=None, trace=self._held_queries(state.trace))
+
+    def _layer_eviction(self, model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None) -> LayerEviction | None:
+        """What evicts during the prefill; None where nothing is to be evicted, or not before its end."""
+        batch, width = input_ids.shape
+        lengths = [width] * batch if mask is None else mask.sum(dim=1).tolist()
+        budgets, cache = [*map(self.budget_for, lengths)], empty_cache(model)
+        fits = not full_layers(cache) or all(map(operator.le, lengths, budgets))
+        if fits or self.during_prefill is False or not isinstance(observer := self.bound_observer, LayerObserver):
+            return None
+        for budget in {*budgets}:
+            self._check_room(budget)
+        ragged = all_ragged(cache, min(lengths) < width)
+        score = functools.partial(self._importance_of, observer)
+        return LayerEviction(score, self.allocate, lengths, budgets, self.sinks + self.window, ragged)
+
+    @override
+    @torch.no_grad()
     def compress(self, model: PreTrainedModel, state: State) -> State:
         if self.fits(state):
             return replace(state.copy(), trace=self._held_queries(state.trace))
@@ -145,19 +187,29 @@ class Evict(CacheMethod):
 
     def fits(self, state: State) -> bool:
         """Whether the state is within the budget, or has no layer to evict from."""
-        entries = state.entries()
-        if all(each.real is None for each in entries):
-            return sum(each.keys.shape[2] for each in entries) <= len(entries) * min(self.budgets(state))
-        held = state.held().double().mean(dim=(0, 2)).tolist()
-        return all(count <= budget for count, budget in zip(held, self.budgets(state), strict=True))
+        real = self._held(state).real
+        return not real.size or bool((real.mean(axis=(0, 2)) <= self.budgets(state)).all())
+
+    def _held(self, state: State) -> Held:
+        """What the state holds; the CPU waits only for padded entries to be counted."""
+        shapes = [each.keys.shape[:3] for each in state.entries() if each.real is None]
+        whole = len(shapes) == len(state.entries())
+        real = [np.full(shape[:2], shape[2]) for shape in shapes] if whole else state.held().tolist()
+        return Held.of(np.array(real), self.sinks + self.window)
 
     @torch.no_grad()
     def importance(self, model: PreTrainedModel, state: State) -> list[Tensor]:
         """For each layer, the importance [B, K, C] float32: +inf where protected, -inf for padding.
 
-        One call serves every budget and allocation.
+        One call serves every budget and allocation. Scores are reduced layer by layer where the observer allows it.
         """
+        if isinstance(observer := self.bound_observer, LayerObserver):
+            return [self._importance_of(observer, layer) for layer in read_layers(model, state)]
         return self.reduced(state, self.observe(model, state))
+
+    def _importance_of(self, observer: LayerObserver, layer: ReadLayer) -> Tensor:
+        """`importance` of one layer."""
+        return self._reduced(observer.score(layer, self.reduce.queries), layer.place, layer.held)
 
     @torch.no_grad()
     def observe(self, model: PreTrainedModel, state: State) -> list[Tensor]:
@@ -171,11 +223,19 @@ class Evict(CacheMethod):
             UserError: the observer did not score every entry of every layer.
         """
         held = state.entries()
-        _require_scores(type(self.observer).__name__, observed, held)
-        return [
-            self._protect(reduce_group(layer, each.keys.shape[1], self.reduce.heads), each.real)
-            for layer, each in zip(observed, held, strict=True)
-        ]
+        if len(observed) != len(held):
+            name = type(self.observer).__name__
+            raise UserError(f"{name} returned scores for {len(observed)} layers; there are {len(held)}")
+        return [self._reduced(layer, place, held[place]) for place, layer in enumerate(observed)]
+
+    def _reduced(self, observed: Tensor, place: int, held: LayerEntries) -> Tensor:
+        """`reduced` of one layer."""
+        require_scores(type(self.observer).__name__, observed, place, held)
+        return self.protect(reduce_group(observed, held.keys.shape[1], self.reduce.heads), held.real)
+
+    def protect(self, importance: Tensor, real: Tensor | None) -> Tensor:
+        """A layer's importance [B, K, C] pooled, +inf where protected, -inf where `real`, [B, K, C] bool, is False."""
+        return protected(importance, real, self.pool, self.sinks, self.window)
 
     def keep(self, state: State, importance: list[Tensor]) -> State:
         """Select within the budget and gather the selected entries."""
@@ -186,27 +246,19 @@ class Evict(CacheMethod):
         budgets = self.budgets(state)
         for budget in {*budgets}:
             self._check_room(budget)
-        if known := self._counts(state):
-            return [top_mask(*pair) for pair in zip(importance, known, strict=True)]
-        rows = [importance] if len({*budgets}) == 1 else zip(*(layer.split(1) for layer in importance), strict=True)
-        divided = [self.allocate([*row], budget) for row, budget in zip(rows, budgets, strict=False)]
-        counts = [torch.cat(layer) for layer in zip(*divided, strict=True)]
-        return [top_mask(*pair) for pair in zip(importance, counts, strict=True)]
+        counts = self.allocate(self._held(state), budgets, importance)
+        return [*map(select_top, importance, counts)]
 
     def gather(self, state: State, selected: list[Tensor]) -> State:
         """The state of the selected entries."""
-        trace, counts = self._held_queries(state.trace), self._counts(state)
-        if trace.received:
-            trace = replace(trace, received=_gather_received(trace.received, selected, counts))
+        if self.allocate.reads_scores:
+            counts = counted(selected)
+        else:
+            counts = self.allocate(self._held(state), self.budgets(state), [])
         kept = keep(state.cache, selected, state.tokens_mask is not None, counts)
-        return replace(state, cache=kept, mask=None, trace=trace)
-
-    def _counts(self, state: State) -> list[int] | None:
-        """For each layer, how many entries all heads keep, where that depends on no score; None where it may."""
-        budgets, entries = {*self.budgets(state)}, state.entries()
-        if type(self.allocate) is not Uniform or len(budgets) > 1 or any(each.real is not None for each in entries):
-            return None
-        return [min(*budgets, each.keys.shape[2]) for each in entries]
+        trace = self._held_queries(state.trace)
+        received = tuple(map(kept_received, trace.received, selected, counts))
+        return replace(state, cache=kept, mask=None, trace=replace(trace, received=received))
 
     def _held_queries(self, trace: Trace) -> Trace:
         """The trace without the queries whose own entries may have been evicted.
@@ -215,66 +267,6 @@ class Evict(CacheMethod):
         """
         queries = tuple(each[:, :, max(each.shape[2] - self.window, 0) :] for each in trace.queries)
         return replace(trace, queries=queries)
-
-    def _protect(self, importance: Tensor, real: Tensor | None) -> Tensor:
-        length, pooled = importance.shape[-1], importance.clone()
-        free = max(length - self.window, 0)
-        if real is not None:  # padding must not reach its neighbours
-            importance = importance.masked_fill(~real, -torch.inf if self.pool.kind == "max" else 0.0)
-        if free:
-            pooled[..., :free] = pool(importance[..., :free].contiguous(), self.pool.kernel, self.pool.kind)
-        pooled[..., free:] = torch.inf
-        if real is None:
-            pooled[..., : self.sinks] = torch.inf
-            return pooled
-        order = real.long().cumsum(dim=-1)
-        pooled.masked_fill_(order <= self.sinks, torch.inf)
-        return pooled.masked_fill_(~real, -torch.inf)
-
-
-def _require_scores(name: str, scores: list[Tensor], held: list[LayerEntries]) -> None:
-    """Refuse scores that are not one for each entry of each layer.
-
-    Raises:
-        UserError: with one line that names the observer, the shape that it returned and the expected one.
-    """
-    if len(scores) != len(held):
-        raise UserError(f"{name} returned scores for {len(scores)} layers; there are {len(held)}")
-    for index, (layer, entries) in enumerate(zip(scores, held, strict=True)):
-        batch, kv_heads, length, _ = entries.keys.shape
-        shape = [*layer.shape]
-        if len(shape) != 3 or shape[::2] != [batch, length] or not shape[1] or shape[1] % kv_heads:
-            raise UserError(
-                f"{name} returned scores of shape {shape} for layer {index}; expected [{batch}, {kv_heads}, {length}] "
-                f"by KV head, or a multiple of {kv_heads} by query head"
-            )
-
-
-def _gather_received(
-    received: tuple[Tensor, ...], selected: list[Tensor], counts: list[int] | None
-) -> tuple[Tensor, ...]:
-    """[B, H, C] of each layer at the selected entries of its KV head, padded on the left where heads differ.
-
-    `counts` are the numbers of selected entries, where every head of a layer has the same.
-    """
-    if counts is not None:
-        return tuple(map(_received_at, received, map(places_of, selected, counts)))
-    gathered = []
-    for layer, mask in zip(received, selected, strict=True):
-        held = mask.sum(dim=-1)
-        longest = int(held.max())
-        group = layer.shape[1] // mask.shape[1]
-        real = torch.arange(longest, device=mask.device) >= longest - held[..., None]
-        by_head = layer.new_zeros(*layer.shape[:2], longest)
-        by_head[real.repeat_interleave(group, dim=1)] = layer[mask.repeat_interleave(group, dim=1)]
-        gathered.append(by_head)
-    return tuple(gathered)
-
-
-def _received_at(layer: Tensor, places: Tensor) -> Tensor:
-    """[B, H, C] at places [B, K, n] -> [B, H, n]."""
-    group = layer.shape[1] // places.shape[1]
-    return layer.gather(2, places.repeat_interleave(group, dim=1))
 
 
 def require_evict(method: Method, refusal: str) -> Evict:

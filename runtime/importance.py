@@ -121,68 +121,16 @@ def attention_weights(query: Tensor, key: Tensor, softmax: Softmax, key_mask: Te
     # In place, and masked only where something can be hidden: passes over the logits dominate the time.
     logits = softmax.logits(grouped, key).view(batch, kv_heads, -1, rows, keys)
     least = torch.finfo(torch.float32).min
-    logits[..., keys - rows :].masked_fill_(_later(rows, query.device), least)
+    logits[..., keys - rows :].masked_fill_(later(rows, query.device), least)
     if key_mask is not None:
         by_head = key_mask if key_mask.dim() == 3 else key_mask[:, None]
         logits.masked_fill_(~by_head[:, :, None, None], least)
     return softmax.normalised(logits).flatten(1, 2)
 
 
-def attend_after(
-    query: Tensor, stored: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], softmax: Softmax, reduction: str
-) -> tuple[Tensor, Tensor]:
-    """Attention of observers to stored entries and to each other, and its weights on the stored ones.
-
-    The two are never concatenated: a copy of the entries would cost measurable time.
-
-    Args:
-        query: [B, H, q, d], the observers' queries, causal among themselves.
-        stored: Keys and values [B, K, N, d], all of them real and visible to every observer.
-        own: Keys and values [B, K, q, d] of the observers.
-        softmax: The layer's.
-        reduction: Reduction over the queries: `mean` or `max`.
-
-    Returns:
-        What `observed_attention` returns, [B, H, N] float32, and the output [B, q, H, d] of softmax attention in
-        float32; both differentiable.
-    """
-    batch, heads, rows, width = query.shape
-    (keys, values), (own_keys, own_values) = stored, own
-    kv_heads, parts = keys.shape[1], _parts(keys, values)
-    keys, values = keys.unflatten(2, (parts, -1)), values.unflatten(2, (parts, -1))
-    grouped = (query * softmax.scaling).reshape(batch, kv_heads, -1, width)
-    logits = softmax.capped((grouped[:, :, None].expand(-1, -1, parts, -1, -1) @ keys.transpose(-1, -2)).float())
-    between = softmax.capped((grouped @ own_keys.transpose(-1, -2)).float())
-    between.unflatten(2, (-1, rows)).masked_fill_(_later(rows, query.device), -torch.inf)
-    # Softmax does not depend on what is subtracted, so that no gradient has to flow through the maximum.
-    highest = torch.maximum(
-        logits.detach().amax(dim=-1, keepdim=True).amax(dim=2), between.detach().amax(dim=-1, keepdim=True)
-    )
-    sinks = softmax.sinks_of(kv_heads, rows)
-    highest = highest if sinks is None else torch.maximum(highest, sinks.detach())
-    weights, between = logits.sub_(highest[:, :, None]).exp_(), between.sub_(highest).exp_()
-    total = weights.sum(dim=-1, keepdim=True).sum(dim=2) + between.sum(dim=-1, keepdim=True)
-    total = total if sinks is None else total + (sinks - highest).exp()
-    seen = (weights.to(values.dtype) @ values).sum(dim=2) + between.to(values.dtype) @ own_values
-    output = (seen / total).to(values.dtype).view(batch, heads, rows, -1)
-    by_head, share = weights.unflatten(3, (-1, rows)), total.reciprocal().view(batch, kv_heads, 1, -1, rows, 1)
-    with torch.autocast(query.device.type, enabled=False):  # else the product would be in its dtype
-        paid = (by_head * share).amax(dim=4) if reduction == "max" else ((share / rows).mT @ by_head)[..., 0, :]
-    return paid.transpose(2, 3).flatten(3).flatten(1, 2), output.transpose(1, 2).contiguous()
-
-
-def _parts(keys: Tensor, values: Tensor) -> int:
-    """Number of parts in which to multiply the entries: few matrices parallelise badly over the cores of a CPU.
-
-    As many as are possible without a copy.
-    """
-    whole = keys.is_contiguous() and values.is_contiguous()
-    return next(parts for parts in (4, 2, 1) if parts == 1 or (whole and keys.shape[2] % parts == 0))
-
-
 @functools.lru_cache(maxsize=8)
 @torch.inference_mode(False)  # a cached tensor may be used where there are gradients
-def _later(rows: int, device: torch.device) -> Tensor:
+def later(rows: int, device: torch.device) -> Tensor:
     """[rows, rows] bool: which keys come after each query."""
     return torch.ones(rows, rows, dtype=torch.bool, device=device).triu(1)
 

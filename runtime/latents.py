@@ -5,7 +5,7 @@ each head's own rows of `kv_b_proj`; a part with RoPE, shared by all heads too, 
 and that part, and expands all of them at every step. An entry is a latent then, which all heads keep or lose together.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,20 +66,32 @@ def attended_entries(model: PreTrainedModel, state: State) -> Iterator[LayerEntr
     One layer at a time: they take far more memory than the latents, in DeepSeek-V3 40960 numbers per token and layer
     instead of 576.
     """
-    if not holds_latents(model, state):
-        yield from state.entries()
-        return
-    for expand, each in zip(expansions(model), state.entries(), strict=True):
-        yield LayerEntries(*expand(each.keys, each.values), each.real)
+    for expansion, each in zip(expansions_for(model, state.entries()), state.entries(), strict=True):
+        yield attended(each, expansion)
+
+
+def attended(held: LayerEntries, expansion: Expansion | None) -> LayerEntries:
+    """The entries of a layer as queries see them; without an expansion as they are held."""
+    return held if expansion is None else LayerEntries(*expansion(held.keys, held.values), held.real)
+
+
+def expansions_for(model: PreTrainedModel, held: Sequence[LayerEntries]) -> Sequence[Expansion | None]:
+    """For each layer of a cache what expands its entries; None where these are no latents."""
+    return expansions(model) if held and are_latents(model, held[0]) else [None] * len(held)
 
 
 def holds_latents(model: PreTrainedModel, state: State) -> bool:
-    """Whether the cache holds latents: earlier versions of transformers, such as 5.10, cache every head's entries."""
+    """Whether the cache of a state holds latents."""
+    return has_latents(model) and are_latents(model, state.entries()[0])
+
+
+def are_latents(model: PreTrainedModel, held: LayerEntries) -> bool:
+    """Whether entries are latents: earlier versions of transformers, such as 5.10, cache every head's entries."""
     if not has_latents(model):
         return False
     config: Any = model.config.get_text_config()
-    keys, values, _ = state.entries()[0]
-    return (keys.shape[1], keys.shape[3], values.shape[3]) == (1, config.kv_lora_rank, config.qk_rope_head_dim)
+    widths = held.keys.shape[1], held.keys.shape[3], held.values.shape[3]
+    return widths == (1, config.kv_lora_rank, config.qk_rope_head_dim)
 
 
 def expansions(model: PreTrainedModel) -> list[Expansion]:

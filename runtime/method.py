@@ -75,7 +75,9 @@ class Method(CustomGenerate):
 
     def budgets(self, state: State) -> list[int]:
         """The budget of each row, for its own number of tokens."""
-        return [self.budget_for(length) for length in state.lengths.tolist()]
+        batch, width = state.tokens.shape
+        lengths = [width] * batch if state.tokens_mask is None else state.lengths.tolist()
+        return [*map(self.budget_for, lengths)]
 
     def needs(self) -> Needs:
         """What the prefill has to record."""

@@ -1,6 +1,7 @@
 """Prefill: the prompt becomes KV entries, once for all observers."""
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
 from keepsight.errors import UserError
-from keepsight.runtime.attention import Reader, run
+from keepsight.runtime.attention import Reader, Recorder, run
 from keepsight.runtime.cache import empty_cache, full_layers
 from keepsight.runtime.features import RecordFeatures
 from keepsight.runtime.images import Images
@@ -29,6 +30,7 @@ def prefill(
     *,
     chunk: int | None = None,
     needs: Needs = WINDOW,
+    last_recorder: Callable[[Cache, TraceRecorder], Recorder] | None = None,
     images: Images | None = None,
 ) -> State:
     """Run the prompt through the model.
@@ -40,6 +42,8 @@ def prefill(
         chunk: Tokens per forward pass; None for the whole prompt in one. The result is the same: eviction waits for
             the whole prompt, so that every token attends to all before it.
         needs: What to record of the prompt for observers.
+        last_recorder: Makes what records the last pass, around the given recorder; it may put other layers in place of
+            those that have been read.
         images: Images in the prompt, which is then read in one pass.
 
     Raises:
@@ -61,11 +65,12 @@ def prefill(
         end = min(start + step, input_ids.shape[1])
         seen = None if mask is None else mask[:, :end]
         recorder = TraceRecorder(trace, seen)
+        around = last_recorder if end == input_ids.shape[1] else None
         with RecordFeatures(model, needs.features) as recorded:
             output = run(
                 model,
                 cache,
-                recorder=recorder,
+                recorder=around(cache, recorder) if around is not None else recorder,
                 input_ids=input_ids[:, start:end],
                 attention_mask=seen,
                 position_ids=positions[..., start:end],

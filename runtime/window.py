@@ -2,40 +2,43 @@
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from keepsight.errors import UserError
 from keepsight.runtime.importance import observed_attention
-from keepsight.runtime.latents import attended_entries
-from keepsight.runtime.state import State
+from keepsight.runtime.read_layer import ReadLayer
 
 
-def window_attention(model: PreTrainedModel, state: State, rows: int, reduction: str) -> list[Tensor]:
-    """Attention of the last `rows` queries to all entries, for each layer [B, H, C] float32 (SnapKV, section 4)."""
-    row_mask = None if state.tokens_mask is None else state.tokens_mask[:, -rows:]
-    return [
-        observed_attention(
-            queries[:, :, -rows:],
-            each.keys,
-            softmax,
-            each.keys.shape[2],
-            key_mask=each.real,
-            query_mask=row_mask,
-            reduction=reduction,
-        )
-        for queries, each, softmax in zip(
-            state.trace.queries, attended_entries(model, state), state.trace.softmax, strict=True
-        )
-    ]
+def window_attention(layer: ReadLayer, wanted: int, reduction: str) -> Tensor:
+    """Attention of a layer's last queries to all its entries, [B, H, C] float32 (SnapKV, section 4).
+
+    Args:
+        layer: The layer.
+        wanted: Number of observing queries; those held where they are fewer.
+        reduction: Reduction over the queries; see `observed_attention`.
+
+    Raises:
+        UserError: no query is held.
+    """
+    rows, seen = held_rows(layer.queries, wanted), layer.attended
+    assert layer.queries is not None and layer.softmax is not None
+    return observed_attention(
+        layer.queries[:, :, -rows:],
+        seen.keys,
+        layer.softmax,
+        seen.keys.shape[2],
+        key_mask=seen.real,
+        query_mask=None if layer.real_tokens is None else layer.real_tokens[:, -rows:],
+        reduction=reduction,
+    )
 
 
-def held_rows(state: State, wanted: int) -> int:
-    """How many of the last `wanted` queries are there to observe with.
+def held_rows(queries: Tensor | None, wanted: int) -> int:
+    """How many of the last `wanted` tokens' queries [B, H, w, d] are there to observe with.
 
     Raises:
         UserError: none were recorded, or all of their entries may have been evicted.
     """
-    held = state.trace.queries[0].shape[2] if state.trace.queries else 0
+    held = 0 if queries is None else queries.shape[2]
     if not held:
         raise UserError(
             f"no query is left of the {wanted} that should observe: prefill with needs=method.needs(), and where an "
@@ -44,19 +47,17 @@ def held_rows(state: State, wanted: int) -> int:
     return min(wanted, held)
 
 
-def combine(of_window: list[Tensor], of_draft: list[Tensor], rows: int, real: Tensor, reduction: str) -> list[Tensor]:
-    """Combine what a prompt's last queries and a draft observe.
+def combine(of_window: Tensor, of_draft: Tensor, rows: int, real: Tensor, reduction: str) -> Tensor:
+    """Combine what a prompt's last queries and a draft observe in a layer.
 
     Args:
-        of_window: For each layer, [B, H, C] float32, reduced over the window's queries.
+        of_window: [B, H, C] float32, reduced over the window's queries.
         of_draft: The same, reduced over the draft's queries.
         rows: Number of the window's queries.
         real: [B, T] bool, False where the draft is padding.
         reduction: `mean` or `max`, as both were reduced.
     """
     if reduction == "max":
-        return [torch.maximum(*pair) for pair in zip(of_window, of_draft, strict=True)]
+        return torch.maximum(of_window, of_draft)
     drafted = real.sum(dim=1)[:, None, None]
-    return [
-        (window * rows + draft * drafted) / (rows + drafted) for window, draft in zip(of_window, of_draft, strict=True)
-    ]
+    return (of_window * rows + of_draft * drafted) / (rows + drafted)

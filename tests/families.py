@@ -129,12 +129,19 @@ _VISION = {
 }
 
 
+_TEXT = {*_SHAPE, "layer_types"}
+"""What a model for images and text has in the configuration of its text part."""
+
+
 def fresh_model(family: str, seed: int = 0, **changes: Any) -> Any:
     """A random 4-layer model of a family in float32; the same one for the same seed."""
     kind, special = FAMILIES[family]
     torch.manual_seed(seed)
     if kind in _VISION:
-        config = AutoConfig.for_model(kind, **_VISION[kind] | {"tie_word_embeddings": False} | changes)
+        whole: dict[str, Any] = _VISION[kind]
+        text = {"text_config": whole["text_config"] | {key: changes[key] for key in changes if key in _TEXT}}
+        others = {key: value for key, value in changes.items() if key not in _TEXT}
+        config = AutoConfig.for_model(kind, **whole | text | {"tie_word_embeddings": False} | others)
         return AutoModelForImageTextToText.from_config(config).eval()
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **_SHAPE | special | changes)).eval()
 

@@ -66,10 +66,11 @@ class _Operators(TorchDispatchMode):
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        self.counts.operators += not (_is_view(func) or name in _NO_WORK or name.startswith(("empty", "new_empty")))
+        name, result = func.overloadpacket.__name__, func(*args, **(kwargs or {}))
+        free = name in _NO_WORK or name.startswith(("empty", "new_empty"))
+        self.counts.operators += not (free or (_is_view(func) and _shares_memory(result, args)))
         self.counts.syncs += name in _SYNCS or (name.startswith("index") and _has_mask(args[1:2]))
-        return func(*args, **(kwargs or {}))
+        return result
 
 
 class _Reads(TorchFunctionMode):
@@ -86,6 +87,13 @@ class _Reads(TorchFunctionMode):
 def _is_view(func: Any) -> bool:
     returned = [each.alias_info for each in func._schema.returns]
     return any(alias is not None and not alias.is_write for alias in returned)
+
+
+def _shares_memory(result: Any, given: Any) -> bool:
+    """Whether what may be a view is one: `to`, `contiguous` and `reshape` copy where they must."""
+    first = result[0] if isinstance(result, list | tuple) and result else result
+    places = {each.untyped_storage().data_ptr() for each in given if isinstance(each, Tensor)}
+    return not isinstance(first, Tensor) or first.untyped_storage().data_ptr() in places
 
 
 def _has_mask(given: Any) -> bool:

@@ -11,7 +11,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from keepsight.eval.answers import default_batch_tokens
-from keepsight.eval.bench.memory import peak_bytes
+from keepsight.eval.bench.memory import peak_bytes, peak_kv_bytes
 from keepsight.eval.bench.timing import median_seconds, random_ids, seconds_of
 from keepsight.eval.rows import Variant
 from keepsight.eval.sweep import run_sample, sweep
@@ -83,8 +83,12 @@ def bench_evict(target: Target, methods: Mapping[str, Evict], lengths: Sequence[
         lengths: Prompt lengths in tokens.
         repeats: Timed repetitions, after one to warm up; medians are printed.
     """
-    yield f"{torch.get_num_threads()} threads, median of {repeats}; memory: peak beyond what the prefill holds"
-    yield f"{'tokens':>7}  {'method':<14}{'observe ms':>11}{'select ms':>11}{'of prefill':>12}{'peak MiB':>10}"
+    yield (
+        f"{torch.get_num_threads()} threads, median of {repeats}; peak: beyond what the prefill holds; "
+        "KV: the most bytes of keys and values while the prompt is read and compressed"
+    )
+    heads = f"{'observe ms':>11}{'select ms':>11}{'of prefill':>12}{'peak MiB':>10}{'KV MiB':>9}"
+    yield f"{'tokens':>7}  {'method':<14}{heads}"
     for length in tqdm(lengths, desc="lengths"):
         yield from _at_length(target, methods, length, repeats)
 
@@ -99,14 +103,16 @@ def _at_length(target: Target, methods: Mapping[str, Evict], length: int, repeat
         return prefill(target.model, ids, needs=replace(needs, received=False))
 
     seconds, peak = median_seconds(plain, repeats), peak_bytes(plain) / 2**20
-    yield f"{length:>7}  {'prefill':<14}{seconds * 1000:>11.0f}{'':>11}{'':>12}{peak:>10.1f}"
+    held = peak_kv_bytes(target.model, plain) / 2**20
+    yield f"{length:>7}  {'prefill':<14}{seconds * 1000:>11.0f}{'':>11}{'':>12}{peak:>10.1f}{held:>9.1f}"
     if needs.received:  # H2O sums up attention during the prefill, not after it
         with_sums = median_seconds(lambda: prefill(target.model, ids, needs=needs), repeats)
         extra, share = (with_sums - seconds) * 1000, with_sums / seconds - 1
         yield f"{length:>7}  {'sums for h2o':<14}{extra:>11.0f}{'':>11}{share:>12.2%}"
     state = prefill(target.model, ids, needs=needs)
     for name, method in methods.items():
-        yield _line(name, method, target, state, repeats, seconds)
+        held = peak_kv_bytes(target.model, functools.partial(method.start, target.model, ids)) / 2**20
+        yield f"{_line(name, method, target, state, repeats, seconds)}{held:>9.1f}"
 
 
 def _line(name: str, method: Evict, target: Target, state: State, repeats: int, prefill_seconds: float) -> str:

@@ -26,6 +26,7 @@ COMMANDS = {
     "inspect": "an HTML page that shows which prompt tokens a method keeps",
     "push": "upload an adapter, a draft head or a retrieval head to the Hugging Face Hub",
     "bench": "measure speed and memory; keepsight bench --help lists the benchmarks",
+    "fit": "data, training, evaluation and card of a lookahead module in one command",
     "demo": "data, training and evaluation on a small model",
     "plan": "how many layers' KV entries must lie in CPU memory, by length",
     "draft": "search the target's layers for those that make a good draft",
@@ -42,6 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     What a command needs is imported within, so that Ctrl-C meanwhile ends in one line too.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # tells every command what is slow on a CPU
     about = "keepsight keeps the KV-cache entries that a language model's coming answer will read."
     return _guard(lambda: _dispatch("keepsight", "keepsight.commands", about, COMMANDS, given))
 
@@ -69,7 +72,6 @@ def _execute(command: Any, arguments: Sequence[str]) -> None:
     from keepsight.commands.config import parse  # takes half a second
 
     logging.basicConfig(format="%(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)
     if {*_HELP} & {*arguments}:
         _show(_help(command, whole="all" in arguments))
     else:

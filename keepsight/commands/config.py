@@ -38,6 +38,9 @@ class ModelConfig:
         dtype: auto, float32, bfloat16 or float16.
         device: auto, cpu, cuda, cuda:1, ...
         attention: auto, sdpa, eager or flash_attention_2.
+        template: Arguments of its chat template that differ from the template's own, such as {enable_thinking: false}.
+        quantize: nf4 or int8: its weights are quantised by bitsandbytes while they are loaded.
+        device_map: auto divides the layers over all GPUs and the CPU.
         trust_remote_code: Run code from the model's repository; leave it off unless you have read that code.
     """
 
@@ -49,6 +52,9 @@ class ModelConfig:
     dtype: str = "auto"
     device: str = "auto"
     attention: str = "auto"
+    template: dict[str, Any] = field(default_factory=dict)
+    quantize: str | None = None
+    device_map: str | None = None
     trust_remote_code: bool = False
 
     @property
@@ -176,6 +182,8 @@ def _readable(override: str, kinds: dict[str, Any]) -> str:
         raise UserError(f"{key!r} is no key of this command; {hint}")
     if any("\ud800" <= letter <= "\udfff" for letter in value):
         raise UserError(f"{key}= is no UTF-8 text: {value!r}")
+    if kinds[key] in (bool, bool | None) and value.lower() not in ("true", "false", "null"):
+        raise UserError(f"{key}={value} must be true or false")  # OmegaConf takes any number for one of them
     if get_origin(kinds.get(key)) is dict:
         return f"++{override}"  # Hydra takes an empty mapping's new keys only so
     if _is_list(kinds.get(key)) and not value.startswith("[") and value != "null":

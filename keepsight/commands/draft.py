@@ -14,6 +14,7 @@ from pathlib import Path
 from keepsight.commands.config import Recipe, at_least_one
 from keepsight.commands.data import read_mixture
 from keepsight.commands.from_recipe import target_of
+from keepsight.data_gen.answers import InThisProcess
 from keepsight.data_gen.generate import generate_data
 from keepsight.data_gen.mixture import Mixture
 from keepsight.data_gen.shards import TrainingSample, read_training_samples
@@ -107,7 +108,7 @@ def _answer(config: Config, target: Target, folder: Path, count: int) -> None:
         seed=config.seed,
         max_new_tokens=config.answer_tokens,
         shard_size=64,
-        batch_tokens=8192,
+        backend=InThisProcess(target, 8192),
     )
 
 

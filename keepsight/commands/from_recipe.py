@@ -2,10 +2,13 @@
 
 import functools
 
+from transformers import PreTrainedModel
+
 from keepsight.commands.config import Recipe
 from keepsight.errors import UserError
 from keepsight.models.draft_sources import DraftHeadSource, DraftSource, LayerSubset, load_draft, load_head
 from keepsight.models.hub import fetch
+from keepsight.models.outline import outline_model, outline_target
 from keepsight.models.targets import Target, load_target
 from keepsight.runtime.methods.resources import Later, Resources, ResourcesLater
 
@@ -21,6 +24,35 @@ def target_of(recipe: Recipe) -> Target:
         dtype=model.dtype,
         device=model.device,
         attention=model.attention,
+        template=model.template,
+        quantize=model.quantize,
+        device_map=model.device_map,
+        trust_remote_code=model.trust_remote_code,
+    )
+
+
+def outline_of(recipe: Recipe) -> PreTrainedModel:
+    """The recipe's target without its weights, from its configuration alone."""
+    model = recipe.model
+    return outline_model(
+        model.id,
+        revision=model.revision,
+        packaged=model.own_file,
+        packaged_digest=model.packaged_digest,
+        dtype=model.dtype,
+        trust_remote_code=model.trust_remote_code,
+    )
+
+
+def answered_elsewhere(recipe: Recipe) -> Target:
+    """The recipe's target without its weights, for answers that do not come from this process."""
+    model = recipe.model
+    return outline_target(
+        model.id,
+        revision=model.revision,
+        packaged=model.own_file,
+        packaged_digest=model.packaged_digest,
+        template=model.template,
         trust_remote_code=model.trust_remote_code,
     )
 

@@ -104,7 +104,21 @@ def basics_of(
         training,
         __version__,
     )
-    return CardBasics(config.title, provenance, manifest["sources"], config.data_notes, config.license)
+    notes = "\n\n".join(note for note in (_origins(manifest), config.data_notes) if note)
+    return CardBasics(config.title, provenance, manifest["sources"], notes, config.license)
+
+
+def _origins(manifest: Mapping[str, Any]) -> str:
+    """The data sets that a mixture's prompts came from, with their licences; no folder's path is published."""
+    named = [source for source in manifest["settings"]["mixture"].get("sources", []) if "license" in source]
+    listed = [f"- {_public(source['id'])} ({source['license']})" for source in named]
+    return "\n".join(["Prompts from data sets:", "", *listed]) if listed else ""
+
+
+def _public(data_set: str) -> str:
+    return (
+        Path(data_set).name if Path(data_set).is_dir() else f"[{data_set}](https://huggingface.co/datasets/{data_set})"
+    )
 
 
 def _weights_origin(config: TrainingConfig, target: Target) -> dict[str, str]:

@@ -15,6 +15,7 @@ from typing_extensions import override
 from keepsight.errors import require_whole
 from keepsight.runtime.decode import decode, stop_after
 from keepsight.runtime.observe import Observer, look_back
+from keepsight.runtime.read_layer import read_layers
 from keepsight.runtime.state import Needs, State
 from keepsight.runtime.window import combine, held_rows, window_attention
 
@@ -85,9 +86,12 @@ class DraftObserver(Observer):
         observed = look_back(model, state, embeddings, observer_mask=draft.mask, reduction=reduction)
         if not self.window:
             return observed
-        rows = held_rows(state, self.window)
+        rows = held_rows(next(iter(state.trace.queries), None), self.window)
         real = draft.mask if draft.mask is not None else torch.ones_like(draft.ids, dtype=torch.bool)
-        return combine(window_attention(model, state, rows, reduction), observed, rows, real, reduction)
+        return [
+            combine(window_attention(layer, rows, reduction), of_draft, rows, real, reduction)
+            for layer, of_draft in zip(read_layers(model, state), observed, strict=True)
+        ]
 
     @override
     def needs(self) -> Needs:

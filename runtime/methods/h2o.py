@@ -3,18 +3,18 @@
 from dataclasses import dataclass
 
 from torch import Tensor
-from transformers import PreTrainedModel
 from typing_extensions import override
 
 from keepsight.errors import UserError
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.importance import NO_POOL, Pool
-from keepsight.runtime.observe import Observer
-from keepsight.runtime.state import Needs, State
+from keepsight.runtime.observe import LayerObserver, Observer
+from keepsight.runtime.read_layer import ReadLayer
+from keepsight.runtime.state import Needs
 
 
 @dataclass(frozen=True)
-class ReceivedAttention(Observer):
+class ReceivedAttention(LayerObserver):
     """The attention that each entry received, summed over all queries (H2O, arXiv 2306.14048, section 4).
 
     It is summed while the tokens are read, in blocks of queries, and not divided by the number of queries that could
@@ -22,13 +22,13 @@ class ReceivedAttention(Observer):
     """
 
     @override
-    def __call__(self, model: PreTrainedModel, state: State, reduction: str) -> list[Tensor]:
-        if not state.trace.received:
+    def score(self, layer: ReadLayer, reduction: str) -> Tensor:
+        if layer.received is None:
             raise UserError(
                 "h2o: the attention that entries received was not recorded when they were read; read the prompt with "
                 "this method, or prefill with needs=method.needs()"
             )
-        return list(state.trace.received)
+        return layer.received
 
     @override
     def needs(self) -> Needs:

@@ -3,22 +3,21 @@
 from dataclasses import dataclass
 
 from torch import Tensor
-from transformers import PreTrainedModel
 from typing_extensions import override
 
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.importance import NO_POOL, Pool
-from keepsight.runtime.observe import Observer
-from keepsight.runtime.state import State
+from keepsight.runtime.observe import LayerObserver, Observer
+from keepsight.runtime.read_layer import ReadLayer
 
 
 @dataclass(frozen=True)
-class ShortKeys(Observer):
+class ShortKeys(LayerObserver):
     """Minus the L2 norm of each key, after RoPE (arXiv 2406.11430, section 3)."""
 
     @override
-    def __call__(self, model: PreTrainedModel, state: State, reduction: str) -> list[Tensor]:
-        return [-each.keys.float().norm(dim=-1) for each in state.entries()]
+    def score(self, layer: ReadLayer, reduction: str) -> Tensor:
+        return -layer.held.keys.float().norm(dim=-1)
 
 
 @dataclass(frozen=True)

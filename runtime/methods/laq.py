@@ -18,6 +18,7 @@ from keepsight.runtime.latents import attended_entries
 from keepsight.runtime.methods.snapkv import SnapKV
 from keepsight.runtime.observe import Observer
 from keepsight.runtime.prefill import read
+from keepsight.runtime.read_layer import read_layers
 from keepsight.runtime.softmax import Softmax
 from keepsight.runtime.state import Needs, State, Trace
 from keepsight.runtime.window import combine, held_rows, window_attention
@@ -65,7 +66,7 @@ class QueryCache(Observer):
     @override
     def __call__(self, model: PreTrainedModel, state: State, reduction: str) -> list[Tensor]:
         guessed, real = self._guess(model, state)
-        rows = held_rows(state, self.window) if self.window else 0
+        rows = held_rows(next(iter(state.trace.queries), None), self.window) if self.window else 0
         window_mask = None if state.tokens_mask is None else state.tokens_mask[:, state.tokens.shape[1] - rows :]
         if self.mask == "published":
             both = [
@@ -80,7 +81,10 @@ class QueryCache(Observer):
         ]
         if not rows:
             return observed
-        return combine(window_attention(model, state, rows, reduction), observed, rows, real, reduction)
+        return [
+            combine(window_attention(layer, rows, reduction), of_guess, rows, real, reduction)
+            for layer, of_guess in zip(read_layers(model, state), observed, strict=True)
+        ]
 
     @override
     def needs(self) -> Needs:

@@ -1,21 +1,21 @@
 """RandomEntries: a random choice of entries, the baseline under every method."""
 
+import functools
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 from typing_extensions import override
 
 from keepsight.errors import require_whole
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.importance import NO_POOL, Pool
-from keepsight.runtime.observe import Observer
-from keepsight.runtime.state import State
+from keepsight.runtime.observe import LayerObserver, Observer
+from keepsight.runtime.read_layer import ReadLayer
 
 
 @dataclass(frozen=True)
-class Lots(Observer):
+class Lots(LayerObserver):
     """A random score from 0 to 1 for every entry, from the same seed at every call.
 
     An entry's score depends on its place among the real entries, its layer and its KV head, and on nothing else.
@@ -30,20 +30,22 @@ class Lots(Observer):
         require_whole("random", seed=self.seed)
 
     @override
-    def __call__(self, model: PreTrainedModel, state: State, reduction: str) -> list[Tensor]:
-        entries = state.entries()
-        heads = entries[0].keys.shape[1]
-        generator = torch.Generator().manual_seed(self.seed)
-        # Entry after entry, so that a longer prompt changes nothing for the first ones.
-        lots = torch.rand(state.length, len(entries), heads, generator=generator).permute(1, 2, 0)
-        drawn = []
-        for own, each in zip(lots.to(state.logits.device), entries, strict=True):
-            of_rows = own[..., : each.keys.shape[2]].expand(len(each.keys), -1, -1)
-            if each.real is not None:
-                place = (each.real.long().cumsum(dim=-1) - 1).clamp(min=0)
-                of_rows = of_rows.gather(-1, place.expand(-1, heads, -1))
-            drawn.append(of_rows)
-        return drawn
+    def score(self, layer: ReadLayer, reduction: str) -> Tensor:
+        keys, _, real = layer.held
+        rows, heads, length, _ = keys.shape
+        lots = _drawn(self.seed, length, layer.layers, heads)[layer.place].to(keys.device).expand(rows, -1, -1)
+        if real is None:
+            return lots
+        place = (real.long().cumsum(dim=-1) - 1).clamp(min=0)
+        return lots.gather(-1, place.expand(-1, heads, -1))
+
+
+@functools.lru_cache(maxsize=1)  # the layers of a prompt are scored one after the other
+@torch.inference_mode(False)
+def _drawn(seed: int, length: int, layers: int, heads: int) -> Tensor:
+    """[L, K, C], drawn entry after entry, so that a longer prompt changes nothing for the first ones."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(length, layers, heads, generator=generator).permute(1, 2, 0)
 
 
 @dataclass(frozen=True)

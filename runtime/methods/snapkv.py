@@ -7,18 +7,18 @@ The way to the kept entries: this file -> `runtime/window.py` (the window's atte
 from dataclasses import dataclass
 
 from torch import Tensor
-from transformers import PreTrainedModel
 from typing_extensions import override
 
 from keepsight.errors import UserError
 from keepsight.runtime.evict import Evict
-from keepsight.runtime.observe import Observer
-from keepsight.runtime.state import Needs, State
-from keepsight.runtime.window import held_rows, window_attention
+from keepsight.runtime.observe import LayerObserver, Observer
+from keepsight.runtime.read_layer import ReadLayer
+from keepsight.runtime.state import Needs
+from keepsight.runtime.window import window_attention
 
 
 @dataclass(frozen=True)
-class PromptWindow(Observer):
+class PromptWindow(LayerObserver):
     """The last tokens observe (SnapKV, arXiv 2404.14469, section 4); their queries were kept when they were read.
 
     Attributes:
@@ -32,9 +32,9 @@ class PromptWindow(Observer):
             raise UserError(f"SnapKV: a window of {self.size!r} cannot observe; give a whole number of at least 1")
 
     @override
-    def __call__(self, model: PreTrainedModel, state: State, reduction: str) -> list[Tensor]:
+    def score(self, layer: ReadLayer, reduction: str) -> Tensor:
         assert self.size is not None
-        return window_attention(model, state, held_rows(state, self.size), reduction)
+        return window_attention(layer, self.size, reduction)
 
     @override
     def needs(self) -> Needs:

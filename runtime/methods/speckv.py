@@ -152,7 +152,7 @@ class SpecKV(Evict):
             observed = observed_attention(
                 query[:, :, -rows:], key, softmax, length, query_mask=real, reduction=self.reduce.queries
             )
-            return self._protect(reduce_group(observed, key.shape[1], self.reduce.heads), None)
+            return self.protect(reduce_group(observed, key.shape[1], self.reduce.heads), None)
 
         return score
 

@@ -4,34 +4,31 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 from typing_extensions import override
 
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.importance import NO_POOL, Pool
-from keepsight.runtime.observe import Observer
-from keepsight.runtime.state import State
+from keepsight.runtime.observe import LayerObserver, Observer
+from keepsight.runtime.read_layer import ReadLayer
 
 
 @dataclass(frozen=True)
-class Recency(Observer):
+class Recency(LayerObserver):
     """Scores later entries higher."""
 
     @override
-    def __call__(self, model: PreTrainedModel, state: State, reduction: str) -> list[Tensor]:
-        return [
-            torch.arange(keys.shape[2], dtype=torch.float32, device=keys.device).expand(*keys.shape[:2], -1)
-            for keys, _, _ in state.entries()
-        ]
+    def score(self, layer: ReadLayer, reduction: str) -> Tensor:
+        keys = layer.held.keys
+        return torch.arange(keys.shape[2], dtype=torch.float32, device=keys.device).expand(*keys.shape[:2], -1)
 
 
 @dataclass(frozen=True)
-class Earliness(Observer):
+class Earliness(LayerObserver):
     """Scores earlier entries higher."""
 
     @override
-    def __call__(self, model: PreTrainedModel, state: State, reduction: str) -> list[Tensor]:
-        return [-layer for layer in Recency()(model, state, reduction)]
+    def score(self, layer: ReadLayer, reduction: str) -> Tensor:
+        return -Recency().score(layer, reduction)
 
 
 @dataclass(frozen=True)

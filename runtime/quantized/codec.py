@@ -39,10 +39,6 @@ class Packed(NamedTuple):
         """The slice `start:stop` along dimension 2, without a copy."""
         return Packed(*(each[:, :, start:stop] for each in self))
 
-    def joined(self, other: "Packed") -> "Packed":
-        """Both, concatenated along dimension 2."""
-        return Packed(*(torch.cat(pair, dim=2) for pair in zip(self, other, strict=True)))
-
 
 @dataclass(frozen=True)
 class Quantizer:

@@ -4,13 +4,14 @@ Of T tokens the keys are packed up to the last multiple of the residual R, R tok
 recent keys stay unpacked; values are packed token by token, all but the last R. Nothing is packed twice.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from keepsight.runtime.offload import FetchedEntries
 from keepsight.runtime.quantized.codec import Packed, Quantizer
+from keepsight.runtime.quantized.room import PackedRoom
 from keepsight.runtime.softmax import Softmax
 
 _BLOCK = 1024
@@ -28,6 +29,8 @@ class PackedEntries:
         packed_values: Groups [B, K, m, d / g] of the first m tokens; m is at most n.
         recent_keys: [B, K, T - n, d].
         recent_values: [B, K, T - m, d].
+        key_room: Where the packed keys are, and more can follow.
+        value_room: The same for values.
     """
 
     quantizer: Quantizer
@@ -36,6 +39,8 @@ class PackedEntries:
     packed_values: Packed
     recent_keys: Tensor
     recent_values: Tensor
+    key_room: PackedRoom = field(default_factory=PackedRoom, repr=False)
+    value_room: PackedRoom = field(default_factory=PackedRoom, repr=False)
 
     @classmethod
     def pack(cls, quantizer: Quantizer, residual: int, keys: Tensor, values: Tensor) -> "PackedEntries":
@@ -74,11 +79,13 @@ class PackedEntries:
         if full:
             keys = self.quantizer.pack_keys(self.recent_keys[:, :, :full])
             rest = self.recent_keys[:, :, full:].clone()  # a slice would keep the whole prompt alive
-            packed = replace(packed, packed_keys=self.packed_keys.joined(keys), recent_keys=rest)
+            room, joined = self.key_room.append(self.packed_keys, keys)
+            packed = replace(packed, packed_keys=joined, key_room=room, recent_keys=rest)
         if old:
             values = self.quantizer.pack_values(self.recent_values[:, :, :old])
             rest = self.recent_values[:, :, old:].clone()
-            packed = replace(packed, packed_values=self.packed_values.joined(values), recent_values=rest)
+            room, joined = self.value_room.append(self.packed_values, values)
+            packed = replace(packed, packed_values=joined, value_room=room, recent_values=rest)
         return packed
 
     def keys(self, start: int, stop: int) -> Tensor:

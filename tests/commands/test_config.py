@@ -82,13 +82,17 @@ def test_lists_and_options_arrive_with_their_types() -> None:
 
 
 WRONG = {
+    ("out=a", "model.trust_remote_code=2"): "model.trust_remote_code=2 must be true or false",
     ("outt=a",): "'outt' is no key of this command; did you mean 'out'?",
     ("out=a", "model.idd=a"): "'model.idd' is no key of this command; did you mean 'model.id'?",
     ("out=a", "+new=1"): "'+new' is no key of this command; see --help",
     ("~out",): "'~out' is no key of this command; did you mean 'out'?",
     ("out=a", "qqqqq.zzz=1"): "'qqqqq.zzz' is no key of this command; see --help",
     ("out=a", "model=a"): "'model' is no key of this command; it holds model.id, model.revision, model.packaged,",
-    ("out=a", "recipe=smollm"): "recipe=smollm is unknown; choose one of llama3.1-8b, llama3.2-1b,",
+    (
+        "out=a",
+        "recipe=smollm",
+    ): "recipe=smollm is unknown; choose one of gemma3-27b, gemma3-4b, gpt-oss-20b,",
     ("limit=3",): "out= is required; see --help",
     ("out=a", "limit=abc"): "limit=abc: Value 'abc' of type 'str' could not be converted to Integer",
     ("out=a", "limit=1.5"): "limit=1.5: Value '1.5' of type 'float' could not be converted to Integer",
@@ -97,7 +101,7 @@ WRONG = {
     ("out=a\udcff",): "out= is no UTF-8 text: 'a\\udcff'",
     ("out=a", "limit=[1"): "'limit=[1' cannot be read; write key=value, a list as key=[a,b]",
     ("out=null",): "out=null: field 'out' is not Optional",
-    ("out=a", "model.trust_remote_code=abc"): "model.trust_remote_code=abc: Value 'abc' is not a valid bool",
+    ("out=a", "model.trust_remote_code=abc"): "model.trust_remote_code=abc must be true or false",
 }
 
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from keepsight.commands import plan
 from keepsight.data_gen import shards
 from keepsight.files import append_lines, read_json, read_jsonl
 from keepsight.models import targets
@@ -120,8 +119,7 @@ def test_a_packaged_file_stands_for_its_own_id_alone(
 ) -> None:
     """Another model's answers would be written under the name that was asked for."""
     before = tree(here)
-    for module in (targets, plan):
-        monkeypatch.setattr(module, "hub_answers", lambda: False)
+    monkeypatch.setattr(targets, "hub_answers", lambda: False)
     keys = {"data": ["out=data"], "eval": ["out=eval", "tasks=[niah_single]"], "plan": ["memory=24GiB"]}[command]
     complaint = keepsight.fails(command, "model.id=ada/other", *keys)
     assert complaint.startswith(

@@ -6,9 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from keepsight.commands import plan as command
+from keepsight.models import targets
+from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.runtime.retrieval.memory_plan import MemoryPlan
+from keepsight.train.lookahead.plan import plan_step
 from tests.commands.commands import CommandLine, tree
 
 # Names, not weights: the shape of Llama-3.1-8B.
@@ -118,9 +122,39 @@ def test_bad_input(keepsight: CommandLine, here: Path, monkeypatch: pytest.Monke
 
 
 def test_no_hub(keepsight: CommandLine, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "hub_answers", lambda: False)
+    monkeypatch.setattr(targets, "hub_answers", lambda: False)
     message = keepsight.fails("plan", "recipe=llama8b", "memory=24GiB", "model.id=nobody/nothing")
     words = (
         "model 'nobody/nothing' is no folder, is not in the Hub's cache, and the Hub does not answer; give a folder "
     )
     assert message == f"{words}with its config.json as model.id="
+
+
+SMALL = {**SHAPE, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "vocab_size": 1024}
+
+
+def test_a_training_from_a_configuration_alone(keepsight: CommandLine, here: Path) -> None:
+    (here / "8b" / "config.json").write_text(json.dumps(SMALL | {"num_attention_heads": 8}))
+    given = ("plan", "train", "model.id=8b", "train.samples_per_step=16")
+    printed = keepsight(*given, "tokens=512", "answer=64", "gpus=8", "gpu=1GiB", "flops=100", "utilisation=0.5")
+    assert printed.startswith("8b in bfloat16, a prompt of 512 and an answer of 64 tokens on each GPU\n")
+    assert "of 1.00 GiB a GPU" in printed and printed.count(": fits") == 1
+    assert "at an assumed 50% of 100 TFLOP/s:" in printed and "a step of 16 samples on 8 GPUs" in printed
+    assert "does not fit: lower tokens=" in keepsight(*given, "tokens=512", "gpu=10MiB")
+    assert keepsight.fails(*given, "tokens=0") == "tokens=0 must be at least 1"
+    assert keepsight.fails(*given, "utilisation=2").startswith("utilisation=2.0 must be above 0 and at most 1")
+    assert keepsight.fails(*given, "model.quantize=int3").startswith(
+        "model.quantize=int3 is unknown; choose one of nf4"
+    )
+    assert keepsight.fails(*given, "gpu=many").startswith("'many' is no amount of memory")
+
+
+def test_flops_are_those_of_the_matrices(here: Path) -> None:
+    """Of the first pass over N + T tokens, and of n soft tokens with gradients; attention aside."""
+    config = LlamaConfig.from_dict(SMALL | {"num_attention_heads": 8})
+    settings = LookaheadSettings(tokens=8)
+    flops = [plan_step(config, torch.bfloat16, settings, 0.0, tokens, 64).flops for tokens in (192, 448)]
+    width, inner, kv = 256, 512, 8 * 32
+    layer = 2 * (2 * width * width + 2 * width * kv + 3 * width * inner)
+    attention = 2 * (512**2 - 256**2) * 32 * 8
+    assert flops[1] - flops[0] == pytest.approx(4 * (256 * layer + attention), rel=0.1)

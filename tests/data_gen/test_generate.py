@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,16 @@ import pytest
 import torch
 import yaml
 
-from keepsight.data_gen.answers import Rendered, answer, batches, render_prompt
+from keepsight.data_gen.answers import (
+    Answered,
+    Backend,
+    InThisProcess,
+    Rendered,
+    answer,
+    answers,
+    batches,
+    render_prompt,
+)
 from keepsight.data_gen.generate import generate_data
 from keepsight.data_gen.mixture import Mixture
 from keepsight.data_gen.prompts import Prompt
@@ -102,12 +112,16 @@ def test_given_responses_are_used_and_nothing_is_generated(target: Target, monke
     asked = Prompt("mine", ({"role": "user", "content": "Hello?"},))
     prompts = [render_prompt(0, given, target.tokenizer), render_prompt(1, asked, target.tokenizer)]
     assert prompts[0].ids == prompts[1].ids
-    first, second = answer(target, prompts, 16)
+
+    def answered(asked: list[Rendered], longest: int) -> list[list[int]]:
+        return [ids for ready in answers(InThisProcess(target, 400), asked, longest) for _, ids in ready]
+
+    first, second = answered(prompts, 16)
     assert target.tokenizer.decode(first) == "So be it.<|end|>"
     assert second == answer(target, prompts[1:], 16)[0] != first
     monkeypatch.setattr(type(target.model), "generate", None)
-    assert answer(target, prompts[:1], 16) == [first]
-    assert answer(target, prompts[:1], 3) == [first[:3]]
+    assert answered(prompts[:1], 16) == [first]
+    assert answered(prompts[:1], 3) == [first[:3]]
 
 
 def test_prompts_go_through_the_chat_template_unless_they_are_raw(target: Target) -> None:
@@ -119,8 +133,10 @@ def test_prompts_go_through_the_chat_template_unless_they_are_raw(target: Target
 
 
 def make(target: Target, values: dict[str, Any], out: Path, **changes: Any) -> dict[str, Any]:
-    settings = {"limit": 24, "seed": 3, "max_new_tokens": 40, "shard_size": 5, "batch_tokens": 400} | changes
-    return generate_data(target, Mixture.from_config(values), values, out, **settings)
+    settings = {"limit": 24, "seed": 3, "max_new_tokens": 40, "shard_size": 5} | changes
+    return generate_data(
+        target, Mixture.from_config(values), values, out, backend=InThisProcess(target, 400), **settings
+    )
 
 
 def rows_of(out: Path) -> list[dict[str, Any]]:
@@ -165,11 +181,11 @@ def test_raising_the_limit_keeps_what_is_there(
     first = rows_of(tmp_path / "data")
     asked: list[int] = []
 
-    def noted(target: Target, batch: list[Rendered], limit: int) -> list[list[int]]:
-        asked.extend(prompt.index for prompt in batch)
-        return answer(target, batch, limit)
+    def noted(backend: Backend, prompts: list[Rendered], limit: int) -> Iterator[Answered]:
+        asked.extend(prompt.index for prompt in prompts)
+        return answers(backend, prompts, limit)
 
-    monkeypatch.setattr("keepsight.data_gen.generate.answer", noted)
+    monkeypatch.setattr("keepsight.data_gen.generate.answers", noted)
     make(target, mixture_values, tmp_path / "data", limit=12)
     assert sorted(asked) == list(range(7, 12))
     assert rows_of(tmp_path / "data")[:7] == first

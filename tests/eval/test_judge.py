@@ -26,7 +26,7 @@ def rows(*answers: str, before: tuple[str, ...] = ()) -> list[dict[str, Any]]:
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("keepsight.eval.judge._FIRST_WAIT", 0.0)
+    monkeypatch.setattr("keepsight.endpoint.FIRST_WAIT", 0.0)
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
 
 

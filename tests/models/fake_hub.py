@@ -4,6 +4,7 @@ import base64
 import hashlib
 import json
 import re
+import socket
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -21,6 +22,8 @@ class FakeHub(ThreadingHTTPServer):
         requests: Method and route of each request.
         tokens: The Authorization header by route; not asked of the uploads of large files, whose links are signed.
         exists_in_public: Whether the repository was there before, for all to see.
+        faults: What happens to the next requests whose method and route match a pattern: a status, or None for a
+            connection that breaks in the middle of the answer; each once.
     """
 
     def __init__(self) -> None:
@@ -32,6 +35,12 @@ class FakeHub(ThreadingHTTPServer):
         self.requests: list[str] = []
         self.tokens: dict[str, str | None] = {}
         self.exists_in_public = False
+        self.faults: list[tuple[str, int | None]] = []
+
+    def fault(self, request: str) -> tuple[int | None] | None:
+        """What is to happen to a request; None for nothing."""
+        place = next((place for place, (pattern, _) in enumerate(self.faults) if re.search(pattern, request)), None)
+        return None if place is None else (self.faults.pop(place)[1],)
 
     def api(self, route: str, body: bytes) -> Any:
         """The JSON answer to an API route; None is 404."""
@@ -55,7 +64,8 @@ class FakeHub(ThreadingHTTPServer):
                 {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
                 for name, data in self.files.items()
             ]
-        if re.fullmatch(rf"/api/models/{REPO}(/revision/.*)?", route):
+        is_there = bool(self.created or self.files or self.exists_in_public)
+        if re.fullmatch(rf"/api/models/{REPO}(/revision/.*)?", route) and is_there:
             private = self.created.get("visibility") == "private" and not self.exists_in_public
             return {"id": REPO, "sha": COMMIT, "private": private, "siblings": []}
         return None
@@ -99,6 +109,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _serve(self) -> None:
         route, body = self.path.partition("?")[0], self._read()
         self.server.requests.append(f"{self.command} {route}")
+        if (fault := self.server.fault(self.server.requests[-1])) is not None:
+            return self._fail(*fault)
         if route.startswith("/lfs/"):
             self.server.blobs[route.removeprefix("/lfs/")] = body
             return self._answer(200, b"")
@@ -110,6 +122,19 @@ class _Handler(BaseHTTPRequestHandler):
         if (answer := self.server.api(route, body)) is None:
             return self._answer(404, b"{}", X_Error_Code="RepoNotFound")
         return self._answer(200, json.dumps(answer).encode(), Content_Type="application/json")
+
+    def _fail(self, status: int | None) -> None:
+        if status is not None:
+            return self._answer(
+                status, json.dumps({"error": f"fault {status}", "url": f"{self.server.url}/{REPO}"}).encode()
+            )
+        self.close_connection = True
+        self.send_response(200)
+        self.send_header("Content-Length", "1000")
+        self.end_headers()
+        self.wfile.write(b"{")
+        self.wfile.flush()
+        self.connection.shutdown(socket.SHUT_RDWR)
 
     do_GET = do_HEAD = do_POST = do_PUT = _serve
 

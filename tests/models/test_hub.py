@@ -3,8 +3,6 @@
 import hashlib
 import json
 import re
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,50 +18,15 @@ from keepsight.models.draft_head import DraftHead
 from keepsight.models.draft_head_card import draft_head_card
 from keepsight.models.draft_head_files import save_draft_head
 from keepsight.models.hub import Upload, fetch, kind_of, plan_upload, push
-from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_card import lookahead_card
-from keepsight.models.lookahead_files import FILES, Provenance, load_lookahead, save_lookahead
+from keepsight.models.lookahead_files import FILES, Provenance, load_lookahead
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.models.retrieval_head import RetrievalHead
 from keepsight.models.retrieval_head_files import save_retrieval_head
 from keepsight.runtime.methods import LookaheadKV, SpeContext
+from tests.models.conftest import PNG, TOKEN
 from tests.models.fake_hub import COMMIT, REPO, FakeHub
 from tests.models.public_heads import EAGLE1, LLAMA3, eagle1_tensors, eagle3_tensors, write_head
-from tests.tiny import tiny_model
-
-TOKEN = "hf_secretsecretsecret"
-PNG = b"\x89PNG\r\n\x1a\n"
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeHub]:
-    with FakeHub() as server:
-        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-        monkeypatch.setenv("HF_TOKEN", TOKEN)
-        for name, value in {
-            "ENDPOINT": server.url,
-            "HUGGINGFACE_CO_URL_TEMPLATE": server.url + "/{repo_id}/resolve/{revision}/{filename}",
-            "HF_HUB_CACHE": str(tmp_path / "cache"),
-            "HF_HUB_DISABLE_XET": True,
-            "HF_HUB_OFFLINE": False,
-        }.items():
-            monkeypatch.setattr(constants, name, value)
-        yield server
-        server.shutdown()
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An adapter as training leaves it, with things beside it that are nobody else's business."""
-    folder = tmp_path_factory.mktemp("runs") / "adapter"
-    module = Lookahead(tiny_model(), LookaheadSettings(tokens=4, rank=2))
-    save_lookahead(module, folder, Provenance("ada/tiny"), "---\nlicense: apache-2.0\n---\n# Card\n")
-    (folder / "loss.png").write_bytes(PNG)
-    (folder / "secret.txt").write_text("password")
-    (folder / "pytorch_model.bin").write_bytes(b"\x80\x04N.")
-    (folder / "checkpoint-10").mkdir()
-    (folder / "checkpoint-10" / "plot.png").write_bytes(PNG)
-    return folder
 
 
 @pytest.fixture

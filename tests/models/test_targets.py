@@ -192,3 +192,20 @@ def test_the_chat_template_and_what_it_refuses() -> None:
     tokenizer.chat_template = None
     with pytest.raises(UserError, match="has no chat template; choose an instruction-tuned model"):
         chat_text(tokenizer, turns)
+
+
+def test_arguments_of_the_chat_template_go_with_the_target(tmp_path: Path) -> None:
+    folder = save_tiny_target(tmp_path)
+    tokenizer = tiny_tokenizer()
+    template = "{% if enable_thinking is defined and not enable_thinking %}quiet {% endif %}" + str(
+        tokenizer.chat_template
+    )
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(str(folder))
+    turns = [{"role": "user", "content": "Hello"}]
+    plain, quiet = load_target(str(folder)), load_target(str(folder), template={"enable_thinking": False})
+    assert chat_text(quiet.tokenizer, turns) == "quiet " + chat_text(plain.tokenizer, turns)
+    assert quiet.template_digest != plain.template_digest
+    assert load_target(str(folder), template={}).template_digest == plain.template_digest
+    with pytest.raises(UserError, match=r"model\.template: x=None must be a name with a text, a number, true or false"):
+        load_target(str(folder), template={"x": None})

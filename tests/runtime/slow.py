@@ -7,6 +7,7 @@ from keepsight.runtime.methods.lookaheadkv import LookaheadKV
 from keepsight.runtime.methods.oracle import Oracle
 from keepsight.runtime.methods.snapkv import PromptWindow
 from keepsight.runtime.methods.streamingllm import StreamingLLM
+from tests.runtime.dividing import divide
 
 
 class Slow:
@@ -62,7 +63,7 @@ class Slow:
         method, budget = self.method, self.method.budget - self.method.every
         if torch.stack([layer.sum(1) for layer in self.alive]).double().mean() > budget:
             importance = [self._pooled(layer, alive) for layer, alive in zip(self._observed(), self.alive, strict=True)]
-            counts = method.allocate([layer[None] for layer in importance], budget)
+            counts = divide(method.allocate, [layer[None] for layer in importance], budget)
             for layer, count, alive in zip(importance, counts, self.alive, strict=True):
                 for head in range(self.kv_heads):
                     order = sorted(range(len(layer[head])), key=lambda entry: (-layer[head, entry].item(), entry))

@@ -1,5 +1,6 @@
 """Allocations: the published schedules, and what every allocation owes on any importance."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import assume, given
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 from keepsight.errors import UserError
 from keepsight.runtime.allocate import ALLOCATIONS, Adaptive, Pyramid, Uniform, blended, pyramid_schedule, settle
 from keepsight.runtime.importance import top_mask
+from tests.runtime.dividing import divide
 
 ALL = [
     Uniform(),
@@ -61,7 +63,7 @@ def prompts(draw, ragged=False):
 
 
 def _check(allocate, importance, budget):
-    counts = allocate(importance, budget)
+    counts = divide(allocate, importance, budget)
     layers, (rows, heads, _) = len(importance), importance[0].shape
     assert [each.shape for each in counts] == [(rows, heads)] * layers
     stacked = torch.stack(counts)
@@ -94,10 +96,10 @@ def test_heads_with_less_than_their_share_leave_it_to_others(allocate, cache):
 @given(prompt=prompts())
 def test_a_row_gets_what_it_would_alone(allocate, prompt):
     importance, budget = prompt
-    together = torch.stack(allocate(importance, budget))
+    together = torch.stack(divide(allocate, importance, budget))
     for row in range(together.shape[1]):
         real = (importance[0][row, 0] != -torch.inf).sum()
-        alone = allocate([layer[row : row + 1, :, -real:] for layer in importance], budget)
+        alone = divide(allocate, [layer[row : row + 1, :, -real:] for layer in importance], budget)
         assert torch.equal(together[:, row], torch.stack(alone)[:, 0])
 
 
@@ -105,7 +107,7 @@ def test_a_row_gets_what_it_would_alone(allocate, prompt):
 def test_uniform_is_the_budget_everywhere(prompt):
     importance, budget = prompt
     real = torch.stack([(layer != -torch.inf).sum(-1) for layer in importance])
-    assert torch.equal(torch.stack(Uniform()(importance, budget)), real.clamp(max=budget))
+    assert torch.equal(torch.stack(divide(Uniform(), importance, budget)), real.clamp(max=budget))
 
 
 @pytest.mark.parametrize("normalize", [False, True])
@@ -114,8 +116,8 @@ def test_permuted_heads_get_permuted_budgets(normalize, seed, heads, entries, bu
     importance = _importance(1, 1, heads, entries, seed)
     order = torch.randperm(heads, generator=torch.Generator().manual_seed(seed))
     for allocate in (Adaptive(blend=False, normalize=normalize), Adaptive(floor=0.0, normalize=normalize)):
-        counts = allocate(importance, budget)[0][0]
-        permuted = allocate([importance[0][:, order]], budget)[0][0]
+        counts = divide(allocate, importance, budget)[0][0]
+        permuted = divide(allocate, [importance[0][:, order]], budget)[0][0]
         assert torch.equal(permuted, counts[order])
 
 
@@ -134,8 +136,8 @@ def test_pyramid_schedule_as_published(budget, window, first, last, total):
 @pytest.mark.parametrize(("budget", "window"), [(256, 32), (2048, 8), (64, 32)])
 def test_pyramid_is_the_published_schedule_without_its_surplus(budget, window):
     free, layers = budget - window, 32
-    real = torch.full((layers, 2), 3 * budget)
-    counts = Pyramid()._divide(real, torch.full_like(real, window), budget)
+    real = np.full((layers, 2), 3 * budget)
+    counts = torch.from_numpy(Pyramid()._divide(real, np.full_like(real, window), budget))
     assert int(counts.sum()) == layers * 2 * budget
     assert torch.equal(counts[:, 0], counts[:, 1])
     published = torch.tensor(pyramid_schedule(free, 3 * budget - window, layers)) + window
@@ -152,9 +154,9 @@ def test_pyramid_by_length_of_prompt():
     layers, window, budget = 32, 32, 256
     for length, expected in ((255, 255), (256, 256), (447, 256)):
         importance = _importance(layers, 1, 2, length, 0, protected=window)
-        counts = torch.stack(Pyramid()(importance, budget))
+        counts = torch.stack(divide(Pyramid(), importance, budget))
         assert counts.unique().tolist() == [expected]
-    counts = torch.stack(Pyramid()(_importance(layers, 1, 2, 448, 0, protected=window), budget))
+    counts = torch.stack(divide(Pyramid(), _importance(layers, 1, 2, 448, 0, protected=window), budget))
     assert int(counts.sum()) == layers * 2 * budget
     assert int(counts[0, 0, 0]) == 416 + window  # limited to what the prompt has
     assert pyramid_schedule(224, 416, layers) == [416 - 12 * layer for layer in range(layers)]
@@ -164,9 +166,9 @@ def test_pyramid_by_length_of_prompt():
 def test_pyramid_while_decoding_keeps_its_shape(beta, protected):
     """Every layer has appended 4 entries; the schedule gives back what it gave before."""
     allocate = Pyramid(beta)
-    before = torch.stack(allocate(_importance(6, 1, 2, 100, 0, protected=protected), 20))
+    before = torch.stack(divide(allocate, _importance(6, 1, 2, 100, 0, protected=protected), 20))
     appended = _importance(6, 1, 2, int(before.max()) + 4, 1, real=before + 4, protected=protected)
-    assert torch.equal(torch.stack(allocate(appended, 20)), before)
+    assert torch.equal(torch.stack(divide(allocate, appended, 20)), before)
 
 
 # AdaKV: check vector 6.
@@ -182,15 +184,15 @@ def _with_top(counts, share):
 
 
 def test_adaptive_rounding_as_published():
-    assert blended(torch.tensor([17, 7, 0]), 8, 0.2).tolist() == [15, 7, 1]
+    assert blended(np.array([17, 7, 0]), 8, 0.2).tolist() == [15, 7, 1]
     importance = _with_top([17, 7, 0], 8)
-    assert Adaptive(floor=0.0)([importance], 8)[0].tolist() == [[17, 7, 0]]
-    assert Adaptive()([importance], 8)[0].tolist() == [[15, 7, 2]]
+    assert divide(Adaptive(floor=0.0), [importance], 8)[0].tolist() == [[17, 7, 0]]
+    assert divide(Adaptive(), [importance], 8)[0].tolist() == [[15, 7, 2]]
 
 
 def test_adaptive_hard_floor():
     importance = _with_top([17, 7, 0], 8)
-    hard = Adaptive(blend=False)([importance], 8)[0][0]
+    hard = divide(Adaptive(blend=False), [importance], 8)[0][0]
     assert int(hard[2]) == 1
     assert int(hard.sum()) == 24
     assert hard.tolist() == [17, 6, 1]  # the lowest of what heads 1 and 2 had among the top
@@ -200,7 +202,7 @@ def test_the_hard_floor_counts_protected_entries():
     """As kvpress does: int(10 * 0.5) of each head, its window of 4 among them."""
     importance = _with_top([24, 0, 0], 8)
     importance[..., -4:] = torch.inf
-    assert Adaptive(floor=0.5, blend=False)([importance], 10)[0].tolist() == [[20, 5, 5]]
+    assert divide(Adaptive(floor=0.5, blend=False), [importance], 10)[0].tolist() == [[20, 5, 5]]
 
 
 @given(prompt=prompts(), floor=st.sampled_from([0.0, 0.2, 0.5, 1.0]))
@@ -208,7 +210,7 @@ def test_hard_floor_equals_its_definition(prompt, floor):
     """kvpress: the best int(n * alpha) of each head are moved to the top, then the best K * n of the layer stay."""
     importance, budget = prompt
     layer = importance[0]
-    counts = Adaptive(floor=floor, blend=False)([layer], budget)[0]
+    counts = divide(Adaptive(floor=floor, blend=False), [layer], budget)[0]
     heads = layer.shape[1]
     for row, scores in enumerate(layer.tolist()):
         safe, rest = set(), []
@@ -235,22 +237,22 @@ def test_no_head_is_left_without_entries(allocate, seed, budget, concentrated):
     importance = _importance(3, 1, 4, 60, seed)
     if concentrated:
         importance = [layer + torch.tensor([1.0, 0, 0, 0])[:, None] for layer in importance]
-    assert int(torch.stack(allocate(importance, budget)).min()) >= 1
+    assert int(torch.stack(divide(allocate, importance, budget)).min()) >= 1
 
 
 def test_normalizing_scales_heads_by_what_their_top_holds():
     """Head 1: top 2 hold 8 of 10, so 4 -> 3.2; head 2: 6 of 9, so 3.5 -> 2.33 and 2.5 -> 1.67 < 3.2."""
     importance = torch.tensor([[[4.0, 4.0, 1.0, 1.0], [3.5, 2.5, 2.0, 1.0]]])
-    assert Adaptive(floor=0.0, normalize=True)([importance], 2)[0].tolist() == [[2, 2]]
+    assert divide(Adaptive(floor=0.0, normalize=True), [importance], 2)[0].tolist() == [[2, 2]]
     spread = torch.tensor([[[4.0, 4.0, 0.0, 0.0], [4.5, 4.2, 4.1, 4.1]]])
-    assert Adaptive(floor=0.0)([spread], 2)[0].tolist() == [[0, 4]]
-    assert Adaptive(floor=0.0, normalize=True)([spread], 2)[0].tolist() == [[2, 2]]
+    assert divide(Adaptive(floor=0.0), [spread], 2)[0].tolist() == [[0, 4]]
+    assert divide(Adaptive(floor=0.0, normalize=True), [spread], 2)[0].tolist() == [[2, 2]]
 
 
 def test_ties_go_to_the_first_head():
     equal = [torch.zeros(1, 3, 9)]
-    assert Adaptive(floor=0.0)(equal, 4)[0].tolist() == [[9, 3, 0]]
-    assert Adaptive(floor=0.25, blend=False)(equal, 4)[0].tolist() == [[9, 2, 1]]
+    assert divide(Adaptive(floor=0.0), equal, 4)[0].tolist() == [[9, 3, 0]]
+    assert divide(Adaptive(floor=0.25, blend=False), equal, 4)[0].tolist() == [[9, 2, 1]]
 
 
 @given(
@@ -262,7 +264,7 @@ def test_settling_changes_the_furthest_one_by_one(wanted, spare, share):
     counts = [round(each) for each in wanted]
     most = [max(0, count + extra - 3) for count, extra in zip(counts, spare, strict=False)]
     total = round(share * sum(most))
-    settled = settle(torch.tensor(counts), torch.tensor(wanted, dtype=torch.double), total, torch.tensor(most))
+    settled = settle(np.array(counts), np.array(wanted), total, np.array(most))
     assert int(settled.sum()) == total
     expected = [min(pair) for pair in zip(counts, most, strict=True)]
     while sum(expected) != total:

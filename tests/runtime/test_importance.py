@@ -9,7 +9,6 @@ from keepsight.errors import UserError
 from keepsight.runtime.importance import (
     Pool,
     Reduce,
-    attend_after,
     attention_weights,
     observed_attention,
     pool,
@@ -17,6 +16,7 @@ from keepsight.runtime.importance import (
     top_entries,
     top_mask,
 )
+from keepsight.runtime.look_after import LookAfter
 from keepsight.runtime.softmax import Softmax
 from tests.close import assert_close
 
@@ -138,7 +138,13 @@ def test_selection_from_several_heads(budget):
     assert torch.equal(top_entries(importance, budget), expected)
 
 
-def slow_attend_after(query, stored, own, scaling):
+def look_after(query, stored, own, softmax, reduction):
+    """Importance and output of observers."""
+    seen = LookAfter.of(query, stored[0], own[0], softmax)
+    return seen.importance(reduction), seen.output(stored[1], own[1])
+
+
+def slow_look_after(query, stored, own, scaling):
     """Softmax attention in float64, query by query, over the stored entries and the observers up to each query."""
     heads, rows = query.shape[1:3]
     group, length = heads // stored[0].shape[1], stored[0].shape[2]
@@ -167,8 +173,8 @@ def test_observers_attend_to_entries_and_each_other(size, reduction, length, roo
     query, *rest = (torch.randn(2, heads, 5, 8) for heads in (4, 2, 2))
     entries = [torch.randn(2, 2, length + room, 8)[:, :, :length] for _ in range(2)]
     stored, own = (entries[0], entries[1]), (size * rest[0], rest[1])
-    paid, output = attend_after(query, stored, own, Softmax(0.3), reduction)
-    expected, slow_output = slow_attend_after(query, stored, own, 0.3)
+    paid, output = look_after(query, stored, own, Softmax(0.3), reduction)
+    expected, slow_output = slow_look_after(query, stored, own, 0.3)
     expected = expected.amax(dim=2) if reduction == "max" else expected.mean(dim=2)
     rounding = max(1e-4, size * 3e-6)  # of logits, which softmax turns into a factor
     torch.testing.assert_close(paid, expected.float(), atol=1e-6, rtol=rounding)
@@ -183,7 +189,7 @@ def test_gradients_of_observers(reduction, length):
     stored = torch.randn(1, 2, length, 4), torch.randn(1, 2, length, 4)
     leaves = [torch.randn(1, heads, 3, 4, requires_grad=True) for heads in (4, 2, 2)]
     query, key, value = leaves
-    paid, output = attend_after(query, stored, (key, value), Softmax(0.5), reduction)
+    paid, output = look_after(query, stored, (key, value), Softmax(0.5), reduction)
     up = torch.randn(paid.shape), torch.randn(output.shape)
     found = torch.autograd.grad([paid, output], leaves, up)
     keys = torch.cat([stored[0], key], dim=2).repeat_interleave(2, 1)

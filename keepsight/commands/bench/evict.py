@@ -2,7 +2,8 @@
 
     keepsight bench evict lengths=1024,4096 methods=snapkv,lookaheadkv budgets=128
 
-Prints a line for each prompt length and method: milliseconds, share of the prefill's time, and peak memory.
+Prints a line for each prompt length and method: milliseconds, share of the prefill's time, peak memory, and the most
+bytes of KV entries held at once, which eviction during the prefill (`during_prefill`) keeps low.
 """
 
 from dataclasses import dataclass, field

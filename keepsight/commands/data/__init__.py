@@ -2,6 +2,7 @@
 
     keepsight data recipe=smollm2-135m out=runs/data limit=200
     keepsight data recipe=llama8b mixture=my_mixture.yaml out=runs/data limit=20000
+    keepsight data recipe=llama8b backend=server server.url=http://localhost:8000/v1 out=runs/data limit=20000
 
     keepsight data stats runs/data
 
@@ -9,7 +10,7 @@ A run that was killed resumes when the same command is given again. `stats` says
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +20,21 @@ from yaml import YAMLError
 
 from keepsight import recipes
 from keepsight.commands.config import Recipe, at_least_one
-from keepsight.commands.from_recipe import target_of
+from keepsight.commands.from_recipe import answered_elsewhere, target_of
+from keepsight.data_gen.answers import Backend, InThisProcess
 from keepsight.data_gen.generate import generate_data
 from keepsight.data_gen.mixture import Mixture
+from keepsight.data_gen.server import Server, ServerSettings
+from keepsight.data_gen.vllm_engine import VllmEngine
 from keepsight.errors import UserError
 from keepsight.files import require_writable
 from keepsight.models.processes import launched
+from keepsight.models.targets import Target
 from keepsight.signed_json import from_json
 
 COMMANDS = {"stats": "what a data folder holds: counts, lengths, duplicates, truncated answers, as a table and a plot"}
+
+BACKENDS = ("transformers", "vllm", "server")
 
 
 @dataclass
@@ -42,6 +49,8 @@ class Config(Recipe):
         max_new_tokens: Longest answer in tokens.
         shard_size: Samples per shard.
         batch_tokens: Prompt tokens per batch; lower it when memory runs out.
+        backend: Who answers: transformers, in this process; vllm, in this process; or server, at server.url.
+        server: The server of backend=server.
     """
 
     out: str = "???"
@@ -51,6 +60,8 @@ class Config(Recipe):
     max_new_tokens: int = 128
     shard_size: int = 64
     batch_tokens: int = 8192
+    backend: str = "transformers"
+    server: ServerSettings = field(default_factory=ServerSettings)
 
 
 def run(config: Config) -> None:
@@ -59,7 +70,7 @@ def run(config: Config) -> None:
     require_writable(Path(config.out))
     values = read_mixture(config.mixture)
     mixture = Mixture.from_config(values)
-    target = target_of(config)
+    target, backend = _answering(config)
     manifest = generate_data(
         target,
         mixture,
@@ -69,13 +80,28 @@ def run(config: Config) -> None:
         seed=config.seed,
         max_new_tokens=config.max_new_tokens,
         shard_size=config.shard_size,
-        batch_tokens=config.batch_tokens,
+        backend=backend,
     )
     if launched().is_main_process:
         print(
             f"{manifest['samples']} samples in {config.out}: {manifest['prompt_tokens']} prompt tokens, "
             f"{manifest['answer_tokens']} answer tokens"
         )
+
+
+def _answering(config: Config) -> tuple[Target, Backend]:
+    """The target and who answers for it; only `transformers` loads its weights here."""
+    if config.backend == "transformers":
+        target = target_of(config)
+        return target, InThisProcess(target, config.batch_tokens)
+    if config.backend not in BACKENDS:
+        raise UserError(f"backend={config.backend} is unknown; choose one of {', '.join(BACKENDS)}")
+    if config.backend == "server":
+        config.server.check()
+        return (target := answered_elsewhere(config)), Server(target, config.server)
+    model, target = config.model, answered_elsewhere(config)
+    options = {"revision": model.revision, "dtype": model.dtype, "trust_remote_code": model.trust_remote_code}
+    return target, VllmEngine(target, **options)
 
 
 def read_mixture(name: str) -> dict[str, Any]:

@@ -26,7 +26,22 @@ KNOWN: dict[str, tuple[Callable[[], object], int, int]] = {
     "a boolean index": (lambda: X[MASK], 1, 1),
     "writing at a boolean index": (lambda: X.clone().index_put_((MASK,), X[0]), 2, 1),
     "an index": (lambda: X[PLACES], 1, 0),
+    "a copy by another name": (lambda: X.t().reshape(6), 1, 0),
 }
+
+
+def _copies() -> None:
+    """What is a view only where it can be: without gradients these are not taken apart."""
+    with torch.inference_mode():
+        for each in (X, X.t()):
+            each.contiguous()
+            each.flatten()
+        X.to(torch.float64)
+        X.to(torch.float32)
+
+
+def test_copies_count_in_inference_mode_too() -> None:
+    assert count(_copies).operators == 3
 
 
 @pytest.mark.parametrize("case", KNOWN)
@@ -56,12 +71,18 @@ def counts(model: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, An
     return {name: operators_of(model, method, prompt_ids(300)[0]) for name, method in methods.items()}
 
 
-@pytest.mark.parametrize("name", ["snapkv", "lookaheadkv", "h2o", "tova", "streamingllm"])
-def test_a_uniform_budget_never_waits_for_the_device(counts: dict[str, Any], name: str) -> None:
+@pytest.mark.parametrize("name", ["snapkv", "lookaheadkv", "h2o", "tova", "streamingllm", "pyramidkv"])
+def test_a_budget_that_depends_on_no_score_never_waits_for_the_device(counts: dict[str, Any], name: str) -> None:
     assert {step: counts[name][step].syncs for step in STEPS} == dict.fromkeys(STEPS, 0)
 
 
-MOST = {"snapkv": (11, 17, 9), "lookaheadkv": (92, 16, 9), "h2o": (1, 16, 15), "streamingllm": (2, 15, 9)}
+def test_a_budget_by_score_waits_once_a_prompt_and_not_in_every_layer(counts: dict[str, Any]) -> None:
+    """AdaKV: for the numbers of entries, and in gathering again."""
+    assert [counts["adakv"][step].syncs for step in STEPS] == [0, 1, 1, 0]
+
+
+MOST = {"snapkv": (11, 17, 9), "lookaheadkv": (65, 16, 9), "h2o": (1, 16, 15), "streamingllm": (2, 15, 9)}
+MOST |= {"pyramidkv": (11, 17, 10), "adakv": (11, 28, 9)}
 
 
 @pytest.mark.parametrize("name", MOST)

@@ -60,6 +60,7 @@ def test_the_command_leaves_an_adapter_that_loads(place, trained):
     card = (trained / "README.md").read_text()
     assert "# A tiny adapter" in card
     assert "From nowhere." in card
+    assert "- [ada/books](https://huggingface.co/datasets/ada/books) (odc-by)" in card
     assert "| test | 14 |" in card
     assert f"| recall | {rows(trained / 'training' / 'fidelity.jsonl')[-1]['eval_recall']:.4f} |" in card
     published = [card, *((trained / name).read_text() for name in ("adapter_config.json", "lookahead_config.json"))]

@@ -3,37 +3,37 @@
     keepsight plan recipe=llama8b memory=24GiB requests=4 budget=2048
     keepsight plan recipe=qwen3-8b memory=40GB out=runs/plan.png
     keepsight plan model.id=path/to/a/folder/with/config.json memory=24GiB
+    keepsight plan train recipe=llama8b tokens=16384 gpus=8 gpu=80GB
 
 A method that reads a few KV entries per step, chosen by a retrieval head, needs few of them on the GPU: a layer whose
 entries lie in CPU memory has `budget` slots there. For each number of such layers the table gives the longest request
 that fits; as an answer grows past these lengths, layers move to the CPU one at a time, the last one first. The GPU also
 holds the weights of the target and of a retrieval head of its shape, 30 % of both for activations, and the head's keys.
 The last column is the formula of SpeContext (arXiv 2512.00722, algorithm 1, its line 3 corrected), which counts the
-head's values and repeated KV heads as well. Only the model's configuration is fetched, no weights.
+head's values and repeated KV heads as well. Only the model's configuration is fetched, no weights. `plan train` plans
+the training of a lookahead module instead.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from huggingface_hub import try_to_load_from_cache
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
-from keepsight.commands.config import ModelConfig, Recipe, at_least_one
-from keepsight.commands.from_recipe import target_of
+from keepsight.commands.config import Recipe, at_least_one
+from keepsight.commands.from_recipe import outline_of
 from keepsight.errors import UserError
 from keepsight.eval.report.panels import GRID, look
 from keepsight.eval.report.styles import STYLES
 from keepsight.files import write_png
 from keepsight.models.retrieval_head import RetrievalHead
-from keepsight.models.targets import DTYPES, hub_answers
 from keepsight.runtime.prefill import context_of
 from keepsight.runtime.retrieval.memory_plan import MemoryPlan, plan_for
 from keepsight.units import read_bytes, size_text
+
+COMMANDS = {"train": "memory and time of a training, by part, before anything is loaded"}
 
 
 @dataclass
@@ -57,7 +57,7 @@ def run(config: Config) -> None:
     """Print the table, and plot it."""
     at_least_one(config, "requests", "budget")
     memory = _memory(config.memory)
-    model = _shape(config)
+    model = outline_of(config)
     head = RetrievalHead.untrained(model, config.retrieval_head.features, config.retrieval_head.max_tokens)
     size = sum(each.numel() for each in head.parameters()) * model.dtype.itemsize
     head_keys = head.kv_heads * head.config.head_dim * model.dtype.itemsize
@@ -74,38 +74,6 @@ def _memory(given: str | None) -> int:
     if not torch.cuda.is_available():
         raise UserError("memory= is required, as this machine has no GPU; give the GPU's memory, such as memory=24GiB")
     return torch.cuda.get_device_properties(0).total_memory
-
-
-def _shape(config: Config) -> PreTrainedModel:
-    """The target without weights."""
-    model = config.model
-    if model.dtype != "auto" and model.dtype not in DTYPES:
-        raise UserError(f"dtype {model.dtype!r} is unknown; choose auto or one of {', '.join(DTYPES)}")
-    shape = _model_config(config, model)
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(shape, dtype=DTYPES.get(model.dtype, torch.bfloat16))
-
-
-def _model_config(config: Config, model: ModelConfig) -> Any:
-    try:
-        known = Path(model.id).is_dir() or try_to_load_from_cache(model.id, "config.json", revision=model.revision)
-    except HFValidationError:
-        raise UserError(
-            f"model.id={model.id} is neither a folder nor a Hub id; a Hub id looks like user/name"
-        ) from None
-    if not known and not hub_answers():
-        if model.own_file is not None:  # such files are small
-            return target_of(config).model.config
-        raise UserError(
-            f"model {model.id!r} is no folder, is not in the Hub's cache, and the Hub does not answer; give a folder "
-            "with its config.json as model.id="
-        )
-    options = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
-    try:
-        return AutoConfig.from_pretrained(model.id, local_files_only=bool(known), **options)
-    except (OSError, ValueError, HfHubHTTPError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise UserError(f"model {model.id!r}: its configuration cannot be had: {reason}") from None
 
 
 def _given(config: Config, model: PreTrainedModel, plan: MemoryPlan) -> list[str]:

@@ -1,0 +1,109 @@
+"""keepsight plan train: the memory and time that training a lookahead module takes, before anything is loaded.
+
+    keepsight plan train recipe=llama3.1-8b tokens=16384 gpus=8 gpu=80GB
+    keepsight plan train recipe=llama3.1-70b tokens=16384 gpus=8 gpu=80GB shard=true
+    keepsight plan train recipe=llama3.3-70b model.quantize=nf4 tokens=8192 gpu=80GB
+
+The step itself runs on tensors that hold nothing, which gives the memory that its tensors take at the worst moment:
+within 10 % of what torch's allocator measures on small models. What a GPU's libraries and a fragmented allocator add,
+often one or two GiB, is not in it. The times divide the counted operations by the GPU's peak at an assumed share of it.
+"""
+
+from dataclasses import dataclass
+
+from keepsight.commands.config import Recipe, at_least_one
+from keepsight.commands.from_recipe import outline_of
+from keepsight.errors import UserError
+from keepsight.models.quantization import QUANTIZE
+from keepsight.train.lookahead.plan import StepPlan, plan_step
+from keepsight.units import read_bytes, size_text
+
+
+@dataclass
+class Config(Recipe):
+    """Keys of `keepsight plan train`; `model.dtype=auto` means bfloat16 here.
+
+    Attributes:
+        tokens: Longest prompt in tokens.
+        answer: Longest answer in tokens.
+        gpus: Number of GPUs.
+        gpu: Memory of each: 80GB, 80GiB or a number of bytes.
+        shard: Whether the target is divided over the GPUs, by ZeRO-3 or FSDP2.
+        samples: Samples of the whole training.
+        flops: Peak of a GPU in the target's dtype, in 1e12 operations a second; an H100's in bfloat16 by default.
+        utilisation: Share of it that is assumed to be reached.
+    """
+
+    tokens: int = 16384
+    answer: int = 512
+    gpus: int = 1
+    gpu: str = "80GB"
+    shard: bool = False
+    samples: int = 86000
+    flops: float = 989.0
+    utilisation: float = 0.4
+
+
+def run(config: Config) -> None:
+    """Print the plan."""
+    at_least_one(config, "tokens", "answer", "gpus", "samples")
+    for key, highest in (("flops", 1e6), ("utilisation", 1.0)):
+        if not 0 < getattr(config, key) <= highest:
+            raise UserError(f"{key}={getattr(config, key)} must be above 0 and at most {highest:g}")
+    memory, quantize = read_bytes(config.gpu), config.model.quantize
+    if quantize not in (None, *QUANTIZE):
+        raise UserError(f"model.quantize={quantize} is unknown; choose one of {', '.join(QUANTIZE)}, or null")
+    if config.train.batch_size > 1:
+        raise UserError(f"train.batch_size={config.train.batch_size}: a plan is for one sample a GPU at a time")
+    model = outline_of(config)
+    plan = plan_step(
+        model.config,
+        model.dtype,
+        config.lookahead,
+        config.train.far,
+        config.tokens,
+        config.answer,
+        quantize=quantize,
+        shards=config.gpus if config.shard else 1,
+    )
+    dtype = quantize or str(model.dtype).removeprefix("torch.")
+    print(
+        f"{config.model.id} in {dtype}, a prompt of {config.tokens} and an answer of {config.answer} tokens on each GPU"
+    )
+    print("\n".join([*_memory(plan, memory, config), "", *_time(plan, config)]))
+
+
+def _memory(plan: StepPlan, memory: int, config: Config) -> list[str]:
+    divided = f", divided over {config.gpus} GPUs" if config.shard else ""
+    fits = "fits" if plan.peak <= memory else "does not fit: lower tokens=, or try shard=true or model.quantize=nf4"
+    rows = {
+        f"target's weights{divided}": plan.weights,
+        "module, its gradients and Adam's moments": plan.module,
+        "first pass": plan.first,
+        "second pass and gradients": plan.second,
+    }
+    listed = [f"  {name:<58} {size_text(size):>12}" for name, size in rows.items()]
+    listed.insert(3, f"    of which KV entries and importance stay {size_text(plan.reading):>31}")
+    return [*listed, f"  at the worst moment, of {size_text(memory)} a GPU {size_text(plan.peak):>31}: {fits}"]
+
+
+def _time(plan: StepPlan, config: Config) -> list[str]:
+    reached = config.flops * 1e12 * config.utilisation
+    sample = plan.flops / reached
+    step = max(1, config.train.samples_per_step or config.gpus)
+    gpus = f"{config.gpus} GPU{'s' if config.gpus > 1 else ''}"
+    parts = {
+        "a sample": sample,
+        f"a step of {step} samples on {gpus}": -(-step // config.gpus) * sample,
+        f"{config.samples} samples": sample * config.samples / config.gpus,
+    }
+    return [
+        f"{plan.flops / 1e12:.1f} TFLOP a sample; at an assumed {config.utilisation:.0%} of {config.flops:g} TFLOP/s:",
+        "  " + ", ".join(f"{name} {_duration(seconds)}" for name, seconds in parts.items()),
+    ]
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.2g} s"
+    return f"{seconds / 60:.1f} min" if seconds < 3600 else f"{seconds / 3600:.1f} h"

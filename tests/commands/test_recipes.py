@@ -1,0 +1,95 @@
+"""Every recipe: its modules are trained, saved, loaded and evaluated on a tiny random model of its architecture."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from keepsight import recipes
+from keepsight.commands import train, train_draft_head, train_retrieval_head
+from keepsight.commands.config import Recipe, parse
+from keepsight.commands.from_recipe import resources_of, target_of
+from keepsight.runtime.generate import generate
+from keepsight.runtime.methods.make import make_method
+from tests.commands.commands import CommandLine
+from tests.families import fresh_model
+from tests.tiny import prompt_ids, tiny_tokenizer
+from tests.train.runs import write_data
+
+FOLDER = Path(recipes.__file__).parent / "recipe"
+FAMILY_OF = {
+    "gemma3-27b": "Gemma 3 (multimodal class, text)",
+    "gemma3-4b": "Gemma 3 (multimodal class, text)",
+    "gpt-oss-20b": "GPT-OSS",
+    **dict.fromkeys(["llama3.1-70b", "llama3.1-8b", "llama3.2-1b", "llama3.2-3b", "llama3.3-70b"], "Llama 3"),
+    "llama8b": "Llama 3",
+    "mistral-7b": "Mistral",
+    "phi-4": "Phi-3, Phi-4",
+    **dict.fromkeys(["qwen2.5-14b", "qwen2.5-7b"], "Qwen2, Qwen2.5"),
+    **dict.fromkeys(["qwen3-1.7b", "qwen3-4b", "qwen3-8b"], "Qwen3"),
+    "qwen3-30b-a3b": "Qwen3-MoE",
+    "smollm2-135m": "Llama 3",
+}
+"""The architecture of each recipe's model, in `tests.families`."""
+FIRST_OF = {family: recipe for recipe, family in reversed(FAMILY_OF.items())}
+SHAPE: dict[str, Any] = {
+    "num_hidden_layers": 8,  # an EAGLE-3 head reads three layers in the middle
+    "vocab_size": 520,
+    "max_position_embeddings": 1024,
+    "pad_token_id": 0,
+}
+LAYERS = {"layer_types": ["sliding_attention", "full_attention"] * 4}
+MORE: dict[str, dict[str, Any]] = {
+    "GPT-OSS": LAYERS,
+    "Gemma 3 (multimodal class, text)": {
+        **LAYERS,
+        **{"image_token_index": 517, "boi_token_index": 518, "eoi_token_index": 519},  # which the tokenizer never gives
+    },
+}
+SHORT = {"steps": 3, "samples_per_step": 2, "precision": "no", "held_out": 2, "measure_every": 3, "budget": 16}
+
+
+def overrides(section: str) -> list[str]:
+    return [f"{section}.{key}={value}" for key, value in {**SHORT, "report_to": "[]"}.items()]
+
+
+def test_every_recipe_has_an_architecture() -> None:
+    assert {path.stem for path in FOLDER.glob("*.yaml")} == FAMILY_OF.keys()
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return tiny_tokenizer()
+
+
+@pytest.mark.parametrize("family", FIRST_OF)
+def test_its_modules_are_trained_and_evaluated(
+    family: str,
+    keepsight: CommandLine,
+    tokenizer: PreTrainedTokenizerFast,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for command in (train, train_draft_head, train_retrieval_head):
+        monkeypatch.setattr(command, "write_png", lambda *_: None)  # takes as long as the training, and has its tests
+    fresh_model(family, **SHAPE, **MORE.get(family, {})).save_pretrained("tiny")
+    tokenizer.save_pretrained("tiny")
+    recipe = [f"recipe={FIRST_OF[family]}", "model.id=tiny", "model.device=cpu"]
+    write_data(Path("data"), target_of(parse(Recipe, recipe)))
+    keepsight("train", *recipe, "data=data", "out=adapter", "lookahead.tokens=4", *overrides("train"))
+    head = ["draft_head.vocabulary=64", *overrides("draft_head.train")]
+    keepsight("train_draft_head", *recipe, "data=data", "out=head", *head)
+    retrieval = ["retrieval_head.queries=8", *overrides("retrieval_head.train")]
+    keepsight("train_retrieval_head", *recipe, "data=data", "head=head", "out=retrieval", *retrieval)
+    config = parse(Recipe, [*recipe, "adapter=adapter", "retrieval=retrieval", "draft.head=head", "draft.layers=null"])
+    target = target_of(config)
+    resources, prompt = resources_of(config, target), prompt_ids(60)[0]
+    full = generate(target.model, prompt, make_method("full", None), max_new_tokens=6)
+    for method in ("lookaheadkv", "specontext", "speckv"):
+        answers = [
+            generate(target.model, prompt, make_method(method, budget, resources), max_new_tokens=6)
+            for budget in (40, 80)
+        ]
+        assert answers[0].shape[1] <= 6 and answers[1].tolist() == full.tolist(), method

@@ -1,0 +1,75 @@
+"""Targets that bitsandbytes quantises while they are loaded, on the CPU: memory, training, what artifacts record."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from keepsight import LookaheadKV
+from keepsight.commands import train
+from keepsight.commands.config import ModelConfig
+from keepsight.commands.training import training_target
+from keepsight.errors import UserError
+from keepsight.models import quantization
+from keepsight.models.lookahead_files import load_lookahead
+from keepsight.models.targets import Target, load_target
+from keepsight.runtime.generate import generate
+from tests.tiny import prompt_ids, save_tiny_target
+from tests.train.runs import SHAPE, settings, write_data
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_target(tmp_path_factory.mktemp("target"), hidden_size=64, intermediate_size=128, head_dim=16)
+
+
+def linear_bytes(target: Target) -> int:
+    linears = [module for module in target.model.model.layers.modules() if hasattr(module, "in_features")]
+    return sum(module.weight.nbytes for module in linears)
+
+
+@pytest.mark.parametrize(
+    ("quantize", "share", "kind", "off"), [("nf4", 1 / 8, "4bit", 0.8), ("int8", 1 / 4, "8bit", 0.3)]
+)
+def test_a_module_is_trained_on_a_quantised_target(
+    folder: Path, tmp_path: Path, quantize: str, share: float, kind: str, off: float
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    plain = load_target(str(folder), dtype="float32", device="cpu")
+    model = ModelConfig(id=str(folder), dtype="float32", device="cpu", quantize=quantize)
+    config = train.Config(
+        model=model, data=str(tmp_path / "data"), out=str(tmp_path / "out"), train=settings(steps=3), lookahead=SHAPE
+    )
+    target = training_target(config)
+    assert linear_bytes(target) == share * linear_bytes(plain)
+    assert target.version == f"{plain.version} quantised by bitsandbytes {kind}"
+    prompt = prompt_ids(40)[0]
+    with torch.no_grad():
+        exact, rounded = plain.model(prompt).logits, target.model(prompt).logits
+    assert 0 < (exact - rounded).norm() / exact.norm() < off  # unrelated logits: 1.4
+    write_data(tmp_path / "data", target)
+    train.run(config)
+    assert load_lookahead(tmp_path / "out").provenance.base_version == target.version
+    method = LookaheadKV.from_pretrained(str(tmp_path / "out"), budget=60)
+    whole: Any = target.model
+    full = whole.generate(prompt, max_new_tokens=5, do_sample=False)[:, 40:]
+    assert generate(target.model, prompt, method, max_new_tokens=5).tolist() == full.tolist()
+
+
+def test_all_devices_of_a_machine_with_one(folder: Path) -> None:
+    plain = load_target(str(folder), dtype="float32", device="cpu")
+    spread = load_target(str(folder), dtype="float32", device="cpu", device_map="auto")
+    prompt = prompt_ids(20)[0].to(spread.model.device)
+    with torch.no_grad():
+        assert torch.allclose(spread.model(prompt).logits.cpu(), plain.model(prompt.cpu()).logits, atol=1e-4)
+
+
+def test_what_cannot_be_done_is_said_in_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match=r"model\.quantize=int3 is unknown; choose one of nf4, int8, or null"):
+        load_target(str(folder), quantize="int3")
+    with pytest.raises(UserError, match=r"model\.device_map=both is unknown; choose auto"):
+        load_target(str(folder), device_map="both")
+    monkeypatch.setattr(quantization, "find_spec", lambda _: None)
+    with pytest.raises(UserError, match=r"model\.quantize=nf4 needs the package bitsandbytes; run `pip install"):
+        load_target(str(folder), quantize="nf4")

@@ -1,0 +1,72 @@
+"""The plan of a training step, against what torch's allocator gives when the step is run."""
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from keepsight.models.lookahead import Lookahead
+from keepsight.models.lookahead_settings import LookaheadSettings
+from keepsight.train.dataset import Batch
+from keepsight.train.lookahead.objective import LookaheadObjective
+from keepsight.train.lookahead.plan import StepPlan, plan_step, stored_bytes
+from tests.families import fresh_model
+
+FLOAT, HALF = torch.float32, torch.bfloat16
+SETTINGS = LookaheadSettings(tokens=16, rank=4)
+SHAPE = {"hidden_size": 64, "intermediate_size": 192, "head_dim": 16, "max_position_embeddings": 4096}
+
+
+def planned(family: str, dtype: torch.dtype, tokens: int, answer: int) -> StepPlan:
+    return plan_step(fresh_model(family, **SHAPE).config, dtype, SETTINGS, 0.5, tokens, answer)
+
+
+def measured(family: str, dtype: torch.dtype, tokens: int, answer: int) -> int:
+    """Most bytes that torch's CPU allocator has given out at a time in a step, weights, gradients and Adam included."""
+    model = fresh_model(family, **SHAPE).to(dtype).requires_grad_(False)
+    objective = LookaheadObjective(Lookahead(model, SETTINGS), 0.5)
+    trained = [weight for weight in objective.parameters() if weight.requires_grad]
+    optimizer = torch.optim.Adam(trained)
+    ids = torch.randint(3, 100, (1, tokens + answer), generator=torch.Generator().manual_seed(0))
+    batch = Batch(ids[:, :tokens], ids[:, tokens:])
+    for weight in trained:
+        weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    before = sum(weight.nbytes for weight in model.parameters()) + 4 * sum(weight.nbytes for weight in trained)
+    objective.loss(batch).backward()  # what is cached once is there
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        objective.loss(batch).backward()
+    assert profiled.profiler is not None and profiled.profiler.kineto_results is not None
+    now = most = 0
+    events: list[Any] = profiled.profiler.kineto_results.events()
+    for event in events:
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            most = max(most, now)
+    return before + most
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("Llama 3", FLOAT), ("Gemma 3 (text)", FLOAT), ("GPT-OSS", HALF), ("Qwen3-MoE", HALF)]
+)
+@pytest.mark.parametrize(("tokens", "answer"), [(300, 40), (1500, 100)])
+def test_the_plan_is_within_10_percent_of_what_is_measured(
+    family: str, dtype: torch.dtype, tokens: int, answer: int
+) -> None:
+    plan, peak = planned(family, dtype, tokens, answer), measured(family, dtype, tokens, answer)
+    assert abs(plan.peak - peak) < 0.1 * peak, (plan, peak)
+
+
+def test_what_is_stored_of_a_quantised_or_divided_target() -> None:
+    model = fresh_model("Llama 3", **SHAPE)
+    linear = sum(module.weight.numel() for module in model.model.layers.modules() if hasattr(module, "in_features"))
+    whole = sum(weight.nbytes for weight in model.parameters())
+    assert stored_bytes(model, None) == whole
+    assert stored_bytes(model, "int8") == whole - 3 * linear
+    assert whole - 3.5 * linear < stored_bytes(model, "nf4") < whole - 3.45 * linear
+    plan = plan_step(model.config, torch.float32, SETTINGS, 0.5, 300, 40, shards=4)
+    layer = sum(weight.nbytes for weight in model.model.layers[0].parameters())
+    assert plan.weights == -(-whole // 4) + 2 * layer

@@ -1,0 +1,187 @@
+"""What a training of a lookahead module will take, known by running its step on tensors that hold nothing.
+
+The objective itself runs on fake tensors, which have shapes but no values: each operation's output counts from when it
+is made until nothing refers to it. What is found out so changes with the code that trains, and needs no memory.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from typing_extensions import override
+
+from keepsight.models.decoder import decoder_of, full_attention_layers
+from keepsight.models.lookahead import Lookahead
+from keepsight.models.lookahead_settings import LookaheadSettings
+from keepsight.runtime.importance import later
+from keepsight.train.dataset import Batch
+from keepsight.train.lookahead.objective import LookaheadObjective
+
+_COPIES = 4
+"""Of each trained value: itself, its gradient, and Adam's two moments."""
+_QUANTISED = {"nf4": 0.5 + 1 / 64 + 4 / (64 * 256), "int8": 1.0}
+"""Bytes of a quantised weight: nf4 has an 8-bit scale for 64 weights, and a float32 one for 256 of these."""
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One sample's part of a training step, on one device; bytes and floating-point operations.
+
+    Attributes:
+        weights: The target's weights that the device holds.
+        module: The module's weights, their gradients and Adam's moments.
+        reading: What the first pass leaves: the KV entries and the target importance.
+        first: Most that the first pass takes above weights and module, its reading included.
+        second: The same of the second pass and its gradients.
+        flops: Of both passes.
+    """
+
+    weights: int
+    module: int
+    reading: int
+    first: int
+    second: int
+    flops: int
+
+    @property
+    def peak(self) -> int:
+        """Most memory that is taken at a time."""
+        return self.weights + self.module + max(self.first, self.second)
+
+
+def plan_step(
+    config: Any,
+    dtype: torch.dtype,
+    settings: LookaheadSettings,
+    far: float,
+    tokens: int,
+    answer: int,
+    *,
+    quantize: str | None = None,
+    shards: int = 1,
+) -> StepPlan:
+    """Plan a step on one sample.
+
+    Args:
+        config: The target's configuration.
+        dtype: The target's.
+        settings: The module's shape.
+        far: See `LookaheadObjective`.
+        tokens: Prompt length in tokens.
+        answer: Answer length in tokens.
+        quantize: `nf4` or `int8`: how the target's linear layers are stored; None for its dtype.
+        shards: Number of devices over which the target is divided, each gathering one layer after another.
+    """
+    with _nothing_held():
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
+        weights = stored_bytes(model, quantize)
+        gathered = 0 if shards == 1 else 2 * max(_bytes_of(layer) for layer in decoder_of(model).layers)
+        unpacked = 0 if quantize is None else max(weight.nbytes for weight in _linear_weights(model))
+        objective = LookaheadObjective(Lookahead(model, settings), far)
+        trained = [weight for weight in objective.parameters() if weight.requires_grad]
+        for weight in trained:
+            weight.grad = torch.zeros_like(weight)
+        ids = torch.zeros(1, tokens + answer, dtype=torch.long)
+        batch = Batch(ids[:, :tokens], ids[:, tokens:])
+        with FlopCounterMode(display=False) as counted, _LiveBytes() as live:
+            reading = objective.read(batch)
+            first, held = live.most(), live.now
+            objective.loss_of(reading, batch).backward()
+            second = live.most()
+    return StepPlan(
+        -(-weights // shards) + gathered + unpacked,
+        _COPIES * sum(weight.nbytes for weight in trained),
+        held,
+        first,
+        second,
+        counted.get_total_flops() + _uncounted(model, tokens + answer),
+    )
+
+
+def stored_bytes(model: PreTrainedModel, quantize: str | None) -> int:
+    """Bytes of a model's weights, whose linear layers may be quantised; those that make logits never are."""
+    whole = _bytes_of(model)
+    if quantize is None:
+        return whole
+    linear = list(_linear_weights(model))
+    kept = round(sum(weight.numel() for weight in linear) * _QUANTISED[quantize])
+    return whole - sum(weight.nbytes for weight in linear) + kept
+
+
+def _linear_weights(model: PreTrainedModel) -> Iterator[Tensor]:
+    for layer in decoder_of(model).layers:
+        yield from (module.weight for module in layer.modules() if isinstance(module, nn.Linear))
+
+
+def _bytes_of(module: nn.Module) -> int:
+    return sum(weight.nbytes for weight in {id(each): each for each in module.parameters()}.values())
+
+
+def _uncounted(model: PreTrainedModel, length: int) -> int:
+    """FLOPs of causal attention in the first pass, which torch's counter does not know on a CPU."""
+    config = model.config.get_text_config()
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * length**2 * width * config.num_attention_heads * len(full_attention_layers(model.config))
+
+
+@contextmanager
+def _nothing_held() -> Iterator[None]:
+    """Tensors made within the block hold no values; what is cached of them is forgotten afterwards."""
+    later.cache_clear()
+    try:
+        with FakeTensorMode():
+            yield
+    finally:
+        later.cache_clear()
+
+
+class _LiveBytes(TorchDispatchMode):
+    """Counts the storages that operations within the block have made and that something still refers to.
+
+    Attributes:
+        now: Bytes of these.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now, self._most = 0, 0
+        self._held: dict[int, int] = {}
+
+    def most(self) -> int:
+        """Most bytes at a time since the last call."""
+        most, self._most = self._most, self.now
+        return most
+
+    @override
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        known = {
+            tensor.untyped_storage()._cdata for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)
+        }
+        output = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor):
+                self._note(tensor.untyped_storage(), known)
+        return output
+
+    def _note(self, storage: torch.UntypedStorage, known: set[int]) -> None:
+        key = storage._cdata
+        if key in self._held or key in known:  # a view, or changed in place
+            return
+        self._held[key] = storage.nbytes()
+        self.now += self._held[key]
+        self._most = max(self._most, self.now)
+        weakref.finalize(storage, self._forget, key)
+
+    def _forget(self, key: int) -> None:
+        self.now -= self._held.pop(key)
