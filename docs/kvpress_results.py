@@ -39,10 +39,15 @@ def export(keys: list[str]) -> None:
     for part in (target.model, target.tokenizer):
         part.save_pretrained(out / "model")
     measured = map(json.loads, (out.parent / "results.jsonl").read_text("utf-8").splitlines())
-    answers = {(row["task"], row["length"], row["sample"]): row["answer"] for row in measured if row["method"] == FULL}
+    full = {(row["task"], row["length"], row["sample"]): row for row in measured if row["method"] == FULL}
     rows = []
     for sample in samples_of(config, target)[0]:
-        answer = target.tokenizer(answers[sample.key], add_special_tokens=False)["input_ids"]
+        row = full.get(sample.key)
+        if row is None or row["references"] != list(sample.references):
+            sys.exit(
+                f"{out.parent} has not measured sample {sample.key}; give the keys of its evaluation, samples= too"
+            )
+        answer = target.tokenizer(row["answer"], add_special_tokens=False)["input_ids"]
         if len(answer) < sample.max_new_tokens:
             answer.append(target.end_tokens[0])  # the text does not show it
         needle = sample.references[0] if sample.task == "niah_single" else None
