@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from typing_extensions import TypedDict
+from typing_extensions import NotRequired, TypedDict
 
 from keepsight.errors import require_same
 from keepsight.files import read_json, whole_lines, write_json, write_lines
@@ -47,6 +47,8 @@ class Measured(Place):
     answer: str
     references: list[Any]
     date: str
+    sample_digest: NotRequired[str]
+    inputs_digest: NotRequired[str | None]
 
 
 def _holds(before: list[Any], now: list[Any]) -> bool:

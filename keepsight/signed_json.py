@@ -14,6 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from typing_extensions import is_typeddict
 
 _DIGEST = re.compile(rb'\{\s*"_sha256": "([0-9a-f]{16})",\s*')
+_FIRST_KEY = re.compile(rb'\{\s*"(.{7})"')
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
@@ -43,6 +44,8 @@ def from_json(text: bytes, kind: Any = Any) -> Any:
         if _digest(rest) != digest[1].decode():
             raise ValueError("changed or cut off since it was written (the digest at its start differs)")
         text = b"{" + rest
+    elif (key := _FIRST_KEY.match(text)) and sum(a != b for a, b in zip(key[1], b"_sha256", strict=True)) < 2:
+        raise ValueError("changed since it was written (the digest at its start is none)")
     try:
         return _adapter(kind).validate_json(text, strict=True, extra="allow" if is_typeddict(kind) else "forbid")
     except ValidationError as error:

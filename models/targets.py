@@ -190,17 +190,31 @@ def hub_answers() -> bool:
     return True
 
 
+_UNREADABLE = (
+    *(OSError, ValueError, RuntimeError, TypeError, LookupError, AttributeError),
+    *(HfHubHTTPError, SafetensorError),
+)
+"""What transformers raises for files that are missing, damaged, or JSON of another shape."""
+
+
 def _finish(name: str, version: str | None, source: str | Path, device: str, options: dict[str, Any]) -> Target:
     try:
         tokenizer, model = _read(source, options)
-    except (OSError, ValueError, RuntimeError, HfHubHTTPError, SafetensorError) as error:
+    except _UNREADABLE as error:
         raise UserError(f"model {name!r} cannot be loaded: {' '.join(str(error).split())[:300]}") from error
+    _require_finite(name, model)
     if "device_map" not in options:
         model = model.to(device)
     require_supported(model)
     model.config.name_or_path = name
     record_version(model, version)
     return Target(model.requires_grad_(False).eval(), padded(tokenizer), name, version_of(model))
+
+
+def _require_finite(name: str, model: PreTrainedModel) -> None:
+    held = ((key, value) for key, value in model.named_parameters() if value.is_floating_point() and not value.is_meta)
+    if broken := next((key for key, value in held if not value.isfinite().all()), None):
+        raise UserError(f"model {name!r}: weight {broken!r} is not finite; copy or download it again")
 
 
 def padded(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:

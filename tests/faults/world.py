@@ -134,10 +134,13 @@ class World:
 
     def half(self, scene: Scene, folder: Path, share: float) -> Path:
         """A copy in which a scene was killed after a share of its events."""
-        self.copy(folder, without=scene.out)
         at = max(1, round(self.events[scene.name] * share))
-        assert Run(scene.arguments, folder, scene.out, Disturbance(kill_at=at)).wait().was_killed
-        return folder
+        while True:
+            self.copy(folder, without=scene.out)
+            if Run(scene.arguments, folder, scene.out, Disturbance(kill_at=at)).wait().was_killed:
+                return folder
+            assert at > 1
+            at //= 2  # it had fewer events than the first time
 
 
 def results_of(out: Path) -> dict[str, Any]:
