@@ -45,6 +45,15 @@ def test_json_of_others_has_no_digest_and_is_read(tmp_path: Path) -> None:
     assert read_json(tmp_path / "a.json", Named) == VALUE
 
 
+@pytest.mark.parametrize(("old", "new"), [(b"_sha", b"_rha"), (b'256": "', b'256": "x')])
+def test_a_change_of_the_digest_itself_is_noticed(tmp_path: Path, old: bytes, new: bytes) -> None:
+    write_json(tmp_path / "one.json", VALUE)
+    text = (tmp_path / "one.json").read_bytes()
+    (tmp_path / "one.json").write_bytes(text.replace(old, new, 1))
+    with pytest.raises(UserError, match=r"one\.json: changed"):
+        read_json(tmp_path / "one.json")
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import constants
+from safetensors.torch import load_file, save_file
 from transformers import BloomConfig, BloomForCausalLM
 
 from keepsight.errors import UserError
@@ -105,6 +106,12 @@ def cut(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(content[:-1000])
 
 
+def with_nan(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"][3] = torch.nan
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), r"no \*.safetensors in this folder"),
     "cut weights": (cut, "cannot be loaded: .*header"),
@@ -113,6 +120,15 @@ SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
     "unknown architecture": (edit(model_type="abacus"), "cannot be loaded: .*abacus"),
     "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "cannot be loaded: .*tokenizer"),
     "missing layer": (edit(num_hidden_layers=4), "its weight files lack model.layers.3.* and 8 more; fetch it again"),
+    "weights that are not finite": (with_nan, "weight 'model.norm.weight' is not finite"),
+    "generation settings of another shape": (
+        lambda folder: (folder / "generation_config.json").write_text('"text"'),
+        "cannot be loaded",
+    ),
+    "tokenizer settings of another shape": (
+        lambda folder: (folder / "tokenizer_config.json").write_text("null"),
+        "cannot be loaded",
+    ),
     "other shape": (edit(intermediate_size=48), "cannot be loaded"),
 }
 
