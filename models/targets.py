@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 from huggingface_hub import constants, try_to_load_from_cache
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
-from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import is_flash_attn_2_available
 
@@ -190,17 +189,12 @@ def hub_answers() -> bool:
     return True
 
 
-_UNREADABLE = (
-    *(OSError, ValueError, RuntimeError, TypeError, LookupError, AttributeError),
-    *(HfHubHTTPError, SafetensorError),
-)
-"""What transformers raises for files that are missing, damaged, or JSON of another shape."""
-
-
 def _finish(name: str, version: str | None, source: str | Path, device: str, options: dict[str, Any]) -> Target:
     try:
         tokenizer, model = _read(source, options)
-    except _UNREADABLE as error:
+    except UserError:
+        raise
+    except Exception as error:  # of files that are damaged or of another shape any is raised, tokenizers' has no type
         raise UserError(f"model {name!r} cannot be loaded: {' '.join(str(error).split())[:300]}") from error
     _require_finite(name, model)
     if "device_map" not in options:

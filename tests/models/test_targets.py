@@ -129,6 +129,7 @@ SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: (folder / "tokenizer_config.json").write_text("null"),
         "cannot be loaded",
     ),
+    "damaged tokenizer": (lambda folder: (folder / "tokenizer.json").write_text('{"a" 1}'), "cannot be loaded"),
     "other shape": (edit(intermediate_size=48), "cannot be loaded"),
 }
 
