@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, LinearAttentionLayer
 from typing_extensions import override
 
 from keepsight.errors import UserError
@@ -245,6 +245,27 @@ class ViewedLayer(DynamicLayer):
         return torch.cat([self.keys, key_states], dim=-2), torch.cat([self.values, value_states], dim=-2)
 
 
+class ViewedState(LinearAttentionLayer):
+    """A recurrent state as observers see it: it goes on for them, but is never stored, so that gradients can flow.
+
+    Args:
+        layer: The layer that holds it.
+    """
+
+    def __init__(self, layer: LinearAttentionLayer) -> None:
+        self.__dict__.update(layer.__dict__)
+
+    @override
+    def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **kwargs: object) -> Tensor:
+        before = self.conv_states[state_idx]
+        assert before is not None
+        return torch.cat([before, conv_states], dim=-1)
+
+    @override
+    def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: object) -> Tensor:
+        return recurrent_states
+
+
 def _unpack(packed: Tensor, real: Tensor) -> Tensor:
     """[total, d] -> [B, K, C, d], zeros where `real` is False."""
     padded = packed.new_zeros(*real.shape, packed.shape[-1])
@@ -267,6 +288,11 @@ def is_bounded(layer: Any) -> bool:
     return not isinstance(layer, DynamicLayer) or bool(layer.is_sliding)
 
 
+def has_recurrent(cache: Cache) -> bool:
+    """Whether a layer has a recurrent state, from which nothing can be taken back."""
+    return not all(isinstance(layer, DynamicLayer) for layer in cache.layers)
+
+
 def filled_layer(empty: Any, keys: Tensor, values: Tensor, seen: int) -> Any:
     """A layer of these entries, from one as transformers begins with; `seen` is its logical length."""
     if not is_bounded(empty):
@@ -285,6 +311,12 @@ def with_full_layers(cache: Cache, layers: Iterable[Any]) -> Cache:
     """A cache with other layers in place of those with full attention, and copies of the bounded ones."""
     others = iter(layers)
     return Cache(layers=[_copied(layer) if is_bounded(layer) else next(others) for layer in cache.layers])
+
+
+def as_observed(cache: Cache, layers: Iterable[Any]) -> Cache:
+    """`with_full_layers` for observers, who change no recurrent state."""
+    copied = with_full_layers(cache, layers).layers
+    return Cache(layers=[ViewedState(each) if isinstance(each, LinearAttentionLayer) else each for each in copied])
 
 
 def record_past(cache: Cache) -> None:

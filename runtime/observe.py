@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from keepsight.models.decoder import decoder_of, has_latents
 from keepsight.runtime.attention import OwnAttention, run
-from keepsight.runtime.cache import ViewedLayer, marked, with_full_layers
+from keepsight.runtime.cache import ViewedLayer, as_observed, marked, with_full_layers
 from keepsight.runtime.importance import ROWS_AT_ONCE, observed_attention
 from keepsight.runtime.look_after import LookAfter
 from keepsight.runtime.read_layer import ReadLayer, read_layers
@@ -215,7 +215,7 @@ def observe(
         position_ids=first[:, None] + torch.arange(count, device=embeddings.device),
     )
     stored = [ViewedLayer(*each) for each in marked(cache, mask)]
-    viewed = with_full_layers(cache, stored)
+    viewed = as_observed(cache, stored)
     plain = observer_mask is None and all(layer.real is None for layer in stored)
     if plain and count <= ROWS_AT_ONCE and not has_latents(model):
         kinds = [_WatchedLayer] * len(stored)
@@ -223,7 +223,7 @@ def observe(
             kinds[-1] = _LastLayer
         watched = [kind(each.keys, each.values, reduction) for kind, each in zip(kinds, stored, strict=True)]
         with torch.inference_mode(not torch.is_grad_enabled()), suppress(_AllSeen):  # saves 3 % of the time on a CPU
-            look(with_full_layers(viewed, watched))
+            look(as_observed(viewed, watched))
         return [layer.importance for layer in watched]
     recorder = AttentionRecorder(count, query_mask=observer_mask, reduction=reduction)
     # Layers with full attention know their padding; it is the bounded ones that need a mask.
