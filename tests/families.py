@@ -97,6 +97,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "mamba_n_heads": 8,
             "mamba_d_head": 8,
             "mamba_d_state": 8,
+            "mamba_chunk_size": 16,
             "shared_intermediate_size": 32,
             "attention_multiplier": 0.2,
         },
