@@ -234,6 +234,7 @@ def _require_honoured(config: GenerationConfig, options: dict[str, Any], inputs:
     given = {name for name, value in inputs.items() if value is not None and value != {}} - _READ
     given |= {name for name in ("output_attentions", "output_hidden_states") if getattr(config, name)}
     given |= {"synced_gpus"} if options.get("synced_gpus") else set()
+    given |= {"cache_implementation"} & options.get("kwargs", {}).keys()  # one in a model's own configuration is no wish
     if given:
         raise UserError(
             f"custom_generate: {min(given)} is not supported; leave it out, or call generate without a method"
@@ -241,10 +242,13 @@ def _require_honoured(config: GenerationConfig, options: dict[str, Any], inputs:
 
 
 def _require_padded_on_the_left(mask: Tensor | None, input_ids: Tensor, positions: Tensor | None) -> None:
+    width = input_ids.shape[1]
+    if odd := [each.shape[-1] for each in (mask, positions) if each is not None and each.shape[-1] != width]:
+        raise UserError(f"custom_generate: attention_mask or position_ids are for {odd[0]} tokens, not for {width}")
     if mask is not None and bool((mask[:, :-1] > mask[:, 1:]).any()):
         raise UserError(
             "custom_generate: the attention_mask hides tokens after a prompt's first; pad on the left, and give an "
             "attention_mask where prompts hold the pad token"
         )
-    if positions is not None and bool((positions != positions_of(mask, input_ids.shape[1], input_ids.device)).any()):
+    if positions is not None and bool((positions != positions_of(mask, width, input_ids.device)).any()):
         raise UserError("custom_generate: position_ids other than 0, 1, 2, ... are not supported; leave them out")

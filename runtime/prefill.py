@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
 from keepsight.errors import UserError
+from keepsight.models.decoder import FULL
 from keepsight.runtime.attention import Reader, Recorder, run
 from keepsight.runtime.cache import empty_cache, full_layers
 from keepsight.runtime.features import RecordFeatures
@@ -152,5 +153,6 @@ def context_of(model: PreTrainedModel) -> int:
     """Context length of a model: its number of positions, or that to which YaRN stretches them; huge without either."""
     config = model.config.get_text_config(decoder=True)
     rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    rope = rope.get(FULL) or rope  # by kind of layer in models that have several
     stretched = rope["factor"] * rope["original_max_position_embeddings"] if rope.get("rope_type") == "yarn" else 0
     return max(int(getattr(config, "max_position_embeddings", None) or sys.maxsize), int(stretched))

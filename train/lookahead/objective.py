@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from typing_extensions import override
 
-from keepsight.models.decoder import decoder_of
+from keepsight.models.decoder import decoder_of, require_full_attention
 from keepsight.models.lookahead import Lookahead
 from keepsight.runtime.attention import run
 from keepsight.runtime.cache import empty_cache, has_recurrent, record_past, share
@@ -106,6 +106,7 @@ class LookaheadObjective(ReplayedObjective):
 
     def __init__(self, lookahead: Lookahead, far: float = 0.0) -> None:
         super().__init__()
+        require_full_attention(lookahead.model)
         self.lookahead, self.far = lookahead, far
         lookahead.model.requires_grad_(False)
 
