@@ -72,11 +72,10 @@ def prefill(
                 model,
                 cache,
                 recorder=around(cache, recorder) if around is not None else recorder,
-                input_ids=input_ids[:, start:end],
                 attention_mask=seen,
                 position_ids=positions[..., start:end],
                 logits_to_keep=1,
-                **(images.inputs if images else {}),
+                **(images.with_tokens(input_ids) if images else {"input_ids": input_ids[:, start:end]}),
             )
         trace = recorder.trace(recorded.outputs())
         _require_seen(model, cache, trace, end)
