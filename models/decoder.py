@@ -91,7 +91,8 @@ def require_full_attention(model: PreTrainedModel) -> None:
 
 def logits_of(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     """The logits [..., V] that a model makes of what its decoder puts out, [..., hidden]."""
-    config, lm_head = model.config.get_text_config(decoder=True), model.get_output_embeddings()
+    config: Any = model.config.get_text_config(decoder=True)
+    lm_head: Any = model.get_output_embeddings()
     logits: Tensor = lm_head(hidden) * getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)
     cap = getattr(config, "final_logit_softcapping", None)
     return logits if cap is None else torch.tanh(logits / cap) * cap

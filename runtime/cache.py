@@ -253,10 +253,12 @@ class ViewedState(LinearAttentionLayer):
     """
 
     def __init__(self, layer: LinearAttentionLayer) -> None:
-        self.__dict__.update(layer.__dict__)
+        vars(self).update(vars(layer))
 
     @override
-    def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **kwargs: object) -> Tensor:
+    def update_conv_state(
+        self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: object
+    ) -> Tensor:
         before = self.conv_states[state_idx]
         assert before is not None
         return torch.cat([before, conv_states], dim=-1)

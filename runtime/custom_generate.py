@@ -234,9 +234,7 @@ def _require_honoured(config: GenerationConfig, options: dict[str, Any], inputs:
     given = {name for name, value in inputs.items() if value is not None and value != {}} - _READ
     given |= {name for name in ("output_attentions", "output_hidden_states") if getattr(config, name)}
     given |= {"synced_gpus"} if options.get("synced_gpus") else set()
-    given |= {"cache_implementation"} & options.get(
-        "kwargs", {}
-    ).keys()  # the model's own is no wish
+    given |= {"cache_implementation"} & options.get("kwargs", {}).keys()  # the model's own is no wish
     if given:
         raise UserError(
             f"custom_generate: {min(given)} is not supported; leave it out, or call generate without a method"
