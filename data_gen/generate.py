@@ -10,7 +10,8 @@ from tqdm import tqdm
 from keepsight.data_gen.answers import Backend, Rendered, answers, render_prompt
 from keepsight.data_gen.mixture import Mixture
 from keepsight.data_gen.prompts import CountTokens
-from keepsight.data_gen.shards import DataSettings, ShardWriter, TrainingSample
+from keepsight.data_gen.shard_writer import ShardWriter
+from keepsight.data_gen.shards import DataSettings, TrainingSample
 from keepsight.errors import UserError
 from keepsight.files import free_bytes, read_json
 from keepsight.locks import one_writer

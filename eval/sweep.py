@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from keepsight.errors import UserError
-from keepsight.eval.answers import Answered, Limits, answer_all, answer_alone, answer_full, batched_by_entries
+from keepsight.eval.answer_alone import answer_alone
+from keepsight.eval.answers import Answered, Limits, answer_all, answer_full, batched_by_entries
 from keepsight.eval.compress import Compressed, Seconds, SharedPrompt, needs_of_all, since
 from keepsight.eval.guesses import Guesses
 from keepsight.eval.kept import attention_mass, recall

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from keepsight.eval.answers import Answered, Limits, answer_alone, batched_by_entries, read_each
+from keepsight.eval.answer_alone import answer_alone
+from keepsight.eval.answers import Answered, Limits, batched_by_entries, read_each
 from keepsight.eval.compress import Compressed
 from keepsight.eval.guesses import Guesses, Writing, write
 from keepsight.eval.rows import Asked

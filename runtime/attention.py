@@ -21,7 +21,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from keepsight.errors import UserError
-from keepsight.runtime.cache import KeptLayer, ViewedLayer, is_bounded
+from keepsight.runtime.cache import is_bounded
+from keepsight.runtime.cache_layers import KeptLayer, ViewedLayer
 from keepsight.runtime.softmax import Softmax, grouped_attention, visible
 
 

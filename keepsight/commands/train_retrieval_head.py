@@ -21,8 +21,9 @@ from keepsight.models.card import CardBasics
 from keepsight.models.draft_head import DraftHead
 from keepsight.models.draft_head_files import WEIGHTS, load_draft_head
 from keepsight.models.hub import fetch
+from keepsight.models.pruning import parameters, pruning
 from keepsight.models.retrieval_card import comparison, retrieval_card
-from keepsight.models.retrieval_head import RetrievalHead, check_target, parameters, pruning
+from keepsight.models.retrieval_head import RetrievalHead, check_target
 from keepsight.models.retrieval_head_files import save_retrieval_head
 from keepsight.models.targets import Target
 from keepsight.train.dataset import cut

@@ -14,7 +14,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from keepsight.errors import UserError
-from keepsight.runtime.cache import KeptLayer
+from keepsight.runtime.cache_layers import KeptLayer
 from keepsight.runtime.prefill import positions_of
 from keepsight.runtime.softmax import Softmax, grouped_attention
 from keepsight.runtime.state import State

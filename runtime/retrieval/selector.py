@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from keepsight.models.retrieval_head import RetrievalHead
-from keepsight.runtime.cache import ROOM
+from keepsight.runtime.cache_layers import ROOM
 from keepsight.runtime.softmax import Softmax
 from keepsight.runtime.sparse_read.cache import Selection
 from keepsight.runtime.sparse_read.top_k import StepBudget, most_attended

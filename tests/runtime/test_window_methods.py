@@ -11,7 +11,7 @@ from keepsight import generate
 from keepsight.errors import UserError
 from keepsight.runtime.allocate import Adaptive, Pyramid
 from keepsight.runtime.attention import recording
-from keepsight.runtime.cache import RaggedLayer
+from keepsight.runtime.cache_layers import RaggedLayer
 from keepsight.runtime.decode import decode, stop_after
 from keepsight.runtime.drafting.observer import DraftObserver
 from keepsight.runtime.importance import Pool
