@@ -1,9 +1,9 @@
 """Speculative decoding: a draft head guesses the next tokens, and the target reads all of them in one pass.
 
-Leviathan et al. 2023 (arXiv 2211.17192), with chain drafts of an EAGLE-3 head (arXiv 2503.01840) and greedy decoding: a
-guess is accepted where the target would have said the same, so that every token is the target's own choice, from a full
-cache or an evicted one. A pass over several tokens sums in another order than one over a single token, so that logits
-which are equal up to rounding may change places: hardly ever in float32, now and then in bfloat16.
+Leviathan et al. 2023 (arXiv 2211.17192), section 2, with chain drafts of an EAGLE-3 head (arXiv 2503.01840) and greedy
+decoding: a guess is accepted where the target would have said the same, so that every token is the target's own choice,
+from a full cache or an evicted one. A pass over several tokens sums in another order than one over a single token, so
+that logits which are equal up to rounding may change places: hardly ever in float32, now and then in bfloat16.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,7 @@
-"""A retrieval head selects entries, once for all layers, before the model runs (SpeContext, arXiv 2512.00722)."""
+"""A retrieval head selects entries once for all layers, before the model runs.
+
+SpeContext (arXiv 2512.00722), section 4.3.
+"""
 
 import torch
 from torch import Tensor
