@@ -34,7 +34,6 @@ from keepsight.runtime.method import FullCache, Method
 from keepsight.runtime.prefill import context_of, prefill
 from keepsight.runtime.state import State
 
-QUESTIONS = ("seen", "unseen", "multi")
 Note = Callable[[Sequence[RenderedSample], Variant, Tensor], object]
 """Takes samples with one prompt, a variant and [L, K, N] bool, which of the prompt's entries it keeps."""
 _FULL = Variant(FULL, FullCache())
@@ -170,7 +169,7 @@ def run_samples(
         samples: Prompt, references and metric; several only under `question=multi`, or the turns of a conversation.
         variants: Methods and budgets; a full cache among them is answered once, not twice.
         batch_tokens: Bounds the batches; see `keepsight.eval.answers.Limits`.
-        question: What the methods see, one of `QUESTIONS`: the samples come split for all but `seen`.
+        question: What the methods see: `seen`, `unseen` or `multi`. The samples come split for all but `seen`.
         said: Answers to other samples, which often resemble each other; these are added. None to look at no others.
         note: Is told which entries of the prompt each variant keeps, where that is known.
 

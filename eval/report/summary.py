@@ -39,9 +39,10 @@ class SummaryRow:
         method: Name of the method; `full` is the cache with nothing evicted.
         budget: KV entries per layer and KV head; None for the full cache.
         n: Number of samples.
-        estimates: By the names in `MEASURES`: the score of the task's metric, 0 to 1; excess NLL, the
-            mean negative log-likelihood of the full cache's own answer under the evicted cache minus that under the
-            full cache, in nats per token; top-1 agreement, the share of that answer's tokens that stay the arg-max.
+        estimates: By the names in `MEASURES`: the score of the task's metric, 0 to 1; excess NLL
+            (delta NLL vs. full cache), the mean negative log-likelihood of the full cache's own answer under the
+            evicted cache minus that under the full cache, in nats per token; top-1 agreement, the share of that
+            answer's tokens that stay the arg-max.
         means: By the names in `MEANS` and `COSTS`, None where it was not measured: recall of the entries that the
             answer attends to most, attention mass kept, Kendall's tau, tokens before the answer first differs from the
             full cache's; seconds before the first token, and MiB of keys and values.

@@ -41,7 +41,7 @@ from keepsight.eval.results import EARLIER, Measured, Place, finished, merge, pa
 from keepsight.eval.reuse import Earlier
 from keepsight.eval.rows import Variant
 from keepsight.eval.runs import Run
-from keepsight.eval.sweep import QUESTIONS, check_samples, groups_of, sweep
+from keepsight.eval.sweep import check_samples, groups_of, sweep
 from keepsight.eval.tasks.benchmark import TaskRequest
 from keepsight.eval.tasks.protocols import protocol_named
 from keepsight.eval.tasks.registry import Benchmarks, make_all, tasks_of
@@ -50,6 +50,7 @@ from keepsight.files import append_lines, require_writable, whole_lines
 from keepsight.locks import one_writer
 from keepsight.models.targets import Target
 from keepsight.runtime.prefill import context_of
+from keepsight.runtime.saved import QUESTIONS
 
 
 @dataclass
