@@ -142,6 +142,6 @@ def _check_room(out: Path, mixture: Mixture, limit: int) -> None:
     needed, there = limit * shortest * _BYTES_A_TOKEN, sum(path.stat().st_size for path in out.glob("shard-*"))
     if needed > (free := free_bytes(out)) + there:
         raise UserError(
-            f"limit={limit}: so many samples take more than {needed / 1e9:.0f} GB, and {out} has {free / 1e9:.0f} GB "
+            f"limit={limit}: that many samples take more than {needed / 1e9:.0f} GB, and {out} has {free / 1e9:.0f} GB "
             "left; lower limit="
         )

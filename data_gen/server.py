@@ -51,7 +51,7 @@ class Server:
     """Answers of a server. Prompts are sent as token ids, or as text to a server that takes no ids.
 
     vLLM returns the answer's token ids; the text that others return is tokenised, which gives the ids that were
-    generated but for rare words that a model spelt in an unusual way.
+    generated, except for rare words that the model spelt in an unusual way.
     """
 
     def __init__(self, target: Target, settings: ServerSettings) -> None:

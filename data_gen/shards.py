@@ -49,7 +49,7 @@ class TrainingSample:
 
 @dataclass(frozen=True)
 class DataSettings:
-    """What decides every sample: a run can be resumed only with the same settings (but for `limit`).
+    """What decides every sample: a run can be resumed only with the same settings (except `limit`).
 
     Attributes:
         model: Hub id or folder of the target.

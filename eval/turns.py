@@ -1,4 +1,4 @@
-"""Later turns of a conversation: the prompt was compressed once, and each variant goes on from what it has said itself.
+"""Later turns of a conversation: the prompt was compressed once, and each variant continues from its own answers.
 
 `excess_nll` and `agreement` of a later turn are measured in the full cache's conversation, which is the same for all.
 Methods that evict while decoding read what they said before in one pass, and then evict.

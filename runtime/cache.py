@@ -1,4 +1,4 @@
-"""Whole caches: what their layers hold, what is replaced, shared and counted.
+"""Whole caches: their entries, copies that share them, and their bytes.
 
 Entries are those of layers with full attention. Layers that are bounded by themselves (a sliding window, a chunk, a
 recurrent state) keep the cache that transformers gives them: they are copied with the others, and never evicted from.

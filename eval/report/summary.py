@@ -18,7 +18,7 @@ from keepsight.files import write_text
 MEASURES = ("score", "excess_nll", "agreement")
 """Columns that get an interval."""
 MEANS = ("recall", "mass", "tau", "same_tokens")
-"""What stands beside them."""
+"""Means reported beside them."""
 COSTS = ("time_to_first_token", "kv_mib")
 COLUMNS = (
     *("task", "length", "method", "budget", "n", *MEASURES),
@@ -26,7 +26,7 @@ COLUMNS = (
     *MEANS,
 )
 MAX_BLOCKS = 4
-"""Up to so many pairs of task and length get a block of their own in the terminal."""
+"""Max pairs of task and length that get a block each in the terminal."""
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ def read_samples(
     A sample's `length` is the smallest of 512, 1024, 2048, ... tokens that holds its rendered prompt.
 
     Args:
-        folder: Holds `NAME.jsonl` files; `tasks.json` stands in it or, failing that, in its parent.
+        folder: Holds `NAME.jsonl` files; `tasks.json` is in it or, failing that, in its parent.
         files: The names to read, without ending. None or empty: every file that can be scored, sorted by name;
             why another is left out is logged as a warning.
         max_tokens: The longest prompt to keep, chat template and answer prefix included.

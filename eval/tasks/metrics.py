@@ -71,7 +71,7 @@ def _printable(prediction: str) -> str:
 
 
 def _string_match_all(prediction: str, sample: Sample) -> float:
-    """The share of the references that stand in the prediction, whatever their case."""
+    """The share of the references that occur in the prediction, ignoring case."""
     text = _printable(prediction)
     return sum(_contains(text, reference) for reference in sample.references) / len(sample.references)
 

@@ -40,7 +40,7 @@ def fill_in(template: str, fields: Mapping[str, str]) -> str:
 
 
 def bucket(tokens: int) -> int:
-    """The smallest of 512, 1024, 2048, ... that holds so many tokens."""
+    """The smallest of 512, 1024, 2048, ... that is at least this number of tokens."""
     return max(512, 1 << (tokens - 1).bit_length())
 
 

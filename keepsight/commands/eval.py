@@ -11,7 +11,7 @@ README has the table), or one with options. An option is a field of the method, 
 while decoding too), or a part: observer, reduce, pool, allocate. question=unseen compresses the context before the
 question arrives, question=multi asks several questions of one compressed cache. `out` gets results.jsonl (a row per
 sample, method and budget), summary.csv, report.html, plots/, tables/ and samples/, a page for each of the first samples
-with what every method kept. A stopped run goes on when the same command is given again; with more samples, tasks,
+with what every method kept. A stopped run resumes when the same command is run again; with more samples, tasks,
 lengths, methods or budgets it is extended, and only what is missing is run. reuse=DIR takes what another run has
 measured on the same inputs.
 """

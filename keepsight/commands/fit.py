@@ -5,8 +5,8 @@
     accelerate launch -m keepsight fit recipe=llama3.1-8b out=runs/llama8b
 
 Give recipe= where there is one for the model: it has the training's settings. `out` gets data/, adapter/ and eval/; the
-adapter's card tells what the evaluation found, and `keepsight push DIR/adapter user/name` publishes it. A run that was
-stopped goes on in the stage it was in when the same command is given again.
+adapter's card shows the results of the evaluation, and `keepsight push DIR/adapter user/name` publishes it. A run that
+was stopped resumes in the stage it was in when the same command is run again.
 """
 
 import shutil
@@ -34,7 +34,7 @@ class Config(Recipe):
 
     Attributes:
         out: Folder for the data, the adapter and the evaluation.
-        mixture: Name of a file in recipes/mixtures/, or a path to a YAML file of your own.
+        mixture: Name of a file in recipes/mixtures/, or a path to your own YAML file.
         limit: Number of samples.
         max_new_tokens: Longest answer of the data in tokens.
         backend: Who answers; see `keepsight data`.

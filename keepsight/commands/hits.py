@@ -9,7 +9,7 @@ the attention that falls on what is read, `overlap` what neighbouring steps have
 `best shared` reads the same entries in all layers, those with the most attention on average: no such set has a larger
 `mass`. `exact_topk` selects by each layer's own attention. `heads` compares several retrieval heads, such as one that
 was pruned only beside one that was distilled. Writes hits.jsonl (a row per sample), hits.csv and hits.png to `out`. A
-stopped run goes on when the same command is given again.
+stopped run resumes when the same command is run again.
 """
 
 from dataclasses import asdict, dataclass, field, fields

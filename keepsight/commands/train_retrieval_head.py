@@ -4,7 +4,7 @@
     python train_retrieval_head.py head=runs/head data=runs/data out=runs/retrieval retrieval_head.features=none
 
 Writes the head, its model card and training curves to `out`. A training that was stopped resumes from its last
-checkpoint when the same command is given again. Without `head=` it starts from random projections.
+checkpoint when the same command is run again. Without `head=` it starts from random projections.
 """
 
 from dataclasses import dataclass
