@@ -40,8 +40,9 @@ from keepsight.eval.report.summary import summarize, summary_table
 from keepsight.eval.results import EARLIER, Measured, Place, finished, merge, part_of
 from keepsight.eval.reuse import Earlier
 from keepsight.eval.rows import Variant
+from keepsight.eval.run_samples import check_samples
 from keepsight.eval.runs import Run
-from keepsight.eval.sweep import check_samples, groups_of, sweep
+from keepsight.eval.sweep import groups_of, sweep
 from keepsight.eval.tasks.benchmark import TaskRequest
 from keepsight.eval.tasks.protocols import protocol_named
 from keepsight.eval.tasks.registry import Benchmarks, make_all, tasks_of
