@@ -65,7 +65,8 @@ def draw_curves(
     for row in rows:
         if row.budget is None:
             _level(axes, row.estimates[measure.name].value, against.value(row), row.method, styles, numbers)
-    methods = in_order(row.method for row, _ in placed if row.budget is not None)
+    placed = [(row, value) for row, value in placed if row.budget is not None]
+    methods = in_order(row.method for row, _ in placed)
     for place, method in enumerate(methods):
         shift = 2 ** (0.04 * (place - (len(methods) - 1) / 2)) if against.apart else 1.0
         points = sorted((row.budget, value * shift, row) for row, value in placed if row.method == method)
