@@ -31,8 +31,7 @@ Phases = TypedDict("Phases", dict.fromkeys(("prefill", "draft", "observe", "sele
 
 
 class Measured(TypedDict):
-    """The columns of a row that are read again; it may have others. Those that are not required are younger than some
-    results."""
+    """Columns of a row that are read again; it may have others. Those not required are younger than some results."""
 
     task: str
     length: int
