@@ -56,6 +56,7 @@ class Measured(TypedDict):
     mass: NotRequired[float | None]
     tau: NotRequired[float | None]
     first_difference: NotRequired[int | None]
+    prompt_tokens: NotRequired[int]
     answer_tokens: NotRequired[int]
     asks: NotRequired[str]
     before: NotRequired[list[str]]

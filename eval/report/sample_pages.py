@@ -63,6 +63,7 @@ def _page(rows: list[Row], kept: KeptOfSample, counts: dict[str, str], settings:
         kept=shown,
         facts={
             "sample": str(sample["sample"]),
+            "prompt": f"{len(kept.tokens)} tokens",
             "question": str(sample.get("asks") or ""),
             "expected": " | ".join(sample["references"]),
         },

@@ -123,6 +123,8 @@ WRONG = {
     "eval out=out methods=[{name:dapq,observer:{drafter:it}}]": "method 'dapq': observer: drafter: 'it' is unknown; ",
     "eval out=out methods=[speckv]": "method 'speckv': needs a draft: set draft.layers=[...] ",
     "eval out=out methods=[specpc]": "method 'specpc': needs a draft: set draft.layers=[...] ",
+    "eval out=out methods=[specpc] draft.layers=[0] budgets=[64]": "SpecPC: budget 64 must be above the window of 64 ",
+    "eval out=out methods=[llmlingua2] budgets=[64]": "LLMLingua2: budget 64 must be above the window of 64 ",
     "eval out=out methods=[laq] budgets=[16]": "LAQ: budget 16 must be above the first_window 32 ",
     "eval out=out question=heard": "question=heard is unknown; choose one of seen, unseen, multi",
     "eval out=out max_batch_tokens=-1": "max_batch_tokens=-1 must be at least 0, which leaves it to keepsight",
