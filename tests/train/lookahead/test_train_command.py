@@ -122,8 +122,8 @@ def test_without_held_out_samples_nothing_is_measured(place, tmp_path):
 
 
 def test_an_adapter_to_start_from_must_have_been_trained_as_this_one_is(place, trained, tmp_path):
-    other = config(place, tmp_path / "more", init=str(trained), lookahead=replace(SHAPE, alpha=8.0, tokens=5))
-    with pytest.raises(UserError, match=r"trained with tokens=4, now it is 5; alpha=.*, now it is 8\.0"):
+    other = config(place, tmp_path / "more", init=str(trained), lookahead=replace(SHAPE, alpha=32.0, tokens=5))
+    with pytest.raises(UserError, match=r"trained with tokens=4, now it is 5; alpha=8\.0, now it is 32\.0"):
         command.run(other)
     assert not (tmp_path / "more").exists()
 
