@@ -20,7 +20,7 @@ from transformers.generation import StopStringCriteria
 from typing_extensions import override
 
 from keepsight.errors import UserError
-from keepsight.eval.answers import score_alone
+from keepsight.eval.answer_alone import score_alone
 from keepsight.models.chat import chat_text
 from keepsight.models.draft_sources import DraftSource, LayerSubset, load_draft
 from keepsight.models.targets import load_target

@@ -92,7 +92,7 @@ def inputs_digest(target: str, contents: Sequence[str], place: int, question: st
         target: `target_digest`.
         contents: `sample_digest` of the samples that are compressed together: one, or those that share a context.
         place: Which of them the row is about.
-        question: What the method sees, one of `keepsight.eval.sweep.QUESTIONS`.
+        question: What the method sees, one of `keepsight.runtime.saved.QUESTIONS`.
         method: `method_text`; where it is empty, there is no digest.
     """
     return text_digest(json.dumps([target, *contents, place, question, method])) if method else None

@@ -39,7 +39,7 @@ class Past(Cache):
         decoded: Its answer to one prompt. Its state stays unchanged, so that several turns can go on from it.
 
     Attributes:
-        ids: [1, M] int64: prompt and answer, but for the answer's last token, which has not been read.
+        ids: [1, M] int64: prompt and answer, without the answer's last token, which has not been read.
     """
 
     def __init__(self, method: "CustomGenerate", decoded: Decoded) -> None:

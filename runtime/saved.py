@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from typing_extensions import override
 
+from keepsight.atomic import atomic_files
 from keepsight.errors import UserError
-from keepsight.files import atomic_files
 from keepsight.runtime.custom_generate import CustomGenerate, GenerateRequest
 from keepsight.runtime.decode import Decoded
 from keepsight.runtime.method import FullCache

@@ -8,7 +8,8 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
 from keepsight.models.decoder import has_latents
-from keepsight.runtime.cache import KeptLayer, RaggedLayer, empty_cache, filled_layer, share
+from keepsight.runtime.cache import empty_cache, filled_layer, share
+from keepsight.runtime.cache_layers import KeptLayer, RaggedLayer
 from keepsight.runtime.softmax import Softmax
 from keepsight.runtime.state import Needs, State, Trace
 

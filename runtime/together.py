@@ -16,7 +16,8 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from keepsight.models.decoder import CHUNKED, has_latents, layer_kinds
 from keepsight.runtime.attention import run
-from keepsight.runtime.cache import LayerEntries, is_bounded
+from keepsight.runtime.cache import is_bounded
+from keepsight.runtime.cache_layers import LayerEntries
 from keepsight.runtime.prefill import read
 from keepsight.runtime.shared_pass import SharedLayer, SharedPass, StateGroup
 from keepsight.runtime.state import State

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from keepsight.atomic import atomic_files, atomic_folder
 from keepsight.errors import UserError
 from keepsight.files import (
     append_lines,
-    atomic_files,
-    atomic_folder,
     file_digest,
     read_json,
     read_jsonl,

@@ -18,7 +18,7 @@ from keepsight.files import write_text
 MEASURES = ("score", "excess_nll", "agreement")
 """Columns that get an interval."""
 MEANS = ("recall", "mass", "tau", "same_tokens")
-"""What stands beside them."""
+"""Means reported beside them."""
 COSTS = ("time_to_first_token", "kv_mib", "budget_entries")
 COLUMNS = (
     *("task", "length", "method", "budget", "n", *MEASURES),
@@ -26,7 +26,7 @@ COLUMNS = (
     *MEANS,
 )
 MAX_BLOCKS = 4
-"""Up to so many pairs of task and length get a block of their own in the terminal."""
+"""Max pairs of task and length that get a block each in the terminal."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,10 @@ class SummaryRow:
         method: Name of the method; `full` is the cache with nothing evicted.
         budget: KV entries per layer and KV head; None for the full cache.
         n: Number of samples.
-        estimates: By the names in `MEASURES`: the score of the task's metric, 0 to 1; excess NLL, the
-            mean negative log-likelihood of the full cache's own answer under the evicted cache minus that under the
-            full cache, in nats per token; top-1 agreement, the share of that answer's tokens that stay the arg-max.
+        estimates: By the names in `MEASURES`: the score of the task's metric, 0 to 1; excess NLL
+            (delta NLL vs. full cache), the mean negative log-likelihood of the full cache's own answer under the
+            evicted cache minus that under the full cache, in nats per token; top-1 agreement, the share of that
+            answer's tokens that stay the arg-max.
         means: By the names in `MEANS` and `COSTS`, None where it was not measured: recall of the entries that the
             answer attends to most, attention mass kept, Kendall's tau, tokens before the answer first differs from the
             full cache's; seconds before the first token, MiB of keys and values, and

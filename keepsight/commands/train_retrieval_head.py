@@ -4,7 +4,7 @@
     python train_retrieval_head.py head=runs/head data=runs/data out=runs/retrieval retrieval_head.features=none
 
 Writes the head, its model card and training curves to `out`. A training that was stopped resumes from its last
-checkpoint when the same command is given again. Without `head=` it starts from random projections.
+checkpoint when the same command is run again. Without `head=` it starts from random projections.
 """
 
 from dataclasses import dataclass
@@ -21,8 +21,9 @@ from keepsight.models.card import CardBasics
 from keepsight.models.draft_head import DraftHead
 from keepsight.models.draft_head_files import WEIGHTS, load_draft_head
 from keepsight.models.hub import fetch
+from keepsight.models.pruning import parameters, pruning
 from keepsight.models.retrieval_card import comparison, retrieval_card
-from keepsight.models.retrieval_head import RetrievalHead, check_target, parameters, pruning
+from keepsight.models.retrieval_head import RetrievalHead, check_target
 from keepsight.models.retrieval_head_files import save_retrieval_head
 from keepsight.models.targets import Target
 from keepsight.train.dataset import cut

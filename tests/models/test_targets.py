@@ -17,7 +17,8 @@ from keepsight.files import text_digest
 from keepsight.models import targets
 from keepsight.models.chat import chat_text
 from keepsight.models.decoder import full_attention_layers
-from keepsight.models.targets import cache_folder, load_target, packaged_file
+from keepsight.models.packaged import cache_folder, packaged_file
+from keepsight.models.targets import load_target
 from tests.tiny import FAMILIES, save_tiny_target, tiny_tokenizer
 
 HUB_ID = "ada/not-there"

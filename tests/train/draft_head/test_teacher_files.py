@@ -62,7 +62,5 @@ def test_a_reading_that_is_not_whole_is_refused(tmp_path: Path, kind: str) -> No
     tensors |= {name: torch.ones(4, 2)} if kind == "doubled" else {"other": tensors.pop(name)}
     save_file(tensors, path)
     write_json(manifest, read_json(manifest) | {"digests": {path.name: file_digest(path)}})
-    with pytest.raises(
-        UserError, match=r"readings-00000\.safetensors: the reading of a sample of 2 tokens"
-    ):
+    with pytest.raises(UserError, match=r"readings-00000\.safetensors: the reading of a sample of 2 tokens"):
         StoredReadings(tmp_path)(ids)
