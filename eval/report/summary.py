@@ -19,7 +19,7 @@ MEASURES = ("score", "excess_nll", "agreement")
 """Columns that get an interval."""
 MEANS = ("recall", "mass", "tau", "same_tokens")
 """Means reported beside them."""
-COSTS = ("time_to_first_token", "kv_mib")
+COSTS = ("time_to_first_token", "kv_mib", "budget_entries")
 COLUMNS = (
     *("task", "length", "method", "budget", "n", *MEASURES),
     *(f"{measure}_{end}" for measure in MEASURES for end in ("low", "high")),
@@ -45,7 +45,8 @@ class SummaryRow:
             answer's tokens that stay the arg-max.
         means: By the names in `MEANS` and `COSTS`, None where it was not measured: recall of the entries that the
             answer attends to most, attention mass kept, Kendall's tau, tokens before the answer first differs from the
-            full cache's; seconds before the first token, and MiB of keys and values.
+            full cache's; seconds before the first token, MiB of keys and values, and
+            the budget in entries.
         samples: The samples, as text.
     """
 
@@ -184,11 +185,17 @@ def _same_tokens(row: Row) -> int | None:
     return row.get("answer_tokens") if first is None else first
 
 
+def _budget_entries(row: Row) -> float | None:
+    budget = row["budget"]
+    return budget * row.get("prompt_tokens", row["length"]) if isinstance(budget, float) else budget
+
+
 _MEAN_OF: dict[str, Callable[[Row], float | None]] = {
     **{name: functools.partial(lambda name, row: row.get(name), name) for name in ("recall", "mass", "tau")},
     "same_tokens": _same_tokens,
     "time_to_first_token": lambda row: row["time_to_first_token"],
     "kv_mib": lambda row: row["kv_bytes"] / 2**20,
+    "budget_entries": _budget_entries,
 }
 
 

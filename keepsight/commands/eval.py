@@ -37,7 +37,7 @@ from keepsight.eval.judge import Judge
 from keepsight.eval.kept_tokens import KeptTokens, first_of_each
 from keepsight.eval.report.report import write_outputs
 from keepsight.eval.report.summary import summarize, summary_table
-from keepsight.eval.results import EARLIER, Measured, Place, finished, merge, part_of
+from keepsight.eval.results import EARLIER, Measured, finished, merge, part_of
 from keepsight.eval.reuse import Earlier
 from keepsight.eval.rows import Variant
 from keepsight.eval.run_samples import check_samples
@@ -126,7 +126,7 @@ def run(config: Config) -> None:
             _show(samples[0], target)
         processes.wait_for_everyone()
         kept = KeptTokens(out, target, [sample for sample in samples if sample.key in pages], config.reuse)
-        earlier = earlier.and_rows(whole_lines(out / EARLIER, Place))
+        earlier = earlier.and_rows(whole_lines(out / EARLIER, Measured))
         _measure(config, target, samples, variants, earlier, kept, processes)
         processes.wait_for_everyone()
         if processes.is_main_process:

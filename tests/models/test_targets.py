@@ -144,6 +144,15 @@ def test_a_spoiled_folder_is_an_error_of_one_line(folder: Path, name: str) -> No
     assert str(folder) in str(caught.value) and "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("decoy", [{}, {"lm_head.weight": torch.zeros(2, 2)}])
+def test_a_pickle_beside_a_decoy_is_not_read(folder: Path, decoy: dict[str, torch.Tensor]) -> None:
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    save_file(decoy, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"cannot be loaded: ") as refused:
+        load_target(str(folder), device="cpu")
+    assert "\n" not in str(refused.value)
+
+
 def test_sliding_windows_are_loaded(tmp_path: Path) -> None:
     save_tiny_target(tmp_path, "qwen3")
     edit(use_sliding_window=True, sliding_window=64, layer_types=["full_attention", *["sliding_attention"] * 2])(
