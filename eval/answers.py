@@ -83,7 +83,7 @@ def answer_full(
     """The full cache's greedy answer [1, T] int64, and the same with its likelihood; arguments as for `answer_all`.
 
     The likelihood is read once more, all tokens together: how many were read at a time while the answer was written
-    depends on the guesses, thus on which samples came before, and so would the rounding.
+    depends on the guesses, and so on which samples came before; the rounding would too.
     """
     start = time.perf_counter()
     rows = Rows(model, [state], question.shape[1] + limits.max_new_tokens)

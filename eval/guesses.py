@@ -75,7 +75,7 @@ def write(
         rows: What reads.
         writings: Where the answer of each of the rows stands; those that have ended stay as they are.
         guesses: Where guesses are looked up; learns what is written.
-        max_new_tokens: Of an answer, what has been written before included.
+        max_new_tokens: Maximum length of an answer, including what has been written before.
         end_tokens: Ids that end one.
     """
     device = rows.model.device

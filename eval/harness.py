@@ -46,7 +46,7 @@ class HarnessModel(TemplateLM):
         adapter: Lookahead adapter: a folder or Hub id.
         retrieval: Retrieval head: a folder or Hub id.
         draft: Draft model: a Hub id or folder, or indices of the target's own layers joined by `+`, such as 0+1+5.
-        revision: Of the target.
+        revision: Branch, tag or commit of the target.
         dtype: auto, float32, bfloat16 or float16.
         device: auto, cpu, cuda, ...; the harness's command gives its own `--device`.
         attention: auto, sdpa, eager or flash_attention_2.

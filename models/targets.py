@@ -26,7 +26,7 @@ from keepsight.models.chat import with_arguments
 from keepsight.models.decoder import require_supported
 from keepsight.models.packaged import dequantised, packaged_file
 from keepsight.models.quantization import placement
-from keepsight.models.versions import folder_version, record_version, version_of
+from keepsight.models.versions import folder_version, published_name, record_version, version_of
 
 logger = logging.getLogger("keepsight")
 
@@ -54,7 +54,7 @@ class Target:
     @property
     def public_name(self) -> str:
         """The Hub id, or the name of the folder: what may be published."""
-        return Path(self.name).resolve().name if Path(self.name).is_dir() else self.name
+        return published_name(self.name)
 
     @property
     def end_tokens(self) -> list[int]:

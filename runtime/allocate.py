@@ -54,8 +54,8 @@ class Allocation(ABC):
         """Divide a budget.
 
         Args:
-            held: Of L layers. Those of a prompt hold the same number, so that any of them can be divided alone, but
-                for `Pyramid`.
+            held: What L layers hold. Those of a prompt hold the same number, so that each can be divided alone, except
+                by `Pyramid`.
             budgets: For each of B rows, entries per layer and KV head on average, protected ones included.
             importance: For each layer, [B, K, C] float32: +inf where an entry is protected, -inf for padding; not
                 looked at unless `reads_scores`.

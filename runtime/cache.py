@@ -10,11 +10,11 @@ from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, LinearAttentionLayer
 
 from keepsight.errors import UserError
 from keepsight.models.decoder import require_supported
-from keepsight.runtime.cache_layers import KeptLayer, LayerEntries, RaggedLayer
+from keepsight.runtime.cache_layers import KeptLayer, LayerEntries, RaggedLayer, ViewedState
 
 
 def empty_cache(model: PreTrainedModel) -> Cache:
@@ -30,6 +30,11 @@ def empty_cache(model: PreTrainedModel) -> Cache:
 def is_bounded(layer: Any) -> bool:
     """Whether a layer is bounded by itself: its window slides, or it holds no entries but a recurrent state."""
     return not isinstance(layer, DynamicLayer) or bool(layer.is_sliding)
+
+
+def has_recurrent(cache: Cache) -> bool:
+    """Whether a layer has a recurrent state, from which nothing can be taken back."""
+    return not all(isinstance(layer, DynamicLayer) for layer in cache.layers)
 
 
 def filled_layer(empty: Any, keys: Tensor, values: Tensor, seen: int) -> Any:
@@ -50,6 +55,12 @@ def with_full_layers(cache: Cache, layers: Iterable[Any]) -> Cache:
     """A cache with other layers in place of those with full attention, and copies of the bounded ones."""
     others = iter(layers)
     return Cache(layers=[_copied(layer) if is_bounded(layer) else next(others) for layer in cache.layers])
+
+
+def as_observed(cache: Cache, layers: Iterable[Any]) -> Cache:
+    """`with_full_layers` for observers, who change no recurrent state."""
+    copied = with_full_layers(cache, layers).layers
+    return Cache(layers=[ViewedState(each) if isinstance(each, LinearAttentionLayer) else each for each in copied])
 
 
 def record_past(cache: Cache) -> None:

@@ -33,7 +33,7 @@ _KEY, _VERSION = "keepsight_state", 2
 
 @dataclass(frozen=True)
 class SavedState(CustomGenerate):
-    """A loaded state and its metadata; `generate(model, question_ids, saved)` asks it, as often as one likes.
+    """A loaded state and its metadata; `generate(model, question_ids, saved)` asks it, any number of times.
 
     Attributes:
         state: State on the target's device. Reading and decoding append to it: go on from a `state.copy()`.

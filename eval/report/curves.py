@@ -34,7 +34,7 @@ class Against:
 
     Attributes:
         label: Name in plots.
-        value: Of a row of the summary; None where it was not measured.
+        value: Reads it from a row of the summary; None where it was not measured.
         scale: Sets the x-axis for some values.
         apart: Whether methods are moved sideways by a few percent, so that intervals at equal values stay apart.
     """
@@ -52,10 +52,10 @@ def draw_curves(
 
     Args:
         axes: Where.
-        rows: Of one task and length, or means over some.
+        rows: Rows of one task and length, or means over several.
         measure: The y-axis.
         against: The x-axis.
-        styles: Of all methods of the run; the place of a method in it names its marks.
+        styles: Styles of all methods of the run; the place of a method in it names its marks.
     """
     estimates = [row.estimates[measure.name] for row in rows]
     measure.scale(axes, [end for each in estimates for end in (each.value, *each.ends)])

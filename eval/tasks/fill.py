@@ -45,7 +45,7 @@ def filled(makes: Sequence[Make], length: int, tokenizer: Any, least: int = 0) -
     Args:
         makes: One for each sample.
         length: Tokens of the prompt, chat template and answer prefix included, and of the answer.
-        tokenizer: Of the target.
+        tokenizer: The target's tokenizer.
         least: The smallest size that makes a valid sample.
 
     Raises:

@@ -26,6 +26,7 @@ from keepsight.models.retrieval_card import comparison, retrieval_card
 from keepsight.models.retrieval_head import RetrievalHead, check_target
 from keepsight.models.retrieval_head_files import save_retrieval_head
 from keepsight.models.targets import Target
+from keepsight.models.versions import published_name
 from keepsight.train.dataset import cut
 from keepsight.train.retrieval_head.objective import RetrievalObjective
 from keepsight.train.retrieval_head.plots import retrieval_figure
@@ -94,12 +95,7 @@ def _first_head(config: Config, target: Target, longest: int) -> tuple[Retrieval
         f"{share.gone_with_embedding:.1%} counted with the embedding, which is the target's"
     )
     print(text)
-    return head.to(target.model.device), {"pruned from": _shown(config.head), "pruning": text}
-
-
-def _shown(reference: str) -> str:
-    """A Hub id as it is, a folder by its name alone: others will read the card."""
-    return Path(reference).resolve().name if Path(reference).is_dir() else reference
+    return head.to(target.model.device), {"pruned from": published_name(config.head), "pruning": text}
 
 
 def _write(config: Config, trainer: RetrievalTrainer, basics: CardBasics, longest: int) -> None:
