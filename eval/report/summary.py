@@ -187,8 +187,7 @@ def _same_tokens(row: Row) -> int | None:
 
 def _budget_entries(row: Row) -> float | None:
     budget: float | None = row["budget"]
-    length: int = row.get("prompt_tokens", row["length"])
-    return budget * length if isinstance(budget, float) else budget
+    return budget * (row.get("prompt_tokens") or row["length"]) if isinstance(budget, float) else budget
 
 
 _MEAN_OF: dict[str, Callable[[Row], float | None]] = {
