@@ -33,6 +33,7 @@ from keepsight.train.resume import (
     state_of,
 )
 from keepsight.train.settings import ReplaySettings, TrainSettings
+from keepsight.train.trained import Trained
 from keepsight.units import read_bytes
 
 ObjectiveT = TypeVar("ObjectiveT", bound=Objective)
@@ -192,6 +193,11 @@ class ModuleTrainer(Trainer, ABC, Generic[ObjectiveT]):
     def log_rows(self) -> list[dict[str, Any]]:
         """The logged losses, then the measurements."""
         return [row for row in self.state.log_history if "loss" in row] + self.measurements()
+
+    def trained(self) -> Trained:
+        """What the training came to."""
+        counted = self.state.global_step, self.sample_count, self.samples_per_step
+        return Trained(self.settings, *counted, self.log_rows(), self.metrics)
 
     @override
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:

@@ -69,7 +69,7 @@ def run(config: Config) -> None:
     finished = trainer.fit()
     if trainer.is_world_process_zero():
         lengths = [len(each.prompt_ids) + len(each.answer_ids) for each in samples]
-        basics = basics_of(config, target, manifest, trainer, length_summary("tokens of a sample", lengths))
+        basics = basics_of(config, target, manifest, trainer.trained(), length_summary("tokens of a sample", lengths))
         save_draft_head(head, out, basics.provenance, draft_head_card(basics, trainer.metrics))
         write_png(out / "training.png", draft_head_figure(trainer.log_rows()))
         print(f"head after step {trainer.state.global_step} in {out}: {metrics_text(trainer.metrics)}")

@@ -64,7 +64,7 @@ def run(config: Config) -> None:
             "temperature": settings.temperature,
             "share of the loss on answers": settings.answers,
         }
-        basics = basics_of(config, target, manifest, trainer, described, "KL at that temperature, nats")
+        basics = basics_of(config, target, manifest, trainer.trained(), described, "KL at that temperature, nats")
         _write(config, trainer, basics, longest)
     require_finished(finished, config, trainer)
 

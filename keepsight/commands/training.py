@@ -17,6 +17,7 @@ from keepsight.models.hub import check_repo_id
 from keepsight.models.lookahead_files import Provenance
 from keepsight.models.targets import Target
 from keepsight.train.module_trainer import ModuleTrainer
+from keepsight.train.trained import Trained
 
 
 @dataclass
@@ -70,7 +71,7 @@ def basics_of(
     config: TrainingConfig,
     target: Target,
     manifest: Mapping[str, Any],
-    trainer: ModuleTrainer[Any],
+    trained: Trained,
     described: Mapping[str, Any],
     loss: str = "nats",
 ) -> CardBasics:
@@ -80,20 +81,19 @@ def basics_of(
         config: Title, licence and notes.
         target: The base model.
         manifest: The data folder's manifest.
-        trainer: The trainer after its training.
+        trained: What it came to.
         described: Further facts about the training, by name.
         loss: Name and unit of the loss.
     """
-    settings = trainer.settings
-    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    settings, losses = trained.settings, trained.losses
     training = {
         **_weights_origin(config, target),
-        "steps": trainer.state.global_step,
-        "samples": trainer.sample_count,
+        "steps": trained.steps,
+        "samples": trained.samples,
         **described,
         "learning rate": settings.learning_rate,
         **({"steps on each reading of the target": settings.replays} if settings.replays > 1 else {}),
-        "samples a step": trainer.samples_per_step,
+        "samples a step": trained.samples_per_step,
         f"first and last logged loss ({loss})": [round(losses[0], 4), round(losses[-1], 4)] if losses else [],
     }
     provenance = Provenance(

@@ -22,6 +22,8 @@ from keepsight.train.dataset import Batch
 from keepsight.train.objective import ReplayedObjective
 from keepsight.train.replay import Reading
 
+Importances = tuple[list[Tensor], list[Tensor]]
+"""Target and predicted importance, for each layer [B, H, N] float32."""
 SINKS, RECENT = 4, 32
 """First and last entries that are near: they hold most of the mass of an importance."""
 
@@ -111,11 +113,11 @@ class LookaheadObjective(ReplayedObjective):
             return whole
         return torch.lerp(whole, far_divergence(target, predicted, batch.prompt_mask), self.far)
 
-    def importances(self, batch: Batch) -> tuple[list[Tensor], list[Tensor]]:
-        """Target and predicted importance, for each layer [B, H, N] float32; gradients flow through the prediction."""
+    def importances(self, batch: Batch) -> Importances:
+        """Target and predicted importance; gradients flow through the prediction."""
         return self.compared(self.reading(batch), batch)
 
-    def compared(self, reading: Reading, batch: Batch) -> tuple[list[Tensor], list[Tensor]]:
+    def compared(self, reading: Reading, batch: Batch) -> Importances:
         """`importances`, given what the target shows of the batch."""
         lookahead = self.lookahead
         cache = _restored(reading, lookahead.model, batch.prompt_ids.shape[1])

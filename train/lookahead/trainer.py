@@ -9,6 +9,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from keepsight.data_gen.shards import TrainingSample
+from keepsight.models.lookahead import Lookahead
 from keepsight.train.lookahead.measure import Fidelity, measure_lookahead
 from keepsight.train.lookahead.objective import LookaheadObjective
 from keepsight.train.module_trainer import ModuleTrainer
@@ -49,15 +50,23 @@ class LookaheadTrainer(ModuleTrainer[LookaheadObjective]):
 
     @override
     def weights(self) -> dict[str, Tensor]:
-        lookahead = self.objective.lookahead
-        return lookahead.lora_state() | {_TOKENS: lookahead.tokens.detach().cpu()}
+        return weights_of(self.objective.lookahead)
 
     @override
     def load_weights(self, weights: dict[str, Tensor]) -> None:
-        lookahead = self.objective.lookahead
-        lookahead.load_state(weights, weights.pop(_TOKENS).to(lookahead.tokens.device))
+        load_weights(self.objective.lookahead, weights)
 
     @override
     def measure(self) -> dict[str, Any]:
         self.fidelity = measure_lookahead(self.objective, self.held_out_batches(), self.settings.budget)
         return self.fidelity.metrics() | self.fidelity.by_layer()
+
+
+def weights_of(lookahead: Lookahead) -> dict[str, Tensor]:
+    """A module's tensors, as a checkpoint holds them."""
+    return lookahead.lora_state() | {_TOKENS: lookahead.tokens.detach().cpu()}
+
+
+def load_weights(lookahead: Lookahead, weights: dict[str, Tensor]) -> None:
+    """Load what `weights_of` returned."""
+    lookahead.load_state(weights, weights.pop(_TOKENS).to(lookahead.tokens.device))
