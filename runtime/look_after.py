@@ -28,19 +28,24 @@ class LookAfter:
     rows: int
 
     @classmethod
-    def of(cls, query: Tensor, keys: Tensor, own_keys: Tensor, softmax: Softmax) -> "LookAfter":
+    def of(
+        cls, query: Tensor, keys: Tensor, own_keys: Tensor, softmax: Softmax, real: Tensor | None = None
+    ) -> "LookAfter":
         """Let observers look.
 
         Args:
             query: [B, H, q, d], the observers' queries, causal among themselves.
-            keys: [B, K, N, d], all of them real and visible to every observer.
+            keys: [B, K, N, d], before every observer.
             own_keys: [B, K, q, d] of the observers.
             softmax: The layer's.
+            real: [B, 1 or K, N] bool, False for padding among the entries; None when there is none.
         """
         batch, _, rows, width = query.shape
         kv_heads, parts = keys.shape[1], _parts(keys)
         keys, grouped = keys.unflatten(2, (parts, -1)), (query * softmax.scaling).reshape(batch, kv_heads, -1, width)
         logits = softmax.capped((grouped[:, :, None].expand(-1, -1, parts, -1, -1) @ keys.transpose(-1, -2)).float())
+        if real is not None:
+            logits.masked_fill_(~real.unflatten(2, (parts, -1))[:, :, :, None], -torch.inf)
         between = softmax.capped((grouped @ own_keys.transpose(-1, -2)).float())
         between.unflatten(2, (-1, rows)).masked_fill_(later(rows, query.device), -torch.inf)
         # Softmax does not depend on what is subtracted, so that no gradient has to flow through the maximum.

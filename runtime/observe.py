@@ -115,7 +115,7 @@ class AttentionRecorder:
 
 
 class _WatchedLayer(ViewedLayer, OwnAttention):
-    """A layer without padding to which observers attend, without a copy of its entries; all that is new observes.
+    """A layer to which observers attend, without a copy of its entries; all that is new observes.
 
     Attributes:
         importance: [B, H, N] float32, reduced over the observers; set once they have attended.
@@ -123,13 +123,13 @@ class _WatchedLayer(ViewedLayer, OwnAttention):
 
     importance: Tensor
 
-    def __init__(self, keys: Tensor, values: Tensor, reduction: str) -> None:
-        super().__init__(keys, values)
+    def __init__(self, keys: Tensor, values: Tensor, real: Tensor | None, reduction: str) -> None:
+        super().__init__(keys, values, real)
         self.reduction = reduction
 
     def look(self, query: Tensor, key: Tensor, softmax: Softmax) -> LookAfter:
         """Score the entries."""
-        seen = LookAfter.of(query, self.keys, key, softmax)
+        seen = LookAfter.of(query, self.keys, key, softmax, self.real)
         self.importance = seen.importance(self.reduction)
         return seen
 
@@ -216,17 +216,16 @@ def observe(
     )
     stored = [ViewedLayer(*each) for each in marked(cache, mask)]
     viewed = with_full_layers(cache, stored)
-    plain = observer_mask is None and all(layer.real is None for layer in stored)
-    if plain and count <= ROWS_AT_ONCE and not has_latents(model):
+    # Layers with full attention know their padding; it is the bounded ones that need a mask.
+    padded = None if mask is None or len(stored) == len(viewed) else functional.pad(mask, (0, count), value=True)
+    if observer_mask is None and count <= ROWS_AT_ONCE and not has_latents(model):
         kinds = [_WatchedLayer] * len(stored)
         if stops:
             kinds[-1] = _LastLayer
-        watched = [kind(each.keys, each.values, reduction) for kind, each in zip(kinds, stored, strict=True)]
+        watched = [kind(each.keys, each.values, each.real, reduction) for kind, each in zip(kinds, stored, strict=True)]
         with torch.inference_mode(not torch.is_grad_enabled()), suppress(_AllSeen):  # saves 3 % of the time on a CPU
-            look(with_full_layers(viewed, watched))
+            look(with_full_layers(viewed, watched), attention_mask=padded)
         return [layer.importance for layer in watched]
     recorder = AttentionRecorder(count, query_mask=observer_mask, reduction=reduction)
-    # Layers with full attention know their padding; it is the bounded ones that need a mask.
-    padded = None if mask is None or len(stored) == len(viewed) else functional.pad(mask, (0, count), value=True)
     look(viewed, attention_mask=padded, recorder=recorder)
     return recorder.layers()
