@@ -43,6 +43,7 @@ class Provenance:
         data_digest: Digest of the training data's manifest.
         training: Summary of the training: steps, prompt lengths, losses.
         keepsight_version: Version of keepsight that trained it.
+        trained_on: Which prompts it was trained on, see `keepsight.train.seen`; empty where that is not known.
     """
 
     base_model: str
@@ -51,6 +52,7 @@ class Provenance:
     data_digest: str = ""
     training: dict[str, Any] = field(default_factory=dict)
     keepsight_version: str = ""
+    trained_on: str = ""
 
 
 @dataclass(frozen=True)

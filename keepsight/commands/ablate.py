@@ -22,7 +22,7 @@ from pathlib import Path
 from keepsight.commands import train
 from keepsight.commands.config import parse
 from keepsight.commands.grid import cells
-from keepsight.commands.training import begun_with, require_finished, training_target
+from keepsight.commands.training import begun_with, require_finished, seen_by, training_target
 from keepsight.errors import UserError
 from keepsight.eval.report.tables import Column, Table
 from keepsight.files import require_writable, write_png
@@ -75,8 +75,9 @@ def run(grid: Grid) -> None:
     target = training_target(first)
     samples, manifest = train.training_samples(first, target)
     modules = [Cell(name, train.new_objective(each, target), each.train) for name, each in configs.items()]
-    begun = begun_with(target, "init", fetch(first.init) / CONFIG if first.init else None)
-    trainer = AblationTrainer(modules, out / "training", samples, first.replay, begun)
+    init = fetch(first.init) if first.init else None
+    begun = begun_with(target, "init", init and init / CONFIG)
+    trainer = AblationTrainer(modules, out / "training", samples, first.replay, begun, seen_by(init))
     finished = trainer.fit()
     if trainer.is_world_process_zero():
         trained = dict(zip(configs, trainer.trained_cells(), strict=True))

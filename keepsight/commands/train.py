@@ -22,6 +22,7 @@ from keepsight.commands.training import (
     length_summary,
     metrics_text,
     require_finished,
+    seen_by,
     training_target,
 )
 from keepsight.data_gen.shards import TrainingSample, read_training_samples
@@ -62,8 +63,10 @@ def run(config: Config) -> None:
     target = training_target(config)
     samples, manifest = training_samples(config, target)
     objective = new_objective(config, target)
-    begun = begun_with(target, "init", fetch(config.init) / CONFIG if config.init else None)
-    trainer = LookaheadTrainer(objective, config.train, out / "training", samples, config.replay, begun)
+    init = fetch(config.init) if config.init else None
+    begun = begun_with(target, "init", init and init / CONFIG)
+    work = out / "training"
+    trainer = LookaheadTrainer(objective, config.train, work, samples, config.replay, begun, seen_by(init))
     finished = trainer.fit()
     if trainer.is_world_process_zero():
         save(config, out, target, objective.lookahead, trainer.trained(), samples, manifest)

@@ -21,6 +21,7 @@ from keepsight.commands.training import (
     length_summary,
     metrics_text,
     require_finished,
+    seen_by,
 )
 from keepsight.data_gen.shards import TrainingSample, read_training_samples
 from keepsight.errors import UserError
@@ -64,8 +65,9 @@ def run(config: Config) -> None:
     head = _head(config, target, samples)
     reader = _reader(config, target, head, samples, manifest["digest"])
     objective = DraftHeadObjective(head, target.model, reader, settings.unroll, settings.decay, settings.max_tokens)
-    begun = begun_with(target, "init", fetch(config.init) / WEIGHTS if config.init else None)
-    trainer = DraftHeadTrainer(objective, settings, out / "training", samples, begun)
+    init = fetch(config.init) if config.init else None
+    begun = begun_with(target, "init", init and init / WEIGHTS)
+    trainer = DraftHeadTrainer(objective, settings, out / "training", samples, begun, seen=seen_by(init))
     finished = trainer.fit()
     if trainer.is_world_process_zero():
         lengths = [len(each.prompt_ids) + len(each.answer_ids) for each in samples]

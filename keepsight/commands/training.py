@@ -11,12 +11,14 @@ from keepsight import __version__
 from keepsight.commands.config import Recipe
 from keepsight.commands.from_recipe import target_of
 from keepsight.errors import UserError
-from keepsight.files import file_digest
+from keepsight.files import file_digest, read_json
 from keepsight.models.card import CardBasics
+from keepsight.models.draft_head_files import ORIGIN
 from keepsight.models.hub import check_repo_id
-from keepsight.models.lookahead_files import Provenance
+from keepsight.models.lookahead_files import CONFIG, Provenance
 from keepsight.models.targets import Target
 from keepsight.train.module_trainer import ModuleTrainer
+from keepsight.train.seen import NOTHING, Seen, as_text, from_text
 from keepsight.train.trained import Trained
 
 
@@ -58,6 +60,20 @@ def begun_with(target: Target, key: str, weights: Path | None) -> dict[str, str 
     return {**begun, f"command.{key}": file_digest(weights) if weights else None}
 
 
+def seen_by(folder: Path | None) -> Seen | None:
+    """The prompts that an artifact's module was trained on, where it says so; none where a training begins anew.
+
+    Raises:
+        UserError: what it says is damaged.
+    """
+    if folder is None:
+        return NOTHING
+    for path in (folder / CONFIG, folder / ORIGIN):
+        if path.is_file():
+            return from_text(read_json(path, dict[str, Any])["provenance"].get("trained_on", ""))
+    return None
+
+
 def training_target(config: TrainingConfig) -> Target:
     """The recipe's target; `dtype: auto` is bfloat16 also on CPUs that compute in it, which read three times faster."""
     capabilities = torch.cpu.get_capabilities()
@@ -90,6 +106,7 @@ def basics_of(
         **_weights_origin(config, target),
         "steps": trained.steps,
         "samples": trained.samples,
+        "held-out samples": trained.held_out,
         **described,
         "learning rate": settings.learning_rate,
         **({"steps on each reading of the target": settings.replays} if settings.replays > 1 else {}),
@@ -103,6 +120,7 @@ def basics_of(
         manifest["digest"],
         training,
         __version__,
+        as_text(trained.seen),
     )
     notes = "\n\n".join(note for note in (_origins(manifest), config.data_notes) if note)
     return CardBasics(config.title, provenance, manifest["sources"], notes, config.license)

@@ -17,6 +17,7 @@ from keepsight.train.lookahead.objective import LookaheadObjective
 from keepsight.train.lookahead.side_by_side import SideBySide
 from keepsight.train.lookahead.trainer import load_weights, weights_of
 from keepsight.train.module_trainer import ModuleTrainer
+from keepsight.train.seen import NOTHING, Seen
 from keepsight.train.settings import LookaheadTrainSettings, ReplaySettings
 from keepsight.train.trained import Trained
 
@@ -45,6 +46,7 @@ class AblationTrainer(ModuleTrainer[SideBySide]):
         samples: Training and held-out ones together.
         replay: How readings of the target are kept, where `train.replays` is above 1.
         start: What else must be the same when the training is resumed, by its name in a recipe.
+        seen: Prompts that the module was trained on in earlier stages; None where that is not known.
 
     Raises:
         UserError: the training is in fp16, whose loss must be scaled before gradients are made, or with DeepSpeed.
@@ -59,6 +61,7 @@ class AblationTrainer(ModuleTrainer[SideBySide]):
         samples: list[TrainingSample],
         replay: ReplaySettings | None = None,
         start: Mapping[str, Any] | None = None,
+        seen: Seen | None = NOTHING,
     ) -> None:
         first, shapes = cells[0].settings, [asdict(cell.objective.lookahead.settings) for cell in cells]
         shared = set.intersection(*({*shape.items()} for shape in shapes))
@@ -66,7 +69,7 @@ class AblationTrainer(ModuleTrainer[SideBySide]):
         shape["ablation.cells"] = [cell.name for cell in cells]
         if first.precision == "fp16":
             raise UserError("train.precision=fp16: an ablation trains in bf16 or no")
-        super().__init__(SideBySide([cell.objective for cell in cells]), first, work, samples, shape, replay)
+        super().__init__(SideBySide([cell.objective for cell in cells]), first, work, samples, shape, replay, seen)
         if self.is_deepspeed_enabled:
             raise UserError("an ablation clips each cell's gradients by itself: take recipes/accelerate/ddp.yaml")
         self.cells = cells

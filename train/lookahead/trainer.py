@@ -13,6 +13,7 @@ from keepsight.models.lookahead import Lookahead
 from keepsight.train.lookahead.measure import Fidelity, measure_lookahead
 from keepsight.train.lookahead.objective import LookaheadObjective
 from keepsight.train.module_trainer import ModuleTrainer
+from keepsight.train.seen import NOTHING, Seen
 from keepsight.train.settings import ReplaySettings, TrainSettings
 
 _TOKENS = "tokens"
@@ -28,6 +29,7 @@ class LookaheadTrainer(ModuleTrainer[LookaheadObjective]):
         samples: Training and held-out ones together.
         replay: How readings of the target are kept, where `settings.replays` is above 1.
         start: What else must be the same when the training is resumed, by its name in a recipe.
+        seen: Prompts that the module was trained on in earlier stages; None where that is not known.
 
     Attributes:
         fidelity: The latest measurement.
@@ -43,9 +45,10 @@ class LookaheadTrainer(ModuleTrainer[LookaheadObjective]):
         samples: list[TrainingSample],
         replay: ReplaySettings | None = None,
         start: Mapping[str, Any] | None = None,
+        seen: Seen | None = NOTHING,
     ) -> None:
         shape = {f"lookahead.{key}": value for key, value in asdict(objective.lookahead.settings).items()}
-        super().__init__(objective, settings, work, samples, {**shape, **(start or {})}, replay)
+        super().__init__(objective, settings, work, samples, {**shape, **(start or {})}, replay, seen)
         self.fidelity: Fidelity | None = None
 
     @override
