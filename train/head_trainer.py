@@ -46,7 +46,7 @@ class HeadTrainer(ModuleTrainer[HeadObjectiveT]):
         recipe = self.settings_key.removesuffix(".train")
         shape = {f"{recipe}.{name}": value for name, value in asdict(settings).items() if name != "train"}
         super().__init__(objective, settings.train, work, samples, {**shape, **(start or {})}, replay, seen)
-        if target_is_divided(self.accelerator):
+        if target_is_divided(self.accelerator, objective):
             raise UserError("ZeRO-3 divides what is trained, and a head is small: use recipes/accelerate/zero2.yaml")
 
     @override

@@ -22,7 +22,14 @@ from keepsight.files import append_lines, text_digest, whole_lines, write_lines
 from keepsight.locks import one_writer
 from keepsight.train.arguments import training_arguments
 from keepsight.train.dataset import Batch, GroupedByLength, SampleDataset, collate, hold_out
-from keepsight.train.distributed import StopTogether, make_whole, sigterm_as_interrupt, target_is_divided, whole
+from keepsight.train.distributed import (
+    StopTogether,
+    leave_to_fsdp,
+    make_whole,
+    sigterm_as_interrupt,
+    target_is_divided,
+    whole,
+)
 from keepsight.train.objective import Objective, ReplayedObjective
 from keepsight.train.replay import ReadingBuffer, ReplaySampler
 from keepsight.train.resume import (
@@ -96,6 +103,12 @@ class ModuleTrainer(Trainer, ABC, Generic[ObjectiveT]):
             eval_dataset=held_out,
         )
         self.model_accepts_loss_kwargs = False
+        if self.is_fsdp_enabled:
+            raise UserError(
+                "the launcher's FSDP would divide what is trained; take recipes/accelerate/fsdp2.yaml and give "
+                "model.device_map=fsdp2"
+            )
+        leave_to_fsdp(objective)
         self.objective, self.settings, self.work, self.sample_count = objective, settings, work, len(samples)
         digest = text_digest(repr([(sample.prompt_ids, sample.answer_ids) for sample in samples]))
         data = {"data.samples": len(samples), "data.digest": digest}
@@ -113,10 +126,10 @@ class ModuleTrainer(Trainer, ABC, Generic[ObjectiveT]):
                     f"{self.settings_key}.replays={settings.replays}: this training keeps no readings, use 1"
                 )
             self._replay.check()
-            if target_is_divided(self.accelerator):
+            if target_is_divided(self.accelerator, objective):
                 raise UserError(
-                    f"{self.settings_key}.replays={settings.replays}: with ZeRO-3 all processes read the target at the "
-                    "same time, so that no reading is kept; use 1, or recipes/accelerate/zero2.yaml"
+                    f"{self.settings_key}.replays={settings.replays}: with ZeRO-3 or FSDP2 all processes read the "
+                    "target at the same time, so that no reading is kept; use 1, or recipes/accelerate/zero2.yaml"
                 )
             self._fixed |= {"replay.memory": self._replay.memory, "replay.dtype": self._replay.dtype}
 

@@ -28,6 +28,7 @@ from keepsight.eval.report.tables import Column, Table
 from keepsight.files import require_writable, write_png
 from keepsight.models.hub import fetch
 from keepsight.models.lookahead_files import CONFIG
+from keepsight.train.distributed import divide_layers
 from keepsight.train.lookahead.ablation import AblationTrainer, Cell
 from keepsight.train.lookahead.plots import ablation_figure
 from keepsight.train.trained import Trained
@@ -72,9 +73,11 @@ def run(grid: Grid) -> None:
     configs = {name: config for name, (_, config) in grid.items()}
     first = next(iter(configs.values()))
     require_writable(out := Path(first.out))
-    target = training_target(first)
+    target = training_target(train.undivided(first))
     samples, manifest = train.training_samples(first, target)
     modules = [Cell(name, train.new_objective(each, target), each.train) for name, each in configs.items()]
+    if first.model.device_map == train.DIVIDED:
+        divide_layers(target.model)
     init = fetch(first.init) if first.init else None
     begun = begun_with(target, "init", init and init / CONFIG)
     trainer = AblationTrainer(modules, out / "training", samples, first.replay, begun, seen_by(init))

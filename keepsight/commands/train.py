@@ -9,10 +9,11 @@ checkpoint when the same command is given again.
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import set_seed
 
 from keepsight.commands.training import (
@@ -34,11 +35,14 @@ from keepsight.models.lookahead_card import lookahead_card
 from keepsight.models.lookahead_files import CONFIG, load_lookahead, save_lookahead
 from keepsight.models.lora import lora_targets
 from keepsight.models.targets import Target
+from keepsight.train.distributed import divide_layers
 from keepsight.train.lookahead.objective import LookaheadObjective
 from keepsight.train.lookahead.plots import lookahead_figure
 from keepsight.train.lookahead.trainer import LookaheadTrainer
 from keepsight.train.trained import Trained
 
+DIVIDED = "fsdp2"
+"""A `model.device_map`."""
 _SHAPE = ("tokens", "rank", "alpha", "group")
 """Of a module's settings, those that its weights were trained with."""
 
@@ -60,9 +64,11 @@ class Config(TrainingConfig):
 def run(config: Config) -> None:
     """Train, then write the adapter, its card and the training curves."""
     require_writable(out := Path(config.out))
-    target = training_target(config)
+    target = training_target(undivided(config))
     samples, manifest = training_samples(config, target)
     objective = new_objective(config, target)
+    if config.model.device_map == DIVIDED:
+        divide_layers(target.model)
     init = fetch(config.init) if config.init else None
     begun = begun_with(target, "init", init and init / CONFIG)
     work = out / "training"
@@ -72,6 +78,14 @@ def run(config: Config) -> None:
         save(config, out, target, objective.lookahead, trainer.trained(), samples, manifest)
         print(f"adapter after step {trainer.state.global_step} in {out}: {metrics_text(trainer.metrics)}")
     require_finished(finished, config, trainer)
+
+
+def undivided(config: Config) -> Config:
+    """The target's weights are whole on the CPU before they are divided."""
+    if config.model.device_map != DIVIDED:
+        return config
+    dtype = "bfloat16" if torch.accelerator.is_available() and config.model.dtype == "auto" else config.model.dtype
+    return replace(config, model=replace(config.model, device="cpu", device_map=None, dtype=dtype))
 
 
 def training_samples(config: Config, target: Target) -> tuple[list[TrainingSample], dict[str, Any]]:

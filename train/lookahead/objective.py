@@ -6,13 +6,16 @@ prompt changes the prompt's KV entries, so loss and gradients equal those of one
 of one inference prefill; and the first pass can be kept for several steps (`keepsight.train.replay`).
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from typing_extensions import override
 
-from keepsight.models.decoder import decoder_of
+from keepsight.models.decoder import decoder_of, full_attention_layers
 from keepsight.models.lookahead import Lookahead
 from keepsight.runtime.attention import run
 from keepsight.runtime.cache import empty_cache, filled_layer, record_past
@@ -124,7 +127,24 @@ class LookaheadObjective(ReplayedObjective):
         embeddings = lookahead.observers(len(batch.prompt_ids))
         with lookahead.active():
             predicted = observe(lookahead.model, cache, batch.prompt_mask, embeddings)
+        if torch.is_grad_enabled():
+            _make_whole_for_gradients(lookahead.model, predicted)
         return list(reading["importance"]), predicted
+
+
+def _make_whole_for_gradients(model: PreTrainedModel, predicted: list[Tensor]) -> None:
+    """Where FSDP2 divides the layers, gather a layer's weights when the gradient of what it predicts comes.
+
+    FSDP2 itself waits for the gradient of the layer's output, which comes later, and to the last layer never.
+    """
+    layers = decoder_of(model).layers
+    for place, importance in zip(full_attention_layers(model.config), predicted, strict=True):
+        if isinstance(layer := layers[place], FSDPModule):
+            importance.register_hook(partial(_gather, layer))
+
+
+def _gather(layer: FSDPModule, gradient: Tensor) -> None:
+    layer.unshard()
 
 
 def _stored(cache: Cache) -> Reading:
