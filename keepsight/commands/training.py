@@ -17,6 +17,7 @@ from keepsight.models.draft_head_files import ORIGIN
 from keepsight.models.hub import check_repo_id
 from keepsight.models.lookahead_files import CONFIG, Provenance
 from keepsight.models.targets import Target
+from keepsight.models.versions import vocabulary_digest
 from keepsight.train.module_trainer import ModuleTrainer
 from keepsight.train.seen import NOTHING, Seen, as_text, from_text
 from keepsight.train.trained import Trained
@@ -120,6 +121,7 @@ def basics_of(
         manifest["digest"],
         training,
         __version__,
+        vocabulary_digest(target.tokenizer),
         as_text(trained.seen),
     )
     notes = "\n\n".join(note for note in (_origins(manifest), config.data_notes) if note)
