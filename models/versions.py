@@ -103,6 +103,11 @@ def warn_of_another_base(artifact: Path, base: str, version: str, model: PreTrai
         )
 
 
+def published_name(reference: str) -> str:
+    """What may be published of a Hub id or a folder: the id as it is, a folder's name without its path."""
+    return Path(reference).resolve().name if Path(reference).is_dir() else reference
+
+
 def template_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     """`sha256:...` of the chat template; of the empty text when there is none."""
     return text_digest(str(tokenizer.chat_template or ""))

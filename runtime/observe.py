@@ -18,7 +18,8 @@ from typing_extensions import override
 
 from keepsight.models.decoder import decoder_of, has_latents
 from keepsight.runtime.attention import OwnAttention, run
-from keepsight.runtime.cache import ViewedLayer, marked, with_full_layers
+from keepsight.runtime.cache import as_observed, marked
+from keepsight.runtime.cache_layers import ViewedLayer
 from keepsight.runtime.importance import ROWS_AT_ONCE, observed_attention
 from keepsight.runtime.look_after import LookAfter
 from keepsight.runtime.read_layer import ReadLayer, read_layers
@@ -215,7 +216,7 @@ def observe(
         position_ids=first[:, None] + torch.arange(count, device=embeddings.device),
     )
     stored = [ViewedLayer(*each) for each in marked(cache, mask)]
-    viewed = with_full_layers(cache, stored)
+    viewed = as_observed(cache, stored)
     # Layers with full attention know their padding; it is the bounded ones that need a mask.
     padded = None if mask is None or len(stored) == len(viewed) else functional.pad(mask, (0, count), value=True)
     if observer_mask is None and count <= ROWS_AT_ONCE and not has_latents(model):
@@ -224,7 +225,7 @@ def observe(
             kinds[-1] = _LastLayer
         watched = [kind(each.keys, each.values, each.real, reduction) for kind, each in zip(kinds, stored, strict=True)]
         with torch.inference_mode(not torch.is_grad_enabled()), suppress(_AllSeen):  # saves 3 % of the time on a CPU
-            look(with_full_layers(viewed, watched), attention_mask=padded)
+            look(as_observed(viewed, watched), attention_mask=padded)
         return [layer.importance for layer in watched]
     recorder = AttentionRecorder(count, query_mask=observer_mask, reduction=reduction)
     look(viewed, attention_mask=padded, recorder=recorder)

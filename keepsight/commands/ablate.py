@@ -13,7 +13,7 @@ in cells/ an adapter for each, which every command takes:
 
     keepsight eval out=runs/eval 'methods=[{name: lookaheadkv, adapter: runs/ablation/cells/tokens8-rank8, label: 8}]'
 
-A run that was stopped goes on from its last checkpoint when the same command is given again.
+A run that was stopped goes on from its last checkpoint when the same command is run again.
 """
 
 from dataclasses import dataclass, replace

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from keepsight.runtime.cache import ROOM
+from keepsight.runtime.cache_layers import ROOM
 from keepsight.runtime.quantized.codec import Packed
 
 

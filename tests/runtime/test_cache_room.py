@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from keepsight.runtime.cache import KeptLayer, RaggedLayer
+from keepsight.runtime.cache_layers import KeptLayer, RaggedLayer
 from keepsight.runtime.sparse_read.cache import SelectedLayer
 
 

@@ -10,7 +10,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from keepsight.errors import UserError
 from keepsight.runtime.offload import Traffic
-from keepsight.runtime.retrieval.elastic import Arrangement, ElasticLayer
+from keepsight.runtime.retrieval.arrangement import Arrangement
+from keepsight.runtime.retrieval.elastic import ElasticLayer
 from keepsight.runtime.sparse_read.cache import Selection
 from tests.close import assert_close
 from tests.runtime.retrieval.walks import WIDTH, Walk, by_loops, step
