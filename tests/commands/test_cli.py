@@ -12,7 +12,7 @@ from keepsight import __version__
 from keepsight.commands import bench
 from keepsight.commands.cli import COMMANDS
 from keepsight.commands.terminal import printable
-from tests.commands.commands import ALL_COMMANDS, DATA, NEEDLES, CommandLine, tree
+from tests.commands.commands import ALL_COMMANDS, DATA, NEEDLES, WITHOUT_RECIPE, CommandLine, tree
 from tests.tiny import tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -38,7 +38,7 @@ def test_the_overview_of_the_benchmarks_names_each(keepsight: CommandLine) -> No
     assert all(f"\n  {name} " in printed for name in bench.COMMANDS)
 
 
-@pytest.mark.parametrize("command", [name for name in ALL_COMMANDS if name != "push"])
+@pytest.mark.parametrize("command", [name for name in ALL_COMMANDS if name not in WITHOUT_RECIPE])
 def test_help_shows_the_keys(keepsight: CommandLine, command: str, here: Path) -> None:
     printed = keepsight(*command.split(), "out=runs/a", "--help", "all")
     assert printed.startswith(f"keepsight {command}: ")
