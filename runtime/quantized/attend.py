@@ -1,10 +1,11 @@
-"""Attention to packed entries."""
+"""Attention to packed entries: by one set of operators, however many entries there are, or by one CUDA kernel."""
 
 import torch
 from torch import Tensor
 
 from keepsight.runtime.importance import later
 from keepsight.runtime.offload import FetchedEntries
+from keepsight.runtime.quantized import kernel
 from keepsight.runtime.quantized.entries import PackedEntries
 from keepsight.runtime.softmax import Softmax
 
@@ -16,7 +17,7 @@ def attend_packed(
     fetched: FetchedEntries | None = None,
     watched: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention of the last q of T tokens; all entries of the layer are unpacked at once.
+    """Causal attention of the last q of T tokens; but for the kernel, all entries of the layer are unpacked at once.
 
     Args:
         query: [B, H, q, d].
@@ -29,6 +30,9 @@ def attend_packed(
     Returns:
         The output [B, q, H, d], and the attention of the last query to the watched entries, [B, K, H / K, n] float32.
     """
+    watched = held.packed_length if watched is None else watched
+    if kernel.usable(query):
+        return kernel.attend_in_kernel(query, held, softmax, fetched, watched)
     batch, heads, rows, width = query.shape
     keys, values = held.keys(), held.values()
     if fetched is not None:
@@ -40,5 +44,4 @@ def attend_packed(
         logits[..., -rows:].masked_fill_(later(rows, query.device), -torch.inf)
     weights = softmax.normalised(logits)
     output = (weights.flatten(2, 3).to(values.dtype) @ values).view(batch, heads, rows, width)
-    watched = held.packed_length if watched is None else watched
     return output.transpose(1, 2).contiguous(), weights[..., -1, :watched]

@@ -67,7 +67,7 @@ class PackedLayer(KeptLayer, OwnAttention):
 
     def look(self, query: Tensor, softmax: Softmax) -> Tensor:
         """The attention [B, 1, H, d] of the last token, query [B, H, 1, d]."""
-        return attend_packed(query, self.held, softmax)[0]
+        return attend_packed(query, self.held, softmax, watched=0)[0]
 
     def add(self, keys: Tensor, values: Tensor) -> None:
         """Append a token in full precision; `settle` packs it."""
