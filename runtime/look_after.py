@@ -39,7 +39,7 @@ class LookAfter:
         """
         batch, _, rows, width = query.shape
         kv_heads, count = keys.shape[1:3]
-        grouped = (query * softmax.scaling).reshape(batch, kv_heads, -1, width)
+        grouped = query.reshape(batch, kv_heads, -1, width)
         logits = _logits(grouped, keys, own_keys, softmax)
         # Softmax does not depend on what is subtracted, so that no gradient has to flow through the maximum.
         highest = logits.detach().amax(dim=-1, keepdim=True)
@@ -71,12 +71,13 @@ def _logits(grouped: Tensor, keys: Tensor, own_keys: Tensor, softmax: Softmax) -
     count, rows = keys.shape[2], own_keys.shape[2]
     hidden = later(rows, keys.device)
     if torch.is_grad_enabled():
-        stored, own = (softmax.capped((grouped @ each.mT).float()) for each in (keys, own_keys))
+        stored, own = (softmax.logits(grouped, each) for each in (keys, own_keys))
         own.unflatten(2, (-1, rows)).masked_fill_(hidden, -torch.inf)
         return torch.cat([stored, own], dim=-1)
     joined = grouped.new_empty(*grouped.shape[:3], count + rows)
     for products, each in zip(joined.flatten(0, 1).tensor_split([count], dim=-1), (keys, own_keys), strict=True):
-        torch.bmm(grouped.flatten(0, 1), each.flatten(0, 1).mT.to(joined.dtype), out=products)
+        factors = grouped.flatten(0, 1), each.flatten(0, 1).mT.to(joined.dtype)
+        torch.baddbmm(products, *factors, beta=0, alpha=softmax.scaling, out=products)
     logits = softmax.capped(joined.float())
     logits[..., count:].unflatten(2, (-1, rows)).masked_fill_(hidden, -torch.inf)
     return logits
