@@ -1,10 +1,15 @@
 """Observers after stored entries: their attention is computed without copying the entries beside their own."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
+from keepsight.runtime.attention import OwnAttention
+from keepsight.runtime.cache import ViewedLayer
 from keepsight.runtime.importance import later
 from keepsight.runtime.softmax import Softmax
 
@@ -81,3 +86,44 @@ def _logits(grouped: Tensor, keys: Tensor, own_keys: Tensor, softmax: Softmax) -
     logits = softmax.capped(joined.float())
     logits[..., count:].unflatten(2, (-1, rows)).masked_fill_(hidden, -torch.inf)
     return logits
+
+
+class WatchedLayer(ViewedLayer, OwnAttention):
+    """A layer without padding to which observers attend, without a copy of its entries; all that is new observes.
+
+    Attributes:
+        importance: What is kept of [B, H, N] float32, reduced over the observers; set once they have attended.
+    """
+
+    importance: Tensor
+
+    def __init__(self, keys: Tensor, values: Tensor, reduction: str, keep: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(keys, values)
+        self.reduction, self.keep = reduction, keep
+
+    def look(self, query: Tensor, key: Tensor, softmax: Softmax) -> LookAfter:
+        """Score the entries."""
+        seen = LookAfter.of(query, self.keys, key, softmax)
+        self.importance = self.keep(seen.importance(self.reduction))
+        return seen
+
+    @override
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> Any:
+        return key_states, value_states
+
+    @override
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
+        return self.look(query, key, softmax).output(self.values, value)
+
+
+class LastLayer(WatchedLayer):
+    """The last layer that observers look back at; nothing is asked of the model after it."""
+
+    @override
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
+        self.look(query, key, softmax)
+        raise AllSeen
+
+
+class AllSeen(Exception):
+    """Ends a pass."""

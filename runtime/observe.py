@@ -8,7 +8,6 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,10 +17,10 @@ from transformers.cache_utils import Cache
 from typing_extensions import override
 
 from keepsight.models.decoder import decoder_of, has_latents
-from keepsight.runtime.attention import OwnAttention, run
+from keepsight.runtime.attention import run
 from keepsight.runtime.cache import ViewedLayer, marked, with_full_layers
 from keepsight.runtime.importance import ROWS_AT_ONCE, Reduce, observed_attention, reduce_group
-from keepsight.runtime.look_after import LookAfter
+from keepsight.runtime.look_after import AllSeen, LastLayer, WatchedLayer
 from keepsight.runtime.read_layer import ReadLayer, read_layers
 from keepsight.runtime.softmax import Softmax
 from keepsight.runtime.state import Needs, State
@@ -131,47 +130,6 @@ class AttentionRecorder:
         return [self.by_layer[layer] for layer in sorted(self.by_layer)]
 
 
-class _WatchedLayer(ViewedLayer, OwnAttention):
-    """A layer without padding to which observers attend, without a copy of its entries; all that is new observes.
-
-    Attributes:
-        importance: What is kept of [B, H, N] float32, reduced over the observers; set once they have attended.
-    """
-
-    importance: Tensor
-
-    def __init__(self, keys: Tensor, values: Tensor, reduction: str, keep: Callable[[Tensor], Tensor]) -> None:
-        super().__init__(keys, values)
-        self.reduction, self.keep = reduction, keep
-
-    def look(self, query: Tensor, key: Tensor, softmax: Softmax) -> LookAfter:
-        """Score the entries."""
-        seen = LookAfter.of(query, self.keys, key, softmax)
-        self.importance = self.keep(seen.importance(self.reduction))
-        return seen
-
-    @override
-    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> Any:
-        return key_states, value_states
-
-    @override
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
-        return self.look(query, key, softmax).output(self.values, value)
-
-
-class _LastLayer(_WatchedLayer):
-    """The last layer that observers look back at; nothing is asked of the model after it."""
-
-    @override
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
-        self.look(query, key, softmax)
-        raise _AllSeen
-
-
-class _AllSeen(Exception):
-    """Ends a pass."""
-
-
 def look_back(
     model: PreTrainedModel,
     state: State,
@@ -244,14 +202,14 @@ def observe(
     viewed = with_full_layers(cache, stored)
     plain = observer_mask is None and all(layer.real is None for layer in stored)
     if plain and count <= ROWS_AT_ONCE and not has_latents(model):
-        kinds = [_WatchedLayer] * len(stored)
+        kinds = [WatchedLayer] * len(stored)
         if stops:
-            kinds[-1] = _LastLayer
+            kinds[-1] = LastLayer
         watched = [
             kind(each.keys, each.values, reduction, functools.partial(keep, place))
             for place, (kind, each) in enumerate(zip(kinds, stored, strict=True))
         ]
-        with torch.inference_mode(not torch.is_grad_enabled()), suppress(_AllSeen):  # saves 3 % of the time on a CPU
+        with torch.inference_mode(not torch.is_grad_enabled()), suppress(AllSeen):  # saves 3 % of the time on a CPU
             look(with_full_layers(viewed, watched))
         return [layer.importance for layer in watched]
     recorder = AttentionRecorder(count, query_mask=observer_mask, reduction=reduction, keep=keep)
