@@ -51,19 +51,19 @@ def batches(prompts: list[Rendered], max_tokens: int) -> Iterator[list[Rendered]
         yield batch
 
 
-Answered = list[tuple[Rendered, list[int]]]
+AnsweredPrompts = list[tuple[Rendered, list[int]]]
 """Prompts with the token ids of their answers, end token included."""
 
 
 class Backend(Protocol):
     """Something that answers as the target does, greedily."""
 
-    def __call__(self, prompts: list[Rendered], max_new_tokens: int) -> Iterator[Answered]:
+    def __call__(self, prompts: list[Rendered], max_new_tokens: int) -> Iterator[AnsweredPrompts]:
         """Answer prompts that have no response of their own; gives back what is ready, in any order."""
         ...
 
 
-def answers(backend: Backend, prompts: list[Rendered], max_new_tokens: int) -> Iterator[Answered]:
+def answers(backend: Backend, prompts: list[Rendered], max_new_tokens: int) -> Iterator[AnsweredPrompts]:
     """The responses that prompts have of their own, then a backend's answers; each of at most `max_new_tokens`."""
     given = [(prompt, prompt.response[:max_new_tokens]) for prompt in prompts if prompt.response is not None]
     if given:
@@ -79,7 +79,7 @@ class InThisProcess:
     target: Target
     batch_tokens: int
 
-    def __call__(self, prompts: list[Rendered], max_new_tokens: int) -> Iterator[Answered]:
+    def __call__(self, prompts: list[Rendered], max_new_tokens: int) -> Iterator[AnsweredPrompts]:
         """See `Backend`."""
         for batch in batches(prompts, self.batch_tokens):
             yield list(zip(batch, answer(self.target, batch, max_new_tokens), strict=True))

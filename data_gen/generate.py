@@ -10,7 +10,8 @@ from tqdm import tqdm
 from keepsight.data_gen.answers import Backend, Rendered, answers, render_prompt
 from keepsight.data_gen.mixture import Mixture
 from keepsight.data_gen.prompts import CountTokens
-from keepsight.data_gen.shards import DataSettings, ShardWriter, TrainingSample
+from keepsight.data_gen.shard_writer import ShardWriter
+from keepsight.data_gen.shards import DataSettings, TrainingSample
 from keepsight.errors import UserError
 from keepsight.files import free_bytes, read_json
 from keepsight.locks import one_writer
@@ -141,6 +142,6 @@ def _check_room(out: Path, mixture: Mixture, limit: int) -> None:
     needed, there = limit * shortest * _BYTES_A_TOKEN, sum(path.stat().st_size for path in out.glob("shard-*"))
     if needed > (free := free_bytes(out)) + there:
         raise UserError(
-            f"limit={limit}: so many samples take more than {needed / 1e9:.0f} GB, and {out} has {free / 1e9:.0f} GB "
+            f"limit={limit}: that many samples take more than {needed / 1e9:.0f} GB, and {out} has {free / 1e9:.0f} GB "
             "left; lower limit="
         )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from keepsight.data_gen.answers import Answered, Rendered
+from keepsight.data_gen.answers import AnsweredPrompts, Rendered
 from keepsight.endpoint import Endpoint, EndpointError, check_url
 from keepsight.errors import UserError
 from keepsight.models.targets import Target
@@ -51,7 +51,7 @@ class Server:
     """Answers of a server. Prompts are sent as token ids, or as text to a server that takes no ids.
 
     vLLM returns the answer's token ids; the text that others return is tokenised, which gives the ids that were
-    generated but for rare words that a model spelt in an unusual way.
+    generated, except for rare words that the model spelt in an unusual way.
     """
 
     def __init__(self, target: Target, settings: ServerSettings) -> None:
@@ -61,7 +61,7 @@ class Server:
         self._endpoint = Endpoint(settings.url, settings.key, settings.tries)
         self._forms = [self._ids_both_ways, self._ids, self._text]
 
-    def __call__(self, prompts: list[Rendered], max_new_tokens: int) -> Iterator[Answered]:
+    def __call__(self, prompts: list[Rendered], max_new_tokens: int) -> Iterator[AnsweredPrompts]:
         """See `Backend`; when an answer cannot be had, no further prompt is sent.
 
         Raises:

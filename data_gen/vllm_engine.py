@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from keepsight.data_gen.answers import Answered, Rendered, until
+from keepsight.data_gen.answers import AnsweredPrompts, Rendered, until
 from keepsight.errors import UserError
 from keepsight.models.targets import Target
 
@@ -30,7 +30,7 @@ class VllmEngine:
         self._target = target
         self._engine = self._vllm.LLM(model=target.name, tensor_parallel_size=gpus, **options)
 
-    def __call__(self, prompts: list[Rendered], max_new_tokens: int) -> Iterator[Answered]:
+    def __call__(self, prompts: list[Rendered], max_new_tokens: int) -> Iterator[AnsweredPrompts]:
         """See `Backend`."""
         ends = self._target.end_tokens
         greedy = self._vllm.SamplingParams(temperature=0.0, max_tokens=max_new_tokens, stop_token_ids=ends)

@@ -32,7 +32,7 @@ class Guesses:
         self._places: OrderedDict[tuple[int, ...], tuple[list[int], int]] = OrderedDict()
 
     def learn(self, text: list[int], start: int = 0) -> None:
-        """Add what stands in a text from `start` on. Of equal places the one learned last counts."""
+        """Add a text from `start` on. Where places are equal the one learned last counts."""
         for place in range(max(start, 1, len(text) - _PLACES // _LONGEST), len(text)):
             for length in range(1, min(_LONGEST, place) + 1):
                 last = tuple(text[place - length : place])
@@ -75,7 +75,7 @@ def write(
         rows: What reads.
         writings: Where the answer of each of the rows stands; those that have ended stay as they are.
         guesses: Where guesses are looked up; learns what is written.
-        max_new_tokens: Of an answer, what has been written before included.
+        max_new_tokens: Maximum length of an answer, including what has been written before.
         end_tokens: Ids that end one.
     """
     device = rows.model.device

@@ -20,7 +20,7 @@ from transformers.generation import StopStringCriteria
 from typing_extensions import override
 
 from keepsight.errors import UserError
-from keepsight.eval.answers import score_alone
+from keepsight.eval.answer_alone import score_alone
 from keepsight.models.chat import chat_text
 from keepsight.models.draft_sources import DraftSource, LayerSubset, load_draft
 from keepsight.models.targets import load_target
@@ -46,7 +46,7 @@ class HarnessModel(TemplateLM):
         adapter: Lookahead adapter: a folder or Hub id.
         retrieval: Retrieval head: a folder or Hub id.
         draft: Draft model: a Hub id or folder, or indices of the target's own layers joined by `+`, such as 0+1+5.
-        revision: Of the target.
+        revision: Branch, tag or commit of the target.
         dtype: auto, float32, bfloat16 or float16.
         device: auto, cpu, cuda, ...; the harness's command gives its own `--device`.
         attention: auto, sdpa, eager or flash_attention_2.

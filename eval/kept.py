@@ -8,7 +8,7 @@ from scipy.stats import kendalltau
 from torch import Tensor
 
 _RANKED = 1024
-"""Kendall's tau takes so many entries of a longer prompt, evenly spaced: its time would grow with the prompt's."""
+"""Max prompt entries for Kendall's tau, evenly spaced over a longer prompt: its cost would grow with the prompt's."""
 
 
 def recall(kept: Tensor | None, ranks: Tensor) -> float | None:

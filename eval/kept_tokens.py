@@ -7,6 +7,7 @@ import base64
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,23 @@ from keepsight.models.targets import Target
 from keepsight.runtime.prompt_compression.text import token_texts
 
 FOLDER = "kept"
+
+
+@dataclass(frozen=True)
+class KeptOfSample:
+    """What the file of a sample holds.
+
+    Attributes:
+        tokens: The texts of its prompt's tokens, N of them.
+        layers: Number of layers.
+        heads: Number of KV heads.
+        counts: By `count_key` of a row, how many heads kept each token; see `encode_counts`.
+    """
+
+    tokens: list[str]
+    layers: int
+    heads: int
+    counts: dict[str, str]
 
 
 class KeptTokens:
@@ -54,19 +72,15 @@ class KeptTokens:
         counts: dict[str, str] = {}
         for folder in self.earlier:
             path = path_of(folder, rows[0])
-            counts |= read_json(path)["counts"] if path.exists() else {}
+            counts |= read_json(path, KeptOfSample).counts if path.exists() else {}
         made = self._counts.pop(key, {})
         for row in rows:
             if (row["method"], row["budget"]) in made:
                 counts[count_key(row)] = made[row["method"], row["budget"]]
         config = self.target.model.config.get_text_config()
-        content = {
-            "tokens": token_texts(self.target.tokenizer, sample.prompt_ids.tolist()),
-            "layers": config.num_hidden_layers,
-            "heads": config.num_key_value_heads,
-            "counts": counts,
-        }
-        write_json(path_of(self.out, rows[0]), content)
+        tokens = token_texts(self.target.tokenizer, sample.prompt_ids.tolist())
+        content = KeptOfSample(tokens, config.num_hidden_layers, config.num_key_value_heads, counts)
+        write_json(path_of(self.out, rows[0]), asdict(content))
 
 
 def path_of(folder: Path, row: Row) -> Path:
@@ -76,7 +90,7 @@ def path_of(folder: Path, row: Row) -> Path:
 
 def count_key(row: Row) -> str:
     """The name of a row's counts in its sample's file."""
-    return row["inputs_digest"] or f"{row['method']} {row['budget']}"
+    return row.get("inputs_digest") or f"{row['method']} {row['budget']}"
 
 
 def encode_counts(kept: NDArray[np.bool_]) -> str:

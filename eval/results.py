@@ -7,8 +7,9 @@ parts into `results.jsonl`. Beside it stands `settings.json`, what the rows were
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field
 from typing_extensions import NotRequired, TypedDict
 
 from keepsight.errors import require_same
@@ -24,31 +25,50 @@ EARLIER = "earlier.jsonl"
 _MAY_CHANGE = ("command", "versions", "notes")
 
 
-class Place(TypedDict):
-    """What every row must say; the other columns are any."""
+Digest = Annotated[str, Field(pattern=r"\Asha256:[0-9a-f]{64}\z")]
+Phases = TypedDict("Phases", dict.fromkeys(("prefill", "draft", "observe", "select", "question"), float))
+"""Seconds before the first token; see `keepsight.eval.compress.Seconds`."""
+
+
+class Measured(TypedDict):
+    """Columns of a row that are read again; it may have others. Those not required are younger than some results."""
 
     task: str
     length: int
     sample: str
     method: str
     budget: int | float | None
-
-
-class Measured(Place):
-    """What a row must say to be reported."""
-
     score: float
     excess_nll: float
     agreement: float
+    kept: float
     kv_bytes: float
-    seconds: dict[str, float]
+    seconds: Phases
     time_to_first_token: float
     tokens_per_second: float | None
+    rows: int
     answer: str
-    references: list[Any]
+    references: list[str]
+    question: str
     date: str
-    sample_digest: NotRequired[str]
-    inputs_digest: NotRequired[str | None]
+    depth: NotRequired[float | None]
+    recall: NotRequired[float | None]
+    mass: NotRequired[float | None]
+    tau: NotRequired[float | None]
+    first_difference: NotRequired[int | None]
+    prompt_tokens: NotRequired[int]
+    answer_tokens: NotRequired[int]
+    asks: NotRequired[str]
+    before: NotRequired[list[str]]
+    sample_digest: NotRequired[Digest | None]
+    inputs_digest: NotRequired[Digest | None]
+
+
+class MadeWith(TypedDict):
+    """What is read again of `settings.json`; it says more."""
+
+    target: NotRequired[dict[str, Any] | None]
+    versions: NotRequired[dict[str, str] | None]
 
 
 def _holds(before: list[Any], now: list[Any]) -> bool:
@@ -73,7 +93,7 @@ def part_of(out: Path, process: int, processes: int) -> Path:
 
 def finished(out: Path) -> set[Key]:
     """`Sample.key` of all samples in `results.jsonl`."""
-    return {key_of(row) for row in whole_lines(out / "results.jsonl", Place)}
+    return {key_of(row) for row in whole_lines(out / "results.jsonl", Measured)}
 
 
 def merge(out: Path, settings: dict[str, Any], rows_each: int) -> None:
@@ -87,9 +107,9 @@ def merge(out: Path, settings: dict[str, Any], rows_each: int) -> None:
     """
     path, results = out / "settings.json", out / "results.jsonl"
     parts = sorted(out.glob("results-*.jsonl"))
-    written: list[Row] = [row for part in (results, *parts) for row in whole_lines(part, Place)]
-    if written and _is_extended(out, settings, read_json(path, dict[str, Any])):
-        write_lines(out / EARLIER, [*whole_lines(out / EARLIER, Place), *written])
+    written: list[Row] = [row for part in (results, *parts) for row in whole_lines(part, Measured)]
+    if written and _is_extended(out, settings, read_json(path, MadeWith)):
+        write_lines(out / EARLIER, [*whole_lines(out / EARLIER, Measured), *written])
         write_lines(results, [])
         written = []
     write_json(path, settings)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from keepsight.errors import UserError
-from keepsight.eval.results import Place, Row
+from keepsight.eval.results import Measured, Row
 from keepsight.eval.tasks.samples import RenderedSample
 from keepsight.files import read_jsonl, text_digest
 from keepsight.models.targets import Target
@@ -58,7 +58,7 @@ class Earlier:
             path = Path(folder) / "results.jsonl"
             if not path.is_file():
                 raise UserError(f"reuse={folder}: no results.jsonl there; name folders that keepsight eval has written")
-            rows |= _by_digest(read_jsonl(path, Place))
+            rows |= _by_digest(read_jsonl(path, Measured))
         return cls(rows)
 
     def and_rows(self, rows: Iterable[Row]) -> "Earlier":
@@ -92,7 +92,7 @@ def inputs_digest(target: str, contents: Sequence[str], place: int, question: st
         target: `target_digest`.
         contents: `sample_digest` of the samples that are compressed together: one, or those that share a context.
         place: Which of them the row is about.
-        question: What the method sees, one of `keepsight.eval.sweep.QUESTIONS`.
+        question: What the method sees, one of `keepsight.runtime.saved.QUESTIONS`.
         method: `method_text`; where it is empty, there is no digest.
     """
     return text_digest(json.dumps([target, *contents, place, question, method])) if method else None

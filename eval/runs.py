@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from keepsight.errors import UserError
-from keepsight.eval.results import Measured, Row, key_of
+from keepsight.eval.results import MadeWith, Measured, Row, key_of
 from keepsight.files import read_json, read_jsonl
 
 MAY_DIFFER = ("targets", "samples")
@@ -44,7 +44,7 @@ def read_run(folder: str | Path) -> Run:
     rows = list(read_jsonl(path, Measured)) if path.is_file() else []
     if not rows:
         raise UserError(f"{folder}: no results.jsonl with results; name folders that keepsight eval has written")
-    return Run(folder, rows, read_json(folder / "settings.json", dict[str, Any]))
+    return Run(folder, rows, read_json(folder / "settings.json", MadeWith))
 
 
 def names_of(runs: Sequence[Run]) -> list[str]:

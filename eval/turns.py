@@ -1,4 +1,4 @@
-"""Later turns of a conversation: the prompt was compressed once, and each variant goes on from what it has said itself.
+"""Later turns of a conversation: the prompt was compressed once, and each variant continues from its own answers.
 
 `excess_nll` and `agreement` of a later turn are measured in the full cache's conversation, which is the same for all.
 Methods that evict while decoding read what they said before in one pass, and then evict.
@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from keepsight.eval.answers import Answered, Limits, answer_alone, batched_by_entries, read_each
+from keepsight.eval.answer_alone import answer_alone
+from keepsight.eval.answers import Answered, Limits, batched_by_entries, read_each
 from keepsight.eval.compress import Compressed
 from keepsight.eval.guesses import Guesses, Writing, write
 from keepsight.eval.rows import Asked

@@ -20,7 +20,7 @@ ids = target.tokenizer(chat, add_special_tokens=False, return_tensors="pt")["inp
 
 methods = [
     FullCache(),
-    Oracle(budget=64),  # sees the answer: the upper bound
+    Oracle(budget=64),  # sees the answer
     LookaheadKV.from_pretrained("shipped:smollm2-135m-lookahead", budget=64),
     SnapKV(budget=64),
     StreamingLLM(budget=64),

@@ -1,4 +1,4 @@
-"""A method of one's own in ten lines: keep the places whose words the question repeats, as `grep` would.
+"""Your own method in ten lines: keep the places whose words the question repeats, as `grep` would.
 
 python examples/own_method.py
 """

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
@@ -73,6 +74,28 @@ def require_supported(model: PreTrainedModel) -> None:
         raise UserError(
             f"{kind} has layers of {', '.join(odd)}; load a model whose layers are of {', '.join((FULL, *BOUNDED))}"
         )
+
+
+def require_full_attention(model: PreTrainedModel) -> None:
+    """Refuse to train what looks ahead for a model that forgets by itself.
+
+    Raises:
+        UserError: no layer keeps an entry for every token.
+    """
+    if not full_attention_layers(model.config):
+        raise UserError(
+            f"{model.config.model_type} has no layer with full attention, so that there is nothing to choose from; "
+            "use it without a trained module"
+        )
+
+
+def logits_of(model: PreTrainedModel, hidden: Tensor) -> Tensor:
+    """The logits [..., V] that a model makes of what its decoder puts out, [..., hidden]."""
+    config: Any = model.config.get_text_config(decoder=True)
+    lm_head: Any = model.get_output_embeddings()
+    logits: Tensor = lm_head(hidden) * getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)
+    cap = getattr(config, "final_logit_softcapping", None)
+    return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
 def _attends_by_interface(decoder: nn.Module) -> bool:

@@ -1,8 +1,8 @@
 """The EAGLE-3 draft head: one decoder layer that guesses the target's next tokens from the target's own features.
 
-Li et al. 2025, "EAGLE-3" (arXiv 2503.01840). Row t reads the target's features of token t and the embedding of token
-t + 1, and guesses token t + 2. The layer's output replaces the features of the next row, so that drafting can continue
-without the target. Module names are the keys of public checkpoints.
+Li et al. 2025, "EAGLE-3" (arXiv 2503.01840), section 3.1. Row t reads the target's features of token t and the
+embedding of token t + 1, and guesses token t + 2. The layer's output replaces the features of the next row, so that
+drafting can continue without the target. Module names are the keys of public checkpoints.
 """
 
 from collections.abc import Callable

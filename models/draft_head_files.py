@@ -14,8 +14,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel
 
+from keepsight.atomic import atomic_files
 from keepsight.errors import UserError
-from keepsight.files import atomic_files, file_digest, read_json, write_json
+from keepsight.files import file_digest, read_json, write_json
 from keepsight.models.draft_head import DraftHead, head_width
 from keepsight.models.feature_head import FeatureHead
 from keepsight.models.lookahead import input_embedding

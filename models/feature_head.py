@@ -1,9 +1,9 @@
 """The draft head of EAGLE-1 and EAGLE-2: one decoder layer that guesses the target's next feature.
 
-Li et al. 2024, "EAGLE" (arXiv 2401.15077); EAGLE-2 (arXiv 2406.16858) drafts trees with the same head. The feature is
-what the target's lm_head reads: the last hidden state, after the final norm. Row t reads the feature of token t and the
-embedding of token t + 1 and guesses the feature of token t + 1; from it the target's own lm_head guesses token t + 2.
-Module names are the keys of public checkpoints. Called like `DraftHead`.
+Li et al. 2024, "EAGLE" (arXiv 2401.15077), section 3; EAGLE-2 (arXiv 2406.16858) drafts trees with the same head. The
+feature is what the target's lm_head reads: the last hidden state, after the final norm. Row t reads the feature of
+token t and the embedding of token t + 1 and guesses the feature of token t + 1; from it the target's own lm_head
+guesses token t + 2. Module names are the keys of public checkpoints. Called like `DraftHead`.
 """
 
 import torch

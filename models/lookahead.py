@@ -27,7 +27,8 @@ class Lookahead(nn.Module):
         self.model, self.settings = model, settings
         embedding = input_embedding(model)
         random = torch.randn(settings.tokens, embedding.shape[1], device=embedding.device)
-        self.soft_tokens = nn.Embedding.from_pretrained(random * embedding.float().std(), freeze=False)
+        scale = float(getattr(model.get_input_embeddings(), "embed_scale", 1.0))  # Gemma scales what it looks up
+        self.soft_tokens = nn.Embedding.from_pretrained(random * embedding.float().std() * scale, freeze=False)
         self.lora = (
             Lora(lora_targets(model), settings.rank, settings.alpha, settings.dropout) if settings.rank else None
         )

@@ -18,8 +18,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from keepsight.atomic import atomic_files
 from keepsight.errors import UserError
-from keepsight.files import atomic_files, file_digest, read_json, write_json
+from keepsight.files import file_digest, read_json, write_json
 from keepsight.models.folded_lora import FoldedLora
 from keepsight.models.lookahead import Lookahead, input_embedding
 from keepsight.models.lookahead_settings import LookaheadSettings

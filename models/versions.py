@@ -100,3 +100,8 @@ def warn_of_another_base(artifact: Path, base: str, version: str, model: PreTrai
             "%s was trained on %s (%s), and this model is %s (%s): measure again what it is worth here",
             *(artifact, base or "a model without a name", version, name, own),
         )
+
+
+def published_name(reference: str) -> str:
+    """What may be published of a Hub id or a folder: the id as it is, a folder's name without its path."""
+    return Path(reference).resolve().name if Path(reference).is_dir() else reference

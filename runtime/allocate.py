@@ -4,21 +4,18 @@ Counts are numpy arrays: the CPU works on them without waiting for the device. O
 know of each head is fetched, for all layers at once.
 """
 
-import heapq
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
 from keepsight.errors import UserError, require_whole
 from keepsight.runtime.importance import top_mask
-
-Counts: TypeAlias = NDArray[np.int64]
+from keepsight.runtime.rounding import Counts, settle
 
 
 class Held(NamedTuple):
@@ -57,8 +54,8 @@ class Allocation(ABC):
         """Divide a budget.
 
         Args:
-            held: Of L layers. Those of a prompt hold the same number, so that any of them can be divided alone, but
-                for `Pyramid`.
+            held: What L layers hold. Those of a prompt hold the same number, so that each can be divided alone, except
+                by `Pyramid`.
             budgets: For each of B rows, entries per layer and KV head on average, protected ones included.
             importance: For each layer, [B, K, C] float32: +inf where an entry is protected, -inf for padding; not
                 looked at unless `reads_scores`.
@@ -243,37 +240,6 @@ def _evenly(available: Counts, share: int) -> Counts:
     """`share` of each; what some lack is taken from the others."""
     total = min(available.size * share, int(available.sum()))
     return settle(available.clip(max=share), np.full(available.shape, share), total, available)
-
-
-def settle(counts: Counts, ideal: NDArray[Any], total: int, most: Counts) -> Counts:
-    """Change rounded counts one by one, each time the one furthest from `ideal`, until they sum to `total`.
-
-    Args:
-        counts: Counts of any shape; ties go to the first.
-        ideal: The values that they were rounded from, of the same shape.
-        total: The sum to reach.
-        most: The largest count allowed for each; their sum is at least `total`.
-    """
-    limits, wanted = most.flatten().tolist(), ideal.flatten().tolist()
-    settled = [max(0, min(pair)) for pair in zip(counts.flatten().tolist(), limits, strict=True)]
-    missing = total - sum(settled)
-    step = 1 if missing > 0 else -1
-
-    def place(index: int) -> tuple[float, int]:
-        # Rounded, so that the noise of floats does not decide ties.
-        return round((settled[index] - wanted[index]) * step, 6), index
-
-    def can_change(index: int) -> bool:
-        return settled[index] < limits[index] if step > 0 else settled[index] > 0
-
-    waiting = [place(index) for index in range(len(settled)) if can_change(index)]
-    heapq.heapify(waiting)
-    for _ in range(abs(missing)):
-        _, index = heapq.heappop(waiting)
-        settled[index] += step
-        if can_change(index):
-            heapq.heappush(waiting, place(index))
-    return np.array(settled).reshape(counts.shape)
 
 
 ALLOCATIONS: dict[str, type[Allocation]] = {"uniform": Uniform, "pyramidkv": Pyramid, "adakv": Adaptive}

@@ -1,8 +1,8 @@
 """A guest in the model: its queries and keys are recorded while it computes attention as it was loaded to.
 
-`run` is a forward pass of keepsight's. For its duration a recording attention function stands in the model's
-configuration, in place of the implementation that was loaded; it records, then delegates to that one with every
-argument it was given. Only where the cache's layers hold entries that no implementation knows (different entries by
+`run` is a forward pass of keepsight's. For its duration the model's configuration names a recording attention
+function in place of the implementation that was loaded; it records, then delegates to that one with every argument
+that it was given. Only where the cache's layers hold entries that no implementation knows (different entries by
 head, packed ones, a few selected ones) is attention computed here. Nothing of transformers is patched: the function is
 registered under a name, as `AttentionInterface` offers, and takes its own arguments from keywords that models pass on.
 """
@@ -21,7 +21,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from keepsight.errors import UserError
-from keepsight.runtime.cache import KeptLayer, ViewedLayer, is_bounded
+from keepsight.runtime.cache import is_bounded
+from keepsight.runtime.cache_layers import KeptLayer, ViewedLayer
 from keepsight.runtime.softmax import Softmax, grouped_attention, visible
 
 

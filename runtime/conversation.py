@@ -75,7 +75,7 @@ class Conversation(CustomGenerate):
         """Answer the last turn; `say` calls it by way of transformers."""
         _require_single(request.input_ids)
         if request.past is not None:
-            raise UserError("conversation: it goes on from its own cache; leave out past_key_values")
+            raise UserError("conversation: it continues from its own cache; leave out past_key_values")
         state = self._read(request.input_ids, request.chunk)
         decoded = request.decode(self.method.reader(model), state, self.method.reapply(model))
         self.state, self.ids, self._unread = decoded.state, decoded.ids, decoded.ids[:, -1:]

@@ -39,7 +39,7 @@ class Past(Cache):
         decoded: Its answer to one prompt. Its state stays unchanged, so that several turns can go on from it.
 
     Attributes:
-        ids: [1, M] int64: prompt and answer, but for the answer's last token, which has not been read.
+        ids: [1, M] int64: prompt and answer, without the answer's last token, which has not been read.
     """
 
     def __init__(self, method: "CustomGenerate", decoded: Decoded) -> None:
@@ -137,7 +137,7 @@ class CustomGenerate(ABC):
         options = _options_of_generate()
         _require_honoured(generation_config, options, model_kwargs)
         mask, past = model_kwargs.get("attention_mask"), self._past(input_ids, model_kwargs.get("past_key_values"))
-        if images := Images.among(model_kwargs):
+        if images := Images.among(model_kwargs, options.get("kwargs")):
             self._require_images(past)
         if past is None:
             _require_padded_on_the_left(mask, input_ids, None if images else model_kwargs.get("position_ids"))
@@ -172,8 +172,8 @@ class CustomGenerate(ABC):
             raise UserError("custom_generate: only the first turn may hold images; leave out pixel_values afterwards")
         if not self.reads_images:
             raise UserError(
-                f"custom_generate: {type(self).__name__} reads no images (pixel_values); take a method that evicts "
-                "from the cache, such as SnapKV or LookaheadKV"
+                f"custom_generate: {type(self).__name__} reads no images (pixel_values); take SpecPC, or a "
+                "method that evicts from the cache, such as SnapKV or LookaheadKV"
             )
 
     def _past(self, input_ids: Tensor, given: Cache | None) -> Past | None:
@@ -234,6 +234,7 @@ def _require_honoured(config: GenerationConfig, options: dict[str, Any], inputs:
     given = {name for name, value in inputs.items() if value is not None and value != {}} - _READ
     given |= {name for name in ("output_attentions", "output_hidden_states") if getattr(config, name)}
     given |= {"synced_gpus"} if options.get("synced_gpus") else set()
+    given |= {"cache_implementation"} & options.get("kwargs", {}).keys()  # the model's own is no wish
     if given:
         raise UserError(
             f"custom_generate: {min(given)} is not supported; leave it out, or call generate without a method"
@@ -241,10 +242,13 @@ def _require_honoured(config: GenerationConfig, options: dict[str, Any], inputs:
 
 
 def _require_padded_on_the_left(mask: Tensor | None, input_ids: Tensor, positions: Tensor | None) -> None:
+    width = input_ids.shape[1]
+    if odd := [each.shape[-1] for each in (mask, positions) if each is not None and each.shape[-1] != width]:
+        raise UserError(f"custom_generate: attention_mask or position_ids are for {odd[0]} tokens, not for {width}")
     if mask is not None and bool((mask[:, :-1] > mask[:, 1:]).any()):
         raise UserError(
             "custom_generate: the attention_mask hides tokens after a prompt's first; pad on the left, and give an "
             "attention_mask where prompts hold the pad token"
         )
-    if positions is not None and bool((positions != positions_of(mask, input_ids.shape[1], input_ids.device)).any()):
+    if positions is not None and bool((positions != positions_of(mask, width, input_ids.device)).any()):
         raise UserError("custom_generate: position_ids other than 0, 1, 2, ... are not supported; leave them out")

@@ -23,7 +23,8 @@ from typing_extensions import override
 from keepsight.errors import UserError, require_whole
 from keepsight.runtime.allocate import Allocation, Held, Uniform
 from keepsight.runtime.budget import Budget
-from keepsight.runtime.cache import LayerEntries, empty_cache, full_layers
+from keepsight.runtime.cache import empty_cache, full_layers
+from keepsight.runtime.cache_layers import LayerEntries
 from keepsight.runtime.decode import Reapply
 from keepsight.runtime.gather import all_ragged, counted, keep, kept_received, select_top
 from keepsight.runtime.importance import Pool, Reduce, reduce_group

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from keepsight.runtime.allocate import Counts
-from keepsight.runtime.cache import KeptLayer, LayerEntries, RaggedLayer, entries, is_bounded, with_full_layers
+from keepsight.runtime.cache import entries, is_bounded, with_full_layers
+from keepsight.runtime.cache_layers import KeptLayer, LayerEntries, RaggedLayer
 from keepsight.runtime.importance import top_mask
+from keepsight.runtime.rounding import Counts
 
 
 def keep(cache: Cache, kept: Sequence[Tensor], padded: bool = False, counts: Counts | None = None) -> Cache:

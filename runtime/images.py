@@ -2,14 +2,16 @@
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from typing_extensions import override
 
 from keepsight.errors import UserError
+from keepsight.models.decoder import decoder_of
 from keepsight.runtime.state import Needs
 
 PIXELS = ("pixel_values", "mm_encoder_outputs")
@@ -24,19 +26,57 @@ class Images:
     Attributes:
         inputs: Inputs of the model for them, as its processor names them; see `IMAGE_INPUTS`.
         positions: [3, B, N] int64: the positions of the prompts' tokens, where they are known and not as in text.
+        given: The inputs as the processor made them, for another model that reads the same images.
     """
 
     inputs: Mapping[str, Any]
     positions: Tensor | None = None
+    given: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def among(cls, inputs: Mapping[str, Any]) -> "Images | None":
-        """The images among a model's inputs; None where there are none."""
+    def among(cls, inputs: Mapping[str, Any], given: Mapping[str, Any] | None = None) -> "Images | None":
+        """The images among a model's inputs; None where there are none. `given` are those before any was encoded."""
         if not any(inputs.get(name) for name in PIXELS[1:]) and inputs.get(PIXELS[0]) is None:
             return None
         positions = inputs.get("position_ids")
         known = positions[-3:] if positions is not None and positions.dim() == 3 else None
-        return cls({name: inputs[name] for name in IMAGE_INPUTS if inputs.get(name) is not None}, known)
+        own, raw = (
+            {name: each[name] for name in IMAGE_INPUTS if each.get(name) is not None}
+            for each in (inputs, given or inputs)
+        )
+        return cls(own, known, raw)
+
+    def with_tokens(self, input_ids: Tensor) -> Mapping[str, Any]:
+        """All that the model takes for prompts of these tokens [B, N]."""
+        return {"input_ids": input_ids, **self.inputs}
+
+    def read_by(self, other: PreTrainedModel) -> "Images":
+        """The same images for another model with the same processor."""
+        return Images({name: each.to(other.device) for name, each in self.given.items()})
+
+    def shortened(self, model: PreTrainedModel, input_ids: Tensor, kept: Tensor) -> "Images":
+        """What is left of the images in a shortened prompt.
+
+        The tokens are embedded before some are left out. Positions are numbered anew without gaps, which for text are
+        0, 1, 2, ..., and for a whole image the rows and columns that it had.
+
+        Args:
+            model: The model.
+            input_ids: [1, N] int64, the whole prompt.
+            kept: [C] int64, ascending: the tokens that stay.
+
+        Raises:
+            UserError: the model's images cannot be read in part.
+        """
+        if "token_type_ids" in self.inputs:
+            raise UserError(
+                f"the tokens of an image see one another in {model.config.model_type}, so that none can be left out; "
+                "take a method that evicts from the cache, such as LookaheadKV"
+            )
+        positions = self.positions_in(model, input_ids, None)
+        if positions is not None:
+            positions = positions[..., kept].unique(return_inverse=True)[1]
+        return _Embedded({"inputs_embeds": _embedded(model, self.with_tokens(input_ids))[:, kept]}, positions)
 
     def positions_in(self, model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None) -> Tensor | None:
         """The positions [3, B, N] that a model with M-RoPE gives the tokens; None where they are as in text.
@@ -80,3 +120,39 @@ class Images:
                 "the tokens of an image see one another in this model, so that they cannot observe the prompt; take a "
                 "shorter window, or a method that observes with tokens after the prompt, such as LookaheadKV"
             )
+
+
+class _Embedded(Images):
+    """The tokens themselves are among the inputs, as embeddings."""
+
+    @override
+    def with_tokens(self, input_ids: Tensor) -> Mapping[str, Any]:
+        return self.inputs
+
+
+class _Embeddings(Exception):
+    """Ends a pass where the decoder begins."""
+
+
+@torch.no_grad()
+def _embedded(model: PreTrainedModel, inputs: Mapping[str, Any]) -> Tensor:
+    """What a model's decoder reads of a prompt with images: [1, N, hidden]."""
+
+    def stop(module: Any, args: Any, options: dict[str, Any]) -> None:
+        raise _Embeddings(options)
+
+    hook = decoder_of(model).register_forward_pre_hook(stop, with_kwargs=True)
+    options: dict[str, Any] = {}
+    try:
+        model(**inputs, use_cache=False)
+    except _Embeddings as seen:
+        (options,) = seen.args
+    finally:
+        hook.remove()
+    if any("deepstack" in name and each is not None for name, each in options.items()):
+        raise UserError(
+            f"{model.config.model_type} reads its images in several layers, so that none of their tokens can be left "
+            "out; take a method that evicts from the cache, such as LookaheadKV"
+        )
+    embeddings: Tensor = options["inputs_embeds"]
+    return embeddings

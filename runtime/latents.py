@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from keepsight.errors import UserError
 from keepsight.models.decoder import has_latents
-from keepsight.runtime.cache import LayerEntries
+from keepsight.runtime.cache_layers import LayerEntries
 from keepsight.runtime.state import State
 
 

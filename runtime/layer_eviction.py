@@ -14,12 +14,14 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from keepsight.models.decoder import has_latents
-from keepsight.runtime.allocate import Allocation, Counts, Held
+from keepsight.runtime.allocate import Allocation, Held
 from keepsight.runtime.attention import Recorder
-from keepsight.runtime.cache import KeptLayer, LayerEntries, full_layers
+from keepsight.runtime.cache import full_layers
+from keepsight.runtime.cache_layers import KeptLayer, LayerEntries
 from keepsight.runtime.gather import kept_layer, kept_received, lengths_differ, select_top
 from keepsight.runtime.latents import are_latents, expansions
 from keepsight.runtime.read_layer import ReadLayer
+from keepsight.runtime.rounding import Counts
 from keepsight.runtime.softmax import Softmax
 from keepsight.runtime.state import TraceRecorder
 

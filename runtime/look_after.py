@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from keepsight.runtime.attention import OwnAttention
-from keepsight.runtime.cache import ViewedLayer
+from keepsight.runtime.cache_layers import ViewedLayer
 from keepsight.runtime.importance import later
 from keepsight.runtime.softmax import Softmax
 
@@ -33,19 +33,22 @@ class LookAfter:
     rows: int
 
     @classmethod
-    def of(cls, query: Tensor, keys: Tensor, own_keys: Tensor, softmax: Softmax) -> "LookAfter":
+    def of(
+        cls, query: Tensor, keys: Tensor, own_keys: Tensor, softmax: Softmax, real: Tensor | None = None
+    ) -> "LookAfter":
         """Let observers look.
 
         Args:
             query: [B, H, q, d], the observers' queries, causal among themselves.
-            keys: [B, K, N, d], all of them real and visible to every observer.
+            keys: [B, K, N, d], before every observer.
             own_keys: [B, K, q, d] of the observers.
             softmax: The layer's.
+            real: [B, 1 or K, N] bool, False for padding among the entries; None when there is none.
         """
         batch, _, rows, width = query.shape
         kv_heads, count = keys.shape[1:3]
         grouped = query.reshape(batch, kv_heads, -1, width)
-        logits = _logits(grouped, keys, own_keys, softmax)
+        logits = _logits(grouped, keys, own_keys, softmax, None if real is None else ~real[:, :, None])
         # Softmax does not depend on what is subtracted, so that no gradient has to flow through the maximum.
         highest = logits.detach().amax(dim=-1, keepdim=True)
         sinks = softmax.sinks_of(kv_heads, rows)
@@ -71,25 +74,32 @@ class LookAfter:
         return by_head.transpose(1, 2).contiguous()
 
 
-def _logits(grouped: Tensor, keys: Tensor, own_keys: Tensor, softmax: Softmax) -> Tensor:
+def _logits(grouped: Tensor, keys: Tensor, own_keys: Tensor, softmax: Softmax, padding: Tensor | None) -> Tensor:
     """Logits [B, K, r, N + q] float32 of queries [B, K, r, d] for [B, K, N, d] and, causal, for [B, K, q, d]."""
     count, rows = keys.shape[2], own_keys.shape[2]
-    hidden = later(rows, keys.device)
     if torch.is_grad_enabled():
-        stored, own = (softmax.logits(grouped, each) for each in (keys, own_keys))
-        own.unflatten(2, (-1, rows)).masked_fill_(hidden, -torch.inf)
-        return torch.cat([stored, own], dim=-1)
+        both = [softmax.logits(grouped, each) for each in (keys, own_keys)]
+        _hide(*both, padding)
+        return torch.cat(both, dim=-1)
     joined = grouped.new_empty(*grouped.shape[:3], count + rows)
     for products, each in zip(joined.flatten(0, 1).tensor_split([count], dim=-1), (keys, own_keys), strict=True):
         factors = grouped.flatten(0, 1), each.flatten(0, 1).mT.to(joined.dtype)
         torch.baddbmm(products, *factors, beta=0, alpha=softmax.scaling, out=products)
     logits = softmax.capped(joined.float())
-    logits[..., count:].unflatten(2, (-1, rows)).masked_fill_(hidden, -torch.inf)
+    _hide(logits[..., :count], logits[..., count:], padding)
     return logits
 
 
+def _hide(stored: Tensor, own: Tensor, padding: Tensor | None) -> None:
+    """Hide, in place, padding among the stored entries, and own ones that come later."""
+    rows = own.shape[3]
+    own.unflatten(2, (-1, rows)).masked_fill_(later(rows, own.device), -torch.inf)
+    if padding is not None:
+        stored.masked_fill_(padding, -torch.inf)
+
+
 class WatchedLayer(ViewedLayer, OwnAttention):
-    """A layer without padding to which observers attend, without a copy of its entries; all that is new observes.
+    """A layer to which observers attend, without a copy of its entries; all that is new observes.
 
     Attributes:
         importance: What is kept of [B, H, N] float32, reduced over the observers; set once they have attended.
@@ -97,13 +107,13 @@ class WatchedLayer(ViewedLayer, OwnAttention):
 
     importance: Tensor
 
-    def __init__(self, keys: Tensor, values: Tensor, reduction: str, keep: Callable[[Tensor], Tensor]) -> None:
-        super().__init__(keys, values)
+    def __init__(self, stored: ViewedLayer, reduction: str, keep: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(stored.keys, stored.values, stored.real)
         self.reduction, self.keep = reduction, keep
 
     def look(self, query: Tensor, key: Tensor, softmax: Softmax) -> LookAfter:
         """Score the entries."""
-        seen = LookAfter.of(query, self.keys, key, softmax)
+        seen = LookAfter.of(query, self.keys, key, softmax, self.real)
         self.importance = self.keep(seen.importance(self.reduction))
         return seen
 

@@ -18,7 +18,8 @@ from typing_extensions import override
 
 from keepsight.models.decoder import decoder_of, has_latents
 from keepsight.runtime.attention import run
-from keepsight.runtime.cache import ViewedLayer, marked, with_full_layers
+from keepsight.runtime.cache import as_observed, marked
+from keepsight.runtime.cache_layers import ViewedLayer
 from keepsight.runtime.importance import ROWS_AT_ONCE, Reduce, observed_attention, reduce_group
 from keepsight.runtime.look_after import AllSeen, LastLayer, WatchedLayer
 from keepsight.runtime.read_layer import ReadLayer, read_layers
@@ -199,21 +200,20 @@ def observe(
         position_ids=first[:, None] + torch.arange(count, device=embeddings.device),
     )
     stored = [ViewedLayer(*each) for each in marked(cache, mask)]
-    viewed = with_full_layers(cache, stored)
-    plain = observer_mask is None and all(layer.real is None for layer in stored)
-    if plain and count <= ROWS_AT_ONCE and not has_latents(model):
+    viewed = as_observed(cache, stored)
+    # Layers with full attention know their padding; it is the bounded ones that need a mask.
+    padded = None if mask is None or len(stored) == len(viewed) else functional.pad(mask, (0, count), value=True)
+    if observer_mask is None and count <= ROWS_AT_ONCE and not has_latents(model):
         kinds = [WatchedLayer] * len(stored)
         if stops:
             kinds[-1] = LastLayer
         watched = [
-            kind(each.keys, each.values, reduction, functools.partial(keep, place))
+            kind(each, reduction, functools.partial(keep, place))
             for place, (kind, each) in enumerate(zip(kinds, stored, strict=True))
         ]
         with torch.inference_mode(not torch.is_grad_enabled()), suppress(AllSeen):  # saves 3 % of the time on a CPU
-            look(with_full_layers(viewed, watched))
+            look(as_observed(viewed, watched), attention_mask=padded)
         return [layer.importance for layer in watched]
     recorder = AttentionRecorder(count, query_mask=observer_mask, reduction=reduction, keep=keep)
-    # Layers with full attention know their padding; it is the bounded ones that need a mask.
-    padded = None if mask is None or len(stored) == len(viewed) else functional.pad(mask, (0, count), value=True)
     look(viewed, attention_mask=padded, recorder=recorder)
     return recorder.layers()

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
 from keepsight.errors import UserError
+from keepsight.models.decoder import FULL
 from keepsight.runtime.attention import Reader, Recorder, run
 from keepsight.runtime.cache import empty_cache, full_layers
 from keepsight.runtime.features import RecordFeatures
@@ -71,11 +72,10 @@ def prefill(
                 model,
                 cache,
                 recorder=around(cache, recorder) if around is not None else recorder,
-                input_ids=input_ids[:, start:end],
                 attention_mask=seen,
                 position_ids=positions[..., start:end],
                 logits_to_keep=1,
-                **(images.inputs if images else {}),
+                **(images.with_tokens(input_ids) if images else {"input_ids": input_ids[:, start:end]}),
             )
         trace = recorder.trace(recorded.outputs())
         _require_seen(model, cache, trace, end)
@@ -152,5 +152,6 @@ def context_of(model: PreTrainedModel) -> int:
     """Context length of a model: its number of positions, or that to which YaRN stretches them; huge without either."""
     config = model.config.get_text_config(decoder=True)
     rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    rope = rope.get(FULL) or rope  # by kind of layer in models that have several
     stretched = rope["factor"] * rope["original_max_position_embeddings"] if rope.get("rope_type") == "yarn" else 0
     return max(int(getattr(config, "max_position_embeddings", None) or sys.maxsize), int(stretched))

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from keepsight.runtime.cache import LayerEntries
+from keepsight.runtime.cache_layers import LayerEntries
 from keepsight.runtime.latents import Expansion, attended, expansions_for
 from keepsight.runtime.softmax import Softmax
 from keepsight.runtime.state import State

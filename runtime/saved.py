@@ -17,13 +17,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from typing_extensions import override
 
+from keepsight.atomic import atomic_files
 from keepsight.errors import UserError
-from keepsight.files import atomic_files
 from keepsight.runtime.custom_generate import CustomGenerate, GenerateRequest
 from keepsight.runtime.decode import Decoded
 from keepsight.runtime.method import FullCache
 from keepsight.runtime.state import Needs, State, Trace
 from keepsight.runtime.state_tensors import shape_of_model, shape_of_tensors, state_of_tensors, tensors_of
+from keepsight.signed_json import from_json
 
 FILE = "state.safetensors"
 QUESTIONS = ("seen", "unseen", "multi")
@@ -32,7 +33,7 @@ _KEY, _VERSION = "keepsight_state", 2
 
 @dataclass(frozen=True)
 class SavedState(CustomGenerate):
-    """A loaded state and its metadata; `generate(model, question_ids, saved)` asks it, as often as one likes.
+    """A loaded state and its metadata; `generate(model, question_ids, saved)` asks it, any number of times.
 
     Attributes:
         state: State on the target's device. Reading and decoding append to it: go on from a `state.copy()`.
@@ -100,7 +101,7 @@ def save_state(
         weights=weights_digest(model),
         template_digest=template_digest,
         seen=state.cache.get_seq_length(),
-        needs={"window": state.trace.needs.window, "received": state.trace.needs.received},
+        needs=_Needs(state.trace.needs.window, state.trace.needs.received),
         softmax=[(each.scaling, each.softcap) for each in state.trace.softmax],
         tensors=sorted(tensors),
     )
@@ -135,8 +136,17 @@ def load_state(path: str | Path, model: PreTrainedModel, *, template_digest: str
         raise UserError(f"{file}: not a whole safetensors file ({error}); copy it again") from None
     if _digest(header, tensors) != header.digest:
         raise UserError(f"{file}: its contents differ from the digest in its header; copy it again")
-    state = state_of_tensors(tensors, model, header.seen, Needs(**header.needs), header.softmax)
+    needs = Needs(header.needs.window, header.needs.received)
+    state = state_of_tensors(tensors, model, header.seen, needs, header.softmax)
     return SavedState(state, header.question, header.target, header.template_digest)
+
+
+@dataclass(frozen=True)
+class _Needs:
+    """`Needs` without features, which are not saved."""
+
+    window: int
+    received: bool
 
 
 @dataclass(frozen=True)
@@ -150,7 +160,7 @@ class _Header:
     weights: str
     template_digest: str
     seen: int
-    needs: dict[str, Any]
+    needs: _Needs
     softmax: list[tuple[float, float | None]]
     tensors: list[str]
     digest: str = ""
@@ -159,15 +169,17 @@ class _Header:
 def _header(file: Path, metadata: dict[str, str] | None) -> _Header:
     if _KEY not in (metadata or {}):
         raise UserError(f"{file}: a safetensors file but not a saved state; give one that save_state wrote")
+    text = (metadata or {})[_KEY].encode()
     try:
-        values = json.loads((metadata or {})[_KEY])
-        if (version := values["version"]) != _VERSION:
-            raise UserError(
-                f"{file}: a saved state of format {version!r}, but this release reads format {_VERSION}; save it again"
-            )
-        return _Header(**values)
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        version = from_json(text, dict[str, Any]).get("version")
+        header: _Header | None = from_json(text, _Header) if version == _VERSION else None
+    except ValueError as error:
         raise UserError(f"{file}: the header of this saved state is corrupt ({error}); copy it again") from None
+    if header is None:
+        raise UserError(
+            f"{file}: a saved state of format {version!r}, but this release reads format {_VERSION}; save it again"
+        )
+    return header
 
 
 def _check_target(file: Path, header: _Header, model: PreTrainedModel, template_digest: str) -> None:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from keepsight.errors import UserError
-from keepsight.runtime.cache import LayerEntries
+from keepsight.runtime.cache_layers import LayerEntries
 from keepsight.runtime.importance import Pool, pool
 
 

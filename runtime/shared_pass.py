@@ -10,7 +10,7 @@ from transformers.cache_utils import DynamicLayer
 from typing_extensions import override
 
 from keepsight.runtime.attention import OwnAttention
-from keepsight.runtime.cache import LayerEntries
+from keepsight.runtime.cache_layers import LayerEntries
 from keepsight.runtime.softmax import Softmax, attend_grouped
 
 

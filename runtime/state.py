@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.cache_utils import Cache
 
-from keepsight.runtime.cache import LayerEntries, cache_bytes, entries, is_bounded, share
+from keepsight.runtime.cache import cache_bytes, entries, is_bounded, share
+from keepsight.runtime.cache_layers import LayerEntries
 from keepsight.runtime.importance import observed_attention
 from keepsight.runtime.softmax import Softmax
 

@@ -8,7 +8,8 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
 from keepsight.models.decoder import has_latents
-from keepsight.runtime.cache import KeptLayer, RaggedLayer, empty_cache, filled_layer, share
+from keepsight.runtime.cache import empty_cache, filled_layer, share
+from keepsight.runtime.cache_layers import KeptLayer, RaggedLayer
 from keepsight.runtime.softmax import Softmax
 from keepsight.runtime.state import Needs, State, Trace
 
@@ -50,14 +51,14 @@ def tensors_of(state: State) -> dict[str, Tensor]:
         "shift": state.shift,
     }
     for index, layer in enumerate(share(state.cache).layers):
-        found |= {f"layers.{index}.{name}": tensor for name, tensor in _of_layer(layer).items()}
+        found |= {f"layers.{index}.{name}": tensor for name, tensor in layer_tensors(layer).items()}
     found |= {f"trace.sinks.{index}": each.sinks for index, each in enumerate(state.trace.softmax)}
     found |= {f"trace.window.{index}": tensor for index, tensor in enumerate(state.trace.queries)}
     found |= {f"trace.received.{index}": tensor for index, tensor in enumerate(state.trace.received)}
     return {name: tensor.detach().cpu().contiguous() for name, tensor in found.items() if tensor is not None}
 
 
-def _of_layer(layer: Any) -> dict[str, Tensor | None]:
+def layer_tensors(layer: Any) -> dict[str, Tensor | None]:
     """The tensors of a layer by their names."""
     if not isinstance(layer, DynamicLayer):
         states = ("conv", layer.conv_states), ("recurrent", layer.recurrent_states)
@@ -87,7 +88,7 @@ def state_of_tensors(
         softmax: Scaling and softcap of each layer with full attention.
     """
     layers = [
-        _layer(empty, _named(tensors, f"layers.{index}."), seen)
+        layer_of_tensors(empty, _named(tensors, f"layers.{index}."), seen)
         for index, empty in enumerate(empty_cache(model).layers)
     ]
     window, received = (tuple(_named(tensors, f"trace.{kind}.").values()) for kind in ("window", "received"))
@@ -103,7 +104,7 @@ def state_of_tensors(
     )
 
 
-def _layer(empty: Any, tensors: dict[str, Tensor], seen: int) -> Any:
+def layer_of_tensors(empty: Any, tensors: dict[str, Tensor], seen: int) -> Any:
     """A layer from its tensors; `empty` is one as the model begins with."""
     if not isinstance(empty, DynamicLayer):
         layer: Any = empty

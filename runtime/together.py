@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache
 
 from keepsight.models.decoder import CHUNKED, has_latents, layer_kinds
 from keepsight.runtime.attention import run
-from keepsight.runtime.cache import LayerEntries, is_bounded
+from keepsight.runtime.cache import has_recurrent, is_bounded
+from keepsight.runtime.cache_layers import LayerEntries
 from keepsight.runtime.prefill import read
 from keepsight.runtime.shared_pass import SharedLayer, SharedPass, StateGroup
 from keepsight.runtime.state import State
@@ -41,7 +42,7 @@ class Rows:
         self._heads = int(model.config.get_text_config().num_attention_heads)
         self._starts = [int(state.next_position[0]) for state in states]
         self._read = [0] * len(states)
-        recurrent = not all(isinstance(layer, DynamicLayer) for layer in states[0].cache.layers)
+        recurrent = has_recurrent(states[0].cache)
         self._alone = [_Alone(state) for state in states] if recurrent or has_latents(model) else []
         groups = [] if self._alone else _groups(states)
         windows = [] if self._alone else _windows(model, states[0].cache)

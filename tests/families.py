@@ -89,6 +89,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "shared_expert_intermediate_size": 24,
         },
     ),
+    "Granite 4 (Mamba-2)": (
+        "granitemoehybrid",
+        _EXPERTS
+        | {
+            "layer_types": ["mamba", "attention"] * 2,
+            "mamba_n_heads": 8,
+            "mamba_d_head": 8,
+            "mamba_d_state": 8,
+            "mamba_chunk_size": 16,
+            "shared_intermediate_size": 32,
+            "attention_multiplier": 0.2,
+        },
+    ),
 }
 _VISION = {
     "gemma3": {

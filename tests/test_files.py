@@ -3,15 +3,17 @@
 import hashlib
 import json
 import os
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from keepsight.atomic import atomic_files, atomic_folder
 from keepsight.errors import UserError
 from keepsight.files import (
     append_lines,
-    atomic_files,
-    atomic_folder,
     file_digest,
     read_json,
     read_jsonl,
@@ -79,6 +81,34 @@ def test_files_that_fail_to_move_do_not_pass_for_whole(tmp_path: Path, monkeypat
         for name in ("config", "card", "weights"):
             (unfinished / name).write_text("new")
     assert tree(tmp_path) == {"card": "new"}
+
+
+def test_what_gets_its_name_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a file is named its content is synced, and after it the folder."""
+    done, replace = list[str](), Path.replace
+    monkeypatch.setattr(os, "fsync", lambda opened: done.append(Path(os.readlink(f"/proc/self/fd/{opened}")).name))
+    monkeypatch.setattr(Path, "replace", lambda path, to: [done.append(f"{path.name} named"), replace(path, to)][1])
+    write_text(tmp_path / "file", "text")
+    append_lines(tmp_path / "lines", [{"a": 1}])
+    with atomic_files(tmp_path, last="config") as unfinished:
+        for name in ("config", "weights"):
+            (unfinished / name).write_text("new")
+    single = ["file", "file named", tmp_path.name, "lines"]
+    assert done == [*single, "weights", "config", "weights named", "config named", tmp_path.name]
+
+
+def test_what_killed_runs_left_unfinished_goes_with_the_next(tmp_path: Path) -> None:
+    """Not what a process that still runs, or one of another machine, is writing."""
+    killed = subprocess.Popen([sys.executable, "-c", ""])
+    killed.wait()
+    names = {"killed": f"{socket.gethostname()}-{killed.pid}", "alive": f"{socket.gethostname()}-{os.getpid()}"}
+    names["elsewhere"] = f"not-{socket.gethostname()}-{killed.pid}"
+    for name in names.values():
+        (tmp_path / f".unfinished-{name}-x").mkdir()
+        (tmp_path / f".unfinished-{name}-x" / "weights").write_text("half")
+    write_text(tmp_path / "file", "whole")
+    left = {f".unfinished-{names[name]}-x" for name in ("alive", "elsewhere")}
+    assert set(os.listdir(tmp_path)) == {"file", *left}
 
 
 def test_a_text_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

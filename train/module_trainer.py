@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer
@@ -19,6 +19,7 @@ from keepsight.data_gen.shards import TrainingSample
 from keepsight.errors import UserError
 from keepsight.files import append_lines, text_digest, whole_lines, write_lines
 from keepsight.locks import one_writer
+from keepsight.models.weight_files import check_names_and_shapes, read_tensors
 from keepsight.train.arguments import training_arguments
 from keepsight.train.dataset import Batch, GroupedByLength, SampleDataset, collate, hold_out
 from keepsight.train.distributed import StopTogether, make_whole, sigterm_as_interrupt, target_is_divided, whole
@@ -277,7 +278,11 @@ class ModuleTrainer(Trainer, ABC, Generic[ObjectiveT]):
 
     @override
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        self.load_weights(load_file(Path(resume_from_checkpoint) / self.weights_file))
+        path = Path(resume_from_checkpoint) / self.weights_file
+        saved = read_tensors(path)
+        with whole(self.objective):
+            check_names_and_shapes(path, saved, self.weights())
+        self.load_weights(saved)
 
 
 def _numbers(measured: dict[str, Any]) -> dict[str, float]:

@@ -36,7 +36,7 @@ class Counts:
     """What ran within a block.
 
     Attributes:
-        operators: Operators but for views and allocations: on a GPU, about one kernel each.
+        operators: Operators, without views and allocations: on a GPU, about one kernel each.
         syncs: Times that the CPU had to wait for a tensor's values: `item`, `tolist`, `nonzero`, a boolean index.
     """
 

@@ -11,9 +11,10 @@ from transformers.cache_utils import Cache
 
 from keepsight.eval.bench.timing import median_seconds, random_ids, read_greedily
 from keepsight.models.draft_head import DraftHead
-from keepsight.models.retrieval_head import RetrievalHead, parameters, pruning
+from keepsight.models.pruning import parameters, pruning
+from keepsight.models.retrieval_head import RetrievalHead
 from keepsight.models.targets import Target
-from keepsight.runtime.cache import KeptLayer
+from keepsight.runtime.cache_layers import KeptLayer
 from keepsight.runtime.method import CacheMethod, FullCache
 from keepsight.runtime.methods.quest import Quest
 from keepsight.runtime.methods.specontext import SpeContext

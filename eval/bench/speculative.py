@@ -11,13 +11,13 @@ from transformers.generation import StoppingCriteriaList
 
 from keepsight.models.targets import Target
 from keepsight.runtime.decode import decode, stop_after
-from keepsight.runtime.drafting.eagle import DraftingHead
-from keepsight.runtime.drafting.speculative import (
+from keepsight.runtime.drafting.decode import (
     Speculated,
     acceptance_by_position,
     acceptance_length,
     decode_speculatively,
 )
+from keepsight.runtime.drafting.eagle import DraftingHead
 from keepsight.runtime.prefill import prefill
 from keepsight.runtime.state import Needs, Trace
 

@@ -14,7 +14,8 @@ from keepsight.eval.answers import default_batch_tokens
 from keepsight.eval.bench.memory import peak_bytes, peak_kv_bytes
 from keepsight.eval.bench.timing import median_seconds, random_ids, seconds_of
 from keepsight.eval.rows import Variant
-from keepsight.eval.sweep import run_sample, sweep
+from keepsight.eval.run_samples import run_sample
+from keepsight.eval.sweep import sweep
 from keepsight.eval.tasks.niah import make_samples
 from keepsight.eval.tasks.samples import RenderedSample
 from keepsight.models.targets import Target

@@ -1,7 +1,7 @@
 """Lines of methods: a measure against the budget, the time to the first token or the memory, with 95 % intervals."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from matplotlib.axes import Axes
@@ -34,7 +34,7 @@ class Against:
 
     Attributes:
         label: Name in plots.
-        value: Of a row of the summary; None where it was not measured.
+        value: Reads it from a row of the summary; None where it was not measured.
         scale: Sets the x-axis for some values.
         apart: Whether methods are moved sideways by a few percent, so that intervals at equal values stay apart.
     """
@@ -52,10 +52,10 @@ def draw_curves(
 
     Args:
         axes: Where.
-        rows: Of one task and length, or means over some.
+        rows: Rows of one task and length, or means over several.
         measure: The y-axis.
         against: The x-axis.
-        styles: Of all methods of the run; the place of a method in it names its marks.
+        styles: Styles of all methods of the run; the place of a method in it names its marks.
     """
     estimates = [row.estimates[measure.name] for row in rows]
     measure.scale(axes, [end for each in estimates for end in (each.value, *each.ends)])
@@ -65,11 +65,13 @@ def draw_curves(
     for row in rows:
         if row.budget is None:
             _level(axes, row.estimates[measure.name].value, against.value(row), row.method, styles, numbers)
-    methods = in_order(row.method for row, _ in placed if row.budget is not None)
+    placed = [(row, value) for row, value in placed if row.budget is not None]
+    methods = in_order(row.method for row, _ in placed)
     for place, method in enumerate(methods):
         shift = 2 ** (0.04 * (place - (len(methods) - 1) / 2)) if against.apart else 1.0
-        points = sorted((row.budget, value * shift, row) for row, value in placed if row.method == method)
-        _line(axes, [(at, row.estimates[measure.name]) for _, at, row in points], method, styles, numbers)
+        points = [(row, value * shift) for row, value in placed if row.method == method]
+        points.sort(key=lambda point: budget_entries(point[0]) or 0)
+        _line(axes, [(at, row.estimates[measure.name]) for row, at in points], method, styles, numbers)
     axes.set(xlabel=against.label, ylabel=measure.label)
     look(axes)
 
@@ -113,7 +115,18 @@ def budget_scale(axes: Axes, budgets: list[float]) -> None:
     axes.set_xlim(ticks[0] / margin, ticks[-1] * margin)
     axes.xaxis.set_major_locator(FixedLocator(ticks))
     axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.set_xticklabels([f"{tick:g}" for tick in ticks])
+    axes.set_xticklabels([f"{round(tick, 2):g}" for tick in ticks])
+
+
+def budget_entries(row: SummaryRow) -> float | None:
+    """The budget as a number of entries; the mean over prompts where it is a share of each."""
+    return row.means["budget_entries"] if isinstance(row.budget, float) else row.budget
+
+
+def budget_of(rows: Iterable[SummaryRow]) -> Against:
+    """The axis of budgets: of shares where all are shares of the prompt."""
+    are_shares = {isinstance(row.budget, float) for row in rows if row.budget is not None}
+    return SHARE if are_shares == {True} else BUDGET
 
 
 def _cost_scale(axes: Axes, values: list[float]) -> None:
@@ -167,6 +180,7 @@ DIFFERENCES = (
     Measure("excess_nll", "difference of excess NLL (nats)", _difference_scale),
     Measure("agreement", "agreement difference", _difference_scale),
 )
-BUDGET = Against("KV budget (entries per layer and head)", lambda row: row.budget, budget_scale, apart=True)
+BUDGET = Against("KV budget (entries per layer and head)", budget_entries, budget_scale, apart=True)
+SHARE = Against("KV budget (share of the prompt)", lambda row: row.budget, budget_scale, apart=True)
 TIME = Against("time to first token (s)", lambda row: row.means["time_to_first_token"], _cost_scale)
 MEMORY = Against("KV cache (MiB)", lambda row: row.means["kv_mib"], _cost_scale)

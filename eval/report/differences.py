@@ -35,7 +35,7 @@ def differences(rows: Sequence[SummaryRow]) -> list[Difference]:
     """All pairs of methods at equal budget, the better score first, and every method against the full cache.
 
     Args:
-        rows: Of one task and length, or a mean over tasks, in the order of `ranked`.
+        rows: Rows of one task and length, or means over tasks, in the order of `ranked`.
     """
     full = [row for row in rows if row.method == FULL]
     evicting = [row for row in rows if row.method != FULL]

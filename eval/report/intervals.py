@@ -31,7 +31,7 @@ class Estimate:
         draws: [RESAMPLES] float32, the means of the bootstrap's samples.
         n: Number of equally weighted samples with the same variance.
         is_share: Whether every sample is 0 or 1.
-        is_drawn: Whether the parts with at least two samples to draw from make up all of it, but for a share of `LONE`.
+        is_drawn: Whether the parts with at least two samples to draw from make up all of it, up to a share of `LONE`.
     """
 
     value: float

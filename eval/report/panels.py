@@ -13,8 +13,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from keepsight.atomic import atomic_file
 from keepsight.eval.report.styles import Style, label_of
-from keepsight.files import DPI, atomic_file
+from keepsight.files import DPI
 
 SIZE = (3.0, 2.35)
 """Width and height of one panel, in inches."""

@@ -7,7 +7,6 @@ from typing import Any
 
 from keepsight.eval.report.curves import (
     AGREEMENT,
-    BUDGET,
     DIFFERENCES,
     EXCESS_NLL,
     MEMORY,
@@ -15,6 +14,7 @@ from keepsight.eval.report.curves import (
     TIME,
     Against,
     Measure,
+    budget_of,
     draw_curves,
 )
 from keepsight.eval.report.differences import Difference
@@ -29,7 +29,7 @@ def overview_plot(summary: Curves) -> Plot:
     """Score, excess NLL and top-1 agreement against the budget, each the mean over tasks."""
     styles, mean = _styles(summary), mean_over_tasks(summary)
     measures = {"score": SCORE, "excess NLL": EXCESS_NLL, "top-1 agreement": AGREEMENT}
-    panels = [_panel(title, mean, measure, BUDGET, styles) for title, measure in measures.items()]
+    panels = [_panel(title, mean, measure, budget_of(mean), styles) for title, measure in measures.items()]
     return Plot("overview", panels, styles, columns=3)
 
 
@@ -62,7 +62,7 @@ def comparison_plot(differences: Mapping[str, Sequence[Difference]]) -> Plot:
     styles, panels = styles_of(each.row.method for found in differences.values() for each in found), []
     for name, found in differences.items():
         rows = [replace(each.row, estimates=each.estimates) for each in found if each.row.budget is not None]
-        panels += [_panel(name, rows, measure, BUDGET, styles) for measure in DIFFERENCES] if rows else []
+        panels += [_panel(name, rows, measure, budget_of(rows), styles) for measure in DIFFERENCES] if rows else []
     return Plot("comparison", panels, styles, columns=len(DIFFERENCES))
 
 
@@ -73,7 +73,7 @@ def _styles(summary: Curves) -> dict[str, Style]:
 def _small_multiples(name: str, summary: Curves, measure: Measure) -> Plot:
     styles, groups = _styles(summary), by_task_and_length(summary)
     panels = [
-        _panel(f"{task}, {length} tokens", rows, measure, BUDGET, styles, task=task, length=length)
+        _panel(f"{task}, {length} tokens", rows, measure, budget_of(rows), styles, task=task, length=length)
         for (task, length), rows in groups.items()
     ]
     return Plot(name, panels, styles, _columns(list(groups)))

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-from keepsight.eval.kept_tokens import count_key, path_of
+from keepsight.eval.kept_tokens import KeptOfSample, count_key, path_of
 from keepsight.eval.report.examples import answers_of, place_of
 from keepsight.eval.report.facts import headline
 from keepsight.eval.report.inspect_page import KeptCounts, render_kept_page
@@ -24,8 +24,8 @@ def write_sample_pages(runs: Sequence[Run], folder: Path) -> dict[Key, str]:
     for key, group in _by_sample(runs).items():
         rows = [row for _, row in group]
         found = {path: None for run, row in group if (path := path_of(run.folder, row)).is_file()}
-        kept = [read_json(path) for path in found]
-        counts = {name: each for content in kept for name, each in content["counts"].items()}
+        kept = [read_json(path, KeptOfSample) for path in found]
+        counts = {name: each for content in kept for name, each in content.counts.items()}
         if not any(count_key(row) in counts for row in rows):
             continue
         settings = {id(run): run.settings for run, _ in group}
@@ -45,7 +45,7 @@ def _by_sample(runs: Sequence[Run]) -> dict[Key, list[tuple[Run, Row]]]:
     return samples
 
 
-def _page(rows: list[Row], kept: Row, counts: dict[str, str], settings: list[Row]) -> str:
+def _page(rows: list[Row], kept: KeptOfSample, counts: dict[str, str], settings: list[Row]) -> str:
     order = {method: place for place, method in enumerate(in_order(row["method"] for row in rows))}
     rows = sorted(rows, key=lambda row: (row["budget"] or 0, order[row["method"]]))
     styles, sample = styles_of(order), rows[0]
@@ -58,11 +58,12 @@ def _page(rows: list[Row], kept: Row, counts: dict[str, str], settings: list[Row
     return render_kept_page(
         title=place_of(sample),
         subtitle=f"{model} · {subtitle}",
-        tokens=kept["tokens"],
-        shape=(kept["layers"], kept["heads"]),
+        tokens=kept.tokens,
+        shape=(kept.layers, kept.heads),
         kept=shown,
         facts={
             "sample": str(sample["sample"]),
+            "prompt": f"{len(kept.tokens)} tokens",
             "question": str(sample.get("asks") or ""),
             "expected": " | ".join(sample["references"]),
         },

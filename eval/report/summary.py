@@ -18,15 +18,15 @@ from keepsight.files import write_text
 MEASURES = ("score", "excess_nll", "agreement")
 """Columns that get an interval."""
 MEANS = ("recall", "mass", "tau", "same_tokens")
-"""What stands beside them."""
-COSTS = ("time_to_first_token", "kv_mib")
+"""Means reported beside them."""
+COSTS = ("time_to_first_token", "kv_mib", "budget_entries")
 COLUMNS = (
     *("task", "length", "method", "budget", "n", *MEASURES),
     *(f"{measure}_{end}" for measure in MEASURES for end in ("low", "high")),
     *MEANS,
 )
 MAX_BLOCKS = 4
-"""Up to so many pairs of task and length get a block of their own in the terminal."""
+"""Max pairs of task and length that get a block each in the terminal."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,14 @@ class SummaryRow:
         method: Name of the method; `full` is the cache with nothing evicted.
         budget: KV entries per layer and KV head; None for the full cache.
         n: Number of samples.
-        estimates: By the names in `MEASURES`: the score of the task's metric, 0 to 1; excess NLL, the
-            mean negative log-likelihood of the full cache's own answer under the evicted cache minus that under the
-            full cache, in nats per token; top-1 agreement, the share of that answer's tokens that stay the arg-max.
+        estimates: By the names in `MEASURES`: the score of the task's metric, 0 to 1; excess NLL
+            (delta NLL vs. full cache), the mean negative log-likelihood of the full cache's own answer under the
+            evicted cache minus that under the full cache, in nats per token; top-1 agreement, the share of that
+            answer's tokens that stay the arg-max.
         means: By the names in `MEANS` and `COSTS`, None where it was not measured: recall of the entries that the
             answer attends to most, attention mass kept, Kendall's tau, tokens before the answer first differs from the
-            full cache's; seconds before the first token, and MiB of keys and values.
+            full cache's; seconds before the first token, MiB of keys and values, and
+            the budget in entries.
         samples: The samples, as text.
     """
 
@@ -183,11 +185,17 @@ def _same_tokens(row: Row) -> int | None:
     return row.get("answer_tokens") if first is None else first
 
 
+def _budget_entries(row: Row) -> float | None:
+    budget = row["budget"]
+    return budget * row.get("prompt_tokens", row["length"]) if isinstance(budget, float) else budget
+
+
 _MEAN_OF: dict[str, Callable[[Row], float | None]] = {
     **{name: functools.partial(lambda name, row: row.get(name), name) for name in ("recall", "mass", "tau")},
     "same_tokens": _same_tokens,
     "time_to_first_token": lambda row: row["time_to_first_token"],
     "kv_mib": lambda row: row["kv_bytes"] / 2**20,
+    "budget_entries": _budget_entries,
 }
 
 

@@ -10,7 +10,7 @@ from keepsight.errors import UserError
 from keepsight.eval.tasks.samples import RenderedSample, Sample, render_all
 
 Make = Callable[[int], Sample]
-"""A sample with a haystack of so many units (words, sentences, documents); the same size gives the same sample."""
+"""A sample whose haystack has the given number of units (words, sentences, documents); the same for the same size."""
 
 _AT_ONCE = 16
 """Prompts are rendered together, since tokenizers then work in parallel; more would hold too much text."""
@@ -45,7 +45,7 @@ def filled(makes: Sequence[Make], length: int, tokenizer: Any, least: int = 0) -
     Args:
         makes: One for each sample.
         length: Tokens of the prompt, chat template and answer prefix included, and of the answer.
-        tokenizer: Of the target.
+        tokenizer: The target's tokenizer.
         least: The smallest size that makes a valid sample.
 
     Raises:

@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from keepsight.errors import UserError
 from keepsight.eval.tasks.benchmark import Benchmark, TaskRequest
-from keepsight.eval.tasks.rows import bucket, fill_in, text_field, texts_field
+from keepsight.eval.tasks.rows import bucket, fill_in, ruler_family, text_field, texts_field
 from keepsight.eval.tasks.samples import RenderedSample, Sample, render
 from keepsight.eval.tasks.task_files import RULER_METRIC, JsonlFile, choose_files
 from keepsight.files import read_jsonl
@@ -50,7 +50,7 @@ def read_samples(
     A sample's `length` is the smallest of 512, 1024, 2048, ... tokens that holds its rendered prompt.
 
     Args:
-        folder: Holds `NAME.jsonl` files; `tasks.json` stands in it or, failing that, in its parent.
+        folder: Holds `NAME.jsonl` files; `tasks.json` is in it or, failing that, in its parent.
         files: The names to read, without ending. None or empty: every file that can be scored, sorted by name;
             why another is left out is logged as a warning.
         max_tokens: The longest prompt to keep, chat template and answer prefix included.
@@ -131,7 +131,7 @@ def _longbench_sample(file: JsonlFile, where: str, row: Mapping[str, Any]) -> Sa
 def _ruler_sample(file: JsonlFile, where: str, row: Mapping[str, Any]) -> Sample:
     # RULER's own files hold one task each and are named after it; rows of several tasks say which they are of.
     task = text_field(where, row, "task") if "task" in row else file.task
-    by_task = "string_match_part" if _family(task) == "qa" else "string_match_all"
+    by_task = "string_match_part" if ruler_family(task) == "qa" else "string_match_all"
     return Sample(
         id=f"{task}-{row['index']}" if "index" in row else "",
         task=file.task,
@@ -148,17 +148,12 @@ def _ruler_sample(file: JsonlFile, where: str, row: Mapping[str, Any]) -> Sample
 _LAYOUTS = {"longbench": _longbench_sample, "ruler": _ruler_sample}
 
 
-def _family(task: str) -> str:
-    """`niah` of `niah_single_1`."""
-    return task.split("_")[0]
-
-
 def _limit(file: JsonlFile, where: str, task: str) -> int:
     if isinstance(file.max_new_tokens, int):
         return file.max_new_tokens
-    if _family(task) not in file.max_new_tokens:
+    if ruler_family(task) not in file.max_new_tokens:
         known = ", ".join(file.max_new_tokens)
         raise UserError(
             f"{where}: RULER task {task!r} is not of the families in max_new_tokens ({file.where}): {known}"
         )
-    return file.max_new_tokens[_family(task)]
+    return file.max_new_tokens[ruler_family(task)]

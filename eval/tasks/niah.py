@@ -150,7 +150,7 @@ def make_samples(
         length: Tokens of the prompt with chat template and answer prefix, plus `max_new_tokens`.
         count: Number of samples; their needles are spread over all depths. More samples begin with the same ones.
         seed: Same seed, same samples.
-        tokenizer: Of the target, with a chat template.
+        tokenizer: The target's tokenizer, with a chat template.
         haystack: A text file to hide the needles in; None takes the evaluation's own prose.
         max_new_tokens: Length limit of the answer in tokens; None takes the kind's.
         every_key: Ask for each key in turn, so that a haystack of several keys becomes several samples.

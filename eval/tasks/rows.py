@@ -40,5 +40,10 @@ def fill_in(template: str, fields: Mapping[str, str]) -> str:
 
 
 def bucket(tokens: int) -> int:
-    """The smallest of 512, 1024, 2048, ... that holds so many tokens."""
+    """The smallest of 512, 1024, 2048, ... that is at least this number of tokens."""
     return max(512, 1 << (tokens - 1).bit_length())
+
+
+def ruler_family(task: str) -> str:
+    """The family of one of RULER's tasks: `niah` of `niah_single_1`."""
+    return task.split("_")[0]

@@ -14,7 +14,7 @@ from keepsight.errors import UserError
 from keepsight.eval.tasks.benchmark import Benchmark, TaskRequest
 from keepsight.eval.tasks.fill import filled
 from keepsight.eval.tasks.protocols import Protocol
-from keepsight.eval.tasks.rows import bucket
+from keepsight.eval.tasks.rows import bucket, ruler_family
 from keepsight.eval.tasks.ruler_sources import QaSource, essay_words, hotpotqa, squad
 from keepsight.eval.tasks.ruler_texts import (
     NeedleText,
@@ -114,10 +114,6 @@ class Ruler(Benchmark):
         return [sample for sample in made if len(sample.prompt_ids) + sample.max_new_tokens <= request.context]
 
 
-def _family(task: str) -> str:
-    return task.split("_")[0]
-
-
 def _shown_noise(length: int, tokenizer: Any) -> int:
     """Lines of noise in the example of `vt`: about 500 tokens, of a short prompt a quarter."""
     text = variables(0, random.Random(0), 8)
@@ -135,8 +131,8 @@ def _sample(task: str, length: int, name: str, text: RulerText, protocol: Protoc
         prompt=text.before + text.context + after,
         question=after,
         references=text.references,
-        metric="string_match_part" if _family(task) == "qa" else "string_match_all",
-        max_new_tokens=protocol.ruler_tokens[_family(task)],
+        metric="string_match_part" if ruler_family(task) == "qa" else "string_match_all",
+        max_new_tokens=protocol.ruler_tokens[ruler_family(task)],
         answer_prefix=text.prefix if protocol.ruler_prefix == "answer" else "",
         chat=protocol.ruler_template,
         clean=protocol.ruler_clean,
@@ -171,9 +167,9 @@ def _read_sample(task: str, length: int, path: Path, row: dict[str, Any], reques
         )
     prefix = row.get("answer_prefix")
     if not isinstance(prefix, str):  # older files hold it in the text, in the model's own template or in none
-        place = text.rfind(_PREFIXES.get(_family(task), _ACCORDING))
+        place = text.rfind(_PREFIXES.get(ruler_family(task), _ACCORDING))
         text, prefix = (text[:place], text[place:]) if place >= 0 else (text, "")
-    place = text.rfind("\nWhat " if _family(task) == "niah" else "\nQuestion:")
+    place = text.rfind("\nWhat " if ruler_family(task) == "niah" else "\nQuestion:")
     before, after = (text[:place], text[place:]) if place >= 0 else (text, "")
     parts = RulerText("", before, after, prefix, tuple(str(answer) for answer in answers))
     made = _sample(task, length, str(row.get("index", row.get("id", ""))), parts, request.protocol)

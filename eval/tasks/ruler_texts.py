@@ -64,7 +64,7 @@ class NeedleText:
 
 
 def needles(knobs: NeedleText, essay: Sequence[str], rng: random.Random, size: int) -> RulerText:
-    """Key-value sentences in a haystack of `size` words of the essay, or of so many sentences."""
+    """Key-value sentences in a haystack of `size` words of the essay, or `size` sentences."""
     facts = [
         (_drawn(knobs.key, rng), [_drawn(knobs.value, rng) for _ in range(knobs.values)]) for _ in range(knobs.keys)
     ]

@@ -28,7 +28,7 @@ class Sample:
         answer_prefix: Text that begins the assistant's turn; the target continues it.
         system: The system prompt; empty for the chat template's own.
         chat: Whether the prompt goes through the chat template (LongBench's few-shot and code tasks do not).
-        spans: Texts that must stand in the rendered prompt for the sample to be answerable.
+        spans: Texts that must occur in the rendered prompt for the sample to be answerable.
         classes: The class names of a classification task.
         clean: A key of `keepsight.eval.tasks.metrics.CLEAN`: what is done to an answer before it is scored.
         depth: Where in the context the needle of the first reference stands, 0 the beginning and 1 the end.

@@ -162,7 +162,8 @@ def _overview(usage: str, about: str, commands: Mapping[str, str]) -> str:
 
 def _help(command: Any, whole: bool) -> str:
     """A command's docstring and its own keys, then those that the recipe sets: by group, or all of them."""
-    from keepsight.commands.config import Recipe, describe, groups
+    from keepsight.commands.config import Recipe
+    from keepsight.commands.config_keys import describe, groups
 
     is_recipe = issubclass(command.Config, Recipe)
     shared = {key for key, _, _ in describe(Recipe)} if is_recipe else set()

@@ -1,7 +1,7 @@
 """keepsight compare: evaluations side by side, with paired differences from the first.
 
     keepsight compare runs/adapter-a runs/adapter-b
-    keepsight compare runs/seen runs/unseen allow=[samples] out=runs/seen-unseen
+    keepsight compare runs/seen runs/unseen 'allow=[samples]' out=runs/seen-unseen
 
 Rows of one task, length, method and budget stand side by side. Where all runs have the same samples, differences are
 paired: their 95 % intervals come from the samples' own differences. Runs of different targets or different samples are

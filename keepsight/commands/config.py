@@ -2,11 +2,9 @@
 
 import difflib
 import functools
-import inspect
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, cast, get_args, get_origin
 
 from hydra import compose, initialize_config_module
 from hydra.core.config_store import ConfigStore
@@ -15,6 +13,7 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
+from keepsight.commands.config_keys import keys_of
 from keepsight.errors import UserError
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.train.head_settings import DraftHeadSettings, RetrievalHeadSettings
@@ -131,14 +130,14 @@ def parse(schema: type[Command], overrides: list[str]) -> Command:
     """
     ConfigStore.instance().store(name="command", node=schema)
     GlobalHydra.instance().clear()
-    kinds = {key: kind for key, kind, _, _ in _keys(schema)} | ({"recipe": str} if issubclass(schema, Recipe) else {})
+    kinds = {key: kind for key, kind, _, _ in keys_of(schema)} | ({"recipe": str} if issubclass(schema, Recipe) else {})
     try:
         with initialize_config_module("keepsight.recipes", version_base="1.3"):
             composed = compose("command", overrides=[_readable(override, kinds) for override in overrides])
         config = OmegaConf.to_object(composed)
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(_explain(error)) from None
-    for key, _, default, _ in _keys(schema):
+    for key, _, default, _ in keys_of(schema):
         value = functools.reduce(getattr, key.split("."), config)
         if key == "out" and default == "???" and value == "":
             raise UserError(f"{key}= is required; see --help")
@@ -217,43 +216,3 @@ def _explain(error: Exception) -> str:
     ):
         return f"recipe={recipe.group(1)} is unknown; choose one of {', '.join(recipe.group(2).split())}"
     return text
-
-
-def describe(schema: type) -> Iterator[tuple[str, str, str]]:
-    """(key, default, help) of every key of a configuration, nested ones as `model.dtype`."""
-    for key, _, default, note in _keys(schema):
-        yield key, "required" if default == "???" else str(default), note
-
-
-def groups(schema: type) -> Iterator[tuple[str, str]]:
-    """(key, help) of every key, those that belong together once, as `model.*`."""
-    notes, hints = _attribute_notes(schema), get_type_hints(schema)
-    for each in fields(schema):
-        if each.name in notes:
-            yield f"{each.name}.*" if is_dataclass(hints[each.name]) else f"{each.name}=", notes[each.name]
-
-
-def _keys(schema: type, prefix: str = "", defaults: Any = None) -> Iterator[tuple[str, Any, Any, str]]:
-    """(key, type, default, help) of every key; `defaults` is an instance that holds other defaults than its class."""
-    notes = _attribute_notes(schema)
-    hints = get_type_hints(schema)
-    for each in fields(schema):
-        if each.name == "defaults":
-            continue
-        kind = hints[each.name]
-        default = each.default_factory() if callable(each.default_factory) else each.default
-        default = default if defaults is None else getattr(defaults, each.name)
-        if isinstance(kind, type) and is_dataclass(kind):
-            yield from _keys(kind, f"{prefix}{each.name}.", default)
-            continue
-        yield f"{prefix}{each.name}", kind, default, notes.get(each.name, "")
-
-
-def _attribute_notes(schema: type) -> dict[str, str]:
-    """What the docstrings of a dataclass and its bases say under `Attributes:`."""
-    notes: dict[str, str] = {}
-    for base in reversed(schema.__mro__):
-        section = inspect.cleandoc(base.__doc__ or "").partition("Attributes:\n")[2].split("\nRaises:")[0]
-        for name, note in re.findall(r"^    (\w+): (.*(?:\n {8,}.*)*)", section, flags=re.MULTILINE):
-            notes[name] = " ".join(note.split())
-    return notes

@@ -5,7 +5,7 @@
 
 Removes layers one by one, always the one whose absence changes the target's answers least, and compares the subsets of
 the sizes in `keep` with the target on held-out texts. Prints a table and the line for the recipe; writes draft.json and
-draft.png to `out`. A search that was stopped resumes when the same command is given again.
+draft.png to `out`. A search that was stopped resumes when the same command is run again.
 """
 
 from dataclasses import asdict, dataclass, field

@@ -11,7 +11,7 @@ README has the table), or one with options. An option is a field of the method, 
 while decoding too), or a part: observer, reduce, pool, allocate. question=unseen compresses the context before the
 question arrives, question=multi asks several questions of one compressed cache. `out` gets results.jsonl (a row per
 sample, method and budget), summary.csv, report.html, plots/, tables/ and samples/, a page for each of the first samples
-with what every method kept. A stopped run goes on when the same command is given again; with more samples, tasks,
+with what every method kept. A stopped run resumes when the same command is run again; with more samples, tasks,
 lengths, methods or budgets it is extended, and only what is missing is run. reuse=DIR takes what another run has
 measured on the same inputs.
 """
@@ -37,11 +37,12 @@ from keepsight.eval.judge import Judge
 from keepsight.eval.kept_tokens import KeptTokens, first_of_each
 from keepsight.eval.report.report import write_outputs
 from keepsight.eval.report.summary import summarize, summary_table
-from keepsight.eval.results import EARLIER, Measured, Place, finished, merge, part_of
+from keepsight.eval.results import EARLIER, Measured, finished, merge, part_of
 from keepsight.eval.reuse import Earlier
 from keepsight.eval.rows import Variant
+from keepsight.eval.run_samples import check_samples
 from keepsight.eval.runs import Run
-from keepsight.eval.sweep import QUESTIONS, check_samples, groups_of, sweep
+from keepsight.eval.sweep import groups_of, sweep
 from keepsight.eval.tasks.benchmark import TaskRequest
 from keepsight.eval.tasks.protocols import protocol_named
 from keepsight.eval.tasks.registry import Benchmarks, make_all, tasks_of
@@ -50,6 +51,7 @@ from keepsight.files import append_lines, require_writable, whole_lines
 from keepsight.locks import one_writer
 from keepsight.models.targets import Target
 from keepsight.runtime.prefill import context_of
+from keepsight.runtime.saved import QUESTIONS
 
 
 @dataclass
@@ -124,7 +126,7 @@ def run(config: Config) -> None:
             _show(samples[0], target)
         processes.wait_for_everyone()
         kept = KeptTokens(out, target, [sample for sample in samples if sample.key in pages], config.reuse)
-        earlier = earlier.and_rows(whole_lines(out / EARLIER, Place))
+        earlier = earlier.and_rows(whole_lines(out / EARLIER, Measured))
         _measure(config, target, samples, variants, earlier, kept, processes)
         processes.wait_for_everyone()
         if processes.is_main_process:

@@ -5,8 +5,8 @@
     accelerate launch -m keepsight fit recipe=llama3.1-8b out=runs/llama8b
 
 Give recipe= where there is one for the model: it has the training's settings. `out` gets data/, adapter/ and eval/; the
-adapter's card tells what the evaluation found, and `keepsight push DIR/adapter user/name` publishes it. A run that was
-stopped goes on in the stage it was in when the same command is given again.
+adapter's card shows the results of the evaluation, and `keepsight push DIR/adapter user/name` publishes it. A run that
+was stopped resumes in the stage it was in when the same command is run again.
 """
 
 import shutil
@@ -18,7 +18,7 @@ from typing import Any
 
 from keepsight.commands import data, train
 from keepsight.commands import eval as evaluation
-from keepsight.commands.config import Command, Recipe, at_least_one
+from keepsight.commands.config import Recipe, at_least_one
 from keepsight.data_gen.server import ServerSettings
 from keepsight.files import require_writable, write_text
 from keepsight.models.card import with_evaluation
@@ -34,7 +34,7 @@ class Config(Recipe):
 
     Attributes:
         out: Folder for the data, the adapter and the evaluation.
-        mixture: Name of a file in recipes/mixtures/, or a path to a YAML file of your own.
+        mixture: Name of a file in recipes/mixtures/, or a path to your own YAML file.
         limit: Number of samples.
         max_new_tokens: Longest answer of the data in tokens.
         backend: Who answers; see `keepsight data`.
@@ -67,42 +67,33 @@ def run(config: Config) -> None:
     """Run the stages and print how long each took."""
     at_least_one(config, "limit", "max_new_tokens", "tests", "tasks", "lengths", "methods", "budgets")
     require_writable(out := Path(config.out))
+    recipe: dict[str, Any] = {key: getattr(config, key) for key in ("model", "lookahead", "train", "replay")}
+    answers = data.Config(
+        **recipe,
+        out=str(out / "data"),
+        mixture=config.mixture,
+        limit=config.limit,
+        max_new_tokens=config.max_new_tokens,
+        backend=config.backend,
+        server=config.server,
+    )
+    training = train.Config(
+        **recipe, data=str(out / "data"), out=str(out / "adapter"), title=config.title, base=config.base
+    )
+    tests = evaluation.Config(
+        **recipe,
+        adapter=str(out / "adapter"),
+        tasks=config.tasks,
+        lengths=config.lengths,
+        methods=config.methods,
+        budgets=config.budgets,
+        samples=config.tests,
+        out=str(out / "eval"),
+    )
     stages: dict[str, Callable[[], None]] = {
-        "answers": lambda: data.run(
-            _stage(
-                data.Config,
-                config,
-                out=str(out / "data"),
-                mixture=config.mixture,
-                limit=config.limit,
-                max_new_tokens=config.max_new_tokens,
-                backend=config.backend,
-                server=config.server,
-            )
-        ),
-        "training": lambda: train.run(
-            _stage(
-                train.Config,
-                config,
-                data=str(out / "data"),
-                out=str(out / "adapter"),
-                title=config.title,
-                base=config.base,
-            )
-        ),
-        "evaluation": lambda: evaluation.run(
-            _stage(
-                evaluation.Config,
-                config,
-                adapter=str(out / "adapter"),
-                tasks=config.tasks,
-                lengths=config.lengths,
-                methods=config.methods,
-                budgets=config.budgets,
-                samples=config.tests,
-                out=str(out / "eval"),
-            )
-        ),
+        "answers": lambda: data.run(answers),
+        "training": lambda: train.run(training),
+        "evaluation": lambda: evaluation.run(tests),
     }
     is_main, seconds = launched().is_main_process, dict[str, float]()
     for name, stage in stages.items():
@@ -116,12 +107,6 @@ def run(config: Config) -> None:
         _complete_card(out)
         seconds["together"] = sum(seconds.values())
         print("\n" + "\n".join(f"{name:<11} {each:6.0f} s" for name, each in seconds.items()))
-
-
-def _stage(command: type[Command], config: Config, **values: Any) -> Command:
-    """A command's configuration: the recipe's, and these values."""
-    make: Any = command
-    return make(model=config.model, lookahead=config.lookahead, train=config.train, replay=config.replay, **values)
 
 
 def _complete_card(out: Path) -> None:

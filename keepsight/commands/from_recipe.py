@@ -1,10 +1,11 @@
 """From a recipe to a loaded target, the adapter, the retrieval head and the draft it names."""
 
 import functools
+from typing import Any
 
 from transformers import PreTrainedModel
 
-from keepsight.commands.config import Recipe
+from keepsight.commands.config import ModelConfig, Recipe
 from keepsight.errors import UserError
 from keepsight.models.draft_sources import DraftHeadSource, DraftSource, LayerSubset, load_draft, load_head
 from keepsight.models.hub import fetch
@@ -17,44 +18,35 @@ def target_of(recipe: Recipe) -> Target:
     """Load the recipe's target."""
     model = recipe.model
     return load_target(
-        model.id,
-        revision=model.revision,
-        packaged=model.own_file,
-        packaged_digest=model.packaged_digest,
+        **_files_of(model),
         dtype=model.dtype,
         device=model.device,
         attention=model.attention,
         template=model.template,
         quantize=model.quantize,
         device_map=model.device_map,
-        trust_remote_code=model.trust_remote_code,
     )
 
 
 def outline_of(recipe: Recipe) -> PreTrainedModel:
     """The recipe's target without its weights, from its configuration alone."""
-    model = recipe.model
-    return outline_model(
-        model.id,
-        revision=model.revision,
-        packaged=model.own_file,
-        packaged_digest=model.packaged_digest,
-        dtype=model.dtype,
-        trust_remote_code=model.trust_remote_code,
-    )
+    return outline_model(**_files_of(recipe.model), dtype=recipe.model.dtype)
 
 
 def answered_elsewhere(recipe: Recipe) -> Target:
     """The recipe's target without its weights, for answers that do not come from this process."""
-    model = recipe.model
-    return outline_target(
-        model.id,
-        revision=model.revision,
-        packaged=model.own_file,
-        packaged_digest=model.packaged_digest,
-        template=model.template,
-        trust_remote_code=model.trust_remote_code,
-    )
+    return outline_target(**_files_of(recipe.model), template=recipe.model.template)
+
+
+def _files_of(model: ModelConfig) -> dict[str, Any]:
+    """Where the files of a target come from, as every loader takes it."""
+    return {
+        "model_id": model.id,
+        "revision": model.revision,
+        "packaged": model.own_file,
+        "packaged_digest": model.packaged_digest,
+        "trust_remote_code": model.trust_remote_code,
+    }
 
 
 def draft_of(recipe: Recipe, target: Target) -> DraftSource | DraftHeadSource | None:

@@ -9,7 +9,7 @@ the attention that falls on what is read, `overlap` what neighbouring steps have
 `best shared` reads the same entries in all layers, those with the most attention on average: no such set has a larger
 `mass`. `exact_topk` selects by each layer's own attention. `heads` compares several retrieval heads, such as one that
 was pruned only beside one that was distilled. Writes hits.jsonl (a row per sample), hits.csv and hits.png to `out`. A
-stopped run goes on when the same command is given again.
+stopped run resumes when the same command is run again.
 """
 
 from dataclasses import asdict, dataclass, field, fields
@@ -26,7 +26,7 @@ from keepsight.errors import UserError, require_same
 from keepsight.eval.hits import SHARED, Hits, answering, best_shared, choices, compare, mean_of
 from keepsight.eval.report.hits_plot import hits_plot
 from keepsight.eval.rows import Variant
-from keepsight.eval.sweep import check_samples
+from keepsight.eval.run_samples import check_samples
 from keepsight.eval.tasks.registry import Benchmarks
 from keepsight.eval.tasks.samples import RenderedSample
 from keepsight.files import append_lines, read_json, whole_lines, write_csv, write_json, write_png

@@ -1,4 +1,4 @@
-"""Code of one's own that a command imports first: it may add methods to `keepsight.runtime.methods.METHODS`."""
+"""Your own code, which a command imports first: it may add methods to `keepsight.runtime.methods.METHODS`."""
 
 import importlib
 import os

@@ -4,7 +4,7 @@
     python train_lookahead.py recipe=smollm2-135m data=runs/data out=runs/adapter train.steps=50 train.held_out=4
 
 Writes the adapter, its model card and training curves to `out`. A training that was stopped resumes from its last
-checkpoint when the same command is given again.
+checkpoint when the same command is run again.
 """
 
 from collections import Counter

@@ -5,7 +5,7 @@ r"""keepsight train_draft_head: train an EAGLE-3 head to draft what the target s
         draft_head.train.precision=bf16 draft_head.vocabulary=24576
 
 Writes the head, its model card and training curves to `out`. A training that was stopped resumes from its last
-checkpoint when the same command is given again.
+checkpoint when the same command is run again.
 """
 
 from dataclasses import dataclass

@@ -4,7 +4,7 @@
     python train_retrieval_head.py head=runs/head data=runs/data out=runs/retrieval retrieval_head.features=none
 
 Writes the head, its model card and training curves to `out`. A training that was stopped resumes from its last
-checkpoint when the same command is given again. Without `head=` it starts from random projections.
+checkpoint when the same command is run again. Without `head=` it starts from random projections.
 """
 
 from dataclasses import dataclass
@@ -21,10 +21,12 @@ from keepsight.models.card import CardBasics
 from keepsight.models.draft_head import DraftHead
 from keepsight.models.draft_head_files import WEIGHTS, load_draft_head
 from keepsight.models.hub import fetch
+from keepsight.models.pruning import parameters, pruning
 from keepsight.models.retrieval_card import comparison, retrieval_card
-from keepsight.models.retrieval_head import RetrievalHead, check_target, parameters, pruning
+from keepsight.models.retrieval_head import RetrievalHead, check_target
 from keepsight.models.retrieval_head_files import save_retrieval_head
 from keepsight.models.targets import Target
+from keepsight.models.versions import published_name
 from keepsight.train.dataset import cut
 from keepsight.train.retrieval_head.objective import RetrievalObjective
 from keepsight.train.retrieval_head.plots import retrieval_figure
@@ -93,12 +95,7 @@ def _first_head(config: Config, target: Target, longest: int) -> tuple[Retrieval
         f"{share.gone_with_embedding:.1%} counted with the embedding, which is the target's"
     )
     print(text)
-    return head.to(target.model.device), {"pruned from": _shown(config.head), "pruning": text}
-
-
-def _shown(reference: str) -> str:
-    """A Hub id as it is, a folder by its name alone: others will read the card."""
-    return Path(reference).resolve().name if Path(reference).is_dir() else reference
+    return head.to(target.model.device), {"pruned from": published_name(config.head), "pruning": text}
 
 
 def _write(config: Config, trainer: RetrievalTrainer, basics: CardBasics, longest: int) -> None:

@@ -122,7 +122,7 @@ def _public(data_set: str) -> str:
 
 
 def _weights_origin(config: TrainingConfig, target: Target) -> dict[str, str]:
-    """Says so where the base model's weights came from a packaged, quantised file, and its dtype in any case."""
+    """The packaged, quantised file that the base model's weights came from, if any, and their dtype."""
     dtype = str(target.model.dtype).removeprefix("torch.")
     packaged, digest = config.model.packaged, config.model.packaged_digest
     if packaged is None or digest is None or not target.version.startswith(digest):

@@ -63,7 +63,7 @@ def _read_method(given: Any) -> tuple[str, str, dict[str, Any]]:
 
 
 def _said(options: dict[str, Any]) -> list[str]:
-    """Options as they stand in a label: `window=4`, `pool(kernel=5)`, `observer=draft_tokens(window=4)`."""
+    """Options as a label shows them: `window=4`, `pool(kernel=5)`, `observer=draft_tokens(window=4)`."""
     said = []
     for key, value in options.items():
         if isinstance(value, dict):

@@ -1,8 +1,9 @@
-"""Chain drafting with an EAGLE head (arXiv 2503.01840): each guess comes from the head's own output for the one before.
+"""Chain drafting with an EAGLE head: each guess comes from the head's own output for the one before.
 
-Row t of a head reads the target's features of token t and the embedding of token t + 1, and guesses token t + 2
-(`keepsight.models.draft_head`). Where the target has read a token, its features are known and the row is *verified*;
-beyond that, the head's own output for the row before replaces them.
+EAGLE-3 (arXiv 2503.01840), section 3.1, without its tree. Row t of a head reads the target's features of token t and
+the embedding of token t + 1, and guesses token t + 2 (`keepsight.models.draft_head`). Where the target has read a
+token, its features are known and the row is *verified*; beyond that, the head's own output for the row before replaces
+them.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from keepsight.errors import UserError
-from keepsight.runtime.cache import KeptLayer
+from keepsight.runtime.cache_layers import KeptLayer
 from keepsight.runtime.prefill import positions_of
 from keepsight.runtime.softmax import Softmax, grouped_attention
 from keepsight.runtime.state import State

@@ -1,4 +1,4 @@
-"""A draft head's greedy answer to what the target has read (EAGLE-3, arXiv 2503.01840, as SpecKV's drafter)."""
+"""A draft head's greedy answer to what the target has read (EAGLE-3, arXiv 2503.01840, section 3.1, for SpecKV)."""
 
 from dataclasses import dataclass
 

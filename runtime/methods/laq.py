@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from keepsight.errors import UserError, require_whole
 from keepsight.runtime.budget import Budget
-from keepsight.runtime.cache import LayerEntries
+from keepsight.runtime.cache_layers import LayerEntries
 from keepsight.runtime.decode import decode, stop_after
 from keepsight.runtime.drafting.observer import until_end
 from keepsight.runtime.evict import Evict

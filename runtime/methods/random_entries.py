@@ -1,4 +1,4 @@
-"""RandomEntries: a random choice of entries, the baseline under every method."""
+"""RandomEntries: a random choice of entries, the baseline for every method."""
 
 import functools
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ from keepsight.runtime.read_layer import ReadLayer
 
 
 @dataclass(frozen=True)
-class Lots(LayerObserver):
+class RandomScores(LayerObserver):
     """A random score from 0 to 1 for every entry, from the same seed at every call.
 
-    An entry's score depends on its place among the real entries, its layer and its KV head, and on nothing else.
+    An entry's score depends only on its place among the real entries, its layer and its KV head.
 
     Attributes:
         seed: Seed of the random generator.
@@ -33,11 +33,11 @@ class Lots(LayerObserver):
     def score(self, layer: ReadLayer, reduction: str) -> Tensor:
         keys, _, real = layer.held
         rows, heads, length, _ = keys.shape
-        lots = _drawn(self.seed, length, layer.layers, heads)[layer.place].to(keys.device).expand(rows, -1, -1)
+        scores = _drawn(self.seed, length, layer.layers, heads)[layer.place].to(keys.device).expand(rows, -1, -1)
         if real is None:
-            return lots
+            return scores
         place = (real.long().cumsum(dim=-1) - 1).clamp(min=0)
-        return lots.gather(-1, place.expand(-1, heads, -1))
+        return scores.gather(-1, place.expand(-1, heads, -1))
 
 
 @functools.lru_cache(maxsize=1)  # the layers of a prompt are scored one after the other
@@ -50,7 +50,7 @@ def _drawn(seed: int, length: int, layers: int, heads: int) -> Tensor:
 
 @dataclass(frozen=True)
 class RandomEntries(Evict):
-    """Keeps random entries; `observer=Lots(seed)` draws others."""
+    """Keeps random entries; `observer=RandomScores(seed)` draws others."""
 
-    observer: Observer = Lots()
+    observer: Observer = RandomScores()
     pool: Pool = NO_POOL

@@ -16,7 +16,7 @@ from keepsight.runtime.methods.lookaheadkv import LookaheadKV, SoftTokens
 from keepsight.runtime.methods.oracle import Oracle, OwnAnswer
 from keepsight.runtime.methods.pyramidkv import PyramidKV
 from keepsight.runtime.methods.quest import Quest
-from keepsight.runtime.methods.random_entries import Lots, RandomEntries
+from keepsight.runtime.methods.random_entries import RandomEntries, RandomScores
 from keepsight.runtime.methods.sentence_similarity import SentenceSimilarity
 from keepsight.runtime.methods.snapkv import PromptWindow, SnapKV
 from keepsight.runtime.methods.specache import SpeCache
@@ -68,7 +68,7 @@ OBSERVERS: dict[str, type[Observer]] = {
     "recency": Recency,
     "earliness": Earliness,
     "ladder": Ladder,
-    "lots": Lots,
+    "random_scores": RandomScores,
 }
 DRAFTERS: dict[str, type[Drafter]] = {
     "own_answer": OwnAnswer,

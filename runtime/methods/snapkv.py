@@ -1,7 +1,7 @@
 """SnapKV (arXiv 2404.14469): the prompt's own last tokens, the observation window, score its entries.
 
 The way to the kept entries: this file -> `runtime/window.py` (the window's attention) -> `runtime/importance.py`
-(softmax, reduce, pool) -> `runtime/evict.py` (select within the budget) -> `runtime/cache.py` (gather what is kept).
+(softmax, reduce, pool) -> `runtime/evict.py` (select within the budget) -> `runtime/gather.py` (gather what is kept).
 """
 
 from dataclasses import dataclass

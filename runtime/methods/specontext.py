@@ -36,7 +36,9 @@ _BLOCK = 4096
 
 @dataclass(frozen=True)
 class SpeContext(SparseRead):
-    """Reads what a retrieval head selects: the same entries in all layers, before the target runs (section 4.3).
+    """Reads what a retrieval head selects: the same entries in all layers, before the target runs.
+
+    SpeContext (arXiv 2512.00722), section 4.3.
 
     Where the longest prompt of a batch and its answer, which grows, exceed what the head was trained with, YaRN extends
     it to twice that length, four times, and so on.

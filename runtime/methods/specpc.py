@@ -8,7 +8,6 @@ features of the whole prompt, so that the target reads the prompt twice, whole a
 decoding time, but costs more prefill than the full cache.
 """
 
-import itertools
 from dataclasses import dataclass, field
 
 import torch
@@ -18,14 +17,18 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from keepsight.errors import UserError, require_whole
+from keepsight.models.decoder import full_attention_layers
 from keepsight.models.draft_sources import DraftHeadSource, DraftSource
+from keepsight.runtime.custom_generate import GenerateRequest
 from keepsight.runtime.decode import decode, stop_after
+from keepsight.runtime.images import Images
 from keepsight.runtime.importance import observed_attention
 from keepsight.runtime.latents import attended_entries
 from keepsight.runtime.methods.head_answer import head_answer
 from keepsight.runtime.methods.speckv import require_draft_fits
 from keepsight.runtime.prefill import prefill
 from keepsight.runtime.prompt_compression.method import ShortenPrompt
+from keepsight.runtime.prompt_compression.neighborhood import select_tokens
 from keepsight.runtime.softmax import Softmax
 from keepsight.runtime.state import Needs, State
 
@@ -56,6 +59,7 @@ class SpecPC(ShortenPrompt):
     pooling: str = "max"
     kernel: int = 64
     neighbors: int | None = None
+    reads_images = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -74,6 +78,20 @@ class SpecPC(ShortenPrompt):
         require_room(type(self).__name__, length, self.lookahead, context)
 
     @override
+    def begin(self, model: PreTrainedModel, request: GenerateRequest) -> State:
+        if not request.images:
+            return super().begin(model, request)
+        ids, images = request.input_ids, request.images
+        if len(ids) != 1 or (request.mask is not None and not request.mask.all()):
+            raise UserError(
+                f"{type(self).__name__}: a prompt with images is shortened alone, without padding; give one"
+            )
+        if self.budget_for(ids.shape[1]) < ids.shape[1]:
+            kept = self.select_by(self.look(model, ids[0], images)[0])
+            images, ids = images.shortened(model, ids, kept), ids[:, kept]
+        return prefill(model, ids, chunk=request.chunk, needs=Needs(), images=images)
+
+    @override
     def select(self, model: PreTrainedModel, input_ids: Tensor) -> Tensor:
         scores, _ = self.look(model, input_ids)
         return self.select_by(scores)
@@ -85,31 +103,36 @@ class SpecPC(ShortenPrompt):
         return select_tokens(scores, budget, self.window, self.kernel, neighbors, self.pooling)
 
     @torch.no_grad()
-    def look(self, model: PreTrainedModel, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+    def look(self, model: PreTrainedModel, input_ids: Tensor, images: Images | None = None) -> tuple[Tensor, Tensor]:
         """Let the draft read a prompt and begin its answer.
 
         Args:
             model: The target.
             input_ids: [N] int64, without padding.
+            images: Images in the prompt.
 
         Returns:
             The scores [N] float32 of the prompt's tokens, and what the draft generated: [T] int64, at most
             `lookahead` tokens, its end token included. Both on the device of `input_ids`.
 
         Raises:
-            UserError: the draft has no layer `first_layer`, or its context is too short for the prompt and its answer.
+            UserError: the draft has no layer `first_layer`, reads no images where there are some, or its context is too
+                short for the prompt and its answer.
         """
         if isinstance(self.draft, DraftHeadSource):
+            if images:
+                raise UserError(f"{type(self).__name__}: a draft head reads no images; give a draft model that does")
             return self._look_with_head(model, self.draft, input_ids)
         draft = self.draft.of(model)
-        first = self._first_layer(draft)
+        places = self._scoring(draft)
         require_draft_fits(type(self).__name__, len(input_ids), self.lookahead, draft)
         prompt = input_ids[None].to(draft.device)
-        state = prefill(draft, prompt, needs=Needs(window=self.window + self.lookahead - 1))
+        needs = Needs(window=self.window + self.lookahead - 1)
+        state = prefill(draft, prompt, needs=needs, images=images and images.read_by(draft))
         config = draft.generation_config
         stop = stop_after(self.lookahead, config.eos_token_id if config is not None else None)
         decoded = decode(draft, state, stop, pad_token=0)
-        scores = self._scores(draft, decoded.state, first, prompt.shape[1], decoded.ids.shape[1] - 1)
+        scores = self._scores(draft, decoded.state, places, prompt.shape[1], decoded.ids.shape[1] - 1)
         return scores.to(input_ids.device), decoded.ids[0].to(input_ids.device)
 
     def _look_with_head(
@@ -136,11 +159,11 @@ class SpecPC(ShortenPrompt):
         scores = self._over_heads(seen[0])
         return torch.cat([scores[:1], scores]), generated
 
-    def _scores(self, draft: PreTrainedModel, state: State, first: int, length: int, generated: int) -> Tensor:
+    def _scores(self, draft: PreTrainedModel, state: State, places: list[int], length: int, generated: int) -> Tensor:
         """[N] float32. Maximum and sum commute, so that all queries of a layer are reduced at once."""
         rows = self.window + generated
         weights = self._weights(generated).to(state.logits.device)
-        layers = zip(state.trace.queries, attended_entries(draft, state), state.trace.softmax, strict=True)
+        layers = [*zip(state.trace.queries, attended_entries(draft, state), state.trace.softmax, strict=True)]
         by_layer = [
             observed_attention(
                 queries[:, :, -rows:],
@@ -150,7 +173,7 @@ class SpecPC(ShortenPrompt):
                 query_mask=weights[None],
                 reduction=self.reduction,
             )[0]
-            for queries, each, softmax in itertools.islice(layers, first, None)
+            for queries, each, softmax in map(layers.__getitem__, places)
         ]
         return self._over_heads(torch.cat(by_layer))
 
@@ -163,16 +186,21 @@ class SpecPC(ShortenPrompt):
         """[heads of all layers, N] -> [N]."""
         return by_head.amax(dim=0) if self.reduction == "max" else by_head.sum(dim=0)
 
-    def _first_layer(self, draft: PreTrainedModel) -> int:
+    def _scoring(self, draft: PreTrainedModel) -> list[int]:
+        """Which of the draft's layers with full attention score, by their places among these."""
         layers = draft.config.get_text_config().num_hidden_layers
-        if self.first_layer is None:
-            return min(_FIRST_LAYER, layers // 2)
-        if self.first_layer >= layers:
+        first = min(_FIRST_LAYER, layers // 2) if self.first_layer is None else self.first_layer
+        if first >= layers:
             raise UserError(
-                f"{type(self).__name__}: first_layer {self.first_layer} is out of range: "
-                f"the draft's layers are 0 to {layers - 1}"
+                f"{type(self).__name__}: first_layer {first} is out of range: the draft's layers are 0 to {layers - 1}"
             )
-        return self.first_layer
+        places = [place for place, layer in enumerate(full_attention_layers(draft.config)) if layer >= first]
+        if not places:
+            raise UserError(
+                f"{type(self).__name__}: the draft has no layer with full attention from layer {first} on; lower "
+                "first_layer, or take another draft"
+            )
+        return places
 
 
 def require_room(name: str, length: int, lookahead: int, context: int) -> None:
@@ -186,46 +214,3 @@ def require_room(name: str, length: int, lookahead: int, context: int) -> None:
             f"{name}: {lookahead} drafted tokens after a prompt of {length} do not fit the context of {context}; "
             "shorten the draft (lookahead) or the prompt"
         )
-
-
-def select_tokens(
-    scores: Tensor, budget: int, window: int, kernel: int, neighbors: int, pooling: str = "max"
-) -> Tensor:
-    """Select tokens by their scores.
-
-    The last tokens come first; then the tokens by their pooled scores, the highest first, each followed by its
-    neighbours, the nearest first; until the budget is full. Ties go to the lowest index.
-
-    Args:
-        scores: [N] float, of all tokens, those of the window included; not negative.
-        budget: Tokens to keep.
-        window: Last tokens that are always kept; at most `budget`.
-        kernel: Tokens pooled: of an even number one more follows a token than precedes it. Zeros pad both ends.
-        neighbors: Size of a token's neighbourhood, itself included, of the same shape as the kernel; 0 for none.
-        pooling: `max`, or `avg` that always divides by `kernel`.
-
-    Returns:
-        [min(budget, N)] int64, ascending.
-    """
-    length = len(scores)
-    if budget >= length:
-        return torch.arange(length, device=scores.device)
-    ranked = _pool(scores, kernel, pooling).argsort(descending=True, stable=True)[:budget]
-    wanted = (ranked[:, None] + _nearest_first(neighbors).to(scores.device)).clamp(0, length - 1).flatten()
-    wanted = torch.cat([torch.arange(length - window, length, device=scores.device), wanted])
-    place = torch.arange(len(wanted), device=scores.device)
-    first_place = torch.full_like(scores, len(wanted), dtype=torch.long).scatter_reduce(0, wanted, place, "amin")
-    return first_place.argsort(stable=True)[:budget].sort().values
-
-
-def _pool(scores: Tensor, kernel: int, pooling: str) -> Tensor:
-    before = (kernel - 1) // 2
-    padded = functional.pad(scores[None], (before, kernel - 1 - before))
-    pool = functional.max_pool1d if pooling == "max" else functional.avg_pool1d
-    return pool(padded, kernel, stride=1)[0]
-
-
-def _nearest_first(neighbors: int) -> Tensor:
-    """Offsets of a token's neighbours: 0, -1, 1, -2, 2, ..."""
-    offsets = torch.arange(max(neighbors, 1)) - (max(neighbors, 1) - 1) // 2
-    return offsets[offsets.abs().argsort(stable=True)]

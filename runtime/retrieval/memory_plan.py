@@ -14,7 +14,7 @@ from itertools import accumulate
 from transformers import PreTrainedModel
 
 from keepsight.errors import UserError
-from keepsight.runtime.cache import GROWTH, ROOM
+from keepsight.runtime.cache_layers import GROWTH, ROOM
 from keepsight.units import size_text
 
 

@@ -12,7 +12,8 @@ import torch
 from keepsight.errors import UserError
 from keepsight.runtime.cache import is_bounded
 from keepsight.runtime.offload import Traffic
-from keepsight.runtime.retrieval.elastic import Arrangement, ElasticLayer
+from keepsight.runtime.retrieval.arrangement import Arrangement
+from keepsight.runtime.retrieval.elastic import ElasticLayer
 from keepsight.runtime.retrieval.memory_plan import MemoryPlan
 from keepsight.runtime.sparse_read.cache import SelectedLayer
 

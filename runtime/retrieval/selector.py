@@ -1,11 +1,14 @@
-"""A retrieval head selects entries, once for all layers, before the model runs (SpeContext, arXiv 2512.00722)."""
+"""A retrieval head selects entries once for all layers, before the model runs.
+
+SpeContext (arXiv 2512.00722), section 4.3.
+"""
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from keepsight.models.retrieval_head import RetrievalHead
-from keepsight.runtime.cache import spare
+from keepsight.runtime.cache_layers import spare
 from keepsight.runtime.softmax import Softmax
 from keepsight.runtime.sparse_read.cache import Selection
 from keepsight.runtime.sparse_read.top_k import StepBudget, most_attended

@@ -11,7 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from typing_extensions import override
 
-from keepsight.runtime.cache import KeptLayer, LayerEntries, with_full_layers
+from keepsight.runtime.cache import with_full_layers
+from keepsight.runtime.cache_layers import KeptLayer, LayerEntries
 from keepsight.runtime.latents import Expansion, attended_entries, expansions, holds_latents
 from keepsight.runtime.softmax import Softmax
 from keepsight.runtime.sparse_read.cache import MakeLayer, SelectedLayer, Selection

@@ -1,5 +1,7 @@
 """`keepsight bench train`, `eval` and `evict` on a tiny target: every line is there; bad values of these and others."""
 
+import logging
+
 import pytest
 
 from tests.commands.commands import CommandLine
@@ -17,9 +19,13 @@ def test_a_training_step_against_a_prefill(keepsight: CommandLine) -> None:
     assert [line.split()[0] for line in lines[1:]] == ["prefill", "step", "a"]
 
 
-def test_a_sweep_against_single_runs(keepsight: CommandLine) -> None:
+def test_a_sweep_against_single_runs(keepsight: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     small = ("tokens=320", "answer_tokens=3", "samples=1", "budgets=[40,64]", "methods=[snapkv]")
+    warned = list[str]()
+    for name in ("warning", "warning_once"):
+        monkeypatch.setattr(logging.Logger, name, lambda _, *given, **__: warned.append(str(given)))
     lines = keepsight("bench", "eval", *TINY, *small).splitlines()
+    assert [each for each in warned if "eos_token_id" in each] == []
     assert lines[0].startswith("2 variants, 320 prompt tokens, 3 answer tokens, 1 samples, ")
     assert [line.split()[0] for line in lines[1:]] == ["sweep", "separate", "ratio"]
 

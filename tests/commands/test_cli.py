@@ -11,6 +11,7 @@ import pytest
 from keepsight import __version__
 from keepsight.commands import bench
 from keepsight.commands.cli import COMMANDS
+from keepsight.commands.terminal import printable
 from tests.commands.commands import ALL_COMMANDS, DATA, NEEDLES, CommandLine, tree
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -92,6 +93,7 @@ WRONG = {
     "push adapter": "repo= is required; see --help",
     "push adapter ada/x more": "'more' is not understood; ",
     "data out=data limit=many": "limit=many: Value 'many' of type 'str' could not be converted to Integer",
+    "data out=data limit=1000000000000": "limit=1000000000000: that many samples take more than ",
     "data out=data limit=0": "limit=0 must be at least 1",
     "data out=data shard_size=0": "shard_size=0 must be at least 1",
     "data out=data max_new_tokens=0": "max_new_tokens=0 must be at least 1",
@@ -123,6 +125,8 @@ WRONG = {
     "eval out=out methods=[{name:dapq,observer:{drafter:it}}]": "method 'dapq': observer: drafter: 'it' is unknown; ",
     "eval out=out methods=[speckv]": "method 'speckv': needs a draft: set draft.layers=[...] ",
     "eval out=out methods=[specpc]": "method 'specpc': needs a draft: set draft.layers=[...] ",
+    "eval out=out methods=[specpc] draft.layers=[0] budgets=[64]": "SpecPC: budget 64 must be above the window of 64 ",
+    "eval out=out methods=[llmlingua2] budgets=[64]": "LLMLingua2: budget 64 must be above the window of 64 ",
     "eval out=out methods=[laq] budgets=[16]": "LAQ: budget 16 must be above the first_window 32 ",
     "eval out=out question=heard": "question=heard is unknown; choose one of seen, unseen, multi",
     "eval out=out max_batch_tokens=-1": "max_batch_tokens=-1 must be at least 0, which leaves it to keepsight",
@@ -164,6 +168,11 @@ def test_bad_input_ends_with_one_line(keepsight: CommandLine, line: str, here: P
     tiny = [key for key in TINY if key.partition("=")[0] not in line and command != "push"]
     assert keepsight.fails(command, *given, *tiny).startswith(WRONG[line])
     assert tree(here) == before
+
+
+def test_no_text_steers_the_terminal(keepsight: CommandLine) -> None:
+    assert printable("\x1b[2Ja\u202eb\ud800\r\tc\n") == "\\x1b[2Ja\\u202eb\\ud800\\r\tc\n"
+    assert keepsight.fails("push", "\x1b[2J", "ada/x").startswith("\\x1b[2J: holds nothing")
 
 
 EARLY = [

@@ -14,7 +14,8 @@ from keepsight import recipes
 from keepsight.commands import data, push
 from keepsight.commands import eval as evaluation
 from keepsight.commands import inspect as inspection
-from keepsight.commands.config import Recipe, describe, parse
+from keepsight.commands.config import Recipe, parse
+from keepsight.commands.config_keys import describe
 from keepsight.errors import UserError
 from keepsight.train import settings
 from tests.commands.commands import ALL_COMMANDS

@@ -15,8 +15,10 @@ import pytest
 
 from keepsight.data_gen import shards
 from keepsight.files import append_lines, read_json, read_jsonl
+from keepsight.locks import one_writer
 from keepsight.models import targets
 from tests.commands.commands import DATA, CommandLine, tree
+from tests.launch import launch
 
 pytestmark = pytest.mark.usefixtures("here")
 ROOT = Path(__file__).parents[2]
@@ -39,6 +41,41 @@ def test_a_mixture_that_is_no_mixture(keepsight: CommandLine, here: Path) -> Non
     assert "unknown kind 'local_json'; did you mean local_jsonl?" in keepsight.fails("data", *TINY, *DATA)
     (here / "mixture.yaml").write_text("- 1")
     assert keepsight.fails("data", *TINY, *DATA).startswith("mixture.yaml: expected keys such as min_tokens")
+
+
+def test_a_mixture_reads_no_environment(
+    keepsight: CommandLine,
+    here: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SECRET", "hunter2")
+    mixture = (here / "mixture.yaml").read_text()
+    (here / "mixture.yaml").write_text(mixture + "notes: ${oc.env:SECRET}\n")
+    message = keepsight.fails("data", *TINY, *DATA)
+    assert "notes" in message and "hunter2" not in message
+    (here / "mixture.yaml").write_text(mixture.replace("rows.jsonl", "'${oc.env:SECRET}.jsonl'"))
+    assert "${oc.env:SECRET}.jsonl" in keepsight.fails("data", *TINY, *DATA)
+    assert not (here / "data").exists()
+
+
+def test_one_process_writes_to_a_folder_at_a_time(keepsight: CommandLine, here: Path) -> None:
+    with one_writer(here / "data"):
+        message = keepsight.fails("data", *TINY, *DATA)
+    assert message.startswith("data: process ") and "is writing here; wait for it to end" in message
+
+
+@pytest.mark.slow
+def test_two_processes_share_the_shards(keepsight: CommandLine, here: Path) -> None:
+    """As `torchrun --nproc-per-node=2` starts them: what they make is what one makes."""
+    result = launch(here, "-m", "keepsight", "data", *TINY, *DATA)
+    assert result.returncode == 0, result.stderr[-2000:]
+    keepsight("data", *TINY, *DATA, "out=one")
+    one, two = (
+        {path.name: [row["answer_ids"] for row in read_jsonl(path)] for path in (here / name).glob("shard-*.jsonl")}
+        for name in ("one", "data")
+    )
+    assert one == two and len(one) > 1
+    assert read_json(here / "one" / "manifest.json") == read_json(here / "data" / "manifest.json")
 
 
 def test_data_that_cannot_be_trained_on(keepsight: CommandLine, here: Path) -> None:

@@ -16,7 +16,7 @@ import torch
 import yaml
 
 from keepsight.data_gen.answers import (
-    Answered,
+    AnsweredPrompts,
     Backend,
     InThisProcess,
     Rendered,
@@ -181,7 +181,7 @@ def test_raising_the_limit_keeps_what_is_there(
     first = rows_of(tmp_path / "data")
     asked: list[int] = []
 
-    def noted(backend: Backend, prompts: list[Rendered], limit: int) -> Iterator[Answered]:
+    def noted(backend: Backend, prompts: list[Rendered], limit: int) -> Iterator[AnsweredPrompts]:
         asked.extend(prompt.index for prompt in prompts)
         return answers(backend, prompts, limit)
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -321,8 +320,7 @@ def test_a_client_that_is_killed_goes_on(target: Target, folder: Path, tmp_path:
     assert samples(out) == samples(tmp_path / "once")
 
 
-def test_vllm_is_asked_for_in_one_line(target: Target) -> None:
-    if find_spec("vllm"):
-        pytest.skip("vllm is installed")
+def test_vllm_is_asked_for_in_one_line(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)  # as where it is not installed
     with pytest.raises(UserError, match=r"backend=vllm needs the package vllm \(pip install vllm\); or start a server"):
         VllmEngine(target)

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from keepsight.data_gen.shards import DataSettings, ShardWriter, TrainingSample, read_training_samples
+from keepsight.data_gen.shard_writer import ShardWriter
+from keepsight.data_gen.shards import DataSettings, TrainingSample, read_training_samples
 from keepsight.errors import UserError
 from keepsight.files import read_json, read_jsonl, text_digest, write_json, write_lines
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from keepsight.commands.cli import main
-from keepsight.data_gen.shards import DataSettings, ShardWriter, TrainingSample
+from keepsight.data_gen.shard_writer import ShardWriter
+from keepsight.data_gen.shards import DataSettings, TrainingSample
 from keepsight.data_gen.stats import ALL, SourceStats, stats_of
 
 END, LIMIT = 2, 4

@@ -14,7 +14,7 @@ from urllib.request import urlopen
 
 import pytest
 
-from keepsight.data_gen.answers import Answered, Rendered, answer
+from keepsight.data_gen.answers import AnsweredPrompts, Rendered, answer
 from keepsight.data_gen.generate import generate_data
 from keepsight.data_gen.mixture import Mixture
 from keepsight.data_gen.server import Server, ServerSettings
@@ -62,7 +62,7 @@ def test_a_real_server_that_is_killed_and_started_again(tmp_path: Path, monkeypa
     backend = Server(outline, ServerSettings(url=f"http://127.0.0.1:{port}/v1", parallel=2, tries=3))
     killed: list[subprocess.Popen[bytes]] = []
 
-    def until_it_is_killed(prompts: list[Rendered], max_new_tokens: int) -> Iterator[Answered]:
+    def until_it_is_killed(prompts: list[Rendered], max_new_tokens: int) -> Iterator[AnsweredPrompts]:
         for number, ready in enumerate(backend(prompts, max_new_tokens)):
             yield ready
             if number == 3:

@@ -6,14 +6,20 @@ from typing import Any
 import pytest
 
 from keepsight.errors import UserError
-from keepsight.eval.results import Measured, finished, merge, part_of
+from keepsight.eval.kept_tokens import path_of
+from keepsight.eval.report.report import write_outputs
+from keepsight.eval.report.sample_pages import write_sample_pages
+from keepsight.eval.results import Measured, Row, finished, merge, part_of
+from keepsight.eval.reuse import Earlier
+from keepsight.eval.runs import Run, read_run
 from keepsight.files import append_lines, read_json, read_jsonl, whole_lines, write_json, write_lines
+from tests.eval.report.results import row
 
 SETTINGS = {"seed": 1, "command": "eval", "versions": {"torch": "2"}}
 
 
-def rows(sample: str, *budgets: int | None) -> list[dict[str, Any]]:
-    return [{"task": "t", "length": 8, "sample": sample, "method": "m", "budget": budget} for budget in budgets]
+def rows(sample: str, *budgets: int | None) -> list[Row]:
+    return [row("m", budget, 1.0, sample=sample) for budget in budgets]
 
 
 def test_parts_are_merged_once(tmp_path: Path) -> None:
@@ -30,7 +36,7 @@ def test_parts_are_merged_once(tmp_path: Path) -> None:
     merge(tmp_path, SETTINGS, 2)
     expected = [row for sample in "abcd" for row in rows(sample, None, 4)]
     assert list(read_jsonl(tmp_path / "results.jsonl")) == expected
-    assert finished(tmp_path) == {("t", 8, sample) for sample in "abcd"}
+    assert finished(tmp_path) == {("niah_single", 512, sample) for sample in "abcd"}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["results.jsonl", "settings.json"]
 
 
@@ -59,8 +65,85 @@ def test_other_settings_are_refused_while_there_are_results(tmp_path: Path) -> N
 
 def test_an_answer_that_left_nothing_to_write_has_no_speed(tmp_path: Path) -> None:
     """Where all tokens are those of the full cache's answer, nothing is decoded."""
-    measured = dict.fromkeys(("score", "excess_nll", "agreement", "kv_bytes", "time_to_first_token"), 1.0)
-    place = {"task": "niah", "length": 512, "sample": "0", "method": "snapkv", "budget": 64, "date": "2026-11-22"}
-    row = place | measured | {"seconds": {}, "tokens_per_second": None, "answer": "4711", "references": ["4711"]}
-    write_lines(tmp_path / "results.jsonl", [row])
-    assert whole_lines(tmp_path / "results.jsonl", Measured) == [row]
+    written = row("snapkv", 64, 1.0, tokens_per_second=None)
+    write_lines(tmp_path / "results.jsonl", [written])
+    assert whole_lines(tmp_path / "results.jsonl", Measured) == [written]
+
+
+TEXTS = ("task", "sample", "method", "answer", "question", "date", "asks")
+DIGESTS = ("sample_digest", "inputs_digest")
+MAY_BE_NULL = ("budget", "tokens_per_second", "depth", "recall", "mass", "tau", "first_difference", *DIGESTS)
+
+
+def test_every_row_that_is_read_makes_a_report(tmp_path: Path) -> None:
+    """One from before columns were added, and one with null; both with an odd text wherever one may be."""
+    odd = row("m", 64, 1.0) | dict.fromkeys(TEXTS, "\x1b[2J$=1+1\u2028<b>")
+    old = {name: value for name, value in odd.items() if name in Measured.__required_keys__}
+    write_lines(tmp_path / "results.jsonl", [old, odd | dict.fromkeys(MAY_BE_NULL)])
+    write_json(tmp_path / "settings.json", SETTINGS)
+    write_outputs([read_run(tmp_path)], tmp_path)
+    assert (tmp_path / "report.html").is_file()
+
+
+@pytest.mark.parametrize("column", [*Measured.__annotations__])
+@pytest.mark.parametrize("wrong", [{"a": [1]}, "\x1b[2J", None, True], ids=["object", "text", "null", "true"])
+def test_a_wrong_column_is_one_line_when_it_is_read(tmp_path: Path, column: str, wrong: object) -> None:
+    """Signed again, so that no digest shows it."""
+    write_lines(tmp_path / "results.jsonl", [row("m", 64, 1.0), row("m", 32, 1.0) | {column: wrong}])
+    write_json(tmp_path / "settings.json", SETTINGS)
+    if column in (TEXTS if isinstance(wrong, str) else MAY_BE_NULL if wrong is None else ()):
+        assert read_run(tmp_path).rows[1][column] == wrong
+    else:
+        with pytest.raises(UserError, match=rf"results\.jsonl:2: {column}(\.\w+)?: ") as error:
+            read_run(tmp_path)
+        assert "\n" not in str(error.value) and "\x1b" not in str(error.value)
+
+
+@pytest.mark.parametrize("column", sorted(Measured.__required_keys__))
+def test_a_missing_column_is_one_line_when_it_is_read(tmp_path: Path, column: str) -> None:
+    write_lines(
+        tmp_path / "results.jsonl", [{name: each for name, each in row("m", 64, 1.0).items() if name != column}]
+    )
+    with pytest.raises(UserError, match=rf"results\.jsonl:1: {column}: Field required"):
+        merge(tmp_path, SETTINGS, 1)
+
+
+@pytest.mark.parametrize("phase", ["prefill", "draft", "observe", "select", "question"])
+def test_a_missing_phase_is_one_line_when_it_is_read(tmp_path: Path, phase: str) -> None:
+    written = row("m", 64, 1.0)
+    del written["seconds"][phase]
+    write_lines(tmp_path / "results.jsonl", [written])
+    with pytest.raises(UserError, match=rf"results\.jsonl:1: seconds\.{phase}: Field required"):
+        Earlier.read([tmp_path])
+
+
+@pytest.mark.parametrize("digest", ["a", "sha256:../../elsewhere", 7, "sha256:" + "g" * 64, ["sha256"]])
+@pytest.mark.parametrize("column", DIGESTS)
+def test_a_damaged_digest_is_one_line_not_a_row_without_one(tmp_path: Path, column: str, digest: object) -> None:
+    """A file is named after it, and a row without one would count as measured on unknown inputs."""
+    write_lines(tmp_path / "results.jsonl", [row("m", 64, 1.0) | {column: digest}])
+    with pytest.raises(UserError, match=rf"results\.jsonl:1: {column}: "):
+        read_run(tmp_path)
+
+
+@pytest.mark.parametrize("changed", [{"target": "text"}, {"versions": ["2"]}, {"versions": {"torch": 2}}])
+def test_damaged_settings_are_one_line(tmp_path: Path, changed: dict[str, Any]) -> None:
+    write_lines(tmp_path / "results.jsonl", [row("m", 64, 1.0)])
+    write_json(tmp_path / "settings.json", SETTINGS | changed)
+    (name,) = changed
+    for read in (lambda: read_run(tmp_path), lambda: merge(tmp_path, SETTINGS, 1)):
+        with pytest.raises(UserError, match=rf"settings\.json: {name}"):
+            read()
+
+
+def test_what_was_kept_of_a_sample_is_read_whole_or_refused(tmp_path: Path) -> None:
+    digest = f"sha256:{'1' * 64}"
+    read = Run(tmp_path, [row("m", 64, 1.0, sample_digest=digest)], {})
+    path = path_of(tmp_path, read.rows[0])
+    kept = {"tokens": ["a", " b"], "layers": 1, "heads": 1, "counts": {"m 64": "eJxjZAQAAAUAAw=="}}
+    write_json(path, kept)
+    assert [*write_sample_pages([read], tmp_path / "samples")] == [("niah_single", 512, "0")]
+    for name in kept:
+        write_json(path, kept | {name: None})
+        with pytest.raises(UserError, match=rf"kept/1{{16}}\.json: {name}: "):
+            write_sample_pages([read], tmp_path / "samples")

@@ -34,6 +34,7 @@ def main(arguments: list[str]) -> int:
         raise SystemExit(f"{min(unknown)}= is unknown; choose from seed, {', '.join(counts)}")
 
     import torch
+    from tqdm import tqdm
 
     from tests.faults import trials
     from tests.faults.child import preload
@@ -55,7 +56,8 @@ def main(arguments: list[str]) -> int:
         }
         for name, trial in campaigns.items():
             ended = Counter[str]()
-            for word, said in trial(Random(f"{name} {seed}"), counts[name]) if counts[name] else ():
+            ends = trial(Random(f"{name} {seed}"), counts[name]) if counts[name] else ()
+            for word, said in tqdm(ends, desc=name, total=counts[name], disable=not counts[name], mininterval=10):
                 ended[word] += 1
                 if word not in trials.GOOD:
                     bad += 1

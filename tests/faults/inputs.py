@@ -7,7 +7,7 @@ from typing import get_origin
 
 from keepsight.commands import bench
 from keepsight.commands.cli import COMMANDS
-from keepsight.commands.config import _keys
+from keepsight.commands.config_keys import keys_of
 from tests.faults.world import INSPECT, MAKERS, PUSHES, TINY, Scene
 
 _EVAL = f"eval {' '.join(TINY)} out=o lengths=300 samples=1 budgets=40 methods=snapkv"
@@ -90,6 +90,6 @@ def _of_another_type() -> Iterator[str]:
     for name in names:
         module = import_module(f"keepsight.commands.{name.replace(' ', '.')}")
         given = " ".join(base[name].arguments) if name in base else f"{name} out=o"
-        for key, kind, _, _ in _keys(module.Config):
+        for key, kind, _, _ in keys_of(module.Config):
             for wrong in _WRONG.get(get_origin(kind) or kind, ()):
                 yield f"{given} {key}={wrong}"

@@ -8,7 +8,23 @@ from random import Random
 
 from tests.faults import damage
 from tests.faults.child import Disturbance, Outcome, Run, run
-from tests.faults.world import DATA, EVAL, FOREIGN, INSPECT, MAKERS, PUSHES, SOURCES, TRAIN, Scene, World, results_of
+from tests.faults.world import (
+    COMPARE,
+    DATA,
+    DRAFT_HEAD,
+    EVAL,
+    FOREIGN,
+    INSPECT,
+    MAKERS,
+    PUSHES,
+    REPORT,
+    RETRIEVAL_HEAD,
+    SOURCES,
+    TRAIN,
+    Scene,
+    World,
+    results_of,
+)
 
 Verdict = tuple[str, str]
 """How a trial ended in one word, and what was done; `GOOD` words are those that may be."""
@@ -109,7 +125,7 @@ def damaged_files(world: World, rng: Random, count: int) -> Iterator[Verdict]:
 
 def _places(world: World) -> Iterator[tuple[Path, Scene, tuple[str, ...]]]:
     """A folder, a command to run there, and the files there that are damaged."""
-    for scene in (TRAIN, INSPECT, FOREIGN, SOURCES, *PUSHES):
+    for scene in (TRAIN, DRAFT_HEAD, RETRIEVAL_HEAD, INSPECT, REPORT, COMPARE, FOREIGN, SOURCES, *PUSHES):
         place = world.folder
         if scene.out:
             place = world.copy(world.folder.with_name(f"for {scene.name}"), without=scene.out)
@@ -117,7 +133,7 @@ def _places(world: World) -> Iterator[tuple[Path, Scene, tuple[str, ...]]]:
     yield world.folder, DATA, ("data/*.json*",)
     yield world.folder, EVAL, ("eval/*.json*",)
     yield world.folder, TRAIN, ("adapter/training/**/*", "adapter/*")
-    for scene, share in ((DATA, 0.6), (TRAIN, 0.7), (EVAL, 0.6)):
+    for scene, share in ((DATA, 0.6), (TRAIN, 0.7), (DRAFT_HEAD, 0.7), (RETRIEVAL_HEAD, 0.7), (EVAL, 0.6)):
         place = world.half(scene, world.folder.with_name(f"half {scene.name}"), share)
         yield place, scene, (f"{scene.out}/**/*",)
 

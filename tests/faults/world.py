@@ -89,6 +89,9 @@ PUSHES = tuple(
     Scene(f"push {folder}", ("push", folder, "ada/x", "--dry-run"), "", tuple(f"{folder}/{name}" for name in _MODULE))
     for folder in ("adapter", "head", "retrieval")
 )
+_RUN = ("eval/*.json*", "eval/kept/*")
+REPORT = Scene("report", ("report", "eval", "out=report"), "report", _RUN)
+COMPARE = Scene("compare", ("compare", "eval", "other", "out=compare"), "compare", _RUN)
 FOREIGN = Scene("a target", ("inspect", *TINY, "method=snapkv", "compare=tova", *INSPECT.arguments[-3:]), "page.html",
                 ("tiny/*", "text.txt"))  # fmt: skip
 SOURCES = Scene("sources", DATA.arguments, "data", ("mixture.yaml", "rows.jsonl"))
@@ -120,7 +123,8 @@ class World:
             outcome = Run(scene.arguments, self.folder, scene.out).wait()
             assert outcome.code == 0, f"{scene.name}: {outcome.errors}"
             self.seconds[scene.name], self.events[scene.name] = outcome.seconds, outcome.events
-        for scene in (*MAKERS, INSPECT, *PUSHES, FOREIGN, SOURCES):
+        shutil.copytree(self.folder / EVAL.out, self.folder / "other")
+        for scene in (*MAKERS, INSPECT, REPORT, COMPARE, *PUSHES, FOREIGN, SOURCES):
             if scene not in MAKERS:
                 outcome = run(scene.arguments, self.folder)
                 assert outcome.code == 0, f"{scene.name}: {outcome.errors}"

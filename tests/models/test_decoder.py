@@ -17,6 +17,7 @@ from keepsight.runtime.methods.dapq import DapQ
 from keepsight.runtime.methods.snapkv import SnapKV
 from keepsight.runtime.methods.truncation import Truncation
 from keepsight.runtime.prefill import context_of
+from tests.families import fresh_model
 from tests.tiny import prompt_ids, tiny_model
 
 SMALL: dict[str, Any] = {
@@ -78,3 +79,10 @@ def test_yarn_stretches_the_context():
     assert generate(model, ids, DapQ(16), max_new_tokens=4).shape == (1, 4)
     with pytest.raises(UserError, match="do not fit the context of 128"):
         generate(model, prompt_ids(100)[0], DapQ(16), max_new_tokens=4)
+
+
+def test_yarn_of_the_layers_with_full_attention_counts():
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256, "rope_theta": 10000.0}
+    plain = {"rope_type": "default", "rope_theta": 10000.0}
+    model = fresh_model("Gemma 3 (text)", rope_parameters={"full_attention": rope, "sliding_attention": plain})
+    assert context_of(model) == 1024

@@ -5,7 +5,7 @@ import torch
 from peft import PeftModel
 
 from keepsight.files import file_digest
-from keepsight.models.lookahead import Lookahead, input_embedding
+from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_files import ADAPTER, load_lookahead
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.models.lora import PREFIX
@@ -14,6 +14,7 @@ from keepsight.runtime.methods import LookaheadKV
 from keepsight.runtime.prefill import prefill
 from keepsight.train.lookahead.objective import LookaheadObjective
 from tests.close import assert_close
+from tests.families import family_model
 from tests.models.modules import SHAPE, importance, importance_of, lora_parameters, random_module, save
 from tests.tiny import FAMILIES, prompt_ids, tiny_model
 
@@ -159,6 +160,9 @@ def test_adapters_that_share_their_lora_are_told_apart(change, tmp_path):
         assert_close(importance_of(artifact, model, prefilled), expected)
 
 
-def test_soft_tokens_start_at_the_scale_of_the_embeddings():
-    module = Lookahead(tiny_model(), LookaheadSettings(tokens=64, rank=2))
-    assert module.tokens.std().item() == pytest.approx(input_embedding(module.model).std().item(), rel=0.1)
+@pytest.mark.parametrize("family", ["Llama 3", "Gemma 3 (text)"])
+def test_soft_tokens_start_at_the_scale_of_the_embeddings(family):
+    model = family_model(family)
+    module = Lookahead(model, LookaheadSettings(tokens=64, rank=2))
+    embedded = model.get_input_embeddings()(torch.arange(128))
+    assert module.tokens.std().item() == pytest.approx(embedded.std().item(), rel=0.1)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from keepsight.errors import UserError
 from keepsight.files import file_digest, read_json, write_json
+from keepsight.models.hub import plan_upload
 from keepsight.models.lookahead_files import ADAPTER, CONFIG, FILES, TOKENS, load_lookahead
 from tests.models.modules import random_module, save
 from tests.tiny import prompt_ids, tiny_model
@@ -94,6 +95,28 @@ def test_a_file_without_the_soft_tokens_is_named(adapter):
 def test_a_configuration_that_is_none_is_named(adapter, content):
     (adapter / CONFIG).write_text(content)
     refused(adapter, str(adapter / CONFIG))
+
+
+@pytest.mark.parametrize("changed", [{"tokens": 10**13}, {"rank": 10**9}, {"tokens": -1}, {"alpha": 0.0}])
+def test_settings_out_of_bounds_allocate_nothing(adapter, changed):
+    edit_config(adapter, settings=read_json(adapter / CONFIG)["settings"] | changed)
+    refused(adapter, str(adapter / CONFIG), *changed)
+
+
+def test_settings_that_the_tensors_differ_from_are_named(adapter):
+    edit_config(adapter, settings=read_json(adapter / CONFIG)["settings"] | {"tokens": 1000})
+    refused(adapter, str(adapter / TOKENS), "1000")
+
+
+@pytest.mark.parametrize("name", [ADAPTER, TOKENS])
+def test_weights_that_are_not_finite_are_neither_loaded_nor_pushed(adapter, name):
+    tensors = load_file(adapter / name)
+    first = next(iter(tensors.values()))
+    first.view(-1)[0] = torch.nan
+    save_file(tensors, adapter / name)
+    edit_config(adapter, digests={each: file_digest(adapter / each) for each in (ADAPTER, TOKENS)})
+    refused(adapter, str(adapter / name), "holds NaN or infinity")
+    one_line(lambda: plan_upload(adapter, "ada/x"), str(adapter / name), "holds NaN or infinity")
 
 
 def test_a_peft_configuration_that_is_none_is_named(adapter):

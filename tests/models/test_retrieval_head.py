@@ -8,14 +8,8 @@ from torch.nn import functional
 
 from keepsight.errors import UserError
 from keepsight.models.feature_head import FeatureHead
-from keepsight.models.retrieval_head import (
-    RetrievalHead,
-    cached_kv_heads,
-    check_target,
-    of_the_token_before,
-    parameters,
-    pruning,
-)
+from keepsight.models.pruning import parameters, pruning
+from keepsight.models.retrieval_head import RetrievalHead, cached_kv_heads, check_target, of_the_token_before
 from tests.close import assert_close
 from tests.models.retrieval_heads import LAYERS, target_for, tiny_deepseek, tiny_draft_head, tiny_retrieval_head
 from tests.tiny import tiny_model

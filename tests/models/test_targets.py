@@ -17,7 +17,8 @@ from keepsight.files import text_digest
 from keepsight.models import targets
 from keepsight.models.chat import chat_text
 from keepsight.models.decoder import full_attention_layers
-from keepsight.models.targets import cache_folder, load_target, packaged_file
+from keepsight.models.packaged import cache_folder, packaged_file
+from keepsight.models.targets import load_target
 from tests.tiny import FAMILIES, save_tiny_target, tiny_tokenizer
 
 HUB_ID = "ada/not-there"
@@ -141,6 +142,15 @@ def test_a_spoiled_folder_is_an_error_of_one_line(folder: Path, name: str) -> No
     with pytest.raises(UserError, match=message) as caught:
         load_target(str(folder))
     assert str(folder) in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("decoy", [{}, {"lm_head.weight": torch.zeros(2, 2)}])
+def test_a_pickle_beside_a_decoy_is_not_read(folder: Path, decoy: dict[str, torch.Tensor]) -> None:
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    save_file(decoy, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"cannot be loaded: ") as refused:
+        load_target(str(folder), device="cpu")
+    assert "\n" not in str(refused.value)
 
 
 def test_sliding_windows_are_loaded(tmp_path: Path) -> None:

@@ -7,8 +7,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from keepsight.errors import UserError
-from keepsight.runtime.allocate import ALLOCATIONS, Adaptive, Pyramid, Uniform, blended, pyramid_schedule, settle
+from keepsight.runtime.allocate import ALLOCATIONS, Adaptive, Pyramid, Uniform, blended, pyramid_schedule
 from keepsight.runtime.importance import top_mask
+from keepsight.runtime.rounding import settle
 from tests.runtime.dividing import divide
 
 ALL = [

@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from keepsight.runtime.cache import GROWTH, ROOM, KeptLayer, RaggedLayer
+from keepsight.runtime.cache_layers import GROWTH, ROOM, KeptLayer, RaggedLayer
 from keepsight.runtime.retrieval.selector import HeadKeys
 from keepsight.runtime.sparse_read.cache import SelectedLayer
 

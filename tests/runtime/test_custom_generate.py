@@ -113,6 +113,8 @@ REFUSED = {
     "positions": (lambda: {"position_ids": torch.arange(30)[None] + 5}, "position_ids other than"),
     "attentions": (lambda: {"return_dict_in_generate": True, "output_attentions": True}, "output_attentions is not"),
     "hidden states": (lambda: {"return_dict_in_generate": True, "output_hidden_states": True}, "output_hidden_states"),
+    "another cache": (lambda: {"cache_implementation": "static"}, "cache_implementation is not supported"),
+    "a short mask": (lambda: {"attention_mask": torch.ones(1, 29).long()}, "are for 29 tokens, not for 30"),
     "synced_gpus": (lambda: {"synced_gpus": True}, "synced_gpus is not"),
     "a filled cache": (lambda: {"past_key_values": _filled()}, "past_key_values must be those of a keepsight answer"),
     "an empty cache": (lambda: {"past_key_values": DynamicCache()}, "not a DynamicCache of another origin"),
@@ -127,6 +129,14 @@ def test_what_cannot_be_honoured_is_refused_in_one_line(given):
     with pytest.raises(UserError, match=said) as refused:
         model.generate(**{"input_ids": prompt_ids(30)[0]} | GREEDY | options(), custom_generate=SMALL)
     assert "\n" not in str(refused.value)
+
+
+def test_a_cache_that_the_models_own_configuration_names_is_no_wish():
+    """As in those of Gemma 2 and 3 on the Hub."""
+    model, ids = tiny_model(), prompt_ids(30)[0]
+    expected = model.generate(ids, custom_generate=SMALL, **GREEDY)
+    model.generation_config.cache_implementation = "static"
+    assert torch.equal(model.generate(ids, custom_generate=SMALL, **GREEDY), expected)
 
 
 def test_a_picture_is_refused():

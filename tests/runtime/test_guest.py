@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
 from typing import Any
 
@@ -16,12 +16,13 @@ from transformers.masking_utils import eager_mask
 
 from keepsight.errors import UserError
 from keepsight.models.decoder import decoder_of
+from keepsight.models.draft_sources import LoadedDraft
 from keepsight.runtime.generate import generate
 from keepsight.runtime.methods.snapkv import SnapKV
 from keepsight.runtime.prefill import prefill
 from tests.close import assert_close
 from tests.families import FAMILIES, family_model, fresh_model
-from tests.runtime.family_methods import NAMES, PROMPT, method_of
+from tests.runtime.family_methods import DRAFT, NAMES, PROMPT, REFUSED, method_of
 from tests.tiny import tiny_model
 
 
@@ -43,14 +44,14 @@ def owned(family: str) -> Any:
 
 @contextmanager
 def failing(model: Any, at: int) -> Iterator[None]:
-    """Within the block, a model's last layer fails in the n-th pass."""
+    """Within the block, a model fails in the n-th pass: in its second layer, which passes of observers reach, too."""
     passes = iter(range(1, 1000))
 
     def fail(*_: object) -> None:
         if next(passes) == at:
             raise PowerFailureError
 
-    hook = decoder_of(model).layers[-1].register_forward_hook(fail)
+    hook = decoder_of(model).layers[1].register_forward_hook(fail)
     try:
         yield
     finally:
@@ -66,6 +67,7 @@ def seen_of(model: Any) -> dict[str, Any]:
         "attention": [config._attn_implementation for config in _configs(model.config)],
         "adapters": [each.active_adapters for each in model.modules() if isinstance(each, LoraLayer)],
         "off": [each.disable_adapters for each in model.modules() if isinstance(each, LoraLayer)],
+        "generation": model.generation_config.to_dict(),
         "names": list(model.state_dict()),
         "trained": [name for name, value in model.named_parameters() if value.requires_grad],
         "modes": [module.training for module in model.modules()],
@@ -96,9 +98,20 @@ def test_a_model_is_afterwards_as_it_was(family, name, tmp_path_factory):
     model, fresh = owned_twice(family)
     method = method_of(name, family, tmp_path_factory.getbasetemp())
     for at in (1, 2, 1000):
-        with suppress(PowerFailureError, UserError), failing(model, at):
-            generate(model, PROMPT, method, max_new_tokens=2)
+        ends = UserError if (family, name) in REFUSED else PowerFailureError
+        with nullcontext() if ends is PowerFailureError and at == 1000 else pytest.raises(ends), failing(model, at):
+            generate(model, PROMPT, method, max_new_tokens=2, eos_token_id=None)
     assert_same(model, fresh)
+
+
+@pytest.mark.parametrize("name", ["speckv", "specpc", "speckvpc"])
+@pytest.mark.parametrize("at", [1, 2, 1000])
+def test_a_draft_model_is_afterwards_as_it_was(name, at, tmp_path):
+    assert isinstance(DRAFT.draft, LoadedDraft)
+    model = DRAFT.draft.of(tiny_model())
+    with suppress(PowerFailureError), failing(model, at):
+        generate(family_model("Qwen3"), PROMPT, method_of(name, "Qwen3", tmp_path), max_new_tokens=2)
+    assert_same(model, tiny_model())
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -201,6 +201,32 @@ def test_gradients_of_observers(reduction, length):
     assert_close(found, expected)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "max"])
+def test_observers_see_no_padding(reduction):
+    """Each row as alone and without its padding, whatever stands there; gradients too."""
+    torch.manual_seed(1)
+    length, pads = 12, [0, 5, 11]
+    leaves = [torch.randn(3, heads, 3, 4, requires_grad=True) for heads in (4, 2, 2)]
+    stored = torch.randn(3, 2, length, 4), torch.randn(3, 2, length, 4)
+    real = torch.arange(length) >= torch.tensor(pads)[:, None, None]
+    seen = LookAfter.of(leaves[0], stored[0], leaves[1], Softmax(0.5), real)
+    both = [seen.importance(reduction), seen.output(stored[1], leaves[2])]
+    up = [torch.randn(each.shape) for each in both]
+    found = torch.autograd.grad(both, leaves, up)
+    for row, pad in enumerate(pads):
+        query, key, value = (leaf.detach()[row : row + 1].requires_grad_() for leaf in leaves)
+        alone = look_after(
+            query, [each[row : row + 1, :, pad:] for each in stored], (key, value), Softmax(0.5), reduction
+        )
+        assert_close(both[0][row, :, pad:], alone[0][0])
+        assert not both[0][row, :, :pad].any()
+        assert_close(both[1][row], alone[1][0])
+        upward = [up[0][row : row + 1, :, pad:], up[1][row : row + 1]]
+        assert_close(
+            [each[row] for each in found], [each[0] for each in torch.autograd.grad(alone, (query, key, value), upward)]
+        )
+
+
 def test_masks_that_are_kept_serve_training_too():
     with torch.inference_mode():
         assert attention_weights(torch.randn(1, 2, 17, 4), torch.randn(1, 2, 17, 4), Softmax(1.0)).is_inference()

@@ -10,7 +10,8 @@ import torch
 from keepsight.errors import UserError
 from keepsight.models.decoder import full_attention_layers
 from keepsight.runtime.allocate import Adaptive
-from keepsight.runtime.cache import KeptLayer, cache_bytes, full_layers
+from keepsight.runtime.cache import cache_bytes, full_layers
+from keepsight.runtime.cache_layers import KeptLayer
 from keepsight.runtime.drafting.observer import DraftObserver
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.importance import Pool

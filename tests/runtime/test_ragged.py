@@ -9,7 +9,8 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from keepsight.runtime.allocate import Adaptive, Pyramid, Uniform
 from keepsight.runtime.attention import recording
-from keepsight.runtime.cache import KeptLayer, RaggedLayer, ViewedLayer, cache_bytes, entries, share
+from keepsight.runtime.cache import cache_bytes, entries, share
+from keepsight.runtime.cache_layers import KeptLayer, RaggedLayer, ViewedLayer
 from keepsight.runtime.decode import decode, stop_after
 from keepsight.runtime.gather import keep
 from keepsight.runtime.importance import Pool

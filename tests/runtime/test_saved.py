@@ -256,6 +256,9 @@ def drop_key(file):
         (lambda file: save_file(load_file(file), file, metadata={"keepsight_state": "[]"}), "is corrupt"),
         (lambda file: rewrite(file, more=1), "is corrupt"),
         (drop_key, "is corrupt"),
+        (lambda file: rewrite(file, shape=[3]), r"is corrupt \(shape: expected an object"),
+        (lambda file: rewrite(file, needs={"window": "4"}), r"is corrupt \(needs\.window: "),
+        (lambda file: rewrite(file, softmax=[7]), r"is corrupt \(softmax\.0: "),
     ],
 )
 def test_what_is_wrong_with_a_file_is_said_in_one_line(tmp_path, harm, said):

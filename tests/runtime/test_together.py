@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from keepsight.runtime import together as module
-from keepsight.runtime.cache import LayerEntries
+from keepsight.runtime.cache_layers import LayerEntries
 from keepsight.runtime.method import FullCache
 from keepsight.runtime.methods import AdaKV, PyramidKV, SnapKV, StreamingLLM
 from keepsight.runtime.prefill import prefill, read

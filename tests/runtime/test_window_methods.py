@@ -11,7 +11,7 @@ from keepsight import generate
 from keepsight.errors import UserError
 from keepsight.runtime.allocate import Adaptive, Pyramid
 from keepsight.runtime.attention import recording
-from keepsight.runtime.cache import RaggedLayer
+from keepsight.runtime.cache_layers import RaggedLayer
 from keepsight.runtime.decode import decode, stop_after
 from keepsight.runtime.drafting.observer import DraftObserver
 from keepsight.runtime.importance import Pool, Reduce
@@ -22,7 +22,7 @@ from keepsight.runtime.methods.lacache import LaCache, Ladder
 from keepsight.runtime.methods.lookaheadkv import LookaheadKV
 from keepsight.runtime.methods.oracle import Oracle, OwnAnswer
 from keepsight.runtime.methods.pyramidkv import PyramidKV
-from keepsight.runtime.methods.random_entries import Lots, RandomEntries
+from keepsight.runtime.methods.random_entries import RandomEntries, RandomScores
 from keepsight.runtime.methods.snapkv import SnapKV
 from keepsight.runtime.methods.streamingllm import Earliness, StreamingLLM
 from keepsight.runtime.methods.tova import TOVA
@@ -345,16 +345,16 @@ def test_evicting_while_decoding_never_exceeds_the_budget():
 def test_random_entries_depend_on_seed_place_layer_and_head_alone():
     model = tiny_model()
     state, other = (prefill(model, prompt_ids(50, seed=seed)[0]) for seed in (0, 1))
-    lots = torch.stack(Lots()(model, state, Reduce()))[:, 0]
-    assert torch.equal(torch.stack(Lots()(model, other, Reduce()))[:, 0], lots)
+    scores = torch.stack(RandomScores()(model, state, Reduce()))[:, 0]
+    assert torch.equal(torch.stack(RandomScores()(model, other, Reduce()))[:, 0], scores)
     longer = prefill(model, prompt_ids(60)[0])
-    assert torch.equal(torch.stack(Lots()(model, longer, Reduce()))[:, 0, :, :50], lots)
-    assert not torch.equal(torch.stack(Lots(1)(model, state, Reduce()))[:, 0], lots)
-    assert len({tuple(each.tolist()) for each in lots.flatten(0, 1)}) == 6
+    assert torch.equal(torch.stack(RandomScores()(model, longer, Reduce()))[:, 0, :, :50], scores)
+    assert not torch.equal(torch.stack(RandomScores(1)(model, state, Reduce()))[:, 0], scores)
+    assert len({tuple(each.tolist()) for each in scores.flatten(0, 1)}) == 6
     torch.manual_seed(5)
     before = torch.rand(1)
     torch.manual_seed(5)
-    Lots()(model, state, Reduce())
+    RandomScores()(model, state, Reduce())
     assert torch.equal(torch.rand(1), before)
 
 
@@ -418,7 +418,7 @@ def test_named_methods_are_one_composition_with_the_published_defaults():
         (lambda: Ladder(4, 4), "overlap 4 must be a whole number below the span of 4"),
         (lambda: Ladder(4, -1), "overlap -1 must be"),
         (lambda: Ladder(sinks=-1), "sinks -1 must be"),
-        (lambda: Lots(-1), "seed -1 must be"),
+        (lambda: RandomScores(-1), "seed -1 must be"),
         (lambda: H2O(32), "budget 32 must be above the 32 protected"),
         (lambda: TOVA(1), "budget 1 must be above the 1 protected"),
         (lambda: KeyNorm(19, allocate=Pyramid()), "leaves the last layer without entries"),

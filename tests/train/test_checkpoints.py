@@ -6,10 +6,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from keepsight.errors import UserError
-from keepsight.files import read_json, whole_lines, write_json
+from keepsight.files import file_digest, read_json, whole_lines, write_json
 from keepsight.locks import one_writer
 from keepsight.train.lookahead.trainer import LookaheadTrainer
 from keepsight.train.resume import SEAL, check_seal, last_checkpoint, sealing
@@ -73,6 +75,17 @@ def test_one_changed_bit_is_noticed(work, name):
     content[len(content) // 2] ^= 1
     (work / "checkpoint-6" / name).write_bytes(content)
     refused(work, f"checkpoint-6/{name}: changed or cut off since it was written")
+
+
+@pytest.mark.parametrize("changed", [{"other": torch.ones(1)}, {"tokens": torch.ones(8, 32)}])
+def test_weights_of_another_shape_are_named(work, changed):
+    """Sealed anew, as someone who exchanges files does."""
+    path = work / "checkpoint-6" / "lookahead.safetensors"
+    save_file(load_file(path) | changed, path)
+    seal = path.with_name(SEAL)
+    write_json(seal, read_json(seal) | {path.name: file_digest(path)})
+    (name,) = changed
+    refused(work, f"{path}: tensor '{name}' ", "is surplus" if name == "other" else "has shape [8, 32]")
 
 
 def test_the_checkpoint_before_a_damaged_one_is_as_good(straight, work):

@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from keepsight.models.decoder import decoder_of, logits_of
 from keepsight.runtime.features import RecordFeatures
 
 
@@ -47,7 +48,7 @@ class RunTarget:
     def __call__(self, ids: Tensor) -> TargetReading:
         """[n] int64 -> its reading."""
         with RecordFeatures(self._target, self._layers) as features:
-            output = self._target.base_model(input_ids=ids[None].to(self._target.device), use_cache=False)
+            output = decoder_of(self._target)(input_ids=ids[None].to(self._target.device), use_cache=False)
         return TargetReading(torch.cat(features.outputs(), dim=-1)[0], output.last_hidden_state[0])
 
 
@@ -69,7 +70,7 @@ _ROWS = 256
 
 @torch.no_grad()
 def teacher_of(hidden: Tensor, target: PreTrainedModel, vocabulary: Tensor, dtype: torch.dtype) -> Teacher:
-    """Run the target's lm_head, a few rows at a time.
+    """The target's logits, a few rows at a time.
 
     Args:
         hidden: [n, hidden], what the lm_head reads.
@@ -79,10 +80,9 @@ def teacher_of(hidden: Tensor, target: PreTrainedModel, vocabulary: Tensor, dtyp
     """
     probabilities = hidden.new_empty(len(hidden), len(vocabulary), dtype=dtype)
     known = torch.empty(len(hidden), dtype=torch.bool, device=hidden.device)
-    lm_head: Any = target.get_output_embeddings()
     for start in range(0, len(hidden), _ROWS):
         chunk = slice(start, start + _ROWS)
-        logits = lm_head(hidden[chunk])
+        logits = logits_of(target, hidden[chunk])
         drafted = logits.index_select(1, vocabulary)
         probabilities[chunk] = drafted.softmax(-1, dtype=torch.float32)
         known[chunk] = drafted.amax(-1) == logits.amax(-1)  # an argmax takes a CPU ten times as long

@@ -14,8 +14,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
+from keepsight.atomic import atomic_file
 from keepsight.errors import UserError, require_same
-from keepsight.files import atomic_file, file_digest, read_json, write_json
+from keepsight.files import file_digest, read_json, write_json
 from keepsight.locks import one_writer
 from keepsight.models.processes import launched
 from keepsight.train.draft_head.teacher import TargetReader, TargetReading
@@ -54,13 +55,17 @@ class StoredReadings:
         """[n] int64 -> its reading, on the device of `ids`.
 
         Raises:
-            UserError: the folder does not hold this text.
+            UserError: the folder does not hold this text, or not all of its reading.
         """
         key = _key(ids.tolist())
         if key not in self._shards:
             raise UserError(f"a sample of {len(ids)} tokens is not in features=; delete that folder to make it again")
-        with safe_open(self._shards[key], framework="pt", device=str(ids.device)) as tensors:
-            return TargetReading(tensors.get_tensor(f"{key}.features"), tensors.get_tensor(f"{key}.hidden"))
+        path, names = self._shards[key], (f"{key}.features", f"{key}.hidden")
+        with safe_open(path, framework="pt", device=str(ids.device)) as tensors:
+            held = [tensors.get_tensor(name) for name in names if name in tensors.keys()]  # noqa: SIM118
+        if [len(each) for each in held] != [len(ids)] * 2:
+            raise UserError(f"{path}: the reading of a sample of {len(ids)} tokens is not whole; delete that file")
+        return TargetReading(*held)
 
 
 def write_readings(folder: Path, reader: TargetReader, texts: Sequence[list[int]], made_of: Mapping[str, Any]) -> None:

@@ -12,12 +12,13 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from typing_extensions import override
 
-from keepsight.models.decoder import decoder_of
+from keepsight.models.decoder import decoder_of, require_full_attention
 from keepsight.models.lookahead import Lookahead
 from keepsight.runtime.attention import run
-from keepsight.runtime.cache import empty_cache, filled_layer, record_past
+from keepsight.runtime.cache import empty_cache, has_recurrent, record_past, share
 from keepsight.runtime.observe import AttentionRecorder, observe
 from keepsight.runtime.prefill import positions_of
+from keepsight.runtime.state_tensors import layer_of_tensors, layer_tensors
 from keepsight.train.dataset import Batch
 from keepsight.train.objective import ReplayedObjective
 from keepsight.train.replay import Reading
@@ -36,11 +37,21 @@ def target_importance(model: PreTrainedModel, batch: Batch) -> tuple[Cache, list
     """
     ids, mask = batch.joined()
     recorder = AttentionRecorder(batch.answer_ids.shape[1], key_mask=mask, query_mask=batch.answer_mask)
-    cache = empty_cache(model)
-    record_past(cache)
+    cache, prompt = empty_cache(model), batch.prompt_ids.shape[1]
     positions = positions_of(mask, ids.shape[1], ids.device)
-    run(decoder_of(model), cache, recorder=recorder, input_ids=ids, attention_mask=mask, position_ids=positions)
-    cache.crop(-batch.answer_ids.shape[1])
+
+    def read(start: int, end: int, into: Cache, recorder: AttentionRecorder | None = None) -> None:
+        seen, here = None if mask is None else mask[:, :end], slice(start, end)
+        inputs = {"input_ids": ids[:, here], "attention_mask": seen, "position_ids": positions[:, here]}
+        run(decoder_of(model), into, recorder=recorder, **inputs)
+
+    if has_recurrent(cache):  # from such a layer the answer cannot be taken back
+        read(0, prompt, cache)
+        read(prompt, ids.shape[1], share(cache), recorder)
+    else:
+        record_past(cache)
+        read(0, ids.shape[1], cache, recorder)
+        cache.crop(prompt - ids.shape[1])
     return cache, recorder.layers()
 
 
@@ -95,6 +106,7 @@ class LookaheadObjective(ReplayedObjective):
 
     def __init__(self, lookahead: Lookahead, far: float = 0.0) -> None:
         super().__init__()
+        require_full_attention(lookahead.model)
         self.lookahead, self.far = lookahead, far
         lookahead.model.requires_grad_(False)
 
@@ -126,15 +138,18 @@ class LookaheadObjective(ReplayedObjective):
 
 
 def _stored(cache: Cache) -> Reading:
-    """The entries of every layer, by name."""
-    layers = enumerate(cache.layers)
-    return {f"{name}.{index}": getattr(layer, name) for index, layer in layers for name in ("keys", "values")}
+    """What every layer holds, by name."""
+    held = [(index, *each) for index, layer in enumerate(cache.layers) for each in layer_tensors(layer).items()]
+    return {f"{name}.{index}": tensor for index, name, tensor in held if tensor is not None}
 
 
 def _restored(reading: Reading, model: PreTrainedModel, length: int) -> Cache:
-    """A cache of the entries that `_stored` named, after `length` tokens."""
+    """A cache of what `_stored` named, after `length` tokens."""
     layers = []
     for index, empty in enumerate(empty_cache(model).layers):
-        keys, values = (reading[f"{name}.{index}"].to(model.dtype) for name in ("keys", "values"))
-        layers.append(filled_layer(empty, keys, values, length))
+        end = f".{index}"
+        held = {name.removesuffix(end): each for name, each in reading.items() if name.endswith(end)}
+        # A recurrent state is in float32 in models of any dtype.
+        cast = {name: each if name.startswith("recurrent") else each.to(model.dtype) for name, each in held.items()}
+        layers.append(layer_of_tensors(empty, cast, length))
     return Cache(layers=layers)

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from typing_extensions import Self, override
 
+from keepsight.models.decoder import require_full_attention
 from keepsight.models.retrieval_head import RetrievalHead
 from keepsight.train.dataset import Batch
 from keepsight.train.objective import HeadObjective, ReplayedObjective
@@ -102,6 +103,7 @@ class RetrievalObjective(ReplayedObjective, HeadObjective):
         answers: float = 0.0,
     ) -> None:
         super().__init__()
+        require_full_attention(target)
         self.head, self.queries, self.temperature, self.answers = head, queries, temperature, answers
         self.target = target.requires_grad_(False)
 

@@ -79,7 +79,6 @@ class StepRecorder:
 
     def __init__(self, rows: int, mask: Tensor | None, layers: Sequence[int] | None = None) -> None:
         self.rows, self.mask, self.layers = rows, mask, layers
-        self._layers = 0
         self._total: Tensor | None = None
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, softmax: Softmax, real: Tensor | None) -> None:
@@ -96,12 +95,11 @@ class StepRecorder:
             mask = None if self.mask is None else self.mask[:, :seen]
             weights = attention_weights(query[:, :, first + start : seen], key[:, :, :seen], softmax, mask)
             self._total[:, :, start:stop, :seen] += reduce_group(weights, kv_heads)
-        self._layers += 1
 
     def importance(self) -> Tensor:
-        """[B, K, rows, S] float32, the mean over layers: causal, each row sums to 1."""
+        """[B, K, rows, S] float32, the mean over layers: causal, each row sums to 1 (what sinks take is left out)."""
         assert self._total is not None
-        return self._total / self._layers
+        return self._total / self._total.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
 
 
 @dataclass(frozen=True)

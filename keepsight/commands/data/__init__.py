@@ -6,7 +6,7 @@
 
     keepsight data stats runs/data
 
-A run that was killed resumes when the same command is given again. `stats` says what a data folder holds.
+A run that was killed resumes when the same command is run again. `stats` says what a data folder holds.
 """
 
 import json

@@ -3,7 +3,7 @@
 from keepsight.eval.results import Row
 
 
-def row(method: str, budget: int | None, score: float, **changes: object) -> Row:
+def row(method: str, budget: float | None, score: float, **changes: object) -> Row:
     """A row with what `changes` says, under another needle depth for each number in `sample`."""
     sample = str(changes.get("sample", "0"))
     plain: Row = {

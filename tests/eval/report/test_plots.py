@@ -39,6 +39,18 @@ def test_scores_figure_draws_each_method_at_its_budgets(rows: list[Row]) -> None
     assert full.get_linestyle() == "--"
 
 
+def test_shares_of_the_prompt_stand_beside_numbers_of_entries() -> None:
+    """Half of 500 tokens lies between 64 and 300 entries."""
+    mixed = [row("snapkv", budget, score) for budget, score in {64: 0.1, 0.5: 0.5, 300: 0.9}.items()]
+    (panel,) = plots.scores_plot(summary.summarize(mixed)).figure().axes
+    assert panel.get_xlabel() == "KV budget (entries per layer and head)"
+    assert line_of(panel, "snapkv") == (pytest.approx([64, 250, 300], rel=0.1), [0.1, 0.5, 0.9])
+    assert [label.get_text() for label in panel.get_xticklabels()] == ["64", "250", "300"]
+    (panel,) = plots.scores_plot(summary.summarize([row("snapkv", 0.1, 1.0)])).figure().axes
+    assert panel.get_xlabel() == "KV budget (share of the prompt)"
+    assert line_of(panel, "snapkv")[0] == pytest.approx([0.1], rel=0.1)
+
+
 def test_intervals_span_their_value(rows: list[Row]) -> None:
     panel = panels_by_title(plots.excess_nll_plot(summary.summarize(rows)).figure())["niah_single, 512 tokens"]
     ends = [np.asarray(path.vertices)[:, 1] for drawn in panel.collections for path in drawn.get_paths()]

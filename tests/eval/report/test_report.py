@@ -60,6 +60,12 @@ def test_report_of_the_full_cache_alone(tmp_path: Path) -> None:
     assert "No method that evicts was run." in page
 
 
+def test_the_length_of_a_prompt_stands_beside_its_bucket(tmp_path: Path) -> None:
+    report.write_report([Run(tmp_path, [row("full", None, 1.0), row("snapkv", 64, 0.0)], {})], tmp_path, {})
+    page = " ".join((tmp_path / "report.html").read_text("utf-8").split())
+    assert "niah_single, 512 tokens, " in page and "<dt>prompt</dt><dd>500 tokens</dd>" in page
+
+
 def test_examples_are_those_that_differ_most_taking_tasks_in_turn(rows: list[Row]) -> None:
     examples = choose_examples(rows, count=3)
     assert [example.sample["task"] for example in examples] == ["niah_single", "qa, short", "niah_single"]

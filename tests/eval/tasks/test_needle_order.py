@@ -6,7 +6,7 @@ from keepsight.commands.config import parse
 from keepsight.commands.eval import Config
 from keepsight.commands.from_recipe import resources_of, target_of
 from keepsight.eval.rows import Variant
-from keepsight.eval.sweep import run_sample
+from keepsight.eval.run_samples import run_sample
 from keepsight.eval.tasks.niah import make_samples
 from keepsight.runtime.methods import make_method
 

@@ -5,7 +5,7 @@ import torch
 
 from keepsight import generate
 from keepsight.errors import UserError
-from keepsight.runtime.cache import ROOM
+from keepsight.runtime.cache_layers import ROOM
 from keepsight.runtime.decode import decode, stop_after
 from keepsight.runtime.method import FullCache
 from keepsight.runtime.methods import AdaKV, PyramidKV, SnapKV

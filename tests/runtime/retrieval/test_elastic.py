@@ -13,7 +13,8 @@ from keepsight.errors import UserError
 from keepsight.runtime.methods import SpeCache, SpeContext
 from keepsight.runtime.offload import Begun, Traffic
 from keepsight.runtime.prefill import read
-from keepsight.runtime.retrieval.elastic import Arrangement, ElasticLayer
+from keepsight.runtime.retrieval.arrangement import Arrangement
+from keepsight.runtime.retrieval.elastic import ElasticLayer
 from keepsight.runtime.sparse_read.cache import Selection
 from tests.close import assert_close
 from tests.models.retrieval_heads import tiny_retrieval_head

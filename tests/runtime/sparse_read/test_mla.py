@@ -9,7 +9,8 @@ from torch.nn import functional
 from transformers.cache_utils import Cache
 
 from keepsight.errors import UserError
-from keepsight.runtime.cache import KeptLayer, cache_bytes
+from keepsight.runtime.cache import cache_bytes
+from keepsight.runtime.cache_layers import KeptLayer
 from keepsight.runtime.decode import decode, stop_after
 from keepsight.runtime.latents import Expansion
 from keepsight.runtime.method import FullCache

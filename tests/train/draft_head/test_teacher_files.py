@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from keepsight.errors import UserError
+from keepsight.files import file_digest, read_json, write_json
 from keepsight.train.draft_head import teacher_files
 from keepsight.train.draft_head.teacher import TargetReading
 from keepsight.train.draft_head.teacher_files import StoredReadings, write_readings
@@ -45,3 +48,19 @@ def test_processes_divide_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     stored = StoredReadings(tmp_path)
     for ids in map(torch.tensor, TEXTS):
         assert torch.equal(stored(ids).features, read(ids).features)
+
+
+@pytest.mark.parametrize("kind", ["removed", "doubled"])
+def test_a_reading_that_is_not_whole_is_refused(tmp_path: Path, kind: str) -> None:
+    """Whatever its digest says."""
+    ids = torch.tensor([3, 5])
+    write_readings(tmp_path, read, [[3, 5]], {})
+    path, manifest = tmp_path / "readings-00000.safetensors", tmp_path / "manifest.json"
+    assert StoredReadings(tmp_path)(ids).hidden.shape == (2, 2)
+    tensors = load_file(path)
+    name = next(name for name in tensors if name.endswith("hidden"))
+    tensors |= {name: torch.ones(4, 2)} if kind == "doubled" else {"other": tensors.pop(name)}
+    save_file(tensors, path)
+    write_json(manifest, read_json(manifest) | {"digests": {path.name: file_digest(path)}})
+    with pytest.raises(UserError, match=r"readings-00000\.safetensors: the reading of a sample of 2 tokens"):
+        StoredReadings(tmp_path)(ids)

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,13 @@ def test_without_held_out_samples_nothing_is_measured(place, tmp_path):
     assert load_lookahead(tmp_path / "adapter").provenance.training["steps"] == 2
     assert "Not measured." in (tmp_path / "adapter" / "README.md").read_text()
     assert not (tmp_path / "adapter" / "training" / "fidelity.jsonl").exists()
+
+
+def test_an_adapter_to_start_from_must_have_been_trained_as_this_one_is(place, trained, tmp_path):
+    other = config(place, tmp_path / "more", init=str(trained), lookahead=replace(SHAPE, alpha=32.0, tokens=5))
+    with pytest.raises(UserError, match=r"trained with tokens=4, now it is 5; alpha=8\.0, now it is 32\.0"):
+        command.run(other)
+    assert not (tmp_path / "more").exists()
 
 
 def test_data_of_another_target_is_refused(place, tmp_path):

@@ -14,7 +14,8 @@ from keepsight.commands.config import ModelConfig
 from keepsight.errors import UserError
 from keepsight.models.draft_head_files import save_draft_head
 from keepsight.models.lookahead_files import Provenance
-from keepsight.models.retrieval_head import RetrievalHead, parameters
+from keepsight.models.pruning import parameters
+from keepsight.models.retrieval_head import RetrievalHead
 from keepsight.models.retrieval_head_files import CONFIG, FILES, WEIGHTS, load_retrieval_head
 from keepsight.models.targets import load_target
 from keepsight.train.dataset import Batch, cut

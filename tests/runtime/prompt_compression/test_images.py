@@ -1,0 +1,125 @@
+"""SpecPC on prompts with images: a draft model that sees them too, and a target that reads some of their tokens."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from keepsight.errors import UserError
+from keepsight.models.draft_sources import DraftHeadSource
+from keepsight.runtime.generate import generate
+from keepsight.runtime.method import FullCache
+from keepsight.runtime.methods.specpc import SpecPC
+from keepsight.runtime.prompt_compression.neighborhood import select_tokens
+from tests.close import assert_close
+from tests.families import family_model, fresh_model
+from tests.models.retrieval_heads import LAYERS, tiny_draft_head
+from tests.runtime.prompt_compression.prompts import Fixed
+from tests.runtime.slow_families import slow_pass
+from tests.runtime.test_images import ANSWER, GEMMA, IMAGE, LENGTH, QWEN, longer, prompt
+from tests.tiny import prompt_ids
+
+DRAFT: Any = Fixed(fresh_model(QWEN, seed=7))
+GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+BUDGET, WINDOW = 24, 8
+
+
+def small(budget: int = BUDGET, **options: Any) -> SpecPC:
+    return SpecPC(budget, **({"window": WINDOW, "draft": DRAFT, "kernel": 4, "first_layer": 2} | options))
+
+
+def kept_of(inputs: dict[str, Any]) -> Tensor:
+    """The tokens that the draft's eager attention over the whole prompt selects."""
+    weights = torch.stack(slow_pass(DRAFT.model, **inputs)[0][2:])[:, 0, :, -WINDOW:]
+    scores = (weights * torch.linspace(0, 1, WINDOW)[:, None]).amax(dim=(0, 1, 2))
+    return select_tokens(scores, BUDGET, WINDOW, 4, 4)
+
+
+def positions_of(inputs: dict[str, Any], answer: Tensor, kept: Tensor) -> Tensor:
+    """[3, 1, C + T]: the model's own positions of what is kept, one by one without gaps, and those of the answer."""
+    whole = {name: value for name, value in longer(inputs, answer).items() if name != "pixel_values"}
+    own, _ = family_model(QWEN).model.get_rope_index(**whole)
+    stay = own[..., torch.cat([kept, torch.arange(LENGTH, LENGTH + answer.shape[1])])]
+    places = {value: rank for rank, value in enumerate(sorted({*stay.flatten().tolist()}))}
+    return torch.tensor([places[value] for value in stay.flatten().tolist()]).view(stay.shape)
+
+
+def test_the_target_reads_what_a_draft_that_sees_the_images_attends_to() -> None:
+    model, inputs = family_model(QWEN), prompt(QWEN)
+    kept, ids = kept_of(inputs), inputs["input_ids"]
+    pictured = int((ids[:, kept] == IMAGE).sum())
+    assert 0 < pictured < 8, "of the image, a part is kept"
+    answer = generate(model, method=small(), **inputs, **GREEDY)
+    with torch.no_grad():
+        prompt_embedded = model(**inputs, output_hidden_states=True).hidden_states[0][:, kept]
+        embedded = torch.cat([prompt_embedded, model.get_input_embeddings()(answer)], dim=1)
+    _, logits = slow_pass(model, inputs_embeds=embedded, position_ids=positions_of(inputs, answer, kept))
+    assert torch.equal(logits[:, BUDGET - 1 : -1].argmax(dim=-1), answer)
+
+
+def test_a_turn_goes_on_at_the_new_positions() -> None:
+    model, inputs = family_model(QWEN), prompt(QWEN)
+    options = GREEDY | {"return_dict_in_generate": True, "output_logits": True}
+    first = model.generate(**inputs, custom_generate=small(), **options)
+    assert first.sequences.shape == (1, LENGTH + 6)
+    assert torch.equal(first.sequences[:, :LENGTH], inputs["input_ids"])
+    state = first.past_key_values.state
+    positions = positions_of(inputs, first.sequences[:, LENGTH:], kept_of(inputs))
+    assert state.length == BUDGET + 5 and int(state.next_position[0]) == int(positions.max())
+    turn = torch.cat([first.sequences, ANSWER], dim=1)
+    second = model.generate(turn, past_key_values=first.past_key_values, custom_generate=small(), **options)
+    assert torch.equal(second.sequences[:, : turn.shape[1]], turn)
+
+
+@pytest.mark.parametrize("family", [QWEN, GEMMA])
+def test_a_prompt_within_the_budget_is_read_whole(family: str) -> None:
+    model, inputs = family_model(family), prompt(family)
+    expected = generate(model, method=FullCache(), **inputs, **GREEDY)
+    assert torch.equal(generate(model, method=small(LENGTH), **inputs, **GREEDY), expected)
+
+
+def test_a_prompt_without_images_is_shortened_as_ever() -> None:
+    ids = prompt(QWEN)["input_ids"].clamp(max=119)
+    model = family_model(QWEN)
+    short = small().start(model, ids)
+    text = small(draft=Fixed(DRAFT.model))
+    expected = generate(model, short.tokens, FullCache(), **GREEDY)
+    assert torch.equal(generate(model, ids, text, **GREEDY), expected)
+
+
+def test_a_pass_that_ended_early_leaves_nothing_behind() -> None:
+    model, inputs = family_model(QWEN), prompt(QWEN)
+    before = model(**inputs).logits
+    generate(model, method=small(), **inputs, **GREEDY)
+    assert torch.equal(model(**inputs).logits, before)
+    assert not model.get_decoder()._forward_pre_hooks
+
+
+def test_a_draft_scores_in_its_layers_with_full_attention() -> None:
+    """In Gemma the second and the last of four, so that the third on means the last alone."""
+    ids, draft = prompt_ids(LENGTH)[0], family_model("Gemma 3 (text)")
+    scores, _ = small(draft=Fixed(draft), first_layer=2).look(family_model("Qwen3"), ids[0])
+    weights = slow_pass(draft, input_ids=ids)[0][1][0, :, -WINDOW:]
+    assert_close(scores, (weights * torch.linspace(0, 1, WINDOW)[:, None]).amax(dim=(0, 1)))
+    with pytest.raises(UserError, match="no layer with full attention from layer 2 on; lower first_layer"):
+        small(draft=Fixed(family_model("Mistral with a window"))).look(family_model("Qwen3"), ids[0])
+
+
+def test_what_cannot_be_shortened_is_refused_in_one_line() -> None:
+    model, inputs = family_model(QWEN), prompt(QWEN)
+    twice = {name: torch.cat([value, value]) for name, value in inputs.items()}
+    padded = inputs | {"attention_mask": (torch.arange(LENGTH) > 1).long()[None]}
+    head = small(draft=DraftHeadSource("head", LAYERS, tiny_draft_head()), first_layer=None)
+    text = small(draft=Fixed(family_model("Qwen3")))
+    refused = [
+        (model, small(), twice, "shortened alone, without padding"),
+        (model, small(), padded, "shortened alone, without padding"),
+        (model, head, inputs, "a draft head reads no images"),
+        (model, text, inputs, "pixel_values is not supported by qwen3, which reads no images"),
+        (family_model(GEMMA), small(draft=Fixed(fresh_model(GEMMA, seed=7))), prompt(GEMMA), "none can be left out"),
+    ]
+    for target, method, given, said in refused:
+        with pytest.raises(UserError, match=said) as caught:
+            generate(target, method=method, **given, **GREEDY)
+        assert "\n" not in str(caught.value)
