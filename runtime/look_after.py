@@ -9,9 +9,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from keepsight.runtime.attention import OwnAttention
-from keepsight.runtime.cache_layers import ViewedLayer
 from keepsight.runtime.importance import later
 from keepsight.runtime.softmax import Softmax
+from keepsight.runtime.viewed_layers import ViewedLayer
 
 
 @dataclass(frozen=True)

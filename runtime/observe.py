@@ -19,12 +19,12 @@ from typing_extensions import override
 from keepsight.models.decoder import decoder_of, has_latents
 from keepsight.runtime.attention import run
 from keepsight.runtime.cache import as_observed, marked
-from keepsight.runtime.cache_layers import ViewedLayer
 from keepsight.runtime.importance import ROWS_AT_ONCE, Reduce, observed_attention, reduce_group
 from keepsight.runtime.look_after import AllSeen, LastLayer, WatchedLayer
 from keepsight.runtime.read_layer import ReadLayer, read_layers
 from keepsight.runtime.softmax import Softmax
 from keepsight.runtime.state import Needs, State
+from keepsight.runtime.viewed_layers import ViewedLayer
 
 
 class Observer(ABC):
