@@ -17,8 +17,9 @@ from typing_extensions import override
 from keepsight.errors import UserError
 
 ROOM = 64
-"""Entries for which layers, and the keys of a retrieval head, make room when they grow, at least; memory plans count
-it."""
+"""Entries for which caches make room when they grow, at least; memory plans count it."""
+GROWTH = 1 / 16
+"""Share of the entries held for which caches make room when they grow, if that is more; memory plans count it."""
 
 
 class LayerEntries(NamedTuple):
@@ -33,6 +34,11 @@ class LayerEntries(NamedTuple):
     keys: Tensor
     values: Tensor
     real: Tensor | None
+
+
+def spare(count: int) -> int:
+    """Entries to make room for beyond `count`: a share of them, so that they are not copied again and again."""
+    return max(ROOM, int(count * GROWTH))
 
 
 class KeptLayer(DynamicLayer):
@@ -74,7 +80,7 @@ class KeptLayer(DynamicLayer):
         """
         before, after = self.keys.shape[2], self.keys.shape[2] + keys.shape[2]
         if self._room is None or after > self._room[0].shape[2]:
-            grown = 0, 0, 0, after + self._spare(after) - before
+            grown = 0, 0, 0, after + spare(after) - before
             self._room, self._shared = (functional.pad(self.keys, grown), functional.pad(self.values, grown)), 0
             if self.real is not None:
                 self._real_room = functional.pad(self.real, grown[2:], value=True)
@@ -83,10 +89,6 @@ class KeptLayer(DynamicLayer):
         self.keys, self.values = (room[:, :, :after] for room in self._room)
         if self._real_room is not None:
             self.real = self._real_room[..., :after]
-
-    def _spare(self, count: int) -> int:
-        """Entries to make room for beyond `count`: a share of them, so that they are not copied again and again."""
-        return max(ROOM, count // 4)
 
     @override
     def get_seq_length(self) -> int:

@@ -1,6 +1,7 @@
-"""Tests on other processors: slow or busy ones, and those whose kernels ATEN_CPU_CAPABILITY takes."""
+"""Tests on other processors: slow or busy ones, those whose kernels ATEN_CPU_CAPABILITY takes, and Triton's interpreter."""
 
 import os
+import shutil
 
 from hypothesis import HealthCheck, settings
 
@@ -11,3 +12,5 @@ settings.load_profile("keepsight")
 if os.environ.get("ATEN_CPU_CAPABILITY") in ("default", "avx2"):
     # torch's bfloat16 attention asks oneDNN what the processor can do, and fails where the two disagree.
     os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
+if shutil.which("nvidia-smi") is None:
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported

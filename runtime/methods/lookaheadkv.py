@@ -27,9 +27,9 @@ class SoftTokens(Observer):
     artifact: Artifact
 
     @override
-    def __call__(self, model: PreTrainedModel, state: State, reduction: str) -> list[Tensor]:
+    def __call__(self, model: PreTrainedModel, state: State, reduce: Reduce) -> list[Tensor]:
         with self.artifact.attached(model) as tokens:
-            return look_back(model, state, tokens.expand(len(state.logits), -1, -1), reduction=reduction)
+            return look_back(model, state, tokens.expand(len(state.logits), -1, -1), reduce=reduce)
 
     @override
     def positions(self) -> int:
