@@ -1,4 +1,4 @@
-"""Tests on other processors: slow or busy ones, those whose kernels ATEN_CPU_CAPABILITY takes, and Triton's interpreter."""
+"""Tests on slow or busy machines, under kernels of older processors, and of Triton kernels without a GPU."""
 
 import os
 import shutil
