@@ -33,7 +33,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_data(folder / "data", load_target(str(folder / "target"), device="cpu"))
     command.run(
         command.Config(
-            model=ModelConfig(id=str(folder / "target"), device="cpu"),
+            model=ModelConfig(id=str(folder / "target"), device="cpu", dtype="float32"),
             data=str(folder / "data"),
             out=str(folder / "one"),
             lookahead=SHAPE,
@@ -48,7 +48,14 @@ def arguments(place: Path, out: Path, **more: Any) -> list[str]:
     names = (*TRAINING, "held_out", "measure_every", "save_every", "learning_rate", "budget", "report_to")
     given = {f"train.{name}": getattr(made, name) for name in names}
     given |= {f"lookahead.{name}": getattr(SHAPE, name) for name in ("tokens", "rank", "alpha", "pooling", "kernel")}
-    given |= {"model.id": place / "target", "model.device": "cpu", "data": place / "data", "out": out, **more}
+    given |= {
+        "model.id": place / "target",
+        "model.device": "cpu",
+        "model.dtype": "float32",
+        "data": place / "data",
+        "out": out,
+        **more,
+    }
     return [f"{name}={value}" for name, value in given.items()]
 
 
