@@ -83,6 +83,18 @@ def test_two_processes_stop_together_go_on_and_train_what_one_trains(config: str
         assert path.stat().st_size < target / 2, f"{path} holds the frozen target"
 
 
+@pytest.mark.parametrize("more", [[], ["model.device_map=fsdp2"]], ids=["ddp", "fsdp2"])
+def test_two_processes_ablate_what_one_trains(more: list[str], place: Path, tmp_path: Path):
+    given = [*arguments(place, tmp_path / "two"), *more, "lookahead.tokens=[4,6]"]
+    result = launch(tmp_path, "-m", "keepsight", "ablate", *(each for each in given if each != "lookahead.tokens=4"))
+    assert result.returncode == 0, result.stderr[-4000:]
+    one, cell = (load_lookahead(folder) for folder in (place / "one", tmp_path / "two/cells/tokens4"))
+    assert json.loads((tmp_path / "two/training/settings.json").read_text())["launch.processes"] == 2
+    assert_close(cell.tokens, one.tokens)
+    for name, value in one.lora.items():
+        assert_close(cell.lora[name], value)
+
+
 def test_two_processes_keep_readings_of_their_own(place: Path, tmp_path: Path):
     given = arguments(place, tmp_path / "two", **{"train.replays": 3, "train.held_out": 3, "replay.dir": "readings"})
     result = launch(tmp_path, str(ROOT / "train_lookahead.py"), *given)
