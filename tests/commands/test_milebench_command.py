@@ -22,11 +22,13 @@ def test_milebench(keepsight: CommandLine, tmp_path: Path, monkeypatch: pytest.M
     save_lookahead(module, Path("adapter"), Provenance("vl"), "# Card\n")
     rows = [row(0, "{image#1}{image#2}What is new?", ["a.png", "b2.png"], "a tree", ["a tree", "a house"])]
     write_data_set(Path("data"), "MovingDirection", "multi-choice", rows)
-    run = ("model.id=vl", "model.device=cpu", "adapter=adapter", "draft.id=draft", "out=out", "budgets=[32]")
+    run = ("model.id=vl", "model.device=cpu", "adapter=adapter", "draft.layers=null", "draft.id=draft", "out=out")
     methods = "methods=[full,{name: snapkv, window: 8},lookaheadkv,{name: specpc, window: 8, kernel: 4}]"
-    printed = keepsight("eval", *run, "tasks=[milebench]", "milebench.dir=data", methods, "max_new_tokens=4")
+    printed = keepsight(
+        "eval", *run, "tasks=[milebench]", "milebench.dir=data", methods, "budgets=[32]", "max_new_tokens=4"
+    )
     assert "first prompt, milebench_MovingDirection 0" in printed
     made = list(read_jsonl(Path("out") / "results.jsonl"))
     assert [(each["task"], each["kept"]) for each in made[1:]] == [("milebench_MovingDirection", 32)] * 3
-    assert [each["method"] for each in made] == ["full", "snapkv(window=8)", "lookaheadkv", "specpc(kernel=4,window=8)"]
+    assert [each["method"] for each in made] == ["full", "snapkv window=8", "lookaheadkv", "specpc window=8 kernel=4"]
     assert "milebench_MovingDirection" in (Path("out") / "report.html").read_text()

@@ -14,21 +14,25 @@ from tests.families import fresh_model
 from tests.tiny import tiny_tokenizer
 
 _PLACES = ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]
-_TEMPLATE = (
-    "{% for message in messages %}<|{{ message['role'] }}|>"
-    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}{% if part['type'] == 'image' %}<|vision_start|><|image_pad|>"
-    "<|vision_end|>{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
+_TEMPLATE = """
+{%- for message in messages %}<|{{ message['role'] }}|>
+    {%- if message['content'] is string %}{{ message['content'] }}{% else %}
+        {%- for part in message['content'] %}
+            {%- if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part['text'] }}
+            {%- endif %}
+        {%- endfor %}
+    {%- endif %}<|end|>
+{%- endfor %}
+{%- if add_generation_prompt %}<|assistant|>{% endif %}"""
 
 
 def save_pictured_target(folder: Path, seed: int = 0) -> Path:
     """A tiny Qwen2.5-VL with tokenizer and image processor; an image of 16 x 16 pixels has 4 tokens."""
     tokenizer = tiny_tokenizer()
-    tokenizer.add_special_tokens({"additional_special_tokens": _PLACES})  # type: ignore[dict-item]
+    tokenizer.add_special_tokens({"additional_special_tokens": _PLACES})
     tokenizer.chat_template = _TEMPLATE
     names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-    ids = dict(zip(names, tokenizer.convert_tokens_to_ids(_PLACES), strict=True))
+    ids = {name: tokenizer.convert_tokens_to_ids(place) for name, place in zip(names, _PLACES, strict=True)}
     model = fresh_model(
         "Qwen2.5-VL (text)", seed, vocab_size=len(tokenizer), max_position_embeddings=4096, pad_token_id=0, **ids
     )
