@@ -9,7 +9,7 @@ out/shard-00001.jsonl.damaged-*  what a shard was when some of its lines were fo
 import hashlib
 import logging
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -159,14 +159,23 @@ def finished_samples(folder: Path, manifest: Manifest) -> list[TrainingSample]:
         raise UserError(f"{folder}: this data folder holds no samples; raise limit=")
     names = zip(manifest.shards, manifest.settings.shards(), strict=False)
     shards, samples = {folder / Path(name).name: shard for name, shard in names}, list[TrainingSample]()
+    numbers = dict[int, int]()
     for path, shard in shards.items():
         try:
-            samples += read_shard(path, shard)
+            samples += [_sharing(sample, numbers) for sample in read_shard(path, shard)]
         except UserError as error:
             raise UserError(f"{error}; {_again(folder)}, which keeps a damaged file aside and mends it") from None
     if len(samples) != manifest.samples or shards_digest(shards) != manifest.digest:
         raise UserError(f"{folder}: {EXCHANGED}; restore its files, or make the data again")
     return samples
+
+
+def _sharing(sample: TrainingSample, numbers: dict[int, int]) -> TrainingSample:
+    """The sample with one object for equal token ids of all samples: 8 bytes a token in place of 36."""
+    prompt, answer = (
+        [numbers.setdefault(each, each) for each in ids] for ids in (sample.prompt_ids, sample.answer_ids)
+    )
+    return replace(sample, prompt_ids=prompt, answer_ids=answer)
 
 
 def _again(folder: Path) -> str:

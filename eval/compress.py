@@ -79,7 +79,7 @@ class SharedPrompt:
     coming_seconds: float = 0.0
     images: Images | None = None
     _drafts: dict[Drafter, tuple[DraftIds, float]] = field(default_factory=dict, init=False)
-    _observed: dict[tuple[Observer, str], tuple[list[Tensor], Seconds]] = field(default_factory=dict, init=False)
+    _observed: dict[tuple[Observer, Reduce], tuple[list[Tensor], Seconds]] = field(default_factory=dict, init=False)
     _taus: dict[tuple[Observer, Reduce], float] = field(default_factory=dict, init=False)
 
     @torch.no_grad()
@@ -87,9 +87,9 @@ class SharedPrompt:
         """The state that a method answers from."""
         start, seconds = time.perf_counter(), Seconds(prefill=self.seconds)
 
-        def observe(observer: Observer, reduction: str) -> list[Tensor]:
+        def observe(observer: Observer, reduce: Reduce) -> list[Tensor]:
             nonlocal start, seconds
-            observed, seconds = self._observe(observer, reduction)
+            observed, seconds = self._observe(observer, reduce)
             start = time.perf_counter()
             return observed
 
@@ -112,8 +112,7 @@ class SharedPrompt:
     @torch.no_grad()
     def attention(self) -> Tensor:
         """[L, K, N] float32: the attention of what comes to each entry, the mean over tokens and a group's heads."""
-        observed, _ = self._observe(DraftObserver(OwnAnswer()), "mean")
-        return self._by_kv_head(observed, "mean")
+        return self._by_kv_head(DraftObserver(OwnAnswer()), Reduce())
 
     def ranks(self) -> Tensor:
         """[L, K, N] int64: the rank of each entry within its head by the attention of what comes, 0 for the largest."""
@@ -121,27 +120,25 @@ class SharedPrompt:
 
     def tau(self, method: Method) -> float | None:
         """Kendall's tau of a method's scores before pooling and `attention`; None where it has scored nothing."""
-        if not isinstance(method, Evict) or (method.bound_observer, method.reduce.queries) not in self._observed:
+        if not isinstance(method, Evict) or (key := (method.bound_observer, method.reduce)) not in self._observed:
             return None
-        key = method.bound_observer, method.reduce
         if key not in self._taus:
-            observed, _ = self._observe(method.bound_observer, method.reduce.queries)
-            self._taus[key] = kendall_tau(self._by_kv_head(observed, method.reduce.heads), self.attention())
+            self._taus[key] = kendall_tau(self._by_kv_head(*key), self.attention())
         return self._taus[key]
 
-    def _by_kv_head(self, observed: list[Tensor], reduction: str) -> Tensor:
-        layers = zip(observed, self.state.entries(), strict=True)
-        return torch.cat([reduce_group(layer, each.keys.shape[1], reduction) for layer, each in layers])
+    def _by_kv_head(self, observer: Observer, reduce: Reduce) -> Tensor:
+        layers = zip(self._observe(observer, reduce)[0], self.state.entries(), strict=True)
+        return torch.cat([reduce_group(layer, each.keys.shape[1], reduce.heads) for layer, each in layers])
 
-    def _observe(self, observer: Observer, reduction: str) -> tuple[list[Tensor], Seconds]:
-        key = observer, reduction
+    def _observe(self, observer: Observer, reduce: Reduce) -> tuple[list[Tensor], Seconds]:
+        key = observer, reduce
         if key not in self._observed:
             drafting = 0.0
             if isinstance(observer, DraftObserver):
                 draft, drafting = self._draft(observer.drafter)
                 observer = replace(observer, drafter=GivenDraft(draft))
             start = time.perf_counter()
-            observed = observer(self.model, self.state, reduction)
+            observed = observer(self.model, self.state, reduce)
             took = since(start) + (self.state.trace.seconds if observer.needs().received else 0.0)
             self._observed[key] = observed, Seconds(self.seconds, draft=drafting, observe=took)
         return self._observed[key]

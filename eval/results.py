@@ -26,8 +26,16 @@ _MAY_CHANGE = ("command", "versions", "notes")
 
 
 Digest = Annotated[str, Field(pattern=r"\Asha256:[0-9a-f]{64}\z")]
-Phases = TypedDict("Phases", dict.fromkeys(("prefill", "draft", "observe", "select", "question"), float))
-"""Seconds before the first token; see `keepsight.eval.compress.Seconds`."""
+
+
+class Phases(TypedDict):
+    """Seconds before the first token; see `keepsight.eval.compress.Seconds`."""
+
+    prefill: float
+    draft: float
+    observe: float
+    select: float
+    question: float
 
 
 class Measured(TypedDict):

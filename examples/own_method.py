@@ -17,7 +17,7 @@ class SharedWords(Observer):
 
     size: int = 24
 
-    def __call__(self, model, state, reduction):
+    def __call__(self, model, state, reduce):
         """For each layer, [B, KV heads, tokens]."""
         seen = state.tokens[:, :, None] == state.tokens[:, None]
         asked = seen[..., -self.size :].any(dim=-1)

@@ -6,10 +6,12 @@ drafting can continue without the target. Module names are the keys of public ch
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import (
     LlamaMLP,
@@ -106,8 +108,24 @@ class HeadLayer(nn.Module):
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
-class DraftHead(nn.Module):
-    """An EAGLE-3 head, without the embedding, which is the target's.
+class EagleHead(nn.Module):
+    """What EAGLE's heads of all versions share.
+
+    Attributes:
+        own_embedding: [vocab, hidden], where the head's embedding differs from the target's; it is not trained.
+    """
+
+    own_embedding: Tensor | None = None
+
+    def embedding(self, target: PreTrainedModel) -> Callable[[Tensor], Tensor]:
+        """What embeds token ids [B, q] for the head, [B, q, hidden]: the target's embedding, or its own."""
+        if self.own_embedding is None:
+            return target.get_input_embeddings()
+        return partial(functional.embedding, weight=self.own_embedding)
+
+
+class DraftHead(EagleHead):
+    """An EAGLE-3 head; the embedding is the target's, unless it has its own.
 
     Args:
         config: A Llama configuration of the layer (`hidden_size`, heads, RoPE, ...) with, as public checkpoints have
@@ -162,7 +180,7 @@ class DraftHead(nn.Module):
         """One pass of the layer.
 
         Args:
-            embeddings: [B, q, hidden], the target's embeddings of tokens t + 1.
+            embeddings: [B, q, hidden], of tokens t + 1.
             features: [B, q, hidden] of tokens t: from `combine`, or the output of an earlier pass.
             positions: [B or 1, q] int64, for RoPE.
             attend: See `HeadAttend`.

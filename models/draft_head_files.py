@@ -4,12 +4,11 @@ A head is a folder with `config.json` and `model.safetensors`, whose tensors hav
 also hold `keepsight.json` (where the head comes from, the digest of the weights) and a card.
 """
 
+import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel
@@ -17,13 +16,13 @@ from transformers import LlamaConfig, PreTrainedModel
 from keepsight.atomic import atomic_files
 from keepsight.errors import UserError
 from keepsight.files import file_digest, read_json, write_json
-from keepsight.models.draft_head import DraftHead, head_width
+from keepsight.models.draft_head import DraftHead
+from keepsight.models.draft_head_config import public_config, read_head_config
 from keepsight.models.feature_head import FeatureHead
 from keepsight.models.lookahead import input_embedding
 from keepsight.models.lookahead_files import Provenance
 from keepsight.models.versions import warn_of_another_base
 from keepsight.models.weight_files import (
-    LARGEST_SIZE,
     as_weights,
     check_digest,
     check_names_and_shapes,
@@ -34,26 +33,13 @@ from keepsight.models.weight_files import (
 CONFIG, WEIGHTS, ORIGIN = "config.json", "model.safetensors", "keepsight.json"
 FILES = (CONFIG, WEIGHTS)
 
-_PICKLE = "pytorch_model.bin"
-_CONVERT = (
-    'python -c "import torch, safetensors.torch as s; s.save_file({k: v.contiguous().clone() for k, v in '
-    f"torch.load('{_PICKLE}', map_location='cpu', weights_only=True).items()}}, '{WEIGHTS}')\""
-)
-_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
-_UNKNOWN_NORMS = ("norm_before_fc", "norm_before_residual")  # other layers than ours, by the same keys
-_EMBEDDING = ("embed_tokens.weight",)  # the target's, which some public files repeat
+PICKLE = "pytorch_model.bin"
+
+_EMBEDDING = "embed_tokens.weight"
+_ROUNDING = {"rtol": 2**-6, "atol": 1e-4}
+"""Within it an embedding is another's, in the dtype of another file."""
+_ROWS_AT_ONCE = 4096
 _VOCABULARY = ("d2t", "t2d")
-_SAVED = (
-    "hidden_act",
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "max_position_embeddings",
-    "rms_norm_eps",
-    "vocab_size",
-)
-_SAVED_IF_SET = ("eagle_config", "fc_norm", "norm_output", "qkv_bias")
 
 
 @dataclass(frozen=True)
@@ -70,12 +56,13 @@ class Origin:
 
 
 def load_draft_head(folder: Path, target: PreTrainedModel | None = None) -> DraftHead | FeatureHead:
-    """Read a head: an EAGLE-3 one (`midlayer.*`), or an EAGLE-1 or EAGLE-2 one (`layers.0.*`), by its tensors' names.
+    """Read a head: an EAGLE-3 one (`midlayer.*`, or `layers.0.*` with a `hidden_norm`), or an EAGLE-1 or EAGLE-2 one.
 
     Args:
         folder: The head's folder.
-        target: The model that it drafts for. The head gets its device and dtype; without one it stays on the CPU in
-            the dtype of its file, and a `FeatureHead` has no logits.
+        target: The model that it drafts for. The head gets its device and dtype, and keeps an embedding of its own
+            where the file's differs from the target's; without a target it stays on the CPU in the dtype of its file,
+            has no such embedding, and a `FeatureHead` has no logits.
 
     Raises:
         UserError: a file is missing, corrupt, or differs from its recorded digest; a tensor is missing, surplus, of
@@ -84,13 +71,14 @@ def load_draft_head(folder: Path, target: PreTrainedModel | None = None) -> Draf
     for name in FILES:
         if not (folder / name).is_file():
             raise UserError(_what_is_missing(folder, name))
-    config = _read_config(folder / CONFIG)
+    config = read_head_config(folder / CONFIG)
     origin: Origin | None = read_json(folder / ORIGIN, Origin) if (folder / ORIGIN).is_file() else None
     if target is not None:
         _check_target(folder, config, target)
         if origin is not None:
             warn_of_another_base(folder, origin.provenance.base_model, origin.provenance.base_version, target)
     tensors = _read_weights(folder, origin)
+    embedding = tensors.pop(_EMBEDDING, None)
     head = _empty_head(folder, config, tensors, target)
     if isinstance(head, DraftHead):
         tensors = _complete_vocabulary(folder, head, tensors)
@@ -98,56 +86,33 @@ def load_draft_head(folder: Path, target: PreTrainedModel | None = None) -> Draf
     dtype = target.dtype if target is not None else tensors["fc.weight"].dtype
     weights = {name: tensor for name, tensor in tensors.items() if name not in _VOCABULARY}
     head.load_state_dict(tensors | as_weights(folder / WEIGHTS, weights, dtype), assign=True)
+    if target is not None and embedding is not None:
+        head.own_embedding = _own_embedding(folder / WEIGHTS, embedding, target)
     return head.to(target.device if target is not None else "cpu").eval()
 
 
 def save_draft_head(head: DraftHead, folder: Path, provenance: Provenance, card: str) -> None:
     """Write a head's files into a folder, beside other files; a half-written head does not load."""
     state = {name: value.detach().cpu().contiguous() for name, value in head.state_dict().items()}
+    if head.own_embedding is not None:
+        state[_EMBEDDING] = head.own_embedding.cpu()
     with atomic_files(folder, last=CONFIG) as unfinished:
         save_file(state, unfinished / WEIGHTS, metadata={"format": "pt"})
         digests = {WEIGHTS: file_digest(unfinished / WEIGHTS)}
         write_json(unfinished / ORIGIN, {"provenance": asdict(provenance), "digests": digests})
-        write_json(unfinished / CONFIG, _public_config(head))
+        write_json(unfinished / CONFIG, public_config(head))
         (unfinished / "README.md").write_text(card, encoding="utf-8")
 
 
-def how_to_convert(where: str) -> str:
-    """What to do with a head that exists as a pickle alone; `where` names the folder."""
-    return f"{_PICKLE} is a pickle, which keepsight does not read; convert it once {where}: {_CONVERT}"
+def how_to_convert(reference: object) -> str:
+    """What to do with a head, a folder or a Hub id, that exists as a pickle alone."""
+    return f"{PICKLE} is a pickle, which is read only to convert it, once: keepsight convert {reference} out=HEAD"
 
 
 def _what_is_missing(folder: Path, name: str) -> str:
-    if name == WEIGHTS and (folder / _PICKLE).is_file():
-        return f"{folder}: {how_to_convert('in that folder')}"
+    if name == WEIGHTS and (folder / PICKLE).is_file():
+        return f"{folder}: {how_to_convert(folder)}"
     return f"{folder}: {name} is missing; a draft head needs {' and '.join(FILES)}"
-
-
-def _read_config(path: Path) -> LlamaConfig:
-    values: dict[str, Any] = read_json(path, dict[str, Any])
-    for name in _SIZES:
-        if type(size := values.get(name)) is not int or not 0 < size <= LARGEST_SIZE:
-            raise UserError(f"{path}: {name} is missing or no possible size; this is no EAGLE head's configuration")
-    if (layers := values.get("num_hidden_layers", 1)) != 1:
-        raise UserError(f"{path}: num_hidden_layers is {layers}; an EAGLE head has 1, this is another model")
-    if unknown := [name for name in _UNKNOWN_NORMS if values.get(name)]:
-        raise UserError(f"{path}: {unknown[0]}={values[unknown[0]]} is not supported; choose another head")
-    if not _names_three_layers(values.get("eagle_config")):
-        raise UserError(
-            f"{path}: eagle_config={values['eagle_config']!r}: expected three whole numbers in "
-            "eagle_aux_hidden_state_layer_ids, the target's layers that the head reads"
-        )
-    try:
-        return LlamaConfig.from_dict(values)
-    except (StrictDataclassError, ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{path}: not a Llama layer's configuration ({one_line(error)})") from None
-
-
-def _names_three_layers(eagle_config: Any) -> bool:
-    if eagle_config is None:
-        return True
-    layers = eagle_config.get("eagle_aux_hidden_state_layer_ids") if isinstance(eagle_config, dict) else ()
-    return layers is None or (isinstance(layers, list) and [type(layer) for layer in layers] == [int, int, int])
 
 
 def _check_target(folder: Path, config: LlamaConfig, target: PreTrainedModel) -> None:
@@ -168,7 +133,23 @@ def _check_target(folder: Path, config: LlamaConfig, target: PreTrainedModel) ->
 def _read_weights(folder: Path, origin: Origin | None) -> dict[str, Tensor]:
     if origin is not None:
         check_digest(folder / WEIGHTS, origin.digests.get(WEIGHTS, "missing"), ORIGIN)
-    return read_tensors(folder / WEIGHTS, but=_EMBEDDING)
+    tensors = read_tensors(folder / WEIGHTS)
+    if "layers.0.hidden_norm.weight" not in tensors:
+        return tensors
+    return {re.sub(r"^layers\.0\.", "midlayer.", name): tensor for name, tensor in tensors.items()}
+
+
+def _own_embedding(path: Path, embedding: Tensor, target: PreTrainedModel) -> Tensor | None:
+    """A head's embedding on the target's device and in its dtype, if it is another than the target's."""
+    base = input_embedding(target)
+    if embedding.shape != base.shape:
+        raise UserError(
+            f"{path}: tensor {_EMBEDDING!r} has shape {list(embedding.shape)}, the target's is {list(base.shape)}"
+        )
+    own = as_weights(path, {_EMBEDDING: embedding}, target.dtype)[_EMBEDDING]
+    pairs = zip(own.split(_ROWS_AT_ONCE), base.split(_ROWS_AT_ONCE), strict=True)
+    is_same = all(torch.allclose(row.float(), its.float().cpu(), **_ROUNDING) for row, its in pairs)
+    return None if is_same else own.to(base.device)
 
 
 def _empty_head(
@@ -203,29 +184,3 @@ def _complete_vocabulary(folder: Path, head: DraftHead, tensors: dict[str, Tenso
     if not torch.equal(ids.sort().values, member.nonzero().flatten()):
         raise UserError(f"{folder / WEIGHTS}: d2t and t2d name different tokens; fetch it again")
     return tensors | {"d2t": offsets, "t2d": member}
-
-
-def _public_config(head: DraftHead) -> dict[str, Any]:
-    """The configuration under the names of public heads, which serving engines read.
-
-    `target_hidden_size` is left out when it is `hidden_size`: EAGLE's own code takes its presence for a head with an
-    embedding of its own.
-    """
-    config = head.config
-    rope: dict[str, Any] = dict(config.rope_parameters or {})
-    theta = rope.pop("rope_theta", 10000.0)
-    values = {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
-        **{name: getattr(config, name) for name in _SAVED},
-        "head_dim": head_width(config),
-        "num_hidden_layers": 1,
-        "draft_vocab_size": len(head.d2t),
-        "rope_theta": theta,
-        "rope_scaling": None if rope.get("rope_type", "default") == "default" else rope,
-        "tie_word_embeddings": False,
-        "torch_dtype": str(head.fc.weight.dtype).removeprefix("torch."),
-    }
-    if (width := head.fc.in_features // 3) != config.hidden_size:
-        values["target_hidden_size"] = width
-    return values | {name: getattr(config, name) for name in _SAVED_IF_SET if getattr(config, name, None)}

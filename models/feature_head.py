@@ -12,7 +12,7 @@ from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from keepsight.errors import UserError
-from keepsight.models.draft_head import HeadAttend, HeadAttention, HeadRotaryEmbedding
+from keepsight.models.draft_head import EagleHead, HeadAttend, HeadAttention, HeadRotaryEmbedding
 
 
 class FeatureLayer(nn.Module):
@@ -30,8 +30,8 @@ class FeatureLayer(nn.Module):
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
-class FeatureHead(nn.Module):
-    """An EAGLE-1 or EAGLE-2 head, without embedding and lm_head, which are the target's.
+class FeatureHead(EagleHead):
+    """An EAGLE-1 or EAGLE-2 head; lm_head and embedding are the target's, unless it has an embedding of its own.
 
     Args:
         config: A Llama configuration of the layer, with `bias` (of `fc`, by default true) and `qkv_bias` (by default
@@ -59,7 +59,7 @@ class FeatureHead(nn.Module):
         """One pass of the layer.
 
         Args:
-            embeddings: [B, q, hidden], the target's embeddings of tokens t + 1.
+            embeddings: [B, q, hidden], of tokens t + 1.
             features: [B, q, hidden] of tokens t: the target's, or the output of an earlier pass.
             positions: [B or 1, q] int64, for RoPE.
             attend: See `HeadAttend`.

@@ -180,9 +180,23 @@ def fetch(reference: str, revision: str | None = None) -> Path:
     with _hub_errors(f"{reference!r} is no folder here and cannot be fetched from the Hub"):
         folder = Path(snapshot_download(reference, revision=revision, allow_patterns=[*names, CARD]))
     if {name for name in names if (folder / name).is_file()} == {draft_head_files.CONFIG}:
-        advice = draft_head_files.how_to_convert(f"after `hf download {reference} --local-dir HEAD`, in folder HEAD")
+        advice = draft_head_files.how_to_convert(reference)
         raise UserError(f"{reference}: has no {draft_head_files.WEIGHTS}, which a draft head needs; {advice}")
     return folder
+
+
+def fetch_pickled_head(reference: str, revision: str | None = None) -> Path:
+    """The folder of a draft head that may be a pickle: `reference` itself, or the Hub's, cached once fetched.
+
+    Raises:
+        UserError: it is neither a folder nor a Hub id, or the Hub and its cache do not have it.
+    """
+    if Path(reference).is_dir():
+        return Path(reference)
+    check_repo_id(reference)
+    names = [draft_head_files.CONFIG, draft_head_files.PICKLE]
+    with _hub_errors(f"{reference!r} is no folder here and cannot be fetched from the Hub"):
+        return Path(snapshot_download(reference, revision=revision, allow_patterns=names))
 
 
 def _shipped(name: str) -> Path:

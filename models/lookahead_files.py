@@ -16,7 +16,7 @@ import torch
 from peft import LoraConfig, PeftConfig
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from keepsight.atomic import atomic_files
 from keepsight.errors import UserError
@@ -25,7 +25,7 @@ from keepsight.models.folded_lora import FoldedLora
 from keepsight.models.lookahead import Lookahead, input_embedding
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.models.lora import PREFIX
-from keepsight.models.versions import warn_of_another_base
+from keepsight.models.versions import warn_of_another_base, warn_of_another_tokenizer
 from keepsight.models.weight_files import as_weights, check_digest, one_line, read_tensors
 
 ADAPTER, TOKENS, CONFIG = "adapter_model.safetensors", "lookahead_tokens.safetensors", "lookahead_config.json"
@@ -44,6 +44,8 @@ class Provenance:
         data_digest: Digest of the training data's manifest.
         training: Summary of the training: steps, prompt lengths, losses.
         keepsight_version: Version of keepsight that trained it.
+        vocabulary_digest: Digest of the tokenizer's vocabulary; empty where it is not recorded.
+        trained_on: Which prompts it was trained on, see `keepsight.train.seen`; empty where that is not known.
     """
 
     base_model: str
@@ -52,6 +54,8 @@ class Provenance:
     data_digest: str = ""
     training: dict[str, Any] = field(default_factory=dict)
     keepsight_version: str = ""
+    vocabulary_digest: str = ""
+    trained_on: str = ""
 
 
 @dataclass(frozen=True)
@@ -86,16 +90,17 @@ def _peft_config(module: Lookahead, provenance: Provenance) -> LoraConfig:
     settings = module.settings
     names = module.lora.names if module.lora is not None else ()
     embedding: Any = module.model.get_input_embeddings()  # under ZeRO-3 its weight is empty
-    return LoraConfig(
+    config = LoraConfig(
         r=settings.rank or 1,
         lora_alpha=settings.alpha,  # type: ignore[arg-type]
         lora_dropout=settings.dropout,
-        target_modules=[name.removeprefix(PREFIX) for name in names],
         task_type="CAUSAL_LM",
         base_model_name_or_path=provenance.base_model,
         alora_invocation_tokens=[embedding.num_embeddings],  # an id that no text has
         inference_mode=True,
     )
+    config.target_modules = [name.removeprefix(PREFIX) for name in names]  # LoraConfig would make a set, in any order
+    return config
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,6 +171,11 @@ class Artifact:
                 f"but the model's is {hidden}"
             )
         warn_of_another_base(self.folder, expected, self.provenance.base_version, model)
+
+    def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Warn, once, of another vocabulary or chat template than those of the prompts that it was trained on."""
+        origin = self.provenance
+        warn_of_another_tokenizer(self.folder, origin.template_digest, origin.vocabulary_digest, tokenizer)
 
 
 def load_lookahead(folder: Path) -> Artifact:

@@ -25,7 +25,7 @@ def placement(quantize: str | None, device_map: str | None, device: str, dtype: 
         UserError: a value is unknown, or bitsandbytes is not installed.
     """
     if device_map not in (None, "auto"):
-        raise UserError(f"model.device_map={device_map} is unknown; choose auto, or null for model.device alone")
+        raise UserError(f"model.device_map={device_map} is unknown here; choose auto, or null for model.device alone")
     if quantize is None:
         return {"device_map": "auto"} if device_map else {}
     if quantize not in QUANTIZE:

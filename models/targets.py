@@ -30,12 +30,11 @@ from transformers import (
 from transformers.utils import is_flash_attn_2_available
 
 from keepsight.errors import UserError
-from keepsight.files import text_digest
 from keepsight.models.chat import with_arguments
 from keepsight.models.decoder import require_supported
 from keepsight.models.packaged import dequantised, packaged_file
 from keepsight.models.quantization import placement
-from keepsight.models.versions import folder_version, published_name, record_version, version_of
+from keepsight.models.versions import folder_version, published_name, record_version, template_digest, version_of
 
 logger = logging.getLogger("keepsight")
 
@@ -87,7 +86,7 @@ class Target:
     @property
     def template_digest(self) -> str:
         """`sha256:...` of the chat template; of the empty text when there is none."""
-        return text_digest(str(self.tokenizer.chat_template or ""))
+        return template_digest(self.tokenizer)
 
 
 def load_target(

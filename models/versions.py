@@ -1,5 +1,6 @@
 """Which weights a model has: what artifacts record of their base model, and compare when they are used."""
 
+import functools
 import hashlib
 import json
 import logging
@@ -7,10 +8,10 @@ import os
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from keepsight.errors import UserError
-from keepsight.files import read_json
+from keepsight.files import read_json, text_digest
 
 logger = logging.getLogger("keepsight")
 
@@ -105,3 +106,45 @@ def warn_of_another_base(artifact: Path, base: str, version: str, model: PreTrai
 def published_name(reference: str) -> str:
     """What may be published of a Hub id or a folder: the id as it is, a folder's name without its path."""
     return Path(reference).resolve().name if Path(reference).is_dir() else reference
+
+
+def template_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    """`sha256:...` of the chat template; of the empty text when there is none."""
+    return text_digest(str(tokenizer.chat_template or ""))
+
+
+def vocabulary_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    """`sha256:...` of the tokens by their ids."""
+    return text_digest(json.dumps(sorted(tokenizer.get_vocab().items())))
+
+
+def warn_of_another_tokenizer(
+    artifact: Path, template: str, vocabulary: str, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Log one line where prompts are made in another way than those that an artifact was trained on.
+
+    Args:
+        artifact: Its folder.
+        template: `template_digest` in its training; empty where it is not recorded.
+        vocabulary: `vocabulary_digest` in its training; empty where it is not recorded.
+        tokenizer: What makes prompts now.
+    """
+    now = {"tokenizer": vocabulary_digest(tokenizer), "chat template": template_digest(tokenizer)}
+    was = {"tokenizer": vocabulary, "chat template": template}
+    for kind, digest in was.items():
+        if digest and digest != now[kind]:
+            _warn_once(
+                f"{artifact} was trained with another {kind} ({digest}) than this one ({now[kind]}): {_ADVICE[kind]}"
+            )
+            return
+
+
+_ADVICE = {
+    "tokenizer": "take the base model's own, for its ids mean something else here",
+    "chat template": "measure again what it is worth on prompts like these",
+}
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    logger.warning("%s", message)

@@ -1,6 +1,6 @@
 """Tensors read strictly from a safetensors file: missing, surplus, misshapen and non-finite ones are named."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -25,15 +25,15 @@ def check_digest(path: Path, expected: str, said_by: str) -> None:
         raise UserError(f"{path}: its digest is {found}, {said_by} says {expected}; fetch it again")
 
 
-def read_tensors(path: Path, but: Collection[str] = ()) -> dict[str, Tensor]:
-    """The tensors of a file by name, on the CPU, except those named in `but`.
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a file by name, on the CPU.
 
     Raises:
         UserError: it is no safetensors file.
     """
     try:
         with safe_open(path, framework="pt") as tensors:
-            return {name: tensors.get_tensor(name) for name in tensors.keys() if name not in but}  # noqa: SIM118
+            return {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise UserError(f"{path}: not a safetensors file ({error}); fetch it again") from None
 

@@ -22,8 +22,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from keepsight.errors import UserError
 from keepsight.runtime.cache import is_bounded
-from keepsight.runtime.cache_layers import KeptLayer, ViewedLayer
+from keepsight.runtime.cache_layers import KeptLayer
 from keepsight.runtime.softmax import Softmax, grouped_attention, visible
+from keepsight.runtime.viewed_layers import ViewedLayer
 
 
 class Reader(Protocol):

@@ -14,7 +14,8 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, LinearAt
 
 from keepsight.errors import UserError
 from keepsight.models.decoder import require_supported
-from keepsight.runtime.cache_layers import KeptLayer, LayerEntries, RaggedLayer, ViewedState
+from keepsight.runtime.cache_layers import KeptLayer, LayerEntries, RaggedLayer
+from keepsight.runtime.viewed_layers import ViewedState
 
 
 def empty_cache(model: PreTrainedModel) -> Cache:

@@ -1,4 +1,4 @@
-"""The layers of a cache: entries after eviction, and entries as observers see them.
+"""The layers of a cache: the entries that are kept, and room for more.
 
 Layers store KV heads, never query heads. A layer's *logical* length counts the tokens seen and determines positions;
 its *physical* length counts the entries held. KV heads with different numbers of entries are stored concatenated
@@ -11,14 +11,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
+from transformers.cache_utils import DynamicLayer
 from typing_extensions import override
 
 from keepsight.errors import UserError
 
 ROOM = 64
-"""Entries for which layers, and the keys of a retrieval head, make room when they grow, at least; memory plans count
-it."""
+"""Entries for which caches make room when they grow, at least; memory plans count it."""
+GROWTH = 1 / 16
+"""Share of the entries held for which caches make room when they grow, if that is more; memory plans count it."""
 
 
 class LayerEntries(NamedTuple):
@@ -33,6 +34,11 @@ class LayerEntries(NamedTuple):
     keys: Tensor
     values: Tensor
     real: Tensor | None
+
+
+def spare(count: int) -> int:
+    """Entries to make room for beyond `count`: a share of them, so that they are not copied again and again."""
+    return max(ROOM, int(count * GROWTH))
 
 
 class KeptLayer(DynamicLayer):
@@ -74,7 +80,7 @@ class KeptLayer(DynamicLayer):
         """
         before, after = self.keys.shape[2], self.keys.shape[2] + keys.shape[2]
         if self._room is None or after > self._room[0].shape[2]:
-            grown = 0, 0, 0, after + self._spare(after) - before
+            grown = 0, 0, 0, after + spare(after) - before
             self._room, self._shared = (functional.pad(self.keys, grown), functional.pad(self.values, grown)), 0
             if self.real is not None:
                 self._real_room = functional.pad(self.real, grown[2:], value=True)
@@ -83,10 +89,6 @@ class KeptLayer(DynamicLayer):
         self.keys, self.values = (room[:, :, :after] for room in self._room)
         if self._real_room is not None:
             self.real = self._real_room[..., :after]
-
-    def _spare(self, count: int) -> int:
-        """Entries to make room for beyond `count`: a share of them, so that they are not copied again and again."""
-        return max(ROOM, count // 4)
 
     @override
     def get_seq_length(self) -> int:
@@ -218,48 +220,6 @@ class RaggedLayer(KeptLayer):
         if isinstance(self._held, KeptLayer):
             twin._held = self._held.share()
         return twin
-
-
-class ViewedLayer(DynamicLayer):
-    """Entries as observers see them: observers see what they append, but it is never stored."""
-
-    keys: Tensor
-    values: Tensor
-
-    def __init__(self, keys: Tensor, values: Tensor, real: Tensor | None = None) -> None:
-        super().__init__()
-        self.lazy_initialization(keys, values)
-        self.keys, self.values, self.real = keys, values, real
-        self.returned: Tensor | None = None
-
-    @override
-    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> Any:
-        if self.real is not None:
-            self.returned = functional.pad(self.real, (0, key_states.shape[-2]), value=True)
-        return torch.cat([self.keys, key_states], dim=-2), torch.cat([self.values, value_states], dim=-2)
-
-
-class ViewedState(LinearAttentionLayer):
-    """A recurrent state as observers see it: it goes on for them, but is never stored, so that gradients can flow.
-
-    Args:
-        layer: The layer that holds it.
-    """
-
-    def __init__(self, layer: LinearAttentionLayer) -> None:
-        vars(self).update(vars(layer))
-
-    @override
-    def update_conv_state(
-        self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: object
-    ) -> Tensor:
-        before = self.conv_states[state_idx]
-        assert before is not None
-        return torch.cat([before, conv_states], dim=-1)
-
-    @override
-    def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: object) -> Tensor:
-        return recurrent_states
 
 
 def _unpack(packed: Tensor, real: Tensor) -> Tensor:

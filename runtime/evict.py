@@ -178,7 +178,7 @@ class Evict(CacheMethod):
             return None
         if self.fits(state):
             return self.compress(model, state), state.select_all()
-        observed = observe(self.bound_observer, self.reduce.queries)
+        observed = observe(self.bound_observer, self.reduce)
         selected = self.select(state, self.reduced(state, observed))
         return self.gather(state, selected), selected
 
@@ -215,7 +215,7 @@ class Evict(CacheMethod):
     @torch.no_grad()
     def observe(self, model: PreTrainedModel, state: State) -> list[Tensor]:
         """The observer's scores (see `Observer`), the same for all methods with its observer and reduction."""
-        return self.bound_observer(model, state, self.reduce.queries)
+        return self.bound_observer(model, state, self.reduce)
 
     def reduced(self, state: State, observed: list[Tensor]) -> list[Tensor]:
         """Scores reduced over heads and pooled, with protected entries and padding marked.

@@ -139,6 +139,8 @@ def reduce_group(importance: Tensor, kv_heads: int, reduction: str = "mean") -> 
     """[B, H, N] over query heads -> [B, K, N] over KV heads; `reduction` as `Reduce.heads`."""
     if reduction == "mean of layer":
         return importance.mean(dim=1, keepdim=True).expand(-1, kv_heads, -1)
+    if importance.shape[1] == kv_heads:
+        return importance
     grouped = importance.unflatten(1, (kv_heads, -1))
     return grouped.amax(dim=2) if reduction == "max" else grouped.mean(dim=2)
 

@@ -1,22 +1,27 @@
 """Observers after stored entries: their attention is computed without copying the entries beside their own."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
+from keepsight.runtime.attention import OwnAttention
 from keepsight.runtime.importance import later
 from keepsight.runtime.softmax import Softmax
+from keepsight.runtime.viewed_layers import ViewedLayer
 
 
 @dataclass(frozen=True)
 class LookAfter:
     """The attention of observers to stored entries and to each other, before it is divided by its sum.
 
-    Differentiable. Entries are multiplied in parts: few matrices parallelise badly over the cores of a CPU.
+    Differentiable.
 
     Attributes:
-        stored: [B, K, parts, (H / K) x q, N / parts] float32, to the stored entries.
+        stored: [B, K, (H / K) x q, N] float32, to the stored entries.
         own: [B, K, (H / K) x q, q] float32, to the observers themselves, causal.
         total: [B, K, (H / K) x q, 1] float32, the sum of both, sinks included.
         rows: q, number of observers.
@@ -41,40 +46,94 @@ class LookAfter:
             real: [B, 1 or K, N] bool, False for padding among the entries; None when there is none.
         """
         batch, _, rows, width = query.shape
-        kv_heads, parts = keys.shape[1], _parts(keys)
-        keys, grouped = keys.unflatten(2, (parts, -1)), (query * softmax.scaling).reshape(batch, kv_heads, -1, width)
-        logits = softmax.capped((grouped[:, :, None].expand(-1, -1, parts, -1, -1) @ keys.transpose(-1, -2)).float())
-        if real is not None:
-            logits.masked_fill_(~real.unflatten(2, (parts, -1))[:, :, :, None], -torch.inf)
-        between = softmax.capped((grouped @ own_keys.transpose(-1, -2)).float())
-        between.unflatten(2, (-1, rows)).masked_fill_(later(rows, query.device), -torch.inf)
+        kv_heads, count = keys.shape[1:3]
+        grouped = query.reshape(batch, kv_heads, -1, width)
+        logits = _logits(grouped, keys, own_keys, softmax, None if real is None else ~real[:, :, None])
         # Softmax does not depend on what is subtracted, so that no gradient has to flow through the maximum.
-        highest = torch.maximum(logits.detach().amax(dim=(2, 4)), between.detach().amax(dim=-1))[..., None]
+        highest = logits.detach().amax(dim=-1, keepdim=True)
         sinks = softmax.sinks_of(kv_heads, rows)
         highest = highest if sinks is None else torch.maximum(highest, sinks.detach())
-        weights, between = logits.sub_(highest[:, :, None]).exp_(), between.sub_(highest).exp_()
-        total = (weights.sum(dim=(2, 4)) + between.sum(dim=-1))[..., None]
-        return cls(weights, between, total if sinks is None else total + (sinks - highest).exp(), rows)
+        weights = logits.sub_(highest).exp_()
+        total = weights.sum(dim=-1, keepdim=True)
+        total = total if sinks is None else total + (sinks - highest).exp()
+        return cls(weights[..., :count], weights[..., count:], total, rows)
 
     def importance(self, reduction: str) -> Tensor:
         """[B, H, N] float32, as `observed_attention` returns it for the stored entries; by `mean` or `max`."""
-        by_head = self.stored.unflatten(3, (-1, self.rows))
-        share = self.total.reciprocal().view(*self.total.shape[:2], 1, -1, self.rows, 1)
+        by_head, share = (each.unflatten(2, (-1, self.rows)) for each in (self.stored, self.total.reciprocal()))
         with torch.autocast(self.total.device.type, enabled=False):  # else the product would be in its dtype
-            paid = (by_head * share).amax(4) if reduction == "max" else ((share / self.rows).mT @ by_head)[..., 0, :]
-        return paid.transpose(2, 3).flatten(3).flatten(1, 2)
+            paid = (by_head * share).amax(3) if reduction == "max" else ((share / self.rows).mT @ by_head)[..., 0, :]
+        return paid.flatten(1, 2)
 
     def output(self, values: Tensor, own_values: Tensor) -> Tensor:
         """The output [B, q, H, d] of softmax attention, from values [B, K, N, d] and [B, K, q, d]."""
-        by_part = self.stored.to(values.dtype) @ values.unflatten(2, (self.stored.shape[2], -1))
-        of_stored = by_part.sum(dim=2) if by_part.shape[2] > 1 else by_part[:, :, 0]
+        of_stored = self.stored.to(values.dtype) @ values
         rows = (each.flatten(0, 1) for each in (of_stored, self.own.to(values.dtype), own_values))
         seen = torch.baddbmm(*rows).view_as(of_stored)
         by_head = (seen / self.total).to(values.dtype).unflatten(2, (-1, self.rows)).flatten(1, 2)
         return by_head.transpose(1, 2).contiguous()
 
 
-def _parts(keys: Tensor) -> int:
-    """Number of parts in which to multiply entries [B, K, N, d]: on a CPU, as many as are possible without a copy."""
-    whole = keys.device.type == "cpu" and keys.is_contiguous()
-    return next(parts for parts in (4, 2, 1) if parts == 1 or (whole and keys.shape[2] % parts == 0))
+def _logits(grouped: Tensor, keys: Tensor, own_keys: Tensor, softmax: Softmax, padding: Tensor | None) -> Tensor:
+    """Logits [B, K, r, N + q] float32 of queries [B, K, r, d] for [B, K, N, d] and, causal, for [B, K, q, d]."""
+    count, rows = keys.shape[2], own_keys.shape[2]
+    if torch.is_grad_enabled():
+        stored, own = (softmax.logits(grouped, each) for each in (keys, own_keys))
+        _hide(stored, own, padding)
+        return torch.cat([stored, own], dim=-1)
+    joined = grouped.new_empty(*grouped.shape[:3], count + rows)
+    for products, each in zip(joined.flatten(0, 1).tensor_split([count], dim=-1), (keys, own_keys), strict=True):
+        factors = grouped.flatten(0, 1), each.flatten(0, 1).mT.to(joined.dtype)
+        torch.baddbmm(products, *factors, beta=0, alpha=softmax.scaling, out=products)
+    logits = softmax.capped(joined.float())
+    _hide(logits[..., :count], logits[..., count:], padding)
+    return logits
+
+
+def _hide(stored: Tensor, own: Tensor, padding: Tensor | None) -> None:
+    """Hide, in place, padding among the stored entries, and own ones that come later."""
+    rows = own.shape[3]
+    own.unflatten(2, (-1, rows)).masked_fill_(later(rows, own.device), -torch.inf)
+    if padding is not None:
+        stored.masked_fill_(padding, -torch.inf)
+
+
+class WatchedLayer(ViewedLayer, OwnAttention):
+    """A layer to which observers attend, without a copy of its entries; all that is new observes.
+
+    Attributes:
+        importance: What is kept of [B, H, N] float32, reduced over the observers; set once they have attended.
+    """
+
+    importance: Tensor
+
+    def __init__(self, stored: ViewedLayer, reduction: str, keep: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(stored.keys, stored.values, stored.real)
+        self.reduction, self.keep = reduction, keep
+
+    def look(self, query: Tensor, key: Tensor, softmax: Softmax) -> LookAfter:
+        """Score the entries."""
+        seen = LookAfter.of(query, self.keys, key, softmax, self.real)
+        self.importance = self.keep(seen.importance(self.reduction))
+        return seen
+
+    @override
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> Any:
+        return key_states, value_states
+
+    @override
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
+        return self.look(query, key, softmax).output(self.values, value)
+
+
+class LastLayer(WatchedLayer):
+    """The last layer that observers look back at; nothing is asked of the model after it."""
+
+    @override
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
+        self.look(query, key, softmax)
+        raise AllSeen
+
+
+class AllSeen(Exception):
+    """Ends a pass."""

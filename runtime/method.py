@@ -12,12 +12,13 @@ from keepsight.runtime.attention import Reader
 from keepsight.runtime.custom_generate import CustomGenerate, GenerateRequest
 from keepsight.runtime.decode import Decoded, Reapply
 from keepsight.runtime.images import Images
+from keepsight.runtime.importance import Reduce
 from keepsight.runtime.observe import Observer
 from keepsight.runtime.prefill import context_of, prefill, read
 from keepsight.runtime.state import Needs, State, Trace
 
-Observe = Callable[[Observer, str], list[Tensor]]
-"""Scores a state with an observer, under a reduction over queries; see `Observer`."""
+Observe = Callable[[Observer, Reduce], list[Tensor]]
+"""Scores a state with an observer, under a reduction; see `Observer`."""
 Shared = tuple[State, list[Tensor] | None]
 
 

@@ -6,8 +6,8 @@ after one prefill, and none of them changes the cache.
 
 import functools
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,30 +17,32 @@ from transformers.cache_utils import Cache
 from typing_extensions import override
 
 from keepsight.models.decoder import decoder_of, has_latents
-from keepsight.runtime.attention import OwnAttention, run
+from keepsight.runtime.attention import run
 from keepsight.runtime.cache import as_observed, marked
-from keepsight.runtime.cache_layers import ViewedLayer
-from keepsight.runtime.importance import ROWS_AT_ONCE, observed_attention
-from keepsight.runtime.look_after import LookAfter
+from keepsight.runtime.importance import ROWS_AT_ONCE, Reduce, observed_attention, reduce_group
+from keepsight.runtime.look_after import AllSeen, LastLayer, WatchedLayer
 from keepsight.runtime.read_layer import ReadLayer, read_layers
 from keepsight.runtime.softmax import Softmax
 from keepsight.runtime.state import Needs, State
+from keepsight.runtime.viewed_layers import ViewedLayer
 
 
 class Observer(ABC):
     """Scorer of a state's entries. Observers hold no state and change none."""
 
     @abstractmethod
-    def __call__(self, model: PreTrainedModel, state: State, reduction: str) -> list[Tensor]:
+    def __call__(self, model: PreTrainedModel, state: State, reduce: Reduce) -> list[Tensor]:
         """Score each entry.
 
         Args:
             model: The target.
             state: A prompt that it has read, evicted from or not.
-            reduction: Reduction over the observing queries, `mean` or `max`; unused by scorers without queries.
+            reduce: Reduction over the observing queries and over the query heads of a KV head; unused by scorers
+                without queries.
 
         Returns:
-            For each layer, [B, H, C] float32 by query head or [B, K, C] by KV head: higher is more important.
+            For each layer, [B, K, C] float32 by KV head: higher is more important. Scores by query head, [B, H, C], are
+            reduced by whoever asked, but then those of all layers take memory at once.
         """
 
     def needs(self) -> Needs:
@@ -69,18 +71,30 @@ class LayerObserver(Observer):
 
     @abstractmethod
     def score(self, layer: ReadLayer, reduction: str) -> Tensor:
-        """Score each entry of a layer: [B, H, C] or [B, K, C], see `Observer.__call__`."""
+        """Score each entry of a layer: [B, H, C] or [B, K, C] float32, reduced over the queries by `mean` or `max`."""
 
     @override
-    def __call__(self, model: PreTrainedModel, state: State, reduction: str) -> list[Tensor]:
-        return [self.score(layer, reduction) for layer in read_layers(model, state)]
+    def __call__(self, model: PreTrainedModel, state: State, reduce: Reduce) -> list[Tensor]:
+        return [
+            reduce_group(self.score(layer, reduce.queries), layer.held.keys.shape[1], reduce.heads)
+            for layer in read_layers(model, state)
+        ]
+
+
+OfLayer = Callable[[int, Tensor], Tensor]
+"""What is kept of the attention [B, H, N] of the layer at a place, an index among those with full attention."""
+
+
+def all_heads(place: int, attention: Tensor) -> Tensor:
+    """An `OfLayer`: the attention as it is."""
+    return attention
 
 
 class AttentionRecorder:
     """Records each full-attention layer's attention of the last `rows` queries to the entries before them.
 
     Attributes:
-        by_layer: layer -> [B, H, S - rows] float32, reduced over the queries.
+        by_layer: layer -> what is kept of [B, H, S - rows] float32, reduced over the queries.
     """
 
     def __init__(
@@ -90,8 +104,9 @@ class AttentionRecorder:
         key_mask: Tensor | None = None,
         query_mask: Tensor | None = None,
         reduction: str = "mean",
+        keep: OfLayer = all_heads,
     ) -> None:
-        self.rows, self.reduction = rows, reduction
+        self.rows, self.reduction, self.keep = rows, reduction, keep
         self.key_mask, self.query_mask = key_mask, query_mask
         self.by_layer: dict[int, Tensor] = {}
 
@@ -100,7 +115,7 @@ class AttentionRecorder:
         if real is not None and self.query_mask is not None:
             real = real.clone()
             real[:, :, -self.rows :] &= self.query_mask[:, None]
-        self.by_layer[layer] = observed_attention(
+        observed = observed_attention(
             query[:, :, -self.rows :],
             key,
             softmax,
@@ -109,51 +124,11 @@ class AttentionRecorder:
             query_mask=self.query_mask,
             reduction=self.reduction,
         )
+        self.by_layer[layer] = self.keep(len(self.by_layer), observed)
 
     def layers(self) -> list[Tensor]:
         """The recorded tensors in the order of the layers."""
         return [self.by_layer[layer] for layer in sorted(self.by_layer)]
-
-
-class _WatchedLayer(ViewedLayer, OwnAttention):
-    """A layer to which observers attend, without a copy of its entries; all that is new observes.
-
-    Attributes:
-        importance: [B, H, N] float32, reduced over the observers; set once they have attended.
-    """
-
-    importance: Tensor
-
-    def __init__(self, keys: Tensor, values: Tensor, real: Tensor | None, reduction: str) -> None:
-        super().__init__(keys, values, real)
-        self.reduction = reduction
-
-    def look(self, query: Tensor, key: Tensor, softmax: Softmax) -> LookAfter:
-        """Score the entries."""
-        seen = LookAfter.of(query, self.keys, key, softmax, self.real)
-        self.importance = seen.importance(self.reduction)
-        return seen
-
-    @override
-    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> Any:
-        return key_states, value_states
-
-    @override
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
-        return self.look(query, key, softmax).output(self.values, value)
-
-
-class _LastLayer(_WatchedLayer):
-    """The last layer that observers look back at; nothing is asked of the model after it."""
-
-    @override
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
-        self.look(query, key, softmax)
-        raise _AllSeen
-
-
-class _AllSeen(Exception):
-    """Ends a pass."""
 
 
 def look_back(
@@ -161,10 +136,16 @@ def look_back(
     state: State,
     embeddings: Tensor,
     *,
+    reduce: Reduce,
     observer_mask: Tensor | None = None,
-    reduction: str = "mean",
+    combined: OfLayer = all_heads,
 ) -> list[Tensor]:
-    """Let observers look back from the position of a state's next token; see `observe`."""
+    """Let observers look back from the position of a state's next token; see `observe`.
+
+    Each layer's attention is reduced to KV heads when it is computed, after `combined`, with which other observers add
+    theirs: [B, K, N] float32 for each layer.
+    """
+    kv_heads = [each.keys.shape[1] for each in state.entries()]
     return observe(
         model,
         state.cache,
@@ -172,7 +153,8 @@ def look_back(
         embeddings,
         first=state.next_position,
         observer_mask=observer_mask,
-        reduction=reduction,
+        reduction=reduce.queries,
+        keep=lambda place, observed: reduce_group(combined(place, observed), kv_heads[place], reduce.heads),
         stops=True,
     )
 
@@ -186,6 +168,7 @@ def observe(
     first: Tensor | None = None,
     observer_mask: Tensor | None = None,
     reduction: str = "mean",
+    keep: OfLayer = all_heads,
     stops: bool = False,
 ) -> list[Tensor]:
     """Let observers look back at a cache.
@@ -198,12 +181,13 @@ def observe(
         first: [B] int64, the first observer's position; the number of real tokens by default.
         observer_mask: [B, n] bool, False for padding on the right of the observers.
         reduction: Reduction over the observers: `mean` or `max`.
+        keep: What is returned of a layer's attention, called as soon as that is computed.
         stops: Whether the pass may end in the middle of the model, once the last layer's entries are scored: hooks that
             others put around its modules are then not called.
 
     Returns:
-        For each layer with full attention, [B, H, N] float32: the observers' attention. Gradients flow to `embeddings`
-        and to the model's trainable parameters; without gradients the result may be inference tensors.
+        For each layer with full attention, what is kept of [B, H, N] float32, the observers' attention. Gradients flow
+        to `embeddings` and to the model's trainable parameters; without gradients the result may be inference tensors.
     """
     seen = cache.get_seq_length()
     batch, count, _ = embeddings.shape
@@ -220,13 +204,16 @@ def observe(
     # Layers with full attention know their padding; it is the bounded ones that need a mask.
     padded = None if mask is None or len(stored) == len(viewed) else functional.pad(mask, (0, count), value=True)
     if observer_mask is None and count <= ROWS_AT_ONCE and not has_latents(model):
-        kinds = [_WatchedLayer] * len(stored)
+        kinds = [WatchedLayer] * len(stored)
         if stops:
-            kinds[-1] = _LastLayer
-        watched = [kind(each.keys, each.values, each.real, reduction) for kind, each in zip(kinds, stored, strict=True)]
-        with torch.inference_mode(not torch.is_grad_enabled()), suppress(_AllSeen):  # saves 3 % of the time on a CPU
+            kinds[-1] = LastLayer
+        watched = [
+            kind(each, reduction, functools.partial(keep, place))
+            for place, (kind, each) in enumerate(zip(kinds, stored, strict=True))
+        ]
+        with torch.inference_mode(not torch.is_grad_enabled()), suppress(AllSeen):  # saves 3 % of the time on a CPU
             look(as_observed(viewed, watched), attention_mask=padded)
         return [layer.importance for layer in watched]
-    recorder = AttentionRecorder(count, query_mask=observer_mask, reduction=reduction)
+    recorder = AttentionRecorder(count, query_mask=observer_mask, reduction=reduction, keep=keep)
     look(viewed, attention_mask=padded, recorder=recorder)
     return recorder.layers()

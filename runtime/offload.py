@@ -1,7 +1,8 @@
 """The full cache in CPU memory, and entries fetched back from it while the model computes.
 
-A background thread gathers the rows of a fetch and, where there is a GPU, sends them on a side CUDA stream. Nothing
-else differs between a GPU and a CPU.
+A background thread gathers the rows of a fetch and, where there is a GPU, sends them on a side CUDA stream. Who needs
+them waits on the CPU until they are gathered and on their way, and lets the device wait for the rest. Nothing else
+differs between a GPU and a CPU.
 """
 
 import time
@@ -82,16 +83,17 @@ class Fetch:
 
     Args:
         indices: [B, K, k] int64, on the device.
-        coming: The rows to come, [B, K, k, 2d] on the device.
+        coming: The rows to come, [B, K, k, 2d] on the device, and the work that brings them there.
         traffic: Counts the seconds waited.
     """
 
-    def __init__(self, indices: Tensor, coming: "Future[Tensor]", traffic: Traffic) -> None:
+    def __init__(self, indices: Tensor, coming: "Future[tuple[Tensor, Begun]]", traffic: Traffic) -> None:
         self._indices, self._coming, self._traffic = indices, coming, traffic
 
     def wait(self) -> FetchedEntries:
-        """Wait for the entries; may be called again."""
-        rows = await_counted(self._coming, self._traffic)
+        """The entries, which the device's work from here on waits for; may be called again."""
+        rows, sending = await_counted(self._coming, self._traffic)
+        sending.precede()
         if rows.is_cuda:
             rows.record_stream(torch.cuda.current_stream(rows.device))
         return FetchedEntries(self._indices, *rows.chunk(2, dim=3))
@@ -156,15 +158,15 @@ class FullEntries:
         """Start to fetch the entries [B, K, k] int64 to the device of the indices."""
         return Fetch(indices, in_background(self._gather, FromDevice(indices), indices.device), self.traffic)
 
-    def _gather(self, wanted: "FromDevice", device: torch.device) -> Tensor:
+    def _gather(self, wanted: "FromDevice", device: torch.device) -> "tuple[Tensor, Begun]":
         indices = wanted.get()
         start = time.perf_counter()
         gathered = self.rows(flat_rows(indices).flatten()).view(*indices.shape, -1)
         with on_side_stream(device):
-            gathered = gathered.to(device, non_blocking=True)
+            gathered, sending = gathered.to(device, non_blocking=True), Begun(device)
         self.traffic.fetched += gathered.numel() * gathered.element_size()
         self.traffic.fetching += time.perf_counter() - start
-        return gathered
+        return gathered, sending
 
 
 def flat_rows(indices: Tensor) -> Tensor:
@@ -192,13 +194,14 @@ class FromDevice:
 
 
 class Begun:
-    """All the work that a device was given so far.
+    """All the work that a device's current stream was given so far.
 
     Args:
         device: The device; on a CPU there is nothing to wait for.
     """
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._event = torch.cuda.Event() if device.type == "cuda" else None
         if self._event is not None:
             self._event.record(torch.cuda.current_stream(device))
@@ -208,17 +211,20 @@ class Begun:
         if self._event is not None:
             self._event.synchronize()
 
+    def precede(self) -> None:
+        """Let what the current stream is given from now on wait for it; the calling thread does not."""
+        if self._event is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._event)
+
 
 @contextmanager
 def on_side_stream(device: torch.device) -> Iterator[None]:
-    """Work enqueued inside runs beside the model; leaving blocks the calling thread until it is done."""
+    """Work enqueued inside runs beside the model."""
     if device.type != "cuda":
         yield
         return
-    stream = _side_stream(device)
-    with torch.cuda.stream(stream):
+    with torch.cuda.stream(_side_stream(device)):
         yield
-    stream.synchronize()
 
 
 def in_background(function: Callable[..., Result], *arguments: object) -> "Future[Result]":

@@ -9,7 +9,7 @@ from torch import Tensor
 # Units of rounding of a tensor's largest entry. Processors and numbers of threads add up in different orders, and what
 # that changes in one entry follows the size of all that were added, not of that entry. Seen on plain, AVX2 and AVX512
 # kernels: up to 43 units in float32 (in gradients), 15 in float64, 4 in bfloat16.
-UNITS = {torch.float64: 256, torch.float32: 256, torch.bfloat16: 8}
+UNITS = {torch.float64: 256, torch.float32: 256, torch.float16: 16, torch.bfloat16: 8}
 
 
 def rounding(expected: Tensor, computed_in: torch.dtype | None = None) -> float:

@@ -13,7 +13,6 @@ import pytest
 import yaml
 
 from keepsight.commands import cli
-from keepsight.commands.config import parse
 from keepsight.runtime.methods import METHODS
 from tests.test_readme import names as names
 from tests.test_readme import run
@@ -58,7 +57,7 @@ def test_every_command_has_known_keys_and_values(page: str, monkeypatch: pytest.
 
 
 def configuration(module: Any, given: list[str]) -> Any:
-    return parse(module.Config, cli._positional(module, [word for word in given if word != "..."]))
+    return cli.configuration(module, [word for word in given if word != "..."])
 
 
 @pytest.mark.parametrize("page", GUIDES)

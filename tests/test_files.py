@@ -87,7 +87,12 @@ def test_what_gets_its_name_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.M
     """Before a file is named its content is synced, and after it the folder."""
     done, replace = list[str](), Path.replace
     monkeypatch.setattr(os, "fsync", lambda opened: done.append(Path(os.readlink(f"/proc/self/fd/{opened}")).name))
-    monkeypatch.setattr(Path, "replace", lambda path, to: [done.append(f"{path.name} named"), replace(path, to)][1])
+
+    def named(path: Path, to: Path) -> Path:
+        done.append(f"{path.name} named")
+        return replace(path, to)
+
+    monkeypatch.setattr(Path, "replace", named)
     write_text(tmp_path / "file", "text")
     append_lines(tmp_path / "lines", [{"a": 1}])
     with atomic_files(tmp_path, last="config") as unfinished:

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from transformers import TrainingArguments
 
+from keepsight.models.processes import check_builds
 from keepsight.train.settings import TrainSettings
 
 
@@ -13,8 +14,9 @@ def training_arguments(settings: TrainSettings, work: Path, key: str = "train") 
     """The Trainer's arguments for these settings; `work` takes checkpoints and logs, `key` names them in a recipe.
 
     Raises:
-        UserError: the samples of a step do not divide into the batches of all processes.
+        UserError: the samples of a step do not divide into the batches of all processes, or see `check_builds`.
     """
+    check_builds()
     os.environ["ACCELERATE_MIXED_PRECISION"] = settings.precision  # DeepSpeed takes the launcher's, which may differ
     arguments = TrainingArguments(
         output_dir=str(work),

@@ -12,6 +12,7 @@ from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from keepsight.data_gen.shards import TrainingSample
 from keepsight.errors import UserError
+from keepsight.train.seen import Seen, prompt_digest
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ def _cut(sample: TrainingSample, max_tokens: int) -> TrainingSample:
 
 
 def hold_out(
-    samples: Sequence[TrainingSample], held_out: int, key: str = "train"
+    samples: Sequence[TrainingSample], held_out: int, key: str = "train", seen: Seen | None = None
 ) -> tuple[SampleDataset, SampleDataset]:
     """Training samples and held-out ones: every k-th sample, so that all parts of the mixture are measured.
 
@@ -114,14 +115,17 @@ def hold_out(
         samples: The whole data set.
         held_out: Number of held-out samples, at most.
         key: Name of the settings in a recipe, for the message.
+        seen: Prompts that an earlier stage was trained on; they are held out only if there are no others.
 
     Raises:
         UserError: too few samples for both.
     """
     if len(samples) <= held_out:
         raise UserError(f"{key}.held_out={held_out} needs more than the {len(samples)} samples of the data; lower it")
-    step = math.ceil(len(samples) / held_out) if held_out else len(samples) + 1
-    measured = samples[step - 1 :: step]
+    new = [sample for sample in samples if prompt_digest(sample) not in seen] if seen else []
+    among = new or samples
+    step = math.ceil(len(among) / held_out) if held_out else len(among) + 1
+    measured = among[step - 1 :: step]
     chosen = {sample.index for sample in measured}
     return SampleDataset([sample for sample in samples if sample.index not in chosen]), SampleDataset(measured)
 

@@ -11,8 +11,16 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import reduce
 from torch import Tensor, nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from typing_extensions import override
+
+from keepsight.errors import UserError
+from keepsight.models.decoder import decoder_of
+from keepsight.models.processes import launched
 
 
 def make_whole(module: nn.Module) -> None:
@@ -46,10 +54,33 @@ def _whole(parameter: Tensor) -> Tensor:
     return safe_get_full_fp32_param(parameter).detach().view(getattr(parameter, "ds_shape", parameter.shape)).clone()
 
 
-def target_is_divided(accelerator: Accelerator) -> bool:
-    """Whether each process holds a part of the target alone (ZeRO-3), so that it runs on all of them or on none."""
+def divide_layers(model: PreTrainedModel) -> None:
+    """Divide the weights of a frozen model's layers over all processes (FSDP2); each layer is whole while it runs.
+
+    What is trained beside it stays an ordinary parameter of DDP. A model on the CPU comes to the GPU part by part.
+
+    Raises:
+        UserError: its weights are quantised.
+    """
+    processes = launched()
+    if getattr(model.config, "quantization_config", None) is not None:
+        raise UserError("model.device_map=fsdp2: quantised weights cannot be divided; leave out model.quantize")
+    mesh = init_device_mesh(processes.device.type, (processes.num_processes,))
+    for layer in decoder_of(model).layers:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+
+
+def leave_to_fsdp(module: nn.Module) -> None:
+    """Tell DDP to leave what `divide_layers` divided as it is."""
+    divided = [name for name, each in module.named_parameters() if isinstance(each, DTensor)]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, divided)
+
+
+def target_is_divided(accelerator: Accelerator, module: nn.Module) -> bool:
+    """Whether each process holds a part of the target alone, so that it runs on all of them or on none."""
     plugin = accelerator.state.deepspeed_plugin
-    return plugin is not None and plugin.zero_stage == 3
+    is_zero3 = plugin is not None and plugin.zero_stage == 3
+    return is_zero3 or any(isinstance(each, DTensor) for each in module.parameters())
 
 
 class StopTogether(TrainerCallback):

@@ -14,6 +14,7 @@ from keepsight.train.distributed import target_is_divided
 from keepsight.train.head_settings import DraftHeadSettings, RetrievalHeadSettings
 from keepsight.train.module_trainer import ModuleTrainer
 from keepsight.train.objective import HeadObjective
+from keepsight.train.seen import NOTHING, Seen
 from keepsight.train.settings import ReplaySettings
 
 HeadObjectiveT = TypeVar("HeadObjectiveT", bound=HeadObjective)
@@ -29,6 +30,7 @@ class HeadTrainer(ModuleTrainer[HeadObjectiveT]):
         samples: Training and held-out ones together.
         start: What else must be the same when the training is resumed, by its name in a recipe.
         replay: How readings of the target are kept, where `settings.train.replays` is above 1.
+        seen: Prompts that the head was trained on in earlier stages; None where that is not known.
     """
 
     def __init__(
@@ -39,11 +41,12 @@ class HeadTrainer(ModuleTrainer[HeadObjectiveT]):
         samples: list[TrainingSample],
         start: Mapping[str, Any] | None = None,
         replay: ReplaySettings | None = None,
+        seen: Seen | None = NOTHING,
     ) -> None:
         recipe = self.settings_key.removesuffix(".train")
         shape = {f"{recipe}.{name}": value for name, value in asdict(settings).items() if name != "train"}
-        super().__init__(objective, settings.train, work, samples, {**shape, **(start or {})}, replay)
-        if target_is_divided(self.accelerator):
+        super().__init__(objective, settings.train, work, samples, {**shape, **(start or {})}, replay, seen)
+        if target_is_divided(self.accelerator, objective):
             raise UserError("ZeRO-3 divides what is trained, and a head is small: use recipes/accelerate/zero2.yaml")
 
     @override

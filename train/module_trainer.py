@@ -1,5 +1,6 @@
 """The transformers Trainer for a small module beside a frozen target: only the module is saved and measured."""
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -22,7 +23,14 @@ from keepsight.locks import one_writer
 from keepsight.models.weight_files import check_names_and_shapes, read_tensors
 from keepsight.train.arguments import training_arguments
 from keepsight.train.dataset import Batch, GroupedByLength, SampleDataset, collate, hold_out
-from keepsight.train.distributed import StopTogether, make_whole, sigterm_as_interrupt, target_is_divided, whole
+from keepsight.train.distributed import (
+    StopTogether,
+    leave_to_fsdp,
+    make_whole,
+    sigterm_as_interrupt,
+    target_is_divided,
+    whole,
+)
 from keepsight.train.objective import Objective, ReplayedObjective
 from keepsight.train.replay import ReadingBuffer, ReplaySampler
 from keepsight.train.resume import (
@@ -33,8 +41,12 @@ from keepsight.train.resume import (
     sealing,
     state_of,
 )
+from keepsight.train.seen import NOTHING, Seen, held_out_text, seen_in
 from keepsight.train.settings import ReplaySettings, TrainSettings
+from keepsight.train.trained import Trained
 from keepsight.units import read_bytes
+
+logger = logging.getLogger("keepsight")
 
 ObjectiveT = TypeVar("ObjectiveT", bound=Objective)
 
@@ -51,11 +63,14 @@ class ModuleTrainer(Trainer, ABC, Generic[ObjectiveT]):
         samples: Training and held-out ones together.
         shape: What else must be the same when the training is resumed, by its name in a recipe.
         replay: How readings of the target are kept where `settings.replays` is above 1.
+        seen: Prompts that the module was trained on in earlier stages; None where that is not known.
 
     Attributes:
         weights_file: Name of the module's weights in a checkpoint.
         settings_key: Name of the settings in a recipe.
         sample_count: Number of samples, held-out ones included.
+        held_out: What a card says of the held-out samples.
+        trained_on: The prompts that the module was trained on, in earlier stages too; None where that is not known.
         metrics: Numbers of the latest measurement, by name.
 
     Raises:
@@ -74,12 +89,13 @@ class ModuleTrainer(Trainer, ABC, Generic[ObjectiveT]):
         samples: list[TrainingSample],
         shape: dict[str, Any],
         replay: ReplaySettings | None = None,
+        seen: Seen | None = NOTHING,
     ) -> None:
         settings.check(self.settings_key)
         arguments = training_arguments(settings, work, self.settings_key)
         if settings.group_by_length is None:
             settings = replace(settings, group_by_length=arguments.world_size > 1)
-        train, held_out = hold_out(samples, settings.held_out, self.settings_key)
+        train, held_out = hold_out(samples, settings.held_out, self.settings_key, seen)
         super().__init__(
             model=objective,
             args=arguments,
@@ -88,10 +104,20 @@ class ModuleTrainer(Trainer, ABC, Generic[ObjectiveT]):
             eval_dataset=held_out,
         )
         self.model_accepts_loss_kwargs = False
+        if self.is_fsdp_enabled:
+            raise UserError(
+                "the launcher's FSDP would divide what is trained; take recipes/accelerate/fsdp2.yaml and give "
+                "model.device_map=fsdp2"
+            )
+        leave_to_fsdp(objective)
         self.objective, self.settings, self.work, self.sample_count = objective, settings, work, len(samples)
         digest = text_digest(repr([(sample.prompt_ids, sample.answer_ids) for sample in samples]))
         data = {"data.samples": len(samples), "data.digest": digest}
         self._fixed = asdict(settings) | shape | data | {"launch.processes": self.args.world_size}
+        self.trained_on = None if seen is None else seen | seen_in(train.samples)
+        self.held_out, is_new = held_out_text(held_out.samples, seen)
+        if not is_new and self.is_world_process_zero():
+            logger.warning("held-out samples: %s, so that their fidelity may flatter the module", self.held_out)
         self._indices: list[int] = []
         self.metrics: dict[str, float] = {}
         self._replay = (replay or ReplaySettings()) if settings.replays > 1 else None
@@ -101,10 +127,10 @@ class ModuleTrainer(Trainer, ABC, Generic[ObjectiveT]):
                     f"{self.settings_key}.replays={settings.replays}: this training keeps no readings, use 1"
                 )
             self._replay.check()
-            if target_is_divided(self.accelerator):
+            if target_is_divided(self.accelerator, objective):
                 raise UserError(
-                    f"{self.settings_key}.replays={settings.replays}: with ZeRO-3 all processes read the target at the "
-                    "same time, so that no reading is kept; use 1, or recipes/accelerate/zero2.yaml"
+                    f"{self.settings_key}.replays={settings.replays}: with ZeRO-3 or FSDP2 all processes read the "
+                    "target at the same time, so that no reading is kept; use 1, or recipes/accelerate/zero2.yaml"
                 )
             self._fixed |= {"replay.memory": self._replay.memory, "replay.dtype": self._replay.dtype}
 
@@ -193,6 +219,11 @@ class ModuleTrainer(Trainer, ABC, Generic[ObjectiveT]):
     def log_rows(self) -> list[dict[str, Any]]:
         """The logged losses, then the measurements."""
         return [row for row in self.state.log_history if "loss" in row] + self.measurements()
+
+    def trained(self) -> Trained:
+        """What the training came to."""
+        counted = self.state.global_step, self.sample_count, self.samples_per_step
+        return Trained(self.settings, *counted, self.log_rows(), self.metrics, self.held_out, self.trained_on)
 
     @override
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:

@@ -8,6 +8,9 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 BLUE, VERMILLION, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#8A8A8A"  # Okabe-Ito: apart for colour-blind readers
+CYCLE = (BLUE, VERMILLION, GREEN, "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+LINES = ("o-", "s--", "^:")
+"""Of many lines the first have colours of their own, the next the same colours in another style."""
 SMOOTHING = 0.95
 """Weight of the past in the running mean of the loss."""
 

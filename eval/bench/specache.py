@@ -12,7 +12,7 @@ from keepsight.models.targets import Target
 from keepsight.runtime.method import FullCache, Method
 from keepsight.runtime.methods.kivi import Kivi
 from keepsight.runtime.methods.specache import SpeCache
-from keepsight.runtime.quantized.entries import attend_packed
+from keepsight.runtime.quantized.attend import attend_packed
 from keepsight.runtime.quantized.specache import specache_layers
 from keepsight.runtime.softmax import Softmax
 
@@ -84,7 +84,7 @@ def _part_lines(model: PreTrainedModel, method: SpeCache, ids: Tensor, repeats: 
         return layer.selector.select(attention)
 
     def dequantise() -> tuple[Tensor, Tensor]:
-        return held.keys(0, held.packed_length), held.values(0, held.packed_length)
+        return held.keys(), held.values()
 
     def attend() -> Tensor:
         return attend_packed(query, held, Softmax(1.0))[0]

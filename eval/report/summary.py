@@ -186,8 +186,8 @@ def _same_tokens(row: Row) -> int | None:
 
 
 def _budget_entries(row: Row) -> float | None:
-    budget = row["budget"]
-    return budget * row.get("prompt_tokens", row["length"]) if isinstance(budget, float) else budget
+    budget: float | None = row["budget"]
+    return budget * (row.get("prompt_tokens") or row["length"]) if isinstance(budget, float) else budget
 
 
 _MEAN_OF: dict[str, Callable[[Row], float | None]] = {

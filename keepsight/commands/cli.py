@@ -17,6 +17,7 @@ from keepsight.errors import UserError
 COMMANDS = {
     "data": "training data: prompts of a mixture and the target's answers, in resumable shards",
     "train": "train a lookahead module (the same as train_lookahead.py)",
+    "ablate": "train lookahead modules of several shapes or settings side by side, and compare them",
     "train_draft_head": "train an EAGLE-3 draft head (the same as train_draft_head.py)",
     "train_retrieval_head": "prune and distil a retrieval head (the same as train_retrieval_head.py)",
     "eval": "score methods and KV budgets on needle tasks or real samples; table, plots, report",
@@ -24,6 +25,7 @@ COMMANDS = {
     "compare": "evaluations side by side, with paired differences",
     "hits": "top-k hit rate of retrieval heads, Quest and exact top-k, step by step",
     "inspect": "an HTML page that shows which prompt tokens a method keeps",
+    "convert": "make a public draft head that is a pickle one that keepsight loads",
     "push": "upload an adapter, a draft head or a retrieval head to the Hugging Face Hub",
     "bench": "measure speed and memory; keepsight bench --help lists the benchmarks",
     "fit": "data, training, evaluation and card of a lookahead module in one command",
@@ -69,13 +71,19 @@ def _dispatch(usage: str, package: str, about: str, commands: Mapping[str, str],
 
 
 def _execute(command: Any, arguments: Sequence[str]) -> None:
-    from keepsight.commands.config import parse  # takes half a second
-
     logging.basicConfig(format="%(message)s")
     if {*_HELP} & {*arguments}:
         _show(_help(command, whole="all" in arguments))
     else:
-        command.run(parse(command.Config, _positional(command, arguments)))
+        command.run(configuration(command, arguments))
+
+
+def configuration(command: Any, arguments: Sequence[str]) -> Any:
+    """A command's `Config` of its arguments; what its `configure` makes of them, where it has one."""
+    from keepsight.commands.config import parse  # takes half a second
+
+    overrides = _positional(command, arguments)
+    return command.configure(overrides) if hasattr(command, "configure") else parse(command.Config, overrides)
 
 
 def _positional(command: Any, arguments: Sequence[str]) -> list[str]:

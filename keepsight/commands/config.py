@@ -39,7 +39,8 @@ class ModelConfig:
         attention: auto, sdpa, eager or flash_attention_2.
         template: Arguments of its chat template that differ from the template's own, such as {enable_thinking: false}.
         quantize: nf4 or int8: its weights are quantised by bitsandbytes while they are loaded.
-        device_map: auto divides the layers over all GPUs and the CPU.
+        device_map: auto divides the layers over all GPUs and the CPU; fsdp2 has each process of a training of lookahead
+            modules hold a part of every layer.
         trust_remote_code: Run code from the model's repository; leave it off unless you have read that code.
     """
 

@@ -56,7 +56,7 @@ class Config(Recipe):
 
 def run(config: Config) -> None:
     """Write the page."""
-    require_writable(Path(config.out), folder=False)
+    _require_page(Path(config.out))
     at_least_one(config, "max_new_tokens")
     resources = resources_later(config)
     methods = {name: _method(name, config, resources) for name in (config.method, config.compare)}
@@ -81,6 +81,13 @@ def run(config: Config) -> None:
     title = f"{Path(target.name).name}: {config.method} at budget {config.budget}"
     write_inspect_page(Path(config.out), tokens, kept, title, settings, answers)
     print(f"{len(tokens)} tokens, {config.budget} kept per layer and KV head: {config.out}")
+
+
+def _require_page(out: Path) -> None:
+    """Refuse a path that cannot be written to, or a file of the user's that a page would replace."""
+    require_writable(out, folder=False)
+    if out.is_file() and not out.read_bytes().startswith(b"<!DOCTYPE html>"):
+        raise UserError(f"out={out} is a file but no page; choose another out=")
 
 
 def _method(name: str, config: Config, resources: Resources) -> Evict:

@@ -8,10 +8,12 @@ checkpoint when the same command is run again.
 """
 
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import torch
 from transformers import set_seed
 
 from keepsight.commands.training import (
@@ -21,9 +23,10 @@ from keepsight.commands.training import (
     length_summary,
     metrics_text,
     require_finished,
+    seen_by,
     training_target,
 )
-from keepsight.data_gen.shards import read_training_samples
+from keepsight.data_gen.shards import TrainingSample, read_training_samples
 from keepsight.errors import UserError, require_same
 from keepsight.files import require_writable, write_png
 from keepsight.models.hub import fetch
@@ -31,10 +34,15 @@ from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_card import lookahead_card
 from keepsight.models.lookahead_files import CONFIG, load_lookahead, save_lookahead
 from keepsight.models.lora import lora_targets
+from keepsight.models.targets import Target
+from keepsight.train.distributed import divide_layers
 from keepsight.train.lookahead.objective import LookaheadObjective
 from keepsight.train.lookahead.plots import lookahead_figure
 from keepsight.train.lookahead.trainer import LookaheadTrainer
+from keepsight.train.trained import Trained
 
+DIVIDED = "fsdp2"
+"""A `model.device_map`."""
 _SHAPE = ("tokens", "rank", "alpha", "group")
 """Of a module's settings, those that its weights were trained with."""
 
@@ -56,28 +64,68 @@ class Config(TrainingConfig):
 def run(config: Config) -> None:
     """Train, then write the adapter, its card and the training curves."""
     require_writable(out := Path(config.out))
-    target = training_target(config)
+    target = training_target(undivided(config))
+    samples, manifest = training_samples(config, target)
+    objective = new_objective(config, target)
+    if config.model.device_map == DIVIDED:
+        divide_layers(target.model)
+    init = fetch(config.init) if config.init else None
+    begun = begun_with(target, "init", init and init / CONFIG)
+    work = out / "training"
+    trainer = LookaheadTrainer(objective, config.train, work, samples, config.replay, begun, seen_by(init))
+    finished = trainer.fit()
+    if trainer.is_world_process_zero():
+        save(config, out, target, objective.lookahead, trainer.trained(), samples, manifest)
+        print(f"adapter after step {trainer.state.global_step} in {out}: {metrics_text(trainer.metrics)}")
+    require_finished(finished, config, trainer)
+
+
+def undivided(config: Config) -> Config:
+    """The target's weights are whole on the CPU before they are divided."""
+    if config.model.device_map != DIVIDED:
+        return config
+    dtype = "bfloat16" if torch.accelerator.is_available() and config.model.dtype == "auto" else config.model.dtype
+    return replace(config, model=replace(config.model, device="cpu", device_map=None, dtype=dtype))
+
+
+def training_samples(config: Config, target: Target) -> tuple[list[TrainingSample], dict[str, Any]]:
+    """The data's samples but for those with longer prompts, and its manifest.
+
+    Raises:
+        UserError: none is left, or the data is not what the target answered.
+    """
     samples, manifest = read_training_samples(Path(config.data), target.name, target.template_digest, target.vocabulary)
     samples = [each for each in samples if len(each.prompt_ids) <= (config.max_prompt_tokens or 1 << 60)]
     if not samples:
         raise UserError(f"max_prompt_tokens={config.max_prompt_tokens} leaves no sample of {config.data}; raise it")
+    return samples, manifest
+
+
+def new_objective(config: Config, target: Target) -> LookaheadObjective:
+    """A new module beside the target, which the seed decides, or one that begins with the weights of `init`."""
     set_seed(config.train.seed)
     lookahead = Lookahead(target.model, config.lookahead)
     if config.init:
         _start_from(config.init, lookahead)
-    begun = begun_with(target, "init", fetch(config.init) / CONFIG if config.init else None)
-    objective = LookaheadObjective(lookahead, config.train.far)
-    trainer = LookaheadTrainer(objective, config.train, out / "training", samples, config.replay, begun)
-    finished = trainer.fit()
-    if trainer.is_world_process_zero():
-        lengths = length_summary("prompt tokens", [len(each.prompt_ids) for each in samples])
-        far = {"share of the loss on far entries": config.train.far}
-        adapted = {"modules with a LoRA": _counted(lora_targets(target.model)) if config.lookahead.rank else "none"}
-        basics = basics_of(config, target, manifest, trainer, lengths | far | adapted)
-        save_lookahead(lookahead, out, basics.provenance, lookahead_card(basics, config.lookahead, trainer.metrics))
-        write_png(out / "training.png", lookahead_figure(trainer.log_rows()))
-        print(f"adapter after step {trainer.state.global_step} in {out}: {metrics_text(trainer.metrics)}")
-    require_finished(finished, config, trainer)
+    return LookaheadObjective(lookahead, config.train.far)
+
+
+def save(
+    config: Config,
+    folder: Path,
+    target: Target,
+    lookahead: Lookahead,
+    trained: Trained,
+    samples: Sequence[TrainingSample],
+    manifest: Mapping[str, Any],
+) -> None:
+    """Write the adapter, its card and the training curves into a folder."""
+    lengths = length_summary("prompt tokens", [len(each.prompt_ids) for each in samples])
+    far = {"share of the loss on far entries": config.train.far}
+    adapted = {"modules with a LoRA": _counted(lora_targets(target.model)) if config.lookahead.rank else "none"}
+    basics = basics_of(config, target, manifest, trained, lengths | far | adapted)
+    save_lookahead(lookahead, folder, basics.provenance, lookahead_card(basics, config.lookahead, trained.metrics))
+    write_png(folder / "training.png", lookahead_figure(trained.log))
 
 
 def _counted(names: Iterable[str]) -> str:

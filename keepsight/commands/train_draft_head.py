@@ -21,6 +21,7 @@ from keepsight.commands.training import (
     length_summary,
     metrics_text,
     require_finished,
+    seen_by,
 )
 from keepsight.data_gen.shards import TrainingSample, read_training_samples
 from keepsight.errors import UserError
@@ -64,12 +65,13 @@ def run(config: Config) -> None:
     head = _head(config, target, samples)
     reader = _reader(config, target, head, samples, manifest["digest"])
     objective = DraftHeadObjective(head, target.model, reader, settings.unroll, settings.decay, settings.max_tokens)
-    begun = begun_with(target, "init", fetch(config.init) / WEIGHTS if config.init else None)
-    trainer = DraftHeadTrainer(objective, settings, out / "training", samples, begun)
+    init = fetch(config.init) if config.init else None
+    begun = begun_with(target, "init", init and init / WEIGHTS)
+    trainer = DraftHeadTrainer(objective, settings, out / "training", samples, begun, seen=seen_by(init))
     finished = trainer.fit()
     if trainer.is_world_process_zero():
         lengths = [len(each.prompt_ids) + len(each.answer_ids) for each in samples]
-        basics = basics_of(config, target, manifest, trainer, length_summary("tokens of a sample", lengths))
+        basics = basics_of(config, target, manifest, trainer.trained(), length_summary("tokens of a sample", lengths))
         save_draft_head(head, out, basics.provenance, draft_head_card(basics, trainer.metrics))
         write_png(out / "training.png", draft_head_figure(trainer.log_rows()))
         print(f"head after step {trainer.state.global_step} in {out}: {metrics_text(trainer.metrics)}")

@@ -13,7 +13,14 @@ from pathlib import Path
 import torch
 from transformers import set_seed
 
-from keepsight.commands.training import TrainingConfig, basics_of, begun_with, require_finished, training_target
+from keepsight.commands.training import (
+    TrainingConfig,
+    basics_of,
+    begun_with,
+    require_finished,
+    seen_by,
+    training_target,
+)
 from keepsight.data_gen.shards import read_training_samples
 from keepsight.errors import UserError
 from keepsight.files import require_writable, write_png
@@ -57,7 +64,9 @@ def run(config: Config) -> None:
     longest = max(len(sample.prompt_ids) + len(sample.answer_ids) for sample in samples)
     head, pruned = _first_head(config, target, longest)
     objective = RetrievalObjective(head, target.model, settings.queries, settings.temperature, settings.answers)
-    trainer = RetrievalTrainer(objective, settings, out / "training", samples, _begun(config, target), config.replay)
+    draft = fetch(config.head) if config.head else None
+    begun = begun_with(target, "head", draft and draft / WEIGHTS)
+    trainer = RetrievalTrainer(objective, settings, out / "training", samples, begun, config.replay, seen_by(draft))
     finished = trainer.fit()
     if trainer.is_world_process_zero():
         described = pruned | {
@@ -66,13 +75,9 @@ def run(config: Config) -> None:
             "temperature": settings.temperature,
             "share of the loss on answers": settings.answers,
         }
-        basics = basics_of(config, target, manifest, trainer, described, "KL at that temperature, nats")
+        basics = basics_of(config, target, manifest, trainer.trained(), described, "KL at that temperature, nats")
         _write(config, trainer, basics, longest)
     require_finished(finished, config, trainer)
-
-
-def _begun(config: Config, target: Target) -> dict[str, str | None]:
-    return begun_with(target, "head", fetch(config.head) / WEIGHTS if config.head else None)
 
 
 def _first_head(config: Config, target: Target, longest: int) -> tuple[RetrievalHead, dict[str, str]]:

@@ -11,12 +11,16 @@ from keepsight import __version__
 from keepsight.commands.config import Recipe
 from keepsight.commands.from_recipe import target_of
 from keepsight.errors import UserError
-from keepsight.files import file_digest
+from keepsight.files import file_digest, read_json
 from keepsight.models.card import CardBasics
+from keepsight.models.draft_head_files import ORIGIN
 from keepsight.models.hub import check_repo_id
-from keepsight.models.lookahead_files import Provenance
+from keepsight.models.lookahead_files import CONFIG, Provenance
 from keepsight.models.targets import Target
+from keepsight.models.versions import vocabulary_digest
 from keepsight.train.module_trainer import ModuleTrainer
+from keepsight.train.seen import NOTHING, Seen, as_text, from_text
+from keepsight.train.trained import Trained
 
 
 @dataclass
@@ -57,6 +61,20 @@ def begun_with(target: Target, key: str, weights: Path | None) -> dict[str, str 
     return {**begun, f"command.{key}": file_digest(weights) if weights else None}
 
 
+def seen_by(folder: Path | None) -> Seen | None:
+    """The prompts that an artifact's module was trained on, where it says so; none where a training begins anew.
+
+    Raises:
+        UserError: what it says is damaged.
+    """
+    if folder is None:
+        return NOTHING
+    for path in (folder / CONFIG, folder / ORIGIN):
+        if path.is_file():
+            return from_text(read_json(path, dict[str, Any])["provenance"].get("trained_on", ""))
+    return None
+
+
 def training_target(config: TrainingConfig) -> Target:
     """The recipe's target; `dtype: auto` is bfloat16 also on CPUs that compute in it, which read three times faster."""
     capabilities = torch.cpu.get_capabilities()
@@ -70,7 +88,7 @@ def basics_of(
     config: TrainingConfig,
     target: Target,
     manifest: Mapping[str, Any],
-    trainer: ModuleTrainer[Any],
+    trained: Trained,
     described: Mapping[str, Any],
     loss: str = "nats",
 ) -> CardBasics:
@@ -80,20 +98,20 @@ def basics_of(
         config: Title, licence and notes.
         target: The base model.
         manifest: The data folder's manifest.
-        trainer: The trainer after its training.
+        trained: What it came to.
         described: Further facts about the training, by name.
         loss: Name and unit of the loss.
     """
-    settings = trainer.settings
-    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    settings, losses = trained.settings, trained.losses
     training = {
         **_weights_origin(config, target),
-        "steps": trainer.state.global_step,
-        "samples": trainer.sample_count,
+        "steps": trained.steps,
+        "samples": trained.samples,
+        "held-out samples": trained.held_out,
         **described,
         "learning rate": settings.learning_rate,
         **({"steps on each reading of the target": settings.replays} if settings.replays > 1 else {}),
-        "samples a step": trainer.samples_per_step,
+        "samples a step": trained.samples_per_step,
         f"first and last logged loss ({loss})": [round(losses[0], 4), round(losses[-1], 4)] if losses else [],
     }
     provenance = Provenance(
@@ -103,6 +121,8 @@ def basics_of(
         manifest["digest"],
         training,
         __version__,
+        vocabulary_digest(target.tokenizer),
+        as_text(trained.seen),
     )
     notes = "\n\n".join(note for note in (_origins(manifest), config.data_notes) if note)
     return CardBasics(config.title, provenance, manifest["sources"], notes, config.license)

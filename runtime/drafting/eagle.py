@@ -30,6 +30,10 @@ class DraftingHead(Protocol):
         """The target's layers whose outputs are the features."""
         ...
 
+    def embedding(self, target: PreTrainedModel) -> Callable[[Tensor], Tensor]:
+        """What embeds token ids for the head."""
+        ...
+
     def combine(self, features: Tensor) -> Tensor:
         """The target's features of those layers, concatenated -> what `__call__` takes."""
         ...
@@ -121,7 +125,7 @@ class ChainDrafter:
 
     Args:
         head: The draft head, on the target's device.
-        target: The model whose tokens it guesses, and whose embedding it shares.
+        target: The model whose tokens it guesses.
         mask: [B, N] bool, False for padding among the N tokens read at first, on the left; None when none is.
         window: Number of last rows whose queries the cache keeps.
     """
@@ -130,7 +134,7 @@ class ChainDrafter:
         self, head: DraftingHead, target: PreTrainedModel, mask: Tensor | None = None, window: int = 0
     ) -> None:
         self.head, self.cache = head, HeadCache(mask, window)
-        self._embed = target.get_input_embeddings()
+        self._embed = head.embedding(target)
         self._dtype = next(head.parameters()).dtype
         self._verified = 0
 

@@ -4,6 +4,7 @@ SpecKV, DapQ and the oracle differ in who writes the draft and in how many of th
 it; what they share is here.
 """
 
+import functools
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 
@@ -14,6 +15,7 @@ from typing_extensions import override
 
 from keepsight.errors import require_whole
 from keepsight.runtime.decode import decode, stop_after
+from keepsight.runtime.importance import Reduce
 from keepsight.runtime.observe import Observer, look_back
 from keepsight.runtime.read_layer import read_layers
 from keepsight.runtime.state import Needs, State
@@ -80,18 +82,21 @@ class DraftObserver(Observer):
         require_whole("draft tokens", window=0 if self.window is None else self.window)
 
     @override
-    def __call__(self, model: PreTrainedModel, state: State, reduction: str) -> list[Tensor]:
+    def __call__(self, model: PreTrainedModel, state: State, reduce: Reduce) -> list[Tensor]:
         draft = self.drafter(model, state)
         embeddings = model.get_input_embeddings()(draft.ids)
-        observed = look_back(model, state, embeddings, observer_mask=draft.mask, reduction=reduction)
+        look = functools.partial(look_back, model, state, embeddings, reduce=reduce, observer_mask=draft.mask)
         if not self.window:
-            return observed
+            return look()
         rows = held_rows(next(iter(state.trace.queries), None), self.window)
         real = draft.mask if draft.mask is not None else torch.ones_like(draft.ids, dtype=torch.bool)
-        return [
-            combine(window_attention(layer, rows, reduction), of_draft, rows, real, reduction)
-            for layer, of_draft in zip(read_layers(model, state), observed, strict=True)
-        ]
+        layers = [*read_layers(model, state)]
+
+        def with_window(place: int, of_draft: Tensor) -> Tensor:
+            of_window = window_attention(layers[place], rows, reduce.queries)
+            return combine(of_window, of_draft, rows, real, reduce.queries)
+
+        return look(combined=with_window)
 
     @override
     def needs(self) -> Needs:

@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from keepsight.errors import UserError, require_whole
 from keepsight.runtime.evict import Evict
-from keepsight.runtime.importance import NO_POOL, Pool
+from keepsight.runtime.importance import NO_POOL, Pool, Reduce
 from keepsight.runtime.observe import Observer
 from keepsight.runtime.state import State
 
@@ -48,7 +48,7 @@ class Ladder(Observer):
         require_whole("lacache", sinks=0 if self.sinks is None else self.sinks)
 
     @override
-    def __call__(self, model: PreTrainedModel, state: State, reduction: str) -> list[Tensor]:
+    def __call__(self, model: PreTrainedModel, state: State, reduce: Reduce) -> list[Tensor]:
         layers = len(state.cache.layers)
         scores = []
         for layer, (each, held) in enumerate(zip(state.entries(), state.held(), strict=True)):

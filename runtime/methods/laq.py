@@ -1,5 +1,6 @@
 """LAQ and LAQ++ (arXiv 2505.20334): the target guesses the answer from a small cache; the guess's queries observe."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,7 +14,7 @@ from keepsight.runtime.cache_layers import LayerEntries
 from keepsight.runtime.decode import decode, stop_after
 from keepsight.runtime.drafting.observer import until_end
 from keepsight.runtime.evict import Evict
-from keepsight.runtime.importance import Pool, observed_attention
+from keepsight.runtime.importance import Pool, Reduce, observed_attention, reduce_group
 from keepsight.runtime.latents import attended_entries
 from keepsight.runtime.methods.snapkv import SnapKV
 from keepsight.runtime.observe import Observer
@@ -64,7 +65,12 @@ class QueryCache(Observer):
             )
 
     @override
-    def __call__(self, model: PreTrainedModel, state: State, reduction: str) -> list[Tensor]:
+    def __call__(self, model: PreTrainedModel, state: State, reduce: Reduce) -> list[Tensor]:
+        by_layer = zip(self._by_layer(model, state, reduce.queries), state.entries(), strict=True)
+        return [reduce_group(each, held.keys.shape[1], reduce.heads) for each, held in by_layer]
+
+    def _by_layer(self, model: PreTrainedModel, state: State, reduction: str) -> Iterator[Tensor]:
+        """Attention [B, H, C] of one layer after the other."""
         guessed, real = self._guess(model, state)
         rows = held_rows(next(iter(state.trace.queries), None), self.window) if self.window else 0
         window_mask = None if state.tokens_mask is None else state.tokens_mask[:, state.tokens.shape[1] - rows :]
@@ -74,17 +80,13 @@ class QueryCache(Observer):
                 for before, after in zip(state.trace.queries, guessed, strict=True)
             ]
             seen = real.new_ones(len(real), rows) if window_mask is None else window_mask
-            return _under_triangle(model, state, both, torch.cat([seen, real], dim=1), reduction)
-        observed = [
-            _from_beyond(queries, each, softmax, real, reduction)
-            for queries, each, softmax in zip(guessed, attended_entries(model, state), state.trace.softmax, strict=True)
-        ]
-        if not rows:
-            return observed
-        return [
-            combine(window_attention(layer, rows, reduction), of_guess, rows, real, reduction)
-            for layer, of_guess in zip(read_layers(model, state), observed, strict=True)
-        ]
+            yield from _under_triangle(model, state, both, torch.cat([seen, real], dim=1), reduction)
+            return
+        parts = guessed, attended_entries(model, state), state.trace.softmax, read_layers(model, state)
+        for queries, each, softmax, layer in zip(*parts, strict=True):
+            of_guess = _from_beyond(queries, each, softmax, real, reduction)
+            of_window = window_attention(layer, rows, reduction) if rows else None
+            yield of_guess if of_window is None else combine(of_window, of_guess, rows, real, reduction)
 
     @override
     def needs(self) -> Needs:
@@ -131,12 +133,12 @@ def _from_beyond(queries: Tensor, layer: LayerEntries, softmax: Softmax, real: T
 
 def _under_triangle(
     model: PreTrainedModel, state: State, queries: list[Tensor], real: Tensor, reduction: str
-) -> list[Tensor]:
+) -> Iterator[Tensor]:
     """Attention [B, H, C] of each layer, as if the queries [B, H, q, d] were those of the last q entries."""
     order = real.long().argsort(dim=1, stable=True)  # padding first, so that every row ends at its last entry
     place = order[:, None, :, None]
-    return [
-        observed_attention(
+    for each, layer, softmax in zip(queries, attended_entries(model, state), state.trace.softmax, strict=True):
+        yield observed_attention(
             each.gather(2, place.expand_as(each)),
             layer.keys,
             softmax,
@@ -145,8 +147,6 @@ def _under_triangle(
             query_mask=real.gather(1, order),
             reduction=reduction,
         )
-        for each, layer, softmax in zip(queries, attended_entries(model, state), state.trace.softmax, strict=True)
-    ]
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from typing_extensions import override
 
 from keepsight.models.hub import fetch
@@ -27,9 +27,9 @@ class SoftTokens(Observer):
     artifact: Artifact
 
     @override
-    def __call__(self, model: PreTrainedModel, state: State, reduction: str) -> list[Tensor]:
+    def __call__(self, model: PreTrainedModel, state: State, reduce: Reduce) -> list[Tensor]:
         with self.artifact.attached(model) as tokens:
-            return look_back(model, state, tokens.expand(len(state.logits), -1, -1), reduction=reduction)
+            return look_back(model, state, tokens.expand(len(state.logits), -1, -1), reduce=reduce)
 
     @override
     def positions(self) -> int:
@@ -47,14 +47,24 @@ class LookaheadKV(Evict):
 
     @classmethod
     def from_pretrained(
-        cls, adapter: str | Path, budget: int | float, revision: str | None = None, **options: Any
+        cls,
+        adapter: str | Path,
+        budget: int | float,
+        revision: str | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        **options: Any,
     ) -> "LookaheadKV":
         """The method with an adapter (a folder, a Hub id or `shipped:NAME`), and the adapter's reduction and pooling.
+
+        The model that it is used on is compared with the adapter's base, its revision and its quantisation then. A
+        tokenizer that is given is compared with the adapter's vocabulary and chat template at once.
 
         Raises:
             UserError: the adapter cannot be had, is corrupt, or an option is out of range.
         """
         artifact = load_lookahead(fetch(str(adapter), revision))
+        if tokenizer is not None:
+            artifact.check_tokenizer(tokenizer)
         return cls(budget, **parts_of(artifact) | options)
 
 

@@ -57,7 +57,14 @@ class Resources:
         """
         if self.adapter is None:
             raise UserError("needs adapter=FOLDER_OR_HUB_ID; train one with train_lookahead.py")
-        return load_lookahead(fetch(str(self.adapter)))
+        artifact = load_lookahead(fetch(str(self.adapter)))
+        self.check(artifact)
+        return artifact
+
+    def check(self, artifact: Artifact) -> None:
+        """Warn, where the target's tokenizer is known, of another one than the adapter's."""
+        if isinstance(self.tokenizer, PreTrainedTokenizerBase):
+            artifact.check_tokenizer(self.tokenizer)
 
     @cached_property
     def head(self) -> RetrievalHead:
@@ -119,6 +126,9 @@ def bind(part: Any, resources: Resources) -> Any:
     Raises:
         UserError: a resource cannot be had, or is for another target.
     """
+    if isinstance(part, Artifact):
+        resources.check(part)
+        return part
     if isinstance(part, Later):
         return resources.other(retrieval=part.retrieval).find(part.name)
     if not is_dataclass(part) or isinstance(part, type):

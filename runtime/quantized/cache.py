@@ -19,7 +19,8 @@ from keepsight.models.decoder import has_latents
 from keepsight.runtime.attention import OwnAttention, run
 from keepsight.runtime.cache import cache_bytes, empty_cache, entries, full_layers, is_bounded, with_full_layers
 from keepsight.runtime.cache_layers import KeptLayer, LayerEntries
-from keepsight.runtime.quantized.entries import PackedEntries, attend_packed
+from keepsight.runtime.quantized.attend import attend_packed
+from keepsight.runtime.quantized.entries import PackedEntries
 from keepsight.runtime.softmax import Softmax
 from keepsight.runtime.state import State, Trace
 
@@ -54,11 +55,11 @@ class PackedLayer(KeptLayer, OwnAttention):
             self.add(*row[1:])
             outputs.append(self.look(row[0], softmax))
             self.settle()
-        return torch.cat(outputs, dim=1)
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
     def look(self, query: Tensor, softmax: Softmax) -> Tensor:
         """The attention [B, 1, H, d] of the last token, query [B, H, 1, d]."""
-        return attend_packed(query, self.held, softmax)[0]
+        return attend_packed(query, self.held, softmax, watched=0)[0]
 
     def add(self, keys: Tensor, values: Tensor) -> None:
         """Append a token in full precision; `settle` packs it."""
@@ -84,8 +85,7 @@ class PackedLayer(KeptLayer, OwnAttention):
     @override
     def entries(self) -> LayerEntries:
         """All entries, unpacked, as observers see them."""
-        length = self.held.length
-        return LayerEntries(self.held.keys(0, length), self.held.values(0, length), None)
+        return LayerEntries(self.held.keys(), self.held.values(), None)
 
     @override
     def share(self) -> "PackedLayer":

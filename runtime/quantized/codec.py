@@ -5,6 +5,7 @@ neighbouring channels. At 1 bit KIVI's two levels are a group's extremes, which 
 2025, equation 3) takes the middles of the group's lower and upper half.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -34,10 +35,6 @@ class Packed(NamedTuple):
     def bytes(self) -> int:
         """Bytes of all three."""
         return sum(each.numel() * each.element_size() for each in self)
-
-    def part(self, start: int, stop: int) -> "Packed":
-        """The slice `start:stop` along dimension 2, without a copy."""
-        return Packed(*(each[:, :, start:stop] for each in self))
 
 
 @dataclass(frozen=True)
@@ -80,17 +77,18 @@ class Quantizer:
         """[B, K, T, d] with T a multiple of the group -> groups [B, K, T / g, d]."""
         return self.pack(keys.unflatten(2, (-1, self.group)).transpose(-1, -2))
 
-    def unpack_keys(self, packed: Packed) -> Tensor:
-        """Groups [B, K, T / g, d] -> [B, K, T, d]."""
-        return self.unpack(packed).transpose(-1, -2).flatten(2, 3)
+    def unpack_keys(self, packed: Packed, out: Tensor | None = None) -> Tensor:
+        """Groups [B, K, T / g, d] -> [B, K, T, d], in `out` where it is given."""
+        groups = None if out is None else out.unflatten(2, (-1, self.group)).transpose(-1, -2)
+        return self.unpack(packed, groups).transpose(-1, -2).flatten(2, 3)
 
     def pack_values(self, values: Tensor) -> Packed:
         """[B, K, T, d] -> groups [B, K, T, d / g]."""
         return self.pack(values.unflatten(3, (-1, self.group)))
 
-    def unpack_values(self, packed: Packed) -> Tensor:
-        """Groups [B, K, T, d / g] -> [B, K, T, d]."""
-        return self.unpack(packed).flatten(3, 4)
+    def unpack_values(self, packed: Packed, out: Tensor | None = None) -> Tensor:
+        """Groups [B, K, T, d / g] -> [B, K, T, d], in `out` where it is given."""
+        return self.unpack(packed, None if out is None else out.unflatten(3, (-1, self.group))).flatten(3, 4)
 
     def pack(self, groups: Tensor) -> Packed:
         """Quantise groups [..., g] of any float dtype. Ties round to even; a constant group comes back exactly."""
@@ -100,16 +98,16 @@ class Quantizer:
         else:
             zero, scale = low, (high - low) / (2**self.bits - 1)
         zero, scale = zero.to(groups.dtype), scale.to(groups.dtype)
-        step = torch.where(scale == 0, 1, scale.float())[..., None]
+        # A constant group has the scale 0, and is 0 above its zero point.
+        step = scale.float().clamp(min=torch.finfo(torch.float32).tiny)[..., None]
         # Under `middles` the largest element is at 1.5, which rounds to 2: codes are clamped.
-        codes = ((groups.float() - zero.float()[..., None]) / step).round().clamp(0, 2**self.bits - 1)
-        codes = codes.masked_fill(scale[..., None] == 0, 0).to(torch.uint8)
-        return Packed(pack_codes(codes, self.bits), scale, zero)
+        codes = ((groups.float() - zero.float()[..., None]) / step).round_().clamp_(0, 2**self.bits - 1)
+        return Packed(pack_codes(codes.to(torch.uint8), self.bits), scale, zero)
 
-    def unpack(self, packed: Packed) -> Tensor:
-        """[..., g], in the dtype of the scale."""
-        codes = unpack_codes(packed.codes, self.bits).to(packed.scale.dtype)
-        return torch.addcmul(packed.zero[..., None], codes, packed.scale[..., None])
+    def unpack(self, packed: Packed, out: Tensor | None = None) -> Tensor:
+        """[..., g], in the dtype of the scale, and in `out` where it is given."""
+        codes = unpack_codes(packed.codes, self.bits)
+        return torch.addcmul(packed.zero[..., None], codes, packed.scale[..., None], out=out)
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
@@ -122,5 +120,7 @@ def unpack_codes(packed: Tensor, bits: int) -> Tensor:
     return ((packed[..., None] >> _shifts(bits, packed.device)) & (2**bits - 1)).flatten(-2)
 
 
+@functools.lru_cache(maxsize=8)
+@torch.inference_mode(False)  # a cached tensor may be used in any mode
 def _shifts(bits: int, device: torch.device) -> Tensor:
     return torch.arange(0, 8, bits, dtype=torch.uint8, device=device)

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from keepsight.runtime.cache_layers import ROOM
+from keepsight.runtime.cache_layers import spare
 from keepsight.runtime.quantized.codec import Packed
 
 
@@ -30,7 +30,7 @@ class PackedRoom:
 def _moved(held: Packed, after: int) -> PackedRoom:
     """A new room that begins with `held`, for `after` groups and, where there were some before, a share more."""
     room, before = PackedRoom(), held.scale.shape[2]
-    capacity = after + (max(ROOM, after // 4) if before else 0)
+    capacity = after + (spare(after) if before else 0)
     room._rows = tuple(part.new_empty(*part.shape[:2], capacity, *part.shape[3:]) for part in held)
     for rows, part in zip(room._rows, held, strict=True):
         rows[:, :, :before] = part

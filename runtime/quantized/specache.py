@@ -22,8 +22,9 @@ from keepsight.runtime.cache import record_past, roll_back, with_full_layers
 from keepsight.runtime.cache_layers import LayerEntries
 from keepsight.runtime.importance import reduce_group
 from keepsight.runtime.offload import Fetch, FullEntries
+from keepsight.runtime.quantized.attend import attend_packed
 from keepsight.runtime.quantized.cache import PackedLayer
-from keepsight.runtime.quantized.entries import PackedEntries, attend_packed
+from keepsight.runtime.quantized.entries import PackedEntries
 from keepsight.runtime.softmax import Softmax
 
 
@@ -99,15 +100,14 @@ class SpeCacheLayer(PackedLayer):
     def settle(self) -> None:
         before, held = self.held, self.held.settled()
         if packed := held.packed_length - before.packed_length:
-            keys, values = before.recent_keys, before.values(before.packed_length, before.length)
-            self.full = self.full.append(keys[:, :, :packed], values[:, :, :packed])
+            keys, values = (each[:, :, :packed] for each in before.recent())
+            self.full = self.full.append(keys, values)
         self.hold(held)
 
     def read_turn(self, keys: Tensor, values: Tensor) -> LayerEntries:
         """Append entries [B, K, q, d] and return all in full precision; see `keepsight.runtime.turn`."""
         self.add(keys, values)
-        held = self.held
-        recent = held.recent_keys, held.values(held.packed_length, held.length)
+        recent = self.held.recent()
         packed = self.full.read(keys.device).chunk(2, dim=3)
         self.settle()
         self.ahead = None

@@ -69,7 +69,7 @@ class ElasticLayer(SelectedLayer):
         self._newest: Tensor | None = None
         self._prepared: Selection | None = None
         self._change: Change | None = None
-        self._loading: Future[None] | None = None
+        self._loading: Future[Begun] | None = None
 
     @classmethod
     def from_layer(cls, layer: SelectedLayer, arrangement: Arrangement, traffic: Traffic) -> "ElasticLayer":
@@ -124,9 +124,9 @@ class ElasticLayer(SelectedLayer):
         return LayerEntries(*self.slots.first(count + 1), real)
 
     def _settle(self) -> None:
-        """Wait until the slots hold what the arrangement says."""
+        """Let the device's work from here on wait until the slots hold what the arrangement says."""
         if self._loading is not None:
-            await_counted(self._loading, self.full.traffic)
+            await_counted(self._loading, self.full.traffic).precede()
             self._loading = None
 
     @override
@@ -160,8 +160,12 @@ class ElasticLayer(SelectedLayer):
         return ElasticLayer(self.full, self.slots.copy(), self.seen, self.padding)
 
 
-def _load(full: FullEntries, rows: Tensor, change: Change, begun: Begun) -> None:
-    """Copy what a change brings into the slots' rows [B, K, budget + 1, 2d], after the device's earlier work."""
+def _load(full: FullEntries, rows: Tensor, change: Change, begun: Begun) -> Begun:
+    """Copy what a change brings into the slots' rows [B, K, budget + 1, 2d], after the device's earlier work.
+
+    Returns:
+        The copying, which a GPU may still be at.
+    """
     begun.wait()
     entries, slots, reused = change.moves
     start, traffic = time.perf_counter(), full.traffic
@@ -170,8 +174,12 @@ def _load(full: FullEntries, rows: Tensor, change: Change, begun: Begun) -> None
     slots = slots + slots // (rows.shape[2] - 1)  # each head has a row more, the newest token's
     with on_side_stream(rows.device):
         rows.flatten(0, 2).index_copy_(0, slots.to(rows.device), coming.to(rows.device, non_blocking=True))
+        if rows.is_cuda:
+            rows.record_stream(torch.cuda.current_stream(rows.device))  # a layer may be gone before it is done
+        copying = Begun(rows.device)
     traffic.fetched += len(entries) * size
     traffic.asked += (len(entries) + reused) * size
     traffic.reused += reused
     traffic.selections += 1
     traffic.fetching += time.perf_counter() - start
+    return copying

@@ -14,7 +14,7 @@ from itertools import accumulate
 from transformers import PreTrainedModel
 
 from keepsight.errors import UserError
-from keepsight.runtime.cache_layers import ROOM
+from keepsight.runtime.cache_layers import GROWTH, ROOM
 from keepsight.units import size_text
 
 
@@ -38,6 +38,7 @@ class MemoryPlan:
         scratch: Further bytes per token that one layer's attention needs: 0 for kernels that support grouped queries.
         buffers: Copies of the slots: 1 where entries are fetched into freed slots, 2 for double buffering.
         room: Tokens per request that a layer on the device, and the head, may have room for beyond those they hold.
+        growth: Share of the tokens they hold for which they may have room besides.
         share: Factor on the weights that leaves space for activations.
 
     Raises:
@@ -57,6 +58,7 @@ class MemoryPlan:
     scratch: int = 0
     buffers: int = 1
     room: int = 0
+    growth: float = 0.0
     share: float = 1.3
 
     def __post_init__(self) -> None:
@@ -89,17 +91,21 @@ class MemoryPlan:
             length: Entries per layer and KV head, of all requests together.
             layers_on_cpu: Number of layers whose entries are in CPU memory.
         """
-        return self._fixed(layers_on_cpu) + length * self._each(layers_on_cpu)
+        return self._fixed(layers_on_cpu) + math.ceil(length * self._each(layers_on_cpu))
 
     def _fixed(self, layers_on_cpu: int) -> int:
         """Bytes that do not grow. The slots of all layers hold the same entries, so one list of these is enough."""
-        room = self.requests * self.room * ((self.layers - layers_on_cpu) * self.entry + self.head_keys)
+        room = self.requests * self.room * self._growing(layers_on_cpu)
         indices = 8 * self.requests * self.kv_heads * self.budget if layers_on_cpu else 0
         return self.weights_held + room + indices + layers_on_cpu * self.slots
 
-    def _each(self, layers_on_cpu: int) -> int:
+    def _growing(self, layers_on_cpu: int) -> int:
+        """Bytes per token of what grows in place."""
+        return (self.layers - layers_on_cpu) * self.entry + self.head_keys
+
+    def _each(self, layers_on_cpu: int) -> float:
         """Bytes per token."""
-        return (self.layers - layers_on_cpu) * self.entry + self.head_keys + self.scratch
+        return (1 + self.growth) * self._growing(layers_on_cpu) + self.scratch
 
     @cached_property
     def thresholds(self) -> tuple[int, ...]:
@@ -111,7 +117,7 @@ class MemoryPlan:
         lengths = []
         for on_cpu in range(self.layers + 1):
             free, each = self.limit - self._fixed(on_cpu), self._each(on_cpu)
-            lengths.append(max(free // max(each, 1), 0))
+            lengths.append(max(int(free // max(each, 1)), 0))
         return tuple(accumulate(lengths, max))
 
     def layers_on_cpu(self, length: int) -> int:
@@ -184,4 +190,5 @@ def plan_for(
         head_keys=head_keys,
         item=model.dtype.itemsize,
         room=ROOM,
+        growth=GROWTH,
     )

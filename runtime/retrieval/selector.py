@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from keepsight.models.retrieval_head import RetrievalHead
-from keepsight.runtime.cache_layers import ROOM
+from keepsight.runtime.cache_layers import spare
 from keepsight.runtime.softmax import Softmax
 from keepsight.runtime.sparse_read.cache import Selection
 from keepsight.runtime.sparse_read.top_k import StepBudget, most_attended
@@ -33,7 +33,7 @@ class HeadKeys:
         """Append keys [B, K, q, d]."""
         end = self.length + keys.shape[2]
         if end > self._room.shape[2]:
-            self._room = functional.pad(self.keys, (0, 0, 0, end + ROOM - self.length))
+            self._room = functional.pad(self.keys, (0, 0, 0, end + spare(end) - self.length))
         self._room[:, :, self.length : end] = keys
         self.length = end
 

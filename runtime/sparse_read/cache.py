@@ -20,7 +20,7 @@ from typing_extensions import override
 from keepsight.errors import UserError
 from keepsight.runtime.attention import OwnAttention
 from keepsight.runtime.cache import cache_bytes, entries
-from keepsight.runtime.cache_layers import ROOM, KeptLayer, LayerEntries
+from keepsight.runtime.cache_layers import KeptLayer, LayerEntries
 from keepsight.runtime.softmax import Softmax, grouped_attention, visible
 from keepsight.runtime.state import State
 
@@ -141,10 +141,6 @@ class SelectedLayer(KeptLayer, OwnAttention):
         """Append entries [B, K, q, d] and return all, for tokens that attend to all; see `keepsight.runtime.turn`."""
         self.append(keys, values)
         return self.entries()
-
-    @override
-    def _spare(self, count: int) -> int:
-        return ROOM  # what memory plans count
 
     @override
     def entries(self) -> LayerEntries:

@@ -15,6 +15,7 @@ from keepsight.models.targets import load_target
 from tests.tiny import save_tiny_target
 
 ALL_COMMANDS = [name for name in COMMANDS if name != "bench"] + [f"bench {name}" for name in bench.COMMANDS]
+WITHOUT_RECIPE = {"convert", "push"}
 DATA = ["limit=6", "shard_size=2", "max_new_tokens=4", "mixture=mixture.yaml", "out=data"]
 NEEDLES = ["tasks=[niah_single]", "lengths=[320]", "samples=3", "budgets=[40,0.25]", "max_new_tokens=6"]
 

@@ -12,7 +12,7 @@ from keepsight import __version__
 from keepsight.commands import bench
 from keepsight.commands.cli import COMMANDS
 from keepsight.commands.terminal import printable
-from tests.commands.commands import ALL_COMMANDS, DATA, NEEDLES, CommandLine, tree
+from tests.commands.commands import ALL_COMMANDS, DATA, NEEDLES, WITHOUT_RECIPE, CommandLine, tree
 from tests.tiny import tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -38,7 +38,7 @@ def test_the_overview_of_the_benchmarks_names_each(keepsight: CommandLine) -> No
     assert all(f"\n  {name} " in printed for name in bench.COMMANDS)
 
 
-@pytest.mark.parametrize("command", [name for name in ALL_COMMANDS if name != "push"])
+@pytest.mark.parametrize("command", [name for name in ALL_COMMANDS if name not in WITHOUT_RECIPE])
 def test_help_shows_the_keys(keepsight: CommandLine, command: str, here: Path) -> None:
     printed = keepsight(*command.split(), "out=runs/a", "--help", "all")
     assert printed.startswith(f"keepsight {command}: ")
@@ -152,6 +152,7 @@ WRONG = {
     "eval out=out methods=[snapkv] tasks=[jsonl]": "tasks=[jsonl] needs jsonl.dir=FOLDER ",
     "eval out=out methods=[snapkv] tasks=[jsonl] jsonl.dir=none": "none: no such folder; ",
     "inspect prompt=@none.txt method=snapkv out=out": "prompt=@none.txt: cannot be read as UTF-8 text ",
+    "inspect prompt=Hello method=snapkv out=mixture.yaml": "out=mixture.yaml is a file but no page; choose another ",
     "inspect prompt=Hello method=snapkv out=out": "budget=64 keeps all 7 prompt tokens; lower it",
     "bench both": "'both' is no command of keepsight bench; choose one of train, eval, evict, ops, specache, ",
     "bench eval samples=0": "samples=0 must be at least 1",

@@ -47,7 +47,7 @@ def _rows(printed: str) -> list[list[float]]:
 
 def test_a_table_from_a_configuration_alone(keepsight: CommandLine, here: Path) -> None:
     printed = keepsight("plan", *EIGHT_B)
-    plan = MemoryPlan(24 * 2**30, 2 * 8_030_261_248, 2 * HEAD, 32, 8, 128, 4, 2048, 8 * 128 * 2, room=64)
+    plan = MemoryPlan(24 * 2**30, 2 * 8_030_261_248, 2 * HEAD, 32, 8, 128, 4, 2048, 8 * 128 * 2, room=64, growth=1 / 16)
     rows = _rows(printed)
     assert [row[0] for row in rows] == list(range(33))
     assert [row[1] for row in rows] == [length // 4 for length in plan.thresholds]
@@ -85,7 +85,7 @@ def test_a_plot(keepsight: CommandLine, here: Path) -> None:
 
 @pytest.mark.parametrize("context", [100_000, 10_000, 10_000_000])
 def test_the_plot_ends_at_the_context(context: int) -> None:
-    plan = MemoryPlan(24 * 2**30, 2 * 8_030_261_248, 2 * HEAD, 32, 8, 128, 4, 2048, 8 * 128 * 2, room=64)
+    plan = MemoryPlan(24 * 2**30, 2 * 8_030_261_248, 2 * HEAD, 32, 8, 128, 4, 2048, 8 * 128 * 2, room=64, growth=1 / 16)
     (panel,) = command._figure(plan, "8b", context).axes
     assert panel.get_xlim() == (0, context) and panel.get_title() == "8b, 24.00 GiB, 4 requests"
     lengths, layers = np.asarray(panel.get_lines()[0].get_data()).tolist()

@@ -274,3 +274,15 @@ def test_data_of_before_lines_had_digests_is_read(tmp_path: Path) -> None:
     (plain / "shard-00001.jsonl").write_text(text.replace("prompt 5", "prompt 4"))
     with pytest.raises(UserError, match=r"together they are not what manifest.json has the digest of"):
         read_training_samples(plain, "ada/tiny", "sha256:template", 100)
+
+
+def test_equal_token_ids_are_one_object(tmp_path: Path) -> None:
+    """Or each token of a large data set takes 36 bytes on every process of a training."""
+    settings, writer = replace(SETTINGS, limit=8), ShardWriter(tmp_path, replace(SETTINGS, limit=8))
+    for shard in settings.shards():
+        writer.append(shard, [replace(sample(index), prompt_ids=[90_000 + index % 2] * 500) for index in shard])
+        writer.finish(shard)
+    writer.complete()
+    samples, _ = read_training_samples(tmp_path, "ada/tiny", "sha256:template", 100_000)
+    assert len({id(token) for each in samples for token in each.prompt_ids}) == 2
+    assert [set(each.prompt_ids) for each in samples] == [{90_000 + index % 2} for index in range(8)]

@@ -34,6 +34,7 @@ from keepsight.runtime.methods import (
 )
 from keepsight.runtime.methods.dapq import PromptEnds
 from keepsight.runtime.methods.oracle import OwnAnswer
+from keepsight.runtime.observe import observe
 from keepsight.runtime.prefill import prefill
 from keepsight.runtime.sparse_prefill import SparsePrefill
 from keepsight.runtime.state import State
@@ -140,9 +141,9 @@ class CountingDrafter(Drafter):
 def test_drafts_and_observations_are_shared(shared: SharedPrompt, monkeypatch: pytest.MonkeyPatch) -> None:
     passes, look = [], DraftObserver.__call__
 
-    def noted(self: DraftObserver, model: PreTrainedModel, state: State, reduction: str) -> list[Tensor]:
-        passes.append(reduction)
-        return look(self, model, state, reduction)
+    def noted(self: DraftObserver, model: PreTrainedModel, state: State, reduce: Reduce) -> list[Tensor]:
+        passes.append(reduce.queries)
+        return look(self, model, state, reduce)
 
     monkeypatch.setattr(DraftObserver, "__call__", noted)
     fresh = SharedPrompt(shared.model, shared.state, shared.coming, 0.0)
@@ -161,7 +162,8 @@ def test_drafts_and_observations_are_shared(shared: SharedPrompt, monkeypatch: p
 
 def slow_recall(shared: SharedPrompt, compressed: Compressed) -> float:
     """By sorting what the answer attends to, head by head; what is kept is found by comparing keys."""
-    observed = DraftObserver(GivenDraft(shared.coming))(shared.model, shared.state, "mean")
+    embeddings = shared.model.get_input_embeddings()(shared.coming.ids)
+    observed = observe(shared.model, shared.state.cache, None, embeddings, observer_mask=shared.coming.mask)
     held = compressed.state.held()
     average, found, wanted = round(held.float().mean().item()), 0, 0
     for layer, (importance, whole, kept) in enumerate(

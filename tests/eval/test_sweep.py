@@ -25,6 +25,7 @@ from keepsight.runtime.cache import cache_bytes
 from keepsight.runtime.drafting.observer import DraftObserver
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.generate import generate
+from keepsight.runtime.importance import Reduce
 from keepsight.runtime.method import FullCache
 from keepsight.runtime.methods import H2O, AdaKV, LookaheadKV, Oracle, SnapKV, StreamingLLM, Truncation
 from keepsight.runtime.methods.oracle import OwnAnswer
@@ -172,7 +173,7 @@ class Counting(Observer):
 
     calls: list[int] = field(default_factory=list)
 
-    def __call__(self, model: PreTrainedModel, state: State, reduction: str) -> list[Tensor]:
+    def __call__(self, model: PreTrainedModel, state: State, reduce: Reduce) -> list[Tensor]:
         self.calls.append(state.length)
         generator = torch.Generator().manual_seed(0)
         return [torch.rand(1, 4, state.length, generator=generator) for _ in state.cache.layers]

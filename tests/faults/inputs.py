@@ -55,8 +55,8 @@ KNOWN = (
         "methods=speckv draft.layers=[0] draft.id=tiny", "out=text.txt", "out=text.txt/o",
     )),
     *(f"{_INSPECT} {each}" for each in (
-        "out=tiny", "out=text.txt/o", "out=data", "method=full", "method=none", "compare=full", "budget=0",
-        "budget=-5", "budget=99999", "prompt=@none", "prompt=@tiny", "prompt=@tiny/model.safetensors",
+        "out=tiny", "out=text.txt", "out=text.txt/o", "out=data", "method=full", "method=none", "compare=full",
+        "budget=0", "budget=-5", "budget=99999", "prompt=@none", "prompt=@tiny", "prompt=@tiny/model.safetensors",
         "options={a:1}", "options=7", "options={window:-1}", "template=maybe", "\ud800=1", "prompt=\ud800",
     )),
     *("push", "push adapter", "push none ada/x", "push tiny ada/x", "push data ada/x", "push adapter ada",

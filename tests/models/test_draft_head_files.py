@@ -1,9 +1,6 @@
 """The folder of a draft head: public ones load, ours come back as they were, and what is wrong is named."""
 
 import json
-import shlex
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -21,6 +18,7 @@ from keepsight.models.draft_head import DraftHead
 from keepsight.models.draft_head_files import load_draft_head, save_draft_head
 from keepsight.models.feature_head import FeatureHead
 from keepsight.models.lookahead_files import Provenance
+from keepsight.runtime.drafting.eagle import ChainDrafter
 from tests.close import assert_close
 from tests.models import slow_heads
 from tests.models.public_heads import EAGLE1, LLAMA3, QWEN3, VICUNA, eagle1_tensors, eagle3_tensors, write_head
@@ -79,6 +77,60 @@ def test_a_public_eagle3_head_computes_what_its_tensors_say(tmp_path, config, wi
     assert_close(logits, slow_heads.eagle3_logits(tensors, config, expected))
     assert head.target_ids(torch.arange(24)).tolist() == tensors["t2d"].nonzero().flatten().tolist()
     assert not head.training
+
+
+def test_an_eagle3_head_whose_layer_is_numbered_loads(tmp_path):
+    """As vLLM's speculators and SpecForge's newer exports name it."""
+    tensors = eagle3_tensors(LLAMA3)
+    numbered = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+    assert numbered.keys() != tensors.keys()
+    state = loaded_eagle3(write_head(tmp_path, LLAMA3, numbered)).state_dict()
+    assert state.keys() == tensors.keys()
+    assert all(torch.equal(value, tensors[name]) for name, value in state.items())
+
+
+@pytest.mark.parametrize("make", [eagle3_tensors, eagle1_tensors], ids=["EAGLE-3", "EAGLE-1"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_an_embedding_that_repeats_the_targets_is_left_out(tmp_path, make, dtype):
+    target, config = tiny_model(), LLAMA3 if make is eagle3_tensors else EAGLE1
+    repeated = {"embed_tokens.weight": target.get_input_embeddings().weight.detach().to(dtype)}
+    head = load_draft_head(write_head(tmp_path, config, make(config) | repeated), target)
+    assert head.own_embedding is None
+    assert head.embedding(target) is target.get_input_embeddings()
+
+
+@pytest.mark.parametrize("make", [eagle3_tensors, eagle1_tensors], ids=["EAGLE-3", "EAGLE-1"])
+def test_an_embedding_of_its_own_is_kept_and_drafts(tmp_path, make):
+    target, config = tiny_model(), LLAMA3 if make is eagle3_tensors else EAGLE1
+    own = target.get_input_embeddings().weight.detach().clone()
+    own[7] += 0.5
+    head = load_draft_head(write_head(tmp_path, config, make(config) | {"embed_tokens.weight": own}), target)
+    assert torch.equal(head.embedding(target)(torch.tensor([[7, 8]])), own[[7, 8]][None])
+    assert not [each for each in head.parameters() if each.shape == own.shape]
+    features = torch.randn(1, 3, 32 * len(head.layers_of(tiny_model(num_hidden_layers=8))))
+    drafts = []
+    for token in (7, 9):
+        drafter = ChainDrafter(head, target)
+        hidden = drafter.read(features, torch.tensor([[token, token, token]]))
+        head.own_embedding, kept = None, head.own_embedding
+        drafts.append((hidden, ChainDrafter(head, target).read(features, torch.tensor([[token, token, token]]))))
+        head.own_embedding = kept
+    assert not torch.equal(*drafts[0])
+    assert torch.equal(*drafts[1])
+
+
+def test_an_embedding_of_its_own_is_saved(tmp_path):
+    target, own = tiny_model(), torch.randn(128, 32)
+    head = loaded_eagle3(write_head(tmp_path, LLAMA3, eagle3_tensors(LLAMA3) | {"embed_tokens.weight": own}), target)
+    save_draft_head(head, tmp_path / "ours", Provenance("ada/tiny"), "# Card\n")
+    again = loaded_eagle3(tmp_path / "ours", target)
+    assert again.own_embedding is not None and torch.equal(again.own_embedding, own)
+    assert json.loads((tmp_path / "ours/config.json").read_text())["target_hidden_size"] == 32  # EAGLE's code reads it
+
+
+def test_an_embedding_of_another_vocabulary_is_refused(folder):
+    change(folder, embed_tokens__weight=torch.zeros(96, 32))
+    refused(folder, "tensor 'embed_tokens.weight' has shape [96, 32], the target's is [128, 32]", target=tiny_model())
 
 
 @pytest.mark.parametrize("config", [EAGLE1, VICUNA], ids=["without bias", "with bias"])
@@ -285,13 +337,7 @@ def test_a_pickle_is_refused_with_the_command_that_converts_it(folder):
     tensors = load_file(folder / "model.safetensors")
     torch.save(tensors, folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
-    refused(folder, "pytorch_model.bin is a pickle", "convert it once in that folder: python -c ")
-    with pytest.raises(UserError) as caught:
-        load_draft_head(folder)
-    command = shlex.split(str(caught.value).partition("in that folder: ")[2])
-    subprocess.run([sys.executable, *command[1:]], cwd=folder, check=True)
-    state = load_draft_head(folder).state_dict()
-    assert all(torch.equal(value, tensors[name]) for name, value in state.items())
+    refused(folder, "pytorch_model.bin is a pickle", f"convert it, once: keepsight convert {folder} out=HEAD")
 
 
 @pytest.mark.parametrize("content", [b"\x80\x04N.", b""])

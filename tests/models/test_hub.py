@@ -301,7 +301,9 @@ def test_a_folder_of_no_kind_is_refused(tmp_path: Path) -> None:
 
 def test_a_head_that_is_a_pickle_on_the_hub_is_refused_with_what_to_do(hub: FakeHub) -> None:
     hub.files = {"config.json": json.dumps(LLAMA3).encode(), "pytorch_model.bin": b"\x80\x04N."}
-    with pytest.raises(UserError, match=f"{REPO}: has no model.safetensors.*hf download {REPO}.*python -c ") as caught:
+    with pytest.raises(
+        UserError, match=f"{REPO}: has no model.safetensors.*keepsight convert {REPO} out=HEAD"
+    ) as caught:
         fetch(REPO)
     assert "\n" not in str(caught.value)
     assert not [request for request in hub.requests if "pytorch_model.bin" in request]

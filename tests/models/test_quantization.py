@@ -68,7 +68,7 @@ def test_all_devices_of_a_machine_with_one(folder: Path) -> None:
 def test_what_cannot_be_done_is_said_in_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r"model\.quantize=int3 is unknown; choose one of nf4, int8, or null"):
         load_target(str(folder), quantize="int3")
-    with pytest.raises(UserError, match=r"model\.device_map=both is unknown; choose auto"):
+    with pytest.raises(UserError, match=r"model\.device_map=both is unknown here; choose auto"):
         load_target(str(folder), device_map="both")
     monkeypatch.setattr(quantization, "find_spec", lambda _: None)
     with pytest.raises(UserError, match=r"model\.quantize=nf4 needs the package bitsandbytes; run `pip install"):

@@ -14,8 +14,10 @@ from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_files import Provenance, load_lookahead, save_lookahead
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.models.targets import load_target
-from keepsight.models.versions import folder_version, record_version, version_of
-from tests.tiny import save_tiny_target, tiny_model
+from keepsight.models.versions import folder_version, record_version, template_digest, version_of, vocabulary_digest
+from keepsight.runtime.methods import LookaheadKV, make_method
+from keepsight.runtime.methods.resources import Later, Resources, ResourcesLater, bind
+from tests.tiny import save_tiny_target, tiny_model, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -87,4 +89,42 @@ def test_nothing_is_said_of_what_is_unknown(tmp_path, caplog):
     artifact = load_lookahead(tmp_path / "adapter")
     with torch.no_grad(), caplog.at_level(logging.WARNING, "keepsight"), artifact.attached(tiny_model(seed=1)):
         pass
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda tokenizer: tokenizer.add_tokens(["<|extra|>"]), "another tokenizer"),
+        (lambda tokenizer: setattr(tokenizer, "chat_template", "{{ messages }}"), "another chat template"),
+        (lambda tokenizer: None, None),
+    ],
+    ids=["vocabulary", "template", "none"],
+)
+@pytest.mark.parametrize("way", ["from_pretrained", "resources", "bind"])
+def test_prompts_made_in_another_way_get_one_line(tmp_path, caplog, spoil, said, way):
+    tokenizer = tiny_tokenizer()
+    made = Provenance("ada/tiny", "", template_digest(tokenizer), vocabulary_digest=vocabulary_digest(tokenizer))
+    folder = tmp_path / "adapter"
+    save_lookahead(Lookahead(tiny_model(), LookaheadSettings(tokens=4, rank=2)), folder, made, "# Card\n")
+    spoil(tokenizer)
+    with caplog.at_level(logging.WARNING, "keepsight"):
+        for budget in (8, 9):
+            if way == "from_pretrained":
+                LookaheadKV.from_pretrained(folder, budget, tokenizer=tokenizer)
+            elif way == "resources":
+                make_method("lookaheadkv", budget, Resources(folder, tokenizer=tokenizer))
+            else:
+                later = make_method("lookaheadkv", budget, ResourcesLater(folder, tokenizer=Later("tokenizer")))
+                bind(later, Resources(folder, tokenizer=tokenizer))
+    assert [f"{folder} was trained with {said} (sha256:" in message for message in caplog.messages] == [True] * bool(
+        said
+    )
+
+
+def test_nothing_is_said_of_a_tokenizer_that_is_not_recorded(tmp_path, caplog):
+    module = Lookahead(tiny_model(), LookaheadSettings(tokens=4, rank=2))
+    save_lookahead(module, tmp_path / "adapter", Provenance("ada/tiny"), "# Card\n")
+    with caplog.at_level(logging.WARNING, "keepsight"):
+        LookaheadKV.from_pretrained(tmp_path / "adapter", 8, tokenizer=tiny_tokenizer())
     assert caplog.messages == []

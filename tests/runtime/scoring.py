@@ -1,10 +1,16 @@
-"""How likely an answer is after a state, teacher-forced: what methods are compared by."""
+"""How likely an answer is after a state, teacher-forced, and what observers score: what methods are compared by."""
 
+from typing import Any
+
+import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from keepsight.runtime import observe
 from keepsight.runtime.attention import Reader
+from keepsight.runtime.evict import Evict
+from keepsight.runtime.importance import reduce_group
 from keepsight.runtime.prefill import read
 from keepsight.runtime.state import State
 
@@ -27,3 +33,13 @@ def score_answer(model: Reader, state: State, answer: Tensor) -> tuple[Tensor, T
         logits = torch.cat([logits, read(model, state, answer[:, :-1])[1]], dim=1)
     nll = functional.cross_entropy(logits.transpose(1, 2), answer, reduction="none")
     return nll, logits.argmax(dim=-1) == answer
+
+
+def observed_by_query_head(model: Any, method: Evict, state: State) -> list[Tensor]:
+    """What a method observes, [B, H, C] of each layer, from which its scores by KV head are made."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(observe, "reduce_group", lambda scores, kv_heads, heads: scores)
+        by_query_head = method.observe(model, state)
+    for scores, heads, held in zip(method.observe(model, state), by_query_head, state.entries(), strict=True):
+        assert torch.equal(scores, reduce_group(heads, held.keys.shape[1], method.reduce.heads))
+    return by_query_head

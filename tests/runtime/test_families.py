@@ -29,6 +29,7 @@ from tests.runtime.family_methods import (
     method_of,
     table,
 )
+from tests.runtime.scoring import observed_by_query_head
 from tests.runtime.slow_families import below_top, hiding, slow_pass, soft_token_attention
 from tests.tiny import prompt_ids
 
@@ -84,7 +85,7 @@ def _compare_packed(model: Any, state: State) -> None:
     with torch.no_grad():
         model(PROMPT, past_key_values=plain)
         for layer, packed in zip(full_layers(plain), full_layers(state.cache), strict=True):
-            layer.keys, layer.values = packed.held.keys(0, LENGTH), packed.held.values(0, LENGTH)
+            layer.keys, layer.values = packed.held.keys(), packed.held.values()
         expected = model(ANSWER[:, :1], past_key_values=plain).logits[:, 0]
     _, logits = read(model, state, ANSWER[:, :1])
     assert_close(logits[:, 0], expected)
@@ -96,7 +97,7 @@ def test_observers_score_by_the_models_own_attention(family, name, folder):
     model, method = family_model(family), method_of(name, family, folder)
     state = prefill(model, PROMPT, needs=method.needs())
     expected = _slow_scores(name, model, method)
-    scores = method.observe(model, state)
+    scores = observed_by_query_head(model, method, state)
     assert len(scores) == len(expected) == len(full_attention_layers(model.config))
     for score, each in zip(scores, expected, strict=True):
         assert_close(score[0], each)

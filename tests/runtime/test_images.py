@@ -19,6 +19,7 @@ from keepsight.runtime.prefill import prefill, read
 from tests.close import assert_close
 from tests.families import family_model
 from tests.runtime.family_methods import BUDGET, DRAFT, method_of
+from tests.runtime.scoring import observed_by_query_head
 from tests.runtime.slow_families import hiding, slow_pass
 
 QWEN, GEMMA = "Qwen2.5-VL (text)", "Gemma 3 (multimodal class, text)"
@@ -93,7 +94,7 @@ def test_the_window_scores_by_the_models_own_attention(family: str) -> None:
     method = SnapKV(BUDGET, window=8)
     state = prefill(model, inputs["input_ids"], needs=method.needs(), images=Images.among(inputs))
     weights, _ = slow_pass(model, **inputs)
-    for score, each in zip(method.observe(model, state), weights, strict=True):
+    for score, each in zip(observed_by_query_head(model, method, state), weights, strict=True):
         assert_close(score[0], each[0, :, LENGTH - 8 :, :LENGTH].mean(dim=1))
 
 

@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from keepsight.runtime.allocate import Adaptive, Pyramid, Uniform
 from keepsight.runtime.attention import recording
 from keepsight.runtime.cache import cache_bytes, entries, share
-from keepsight.runtime.cache_layers import KeptLayer, RaggedLayer, ViewedLayer
+from keepsight.runtime.cache_layers import KeptLayer, RaggedLayer
 from keepsight.runtime.decode import decode, stop_after
 from keepsight.runtime.gather import keep
 from keepsight.runtime.importance import Pool
@@ -19,6 +19,7 @@ from keepsight.runtime.methods import SnapKV, StreamingLLM
 from keepsight.runtime.prefill import prefill, read
 from keepsight.runtime.softmax import Softmax, grouped_attention
 from keepsight.runtime.state import Needs
+from keepsight.runtime.viewed_layers import ViewedLayer
 from tests.close import assert_close
 from tests.runtime.batch import join, stack
 from tests.tiny import FAMILIES, prompt_ids, tiny_model

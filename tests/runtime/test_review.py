@@ -10,6 +10,7 @@ from keepsight.runtime.cache import entries
 from keepsight.runtime.conversation import Conversation
 from keepsight.runtime.decode import decode, stop_after
 from keepsight.runtime.evict import Evict
+from keepsight.runtime.importance import Reduce
 from keepsight.runtime.methods import H2O, LAQ, SnapKV
 from keepsight.runtime.methods.kivi import Kivi
 from keepsight.runtime.methods.lacache import LaCache, Ladder
@@ -105,7 +106,7 @@ def test_ladders_take_the_sinks_of_their_method():
 def test_a_guess_takes_the_budget_of_its_method():
     model, ids = tiny_model(), prompt_ids(50)[0]
     with pytest.raises(UserError, match="LAQ: the observer has no budget"):
-        QueryCache()(model, prefill(model, ids), "mean")
+        QueryCache()(model, prefill(model, ids), Reduce())
     assert Evict(64, QueryCache()).bound_observer == LAQ(64).bound_observer == QueryCache(budget=64)
     assert Evict(64, QueryCache(budget=48)).bound_observer == LAQ(64, QueryCache(budget=48)).bound_observer
 

@@ -14,13 +14,14 @@ from keepsight.runtime.cache import cache_bytes, entries
 from keepsight.runtime.decode import decode, stop_after
 from keepsight.runtime.drafting.observer import DraftObserver
 from keepsight.runtime.evict import Evict
-from keepsight.runtime.importance import Pool
+from keepsight.runtime.importance import Pool, Reduce
 from keepsight.runtime.method import FullCache
 from keepsight.runtime.methods import Oracle, SnapKV, StreamingLLM, make_method
 from keepsight.runtime.methods.oracle import OwnAnswer
 from keepsight.runtime.methods.snapkv import PromptWindow
 from keepsight.runtime.observe import Observer
 from keepsight.runtime.prefill import prefill
+from keepsight.runtime.read_layer import read_layers
 from keepsight.runtime.state import Needs
 from tests.close import assert_close
 from tests.runtime.batch import join
@@ -148,7 +149,9 @@ def test_snapkv_keeps_its_window_and_pools_the_rest():
     prefilled = prefill(model, prompt_ids(40)[0])
     method = SnapKV(8, window=4, pool=Pool(kernel=3))
     importance = method.importance(model, prefilled)[1][0]
-    raw = PromptWindow(4)(model, prefilled, "mean")[1][0].view(2, 2, 40).mean(1)
+    layer = [*read_layers(model, prefilled)][1]
+    raw = PromptWindow(4).score(layer, "mean")[0].view(2, 2, 40).mean(1)
+    assert_close(PromptWindow(4)(model, prefilled, Reduce())[1][0], raw)
     for entry in range(36):
         expected = raw[:, max(entry - 1, 0) : min(entry + 2, 36)].amax(1)
         assert_close(importance[:, entry], expected)
@@ -265,7 +268,7 @@ class _Ones(Observer):
     shape: tuple[int, ...]
     layers: int = 3
 
-    def __call__(self, model, state, reduction):
+    def __call__(self, model, state, reduce):
         return [torch.ones(self.shape)] * self.layers
 
 
@@ -288,7 +291,7 @@ def test_scores_of_other_shapes_than_the_cache_are_refused(observer, said):
     with pytest.raises(UserError, match=f"^_Ones returned {said}"):
         method.compress(model, state)
     with pytest.raises(UserError, match=f"^_Ones returned {said}"):
-        method.compress_shared(model, state, lambda each, _: each(model, state, "mean"))
+        method.compress_shared(model, state, lambda each, _: each(model, state, Reduce()))
 
 
 @pytest.mark.parametrize("heads", [2, 4])

@@ -14,7 +14,7 @@ from keepsight.runtime.attention import recording
 from keepsight.runtime.cache_layers import RaggedLayer
 from keepsight.runtime.decode import decode, stop_after
 from keepsight.runtime.drafting.observer import DraftObserver
-from keepsight.runtime.importance import Pool
+from keepsight.runtime.importance import Pool, Reduce
 from keepsight.runtime.methods.adakv import AdaKV
 from keepsight.runtime.methods.h2o import H2O
 from keepsight.runtime.methods.key_norm import KeyNorm
@@ -345,16 +345,16 @@ def test_evicting_while_decoding_never_exceeds_the_budget():
 def test_random_entries_depend_on_seed_place_layer_and_head_alone():
     model = tiny_model()
     state, other = (prefill(model, prompt_ids(50, seed=seed)[0]) for seed in (0, 1))
-    scores = torch.stack(RandomScores()(model, state, "mean"))[:, 0]
-    assert torch.equal(torch.stack(RandomScores()(model, other, "mean"))[:, 0], scores)
+    scores = torch.stack(RandomScores()(model, state, Reduce()))[:, 0]
+    assert torch.equal(torch.stack(RandomScores()(model, other, Reduce()))[:, 0], scores)
     longer = prefill(model, prompt_ids(60)[0])
-    assert torch.equal(torch.stack(RandomScores()(model, longer, "mean"))[:, 0, :, :50], scores)
-    assert not torch.equal(torch.stack(RandomScores(1)(model, state, "mean"))[:, 0], scores)
+    assert torch.equal(torch.stack(RandomScores()(model, longer, Reduce()))[:, 0, :, :50], scores)
+    assert not torch.equal(torch.stack(RandomScores(1)(model, state, Reduce()))[:, 0], scores)
     assert len({tuple(each.tolist()) for each in scores.flatten(0, 1)}) == 6
     torch.manual_seed(5)
     before = torch.rand(1)
     torch.manual_seed(5)
-    RandomScores()(model, state, "mean")
+    RandomScores()(model, state, Reduce())
     assert torch.equal(torch.rand(1), before)
 
 

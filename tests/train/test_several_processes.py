@@ -22,7 +22,7 @@ from tests.train.runs import SHAPE, rows, settings, write_data
 pytestmark = pytest.mark.slow
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs the extra `deepspeed`")
 TRAINING: dict[str, Any] = {"steps": 5, "batch_size": 1, "clip": 0.5, "group_by_length": False, "replays": 1}
-CONFIGS = [None, *(pytest.param(name, marks=needs_deepspeed) for name in ("zero2", "zero3"))]
+CONFIGS = [None, "fsdp2", *(pytest.param(name, marks=needs_deepspeed) for name in ("zero2", "zero3"))]
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +55,8 @@ def arguments(place: Path, out: Path, **more: Any) -> list[str]:
 @pytest.mark.parametrize("config", CONFIGS)
 def test_two_processes_stop_together_go_on_and_train_what_one_trains(config: str | None, place: Path, tmp_path: Path):
     given = arguments(place, tmp_path / "two")
+    if config == "fsdp2":  # is what `launch` starts anyway, and divides the target
+        config, given = None, [*given, "model.device_map=fsdp2"]
     stopped = launch(tmp_path, str(ROOT / "tests/train/stopped_training.py"), *given, config=config)
     assert stopped.stderr.count("interrupted at step 3") == 2, stopped.stderr[-4000:]
     assert (tmp_path / "two/training/checkpoint-3/trainer_state.json").exists()
@@ -79,6 +81,18 @@ def test_two_processes_stop_together_go_on_and_train_what_one_trains(config: str
     target = sum(path.stat().st_size for path in (place / "target").glob("*.safetensors"))
     for path in training.glob("checkpoint-5/**/*_states.pt"):
         assert path.stat().st_size < target / 2, f"{path} holds the frozen target"
+
+
+@pytest.mark.parametrize("more", [[], ["model.device_map=fsdp2"]], ids=["ddp", "fsdp2"])
+def test_two_processes_ablate_what_one_trains(more: list[str], place: Path, tmp_path: Path):
+    given = [*arguments(place, tmp_path / "two"), *more, "lookahead.tokens=[4,6]"]
+    result = launch(tmp_path, "-m", "keepsight", "ablate", *(each for each in given if each != "lookahead.tokens=4"))
+    assert result.returncode == 0, result.stderr[-4000:]
+    one, cell = (load_lookahead(folder) for folder in (place / "one", tmp_path / "two/cells/tokens4"))
+    assert json.loads((tmp_path / "two/training/settings.json").read_text())["launch.processes"] == 2
+    assert_close(cell.tokens, one.tokens)
+    for name, value in one.lora.items():
+        assert_close(cell.lora[name], value)
 
 
 def test_two_processes_keep_readings_of_their_own(place: Path, tmp_path: Path):

@@ -76,7 +76,7 @@ class DraftHeadObjective(HeadObjective):
         head, (target,) = self.head, self._target
         read = self._read(ids)
         dtype = head.fc.weight.dtype
-        embeddings = target.get_input_embeddings()(ids[None]).detach().to(dtype)
+        embeddings = head.embedding(target)(ids[None]).detach().to(dtype)
         positions = torch.arange(len(ids), device=ids.device)[None]
         attend, steps = UnrolledAttention(), []
         features = head.combine(read.features[None].to(dtype))

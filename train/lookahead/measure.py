@@ -1,8 +1,7 @@
 """How well predicted importance matches the target importance, by layer, on held-out samples."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -10,10 +9,12 @@ import torch
 from scipy.stats import kendalltau
 from torch import Tensor
 
+from keepsight.models.lookahead import Lookahead
 from keepsight.models.processes import divided
 from keepsight.runtime.importance import reduce_group, top_entries
 from keepsight.train.dataset import Batch
-from keepsight.train.lookahead.objective import LookaheadObjective, importance_divergence
+from keepsight.train.lookahead.objective import Importances, LookaheadObjective, importance_divergence
+from keepsight.train.lookahead.side_by_side import SideBySide
 
 
 @dataclass(frozen=True)
@@ -51,16 +52,38 @@ def measure_lookahead(objective: LookaheadObjective, batches: Iterable[dict[str,
     Raises:
         FloatingPointError: an importance is NaN or infinite.
     """
-    kv_heads = objective.lookahead.model.config.get_text_config().num_key_value_heads
     with objective.measuring():
-        rows = divided(lambda values: [*_by_sample(objective, Batch(**values), kv_heads, budget)], batches)
-    kl, recall, tau = np.mean([*chain.from_iterable(rows)], axis=0).T.tolist()
-    return Fidelity(kl, recall, tau)
+        return _measure(lambda batch: [objective.importances(batch)], batches, objective.lookahead, budget)[0]
 
 
-def _by_sample(objective: LookaheadObjective, batch: Batch, kv_heads: int, budget: int) -> Iterator[np.ndarray]:
+def measure_cells(objective: SideBySide, batches: Iterable[dict[str, Any]], budget: int) -> list[Fidelity]:
+    """`measure_lookahead` of every cell, on one reading of each batch."""
+    with objective.measuring():
+        return _measure(objective.importances, batches, objective.cells[0].lookahead, budget)
+
+
+def _measure(
+    compared: Callable[[Batch], Iterable[Importances]],
+    batches: Iterable[dict[str, Any]],
+    lookahead: Lookahead,
+    budget: int,
+) -> list[Fidelity]:
+    """The fidelity of each prediction, given target and predicted importance of a batch for every one."""
+    kv_heads = lookahead.model.config.get_text_config().num_key_value_heads
+
+    def by_sample(values: dict[str, Any]) -> list[np.ndarray]:
+        batch = Batch(**values)
+        return [np.stack([*_by_sample(*pair, batch, kv_heads, budget)]) for pair in compared(batch)]
+
+    by_batch = divided(by_sample, batches)
+    means = [np.concatenate(rows).mean(axis=0) for rows in zip(*by_batch, strict=True)]
+    return [Fidelity(*mean.T.tolist()) for mean in means]
+
+
+def _by_sample(
+    target: list[Tensor], predicted: list[Tensor], batch: Batch, kv_heads: int, budget: int
+) -> Iterator[np.ndarray]:
     """For each sample of a batch, [L, 3]: KL, recall and tau of every layer."""
-    target, predicted = objective.importances(batch)
     if not all(torch.isfinite(layer).all() for layer in [*target, *predicted]):
         raise FloatingPointError("the importance of held-out samples is not finite")
     for row in range(len(batch.prompt_ids)):

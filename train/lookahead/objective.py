@@ -6,13 +6,16 @@ prompt changes the prompt's KV entries, so loss and gradients equal those of one
 of one inference prefill; and the first pass can be kept for several steps (`keepsight.train.replay`).
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from typing_extensions import override
 
-from keepsight.models.decoder import decoder_of, require_full_attention
+from keepsight.models.decoder import decoder_of, full_attention_layers, require_full_attention
 from keepsight.models.lookahead import Lookahead
 from keepsight.runtime.attention import run
 from keepsight.runtime.cache import empty_cache, has_recurrent, record_past, share
@@ -23,6 +26,8 @@ from keepsight.train.dataset import Batch
 from keepsight.train.objective import ReplayedObjective
 from keepsight.train.replay import Reading
 
+Importances = tuple[list[Tensor], list[Tensor]]
+"""Target and predicted importance, for each layer [B, H, N] float32."""
 SINKS, RECENT = 4, 32
 """First and last entries that are near: they hold most of the mass of an importance."""
 
@@ -123,18 +128,35 @@ class LookaheadObjective(ReplayedObjective):
             return whole
         return torch.lerp(whole, far_divergence(target, predicted, batch.prompt_mask), self.far)
 
-    def importances(self, batch: Batch) -> tuple[list[Tensor], list[Tensor]]:
-        """Target and predicted importance, for each layer [B, H, N] float32; gradients flow through the prediction."""
+    def importances(self, batch: Batch) -> Importances:
+        """Target and predicted importance; gradients flow through the prediction."""
         return self.compared(self.reading(batch), batch)
 
-    def compared(self, reading: Reading, batch: Batch) -> tuple[list[Tensor], list[Tensor]]:
+    def compared(self, reading: Reading, batch: Batch) -> Importances:
         """`importances`, given what the target shows of the batch."""
         lookahead = self.lookahead
         cache = _restored(reading, lookahead.model, batch.prompt_ids.shape[1])
         embeddings = lookahead.observers(len(batch.prompt_ids))
         with lookahead.active():
             predicted = observe(lookahead.model, cache, batch.prompt_mask, embeddings)
+        if torch.is_grad_enabled():
+            _make_whole_for_gradients(lookahead.model, predicted)
         return list(reading["importance"]), predicted
+
+
+def _make_whole_for_gradients(model: PreTrainedModel, predicted: list[Tensor]) -> None:
+    """Where FSDP2 divides the layers, gather a layer's weights when the gradient of what it predicts comes.
+
+    FSDP2 itself waits for the gradient of the layer's output, which comes later, and to the last layer never.
+    """
+    layers = decoder_of(model).layers
+    for place, importance in zip(full_attention_layers(model.config), predicted, strict=True):
+        if isinstance(layer := layers[place], FSDPModule):
+            importance.register_hook(partial(_gather, layer))
+
+
+def _gather(layer: FSDPModule, gradient: Tensor) -> None:
+    layer.unshard()
 
 
 def _stored(cache: Cache) -> Reading:

@@ -1,9 +1,24 @@
 """Training curves of a lookahead module: the loss, and how well predicted importance ranks the prompt."""
 
+from collections.abc import Mapping
+
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from keepsight.train.plots import BLUE, GREEN, VERMILLION, Log, draw_ends, draw_line, draw_loss, log_scale, series, tidy
+from keepsight.train.plots import (
+    BLUE,
+    CYCLE,
+    GREEN,
+    LINES,
+    VERMILLION,
+    Log,
+    draw_ends,
+    draw_line,
+    draw_loss,
+    log_scale,
+    series,
+    tidy,
+)
 
 _PANELS = "LLLPPP;kkrrtt"
 """Loss and ranking over steps; below them KL, recall and tau by layer."""
@@ -45,3 +60,22 @@ def _rank_panel(panel: Axes, log: Log) -> None:
     panel.set_title("Predicted against true importance, held-out", fontsize=10)
     panel.set_xlabel("step", fontsize=9)
     panel.set_ylim(top=1.0)
+
+
+def ablation_figure(logs: Mapping[str, Log]) -> Figure:
+    """Held-out KL, recall and tau over steps, a line for each cell.
+
+    Args:
+        logs: For each cell by name, rows as `lookahead_figure` takes them.
+    """
+    figure = Figure(figsize=(12, 3.6), layout="constrained")
+    panels = figure.subplots(1, len(_BY_LAYER))
+    for panel, (name, label) in zip(panels, _BY_LAYER.items(), strict=True):
+        for place, (cell, log) in enumerate(logs.items()):
+            colour, line = CYCLE[place % len(CYCLE)], LINES[place // len(CYCLE) % len(LINES)]
+            draw_line(panel, *series(log, f"eval_{name}"), cell, colour, line)
+        panel.set_title(f"Held-out {label}", fontsize=10)
+        panel.set_xlabel("step", fontsize=9)
+        tidy(panel)
+    log_scale(panels[0], [value for log in logs.values() for value in series(log, "eval_kl")[1]])
+    return figure

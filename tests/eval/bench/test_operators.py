@@ -1,14 +1,15 @@
 """What `keepsight bench ops` counts, and the counts that must not grow again."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from keepsight.eval.bench.operators import STEPS, bench_operators, count, operators_of, operators_of_plain_step
-from keepsight.runtime.methods import H2O, TOVA, AdaKV, Kivi, LookaheadKV, PyramidKV, SnapKV, StreamingLLM
-from tests.models.modules import random_module, save
+from keepsight.runtime.methods import H2O, TOVA, AdaKV, Kivi, LookaheadKV, PyramidKV, SnapKV, SpeCache, StreamingLLM
+from tests.models.modules import random_module, random_on, save
 from tests.tiny import prompt_ids, tiny_model
 
 X, MASK, PLACES = torch.arange(6.0).view(2, 3), torch.tensor([True, False]), torch.tensor([0, 1])
@@ -81,7 +82,7 @@ def test_a_budget_by_score_waits_once_a_prompt_and_not_in_every_layer(counts: di
     assert [counts["adakv"][step].syncs for step in STEPS] == [0, 1, 1, 0]
 
 
-MOST = {"snapkv": (11, 17, 9), "lookaheadkv": (65, 16, 9), "h2o": (1, 16, 15), "streamingllm": (2, 15, 9)}
+MOST = {"snapkv": (11, 17, 9), "lookaheadkv": (57, 16, 9), "h2o": (1, 16, 15), "streamingllm": (2, 15, 9)}
 MOST |= {"pyramidkv": (11, 17, 10), "adakv": (11, 28, 9)}
 
 
@@ -96,6 +97,28 @@ def test_a_decoding_step_is_hardly_more_than_the_models_own(model: Any, counts: 
     step = counts[name]["decode"]
     assert step.syncs == 0
     assert step.operators <= 1.15 * operators_of_plain_step(model, prompt_ids(300)[0]).operators
+
+
+PACKED = {"kivi": (Kivi(2, 8, 16), 69), "specache": (SpeCache(2, 8, 16, 8), 82)}
+PACKED |= {"specache, no guess": (SpeCache(2, 8, 16, 8, speculative=False), 85)}
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_entries_are_read_by_one_set_of_operators(name: str) -> None:
+    """However many there are: 8 packed groups, or 130."""
+    (method, most), model = PACKED[name], tiny_model(max_position_embeddings=2048)
+    short, long = (operators_of(model, method, prompt_ids(length)[0])["decode"] for length in (90, 1090))
+    assert short == long
+    assert long.operators <= most * LAYERS and long.syncs == 0
+
+
+def test_each_layer_that_lookaheadkv_observes_takes_60_operators(tmp_path: Path) -> None:
+    observing = []
+    for layers in (LAYERS, LAYERS + 1):
+        deeper = tiny_model(num_hidden_layers=layers)
+        method = LookaheadKV.from_pretrained(save(random_on(deeper), tmp_path / str(layers)), 64)
+        observing.append(operators_of(deeper, method, prompt_ids(100)[0])["observe"].operators)
+    assert observing[1] - observing[0] <= 60
 
 
 def test_lines(model: Any) -> None:

@@ -192,7 +192,7 @@ def test_the_masks_of_laq_differ():
     model = tiny_model()
     state = prefill(model, prompt_ids(50)[0])
     corrected, published = (
-        QueryCache(budget=40, mask=mask)(model, state, "max") for mask in ("corrected", "published")
+        QueryCache(budget=40, mask=mask)(model, state, Reduce("max")) for mask in ("corrected", "published")
     )
     assert not torch.allclose(corrected[1], published[1])
     assert published[1][0, :, -1].gt(0).all()  # the last query alone sees the last entry
@@ -212,9 +212,9 @@ def test_laq_stops_guessing_at_an_end_token():
     model.generation_config.eos_token_id = second
     for mode in ("corrected", "published"):
         observer = QueryCache(budget=39, first_window=8, window=4, mask=mode, lookahead=6)
-        together = observer(model, prefill(model, ids, mask), "mean")
+        together = observer(model, prefill(model, ids, mask), Reduce())
         for row, length in enumerate([40, 33]):
-            alone = observer(model, prefill(model, ids[row : row + 1, -length:]), "mean")
+            alone = observer(model, prefill(model, ids[row : row + 1, -length:]), Reduce())
             for both, one in zip(together, alone, strict=True):
                 assert_close(both[row, :, -length:], one[0])
 

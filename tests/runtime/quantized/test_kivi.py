@@ -11,7 +11,6 @@ from keepsight.runtime.method import FullCache
 from keepsight.runtime.methods import AdaKV, PyramidKV, SnapKV
 from keepsight.runtime.methods.kivi import Kivi
 from keepsight.runtime.prefill import prefill, read
-from keepsight.runtime.quantized import entries as packed_entries
 from keepsight.runtime.quantized.cache import PackedLayer, packed_layers
 from keepsight.runtime.quantized.codec import Quantizer
 from keepsight.runtime.quantized.entries import PackedEntries
@@ -47,18 +46,16 @@ def test_residual_lengths(extra, keys, values):
     for held in (whole, layer.held):
         assert (held.recent_keys.shape[2], held.recent_values.shape[2], held.length) == (keys, values, length)
         for found, expected in zip(
-            (held.keys(0, length), held.values(0, length)),
+            (held.keys(), held.values()),
             dequantised(QUANTIZER, RESIDUAL, _states(length), _states(length, 1)),
             strict=False,
         ):
             assert_close(found, expected)
 
 
-@pytest.mark.parametrize("block", [8, 24, 1024])
-def test_attention_equals_dense_attention_over_what_is_unpacked(block, monkeypatch):
-    """Block after block, token after token, and never more than a block unpacked."""
+def test_attention_equals_dense_attention_over_what_is_unpacked(monkeypatch):
+    """Token after token, each of which unpacks all entries at once."""
     unpacked: list[int] = []
-    monkeypatch.setattr(packed_entries, "_BLOCK", block)
     monkeypatch.setattr(PackedEntries, "keys", _noting(PackedEntries.keys, unpacked))
     keys, values, queries = _states(90), _states(90, 1), _states(90, 2, kv_heads=6)
     layer = PackedLayer(PackedEntries.pack(QUANTIZER, RESIDUAL, keys[:, :, :50], values[:, :, :50]), 50)
@@ -70,13 +67,14 @@ def test_attention_equals_dense_attention_over_what_is_unpacked(block, monkeypat
         read_values = torch.cat([read_values, values[:, :, token : token + 1]], dim=2).repeat_interleave(3, dim=1)
         weights = (0.25 * queries[:, :, token : token + 1] @ read_keys.transpose(-1, -2)).softmax(dim=-1)
         assert_close(output[:, token - 50], (weights @ read_values)[:, :, 0])
-    assert max(unpacked) <= block
+    assert unpacked == [*range(51, 91)]
 
 
 def _noting(keys_of, lengths):
-    def noting(self, start, stop):
-        lengths.append(stop - start)
-        return keys_of(self, start, stop)
+    def noting(self):
+        keys = keys_of(self)
+        lengths.append(keys.shape[2])
+        return keys
 
     return noting
 

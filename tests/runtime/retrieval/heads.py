@@ -77,6 +77,9 @@ class Oracle(nn.Module):
     def layers_of(self, target):
         return LAYERS
 
+    def embedding(self, target):
+        return target.get_input_embeddings()
+
     def combine(self, features):
         return features[..., :1]
 

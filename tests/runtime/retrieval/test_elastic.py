@@ -1,5 +1,6 @@
 """Elastic loading against layers on the device, against reloading everything, and against set arithmetic."""
 
+import threading
 from typing import Any
 
 import pytest
@@ -9,12 +10,16 @@ from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
 from keepsight.errors import UserError
-from keepsight.runtime.offload import Traffic
+from keepsight.runtime.methods import SpeCache, SpeContext
+from keepsight.runtime.offload import Begun, Traffic
+from keepsight.runtime.prefill import read
 from keepsight.runtime.retrieval.arrangement import Arrangement
 from keepsight.runtime.retrieval.elastic import ElasticLayer
 from keepsight.runtime.sparse_read.cache import Selection
 from tests.close import assert_close
+from tests.models.retrieval_heads import tiny_retrieval_head
 from tests.runtime.retrieval.walks import WIDTH, Walk, by_loops, step
+from tests.tiny import prompt_ids, tiny_model
 
 ENTRY = 2 * WIDTH * 4
 """Bytes of an entry of one KV head."""
@@ -202,3 +207,16 @@ def test_keys_and_values_of_different_widths():
         expected = query[:, :2], keys.take_along_dim(places, dim=2), values.take_along_dim(places, dim=2)
         gathered = query[:, :2], *elastic.gather(chosen)[:2]
         assert_close(scaled_dot_product_attention(*gathered), scaled_dot_product_attention(*expected))
+
+
+def test_only_the_fetching_thread_waits_for_the_device(monkeypatch):
+    """What computes the model lets the device's stream wait: for a layer's slots, and for SpeCache's entries."""
+    waiting, ordering = set(), []
+    monkeypatch.setattr(Begun, "wait", lambda self: waiting.add(threading.current_thread().name))
+    monkeypatch.setattr(Begun, "precede", lambda self: ordering.append(threading.current_thread()))
+    model, head = tiny_model(), tiny_retrieval_head()
+    for method in (SpeContext(8, head, offload=2), SpeCache(2, 8, 16, 4, speculative=False)):
+        ordering.clear()
+        read(method.reader(model), method.start(model, prompt_ids(60)[0]), prompt_ids(3, seed=1)[0])
+        assert {*ordering} == {threading.current_thread()} and len(ordering) >= 6
+        assert len(waiting) == 1 and next(iter(waiting)).startswith("keepsight-fetch")

@@ -1,5 +1,6 @@
 """The memory plan: vectors worked out by hand, and what holds for any plan."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -68,6 +69,7 @@ def test_what_is_held_is_the_sum_of_its_parts():
     assert plan.memory(10, 1) == 1430 + resident + slots + indices + (10 + 3 * 2) * 7 + 10 * 11
     assert plan.memory(10, 0) == 1430 + 2 * resident + (10 + 3 * 2) * 7 + 10 * 11
     assert replace(plan, buffers=2).memory(10, 1) == plan.memory(10, 1) + slots
+    assert replace(plan, growth=1 / 4).memory(10, 1) == plan.memory(10, 1) + math.ceil(10 * (entry + 7) / 4)
 
 
 plans = st.builds(
@@ -85,6 +87,7 @@ plans = st.builds(
     scratch=st.integers(0, 50),
     buffers=st.sampled_from([1, 2]),
     room=st.sampled_from([0, 64]),
+    growth=st.sampled_from([0.0, 1 / 16]),
 )
 
 

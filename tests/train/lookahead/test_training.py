@@ -192,10 +192,17 @@ def test_a_process_with_several_gpus_uses_one_and_says_how_to_use_all(tmp_path, 
 
 def test_readings_are_not_kept_where_the_target_is_divided(tmp_path, monkeypatch):
     """One process would read the target where another does not, and wait for it forever."""
-    monkeypatch.setattr(module_trainer, "target_is_divided", lambda accelerator: True)
+    monkeypatch.setattr(module_trainer, "target_is_divided", lambda accelerator, objective: True)
     with pytest.raises(UserError, match=r"train.replays=2: with ZeRO-3 .*zero2"):
         LookaheadTrainer(objective(), settings(replays=2), tmp_path, samples())
     LookaheadTrainer(objective(), settings(), tmp_path, samples())
+
+
+def test_fsdp_of_the_launcher_is_refused(tmp_path, monkeypatch):
+    """It would divide what is trained; on CPUs accelerate starts none."""
+    monkeypatch.setattr(LookaheadTrainer, "is_fsdp_enabled", property(lambda _: True, lambda *_: None), raising=False)
+    with pytest.raises(UserError, match=r"fsdp2.yaml and give model.device_map=fsdp2"):
+        LookaheadTrainer(objective(), settings(), tmp_path, samples())
 
 
 def test_sigterm_saves_like_ctrl_c(tmp_path):

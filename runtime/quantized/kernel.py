@@ -1,0 +1,224 @@
+"""Attention to packed entries in one kernel, which unpacks them in registers: for CUDA, where Triton is installed.
+
+A program attends to a part of one KV head's entries; the parts are joined by their softmax's denominators.
+"""
+
+from __future__ import annotations  # those of the kernel name Triton, which may be missing
+
+import functools
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from keepsight.runtime.offload import FetchedEntries
+from keepsight.runtime.quantized.entries import PackedEntries
+from keepsight.runtime.softmax import Softmax
+
+if HAS_TRITON := find_spec("triton") is not None:
+    import triton
+    from triton import language as tl
+
+PART = 512
+"""Entries of a program."""
+BLOCK = 64
+"""Entries that a program unpacks at a time; it divides `PART`."""
+STAGES = 1
+"""Blocks that are loaded ahead: one, as what is loaded is unpacked in registers and not kept in shared memory."""
+
+
+def usable(query: Tensor) -> bool:
+    """Whether the kernel can be compiled for where a query is."""
+    return query.is_cuda and HAS_TRITON and torch.version.hip is None
+
+
+def attend_in_kernel(
+    query: Tensor, held: PackedEntries, softmax: Softmax, fetched: FetchedEntries | None, watched: int
+) -> tuple[Tensor, Tensor]:
+    """See `keepsight.runtime.quantized.attend.attend_packed`."""
+    batch, heads, rows, width = query.shape
+    kv_heads, length, quantizer = held.recent_keys.shape[1], held.length, held.quantizer
+    grouped = query.reshape(batch, kv_heads, -1, width)
+    parts, of_head = -(-length // PART), grouped.shape[2]
+    outputs = query.new_empty(batch, kv_heads, parts, of_head, width, dtype=torch.float32)
+    totals = outputs.new_empty(outputs.shape[:4])
+    logits = outputs.new_empty(batch, kv_heads, heads // kv_heads, watched)
+    with torch.cuda.device_of(query):
+        _compiled()[batch * kv_heads, parts](
+            grouped,
+            *held.packed_keys,
+            *held.packed_values,
+            held.recent_keys.contiguous(),
+            held.recent_values.contiguous(),
+            *_fetched(fetched, held),
+            outputs,
+            totals,
+            logits,
+            length,
+            held.packed_length,
+            held.packed_values.scale.shape[2],
+            watched,
+            kv_heads,
+            *held.packed_keys.scale.stride()[:2],
+            *held.packed_values.scale.stride()[:2],
+            softmax.scaling,
+            SOFTCAP=softmax.softcap or 0.0,
+            BITS=quantizer.bits,
+            GROUP=quantizer.group,
+            WIDTH=width,
+            COLUMNS=max(16, _power_of_two(width)),
+            ROWS=of_head,
+            PADDED=max(16, _power_of_two(of_head)),
+            QUERIES=rows,
+            PART=PART,
+            BLOCK=BLOCK,
+            FETCHED=fetched is not None,
+            num_stages=STAGES,
+        )
+    total = totals.logsumexp(dim=2)
+    if (sinks := softmax.sinks_of(kv_heads, rows)) is not None:
+        total = torch.logaddexp(total, sinks[..., 0])
+    output = ((totals - total[:, :, None]).exp()[..., None] * outputs).sum(dim=2).to(query.dtype)
+    last = total.unflatten(2, (-1, rows))[..., -1:]
+    return output.view(batch, heads, rows, width).transpose(1, 2).contiguous(), (logits - last).exp()
+
+
+def _fetched(fetched: FetchedEntries | None, held: PackedEntries) -> tuple[Tensor, Tensor, Tensor, int, int]:
+    """Keys and values [B, K, k, d], for each packed entry its place among them or -1, k, and the stride of an entry."""
+    if fetched is None:
+        return held.recent_keys, held.recent_values, held.recent_keys, 0, 0
+    indices, keys, values = fetched
+    count = indices.shape[2]
+    slots = indices.new_full((*indices.shape[:2], held.packed_length), -1, dtype=torch.int32)
+    slots.scatter_(2, indices, torch.arange(count, dtype=torch.int32, device=indices.device).expand_as(indices))
+    if keys.stride()[1:] != values.stride()[1:] or keys.stride(1) != count * keys.stride(2):
+        keys, values = keys.contiguous(), values.contiguous()
+    return keys, values, slots, count, keys.stride(2)
+
+
+def _power_of_two(count: int) -> int:
+    return 1 << (count - 1).bit_length()
+
+
+@functools.cache
+def _compiled() -> Any:
+    return triton.jit(attend_part)
+
+
+def attend_part(  # type: ignore[no-untyped-def]
+    query,
+    key_codes,
+    key_scale,
+    key_zero,
+    value_codes,
+    value_scale,
+    value_zero,
+    recent_keys,
+    recent_values,
+    fetched_keys,
+    fetched_values,
+    slots,
+    fetched,
+    fetched_stride,
+    outputs,
+    totals,
+    logits,
+    length,
+    packed_keys,
+    packed_values,
+    watched,
+    kv_heads,
+    key_row,
+    key_head,
+    value_row,
+    value_head,
+    scaling,
+    SOFTCAP: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    PADDED: tl.constexpr,
+    QUERIES: tl.constexpr,
+    PART: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FETCHED: tl.constexpr,
+):
+    """One part of the entries of one KV head: its output, logarithm of the denominator, and watched logits."""
+    head, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    group_bytes: tl.constexpr = GROUP * BITS // 8
+    rows, columns = tl.arange(0, PADDED), tl.arange(0, COLUMNS)
+    inside, asking = columns < WIDTH, rows < ROWS
+    of_rows = asking[:, None] & inside[None, :]
+    asked = tl.load(query + (head * ROWS + rows[:, None]) * WIDTH + columns[None, :], mask=of_rows, other=0.0)
+    keys_at = head // kv_heads * key_row + head % kv_heads * key_head
+    values_at = head // kv_heads * value_row + head % kv_heads * value_head
+
+    best = tl.full([PADDED], float("-inf"), tl.float32)
+    total = tl.zeros([PADDED], tl.float32)
+    summed = tl.zeros([PADDED, COLUMNS], tl.float32)
+    for start in range(part * PART, tl.minimum(part * PART + PART, length), BLOCK):
+        tokens = start + tl.arange(0, BLOCK)
+        held = tokens < length
+
+        packed = tokens < packed_keys
+        shown = inside[:, None] & packed[None, :]
+        place = keys_at + (tokens // GROUP)[None, :] * WIDTH + columns[:, None]
+        bit = tokens % GROUP * BITS
+        codes = tl.load(key_codes + place * group_bytes + (bit // 8)[None, :], mask=shown, other=0).to(tl.int32)
+        codes = (codes >> (bit % 8)[None, :]) & (2**BITS - 1)
+        scale = tl.load(key_scale + place, mask=shown, other=0.0).to(tl.float32)
+        keys = tl.load(key_zero + place, mask=shown, other=0.0).to(tl.float32) + codes.to(tl.float32) * scale
+        place = (head * (length - packed_keys) + tokens - packed_keys)[None, :] * WIDTH + columns[:, None]
+        recent = tl.load(recent_keys + place, mask=inside[:, None] & (held & ~packed)[None, :], other=0.0)
+        keys = tl.where(packed[None, :], keys.to(asked.dtype), recent)
+
+        if FETCHED:
+            slot = tl.load(slots + head * packed_keys + tokens, mask=packed, other=-1)
+            row = (head * fetched + slot) * fetched_stride
+            chosen = inside[:, None] & (slot >= 0)[None, :]
+            read = tl.load(fetched_keys + row[None, :] + columns[:, None], chosen, other=0.0)
+            keys = tl.where(chosen, read, keys)
+
+        looks = tl.dot(asked, keys, input_precision="tf32x3") * scaling
+        if SOFTCAP > 0:
+            looks = (2 * tl.sigmoid(2 * looks / SOFTCAP) - 1) * SOFTCAP
+        visible = held[None, :] & (tokens[None, :] <= length - QUERIES + (rows % QUERIES)[:, None])
+        looks = tl.where(visible, looks, float("-inf"))
+        last = asking & (rows % QUERIES == QUERIES - 1)
+        place = (head * (ROWS // QUERIES) + rows // QUERIES)[:, None] * watched + tokens[None, :]
+        tl.store(logits + place, looks, mask=last[:, None] & (tokens < watched)[None, :])
+
+        highest = tl.maximum(best, tl.max(looks, 1))
+        least = tl.where(highest == float("-inf"), 0.0, highest)  # no query of a row sees anything yet
+        weights, fade = tl.exp(looks - least[:, None]), tl.exp(best - least)
+        total, best = total * fade + tl.sum(weights, 1), highest
+
+        packed = tokens < packed_values
+        shown = packed[:, None] & inside[None, :]
+        place = values_at + tokens[:, None] * (WIDTH // GROUP) + (columns // GROUP)[None, :]
+        bit = columns % GROUP * BITS
+        codes = tl.load(value_codes + place * group_bytes + (bit // 8)[None, :], mask=shown, other=0).to(tl.int32)
+        codes = (codes >> (bit % 8)[None, :]) & (2**BITS - 1)
+        scale = tl.load(value_scale + place, mask=shown, other=0.0).to(tl.float32)
+        values = tl.load(value_zero + place, mask=shown, other=0.0).to(tl.float32) + codes.to(tl.float32) * scale
+        place = (head * (length - packed_values) + tokens - packed_values)[:, None] * WIDTH + columns[None, :]
+        recent = tl.load(recent_values + place, mask=(held & ~packed)[:, None] & inside[None, :], other=0.0)
+        values = tl.where(packed[:, None], values.to(asked.dtype), recent)
+
+        if FETCHED:
+            chosen = (slot >= 0)[:, None] & inside[None, :]
+            values = tl.where(
+                chosen, tl.load(fetched_values + row[:, None] + columns[None, :], chosen, other=0.0), values
+            )
+
+        summed = summed * fade[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="tf32x3")
+
+    at = (head * tl.num_programs(1) + part) * ROWS + rows
+    seen = total > 0
+    tl.store(
+        outputs + at[:, None] * WIDTH + columns[None, :], summed / tl.where(seen, total, 1.0)[:, None], mask=of_rows
+    )
+    tl.store(totals + at, tl.where(seen, best + tl.log(total), float("-inf")), mask=asking)

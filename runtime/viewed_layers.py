@@ -1,0 +1,51 @@
+"""Layers as observers see them: what observers append is seen by them, and never stored."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
+from typing_extensions import override
+
+
+class ViewedLayer(DynamicLayer):
+    """Entries as observers see them: observers see what they append, but it is never stored."""
+
+    keys: Tensor
+    values: Tensor
+
+    def __init__(self, keys: Tensor, values: Tensor, real: Tensor | None = None) -> None:
+        super().__init__()
+        self.lazy_initialization(keys, values)
+        self.keys, self.values, self.real = keys, values, real
+        self.returned: Tensor | None = None
+
+    @override
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> Any:
+        if self.real is not None:
+            self.returned = functional.pad(self.real, (0, key_states.shape[-2]), value=True)
+        return torch.cat([self.keys, key_states], dim=-2), torch.cat([self.values, value_states], dim=-2)
+
+
+class ViewedState(LinearAttentionLayer):
+    """A recurrent state as observers see it: it goes on for them, but is never stored, so that gradients can flow.
+
+    Args:
+        layer: The layer that holds it.
+    """
+
+    def __init__(self, layer: LinearAttentionLayer) -> None:
+        vars(self).update(vars(layer))
+
+    @override
+    def update_conv_state(
+        self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: object
+    ) -> Tensor:
+        before = self.conv_states[state_idx]
+        assert before is not None
+        return torch.cat([before, conv_states], dim=-1)
+
+    @override
+    def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: object) -> Tensor:
+        return recurrent_states

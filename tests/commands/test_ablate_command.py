@@ -1,0 +1,76 @@
+"""`keepsight ablate` as a user types it: adapters that load, a table, a plot, and what it says of bad input."""
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from keepsight.commands import ablate
+from keepsight.models.lookahead_files import load_lookahead
+from keepsight.models.targets import load_target
+from tests.commands.commands import CommandLine, tree
+from tests.train.runs import rows, write_data
+
+TRAIN = ["train.steps=2", "train.held_out=2", "train.budget=6", "train.report_to=[]", "lookahead.alpha=8"]
+GIVEN = ["ablate", "model.id=tiny", "model.dtype=float32", "data=data", "out=ablation", *TRAIN]
+GRID = ["lookahead.tokens=[2,4]", "lookahead.rank=0,2"]
+
+
+@pytest.fixture
+def data(here: Path) -> Path:
+    write_data(here / "data", load_target("tiny", device="cpu"))
+    return here
+
+
+def test_it_leaves_an_adapter_for_each_cell_a_table_and_a_plot(keepsight: CommandLine, data: Path) -> None:
+    printed = keepsight(*GIVEN, *GRID)
+    names = ["tokens2-rank0", "tokens2-rank2", "tokens4-rank0", "tokens4-rank2"]
+    assert sorted(path.name for path in Path("ablation/cells").iterdir()) == names
+    for name in names:
+        artifact = load_lookahead(Path("ablation/cells", name))
+        assert name == f"tokens{artifact.settings.tokens}-rank{artifact.settings.rank}"
+        assert artifact.provenance.training["steps"] == 2
+        assert f": {name}" in Path("ablation/cells", name, "README.md").read_text()
+        assert Path("ablation/cells", name, "training.png").read_bytes().startswith(b"\x89PNG")
+    with Path("ablation/ablation.csv").open() as stream:
+        table = list(csv.DictReader(stream))
+    assert [row["cell"] for row in table] == names
+    assert [row["parameters"] for row in table[::2]] == ["64", "128"]
+    measured = rows(Path("ablation/training/fidelity.jsonl"))[-1]
+    for row in table:
+        for key in ("kl", "recall", "tau"):
+            assert float(row[key]) == pytest.approx(measured[f"eval_{key}/{row['cell']}"], abs=1e-5)
+    assert Path("ablation/ablation.md").read_text().strip() in printed
+    assert Path("ablation/ablation.png").read_bytes().startswith(b"\x89PNG")
+
+    weights = [Path("ablation/cells", name) for name in tree(Path("ablation/cells")) if name.endswith(".safetensors")]
+    before = [path.read_bytes() for path in weights]
+    assert Path("ablation/ablation.md").read_text().strip() in keepsight(*GIVEN, *GRID)  # finished: trained no more
+    assert [path.read_bytes() for path in weights] == before
+    other = keepsight.fails(*GIVEN, "lookahead.tokens=[2,8]")
+    assert "this training began with ablation.cells=['tokens2-rank0', " in other and "lookahead.rank=None, now" in other
+
+
+WRONG = {
+    "": "give a key several values, such as lookahead.tokens=[8,16]; choose from lookahead.tokens, ",
+    "lookahead.tokens=[8]": "give a key several values, ",
+    "lookahead.tokens=[8,8]": "lookahead.tokens=[8,8] names a value twice",
+    "lookahead.tokens=[8,many]": "lookahead.tokens=many: Value 'many' of type 'str' could not be converted to Integer",
+    "lookahead.tokens=[8,0]": "lookahead.tokens=0 must be from 1 to 4096",
+    "lookahead.tokns=[8,16]": "'lookahead.tokns' is no key of this command; did you mean 'lookahead.tokens'?",
+    "train.steps=[1,2] lookahead.rank=[1,2]": "train.steps=[1,2]: ",
+    "lookahead.rank=[1,2] train.precision=fp16": "train.precision=fp16: an ablation trains in bf16 or no",
+}
+
+
+@pytest.mark.parametrize("arguments", WRONG)
+def test_bad_input_ends_in_one_line(keepsight: CommandLine, data: Path, arguments: str) -> None:
+    assert keepsight.fails(*GIVEN, *arguments.split()).startswith(WRONG[arguments])
+    assert not Path("ablation/cells").exists()
+
+
+def test_every_combination_is_a_cell() -> None:
+    grid = ablate.configure(["data=a", "out=b", "lookahead.tokens=[2,4]", "train.far=[0,0.5]", "lookahead.rank=3"])
+    assert [*grid] == ["tokens2-far0", "tokens2-far0.5", "tokens4-far0", "tokens4-far0.5"]
+    shapes = [(each.lookahead.tokens, each.lookahead.rank, each.train.far) for _, each in grid.values()]
+    assert shapes == [(2, 3, 0), (2, 3, 0.5), (4, 3, 0), (4, 3, 0.5)]

@@ -1,0 +1,54 @@
+"""What a killed build of DeepSpeed's extensions leaves is named, and a build that goes on is left alone."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from keepsight.errors import UserError
+from keepsight.models.processes import check_builds, launched
+
+
+@pytest.fixture
+def lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A lock of ten minutes ago, in the folder of an extension."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    path = tmp_path / "deepspeed_shm_comm" / "lock"
+    path.parent.mkdir()
+    path.touch()
+    os.utime(path, (time.time() - 600,) * 2)
+    return path
+
+
+def test_a_lock_that_nobody_holds_is_named(lock: Path) -> None:
+    for each in (check_builds, launched):
+        with pytest.raises(UserError, match="left by a build of DeepSpeed that was killed; delete this file") as caught:
+            each()
+        assert str(caught.value).startswith(f"{lock}: ") and "\n" not in str(caught.value)
+    lock.unlink()
+    check_builds()
+
+
+def test_a_build_that_has_just_begun_is_waited_for(lock: Path) -> None:
+    lock.touch()
+    check_builds()
+
+
+def test_a_build_that_goes_on_is_waited_for(lock: Path) -> None:
+    """ninja works in the folder of what it builds."""
+    builder = subprocess.Popen([sys.executable, "-c", "input()"], cwd=lock.parent, stdin=subprocess.PIPE)
+    try:
+        check_builds()
+    finally:
+        builder.communicate(b"\n")
+    with pytest.raises(UserError, match="was killed"):
+        check_builds()
+
+
+def test_without_deepspeed_it_is_nobodys_business(lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ACCELERATE_USE_DEEPSPEED")
+    check_builds()

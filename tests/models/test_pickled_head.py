@@ -1,0 +1,76 @@
+"""Heads that are pickles are converted on request, by a reader that makes tensors and runs nothing."""
+
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from keepsight.errors import UserError
+from keepsight.models.draft_head_files import load_draft_head
+from keepsight.models.pickled_head import convert_head
+from tests.models.public_heads import LLAMA3, eagle3_tensors, write_head
+from tests.tiny import tiny_model
+
+
+class Trap:
+    """Makes a folder when it is unpickled by pickle itself."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, ("trapped",)
+
+
+@pytest.fixture
+def pickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    folder = write_head(tmp_path / "head", LLAMA3, {})
+    (folder / "model.safetensors").unlink()
+    torch.save(eagle3_tensors(LLAMA3), folder / "pytorch_model.bin")
+    return folder
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_converted_head_is_the_pickles(pickled: Path, tmp_path: Path, beside: bool, legacy: bool) -> None:
+    tensors, out = eagle3_tensors(LLAMA3), pickled if beside else tmp_path / "out"
+    torch.save(tensors, pickled / "pytorch_model.bin", _use_new_zipfile_serialization=not legacy)
+    assert convert_head(pickled, out) == sorted(tensors)
+    state = load_draft_head(out, tiny_model()).state_dict()
+    assert state.keys() == tensors.keys()
+    assert all(torch.equal(value, tensors[name]) for name, value in state.items())
+    assert (out / "config.json").read_bytes() == (pickled / "config.json").read_bytes()
+
+
+@pytest.mark.parametrize("write", [torch.save, lambda value, path: path.write_bytes(pickle.dumps(value))])
+def test_a_pickle_that_runs_something_does_not(pickled: Path, write: Any) -> None:
+    write({"fc.weight": Trap()}, pickled / "pytorch_model.bin")
+    with pytest.raises(UserError, match=r"pytorch_model.bin: not a pickle of tensors alone") as caught:
+        convert_head(pickled, pickled)
+    assert "\n" not in str(caught.value)
+    assert not Path("trapped").exists() and not (pickled / "model.safetensors").exists()
+    torch.load(pickled / "pytorch_model.bin", weights_only=False) if write is torch.save else None
+    assert Path("trapped").exists() == (write is torch.save), "the trap is none"
+
+
+@pytest.mark.parametrize("content", [b"", b"\x80\x04N.", b"PK\x03\x04", b"no pickle"])
+def test_what_is_no_pickle_is_named(pickled: Path, content: bytes) -> None:
+    (pickled / "pytorch_model.bin").write_bytes(content)
+    with pytest.raises(UserError, match=r"pytorch_model.bin: "):
+        convert_head(pickled, pickled)
+    assert not (pickled / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("value", [[torch.zeros(2)], {"fc.weight": 3}, torch.zeros(2)])
+def test_tensors_without_names_are_refused(pickled: Path, value: Any) -> None:
+    torch.save(value, pickled / "pytorch_model.bin")
+    with pytest.raises(UserError, match="expected tensors by name"):
+        convert_head(pickled, pickled)
+
+
+@pytest.mark.parametrize("name", ["config.json", "pytorch_model.bin"])
+def test_a_missing_file_is_named(pickled: Path, name: str) -> None:
+    (pickled / name).unlink()
+    with pytest.raises(UserError, match=f"{name} is missing; a head to convert has config.json and pytorch_model.bin"):
+        convert_head(pickled, pickled)

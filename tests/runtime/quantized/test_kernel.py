@@ -1,0 +1,154 @@
+"""The CUDA kernel against the operators that it stands for: run by Triton's interpreter, and compiled for GPUs."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from keepsight.runtime.method import CacheMethod
+from keepsight.runtime.methods.kivi import Kivi
+from keepsight.runtime.methods.specache import SpeCache
+from keepsight.runtime.offload import FetchedEntries
+from keepsight.runtime.quantized import kernel
+from keepsight.runtime.quantized.attend import attend_packed
+from keepsight.runtime.quantized.codec import Quantizer
+from keepsight.runtime.quantized.entries import PackedEntries
+from keepsight.runtime.softmax import Softmax
+from tests.close import assert_close
+from tests.package_files import ROOT
+from tests.runtime.scoring import score_answer
+from tests.tiny import prompt_ids, tiny_model
+
+KV_HEADS, GROUP, WIDTH, RESIDUAL = 2, 3, 24, 16
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several parts and blocks for a few entries."""
+    monkeypatch.setattr(kernel, "PART", 32)
+    monkeypatch.setattr(kernel, "BLOCK", 16)
+
+
+def states(length: int, seed: int, heads: int = KV_HEADS, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(2, heads, length, WIDTH, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def entries(length: int, bits: int = 2, dtype: torch.dtype = torch.float32, answer: int = 3) -> PackedEntries:
+    """Those of a prompt and a few tokens after it, which have moved the packed ones into a room with spare space."""
+    keys, values = states(length, 0, dtype=dtype), states(length, 1, dtype=dtype)
+    held = PackedEntries.pack(Quantizer(bits, 8), RESIDUAL, keys[:, :, :-answer], values[:, :, :-answer])
+    for token in range(length - answer, length):
+        held = held.with_recent(keys[:, :, token : token + 1], values[:, :, token : token + 1]).settled()
+    return held
+
+
+def some_fetched(held: PackedEntries, count: int) -> FetchedEntries:
+    """Entries beside each other, as they come from the CPU: keys and values of one row."""
+    places = torch.Generator().manual_seed(2)
+    indices = torch.stack([torch.randperm(held.packed_length, generator=places)[:count] for _ in range(2 * KV_HEADS)])
+    rows = torch.cat([states(count, 3), states(count, 4)], dim=3).to(held.recent_keys.dtype)
+    return FetchedEntries(indices.view(2, KV_HEADS, count).to(DEVICE), *rows.chunk(2, dim=3))
+
+
+def assert_same(
+    held: PackedEntries, softmax: Softmax, rows: int = 1, fetched: FetchedEntries | None = None, watched: int = 0
+) -> None:
+    query = states(rows, 5, KV_HEADS * GROUP, held.recent_keys.dtype)
+    found = kernel.attend_in_kernel(query, held, softmax, fetched, watched)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernel, "usable", lambda query: False)
+        expected = attend_packed(query, held, softmax, fetched, watched)
+    for one, other in zip(found, expected, strict=True):
+        assert (one.shape, one.dtype) == (other.shape, other.dtype)
+        assert_close(one, other, held.recent_keys.dtype)
+
+
+@pytest.mark.parametrize("length", [5, 16, 17, 40, 150])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_every_length(length: int, rows: int) -> None:
+    """All recent, all keys packed, keys packed and values not, both; one part and several."""
+    held = entries(length)
+    assert_same(held, Softmax(0.3), rows, watched=held.packed_length)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_every_number_of_bits_and_dtype(bits: int, dtype: torch.dtype) -> None:
+    """But bfloat16, whose numbers the interpreter multiplies as if they were whole."""
+    held = entries(70, bits, dtype)
+    assert_same(held, Softmax(0.3), watched=held.packed_length)
+
+
+@pytest.mark.parametrize("method", [Kivi(2, 8, 16), SpeCache(2, 8, 16, 4), SpeCache(1, 8, 16, 4, speculative=False)])
+def test_answers_are_those_without_the_kernel(method: CacheMethod, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, (ids, _) = tiny_model(head_dim=16, pad_token_id=None), prompt_ids(40)
+    answer = prompt_ids(3, seed=1)[0]
+    expected, _ = score_answer(method.reader(model), method.start(model, ids), answer)
+    called: list[int] = []
+
+    def usable(query: Tensor) -> bool:
+        called.append(query.shape[2])
+        return True
+
+    monkeypatch.setattr(kernel, "usable", usable)
+    found, _ = score_answer(method.reader(model), method.start(model, ids), answer)
+    assert_close(found, expected)
+    assert called
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("apart", [True, False])
+def test_fetched_entries_are_read_in_place_of_packed_ones(rows: int, apart: bool) -> None:
+    held = entries(90)
+    fetched = some_fetched(held, 7)
+    if apart:
+        fetched = FetchedEntries(fetched.indices, fetched.keys.clone(), fetched.values.mT.contiguous().mT)
+    assert_same(held, Softmax(0.3), rows, fetched, watched=held.packed_length)
+    query = states(rows, 5, KV_HEADS * GROUP)
+    packed, read = (attend_packed(query, held, Softmax(0.3), each)[0] for each in (None, fetched))
+    assert not torch.allclose(packed, read, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "softmax", [Softmax(0.3, 2.0), Softmax(0.3, None, torch.arange(6.0)), Softmax(0.3, 5.0, torch.ones(6))]
+)
+def test_softcaps_and_sinks(softmax: Softmax) -> None:
+    held = entries(60)
+    assert_same(held, softmax, 2, some_fetched(held, 5), watched=held.packed_length)
+
+
+def test_prompts_whose_keys_are_transposed_and_nothing_is_packed() -> None:
+    """As a model makes them."""
+    keys, values = (states(10, seed).transpose(1, 2).contiguous().transpose(1, 2) for seed in (0, 1))
+    held = PackedEntries.pack(Quantizer(2, 8), RESIDUAL, keys, values)
+    assert not held.recent_keys.is_contiguous()
+    assert_same(held, Softmax(0.3))
+
+
+def test_it_is_not_used_where_triton_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    spec = importlib.util.spec_from_file_location("kernel_without_triton", kernel.__file__)
+    assert spec is not None and spec.loader is not None
+    without = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(without)
+    assert not without.HAS_TRITON and not hasattr(without, "triton")
+    assert not without.usable(SimpleNamespace(is_cuda=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_it_compiles_for_a_gpu(dtype: str) -> None:
+    """No GPU is needed for that, but another process: this one's Triton interprets."""
+    command = [sys.executable, "-m", "tests.runtime.quantized.compile_kernel", dtype]
+    environment = os.environ | {"TRITON_INTERPRET": "0"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert done.returncode == 0, done.stderr
+    on_tensor_cores, has_code, shared = done.stdout.split()
+    assert (on_tensor_cores, has_code) == ("True", "True")
+    assert int(shared) < 99 * 1024, "more bytes of shared memory than a program has"
