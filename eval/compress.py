@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from keepsight.eval.kept import kendall_tau
 from keepsight.runtime.drafting.observer import Drafter, DraftIds, DraftObserver, GivenDraft
 from keepsight.runtime.evict import Evict
+from keepsight.runtime.images import Images
 from keepsight.runtime.importance import Reduce, reduce_group
 from keepsight.runtime.method import Method
 from keepsight.runtime.methods.oracle import OwnAnswer
@@ -68,6 +69,7 @@ class SharedPrompt:
         coming: What follows the prompt under the full cache: the oracle's draft.
         seconds: Seconds of the prefill, without what adding up the received attention took.
         coming_seconds: Seconds that writing `coming` took.
+        images: Images in the prompt.
     """
 
     model: PreTrainedModel
@@ -75,6 +77,7 @@ class SharedPrompt:
     coming: DraftIds
     seconds: float
     coming_seconds: float = 0.0
+    images: Images | None = None
     _drafts: dict[Drafter, tuple[DraftIds, float]] = field(default_factory=dict, init=False)
     _observed: dict[tuple[Observer, Reduce], tuple[list[Tensor], Seconds]] = field(default_factory=dict, init=False)
     _taus: dict[tuple[Observer, Reduce], float] = field(default_factory=dict, init=False)
@@ -93,12 +96,14 @@ class SharedPrompt:
         if shared := method.compress_shared(self.model, self.state, observe):
             state, kept = shared
             return Compressed(state, replace(seconds, select=since(start)), None if kept is None else torch.cat(kept))
-        chosen = method.tokens_to_read(self.model, self.state.tokens[0])
+        images = self.images
+        chosen = method.tokens_to_read(self.model, self.state.tokens[0], images)
         if chosen is None:
             state = method.start(self.model, self.state.tokens)
             return Compressed(state, Seconds(prefill=since(start)), None)
         drafting, start = since(start), time.perf_counter()
-        state = prefill(self.model, self.state.tokens[:, chosen], needs=Needs())
+        images = images and images.shortened(self.model, self.state.tokens, chosen)
+        state = prefill(self.model, self.state.tokens[:, chosen], needs=Needs(), images=images)
         seconds = Seconds(prefill=since(start), draft=drafting)
         of_chosen = torch.zeros_like(torch.cat(self.state.select_all()))
         of_chosen[..., chosen] = True

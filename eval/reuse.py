@@ -82,7 +82,8 @@ def target_digest(target: Target) -> str:
 
 def sample_digest(sample: RenderedSample) -> str:
     """What is asked and how it is scored, apart from the sample's names."""
-    return text_digest(_text({name: value for name, value in vars(sample).items() if name not in _NAMES}))
+    left_out = _NAMES if sample.pictures else (*_NAMES, "pictures")  # as when no sample had any
+    return text_digest(_text({name: value for name, value in vars(sample).items() if name not in left_out}))
 
 
 def inputs_digest(target: str, contents: Sequence[str], place: int, question: str, method: str) -> str | None:

@@ -27,6 +27,7 @@ from keepsight.eval.tasks.samples import RenderedSample
 from keepsight.eval.turns import add_before, go_on, in_own_words
 from keepsight.models.targets import Target
 from keepsight.runtime.drafting.observer import DraftIds
+from keepsight.runtime.images import Images
 from keepsight.runtime.method import FullCache, Method
 from keepsight.runtime.prefill import context_of, prefill
 from keepsight.runtime.state import State
@@ -58,6 +59,8 @@ def check_samples(target: Target, samples: Sequence[RenderedSample], variants: S
                 f"more than the context of {context}; lower lengths= or max_tokens="
             )
         for variant in variants:
+            if sample.pictures and not variant.method.reads_images:
+                raise UserError(f"methods= names {variant.name!r}, which reads no images; {sample.task} has some")
             variant.method.check(len(sample.prompt_ids), context)
 
 
@@ -95,11 +98,12 @@ def run_samples(
     check_samples(target, samples, variants)
     compared = evicting(variants)
     prompt = samples[0].prompt_ids[None].to(target.model.device)
+    images, needs = _images(target, samples[0]), needs_of_all([variant.method for variant in compared])
     start = time.perf_counter()
-    state = prefill(target.model, prompt, needs=needs_of_all([variant.method for variant in compared]))
+    state = prefill(target.model, prompt, needs=needs, images=images)
     seconds = since(start) - state.trace.seconds
     asked = _ask(target, state, samples, batch_tokens, said)
-    shared = _shared(target, state, asked, seconds)
+    shared = _shared(target, state, asked, seconds, images)
     ranks, attention = shared.ranks(), shared.attention()
     shown = [{"prompt_tokens": prompt.shape[1] + each.question.shape[1], "question": question} for each in asked]
     full = FULL_CACHE, Compressed(state, Seconds(prefill=seconds), None)
@@ -151,12 +155,20 @@ def _ask(
     return asked
 
 
-def _shared(target: Target, state: State, asked: Sequence[Asked], seconds: float) -> SharedPrompt:
+def _images(target: Target, sample: RenderedSample) -> Images | None:
+    """The images in a prompt, on the target's device."""
+    made = sample.pictures.inputs() if sample.pictures else {}
+    return Images.among({name: each.to(target.model.device) for name, each in made.items()})
+
+
+def _shared(
+    target: Target, state: State, asked: Sequence[Asked], seconds: float, images: Images | None
+) -> SharedPrompt:
     """What methods share. All questions with their answers, one after another, are what comes."""
     whole = asked[-1:] if asked[-1].sample.earlier else asked  # a conversation's last question holds all before it
     coming = DraftIds(torch.cat([ids for each in whole for ids in (each.question, each.answer)], dim=1))
     writing = sum(len(each.full.ids) / (each.full.tokens_per_second or 1.0) for each in asked)
-    return SharedPrompt(target.model, state, coming, seconds, writing)
+    return SharedPrompt(target.model, state, coming, seconds, writing, images)
 
 
 def _answers(

@@ -9,7 +9,7 @@ from jinja2 import TemplateError
 from keepsight.errors import UserError
 
 
-def chat_text(tokenizer: Any, turns: Sequence[dict[str, str]]) -> str:
+def chat_text(tokenizer: Any, turns: Sequence[dict[str, Any]]) -> str:
     """The turns as the text that the target was trained on, ending where its answer begins.
 
     Raises:

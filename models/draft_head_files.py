@@ -36,8 +36,8 @@ FILES = (CONFIG, WEIGHTS)
 PICKLE = "pytorch_model.bin"
 
 _EMBEDDING = "embed_tokens.weight"
-_ROUNDING = {"rtol": 2**-6, "atol": 1e-4}
-"""Within it an embedding is another's, in the dtype of another file."""
+_RELATIVE, _ABSOLUTE = 2**-6, 1e-4
+"""Tolerances within which two embeddings are the same, rounded to different dtypes."""
 _ROWS_AT_ONCE = 4096
 _VOCABULARY = ("d2t", "t2d")
 
@@ -148,7 +148,7 @@ def _own_embedding(path: Path, embedding: Tensor, target: PreTrainedModel) -> Te
         )
     own = as_weights(path, {_EMBEDDING: embedding}, target.dtype)[_EMBEDDING]
     pairs = zip(own.split(_ROWS_AT_ONCE), base.split(_ROWS_AT_ONCE), strict=True)
-    is_same = all(torch.allclose(row.float(), its.float().cpu(), **_ROUNDING) for row, its in pairs)
+    is_same = all(torch.allclose(row.float(), its.float().cpu(), _RELATIVE, _ABSOLUTE) for row, its in pairs)
     return None if is_same else own.to(base.device)
 
 

@@ -17,7 +17,16 @@ import torch
 from huggingface_hub import constants, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import is_flash_attn_2_available
 
 from keepsight.errors import UserError
@@ -196,9 +205,10 @@ def padded(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
 def _read(source: str | Path, options: dict[str, Any]) -> tuple[PreTrainedTokenizerBase, Any]:
     shared = {key: options[key] for key in ("trust_remote_code", "revision", "local_files_only") if key in options}
     tokenizer = AutoTokenizer.from_pretrained(source, padding_side="left", **shared)
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        source, output_loading_info=True, use_safetensors=True, **options
-    )
+    kind = type(AutoConfig.from_pretrained(source, **shared))
+    pictured = kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and kind not in MODEL_FOR_CAUSAL_LM_MAPPING
+    loader: Any = AutoModelForImageTextToText if pictured else AutoModelForCausalLM
+    loaded: Any = loader.from_pretrained(source, output_loading_info=True, use_safetensors=True, **options)
     model, report = loaded
     if missing := report["missing_keys"]:  # transformers would go on with random weights
         raise ValueError(f"its weight files lack {min(missing)} and {len(missing) - 1} more; fetch it again")

@@ -78,9 +78,9 @@ def _logits(grouped: Tensor, keys: Tensor, own_keys: Tensor, softmax: Softmax, p
     """Logits [B, K, r, N + q] float32 of queries [B, K, r, d] for [B, K, N, d] and, causal, for [B, K, q, d]."""
     count, rows = keys.shape[2], own_keys.shape[2]
     if torch.is_grad_enabled():
-        both = [softmax.logits(grouped, each) for each in (keys, own_keys)]
-        _hide(*both, padding)
-        return torch.cat(both, dim=-1)
+        stored, own = (softmax.logits(grouped, each) for each in (keys, own_keys))
+        _hide(stored, own, padding)
+        return torch.cat([stored, own], dim=-1)
     joined = grouped.new_empty(*grouped.shape[:3], count + rows)
     for products, each in zip(joined.flatten(0, 1).tensor_split([count], dim=-1), (keys, own_keys), strict=True):
         factors = grouped.flatten(0, 1), each.flatten(0, 1).mT.to(joined.dtype)

@@ -11,6 +11,7 @@ from typing_extensions import override
 from keepsight.runtime.attention import Reader
 from keepsight.runtime.custom_generate import CustomGenerate, GenerateRequest
 from keepsight.runtime.decode import Decoded, Reapply
+from keepsight.runtime.images import Images
 from keepsight.runtime.importance import Reduce
 from keepsight.runtime.observe import Observer
 from keepsight.runtime.prefill import context_of, prefill, read
@@ -98,7 +99,7 @@ class Method(CustomGenerate):
         """
         return None
 
-    def tokens_to_read(self, model: PreTrainedModel, prompt: Tensor) -> Tensor | None:
+    def tokens_to_read(self, model: PreTrainedModel, prompt: Tensor, images: Images | None = None) -> Tensor | None:
         """Indices [C] int64, ascending, of the tokens of a prompt [N] that the model reads; None to read all of it."""
         return None
 

@@ -141,10 +141,11 @@ def bench_operators(model: PreTrainedModel, methods: Mapping[str, Method], token
     for method in methods.values():
         method.check(tokens, context_of(model))
     yield f"operators / syncs a layer; {layers} layers, {tokens} prompt tokens; decode: a layer and token"
-    yield f"{'method':<18}" + "".join(f"{step:>14}" for step in STEPS)
-    yield _line("plain model", {"decode": operators_of_plain_step(model, ids)}, layers)
+    width = max(18, *(len(name) + 2 for name in methods))
+    yield f"{'method':<{width}}" + "".join(f"{step:>14}" for step in STEPS)
+    yield _line("plain model".ljust(width), {"decode": operators_of_plain_step(model, ids)}, layers)
     for name, method in methods.items():
-        yield _line(name, operators_of(model, method, ids), layers)
+        yield _line(name.ljust(width), operators_of(model, method, ids), layers)
 
 
 def _line(name: str, counts: Mapping[str, Counts], layers: int) -> str:
@@ -152,4 +153,4 @@ def _line(name: str, counts: Mapping[str, Counts], layers: int) -> str:
         f"{counts[step].operators / layers:.0f} / {counts[step].syncs / layers:.2g}" if step in counts else ""
         for step in STEPS
     ]
-    return f"{name:<18}" + "".join(f"{cell:>14}" for cell in cells)
+    return name + "".join(f"{cell:>14}" for cell in cells)

@@ -1,12 +1,18 @@
 """What a benchmark is: the keys that an evaluation takes for it, and the samples of each of its tasks."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from keepsight.errors import UserError
 from keepsight.eval.tasks.protocols import REFERENCE, Protocol
 from keepsight.eval.tasks.samples import RenderedSample
+
+
+def no_images() -> Any:
+    """Where nothing reads images."""
+    raise UserError("tasks with images are not possible here; evaluate them with keepsight eval")
 
 
 @dataclass(frozen=True)
@@ -23,6 +29,7 @@ class TaskRequest:
         every_question: Whether all questions that a context can be asked become samples (`question=multi`).
         protocol: Whose prompts, truncation and post-processing to follow.
         judge: `Judge.name` of who scores answers that no metric can; empty for nobody.
+        processor: Loads the target's processor of images, or refuses one that reads none.
         notes: Filled by the tasks: where a text came from, and what was left out. Results are shown with them.
     """
 
@@ -35,6 +42,7 @@ class TaskRequest:
     every_question: bool = False
     protocol: Protocol = REFERENCE
     judge: str = ""
+    processor: Callable[[], Any] = no_images
     notes: dict[str, str] = field(default_factory=dict)
 
 

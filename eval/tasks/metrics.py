@@ -23,6 +23,7 @@ from keepsight.eval.tasks.longbench_metrics import (
     rouge_l_zh,
     share_of_integers,
 )
+from keepsight.eval.tasks.milebench_metrics import has_text, has_word, plain_rouge_l, right_choice
 from keepsight.eval.tasks.procedure_metrics import reaches_target, same_beliefs, same_route, same_rows
 from keepsight.eval.tasks.samples import Sample
 
@@ -59,6 +60,10 @@ def _first_line(text: str) -> str:
 
 def _classification(prediction: str, sample: Sample) -> float:
     return max(class_score(prediction, reference, sample.classes) for reference in sample.references)
+
+
+def _right_choice(prediction: str, sample: Sample) -> float:
+    return right_choice(prediction, sample.references[0], sample.classes)
 
 
 def _contains(text: str, part: str) -> bool:
@@ -158,6 +163,11 @@ METRICS: dict[str, Metric] = {
     "same_rows": _best(same_rows),
     "same_beliefs": _best(same_beliefs),
     "reaches_target": _best(reaches_target),
+    # MileBench.
+    "milebench_choice": _right_choice,
+    "milebench_rouge_l": _best(plain_rouge_l),
+    "milebench_word": _best(has_word),
+    "milebench_text": _best(has_text),
     # HELMET.
     "exact_label": _best(_exact_label),
     # LongBench-Write.

@@ -11,6 +11,7 @@ from keepsight.eval.tasks.judged import LongWriter, MtBench
 from keepsight.eval.tasks.longbench import LongBench
 from keepsight.eval.tasks.longbench_v2 import LongBenchV2
 from keepsight.eval.tasks.longproc import LongProc
+from keepsight.eval.tasks.milebench import MileBench
 from keepsight.eval.tasks.niah import Niah
 from keepsight.eval.tasks.protocols import Protocol
 from keepsight.eval.tasks.ruler import Ruler
@@ -28,6 +29,7 @@ class Benchmarks:
         longbench_v2: LongBench v2.
         longproc: LongProc.
         helmet: HELMET's recall, RAG and ICL.
+        milebench: MileBench, for models that read images.
         mt_bench: MT-Bench.
         longwriter: LongBench-Write.
         jsonl: Real samples from files.
@@ -39,6 +41,7 @@ class Benchmarks:
     longbench_v2: LongBenchV2 = field(default_factory=LongBenchV2)
     longproc: LongProc = field(default_factory=LongProc)
     helmet: Helmet = field(default_factory=Helmet)
+    milebench: MileBench = field(default_factory=MileBench)
     mt_bench: MtBench = field(default_factory=MtBench)
     longwriter: LongWriter = field(default_factory=LongWriter)
     jsonl: Jsonl = field(default_factory=Jsonl)

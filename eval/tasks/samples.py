@@ -74,10 +74,12 @@ class RenderedSample(Sample):
         prompt_ids: [N] int64, what a method compresses: the whole prompt, or only what stands before the question.
         question_ids: [q] int64, what is read from the compressed cache; empty when the prompt is whole. A later turn of
             a conversation has the prompt of the first, and what stands between two answers as its question.
+        pictures: The images in the prompt, a `keepsight.eval.tasks.pictures.Pictures`; None for none.
     """
 
     prompt_ids: Tensor = field(compare=False, repr=False)
     question_ids: Tensor = field(compare=False, repr=False)
+    pictures: Any = field(default=None, compare=False, repr=False)
 
 
 def render(sample: Sample, tokenizer: Any) -> RenderedSample:

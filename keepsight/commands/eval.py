@@ -18,6 +18,7 @@ measured on the same inputs.
 
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,7 @@ from keepsight.eval.tasks.registry import Benchmarks, make_all, tasks_of
 from keepsight.eval.tasks.samples import RenderedSample, render_apart
 from keepsight.files import append_lines, require_writable, whole_lines
 from keepsight.locks import one_writer
+from keepsight.models.processors import processor_of
 from keepsight.models.targets import Target
 from keepsight.runtime.prefill import context_of
 from keepsight.runtime.saved import QUESTIONS
@@ -205,6 +207,7 @@ def samples_of(config: Config, target: Target) -> tuple[list[RenderedSample], di
         every_question=config.question == "multi",
         protocol=protocol_named(config.protocol),
         judge=config.judge.name,
+        processor=partial(processor_of, target),
     )
     samples = make_all(config, config.tasks, request)
     if not samples:

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from keepsight.errors import UserError
+from keepsight.runtime.images import Images
 from keepsight.runtime.prompt_compression.text import ShortenText, optional_package, token_texts
 
 LabelledWords = list[tuple[str, bool]]
@@ -74,7 +75,7 @@ class LLMLingua2(ShortenText):
     label: Callable[[str, float], LabelledWords] = Package()
 
     @override
-    def select(self, model: PreTrainedModel, input_ids: Tensor) -> Tensor:
+    def select(self, model: PreTrainedModel, input_ids: Tensor, images: Images | None = None) -> Tensor:
         texts = token_texts(self.tokenizer, input_ids[: len(input_ids) - self.window].tolist())
         room = self.budget_for(len(input_ids)) - self.window
         rate = room / len(texts)

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from keepsight.errors import UserError
+from keepsight.runtime.images import Images
 from keepsight.runtime.prompt_compression.text import ShortenText, optional_package, token_texts
 
 _SENTENCE = re.compile(r".+?(?:[.!?]+[\"')\]]*(?=\s|\Z)|\n|\Z)", re.DOTALL)
@@ -58,7 +59,7 @@ class SentenceSimilarity(ShortenText):
     similarity: Callable[[list[str], str], Tensor] = Cosine()
 
     @override
-    def select(self, model: PreTrainedModel, input_ids: Tensor) -> Tensor:
+    def select(self, model: PreTrainedModel, input_ids: Tensor, images: Images | None = None) -> Tensor:
         texts = token_texts(self.tokenizer, input_ids.tolist())
         before = len(texts) - self.window
         sentences, owners = split_sentences(texts[:before])

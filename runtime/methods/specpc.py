@@ -86,15 +86,13 @@ class SpecPC(ShortenPrompt):
             raise UserError(
                 f"{type(self).__name__}: a prompt with images is shortened alone, without padding; give one"
             )
-        if self.budget_for(ids.shape[1]) < ids.shape[1]:
-            kept = self.select_by(self.look(model, ids[0], images)[0])
+        if (kept := self.tokens_to_read(model, ids[0], images)) is not None:
             images, ids = images.shortened(model, ids, kept), ids[:, kept]
         return prefill(model, ids, chunk=request.chunk, needs=Needs(), images=images)
 
     @override
-    def select(self, model: PreTrainedModel, input_ids: Tensor) -> Tensor:
-        scores, _ = self.look(model, input_ids)
-        return self.select_by(scores)
+    def select(self, model: PreTrainedModel, input_ids: Tensor, images: Images | None = None) -> Tensor:
+        return self.select_by(self.look(model, input_ids, images)[0])
 
     def select_by(self, scores: Tensor) -> Tensor:
         """The tokens to keep, [C] int64 ascending, of a prompt with such scores [N] float32."""

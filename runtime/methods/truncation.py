@@ -7,6 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from typing_extensions import override
 
+from keepsight.runtime.images import Images
 from keepsight.runtime.prompt_compression.method import ShortenPrompt
 
 
@@ -19,7 +20,7 @@ class Truncation(ShortenPrompt):
     """
 
     @override
-    def select(self, model: PreTrainedModel, input_ids: Tensor) -> Tensor:
+    def select(self, model: PreTrainedModel, input_ids: Tensor, images: Images | None = None) -> Tensor:
         length, kept = len(input_ids), self.budget_for(len(input_ids))
         positions = torch.arange(length, device=input_ids.device)
         return torch.cat([positions[: kept // 2], positions[length - (kept - kept // 2) :]])

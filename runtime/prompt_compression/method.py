@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from keepsight.errors import UserError, require_whole
 from keepsight.runtime.budget import Budget
+from keepsight.runtime.images import Images
 from keepsight.runtime.method import Method, Observe, Shared
 from keepsight.runtime.prefill import context_of, prefill
 from keepsight.runtime.state import Needs, State
@@ -47,12 +48,13 @@ class ShortenPrompt(Method):
             self._require_choice(budget)
 
     @abstractmethod
-    def select(self, model: PreTrainedModel, input_ids: Tensor) -> Tensor:
+    def select(self, model: PreTrainedModel, input_ids: Tensor, images: Images | None = None) -> Tensor:
         """Select the tokens of one prompt that are kept.
 
         Args:
             model: The target.
             input_ids: [N] int64, without padding; longer than the budget.
+            images: Images in the prompt, for methods that read them.
 
         Returns:
             [C] int64: their indices, ascending; at most `self.budget_for(N)` of them.
@@ -89,8 +91,8 @@ class ShortenPrompt(Method):
 
     @override
     @torch.no_grad()
-    def tokens_to_read(self, model: PreTrainedModel, prompt: Tensor) -> Tensor | None:
-        return None if self.budget_for(len(prompt)) == len(prompt) else self.select(model, prompt)
+    def tokens_to_read(self, model: PreTrainedModel, prompt: Tensor, images: Images | None = None) -> Tensor | None:
+        return None if self.budget_for(len(prompt)) == len(prompt) else self.select(model, prompt, images)
 
     def shorten(self, model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None = None) -> list[Tensor]:
         """The kept tokens [C] int64 of each prompt of a batch; arguments as for `start`."""

@@ -40,16 +40,23 @@ def test_evictions_against_the_prefill(keepsight: CommandLine) -> None:
 
 
 def test_operators_of_methods(keepsight: CommandLine) -> None:
-    given = ("tokens=90", "methods=[snapkv,lookaheadkv]", "budgets=[48]")
+    given = ("tokens=90", "methods=[{name: snapkv, pool: none},lookaheadkv,{name: kivi, group: 8}]", "budgets=[48]")
     title, names, *lines = keepsight("bench", "ops", *TINY, *given).splitlines()
     assert title.startswith("operators / syncs a layer; 3 layers, 90 prompt tokens; ")
     assert names.split() == ["method", "observe", "select", "gather", "decode"]
-    assert [line[:18].strip() for line in lines] == ["plain model", "snapkv 48", "lookaheadkv 48"]
+    assert [line[:20].strip() for line in lines] == [
+        "plain model",
+        "snapkv pool=none 48",
+        "lookaheadkv 48",
+        "kivi group=8",
+    ]
 
 
 def test_bad_values(keepsight: CommandLine) -> None:
     assert keepsight.fails("bench", "evict", *TINY, "lengths=[64,0]") == "lengths=[64, 0] must be at least 1"
-    assert keepsight.fails("bench", "evict", *TINY, "methods=[full]").startswith("method 'full' evicts nothing ")
+    assert keepsight.fails("bench", "evict", *TINY, "methods=[full]") == (
+        "methods= and budgets= must name at least one method that evicts, and one budget"
+    )
     message = keepsight.fails("bench", "specache", *TINY, "tokens=60", "answer_tokens=2", "bits=[1]")
     assert message == "group 32 does not divide the head dimension 8; choose a group of 8"
     assert keepsight.fails("bench", "train", *TINY, "lengths=[64]").startswith("'lengths' is no key of this command")

@@ -182,9 +182,9 @@ class Counting(Observer):
 def test_one_prefill_a_sample_and_one_observation_a_method(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     prefills, one, two = [], Counting(), Counting()
 
-    def noted(model: PreTrainedModel, ids: Tensor, needs: Needs) -> State:
+    def noted(model: PreTrainedModel, ids: Tensor, needs: Needs, images: None) -> State:
         prefills.append(ids.shape[1])
-        return prefill(model, ids, needs=needs)
+        return prefill(model, ids, needs=needs, images=images)
 
     monkeypatch.setattr(run_samples_module, "prefill", noted)
     budgets = (8, 16, 0.5, 9999)

@@ -90,8 +90,10 @@ def test_what_the_hub_does_not_give_is_one_line(hub: FakeHub, status: int) -> No
 
 def test_from_pretrained_takes_a_revision_of_the_hub(hub: FakeHub, saved: Path) -> None:
     push(plan_upload(saved, REPO, revision="v2"))
-    here, there = (LookaheadKV.from_pretrained(name, budget=8, **more) for name, more in
-                   ((str(saved), {}), (REPO, {"revision": "v2"})))  # fmt: skip
+    here, there = (
+        LookaheadKV.from_pretrained(name, budget=8, revision=revision)
+        for name, revision in ((str(saved), None), (REPO, "v2"))
+    )
     assert any("/revision/v2" in request for request in hub.requests)
     model, prompt = tiny_model(), prompt_ids(40)[0]
     kept = [method.start(model, prompt).logits for method in (here, there)]

@@ -83,7 +83,7 @@ class AblationTrainer(ModuleTrainer[SideBySide]):
         ]
 
     @override
-    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
             kind, options = self.get_optimizer_cls_and_kwargs(self.args, model)
             groups = [

@@ -27,7 +27,8 @@ class SideBySide(ReplayedObjective):
 
     def __init__(self, cells: Sequence[LookaheadObjective]) -> None:
         super().__init__()
-        self.cells = nn.ModuleList(cells)
+        self._registered = nn.ModuleList(cells)
+        self.cells = tuple(cells)
         self.losses: list[Tensor] = []
 
     def parameters_of(self, cell: int) -> list[nn.Parameter]:

@@ -6,6 +6,7 @@ Prints seconds per sample of both, and their ratio.
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from keepsight.commands.bench.shared import COMPARED, methods_of, print_lines
 from keepsight.commands.config import Recipe, at_least_one
@@ -27,7 +28,7 @@ class Config(Recipe):
 
     tokens: int = 1024
     answer_tokens: int = 24
-    methods: list[str] = field(default_factory=lambda: list(COMPARED))
+    methods: list[Any] = field(default_factory=lambda: list(COMPARED))
     budgets: list[int] = field(default_factory=lambda: [64, 128, 256])
     samples: int = 3
 

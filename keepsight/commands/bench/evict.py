@@ -7,6 +7,7 @@ bytes of KV entries held at once, which eviction during the prefill (`during_pre
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from keepsight.commands.bench.shared import COMPARED, methods_of, print_lines
 from keepsight.commands.config import Recipe, at_least_one
@@ -27,7 +28,7 @@ class Config(Recipe):
     """
 
     lengths: list[int] = field(default_factory=lambda: [1024, 4096])
-    methods: list[str] = field(default_factory=lambda: list(COMPARED))
+    methods: list[Any] = field(default_factory=lambda: list(COMPARED))
     budgets: list[int] = field(default_factory=lambda: [64])
     repeats: int = 5
 

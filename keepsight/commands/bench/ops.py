@@ -7,6 +7,7 @@ and gathering, and in a decoding step, beside the plain model's. The counts depe
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from keepsight.commands.bench.shared import COMPARED, methods_of, print_lines
 from keepsight.commands.config import Recipe, at_least_one
@@ -25,7 +26,7 @@ class Config(Recipe):
     """
 
     tokens: int = 512
-    methods: list[str] = field(default_factory=lambda: list(COMPARED))
+    methods: list[Any] = field(default_factory=lambda: list(COMPARED))
     budgets: list[int] = field(default_factory=lambda: [64])
 
 

@@ -22,6 +22,14 @@ TRACE = "Belief:\n- Step 0: hall\n- Step 1: (its) box"
 SOLUTION = "# Search\n<Solution>\n42 + 26 = 68\n68 - 6 = 62\n62 - 22 = 40\n</Solution>"
 
 CASES: list[tuple[Any, ...]] = [
+    # MileBench.
+    ("milebench_rouge_l", "A b,\nC.", ["a x c y"], 4 / 7),
+    ("milebench_rouge_l", "", ["a b"], 0.0),
+    ("milebench_word", "The number is 42.", ["42"], 1.0),
+    ("milebench_word", "The number is 1425.", ["42"], 0.0),
+    # Marks are dropped where they stand beside a space, else they become one.
+    ("milebench_text", "On (the) 5/6 of May", ["the 5 6 of may"], 1.0),
+    ("milebench_text", "On 1,5/6", ["on 156"], 1.0),
     # The article and the punctuation go: {cat, sat} against {cat, sat, on, mat}; P = 2/2, R = 2/4.
     ("qa_f1", "A cat sat.", ["the Cat sat on the mat"], 2 / 3),
     ("qa_f1", "dog", ["cat"], 0.0),
@@ -156,9 +164,29 @@ def test_rouge_l_gives_up_on_a_sentence_too_long_to_recurse_over() -> None:
 
 
 def test_every_metric_is_tried() -> None:
-    assert {case[0] for case in CASES} | {"classification"} == set(METRICS)
+    assert {case[0] for case in CASES} | {"classification", "milebench_choice"} == set(METRICS)
 
 
 def test_unknown_metric_names_the_known_ones() -> None:
     with pytest.raises(UserError, match=r"task/0: unknown metric 'own_f1'; known: .*rouge_l"):
         scored("own_f1", "x", "y")
+
+
+@pytest.mark.parametrize(
+    ("prediction", "reference", "expected", "classes"),
+    [
+        # Letter and text, text without spaces, the letter alone, letters of a longer text, and C for nothing.
+        ("B. Dark red, I think.", "dark red", 1.0, COLOURS),
+        ("It turned blue!", "blue", 1.0, COLOURS),
+        ("It is darkred", "dark red", 1.0, COLOURS),
+        ("dark red", "red", 0.0, COLOURS),
+        (" (b)", "dark red", 1.0, COLOURS),
+        ("Choice A", "red", 0.0, COLOURS),
+        ("", "blue", 1.0, COLOURS),
+        # A point between digits stays, and is then found beside its letter alone.
+        ("A. 2.5", "2.5", 1.0, ("2.5", "3")),
+        ("2.5", "2.5", 0.0, ("2.5", "3")),
+    ],
+)
+def test_milebench_choice(prediction: str, reference: str, expected: float, classes: tuple[str, ...]) -> None:
+    assert scored("milebench_choice", prediction, reference, classes=classes) == expected

@@ -12,8 +12,8 @@ from keepsight.runtime.quantized import kernel
 
 INTEGERS = ("key_codes", "value_codes"), ("slots",)
 FLOATS = ("outputs", "totals", "logits"), ("scaling",)
-OF_MODEL = ("query", "key_scale", "key_zero", "value_scale", "value_zero")
-OF_MODEL += ("recent_keys", "recent_values", "fetched_keys", "fetched_values")
+OF_MODEL = ["query", "key_scale", "key_zero", "value_scale", "value_zero"]
+OF_MODEL += ["recent_keys", "recent_values", "fetched_keys", "fetched_values"]
 CONSTANTS: dict[str, Any] = {"SOFTCAP": 5.0, "BITS": 2, "GROUP": 32, "WIDTH": 96, "COLUMNS": 128, "ROWS": 8}
 CONSTANTS |= {"PADDED": 16, "QUERIES": 2, "PART": kernel.PART, "BLOCK": kernel.BLOCK, "FETCHED": True}
 

@@ -91,7 +91,12 @@ def test_answers_are_those_without_the_kernel(method: CacheMethod, monkeypatch: 
     answer = prompt_ids(3, seed=1)[0]
     expected, _ = score_answer(method.reader(model), method.start(model, ids), answer)
     called: list[int] = []
-    monkeypatch.setattr(kernel, "usable", lambda query: called.append(query.shape[2]) or True)
+
+    def usable(query: Tensor) -> bool:
+        called.append(query.shape[2])
+        return True
+
+    monkeypatch.setattr(kernel, "usable", usable)
     found, _ = score_answer(method.reader(model), method.start(model, ids), answer)
     assert_close(found, expected)
     assert called

@@ -11,11 +11,12 @@ from torch import nn
 
 from keepsight.errors import UserError
 from keepsight.models.lookahead import Lookahead
-from keepsight.train.dataset import SampleDataset
+from keepsight.train.dataset import Batch, SampleDataset
 from keepsight.train.lookahead.ablation import AblationTrainer, Cell
 from keepsight.train.lookahead.objective import LookaheadObjective
 from keepsight.train.lookahead.side_by_side import SideBySide
 from keepsight.train.lookahead.trainer import LookaheadTrainer
+from keepsight.train.replay import Reading
 from keepsight.train.settings import LookaheadTrainSettings, ReplaySettings
 from tests.tiny import tiny_model
 from tests.train.runs import SHAPE, collated, crash, same, samples, settings, tensors
@@ -93,9 +94,12 @@ def _at_batch(number: int, objective: SideBySide, action: Callable[[], None]) ->
 def test_the_target_reads_each_sample_once_for_all_cells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[list[int]] = []
     read = LookaheadObjective.read
-    monkeypatch.setattr(
-        LookaheadObjective, "read", lambda self, batch: reads.append([*batch.indices]) or read(self, batch)
-    )
+
+    def counted(self: LookaheadObjective, batch: Batch) -> Reading:
+        reads.append([*batch.indices])
+        return read(self, batch)
+
+    monkeypatch.setattr(LookaheadObjective, "read", counted)
     trainer = ablation(tmp_path, steps=0, epochs=1.0, replays=3, measure_every=100)
     assert trainer.fit()
     assert trainer.state.global_step == 18

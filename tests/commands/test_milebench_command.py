@@ -1,0 +1,34 @@
+"""`keepsight eval` on prompts with images, from the command line to the report."""
+
+from pathlib import Path
+
+import pytest
+
+from keepsight.files import read_jsonl
+from keepsight.models.lookahead import Lookahead
+from keepsight.models.lookahead_files import Provenance, save_lookahead
+from keepsight.models.lookahead_settings import LookaheadSettings
+from keepsight.models.targets import load_target
+from tests.commands.commands import CommandLine
+from tests.eval.pictured import row, save_pictured_target, without_videos, write_data_set
+
+
+def test_milebench(keepsight: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    without_videos(monkeypatch)
+    save_pictured_target(Path("vl"))
+    save_pictured_target(Path("draft"), seed=7)
+    module = Lookahead(load_target("vl", device="cpu").model, LookaheadSettings(tokens=4, rank=2))
+    save_lookahead(module, Path("adapter"), Provenance("vl"), "# Card\n")
+    rows = [row(0, "{image#1}{image#2}What is new?", ["a.png", "b2.png"], "a tree", ["a tree", "a house"])]
+    write_data_set(Path("data"), "MovingDirection", "multi-choice", rows)
+    run = ("model.id=vl", "model.device=cpu", "adapter=adapter", "draft.layers=null", "draft.id=draft", "out=out")
+    methods = "methods=[full,{name: snapkv, window: 8},lookaheadkv,{name: specpc, window: 8, kernel: 4}]"
+    printed = keepsight(
+        "eval", *run, "tasks=[milebench]", "milebench.dir=data", methods, "budgets=[32]", "max_new_tokens=4"
+    )
+    assert "first prompt, milebench_MovingDirection 0" in printed
+    made = list(read_jsonl(Path("out") / "results.jsonl"))
+    assert [(each["task"], each["kept"]) for each in made[1:]] == [("milebench_MovingDirection", 32)] * 3
+    assert [each["method"] for each in made] == ["full", "snapkv window=8", "lookaheadkv", "specpc window=8 kernel=4"]
+    assert "milebench_MovingDirection" in (Path("out") / "report.html").read_text()
