@@ -42,7 +42,7 @@ from keepsight.eval.results import EARLIER, Measured, finished, merge, part_of
 from keepsight.eval.reuse import Earlier
 from keepsight.eval.rows import Variant
 from keepsight.eval.run_samples import check_samples
-from keepsight.eval.runs import Run
+from keepsight.eval.runs import read_run
 from keepsight.eval.sweep import groups_of, sweep
 from keepsight.eval.tasks.benchmark import TaskRequest
 from keepsight.eval.tasks.protocols import protocol_named
@@ -133,7 +133,7 @@ def run(config: Config) -> None:
         processes.wait_for_everyone()
         if processes.is_main_process:
             merge(out, settings, 1 + len(variants))
-            write_all(out, settings)
+            write_all(out)
             (out / EARLIER).unlink(missing_ok=True)
 
 
@@ -188,11 +188,11 @@ def own_share(samples: list[RenderedSample], question: str, process: int, proces
     return [sample for group in groups_of(samples, question)[process::processes] for sample in group]
 
 
-def write_all(out: Path, settings: dict[str, Any]) -> None:
-    """Summary, plots and report from `out/results.jsonl`; prints the table."""
-    rows = whole_lines(out / "results.jsonl", Measured)
-    write_outputs([Run(out, rows, settings)], out)
-    print(f"{summary_table(summarize(rows))}\n\nreport: {out / 'report.html'}")
+def write_all(out: Path) -> None:
+    """Summary, plots and report of the run in a folder; prints the table."""
+    run = read_run(out)
+    write_outputs([run], out)
+    print(f"{summary_table(summarize(run.rows))}\n\nreport: {out / 'report.html'}")
 
 
 def samples_of(config: Config, target: Target) -> tuple[list[RenderedSample], dict[str, str]]:

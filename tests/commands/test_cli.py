@@ -84,7 +84,7 @@ def test_an_interrupt_during_imports(script: str, tmp_path: Path) -> None:
 
 
 WRONG = {
-    "dta": "'dta' is no command of keepsight; choose one of data, train, train_draft_head, train_retrieval_head, ",
+    "dta": "'dta' is no command of keepsight; choose one of data, train, ablate, train_draft_head, ",
     "data outt=data": "'outt' is no key of this command; did you mean 'out'?",
     "data out=data recipe=smollm": "recipe=smollm is unknown; choose one of gemma3-27b, ",
     "data out=data stray": "'stray' is not understood; arguments are written key=value, see --help",

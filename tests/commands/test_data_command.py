@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from keepsight.data_gen import shards
+from keepsight.data_gen import shard_writer
 from keepsight.files import append_lines, read_json, read_jsonl
 from keepsight.locks import one_writer
 from keepsight.models import targets
@@ -113,7 +113,7 @@ def test_a_full_disk_keeps_what_is_done(keepsight: CommandLine, here: Path, monk
             append_lines(path, [row])
 
     with monkeypatch.context() as patch:
-        patch.setattr(shards, "append_lines", limited)
+        patch.setattr(shard_writer, "append_lines", limited)
         message = keepsight.fails("data", *TINY, *DATA)
     assert "No space left on device: 'data/shard-00001.jsonl.partial'; free some space and run the same" in message
     assert [path.name for path in (here / "data").glob("shard-*.jsonl")] == ["shard-00000.jsonl"]

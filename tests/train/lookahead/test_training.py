@@ -200,7 +200,13 @@ def test_readings_are_not_kept_where_the_target_is_divided(tmp_path, monkeypatch
 
 def test_fsdp_of_the_launcher_is_refused(tmp_path, monkeypatch):
     """It would divide what is trained; on CPUs accelerate starts none."""
-    monkeypatch.setattr(LookaheadTrainer, "is_fsdp_enabled", property(lambda _: True, lambda *_: None), raising=False)
+    create = LookaheadTrainer.create_accelerator_and_postprocess
+
+    def launched(trainer: LookaheadTrainer) -> None:
+        create(trainer)
+        trainer.is_fsdp_enabled = True
+
+    monkeypatch.setattr(LookaheadTrainer, "create_accelerator_and_postprocess", launched)
     with pytest.raises(UserError, match=r"fsdp2.yaml and give model.device_map=fsdp2"):
         LookaheadTrainer(objective(), settings(), tmp_path, samples())
 
