@@ -70,7 +70,7 @@ class Target:
         config = self.model.generation_config
         ids: Any = config.eos_token_id if config is not None else None
         ids = self.tokenizer.eos_token_id if ids is None else ids
-        return list(ids) if isinstance(ids, list | tuple) else [int(ids)]
+        return list(ids) if isinstance(ids, list | tuple) else [ids]
 
     @property
     def pad_token(self) -> int:
@@ -186,7 +186,18 @@ def _finish(name: str, version: str | None, source: str | Path, device: str, opt
     require_supported(model)
     model.config.name_or_path = name
     record_version(model, version)
-    return Target(model.requires_grad_(False).eval(), padded(tokenizer), name, version_of(model))
+    target = Target(model.requires_grad_(False).eval(), padded(tokenizer), name, version_of(model))
+    _require_end(target)
+    return target
+
+
+def _require_end(target: Target) -> None:
+    ends = target.end_tokens
+    if not ends or not all(isinstance(each, int) and each >= 0 for each in ends):
+        raise UserError(
+            f"model {target.name!r}: eos_token_id is {ends}, expected token ids; mend its generation_config.json or "
+            "copy it again"
+        )
 
 
 def _require_finite(name: str, model: PreTrainedModel) -> None:

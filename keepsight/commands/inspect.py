@@ -129,5 +129,5 @@ def _compressed(method: Evict, target: Target, ids: torch.Tensor) -> tuple[np.nd
 def _answer(method: Method, target: Target, state: State, limit: int) -> str:
     """The greedy answer from a state, which grows."""
     stop, reapply = stop_after(limit, target.end_tokens), method.reapply(target.model)
-    decoded = decode(method.reader(target.model), state, stop, pad_token=target.end_tokens[0], reapply=reapply)
+    decoded = decode(method.reader(target.model), state, stop, pad_token=target.pad_token, reapply=reapply)
     return str(target.tokenizer.decode(decoded.ids[0], skip_special_tokens=True))

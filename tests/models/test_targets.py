@@ -121,6 +121,10 @@ SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
     "unknown architecture": (edit(model_type="abacus"), "cannot be loaded: .*abacus"),
     "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "cannot be loaded: .*tokenizer"),
     "missing layer": (edit(num_hidden_layers=4), "its weight files lack model.layers.3.* and 8 more; fetch it again"),
+    "no end": (
+        lambda folder: (folder / "generation_config.json").write_text('{"eos_token_id": []}'),
+        r"eos_token_id is \[\]",
+    ),
     "weights that are not finite": (with_nan, "weight 'model.norm.weight' is not finite"),
     "generation settings of another shape": (
         lambda folder: (folder / "generation_config.json").write_text('"text"'),
