@@ -62,7 +62,7 @@ def divide_layers(model: PreTrainedModel) -> None:
     Raises:
         UserError: its weights are quantised.
     """
-    processes = launched()
+    processes: Any = launched()
     if getattr(model.config, "quantization_config", None) is not None:
         raise UserError("model.device_map=fsdp2: quantised weights cannot be divided; leave out model.quantize")
     mesh = init_device_mesh(processes.device.type, (processes.num_processes,))

@@ -20,7 +20,8 @@ def lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "deepspeed_shm_comm" / "lock"
     path.parent.mkdir()
     path.touch()
-    os.utime(path, (time.time() - 600,) * 2)
+    before = time.time() - 600
+    os.utime(path, (before, before))
     return path
 
 

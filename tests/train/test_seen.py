@@ -70,6 +70,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def stage(place: Path, out: Path, init: Path | None = None, **changes: Any) -> tuple[str, frozenset[bytes] | None]:
     """What the card says of the held-out samples, and what the adapter was trained on by then."""
+    given: dict[str, Any] = {"train": settings(steps=1)} | changes
     command.run(
         command.Config(
             model=ModelConfig(id=str(place / "target"), device="cpu", dtype="float32"),
@@ -77,7 +78,7 @@ def stage(place: Path, out: Path, init: Path | None = None, **changes: Any) -> t
             out=str(out),
             init=str(init) if init else None,
             lookahead=SHAPE,
-            **{"train": settings(steps=1)} | changes,
+            **given,
         )
     )
     provenance = load_lookahead(out).provenance

@@ -95,7 +95,7 @@ class AblationTrainer(ModuleTrainer[SideBySide]):
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         """Clip the gradients of each cell to its own norm; returns the norm of all before."""
-        norms = [
+        norms: list[Any] = [
             self.accelerator.clip_grad_norm_(self.objective.parameters_of(place), cell.settings.clip)
             for place, cell in enumerate(self.cells)
         ]
