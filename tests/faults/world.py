@@ -162,7 +162,7 @@ def _lasting(out: Path) -> Iterator[Path]:
 
 def _content(path: Path) -> Any:
     if path.suffix == ".jsonl":
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
         return [{key: row[key] for key in row if not _is_of_the_clock(key)} for row in rows]
     return path.read_bytes()
 
