@@ -37,7 +37,11 @@ def convert_head(folder: Path, out: Path) -> list[str]:
     with atomic_files(out, last=CONFIG) as unfinished:
         save_file(tensors, unfinished / WEIGHTS, metadata={"format": "pt"})
         shutil.copyfile(folder / CONFIG, unfinished / CONFIG)
-    load_draft_head(out)
+        try:
+            load_draft_head(unfinished)
+        except UserError as error:
+            said = str(error).replace(str(unfinished / WEIGHTS), str(folder / PICKLE))
+            raise UserError(said.replace(str(unfinished), str(folder))) from None
     return sorted(tensors)
 
 

@@ -74,3 +74,11 @@ def test_a_missing_file_is_named(pickled: Path, name: str) -> None:
     (pickled / name).unlink()
     with pytest.raises(UserError, match=f"{name} is missing; a head to convert has config.json and pytorch_model.bin"):
         convert_head(pickled, pickled)
+
+
+def test_tensors_that_are_no_head_leave_nothing(pickled: Path, tmp_path: Path) -> None:
+    torch.save({"weight": torch.zeros(2)}, pickled / "pytorch_model.bin")
+    with pytest.raises(UserError, match=r"head/pytorch_model.bin: no EAGLE head") as caught:
+        convert_head(pickled, tmp_path / "out")
+    assert ".unfinished" not in str(caught.value)
+    assert [*(tmp_path / "out").glob("*")] == []
