@@ -4,7 +4,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,11 +18,12 @@ from keepsight.errors import UserError
 from keepsight.models.decoder import decoder_of
 from keepsight.models.draft_sources import LoadedDraft
 from keepsight.runtime.generate import generate
-from keepsight.runtime.methods import METHODS, SnapKV
+from keepsight.runtime.methods.snapkv import SnapKV
 from keepsight.runtime.prefill import prefill
 from tests.close import assert_close
 from tests.families import FAMILIES, family_model, fresh_model
 from tests.runtime.family_methods import DRAFT, NAMES, PROMPT, REFUSED, WITH_IMAGE, method_of
+from tests.runtime.prompt_compression.prompts import PROSE, text_ids, text_methods, wide_model
 from tests.runtime.test_images import prompt
 from tests.tiny import tiny_model
 
@@ -95,9 +95,10 @@ def owned_twice(family: str) -> tuple[Any, Any, dict[str, Any]]:
     return owned(family), fresh, seen_of(fresh)
 
 
-def assert_left_as_found(family: str, name: str, folder: Path, inputs: dict[str, Any], refused: bool) -> None:
+def assert_left_as_found(
+    model: Any, expected: dict[str, Any], method: Any, inputs: dict[str, Any], refused: bool = False
+) -> None:
     """Use a method on a model that fails in its first pass, in its second, and not at all."""
-    (model, _, expected), method = owned_twice(family), method_of(name, family, folder)
     ends = UserError if refused else PowerFailureError
     for at in (1, 2, 1000):
         with nullcontext() if at == 1000 and not refused else pytest.raises(ends), failing(model, at):
@@ -108,15 +109,22 @@ def assert_left_as_found(family: str, name: str, folder: Path, inputs: dict[str,
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_is_afterwards_as_it_was(family, name, tmp_path_factory):
-    folder = tmp_path_factory.getbasetemp()
-    assert_left_as_found(family, name, folder, {"input_ids": PROMPT}, (family, name) in REFUSED)
+    (model, _, expected), method = owned_twice(family), method_of(name, family, tmp_path_factory.getbasetemp())
+    assert_left_as_found(model, expected, method, {"input_ids": PROMPT}, (family, name) in REFUSED)
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("family", WITH_IMAGE)
 def test_a_model_that_reads_an_image_is_afterwards_as_it_was(family, name, tmp_path_factory):
-    refused = name == "specpc" or not METHODS[name].reads_images  # the draft reads no images
-    assert_left_as_found(family, name, tmp_path_factory.getbasetemp(), prompt(family), refused)
+    (model, _, expected), method = owned_twice(family), method_of(name, family, tmp_path_factory.getbasetemp())
+    refused = name == "specpc" or not method.reads_images  # the draft reads no images
+    assert_left_as_found(model, expected, method, prompt(family), refused)
+
+
+@pytest.mark.parametrize("place", [0, 1], ids=["llmlingua2", "sentence_similarity"])
+def test_a_model_that_reads_a_shortened_text_is_afterwards_as_it_was(place):
+    method = text_methods(budget=60, window=12)[place]
+    assert_left_as_found(wide_model(), seen_of(wide_model()), method, {"input_ids": text_ids(PROSE)[None]})
 
 
 @pytest.mark.parametrize("name", ["speckv", "specpc", "speckvpc"])
