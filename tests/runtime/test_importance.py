@@ -89,7 +89,8 @@ def test_what_is_seen_ahead_is_read_off_any_mask():
         create_block_mask(sees, 2, None, 8, 8, device="cpu"),
     ):
         for rows in (8, 3):
-            assert torch.equal(seen_ahead(mask, rows), expected[:, -rows:])
+            ahead = seen_ahead(mask, rows)
+            assert ahead is not None and torch.equal(ahead, expected[:, -rows:])
         assert seen_ahead(mask, 1) is None
     for causal in (None, torch.ones(2, 8), ~later(8, index.device)[None, None]):
         assert seen_ahead(causal, 8) is None
