@@ -4,7 +4,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
@@ -43,6 +43,7 @@ from keepsight.train.resume import (
 )
 from keepsight.train.seen import NOTHING, Seen, held_out_text, seen_in
 from keepsight.train.settings import ReplaySettings, TrainSettings
+from keepsight.train.tracking import Throughput, log_lists
 from keepsight.train.trained import Trained
 from keepsight.units import read_bytes
 
@@ -113,11 +114,12 @@ class ModuleTrainer(Trainer, ABC, Generic[ObjectiveT]):
         self.objective, self.settings, self.work, self.sample_count = objective, settings, work, len(samples)
         digest = text_digest(repr([(sample.prompt_ids, sample.answer_ids) for sample in samples]))
         data = {"data.samples": len(samples), "data.digest": digest}
-        self._fixed = asdict(settings) | shape | data | {"launch.processes": self.args.world_size}
+        self._fixed = settings.deciding() | shape | data | {"launch.processes": self.args.world_size}
         self.trained_on = None if seen is None else seen | seen_in(train.samples)
         self.held_out, is_new = held_out_text(held_out.samples, seen)
         if not is_new and self.is_world_process_zero():
             logger.warning("held-out samples: %s, so that their fidelity may flatter the module", self.held_out)
+        self.callback_handler.callbacks.insert(0, Throughput(objective, settings))  # before what sends the logs
         self._indices: list[int] = []
         self.metrics: dict[str, float] = {}
         self._replay = (replay or ReplaySettings()) if settings.replays > 1 else None
@@ -262,6 +264,7 @@ class ModuleTrainer(Trainer, ABC, Generic[ObjectiveT]):
             raise self._not_finite(f"{error} after step {self.state.global_step}") from None
         self.metrics = _numbers(measured)
         self.log(dict(self.metrics))
+        log_lists(self, measured)
         if self.is_world_process_zero():
             append_lines(self.work / MEASUREMENTS, [{"step": self.state.global_step, **measured}])
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, self.metrics)
@@ -289,7 +292,7 @@ class ModuleTrainer(Trainer, ABC, Generic[ObjectiveT]):
     @override
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         checkpoint = self.work / f"checkpoint-{self.state.global_step}"
-        with sealing(checkpoint) if self.is_world_process_zero() else nullcontext():
+        with sealing(checkpoint, self.settings.checkpoints) if self.is_world_process_zero() else nullcontext():
             self.accelerator.wait_for_everyone()
             super()._save_checkpoint(model, trial)
             if self.is_world_process_zero():

@@ -33,7 +33,6 @@ from keepsight.models.hub import fetch
 from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_card import lookahead_card
 from keepsight.models.lookahead_files import CONFIG, load_lookahead, save_lookahead
-from keepsight.models.lora import lora_targets
 from keepsight.models.targets import Target
 from keepsight.train.distributed import divide_layers
 from keepsight.train.lookahead.objective import LookaheadObjective
@@ -43,7 +42,7 @@ from keepsight.train.trained import Trained
 
 DIVIDED = "fsdp2"
 """A `model.device_map`."""
-_SHAPE = ("tokens", "rank", "alpha", "group")
+_SHAPE = ("tokens", "rank", "targets", "alpha", "group")
 """Of a module's settings, those that its weights were trained with."""
 
 
@@ -107,7 +106,7 @@ def new_objective(config: Config, target: Target) -> LookaheadObjective:
     lookahead = Lookahead(target.model, config.lookahead)
     if config.init:
         _start_from(config.init, lookahead)
-    return LookaheadObjective(lookahead, config.train.far)
+    return LookaheadObjective(lookahead, config.train.far, config.train.gradient_checkpointing)
 
 
 def save(
@@ -122,7 +121,7 @@ def save(
     """Write the adapter, its card and the training curves into a folder."""
     lengths = length_summary("prompt tokens", [len(each.prompt_ids) for each in samples])
     far = {"share of the loss on far entries": config.train.far}
-    adapted = {"modules with a LoRA": _counted(lora_targets(target.model)) if config.lookahead.rank else "none"}
+    adapted = {"modules with a LoRA": _counted(lookahead.lora.names) if lookahead.lora else "none"}
     basics = basics_of(config, target, manifest, trained, lengths | far | adapted)
     save_lookahead(lookahead, folder, basics.provenance, lookahead_card(basics, config.lookahead, trained.metrics))
     write_png(folder / "training.png", lookahead_figure(trained.log))

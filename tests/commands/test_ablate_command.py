@@ -51,6 +51,30 @@ def test_it_leaves_an_adapter_for_each_cell_a_table_and_a_plot(keepsight: Comman
     assert "this training began with ablation.cells=['tokens2-rank0', " in other and "lookahead.rank=None, now" in other
 
 
+def test_the_modules_that_get_a_lora_can_vary(keepsight: CommandLine, data: Path) -> None:
+    given = ["lookahead.tokens=[2,4]", "lookahead.targets=[none,qv,all,[q_proj,up_proj]]", "lookahead.rank=2"]
+    keepsight(*GIVEN, *given)
+    with Path("ablation/ablation.csv").open() as stream:
+        rows = {row["cell"]: int(row["parameters"]) for row in csv.DictReader(stream)}
+    ends = ("none", "qv", "all", "q_proj+up_proj")
+    assert [*rows] == [f"tokens{tokens}-targets{end}" for tokens in (2, 4) for end in ends]
+    assert rows["tokens2-targetsnone"] == 64 < rows["tokens2-targetsqv"] < rows["tokens2-targetsall"]
+    adapted = {}
+    for name in rows:
+        artifact = load_lookahead(Path("ablation/cells", name))
+        assert name.endswith(f"targets{'+'.join(artifact.settings.targets)}")
+        adapted[name] = {tensor.rpartition(".lora_")[0].rpartition(".")[2] for tensor in artifact.lora}
+    assert adapted["tokens2-targetsnone"] == set()
+    assert adapted["tokens4-targetsqv"] == {"q_proj", "v_proj"}
+    assert adapted["tokens2-targetsq_proj+up_proj"] == {"q_proj", "up_proj"}
+    assert len(adapted["tokens4-targetsall"]) == 7
+    card = Path("ablation/cells/tokens4-targetsnone/README.md").read_text()
+    assert "4 soft tokens and no LoRA" in card and "modules with a LoRA: none" in card
+    start = ["lookahead.tokens=4", "lookahead.rank=2", "init=ablation/cells/tokens4-targetsqv", "out=again"]
+    other = keepsight.fails("train", *GIVEN[1:4], *TRAIN, *start)
+    assert "this adapter was trained with targets=['qv'], now it is ['all']" in other
+
+
 WRONG = {
     "": "give a key several values, such as lookahead.tokens=[8,16]; choose from lookahead.tokens, ",
     "lookahead.tokens=[8]": "give a key several values, ",
@@ -58,6 +82,8 @@ WRONG = {
     "lookahead.tokens=[8,many]": "lookahead.tokens=many: Value 'many' of type 'str' could not be converted to Integer",
     "lookahead.tokens=[8,0]": "lookahead.tokens=0 must be from 1 to 4096",
     "lookahead.tokns=[8,16]": "'lookahead.tokns' is no key of this command; did you mean 'lookahead.tokens'?",
+    "lookahead.targets=[all,q_prj]": "lookahead.targets: no module that can get a LoRA is 'q_prj'; there are q_proj, ",
+    "lookahead.targets=[qv,[all,q_proj]]": "lookahead.targets=['all', 'q_proj']: all and none stand alone",
     "train.steps=[1,2] lookahead.rank=[1,2]": "train.steps=[1,2]: ",
     "lookahead.rank=[1,2] train.precision=fp16": "train.precision=fp16: an ablation trains in bf16 or no",
 }

@@ -66,6 +66,7 @@ def plan_step(
     tokens: int,
     answer: int,
     *,
+    recomputes: bool = False,
     quantize: str | None = None,
     shards: int = 1,
 ) -> StepPlan:
@@ -76,6 +77,7 @@ def plan_step(
         dtype: The target's.
         settings: The module's shape.
         far: See `LookaheadObjective`.
+        recomputes: See `LookaheadObjective`.
         tokens: Prompt length in tokens.
         answer: Answer length in tokens.
         quantize: `nf4` or `int8`: how the target's linear layers are stored; None for its dtype.
@@ -86,7 +88,7 @@ def plan_step(
         weights = stored_bytes(model, quantize)
         gathered = 0 if shards == 1 else 2 * max(_bytes_of(layer) for layer in decoder_of(model).layers)
         unpacked = 0 if quantize is None else max(weight.nbytes for weight in _linear_weights(model))
-        objective = LookaheadObjective(Lookahead(model, settings), far)
+        objective = LookaheadObjective(Lookahead(model, settings), far, recomputes)
         trained = [weight for weight in objective.parameters() if weight.requires_grad]
         for weight in trained:
             weight.grad = torch.zeros_like(weight)
