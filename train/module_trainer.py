@@ -2,7 +2,7 @@
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -18,11 +18,11 @@ from typing_extensions import override
 
 from keepsight.data_gen.shards import TrainingSample
 from keepsight.errors import UserError
-from keepsight.files import append_lines, text_digest, whole_lines, write_lines
+from keepsight.files import append_lines, whole_lines, write_lines
 from keepsight.locks import one_writer
 from keepsight.models.weight_files import check_names_and_shapes, read_tensors
 from keepsight.train.arguments import training_arguments
-from keepsight.train.dataset import Batch, GroupedByLength, SampleDataset, collate, hold_out
+from keepsight.train.dataset import Batch, GroupedByLength, SampleDataset, collate, hold_out, samples_digest
 from keepsight.train.distributed import (
     StopTogether,
     leave_to_fsdp,
@@ -87,7 +87,7 @@ class ModuleTrainer(Trainer, ABC, Generic[ObjectiveT]):
         objective: ObjectiveT,
         settings: TrainSettings,
         work: Path,
-        samples: list[TrainingSample],
+        samples: Sequence[TrainingSample],
         shape: dict[str, Any],
         replay: ReplaySettings | None = None,
         seen: Seen | None = NOTHING,
@@ -112,8 +112,7 @@ class ModuleTrainer(Trainer, ABC, Generic[ObjectiveT]):
             )
         leave_to_fsdp(objective)
         self.objective, self.settings, self.work, self.sample_count = objective, settings, work, len(samples)
-        digest = text_digest(repr([(sample.prompt_ids, sample.answer_ids) for sample in samples]))
-        data = {"data.samples": len(samples), "data.digest": digest}
+        data = {"data.samples": len(samples), "data.digest": samples_digest(samples)}
         self._fixed = settings.deciding() | shape | data | {"launch.processes": self.args.world_size}
         self.trained_on = None if seen is None else seen | seen_in(train.samples)
         self.held_out, is_new = held_out_text(held_out.samples, seen)
@@ -238,10 +237,9 @@ class ModuleTrainer(Trainer, ABC, Generic[ObjectiveT]):
         return GroupedByLength(samples, self.samples_per_step, settings.seed)
 
     def _replay_sampler(self, samples: SampleDataset, replay: ReplaySettings) -> ReplaySampler:
-        rows = [samples[place] for place in range(len(samples))]
-        longest: Any = self._prepare_inputs(collate([max(rows, key=lambda row: row["length"])]))
+        lengths = [samples[place]["length"] for place in range(len(samples))]
+        longest: Any = self._prepare_inputs(collate([samples[lengths.index(max(lengths))]]))
         token_bytes = cast(ReplayedObjective, self.objective).token_bytes(Batch(**longest))
-        lengths = [row["length"] for row in rows]
         return ReplaySampler(lengths, token_bytes, read_bytes(replay.memory), self.settings, self.args.world_size)
 
     @override

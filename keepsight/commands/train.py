@@ -26,7 +26,8 @@ from keepsight.commands.training import (
     seen_by,
     training_target,
 )
-from keepsight.data_gen.shards import TrainingSample, read_training_samples
+from keepsight.data_gen.finished import read_training_samples
+from keepsight.data_gen.shards import TrainingSample
 from keepsight.errors import UserError, require_same
 from keepsight.files import require_writable, write_png
 from keepsight.models.hub import fetch
@@ -34,6 +35,7 @@ from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_card import lookahead_card
 from keepsight.models.lookahead_files import CONFIG, load_lookahead, save_lookahead
 from keepsight.models.targets import Target
+from keepsight.train.dataset import no_longer_than
 from keepsight.train.distributed import divide_layers
 from keepsight.train.lookahead.objective import LookaheadObjective
 from keepsight.train.lookahead.plots import lookahead_figure
@@ -87,14 +89,15 @@ def undivided(config: Config) -> Config:
     return replace(config, model=replace(config.model, device="cpu", device_map=None, dtype=dtype))
 
 
-def training_samples(config: Config, target: Target) -> tuple[list[TrainingSample], dict[str, Any]]:
+def training_samples(config: Config, target: Target) -> tuple[Sequence[TrainingSample], dict[str, Any]]:
     """The data's samples but for those with longer prompts, and its manifest.
 
     Raises:
         UserError: none is left, or the data is not what the target answered.
     """
     samples, manifest = read_training_samples(Path(config.data), target.name, target.template_digest, target.vocabulary)
-    samples = [each for each in samples if len(each.prompt_ids) <= (config.max_prompt_tokens or 1 << 60)]
+    if config.max_prompt_tokens:
+        samples = no_longer_than(samples, config.max_prompt_tokens)
     if not samples:
         raise UserError(f"max_prompt_tokens={config.max_prompt_tokens} leaves no sample of {config.data}; raise it")
     return samples, manifest

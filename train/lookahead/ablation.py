@@ -58,7 +58,7 @@ class AblationTrainer(ModuleTrainer[SideBySide]):
         self,
         cells: Sequence[Cell],
         work: Path,
-        samples: list[TrainingSample],
+        samples: Sequence[TrainingSample],
         replay: ReplaySettings | None = None,
         start: Mapping[str, Any] | None = None,
         seen: Seen | None = NOTHING,
