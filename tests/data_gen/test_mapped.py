@@ -46,7 +46,7 @@ def expected(limit: int = 10) -> list[TrainingSample]:
 
 def test_a_process_holds_no_tokens(tmp_path: Path) -> None:
     """Nor when samples are held out, left out and cut. As lists they take 8 bytes a token and more."""
-    count, tokens = 60, 1500
+    count, tokens = 240, 600
     folder = write(tmp_path, count, tokens)
     read(folder)
     manifest = finished_manifest(folder)
@@ -62,11 +62,11 @@ def test_a_process_holds_no_tokens(tmp_path: Path) -> None:
     finally:
         tracemalloc.stop()
     assert held < 1, "bytes a token"  # what the library itself has made
-    assert peak < 5  # ten samples at a time
     assert as_list > 8
+    assert peak < as_list / 2  # a few samples at a time, and what digests are made of
     assert pyarrow.total_allocated_bytes() < 1 << 20
-    assert (len(trained), len(held_out), len(listed)) == (50, 10, 60)
-    assert digest == samples_digest([each for place, each in enumerate(cut(listed, tokens + 100)) if place % 6 != 5])
+    assert (len(trained), len(held_out), len(listed)) == (230, 10, 240)
+    assert digest == samples_digest([each for place, each in enumerate(cut(listed, tokens + 100)) if place % 24 != 23])
 
 
 def test_the_digest_is_that_of_earlier_releases() -> None:
@@ -77,7 +77,7 @@ def test_the_digest_is_that_of_earlier_releases() -> None:
 
 
 @pytest.mark.parametrize("name", ["samples.arrow", "samples.json"])
-@pytest.mark.parametrize("place", [0.0, 0.3, 0.6, 0.999])
+@pytest.mark.parametrize("place", [0.0, 0.3, 0.6, 0.98])
 def test_a_damaged_copy_is_made_anew(tmp_path: Path, name: str, place: float) -> None:
     assert read(write(tmp_path)) == expected()
     path = tmp_path / ".arrow" / name

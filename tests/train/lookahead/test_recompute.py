@@ -105,15 +105,12 @@ def test_no_layers_attention_is_kept() -> None:
     assert bytes_of[True] < 0.2 * bytes_of[False], bytes_of
 
 
-@pytest.mark.parametrize("family", ["Llama 3", "Gemma 3 (text)"])
-def test_the_peak_of_a_long_prompt_falls(family: str) -> None:
+def test_the_peak_of_a_long_prompt_falls() -> None:
     """By the plan, which counts every tensor of the step: most of all layers' attention in the second pass goes."""
-    config = fresh_model(family, max_position_embeddings=8192, num_hidden_layers=8).config
-    if hasattr(config, "layer_types"):
-        config.layer_types = ["sliding_attention", "full_attention"] * 4
+    config = fresh_model("Llama 3", max_position_embeddings=4096, num_hidden_layers=6).config
     shape = LookaheadSettings(tokens=32, rank=2)
     plain, recomputed = (
-        plan_step(config, torch.float32, shape, 0.5, 4000, 100, recomputes=recomputes) for recomputes in (False, True)
+        plan_step(config, torch.float32, shape, 0.5, 2000, 50, recomputes=recomputes) for recomputes in (False, True)
     )
     above = [plan.second - plan.reading for plan in (plain, recomputed)]
     assert above[1] < 0.6 * above[0], above
