@@ -23,7 +23,6 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
-    AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -34,6 +33,7 @@ from keepsight.models.chat import with_arguments
 from keepsight.models.decoder import require_supported
 from keepsight.models.packaged import dequantised, packaged_file
 from keepsight.models.quantization import placement
+from keepsight.models.tokenizers import load_tokenizer
 from keepsight.models.versions import folder_version, published_name, record_version, template_digest, version_of
 
 logger = logging.getLogger("keepsight")
@@ -186,7 +186,7 @@ def _finish(name: str, version: str | None, source: str | Path, device: str, opt
     require_supported(model)
     model.config.name_or_path = name
     record_version(model, version)
-    target = Target(model.requires_grad_(False).eval(), padded(tokenizer), name, version_of(model))
+    target = Target(model.requires_grad_(False).eval(), tokenizer, name, version_of(model))
     _require_end(target)
     return target
 
@@ -206,16 +206,9 @@ def _require_finite(name: str, model: PreTrainedModel) -> None:
         raise UserError(f"model {name!r}: weight {broken!r} is not finite; copy or download it again")
 
 
-def padded(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """The tokenizer, which pads with its end token where it has no token for that."""
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
-
-
 def _read(source: str | Path, options: dict[str, Any]) -> tuple[PreTrainedTokenizerBase, Any]:
     shared = {key: options[key] for key in ("trust_remote_code", "revision", "local_files_only") if key in options}
-    tokenizer = AutoTokenizer.from_pretrained(source, padding_side="left", **shared)
+    tokenizer = load_tokenizer(source, **shared)
     kind = type(AutoConfig.from_pretrained(source, **shared))
     pictured = kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and kind not in MODEL_FOR_CAUSAL_LM_MAPPING
     loader: Any = AutoModelForImageTextToText if pictured else AutoModelForCausalLM
