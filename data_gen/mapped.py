@@ -34,7 +34,8 @@ class MappedSamples(Sequence[TrainingSample]):
     def __init__(self, path: Path, held: object = None) -> None:
         from datasets import Dataset  # takes seconds
 
-        self._rows, self._held = Dataset.from_file(str(path)), held
+        self._rows: Any = Dataset.from_file(str(path))
+        self._held = held
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -47,13 +48,11 @@ class MappedSamples(Sequence[TrainingSample]):
     def __getitem__(self, place: int | slice) -> TrainingSample | list[TrainingSample]:
         if isinstance(place, slice):
             return [self[each] for each in range(*place.indices(len(self)))]
-        row: Any = self._rows[place]
-        return TrainingSample(**row)
+        return TrainingSample(**self._rows[place])
 
     @override
     def __iter__(self) -> Iterator[TrainingSample]:
-        rows: Iterable[Any] = self._rows
-        return (TrainingSample(**row) for row in rows)
+        return (TrainingSample(**row) for row in self._rows)
 
 
 def mapped_samples(folder: Path, of: str, read: Callable[[], Iterable[TrainingSample]]) -> MappedSamples:

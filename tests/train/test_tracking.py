@@ -30,7 +30,7 @@ class Logged(TrainerCallback):
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
 
-    def on_log(self, args, state, control, logs=None, **_) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         self.rows.append({**logs, "step": state.global_step})
 
 

@@ -32,7 +32,7 @@ def recomputed(layers: Iterable[nn.Module], again: Callable[[], AbstractContextM
     try:
         for layer in changed:
             twice: Any = partial(checkpoint, layer.forward, use_reentrant=False, context_fn=contexts)
-            layer.forward = twice  # type: ignore[method-assign]
+            layer.forward = twice
         yield
     finally:
         for layer, own in zip(changed, before, strict=True):

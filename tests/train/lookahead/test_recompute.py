@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +61,7 @@ def test_the_gradients_are_the_same_in_every_family(family: str) -> None:
     ids=["dropout", "autocast", "many tokens", "no LoRA"],
 )
 def test_also_with(shape: dict[str, Any], autocast: bool) -> None:
-    given = LookaheadSettings(**{"tokens": 4, "rank": 2, "alpha": 8} | shape)
+    given = replace(SHAPE, **shape)
     plain, recomputed = (learned(objective("Llama 3", each, given), autocast) for each in (False, True))
     assert torch.equal(recomputed[0], plain[0])
     assert_close(recomputed[1], plain[1])
@@ -101,7 +103,7 @@ def test_no_layers_attention_is_kept() -> None:
         each = objective("Llama 3", recomputes)
         reading = each.read(batch)
         known = [*each.parameters(), *reading.values()]
-        bytes_of[recomputes] = kept_bytes(lambda each=each, reading=reading: each.compared(reading, batch)[1], known)
+        bytes_of[recomputes] = kept_bytes(partial(each.compared, reading, batch), known)
     assert bytes_of[True] < 0.2 * bytes_of[False], bytes_of
 
 

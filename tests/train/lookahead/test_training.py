@@ -193,7 +193,7 @@ def test_a_process_with_several_gpus_uses_one_and_says_how_to_use_all(tmp_path, 
 def test_tf32_is_asked_of_the_devices_that_have_it(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"train.tf32=true needs an Nvidia GPU of the generation Ampere"):
         LookaheadTrainer(objective(), settings(tf32=True), tmp_path, samples())
-    asked = []
+    asked: list[bool] = []
     monkeypatch.setattr("keepsight.train.arguments.is_torch_tf32_available", lambda: True)
     monkeypatch.setattr("transformers.training_args.is_torch_tf32_available", lambda: True)
     monkeypatch.setattr("transformers.training_args.enable_tf32", asked.append)
