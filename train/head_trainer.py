@@ -1,6 +1,6 @@
 """What the trainers of draft heads and retrieval heads share: the head's weights are saved, and nothing else."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
@@ -38,7 +38,7 @@ class HeadTrainer(ModuleTrainer[HeadObjectiveT]):
         objective: HeadObjectiveT,
         settings: DraftHeadSettings | RetrievalHeadSettings,
         work: Path,
-        samples: list[TrainingSample],
+        samples: Sequence[TrainingSample],
         start: Mapping[str, Any] | None = None,
         replay: ReplaySettings | None = None,
         seen: Seen | None = NOTHING,

@@ -2,9 +2,9 @@
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
@@ -18,11 +18,11 @@ from typing_extensions import override
 
 from keepsight.data_gen.shards import TrainingSample
 from keepsight.errors import UserError
-from keepsight.files import append_lines, text_digest, whole_lines, write_lines
+from keepsight.files import append_lines, whole_lines, write_lines
 from keepsight.locks import one_writer
 from keepsight.models.weight_files import check_names_and_shapes, read_tensors
 from keepsight.train.arguments import training_arguments
-from keepsight.train.dataset import Batch, GroupedByLength, SampleDataset, collate, hold_out
+from keepsight.train.dataset import Batch, GroupedByLength, SampleDataset, collate, hold_out, samples_digest
 from keepsight.train.distributed import (
     StopTogether,
     leave_to_fsdp,
@@ -43,6 +43,7 @@ from keepsight.train.resume import (
 )
 from keepsight.train.seen import NOTHING, Seen, held_out_text, seen_in
 from keepsight.train.settings import ReplaySettings, TrainSettings
+from keepsight.train.tracking import Throughput, log_lists
 from keepsight.train.trained import Trained
 from keepsight.units import read_bytes
 
@@ -86,7 +87,7 @@ class ModuleTrainer(Trainer, ABC, Generic[ObjectiveT]):
         objective: ObjectiveT,
         settings: TrainSettings,
         work: Path,
-        samples: list[TrainingSample],
+        samples: Sequence[TrainingSample],
         shape: dict[str, Any],
         replay: ReplaySettings | None = None,
         seen: Seen | None = NOTHING,
@@ -111,13 +112,13 @@ class ModuleTrainer(Trainer, ABC, Generic[ObjectiveT]):
             )
         leave_to_fsdp(objective)
         self.objective, self.settings, self.work, self.sample_count = objective, settings, work, len(samples)
-        digest = text_digest(repr([(sample.prompt_ids, sample.answer_ids) for sample in samples]))
-        data = {"data.samples": len(samples), "data.digest": digest}
-        self._fixed = asdict(settings) | shape | data | {"launch.processes": self.args.world_size}
+        data = {"data.samples": len(samples), "data.digest": samples_digest(samples)}
+        self._fixed = settings.deciding() | shape | data | {"launch.processes": self.args.world_size}
         self.trained_on = None if seen is None else seen | seen_in(train.samples)
         self.held_out, is_new = held_out_text(held_out.samples, seen)
         if not is_new and self.is_world_process_zero():
             logger.warning("held-out samples: %s, so that their fidelity may flatter the module", self.held_out)
+        self.callback_handler.callbacks.insert(0, Throughput(objective, settings))  # before what sends the logs
         self._indices: list[int] = []
         self.metrics: dict[str, float] = {}
         self._replay = (replay or ReplaySettings()) if settings.replays > 1 else None
@@ -236,10 +237,9 @@ class ModuleTrainer(Trainer, ABC, Generic[ObjectiveT]):
         return GroupedByLength(samples, self.samples_per_step, settings.seed)
 
     def _replay_sampler(self, samples: SampleDataset, replay: ReplaySettings) -> ReplaySampler:
-        rows = [samples[place] for place in range(len(samples))]
-        longest: Any = self._prepare_inputs(collate([max(rows, key=lambda row: row["length"])]))
+        lengths = [samples[place]["length"] for place in range(len(samples))]
+        longest: Any = self._prepare_inputs(collate([samples[lengths.index(max(lengths))]]))
         token_bytes = cast(ReplayedObjective, self.objective).token_bytes(Batch(**longest))
-        lengths = [row["length"] for row in rows]
         return ReplaySampler(lengths, token_bytes, read_bytes(replay.memory), self.settings, self.args.world_size)
 
     @override
@@ -262,6 +262,7 @@ class ModuleTrainer(Trainer, ABC, Generic[ObjectiveT]):
             raise self._not_finite(f"{error} after step {self.state.global_step}") from None
         self.metrics = _numbers(measured)
         self.log(dict(self.metrics))
+        log_lists(self, measured)
         if self.is_world_process_zero():
             append_lines(self.work / MEASUREMENTS, [{"step": self.state.global_step, **measured}])
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, self.metrics)
@@ -289,7 +290,7 @@ class ModuleTrainer(Trainer, ABC, Generic[ObjectiveT]):
     @override
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         checkpoint = self.work / f"checkpoint-{self.state.global_step}"
-        with sealing(checkpoint) if self.is_world_process_zero() else nullcontext():
+        with sealing(checkpoint, self.settings.checkpoints) if self.is_world_process_zero() else nullcontext():
             self.accelerator.wait_for_everyone()
             super()._save_checkpoint(model, trial)
             if self.is_world_process_zero():

@@ -58,14 +58,14 @@ class AblationTrainer(ModuleTrainer[SideBySide]):
         self,
         cells: Sequence[Cell],
         work: Path,
-        samples: list[TrainingSample],
+        samples: Sequence[TrainingSample],
         replay: ReplaySettings | None = None,
         start: Mapping[str, Any] | None = None,
         seen: Seen | None = NOTHING,
     ) -> None:
         first, shapes = cells[0].settings, [asdict(cell.objective.lookahead.settings) for cell in cells]
-        shared = set.intersection(*({*shape.items()} for shape in shapes))
-        shape = {f"lookahead.{key}": value for key, value in sorted(shared)} | {**(start or {})}
+        shared = {key: value for key, value in shapes[0].items() if all(each[key] == value for each in shapes)}
+        shape = {f"lookahead.{key}": value for key, value in shared.items()} | {**(start or {})}
         shape["ablation.cells"] = [cell.name for cell in cells]
         if first.precision == "fp16":
             raise UserError("train.precision=fp16: an ablation trains in bf16 or no")

@@ -1,6 +1,6 @@
 """Train a lookahead module."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ class LookaheadTrainer(ModuleTrainer[LookaheadObjective]):
         objective: LookaheadObjective,
         settings: TrainSettings,
         work: Path,
-        samples: list[TrainingSample],
+        samples: Sequence[TrainingSample],
         replay: ReplaySettings | None = None,
         start: Mapping[str, Any] | None = None,
         seen: Seen | None = NOTHING,
