@@ -74,9 +74,9 @@ class Target:
 
     @property
     def pad_token(self) -> int:
-        """The id that fills batches."""
+        """The id that fills batches: the tokenizer's, or an end token where it has none."""
         pad: Any = self.tokenizer.pad_token_id
-        return int(pad)
+        return self.end_tokens[0] if pad is None else int(pad)
 
     @property
     def vocabulary(self) -> int:
@@ -145,6 +145,8 @@ def located(
         UserError: it is neither a folder, nor on the Hub, nor in an installed package.
     """
     if Path(model_id).is_dir():
+        if other := [path for path in Path(model_id).glob("*.json") if not path.is_file()]:  # transformers goes on
+            raise UserError(f"{other[0]}: expected a file; remove it, or copy the model again")
         return Path(model_id), folder_version(Path(model_id)), {}
     _check_hub_id(model_id)
     offline = not hub_answers()
