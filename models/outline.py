@@ -10,7 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from keepsight.errors import UserError
 from keepsight.models.chat import with_arguments
-from keepsight.models.targets import DTYPES, Target, located, padded
+from keepsight.models.locate import located
+from keepsight.models.targets import DTYPES, Target, padded
 from keepsight.models.versions import record_version, version_of
 
 

@@ -17,9 +17,9 @@ from typing_extensions import override
 from keepsight.errors import UserError
 
 ROOM = 64
-"""Entries for which caches make room when they grow, at least; memory plans count it."""
+"""Least room, in entries, that a cache adds when it grows; memory plans count it."""
 GROWTH = 1 / 16
-"""Share of the entries held for which caches make room when they grow, if that is more; memory plans count it."""
+"""Room that it adds, as a share of the entries held, where that is more; memory plans count it."""
 
 
 class LayerEntries(NamedTuple):

@@ -19,7 +19,7 @@ class Reapply:
 
     Attributes:
         every: Number of generated tokens between two evictions.
-        compress: Makes a smaller state of the current one.
+        compress: Compresses the current state.
     """
 
     every: int
@@ -39,9 +39,9 @@ class Decoded:
     state: State
 
 
-def stop_after(max_new_tokens: int, end_tokens: list[int] | int | None, prompt_length: int = 0) -> StoppingCriteriaList:
+def stop_after(max_new_tokens: int, end_tokens: list[int] | int | None) -> StoppingCriteriaList:
     """Stop a row at an end token, and all rows after `max_new_tokens`."""
-    criteria = StoppingCriteriaList([MaxLengthCriteria(prompt_length + max_new_tokens)])
+    criteria = StoppingCriteriaList([MaxLengthCriteria(max_new_tokens)])
     if end_tokens is not None:
         criteria.append(EosTokenCriteria(end_tokens))
     return criteria

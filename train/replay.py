@@ -105,7 +105,7 @@ class ReplaySampler(Sampler[Use]):
 
 
 class ReadingBuffer:
-    """Holds the packed readings that are used again, in memory or as files; as a context it drops them in the end.
+    """Holds the packed readings that are used again, in memory or as files; leaving it as a context drops them.
 
     Args:
         settings: How they are packed, and where they are held.

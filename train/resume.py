@@ -37,7 +37,7 @@ def last_checkpoint(work: Path, before: int | None = None) -> Path | None:
 
 @contextmanager
 def sealing(checkpoint: Path) -> Iterator[None]:
-    """Seal the checkpoint that is written within the block with digests of its files; all but the newest two then go.
+    """Seal the checkpoint written within the block with digests of its files, then delete all but the newest two.
 
     Raises:
         UserError: it cannot be written; the checkpoint before it stays.

@@ -76,7 +76,7 @@ class TrainSettings:
                 raise UserError(f"{key}.report_to: {tracker} is not installed; run `pip install {tracker}`")
 
     def accumulation(self, processes: int, key: str) -> int:
-        """Forward passes of each of several processes per optimiser step.
+        """Gradient accumulation steps of each process.
 
         Raises:
             UserError: `samples_per_step` cannot be divided into batches of all of them; `key` as for `check`.
@@ -113,9 +113,9 @@ class ReplaySettings:
     """Where the target's readings are kept in a training with `replays` above 1.
 
     Attributes:
-        memory: Most memory of one process that they may take, such as 4GiB. More of it mixes more samples.
+        memory: Memory that they may take per process, such as 4GiB; more of it mixes more samples.
         dir: Folder on a fast disk that holds them in place of memory.
-        dtype: KV entries are kept in `int8`, half a per cent off at most, or in `bfloat16`.
+        dtype: KV entries are kept in `int8`, with an error of at most half a percent, or in `bfloat16`.
     """
 
     memory: str = "4GiB"

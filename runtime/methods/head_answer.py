@@ -13,7 +13,7 @@ from keepsight.runtime.state import State
 
 @dataclass(frozen=True)
 class HeadAnswer:
-    """What a head wrote, and how it attended to the prompt meanwhile.
+    """A head's draft, and the head's cache after it.
 
     Attributes:
         draft: The draft; its first token is the target's own.

@@ -22,7 +22,7 @@ from keepsight.runtime.turn import TurnReader
 
 @dataclass(frozen=True)
 class SpeCache(CacheMethod):
-    """Reads packed entries, and the `topk` that matter most in full precision (SpeCache, ICML 2025, section 3.3).
+    """Reads packed entries, and the `topk` that matter most in full precision (arXiv 2503.16163, section 3.3).
 
     Attributes:
         bits: Bits per number of the packed copy: 1, 2 or 4.

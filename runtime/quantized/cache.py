@@ -1,4 +1,4 @@
-"""Low-bit cache layers (KIVI, arXiv 2402.02750), and the states and prefills made of them.
+"""Low-bit cache layers (KIVI, arXiv 2402.02750, section 3.3), and the states and prefills made of them.
 
 The prompt attends to itself in full precision; every later token reads the packed form. Several tokens read in one
 pass give the same as one by one.
