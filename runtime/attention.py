@@ -47,7 +47,11 @@ by head, else None. The queries are those of the last q of the S positions."""
 
 
 class OwnAttention(ABC):
-    """A cache layer that computes the attention itself; its `update` returns the new keys and values unchanged."""
+    """A cache layer that computes the attention itself, from the new keys and values as they are."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> Any:
+        """See transformers' `CacheLayerMixin`; nothing is appended before `attend`."""
+        return key_states, value_states
 
     @abstractmethod
     def attend(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:

@@ -12,7 +12,7 @@ was stopped resumes in the stage it was in when the same command is run again.
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,7 @@ def run(config: Config) -> None:
     training = train.Config(
         **_values(config, Recipe), data=answers.out, out=adapter, title=config.title, base=config.base
     )
-    compared = _values(config, evaluation.EvalKeys) | {"adapter": adapter}
+    compared = _values(replace(config, adapter=adapter), evaluation.EvalKeys)
     tests = evaluation.Config(**compared, samples=config.tests, out=str(out / "eval"))
     stages: dict[str, Callable[[], None]] = {
         "answers": lambda: data.run(answers),

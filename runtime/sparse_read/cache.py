@@ -9,7 +9,7 @@ them. Several tokens read in one pass are read one by one, but for a further tur
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,7 +61,7 @@ class LayerSelector(ABC):
         return self
 
 
-class SelectedLayer(KeptLayer, OwnAttention):
+class SelectedLayer(OwnAttention, KeptLayer):
     """A cache layer that attends to selected entries only.
 
     Args:
@@ -113,10 +113,6 @@ class SelectedLayer(KeptLayer, OwnAttention):
         return LayerEntries(keys, values, real)
 
     @override
-    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> Any:
-        return key_states, value_states
-
-    @override
     def attend(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
         tokens = zip(query.split(1, dim=2), key.split(1, dim=2), value.split(1, dim=2), strict=True)
         return torch.cat([self.step(*token, softmax) for token in tokens], dim=1)
@@ -156,16 +152,12 @@ class SelectedLayer(KeptLayer, OwnAttention):
         return SelectedLayer(self.keys, self.values, self.seen, self.padding, selector)
 
 
-class DenseLayer(KeptLayer, OwnAttention):
+class DenseLayer(OwnAttention, KeptLayer):
     """A cache layer that attends to all of its entries, also where the model would append latents to them."""
 
     @override
-    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> Any:
-        return key_states, value_states
-
-    @override
     def attend(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
-        super().update(key, value)
+        KeptLayer.update(self, key, value)
         real = self.real if self.real is not None else self.keys.new_ones(self.keys.shape[:3], dtype=torch.bool)
         return grouped_attention(query, self.keys, self.values, visible(query.shape[2], real), softmax)
 
