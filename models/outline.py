@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import HfHubHTTPError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from keepsight.errors import UserError
 from keepsight.models.chat import with_arguments
 from keepsight.models.locate import located
-from keepsight.models.targets import DTYPES, Target, padded
+from keepsight.models.targets import DTYPES, Target
+from keepsight.models.tokenizers import load_tokenizer
 from keepsight.models.versions import record_version, version_of
 
 
@@ -60,9 +60,9 @@ def outline_target(
     options = where | {"trust_remote_code": trust_remote_code}
     model = _on_meta(model_id, source, options, "auto")
     try:
-        tokenizer = padded(AutoTokenizer.from_pretrained(source, padding_side="left", **options))
+        tokenizer = load_tokenizer(source, **options)
         model.generation_config = GenerationConfig.from_pretrained(source, **where)
-    except (OSError, ValueError, HfHubHTTPError) as error:
+    except Exception as error:  # of files that are damaged or of another shape any is raised
         raise _missing(model_id, "tokenizer or generation_config.json", error) from None
     if template:
         tokenizer.chat_template = with_arguments(tokenizer.chat_template, template)
@@ -74,10 +74,10 @@ def outline_target(
 def _on_meta(model_id: str, source: str | Path, options: dict[str, Any], dtype: str) -> PreTrainedModel:
     try:
         config = AutoConfig.from_pretrained(source, **options)
-    except (OSError, ValueError, HfHubHTTPError) as error:
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=DTYPES.get(dtype, torch.bfloat16))
+    except Exception as error:  # of values of another shape any is raised
         raise _missing(model_id, "configuration", error) from None
-    with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=DTYPES.get(dtype, torch.bfloat16))
     return model
 
 

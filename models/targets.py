@@ -17,7 +17,6 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
-    AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -28,6 +27,7 @@ from keepsight.models.chat import with_arguments
 from keepsight.models.decoder import require_supported
 from keepsight.models.locate import located
 from keepsight.models.quantization import placement
+from keepsight.models.tokenizers import load_tokenizer
 from keepsight.models.versions import published_name, record_version, template_digest, version_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -141,7 +141,7 @@ def _finish(name: str, version: str | None, source: str | Path, device: str, opt
     require_supported(model)
     model.config.name_or_path = name
     record_version(model, version)
-    target = Target(model.requires_grad_(False).eval(), padded(tokenizer), name, version_of(model))
+    target = Target(model.requires_grad_(False).eval(), tokenizer, name, version_of(model))
     _require_end(target)
     return target
 
@@ -161,16 +161,9 @@ def _require_finite(name: str, model: PreTrainedModel) -> None:
         raise UserError(f"model {name!r}: weight {broken!r} is not finite; copy or download it again")
 
 
-def padded(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """The tokenizer, which pads with its end token where it has no token for that."""
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
-
-
 def _read(source: str | Path, options: dict[str, Any]) -> tuple[PreTrainedTokenizerBase, Any]:
     shared = {key: options[key] for key in ("trust_remote_code", "revision", "local_files_only") if key in options}
-    tokenizer = AutoTokenizer.from_pretrained(source, padding_side="left", **shared)
+    tokenizer = load_tokenizer(source, **shared)
     kind = type(AutoConfig.from_pretrained(source, **shared))
     pictured = kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and kind not in MODEL_FOR_CAUSAL_LM_MAPPING
     loader: Any = AutoModelForImageTextToText if pictured else AutoModelForCausalLM

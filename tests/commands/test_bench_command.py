@@ -39,6 +39,21 @@ def test_evictions_against_the_prefill(keepsight: CommandLine) -> None:
     assert rows == [(length, method) for length in ("90", "120") for method in methods]
 
 
+def test_decoding_steps_against_the_full_cache(keepsight: CommandLine) -> None:
+    given = ("tokens=90", "methods=[snapkv,adakv,{name: specache, group: 8}]", "budgets=[48]", "answer_tokens=2")
+    title, names, *lines = keepsight("bench", "decode", *TINY, *given, "batch=2").splitlines()
+    assert title.startswith("2 rows of 90 tokens, median of 2 steps, ")
+    assert names.split("  ")[0] == "method"
+    rows = {line[:20].strip(): [float(each) for each in line[20:].split()] for line in lines}
+    assert list(rows) == ["full cache", "snapkv 48", "adakv 48", "specache group=8"]
+    full, snapkv, adakv, _ = rows.values()
+    assert full[2] == 1
+    for milliseconds, speed, ratio, _ in rows.values():
+        assert speed == pytest.approx(2000 / milliseconds, rel=0.1)
+        assert ratio == pytest.approx(milliseconds / full[0], rel=0.1)
+    assert snapkv[3] == adakv[3] < full[3], "KV MiB held"
+
+
 def test_operators_of_methods(keepsight: CommandLine) -> None:
     given = ("tokens=90", "methods=[{name: snapkv, pool: none},lookaheadkv,{name: kivi, group: 8}]", "budgets=[48]")
     title, names, *lines = keepsight("bench", "ops", *TINY, *given).splitlines()

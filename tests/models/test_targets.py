@@ -134,6 +134,10 @@ SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: (folder / "tokenizer_config.json").write_text("null"),
         "cannot be loaded",
     ),
+    "a tokenizer's number that is text": (
+        lambda folder: (folder / "tokenizer_config.json").write_text('{"model_max_length": "512"}'),
+        "cannot be loaded: .*'int' and 'str'",
+    ),
     "damaged tokenizer": (lambda folder: (folder / "tokenizer.json").write_text('{"a" 1}'), "cannot be loaded"),
     "other shape": (edit(intermediate_size=48), "cannot be loaded"),
 }
