@@ -133,7 +133,7 @@ def cache_bytes(cache: Cache) -> int:
     The windows and states of bounded layers are in it; the padding of a ragged layer that is being read from, and the 8
     bytes a head of its counts, are not.
     """
-    held = sum(tensor.numel() * tensor.element_size() for layer in cache.layers for tensor in _held(layer))
+    held = sum(tensor.nbytes for layer in cache.layers for tensor in _held(layer))
     return held + sum(layer.kept_bytes for layer in cache.layers if isinstance(layer, RaggedLayer))
 
 

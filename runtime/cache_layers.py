@@ -166,7 +166,7 @@ class RaggedLayer(KeptLayer):
     def kept_bytes(self) -> int:
         """Bytes of the kept keys and values, without padding."""
         if not isinstance(self._held, KeptLayer):
-            return sum(each.numel() * each.element_size() for each in self._held)
+            return sum(each.nbytes for each in self._held)
         row = self.keys.shape[-1] * self.keys.element_size() + self.values.shape[-1] * self.values.element_size()
         return int(self.counts.sum()) * row
 

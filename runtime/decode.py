@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.generation import EosTokenCriteria, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
@@ -37,6 +38,12 @@ class Decoded:
 
     ids: Tensor
     state: State
+
+
+def end_ids(model: PreTrainedModel) -> int | list[int] | None:
+    """The tokens that end an answer, as the model's generation configuration has them; None where it names none."""
+    config = model.generation_config
+    return None if config is None else config.eos_token_id
 
 
 def stop_after(max_new_tokens: int, end_tokens: list[int] | int | None) -> StoppingCriteriaList:

@@ -132,7 +132,7 @@ class FullEntries:
         new = torch.cat([keys, values], dim=3).permute(2, 0, 1, 3).contiguous()
         buffer.rows[self.length : end].copy_(new, non_blocking=on_gpu)
         buffer.filled = end
-        self.traffic.offloaded += new.numel() * new.element_size()
+        self.traffic.offloaded += new.nbytes
         return replace(self, length=end, _buffer=buffer)
 
     def cropped(self, length: int) -> "FullEntries":
@@ -161,7 +161,7 @@ class FullEntries:
         gathered = self.rows(flat_rows(indices).flatten()).view(*indices.shape, -1)
         with on_side_stream(device):
             gathered, sending = gathered.to(device, non_blocking=True), Begun(device)
-        self.traffic.fetched += gathered.numel() * gathered.element_size()
+        self.traffic.fetched += gathered.nbytes
         self.traffic.fetching += time.perf_counter() - start
         return gathered, sending
 

@@ -7,6 +7,7 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from keepsight.errors import UserError, require_whole
+from keepsight.models.decoder import head_width
 from keepsight.runtime.attention import Reader
 from keepsight.runtime.importance import Reduce
 from keepsight.runtime.methods.kivi import PackedMethod
@@ -70,9 +71,8 @@ class SpeCache(PackedMethod):
     def _require(self, model: PreTrainedModel, tokens: Tensor) -> None:
         require_packable(model)
         config = model.config.get_text_config()
-        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         rows, length = tokens.shape
-        entry = config.num_hidden_layers, config.num_key_value_heads, width, model.dtype.itemsize
+        entry = config.num_hidden_layers, config.num_key_value_heads, head_width(config), model.dtype.itemsize
         require_memory(rows, length, *entry)
 
     def _packer(self) -> "_Packer":

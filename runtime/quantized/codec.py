@@ -34,7 +34,7 @@ class Packed(NamedTuple):
     @property
     def bytes(self) -> int:
         """Bytes of all three."""
-        return sum(each.numel() * each.element_size() for each in self)
+        return sum(each.nbytes for each in self)
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,7 @@ class ElasticLayer(SelectedLayer):
     @override
     def bytes(self) -> int:
         """Bytes of the slots, without the list of what they hold, which all layers share."""
-        return self.slots.rows.numel() * self.slots.rows.element_size()
+        return self.slots.rows.nbytes
 
     @override
     def prepare(self, chosen: Selection) -> None:

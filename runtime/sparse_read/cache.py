@@ -87,7 +87,7 @@ class SelectedLayer(OwnAttention, KeptLayer):
     @property
     def bytes(self) -> int:
         """Bytes on the device: entries, and what the selector holds."""
-        own = sum(each.numel() * each.element_size() for each in (self.keys, self.values))
+        own = sum(each.nbytes for each in (self.keys, self.values))
         return own + (self.selector.bytes if self.selector is not None else 0)
 
     def prepare(self, chosen: Selection) -> None:

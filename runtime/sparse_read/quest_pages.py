@@ -43,7 +43,7 @@ class TopPages(LayerSelector):
         if self._bounds is None:
             return 0
         known = self._bounds[:, :, : max(self._filled)]
-        return known.numel() * known.element_size()
+        return known.nbytes
 
     @override
     def share(self) -> "TopPages":
