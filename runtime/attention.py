@@ -40,10 +40,11 @@ class Reader(Protocol):
         ...
 
 
-Recorder = Callable[[int, Tensor, Tensor, Softmax, Tensor | None], None]
+Recorder = Callable[[int, Tensor, Tensor, Softmax, Tensor | None, Any], None]
 """Called in every layer with full attention, with the layer's index, its queries [B, H, q, d], all keys they may see
-[B, K, S, d] (both after RoPE), its softmax, and the keys' padding [B, K, S] bool (False for padding) where it differs
-by head, else None. The queries are those of the last q of the S positions."""
+[B, K, S, d] (both after RoPE), its softmax, the keys' padding [B, K, S] bool (False for padding) where it differs by
+head, else None, and the mask that the model made, in the form of the implementation that was loaded. The queries are
+those of the last q of the S positions."""
 
 
 class OwnAttention(ABC):
@@ -117,7 +118,7 @@ def _attention(
         return layer.attend(query, key, value, softmax), None
     real = layer.returned if isinstance(layer, KeptLayer | ViewedLayer) else None
     if recorder is not None and not (layer is not None and is_bounded(layer)):
-        recorder(index, query, key, softmax, real)
+        recorder(index, query, key, softmax, real, attention_mask)
     if real is not None:
         return grouped_attention(query, key, value, visible(query.shape[2], real), softmax), None
     if loaded == "sdpa" and attention_mask is not None and _grouping_helps(query, key, options):

@@ -27,6 +27,7 @@ from keepsight.runtime.cache import empty_cache, full_layers
 from keepsight.runtime.cache_layers import LayerEntries
 from keepsight.runtime.decode import Reapply
 from keepsight.runtime.gather import all_ragged, counted, keep, kept_received, select_top
+from keepsight.runtime.images import Images
 from keepsight.runtime.importance import Pool, Reduce, reduce_group
 from keepsight.runtime.layer_eviction import LayerEviction
 from keepsight.runtime.method import CacheMethod, Observe, Shared
@@ -141,14 +142,19 @@ class Evict(CacheMethod):
 
     @override
     @torch.no_grad()
-    def start(
-        self, model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None = None, *, chunk: int | None = None
+    def read_prompt(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        mask: Tensor | None = None,
+        chunk: int | None = None,
+        images: Images | None = None,
     ) -> State:
         eviction = self._layer_eviction(model, input_ids, mask)
         if eviction is None:
-            return super().start(model, input_ids, mask, chunk=chunk)
-        recorder = functools.partial(eviction.recorder, model)
-        state = prefill(model, input_ids, mask, chunk=chunk, needs=self.needs(), last_recorder=recorder)
+            return super().read_prompt(model, input_ids, mask, chunk, images)
+        around, needs = functools.partial(eviction.recorder, model), self.needs()
+        state = prefill(model, input_ids, mask, chunk=chunk, needs=needs, last_recorder=around, images=images)
         return replace(state, mask=None, trace=self._held_queries(state.trace))
 
     def _layer_eviction(self, model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None) -> LayerEviction | None:

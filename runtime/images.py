@@ -12,7 +12,6 @@ from typing_extensions import override
 
 from keepsight.errors import UserError
 from keepsight.models.decoder import decoder_of
-from keepsight.runtime.state import Needs
 
 PIXELS = ("pixel_values", "mm_encoder_outputs")
 """Either of them holds the images: as the processor made them, or as `model.generate` has encoded them before."""
@@ -104,22 +103,6 @@ class Images:
         if "pixel_values" not in inspect.signature(model.forward).parameters:
             kind = model.config.model_type
             raise UserError(f"pixel_values is not supported by {kind}, which reads no images; leave it out")
-
-    def require_observable(self, needs: Needs) -> None:
-        """Refuse observers that look ahead: where there are `token_type_ids`, the tokens of an image see one another.
-
-        Raises:
-            UserError: tokens of an image would observe as if they saw only what is before them.
-        """
-        kinds = self.inputs.get("token_type_ids")
-        if kinds is None:
-            return
-        observing = kinds if needs.received else kinds[:, max(kinds.shape[1] - needs.window, 0) :]
-        if bool(torch.any(observing == 1)):
-            raise UserError(
-                "the tokens of an image see one another in this model, so that they cannot observe the prompt; take a "
-                "shorter window, or a method that observes with tokens after the prompt, such as LookaheadKV"
-            )
 
 
 class _Embedded(Images):

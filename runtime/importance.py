@@ -7,10 +7,12 @@ granularity): softmax over all keys, slice the observed ones, reduce over querie
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.attention.flex_attention import BlockMask
 
 from keepsight.errors import UserError
 from keepsight.runtime.softmax import Softmax
@@ -72,17 +74,19 @@ def observed_attention(
     *,
     key_mask: Tensor | None = None,
     query_mask: Tensor | None = None,
+    ahead: Tensor | None = None,
     reduction: str = "mean",
 ) -> Tensor:
     """Attention of observing queries to each of the first entries, reduced over the queries.
 
     Args:
-        query: [B, H, q, d], the queries of the last q of the S positions; causal among themselves.
+        query: [B, H, q, d], the queries of the last q of the S positions; causal among themselves but for `ahead`.
         key: [B, K, S, d].
         softmax: The layer's; what its sinks take is lost to the entries.
         length: N; later columns take part in the softmax and are dropped after it.
         key_mask: [B, S], or [B, 1 or K, S], bool, False for padding. Where absent, every key is real.
         query_mask: [B, q] bool, False for padding rows, which do not count; or float, a weight per query.
+        ahead: [B, q] int64, how many positions after its own each query sees, see `seen_ahead`; None where none does.
         reduction: Reduction over the queries: `mean` (LookaheadKV, section 2), `max` (SpecKV) or `sum` (H2O).
 
     Returns:
@@ -90,12 +94,15 @@ def observed_attention(
     """
     assert reduction in _OVER_QUERIES
     batch, _, rows, _ = query.shape
+    last = None if ahead is None else torch.arange(rows, device=ahead.device) + ahead  # that each query sees
 
     def block(start: int) -> Tensor:
         chosen = slice(start, min(start + ROWS_AT_ONCE, rows))
-        visible = key.shape[2] - rows + chosen.stop  # no query of the block sees what comes later
+        # Without `ahead`, no query of the block sees what comes after the block.
+        visible = key.shape[2] - (rows - chosen.stop if last is None else 0)
+        hidden = None if last is None else torch.arange(rows, device=last.device) > last[:, chosen, None]
         seen_mask = None if key_mask is None else key_mask[..., :visible]
-        weights = attention_weights(query[:, :, chosen], key[:, :, :visible], softmax, seen_mask)[..., :length]
+        weights = attention_weights(query[:, :, chosen], key[:, :, :visible], softmax, seen_mask, hidden)[..., :length]
         if query_mask is not None:
             weights = weights * query_mask[:, None, chosen, None]
         reduced = weights.amax(dim=2) if reduction == "max" else weights.sum(dim=2)
@@ -109,11 +116,15 @@ def observed_attention(
     return total / counted.clamp(min=1)[:, None, None]
 
 
-def attention_weights(query: Tensor, key: Tensor, softmax: Softmax, key_mask: Tensor | None = None) -> Tensor:
+def attention_weights(
+    query: Tensor, key: Tensor, softmax: Softmax, key_mask: Tensor | None = None, hidden: Tensor | None = None
+) -> Tensor:
     """Softmax in float32 of the queries of the last q keys; arguments as for `observed_attention`.
 
+    Where `hidden`, [B, q, m] bool, says which of the last m keys each query does not see, the queries may be others.
+
     Returns:
-        [B, H, q, S] float32, causal.
+        [B, H, q, S] float32, causal unless `hidden` is given.
     """
     batch, heads, rows, width = query.shape
     kv_heads, keys = key.shape[1], key.shape[2]
@@ -121,7 +132,8 @@ def attention_weights(query: Tensor, key: Tensor, softmax: Softmax, key_mask: Te
     # In place, and masked only where something can be hidden: passes over the logits dominate the time.
     logits = softmax.logits(grouped, key).view(batch, kv_heads, -1, rows, keys)
     least = torch.finfo(torch.float32).min
-    logits[..., keys - rows :].masked_fill_(later(rows, query.device), least)
+    hidden = later(rows, query.device) if hidden is None else hidden[:, None, None]
+    logits[..., keys - hidden.shape[-1] :].masked_fill_(hidden, least)
     if key_mask is not None:
         by_head = key_mask if key_mask.dim() == 3 else key_mask[:, None]
         logits.masked_fill_(~by_head[:, :, None, None], least)
@@ -133,6 +145,30 @@ def attention_weights(query: Tensor, key: Tensor, softmax: Softmax, key_mask: Te
 def later(rows: int, device: torch.device) -> Tensor:
     """[rows, rows] bool: which keys come after each query."""
     return torch.ones(rows, rows, dtype=torch.bool, device=device).triu(1)
+
+
+def seen_ahead(mask: Any, rows: int) -> Tensor | None:
+    """How many tokens after its own each token sees, as those of an image do in Gemma 3, which see the whole image.
+
+    Args:
+        mask: What the model gave its attention for one pass: [B, 1, q, S], bool (True where a query may look) or added
+            to the logits, or flex attention's. What else there is (None, the padding of flash attention) is causal.
+        rows: How many of the pass's last tokens are asked for.
+
+    Returns:
+        [B, rows] int64; None where each token sees none.
+    """
+    if rows < 2 or mask is None or len(mask.shape) != 4:
+        return None
+    if isinstance(mask, BlockMask):
+        batch, _, queries, keys = mask.shape
+        query, key = (torch.arange(count - rows, count, device=mask.kv_indices.device) for count in (queries, keys))
+        every = torch.arange(batch, device=query.device)[:, None, None]
+        seen = mask.mask_mod(every, query.new_zeros(()), query[:, None], key).expand(batch, rows, rows)
+    else:
+        seen = mask[:, 0, -rows:, -rows:]
+    ahead: Tensor = (seen if seen.dtype == torch.bool else seen == 0).triu(1).sum(dim=-1)
+    return ahead if bool(ahead.any()) else None
 
 
 def reduce_group(importance: Tensor, kv_heads: int, reduction: str = "mean") -> Tensor:

@@ -55,14 +55,17 @@ class LayerEviction:
         layers, mask = len(full_layers(cache)), record.mask
         expand = expansions(model) if has_latents(model) else []
 
-        def record_and_evict(index: int, query: Tensor, key: Tensor, softmax: Softmax, real: Tensor | None) -> None:
-            record(index, query, key, softmax, real)
+        def record_and_evict(
+            index: int, query: Tensor, key: Tensor, softmax: Softmax, real: Tensor | None, model_mask: Any
+        ) -> None:
+            record(index, query, key, softmax, real, model_mask)
             layer: Any = cache.layers[index]
             place = len(record.softmax) - 1
             held = LayerEntries(layer.keys, layer.values, None if mask is None else mask[:, None])
             expansion = expand[place] if are_latents(model, held) else None
             recorded = record.queries.get(index), softmax, record.received.get(index)
-            cache.layers[index], received = self.evict(ReadLayer(place, layers, held, mask, expansion, *recorded))
+            read = ReadLayer(place, layers, held, mask, record.ahead, expansion, *recorded)
+            cache.layers[index], received = self.evict(read)
             if received is not None:
                 record.received[index] = received
 

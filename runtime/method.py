@@ -152,8 +152,7 @@ class CacheMethod(Method):
     def begin(self, model: PreTrainedModel, request: GenerateRequest) -> State:
         if not request.images:
             return super().begin(model, request)
-        ids, mask, chunk, images = request.input_ids, request.mask, request.chunk, request.images
-        return self.compress(model, prefill(model, ids, mask, chunk=chunk, needs=self.needs(), images=images))
+        return self.read_prompt(model, request.input_ids, request.mask, request.chunk, request.images)
 
     @override
     def resume(self, model: PreTrainedModel, state: State, tokens: Tensor, *, chunk: int | None = None) -> State:
@@ -172,7 +171,18 @@ class CacheMethod(Method):
     def start(
         self, model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None = None, *, chunk: int | None = None
     ) -> State:
-        return self.compress(model, prefill(model, input_ids, mask, chunk=chunk, needs=self.needs()))
+        return self.read_prompt(model, input_ids, mask, chunk)
+
+    def read_prompt(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        mask: Tensor | None = None,
+        chunk: int | None = None,
+        images: Images | None = None,
+    ) -> State:
+        """`start`, with the images in the prompts."""
+        return self.compress(model, prefill(model, input_ids, mask, chunk=chunk, needs=self.needs(), images=images))
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -110,7 +111,9 @@ class AttentionRecorder:
         self.key_mask, self.query_mask = key_mask, query_mask
         self.by_layer: dict[int, Tensor] = {}
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, softmax: Softmax, real: Tensor | None) -> None:
+    def __call__(
+        self, layer: int, query: Tensor, key: Tensor, softmax: Softmax, real: Tensor | None, mask: Any
+    ) -> None:
         """See `keepsight.runtime.attention.Recorder`."""
         if real is not None and self.query_mask is not None:
             real = real.clone()

@@ -57,7 +57,6 @@ def prefill(
     if images:
         _require_one_pass(chunk)
         images.require_read_by(model)
-        images.require_observable(needs)
         if (own := images.positions_in(model, input_ids, mask)) is not None:
             positions, shift = own, own.amax(dim=(0, 2)) + 1 - lengths
     cache, trace = empty_cache(model), Trace(needs)

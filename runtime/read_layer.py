@@ -22,6 +22,7 @@ class ReadLayer:
         layers: Number of these.
         held: Its entries, as the cache holds them.
         real_tokens: [B, M] bool, False where a token that was read is padding; None when none is.
+        ahead: [B, w] int64 or None, see `Trace.ahead`.
         expansion: From latents to every head's keys and values; None where the cache holds the latter.
         queries: [B, H, w, d] of the last w tokens, after RoPE; None where none were recorded.
         softmax: Its softmax; None where nothing was recorded.
@@ -32,6 +33,7 @@ class ReadLayer:
     layers: int
     held: LayerEntries
     real_tokens: Tensor | None
+    ahead: Tensor | None
     expansion: Expansion | None
     queries: Tensor | None
     softmax: Softmax | None
@@ -48,4 +50,5 @@ def read_layers(model: PreTrainedModel, state: State) -> Iterator[ReadLayer]:
     entries, trace, real_tokens = state.entries(), state.trace, state.tokens_mask
     recorded: list[Any] = [expansions_for(model, entries), trace.queries, trace.softmax, trace.received]
     for place, held in enumerate(entries):
-        yield ReadLayer(place, len(entries), held, real_tokens, *(each[place] if each else None for each in recorded))
+        of_layer = (each[place] if each else None for each in recorded)
+        yield ReadLayer(place, len(entries), held, real_tokens, trace.ahead, *of_layer)

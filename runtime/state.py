@@ -10,6 +10,7 @@ middle of an answer or at the next turn of a conversation.
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from transformers.cache_utils import Cache
 
 from keepsight.runtime.cache import cache_bytes, entries, is_bounded, share
 from keepsight.runtime.cache_layers import LayerEntries
-from keepsight.runtime.importance import observed_attention
+from keepsight.runtime.importance import observed_attention, seen_ahead
 from keepsight.runtime.softmax import Softmax
 
 
@@ -53,6 +54,8 @@ class Trace:
         softmax: The softmax of each layer.
         features: For each of the layers in `needs.features`, its output [B, M, hidden] for every token read.
         seconds: Time spent summing `received`; on a GPU, only the time that the CPU was blocked.
+        ahead: [B, needs.window] int64, how many tokens after its own each of the last tokens saw, 0 where there are
+            fewer; None where each saw none. See `keepsight.runtime.importance.seen_ahead`.
     """
 
     needs: Needs = Needs()
@@ -61,6 +64,7 @@ class Trace:
     softmax: tuple[Softmax, ...] = ()
     features: tuple[Tensor, ...] = ()
     seconds: float = 0.0
+    ahead: Tensor | None = None
 
     def features_of(self, layers: Sequence[int], tokens: slice = slice(None)) -> Tensor:
         """Concatenated outputs of some of the recorded layers, [B, M, len(layers) * hidden], of all or some tokens."""
@@ -170,12 +174,19 @@ class TraceRecorder:
         self.received: dict[int, Tensor] = {}
         self.softmax: dict[int, Softmax] = {}
         self.seconds = trace.seconds
+        self.ahead: Tensor | None = None
+        self._own_ahead: Tensor | None = None
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, softmax: Softmax, real: Tensor | None) -> None:
+    def __call__(
+        self, layer: int, query: Tensor, key: Tensor, softmax: Softmax, real: Tensor | None, mask: Any
+    ) -> None:
         """See `keepsight.runtime.attention.Recorder`."""
-        place = len(self.softmax)  # among the layers with full attention
+        place = len(self.softmax)  # among the layers with full attention, which have one mask
         self.softmax[layer] = softmax
-        needs = self.before.needs
+        needs, rows = self.before.needs, query.shape[2]
+        if not place:
+            self._own_ahead = seen_ahead(mask, rows if needs.received else min(rows, needs.window))
+            self.ahead = self._ahead_in_window(rows)
         if needs.window:
             recent = query[:, :, -needs.window :]
             if place < len(self.before.queries) and recent.shape[2] < needs.window:
@@ -190,12 +201,18 @@ class TraceRecorder:
         rows = query.shape[2]
         key_mask = self.mask if real is None else real
         rows_mask = None if self.mask is None else self.mask[:, -rows:]
-        total = observed_attention(
-            query, key, softmax, key.shape[2], key_mask=key_mask, query_mask=rows_mask, reduction="sum"
-        )
+        options: dict[str, Any] = {"key_mask": key_mask, "query_mask": rows_mask, "ahead": self._own_ahead}
+        total = observed_attention(query, key, softmax, key.shape[2], reduction="sum", **options)
         if place < len(self.before.received):
             total[..., :-rows] += self.before.received[place]
         return total
+
+    def _ahead_in_window(self, rows: int) -> Tensor | None:
+        """`Trace.ahead` after a pass over `rows` tokens, whose own is known."""
+        window = self.before.needs.window
+        pairs = (self.before.ahead, (0, rows)), (self._own_ahead, (window, 0))
+        parts = [functional.pad(each, pad)[:, -window:] for each, pad in pairs if each is not None]
+        return torch.stack(parts).sum(dim=0) if parts and window else None
 
     def trace(self, features: tuple[Tensor, ...] = ()) -> Trace:
         """The trace after the pass, whose own tokens have these `Trace.features`."""
@@ -209,4 +226,5 @@ class TraceRecorder:
             tuple(self.softmax[layer] for layer in layers),
             joined,
             self.seconds,
+            self.ahead,
         )

@@ -49,6 +49,7 @@ def tensors_of(state: State) -> dict[str, Tensor]:
         "logits": state.logits,
         "mask": state.mask,
         "shift": state.shift,
+        "trace.ahead": state.trace.ahead,
     }
     for index, layer in enumerate(share(state.cache).layers):
         found |= {f"layers.{index}.{name}": tensor for name, tensor in layer_tensors(layer).items()}
@@ -99,7 +100,7 @@ def state_of_tensors(
         tensors["logits"],
         tensors["tokens"],
         tensors["lengths"],
-        Trace(needs, window, received, tuple(by_layer)),
+        Trace(needs, window, received, tuple(by_layer), ahead=tensors.get("trace.ahead")),
         tensors.get("shift"),
     )
 

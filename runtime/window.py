@@ -28,6 +28,7 @@ def window_attention(layer: ReadLayer, wanted: int, reduction: str) -> Tensor:
         seen.keys.shape[2],
         key_mask=seen.real,
         query_mask=None if layer.real_tokens is None else layer.real_tokens[:, -rows:],
+        ahead=None if layer.ahead is None else layer.ahead[:, -rows:],
         reduction=reduction,
     )
 

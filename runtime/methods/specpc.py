@@ -160,7 +160,7 @@ class SpecPC(ShortenPrompt):
     def _scores(self, draft: PreTrainedModel, state: State, places: list[int], length: int, generated: int) -> Tensor:
         """[N] float32. Maximum and sum commute, so that all queries of a layer are reduced at once."""
         rows = self.window + generated
-        weights = self._weights(generated).to(state.logits.device)
+        weights, ahead = self._weights(generated).to(state.logits.device), state.trace.ahead
         layers = [*zip(state.trace.queries, attended_entries(draft, state), state.trace.softmax, strict=True)]
         by_layer = [
             observed_attention(
@@ -169,6 +169,7 @@ class SpecPC(ShortenPrompt):
                 softmax,
                 length,
                 query_mask=weights[None],
+                ahead=None if ahead is None else ahead[:, -rows:],
                 reduction=self.reduction,
             )[0]
             for queries, each, softmax in map(layers.__getitem__, places)

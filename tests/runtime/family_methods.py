@@ -42,6 +42,16 @@ REFUSED = dict.fromkeys(
     "has layers of latent attention; the cache can only be packed",
 )
 """What is refused, by family and method, and the words of the line that says so."""
+WITH_IMAGE = {
+    "Qwen2.5-VL (text)": "Qwen2.5-VL with an image",
+    "Gemma 3 (multimodal class, text)": "Gemma 3 with an image",
+}
+"""Families of models that read images, and what they are called where there is one in the prompt."""
+
+
+def reads_images(family: str, name: str) -> bool:
+    """Whether a method takes prompts with images; SpecPC shortens none whose tokens see one another."""
+    return METHODS[name].reads_images and (family, name) != ("Gemma 3 (multimodal class, text)", "specpc")
 
 
 @cache
@@ -66,12 +76,18 @@ def method_of(name: str, family: str, folder: Path) -> Any:
 def table() -> str:
     """The table of README: what is evicted from and what is refused, for each family."""
     lines = ["| family | layers | methods |", "| --- | --- | --- |"]
-    for family in FAMILIES:
-        kinds = sorted({_KINDS[kind] for kind in layer_kinds(family_model(family).config)})
-        kinds = ["latent" if has_latents(family_model(family)) else kind for kind in kinds]
-        refused = [f"`{name}`" for name in NAMES if (family, name) in REFUSED]
-        lines.append(f"| {family} | {', '.join(kinds)} | all{' but ' * bool(refused)}{', '.join(refused)} |")
+    lines += [_row(family, family, [name for name in NAMES if (family, name) in REFUSED]) for family in FAMILIES]
+    for family, called in WITH_IMAGE.items():
+        lines.append(_row(family, called, [name for name in NAMES if not reads_images(family, name)]))
     return "\n".join(lines)
+
+
+def _row(family: str, called: str, refused: list[str]) -> str:
+    kinds = sorted({_KINDS[kind] for kind in layer_kinds(family_model(family).config)})
+    kinds = ["latent" if has_latents(family_model(family)) else kind for kind in kinds]
+    return (
+        f"| {called} | {', '.join(kinds)} | all{' but ' * bool(refused)}{', '.join(f'`{name}`' for name in refused)} |"
+    )
 
 
 _KINDS = {

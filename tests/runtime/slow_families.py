@@ -78,10 +78,13 @@ def below_top(prompt: int, budget: int, kv_heads: int) -> Hide:
     return hide
 
 
-def soft_token_attention(lookahead: Lookahead, ids: Tensor) -> list[Tensor]:
-    """[H, N] of each layer: mean attention of soft tokens after a prompt, in one pass with LoRA on for them alone."""
+def soft_token_attention(lookahead: Lookahead, embedded: Tensor, **inputs: Any) -> list[Tensor]:
+    """[H, N] of each layer: mean attention of soft tokens after a prompt, in one pass with LoRA on for them alone.
+
+    The prompt is embedded, [1, N, hidden]; `inputs` are what else the model takes for prompt and soft tokens.
+    """
     model, hooks = lookahead.model, []
-    length, count = ids.shape[1], len(lookahead.tokens)
+    length, count = embedded.shape[1], len(lookahead.tokens)
     state = lookahead.lora_state()
     scale = lookahead.settings.alpha / lookahead.settings.rank
     for name, linear in model.named_modules():
@@ -94,8 +97,8 @@ def soft_token_attention(lookahead: Lookahead, ids: Tensor) -> list[Tensor]:
             return output + (inputs[0] @ a.T @ b.T) * scale * own.view(*inputs[0].shape[:-1], 1)
 
         hooks.append(linear.register_forward_hook(add))
-    embeddings = torch.cat([model.get_input_embeddings()(ids), lookahead.observers(1)], dim=1)
-    weights, _ = slow_pass(model, inputs_embeds=embeddings)
+    embeddings = torch.cat([embedded, lookahead.observers(1)], dim=1)
+    weights, _ = slow_pass(model, inputs_embeds=embeddings, **inputs)
     for hook in hooks:
         hook.remove()
     return [each[0, :, length:, :length].mean(dim=1) for each in weights]

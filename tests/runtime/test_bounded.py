@@ -10,7 +10,7 @@ from keepsight.runtime.prefill import prefill, read
 from keepsight.runtime.saved import load_state, save_state
 from keepsight.runtime.together import Rows
 from tests.close import assert_close
-from tests.families import family_model
+from tests.families import family_model, fresh_model
 from tests.tiny import prompt_ids
 
 FAMILIES = ["Llama 4 (text)", "Gemma 2", "GPT-OSS", "Mistral with a window", "Qwen3-Next"]
@@ -18,6 +18,14 @@ METHODS = [SnapKV(16, window=8), AdaKV(16, window=8)]
 each_family = pytest.mark.parametrize("family", FAMILIES)
 each_method = pytest.mark.parametrize("method", METHODS, ids=["snapkv", "adakv"])
 ANSWER = prompt_ids(5, seed=1)[0]
+
+
+@pytest.mark.parametrize("family", ["Mistral with a window", "Mixtral", "Phi-3, Phi-4"])
+def test_models_of_windows_alone_answer_as_without_us(family):
+    model, ids = fresh_model(family, sliding_window=12), prompt_ids(41)[0]
+    expected = model.generate(ids, max_new_tokens=6, do_sample=False)
+    for method in METHODS:
+        assert torch.equal(model.generate(ids, custom_generate=method, max_new_tokens=6, do_sample=False), expected)
 
 
 @each_family

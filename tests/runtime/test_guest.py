@@ -22,7 +22,9 @@ from keepsight.runtime.methods.snapkv import SnapKV
 from keepsight.runtime.prefill import prefill
 from tests.close import assert_close
 from tests.families import FAMILIES, family_model, fresh_model
-from tests.runtime.family_methods import DRAFT, NAMES, PROMPT, REFUSED, method_of
+from tests.runtime.family_methods import DRAFT, NAMES, PROMPT, REFUSED, WITH_IMAGE, method_of
+from tests.runtime.prompt_compression.prompts import PROSE, text_ids, text_methods, wide_model
+from tests.runtime.test_images import prompt
 from tests.tiny import tiny_model
 
 
@@ -69,6 +71,7 @@ def seen_of(model: Any) -> dict[str, Any]:
         "off": [each.disable_adapters for each in model.modules() if isinstance(each, LoraLayer)],
         "generation": model.generation_config.to_dict(),
         "names": list(model.state_dict()),
+        "weights": torch.cat([each.double().flatten() for each in model.state_dict().values()]),
         "trained": [name for name, value in model.named_parameters() if value.requires_grad],
         "modes": [module.training for module in model.modules()],
         "hooks": [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()],
@@ -79,29 +82,49 @@ def _configs(config: Any) -> list[Any]:
     return [config, *(getattr(config, name) for name in config.sub_configs)]
 
 
-def assert_same(model: Any, fresh: Any) -> None:
-    expected = seen_of(fresh)
+def assert_same(model: Any, expected: dict[str, Any]) -> None:
     for what, value in seen_of(model).items():
         same = torch.equal(value, expected[what]) if isinstance(value, Tensor) else value == expected[what]
         assert same, what
 
 
 @cache
-def owned_twice(family: str) -> tuple[Any, Any]:
-    """A model to use, and a copy that keepsight never sees."""
-    return owned(family), owned(family)
+def owned_twice(family: str) -> tuple[Any, Any, dict[str, Any]]:
+    """A model to use, a copy that keepsight never sees, and what its owner sees of that."""
+    fresh = owned(family)
+    return owned(family), fresh, seen_of(fresh)
+
+
+def assert_left_as_found(
+    model: Any, expected: dict[str, Any], method: Any, inputs: dict[str, Any], refused: bool = False
+) -> None:
+    """Use a method on a model that fails in its first pass, in its second, and not at all."""
+    ends = UserError if refused else PowerFailureError
+    for at in (1, 2, 1000):
+        with nullcontext() if at == 1000 and not refused else pytest.raises(ends), failing(model, at):
+            generate(model, method=method, max_new_tokens=2, eos_token_id=None, **inputs)
+        assert_same(model, expected)
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_is_afterwards_as_it_was(family, name, tmp_path_factory):
-    model, fresh = owned_twice(family)
-    method = method_of(name, family, tmp_path_factory.getbasetemp())
-    for at in (1, 2, 1000):
-        ends = UserError if (family, name) in REFUSED else PowerFailureError
-        with nullcontext() if ends is PowerFailureError and at == 1000 else pytest.raises(ends), failing(model, at):
-            generate(model, PROMPT, method, max_new_tokens=2, eos_token_id=None)
-    assert_same(model, fresh)
+    (model, _, expected), method = owned_twice(family), method_of(name, family, tmp_path_factory.getbasetemp())
+    assert_left_as_found(model, expected, method, {"input_ids": PROMPT}, (family, name) in REFUSED)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("family", WITH_IMAGE)
+def test_a_model_that_reads_an_image_is_afterwards_as_it_was(family, name, tmp_path_factory):
+    (model, _, expected), method = owned_twice(family), method_of(name, family, tmp_path_factory.getbasetemp())
+    refused = name == "specpc" or not method.reads_images  # the draft reads no images
+    assert_left_as_found(model, expected, method, prompt(family), refused)
+
+
+@pytest.mark.parametrize("place", [0, 1], ids=["llmlingua2", "sentence_similarity"])
+def test_a_model_that_reads_a_shortened_text_is_afterwards_as_it_was(place):
+    method = text_methods(budget=60, window=12)[place]
+    assert_left_as_found(wide_model(), seen_of(wide_model()), method, {"input_ids": text_ids(PROSE)[None]})
 
 
 @pytest.mark.parametrize("name", ["speckv", "specpc", "speckvpc"])
@@ -111,17 +134,18 @@ def test_a_draft_model_is_afterwards_as_it_was(name, at, tmp_path):
     model = DRAFT.draft.of(tiny_model())
     with suppress(PowerFailureError), failing(model, at):
         generate(family_model("Qwen3"), PROMPT, method_of(name, "Qwen3", tmp_path), max_new_tokens=2)
-    assert_same(model, tiny_model())
+    assert_same(model, seen_of(tiny_model()))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_weight_has_changed_and_a_reload_is_exact(family, tmp_path):
     """Last in this file: of the models that all methods above were used on."""
-    model, fresh = owned_twice(family)
+    model, fresh, _ = owned_twice(family)
     own, expected = model.state_dict(), fresh.state_dict()
     assert list(own) == list(expected)
     assert all(torch.equal(own[name], expected[name]) for name in own)
     used = family_model(family)
+    generate(used, PROMPT, method_of("lookaheadkv", family, tmp_path), max_new_tokens=2)
     used.save_pretrained(tmp_path)
     again, report = type(used).from_pretrained(tmp_path, output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"]

@@ -1,5 +1,6 @@
 """Prompts with images, against the model's own eager attention over the whole sequence, at positions of its own."""
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -9,24 +10,28 @@ from torch import Tensor
 from torch.nn import functional
 
 from keepsight.errors import UserError
+from keepsight.runtime import importance
 from keepsight.runtime.conversation import Conversation
+from keepsight.runtime.evict import Evict
 from keepsight.runtime.generate import generate
 from keepsight.runtime.images import Images
+from keepsight.runtime.importance import NO_POOL
 from keepsight.runtime.method import FullCache
-from keepsight.runtime.methods import SnapKV, StreamingLLM, make_method
-from keepsight.runtime.methods.quest import Quest
+from keepsight.runtime.methods import H2O, METHODS, SnapKV, StreamingLLM
 from keepsight.runtime.prefill import prefill, read
+from keepsight.runtime.saved import load_state, save_state
+from keepsight.runtime.state import State
 from tests.close import assert_close
-from tests.families import family_model
-from tests.runtime.family_methods import BUDGET, DRAFT, method_of
+from tests.families import family_model, fresh_model
+from tests.models.modules import random_on
+from tests.runtime.family_methods import BUDGET, LENGTH, NAMES, WITH_IMAGE, method_of
 from tests.runtime.scoring import observed_by_query_head
-from tests.runtime.slow_families import hiding, slow_pass
+from tests.runtime.slow_families import hiding, slow_pass, soft_token_attention
 
-QWEN, GEMMA = "Qwen2.5-VL (text)", "Gemma 3 (multimodal class, text)"
+QWEN, GEMMA = WITH_IMAGE
 IMAGE, START, END = 120, 122, 123
-LENGTH = 41
-METHODS = ["snapkv", "lookaheadkv", "dapq", "adakv", "laq", "oracle", "streamingllm", "tova", "key_norm"]
-both = pytest.mark.parametrize("family", [QWEN, GEMMA])
+EVICTING = [name for name in NAMES if issubclass(METHODS[name], Evict) and METHODS[name].reads_images]
+both = pytest.mark.parametrize("family", WITH_IMAGE)
 
 
 def images_of(family: str, ids: Tensor) -> dict[str, Tensor]:
@@ -74,7 +79,7 @@ def test_the_prompt_is_read_at_the_models_own_positions(family: str) -> None:
 
 
 @both
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", EVICTING)
 def test_answers_see_what_was_kept(family: str, name: str, tmp_path: Path) -> None:
     model, inputs = family_model(family), prompt(family)
     method = method_of(name, family, tmp_path)
@@ -88,14 +93,75 @@ def test_answers_see_what_was_kept(family: str, name: str, tmp_path: Path) -> No
         assert_close(logits[:, 0], expected[:, LENGTH + place])
 
 
+@cache
+def eager_model(family: str) -> Any:
+    model = fresh_model(family)
+    model.set_attn_implementation("eager")
+    return model
+
+
+def assert_observed(model: Any, method: Evict, state: State, expected: list[Tensor]) -> None:
+    for score, each in zip(observed_by_query_head(model, method, state), expected, strict=True):
+        assert_close(score[0], each)
+
+
 @both
-def test_the_window_scores_by_the_models_own_attention(family: str) -> None:
-    model, inputs = family_model(family), prompt(family)
-    method = SnapKV(BUDGET, window=8)
+@pytest.mark.parametrize("loaded", [family_model, eager_model], ids=["sdpa", "eager"])
+@pytest.mark.parametrize("window", [8, 34, 36], ids=["behind the image", "from within the image", "with the image"])
+def test_the_window_scores_by_the_models_own_attention(family: str, loaded: Any, window: int) -> None:
+    model, inputs = loaded(family), prompt(family)
+    method = SnapKV(LENGTH - 1, window=window)
     state = prefill(model, inputs["input_ids"], needs=method.needs(), images=Images.among(inputs))
-    weights, _ = slow_pass(model, **inputs)
-    for score, each in zip(observed_by_query_head(model, method, state), weights, strict=True):
-        assert_close(score[0], each[0, :, LENGTH - 8 :, :LENGTH].mean(dim=1))
+    assert_observed(model, method, state, [each[0, :, -window:].mean(dim=1) for each in slow_pass(model, **inputs)[0]])
+
+
+@both
+def test_the_attention_received_is_the_models_own(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importance, "ROWS_AT_ONCE", 8)  # the image is in two blocks
+    model, inputs, method = family_model(family), prompt(family), H2O(BUDGET, window=4)
+    state = prefill(model, inputs["input_ids"], needs=method.needs(), images=Images.among(inputs))
+    assert_observed(model, method, state, [each[0].sum(dim=1) for each in slow_pass(model, **inputs)[0]])
+
+
+def test_soft_tokens_score_by_the_models_own_attention(tmp_path: Path) -> None:
+    model, inputs = family_model(GEMMA), prompt(GEMMA)
+    method, lookahead = method_of("lookaheadkv", GEMMA, tmp_path), random_on(model)
+    state = prefill(model, inputs["input_ids"], needs=method.needs(), images=Images.among(inputs))
+    with torch.no_grad():
+        embedded = model(**inputs, output_hidden_states=True).hidden_states[0]
+    kinds = functional.pad(inputs["token_type_ids"], (0, len(lookahead.tokens)))
+    assert_observed(model, method, state, soft_token_attention(lookahead, embedded, token_type_ids=kinds))
+
+
+def test_an_image_read_earlier_observes_as_it_did(tmp_path: Path) -> None:
+    model, inputs, window = family_model(GEMMA), prompt(GEMMA), LENGTH - 1
+    method = SnapKV(LENGTH + 3, window=window)
+    state = prefill(model, inputs["input_ids"], needs=method.needs(), images=Images.among(inputs))
+    state = load_state(save_state(state, tmp_path, model=model), model).state
+    for token in ANSWER.split(1, dim=1):
+        state, _ = read(model, state, token)
+    weights, _ = slow_pass(model, **longer(inputs, ANSWER))
+    assert_observed(model, method, state, [each[0, :, -window:].mean(dim=1) for each in weights])
+
+
+@both
+@pytest.mark.parametrize("method", [SnapKV(17, window=12, pool=NO_POOL), H2O(BUDGET, window=4)], ids=["snapkv", "h2o"])
+def test_layers_evicted_from_while_they_are_read_keep_what_the_models_own_attention_says(
+    family: str, method: Evict
+) -> None:
+    model, inputs, free = family_model(family), prompt(family, seed=24), LENGTH - method.window
+    kept = []
+    for weights in slow_pass(model, **inputs)[0]:
+        observing = weights[0, :, 0 if isinstance(method, H2O) else free :]
+        scores = observing.sum(dim=1).unflatten(0, (2, -1)).mean(dim=1)
+        best = scores[:, :free].topk(method.budget_for(LENGTH) - method.window).indices
+        stays = (torch.arange(LENGTH) >= free).repeat(2, 1).scatter(1, best, True)
+        kept.append(stays[None])
+    _, expected = slow_pass(model, hiding(kept), **longer(inputs, ANSWER))
+    state = method.read_prompt(model, inputs["input_ids"], images=Images.among(inputs))
+    for place in range(ANSWER.shape[1]):
+        state, logits = read(model, state, ANSWER[:, place : place + 1])
+        assert_close(logits[:, 0], expected[:, LENGTH + place])
 
 
 @both
@@ -116,18 +182,20 @@ def test_generate_takes_what_the_processor_makes(family: str) -> None:
         state, _ = read(model, state, torch.tensor([[token]]))
 
 
-def test_a_padded_batch_answers_as_its_rows_do_alone() -> None:
-    model, rows = family_model(QWEN), [prompt(QWEN), prompt(QWEN, length=33, seed=2)]
-    padding = {"input_ids": 2, "mm_token_type_ids": 0}
+@both
+def test_a_padded_batch_answers_as_its_rows_do_alone(family: str) -> None:
+    model, rows = family_model(family), [prompt(family), prompt(family, length=33, seed=2)]
+    kinds = "mm_token_type_ids" if family == QWEN else "token_type_ids"
+    padding = {"input_ids": 2, kinds: 0}
     batch = {
         name: torch.cat([functional.pad(row[name], (LENGTH - row[name].shape[1], 0), value=fill) for row in rows])
         for name, fill in padding.items()
-    } | {name: torch.cat([row[name] for row in rows]) for name in ("pixel_values", "image_grid_thw")}
+    } | {name: torch.cat([row[name] for row in rows]) for name in rows[0].keys() - padding}
     mask = torch.arange(LENGTH) >= torch.tensor([[0], [LENGTH - 33]])
-    method = SnapKV(BUDGET, window=8)
-    together = generate(model, method=method, attention_mask=mask.long(), max_new_tokens=6, **batch)
-    alone = [generate(model, method=method, max_new_tokens=6, **row) for row in rows]
-    assert torch.equal(together, torch.cat(alone))
+    for method in (SnapKV(BUDGET, window=8), SnapKV(30, window=25), H2O(BUDGET, window=4)):
+        together = generate(model, method=method, attention_mask=mask.long(), max_new_tokens=6, **batch)
+        alone = [generate(model, method=method, max_new_tokens=6, **row) for row in rows]
+        assert torch.equal(together, torch.cat(alone))
 
 
 def test_a_further_turn_goes_on_at_the_images_positions() -> None:
@@ -142,22 +210,18 @@ def test_a_further_turn_goes_on_at_the_images_positions() -> None:
     assert torch.equal(second, model.generate(**whole, max_new_tokens=4, do_sample=False))
 
 
-def test_tokens_of_an_image_do_not_observe_where_they_see_one_another() -> None:
-    model, inputs = family_model(GEMMA), prompt(GEMMA)
-    for method in (SnapKV(40, window=36), make_method("h2o", BUDGET, window=4)):
-        with pytest.raises(UserError, match="cannot observe the prompt; take a shorter window, or a method that"):
-            generate(model, method=method, max_new_tokens=2, **inputs)
+@both
+@pytest.mark.parametrize("name", [name for name in NAMES if not METHODS[name].reads_images])
+def test_a_method_that_reads_no_images_says_so(family: str, name: str, tmp_path: Path) -> None:
+    model, inputs, method = family_model(family), prompt(family), method_of(name, family, tmp_path)
+    with pytest.raises(UserError, match=f"{type(method).__name__} reads no images"):
+        generate(model, method=method, max_new_tokens=2, **inputs)
 
 
-def test_what_cannot_read_images_says_so() -> None:
+def test_what_cannot_be_read_with_images_says_so() -> None:
     model, inputs = family_model(QWEN), prompt(QWEN)
-    for method in (
-        Quest(LENGTH),
-        Conversation(model, SnapKV(BUDGET, window=8)),
-        make_method("speckv", BUDGET, DRAFT, window=8),
-    ):
-        with pytest.raises(UserError, match=f"{type(method).__name__} reads no images"):
-            generate(model, method=method, max_new_tokens=2, **inputs)
+    with pytest.raises(UserError, match="Conversation reads no images"):
+        generate(model, method=Conversation(model, SnapKV(BUDGET, window=8)), max_new_tokens=2, **inputs)
     with pytest.raises(UserError, match="read in one pass; leave out prefill_chunk_size"):
         generate(model, method=StreamingLLM(BUDGET), max_new_tokens=2, prefill_chunk_size=8, **inputs)
     without = {name: value for name, value in inputs.items() if name != "mm_token_type_ids"}

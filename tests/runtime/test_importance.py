@@ -4,15 +4,18 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import create_block_mask
 
 from keepsight.errors import UserError
 from keepsight.runtime.importance import (
     Pool,
     Reduce,
     attention_weights,
+    later,
     observed_attention,
     pool,
     reduce_group,
+    seen_ahead,
     top_entries,
     top_mask,
 )
@@ -69,6 +72,28 @@ def test_many_rows_are_reduced_in_blocks(reduction):
     query, key = torch.randn(1, 2, 150, 4), torch.randn(1, 2, 160, 4)
     got = observed_attention(query, key, Softmax(0.5), 10, reduction=reduction)
     assert_close(got, _reference(query, key, 0.5, 10, reduction=reduction))
+
+
+def test_what_is_seen_ahead_is_read_off_any_mask():
+    images = torch.tensor([[-1, 0, 0, -1, 1, 1, 1, -1], [-1, -1, -1, -1, 0, 0, 0, 0]])
+
+    def sees(batch, head, query, key):
+        return (key <= query) | ((images[batch, query] == images[batch, key]) & (images[batch, query] >= 0))
+
+    index = torch.arange(8)
+    dense = sees(torch.arange(2)[:, None, None, None], 0, index[:, None], index)
+    expected = torch.tensor([[0, 1, 0, 0, 2, 1, 0, 0], [0, 0, 0, 0, 3, 2, 1, 0]])
+    for mask in (
+        dense,
+        torch.zeros(dense.shape).masked_fill_(~dense, torch.finfo(torch.float32).min),
+        create_block_mask(sees, 2, None, 8, 8, device="cpu"),
+    ):
+        for rows in (8, 3):
+            ahead = seen_ahead(mask, rows)
+            assert ahead is not None and torch.equal(ahead, expected[:, -rows:])
+        assert seen_ahead(mask, 1) is None
+    for causal in (None, torch.ones(2, 8), ~later(8, index.device)[None, None]):
+        assert seen_ahead(causal, 8) is None
 
 
 def test_group_reduction_and_pooling_do_not_commute():

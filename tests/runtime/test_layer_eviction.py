@@ -8,19 +8,21 @@ import pytest
 import torch
 
 from keepsight.errors import UserError
-from keepsight.models.decoder import full_attention_layers
+from keepsight.models.decoder import decoder_of, full_attention_layers
 from keepsight.runtime.allocate import Adaptive
 from keepsight.runtime.cache import cache_bytes, full_layers
 from keepsight.runtime.cache_layers import KeptLayer
 from keepsight.runtime.drafting.observer import DraftObserver
 from keepsight.runtime.evict import Evict
+from keepsight.runtime.generate import generate
 from keepsight.runtime.importance import Pool
 from keepsight.runtime.methods import H2O, TOVA, AdaKV, KeyNorm, PyramidKV, RandomEntries, SnapKV, StreamingLLM
 from keepsight.runtime.methods.dapq import PromptEnds
 from keepsight.runtime.methods.streamingllm import Earliness
 from keepsight.runtime.prefill import read
 from keepsight.runtime.state import State
-from tests.families import FAMILIES, family_model
+from tests.families import FAMILIES, family_model, fresh_model
+from tests.runtime.test_images import QWEN, prompt
 from tests.tiny import prompt_ids, tiny_model
 
 METHODS = {
@@ -94,7 +96,7 @@ class Layers:
         self.whole: list[int] = []
         self.alive: list[int] = []
         self._filled: list[weakref.ref[Any]] = []
-        for layer in model.model.layers:
+        for layer in decoder_of(model).layers:
             layer.register_forward_pre_hook(self._begin, with_kwargs=True)
             layer.register_forward_hook(self._look, with_kwargs=True)
 
@@ -120,6 +122,13 @@ def test_no_more_than_one_layer_is_whole(during: bool | None) -> None:
     else:
         assert watched.whole == watched.alive == [1, 2, 3]
         assert watched.bytes == [200 * of_entry, 400 * of_entry, 600 * of_entry]
+
+
+def test_no_more_than_one_layer_is_whole_where_there_are_images() -> None:
+    model = fresh_model(QWEN)
+    watched = Layers(model)
+    generate(model, method=SnapKV(20, window=6), max_new_tokens=1, **prompt(QWEN))
+    assert watched.whole == watched.alive == [0] * 4
 
 
 def test_an_observer_that_looks_back_evicts_after_the_prefill() -> None:

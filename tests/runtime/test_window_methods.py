@@ -78,7 +78,7 @@ def _attention(model, ids):
     """Of each layer: the whole attention matrix [H, N, N] float32, and the keys [K, N, d]."""
     seen = []
     with torch.no_grad(), recording(model):
-        model(ids, recorder=lambda _, query, key, softmax, __: seen.append((query[0], key[0], softmax.scaling)))
+        model(ids, recorder=lambda _, query, key, softmax, *__: seen.append((query[0], key[0], softmax.scaling)))
     result = []
     for query, key, scaling in seen:
         heads, length, _ = query.shape

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,7 +82,9 @@ class StepRecorder:
         self.rows, self.mask, self.layers = rows, mask, layers
         self._total: Tensor | None = None
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, softmax: Softmax, real: Tensor | None) -> None:
+    def __call__(
+        self, layer: int, query: Tensor, key: Tensor, softmax: Softmax, real: Tensor | None, mask: Any
+    ) -> None:
         """See `keepsight.runtime.attention.Recorder`."""
         if self.layers is not None and layer not in self.layers:
             return

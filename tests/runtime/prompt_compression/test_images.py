@@ -9,15 +9,17 @@ from torch import Tensor
 from keepsight.errors import UserError
 from keepsight.models.draft_sources import DraftHeadSource
 from keepsight.runtime.generate import generate
+from keepsight.runtime.images import Images
 from keepsight.runtime.method import FullCache
 from keepsight.runtime.methods.specpc import SpecPC
 from keepsight.runtime.prompt_compression.neighborhood import select_tokens
 from tests.close import assert_close
 from tests.families import family_model, fresh_model
 from tests.models.retrieval_heads import LAYERS, tiny_draft_head
+from tests.runtime.family_methods import LENGTH
 from tests.runtime.prompt_compression.prompts import Fixed
 from tests.runtime.slow_families import slow_pass
-from tests.runtime.test_images import ANSWER, GEMMA, IMAGE, LENGTH, QWEN, longer, prompt
+from tests.runtime.test_images import ANSWER, GEMMA, IMAGE, QWEN, longer, prompt
 from tests.tiny import prompt_ids
 
 DRAFT: Any = Fixed(fresh_model(QWEN, seed=7))
@@ -56,6 +58,14 @@ def test_the_target_reads_what_a_draft_that_sees_the_images_attends_to() -> None
         embedded = torch.cat([prompt_embedded, model.get_input_embeddings()(answer)], dim=1)
     _, logits = slow_pass(model, inputs_embeds=embedded, position_ids=positions_of(inputs, answer, kept))
     assert torch.equal(logits[:, BUDGET - 1 : -1].argmax(dim=-1), answer)
+
+
+def test_a_draft_whose_image_tokens_see_one_another_scores_by_its_own_attention() -> None:
+    draft, inputs, window = family_model(GEMMA), prompt(GEMMA, seed=24), 14  # with the image
+    method = small(draft=Fixed(draft), window=window, reduction="sum")
+    scores, _ = method.look(draft, inputs["input_ids"][0], Images.among(inputs))
+    weights = slow_pass(draft, **inputs)[0][1][0, :, -window:]
+    assert_close(scores, (weights * torch.linspace(0, 1, window)[:, None]).sum(dim=(0, 1)))
 
 
 def test_a_turn_goes_on_at_the_new_positions() -> None:

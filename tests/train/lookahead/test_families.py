@@ -25,7 +25,8 @@ def test_importances_are_the_models_own_attention(family: str) -> None:
         prompt = ids[row : row + 1, 30 - length :]
         weights, _ = slow_pass(lookahead.model, input_ids=torch.cat([prompt, answer[row : row + 1]], dim=1))
         wanted = [each[0, :, length:, :length].mean(dim=1) for each in weights]
-        for found, expected in zip(layers, (wanted, soft_token_attention(lookahead, prompt)), strict=True):
+        predicted = soft_token_attention(lookahead, lookahead.model.get_input_embeddings()(prompt))
+        for found, expected in zip(layers, (wanted, predicted), strict=True):
             for each, its in zip(found, expected, strict=True):
                 assert_close(each[row, :, 30 - length :], its)
 
