@@ -1,29 +1,24 @@
-"""Shards on disk: what they hold, and how training reads what is complete; `shard_writer` writes them.
+"""Shards on disk: what they hold. `shard_writer` writes them, `finished` reads those of a folder that is complete.
 
 out/manifest.json          counts, the target, its version, the chat template's digest, the mixture, the seed
 out/shard-00000.jsonl      a complete shard, one row per sample, each with a digest of itself
 out/shard-00001.jsonl.partial   the shard being written: complete lines count, a line cut off by a kill is redone
+out/.arrow/                a copy of all shards that training reads from, see `mapped`
 out/shard-00001.jsonl.damaged-*  what a shard was when some of its lines were found changed; the others are still used
 """
 
 import hashlib
-import logging
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field, NonNegativeInt
 
 from keepsight.errors import UserError
-from keepsight.files import (
-    read_json,
-    read_jsonl,
-)
+from keepsight.files import read_jsonl
 
-logger = logging.getLogger("keepsight")
-
-TokenIds = Annotated[list[NonNegativeInt], Field(min_length=1)]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 31)]], Field(min_length=1)]
 
 
 @dataclass(frozen=True)
@@ -103,83 +98,6 @@ class Manifest:
 
 
 EXCHANGED = "each line of its shards is whole, but together they are not what manifest.json has the digest of"
-
-
-def read_training_samples(
-    folder: Path, model: str, template_digest: str, vocabulary: int
-) -> tuple[list[TrainingSample], dict[str, Any]]:
-    """The samples of a finished data folder that a target answered, in order, and its manifest.
-
-    Args:
-        folder: Made by `keepsight data`.
-        model: Name of the target, which must have answered.
-        template_digest: Digest of the target's chat template.
-        vocabulary: Size of the target's vocabulary, above all token ids.
-
-    Raises:
-        UserError: the folder is missing, empty, unfinished, damaged, or made with another model or chat template.
-    """
-    manifest = finished_manifest(folder)
-    made = manifest.settings
-    if made.model != model:
-        raise UserError(f"{folder}: this data was answered by {made.model!r}, not by {model!r}; make it again")
-    if made.template_digest != template_digest:
-        raise UserError(f"{folder}: this data was made with another chat template of {model!r}; make it again")
-    samples = finished_samples(folder, manifest)
-    for sample in samples:
-        if (largest := max(*sample.prompt_ids, *sample.answer_ids)) >= vocabulary:
-            raise UserError(
-                f"{folder}: sample {sample.index} has token {largest}, but the vocabulary of {model!r} ends at "
-                f"{vocabulary - 1}; make the data again"
-            )
-    return samples, asdict(manifest)
-
-
-def finished_manifest(folder: Path) -> Manifest:
-    """The manifest of a finished data folder.
-
-    Raises:
-        UserError: the folder is missing or unfinished.
-    """
-    if not (folder / "manifest.json").exists():
-        raise UserError(f"{folder}: no manifest.json; make the data with `keepsight data out={folder}`")
-    manifest: Manifest = read_json(folder / "manifest.json", Manifest)
-    if not manifest.complete:
-        raise UserError(f"{folder}: this data is unfinished; {_again(folder)} to finish it")
-    return manifest
-
-
-def finished_samples(folder: Path, manifest: Manifest) -> list[TrainingSample]:
-    """The samples of a finished data folder, in order.
-
-    Raises:
-        UserError: the folder is empty or damaged.
-    """
-    if not manifest.shards or not manifest.settings.limit:
-        raise UserError(f"{folder}: this data folder holds no samples; raise limit=")
-    names = zip(manifest.shards, manifest.settings.shards(), strict=False)
-    shards, samples = {folder / Path(name).name: shard for name, shard in names}, list[TrainingSample]()
-    numbers = dict[int, int]()
-    for path, shard in shards.items():
-        try:
-            samples += [_sharing(sample, numbers) for sample in read_shard(path, shard)]
-        except UserError as error:
-            raise UserError(f"{error}; {_again(folder)}, which keeps a damaged file aside and mends it") from None
-    if len(samples) != manifest.samples or shards_digest(shards) != manifest.digest:
-        raise UserError(f"{folder}: {EXCHANGED}; restore its files, or make the data again")
-    return samples
-
-
-def _sharing(sample: TrainingSample, numbers: dict[int, int]) -> TrainingSample:
-    """The sample with one object for equal token ids of all samples: 8 bytes a token in place of 36."""
-    prompt, answer = (
-        [numbers.setdefault(each, each) for each in ids] for ids in (sample.prompt_ids, sample.answer_ids)
-    )
-    return replace(sample, prompt_ids=prompt, answer_ids=answer)
-
-
-def _again(folder: Path) -> str:
-    return f"run the same `keepsight data out={folder}` again"
 
 
 def read_shard(path: Path, shard: range) -> list[TrainingSample]:

@@ -1,7 +1,11 @@
 """What a data folder holds: counts, lengths, duplicates and truncated answers, by source."""
 
-from collections.abc import Sequence
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
 
 from matplotlib.figure import Figure
 
@@ -28,31 +32,41 @@ class SourceStats:
     truncated: int
 
 
-def stats_of(samples: Sequence[TrainingSample], max_new_tokens: int) -> dict[str, SourceStats]:
+class _Counted(NamedTuple):
+    """What counts of a sample."""
+
+    prompt: int
+    answer: int
+    last: int
+    is_duplicate: bool
+
+
+def stats_of(samples: Iterable[TrainingSample], max_new_tokens: int) -> dict[str, SourceStats]:
     """Statistics by source, the largest first, and of all samples under `all`, last.
 
     Args:
         samples: A data folder's; one at least.
         max_new_tokens: Longest answer allowed. The tokens that end shorter answers are those that end an answer.
     """
-    ends = {sample.answer_ids[-1] for sample in samples if len(sample.answer_ids) < max_new_tokens}
-    first: dict[tuple[int, ...], int] = {}
+    by_source, prompts = defaultdict[str, list[_Counted]](list), set[bytes]()
     for sample in samples:
-        first.setdefault(tuple(sample.prompt_ids), sample.index)
+        prompt = hashlib.sha256(str(sample.prompt_ids).encode()).digest()
+        lengths = len(sample.prompt_ids), len(sample.answer_ids)
+        by_source[sample.source].append(_Counted(*lengths, sample.answer_ids[-1], prompt in prompts))
+        prompts.add(prompt)
+    every = [*chain.from_iterable(by_source.values())]
+    ends = {each.last for each in every if each.answer < max_new_tokens}
 
-    def stats(own: Sequence[TrainingSample]) -> SourceStats:
+    def stats(own: Sequence[_Counted]) -> SourceStats:
         return SourceStats(
-            tuple(sorted(len(sample.prompt_ids) for sample in own)),
-            tuple(sorted(len(sample.answer_ids) for sample in own)),
-            sum(first[tuple(sample.prompt_ids)] != sample.index for sample in own),
-            sum(len(each.answer_ids) >= max_new_tokens and each.answer_ids[-1] not in ends for each in own),
+            tuple(sorted(each.prompt for each in own)),
+            tuple(sorted(each.answer for each in own)),
+            sum(each.is_duplicate for each in own),
+            sum(each.answer >= max_new_tokens and each.last not in ends for each in own),
         )
 
-    by_source: dict[str, list[TrainingSample]] = {}
-    for sample in samples:
-        by_source.setdefault(sample.source, []).append(sample)
     ordered = sorted(by_source.items(), key=lambda pair: (-len(pair[1]), pair[0]))
-    return {source: stats(own) for source, own in ordered} | {ALL: stats(samples)}
+    return {source: stats(own) for source, own in ordered} | {ALL: stats(every)}
 
 
 def stats_table(stats: dict[str, SourceStats]) -> str:

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from keepsight.errors import UserError
 from keepsight.models.lookahead_settings import LookaheadSettings
-from keepsight.models.lora import Lora, lora_targets
+from keepsight.models.lora import Lora, chosen_targets
 
 
 class Lookahead(nn.Module):
@@ -19,7 +19,10 @@ class Lookahead(nn.Module):
         soft_tokens: Embeds the soft tokens, [n, hidden] float32; a module of its own, for ZeRO-3 gathers the weights
             of a module when that module is called.
         settings: The module's shape.
-        lora: The updates of the target's linear modules; None for rank 0.
+        lora: The updates of the target's linear modules; None for rank 0 or no targets.
+
+    Raises:
+        UserError: the settings name modules that the target does not have.
     """
 
     def __init__(self, model: PreTrainedModel, settings: LookaheadSettings) -> None:
@@ -29,9 +32,8 @@ class Lookahead(nn.Module):
         random = torch.randn(settings.tokens, embedding.shape[1], device=embedding.device)
         scale = float(getattr(model.get_input_embeddings(), "embed_scale", 1.0))  # Gemma scales what it looks up
         self.soft_tokens = nn.Embedding.from_pretrained(random * embedding.float().std() * scale, freeze=False)
-        self.lora = (
-            Lora(lora_targets(model), settings.rank, settings.alpha, settings.dropout) if settings.rank else None
-        )
+        linears = chosen_targets(model, settings.targets) if settings.rank else {}
+        self.lora = Lora(linears, settings.rank, settings.alpha, settings.dropout) if linears else None
 
     @property
     def tokens(self) -> Tensor:

@@ -1,7 +1,7 @@
 """Settings of a lookahead module. Nothing heavy is imported: configurations read this file."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from keepsight.errors import UserError
 
@@ -16,6 +16,8 @@ class LookaheadSettings:
     Attributes:
         tokens: Number of soft tokens, n.
         rank: LoRA rank; 0 trains the soft tokens alone.
+        targets: What gets a LoRA: `all` modules that what is observed depends on, of these `qv`, which make queries and
+            values, or those of given names, such as [q_proj, mlp.up_proj]; or `none`.
         alpha: LoRA alpha: the update is scaled by alpha / rank.
         dropout: LoRA dropout in training.
         group: Reduction over the query heads of a KV head: `mean` or `max`.
@@ -25,6 +27,7 @@ class LookaheadSettings:
 
     tokens: int = 32
     rank: int = 8
+    targets: list[str] = field(default_factory=lambda: ["all"])
     alpha: float = 32
     dropout: float = 0.0
     group: str = "mean"
@@ -40,6 +43,10 @@ class LookaheadSettings:
         for name, least in {"tokens": 1, "rank": 0, "kernel": 1}.items():
             if not least <= (value := getattr(self, name)) <= LARGEST[name]:
                 raise UserError(f"lookahead.{name}={value} must be from {least} to {LARGEST[name]}")
+        if not self.targets or not all(self.targets):
+            raise UserError(f"lookahead.targets={self.targets} must be all, qv, none, or names of modules")
+        if len(self.targets) > 1 and {"all", "none"} & {*self.targets}:
+            raise UserError(f"lookahead.targets={self.targets}: all and none stand alone")
         if self.kernel % 2 == 0:
             raise UserError(f"lookahead.kernel={self.kernel} must be odd, so that it has a middle")
         if not 0 < self.alpha < math.inf:

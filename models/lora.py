@@ -7,7 +7,7 @@ is as it was once they are removed. Names and shapes of the saved tensors are PE
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from keepsight.errors import UserError
 from keepsight.models.decoder import RECURRENT, decoder_of, full_attention_layers, layer_kinds
 
 PREFIX = "base_model.model."  # what PEFT puts before the names of a saved adapter's tensors
@@ -24,6 +25,8 @@ _LEFT_OUT = re.compile(r"(^|\.)(experts|router|gate|shared_expert_gate|kv_b_proj
 """Experts and what chooses between them; what expands latents, which works on the cache and not on new tokens."""
 _SCORED = re.compile(r"(^|\.)(qkv|q|kv|k)_[^.]*$")
 """What makes queries and keys."""
+_QUERIES_AND_VALUES = r"(qkv|q|kv|v)_[^.]*"
+"""What makes queries and values, alone or together with keys."""
 
 
 class Lora(nn.Module):
@@ -114,16 +117,45 @@ def lora_targets(model: PreTrainedModel) -> dict[str, nn.Module]:
     found = {}
     for index, layer in enumerate(decoder.layers[: last + 1]):
         if kinds[index] not in RECURRENT:
-            for name, linear in _linears(layer):
+            for name, linear in linears(layer):
                 if not _LEFT_OUT.search(name) and (index < last or _SCORED.search(name)):
                     found[".".join(filter(None, (start, "layers", str(index), name)))] = linear
     return found
 
 
-def _linears(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+def chosen_targets(model: PreTrainedModel, targets: Sequence[str]) -> dict[str, nn.Module]:
+    """Those of `lora_targets` that settings choose.
+
+    Args:
+        model: The model.
+        targets: `all` or `none` alone; or `qv`, and names: the ends of modules' names, at a dot.
+
+    Raises:
+        UserError: the model has no module of such a name.
+    """
+    found, chosen = lora_targets(model), set[str]()
+    if targets[0] in ("all", "none"):
+        return found if targets[0] == "all" else {}
+    for target in targets:
+        end = re.compile(rf"(^|\.)({_QUERIES_AND_VALUES if target == 'qv' else re.escape(target)})$")
+        named = {name for name in found if end.search(name)}
+        if not named:
+            raise UserError(
+                f"lookahead.targets: no module that can get a LoRA is {target!r}; there are {_short(found)}"
+            )
+        chosen |= named
+    return {name: found[name] for name in found if name in chosen}
+
+
+def _short(names: Iterable[str]) -> str:
+    """The last parts of names, each once."""
+    return ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in names))
+
+
+def linears(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """The linear modules inside a module by name; of one that its owner has adapted, the adapted one."""
     for name, child in module.named_children():
         if hasattr(child, "in_features") and hasattr(child, "out_features"):
             yield prefix + name, child
         else:
-            yield from _linears(child, f"{prefix}{name}.")
+            yield from linears(child, f"{prefix}{name}.")

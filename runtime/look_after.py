@@ -111,6 +111,12 @@ class WatchedLayer(ViewedLayer, OwnAttention):
         super().__init__(stored.keys, stored.values, stored.real)
         self.reduction, self.keep = reduction, keep
 
+    def taken(self) -> Tensor:
+        """What was kept, for the last time: a layer that runs again for its gradients must not hold on to them."""
+        kept, self.keep = self.importance, no_entries
+        del self.importance
+        return kept
+
     def look(self, query: Tensor, key: Tensor, softmax: Softmax) -> LookAfter:
         """Score the entries."""
         seen = LookAfter.of(query, self.keys, key, softmax, self.real)
@@ -124,6 +130,11 @@ class WatchedLayer(ViewedLayer, OwnAttention):
     @override
     def attend(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
         return self.look(query, key, softmax).output(self.values, value)
+
+
+def no_entries(importance: Tensor) -> Tensor:
+    """An importance of no entries."""
+    return importance.new_empty(0)
 
 
 class LastLayer(WatchedLayer):

@@ -21,7 +21,7 @@ from keepsight.models.decoder import decoder_of, has_latents
 from keepsight.runtime.attention import run
 from keepsight.runtime.cache import as_observed, marked
 from keepsight.runtime.importance import ROWS_AT_ONCE, Reduce, observed_attention, reduce_group
-from keepsight.runtime.look_after import AllSeen, LastLayer, WatchedLayer
+from keepsight.runtime.look_after import AllSeen, LastLayer, WatchedLayer, no_entries
 from keepsight.runtime.read_layer import ReadLayer, read_layers
 from keepsight.runtime.softmax import Softmax
 from keepsight.runtime.state import Needs, State
@@ -91,6 +91,10 @@ def all_heads(place: int, attention: Tensor) -> Tensor:
     return attention
 
 
+def _none_of(place: int, attention: Tensor) -> Tensor:
+    return no_entries(attention)
+
+
 class AttentionRecorder:
     """Records each full-attention layer's attention of the last `rows` queries to the entries before them.
 
@@ -129,9 +133,10 @@ class AttentionRecorder:
         )
         self.by_layer[layer] = self.keep(len(self.by_layer), observed)
 
-    def layers(self) -> list[Tensor]:
-        """The recorded tensors in the order of the layers."""
-        return [self.by_layer[layer] for layer in sorted(self.by_layer)]
+    def taken(self) -> list[Tensor]:
+        """The recorded tensors in the order of the layers, for the last time: see `WatchedLayer.taken`."""
+        recorded, self.by_layer, self.keep = self.by_layer, {}, _none_of
+        return [recorded[layer] for layer in sorted(recorded)]
 
 
 def look_back(
@@ -216,7 +221,7 @@ def observe(
         ]
         with torch.inference_mode(not torch.is_grad_enabled()), suppress(AllSeen):  # saves 3 % of the time on a CPU
             look(as_observed(viewed, watched), attention_mask=padded)
-        return [layer.importance for layer in watched]
+        return [layer.taken() for layer in watched]
     recorder = AttentionRecorder(count, query_mask=observer_mask, reduction=reduction, keep=keep)
     look(viewed, attention_mask=padded, recorder=recorder)
-    return recorder.layers()
+    return recorder.taken()

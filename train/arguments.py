@@ -5,7 +5,9 @@ from pathlib import Path
 
 import torch
 from transformers import TrainingArguments
+from transformers.utils import is_torch_tf32_available
 
+from keepsight.errors import UserError
 from keepsight.models.processes import check_builds
 from keepsight.train.settings import TrainSettings
 
@@ -14,9 +16,12 @@ def training_arguments(settings: TrainSettings, work: Path, key: str = "train") 
     """The Trainer's arguments for these settings; `work` takes checkpoints and logs, `key` names them in a recipe.
 
     Raises:
-        UserError: the samples of a step do not divide into the batches of all processes, or see `check_builds`.
+        UserError: the samples of a step do not divide into the batches of all processes, no device has the precision
+            that is asked for, or see `check_builds`.
     """
     check_builds()
+    if settings.tf32 and not is_torch_tf32_available():
+        raise UserError(f"{key}.tf32=true needs an Nvidia GPU of the generation Ampere or later; leave it out")
     os.environ["ACCELERATE_MIXED_PRECISION"] = settings.precision  # DeepSpeed takes the launcher's, which may differ
     arguments = TrainingArguments(
         output_dir=str(work),
@@ -39,6 +44,7 @@ def training_arguments(settings: TrainSettings, work: Path, key: str = "train") 
         logging_steps=10,
         logging_nan_inf_filter=False,
         report_to=settings.report_to,
+        tf32=settings.tf32,
         remove_unused_columns=False,
         label_names=[],
         ddp_find_unused_parameters=False,

@@ -19,6 +19,7 @@ from keepsight.models.weight_files import check_names_and_shapes, read_tensors
 from keepsight.train.distributed import whole
 from keepsight.train.objective import Objective
 from keepsight.train.resume import check_seal, last_checkpoint, sealing, state_of
+from keepsight.train.settings import TrainSettings
 
 ObjectiveT = TypeVar("ObjectiveT", bound=Objective)
 
@@ -30,6 +31,7 @@ class CheckpointedTrainer(Trainer, ABC, Generic[ObjectiveT]):
 
     Attributes:
         objective: The module in training and its target.
+        settings: Optimisation.
         work: Folder for checkpoints and measurements.
         metrics: Numbers of the latest measurement, by name.
         weights_file: Name of the module's weights in a checkpoint.
@@ -37,6 +39,7 @@ class CheckpointedTrainer(Trainer, ABC, Generic[ObjectiveT]):
     """
 
     objective: ObjectiveT
+    settings: TrainSettings
     work: Path
     metrics: dict[str, float]
     weights_file: ClassVar[str]
@@ -103,7 +106,7 @@ class CheckpointedTrainer(Trainer, ABC, Generic[ObjectiveT]):
     @override
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         checkpoint = self.work / f"checkpoint-{self.state.global_step}"
-        with sealing(checkpoint) if self.is_world_process_zero() else nullcontext():
+        with sealing(checkpoint, self.settings.checkpoints) if self.is_world_process_zero() else nullcontext():
             self.accelerator.wait_for_everyone()
             super()._save_checkpoint(model, trial)
             if self.is_world_process_zero():

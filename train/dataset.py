@@ -1,14 +1,16 @@
 """Samples as batches: which are held out, how they are ordered, and how they are padded."""
 
+import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 from transformers.trainer_pt_utils import get_length_grouped_indices
+from typing_extensions import override
 
 from keepsight.data_gen.shards import TrainingSample
 from keepsight.errors import UserError
@@ -95,9 +97,41 @@ class SampleDataset(Dataset[dict[str, Any]]):
         }
 
 
-def cut(samples: Sequence[TrainingSample], max_tokens: int) -> list[TrainingSample]:
+class Chosen(Sequence[TrainingSample]):
+    """Samples at some places of a data set, each read when it is asked for.
+
+    Args:
+        samples: The data set.
+        places: Indices into it.
+        max_tokens: Length to which samples are truncated; see `cut`.
+    """
+
+    def __init__(self, samples: Sequence[TrainingSample], places: Sequence[int], max_tokens: int | None = None) -> None:
+        self._samples, self._places, self._max_tokens = samples, places, max_tokens
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @overload
+    def __getitem__(self, place: int) -> TrainingSample: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[TrainingSample]: ...
+    @override
+    def __getitem__(self, place: int | slice) -> TrainingSample | list[TrainingSample]:
+        if isinstance(place, slice):
+            return [self[each] for each in range(*place.indices(len(self)))]
+        sample = self._samples[self._places[place]]
+        return sample if self._max_tokens is None else _cut(sample, self._max_tokens)
+
+
+def no_longer_than(samples: Sequence[TrainingSample], prompt_tokens: int) -> Chosen:
+    """The samples whose prompts have at most this many tokens."""
+    return Chosen(samples, [place for place, each in enumerate(samples) if len(each.prompt_ids) <= prompt_tokens])
+
+
+def cut(samples: Sequence[TrainingSample], max_tokens: int) -> Chosen:
     """Truncate samples to their first `max_tokens` tokens, 2 or more; at least the last of them counts as answer."""
-    return [_cut(sample, max_tokens) for sample in samples]
+    return Chosen(samples, range(len(samples)), max_tokens)
 
 
 def _cut(sample: TrainingSample, max_tokens: int) -> TrainingSample:
@@ -122,12 +156,21 @@ def hold_out(
     """
     if len(samples) <= held_out:
         raise UserError(f"{key}.held_out={held_out} needs more than the {len(samples)} samples of the data; lower it")
-    new = [sample for sample in samples if prompt_digest(sample) not in seen] if seen else []
-    among = new or samples
+    new = [place for place, each in enumerate(samples) if prompt_digest(each) not in seen] if seen else []
+    among = new or range(len(samples))
     step = math.ceil(len(among) / held_out) if held_out else len(among) + 1
-    measured = among[step - 1 :: step]
-    chosen = {sample.index for sample in measured}
-    return SampleDataset([sample for sample in samples if sample.index not in chosen]), SampleDataset(measured)
+    measured = {*among[step - 1 :: step]}
+    trained = [place for place in range(len(samples)) if place not in measured]
+    return SampleDataset(Chosen(samples, trained)), SampleDataset(Chosen(samples, sorted(measured)))
+
+
+def samples_digest(samples: Iterable[TrainingSample]) -> str:
+    """`sha256:` and the digest of all token ids in their order."""
+    digest = hashlib.sha256(b"[")
+    for place, sample in enumerate(samples):
+        digest.update(f"{', ' if place else ''}{(sample.prompt_ids, sample.answer_ids)!r}".encode())
+    digest.update(b"]")
+    return f"sha256:{digest.hexdigest()}"
 
 
 class GroupedByLength(Sampler[int]):

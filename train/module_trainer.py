@@ -4,7 +4,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -13,11 +13,11 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from keepsight.errors import UserError
-from keepsight.files import append_lines, text_digest
+from keepsight.files import append_lines
 from keepsight.locks import one_writer
 from keepsight.train.arguments import training_arguments
 from keepsight.train.checkpointed_trainer import MEASUREMENTS, CheckpointedTrainer, ObjectiveT, numbers
-from keepsight.train.dataset import Batch, GroupedByLength, SampleDataset, collate, hold_out
+from keepsight.train.dataset import Batch, GroupedByLength, SampleDataset, collate, hold_out, samples_digest
 from keepsight.train.distributed import (
     StopTogether,
     leave_to_fsdp,
@@ -31,6 +31,7 @@ from keepsight.train.resume import StopOnInterrupt, check_same_settings, last_ch
 from keepsight.train.run import TrainingRun
 from keepsight.train.seen import held_out_text, seen_in
 from keepsight.train.settings import ReplaySettings, TrainSettings
+from keepsight.train.tracking import Throughput, log_lists
 from keepsight.train.trained import Trained
 from keepsight.units import read_bytes
 
@@ -70,13 +71,13 @@ class ModuleTrainer(CheckpointedTrainer[ObjectiveT]):
             )
         leave_to_fsdp(objective)
         self.objective, self.settings, self.work = objective, settings, run.work
-        digest = text_digest(repr([(sample.prompt_ids, sample.answer_ids) for sample in run.samples]))
-        data = {"data.samples": len(run.samples), "data.digest": digest}
-        self._fixed = asdict(settings) | {**run.start} | data | {"launch.processes": self.args.world_size}
+        data = {"data.samples": len(run.samples), "data.digest": samples_digest(run.samples)}
+        self._fixed = settings.deciding() | {**run.start} | data | {"launch.processes": self.args.world_size}
         self._seen = None if run.seen is None else run.seen | seen_in(train.samples)
         self._sample_count, (self._held_out, is_new) = len(run.samples), held_out_text(held_out.samples, run.seen)
         if not is_new and self.is_world_process_zero():
             logger.warning("held-out samples: %s, so that their fidelity may flatter the module", self._held_out)
+        self.callback_handler.callbacks.insert(0, Throughput(objective, settings))  # before what sends the logs
         self.metrics, self._indices = {}, []
         self._replay = run.replay if settings.replays > 1 else None
         if self._replay is not None:
@@ -165,10 +166,9 @@ class ModuleTrainer(CheckpointedTrainer[ObjectiveT]):
         return GroupedByLength(samples, self.samples_per_step, settings.seed)
 
     def _replay_sampler(self, samples: SampleDataset, replay: ReplaySettings) -> ReplaySampler:
-        rows = [samples[place] for place in range(len(samples))]
-        longest: Any = self._prepare_inputs(collate([max(rows, key=lambda row: row["length"])]))
+        lengths = [samples[place]["length"] for place in range(len(samples))]
+        longest: Any = self._prepare_inputs(collate([samples[lengths.index(max(lengths))]]))
         token_bytes = cast(ReplayedObjective, self.objective).token_bytes(Batch(**longest))
-        lengths = [row["length"] for row in rows]
         return ReplaySampler(lengths, token_bytes, read_bytes(replay.memory), self.settings, self.args.world_size)
 
     @override
@@ -191,6 +191,7 @@ class ModuleTrainer(CheckpointedTrainer[ObjectiveT]):
             raise self.not_finite(f"{error} after step {self.state.global_step}") from None
         self.metrics = numbers(measured)
         self.log(dict(self.metrics))
+        log_lists(self, measured)
         if self.is_world_process_zero():
             append_lines(self.work / MEASUREMENTS, [{"step": self.state.global_step, **measured}])
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, self.metrics)

@@ -24,6 +24,10 @@ class Objective(nn.Module, ABC):
     def loss(self, batch: Batch) -> Tensor:
         """The mean loss over the samples of a batch, a scalar; gradients flow to the trained module alone."""
 
+    def flops(self, batch: Batch) -> float | None:
+        """Floating-point operations of the loss of a batch and its gradients; None where they are not known."""
+        return None
+
     @override
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load a DeepSpeed checkpoint, which holds only the trained parameters; the frozen ones stay as they are."""

@@ -20,7 +20,6 @@ from keepsight.errors import UserError, require_same
 from keepsight.files import file_digest, read_json, write_json
 
 SETTINGS, SEAL = "settings.json", "digests.json"
-_KEPT = 2
 _NAME = re.compile(r"checkpoint-\d{1,18}\Z")
 
 
@@ -36,8 +35,14 @@ def last_checkpoint(work: Path, before: int | None = None) -> Path | None:
 
 
 @contextmanager
-def sealing(checkpoint: Path) -> Iterator[None]:
-    """Seal the checkpoint written within the block with digests of its files, then delete all but the newest two.
+def sealing(checkpoint: Path, kept: int) -> Iterator[None]:
+    """Seal the checkpoint written within the block with digests of its files, then delete all but the newest.
+
+    transformers' `save_total_limit` would delete the one before while the new one is not yet whole.
+
+    Args:
+        checkpoint: Its folder, among those of the others.
+        kept: Checkpoints that stay, at least 1.
 
     Raises:
         UserError: it cannot be written; the checkpoint before it stays.
@@ -46,6 +51,7 @@ def sealing(checkpoint: Path) -> Iterator[None]:
         shutil.rmtree(checkpoint, ignore_errors=True)  # what a kill has left
         yield
         _seal(checkpoint)
+        _delete_all_but_newest(checkpoint.parent, kept)
     except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have errors of their own
         shutil.rmtree(checkpoint, ignore_errors=True)
         said = " ".join(str(error).split())[:200]
@@ -59,9 +65,12 @@ def _seal(checkpoint: Path) -> None:
     paths = [path for path in sorted(checkpoint.rglob("*")) if path.is_file()]
     sync(*paths, *{path.parent for path in paths})
     write_json(checkpoint / SEAL, {path.relative_to(checkpoint).as_posix(): file_digest(path) for path in paths})
-    kept = [*checkpoints(checkpoint.parent).values()][-_KEPT:]
-    for other in checkpoint.parent.glob("checkpoint-*"):
-        if _NAME.match(other.name) and other not in kept:
+
+
+def _delete_all_but_newest(work: Path, kept: int) -> None:
+    newest = [*checkpoints(work).values()][-kept:]
+    for other in work.glob("checkpoint-*"):
+        if _NAME.match(other.name) and other not in newest:
             shutil.rmtree(other, ignore_errors=True)
 
 

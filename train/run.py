@@ -1,6 +1,6 @@
 """What a training is given beside the module: where it works, and on what."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ class TrainingRun:
     """
 
     work: Path
-    samples: list[TrainingSample]
+    samples: Sequence[TrainingSample]
     start: Mapping[str, Any] = field(default_factory=dict)
     replay: ReplaySettings = field(default_factory=ReplaySettings)
     seen: Seen | None = NOTHING

@@ -1,8 +1,9 @@
 """Settings of the optimiser, shared by all trainers. Nothing heavy is imported: configurations read this file."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
+from typing import Any
 
 from typing_extensions import override
 
@@ -11,6 +12,7 @@ from keepsight.units import read_bytes
 
 PRECISIONS = ("no", "bf16", "fp16")
 TRACKERS = ("tensorboard", "trackio", "wandb")
+_FREE = ("checkpoints", "flops", "gradient_checkpointing")
 
 
 @dataclass
@@ -32,11 +34,16 @@ class TrainSettings:
         held_out: Number of samples held out to be measured, never trained on.
         measure_every: Steps between measurements on the held-out samples.
         save_every: Steps between checkpoints.
+        checkpoints: Newest checkpoints that are kept.
         budget: KV entries per head at which recall or hit rate is measured.
         report_to: Experiment trackers: tensorboard, trackio, wandb.
+        flops: Peak of a device in 1e12 operations a second, of which trackers show the share that is reached (`mfu`).
+            By default the bfloat16 peak of a GPU that keepsight knows; trackers show none for others.
         group_by_length: Batch samples of similar length, which saves padding and, where several processes wait for one
             another, time. By default with several processes alone.
         replays: Uses of each reading of the target; above 1 the readings are kept, see the recipe's `replay`.
+        tf32: Whether GPUs multiply float32 matrices in TensorFloat-32, faster and rounded to 10 bits; by default what
+            torch chooses.
     """
 
     steps: int = 0
@@ -52,10 +59,13 @@ class TrainSettings:
     held_out: int = 16
     measure_every: int = 100
     save_every: int = 100
+    checkpoints: int = 2
     budget: int = 64
     report_to: list[str] = field(default_factory=lambda: ["tensorboard"])
+    flops: float = 0.0
     group_by_length: bool | None = None
     replays: int = 1
+    tf32: bool | None = None
 
     def check(self, key: str) -> None:
         """Refuse settings that no training can run with; `key` is their name in a recipe.
@@ -63,10 +73,11 @@ class TrainSettings:
         Raises:
             UserError: a value is out of range.
         """
-        least = dict.fromkeys(("batch_size", "measure_every", "save_every", "budget", "replays"), 1)
+        counts = ("batch_size", "measure_every", "save_every", "checkpoints", "budget", "replays")
+        least = dict.fromkeys(counts, 1)
         require_at_least(self, key, {**least, "steps": 0, "held_out": 0, "samples_per_step": 0})
         require_within(self, key, learning_rate=(0, 100), epochs=(0, 1e6), clip=(0, 1e9), above=True)
-        require_within(self, key, warmup=(0, 1), min_learning_rate=(0, 1), seed=(0, 2**32 - 1))
+        require_within(self, key, warmup=(0, 1), min_learning_rate=(0, 1), seed=(0, 2**32 - 1), flops=(0, 1e6))
         if self.precision not in PRECISIONS:
             raise UserError(f"{key}.precision={self.precision} is unknown; choose one of {', '.join(PRECISIONS)}")
         for tracker in self.report_to:
@@ -74,6 +85,10 @@ class TrainSettings:
                 raise UserError(f"{key}.report_to names {tracker!r}; choose from {', '.join(TRACKERS)}, or [] for none")
             if find_spec(tracker) is None:
                 raise UserError(f"{key}.report_to: {tracker} is not installed; run `pip install {tracker}`")
+
+    def deciding(self) -> dict[str, Any]:
+        """The settings that decide what is learned; the others may change when a training is resumed."""
+        return {name: value for name, value in asdict(self).items() if name not in _FREE}
 
     def accumulation(self, processes: int, key: str) -> int:
         """Gradient accumulation steps of each process.
@@ -97,9 +112,12 @@ class LookaheadTrainSettings(TrainSettings):
     Attributes:
         far: Share of the loss that is a KL divergence over the far entries alone: without the first 4 and the last 32,
             which hold most of the mass and are learned at once. 0 is the paper's loss.
+        gradient_checkpointing: Run each layer of the pass with gradients twice and keep nothing for them between: long
+            prompts take less memory, and steps a little more time.
     """
 
     far: float = 0.5
+    gradient_checkpointing: bool = False
 
     @override
     def check(self, key: str) -> None:

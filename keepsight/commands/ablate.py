@@ -1,6 +1,7 @@
 """keepsight ablate: train lookahead modules of several shapes or settings side by side, and compare them.
 
     keepsight ablate data=runs/data out=runs/ablation 'lookahead.tokens=[8,16,32]' 'lookahead.rank=[8,32]'
+    keepsight ablate data=runs/data out=runs/targets 'lookahead.tokens=[8,16,32]' 'lookahead.targets=[none,qv,all]'
     keepsight ablate data=runs/data out=runs/rates 'train.learning_rate=[3e-4,1e-3,3e-3]' train.steps=400
     accelerate launch -m keepsight ablate recipe=llama3.1-8b data=runs/data out=runs/ablation 'lookahead.rank=[0,8,32]'
 
@@ -16,6 +17,7 @@ in cells/ an adapter for each, which every command takes:
 A run that was stopped resumes from its last checkpoint when the same command is run again.
 """
 
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -33,7 +35,7 @@ from keepsight.train.lookahead.plots import ablation_figure
 from keepsight.train.trained import Trained
 
 VARIED = (
-    *(f"lookahead.{name}" for name in ("tokens", "rank", "alpha", "dropout")),
+    *(f"lookahead.{name}" for name in ("tokens", "rank", "targets", "alpha", "dropout")),
     *(f"train.{name}" for name in ("learning_rate", "clip", "far")),
 )
 """Keys that may have several values; the cells share all others, and with them the data and its order."""
@@ -64,7 +66,8 @@ def configure(overrides: list[str]) -> Grid:
 
 def _name(varied: dict[str, str]) -> str:
     """`tokens8-rank32`: the name of a folder."""
-    return "-".join(f"{key.partition('.')[2]}{value}" for key, value in varied.items())
+    words = ((key.partition(".")[2], "+".join(re.findall(r"[\w.-]+", value))) for key, value in varied.items())
+    return "-".join(f"{key}{value}" for key, value in words)
 
 
 def run(grid: Grid) -> None:

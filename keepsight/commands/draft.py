@@ -8,6 +8,7 @@ the sizes in `keep` with the target on held-out texts. Prints a table and the li
 draft.png to `out`. A search that was stopped resumes when the same command is run again.
 """
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -15,13 +16,15 @@ from keepsight.commands.config import Recipe, at_least_one
 from keepsight.commands.data import read_mixture
 from keepsight.commands.from_recipe import target_of
 from keepsight.data_gen.answers import InThisProcess
+from keepsight.data_gen.finished import read_training_samples
 from keepsight.data_gen.generate import generate_data
 from keepsight.data_gen.mixture import Mixture
-from keepsight.data_gen.shards import TrainingSample, read_training_samples
+from keepsight.data_gen.shards import TrainingSample
 from keepsight.errors import UserError
 from keepsight.files import write_json, write_png
 from keepsight.models.draft_sources import keep_layers
 from keepsight.models.targets import Target
+from keepsight.train.dataset import no_longer_than
 from keepsight.train.draft_layers import Subset, Text, closeness, draft_figure, read_answer, relative_time, search
 
 
@@ -77,7 +80,7 @@ def run(config: Config) -> None:
         print(f"draft: {{layers: {subset.layers}}}")
 
 
-def _samples(config: Config, target: Target) -> tuple[list[TrainingSample], str]:
+def _samples(config: Config, target: Target) -> tuple[Sequence[TrainingSample], str]:
     """`samples` and `held_out` texts together, and the digest of the data that they are from."""
     wanted = config.samples + config.held_out
     folder = Path(config.data) if config.data else Path(config.out) / "data"
@@ -86,7 +89,7 @@ def _samples(config: Config, target: Target) -> tuple[list[TrainingSample], str]
         _answer(config, target, folder, wanted)
     samples, manifest = read_training_samples(folder, target.name, target.template_digest, target.vocabulary)
     if config.data:
-        samples = [sample for sample in samples if len(sample.prompt_ids) <= longest]
+        samples = no_longer_than(samples, longest)
     if len(samples) < wanted:
         raise UserError(
             f"data={folder}: {len(samples)} samples have at most {longest} prompt tokens, "
@@ -112,7 +115,7 @@ def _answer(config: Config, target: Target, folder: Path, count: int) -> None:
     )
 
 
-def _texts(target: Target, samples: list[TrainingSample], answer_tokens: int) -> list[Text]:
+def _texts(target: Target, samples: Sequence[TrainingSample], answer_tokens: int) -> list[Text]:
     return [read_answer(target.model, sample.prompt_ids, sample.answer_ids[:answer_tokens]) for sample in samples]
 
 

@@ -1,5 +1,6 @@
 """Several values for a key: every combination of them is a cell."""
 
+import re
 from collections.abc import Collection, Iterator
 from itertools import product
 
@@ -7,7 +8,7 @@ from keepsight.errors import UserError
 
 
 def cells(overrides: list[str], varied: Collection[str]) -> Iterator[tuple[dict[str, str], list[str]]]:
-    """Every combination of the values of keys that are given several, `key=[a,b]` or `key=a,b`.
+    """Every combination of the values of keys that are given several, `key=[a,b]` or `key=a,b`; lists as `[a,[b,c]]`.
 
     Args:
         overrides: `key=value` arguments.
@@ -32,4 +33,4 @@ def cells(overrides: list[str], varied: Collection[str]) -> Iterator[tuple[dict[
 
 def _values(override: str) -> tuple[str, list[str]]:
     key, _, value = override.partition("=")
-    return key, [each.strip() for each in value.removeprefix("[").removesuffix("]").split(",")]
+    return key, [each.strip() for each in re.split(r",(?![^\[]*\])", value.removeprefix("[").removesuffix("]"))]

@@ -25,15 +25,16 @@ from keepsight.commands.training import (
     run_of,
     training_target,
 )
-from keepsight.data_gen.shards import TrainingSample, read_training_samples
+from keepsight.data_gen.finished import read_training_samples
+from keepsight.data_gen.shards import TrainingSample
 from keepsight.errors import UserError, require_same
 from keepsight.files import require_writable, write_png
 from keepsight.models.hub import fetch
 from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_card import lookahead_card
 from keepsight.models.lookahead_files import CONFIG, load_lookahead, save_lookahead
-from keepsight.models.lora import lora_targets
 from keepsight.models.targets import Target
+from keepsight.train.dataset import no_longer_than
 from keepsight.train.distributed import divide_layers
 from keepsight.train.lookahead.objective import LookaheadObjective
 from keepsight.train.lookahead.plots import lookahead_figure
@@ -42,7 +43,7 @@ from keepsight.train.trained import Trained
 
 DIVIDED = "fsdp2"
 """A `model.device_map`."""
-_SHAPE = ("tokens", "rank", "alpha", "group")
+_SHAPE = ("tokens", "rank", "targets", "alpha", "group")
 """Of a module's settings, those that its weights were trained with."""
 
 
@@ -84,14 +85,15 @@ def undivided(config: Config) -> Config:
     return replace(config, model=replace(config.model, device="cpu", device_map=None, dtype=dtype))
 
 
-def training_samples(config: Config, target: Target) -> tuple[list[TrainingSample], dict[str, Any]]:
+def training_samples(config: Config, target: Target) -> tuple[Sequence[TrainingSample], dict[str, Any]]:
     """The data's samples but for those with longer prompts, and its manifest.
 
     Raises:
         UserError: none is left, or the data is not what the target answered.
     """
     samples, manifest = read_training_samples(Path(config.data), target.name, target.template_digest, target.vocabulary)
-    samples = [each for each in samples if len(each.prompt_ids) <= (config.max_prompt_tokens or 1 << 60)]
+    if config.max_prompt_tokens:
+        samples = no_longer_than(samples, config.max_prompt_tokens)
     if not samples:
         raise UserError(f"max_prompt_tokens={config.max_prompt_tokens} leaves no sample of {config.data}; raise it")
     return samples, manifest
@@ -103,7 +105,7 @@ def new_objective(config: Config, target: Target) -> LookaheadObjective:
     lookahead = Lookahead(target.model, config.lookahead)
     if config.init:
         _start_from(config.init, lookahead)
-    return LookaheadObjective(lookahead, config.train.far)
+    return LookaheadObjective(lookahead, config.train.far, config.train.gradient_checkpointing)
 
 
 def save(
@@ -118,7 +120,7 @@ def save(
     """Write the adapter, its card and the training curves into a folder."""
     lengths = length_summary("prompt tokens", [len(each.prompt_ids) for each in samples])
     far = {"share of the loss on far entries": config.train.far}
-    adapted = {"modules with a LoRA": _counted(lora_targets(target.model)) if config.lookahead.rank else "none"}
+    adapted = {"modules with a LoRA": _counted(lookahead.lora.names) if lookahead.lora else "none"}
     basics = basics_of(config, target, manifest, trained, lengths | far | adapted)
     save_lookahead(lookahead, folder, basics.provenance, lookahead_card(basics, config.lookahead, trained.metrics))
     write_png(folder / "training.png", lookahead_figure(trained.log))

@@ -8,6 +8,7 @@ Writes the head, its model card and training curves to `out`. A training that wa
 checkpoint when the same command is run again.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +23,8 @@ from keepsight.commands.training import (
     require_finished,
     run_of,
 )
-from keepsight.data_gen.shards import TrainingSample, read_training_samples
+from keepsight.data_gen.finished import read_training_samples
+from keepsight.data_gen.shards import TrainingSample
 from keepsight.errors import UserError
 from keepsight.files import require_writable, write_png
 from keepsight.models.draft_head import DraftHead
@@ -75,7 +77,7 @@ def run(config: Config) -> None:
     require_finished(finished, config, trainer)
 
 
-def _head(config: Config, target: Target, samples: list[TrainingSample]) -> DraftHead:
+def _head(config: Config, target: Target, samples: Sequence[TrainingSample]) -> DraftHead:
     if config.init is None:
         vocabulary_size = target.model.config.get_text_config().vocab_size
         count = config.draft_head.vocabulary
@@ -88,7 +90,7 @@ def _head(config: Config, target: Target, samples: list[TrainingSample]) -> Draf
 
 
 def _reader(
-    config: Config, target: Target, head: DraftHead, samples: list[TrainingSample], digest: str
+    config: Config, target: Target, head: DraftHead, samples: Sequence[TrainingSample], digest: str
 ) -> TargetReader:
     layers = head.layers_of(target.model)
     run_target = RunTarget(target.model, layers)

@@ -20,7 +20,7 @@ from keepsight.commands.training import (
     run_of,
     training_target,
 )
-from keepsight.data_gen.shards import read_training_samples
+from keepsight.data_gen.finished import read_training_samples
 from keepsight.errors import UserError
 from keepsight.files import require_writable, write_png
 from keepsight.models.card import CardBasics

@@ -1,6 +1,6 @@
 """What the training commands share: their keys, what a training is given, its provenance, and how it ends."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,7 @@ class TrainingConfig(Recipe):
 
 
 def run_of(
-    config: TrainingConfig, target: Target, samples: list[TrainingSample], key: str, weights: str
+    config: TrainingConfig, target: Target, samples: Sequence[TrainingSample], key: str, weights: str
 ) -> TrainingRun:
     """What a training is given; one that is resumed must have begun with the same target and the same module.
 

@@ -51,6 +51,26 @@ def test_it_leaves_an_adapter_for_each_cell_a_table_and_a_plot(keepsight: Comman
     assert "this training began with ablation.cells=['tokens2-rank0', " in other and "lookahead.rank=None, now" in other
 
 
+def test_the_modules_that_get_a_lora_can_vary(keepsight: CommandLine, data: Path) -> None:
+    given = ["lookahead.tokens=4", "lookahead.targets=[none,qv,all,[q_proj,up_proj]]", "lookahead.rank=2"]
+    keepsight(*GIVEN, *given)
+    with Path("ablation/ablation.csv").open() as stream:
+        parameters = {row["cell"]: int(row["parameters"]) for row in csv.DictReader(stream)}
+    names = {"none": set(), "qv": {"q_proj", "v_proj"}, "all": None, "q_proj+up_proj": {"q_proj", "up_proj"}}
+    assert [*parameters] == [f"targets{name}" for name in names]
+    assert parameters["targetsnone"] == 4 * 32 < parameters["targetsqv"] < parameters["targetsall"]
+    for name, expected in names.items():
+        artifact = load_lookahead(Path("ablation/cells", f"targets{name}"))
+        assert name == "+".join(artifact.settings.targets)
+        adapted = {tensor.rpartition(".lora_")[0].rpartition(".")[2] for tensor in artifact.lora}
+        assert len(adapted) == 7 if expected is None else adapted == expected
+    card = Path("ablation/cells/targetsnone/README.md").read_text()
+    assert "4 soft tokens and no LoRA" in card and "modules with a LoRA: none" in card
+    start = ["lookahead.tokens=4", "lookahead.rank=2", "init=ablation/cells/targetsqv", "out=again"]
+    other = keepsight.fails("train", *GIVEN[1:4], *TRAIN, *start)
+    assert "this adapter was trained with targets=['qv'], now it is ['all']" in other
+
+
 WRONG = {
     "": "give a key several values, such as lookahead.tokens=[8,16]; choose from lookahead.tokens, ",
     "lookahead.tokens=[8]": "give a key several values, ",
@@ -58,6 +78,8 @@ WRONG = {
     "lookahead.tokens=[8,many]": "lookahead.tokens=many: Value 'many' of type 'str' could not be converted to Integer",
     "lookahead.tokens=[8,0]": "lookahead.tokens=0 must be from 1 to 4096",
     "lookahead.tokns=[8,16]": "'lookahead.tokns' is no key of this command; did you mean 'lookahead.tokens'?",
+    "lookahead.targets=[all,q_prj]": "lookahead.targets: no module that can get a LoRA is 'q_prj'; there are q_proj, ",
+    "lookahead.targets=[qv,[all,q_proj]]": "lookahead.targets=['all', 'q_proj']: all and none stand alone",
     "train.steps=[1,2] lookahead.rank=[1,2]": "train.steps=[1,2]: ",
     "lookahead.rank=[1,2] train.precision=fp16": "train.precision=fp16: an ablation trains in bf16 or no",
 }
@@ -74,3 +96,11 @@ def test_every_combination_is_a_cell() -> None:
     assert [*grid] == ["tokens2-far0", "tokens2-far0.5", "tokens4-far0", "tokens4-far0.5"]
     shapes = [(each.lookahead.tokens, each.lookahead.rank, each.train.far) for _, each in grid.values()]
     assert shapes == [(2, 3, 0), (2, 3, 0.5), (4, 3, 0), (4, 3, 0.5)]
+
+
+def test_lists_are_values_too() -> None:
+    given = ["data=a", "out=b", "lookahead.tokens=[8,16,32]", "lookahead.targets=[none,qv,[q_proj, up_proj],all]"]
+    grid = ablate.configure(given)
+    assert len(grid) == 12
+    assert [*grid][:4] == [f"tokens8-targets{name}" for name in ("none", "qv", "q_proj+up_proj", "all")]
+    assert grid["tokens16-targetsq_proj+up_proj"][1].lookahead.targets == ["q_proj", "up_proj"]

@@ -12,7 +12,8 @@ from tests.commands.commands import DATA, CommandLine, tree
 pytestmark = pytest.mark.usefixtures("here")
 TINY = ("model.id=tiny", "model.device=cpu", "adapter=null", "draft.layers=null")
 TEXTS = ("mixture=mixture.yaml", "prompt_tokens=[100,300]", "samples=2", "held_out=3", "answer_tokens=4", "out=draft")
-FILES = ["data/manifest.json", "data/shard-00000.jsonl", "draft.json", "draft.png", "search.jsonl"]
+COPY = [f"data/.arrow/{name}" for name in (".lock", "samples.arrow", "samples.json")]
+FILES = [*COPY, "data/manifest.json", "data/shard-00000.jsonl", "draft.json", "draft.png", "search.jsonl"]
 
 
 def test_a_table_the_recipes_lines_and_the_files(keepsight: CommandLine, here: Path) -> None:

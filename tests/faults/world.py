@@ -54,7 +54,7 @@ TRAIN = Scene(
     "train",
     _train("train", "train", "adapter", "lookahead.tokens=4", "lookahead.rank=2"),
     "adapter",
-    ("data/*.json*",),
+    ("data/*.json*", "data/.arrow/samples.*"),
 )
 DRAFT_HEAD = Scene(
     "train_draft_head",

@@ -1,15 +1,19 @@
 """LoRA chooses its modules by a model's structure, in every family."""
 
 import pytest
+from safetensors.torch import load_file
 
+from keepsight.errors import UserError
 from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_files import load_lookahead
 from keepsight.models.lookahead_settings import LookaheadSettings
-from keepsight.models.lora import lora_targets
+from keepsight.models.lora import chosen_targets, lora_targets
+from keepsight.runtime.prefill import prefill
 from keepsight.train.dataset import Batch
 from keepsight.train.lookahead.objective import LookaheadObjective
+from tests.close import assert_close
 from tests.families import FAMILIES, family_model, fresh_model
-from tests.models.modules import random_on, save
+from tests.models.modules import importance, importance_of, random_on, save
 from tests.tiny import prompt_ids
 
 ATTENTION, MLP = "self_attn.q_proj k_proj v_proj o_proj", "mlp.gate_proj up_proj down_proj"
@@ -49,6 +53,58 @@ def test_targets_are_chosen_by_structure(family):
     names, (inner, last) = list(lora_targets(family_model(family))), EXPECTED[family]
     assert _of_layer(names, 1) == _named(*inner)
     assert _of_layer(names, 3) == _named(last)
+
+
+QV = {
+    "Llama 3": ("self_attn.q_proj v_proj", "self_attn.q_proj"),
+    "Phi-3, Phi-4": ("self_attn.qkv_proj", "self_attn.qkv_proj"),
+    "DeepSeek-V3": ("self_attn.q_a_proj q_b_proj kv_a_proj_with_mqa",) * 2,
+}
+
+
+@pytest.mark.parametrize("family", QV)
+def test_queries_and_values_alone(family):
+    names, (inner, last) = list(chosen_targets(family_model(family), ["qv"])), QV[family]
+    assert _of_layer(names, 1) == _named(inner)
+    assert _of_layer(names, 3) == _named(last)
+
+
+def test_every_family_has_queries_and_values_by_name():
+    for family in sorted({*FAMILIES} - {"Mistral with a window"}):
+        chosen = chosen_targets(family_model(family), ["qv"])
+        assert 0 < len(chosen) < len(lora_targets(family_model(family))), family
+
+
+def test_targets_are_chosen_by_name():
+    model = family_model("Llama 3")
+    every = lora_targets(model)
+    assert chosen_targets(model, ["all"]) == every
+    assert chosen_targets(model, ["none"]) == {}
+    named = list(chosen_targets(model, ["up_proj", "layers.2.self_attn.k_proj", "qv"]))
+    assert named == [name for name in every if name in named]
+    assert _of_layer(named, 1) == {"mlp.up_proj", "self_attn.q_proj", "self_attn.v_proj"}
+    assert _of_layer(named, 2) == {*_of_layer(named, 1), "self_attn.k_proj"}
+    for wrong in ("proj", "layers", "UP_PROJ", "up_pro."):
+        with pytest.raises(UserError, match=rf"no module that can get a LoRA is '{wrong}'; there are q_proj, k_proj, "):
+            chosen_targets(model, ["q_proj", wrong])
+
+
+@pytest.mark.parametrize("targets", [[], [""], ["all", "q_proj"], ["qv", "none"]])
+def test_targets_that_say_nothing_or_two_things_are_refused(targets):
+    with pytest.raises(UserError, match=r"^lookahead.targets="):
+        LookaheadSettings(targets=targets).check()
+
+
+@pytest.mark.parametrize(("targets", "tensors"), [(["qv"], 2 * (4 * 2 - 1)), (["none"], 0), (["down_proj"], 2 * 3)])
+def test_an_adapter_remembers_its_targets(targets, tensors, tmp_path):
+    module = random_on(family_model("Llama 3"), LookaheadSettings(tokens=4, rank=2, targets=targets))
+    assert len(load_file(save(module, tmp_path) / "adapter_model.safetensors")) == tensors
+    artifact = load_lookahead(tmp_path)
+    assert artifact.settings.targets == targets
+    with artifact.attached(fresh_model("Llama 3")) as tokens:
+        assert tokens.shape == module.tokens.shape
+    state = prefill(family_model("Llama 3"), *prompt_ids(30, 17))
+    assert_close(importance_of(artifact, fresh_model("Llama 3"), state), importance(module, state))
 
 
 @pytest.mark.parametrize("family", sorted({*FAMILIES} - {"Mistral with a window"}))

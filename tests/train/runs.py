@@ -84,10 +84,8 @@ def train(
 class Disturbed(LookaheadObjective):
     """An objective to which something happens at the n-th training batch."""
 
-    def __init__(
-        self, at: int, action: Callable[["Disturbed"], object], lookahead: Lookahead, far: float = 0.0
-    ) -> None:
-        super().__init__(lookahead, far)
+    def __init__(self, at: int, action: Callable[["Disturbed"], object], lookahead: Lookahead, *given: Any) -> None:
+        super().__init__(lookahead, *given)
         self.at, self.action, self.calls = at, action, 0
 
     def forward(self, *args, **kwargs) -> dict[str, Tensor]:

@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+from typing import Any
 
 from keepsight.commands import train
 from keepsight.commands.cli import main
@@ -11,10 +12,10 @@ from keepsight.train.lookahead.objective import LookaheadObjective
 from tests.train.runs import Disturbed
 
 
-def _stopped(lookahead: Lookahead, far: float) -> LookaheadObjective:
+def _stopped(lookahead: Lookahead, *given: Any) -> LookaheadObjective:
     if os.environ["RANK"] == "0":
-        return LookaheadObjective(lookahead, far)
-    return Disturbed(3, lambda _: os.kill(os.getpid(), signal.SIGTERM), lookahead, far)
+        return LookaheadObjective(lookahead, *given)
+    return Disturbed(3, lambda _: os.kill(os.getpid(), signal.SIGTERM), lookahead, *given)
 
 
 if __name__ == "__main__":

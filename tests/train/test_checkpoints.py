@@ -174,6 +174,19 @@ def test_a_finished_training_that_is_run_again_writes_nothing_elsewhere(tmp_path
     assert list((tmp_path / "here").iterdir()) == []
 
 
+@pytest.mark.parametrize(("kept", "left"), [(1, [8]), (3, [3, 6, 8])])
+def test_as_many_checkpoints_as_asked_for_are_kept(kept, left, tmp_path):
+    train(objective(), settings(checkpoints=kept), tmp_path, samples())
+    assert checkpoints(tmp_path) == [f"checkpoint-{step}" for step in left]
+
+
+def test_how_many_checkpoints_are_kept_may_change_when_resumed(straight, work):
+    resumed = objective()
+    train(resumed, settings(checkpoints=1, flops=1.0), work, samples())
+    assert same(tensors(resumed), straight[0])
+    assert checkpoints(work) == ["checkpoint-8"]
+
+
 def test_another_process_is_kept_out(work):
     with one_writer(work):
         refused(work, f"{work}: process {os.getpid()} on ", "is writing here; wait for it to end")
@@ -182,7 +195,7 @@ def test_another_process_is_kept_out(work):
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), RuntimeError("write failed")])
 def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(work, error):
     said = r"checkpoint-8: the checkpoint cannot be written .*; once that is mended"
-    with pytest.raises(UserError, match=said), sealing(work / "checkpoint-8"):
+    with pytest.raises(UserError, match=said), sealing(work / "checkpoint-8", 2):
         (work / "checkpoint-8").mkdir()
         (work / "checkpoint-8" / "optimizer.pt").write_bytes(b"half")
         raise error

@@ -40,10 +40,10 @@ def test_a_later_stage_holds_out_what_the_earlier_held_out() -> None:
     seen = seen_in(trained.samples)
     for count in (3, 9):  # the earlier stage held out three
         again = hold_out(rows, count, seen=seen)
-        assert (again[0].samples, again[1].samples) == (trained.samples, held_out.samples)
+        assert [[*each.samples] for each in again] == [[*trained.samples], [*held_out.samples]]
     fewer = hold_out(rows, 2, seen=seen)[1].samples
-    assert fewer == held_out.samples[1::2]
-    assert hold_out(trained.samples, 4, seen=seen)[1].samples == hold_out(trained.samples, 4)[1].samples
+    assert [*fewer] == held_out.samples[1::2]
+    assert [*hold_out(trained.samples, 4, seen=seen)[1].samples] == [*hold_out(trained.samples, 4)[1].samples]
 
 
 @pytest.mark.parametrize(

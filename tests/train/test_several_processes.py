@@ -22,7 +22,15 @@ from tests.train.runs import SHAPE, rows, settings, write_data
 pytestmark = pytest.mark.slow
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs the extra `deepspeed`")
 TRAINING: dict[str, Any] = {"steps": 5, "batch_size": 1, "clip": 0.5, "group_by_length": False, "replays": 1}
-CONFIGS = [None, "fsdp2", *(pytest.param(name, marks=needs_deepspeed) for name in ("zero2", "zero3"))]
+FSDP2 = ["model.device_map=fsdp2"]
+LAUNCHED: dict[str, Any] = {
+    "ddp": (None, []),
+    "fsdp2": (None, FSDP2),
+    "fsdp2, layers run twice": (None, [*FSDP2, "train.gradient_checkpointing=true"]),
+    "zero2": pytest.param("zero2", [], marks=needs_deepspeed),
+    "zero3": pytest.param("zero3", [], marks=needs_deepspeed),
+}
+"""A file of recipes/accelerate/ for DeepSpeed, and keys."""
 
 
 @pytest.fixture(scope="module")
@@ -59,11 +67,11 @@ def arguments(place: Path, out: Path, **more: Any) -> list[str]:
     return [f"{name}={value}" for name, value in given.items()]
 
 
-@pytest.mark.parametrize("config", CONFIGS)
-def test_two_processes_stop_together_go_on_and_train_what_one_trains(config: str | None, place: Path, tmp_path: Path):
-    given = arguments(place, tmp_path / "two")
-    if config == "fsdp2":  # is what `launch` starts anyway, and divides the target
-        config, given = None, [*given, "model.device_map=fsdp2"]
+@pytest.mark.parametrize(("config", "more"), LAUNCHED.values(), ids=LAUNCHED)
+def test_two_processes_stop_together_go_on_and_train_what_one_trains(
+    config: str | None, more: list[str], place: Path, tmp_path: Path
+):
+    given = [*arguments(place, tmp_path / "two"), *more]
     stopped = launch(tmp_path, str(ROOT / "tests/train/stopped_training.py"), *given, config=config)
     assert stopped.stderr.count("interrupted at step 3") == 2, stopped.stderr[-4000:]
     assert (tmp_path / "two/training/checkpoint-3/trainer_state.json").exists()
@@ -71,6 +79,7 @@ def test_two_processes_stop_together_go_on_and_train_what_one_trains(config: str
     result = launch(tmp_path, str(ROOT / "train_lookahead.py"), *given, config=config)
     assert result.returncode == 0, result.stderr[-4000:]
     assert "resuming from" in result.stdout
+    assert "tokens_per_second" in result.stdout
     training = tmp_path / "two/training"
     assert json.loads((training / "settings.json").read_text())["launch.processes"] == 2
     one, two = (load_lookahead(folder) for folder in (place / "one", tmp_path / "two"))

@@ -50,8 +50,8 @@ class AblationTrainer(ModuleTrainer[SideBySide]):
 
     def __init__(self, cells: Sequence[Cell], run: TrainingRun) -> None:
         first, shapes = cells[0].settings, [asdict(cell.objective.lookahead.settings) for cell in cells]
-        shared = set.intersection(*({*shape.items()} for shape in shapes))
-        shape: dict[str, Any] = {f"lookahead.{key}": value for key, value in sorted(shared)}
+        shared = {key: value for key, value in shapes[0].items() if all(each[key] == value for each in shapes)}
+        shape: dict[str, Any] = {f"lookahead.{key}": value for key, value in shared.items()}
         shape["ablation.cells"] = [cell.name for cell in cells]
         if first.precision == "fp16":
             raise UserError("train.precision=fp16: an ablation trains in bf16 or no")

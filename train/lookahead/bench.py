@@ -1,8 +1,6 @@
 """The cost of a training step, against one inference prefill of the same prompt and answer."""
 
-import resource
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 
@@ -14,6 +12,7 @@ from keepsight.train.dataset import Batch
 from keepsight.train.lookahead.objective import LookaheadObjective
 from keepsight.train.replay import ReadingBuffer
 from keepsight.train.settings import LookaheadTrainSettings, ReplaySettings
+from keepsight.train.tracking import peak_memory
 
 
 def bench_step(
@@ -32,7 +31,7 @@ def bench_step(
     ids = torch.randint(
         3, model.config.get_text_config().vocab_size - 1, (1, tokens + answer_tokens), device=model.device
     )
-    objective, replays = LookaheadObjective(lookahead, settings.far), settings.replays
+    objective, replays = LookaheadObjective(lookahead, settings.far, settings.gradient_checkpointing), settings.replays
     objective.buffer = ReadingBuffer(ReplaySettings()) if replays > 1 else None
     optimizer = torch.optim.Adam([weight for weight in objective.parameters() if weight.requires_grad], lr=1e-4)
 
@@ -69,6 +68,4 @@ def _measure(action: Callable[[], None]) -> tuple[float, float]:
     action()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-        return time.perf_counter() - start, torch.cuda.max_memory_allocated() / 2**20
-    unit = 1 if sys.platform == "darwin" else 1024
-    return time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
+    return time.perf_counter() - start, peak_memory() / 2**20

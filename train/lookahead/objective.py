@@ -6,6 +6,8 @@ prompt changes the prompt's KV entries, so loss and gradients equal those of one
 of one inference prefill; and the first pass can be kept for several steps (`keepsight.train.replay`).
 """
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -17,12 +19,14 @@ from typing_extensions import override
 
 from keepsight.models.decoder import decoder_of, full_attention_layers, require_full_attention
 from keepsight.models.lookahead import Lookahead
-from keepsight.runtime.attention import run
+from keepsight.runtime.attention import recording, run
 from keepsight.runtime.cache import empty_cache, has_recurrent, record_past, share
 from keepsight.runtime.observe import AttentionRecorder, observe
 from keepsight.runtime.prefill import positions_of
 from keepsight.runtime.state_tensors import layer_of_tensors, layer_tensors
 from keepsight.train.dataset import Batch
+from keepsight.train.lookahead.flops import pass_flops, weights_of_a_token
+from keepsight.train.lookahead.recompute import recomputed
 from keepsight.train.objective import ReplayedObjective
 from keepsight.train.replay import Reading
 
@@ -57,7 +61,7 @@ def target_importance(model: PreTrainedModel, batch: Batch) -> tuple[Cache, list
         record_past(cache)
         read(0, ids.shape[1], cache, recorder)
         cache.crop(prompt - ids.shape[1])
-    return cache, recorder.layers()
+    return cache, recorder.taken()
 
 
 def importance_divergence(target: list[Tensor], predicted: list[Tensor]) -> Tensor:
@@ -107,13 +111,29 @@ class LookaheadObjective(ReplayedObjective):
     Attributes:
         lookahead: The module in training.
         far: Share of the loss that is the divergence over the far entries alone; see `far_divergence`.
+        recomputes: Whether the layers of the second pass run again for their gradients, and keep nothing till then.
     """
 
-    def __init__(self, lookahead: Lookahead, far: float = 0.0) -> None:
+    def __init__(self, lookahead: Lookahead, far: float = 0.0, recomputes: bool = False) -> None:
         super().__init__()
         require_full_attention(lookahead.model)
-        self.lookahead, self.far = lookahead, far
+        self.lookahead, self.far, self.recomputes = lookahead, far, recomputes
         lookahead.model.requires_grad_(False)
+        self._weights = weights_of_a_token(lookahead.model)
+
+    @override
+    def flops(self, batch: Batch) -> float:
+        return self.flops_of_reading(batch) + self.flops_of_looking(batch)
+
+    def flops_of_reading(self, batch: Batch) -> float:
+        """Operations of the first pass; none where its reading was kept."""
+        (rows, prompt), answer = batch.prompt_ids.shape, batch.answer_ids.shape[1]
+        return rows * pass_flops(self.lookahead.model, self._weights, prompt + answer) if batch.turn == 0 else 0.0
+
+    def flops_of_looking(self, batch: Batch) -> float:
+        """Operations of the second pass and its gradients, which flow through it once: the weights have none."""
+        rows, prompt = batch.prompt_ids.shape
+        return rows * 2 * pass_flops(self.lookahead.model, self._weights, self.lookahead.settings.tokens, before=prompt)
 
     @override
     def read(self, batch: Batch) -> Reading:
@@ -137,11 +157,24 @@ class LookaheadObjective(ReplayedObjective):
         lookahead = self.lookahead
         cache = _restored(reading, lookahead.model, batch.prompt_ids.shape[1])
         embeddings = lookahead.observers(len(batch.prompt_ids))
-        with lookahead.active():
+        with lookahead.active(), self._recomputing():
             predicted = observe(lookahead.model, cache, batch.prompt_mask, embeddings)
         if torch.is_grad_enabled():
             _make_whole_for_gradients(lookahead.model, predicted)
         return list(reading["importance"]), predicted
+
+    def _recomputing(self) -> AbstractContextManager[None]:
+        """Where it is asked for, the layers with full attention keep nothing for gradients within the block."""
+        if not (self.recomputes and torch.is_grad_enabled()):
+            return nullcontext()
+        layers, places = decoder_of(self.lookahead.model).layers, full_attention_layers(self.lookahead.model.config)
+        return recomputed([layers[place] for place in places], self._as_observed)
+
+    @contextmanager
+    def _as_observed(self) -> Iterator[None]:
+        """The model within the block is what it is while it observes."""
+        with self.lookahead.active(), recording(decoder_of(self.lookahead.model)):
+            yield
 
 
 def _make_whole_for_gradients(model: PreTrainedModel, predicted: list[Tensor]) -> None:

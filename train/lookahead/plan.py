@@ -15,11 +15,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from typing_extensions import override
 
-from keepsight.models.decoder import decoder_of, full_attention_layers
+from keepsight.models.decoder import decoder_of
 from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.runtime.importance import later
@@ -66,6 +65,7 @@ def plan_step(
     tokens: int,
     answer: int,
     *,
+    recomputes: bool = False,
     quantize: str | None = None,
     shards: int = 1,
 ) -> StepPlan:
@@ -76,6 +76,7 @@ def plan_step(
         dtype: The target's.
         settings: The module's shape.
         far: See `LookaheadObjective`.
+        recomputes: See `LookaheadObjective`.
         tokens: Prompt length in tokens.
         answer: Answer length in tokens.
         quantize: `nf4` or `int8`: how the target's linear layers are stored; None for its dtype.
@@ -86,13 +87,13 @@ def plan_step(
         weights = stored_bytes(model, quantize)
         gathered = 0 if shards == 1 else 2 * max(_bytes_of(layer) for layer in decoder_of(model).layers)
         unpacked = 0 if quantize is None else max(weight.nbytes for weight in _linear_weights(model))
-        objective = LookaheadObjective(Lookahead(model, settings), far)
+        objective = LookaheadObjective(Lookahead(model, settings), far, recomputes)
         trained = [weight for weight in objective.parameters() if weight.requires_grad]
         for weight in trained:
             weight.grad = torch.zeros_like(weight)
         ids = torch.zeros(1, tokens + answer, dtype=torch.long)
         batch = Batch(ids[:, :tokens], ids[:, tokens:])
-        with FlopCounterMode(display=False) as counted, _LiveBytes() as live:
+        with _LiveBytes() as live:
             reading = objective.read(batch)
             first, held = live.most(), live.now
             objective.loss_of(reading, batch).backward()
@@ -103,7 +104,7 @@ def plan_step(
         held,
         first,
         second,
-        counted.get_total_flops() + _uncounted(model, tokens + answer),
+        round(objective.flops(batch)),
     )
 
 
@@ -124,13 +125,6 @@ def _linear_weights(model: PreTrainedModel) -> Iterator[Tensor]:
 
 def _bytes_of(module: nn.Module) -> int:
     return sum(weight.nbytes for weight in {id(each): each for each in module.parameters()}.values())
-
-
-def _uncounted(model: PreTrainedModel, length: int) -> int:
-    """FLOPs of causal attention in the first pass, which torch's counter does not know on a CPU."""
-    config = model.config.get_text_config()
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * length**2 * width * config.num_attention_heads * len(full_attention_layers(model.config))
 
 
 @contextmanager

@@ -48,6 +48,10 @@ class SideBySide(ReplayedObjective):
         self.losses.append(torch.stack(losses).detach())
         return torch.stack(losses).sum()
 
+    @override
+    def flops(self, batch: Batch) -> float:
+        return self.cells[0].flops_of_reading(batch) + sum(cell.flops_of_looking(batch) for cell in self.cells)
+
     def importances(self, batch: Batch) -> Iterator[Importances]:
         """Target and predicted importance for each cell in turn."""
         reading = self.reading(batch)

@@ -63,6 +63,7 @@ def run(config: Config) -> None:
         config.train.far,
         config.tokens,
         config.answer,
+        recomputes=config.train.gradient_checkpointing,
         quantize=quantize,
         shards=config.gpus if config.shard else 1,
     )

@@ -193,6 +193,18 @@ def test_a_process_with_several_gpus_uses_one_and_says_how_to_use_all(tmp_path, 
     assert "accelerate launch --multi_gpu --num_processes 4" in said
 
 
+def test_tf32_is_asked_of_the_devices_that_have_it(tmp_path, monkeypatch):
+    with pytest.raises(UserError, match=r"train.tf32=true needs an Nvidia GPU of the generation Ampere"):
+        LookaheadTrainer(objective(), settings(tf32=True), TrainingRun(tmp_path, samples()))
+    asked: list[bool] = []
+    monkeypatch.setattr("keepsight.train.arguments.is_torch_tf32_available", lambda: True)
+    monkeypatch.setattr("transformers.training_args.is_torch_tf32_available", lambda: True)
+    monkeypatch.setattr("transformers.training_args.enable_tf32", asked.append)
+    for given in (None, True, False):
+        LookaheadTrainer(objective(), settings(tf32=given), TrainingRun(tmp_path, samples()))
+    assert asked == [True, False]
+
+
 def test_readings_are_not_kept_where_the_target_is_divided(tmp_path, monkeypatch):
     """One process would read the target where another does not, and wait for it forever."""
     monkeypatch.setattr(module_trainer, "target_is_divided", lambda accelerator, objective: True)

@@ -198,7 +198,7 @@ def test_long_samples_are_cut_at_the_end():
         ids = [*row.prompt_ids, *row.answer_ids]
         assert [*short.prompt_ids, *short.answer_ids] == ids[:20]
         assert short.answer_ids and short.prompt_ids == row.prompt_ids[:19]
-    assert cut(rows, 100) == rows
+    assert [*cut(rows, 100)] == rows
 
 
 def test_the_configuration_names_the_weights(trained):

@@ -1,0 +1,128 @@
+"""What trackers are told: tokens a second, the share of a peak, memory, and every layer."""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import TrainerCallback
+
+from keepsight.models.decoder import full_attention_layers
+from keepsight.models.lookahead import Lookahead
+from keepsight.models.lookahead_settings import LookaheadSettings
+from keepsight.train import tracking
+from keepsight.train.dataset import Batch
+from keepsight.train.lookahead.flops import weights_of_a_token
+from keepsight.train.lookahead.objective import LookaheadObjective
+from keepsight.train.lookahead.trainer import LookaheadTrainer
+from keepsight.train.run import TrainingRun
+from keepsight.train.tracking import peak_memory, peak_of
+from tests.families import fresh_model
+from tests.train.runs import objective, samples, settings, train
+
+
+class Logged(TrainerCallback):
+    """What a tracker is sent, which comes after keepsight's own callbacks."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        self.rows.append({**logs, "step": state.global_step})
+
+
+def logged(work: Path, **changes: Any) -> tuple[list[dict[str, Any]], list[Batch], LookaheadObjective]:
+    """The logged losses of a training whose clock shows a second more each time it is looked at, and its batches."""
+    learning, batches, given = objective(), list[Batch](), settings(**changes)
+    learning.register_forward_pre_hook(lambda _, __, values: batches.append(Batch(**values)), with_kwargs=True)
+    trainer, tracker = LookaheadTrainer(learning, given, TrainingRun(work, samples())), Logged()
+    trainer.add_callback(tracker)
+    assert trainer.fit()
+    assert all("tokens_per_second" not in row for row in trainer.state.log_history)  # differs from run to run
+    return [row for row in tracker.rows if "loss" in row], batches, learning
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = itertools.count()
+    monkeypatch.setattr(tracking.time, "perf_counter", lambda: float(next(seconds)))
+
+
+@pytest.mark.parametrize("changes", [{}, {"replays": 2, "batch_size": 1, "samples_per_step": 2}])
+def test_losses_come_with_tokens_a_second_mfu_and_memory(changes: dict[str, Any], clock: None, tmp_path: Path) -> None:
+    rows, batches, learning = logged(tmp_path, flops=1e-6, **changes)
+    assert [row["step"] for row in rows] == [3, 6, 8]
+    together = settings(**changes).accumulation(1, "train")
+    for row, steps, start in zip(rows, (3, 3, 2), (0, 3, 6), strict=True):
+        own = batches[start * together : (start + steps) * together]
+        tokens = sum(len(text) for batch in own for text in batch.texts())
+        assert row["tokens_per_second"] == pytest.approx(tokens / steps, abs=0.06)
+        assert row["mfu"] == pytest.approx(sum(map(learning.flops, own)) / steps / 1e6, rel=1e-3)
+        assert 0 < row["peak_memory_gib"] * 2**30 <= peak_memory() + 2**20
+
+
+def test_without_a_known_peak_no_share_of_it_is_shown(tmp_path: Path) -> None:
+    rows, _, _ = logged(tmp_path)
+    assert all("mfu" not in row and row["tokens_per_second"] > 0 for row in rows)
+
+
+def test_tensorboard_shows_them_and_every_layer_but_the_console_does_not(tmp_path: Path, capsys: Any) -> None:
+    train(objective(), settings(report_to=["tensorboard"], flops=1.0), tmp_path, samples())
+    (file,) = tmp_path.rglob("events.*")
+    events = EventAccumulator(str(file)).Reload()
+    shown = set(events.Tags()["scalars"])
+    assert {f"train/{name}" for name in ("loss", "tokens_per_second", "mfu", "peak_memory_gib")} <= shown
+    layers = {f"eval/{name}_by_layer/{layer:02}" for name in ("kl", "recall", "tau") for layer in range(3)}
+    assert layers == {name for name in shown if "by_layer" in name}
+    assert [each.step for each in events.Scalars("eval/kl_by_layer/02")] == [0, 4, 8]
+    means = [each.value for each in events.Scalars("eval/kl")]
+    by_layer = [[each.value for each in events.Scalars(f"eval/kl_by_layer/0{layer}")] for layer in range(3)]
+    assert means == pytest.approx([sum(values) / 3 for values in zip(*by_layer, strict=True)], rel=1e-4)
+    assert "by_layer" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("gpu", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA A100-SXM4-40GB", 312),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA L4", 121),
+        ("NVIDIA GeForce RTX 2060", 0),
+    ],
+)
+def test_peaks_of_known_gpus(gpu: str, peak: float) -> None:
+    assert peak_of(gpu) == peak
+
+
+def causal_attention(model: Any, length: int) -> int:
+    """Operations of the first pass's attention, which torch does not count on a CPU."""
+    config = model.config.get_text_config()
+    width = config.head_dim * config.num_attention_heads
+    return 2 * length**2 * width * len(full_attention_layers(model.config))
+
+
+@pytest.mark.parametrize("family", ["Llama 3", "Phi-3, Phi-4", "Gemma 3 (text)", "GLM-4"])
+def test_a_steps_operations_are_those_that_torch_counts(family: str) -> None:
+    shape = {"hidden_size": 64, "intermediate_size": 192, "moe_intermediate_size": 96, "head_dim": 16}
+    model = fresh_model(family, **shape, max_position_embeddings=4096)
+    counted = LookaheadObjective(Lookahead(model, LookaheadSettings(tokens=16, rank=1)))
+    ids = torch.randint(3, 100, (1, 640), generator=torch.Generator().manual_seed(0))
+    batch = Batch(ids[:, :600], ids[:, 600:])
+    with FlopCounterMode(display=False) as counter:
+        counted.loss(batch).backward()
+    expected = counter.get_total_flops() + causal_attention(model, 640)
+    assert counted.flops(batch) == pytest.approx(expected, rel=0.15)
+    again = Batch(batch.prompt_ids, batch.answer_ids, turn=1)
+    assert 0 < counted.flops(again) < 0.2 * counted.flops(batch)
+
+
+@pytest.mark.parametrize(("family", "expert"), [("Qwen3-MoE", 3 * 32 * 24), ("GPT-OSS", 3 * 32 * 48)])
+def test_a_token_is_sent_to_some_experts_alone(family: str, expert: int) -> None:
+    """To two of four, which torch's counter does not see."""
+    attention, layers = 2 * 32 * (32 + 16), 4
+    assert weights_of_a_token(fresh_model(family)) == layers * (attention + 2 * expert)

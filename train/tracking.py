@@ -1,0 +1,129 @@
+"""What experiment trackers are told beside the loss: tokens a second, the share of the device's peak, memory, layers.
+
+transformers' own counters do not fit: its tokens are those of one input and its time has measuring and saving in it
+(`include_num_input_tokens_seen`), and its memory metrics come once, at the end.
+"""
+
+import re
+import resource
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from accelerate.utils import gather
+from torch import nn
+from transformers import (
+    PrinterCallback,
+    ProgressCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+from typing_extensions import override
+
+from keepsight.train.dataset import Batch
+from keepsight.train.objective import Objective
+from keepsight.train.settings import TrainSettings
+
+_HOPPER = {"H100": 989, "H100 NVL": 835, "H100 PCIe": 756, "H200": 989, "H200 NVL": 835}
+_PEAKS = {"A100": 312, **_HOPPER, "B200": 2250, "L4": 121, "L40S": 362}
+"""Peaks of Nvidia's GPUs in bfloat16 without sparsity, in 1e12 operations a second (its data sheets)."""
+
+
+class Throughput(TrainerCallback):
+    """Adds to each logged loss what the steps since the one before took, all processes together.
+
+    - `tokens_per_second`: tokens of prompts and answers, without padding and in each replay anew, in the time of the
+      steps alone: neither measuring nor saving is in it.
+    - `mfu`, model FLOPs utilisation: the operations that the steps are made of, without what is computed twice to save
+      memory, as a share of all devices' peak. Missing where the peak is not known, or `Objective.flops`.
+    - `peak_memory_gib`: the most that a process has held so far of its GPU's memory, or of the CPU's where it has none.
+
+    Trackers and the console get them; the training's own log stays the same from run to run.
+
+    Args:
+        objective: What is trained.
+        settings: Its optimisation, with the peak.
+    """
+
+    def __init__(self, objective: Objective, settings: TrainSettings) -> None:
+        self._objective = objective
+        self._peak = 1e12 * (settings.flops or _known_peak(objective, settings))
+        self._forget()
+        objective.register_forward_pre_hook(self._count, with_kwargs=True)
+
+    def _forget(self) -> None:
+        self._tokens: Any = 0  # a tensor on the device where something is padded, so that the CPU need not wait for it
+        self._flops, self._seconds, self._started = 0.0, 0.0, 0.0
+
+    def _count(self, module: nn.Module, args: object, values: dict[str, Any]) -> None:
+        batch = Batch(**values)
+        ids, mask = batch.joined()
+        self._tokens += ids.numel() if mask is None else mask.sum()
+        self._flops += self._objective.flops(batch) or 0.0
+
+    @override
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._started = time.perf_counter()
+
+    @override
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._seconds += time.perf_counter() - self._started
+
+    @override
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **_: Any,
+    ) -> None:
+        if logs is not None and "loss" in logs and self._seconds:
+            own = [float(self._tokens), self._flops, self._seconds, float(peak_memory())]
+            everyone: Any = gather(torch.tensor([own], device=args.device))
+            tokens, flops, seconds, memory = everyone.T
+            logs["tokens_per_second"] = round((tokens.sum() / seconds.max()).item(), 1)
+            logs["peak_memory_gib"] = round(memory.max().item() / 2**30, 3)
+            if self._peak and self._flops:
+                logs["mfu"] = round((flops.sum() / (len(everyone) * seconds.max() * self._peak)).item(), 4)
+            self._forget()
+
+
+def _known_peak(objective: Objective, settings: TrainSettings) -> float:
+    """The peak of the GPU that an objective computes on in half precision, in 1e12 operations a second; else 0."""
+    halves = (torch.bfloat16, torch.float16)
+    weights = list(objective.parameters())
+    is_half = settings.precision != "no" or any(weight.dtype in halves for weight in weights)
+    device = next((weight.device for weight in weights if weight.device.type == "cuda"), None)
+    return peak_of(torch.cuda.get_device_name(device)) if is_half and device is not None else 0.0
+
+
+def peak_of(gpu: str) -> float:
+    """The bfloat16 peak of a GPU by its name, in 1e12 operations a second; 0 where it is not known."""
+    known = [name for name in _PEAKS if re.search(rf"\b{name}\b", gpu)]
+    return float(_PEAKS[max(known, key=len)]) if known else 0.0
+
+
+def peak_memory() -> int:
+    """Most bytes so far: given out by the allocator of the GPU, or held by the process where there is none."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def log_lists(trainer: Trainer, measured: Mapping[str, Any]) -> None:
+    """Send the lists of a measurement, such as `eval_kl_by_layer`, to trackers, value by value.
+
+    A value's name is that of the list and its place, `eval_kl_by_layer/07`. The console and the training's own log do
+    without them; fidelity.jsonl has them.
+    """
+    lists = {name: value for name, value in measured.items() if isinstance(value, list)}
+    values = {f"{name}/{place:02}": each for name, value in lists.items() for place, each in enumerate(value)}
+    for callback in trainer.callback_handler.callbacks:
+        if not isinstance(callback, PrinterCallback | ProgressCallback):
+            callback.on_log(trainer.args, trainer.state, trainer.control, logs=dict(values), model=trainer.model)
