@@ -26,6 +26,8 @@ def located(
         UserError: it is neither a folder, nor on the Hub, nor in an installed package.
     """
     if Path(model_id).is_dir():
+        if other := [path for path in Path(model_id).glob("*.json") if not path.is_file()]:  # transformers goes on
+            raise UserError(f"{other[0]}: expected a file; remove it, or copy the model again")
         return Path(model_id), folder_version(Path(model_id)), {}
     _check_hub_id(model_id)
     offline = not hub_answers()

@@ -66,9 +66,9 @@ class Target:
 
     @property
     def pad_token(self) -> int:
-        """The id that fills batches."""
+        """The id that fills batches: the tokenizer's, or an end token where it has none."""
         pad: Any = self.tokenizer.pad_token_id
-        return int(pad)
+        return self.end_tokens[0] if pad is None else int(pad)
 
     @property
     def vocabulary(self) -> int:

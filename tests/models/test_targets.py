@@ -72,6 +72,16 @@ def test_a_tokenizer_without_padding_pads_with_its_end(folder: Path) -> None:
     assert load_target(str(folder)).pad_token == 2
 
 
+def test_a_tokenizer_without_special_tokens_pads_with_the_models_end(folder: Path) -> None:
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    for name in ("pad_token", "eos_token"):
+        del settings[name]
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    target = load_target(str(folder))
+    assert target.tokenizer.pad_token_id is None
+    assert target.pad_token == target.end_tokens[0] == 2
+
+
 def test_options_reach_the_model(folder: Path) -> None:
     target = load_target(str(folder), dtype="bfloat16", device="cpu", attention="eager")
     assert target.model.dtype == torch.bfloat16
@@ -113,6 +123,11 @@ def with_nan(folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+def in_a_folder(folder: Path) -> None:
+    (folder / "tokenizer_config.json").unlink()
+    (folder / "tokenizer_config.json").mkdir()
+
+
 SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), r"no \*.safetensors in this folder"),
     "cut weights": (cut, "cannot be loaded: .*header"),
@@ -134,6 +149,7 @@ SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: (folder / "tokenizer_config.json").write_text("null"),
         "cannot be loaded",
     ),
+    "a folder in place of tokenizer settings": (in_a_folder, "tokenizer_config.json: expected a file; remove it"),
     "a tokenizer's number that is text": (
         lambda folder: (folder / "tokenizer_config.json").write_text('{"model_max_length": "512"}'),
         "cannot be loaded: .*'int' and 'str'",
