@@ -19,6 +19,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from keepsight.eval.guesses import Guesses, Writing, write
+from keepsight.models.decoder import head_width
 from keepsight.runtime.state import State
 from keepsight.runtime.together import Rows
 
@@ -68,8 +69,7 @@ class Limits:
 def default_batch_tokens(model: PreTrainedModel) -> int:
     """KV entries per head that fill a quarter of the free memory."""
     config = model.config.get_text_config()
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    entry = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * model.dtype.itemsize
+    entry = 2 * config.num_hidden_layers * config.num_key_value_heads * head_width(config) * model.dtype.itemsize
     if model.device.type == "cuda":
         free = torch.cuda.mem_get_info(model.device)[0]
     else:

@@ -10,6 +10,8 @@ model.generate(**inputs, custom_generate=SnapKV(budget=128))
 The names below are imported when they are first used, so that `import keepsight` takes no time.
 """
 
+# ruff: noqa: F403, F405
+
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,35 +21,7 @@ if TYPE_CHECKING:
     from keepsight.runtime.conversation import Conversation
     from keepsight.runtime.drafting.speculative import Speculative
     from keepsight.runtime.generate import generate
-    from keepsight.runtime.methods import (
-        H2O,
-        LAQ,
-        TOVA,
-        AdaKV,
-        DapQ,
-        Evict,
-        ExactTopK,
-        FullCache,
-        KeyNorm,
-        Kivi,
-        LaCache,
-        LAQPlus,
-        LLMLingua2,
-        LookaheadKV,
-        Oracle,
-        PyramidKV,
-        Quest,
-        RandomEntries,
-        SentenceSimilarity,
-        SnapKV,
-        SpeCache,
-        SpecKV,
-        SpecKVPC,
-        SpeContext,
-        SpecPC,
-        StreamingLLM,
-        Truncation,
-    )
+    from keepsight.runtime.methods import *
     from keepsight.runtime.saved import load_state, save_state
 
 __version__ = "0.1.0"

@@ -33,6 +33,11 @@ def layer_kinds(config: Any) -> list[str]:
     return [kind] * config.num_hidden_layers
 
 
+def head_width(config: Any) -> int:
+    """Dimensions of one attention head, from the configuration of a text model."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
 def full_attention_layers(config: Any) -> list[int]:
     """Indices of the layers that keep a key and a value for every token; these alone are scored and evicted from."""
     return [index for index, kind in enumerate(layer_kinds(config)) if kind == FULL]

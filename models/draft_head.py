@@ -22,6 +22,7 @@ from transformers.models.llama.modeling_llama import (
 from typing_extensions import Self
 
 from keepsight.errors import UserError
+from keepsight.models.decoder import head_width
 
 HeadAttend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Attention of a head's layer: queries [B, H, q, d], keys and values [B, K, q, d] of the new tokens, after RoPE ->
@@ -204,8 +205,3 @@ class DraftHead(EagleHead):
         self.d2t.copy_(target_ids - torch.arange(len(target_ids), device=target_ids.device))
         self.t2d.zero_()
         self.t2d[target_ids] = True
-
-
-def head_width(config: LlamaConfig) -> int:
-    """Dimensions of one attention head."""
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)

@@ -8,7 +8,8 @@ from transformers import LlamaConfig
 
 from keepsight.errors import UserError
 from keepsight.files import read_json
-from keepsight.models.draft_head import DraftHead, head_width
+from keepsight.models.decoder import head_width
+from keepsight.models.draft_head import DraftHead
 from keepsight.models.weight_files import LARGEST_SIZE, one_line
 
 _SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")

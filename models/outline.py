@@ -9,7 +9,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 
 from keepsight.errors import UserError
 from keepsight.models.chat import with_arguments
-from keepsight.models.targets import DTYPES, Target, located
+from keepsight.models.locate import located
+from keepsight.models.targets import DTYPES, Target
 from keepsight.models.tokenizers import load_tokenizer
 from keepsight.models.versions import record_version, version_of
 

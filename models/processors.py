@@ -8,7 +8,8 @@ from transformers import AutoProcessor
 from transformers.utils import is_torchvision_available
 
 from keepsight.errors import UserError
-from keepsight.models.targets import Target, hub_answers
+from keepsight.models.locate import hub_answers
+from keepsight.models.targets import Target
 
 
 def processor_of(target: Target) -> Any:

@@ -4,19 +4,13 @@ A target comes from a local folder, a Hugging Face Hub id, or a GGUF file inside
 (`keepsight.models.packaged`).
 """
 
-import logging
 import os
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import constants, try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -31,12 +25,10 @@ from transformers.utils import is_flash_attn_2_available
 from keepsight.errors import UserError
 from keepsight.models.chat import with_arguments
 from keepsight.models.decoder import require_supported
-from keepsight.models.packaged import dequantised, packaged_file
+from keepsight.models.locate import located
 from keepsight.models.quantization import placement
 from keepsight.models.tokenizers import load_tokenizer
-from keepsight.models.versions import folder_version, published_name, record_version, template_digest, version_of
-
-logger = logging.getLogger("keepsight")
+from keepsight.models.versions import published_name, record_version, template_digest, version_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ATTENTION = ("sdpa", "eager", "flash_attention_2")
@@ -74,9 +66,9 @@ class Target:
 
     @property
     def pad_token(self) -> int:
-        """The id that fills batches."""
+        """The id that fills batches: the tokenizer's, or an end token where it has none."""
         pad: Any = self.tokenizer.pad_token_id
-        return int(pad)
+        return self.end_tokens[0] if pad is None else int(pad)
 
     @property
     def vocabulary(self) -> int:
@@ -134,43 +126,6 @@ def load_target(
     if template:
         target.tokenizer.chat_template = with_arguments(target.tokenizer.chat_template, template)
     return target
-
-
-def located(
-    model_id: str, revision: str | None, packaged: str | None, packaged_digest: str | None
-) -> tuple[str | Path, str | None, dict[str, Any]]:
-    """Where a model is read from, its version where that is known beforehand, and how the Hub's client is asked.
-
-    Raises:
-        UserError: it is neither a folder, nor on the Hub, nor in an installed package.
-    """
-    if Path(model_id).is_dir():
-        return Path(model_id), folder_version(Path(model_id)), {}
-    _check_hub_id(model_id)
-    offline = not hub_answers()
-    if not offline or try_to_load_from_cache(model_id, "config.json", revision=revision):
-        return model_id, None, {"revision": revision, "local_files_only": offline}
-    if packaged is None:
-        raise UserError(
-            f"model {model_id!r} is no folder, is not in the Hub's cache, and the Hub does not answer; give a folder "
-            "with its config.json as model.id="
-        )
-    path = packaged_file(packaged)
-    logger.warning("%s cannot be fetched from the Hub; using the packaged file %s instead", model_id, path.name)
-    return *dequantised(path, packaged_digest), {}
-
-
-def hub_answers() -> bool:
-    """Whether the Hugging Face Hub can be reached: one short request; the Hub's client would retry for a minute."""
-    if constants.is_offline_mode():
-        return False
-    try:
-        urllib.request.urlopen(urllib.request.Request(constants.ENDPOINT, method="HEAD"), timeout=5).close()
-    except urllib.error.HTTPError:
-        return True
-    except OSError:
-        return False
-    return True
 
 
 def _finish(name: str, version: str | None, source: str | Path, device: str, options: dict[str, Any]) -> Target:
@@ -247,10 +202,3 @@ def _device(name: str) -> str:
     if torch.device(name).type == "meta":
         raise UserError(f"device {name!r} cannot be used (it holds no values); choose auto")
     return name
-
-
-def _check_hub_id(model_id: str) -> None:
-    try:
-        validate_repo_id(model_id)
-    except HFValidationError:
-        raise UserError(f"model {model_id!r} is neither a folder nor a Hub id; a Hub id looks like user/name") from None

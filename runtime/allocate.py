@@ -150,7 +150,7 @@ def pyramid_schedule(budget: int, candidates: int, layers: int, beta: int = 20) 
 
 @dataclass(frozen=True)
 class Adaptive(Allocation):
-    """Heads of a layer share its budget by where its most important entries are (AdaKV, arXiv 2407.11550, section 4).
+    """Heads of a layer share its budget by where its most important entries are (AdaKV, arXiv 2407.11550, algorithm 1).
 
     Every head is guaranteed a share of the average, its floor.
 

@@ -1,10 +1,10 @@
-"""A guest in the model: its queries and keys are recorded while it computes attention as it was loaded to.
+"""Record a model's queries and keys while it computes attention with the implementation that was loaded.
 
-`run` is a forward pass of keepsight's. For its duration the model's configuration names a recording attention
-function in place of the implementation that was loaded; it records, then delegates to that one with every argument
-that it was given. Only where the cache's layers hold entries that no implementation knows (different entries by
-head, packed ones, a few selected ones) is attention computed here. Nothing of transformers is patched: the function is
-registered under a name, as `AttentionInterface` offers, and takes its own arguments from keywords that models pass on.
+During `run`, a forward pass, the model's configuration names a recording attention function in place of the
+implementation that was loaded; it records, then delegates to that one with every argument that it was given. Only where
+the cache's layers hold entries that no implementation knows (different entries by head, packed ones, a few selected
+ones) is attention computed here. Nothing of transformers is patched: the function is registered under a name, as
+`AttentionInterface` offers, and takes its own arguments from keywords that models pass on.
 """
 
 import functools
@@ -48,7 +48,11 @@ those of the last q of the S positions."""
 
 
 class OwnAttention(ABC):
-    """A cache layer that computes the attention itself; `update` hands the new keys and values back as they came."""
+    """A cache layer that computes the attention itself, from the new keys and values as they are."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> Any:
+        """See transformers' `CacheLayerMixin`; nothing is appended before `attend`."""
+        return key_states, value_states
 
     @abstractmethod
     def attend(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:

@@ -1,7 +1,7 @@
 """Whole caches: their entries, copies that share them, and their bytes.
 
-Entries are those of layers with full attention. Layers that are bounded by themselves (a sliding window, a chunk, a
-recurrent state) keep the cache that transformers gives them: they are copied with the others, and never evicted from.
+Entries are those of layers with full attention. Bounded layers (a sliding window, a chunk, a recurrent state) keep the
+cache that transformers gives them: they are copied with the others, and never evicted from.
 """
 
 import copy
@@ -19,7 +19,7 @@ from keepsight.runtime.viewed_layers import ViewedState
 
 
 def empty_cache(model: PreTrainedModel) -> Cache:
-    """The cache that every reading begins with: for each layer one of its kind.
+    """An empty cache, with a layer of its kind for each layer of the model.
 
     Raises:
         UserError: the model is not supported; one line says why.
@@ -29,12 +29,12 @@ def empty_cache(model: PreTrainedModel) -> Cache:
 
 
 def is_bounded(layer: Any) -> bool:
-    """Whether a layer is bounded by itself: its window slides, or it holds no entries but a recurrent state."""
+    """Whether a layer is bounded: it has a sliding window, or a recurrent state in place of entries."""
     return not isinstance(layer, DynamicLayer) or bool(layer.is_sliding)
 
 
 def has_recurrent(cache: Cache) -> bool:
-    """Whether a layer has a recurrent state, from which nothing can be taken back."""
+    """Whether a layer has a recurrent state, which cannot be rolled back."""
     return not all(isinstance(layer, DynamicLayer) for layer in cache.layers)
 
 
@@ -65,10 +65,10 @@ def as_observed(cache: Cache, layers: Iterable[Any]) -> Cache:
 
 
 def record_past(cache: Cache) -> None:
-    """Let bounded layers hold on to what `roll_back` will need.
+    """Let bounded layers keep what `roll_back` will need.
 
     Raises:
-        UserError: one of them has a recurrent state, from which nothing can be taken back.
+        UserError: one of them has a recurrent state, which cannot be rolled back.
     """
     if recurrent := [layer for layer in cache.layers if not isinstance(layer, DynamicLayer)]:
         raise UserError(
@@ -78,7 +78,7 @@ def record_past(cache: Cache) -> None:
 
 
 def roll_back(cache: Cache, count: int) -> None:
-    """Take the last `count` tokens back from bounded layers that have recorded the past."""
+    """Roll bounded layers that have recorded the past back by `count` tokens."""
     layers: list[Any] = [layer for layer in cache.layers if is_bounded(layer)]
     for layer in layers:
         layer.crop(-count)
@@ -133,7 +133,7 @@ def cache_bytes(cache: Cache) -> int:
     The windows and states of bounded layers are in it; the padding of a ragged layer that is being read from, and the 8
     bytes a head of its counts, are not.
     """
-    held = sum(tensor.numel() * tensor.element_size() for layer in cache.layers for tensor in _held(layer))
+    held = sum(tensor.nbytes for layer in cache.layers for tensor in _held(layer))
     return held + sum(layer.kept_bytes for layer in cache.layers if isinstance(layer, RaggedLayer))
 
 

@@ -17,9 +17,9 @@ from typing_extensions import override
 from keepsight.errors import UserError
 
 ROOM = 64
-"""Entries for which caches make room when they grow, at least; memory plans count it."""
+"""Least room, in entries, that a cache adds when it grows; memory plans count it."""
 GROWTH = 1 / 16
-"""Share of the entries held for which caches make room when they grow, if that is more; memory plans count it."""
+"""Room that it adds, as a share of the entries held, where that is more; memory plans count it."""
 
 
 class LayerEntries(NamedTuple):
@@ -166,7 +166,7 @@ class RaggedLayer(KeptLayer):
     def kept_bytes(self) -> int:
         """Bytes of the kept keys and values, without padding."""
         if not isinstance(self._held, KeptLayer):
-            return sum(each.numel() * each.element_size() for each in self._held)
+            return sum(each.nbytes for each in self._held)
         row = self.keys.shape[-1] * self.keys.element_size() + self.values.shape[-1] * self.values.element_size()
         return int(self.counts.sum()) * row
 

@@ -8,9 +8,10 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from keepsight.errors import UserError
-from keepsight.runtime.custom_generate import CustomGenerate, GenerateRequest
+from keepsight.runtime.custom_generate import CustomGenerate
 from keepsight.runtime.decode import Decoded
 from keepsight.runtime.generate import generate
+from keepsight.runtime.generate_request import GenerateRequest
 from keepsight.runtime.method import Method
 from keepsight.runtime.state import State
 

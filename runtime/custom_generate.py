@@ -1,8 +1,7 @@
-"""What `model.generate(**inputs, custom_generate=...)` asks for, and gets back."""
+"""The hook of transformers: `model.generate(**inputs, custom_generate=...)`."""
 
 import inspect
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,88 +16,16 @@ from transformers.generation import (
     StoppingCriteriaList,
 )
 from transformers.generation.configuration_utils import GenerationMode
-from transformers.generation.streamers import BaseStreamer
 from typing_extensions import override
 
 from keepsight.errors import UserError
 from keepsight.models.decoder import require_supported
-from keepsight.runtime.attention import Reader
-from keepsight.runtime.decode import Decoded, Reapply, decode
+from keepsight.runtime.decode import Decoded
+from keepsight.runtime.generate_request import GenerateRequest, Past
 from keepsight.runtime.images import IMAGE_INPUTS, Images
 from keepsight.runtime.prefill import positions_of
-from keepsight.runtime.state import State
 
 _READ = IMAGE_INPUTS | {"attention_mask", "logits_to_keep", "past_key_values", "position_ids", "use_cache"}
-
-
-class Past(Cache):
-    """What an answer leaves behind: the `past_key_values` of its output, from which the next turn goes on.
-
-    Args:
-        method: What answered.
-        decoded: Its answer to one prompt. Its state stays unchanged, so that several turns can go on from it.
-
-    Attributes:
-        ids: [1, M] int64: prompt and answer, without the answer's last token, which has not been read.
-    """
-
-    def __init__(self, method: "CustomGenerate", decoded: Decoded) -> None:
-        super().__init__(layers=decoded.state.cache.layers)
-        self.method, self.state, self.ids = method, decoded.state, decoded.ids[:, :-1]
-
-
-@dataclass(frozen=True)
-class GenerateRequest:
-    """What `model.generate` asks of a `custom_generate`.
-
-    Attributes:
-        input_ids: [B, N] int64, the prompts, padded on the left.
-        mask: [B, N], 0 for padding; None when no row is padded.
-        past: What an earlier answer has left behind, whose tokens `input_ids` repeats; None to begin anew.
-        chunk: Tokens per forward pass of the prefill; None for the whole prompt in one.
-        pad_token: Fills the rows of the answer that have ended.
-        stopping_criteria: As transformers defines them, over prompt and answer together.
-        logits_processor: As transformers defines it.
-        do_sample: Whether to sample instead of taking the arg-max.
-        streamer: Receives each token.
-        goes_on: Whether a further turn may go on from the answer.
-        images: Images in the prompts; None for none.
-    """
-
-    input_ids: Tensor
-    mask: Tensor | None
-    past: Past | None
-    chunk: int | None
-    pad_token: int
-    stopping_criteria: StoppingCriteriaList
-    logits_processor: LogitsProcessorList
-    do_sample: bool
-    streamer: BaseStreamer | None
-    goes_on: bool
-    images: Images | None
-
-    @property
-    def unread(self) -> Tensor:
-        """[B, n] int64: the tokens of `input_ids` that `past` has not read."""
-        return self.input_ids if self.past is None else self.input_ids[:, self.past.ids.shape[1] :]
-
-    def lengths(self) -> set[int]:
-        """The prompts' lengths, without padding."""
-        return {self.input_ids.shape[1]} if self.mask is None else {*self.mask.sum(dim=1).tolist()}
-
-    def decode(self, reader: Reader, state: State, reapply: Reapply | None) -> Decoded:
-        """Answer from a state; see `keepsight.runtime.decode.decode`."""
-        return decode(
-            reader,
-            state,
-            self.stopping_criteria,
-            pad_token=self.pad_token,
-            prompt_ids=self.input_ids,
-            logits_processor=self.logits_processor,
-            do_sample=self.do_sample,
-            streamer=self.streamer,
-            reapply=reapply,
-        )
 
 
 class CustomGenerate(ABC):
@@ -215,8 +142,8 @@ class _Recorder(LogitsProcessor):
 def _options_of_generate() -> dict[str, Any]:
     """The arguments of the running `model.generate`.
 
-    transformers shows a streamer the prompt but gives it to no callable of ours, and drops an assistant model without a
-    word (5.10 to 5.23); its frame is the only place where they can be had.
+    transformers shows a streamer the prompt but gives it to no callable of ours, and silently drops an assistant
+    model (5.10 to 5.23); its frame is the only place where they can be had.
     """
     code, frame = inspect.unwrap(vars(GenerationMixin)["generate"]).__code__, inspect.currentframe()
     while frame is not None and frame.f_code is not code:

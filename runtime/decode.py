@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.generation import EosTokenCriteria, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
@@ -19,7 +20,7 @@ class Reapply:
 
     Attributes:
         every: Number of generated tokens between two evictions.
-        compress: Makes a smaller state of the current one.
+        compress: Compresses the current state.
     """
 
     every: int
@@ -39,9 +40,15 @@ class Decoded:
     state: State
 
 
-def stop_after(max_new_tokens: int, end_tokens: list[int] | int | None, prompt_length: int = 0) -> StoppingCriteriaList:
+def end_ids(model: PreTrainedModel) -> int | list[int] | None:
+    """The tokens that end an answer, as the model's generation configuration has them; None where it names none."""
+    config = model.generation_config
+    return None if config is None else config.eos_token_id
+
+
+def stop_after(max_new_tokens: int, end_tokens: list[int] | int | None) -> StoppingCriteriaList:
     """Stop a row at an end token, and all rows after `max_new_tokens`."""
-    criteria = StoppingCriteriaList([MaxLengthCriteria(prompt_length + max_new_tokens)])
+    criteria = StoppingCriteriaList([MaxLengthCriteria(max_new_tokens)])
     if end_tokens is not None:
         criteria.append(EosTokenCriteria(end_tokens))
     return criteria

@@ -30,7 +30,7 @@ from keepsight.runtime.gather import all_ragged, counted, keep, kept_received, s
 from keepsight.runtime.images import Images
 from keepsight.runtime.importance import Pool, Reduce, reduce_group
 from keepsight.runtime.layer_eviction import LayerEviction
-from keepsight.runtime.method import CacheMethod, Method, Observe, Shared
+from keepsight.runtime.method import CacheMethod, Observe, Shared
 from keepsight.runtime.observe import LayerObserver, Observer
 from keepsight.runtime.prefill import prefill
 from keepsight.runtime.read_layer import ReadLayer, read_layers
@@ -274,14 +274,3 @@ class Evict(CacheMethod):
         """
         queries = tuple(each[:, :, max(each.shape[2] - self.window, 0) :] for each in trace.queries)
         return replace(trace, queries=queries)
-
-
-def require_evict(method: Method, refusal: str) -> Evict:
-    """The method, if it evicts entries from the cache.
-
-    Raises:
-        UserError: it does not; `refusal` is the message.
-    """
-    if not isinstance(method, Evict):
-        raise UserError(refusal)
-    return method

@@ -1,4 +1,4 @@
-"""Gather: the entries that were selected, copied out of a layer that the rest is then freed with."""
+"""Gather: copy the selected entries out of a layer, whose memory is then freed."""
 
 from collections.abc import Sequence
 

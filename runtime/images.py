@@ -95,7 +95,7 @@ class Images:
         return positions
 
     def require_read_by(self, model: PreTrainedModel) -> None:
-        """Refuse models that would pass over the images without a word.
+        """Refuse models that would silently ignore the images.
 
         Raises:
             UserError: the model takes no images.

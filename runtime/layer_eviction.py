@@ -1,7 +1,7 @@
 """Eviction during the prefill: each layer is compressed as soon as it is read.
 
-What a layer computes does not depend on what others hold, so that the same entries stay as after the prefill, and no
-more than one layer is whole at a time. Of a prompt that is read in chunks, the last one's pass evicts.
+What a layer computes does not depend on what others hold, so the same entries stay as with eviction after the prefill,
+and only one layer is whole at a time. A prompt that is read in chunks is evicted from in the last chunk's pass.
 """
 
 from collections.abc import Callable

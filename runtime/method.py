@@ -9,8 +9,9 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from keepsight.runtime.attention import Reader
-from keepsight.runtime.custom_generate import CustomGenerate, GenerateRequest
+from keepsight.runtime.custom_generate import CustomGenerate
 from keepsight.runtime.decode import Decoded, Reapply
+from keepsight.runtime.generate_request import GenerateRequest
 from keepsight.runtime.images import Images
 from keepsight.runtime.importance import Reduce
 from keepsight.runtime.observe import Observer

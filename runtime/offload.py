@@ -1,16 +1,12 @@
 """The full cache in CPU memory, and entries fetched back from it while the model computes.
 
-A background thread gathers the rows of a fetch and, where there is a GPU, sends them on a side CUDA stream. Who needs
-them waits on the CPU until they are gathered and on their way, and lets the device wait for the rest. Nothing else
-differs between a GPU and a CPU.
+The background thread gathers the rows of a fetch and, where there is a GPU, sends them on a side CUDA stream. A reader
+waits on the CPU until they are gathered and on their way, and lets the device wait for the rest.
 """
 
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import NamedTuple, TypeVar
 
 import psutil
@@ -18,6 +14,7 @@ import torch
 from torch import Tensor
 
 from keepsight.errors import UserError
+from keepsight.runtime.streams import Begun, FromDevice, in_background, on_side_stream
 
 Result = TypeVar("Result")
 
@@ -135,7 +132,7 @@ class FullEntries:
         new = torch.cat([keys, values], dim=3).permute(2, 0, 1, 3).contiguous()
         buffer.rows[self.length : end].copy_(new, non_blocking=on_gpu)
         buffer.filled = end
-        self.traffic.offloaded += new.numel() * new.element_size()
+        self.traffic.offloaded += new.nbytes
         return replace(self, length=end, _buffer=buffer)
 
     def cropped(self, length: int) -> "FullEntries":
@@ -158,13 +155,13 @@ class FullEntries:
         """Start to fetch the entries [B, K, k] int64 to the device of the indices."""
         return Fetch(indices, in_background(self._gather, FromDevice(indices), indices.device), self.traffic)
 
-    def _gather(self, wanted: "FromDevice", device: torch.device) -> "tuple[Tensor, Begun]":
+    def _gather(self, wanted: FromDevice, device: torch.device) -> tuple[Tensor, Begun]:
         indices = wanted.get()
         start = time.perf_counter()
         gathered = self.rows(flat_rows(indices).flatten()).view(*indices.shape, -1)
         with on_side_stream(device):
             gathered, sending = gathered.to(device, non_blocking=True), Begun(device)
-        self.traffic.fetched += gathered.numel() * gathered.element_size()
+        self.traffic.fetched += gathered.nbytes
         self.traffic.fetching += time.perf_counter() - start
         return gathered, sending
 
@@ -176,78 +173,12 @@ def flat_rows(indices: Tensor) -> Tensor:
     return indices * (batch * kv_heads) + heads
 
 
-class FromDevice:
-    """A tensor on its way to the CPU; a thread can wait for it, and for all device work enqueued before it.
-
-    Args:
-        tensor: On any device.
-    """
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor.to("cpu", non_blocking=True)
-        self._begun = Begun(tensor.device)
-
-    def get(self) -> Tensor:
-        """Wait for the tensor."""
-        self._begun.wait()
-        return self._tensor
-
-
-class Begun:
-    """All the work that a device's current stream was given so far.
-
-    Args:
-        device: The device; on a CPU there is nothing to wait for.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._event = torch.cuda.Event() if device.type == "cuda" else None
-        if self._event is not None:
-            self._event.record(torch.cuda.current_stream(device))
-
-    def wait(self) -> None:
-        """Block the calling thread until it is done."""
-        if self._event is not None:
-            self._event.synchronize()
-
-    def precede(self) -> None:
-        """Let what the current stream is given from now on wait for it; the calling thread does not."""
-        if self._event is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._event)
-
-
-@contextmanager
-def on_side_stream(device: torch.device) -> Iterator[None]:
-    """Work enqueued inside runs beside the model."""
-    if device.type != "cuda":
-        yield
-        return
-    with torch.cuda.stream(_side_stream(device)):
-        yield
-
-
-def in_background(function: Callable[..., Result], *arguments: object) -> "Future[Result]":
-    """Call a function in the fetching thread, after the earlier calls."""
-    return _worker().submit(function, *arguments)
-
-
 def await_counted(coming: "Future[Result]", traffic: Traffic) -> Result:
     """Wait for a result; the time is counted."""
     start = time.perf_counter()
     result = coming.result()
     traffic.waited += time.perf_counter() - start
     return result
-
-
-@cache
-def _worker() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="keepsight-fetch")
-
-
-@cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
 
 
 def require_memory(rows: int, tokens: int, layers: int, kv_heads: int, width: int, item: int) -> None:

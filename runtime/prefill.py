@@ -96,7 +96,7 @@ def _require_one_pass(chunk: int | None) -> None:
 
 
 def _require_seen(model: PreTrainedModel, cache: Cache, trace: Trace, length: int) -> None:
-    """Refuse models that attend or remember in ways of their own, as their first pass shows."""
+    """Refuse models whose first pass shows attention or caches of their own kind."""
     held = {layer.get_seq_length() for layer in cache.layers if isinstance(layer, DynamicLayer)}
     if held != {length} or len(trace.softmax) != len(full_layers(cache)):
         raise UserError(

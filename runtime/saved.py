@@ -19,8 +19,9 @@ from typing_extensions import override
 
 from keepsight.atomic import atomic_files
 from keepsight.errors import UserError
-from keepsight.runtime.custom_generate import CustomGenerate, GenerateRequest
+from keepsight.runtime.custom_generate import CustomGenerate
 from keepsight.runtime.decode import Decoded
+from keepsight.runtime.generate_request import GenerateRequest
 from keepsight.runtime.method import FullCache
 from keepsight.runtime.state import Needs, State, Trace
 from keepsight.runtime.state_tensors import shape_of_model, shape_of_tensors, state_of_tensors, tensors_of
@@ -151,7 +152,7 @@ class _Needs:
 
 @dataclass(frozen=True)
 class _Header:
-    """The file's description of itself, JSON in the safetensors metadata."""
+    """The file's header, JSON in the safetensors metadata."""
 
     version: int
     question: str

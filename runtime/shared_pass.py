@@ -1,7 +1,6 @@
 """One pass over the new tokens of several states: where each token goes, and what it sees (see `together`)."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -179,16 +178,12 @@ class SharedPass:
         return (start + query) // size != (start + key) // size
 
 
-class SharedLayer(DynamicLayer, OwnAttention):
+class SharedLayer(OwnAttention, DynamicLayer):
     """A layer of all reading groups; each token attends to the entries of its own group."""
 
     def __init__(self, index: int, passes: Sequence[SharedPass]) -> None:
         super().__init__()
         self.columns = [(each, each.group.layers[index]) for each in passes]
-
-    @override
-    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> Any:
-        return key_states, value_states
 
     @override
     def attend(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:

@@ -28,7 +28,7 @@ class Batch:
         answer_mask: [B, T] bool, False for padding; None when no answer is padded.
         indices: The samples' numbers in the data set.
         turn: How many times this batch has been used before in the epoch; see `keepsight.train.replay`.
-        last: Whether it is used no more.
+        last: Whether this is its last use.
     """
 
     prompt_ids: Tensor
@@ -67,7 +67,7 @@ class Use(NamedTuple):
     Attributes:
         place: The sample's place in the data set.
         turn: How many times it has been used before.
-        last: Whether it is used no more.
+        last: Whether this is its last use.
     """
 
     place: int

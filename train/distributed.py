@@ -1,4 +1,4 @@
-"""Training in several processes: weights that are whole wherever DeepSpeed keeps them, and an end that all agree on."""
+"""Training in several processes: weights gathered from where DeepSpeed keeps them, and a stop that all agree on."""
 
 import signal
 import threading
@@ -24,7 +24,7 @@ from keepsight.models.processes import launched
 
 
 def make_whole(module: nn.Module) -> None:
-    """Give every trainable parameter its whole value in float32; all processes must call this.
+    """Gather the whole value of every trainable parameter in float32; all processes must call this.
 
     DeepSpeed computes with copies in the dtype of its mixed precision, which ZeRO-3 divides over the processes; the
     values that it optimises are float32.

@@ -190,7 +190,7 @@ def _inputs(model: PreTrainedModel, hidden: Sequence[Tensor]) -> list[tuple[Tens
 
 
 def _decoding(model: PreTrainedModel, prompt_ids: Sequence[int]) -> Iterator[float]:
-    """Answer a prompt greedily, without end: the seconds of each forward pass."""
+    """Answer a prompt greedily, ignoring end tokens; yields the seconds of each forward pass."""
     cache, ids = DynamicCache(), torch.tensor([prompt_ids], device=model.device)
     while True:
         start = time.perf_counter()

@@ -30,7 +30,7 @@ class Objective(nn.Module, ABC):
 
     @override
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load a checkpoint of DeepSpeed, which holds the trained parameters alone: the frozen ones are there."""
+        """Load a DeepSpeed checkpoint, which holds only the trained parameters; the frozen ones stay as they are."""
         keys = super().load_state_dict(state_dict, strict=False, assign=assign)
         trained = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
         if strict and (odd := trained.intersection(keys.missing_keys).union(keys.unexpected_keys)):
@@ -39,7 +39,7 @@ class Objective(nn.Module, ABC):
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
-        """Evaluation mode without gradients within the block; afterwards the mode is what it was before."""
+        """Evaluation mode without gradients within the block; then the previous mode is restored."""
         training = self.training
         self.eval()
         try:

@@ -10,7 +10,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 BLUE, VERMILLION, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#8A8A8A"  # Okabe-Ito: apart for colour-blind readers
 CYCLE = (BLUE, VERMILLION, GREEN, "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 LINES = ("o-", "s--", "^:")
-"""Of many lines the first have colours of their own, the next the same colours in another style."""
+"""Past the first lines, colours repeat in another style."""
 SMOOTHING = 0.95
 """Weight of the past in the running mean of the loss."""
 
@@ -34,11 +34,11 @@ def running_mean(values: Sequence[float], weight: float = SMOOTHING) -> list[flo
     return means
 
 
-def draw_loss(panel: Axes, log: Log, label: str = "training (running mean)") -> None:
+def draw_loss(panel: Axes, log: Log) -> None:
     """The logged training losses, faint, and their running mean."""
     steps, losses = series(log, "loss")
     panel.plot(steps, losses, color=BLUE, linewidth=0.8, alpha=0.3)
-    draw_line(panel, steps, running_mean(losses), label, BLUE, "-")
+    draw_line(panel, steps, running_mean(losses), "training (running mean)", BLUE, "-")
 
 
 def draw_ends(panel: Axes, log: Log, key: str, start: int) -> None:

@@ -36,7 +36,7 @@ def last_checkpoint(work: Path, before: int | None = None) -> Path | None:
 
 @contextmanager
 def sealing(checkpoint: Path, kept: int) -> Iterator[None]:
-    """Seal the checkpoint that is written within the block with digests of its files; all but the newest then go.
+    """Seal the checkpoint written within the block with digests of its files, then delete all but the newest.
 
     transformers' `save_total_limit` would delete the one before while the new one is not yet whole.
 

@@ -12,11 +12,11 @@ Seen = frozenset[bytes]
 """Digests of prompts."""
 NOTHING: Seen = frozenset()
 _BYTES = 6
-"""Of a digest: among a million prompts and a million others some are taken for one another once in 250 times."""
+"""Of a digest: between a million prompts and a million others, the chance of a collision is 1 in 250."""
 
 
 def prompt_digest(sample: TrainingSample) -> bytes:
-    """What tells a sample's prompt from others."""
+    """A digest that identifies a sample's prompt."""
     return hashlib.sha256(array("q", sample.prompt_ids).tobytes()).digest()[:_BYTES]
 
 

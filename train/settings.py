@@ -91,7 +91,7 @@ class TrainSettings:
         return {name: value for name, value in asdict(self).items() if name not in _FREE}
 
     def accumulation(self, processes: int, key: str) -> int:
-        """Forward passes of each of several processes per optimiser step.
+        """Gradient accumulation steps of each process.
 
         Raises:
             UserError: `samples_per_step` cannot be divided into batches of all of them; `key` as for `check`.
@@ -131,9 +131,9 @@ class ReplaySettings:
     """Where the target's readings are kept in a training with `replays` above 1.
 
     Attributes:
-        memory: Most memory of one process that they may take, such as 4GiB. More of it mixes more samples.
+        memory: Memory that they may take per process, such as 4GiB; more of it mixes more samples.
         dir: Folder on a fast disk that holds them in place of memory.
-        dtype: KV entries are kept in `int8`, half a per cent off at most, or in `bfloat16`.
+        dtype: KV entries are kept in `int8`, with an error of at most half a percent, or in `bfloat16`.
     """
 
     memory: str = "4GiB"

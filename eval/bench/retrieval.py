@@ -27,7 +27,7 @@ from keepsight.runtime.state import Needs, State, Trace
 def size_lines(target: Target, head: RetrievalHead, draft: DraftHead | None) -> Iterator[str]:
     """The head's parameters and bytes; given the draft head it was pruned from, the share that pruning removed."""
     own, whole = parameters(head), parameters(target.model)
-    size = sum(each.numel() * each.element_size() for each in head.parameters())
+    size = sum(each.nbytes for each in head.parameters())
     yield (
         f"retrieval head (features: {head.config.features}): {own:,} parameters, {size:,} bytes as "
         f"{_dtype(head.q_proj.weight)}, {own / whole:.2%} of the target's {whole:,}; {head.key_bytes} bytes of keys a "

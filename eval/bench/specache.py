@@ -37,8 +37,9 @@ def bench_specache(target: Target, method: SpeCache, tokens: int, batch: int, st
         f"{'cache':<22}{'ms a step':>11}{'tokens/s':>10}{'KV MB':>9}{'moved MB a step':>17}{'waited ms':>11}"
         f"{'hidden':>8}"
     )
-    guessing, kivi = replace(method, speculative=True), Kivi(method.bits, method.group, method.residual, method.one_bit)
-    methods = {"full": FullCache(), "KIVI": kivi, "SpeCache": guessing, "no guess": replace(method, speculative=False)}
+    kivi = Kivi(method.bits, method.group, method.residual, one_bit=method.one_bit)
+    guessing, waiting = (replace(method, speculative=each) for each in (True, False))
+    methods = {"full": FullCache(), "KIVI": kivi, "SpeCache": guessing, "no guess": waiting}
     for name, each in methods.items():
         yield _cache_line(name, model, each, ids, steps)
     yield from _part_lines(model, guessing, ids, steps)

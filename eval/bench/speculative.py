@@ -10,7 +10,7 @@ from tqdm import tqdm
 from transformers.generation import StoppingCriteriaList
 
 from keepsight.models.targets import Target
-from keepsight.runtime.decode import decode, stop_after
+from keepsight.runtime.decode import decode, end_ids, stop_after
 from keepsight.runtime.drafting.decode import (
     Speculated,
     acceptance_by_position,
@@ -44,8 +44,7 @@ def bench_speculate(
         answer_tokens: Longest answer in tokens; an end token ends it earlier.
         draft_tokens: Tokens per draft.
     """
-    config = target.model.generation_config
-    criteria = stop_after(answer_tokens, config.eos_token_id if config is not None else None)
+    criteria = stop_after(answer_tokens, end_ids(target.model))
     _compare(target, head, prompts[0], criteria, draft_tokens)
     compared = [_compare(target, head, each, criteria, draft_tokens) for each in tqdm(prompts, desc="prompts")]
     longest = max(len(each) for each in prompts)

@@ -1,4 +1,4 @@
-"""What methods take: seconds by phase, decoding speed, KV entries and memory."""
+"""What each method costs: seconds by phase, decoding speed, KV entries and memory."""
 
 import statistics
 from collections import defaultdict

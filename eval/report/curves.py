@@ -36,7 +36,7 @@ class Against:
         label: Name in plots.
         value: Reads it from a row of the summary; None where it was not measured.
         scale: Sets the x-axis for some values.
-        apart: Whether methods are moved sideways by a few percent, so that intervals at equal values stay apart.
+        apart: Whether methods are offset sideways by a few percent, so that intervals at equal values do not overlap.
     """
 
     label: str

@@ -65,7 +65,7 @@ def _common(first: str, second: str) -> int:
 
 
 def place_of(row: Row) -> str:
-    """Where a sample stands: `niah_single, 512 tokens, needle at 40 % depth`."""
+    """A sample's label: `niah_single, 512 tokens, needle at 40 % depth`."""
     depth = row.get("depth")
     return f"{row['task']}, {row['length']} tokens" + (
         "" if depth is None else f", needle at {100 * depth:.0f} % depth"

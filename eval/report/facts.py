@@ -77,5 +77,5 @@ def _short(path: str | None) -> str:
 
 
 def _joined(values: Iterable[str | None]) -> str:
-    """Different values, each once."""
+    """The distinct values, in their order."""
     return "; ".join(dict.fromkeys(str(value) for value in values if value))

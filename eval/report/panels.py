@@ -134,7 +134,7 @@ def as_svg(figure: Figure, salt: str) -> str:
 
 
 def look(axes: Axes) -> None:
-    """What all axes have in common."""
+    """The look of all axes."""
     axes.grid(axis="y", color=GRID, linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

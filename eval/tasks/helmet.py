@@ -107,15 +107,7 @@ class Helmet(Benchmark):
             raise UserError(
                 f"helmet: lengths={wrong[0]} is none of {', '.join(map(str, _LENGTHS))}, its data's lengths"
             )
-        make = (
-            _recall
-            if task in _RECALL
-            else _key_value
-            if task == "recall_json_kv"
-            else _rag
-            if task in _RAG_FILES
-            else _icl
-        )
+        make = _recall if task in _RECALL else _rag if task in _RAG_FILES else _icl if task in _ICL_SHOTS else _pairs
         folder, limit = Path(self.dir), request.samples or None
         return [
             render(sample, request.tokenizer)
@@ -142,7 +134,7 @@ def _recall(task: str, folder: Path, size: int, limit: int | None) -> list[Sampl
     ]
 
 
-def _key_value(task: str, folder: Path, size: int, limit: int | None) -> list[Sample]:
+def _pairs(task: str, folder: Path, size: int, limit: int | None) -> list[Sample]:
     path = folder / "json_kv" / f"test_k{_PAIRS[size]}_dep6.jsonl"
     made = []
     for place, (where, row) in enumerate(_read(path)[:limit]):

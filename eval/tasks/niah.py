@@ -16,39 +16,9 @@ from typing_extensions import override
 from keepsight.errors import UserError
 from keepsight.eval.tasks.benchmark import Benchmark, TaskRequest
 from keepsight.eval.tasks.haystack import Haystack, fullest, hide, needle_depths, read_haystack
+from keepsight.eval.tasks.niah_texts import ADJECTIVES, NEEDLE, NOUNS, ONE, ONE_PREFIX, SOME, SOME_PREFIX
 from keepsight.eval.tasks.protocols import Protocol
 from keepsight.eval.tasks.samples import RenderedSample, Sample, render
-
-ADJECTIVES = (
-    *("abundant", "adorable", "blissful", "bouncy", "candid", "cheerful", "chubby", "clumsy", "cozy", "cranky"),
-    *("dapper", "dizzy", "drowsy", "elastic", "elegant", "fancy", "fearless", "feisty", "fluffy", "frugal"),
-    *("fuzzy", "giddy", "glossy", "graceful", "grumpy", "hasty", "honest", "jittery", "keen", "lanky"),
-    *("lavish", "loyal", "lucid", "mighty", "nimble", "obedient", "peppy", "plucky", "polite", "quirky"),
-    *("robust", "rowdy", "sassy", "shiny", "sincere", "sleepy", "spicy", "stubborn", "sturdy", "tangy"),
-    *("thrifty", "timid", "upbeat", "vivid", "wacky", "witty", "zany", "zesty"),
-)
-NOUNS = (
-    *("abacus", "accordion", "acorn", "almanac", "armchair", "badger", "bagpipe", "banjo", "biscuit", "blueberry"),
-    *("boomerang", "buffalo", "cactus", "caravan", "cardigan", "catapult", "chandelier", "chipmunk", "cinnamon"),
-    *("clarinet", "coconut", "cricket", "cupcake", "dolphin", "doorbell", "dragonfly", "eggplant", "flamingo"),
-    *("flannel", "gazebo", "gondola", "grapefruit", "hedgehog", "igloo", "jigsaw", "kangaroo", "kayak", "koala"),
-    *("lobster", "mandolin", "mango", "marmalade", "mosaic", "narwhal", "nutmeg", "ostrich", "parsnip", "pelican"),
-    *("pineapple", "porcupine", "pretzel", "pumpkin", "raccoon", "radish", "scooter", "spatula", "squirrel"),
-    *("tambourine", "toaster", "toboggan", "trombone", "turnip", "walnut", "walrus", "yogurt", "zeppelin"),
-)
-
-NEEDLE = "One of the special magic numbers for {key} is: {value}."
-ONE = (
-    "A special magic number is hidden within the following text. Make sure to memorize it. I will quiz you about the "
-    "number afterwards.\n{text}\nWhat is the special magic number for {keys} mentioned in the provided text?"
-)
-SOME = (
-    "Some special magic numbers are hidden within the following text. Make sure to memorize it. I will quiz you about "
-    "the numbers afterwards.\n{text}\nWhat are all the special magic numbers for {keys} mentioned in the provided text?"
-)
-ONE_PREFIX = "The special magic number for {keys} mentioned in the provided text is"
-SOME_PREFIX = "The special magic numbers for {keys} mentioned in the provided text are"
-PHRASES = (NEEDLE, ONE, SOME, ONE_PREFIX, SOME_PREFIX)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ in cells/ an adapter for each, which every command takes:
 
     keepsight eval out=runs/eval 'methods=[{name: lookaheadkv, adapter: runs/ablation/cells/tokens8-rank8, label: 8}]'
 
-A run that was stopped goes on from its last checkpoint when the same command is run again.
+A run that was stopped resumes from its last checkpoint when the same command is run again.
 """
 
 import re
@@ -24,11 +24,10 @@ from pathlib import Path
 from keepsight.commands import train
 from keepsight.commands.config import parse
 from keepsight.commands.grid import cells
-from keepsight.commands.training import begun_with, require_finished, seen_by, training_target
+from keepsight.commands.training import require_finished, run_of, training_target
 from keepsight.errors import UserError
 from keepsight.eval.report.tables import Column, Table
 from keepsight.files import require_writable, write_png
-from keepsight.models.hub import fetch
 from keepsight.models.lookahead_files import CONFIG
 from keepsight.train.distributed import divide_layers
 from keepsight.train.lookahead.ablation import AblationTrainer, Cell
@@ -81,9 +80,7 @@ def run(grid: Grid) -> None:
     modules = [Cell(name, train.new_objective(each, target), each.train) for name, each in configs.items()]
     if first.model.device_map == train.DIVIDED:
         divide_layers(target.model)
-    init = fetch(first.init) if first.init else None
-    begun = begun_with(target, "init", init and init / CONFIG)
-    trainer = AblationTrainer(modules, out / "training", samples, first.replay, begun, seen_by(init))
+    trainer = AblationTrainer(modules, run_of(first, target, samples, "init", CONFIG))
     finished = trainer.fit()
     if trainer.is_world_process_zero():
         trained = dict(zip(configs, trainer.trained_cells(), strict=True))

@@ -34,7 +34,7 @@ COMMANDS = {
     "draft": "search the target's layers for those that make a good draft",
 }
 BAD_INPUT, STOPPED = 2, 141
-"""Exit statuses: what the user can mend, and what a shell reports of a program whose reader has gone."""
+"""Exit statuses: an error the user can fix, and what a shell reports when a pipe's reader is gone."""
 _HELP = ("-h", "--help")
 _FULL_DISK = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 
@@ -42,7 +42,7 @@ _FULL_DISK = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `keepsight COMMAND ...`; returns the exit status.
 
-    What a command needs is imported within, so that Ctrl-C meanwhile ends in one line too.
+    Commands are imported inside, so that Ctrl-C during the imports ends in one line too.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     logging.getLogger("httpx").setLevel(logging.WARNING)
@@ -153,7 +153,7 @@ def _fail(message: str) -> int:
 
 
 def _show(text: str) -> None:
-    """Print help; whether all of it is read makes no difference."""
+    """Print help; a reader that closes the pipe early is no error."""
     try:
         print(text, flush=True)
     except BrokenPipeError:

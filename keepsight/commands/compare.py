@@ -5,8 +5,8 @@
 
 Rows of one task, length, method and budget stand side by side. Where all runs have the same samples, differences are
 paired: their 95 % intervals come from the samples' own differences. Runs of different targets or different samples are
-refused unless allow= says so; then only what all have is compared, or the means alone where they have no sample in
-common. `out` gets compare.html, plots/ and tables/.
+refused unless allow= says otherwise; then only what all have is compared, or the means alone where they have no sample
+in common. `out` gets compare.html, plots/ and tables/.
 """
 
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ class Config(Recipe):
     """Keys of `keepsight compare`.
 
     Attributes:
-        runs: Folders that keepsight eval has written, two at least.
+        runs: Folders that keepsight eval has written, at least two.
         allow: What may differ: targets, samples.
         out: Folder for the page.
     """

@@ -1,4 +1,4 @@
-"""The one configuration system: `key=value` overrides over a recipe, typed by dataclasses, composed by Hydra."""
+"""Configuration: `key=value` overrides on top of a recipe, typed by dataclasses, composed by Hydra."""
 
 import difflib
 import functools
@@ -21,7 +21,7 @@ from keepsight.train.settings import LookaheadTrainSettings, ReplaySettings
 
 DEFAULT_RECIPE = "smollm2-135m"
 _LARGEST = 1 << 40
-"""Of whole numbers; the product of two of them fits into 64 bits with whatever else is multiplied to it."""
+"""Largest whole number that a key takes; larger ones overflow where sizes are computed from them."""
 
 
 @dataclass
@@ -32,15 +32,15 @@ class ModelConfig:
         id: Hub id or local folder.
         revision: Branch, tag or commit on the Hub.
         packaged: PACKAGE/FILE.gguf of an installed Python package, used when the Hub cannot be reached.
-        packaged_id: Hub id of the model in the packaged file, which stands for no other.
+        packaged_id: Hub id of the model that the packaged file holds; the file is used for no other.
         packaged_digest: Expected digest of the packaged file, sha256:...
         dtype: auto, float32, bfloat16 or float16.
         device: auto, cpu, cuda, cuda:1, ...
         attention: auto, sdpa, eager or flash_attention_2.
         template: Arguments of its chat template that differ from the template's own, such as {enable_thinking: false}.
         quantize: nf4 or int8: its weights are quantised by bitsandbytes while they are loaded.
-        device_map: auto divides the layers over all GPUs and the CPU; fsdp2 has each process of a training of lookahead
-            modules hold a part of every layer.
+        device_map: auto divides the layers over all GPUs and the CPU; fsdp2 shards every layer over the processes that
+            train a lookahead module.
         trust_remote_code: Run code from the model's repository; leave it off unless you have read that code.
     """
 
@@ -108,7 +108,7 @@ class Recipe:
     retrieval_head: RetrievalHeadSettings = field(default_factory=RetrievalHeadSettings)
 
     def check(self) -> None:
-        """Refuse values that nothing can be done with, before anything is loaded or written.
+        """Refuse values out of range, before anything is loaded or written.
 
         Raises:
             UserError: a value is out of range.
@@ -149,7 +149,7 @@ def parse(schema: type[Command], overrides: list[str]) -> Command:
 
 
 def _require_small(key: str, value: Any) -> None:
-    """Refuse whole numbers that overflow where they are counted with."""
+    """Refuse whole numbers that would overflow later."""
     if isinstance(value, list | dict):
         for each in value.values() if isinstance(value, dict) else value:
             _require_small(key, each)

@@ -14,7 +14,7 @@ def describe(schema: type) -> Iterator[tuple[str, str, str]]:
 
 
 def groups(schema: type) -> Iterator[tuple[str, str]]:
-    """(key, help) of every key, those that belong together once, as `model.*`."""
+    """(key, help) of every key; nested ones are one group, `model.*`."""
     notes, hints = _attribute_notes(schema), get_type_hints(schema)
     for each in fields(schema):
         if each.name in notes:

@@ -57,15 +57,28 @@ from keepsight.runtime.saved import QUESTIONS
 
 
 @dataclass
-class Config(Benchmarks, Recipe):
-    """Keys of `keepsight eval`.
+class EvalKeys(Recipe):
+    """What is compared on what.
 
     Attributes:
-        out: Folder for results and report.
         tasks: Benchmarks, such as niah, ruler, longbench, jsonl, or their tasks, such as ruler_vt.
         lengths: Prompt lengths of generated tasks, in tokens of the target's tokenizer.
         methods: Names, or {name: NAME, option: value}.
         budgets: KV budgets: entries per layer and KV head, or ratios of the prompt such as 0.1.
+    """
+
+    tasks: list[str] = field(default_factory=lambda: ["niah_single"])
+    lengths: list[int] = field(default_factory=lambda: [512, 1024])
+    methods: list[Any] = field(default_factory=lambda: ["full", "oracle", "lookaheadkv", "snapkv", "streamingllm"])
+    budgets: list[Any] = field(default_factory=lambda: [64, 128])
+
+
+@dataclass
+class Config(Benchmarks, EvalKeys):
+    """Keys of `keepsight eval`.
+
+    Attributes:
+        out: Folder for results and report.
         bits: Bit widths for the methods that quantize entries, a row for each; the method's default when empty.
         samples: Number of samples per task and length; per file of tasks that are read from files (0 for all).
         seed: Seed of generated tasks.
@@ -86,10 +99,6 @@ class Config(Benchmarks, Recipe):
     """
 
     out: str = "???"
-    tasks: list[str] = field(default_factory=lambda: ["niah_single"])
-    lengths: list[int] = field(default_factory=lambda: [512, 1024])
-    methods: list[Any] = field(default_factory=lambda: ["full", "oracle", "lookaheadkv", "snapkv", "streamingllm"])
-    budgets: list[Any] = field(default_factory=lambda: [64, 128])
     bits: list[int] = field(default_factory=list)
     samples: int = 20
     seed: int = 1000
@@ -138,7 +147,7 @@ def run(config: Config) -> None:
 
 
 def check(config: Config) -> None:
-    """Import the plugins, and refuse values that nothing can be measured with.
+    """Import the plugins, and refuse bad values.
 
     Raises:
         UserError: a value is out of range, a task is unknown, or `out` cannot be written to.
@@ -196,7 +205,7 @@ def write_all(out: Path) -> None:
 
 
 def samples_of(config: Config, target: Target) -> tuple[list[RenderedSample], dict[str, str]]:
-    """The samples of all tasks, and what is to be said of them."""
+    """The samples of all tasks, and notes on them."""
     request = TaskRequest(
         tokenizer=target.tokenizer,
         context=context_of(target.model),
@@ -221,7 +230,7 @@ def samples_of(config: Config, target: Target) -> tuple[list[RenderedSample], di
 
 
 def _show(sample: RenderedSample, target: Target) -> None:
-    """Print one rendered prompt, so that a wrong template or a cut prompt is seen before hours are spent."""
+    """Print one rendered prompt, so that a wrong template or a truncated prompt is seen before hours are spent."""
     ids = [*sample.prompt_ids.tolist(), *sample.question_ids.tolist()]
     head, tail = target.tokenizer.decode(ids[:48]), target.tokenizer.decode(ids[-48:])
     print(f"first prompt, {sample.task} {sample.id}: {len(ids)} tokens, nothing cut")

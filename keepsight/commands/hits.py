@@ -125,7 +125,7 @@ def _check_same(out: Path, config: Config, target: Target) -> None:
 
 
 def _head(reference: str, target: Target) -> RetrievalHead:
-    """A retrieval head as it is; of a draft head, what pruning leaves."""
+    """A retrieval head as it is; a draft head, pruned."""
     folder = fetch(reference)
     if (folder / WEIGHTS).is_file():
         return load_retrieval_head(folder, target.model)

@@ -13,6 +13,7 @@ import torch
 
 from keepsight.commands.config import Recipe, at_least_one
 from keepsight.commands.from_recipe import resources_later, resources_of, target_of
+from keepsight.commands.variants import require_evict
 from keepsight.errors import UserError
 from keepsight.eval.report.inspect_page import write_inspect_page
 from keepsight.eval.results import FULL
@@ -20,7 +21,7 @@ from keepsight.files import require_writable
 from keepsight.models.chat import chat_text
 from keepsight.models.targets import Target
 from keepsight.runtime.decode import decode, stop_after
-from keepsight.runtime.evict import Evict, require_evict
+from keepsight.runtime.evict import Evict
 from keepsight.runtime.method import FullCache, Method
 from keepsight.runtime.methods import Resources, make_method
 from keepsight.runtime.methods.resources import bind
@@ -84,7 +85,7 @@ def run(config: Config) -> None:
 
 
 def _require_page(out: Path) -> None:
-    """Refuse a path that cannot be written to, or a file of the user's that a page would replace."""
+    """Refuse a path that cannot be written to, and a file that is no HTML page."""
     require_writable(out, folder=False)
     if out.is_file() and not out.read_bytes().startswith(b"<!DOCTYPE html>"):
         raise UserError(f"out={out} is a file but no page; choose another out=")

@@ -28,7 +28,7 @@ _OF_NO_RESULT = (
 
 
 def settings_of(config: Recipe, target: Target, variants: list[Variant]) -> dict[str, Any]:
-    """The configuration, the target, the weights that methods were trained to, and what everything ran on."""
+    """The configuration, the target, the methods' trained weights, the hardware and the library versions."""
     given = asdict(config)
     kept = {key: given[key] for key in given if key not in _OF_NO_RESULT}
     digests = dict.fromkeys(filter(None, (variant.method.adapter_digest for variant in variants)))

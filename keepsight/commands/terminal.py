@@ -1,4 +1,4 @@
-"""What goes to a terminal: text of a model or a file must not steer it."""
+"""Output to a terminal, which text from a model or a file must not control."""
 
 import re
 

@@ -19,11 +19,10 @@ from transformers import set_seed
 from keepsight.commands.training import (
     TrainingConfig,
     basics_of,
-    begun_with,
     length_summary,
     metrics_text,
     require_finished,
-    seen_by,
+    run_of,
     training_target,
 )
 from keepsight.data_gen.finished import read_training_samples
@@ -70,10 +69,7 @@ def run(config: Config) -> None:
     objective = new_objective(config, target)
     if config.model.device_map == DIVIDED:
         divide_layers(target.model)
-    init = fetch(config.init) if config.init else None
-    begun = begun_with(target, "init", init and init / CONFIG)
-    work = out / "training"
-    trainer = LookaheadTrainer(objective, config.train, work, samples, config.replay, begun, seen_by(init))
+    trainer = LookaheadTrainer(objective, config.train, run_of(config, target, samples, "init", CONFIG))
     finished = trainer.fit()
     if trainer.is_world_process_zero():
         save(config, out, target, objective.lookahead, trainer.trained(), samples, manifest)

@@ -18,11 +18,10 @@ from keepsight.commands.from_recipe import target_of
 from keepsight.commands.training import (
     TrainingConfig,
     basics_of,
-    begun_with,
     length_summary,
     metrics_text,
     require_finished,
-    seen_by,
+    run_of,
 )
 from keepsight.data_gen.finished import read_training_samples
 from keepsight.data_gen.shards import TrainingSample
@@ -67,9 +66,7 @@ def run(config: Config) -> None:
     head = _head(config, target, samples)
     reader = _reader(config, target, head, samples, manifest["digest"])
     objective = DraftHeadObjective(head, target.model, reader, settings.unroll, settings.decay, settings.max_tokens)
-    init = fetch(config.init) if config.init else None
-    begun = begun_with(target, "init", init and init / WEIGHTS)
-    trainer = DraftHeadTrainer(objective, settings, out / "training", samples, begun, seen=seen_by(init))
+    trainer = DraftHeadTrainer(objective, settings, run_of(config, target, samples, "init", WEIGHTS))
     finished = trainer.fit()
     if trainer.is_world_process_zero():
         lengths = [len(each.prompt_ids) + len(each.answer_ids) for each in samples]

@@ -16,9 +16,8 @@ from transformers import set_seed
 from keepsight.commands.training import (
     TrainingConfig,
     basics_of,
-    begun_with,
     require_finished,
-    seen_by,
+    run_of,
     training_target,
 )
 from keepsight.data_gen.finished import read_training_samples
@@ -56,7 +55,7 @@ def run(config: Config) -> None:
     """Prune, distil, then write the head, its card and the training curves."""
     settings = config.retrieval_head
     settings.check()
-    require_writable(out := Path(config.out))
+    require_writable(Path(config.out))
     target = training_target(config)
     samples, manifest = read_training_samples(Path(config.data), target.name, target.template_digest, target.vocabulary)
     samples = cut(samples, settings.max_tokens)
@@ -64,9 +63,7 @@ def run(config: Config) -> None:
     longest = max(len(sample.prompt_ids) + len(sample.answer_ids) for sample in samples)
     head, pruned = _first_head(config, target, longest)
     objective = RetrievalObjective(head, target.model, settings.queries, settings.temperature, settings.answers)
-    draft = fetch(config.head) if config.head else None
-    begun = begun_with(target, "head", draft and draft / WEIGHTS)
-    trainer = RetrievalTrainer(objective, settings, out / "training", samples, begun, config.replay, seen_by(draft))
+    trainer = RetrievalTrainer(objective, settings, run_of(config, target, samples, "head", WEIGHTS))
     finished = trainer.fit()
     if trainer.is_world_process_zero():
         described = pruned | {

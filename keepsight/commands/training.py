@@ -1,6 +1,6 @@
-"""What the training commands share: their keys, the provenance of what they train, and how they end."""
+"""What the training commands share: their keys, what a training is given, its provenance, and how it ends."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,15 +10,17 @@ import torch
 from keepsight import __version__
 from keepsight.commands.config import Recipe
 from keepsight.commands.from_recipe import target_of
+from keepsight.data_gen.shards import TrainingSample
 from keepsight.errors import UserError
 from keepsight.files import file_digest, read_json
 from keepsight.models.card import CardBasics
 from keepsight.models.draft_head_files import ORIGIN
-from keepsight.models.hub import check_repo_id
+from keepsight.models.hub import check_repo_id, fetch
 from keepsight.models.lookahead_files import CONFIG, Provenance
 from keepsight.models.targets import Target
 from keepsight.models.versions import vocabulary_digest
 from keepsight.train.module_trainer import ModuleTrainer
+from keepsight.train.run import TrainingRun
 from keepsight.train.seen import NOTHING, Seen, as_text, from_text
 from keepsight.train.trained import Trained
 
@@ -48,20 +50,29 @@ class TrainingConfig(Recipe):
             check_repo_id(self.base)
 
 
-def begun_with(target: Target, key: str, weights: Path | None) -> dict[str, str | None]:
-    """What a training that is resumed must have begun with: the target's weights and dtype, and a module's.
+def run_of(
+    config: TrainingConfig, target: Target, samples: Sequence[TrainingSample], key: str, weights: str
+) -> TrainingRun:
+    """What a training is given; one that is resumed must have begun with the same target and the same module.
 
     Args:
+        config: The command's.
         target: The base model.
-        key: The command's key that names the module.
-        weights: A file of the module that no other has; None where the training begins with a new one.
+        samples: Training and held-out ones together.
+        key: The command's key that names the module it begins with; null there begins with a new one.
+        weights: A file of such a module that no other has.
     """
-    dtype = str(target.model.dtype).removeprefix("torch.")
-    begun = {"model.version": target.version, "model.dtype": dtype}
-    return {**begun, f"command.{key}": file_digest(weights) if weights else None}
+    given = getattr(config, key)
+    folder = fetch(given) if given else None
+    start = {
+        "model.version": target.version,
+        "model.dtype": str(target.model.dtype).removeprefix("torch."),
+        f"command.{key}": file_digest(folder / weights) if folder else None,
+    }
+    return TrainingRun(Path(config.out) / "training", samples, start, config.replay, _seen_by(folder))
 
 
-def seen_by(folder: Path | None) -> Seen | None:
+def _seen_by(folder: Path | None) -> Seen | None:
     """The prompts that an artifact's module was trained on, where it says so; none where a training begins anew.
 
     Raises:
@@ -151,7 +162,7 @@ def _weights_origin(config: TrainingConfig, target: Target) -> dict[str, str]:
 
 
 def length_summary(what: str, lengths: list[int]) -> dict[str, list[int]]:
-    """Lengths as the card lists them, under the name of what has them."""
+    """The shortest, median and longest length, as the card lists them."""
     ordered = sorted(lengths)
     return {f"{what} (shortest, median, longest)": [ordered[0], ordered[len(ordered) // 2], ordered[-1]]}
 

@@ -7,6 +7,8 @@ from typing import Any
 from keepsight.errors import UserError
 from keepsight.eval.results import FULL
 from keepsight.eval.rows import Variant
+from keepsight.runtime.evict import Evict
+from keepsight.runtime.method import Method
 from keepsight.runtime.methods import Resources, make_method
 from keepsight.runtime.methods.make import takes
 from keepsight.runtime.methods.resources import bind
@@ -33,8 +35,19 @@ def variants_of(methods: list[Any], budgets: list[Any], bits: list[int], resourc
 
 
 def bound(variants: list[Variant], resources: Resources) -> list[Variant]:
-    """The variants with resources that take the loaded target."""
+    """The variants, bound to the resources of the loaded target."""
     return [replace(variant, method=bind(variant.method, resources)) for variant in variants]
+
+
+def require_evict(method: Method, refusal: str) -> Evict:
+    """The method, if it evicts entries from the cache.
+
+    Raises:
+        UserError: it does not; `refusal` is the message.
+    """
+    if not isinstance(method, Evict):
+        raise UserError(refusal)
+    return method
 
 
 def _by_bits(

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from keepsight.errors import require_whole
-from keepsight.runtime.decode import decode, stop_after
+from keepsight.runtime.decode import decode, end_ids, stop_after
 from keepsight.runtime.importance import Reduce
 from keepsight.runtime.observe import Observer, look_back
 from keepsight.runtime.read_layer import read_layers
@@ -113,8 +113,7 @@ class DraftObserver(Observer):
 
 def greedy_draft(model: PreTrainedModel, state: State, tokens: int) -> DraftIds:
     """Write a greedy answer of at most `tokens` tokens, its end token included; the state's cache grows."""
-    config = model.generation_config
-    end = config.eos_token_id if config is not None else None
+    end = end_ids(model)
     ids = decode(model, state, stop_after(tokens, end), pad_token=0).ids
     return DraftIds(ids, None if end is None else until_end(ids, end))
 

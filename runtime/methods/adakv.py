@@ -8,6 +8,6 @@ from keepsight.runtime.methods.snapkv import SnapKV
 
 @dataclass(frozen=True)
 class AdaKV(SnapKV):
-    """SnapKV whose heads share their layer's budget (AdaKV, arXiv 2407.11550, section 4)."""
+    """SnapKV whose heads share their layer's budget (AdaKV, arXiv 2407.11550, algorithm 1)."""
 
     allocate: Allocation = Adaptive()

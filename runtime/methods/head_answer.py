@@ -6,6 +6,7 @@ import torch
 from transformers import PreTrainedModel
 
 from keepsight.models.draft_sources import DraftHeadSource
+from keepsight.runtime.decode import end_ids
 from keepsight.runtime.drafting.eagle import ChainDrafter, HeadCache, unread_rows
 from keepsight.runtime.drafting.observer import DraftIds, until_end
 from keepsight.runtime.state import State
@@ -13,7 +14,7 @@ from keepsight.runtime.state import State
 
 @dataclass(frozen=True)
 class HeadAnswer:
-    """What a head wrote, and how it attended to the prompt meanwhile.
+    """A head's draft, and the head's cache after it.
 
     Attributes:
         draft: The draft; its first token is the target's own.
@@ -49,6 +50,5 @@ def head_answer(
         ids = first
     else:
         ids = torch.cat([first, chain.draft(features, tokens, lookahead - 1)], dim=1)
-    config = model.generation_config
-    end = config.eos_token_id if config is not None else None
+    end = end_ids(model)
     return HeadAnswer(DraftIds(ids, None if end is None else until_end(ids, end)), chain.cache)

@@ -13,7 +13,7 @@ from keepsight.runtime.read_layer import ReadLayer
 
 @dataclass(frozen=True)
 class ShortKeys(LayerObserver):
-    """Minus the L2 norm of each key, after RoPE (arXiv 2406.11430, section 3)."""
+    """Minus the L2 norm of each key, after RoPE (arXiv 2406.11430, section 2)."""
 
     @override
     def score(self, layer: ReadLayer, reduction: str) -> Tensor:
@@ -22,7 +22,7 @@ class ShortKeys(LayerObserver):
 
 @dataclass(frozen=True)
 class KeyNorm(Evict):
-    """Keeps the entries with the shortest keys (arXiv 2406.11430, section 3), without sinks or window.
+    """Keeps the entries with the shortest keys (arXiv 2406.11430, section 2), without sinks or window.
 
     KVCache-Factory leaves the first two layers whole, and so exceeds its budget. Here all layers count.
     """

@@ -11,7 +11,7 @@ from typing_extensions import override
 from keepsight.errors import UserError, require_whole
 from keepsight.runtime.budget import Budget
 from keepsight.runtime.cache_layers import LayerEntries
-from keepsight.runtime.decode import decode, stop_after
+from keepsight.runtime.decode import decode, end_ids, stop_after
 from keepsight.runtime.drafting.observer import until_end
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.importance import Pool, Reduce, observed_attention, reduce_group
@@ -109,8 +109,7 @@ class QueryCache(Observer):
             )
         small = SnapKV(self.budget, window=self.first_window, pool=self.first_pool).compress(model, state)
         small = replace(small, trace=Trace(Needs(window=self.lookahead)))  # from here on the guess's queries alone
-        config = model.generation_config
-        end = config.eos_token_id if config is not None else None
+        end = end_ids(model)
         guess = decode(model, small, stop_after(self.lookahead, end), pad_token=0)
         after, _ = read(model, guess.state, guess.ids[:, -1:])
         real = None if end is None else until_end(guess.ids, end)

@@ -138,7 +138,7 @@ def _compressor(model: str) -> Any:
 
 @contextmanager
 def _same_random_numbers() -> Iterator[None]:
-    """The package seeds every generator of the process; give them back as they were."""
+    """Restore the state of every random generator afterwards: the package seeds them all."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng():

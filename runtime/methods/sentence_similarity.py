@@ -1,6 +1,6 @@
 """Sentence similarity: keeps the sentences of a prompt that are closest to its question.
 
-After CPC (arXiv 2409.01227), with any sentence encoder in place of the one trained there. The encoder runs
+After CPC (arXiv 2409.01227, section 3), with any sentence encoder in place of the one trained there. The encoder runs
 in the `sentence-transformers` package: `pip install keepsight[sentences]`.
 """
 

@@ -7,13 +7,12 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from keepsight.errors import UserError, require_whole
+from keepsight.models.decoder import head_width
 from keepsight.runtime.attention import Reader
 from keepsight.runtime.importance import Reduce
-from keepsight.runtime.method import CacheMethod
-from keepsight.runtime.methods.kivi import check_sizes
+from keepsight.runtime.methods.kivi import PackedMethod
 from keepsight.runtime.offload import FullEntries, Traffic, require_memory
 from keepsight.runtime.quantized.cache import pack_state, prefill_packed, require_packable, require_unpadded
-from keepsight.runtime.quantized.codec import Quantizer
 from keepsight.runtime.quantized.entries import PackedEntries
 from keepsight.runtime.quantized.specache import FetchSelector, PairReader, SpeCacheLayer
 from keepsight.runtime.state import State
@@ -21,42 +20,27 @@ from keepsight.runtime.turn import TurnReader
 
 
 @dataclass(frozen=True)
-class SpeCache(CacheMethod):
-    """Reads packed entries, and the `topk` that matter most in full precision (SpeCache, ICML 2025, section 3.3).
+class SpeCache(PackedMethod):
+    """Reads packed entries, and the `topk` that matter most in full precision (arXiv 2503.16163, section 3.3).
 
     Attributes:
-        bits: Bits per number of the packed copy: 1, 2 or 4.
-        group: Numbers that share a zero point and a scale; it must divide the head dimension.
-        residual: Most recent tokens whose values (and at most whose keys) stay in full precision; a multiple of the
-            group.
         topk: Entries fetched per KV head; all packed ones where there are fewer, none for 0. More than the prompt has
             tokens is refused.
         heads: Reduction of attention over the query heads of a KV head; see `Reduce.heads`.
         speculative: Prefetch with a guessed token. Otherwise fetch what a token's own attention asks for, and attend
             again: exact, but every fetch is waited for (the paper's table 4).
-        one_bit: Levels at 1 bit; see `keepsight.runtime.quantized.codec.Quantizer`.
-
-    Raises:
-        UserError: a value is not offered; one line names it.
     """
 
-    bits: int = 2
-    group: int = 32
     residual: int = 64
     topk: int = 64
     heads: str = "max"
     speculative: bool = True
-    one_bit: str = "middles"
 
+    @override
     def __post_init__(self) -> None:
-        check_sizes(self.quantizer, self.residual)
+        super().__post_init__()
         require_whole("SpeCache", topk=self.topk)
         Reduce(heads=self.heads)  # refuses what it does not know
-
-    @property
-    def quantizer(self) -> Quantizer:
-        """Bits and groups."""
-        return Quantizer(self.bits, self.group, self.one_bit)
 
     @override
     def check(self, length: int, context: int) -> None:
@@ -87,9 +71,8 @@ class SpeCache(CacheMethod):
     def _require(self, model: PreTrainedModel, tokens: Tensor) -> None:
         require_packable(model)
         config = model.config.get_text_config()
-        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         rows, length = tokens.shape
-        entry = config.num_hidden_layers, config.num_key_value_heads, width, model.dtype.itemsize
+        entry = config.num_hidden_layers, config.num_key_value_heads, head_width(config), model.dtype.itemsize
         require_memory(rows, length, *entry)
 
     def _packer(self) -> "_Packer":

@@ -138,7 +138,7 @@ class SpeContext(SparseRead):
                 limit=read_bytes(str(self.memory_limit)),
                 requests=rows,
                 budget=budget,
-                head=sum(each.numel() * each.element_size() for each in self.head.parameters()),
+                head=sum(each.nbytes for each in self.head.parameters()),
                 head_keys=self.head.key_bytes,
             )
         return Placement(budget, model.device, self.offload, plan)

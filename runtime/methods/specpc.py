@@ -19,8 +19,8 @@ from typing_extensions import override
 from keepsight.errors import UserError, require_whole
 from keepsight.models.decoder import full_attention_layers
 from keepsight.models.draft_sources import DraftHeadSource, DraftSource
-from keepsight.runtime.custom_generate import GenerateRequest
 from keepsight.runtime.decode import decode, stop_after
+from keepsight.runtime.generate_request import GenerateRequest
 from keepsight.runtime.images import Images
 from keepsight.runtime.importance import observed_attention
 from keepsight.runtime.latents import attended_entries

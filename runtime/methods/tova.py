@@ -10,7 +10,7 @@ from keepsight.runtime.observe import Observer
 
 @dataclass(frozen=True)
 class TOVA(Evict):
-    """Keeps what the last token attends to, averaged over a layer's heads, and that token (TOVA, section 3).
+    """Keeps what the last token attends to, averaged over a layer's heads, and that token (TOVA, section 4).
 
     The heads of a layer keep the same entries. Evicts once after the prompt; `every=1` evicts at every token, as the
     paper does.

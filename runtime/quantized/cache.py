@@ -1,4 +1,4 @@
-"""Low-bit cache layers (KIVI, arXiv 2402.02750), and the states and prefills made of them.
+"""Low-bit cache layers (KIVI, arXiv 2402.02750, section 3.3), and the states and prefills made of them.
 
 The prompt attends to itself in full precision; every later token reads the packed form. Several tokens read in one
 pass give the same as one by one.
@@ -25,7 +25,7 @@ from keepsight.runtime.softmax import Softmax
 from keepsight.runtime.state import State, Trace
 
 
-class PackedLayer(KeptLayer, OwnAttention):
+class PackedLayer(OwnAttention, KeptLayer):
     """A low-bit cache layer.
 
     Args:
@@ -43,10 +43,6 @@ class PackedLayer(KeptLayer, OwnAttention):
     def bytes(self) -> int:
         """Bytes on the device."""
         return self.held.bytes
-
-    @override
-    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> Any:
-        return key_states, value_states
 
     @override
     def attend(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:

@@ -1,8 +1,8 @@
 """Group quantisation to 1, 2 or 4 bits: each group has a zero point and a scale, codes are packed into bytes.
 
-The groups are those of KIVI (arXiv 2402.02750): keys per channel, over neighbouring tokens; values per token, over
-neighbouring channels. At 1 bit KIVI's two levels are a group's extremes, which inflates every entry; SpeCache (ICML
-2025, equation 3) takes the middles of the group's lower and upper half.
+The groups are those of KIVI (arXiv 2402.02750, section 3.3): keys per channel, over neighbouring tokens; values per
+token, over neighbouring channels. At 1 bit KIVI's two levels are a group's extremes, which inflates every entry;
+SpeCache (arXiv 2503.16163, section 3.4, equation 3) takes the middles of the group's lower and upper half.
 """
 
 import functools
@@ -34,7 +34,7 @@ class Packed(NamedTuple):
     @property
     def bytes(self) -> int:
         """Bytes of all three."""
-        return sum(each.numel() * each.element_size() for each in self)
+        return sum(each.nbytes for each in self)
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ class PackedEntries:
     @property
     def bytes(self) -> int:
         """Bytes of codes, scales, zero points and recent entries."""
-        recent = (each.numel() * each.element_size() for each in (self.recent_keys, self.recent_values))
+        recent = (each.nbytes for each in (self.recent_keys, self.recent_values))
         return self.packed_keys.bytes + self.packed_values.bytes + sum(recent)
 
     def with_recent(self, keys: Tensor, values: Tensor) -> "PackedEntries":

@@ -7,13 +7,11 @@ full precision, a layer at a time, as the prompt did.
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
-from transformers.modeling_outputs import CausalLMOutputWithPast
 from typing_extensions import override
 
 from keepsight.errors import UserError
@@ -26,6 +24,7 @@ from keepsight.runtime.quantized.attend import attend_packed
 from keepsight.runtime.quantized.cache import PackedLayer
 from keepsight.runtime.quantized.entries import PackedEntries
 from keepsight.runtime.softmax import Softmax
+from keepsight.runtime.token_reader import TokenReader
 
 
 @dataclass(frozen=True)
@@ -128,44 +127,19 @@ def specache_layers(cache: Cache) -> list[SpeCacheLayer]:
     return [layer for layer in cache.layers if isinstance(layer, SpeCacheLayer)]
 
 
-class PairReader:
-    """A model that reads each token of a SpeCache state together with a guess of the next one.
+class PairReader(TokenReader):
+    """A model that reads each token of a SpeCache state together with a guess of the next one."""
 
-    Args:
-        model: The target.
-    """
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model, self.config = model, model.config
-
-    def __call__(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        past_key_values: Cache,
-        logits_to_keep: int = 0,
-        **options: Any,
-    ) -> CausalLMOutputWithPast:
-        """Append tokens to a cache.
-
-        Args:
-            input_ids: [B, q] int64.
-            position_ids: [B, q] int64.
-            past_key_values: Cache of SpeCache layers.
-            logits_to_keep: Number of last tokens whose logits are returned; 0 for all.
-            options: Other arguments of a model, which mean nothing for a packed state.
-        """
-        logits = []
-        for token, position in zip(input_ids.split(1, dim=1), position_ids.split(1, dim=1), strict=True):
-            cache = past_key_values
-            if _guess(cache) is None:  # the first guess comes from a step on packed entries alone
-                _, cache = self._step(token, position, cache, 0)
-            guess = _guess(cache)
-            pair = token if guess is None else torch.cat([token, guess], dim=1)
-            after, cache = self._step(pair, position, cache, 1)
-            past_key_values.layers[:] = cache.layers  # all layers at once, so that an interrupted step changes none
-            logits.append(after)
-        return CausalLMOutputWithPast(logits=cast(Any, torch.cat(logits[-logits_to_keep:], dim=1)))
+    @override
+    def step(self, token: Tensor, position: Tensor, attention_mask: Tensor | None, cache: Cache) -> Tensor:
+        before = cache
+        if _guess(before) is None:  # the first guess comes from a step on packed entries alone
+            _, before = self._step(token, position, before, 0)
+        guess = _guess(before)
+        pair = token if guess is None else torch.cat([token, guess], dim=1)
+        logits, after = self._step(pair, position, before, 1)
+        cache.layers[:] = after.layers  # all layers at once, so that an interrupted step changes none
+        return logits
 
     def _step(self, tokens: Tensor, position: Tensor, cache: Cache, accepted: int) -> tuple[Tensor, Cache]:
         """Logits [B, 1, V] of the first token of [B, q], and the cache after the first `accepted` tokens."""

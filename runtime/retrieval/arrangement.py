@@ -13,11 +13,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from keepsight.errors import UserError
-from keepsight.runtime.offload import (
-    FromDevice,
-    flat_rows,
-)
+from keepsight.runtime.offload import flat_rows
 from keepsight.runtime.sparse_read.cache import Selection
+from keepsight.runtime.streams import FromDevice
 
 _NONE, _STAYS = -1, -2
 

@@ -14,16 +14,10 @@ from torch.nn import functional
 from typing_extensions import override
 
 from keepsight.runtime.cache_layers import LayerEntries
-from keepsight.runtime.offload import (
-    Begun,
-    FullEntries,
-    Traffic,
-    await_counted,
-    in_background,
-    on_side_stream,
-)
+from keepsight.runtime.offload import FullEntries, Traffic, await_counted
 from keepsight.runtime.retrieval.arrangement import Arrangement, Change
 from keepsight.runtime.sparse_read.cache import SelectedLayer, Selection, real_mask
+from keepsight.runtime.streams import Begun, in_background, on_side_stream
 
 
 @dataclass
@@ -98,7 +92,7 @@ class ElasticLayer(SelectedLayer):
     @override
     def bytes(self) -> int:
         """Bytes of the slots, without the list of what they hold, which all layers share."""
-        return self.slots.rows.numel() * self.slots.rows.element_size()
+        return self.slots.rows.nbytes
 
     @override
     def prepare(self, chosen: Selection) -> None:

@@ -14,6 +14,7 @@ from itertools import accumulate
 from transformers import PreTrainedModel
 
 from keepsight.errors import UserError
+from keepsight.models.decoder import head_width
 from keepsight.runtime.cache_layers import GROWTH, ROOM
 from keepsight.units import size_text
 
@@ -180,11 +181,11 @@ def plan_for(
     heads = config.num_attention_heads
     return MemoryPlan(
         limit=limit,
-        weights=sum(each.numel() * each.element_size() for each in model.parameters()),
+        weights=sum(each.nbytes for each in model.parameters()),
         head=head,
         layers=config.num_hidden_layers,
         kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        head_dim=head_width(config),
         requests=requests,
         budget=budget,
         head_keys=head_keys,

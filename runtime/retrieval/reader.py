@@ -4,13 +4,12 @@ An interrupted step leaves the cache unchanged.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
-from transformers.modeling_outputs import CausalLMOutputWithPast
 from typing_extensions import override
 
 from keepsight.errors import UserError
@@ -21,6 +20,7 @@ from keepsight.runtime.retrieval.placement import Placement
 from keepsight.runtime.retrieval.selector import HeadSelector
 from keepsight.runtime.sparse_read.cache import SelectedLayer, SelectedState
 from keepsight.runtime.state import State
+from keepsight.runtime.token_reader import TokenReader
 from keepsight.runtime.turn import TurnReader
 
 
@@ -110,44 +110,12 @@ class RetrievalTurnReader:
         return output
 
 
-class RetrievalReader:
-    """A model that reads each token of a `RetrievalState` after the retrieval head has selected the entries.
+class RetrievalReader(TokenReader):
+    """A model that reads each token of a `RetrievalState` after the retrieval head has selected the entries."""
 
-    Args:
-        model: The target.
-    """
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model, self.config = model, model.config
-
-    def __call__(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        past_key_values: Cache,
-        attention_mask: Tensor | None = None,
-        logits_to_keep: int = 0,
-        **options: Any,
-    ) -> CausalLMOutputWithPast:
-        """Append tokens to a cache.
-
-        Args:
-            input_ids: [B, q] int64.
-            position_ids: [B, q] int64.
-            past_key_values: A `RetrievalCache`.
-            attention_mask: [B, M + q] bool, for layers that are bounded by themselves; None without padding.
-            logits_to_keep: Number of last tokens whose logits are returned; 0 for all.
-            options: Other arguments of a model; unused, as nothing is recorded.
-        """
-        cache, count = retrieval_cache(past_key_values), input_ids.shape[1]
-        ends = [1 + place - count or None for place in range(count)]
-        masks = [None if attention_mask is None else attention_mask[:, :end] for end in ends]
-        steps = zip(input_ids.split(1, dim=1), position_ids.split(1, dim=1), masks, strict=True)
-        logits = [self._step(*step, cache) for step in steps]
-        return CausalLMOutputWithPast(logits=cast(Any, torch.cat(logits[-logits_to_keep:], dim=1)))
-
-    def _step(self, token: Tensor, position: Tensor, attention_mask: Tensor | None, cache: RetrievalCache) -> Tensor:
-        """Logits [B, 1, V] of one token."""
+    @override
+    def step(self, token: Tensor, position: Tensor, attention_mask: Tensor | None, cache: Cache) -> Tensor:
+        cache = retrieval_cache(cache)
         before, selector = cache.get_seq_length(), cache.selector
         cache.placement.place(cache.layers, before + 1)
         layers = with_full_layers(cache, full_layers(cache)).layers

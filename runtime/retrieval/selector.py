@@ -71,7 +71,7 @@ class HeadSelector:
     @property
     def bytes(self) -> int:
         """Bytes of its keys."""
-        return self.keys.keys.numel() * self.keys.keys.element_size()
+        return self.keys.keys.nbytes
 
     def select(self, embeddings: Tensor, positions: Tensor) -> Selection:
         """Select what the target reads for a token; its key is appended to the head's.

@@ -9,7 +9,7 @@ them. Several tokens read in one pass are read one by one, but for a further tur
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,7 +61,7 @@ class LayerSelector(ABC):
         return self
 
 
-class SelectedLayer(KeptLayer, OwnAttention):
+class SelectedLayer(OwnAttention, KeptLayer):
     """A cache layer that attends to selected entries only.
 
     Args:
@@ -87,7 +87,7 @@ class SelectedLayer(KeptLayer, OwnAttention):
     @property
     def bytes(self) -> int:
         """Bytes on the device: entries, and what the selector holds."""
-        own = sum(each.numel() * each.element_size() for each in (self.keys, self.values))
+        own = sum(each.nbytes for each in (self.keys, self.values))
         return own + (self.selector.bytes if self.selector is not None else 0)
 
     def prepare(self, chosen: Selection) -> None:
@@ -111,10 +111,6 @@ class SelectedLayer(KeptLayer, OwnAttention):
         rows = (heads + indices).flatten()
         keys, values = (each.flatten(0, 2).index_select(0, rows).view(*indices.shape, -1) for each in (keys, values))
         return LayerEntries(keys, values, real)
-
-    @override
-    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> Any:
-        return key_states, value_states
 
     @override
     def attend(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
@@ -156,16 +152,12 @@ class SelectedLayer(KeptLayer, OwnAttention):
         return SelectedLayer(self.keys, self.values, self.seen, self.padding, selector)
 
 
-class DenseLayer(KeptLayer, OwnAttention):
+class DenseLayer(OwnAttention, KeptLayer):
     """A cache layer that attends to all of its entries, also where the model would append latents to them."""
 
     @override
-    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> Any:
-        return key_states, value_states
-
-    @override
     def attend(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
-        super().update(key, value)
+        KeptLayer.update(self, key, value)
         real = self.real if self.real is not None else self.keys.new_ones(self.keys.shape[:3], dtype=torch.bool)
         return grouped_attention(query, self.keys, self.values, visible(query.shape[2], real), softmax)
 

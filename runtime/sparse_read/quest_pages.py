@@ -14,7 +14,7 @@ class TopPages(LayerSelector):
 
     A page is `page` consecutive entries, counted from a row's first real entry. Of its keys after RoPE each channel's
     maximum and minimum are kept; the sum over channels of the larger of query x minimum and query x maximum bounds the
-    dot product with every key of the page (Quest, section 3.3). Query heads of a group vote with the largest of their
+    dot product with every key of the page (Quest, section 3.4). Query heads of a group vote with the largest of their
     bounds, which are not normalised: Quest has one query head per KV head, and no weights to normalise. Pages of
     generated tokens are made as they fill.
 
@@ -43,7 +43,7 @@ class TopPages(LayerSelector):
         if self._bounds is None:
             return 0
         known = self._bounds[:, :, : max(self._filled)]
-        return known.numel() * known.element_size()
+        return known.nbytes
 
     @override
     def share(self) -> "TopPages":

@@ -154,7 +154,7 @@ WRONG = {
     "inspect prompt=@none.txt method=snapkv out=out": "prompt=@none.txt: cannot be read as UTF-8 text ",
     "inspect prompt=Hello method=snapkv out=mixture.yaml": "out=mixture.yaml is a file but no page; choose another ",
     "inspect prompt=Hello method=snapkv out=out": "budget=64 keeps all 7 prompt tokens; lower it",
-    "bench both": "'both' is no command of keepsight bench; choose one of train, eval, evict, decode, ops, specache, ",
+    "bench both": "'both' is no command of keepsight bench; choose one of train, eval, evict, decode, ops, ",
     "bench eval samples=0": "samples=0 must be at least 1",
     "train data=none out=out": "none: no manifest.json; make the data with `keepsight data out=none`",
     "push none ada/x": "none: holds nothing that can be pushed ",

@@ -14,7 +14,7 @@ from transformers import BloomConfig, BloomForCausalLM
 
 from keepsight.errors import UserError
 from keepsight.files import text_digest
-from keepsight.models import targets
+from keepsight.models import locate
 from keepsight.models.chat import chat_text
 from keepsight.models.decoder import full_attention_layers
 from keepsight.models.packaged import cache_folder, packaged_file
@@ -72,6 +72,16 @@ def test_a_tokenizer_without_padding_pads_with_its_end(folder: Path) -> None:
     assert load_target(str(folder)).pad_token == 2
 
 
+def test_a_tokenizer_without_special_tokens_pads_with_the_models_end(folder: Path) -> None:
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    for name in ("pad_token", "eos_token"):
+        del settings[name]
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    target = load_target(str(folder))
+    assert target.tokenizer.pad_token_id is None
+    assert target.pad_token == target.end_tokens[0] == 2
+
+
 def test_options_reach_the_model(folder: Path) -> None:
     target = load_target(str(folder), dtype="bfloat16", device="cpu", attention="eager")
     assert target.model.dtype == torch.bfloat16
@@ -113,6 +123,11 @@ def with_nan(folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+def in_a_folder(folder: Path) -> None:
+    (folder / "tokenizer_config.json").unlink()
+    (folder / "tokenizer_config.json").mkdir()
+
+
 SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), r"no \*.safetensors in this folder"),
     "cut weights": (cut, "cannot be loaded: .*header"),
@@ -134,6 +149,7 @@ SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: (folder / "tokenizer_config.json").write_text("null"),
         "cannot be loaded",
     ),
+    "a folder in place of tokenizer settings": (in_a_folder, "tokenizer_config.json: expected a file; remove it"),
     "a tokenizer's number that is text": (
         lambda folder: (folder / "tokenizer_config.json").write_text('{"model_max_length": "512"}'),
         "cannot be loaded: .*'int' and 'str'",
@@ -178,7 +194,7 @@ def test_what_computes_attention_in_its_own_way_is_refused(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("model_id", ["./not/there", "two words", "a/b/c"])
 def test_neither_a_folder_nor_a_hub_id(model_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(targets, "hub_answers", lambda: pytest.fail("the Hub was asked"))
+    monkeypatch.setattr(locate, "hub_answers", lambda: pytest.fail("the Hub was asked"))
     with pytest.raises(UserError, match="is neither a folder nor a Hub id; a Hub id looks like user/name"):
         load_target(model_id)
 

@@ -19,6 +19,7 @@ from keepsight.models.targets import Target
 from keepsight.train.dataset import SampleDataset, collate
 from keepsight.train.lookahead.objective import LookaheadObjective
 from keepsight.train.lookahead.trainer import LookaheadTrainer
+from keepsight.train.run import TrainingRun
 from keepsight.train.settings import LookaheadTrainSettings, TrainSettings
 from tests.tiny import tiny_model
 
@@ -76,7 +77,7 @@ def train(
     objective: LookaheadObjective, settings: TrainSettings, work: Path, samples: list[TrainingSample]
 ) -> tuple[LookaheadTrainer, bool]:
     """The trainer, and whether the training ran to its end."""
-    trainer = LookaheadTrainer(objective, settings, work, samples)
+    trainer = LookaheadTrainer(objective, settings, TrainingRun(work, samples))
     return trainer, trainer.fit()
 
 

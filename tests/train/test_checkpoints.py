@@ -15,6 +15,7 @@ from keepsight.files import file_digest, read_json, whole_lines, write_json
 from keepsight.locks import one_writer
 from keepsight.train.lookahead.trainer import LookaheadTrainer
 from keepsight.train.resume import SEAL, check_seal, last_checkpoint, sealing
+from keepsight.train.run import TrainingRun
 from tests.train.runs import checkpoints, crash, disturbed, objective, same, samples, settings, tensors, train
 
 FILES = (
@@ -124,7 +125,7 @@ def test_another_number_of_processes_is_refused(work):
 def test_another_target_dtype_or_start_is_refused(tmp_path):
     def begun(**changes: object) -> LookaheadTrainer:
         start = {"model.version": "a", "model.dtype": "float32", "command.init": None} | changes
-        return LookaheadTrainer(objective(), settings(steps=3), tmp_path, samples(), start=start)
+        return LookaheadTrainer(objective(), settings(steps=3), TrainingRun(tmp_path, samples(), start))
 
     begun().fit()
     for name, other in {"model.version": "b", "model.dtype": "bfloat16", "command.init": "sha256:1"}.items():

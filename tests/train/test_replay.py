@@ -11,6 +11,7 @@ from keepsight.errors import UserError
 from keepsight.train.dataset import Batch, SampleDataset, Use, collate
 from keepsight.train.lookahead.trainer import LookaheadTrainer
 from keepsight.train.replay import Reading, ReadingBuffer, ReplaySampler, pack, replay_order, unpack
+from keepsight.train.run import TrainingRun
 from keepsight.train.settings import ReplaySettings
 from tests.train import runs
 from tests.train.runs import crash, disturbed, objective, same, samples, tensors
@@ -135,7 +136,7 @@ def test_a_reading_is_made_once_and_dropped_after_its_last_use(on_disk: bool, tm
 
 def trained(work: Path, make=objective, **changes) -> tuple[LookaheadTrainer, bool]:
     replay = ReplaySettings(memory="20KB", dir=changes.pop("dir", None))
-    trainer = LookaheadTrainer(make(), runs.settings(replays=3, **changes), work, samples(), replay)
+    trainer = LookaheadTrainer(make(), runs.settings(replays=3, **changes), TrainingRun(work, samples(), replay=replay))
     return trainer, trainer.fit()
 
 
@@ -178,4 +179,4 @@ def test_what_keeps_no_readings_says_so(tmp_path: Path) -> None:
     settings = head_settings()
     settings.train.replays = 2
     with pytest.raises(UserError, match=r"draft_head\.train\.replays=2: this training keeps no readings"):
-        DraftHeadTrainer(head_objective(), settings, tmp_path, samples()).fit()
+        DraftHeadTrainer(head_objective(), settings, TrainingRun(tmp_path, samples())).fit()

@@ -18,7 +18,7 @@ from keepsight.train.dataset import Batch
 from keepsight.train.lookahead.flops import weights_of_a_token
 from keepsight.train.lookahead.objective import LookaheadObjective
 from keepsight.train.lookahead.trainer import LookaheadTrainer
-from keepsight.train.settings import ReplaySettings
+from keepsight.train.run import TrainingRun
 from keepsight.train.tracking import peak_memory, peak_of
 from tests.families import fresh_model
 from tests.train.runs import objective, samples, settings, train
@@ -38,7 +38,7 @@ def logged(work: Path, **changes: Any) -> tuple[list[dict[str, Any]], list[Batch
     """The logged losses of a training whose clock shows a second more each time it is looked at, and its batches."""
     learning, batches, given = objective(), list[Batch](), settings(**changes)
     learning.register_forward_pre_hook(lambda _, __, values: batches.append(Batch(**values)), with_kwargs=True)
-    trainer, tracker = LookaheadTrainer(learning, given, work, samples(), ReplaySettings()), Logged()
+    trainer, tracker = LookaheadTrainer(learning, given, TrainingRun(work, samples())), Logged()
     trainer.add_callback(tracker)
     assert trainer.fit()
     assert all("tokens_per_second" not in row for row in trainer.state.log_history)  # differs from run to run

@@ -14,7 +14,7 @@ from keepsight.train.objective import HeadObjective
 
 
 class DraftHeadObjective(HeadObjective):
-    """The training-time test of EAGLE-3 (arXiv 2503.01840).
+    """The training-time test of EAGLE-3 (arXiv 2503.01840, section 3.2).
 
     At step i, row t of a text reads what step i - 1 put out in row t (at step 0 the target's features of token t) and
     the embedding of token t + 1 + i, and guesses token t + 2 + i. It learns from what the target says about that token:

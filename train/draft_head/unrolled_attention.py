@@ -1,8 +1,8 @@
 """Attention of a draft head's unrolled steps (training-time test), without N x N tensors.
 
-EAGLE-3 (arXiv 2503.01840) trains a head on its own outputs: at step i, row t is given what step i - 1 put out in row t
-and the embedding of one token further on. It sees what it will see when it drafts: the rows up to t of step 0, which
-the target's features made, and of the steps 1 to i its own row alone.
+EAGLE-3 (arXiv 2503.01840, section 3.2) trains a head on its own outputs: at step i, row t is given what step i - 1 put
+out in row t and the embedding of one token further on. It sees what it will see when it drafts: the rows up to t of
+step 0, which the target's features made, and of the steps 1 to i its own row alone.
 """
 
 import math

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,15 +9,14 @@ from accelerate.utils import reduce
 from torch import Tensor, nn
 from typing_extensions import override
 
-from keepsight.data_gen.shards import TrainingSample
 from keepsight.errors import UserError
 from keepsight.train.lookahead.measure import measure_cells
 from keepsight.train.lookahead.objective import LookaheadObjective
 from keepsight.train.lookahead.side_by_side import SideBySide
 from keepsight.train.lookahead.trainer import load_weights, weights_of
 from keepsight.train.module_trainer import ModuleTrainer
-from keepsight.train.seen import NOTHING, Seen
-from keepsight.train.settings import LookaheadTrainSettings, ReplaySettings
+from keepsight.train.run import TrainingRun
+from keepsight.train.settings import LookaheadTrainSettings
 from keepsight.train.trained import Trained
 
 
@@ -27,7 +25,7 @@ class Cell:
     """One of the modules.
 
     Attributes:
-        name: Tells it from the others.
+        name: Unique among the cells.
         objective: Holds the module.
         settings: Its optimisation; learning rate, clipping and the loss are its own, the rest is the same for all.
     """
@@ -42,11 +40,7 @@ class AblationTrainer(ModuleTrainer[SideBySide]):
 
     Args:
         cells: The modules, at least one.
-        work: Folder for checkpoints, logs and measurements.
-        samples: Training and held-out ones together.
-        replay: How readings of the target are kept, where `train.replays` is above 1.
-        start: What else must be the same when the training is resumed, by its name in a recipe.
-        seen: Prompts that the module was trained on in earlier stages; None where that is not known.
+        run: Where they are trained, and on what.
 
     Raises:
         UserError: the training is in fp16, whose loss must be scaled before gradients are made, or with DeepSpeed.
@@ -54,22 +48,14 @@ class AblationTrainer(ModuleTrainer[SideBySide]):
 
     weights_file = "cells.safetensors"
 
-    def __init__(
-        self,
-        cells: Sequence[Cell],
-        work: Path,
-        samples: Sequence[TrainingSample],
-        replay: ReplaySettings | None = None,
-        start: Mapping[str, Any] | None = None,
-        seen: Seen | None = NOTHING,
-    ) -> None:
+    def __init__(self, cells: Sequence[Cell], run: TrainingRun) -> None:
         first, shapes = cells[0].settings, [asdict(cell.objective.lookahead.settings) for cell in cells]
         shared = {key: value for key, value in shapes[0].items() if all(each[key] == value for each in shapes)}
-        shape = {f"lookahead.{key}": value for key, value in shared.items()} | {**(start or {})}
+        shape: dict[str, Any] = {f"lookahead.{key}": value for key, value in shared.items()}
         shape["ablation.cells"] = [cell.name for cell in cells]
         if first.precision == "fp16":
             raise UserError("train.precision=fp16: an ablation trains in bf16 or no")
-        super().__init__(SideBySide([cell.objective for cell in cells]), first, work, samples, shape, replay, seen)
+        super().__init__(SideBySide([cell.objective for cell in cells]), first, run.with_start(shape))
         if self.is_deepspeed_enabled:
             raise UserError("an ablation clips each cell's gradients by itself: take recipes/accelerate/ddp.yaml")
         self.cells = cells
@@ -135,7 +121,7 @@ class AblationTrainer(ModuleTrainer[SideBySide]):
 
 
 def _own(rows: Sequence[Mapping[str, Any]], cell: Cell) -> list[dict[str, Any]]:
-    """What the rows say of one cell, under the names that a training alone has."""
+    """One cell's part of the rows, under the names that a training of it alone would use."""
     end = f"/{cell.name}"
     return [
         {key.removesuffix(end): value for key, value in row.items() if key == "step" or key.endswith(end)}

@@ -31,14 +31,14 @@ class Fidelity:
     recall: list[float]
     tau: list[float]
 
-    def metrics(self, prefix: str = "eval_") -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Means over layers."""
         means = {"kl": self.kl, "recall": self.recall, "tau": self.tau}
-        return {prefix + name: float(np.mean(values)) for name, values in means.items()}
+        return {f"eval_{name}": float(np.mean(values)) for name, values in means.items()}
 
-    def by_layer(self, prefix: str = "eval_") -> dict[str, list[float]]:
+    def by_layer(self) -> dict[str, list[float]]:
         """The values of every layer."""
-        return {f"{prefix}{name}_by_layer": getattr(self, name) for name in ("kl", "recall", "tau")}
+        return {f"eval_{name}_by_layer": getattr(self, name) for name in ("kl", "recall", "tau")}
 
 
 def measure_lookahead(objective: LookaheadObjective, batches: Iterable[dict[str, Any]], budget: int) -> Fidelity:

@@ -1,4 +1,4 @@
-"""The two-pass objective of a lookahead module (LookaheadKV, arXiv 2603.10899, section 3, equation 3).
+"""The two-pass objective of a lookahead module (LookaheadKV, arXiv 2603.10899, section 3.2, equation 4).
 
 The first pass, over prompt and answer without adapter and gradients, gives the target importance and the prompt's
 cache. The second, of n soft tokens over that cache with adapter and gradients, gives the prediction. Nothing after a
@@ -72,7 +72,7 @@ def importance_divergence(target: list[Tensor], predicted: list[Tensor]) -> Tens
         predicted: The same shapes; gradients flow through it.
 
     Returns:
-        A scalar in nats (equation 3).
+        A scalar in nats (equation 4).
     """
     return torch.stack([_divergence(*pair).mean() for pair in zip(target, predicted, strict=True)]).mean()
 

@@ -1,7 +1,7 @@
-"""What a training of a lookahead module will take, known by running its step on tensors that hold nothing.
+"""Memory and FLOPs of training a lookahead module, found by running a step on fake tensors.
 
-The objective itself runs on fake tensors, which have shapes but no values: each operation's output counts from when it
-is made until nothing refers to it. What is found out so changes with the code that trains, and needs no memory.
+The objective itself runs on tensors that have shapes but no values: each operation's output counts from when it is made
+until nothing refers to it. So the plan follows the training code, and needs no memory.
 """
 
 import weakref
@@ -39,7 +39,7 @@ class StepPlan:
         weights: The target's weights that the device holds.
         module: The module's weights, their gradients and Adam's moments.
         reading: What the first pass leaves: the KV entries and the target importance.
-        first: Most that the first pass takes above weights and module, its reading included.
+        first: Peak of the first pass above weights and module, its reading included.
         second: The same of the second pass and its gradients.
         flops: Of both passes.
     """
@@ -53,7 +53,7 @@ class StepPlan:
 
     @property
     def peak(self) -> int:
-        """Most memory that is taken at a time."""
+        """Peak memory."""
         return self.weights + self.module + max(self.first, self.second)
 
 
@@ -151,7 +151,7 @@ class _LiveBytes(TorchDispatchMode):
         self._held: dict[int, int] = {}
 
     def most(self) -> int:
-        """Most bytes at a time since the last call."""
+        """Peak bytes since the last call."""
         most, self._most = self._most, self.now
         return most
 

@@ -60,7 +60,7 @@ class SideBySide(ReplayedObjective):
 
 
 def _with_gradients(loss: Tensor, parameters: Sequence[nn.Parameter]) -> Tensor:
-    """The same loss, whose gradients are known: what they were made from is freed before the next cell begins."""
+    """The same loss with its gradients computed already: their graph is freed before the next cell begins."""
     with torch.autocast(loss.device.type, enabled=False):
         gradients = torch.autograd.grad(loss, parameters)
     kept: Any = _Known.apply(loss.detach(), gradients, *parameters)

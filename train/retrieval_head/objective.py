@@ -21,7 +21,7 @@ from keepsight.train.replay import Reading
 from keepsight.train.retrieval_head.reading import ImportanceReading, Texts, left_padded, read_target
 
 _LEAST = torch.finfo(torch.float32).min
-"""In place of minus infinity, of which a weight of zero would make NaN."""
+"""Stands in for minus infinity, which times a weight of zero would be NaN."""
 
 
 def head_scores(head: RetrievalHead, batch: Texts, read: ImportanceReading) -> Tensor:

@@ -18,7 +18,7 @@ from keepsight.runtime.softmax import Softmax
 from keepsight.train.dataset import Batch
 
 SINKS, RECENT = 4, 64
-"""Entries at the beginning of a text, and at each token's heels, that are not far."""
+"""Near entries: the first of a text, and those just before each token."""
 _ROWS = 32
 """Queries whose attention weights are held at once: B x H x 32 x S float32."""
 

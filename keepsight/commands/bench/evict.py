@@ -2,8 +2,8 @@
 
     keepsight bench evict lengths=1024,4096 methods=snapkv,lookaheadkv budgets=128
 
-Prints a line for each prompt length and method: milliseconds, share of the prefill's time, peak memory, and the most
-bytes of KV entries held at once, which eviction during the prefill (`during_prefill`) keeps low.
+Prints a line for each prompt length and method: milliseconds, share of the prefill's time, peak memory, and the
+peak of KV entries in bytes, which eviction during the prefill (`during_prefill`) keeps low.
 """
 
 from dataclasses import dataclass, field
@@ -12,8 +12,8 @@ from typing import Any
 from keepsight.commands.bench.shared import COMPARED, methods_of, print_lines
 from keepsight.commands.config import Recipe, at_least_one
 from keepsight.commands.from_recipe import target_of
+from keepsight.commands.variants import require_evict
 from keepsight.eval.bench.sweep import bench_evict
-from keepsight.runtime.evict import require_evict
 
 
 @dataclass

@@ -1,9 +1,9 @@
-"""keepsight bench ops: operators and device syncs of each method, counted on any device as a GPU would feel them.
+"""keepsight bench ops: operators and device syncs of each method, counted on any device as a GPU would see them.
 
     keepsight bench ops 'methods=[snapkv,lookaheadkv,adakv]'
 
 Prints a line for each method: operators that launch work, and syncs that wait for it, a layer, in observing, selecting
-and gathering, and in a decoding step, beside the plain model's. The counts depend on no clock.
+and gathering, and in a decoding step, beside the plain model's. Nothing is timed.
 """
 
 from dataclasses import dataclass, field

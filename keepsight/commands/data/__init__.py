@@ -38,30 +38,39 @@ BACKENDS = ("transformers", "vllm", "server")
 
 
 @dataclass
-class Config(Recipe):
-    """Keys of `keepsight data`.
+class DataKeys(Recipe):
+    """Which data is made, and who answers.
 
     Attributes:
-        out: Folder for the shards and the manifest.
         mixture: Name of a file in recipes/mixtures/, or a path to a YAML file of your own.
         limit: Number of samples.
-        seed: Random seed of the mixture's draws.
-        max_new_tokens: Longest answer in tokens.
-        shard_size: Samples per shard.
-        batch_tokens: Prompt tokens per batch; lower it when memory runs out.
+        max_new_tokens: Longest answer of the data in tokens.
         backend: Who answers: transformers, in this process; vllm, in this process; or server, at server.url.
         server: The server of backend=server.
     """
 
-    out: str = "???"
     mixture: str = "offline"
     limit: int = 200
-    seed: int = 0
     max_new_tokens: int = 128
-    shard_size: int = 64
-    batch_tokens: int = 8192
     backend: str = "transformers"
     server: ServerSettings = field(default_factory=ServerSettings)
+
+
+@dataclass
+class Config(DataKeys):
+    """Keys of `keepsight data`.
+
+    Attributes:
+        out: Folder for the shards and the manifest.
+        seed: Random seed of the mixture's draws.
+        shard_size: Samples per shard.
+        batch_tokens: Prompt tokens per batch; lower it when memory runs out.
+    """
+
+    out: str = "???"
+    seed: int = 0
+    shard_size: int = 64
+    batch_tokens: int = 8192
 
 
 def run(config: Config) -> None:

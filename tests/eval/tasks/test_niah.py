@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from keepsight.corpus import evaluation_paragraphs, sentences, source_documents, topic_documents
 from keepsight.data_gen import code, documentation, everyday, haystacks, key_values, phrases, words
 from keepsight.errors import UserError
-from keepsight.eval.tasks import niah
+from keepsight.eval.tasks import niah, niah_texts
 from keepsight.eval.tasks.haystack import Haystack, fullest, hide, needle_depths
 from keepsight.eval.tasks.metrics import score
 from keepsight.eval.tasks.samples import RenderedSample
@@ -234,7 +234,8 @@ def plain(phrase: str) -> str:
 
 def test_phrases_are_not_shared_with_training() -> None:
     training = {plain(text) for text in strings(phrases, key_values, documentation, everyday, code, haystacks)}
-    evaluation = {plain(part) for phrase in niah.PHRASES for part in re.split(r"(?<=[.?])\s|\n", phrase)} - {""}
+    wordings = [getattr(niah_texts, name) for name in ("NEEDLE", "ONE", "SOME", "ONE_PREFIX", "SOME_PREFIX")]
+    evaluation = {plain(part) for phrase in wordings for part in re.split(r"(?<=[.?])\s|\n", phrase)} - {""}
     assert len(training) > 150
     assert len(evaluation) >= 9
     assert not training & evaluation
@@ -244,6 +245,6 @@ def test_phrases_are_not_shared_with_training() -> None:
 def test_key_words_are_not_shared_with_training() -> None:
     training = {word.lower() for text in strings(words, phrases, haystacks) for word in re.findall(r"\w+", text)}
     assert {"lantern", "copper"} <= training
-    evaluation = {*niah.ADJECTIVES, *niah.NOUNS}
-    assert len(evaluation) == len(niah.ADJECTIVES) + len(niah.NOUNS) > 100
+    evaluation = {*niah_texts.ADJECTIVES, *niah_texts.NOUNS}
+    assert len(evaluation) == len(niah_texts.ADJECTIVES) + len(niah_texts.NOUNS) > 100
     assert not training & (evaluation | {word + "s" for word in evaluation})

@@ -12,6 +12,7 @@ from keepsight.train.draft_head.objective import DraftHeadObjective
 from keepsight.train.draft_head.teacher import RunTarget
 from keepsight.train.draft_head.trainer import DraftHeadTrainer
 from keepsight.train.head_settings import DraftHeadSettings
+from keepsight.train.run import TrainingRun
 from tests.tiny import tiny_model
 from tests.train.runs import samples
 from tests.train.runs import settings as train_settings
@@ -45,5 +46,5 @@ def train_draft_head(
     objective: DraftHeadObjective, settings: DraftHeadSettings, work: Path, samples: list[TrainingSample]
 ) -> tuple[DraftHeadTrainer, bool]:
     """The trainer, and whether the training ran to its end."""
-    trainer = DraftHeadTrainer(objective, settings, work, samples)
+    trainer = DraftHeadTrainer(objective, settings, TrainingRun(work, samples))
     return trainer, trainer.fit()

@@ -12,6 +12,7 @@ from keepsight.train.dataset import hold_out
 from keepsight.train.draft_head.measure import measure_draft_head
 from keepsight.train.draft_head.objective import DraftHeadObjective
 from keepsight.train.draft_head.trainer import DraftHeadTrainer
+from keepsight.train.run import TrainingRun
 from tests.tiny import FAMILIES
 from tests.train.draft_head.head_runs import head_objective, head_settings, train_draft_head
 from tests.train.runs import checkpoints, collated, crash, press_ctrl_c, rows, same, samples
@@ -115,7 +116,7 @@ def test_other_settings_are_refused_on_resume(straight, changes, said):
 
 def test_too_few_samples_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"draft_head.train.held_out=14 needs more than the 14 samples"):
-        DraftHeadTrainer(head_objective(), head_settings(held_out=14), tmp_path, samples())
+        DraftHeadTrainer(head_objective(), head_settings(held_out=14), TrainingRun(tmp_path, samples()))
 
 
 def test_mixed_precision_trains_and_measures(tmp_path):

@@ -17,7 +17,8 @@ from keepsight.train.lookahead.objective import LookaheadObjective
 from keepsight.train.lookahead.side_by_side import SideBySide
 from keepsight.train.lookahead.trainer import LookaheadTrainer
 from keepsight.train.replay import Reading
-from keepsight.train.settings import LookaheadTrainSettings, ReplaySettings
+from keepsight.train.run import TrainingRun
+from keepsight.train.settings import LookaheadTrainSettings
 from tests.tiny import tiny_model
 from tests.train.runs import SHAPE, collated, crash, same, samples, settings, tensors
 
@@ -41,12 +42,12 @@ def ablation(work: Path, **changes: Any) -> AblationTrainer:
     model = tiny_model()
     given = {name: learning_of(name, **changes) for name in CHANGES}
     cells = [Cell(name, objective_of(name, model, each), each) for name, each in given.items()]
-    return AblationTrainer(cells, work, samples(), ReplaySettings())
+    return AblationTrainer(cells, TrainingRun(work, samples()))
 
 
 def alone(name: str, work: Path, **changes: Any) -> LookaheadTrainer:
     given = learning_of(name, **changes)
-    return LookaheadTrainer(objective_of(name, tiny_model(), given), given, work, samples(), ReplaySettings())
+    return LookaheadTrainer(objective_of(name, tiny_model(), given), given, TrainingRun(work, samples()))
 
 
 @pytest.mark.parametrize("changes", [{}, {"replays": 3, "batch_size": 1, "samples_per_step": 2}, {"precision": "bf16"}])
