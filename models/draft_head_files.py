@@ -7,6 +7,7 @@ also hold `keepsight.json` (where the head comes from, the digest of the weights
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import save_file
@@ -15,7 +16,7 @@ from transformers import LlamaConfig, PreTrainedModel
 
 from keepsight.atomic import atomic_files
 from keepsight.errors import UserError
-from keepsight.files import file_digest, read_json, write_json
+from keepsight.files import file_digest, read_json, write_json, write_readme
 from keepsight.models.draft_head import DraftHead
 from keepsight.models.draft_head_config import public_config, read_head_config
 from keepsight.models.feature_head import FeatureHead
@@ -29,6 +30,9 @@ from keepsight.models.weight_files import (
     one_line,
     read_tensors,
 )
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 CONFIG, WEIGHTS, ORIGIN = "config.json", "model.safetensors", "keepsight.json"
 FILES = (CONFIG, WEIGHTS)
@@ -91,8 +95,13 @@ def load_draft_head(folder: Path, target: PreTrainedModel | None = None) -> Draf
     return head.to(target.device if target is not None else "cpu").eval()
 
 
-def save_draft_head(head: DraftHead, folder: Path, provenance: Provenance, card: str) -> None:
-    """Write a head's files into a folder, beside other files; a half-written head does not load."""
+def save_draft_head(
+    head: DraftHead, folder: Path, provenance: Provenance, card: str, curves: "Figure | None" = None
+) -> None:
+    """Write a head's files into a folder, beside other files; a half-written head does not load.
+
+    With `curves`, those of the training, training.png is one of them.
+    """
     state = {name: value.detach().cpu().contiguous() for name, value in head.state_dict().items()}
     if head.own_embedding is not None:
         state[_EMBEDDING] = head.own_embedding.cpu()
@@ -101,7 +110,7 @@ def save_draft_head(head: DraftHead, folder: Path, provenance: Provenance, card:
         digests = {WEIGHTS: file_digest(unfinished / WEIGHTS)}
         write_json(unfinished / ORIGIN, {"provenance": asdict(provenance), "digests": digests})
         write_json(unfinished / CONFIG, public_config(head))
-        (unfinished / "README.md").write_text(card, encoding="utf-8")
+        write_readme(unfinished, card, curves)
 
 
 def how_to_convert(reference: object) -> str:

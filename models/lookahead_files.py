@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,13 +20,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from keepsight.atomic import atomic_files
 from keepsight.errors import UserError
-from keepsight.files import file_digest, read_json, write_json
+from keepsight.files import file_digest, read_json, write_json, write_readme
 from keepsight.models.folded_lora import FoldedLora
 from keepsight.models.lookahead import Lookahead, input_embedding
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.models.lora import PREFIX
 from keepsight.models.versions import warn_of_another_base, warn_of_another_tokenizer
 from keepsight.models.weight_files import as_weights, check_digest, one_line, read_tensors
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 ADAPTER, TOKENS, CONFIG = "adapter_model.safetensors", "lookahead_tokens.safetensors", "lookahead_config.json"
 PEFT_CONFIG = "adapter_config.json"
@@ -67,8 +70,12 @@ class _Config:
     digests: dict[str, str]
 
 
-def save_lookahead(module: Lookahead, folder: Path, provenance: Provenance, card: str) -> None:
+def save_lookahead(
+    module: Lookahead, folder: Path, provenance: Provenance, card: str, curves: "Figure | None" = None
+) -> None:
     """Write an adapter's files into a folder, beside other files; a half-written adapter does not load.
+
+    With `curves`, those of the training, training.png is one of them.
 
     Raises:
         UserError: a tensor is not whole.
@@ -82,7 +89,7 @@ def save_lookahead(module: Lookahead, folder: Path, provenance: Provenance, card
         digests = {name: file_digest(unfinished / name) for name in (ADAPTER, TOKENS, PEFT_CONFIG)}
         settings = {"settings": asdict(module.settings), "provenance": asdict(provenance), "digests": digests}
         write_json(unfinished / CONFIG, settings)
-        (unfinished / "README.md").write_text(card, encoding="utf-8")
+        write_readme(unfinished, card, curves)
 
 
 def _peft_config(module: Lookahead, provenance: Provenance) -> LoraConfig:

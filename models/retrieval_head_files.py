@@ -2,6 +2,7 @@
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -10,12 +11,15 @@ from transformers import PreTrainedModel
 
 from keepsight.atomic import atomic_files
 from keepsight.errors import UserError
-from keepsight.files import file_digest, read_json, write_json
+from keepsight.files import file_digest, read_json, write_json, write_readme
 from keepsight.models.lookahead_files import Provenance
 from keepsight.models.retrieval_config import RetrievalConfig
 from keepsight.models.retrieval_head import RetrievalHead, check_target
 from keepsight.models.versions import warn_of_another_base
 from keepsight.models.weight_files import as_weights, check_digest, check_names_and_shapes, one_line, read_tensors
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 WEIGHTS, CONFIG = "retrieval_head.safetensors", "retrieval_config.json"
 FILES = (WEIGHTS, CONFIG)
@@ -30,7 +34,9 @@ class _Config:
     digests: dict[str, str]
 
 
-def save_retrieval_head(head: RetrievalHead, folder: Path, provenance: Provenance, card: str) -> None:
+def save_retrieval_head(
+    head: RetrievalHead, folder: Path, provenance: Provenance, card: str, curves: "Figure | None" = None
+) -> None:
     """Write a head's files into a folder, beside other files; a half-written head does not load.
 
     Args:
@@ -38,6 +44,7 @@ def save_retrieval_head(head: RetrievalHead, folder: Path, provenance: Provenanc
         folder: Created if missing.
         provenance: Origin of the head.
         card: Model card in Markdown, for README.md.
+        curves: The training's, for training.png.
     """
     state = {name: value.detach().cpu().contiguous() for name, value in head.state_dict().items()}
     with atomic_files(folder, last=CONFIG) as unfinished:
@@ -45,7 +52,7 @@ def save_retrieval_head(head: RetrievalHead, folder: Path, provenance: Provenanc
         digests = {WEIGHTS: file_digest(unfinished / WEIGHTS)}
         values = {"head": asdict(head.config), "provenance": asdict(provenance), "digests": digests}
         write_json(unfinished / CONFIG, values)
-        (unfinished / "README.md").write_text(card, encoding="utf-8")
+        write_readme(unfinished, card, curves)
 
 
 def load_retrieval_head(folder: Path, target: PreTrainedModel | None = None) -> RetrievalHead:

@@ -28,7 +28,7 @@ from keepsight.commands.training import (
 from keepsight.data_gen.finished import read_training_samples
 from keepsight.data_gen.shards import TrainingSample
 from keepsight.errors import UserError, require_same
-from keepsight.files import require_writable, write_png
+from keepsight.files import require_writable
 from keepsight.models.hub import fetch
 from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_card import lookahead_card
@@ -122,8 +122,8 @@ def save(
     far = {"share of the loss on far entries": config.train.far}
     adapted = {"modules with a LoRA": _counted(lookahead.lora.names) if lookahead.lora else "none"}
     basics = basics_of(config, target, manifest, trained, lengths | far | adapted)
-    save_lookahead(lookahead, folder, basics.provenance, lookahead_card(basics, config.lookahead, trained.metrics))
-    write_png(folder / "training.png", lookahead_figure(trained.log))
+    card = lookahead_card(basics, config.lookahead, trained.metrics)
+    save_lookahead(lookahead, folder, basics.provenance, card, lookahead_figure(trained.log))
 
 
 def _counted(names: Iterable[str]) -> str:

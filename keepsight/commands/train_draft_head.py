@@ -26,7 +26,7 @@ from keepsight.commands.training import (
 from keepsight.data_gen.finished import read_training_samples
 from keepsight.data_gen.shards import TrainingSample
 from keepsight.errors import UserError
-from keepsight.files import require_writable, write_png
+from keepsight.files import require_writable
 from keepsight.models.draft_head import DraftHead
 from keepsight.models.draft_head_card import draft_head_card
 from keepsight.models.draft_head_files import WEIGHTS, load_draft_head, save_draft_head
@@ -71,8 +71,8 @@ def run(config: Config) -> None:
     if trainer.is_world_process_zero():
         lengths = [len(each.prompt_ids) + len(each.answer_ids) for each in samples]
         basics = basics_of(config, target, manifest, trainer.trained(), length_summary("tokens of a sample", lengths))
-        save_draft_head(head, out, basics.provenance, draft_head_card(basics, trainer.metrics))
-        write_png(out / "training.png", draft_head_figure(trainer.log_rows()))
+        card, curves = draft_head_card(basics, trainer.metrics), draft_head_figure(trainer.log_rows())
+        save_draft_head(head, out, basics.provenance, card, curves)
         print(f"head after step {trainer.state.global_step} in {out}: {metrics_text(trainer.metrics)}")
     require_finished(finished, config, trainer)
 

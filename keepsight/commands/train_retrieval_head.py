@@ -22,7 +22,7 @@ from keepsight.commands.training import (
 )
 from keepsight.data_gen.finished import read_training_samples
 from keepsight.errors import UserError
-from keepsight.files import require_writable, write_png
+from keepsight.files import require_writable
 from keepsight.models.card import CardBasics
 from keepsight.models.draft_head import DraftHead
 from keepsight.models.draft_head_files import WEIGHTS, load_draft_head
@@ -106,6 +106,6 @@ def _write(config: Config, trainer: RetrievalTrainer, basics: CardBasics, longes
     head.load_state_dict(trainer.weights())
     measured = comparison(*trainer.first_and_last(), "pruned only" if config.head else "random")
     card = retrieval_card(basics, head.config, parameters(head), measured)
-    save_retrieval_head(head.to(torch.bfloat16), out, basics.provenance, card)
-    write_png(out / "training.png", retrieval_figure(trainer.log_rows()))
+    curves = retrieval_figure(trainer.log_rows())
+    save_retrieval_head(head.to(torch.bfloat16), out, basics.provenance, card, curves)
     print(f"retrieval head ({head.config.features}) after step {trainer.state.global_step} in {out}\n{measured}")
