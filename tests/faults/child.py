@@ -7,12 +7,15 @@ import resource
 import shutil
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from tqdm import tqdm
 
 from keepsight.commands.cli import COMMANDS, main
 
@@ -169,6 +172,7 @@ def _end_with(action: Callable[[], int], errors: int) -> None:
     code = 1
     try:
         os.setpgid(0, 0)
+        tqdm.set_lock(threading.RLock())  # the inherited one is shared, and stays locked when a child is killed in it
         os.dup2(os.open(os.devnull, os.O_RDWR), 1)
         os.dup2(errors, 2)
         sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
