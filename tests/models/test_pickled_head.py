@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import random
 from pathlib import Path
 from typing import Any
 
@@ -82,3 +83,20 @@ def test_tensors_that_are_no_head_leave_nothing(pickled: Path, tmp_path: Path) -
         convert_head(pickled, tmp_path / "out")
     assert ".unfinished" not in str(caught.value)
     assert [*(tmp_path / "out").glob("*")] == []
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+@pytest.mark.parametrize("legacy", [False, True])
+def test_whatever_a_damaged_pickle_raises_is_one_line(pickled: Path, tmp_path: Path, legacy: bool) -> None:
+    path, rng = pickled / "pytorch_model.bin", random.Random(0)
+    torch.save({"a": torch.ones(3, 4), "b.c": torch.ones(2)}, path, _use_new_zipfile_serialization=not legacy)
+    whole = path.read_bytes()
+    for _ in range(400):
+        damaged = bytearray(whole)
+        for _ in range(rng.choice((1, 3, 20))):
+            damaged[rng.randrange(len(damaged))] = rng.randrange(256)
+        path.write_bytes(bytes(damaged[: rng.choice((len(damaged), rng.randrange(len(damaged))))]))
+        with pytest.raises(UserError) as refused:
+            convert_head(pickled, tmp_path / "out")
+        assert "\n" not in str(refused.value)
+    assert not [*(tmp_path / "out").glob("*")]
