@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from keepsight import recipes
-from keepsight.commands import train, train_draft_head, train_retrieval_head
+from keepsight import files, recipes
 from keepsight.commands.config import Recipe, parse
 from keepsight.commands.from_recipe import resources_of, target_of
 from keepsight.runtime.generate import generate
@@ -72,8 +71,7 @@ def test_its_modules_are_trained_and_evaluated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for command in (train, train_draft_head, train_retrieval_head):
-        monkeypatch.setattr(command, "write_png", lambda *_: None)  # takes as long as the training, and has its tests
+    monkeypatch.setattr(files, "write_png", lambda *_: None)  # takes as long as the training, and has its tests
     fresh_model(family, **SHAPE, **MORE.get(family, {})).save_pretrained("tiny")
     tokenizer.save_pretrained("tiny")
     recipe = [f"recipe={FIRST_OF[family]}", "model.id=tiny", "model.device=cpu"]
