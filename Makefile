@@ -67,9 +67,10 @@ demo: setup
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_FLAGS)
 
-# What starts several processes, with DeepSpeed on the CPU as well; its first run compiles for about a minute.
+# What starts several processes, with DeepSpeed on the CPU as well, whose first run compiles for about a minute; and what
+# needs bitsandbytes, wandb or a server.
 test-slow: setup
-	$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[dev,bitsandbytes,deepspeed,serving]'
+	$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[dev,bitsandbytes,deepspeed,serving,trackers]'
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow
 
 # What compares floats, with the kernels of older processors and this one's, and with one thread and two.

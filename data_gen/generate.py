@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
 
 from keepsight.data_gen.answers import Backend, Rendered, answers, render_prompt
 from keepsight.data_gen.mixture import Mixture
@@ -61,7 +62,7 @@ def generate_data(
     )
     _check_context(target, mixture, max_new_tokens)
     _check_room(out, mixture, limit)
-    processes, count_tokens = launched(), _counter(target)
+    processes, count_tokens = launched(), _counter(target.tokenizer)
 
     def prompts(indices: list[int]) -> list[Rendered]:
         drawn = (render_prompt(index, mixture.prompt(seed, index, count_tokens), target.tokenizer) for index in indices)
@@ -98,8 +99,9 @@ def _fill(
     writer.finish(shard)
 
 
-def _counter(target: Target) -> CountTokens:
-    return lambda text: len(target.tokenizer(text, add_special_tokens=False)["input_ids"])
+def _counter(tokenizer: PreTrainedTokenizerBase) -> CountTokens:
+    """What counts tokens; sources keep it, so it must not hold the model."""
+    return lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def _training_sample(prompt: Rendered, ids: list[int], target: Target) -> TrainingSample:

@@ -20,7 +20,7 @@ from keepsight.files import file_digest, read_json, write_json, write_readme
 from keepsight.models.draft_head import DraftHead
 from keepsight.models.draft_head_config import public_config, read_head_config
 from keepsight.models.feature_head import FeatureHead
-from keepsight.models.lookahead import input_embedding
+from keepsight.models.lookahead import input_embedding, input_width
 from keepsight.models.lookahead_files import Provenance
 from keepsight.models.versions import warn_of_another_base
 from keepsight.models.weight_files import (
@@ -127,7 +127,7 @@ def _what_is_missing(folder: Path, name: str) -> str:
 def _check_target(folder: Path, config: LlamaConfig, target: PreTrainedModel) -> None:
     text = target.config.get_text_config()
     sizes = {
-        "hidden size": (config.hidden_size, input_embedding(target).shape[1]),
+        "hidden size": (config.hidden_size, input_width(target)),
         "feature width": (getattr(config, "target_hidden_size", None) or config.hidden_size, text.hidden_size),
         "vocabulary": (config.vocab_size, text.vocab_size),
     }

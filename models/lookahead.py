@@ -1,6 +1,7 @@
 """The lookahead module: n soft tokens, and LoRA that is on for them alone (arXiv 2603.10899, section 3)."""
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +10,7 @@ from transformers import PreTrainedModel
 from keepsight.errors import UserError
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.models.lora import Lora, chosen_targets
+from keepsight.models.zero3 import gathered, whole_shape
 
 
 class Lookahead(nn.Module):
@@ -28,10 +30,12 @@ class Lookahead(nn.Module):
     def __init__(self, model: PreTrainedModel, settings: LookaheadSettings) -> None:
         super().__init__()
         self.model, self.settings = model, settings
-        embedding = input_embedding(model)
-        random = torch.randn(settings.tokens, embedding.shape[1], device=embedding.device)
         scale = float(getattr(model.get_input_embeddings(), "embed_scale", 1.0))  # Gemma scales what it looks up
-        self.soft_tokens = nn.Embedding.from_pretrained(random * embedding.float().std() * scale, freeze=False)
+        with gathered(model.get_input_embeddings()):
+            embedding = input_embedding(model)
+            random = torch.randn(settings.tokens, embedding.shape[1], device=embedding.device)
+            random = random * embedding.float().std() * scale
+        self.soft_tokens = nn.Embedding.from_pretrained(random, freeze=False)
         linears = chosen_targets(model, settings.targets) if settings.rank else {}
         self.lora = Lora(linears, settings.rank, settings.alpha, settings.dropout) if linears else None
 
@@ -72,6 +76,12 @@ class Lookahead(nn.Module):
                 )
             with torch.no_grad():
                 value.copy_(given[name])
+
+
+def input_width(model: PreTrainedModel) -> int:
+    """The width of the input embedding."""
+    weight: Any = model.get_input_embeddings().weight
+    return whole_shape(weight)[1]
 
 
 def input_embedding(model: PreTrainedModel) -> Tensor:

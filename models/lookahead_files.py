@@ -22,7 +22,7 @@ from keepsight.atomic import atomic_files
 from keepsight.errors import UserError
 from keepsight.files import file_digest, read_json, write_json, write_readme
 from keepsight.models.folded_lora import FoldedLora
-from keepsight.models.lookahead import Lookahead, input_embedding
+from keepsight.models.lookahead import Lookahead, input_embedding, input_width
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.models.lora import PREFIX
 from keepsight.models.versions import warn_of_another_base, warn_of_another_tokenizer
@@ -171,7 +171,7 @@ class Artifact:
         is_hub_id = re.fullmatch(r"[\w.-]+/[\w.-]+", loaded) and not Path(loaded).exists()
         if is_hub_id and expected and loaded != expected:
             raise UserError(f"{self.folder}: this adapter is for {expected!r}, but the model is {loaded!r}")
-        hidden = input_embedding(model).shape[1]
+        hidden = input_width(model)
         if self.tokens.shape[1] != hidden:
             raise UserError(
                 f"{self.folder}: this adapter is for {expected!r} with hidden size {self.tokens.shape[1]}, "

@@ -60,6 +60,12 @@ def configuration(module: Any, given: list[str]) -> Any:
     return cli.configuration(module, [word for word in given if word != "..."])
 
 
+def test_every_recipe_is_named() -> None:
+    listed = text_of("docs/training.md").partition("\n## Recipes\n")[2].partition("\n## ")[0]
+    recipes = {path.stem for path in (ROOT / "recipes" / "recipe").glob("*.yaml")}
+    assert recipes == {*re.findall(r"`([\w.-]+)`", listed)}
+
+
 @pytest.mark.parametrize("page", GUIDES)
 def test_its_python_runs(page: str, names: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     for block in re.findall(r"```python\n(.*?)```", text_of(page), flags=re.DOTALL):

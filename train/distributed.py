@@ -21,6 +21,7 @@ from typing_extensions import override
 from keepsight.errors import UserError
 from keepsight.models.decoder import decoder_of
 from keepsight.models.processes import launched
+from keepsight.models.zero3 import whole_shape
 
 
 def make_whole(module: nn.Module) -> None:
@@ -51,7 +52,7 @@ def _whole(parameter: Tensor) -> Tensor:
         return parameter.data
     from deepspeed.utils import safe_get_full_fp32_param  # pyright: ignore[reportMissingImports]
 
-    return safe_get_full_fp32_param(parameter).detach().view(getattr(parameter, "ds_shape", parameter.shape)).clone()
+    return safe_get_full_fp32_param(parameter).detach().view(whole_shape(parameter)).clone()
 
 
 def divide_layers(model: PreTrainedModel) -> None:

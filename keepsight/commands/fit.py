@@ -9,6 +9,7 @@ adapter's card shows the results of the evaluation, and `keepsight push DIR/adap
 was stopped resumes in the stage it was in when the same command is run again.
 """
 
+import gc
 import shutil
 import time
 from collections.abc import Callable
@@ -69,6 +70,7 @@ def run(config: Config) -> None:
             print(f"\n=== {name}", flush=True)
         start = time.perf_counter()
         stage()
+        gc.collect()  # or what is left of a training still holds its target when the evaluation loads another
         launched().wait_for_everyone()
         seconds[name] = time.perf_counter() - start
     if is_main:

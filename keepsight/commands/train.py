@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import set_seed
 
 from keepsight.commands.training import (
@@ -23,6 +22,7 @@ from keepsight.commands.training import (
     metrics_text,
     require_finished,
     run_of,
+    training_dtype,
     training_target,
 )
 from keepsight.data_gen.finished import read_training_samples
@@ -34,6 +34,7 @@ from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_card import lookahead_card
 from keepsight.models.lookahead_files import CONFIG, load_lookahead, save_lookahead
 from keepsight.models.targets import Target
+from keepsight.models.zero3 import created_divided
 from keepsight.train.dataset import no_longer_than
 from keepsight.train.distributed import divide_layers
 from keepsight.train.lookahead.objective import LookaheadObjective
@@ -64,7 +65,8 @@ class Config(TrainingConfig):
 def run(config: Config) -> None:
     """Train, then write the adapter, its card and the training curves."""
     require_writable(out := Path(config.out))
-    target = training_target(undivided(config))
+    with created_divided(training_dtype(config.model)):
+        target = training_target(undivided(config))
     samples, manifest = training_samples(config, target)
     objective = new_objective(config, target)
     if config.model.device_map == DIVIDED:
@@ -81,7 +83,7 @@ def undivided(config: Config) -> Config:
     """The target's weights are whole on the CPU before they are divided."""
     if config.model.device_map != DIVIDED:
         return config
-    dtype = "bfloat16" if torch.accelerator.is_available() and config.model.dtype == "auto" else config.model.dtype
+    dtype = training_dtype(config.model)
     return replace(config, model=replace(config.model, device="cpu", device_map=None, dtype=dtype))
 
 

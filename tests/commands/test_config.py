@@ -17,6 +17,7 @@ from keepsight.commands import inspect as inspection
 from keepsight.commands.config import Recipe, parse
 from keepsight.commands.config_keys import describe
 from keepsight.errors import UserError
+from keepsight.models.licenses import LICENSES
 from keepsight.train import settings
 from tests.commands.commands import ALL_COMMANDS, WITHOUT_RECIPE
 
@@ -38,6 +39,7 @@ def test_every_recipe_is_read(recipe: str) -> None:
     if recipe != "llama8b":  # another name of llama3.1-8b
         assert config.model.id == yaml.safe_load(text)["model"]["id"]
     assert config.model.id.count("/") == 1
+    assert config.model.id in LICENSES
 
 
 TEXTS = [

@@ -1,38 +1,74 @@
-"""`keepsight fit`: every stage, stopped in each of them, and what the card says in the end."""
+"""`keepsight fit`: every stage, stopped before and in each of them, and what the card says in the end."""
 
+import itertools
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from keepsight.commands import data, train
+from keepsight.commands import data, from_recipe, train
 from keepsight.commands import eval as evaluation
-from keepsight.files import file_digest
+from keepsight.data_gen.shard_writer import ShardWriter
+from keepsight.files import file_digest, read_json, read_jsonl, write_lines
 from keepsight.models.hub import plan_upload
-from keepsight.models.lookahead_files import FILES
+from keepsight.models.lookahead_files import FILES, load_lookahead
+from keepsight.models.targets import Target
+from keepsight.train.lookahead.objective import LookaheadObjective
+from tests.close import assert_close
 from tests.commands.commands import CommandLine
+from tests.launch import launch
 
 pytestmark = pytest.mark.usefixtures("here")
 TRAINING = [
     *("model.id=tiny", "model.device=cpu", "model.dtype=float32", "lookahead.tokens=4"),
-    *("train.steps=3", "train.held_out=2", "train.replays=1", "train.report_to=[]"),
+    *("train.steps=3", "train.save_every=1", "train.held_out=2", "train.replays=1", "train.report_to=[]"),
 ]
 FIT = [
-    *("fit", *TRAINING, "mixture=mixture.yaml", "limit=8", "max_new_tokens=4"),
-    *("tasks=niah_single", "lengths=320", "tests=1", "methods=full,lookaheadkv", "budgets=40"),
+    *("fit", *TRAINING, "mixture=mixture.yaml", "limit=8", "max_new_tokens=4", "draft.layers=[0,2]"),
+    *("tasks=niah_single", "lengths=320", "tests=2", "methods=full,lookaheadkv,speckv", "budgets=40"),
 ]
+STAGES: dict[str, tuple[Any, str, int, str]] = {
+    "answers": (ShardWriter, "append", 1, "fitted/data/shard-00000.jsonl.partial"),
+    "training": (LookaheadObjective, "forward", 2, "fitted/adapter/training/checkpoint-1/trainer_state.json"),
+    "evaluation": (evaluation, "append_lines", 1, "fitted/eval/results.jsonl"),
+}
+"""What is interrupted in each: the owner and name of a function, at which call, and what is there by then."""
+
+
+def interrupt(patch: pytest.MonkeyPatch, owner: Any, name: str, call: int) -> None:
+    """A call of a function, counted from 1, is interrupted once it has done its work."""
+    function, calls = getattr(owner, name), itertools.count(1)
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        if next(calls) == call:
+            raise KeyboardInterrupt
+        return result
+
+    patch.setattr(owner, name, interrupted)
 
 
 def test_stopped_in_every_stage_it_ends_as_if_it_had_not_been(
     keepsight: CommandLine, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (data, train, evaluation):
+    for module, (owner, name, call, left) in zip((data, train, evaluation), STAGES.values(), strict=True):
         with monkeypatch.context() as patch:
             patch.setattr(module, "run", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
             assert "run the same command again to resume" in keepsight.fails(*FIT, "out=fitted")
+        assert not (here / left).exists()
+        with monkeypatch.context() as patch:
+            interrupt(patch, owner, name, call)
+            assert "run the same command again to resume" in keepsight.fails(*FIT, "out=fitted")
+        assert (here / left).exists()
+    kept = [*read_jsonl(here / "fitted/eval/results.jsonl")]
     printed = keepsight(*FIT, "out=fitted")
     assert [line for line in printed.splitlines() if line.startswith("===")] == [
         *("=== answers", "=== training", "=== evaluation")
     ]
+    rows = [*read_jsonl(here / "fitted/eval/results.jsonl")]
+    assert len(rows) == 2 * 3 == 2 * len(kept) and all(row in rows for row in kept)
+    assert {row["method"] for row in rows} == {"full", "lookaheadkv", "speckv"}
     fitted, trained = here / "fitted" / "adapter", here / "trained"
     keepsight("train", *TRAINING, "data=fitted/data", "out=trained")
     for name in ("adapter_model.safetensors", "lookahead_tokens.safetensors"):
@@ -44,6 +80,48 @@ def test_stopped_in_every_stage_it_ends_as_if_it_had_not_been(
     monkeypatch.setattr(evaluation, "run", lambda _: None)
     keepsight(*FIT, "out=fitted")
     assert (fitted / "README.md").read_text() == card
+
+
+def test_no_stage_holds_the_target_of_the_one_before(
+    keepsight: CommandLine, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or a GPU would have to hold two."""
+    (here / "books").mkdir()
+    write_lines(here / "books" / "rows.jsonl", [{"text": f"Book {number}. " * 60} for number in range(9)])
+    source = "{kind: hub_dataset, id: books, license: mit, text: text}"
+    (here / "mixture.yaml").write_text(f"min_tokens: 100\nmax_tokens: 400\nsources:\n  - {source}\n")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", here / "cache")
+    load, models, held = from_recipe.load_target, list[Any](), list[int]()
+
+    def noted(**options: Any) -> Target:
+        held.append(sum(model() is not None for model in models))
+        target = load(**options)
+        models.append(weakref.ref(target.model))
+        return target
+
+    monkeypatch.setattr(from_recipe, "load_target", noted)
+    keepsight(*FIT, "out=fitted")
+    assert held == [0, 0, 0]
+
+
+@pytest.mark.slow
+def test_two_processes_do_what_one_does(keepsight: CommandLine, here: Path) -> None:
+    given = [*FIT, "train.samples_per_step=2", "train.group_by_length=false"]
+    result = launch(here, "-m", "keepsight", *given, "out=two")
+    assert result.returncode == 0, result.stderr[-4000:]
+    keepsight(*given, "out=one")
+    assert read_json(here / "two/adapter/training/settings.json")["launch.processes"] == 2
+    one, two = (load_lookahead(here / name / "adapter") for name in ("one", "two"))
+    assert_close(two.tokens, one.tokens)
+    for name, value in one.lora.items():
+        assert_close(two.lora[name], value)
+    scores = [
+        sorted((row["sample"], row["method"], row["score"]) for row in read_jsonl(here / name / "eval/results.jsonl"))
+        for name in ("one", "two")
+    ]
+    assert scores[0] == scores[1] and len(scores[0]) == 6
+    assert (here / "two/adapter/README.md").read_text().count("## Evaluation") == 1
+    assert result.stdout.count("=== evaluation") == 1
 
 
 def test_bad_values_end_before_anything_is_written(keepsight: CommandLine, here: Path) -> None:

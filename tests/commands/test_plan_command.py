@@ -139,7 +139,7 @@ def test_a_training_from_a_configuration_alone(keepsight: CommandLine, here: Pat
     printed = keepsight(*given, "tokens=512", "answer=64", "gpus=8", "gpu=1GiB", "flops=100", "utilisation=0.5")
     assert printed.startswith("8b in bfloat16, a prompt of 512 and an answer of 64 tokens on each GPU\n")
     assert "of 1.00 GiB a GPU" in printed and printed.count(": fits") == 1
-    assert "at an assumed 50% of 100 TFLOP/s:" in printed and "a step of 16 samples on 8 GPUs" in printed
+    assert "at an assumed 50% of 100 TFLOP/s:" in printed
     assert "does not fit: lower tokens=" in keepsight(*given, "tokens=512", "gpu=10MiB")
     assert keepsight.fails(*given, "tokens=0") == "tokens=0 must be at least 1"
     assert keepsight.fails(*given, "utilisation=2").startswith("utilisation=2.0 must be above 0 and at most 1")
@@ -149,11 +149,35 @@ def test_a_training_from_a_configuration_alone(keepsight: CommandLine, here: Pat
     assert keepsight.fails(*given, "gpu=many").startswith("'many' is no amount of memory")
 
 
+def _times(printed: str) -> dict[str, float]:
+    """What follows the assumption, in seconds by name."""
+    units = {"s": 1.0, "min": 60.0, "h": 3600.0}
+    lines = printed.partition("TFLOP/s:\n")[2].splitlines()
+    split = (line.strip().rsplit(maxsplit=2) for line in lines)
+    return {name.partition(",")[0]: float(value) * units[unit] for name, value, unit in split}
+
+
+def test_the_time_is_told_by_part(keepsight: CommandLine, here: Path) -> None:
+    """A reading is made once, and each of its uses takes a second pass."""
+    (here / "8b" / "config.json").write_text(json.dumps(SMALL | {"num_attention_heads": 8}))
+    given = ("plan", "train", "model.id=8b", "lookahead.tokens=128", "tokens=512", "gpus=8")
+    given = (*given, "train.samples_per_step=16", "flops=0.001")
+    for replays in (1, 4):
+        times = _times(keepsight(*given, f"train.replays={replays}"))
+        first, second, step, whole = times.values()
+        parts = ("first pass", "second pass and gradients", "a step of 16 samples on 8 GPUs", "86000 samples")
+        assert tuple(times) == parts
+        assert first > second > 0
+        assert step == pytest.approx(2 * (first / replays + second), rel=0.15)  # of two digits
+        assert whole == pytest.approx(86000 / 8 * (first + replays * second), rel=0.15)
+
+
 def test_flops_are_those_of_the_matrices(here: Path) -> None:
     """Of the first pass over N + T tokens, and of n soft tokens with gradients; attention aside."""
     config = LlamaConfig.from_dict(SMALL | {"num_attention_heads": 8})
     settings = LookaheadSettings(tokens=8)
-    flops = [plan_step(config, torch.bfloat16, settings, 0.0, tokens, 64).flops for tokens in (192, 448)]
+    plans = [plan_step(config, torch.bfloat16, settings, 0.0, tokens, 64) for tokens in (192, 448)]
+    flops = [plan.first_flops + plan.second_flops for plan in plans]
     width, inner, kv = 256, 512, 8 * 32
     layer = 2 * (2 * width * width + 2 * width * kv + 3 * width * inner)
     attention = 2 * (512**2 - 256**2) * 32 * 8

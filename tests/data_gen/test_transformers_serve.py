@@ -1,18 +1,16 @@
-"""Answers from `transformers serve`, started on the loopback with a tiny model; it is killed, and started again."""
+"""Answers from `transformers serve`, started on the loopback with a tiny model; either side is killed and goes on."""
 
 import os
-import socket
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.error import URLError
-from urllib.request import urlopen
 
 import pytest
+import yaml
 
 from keepsight.data_gen.answers import AnsweredPrompts, Rendered, answer
 from keepsight.data_gen.generate import generate_data
@@ -22,40 +20,40 @@ from keepsight.errors import UserError
 from keepsight.files import read_jsonl
 from keepsight.models.outline import outline_target
 from keepsight.models.targets import load_target
+from tests.data_gen.serving import free_port, serving
 from tests.tiny import save_tiny_target
 
 for package in ("fastapi", "openai", "uvicorn"):
     pytest.importorskip(package, reason="transformers[serving] is not installed")
 pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parents[2]
 MIXTURE = {"min_tokens": 100, "max_tokens": 140, "sources": [{"kind": "key_values"}]}
+MADE: dict[str, Any] = {"limit": 16, "seed": 0, "max_new_tokens": 6, "shard_size": 16}
 
 
-@contextmanager
-def serving(folder: Path, port: int) -> Iterator["subprocess.Popen[bytes]"]:
-    command = [sys.executable, "-m", "transformers.cli.transformers", "serve", str(folder), "--device", "cpu"]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen([*command, "--dtype", "float32", "--port", str(port)], env=environment)
-    try:
-        deadline = time.monotonic() + 180
-        while process.poll() is None and time.monotonic() < deadline:
-            try:
-                urlopen(f"http://127.0.0.1:{port}/health", timeout=2).close()
-                break
-            except (URLError, OSError):
-                time.sleep(0.3)
-        yield process
-    finally:
-        process.kill()
-        process.wait()
+def kill_a_client(folder: Path, port: int, out: Path) -> int:
+    """Start `keepsight data`, and kill it when two answers are there; how many there are in the end."""
+    mixture = out.with_name("mixture.yaml")
+    mixture.write_text(yaml.safe_dump(MIXTURE))
+    given = [f"model.id={folder}", f"mixture={mixture}", f"out={out}", *(f"{key}={MADE[key]}" for key in MADE)]
+    given += ["adapter=null", "backend=server", f"server.url=http://127.0.0.1:{port}/v1", "server.parallel=1"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([sys.executable, "-m", "keepsight", "data", *given], env=environment)
+    partial, deadline = out / "shard-00000.jsonl.partial", time.monotonic() + 180
+    while process.poll() is None and answered(partial) < 2 and time.monotonic() < deadline:
+        time.sleep(0.002)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    return answered(partial)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def answered(partial: Path) -> int:
+    return partial.read_bytes().count(b"\n") if partial.exists() else 0
 
 
-def test_a_real_server_that_is_killed_and_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_real_server_and_a_client_that_are_killed_and_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("keepsight.endpoint.FIRST_WAIT", 0.05)
     folder, port = save_tiny_target(tmp_path / "tiny"), free_port()
     outline = outline_target(str(folder))
@@ -70,19 +68,20 @@ def test_a_real_server_that_is_killed_and_started_again(tmp_path: Path, monkeypa
 
     def make(answering: Any) -> dict[str, Any]:
         mixture = Mixture.from_config(MIXTURE)
-        settings: dict[str, Any] = {"limit": 12, "seed": 0, "max_new_tokens": 6, "shard_size": 12}
-        return generate_data(outline, mixture, MIXTURE, tmp_path / "data", backend=answering, **settings)
+        return generate_data(outline, mixture, MIXTURE, tmp_path / "data", backend=answering, **MADE)
 
     with serving(folder, port) as process:
+        before = kill_a_client(folder, port, tmp_path / "data")
+        assert 2 <= before < 10
         killed.append(process)
         with pytest.raises(UserError, match=r"no answer .*run the same command again to go on"):
             make(until_it_is_killed)
     (partial,) = (tmp_path / "data").glob("shard-*.partial")
-    assert 4 <= len(list(read_jsonl(partial))) < 12
+    assert before + 4 <= len(list(read_jsonl(partial))) < 16
     with serving(folder, port):
-        assert make(backend)["samples"] == 12
+        assert make(backend)["samples"] == 16
     rows = list(read_jsonl(tmp_path / "data" / "shard-00000.jsonl"))
-    assert [row["index"] for row in rows] == list(range(12))
+    assert [row["index"] for row in rows] == list(range(16))
     target = load_target(str(folder), dtype="float32", device="cpu")
     for row in rows:  # the server gives texts, whose ids may differ from those that were generated
         ids = answer(target, [Rendered(0, "", row["prompt_ids"], None)], 6)[0]

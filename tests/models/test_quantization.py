@@ -29,6 +29,7 @@ def linear_bytes(target: Target) -> int:
     return sum(module.weight.nbytes for module in linears)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("quantize", "share", "kind", "off"), [("nf4", 1 / 8, "4bit", 0.8), ("int8", 1 / 4, "8bit", 0.3)]
 )

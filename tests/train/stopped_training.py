@@ -1,4 +1,7 @@
-"""`train_lookahead.py` whose second process gets a SIGTERM at its third batch, as a job that runs out of time."""
+"""`train_lookahead.py` whose second process gets a SIGTERM at its third batch, as a job that runs out of time.
+
+Each process prints how many of the target's weights it held when the module was made.
+"""
 
 import os
 import signal
@@ -13,6 +16,7 @@ from tests.train.runs import Disturbed
 
 
 def _stopped(lookahead: Lookahead, *given: Any) -> LookaheadObjective:
+    print(f"weights held: {sum(weight.numel() for weight in lookahead.model.parameters())}", flush=True)
     if os.environ["RANK"] == "0":
         return LookaheadObjective(lookahead, *given)
     return Disturbed(3, lambda _: os.kill(os.getpid(), signal.SIGTERM), lookahead, *given)

@@ -1,6 +1,9 @@
 """What trackers are told: tokens a second, the share of a peak, memory, and every layer."""
 
 import itertools
+import json
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +87,35 @@ def test_tensorboard_shows_them_and_every_layer_but_the_console_does_not(tmp_pat
     assert "by_layer" not in capsys.readouterr().out
 
 
+SHOWN = {"train/loss", "train/tokens_per_second", "train/mfu", "eval/kl", "eval/kl_by_layer/02", "eval/tau_by_layer/00"}
+
+
+@pytest.mark.slow
+def test_wandb_gets_them_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb: Any = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    trainer, _ = train(objective(), settings(report_to=["wandb"], flops=1.0), tmp_path / "work", samples())
+    summary = dict(wandb.run.summary)
+    wandb.finish()
+    assert summary.keys() >= SHOWN
+    assert summary["eval/kl"] == pytest.approx(trainer.metrics["eval_kl"])
+    assert summary["train/global_step"] == 8
+
+
+@pytest.mark.slow
+def test_trackio_gets_them_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a data base on this machine; nothing goes to the Hub."""
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    pytest.importorskip("trackio")
+    trainer, _ = train(objective(), settings(report_to=["trackio"], flops=1.0), tmp_path / "work", samples())
+    (file,) = (tmp_path / "trackio").rglob("*.db")
+    with closing(sqlite3.connect(file)) as held:
+        logged = [json.loads(text) for (text,) in held.execute("select metrics from metrics order by id")]
+    assert set().union(*logged) >= SHOWN
+    assert [row["eval/kl"] for row in logged if "eval/kl" in row][-1] == pytest.approx(trainer.metrics["eval_kl"])
+
+
 @pytest.mark.parametrize(
     ("gpu", "peak"),
     [
@@ -124,5 +156,8 @@ def test_a_steps_operations_are_those_that_torch_counts(family: str) -> None:
 @pytest.mark.parametrize(("family", "expert"), [("Qwen3-MoE", 3 * 32 * 24), ("GPT-OSS", 3 * 32 * 48)])
 def test_a_token_is_sent_to_some_experts_alone(family: str, expert: int) -> None:
     """To two of four, which torch's counter does not see."""
-    attention, layers = 2 * 32 * (32 + 16), 4
-    assert weights_of_a_token(fresh_model(family)) == layers * (attention + 2 * expert)
+    attention, layers, model = 2 * 32 * (32 + 16), 4, fresh_model(family)
+    assert weights_of_a_token(model) == layers * (attention + 2 * expert)
+    for weight in model.parameters():  # as ZeRO-3 leaves them
+        weight.ds_shape, weight.data = weight.shape, torch.empty(0)
+    assert weights_of_a_token(model) == layers * (attention + 2 * expert)

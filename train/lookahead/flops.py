@@ -6,6 +6,7 @@ from transformers import PreTrainedModel
 
 from keepsight.models.decoder import decoder_of, full_attention_layers
 from keepsight.models.lora import linears
+from keepsight.models.zero3 import whole_shape
 
 _EXPERTS = re.compile(r"(^|\.)experts(\.|$)")
 
@@ -39,5 +40,5 @@ def weights_of_a_token(model: PreTrainedModel) -> float:
 
     layers = decoder_of(model).layers
     single = sum(counted(name, linear.in_features * linear.out_features) for name, linear in linears(layers))
-    joined = ((name, weight) for name, weight in layers.named_parameters() if weight.dim() == 3)  # of all experts
-    return single + sum(counted(name, weight.numel()) for name, weight in joined)
+    shapes = ((name, whole_shape(weight)) for name, weight in layers.named_parameters())
+    return single + sum(counted(name, shape.numel()) for name, shape in shapes if len(shape) == 3)  # of all experts

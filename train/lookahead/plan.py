@@ -41,7 +41,8 @@ class StepPlan:
         reading: What the first pass leaves: the KV entries and the target importance.
         first: Peak of the first pass above weights and module, its reading included.
         second: The same of the second pass and its gradients.
-        flops: Of both passes.
+        first_flops: Of the first pass.
+        second_flops: Of the second pass and its gradients.
     """
 
     weights: int
@@ -49,7 +50,8 @@ class StepPlan:
     reading: int
     first: int
     second: int
-    flops: int
+    first_flops: int
+    second_flops: int
 
     @property
     def peak(self) -> int:
@@ -104,7 +106,8 @@ def plan_step(
         held,
         first,
         second,
-        round(objective.flops(batch)),
+        round(objective.flops_of_reading(batch)),
+        round(objective.flops_of_looking(batch)),
     )
 
 

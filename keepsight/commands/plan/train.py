@@ -89,19 +89,26 @@ def _memory(plan: StepPlan, memory: int, config: Config) -> list[str]:
 
 
 def _time(plan: StepPlan, config: Config) -> list[str]:
-    reached = config.flops * 1e12 * config.utilisation
-    sample = plan.flops / reached
+    reached, uses = config.flops * 1e12 * config.utilisation, config.train.replays
+    first, second = plan.first_flops / reached, plan.second_flops / reached
     step = max(1, config.train.samples_per_step or config.gpus)
     gpus = f"{config.gpus} GPU{'s' if config.gpus > 1 else ''}"
-    parts = {
-        "a sample": sample,
-        f"a step of {step} samples on {gpus}": -(-step // config.gpus) * sample,
-        f"{config.samples} samples": sample * config.samples / config.gpus,
+    times = {
+        f"first pass, {plan.first_flops / 1e12:.1f} TFLOP": first,
+        f"second pass and gradients, {plan.second_flops / 1e12:.1f} TFLOP": second,
+        f"a step of {step} samples on {gpus}": -(-step // config.gpus) * (first / uses + second),
+        f"{config.samples} samples, each read once and used {_times(uses)}": (first + uses * second)
+        * config.samples
+        / config.gpus,
     }
     return [
-        f"{plan.flops / 1e12:.1f} TFLOP a sample; at an assumed {config.utilisation:.0%} of {config.flops:g} TFLOP/s:",
-        "  " + ", ".join(f"{name} {_duration(seconds)}" for name, seconds in parts.items()),
+        f"at an assumed {config.utilisation:.0%} of {config.flops:g} TFLOP/s:",
+        *(f"  {name:<58} {_duration(seconds):>12}" for name, seconds in times.items()),
     ]
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
 
 
 def _duration(seconds: float) -> str:
