@@ -20,6 +20,7 @@ ROWS = {  # a row of the table, as it is labelled and drawn
     "SnapKV, mean over 3": ("SnapKV", STYLES["snapkv"]),
     "DapQ": ("DapQ", STYLES["dapq"]),
     "LAQ": ("LAQ", STYLES["laq"]),
+    "LookaheadKV, uniform heads": ("LookaheadKV, uniform heads", Style(STYLES["lookaheadkv"].colour, "o", "--")),
     "**LookaheadKV** (shipped)": ("LookaheadKV", STYLES["lookaheadkv"]),
     "oracle attention (mean over 3)": ("oracle attention", STYLES["oracle"]),
 }
@@ -40,7 +41,7 @@ def draw() -> Figure:
     axes = figure.subplots()
     for place, (name, (label, style)) in enumerate(ROWS.items()):
         means, low, high = zip(*measured()[name], strict=True)
-        budgets = [budget * 2 ** (0.03 * (place - 3.5)) for budget in BUDGETS]  # so that intervals stay apart
+        budgets = [budget * 2 ** (0.03 * (place - 4)) for budget in BUDGETS]  # so that intervals stay apart
         axes.vlines(budgets, low, high, style.colour, linewidth=1, alpha=0.5)
         width = 2.4 if label == "LookaheadKV" else 1.4
         axes.plot(budgets, means, style.line, marker=style.marker, color=style.colour, linewidth=width, label=label)
