@@ -44,7 +44,7 @@ def gathered(module: nn.Module) -> Iterator[None]:
     if not own:
         yield
         return
-    from deepspeed.zero import GatheredParameters  # pyright: ignore[reportMissingImports]
+    from deepspeed.runtime.zero import GatheredParameters  # pyright: ignore[reportMissingImports]
 
     with GatheredParameters(own):
         yield
