@@ -111,9 +111,28 @@ def test_protocols(tmp_path: Path, letters: Any) -> None:
     letters.name_or_path = "meta-llama/Llama-3.1-8B-Instruct"
     factory = one("qasper", letters, tmp_path, "kvcache-factory")
     letters.name_or_path = ""
-    assert factory.length == 7500
+    assert factory.length == 7500 and factory.chat
     with pytest.raises(UserError, match="protocol=mine is unknown; choose one of reference, kvcache-factory"):
         protocol_named("mine")
+
+
+@pytest.mark.parametrize(
+    ("protocol", "model", "chat", "few_shot"),
+    [
+        ("reference", "org/any", True, False),
+        ("kvpress", "org/any", True, True),
+        ("kvcache-factory", "meta-llama/Meta-Llama-3-8B-Instruct", True, False),
+        ("kvcache-factory", "mistralai/Mistral-7B-Instruct-v0.2", False, False),
+        ("draft-based", "Qwen/Qwen2.5-7B-Instruct", True, False),
+        ("draft-based", "Qwen/Qwen3-8B", True, True),
+    ],
+)
+def test_who_applies_the_chat_template(
+    tmp_path: Path, letters: Any, monkeypatch: pytest.MonkeyPatch, protocol: str, model: str, chat: bool, few_shot: bool
+) -> None:
+    monkeypatch.setattr(letters, "name_or_path", model)
+    question, example = (one(task, letters, tmp_path, protocol) for task in ("qasper", "triviaqa"))
+    assert (question.chat, example.chat) == (chat, few_shot)
 
 
 def test_the_middle_is_cut(tmp_path: Path, letters: Any) -> None:
