@@ -80,6 +80,13 @@ def test_no_line_is_continued_within_quotes(page: str) -> None:
     assert not [line for line in text_of(page).splitlines() if line.endswith("\\") and line.count("'") % 2]
 
 
+def test_every_result_has_its_date_and_its_command() -> None:
+    for section in text_of("RESULTS.md").split("\n## ")[1:]:
+        heading = section.partition("\n")[0]
+        assert re.search(r"\(measured 20\d\d-\d\d-\d\d\b", heading), heading
+        assert re.search(r"^(keepsight|python) |`keepsight |^```python", section, flags=re.MULTILINE), heading
+
+
 def test_every_page_is_in_the_navigation_once() -> None:
     def pages(entry: Any) -> list[str]:
         if isinstance(entry, str):
