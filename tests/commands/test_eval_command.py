@@ -66,6 +66,7 @@ def test_every_method_and_budget_has_a_row_and_a_mean(
     assert rows_of(here / "out") == comparable(whole)
     cells = [("full", None), *((name, budget) for name in METHODS[1:] for budget in (40, 0.25))]
     assert Counter((row["method"], row["budget"]) for row in whole) == dict.fromkeys(cells, 3)
+    assert sorted({row["depth"] for row in whole}) == pytest.approx([0.118, 0.5, 0.736], abs=1e-3)
     with (here / "out" / "summary.csv").open() as table:
         summary = list(csv.DictReader(table))
     assert list(summary[0])[:8] == ["task", "length", "method", "budget", "n", "score", "excess_nll", "agreement"]
