@@ -1,6 +1,7 @@
 """LongBench by name: prompts, truncation, protocols, files and the archive of the Hub."""
 
 import json
+import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -180,6 +181,15 @@ def test_a_folder_with_some_of_the_files(tmp_path: Path, letters: Any) -> None:
         tasks_of(benchmarks, "longbench_nothing", REFERENCE)
     with pytest.raises(UserError, match="'nothing' is unknown; choose from niah, ruler, longbench"):
         tasks_of(benchmarks, "nothing", REFERENCE)
+
+
+def test_chinese_tasks_need_jieba_before_anything_is_answered(
+    tmp_path: Path, letters: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert one("dureader", letters, tmp_path).metric == "rouge_l_zh"
+    monkeypatch.setitem(sys.modules, "jieba", None)
+    with pytest.raises(UserError, match=r"need jieba; pip install 'keepsight\[zh\]'"):
+        LongBench(str(tmp_path)).samples("dureader", request_of(letters))
 
 
 def test_the_archive_of_the_hub(tmp_path: Path, letters: Any, monkeypatch: pytest.MonkeyPatch) -> None:
