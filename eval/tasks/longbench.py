@@ -105,11 +105,10 @@ class LongBench(Benchmark):
             question = question.removesuffix(entry.cue)
         cue = entry.cue if not entry.is_cue_in_input or fields["input"].endswith(entry.cue) else ""
         limit = self.max_tokens or protocol.limit_of(tokenizer.name_or_path) or request.context - tokens - TEMPLATE_ROOM
-        prompt = fill_in(entry.before, fields) + question + ("" if protocol.cue_after else cue)
-        if protocol.truncate:
-            prompt = without_middle(prompt, limit, tokenizer)
+        whole = fill_in(entry.before, fields) + question + ("" if protocol.cue_after else cue)
+        prompt = without_middle(whole, limit, tokenizer) if protocol.truncate else whole
         asked = question + ("" if protocol.cue_after else cue)
-        return render(
+        rendered = render(
             Sample(
                 id=str(row.get("_id", place)),
                 task=f"longbench_{name}",
@@ -127,6 +126,7 @@ class LongBench(Benchmark):
             ),
             tokenizer,
         )
+        return replace(rendered, is_cut=prompt != whole)
 
 
 def without_middle(prompt: str, limit: int, tokenizer: Any) -> str:

@@ -178,6 +178,19 @@ def test_real_samples(keepsight: CommandLine, here: Path) -> None:
     ]  # longest first
 
 
+def test_plain_longbench_files(keepsight: CommandLine, here: Path) -> None:
+    fields = {"input": "Who?", "answers": ["Ada"], "all_classes": None}
+    write_lines(here / "hotpotqa.jsonl", [{**fields, "_id": str(n), "context": "Ada wrote it. " * n} for n in (5, 200)])
+    keys = ["tasks=[longbench]", "longbench.dir=.", "longbench.max_tokens=500", "methods=[snapkv]", "budgets=[40]"]
+    printed = keepsight("eval", *TINY, *keys, "max_new_tokens=4")
+    assert re.match(r"first prompt, longbench_hotpotqa 200: \d+ tokens, its middle cut out\n", printed)
+    assert [(row["sample"], row["method"], row["length"]) for row in rows_of(here / "out")] == [
+        (name, method, 500) for name in ("200", "5") for method in ("full", "snapkv")
+    ]
+    again = keepsight("eval", *TINY, *keys, "max_new_tokens=4", "longbench.max_tokens=9000", "out=whole")
+    assert " tokens, nothing cut\n" in again
+
+
 def test_a_judge_scores_both_turns_of_a_conversation(keepsight: CommandLine, here: Path) -> None:
     write_lines(here / "question.jsonl", [{"question_id": 81, "category": "writing", "turns": ["Hello?", "And?"]}])
     keys = ["tasks=[mt_bench]", "mt_bench.file=question.jsonl", "max_new_tokens=4", "methods=[snapkv]", "budgets=[64]"]

@@ -148,6 +148,7 @@ def test_the_middle_is_cut(tmp_path: Path, letters: Any) -> None:
     assert len(sample.prompt_ids) == limit + len("<user><end><assistant>")
     (sample,) = LongBench(str(tmp_path), max_tokens=40).samples("qasper", request_of(letters))
     assert len(sample.prompt) == 40 and sample.question == ""  # it lost its beginning
+    assert sample.is_cut and not one("qasper", letters, tmp_path).is_cut
 
 
 def test_without_truncation_long_prompts_are_left_out(tmp_path: Path, letters: Any) -> None:
@@ -229,5 +230,5 @@ def test_longbench_v2(tmp_path: Path, letters: Any, name: str) -> None:
         '(D) It is D.\n\nFormat your response as follows: "The correct answer is (insert answer here)".'
     )
     assert short.context.endswith("</text>\n\n")
-    assert len(long.prompt) == 4000 - 128 - 64
+    assert len(long.prompt) == 4000 - 128 - 64 and long.is_cut and not short.is_cut
     assert score(short, "The correct answer is (B)") == 1.0 and score(short, "The correct answer is (C)") == 0.0
