@@ -187,7 +187,7 @@ def test_plain_longbench_files(keepsight: CommandLine, here: Path) -> None:
     assert [(row["sample"], row["method"], row["length"]) for row in rows_of(here / "out")] == [
         (name, method, 500) for name in ("200", "5") for method in ("full", "snapkv")
     ]
-    again = keepsight("eval", *TINY, *keys, "max_new_tokens=4", "longbench.max_tokens=9000", "out=whole")
+    again = keepsight("eval", *TINY, *keys, "max_new_tokens=4", "longbench.max_tokens=9000", "out=uncut")
     assert " tokens, nothing cut\n" in again
 
 
