@@ -5,15 +5,16 @@ again where it is missing, damaged, or a copy of other shards.
 """
 
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 from filelock import FileLock
 from typing_extensions import override
 
 from keepsight.atomic import atomic_files
+from keepsight.data_gen.lazy_samples import LazySamples
 from keepsight.data_gen.shards import TrainingSample
 from keepsight.errors import UserError
 from keepsight.files import file_digest, read_json, write_json
@@ -23,7 +24,7 @@ _AT_ONCE = 100
 """Samples that are held while the file is written."""
 
 
-class MappedSamples(Sequence[TrainingSample]):
+class MappedSamples(LazySamples):
     """Samples that are read from a file when they are asked for.
 
     Args:
@@ -40,14 +41,8 @@ class MappedSamples(Sequence[TrainingSample]):
     def __len__(self) -> int:
         return len(self._rows)
 
-    @overload
-    def __getitem__(self, place: int) -> TrainingSample: ...
-    @overload
-    def __getitem__(self, place: slice) -> list[TrainingSample]: ...
     @override
-    def __getitem__(self, place: int | slice) -> TrainingSample | list[TrainingSample]:
-        if isinstance(place, slice):
-            return [self[each] for each in range(*place.indices(len(self)))]
+    def read(self, place: int) -> TrainingSample:
         return TrainingSample(**self._rows[place])
 
     @override

@@ -23,6 +23,8 @@ class LookaheadSettings:
         group: Reduction over the query heads of a KV head: `mean` or `max`.
         pooling: `max` or `avg`.
         kernel: Pooling kernel at selection; training compares unpooled importance.
+        floor: Share of the KV budget that every head is guaranteed at selection, while importance divides the rest
+            among the heads of its layer (AdaKV, arXiv 2407.11550); None for the same number in every head.
     """
 
     tokens: int = 32
@@ -33,6 +35,7 @@ class LookaheadSettings:
     group: str = "mean"
     pooling: str = "max"
     kernel: int = 7
+    floor: float | None = None
 
     def check(self) -> None:
         """Refuse settings of which no module can be made.
@@ -53,6 +56,10 @@ class LookaheadSettings:
             raise UserError(f"lookahead.alpha={self.alpha} must be above 0")
         if not 0 <= self.dropout < 1:
             raise UserError(f"lookahead.dropout={self.dropout} must be at least 0 and below 1")
+        if self.floor is not None and not 0 <= self.floor <= 1:
+            raise UserError(
+                f"lookahead.floor={self.floor} must be from 0 to 1, or null for as many entries in every head"
+            )
         for name, known in {"group": ("mean", "max"), "pooling": ("max", "avg")}.items():
             if (value := getattr(self, name)) not in known:
                 raise UserError(f"lookahead.{name}={value} is unknown; choose {' or '.join(known)}")

@@ -69,10 +69,7 @@ def kept_layer(
         marked: Whether a dense layer marks its entries as real, so that it heeds no mask of the model.
     """
     count = None if ragged else count_of(counts)
-    if count is None:
-        rows = places_of(mask.flatten(), int(counts.sum()))
-    else:
-        rows = _rows(places_of(mask, count), mask.shape[2])
+    rows = torch.nonzero_static(mask.flatten(), size=int(counts.sum()))[:, 0]  # the CPU does not wait for it
     # Whole rows are copied: indexing by the mask itself would copy number by number.
     keys, values = (each.reshape(-1, each.shape[-1]).index_select(0, rows) for each in (held.keys, held.values))
     if count is None:
@@ -86,7 +83,8 @@ def kept_received(received: Tensor, mask: Tensor, counts: Counts) -> Tensor:
     """[B, H, C] at the kept entries [B, K, C] bool of each head's KV head, padded on the left where heads differ."""
     group, length, count = received.shape[1] // mask.shape[1], mask.shape[2], count_of(counts)
     if count is not None:
-        return received.gather(2, places_of(mask, count).repeat_interleave(group, dim=1))
+        places = torch.nonzero_static(mask, size=int(counts.sum()))[:, -1].view(*counts.shape, count)
+        return received.gather(2, places.repeat_interleave(group, dim=1))
     places = (mask * torch.arange(1, length + 1, device=mask.device)).topk(int(counts.max()), dim=-1).values.flip(-1)
     places = places.repeat_interleave(group, dim=1)  # from 1 on; 0 where a head keeps fewer than others
     return received.gather(2, (places - 1).clamp(min=0)).masked_fill(places == 0, 0.0)
@@ -95,18 +93,3 @@ def kept_received(received: Tensor, mask: Tensor, counts: Counts) -> Tensor:
 def count_of(counts: Counts) -> int | None:
     """The number that all heads [B, K] of a layer keep; None where they differ."""
     return int(counts.min()) if counts.min() == counts.max() else None
-
-
-def places_of(mask: Tensor, count: int) -> Tensor:
-    """The indices [..., count] int64, ascending, of the True ones of a mask [..., C], which are `count` in each row.
-
-    Unlike `nonzero` the CPU does not wait for it.
-    """
-    length = mask.shape[-1]
-    return length - (mask * torch.arange(length, 0, -1, device=mask.device)).topk(count, dim=-1).values
-
-
-def _rows(places: Tensor, length: int) -> Tensor:
-    """Places [B, K, n] among the `length` entries of each head -> rows of the flattened layer."""
-    heads = torch.arange(0, places.shape[0] * places.shape[1] * length, length, device=places.device)
-    return (heads.view(*places.shape[:2], 1) + places).flatten()

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -98,7 +97,7 @@ def _hide(stored: Tensor, own: Tensor, padding: Tensor | None) -> None:
         stored.masked_fill_(padding, -torch.inf)
 
 
-class WatchedLayer(ViewedLayer, OwnAttention):
+class WatchedLayer(OwnAttention, ViewedLayer):
     """A layer to which observers attend, without a copy of its entries; all that is new observes.
 
     Attributes:
@@ -122,10 +121,6 @@ class WatchedLayer(ViewedLayer, OwnAttention):
         seen = LookAfter.of(query, self.keys, key, softmax, self.real)
         self.importance = self.keep(seen.importance(self.reduction))
         return seen
-
-    @override
-    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> Any:
-        return key_states, value_states
 
     @override
     def attend(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:

@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
-from keepsight.models.decoder import has_latents
+from keepsight.models.decoder import has_latents, head_width
 from keepsight.runtime.cache import empty_cache, filled_layer, share
 from keepsight.runtime.cache_layers import KeptLayer, RaggedLayer
 from keepsight.runtime.softmax import Softmax
@@ -19,11 +19,10 @@ def shape_of_model(model: PreTrainedModel) -> dict[str, Any]:
     config = model.config.get_text_config()
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     return {
         "layers": config.num_hidden_layers,
         "kv_heads": 1 if has_latents(model) else kv_heads,
-        "head_dim": config.kv_lora_rank if has_latents(model) else head_dim,
+        "head_dim": config.kv_lora_rank if has_latents(model) else head_width(config),
         "vocabulary": config.vocab_size,
         "dtype": str(model.dtype).removeprefix("torch."),
     }

@@ -4,7 +4,7 @@ import hashlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch.utils.data import Dataset, Sampler
 from transformers.trainer_pt_utils import get_length_grouped_indices
 from typing_extensions import override
 
+from keepsight.data_gen.lazy_samples import LazySamples
 from keepsight.data_gen.shards import TrainingSample
 from keepsight.errors import UserError
 from keepsight.train.seen import Seen, prompt_digest
@@ -97,7 +98,7 @@ class SampleDataset(Dataset[dict[str, Any]]):
         }
 
 
-class Chosen(Sequence[TrainingSample]):
+class Chosen(LazySamples):
     """Samples at some places of a data set, each read when it is asked for.
 
     Args:
@@ -112,14 +113,8 @@ class Chosen(Sequence[TrainingSample]):
     def __len__(self) -> int:
         return len(self._places)
 
-    @overload
-    def __getitem__(self, place: int) -> TrainingSample: ...
-    @overload
-    def __getitem__(self, place: slice) -> list[TrainingSample]: ...
     @override
-    def __getitem__(self, place: int | slice) -> TrainingSample | list[TrainingSample]:
-        if isinstance(place, slice):
-            return [self[each] for each in range(*place.indices(len(self)))]
+    def read(self, place: int) -> TrainingSample:
         sample = self._samples[self._places[place]]
         return sample if self._max_tokens is None else _cut(sample, self._max_tokens)
 

@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from keepsight.models.hub import fetch
 from keepsight.models.lookahead_files import Artifact, load_lookahead
+from keepsight.runtime.allocate import Adaptive, Uniform
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.importance import Pool, Reduce
 from keepsight.runtime.observe import Observer, look_back
@@ -54,7 +55,7 @@ class LookaheadKV(Evict):
         tokenizer: PreTrainedTokenizerBase | None = None,
         **options: Any,
     ) -> "LookaheadKV":
-        """The method with an adapter (a folder, a Hub id or `shipped:NAME`), and the adapter's reduction and pooling.
+        """The method with an adapter (a folder, a Hub id or `shipped:NAME`), reduced, pooled and divided as it says.
 
         The model that it is used on is compared with the adapter's base, its revision and its quantisation then. A
         tokenizer that is given is compared with the adapter's vocabulary and chat template at once.
@@ -69,10 +70,11 @@ class LookaheadKV(Evict):
 
 
 def parts_of(artifact: Artifact) -> dict[str, Any]:
-    """The observer, reduction and pooling that an adapter was trained for."""
+    """The observer of an adapter, and the reduction, pooling and allocation that its settings name."""
     settings = artifact.settings
     return {
         "observer": SoftTokens(artifact),
         "reduce": Reduce(heads=settings.group),
         "pool": Pool(settings.pooling, settings.kernel),
+        "allocate": Uniform() if settings.floor is None else Adaptive(settings.floor, blend=False),
     }

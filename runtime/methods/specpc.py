@@ -19,7 +19,7 @@ from typing_extensions import override
 from keepsight.errors import UserError, require_whole
 from keepsight.models.decoder import full_attention_layers
 from keepsight.models.draft_sources import DraftHeadSource, DraftSource
-from keepsight.runtime.decode import decode, stop_after
+from keepsight.runtime.decode import decode, end_ids, stop_after
 from keepsight.runtime.generate_request import GenerateRequest
 from keepsight.runtime.images import Images
 from keepsight.runtime.importance import observed_attention
@@ -127,8 +127,7 @@ class SpecPC(ShortenPrompt):
         prompt = input_ids[None].to(draft.device)
         needs = Needs(window=self.window + self.lookahead - 1)
         state = prefill(draft, prompt, needs=needs, images=images and images.read_by(draft))
-        config = draft.generation_config
-        stop = stop_after(self.lookahead, config.eos_token_id if config is not None else None)
+        stop = stop_after(self.lookahead, end_ids(draft))
         decoded = decode(draft, state, stop, pad_token=0)
         scores = self._scores(draft, decoded.state, places, prompt.shape[1], decoded.ids.shape[1] - 1)
         return scores.to(input_ids.device), decoded.ids[0].to(input_ids.device)

@@ -2,22 +2,13 @@
 
 from pathlib import Path
 
-import torch
-
 from tests.commands.commands import CommandLine
-from tests.models.public_heads import LLAMA3, eagle3_tensors, write_head
-
-
-def pickled(folder: Path) -> Path:
-    write_head(folder, LLAMA3, {})
-    (folder / "model.safetensors").unlink()
-    torch.save(eagle3_tensors(LLAMA3), folder / "pytorch_model.bin")
-    return folder
+from tests.models.public_heads import write_pickled_head
 
 
 def test_a_folder_is_converted_beside_or_elsewhere(keepsight: CommandLine, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    pickled(tmp_path / "head")
+    write_pickled_head(tmp_path / "head")
     assert keepsight("convert", "head", "out=made") == "15 tensors in made; use it as draft.head=made\n"
     assert {path.name for path in Path("made").iterdir()} == {"config.json", "model.safetensors"}
     assert "in head;" in keepsight("convert", "head")

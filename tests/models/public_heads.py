@@ -115,6 +115,14 @@ def write_head(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor])
     return folder
 
 
+def write_pickled_head(folder: Path) -> Path:
+    """The files of an EAGLE-3 head whose weights are a pickle; returns `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(LLAMA3))
+    torch.save(eagle3_tensors(LLAMA3), folder / "pytorch_model.bin")
+    return folder
+
+
 def _layer_shapes(layer: str, config: dict[str, Any], inputs: int) -> dict[str, tuple[int, ...]]:
     hidden, middle, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
     width = config.get("head_dim", hidden // heads)

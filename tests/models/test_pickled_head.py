@@ -12,7 +12,7 @@ import torch
 from keepsight.errors import UserError
 from keepsight.models.draft_head_files import load_draft_head
 from keepsight.models.pickled_head import convert_head
-from tests.models.public_heads import LLAMA3, eagle3_tensors, write_head
+from tests.models.public_heads import LLAMA3, eagle3_tensors, write_pickled_head
 from tests.tiny import tiny_model
 
 
@@ -26,10 +26,7 @@ class Trap:
 @pytest.fixture
 def pickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    folder = write_head(tmp_path / "head", LLAMA3, {})
-    (folder / "model.safetensors").unlink()
-    torch.save(eagle3_tensors(LLAMA3), folder / "pytorch_model.bin")
-    return folder
+    return write_pickled_head(tmp_path / "head")
 
 
 @pytest.mark.parametrize("legacy", [False, True])

@@ -1,5 +1,6 @@
 """The methods, made so that they work on a short prompt of any family."""
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from keepsight.runtime.methods.make import make_method
 from keepsight.runtime.methods.resources import Resources
 from keepsight.runtime.methods.specontext import SpeContext
 from tests.families import FAMILIES, family_model
-from tests.models.modules import random_on, save
+from tests.models.modules import SHAPE, random_on, save
 from tests.models.retrieval_heads import tiny_retrieval_head
 from tests.tiny import prompt_ids, tiny_model
 
@@ -56,7 +57,9 @@ def reads_images(family: str, name: str) -> bool:
 
 @cache
 def adapter(family: str, folder: Path) -> Any:
-    return load_lookahead(save(random_on(family_model(family)), folder / family.replace("/", " ")))
+    """Of heads that share their layer's budget."""
+    module = random_on(family_model(family), replace(SHAPE, floor=0.25))
+    return load_lookahead(save(module, folder / family.replace("/", " ")))
 
 
 def kv_heads_of(family: str) -> int:

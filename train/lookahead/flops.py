@@ -4,7 +4,7 @@ import re
 
 from transformers import PreTrainedModel
 
-from keepsight.models.decoder import decoder_of, full_attention_layers
+from keepsight.models.decoder import decoder_of, full_attention_layers, head_width
 from keepsight.models.lora import linears
 
 _EXPERTS = re.compile(r"(^|\.)experts(\.|$)")
@@ -22,8 +22,7 @@ def pass_flops(model: PreTrainedModel, weights: float, tokens: int, before: int 
         before: Entries that are there already.
     """
     config = model.config.get_text_config(decoder=True)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    channels = config.num_attention_heads * head_dim * len(full_attention_layers(model.config))
+    channels = config.num_attention_heads * head_width(config) * len(full_attention_layers(model.config))
     return 2 * tokens * weights + 4 * tokens * (before + tokens / 2) * channels
 
 
