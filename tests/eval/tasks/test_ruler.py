@@ -83,7 +83,7 @@ def test_every_task_fills_its_length_and_can_be_solved(task: str, length: int, w
     assert [sample.prompt for sample in made(task, words, length)] == [sample.prompt for sample in samples]
 
 
-def test_a_prompt_is_rendered_about_twice(words: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_are_rendered_less_than_twice_on_average(words: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """5,200 prompts take minutes because the search for a size is short."""
     rendered = dict.fromkeys(Ruler.TASKS, 0)
 
@@ -94,7 +94,7 @@ def test_a_prompt_is_rendered_about_twice(words: Any, monkeypatch: pytest.Monkey
     monkeypatch.setattr(fill, "render_all", counted)
     for task in Ruler.TASKS:
         made(task, words, 4096, count=32)
-    assert max(rendered.values()) <= 3 * 32 and sum(rendered.values()) <= 2.2 * 32 * len(Ruler.TASKS), rendered
+    assert sum(rendered.values()) <= 2 * 32 * len(Ruler.TASKS), rendered
 
 
 def test_generation_lengths_and_prefixes(words: Any) -> None:
