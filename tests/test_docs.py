@@ -119,3 +119,4 @@ def test_it_builds_without_a_warning(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "Evict" in (tmp_path / "site" / "api" / "parts" / "index.html").read_text("utf-8")
+    assert "The lease begins" in (tmp_path / "site" / "evaluation" / "index.html").read_text("utf-8")  # README's part
