@@ -27,7 +27,7 @@ from keepsight.runtime.saved import weights_digest
 
 RESULTS_VERSION = 1
 """Raised with every change of the code that changes a score, an answer or a likelihood."""
-_NAMES = ("id", "task", "length")
+_NOT_ASKED = ("id", "task", "length", "is_cut")
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def target_digest(target: Target) -> str:
 
 def sample_digest(sample: RenderedSample) -> str:
     """What is asked and how it is scored, apart from the sample's names."""
-    left_out = _NAMES if sample.pictures else (*_NAMES, "pictures")  # as when no sample had any
+    left_out = _NOT_ASKED if sample.pictures else (*_NOT_ASKED, "pictures")  # as when no sample had any
     return text_digest(_text({name: value for name, value in vars(sample).items() if name not in left_out}))
 
 

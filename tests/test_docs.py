@@ -86,6 +86,13 @@ def test_no_line_is_continued_within_quotes(page: str) -> None:
     assert not [line for line in text_of(page).splitlines() if line.endswith("\\") and line.count("'") % 2]
 
 
+def test_every_result_has_its_date_and_its_command() -> None:
+    for section in text_of("RESULTS.md").split("\n## ")[1:]:
+        heading = section.partition("\n")[0]
+        assert re.search(r"\(measured 20\d\d-\d\d-\d\d\b", heading), heading
+        assert re.search(r"^(keepsight|python) |`keepsight |^```python", section, flags=re.MULTILINE), heading
+
+
 def test_every_page_is_in_the_navigation_once() -> None:
     def pages(entry: Any) -> list[str]:
         if isinstance(entry, str):
@@ -118,3 +125,4 @@ def test_it_builds_without_a_warning(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "Evict" in (tmp_path / "site" / "api" / "parts" / "index.html").read_text("utf-8")
+    assert "The lease begins" in (tmp_path / "site" / "evaluation" / "index.html").read_text("utf-8")  # README's part

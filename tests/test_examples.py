@@ -104,6 +104,15 @@ def _cells(kind: str) -> list[dict[str, Any]]:
     return [cell for cell in notebook["cells"] if cell["cell_type"] == kind]
 
 
+def test_the_readmes_first_snippet_runs_as_pasted_from_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    readme = (EXAMPLES.parent / "README.md").read_text("utf-8")
+    exec(re.findall(r"```python\n(.*?)```", readme, flags=re.DOTALL)[0], {})
+    assert "4711" in capsys.readouterr().out
+
+
 def test_each_is_short() -> None:
     scripts = sorted(EXAMPLES.glob("*.py"))
     assert len(scripts) == 5

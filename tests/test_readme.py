@@ -56,7 +56,7 @@ def test_every_block_runs_after_those_before(names: dict[str, Any]) -> None:
 
 
 def test_the_samples_of_ones_own_are_read_and_scored(tmp_path: Path) -> None:
-    rows, tasks = re.findall(r"```json\n(.*?)```", EVALUATION.read_text("utf-8"), flags=re.DOTALL)
+    rows, tasks = re.findall(r"```json\n(.*?)```", README.read_text("utf-8"), flags=re.DOTALL)
     (tmp_path / "contracts.jsonl").write_text(rows, "utf-8")
     (tmp_path / "tasks.json").write_text(tasks, "utf-8")
     lease, disputes = Jsonl(str(tmp_path)).samples("", TaskRequest(tiny_tokenizer(), 4096))

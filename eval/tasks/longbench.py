@@ -104,14 +104,11 @@ class LongBench(Benchmark):
         if entry.is_cue_in_input:
             question = question.removesuffix(entry.cue)
         cue = entry.cue if not entry.is_cue_in_input or fields["input"].endswith(entry.cue) else ""
-        limit = (
-            self.max_tokens or _limit_of(protocol, tokenizer.name_or_path) or request.context - tokens - TEMPLATE_ROOM
-        )
-        prompt = fill_in(entry.before, fields) + question + ("" if protocol.cue_after else cue)
-        if protocol.truncate:
-            prompt = without_middle(prompt, limit, tokenizer)
+        limit = self.max_tokens or protocol.limit_of(tokenizer.name_or_path) or request.context - tokens - TEMPLATE_ROOM
+        whole = fill_in(entry.before, fields) + question + ("" if protocol.cue_after else cue)
+        prompt = without_middle(whole, limit, tokenizer) if protocol.truncate else whole
         asked = question + ("" if protocol.cue_after else cue)
-        return render(
+        rendered = render(
             Sample(
                 id=str(row.get("_id", place)),
                 task=f"longbench_{name}",
@@ -123,12 +120,13 @@ class LongBench(Benchmark):
                 max_new_tokens=tokens,
                 answer_prefix=cue if protocol.cue_after else "",
                 system=protocol.system if _takes_system_prompt(tokenizer) else "",
-                chat=name not in protocol.no_template,
+                chat=protocol.is_chat(name, tokenizer.name_or_path),
                 classes=texts_field(where, row, "all_classes") if entry.metric == "classification" else (),
                 clean=protocol.clean,
             ),
             tokenizer,
         )
+        return replace(rendered, is_cut=prompt != whole)
 
 
 def without_middle(prompt: str, limit: int, tokenizer: Any) -> str:
@@ -147,10 +145,6 @@ def _words_bucket(row: Mapping[str, Any]) -> int:
     """LongBench-E's classes by number of words: below 4000, below 8000, and the rest, which is shown as 16000."""
     words = int(row.get("length", 0))
     return next((most for most in (4000, 8000) if words < most), 16000)
-
-
-def _limit_of(protocol: Protocol, model: str) -> int | None:
-    return next((limit for part, limit in protocol.limits.items() if part in model.lower()), None)
 
 
 def _takes_system_prompt(tokenizer: Any) -> bool:

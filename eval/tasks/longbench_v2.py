@@ -1,7 +1,7 @@
 """LongBench v2 (arXiv:2412.15204): questions with four choices, by the length of their context."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
@@ -65,8 +65,9 @@ def _sample(path: Path, task: str, row: Mapping[str, Any], limit: int, tokenizer
     where = f"{path}: {row.get('_id')}"
     fields = {name: text_field(where, row, name).strip() for name in _FIELDS}
     question = fill_in(_QUESTION, fields)
-    prompt = without_middle(fill_in(_BEFORE, fields) + question, limit, tokenizer)
-    return render(
+    whole = fill_in(_BEFORE, fields) + question
+    prompt = without_middle(whole, limit, tokenizer)
+    rendered = render(
         Sample(
             id=str(row.get("_id")),
             task=f"longbench_v2_{task}",
@@ -79,3 +80,4 @@ def _sample(path: Path, task: str, row: Mapping[str, Any], limit: int, tokenizer
         ),
         tokenizer,
     )
+    return replace(rendered, is_cut=prompt != whole)

@@ -18,6 +18,11 @@ _METRICS = {
     "html_to_tsv": "same_rows",
     "tom_tracking": "same_beliefs",
     "countdown": "reaches_target",
+    "travel_planning": "same_trip",
+}
+_ITEMS = {
+    "countdown": "nums, a list of whole numbers, and target, one",
+    "travel_planning": "ground_truth_cities and ground_truth_durations, texts such as Oslo**Rome and 4**3",
 }
 _TOKENS = {"0.5k": 1024, "2k": 3072, "8k": 9216}
 
@@ -31,7 +36,9 @@ class LongProc(Benchmark):
             reference_output and item in each row.
     """
 
-    TASKS: ClassVar[tuple[str, ...]] = tuple(f"{task}_{size}" for task in _METRICS for size in _TOKENS)
+    TASKS: ClassVar[tuple[str, ...]] = tuple(
+        f"{task}_{size}" for task in _METRICS for size in _TOKENS if (task, size) != ("travel_planning", "0.5k")
+    )
 
     dir: str | None = None
 
@@ -75,9 +82,13 @@ def _sample(task: str, place: int, where: str, row: Mapping[str, Any], request: 
 
 
 def _reference(family: str, where: str, row: Mapping[str, Any]) -> str:
-    if family != "countdown":
-        return text_field(where, row, "reference_output")
     try:
-        return f"{' '.join(str(int(number)) for number in row['item']['nums'])} -> {int(row['item']['target'])}"
-    except (KeyError, TypeError, ValueError):
-        raise UserError(f"{where}: field 'item' must hold nums, a list of whole numbers, and target, one") from None
+        if family == "countdown":
+            return f"{' '.join(str(int(number)) for number in row['item']['nums'])} -> {int(row['item']['target'])}"
+        if family == "travel_planning":
+            texts = (row["item"][f"ground_truth_{name}"] for name in ("cities", "durations"))
+            cities, days = ([part for part in text.split("**") if part] for text in texts)
+            return ", ".join(f"{city} {int(stay)}" for city, stay in zip(cities, days, strict=True))
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise UserError(f"{where}: field 'item' must hold {_ITEMS[family]}") from None
+    return text_field(where, row, "reference_output")

@@ -24,7 +24,7 @@ from keepsight.eval.tasks.longbench_metrics import (
     share_of_integers,
 )
 from keepsight.eval.tasks.milebench_metrics import has_text, has_word, plain_rouge_l, right_choice
-from keepsight.eval.tasks.procedure_metrics import reaches_target, same_beliefs, same_route, same_rows
+from keepsight.eval.tasks.procedure_metrics import reaches_target, same_beliefs, same_route, same_rows, same_trip
 from keepsight.eval.tasks.samples import Sample
 
 Metric = Callable[[str, Sample], float]
@@ -163,6 +163,7 @@ METRICS: dict[str, Metric] = {
     "same_rows": _best(same_rows),
     "same_beliefs": _best(same_beliefs),
     "reaches_target": _best(reaches_target),
+    "same_trip": _best(same_trip),
     # MileBench.
     "milebench_choice": _right_choice,
     "milebench_rouge_l": _best(plain_rouge_l),

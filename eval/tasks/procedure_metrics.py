@@ -4,6 +4,7 @@ import csv
 import re
 import string
 from fractions import Fraction
+from itertools import pairwise
 
 _ARTICLES = r"\b(?:a|an|the)\b"
 _TOM_WORDS = r"\b(?:a|an|the|on|in|at|step|thinks|think|believes|believe|is|are|of|location|know|knows|belief)\b"
@@ -29,6 +30,25 @@ def same_beliefs(prediction: str, reference: str) -> float:
 def _beliefs(text: str) -> list[str]:
     steps = (line.split("-", 1)[1] for line in text.strip().split("\n") if re.match(r"- Step \d+:", line))
     return [" ".join(re.sub(_TOM_WORDS, " ", step.lower().translate(_NO_MARKS)).split()) for step in steps]
+
+
+def same_trip(prediction: str, reference: str) -> float:
+    """travel_planning: whether the trip begins with the cities of the reference, each for as many days.
+
+    Args:
+        prediction: Holds the plan between <Plan> and </Plan>: lines with days such as `Day 1-4`, and flights.
+        reference: Such as `Oslo 4, Rome 3`; a day of travel counts for both cities.
+    """
+    plan = _tagged(prediction, "Plan") or ""
+    ends = re.findall(r"^.*?\d+-(\d{1,9})", plan, re.MULTILINE)
+    flights = re.findall(r"^.*Day (\d{1,9}).*from (\w+) to (\w+)", plan, re.MULTILINE)
+    if not ends or not flights:
+        return 0.0
+    days = [1, *(int(day) for day, _, _ in flights), int(ends[-1])]
+    cities = [flights[0][1], *(city for _, _, city in flights)]
+    stays = [f"{city} {end - start + 1}" for city, (start, end) in zip(cities, pairwise(days), strict=True)]
+    wanted = reference.split(", ")
+    return float(stays[: len(wanted)] == wanted)
 
 
 def reaches_target(prediction: str, reference: str) -> float:

@@ -24,6 +24,8 @@ class Protocol:
         truncate: Whether LongBench prompts that are too long lose their middle; otherwise they are left out.
         limits: Longest LongBench prompt in tokens, by part of the model's name; other models take their context.
         no_template: LongBench tasks that are given to the model without its chat template.
+        templated: Parts of the names of models whose chat template LongBench's other tasks go through; "" for all.
+        always_templated: Parts of the names of models whose chat template all of LongBench goes through.
         left_out: Tasks that the repository's mean is taken without.
         extra_tokens: What LongBench's generation lengths are raised by.
         cue_after: Whether the end of a LongBench prompt, such as `Answer:`, begins the assistant's turn.
@@ -39,6 +41,8 @@ class Protocol:
     truncate: bool = True
     limits: Mapping[str, int] = field(default_factory=dict)
     no_template: frozenset[str] = _NO_TEMPLATE
+    templated: tuple[str, ...] = ("",)
+    always_templated: tuple[str, ...] = ()
     left_out: frozenset[str] = frozenset()
     extra_tokens: int = 0
     cue_after: bool = False
@@ -50,6 +54,15 @@ class Protocol:
     ruler_prefix: Literal["answer", "prompt", "none"] = "answer"
     ruler_template: bool = True
 
+    def limit_of(self, model: str) -> int | None:
+        """The longest LongBench prompt of a model of this name; None for its context."""
+        return next((limit for part, limit in self.limits.items() if part in model.lower()), None)
+
+    def is_chat(self, task: str, model: str) -> bool:
+        """Whether a LongBench task goes through the chat template of a model of this name."""
+        parts = (*self.always_templated, *(() if task in self.no_template else self.templated))
+        return any(part in model.lower() for part in parts)
+
 
 REFERENCE = Protocol()
 
@@ -58,6 +71,7 @@ PROTOCOLS = {
     # Zefan-Cai/KVCache-Factory: run_longbench.py, run_ruler.py.
     "kvcache-factory": Protocol(
         limits={"llama-3": 7500, "llama3": 7500, "llama-2": 3950, "llama2": 3950, "mistral": 31500},
+        templated=("llama",),
         left_out=_QA,
         ruler_tokens=dict.fromkeys(RULER_TOKENS, 64),
         ruler_prefix="prompt",
@@ -75,6 +89,7 @@ PROTOCOLS = {
     # furiosa-ai/draft-based-approx-llm, the repository of SpecKV and SpecPC.
     "draft-based": Protocol(
         truncate=False,
+        always_templated=("qwen3",),
         left_out=_SYNTHETIC,
         system=(
             "A chat between a curious human and an artificial intelligence assistant. "

@@ -75,11 +75,13 @@ class RenderedSample(Sample):
         question_ids: [q] int64, what is read from the compressed cache; empty when the prompt is whole. A later turn of
             a conversation has the prompt of the first, and what stands between two answers as its question.
         pictures: The images in the prompt, a `keepsight.eval.tasks.pictures.Pictures`; None for none.
+        is_cut: Whether the prompt was too long and lost its middle, as LongBench has it.
     """
 
     prompt_ids: Tensor = field(compare=False, repr=False)
     question_ids: Tensor = field(compare=False, repr=False)
     pictures: Any = field(default=None, compare=False, repr=False)
+    is_cut: bool = field(default=False, compare=False, repr=False)
 
 
 def render(sample: Sample, tokenizer: Any) -> RenderedSample:

@@ -233,5 +233,6 @@ def _show(sample: RenderedSample, target: Target) -> None:
     """Print one rendered prompt, so that a wrong template or a truncated prompt is seen before hours are spent."""
     ids = [*sample.prompt_ids.tolist(), *sample.question_ids.tolist()]
     head, tail = target.tokenizer.decode(ids[:48]), target.tokenizer.decode(ids[-48:])
-    print(f"first prompt, {sample.task} {sample.id}: {len(ids)} tokens, nothing cut")
+    cut = "its middle cut out" if sample.is_cut else "nothing cut"
+    print(f"first prompt, {sample.task} {sample.id}: {len(ids)} tokens, {cut}")
     print(printable(f"--- head\n{head}\n--- tail\n{tail}\n---"))

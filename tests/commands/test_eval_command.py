@@ -66,6 +66,7 @@ def test_every_method_and_budget_has_a_row_and_a_mean(
     assert rows_of(here / "out") == comparable(whole)
     cells = [("full", None), *((name, budget) for name in METHODS[1:] for budget in (40, 0.25))]
     assert Counter((row["method"], row["budget"]) for row in whole) == dict.fromkeys(cells, 3)
+    assert sorted({row["depth"] for row in whole}) == pytest.approx([0.118, 0.5, 0.736], abs=1e-3)
     with (here / "out" / "summary.csv").open() as table:
         summary = list(csv.DictReader(table))
     assert list(summary[0])[:8] == ["task", "length", "method", "budget", "n", "score", "excess_nll", "agreement"]
@@ -175,6 +176,19 @@ def test_real_samples(keepsight: CommandLine, here: Path) -> None:
     assert found == [
         ("facts", 512, sample, method) for sample in "10" for method in ("full", "snapkv")
     ]  # longest first
+
+
+def test_plain_longbench_files(keepsight: CommandLine, here: Path) -> None:
+    fields = {"input": "Who?", "answers": ["Ada"], "all_classes": None}
+    write_lines(here / "hotpotqa.jsonl", [{**fields, "_id": str(n), "context": "Ada wrote it. " * n} for n in (5, 200)])
+    keys = ["tasks=[longbench]", "longbench.dir=.", "longbench.max_tokens=500", "methods=[snapkv]", "budgets=[40]"]
+    printed = keepsight("eval", *TINY, *keys, "max_new_tokens=4")
+    assert re.match(r"first prompt, longbench_hotpotqa 200: \d+ tokens, its middle cut out\n", printed)
+    assert [(row["sample"], row["method"], row["length"]) for row in rows_of(here / "out")] == [
+        (name, method, 500) for name in ("200", "5") for method in ("full", "snapkv")
+    ]
+    again = keepsight("eval", *TINY, *keys, "max_new_tokens=4", "longbench.max_tokens=9000", "out=uncut")
+    assert " tokens, nothing cut\n" in again
 
 
 def test_a_judge_scores_both_turns_of_a_conversation(keepsight: CommandLine, here: Path) -> None:
@@ -301,7 +315,9 @@ def test_inspect_writes_its_page(keepsight: CommandLine, here: Path) -> None:
     printed = keepsight(*given, "prompt=@text.txt", "out=pages/kept.html")
     assert printed.endswith(" tokens, 40 kept per layer and KV head: pages/kept.html\n")
     page = (here / "pages" / "kept.html").read_text("utf-8")
-    assert "lookaheadkv" in page and "snapkv" in page
+    assert "lookaheadkv" in page and "snapkv" in page and "<title>tiny: lookaheadkv at budget 40</title>" in page
+    answers = page.partition("<h2>Answers</h2>")[2].partition("<h2>")[0]
+    assert re.findall("<header><b>(.*?)</b>", answers) == ["full", "lookaheadkv", "snapkv"]
     keepsight(*given, f"prompt={text}", "out=typed.html")
     assert (here / "typed.html").read_text("utf-8") == page
     keepsight(*given, "prompt=@text.txt", "method=streamingllm", "options={sinks: 2}", "out=other.html")

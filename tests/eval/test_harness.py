@@ -13,9 +13,9 @@ from keepsight.commands.lm_eval import run_harness
 from keepsight.errors import UserError
 from keepsight.models.targets import load_target
 from keepsight.runtime.generate import generate
-from keepsight.runtime.methods import SnapKV
+from keepsight.runtime.methods import LookaheadKV, SnapKV
 from keepsight.runtime.prefill import prefill, read
-from tests.tiny import save_tiny_target
+from tests.commands.commands import save_target_and_adapter
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 8
 CHOICES = [" a fox", " a dog", " the sun itself"]
@@ -37,9 +37,9 @@ WRITING = (
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`tiny` and two tasks."""
+    """`tiny`, its `adapter` and two tasks."""
     folder = tmp_path_factory.mktemp("harness")
-    save_tiny_target(folder / "tiny")
+    save_target_and_adapter(folder)
     rows = [{"context": f"{TEXT}Who {verb}?", "choices": CHOICES, "answer": 0} for verb in ("jumps", "sleeps")]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for name, kind, more in (("choosing", "multiple_choice", CHOOSING), ("writing", "generate_until", WRITING)):
@@ -82,6 +82,15 @@ def test_choices_are_scored_from_the_compressed_context(folder: Path) -> None:
                 chances = logits[0].log_softmax(-1)
                 assert scored == pytest.approx(chances[range(len(answer)), answer].sum().item(), abs=1e-4)
                 assert greedy == (chances.argmax(-1).tolist() == answer)
+
+
+def test_a_lookahead_adapter_is_named_in_the_arguments(folder: Path) -> None:
+    model = model_of(folder, method="lookaheadkv", adapter=str(folder / "adapter"), budget=40)
+    expected = LookaheadKV.from_pretrained(str(folder / "adapter"), budget=40)
+    for sample in results(folder, model, "writing"):
+        ids = torch.tensor([model.tok_encode(sample["doc"]["context"])])
+        whole = generate(model.model, ids, expected, max_new_tokens=6, do_sample=False)
+        assert sample["resps"][0][0] == model.tokenizer.decode(whole[0], skip_special_tokens=True).partition(" ")[0]
 
 
 def test_the_full_cache_scores_as_the_harness_does(folder: Path) -> None:

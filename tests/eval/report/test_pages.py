@@ -27,11 +27,28 @@ CUT_LABELS = """
     || inner.bottom > outer.bottom + 2;
 }).map((each) => each.textContent)
 """
+CLIPPED = """
+[...document.querySelectorAll("header pre")].filter(
+  (each) => each.scrollWidth > each.clientWidth || each.scrollHeight > each.clientHeight).length
+"""
+NOTE_THE_MAPS_LABELS = """
+{
+  window.written = [];
+  const write = CanvasRenderingContext2D.prototype.fillText;
+  CanvasRenderingContext2D.prototype.fillText = function (text, ...place) {
+    if (this.canvas.className === "map") written.push(String(text));
+    write.call(this, text, ...place);
+  };
+  null;
+}
+"""
 LONG = "snapkv pool(kernel=5, kind=max) window=32 reduce=max"
 METHODS = ("oracle", "lookaheadkv", "snapkv", "streamingllm", "laq", "speckv", "dapq", LONG)
 SETTINGS: dict[str, Any] = {
     "command": "keepsight eval recipe=smollm2-135m " + "adapter=runs/a/long/path/to/an/adapter " * 8,
     "versions": {"torch": "2.13"},
+    "adapter": "runs/mine",
+    "adapter_digest": "sha256:fedcba9876543210",
     "target": {"name": "org/Tiny-1B", "version": "sha256:0123456789abcdef", "dtype": "float32", "quantization": "none"},
 }
 
@@ -70,9 +87,12 @@ def test_the_report_fits_any_window(page: Page, folder: Path, width: int) -> Non
     page.run("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
     assert page.problems == []
     assert page.overflowing() == []
-    assert page.run("document.title") == "KV-cache eviction on Tiny-1B · float32, not quantized · 2026-11-22"
+    assert page.run("document.title") == "KV-cache eviction on Tiny-1B · float32, not quantized · mine · 2026-11-22"
+    facts = page.run("document.querySelector('header dl').innerText")
+    assert all(known in facts for known in ("org/Tiny-1B (0123456789ab)", "runs/mine (fedcba987654)", "2026-11-22"))
     command = page.run("document.querySelector('header pre').innerText")
     assert command.split() == SETTINGS["command"].split()
+    assert page.run(CLIPPED) == 0
     assert page.run(CUT_LABELS) == []
     smallest = page.run("Math.min(...[...document.querySelectorAll('.panel svg')].map((each) => each.clientWidth))")
     largest = page.run("Math.max(...[...document.querySelectorAll('.panel svg')].map((each) => each.clientWidth))")
@@ -184,7 +204,9 @@ def test_inspect(page: Page, tmp_path: Path, width: int) -> None:
     assert weak >= 0.2
     assert page.run(shade % 20) != page.run(shade % 10)
     assert page.run("document.getElementById('lines').innerText").split() == ["lookaheadkv", "snapkv"]
+    page.run(NOTE_THE_MAPS_LABELS)
     page.run("document.dispatchEvent(new KeyboardEvent('keydown', {key: 'ArrowRight', bubbles: true}))")
+    assert {"0", "1", "2", "layer by position", "40"} == {*page.run("written")}
     assert page.run("document.getElementById('shown').innerText") == "0 (0 to 2)"
     assert page.run(shade % 20) == "rgba(0, 114, 178, 0)"  # layer 0 keeps no part of the character
     words = "[...document.querySelectorAll('.answer .text')].map((each) => each.innerText)"

@@ -8,6 +8,7 @@ import pytest
 from keepsight.eval.report import report
 from keepsight.eval.report.costs import cost_table
 from keepsight.eval.report.examples import choose_examples
+from keepsight.eval.report.tables import interval_text
 from keepsight.eval.results import Row
 from keepsight.eval.runs import Run
 from tests.eval.report.results import row
@@ -64,6 +65,23 @@ def test_the_length_of_a_prompt_stands_beside_its_bucket(tmp_path: Path) -> None
     report.write_report([Run(tmp_path, [row("full", None, 1.0), row("snapkv", 64, 0.0)], {})], tmp_path, {})
     page = " ".join((tmp_path / "report.html").read_text("utf-8").split())
     assert "niah_single, 512 tokens, " in page and "<dt>prompt</dt><dd>500 tokens</dd>" in page
+
+
+def test_an_example_is_headed_by_its_place_and_shows_the_question(tmp_path: Path) -> None:
+    rows = [row(method, budget, 1.0, sample="ab3") for method, budget in (("full", None), ("snapkv", 64))]
+    report.write_report([Run(tmp_path, rows, {})], tmp_path, {})
+    page = (tmp_path / "report.html").read_text("utf-8")
+    assert "<h3>niah_single, 512 tokens, needle at 35 % depth, budget 64</h3>" in page
+    assert "<dt>question</dt><dd>Which number is hidden?</dd>" in page
+
+
+def test_tables_on_the_page_have_intervals(rows: list[Row], tmp_path: Path) -> None:
+    report.write_report([Run(tmp_path, rows, {})], tmp_path, {})
+    page = (tmp_path / "report.html").read_text("utf-8")
+    for table in report.tables_of(rows)[:3]:
+        shown = page.partition(f'id="table-{table.name}"')[2].partition("</table>")[0]
+        ends = [interval_text(line, column) for line in table.rows for column in table.columns]
+        assert any(ends) and re.findall("<small>([^<]+)</small>", shown) == [each for each in ends if each]
 
 
 def test_examples_are_those_that_differ_most_taking_tasks_in_turn(rows: list[Row]) -> None:

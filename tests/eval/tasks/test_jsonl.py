@@ -116,6 +116,16 @@ def test_tasks_beside_the_folder(tmp_path: Path, tokenizer: Any) -> None:
     assert one(folder, tokenizer).task == "a"
 
 
+def test_plain_longbench_files_need_no_tasks(tmp_path: Path, tokenizer: Any) -> None:
+    for name in ("hotpotqa", "trec"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row("1", all_classes=["because"])) + "\n")
+    samples, _ = read_samples(tmp_path, None, 4096, tokenizer)
+    found = [(each.task, each.metric, each.max_new_tokens, each.chat) for each in samples]
+    assert found == [("hotpotqa", "qa_f1", 32, True), ("trec", "classification", 64, False)]
+    assert samples[0].prompt.startswith("Answer the question based on the given passages. Only give me the answer")
+    assert samples[0].prompt.endswith("\n\nQuestion: why?\nAnswer:") and samples[1].prompt.endswith("\nsome text\nwhy?")
+
+
 @pytest.mark.parametrize(
     ("name", "entry", "chat", "metric"),
     [

@@ -1,6 +1,7 @@
 """LongBench by name: prompts, truncation, protocols, files and the archive of the Hub."""
 
 import json
+import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -111,9 +112,28 @@ def test_protocols(tmp_path: Path, letters: Any) -> None:
     letters.name_or_path = "meta-llama/Llama-3.1-8B-Instruct"
     factory = one("qasper", letters, tmp_path, "kvcache-factory")
     letters.name_or_path = ""
-    assert factory.length == 7500
+    assert factory.length == 7500 and factory.chat
     with pytest.raises(UserError, match="protocol=mine is unknown; choose one of reference, kvcache-factory"):
         protocol_named("mine")
+
+
+@pytest.mark.parametrize(
+    ("protocol", "model", "chat", "few_shot"),
+    [
+        ("reference", "org/any", True, False),
+        ("kvpress", "org/any", True, True),
+        ("kvcache-factory", "meta-llama/Meta-Llama-3-8B-Instruct", True, False),
+        ("kvcache-factory", "mistralai/Mistral-7B-Instruct-v0.2", False, False),
+        ("draft-based", "Qwen/Qwen2.5-7B-Instruct", True, False),
+        ("draft-based", "Qwen/Qwen3-8B", True, True),
+    ],
+)
+def test_who_applies_the_chat_template(
+    tmp_path: Path, letters: Any, monkeypatch: pytest.MonkeyPatch, protocol: str, model: str, chat: bool, few_shot: bool
+) -> None:
+    monkeypatch.setattr(letters, "name_or_path", model)
+    question, example = (one(task, letters, tmp_path, protocol) for task in ("qasper", "triviaqa"))
+    assert (question.chat, example.chat) == (chat, few_shot)
 
 
 def test_the_middle_is_cut(tmp_path: Path, letters: Any) -> None:
@@ -128,6 +148,7 @@ def test_the_middle_is_cut(tmp_path: Path, letters: Any) -> None:
     assert len(sample.prompt_ids) == limit + len("<user><end><assistant>")
     (sample,) = LongBench(str(tmp_path), max_tokens=40).samples("qasper", request_of(letters))
     assert len(sample.prompt) == 40 and sample.question == ""  # it lost its beginning
+    assert sample.is_cut and not one("qasper", letters, tmp_path).is_cut
 
 
 def test_without_truncation_long_prompts_are_left_out(tmp_path: Path, letters: Any) -> None:
@@ -161,6 +182,15 @@ def test_a_folder_with_some_of_the_files(tmp_path: Path, letters: Any) -> None:
         tasks_of(benchmarks, "longbench_nothing", REFERENCE)
     with pytest.raises(UserError, match="'nothing' is unknown; choose from niah, ruler, longbench"):
         tasks_of(benchmarks, "nothing", REFERENCE)
+
+
+def test_chinese_tasks_need_jieba_before_anything_is_answered(
+    tmp_path: Path, letters: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert one("dureader", letters, tmp_path).metric == "rouge_l_zh"
+    monkeypatch.setitem(sys.modules, "jieba", None)
+    with pytest.raises(UserError, match=r"need jieba; pip install 'keepsight\[zh\]'"):
+        LongBench(str(tmp_path)).samples("dureader", request_of(letters))
 
 
 def test_the_archive_of_the_hub(tmp_path: Path, letters: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,5 +230,5 @@ def test_longbench_v2(tmp_path: Path, letters: Any, name: str) -> None:
         '(D) It is D.\n\nFormat your response as follows: "The correct answer is (insert answer here)".'
     )
     assert short.context.endswith("</text>\n\n")
-    assert len(long.prompt) == 4000 - 128 - 64
+    assert len(long.prompt) == 4000 - 128 - 64 and long.is_cut and not short.is_cut
     assert score(short, "The correct answer is (B)") == 1.0 and score(short, "The correct answer is (C)") == 0.0

@@ -43,6 +43,15 @@ def test_longproc(tmp_path: Path, words: Any) -> None:
     assert score(countdown, "<Solution>2 + 3 = 5\n5 + 4 = 9\n9 + 1 = 10</Solution>") == 1.0
     assert (tom.prompt, tom.length, tom.max_new_tokens) == ("Where?", 512, 3072)
     assert request.notes == {"longproc tom_tracking_2k": "1 samples do not fit the context of 9000 tokens"}
+    trip = {"ground_truth_cities": "Oslo**Rome", "ground_truth_durations": "4**3"}
+    plan = "<Plan>\nDay 1-4: Oslo\nDay 4: Fly from Oslo to Rome.\nDay 4-6: Rome\n</Plan>"
+    travel = {"task": "travel_planning_2k", "input_prompt": "Plan.", "reference_output": plan, "item": trip}
+    write_lines(tmp_path / "travel.jsonl", [travel])
+    (sample,) = make_all(benchmarks, ["longproc_travel_planning_2k"], request)
+    assert sample.references == ("Oslo 4, Rome 3",) and score(sample, plan) == 1.0
+    write_lines(tmp_path / "travel.jsonl", [{**travel, "item": {"ground_truth_cities": "Oslo**Rome"}}])
+    with pytest.raises(UserError, match=r"travel\.jsonl: row 1: field 'item' must hold ground_truth_cities and gr"):
+        make_all(benchmarks, ["longproc_travel_planning_2k"], request)
     with pytest.raises(UserError, match=r"longproc tasks need longproc\.dir=FOLDER"):
         make_all(Benchmarks(), ["longproc"], request)
     write_lines(tmp_path / "rows.jsonl", [{**rows[0], "item": {"nums": "2"}}])

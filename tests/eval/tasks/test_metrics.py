@@ -21,6 +21,9 @@ NESTED = ("a", "b", "c", "abc")
 TRACE = "Belief:\n- Step 0: hall\n- Step 1: (its) box"
 SOLUTION = "# Search\n<Solution>\n42 + 26 = 68\n68 - 6 = 62\n62 - 22 = 40\n</Solution>"
 
+# Day 4 is spent in both cities.
+TRIP = "<Plan>\n**Day 1-4:** Visit Oslo.\n**Day 4:** Fly from Oslo to Rome.\n**Day 4-6:** Visit Rome.\n</Plan>"
+
 CASES: list[tuple[Any, ...]] = [
     # MileBench.
     ("milebench_rouge_l", "A b,\nC.", ["a x c y"], 4 / 7),
@@ -119,6 +122,13 @@ CASES: list[tuple[Any, ...]] = [
     ("reaches_target", SOLUTION.replace("26", "25").replace("68", "67"), ["26 42 6 22 -> 40"], 0.0),
     ("reaches_target", "42 + 26 = 68", ["26 42 6 22 -> 40"], 0.0),
     ("reaches_target", "<Solution>7 / 2 = 3\n3 + 0 = 3\n3 + 0 = 3</Solution>", ["7 2 0 0 -> 3"], 0.0),
+    ("same_trip", f"<Solving Procedure>Day 1-9</Solving Procedure>{TRIP}", ["Oslo 4, Rome 3"], 1.0),
+    ("same_trip", TRIP, ["Oslo 4, Rome 4"], 0.0),
+    ("same_trip", TRIP, ["Rome 4, Oslo 3"], 0.0),
+    ("same_trip", TRIP, ["Oslo 4, Rome 3, Bern 2"], 0.0),
+    ("same_trip", TRIP, ["Oslo 4"], 1.0),  # what comes after the expected trip is not looked at
+    ("same_trip", TRIP.replace("</Plan>", ""), ["Oslo 4, Rome 3"], 0.0),
+    ("same_trip", "<Plan>Oslo, then Rome</Plan>", ["Oslo 4, Rome 3"], 0.0),
     ("exact_label", " Label: 12\nmore", ["12"], 1.0),
     ("exact_label", "112", ["12"], 0.0),
     ("exact_label", "The LABEL: label: 12", ["12"], 1.0),

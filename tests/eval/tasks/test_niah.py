@@ -16,6 +16,7 @@ from keepsight.corpus import evaluation_paragraphs, sentences, source_documents,
 from keepsight.data_gen import code, documentation, everyday, haystacks, key_values, phrases, words
 from keepsight.errors import UserError
 from keepsight.eval.tasks import niah, niah_texts
+from keepsight.eval.tasks.benchmark import TaskRequest
 from keepsight.eval.tasks.haystack import Haystack, fullest, hide, needle_depths
 from keepsight.eval.tasks.metrics import score
 from keepsight.eval.tasks.samples import RenderedSample
@@ -138,6 +139,21 @@ def test_needles_are_spread_over_all_depths(tokenizer: PreTrainedTokenizerFast) 
     assert depths == pytest.approx([sample.depth for sample in samples], abs=0.1)
     for part, depth in enumerate(sorted(depths)):
         assert part / 10 - 0.1 < depth < (part + 1) / 10 + 0.1
+
+
+def test_a_grid_of_depths(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Each depth at each length as often; results show where the needle stands."""
+    request = TaskRequest(tokenizer, 4096, [1000, 2000], 2)
+    samples = niah.Niah(depths=[0, 0.5, 1]).samples("depth", request)
+    assert [(each.length, each.depth) for each in samples] == [
+        (length, depth) for length in (1000, 2000) for depth in (0, 0, 0.5, 0.5, 1, 1)
+    ]
+    assert {each.task for each in samples} == {"niah_depth"} and len({each.key for each in samples}) == 12
+    for each in samples:
+        assert each.depth == pytest.approx(each.prompt.index(each.spans[0]) / len(each.prompt), abs=0.2)
+    assert len(niah.Niah().depths) == 11
+    with pytest.raises(UserError, match=r"niah\.depths: 1\.5 is not a share of the haystack from 0 to 1"):
+        niah.Niah(depths=[0.5, 1.5]).samples("depth", request)
 
 
 def test_a_larger_answer_leaves_less_haystack(tokenizer: PreTrainedTokenizerFast) -> None:

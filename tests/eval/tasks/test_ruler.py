@@ -3,7 +3,7 @@
 import random
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from keepsight.errors import UserError
-from keepsight.eval.tasks import ruler_sources
+from keepsight.eval.tasks import fill, ruler_sources
 from keepsight.eval.tasks.benchmark import TaskRequest
 from keepsight.eval.tasks.metrics import score
 from keepsight.eval.tasks.protocols import PROTOCOLS
@@ -26,7 +26,7 @@ from keepsight.eval.tasks.ruler_texts import (
     question_over,
     variables,
 )
-from keepsight.eval.tasks.samples import RenderedSample
+from keepsight.eval.tasks.samples import RenderedSample, Sample, render_all
 from keepsight.files import write_json, write_lines
 
 ESSAY = ("Every", "good", "thing", "has", "its", "time.", "Whoever", "waits", "will", "see", "it", "come.")
@@ -81,6 +81,20 @@ def test_every_task_fills_its_length_and_can_be_solved(task: str, length: int, w
         assert all(reference in sample.context for reference in sample.references)
         assert score(sample, " ".join(sample.references)) == 1.0
     assert [sample.prompt for sample in made(task, words, length)] == [sample.prompt for sample in samples]
+
+
+def test_prompts_are_rendered_less_than_twice_on_average(words: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """5,200 prompts take minutes because the search for a size is short."""
+    rendered = dict.fromkeys(Ruler.TASKS, 0)
+
+    def counted(samples: Sequence[Sample], tokenizer: Any) -> list[RenderedSample]:
+        rendered[samples[0].task.removeprefix("ruler_")] += len(samples)
+        return render_all(samples, tokenizer)
+
+    monkeypatch.setattr(fill, "render_all", counted)
+    for task in Ruler.TASKS:
+        made(task, words, 4096, count=32)
+    assert sum(rendered.values()) <= 2 * 32 * len(Ruler.TASKS), rendered
 
 
 def test_generation_lengths_and_prefixes(words: Any) -> None:
