@@ -61,7 +61,7 @@ def reaches_target(prediction: str, reference: str) -> float:
     given, _, target = reference.partition(" -> ")
     numbers, lines = [int(number) for number in given.split()], (_tagged(prediction, "Solution") or "").split("\n")
     for line in lines:
-        found = re.fullmatch(r"\s*(-?\d+)\s*([-+*/])\s*(-?\d+)\s*=\s*(-?\d+)\s*", line)
+        found = re.fullmatch(r"\s*(-?\d{1,99})\s*([-+*/])\s*(-?\d{1,99})\s*=\s*(-?\d{1,99})\s*", line)
         if found is None or not _holds(int(found[1]), found[2], int(found[3]), int(found[4])):
             return 0.0
         for used in (int(found[1]), int(found[3])):

@@ -121,6 +121,7 @@ CASES: list[tuple[Any, ...]] = [
     ("reaches_target", SOLUTION.replace("68 - 6 = 62", "68 - 6 = 63"), ["26 42 6 22 -> 40"], 0.0),
     ("reaches_target", SOLUTION.replace("26", "25").replace("68", "67"), ["26 42 6 22 -> 40"], 0.0),
     ("reaches_target", "42 + 26 = 68", ["26 42 6 22 -> 40"], 0.0),
+    ("reaches_target", f"<Solution>{'9' * 5000} + 1 = 2\n2 + 2 = 4\n4 + 4 = 8</Solution>", ["9 1 2 4 -> 8"], 0.0),
     ("reaches_target", "<Solution>7 / 2 = 3\n3 + 0 = 3\n3 + 0 = 3</Solution>", ["7 2 0 0 -> 3"], 0.0),
     ("same_trip", f"<Solving Procedure>Day 1-9</Solving Procedure>{TRIP}", ["Oslo 4, Rome 3"], 1.0),
     ("same_trip", TRIP, ["Oslo 4, Rome 4"], 0.0),
