@@ -160,8 +160,8 @@ def _times(printed: str) -> dict[str, float]:
 def test_the_time_is_told_by_part(keepsight: CommandLine, here: Path) -> None:
     """A reading is made once, and each of its uses takes a second pass."""
     (here / "8b" / "config.json").write_text(json.dumps(SMALL | {"num_attention_heads": 8}))
-    given = ("plan", "train", "model.id=8b", "lookahead.tokens=128", "tokens=512", "gpus=8")
-    given = (*given, "train.samples_per_step=16", "flops=0.001")
+    given = ["plan", "train", "model.id=8b", "lookahead.tokens=128", "tokens=512", "gpus=8"]
+    given += ["train.samples_per_step=16", "flops=0.001"]
     for replays in (1, 4):
         times = _times(keepsight(*given, f"train.replays={replays}"))
         first, second, step, whole = times.values()
