@@ -205,12 +205,12 @@ class Adaptive(Allocation):
         The best `promised` [L, B, K] of a head come before all others; ties go to the first head and index.
         """
         layers = []
-        for layer, totals, first in zip(importance, free.tolist(), torch.from_numpy(promised), strict=True):
+        for layer, totals, first in zip(importance, free.tolist(), promised, strict=True):
             shares = [total // layer.shape[1] for total in totals]
             candidates = layer.masked_fill(torch.isposinf(layer), -torch.inf)
             ranked = torch.stack([self._comparable(*row) for row in zip(candidates, shares, strict=True)])
             if not self.blend:
-                ranked.masked_fill_(top_mask(ranked, first.to(layer.device)), torch.inf)
+                ranked.masked_fill_(top_mask(ranked, first), torch.inf)
             best = [top_mask(row.flatten(), total).view_as(row) for row, total in zip(ranked, totals, strict=True)]
             layers.append(torch.stack(best).sum(dim=-1))
         return np.array(torch.stack(layers).tolist())  # the only thing to wait for

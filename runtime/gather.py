@@ -52,7 +52,7 @@ def lengths_differ(counts: Counts) -> bool:
 def select_top(importance: Tensor, counts: Counts) -> Tensor:
     """Mask of a layer's most important entries [B, K, C], [B, K] in each head; ties go to the lowest index."""
     count = count_of(counts)
-    return top_mask(importance, torch.from_numpy(counts).to(importance.device) if count is None else count)
+    return top_mask(importance, counts if count is None else count)
 
 
 def kept_layer(

@@ -9,12 +9,14 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask
 
 from keepsight.errors import UserError
+from keepsight.runtime.rounding import Counts
 from keepsight.runtime.softmax import Softmax
 
 ROWS_AT_ONCE = 128
@@ -190,27 +192,28 @@ def pool(importance: Tensor, kernel: int, kind: str = "max") -> Tensor:
     return functional.avg_pool1d(importance, kernel, stride=1, padding=kernel // 2)
 
 
-def top_mask(importance: Tensor, count: int | Tensor) -> Tensor:
+def top_mask(importance: Tensor, count: int | Counts) -> Tensor:
     """Mask of the `count` most important entries along the last axis; ties go to the lowest index.
 
     Args:
         importance: [..., N] float, without NaN.
-        count: At most N; one for all rows, or [...] int64, one per row.
+        count: At most N; one for all rows, or [...], one per row.
 
     Returns:
         [..., N] bool. `torch.topk` alone leaves ties undefined.
     """
-    if isinstance(count, Tensor):
-        order = importance.argsort(dim=-1, descending=True, stable=True)
-        ranks = torch.arange(importance.shape[-1], device=importance.device).expand_as(order)
-        return torch.zeros_like(order).scatter_(-1, order, ranks) < count[..., None]
-    if count == 0:
+    most = int(np.max(count))
+    if most == 0:
         return torch.zeros_like(importance, dtype=torch.bool)
-    threshold = importance.topk(count, dim=-1).values[..., -1:]
+    best = importance.topk(most, dim=-1).values
+    if isinstance(count, int):
+        wanted, threshold = count, best[..., -1:]
+    else:
+        last, wanted = torch.from_numpy(np.stack([count.clip(min=1) - 1, count])[..., None]).to(importance.device)
+        threshold = best.gather(-1, last)
     above = importance > threshold
     tied = importance == threshold
-    wanted = count - above.sum(dim=-1, keepdim=True)
-    return above | (tied & (tied.cumsum(dim=-1) <= wanted))
+    return above | (tied & (tied.cumsum(dim=-1) <= wanted - above.sum(dim=-1, keepdim=True)))
 
 
 def top_entries(importance: Tensor, budget: int) -> Tensor:

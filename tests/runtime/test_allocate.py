@@ -74,7 +74,7 @@ def _check(allocate, importance, budget):
         assert int(stacked[:, row].sum()) == min(layers * heads * budget, int(real[:, row].sum()))
     assert bool((stacked <= real).all())
     assert bool((stacked >= protected).all())
-    kept = torch.stack([top_mask(*pair) for pair in zip(importance, counts, strict=True)])
+    kept = torch.stack([top_mask(layer, each.numpy()) for layer, each in zip(importance, counts, strict=True)])
     assert torch.equal(kept.sum(-1), stacked)
     every = torch.stack(importance)
     assert bool(kept[every == torch.inf].all())
