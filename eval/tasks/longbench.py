@@ -105,9 +105,9 @@ class LongBench(Benchmark):
             question = question.removesuffix(entry.cue)
         cue = entry.cue if not entry.is_cue_in_input or fields["input"].endswith(entry.cue) else ""
         limit = self.max_tokens or protocol.limit_of(tokenizer.name_or_path) or request.context - tokens - TEMPLATE_ROOM
-        whole = fill_in(entry.before, fields) + question + ("" if protocol.cue_after else cue)
-        prompt = without_middle(whole, limit, tokenizer) if protocol.truncate else whole
         asked = question + ("" if protocol.cue_after else cue)
+        whole = fill_in(entry.before, fields) + asked
+        prompt = without_middle(whole, limit, tokenizer) if protocol.truncate else whole
         rendered = render(
             Sample(
                 id=str(row.get("_id", place)),
