@@ -1,5 +1,6 @@
 """Targets that are quantised while they are loaded, or lie on several devices."""
 
+from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
@@ -11,23 +12,25 @@ from keepsight.errors import UserError
 QUANTIZE = ("nf4", "int8")
 
 
-def placement(quantize: str | None, device_map: str | None, device: str, dtype: torch.dtype) -> dict[str, Any]:
+def placement(
+    quantize: str | None, device_map: str | Mapping[str, str] | None, device: str, dtype: torch.dtype
+) -> dict[str, Any]:
     """Arguments of `from_pretrained` for where weights go and how they are stored; none for the ordinary case.
 
     Args:
         quantize: `nf4`, in 4 bits (arXiv 2305.14314, with the second quantisation of its scales), or `int8`
             (arXiv 2208.07339); None for neither.
-        device_map: `auto` for all devices; None for one.
+        device_map: `auto` for all devices, or a device for each part by its name; None for one.
         device: That one.
         dtype: What is computed in.
 
     Raises:
         UserError: a value is unknown, or bitsandbytes is not installed.
     """
-    if device_map not in (None, "auto"):
+    if isinstance(device_map, str) and device_map != "auto":
         raise UserError(f"model.device_map={device_map} is unknown here; choose auto, or null for model.device alone")
     if quantize is None:
-        return {"device_map": "auto"} if device_map else {}
+        return {"device_map": device_map} if device_map else {}
     if quantize not in QUANTIZE:
         raise UserError(f"model.quantize={quantize} is unknown; choose one of {', '.join(QUANTIZE)}, or null")
     if find_spec("bitsandbytes") is None:

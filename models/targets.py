@@ -92,7 +92,7 @@ def load_target(
     attention: str = "auto",
     template: Mapping[str, Any] | None = None,
     quantize: str | None = None,
-    device_map: str | None = None,
+    device_map: str | Mapping[str, str] | None = None,
     trust_remote_code: bool = False,
 ) -> Target:
     """Load a target from a folder or the Hub, or from `packaged` when the Hub cannot be reached.
@@ -108,7 +108,8 @@ def load_target(
             `ATTENTION`.
         template: Arguments of the chat template; see `with_arguments`.
         quantize: `nf4` or `int8`: weights are quantised while they are loaded, by bitsandbytes.
-        device_map: `auto` divides the layers over all GPUs and, where these are full, the CPU.
+        device_map: `auto` divides the layers over all GPUs and, where these are full, the CPU; or a device for each part by
+            its name, `""` for the whole. On `meta` no weights are read.
         trust_remote_code: Whether code from the model's repository may run.
 
     Raises:

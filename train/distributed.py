@@ -8,9 +8,11 @@ from types import FrameType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import reduce
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -58,7 +60,8 @@ def _whole(parameter: Tensor) -> Tensor:
 def divide_layers(model: PreTrainedModel) -> None:
     """Divide the weights of a frozen model's layers over all processes (FSDP2); each layer is whole while it runs.
 
-    What is trained beside it stays an ordinary parameter of DDP. A model on the CPU comes to the GPU part by part.
+    The first process has the weights, on the CPU; they go to the devices of all processes one by one, and the others'
+    models may be on the meta device. What is trained beside the model stays an ordinary parameter of DDP.
 
     Raises:
         UserError: its weights are quantised.
@@ -66,9 +69,15 @@ def divide_layers(model: PreTrainedModel) -> None:
     processes: Any = launched()
     if getattr(model.config, "quantization_config", None) is not None:
         raise UserError("model.device_map=fsdp2: quantised weights cannot be divided; leave out model.quantize")
-    mesh = init_device_mesh(processes.device.type, (processes.num_processes,))
+    weights, device = model.state_dict(), processes.device
+    mesh = init_device_mesh(device.type, (processes.num_processes,))
     for layer in decoder_of(model).layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+    model._apply(lambda each: torch.empty_like(each, device=device) if each.is_meta else each.to(device))
+    set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    for buffer in model.buffers():  # some are in no state_dict
+        dist.broadcast(buffer, src=0)
+    model.tie_weights()
 
 
 def leave_to_fsdp(module: nn.Module) -> None:

@@ -24,12 +24,11 @@ from pathlib import Path
 from keepsight.commands import train
 from keepsight.commands.config import parse
 from keepsight.commands.grid import cells
-from keepsight.commands.training import require_finished, run_of, training_target
+from keepsight.commands.training import require_finished, run_of
 from keepsight.errors import UserError
 from keepsight.eval.report.tables import Column, Table
 from keepsight.files import require_writable, write_png
 from keepsight.models.lookahead_files import CONFIG
-from keepsight.train.distributed import divide_layers
 from keepsight.train.lookahead.ablation import AblationTrainer, Cell
 from keepsight.train.lookahead.plots import ablation_figure
 from keepsight.train.trained import Trained
@@ -75,11 +74,9 @@ def run(grid: Grid) -> None:
     configs = {name: config for name, (_, config) in grid.items()}
     first = next(iter(configs.values()))
     require_writable(out := Path(first.out))
-    target = training_target(train.undivided(first))
+    target = train.placed_target(first)
     samples, manifest = train.training_samples(first, target)
     modules = [Cell(name, train.new_objective(each, target), each.train) for name, each in configs.items()]
-    if first.model.device_map == train.DIVIDED:
-        divide_layers(target.model)
     trainer = AblationTrainer(modules, run_of(first, target, samples, "init", CONFIG))
     finished = trainer.fit()
     if trainer.is_world_process_zero():

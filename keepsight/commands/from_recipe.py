@@ -1,6 +1,7 @@
 """From a recipe to a loaded target, the adapter, the retrieval head and the draft it names."""
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -14,8 +15,8 @@ from keepsight.models.targets import Target, load_target
 from keepsight.runtime.methods.resources import Later, Resources, ResourcesLater
 
 
-def target_of(recipe: Recipe) -> Target:
-    """Load the recipe's target."""
+def target_of(recipe: Recipe, device_map: Mapping[str, str] | None = None) -> Target:
+    """Load the recipe's target; a `device_map` goes before the recipe's."""
     model = recipe.model
     return load_target(
         **_files_of(model),
@@ -24,7 +25,7 @@ def target_of(recipe: Recipe) -> Target:
         attention=model.attention,
         template=model.template,
         quantize=model.quantize,
-        device_map=model.device_map,
+        device_map=device_map or model.device_map,
     )
 
 

@@ -33,6 +33,7 @@ from keepsight.models.hub import fetch
 from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_card import lookahead_card
 from keepsight.models.lookahead_files import CONFIG, load_lookahead, save_lookahead
+from keepsight.models.processes import launched
 from keepsight.models.targets import Target
 from keepsight.models.zero3 import created_divided
 from keepsight.train.dataset import no_longer_than
@@ -65,12 +66,9 @@ class Config(TrainingConfig):
 def run(config: Config) -> None:
     """Train, then write the adapter, its card and the training curves."""
     require_writable(out := Path(config.out))
-    with created_divided(training_dtype(config.model)):
-        target = training_target(undivided(config))
+    target = placed_target(config)
     samples, manifest = training_samples(config, target)
     objective = new_objective(config, target)
-    if config.model.device_map == DIVIDED:
-        divide_layers(target.model)
     trainer = LookaheadTrainer(objective, config.train, run_of(config, target, samples, "init", CONFIG))
     finished = trainer.fit()
     if trainer.is_world_process_zero():
@@ -79,12 +77,16 @@ def run(config: Config) -> None:
     require_finished(finished, config, trainer)
 
 
-def undivided(config: Config) -> Config:
-    """The target's weights are whole on the CPU before they are divided."""
-    if config.model.device_map != DIVIDED:
-        return config
+def placed_target(config: Config) -> Target:
+    """The target; divided over the processes of the launch where ZeRO-3 or `model.device_map` asks for that."""
     dtype = training_dtype(config.model)
-    return replace(config, model=replace(config.model, device="cpu", device_map=None, dtype=dtype))
+    if config.model.device_map != DIVIDED:
+        with created_divided(dtype):
+            return training_target(config)
+    on_cpu = replace(config, model=replace(config.model, device="cpu", device_map=None, dtype=dtype))
+    target = training_target(on_cpu, {"": "cpu" if launched().is_main_process else "meta"})
+    divide_layers(target.model)
+    return target
 
 
 def training_samples(config: Config, target: Target) -> tuple[Sequence[TrainingSample], dict[str, Any]]:

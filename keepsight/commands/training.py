@@ -86,9 +86,9 @@ def _seen_by(folder: Path | None) -> Seen | None:
     return None
 
 
-def training_target(config: TrainingConfig) -> Target:
-    """The recipe's target in its `training_dtype`."""
-    return target_of(replace(config, model=replace(config.model, dtype=training_dtype(config.model))))
+def training_target(config: TrainingConfig, device_map: Mapping[str, str] | None = None) -> Target:
+    """The recipe's target in its `training_dtype`; `device_map` as in `target_of`."""
+    return target_of(replace(config, model=replace(config.model, dtype=training_dtype(config.model))), device_map)
 
 
 def training_dtype(model: ModelConfig) -> str:

@@ -1,6 +1,6 @@
 """`train_lookahead.py` whose second process gets a SIGTERM at its third batch, as a job that runs out of time.
 
-Each process prints how many of the target's weights it held when the module was made.
+Each process prints how many of the target's weights it held before FSDP2 divided them and when the module was made.
 """
 
 import os
@@ -8,20 +8,36 @@ import signal
 import sys
 from typing import Any
 
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
 from keepsight.commands import train
 from keepsight.commands.cli import main
 from keepsight.models.lookahead import Lookahead
+from keepsight.train.distributed import divide_layers
 from keepsight.train.lookahead.objective import LookaheadObjective
 from tests.train.runs import Disturbed
 
 
+def _held(model: nn.Module) -> int:
+    local = [each.to_local() if isinstance(each, DTensor) else each for each in model.parameters()]
+    return sum(each.numel() for each in local if not each.is_meta)
+
+
+def _divided(model: PreTrainedModel) -> None:
+    print(f"weights read: {_held(model)}", flush=True)
+    divide_layers(model)
+
+
 def _stopped(lookahead: Lookahead, *given: Any) -> LookaheadObjective:
-    print(f"weights held: {sum(weight.numel() for weight in lookahead.model.parameters())}", flush=True)
+    print(f"weights held: {_held(lookahead.model)}", flush=True)
     if os.environ["RANK"] == "0":
         return LookaheadObjective(lookahead, *given)
     return Disturbed(3, lambda _: os.kill(os.getpid(), signal.SIGTERM), lookahead, *given)
 
 
 if __name__ == "__main__":
+    train.divide_layers = _divided  # type: ignore[attr-defined]
     train.LookaheadObjective = _stopped  # type: ignore[assignment, misc]
     sys.exit(main(["train", *sys.argv[1:]]))
