@@ -29,6 +29,7 @@ from keepsight.models.locate import located
 from keepsight.models.quantization import placement
 from keepsight.models.tokenizers import load_tokenizer
 from keepsight.models.versions import published_name, record_version, template_digest, version_of
+from keepsight.models.zero3 import gathered
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ATTENTION = ("sdpa", "eager", "flash_attention_2")
@@ -157,9 +158,12 @@ def _require_end(target: Target) -> None:
 
 
 def _require_finite(name: str, model: PreTrainedModel) -> None:
-    held = ((key, value) for key, value in model.named_parameters() if value.is_floating_point() and not value.is_meta)
-    if broken := next((key for key, value in held if not value.isfinite().all()), None):
-        raise UserError(f"model {name!r}: weight {broken!r} is not finite; copy or download it again")
+    for part, module in model.named_modules():
+        with gathered(module):
+            held = {key: value for key, value in module.named_parameters(part, recurse=False) if not value.is_meta}
+            broken = [key for key, value in held.items() if value.is_floating_point() and not value.isfinite().all()]
+        if broken:
+            raise UserError(f"model {name!r}: weight {broken[0]!r} is not finite; copy or download it again")
 
 
 def _read(source: str | Path, options: dict[str, Any]) -> tuple[PreTrainedTokenizerBase, Any]:

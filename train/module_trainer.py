@@ -172,6 +172,11 @@ class ModuleTrainer(CheckpointedTrainer[ObjectiveT]):
         return ReplaySampler(lengths, token_bytes, read_bytes(replay.memory), self.settings, self.args.world_size)
 
     @override
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        if not self.accelerator.verify_device_map(model):  # parts of a target on several devices stay where they are
+            super()._move_model_to_device(model, device)
+
+    @override
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:

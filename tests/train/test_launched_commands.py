@@ -29,7 +29,7 @@ PROGRAMS = {
 }
 SHORT = ["lookahead.tokens=4", *(f"train.{key}" for key in ("steps=2", "held_out=2", "budget=6", "report_to=[]"))]
 MIXTURE = {"min_tokens": 100, "max_tokens": 140, "sources": [{"kind": "key_values"}]}
-NEEDS = {"zero3": "deepspeed", "nf4": "bitsandbytes", "served": "fastapi"}
+NEEDS = {"zero2": "deepspeed", "zero3": "deepspeed", "nf4": "bitsandbytes", "served": "fastapi"}
 
 
 @pytest.fixture(scope="module")
@@ -59,13 +59,16 @@ def needs(name: str) -> None:
         pytest.skip(f"needs the package {NEEDS[name]}")
 
 
-@pytest.mark.parametrize("name", ["ddp", "zero3", "fsdp2", "nf4"])
+@pytest.mark.parametrize("name", ["ddp", "zero2", "zero3", "fsdp2", "nf4"])
 def test_a_training(name: str, place: Path) -> None:
     needs(name)
     run(COMMANDS[name], place, *SHORT)
     processes = 1 if name == "nf4" else 2
     assert read_json(place / "runs" / name / "training/settings.json")["launch.processes"] == processes
-    assert load_lookahead(place / "runs" / name).provenance.training["steps"] == 2
+    trained = load_lookahead(place / "runs" / name)
+    assert trained.provenance.training["steps"] == 2
+    assert trained.tokens.shape == (4, 64)
+    assert trained.lora and all(each.count_nonzero() for each in trained.lora.values())
 
 
 def test_answers_of_a_server(place: Path) -> None:
