@@ -3,12 +3,12 @@
 from typing import Any
 
 import torch
-from accelerate.utils import has_offloaded_params
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from keepsight.errors import UserError
+from keepsight.models.offloaded import running_devices
 
 FULL, CHUNKED = "full_attention", "chunked_attention"
 RECURRENT = ("linear_attention", "conv")
@@ -74,7 +74,7 @@ def require_supported(model: PreTrainedModel) -> None:
         )
     if not any(isinstance(layer, DynamicLayer) for layer in DynamicCache(config=model.config).layers):
         raise UserError(f"{kind} has no attention, and so no KV entries; use it without keepsight")
-    if len(devices := _devices(decoder_of(model))) > 1:
+    if len(devices := running_devices(decoder_of(model))) > 1:
         raise UserError(f"the layers of {kind} lie on {', '.join(sorted(devices))}; load the model on one device")
     if odd := sorted(set(layer_kinds(model.config)) - {FULL, *BOUNDED}):
         raise UserError(
@@ -102,16 +102,6 @@ def logits_of(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     logits: Tensor = lm_head(hidden) * getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)
     cap = getattr(config, "final_logit_softcapping", None)
     return logits if cap is None else torch.tanh(logits / cap) * cap
-
-
-def _devices(decoder: nn.Module) -> set[str]:
-    """Where a decoder's layers run: weights that accelerate has put elsewhere come there when they are needed."""
-    placed = ((module, weight) for module in decoder.modules() for weight in module.parameters(recurse=False))
-    return {str(_runs_on(module) if weight.is_meta else weight.device) for module, weight in placed}
-
-
-def _runs_on(module: Any) -> torch.device:
-    return torch.device(module._hf_hook.execution_device if has_offloaded_params(module) else "meta")
 
 
 def _attends_by_interface(decoder: nn.Module) -> bool:

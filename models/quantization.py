@@ -5,6 +5,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import BitsAndBytesConfig
 
 from keepsight.errors import UserError
@@ -45,3 +46,13 @@ def placement(
         "int8": {"load_in_8bit": True},
     }
     return {"device_map": device_map or {"": device}, "quantization_config": BitsAndBytesConfig(**kinds[quantize])}
+
+
+def keep_gradients(model: nn.Module) -> None:
+    """Have bitsandbytes leave 4-bit weights on a CPU as they are, so that gradients flow through them.
+
+    On processors with AVX512-BF16 it would pack them at the first pass without gradients, for inference alone.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]

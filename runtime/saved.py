@@ -203,8 +203,8 @@ def weights_digest(model: PreTrainedModel) -> str:
     Returns:
         `sha256:` and the hexadecimal digest; it differs between dtypes.
     """
-    own = [value for name, value in model.named_parameters() if "lora_" not in name]
-    first = torch.cat([value.detach().flatten()[:64].float() for value in own])
+    own = [values_of(model, *named) for named in model.named_parameters() if "lora_" not in named[0]]
+    first = torch.cat([value.detach().flatten()[:64].float().cpu() for value in own])
     return f"sha256:{hashlib.sha256(_bytes(first)).hexdigest()}"
 
 

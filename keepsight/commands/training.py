@@ -17,6 +17,7 @@ from keepsight.models.card import CardBasics
 from keepsight.models.draft_head_files import ORIGIN
 from keepsight.models.hub import check_repo_id, fetch
 from keepsight.models.lookahead_files import CONFIG, Provenance
+from keepsight.models.quantization import keep_gradients
 from keepsight.models.targets import Target
 from keepsight.models.versions import vocabulary_digest
 from keepsight.train.module_trainer import ModuleTrainer
@@ -88,7 +89,9 @@ def _seen_by(folder: Path | None) -> Seen | None:
 
 def training_target(config: TrainingConfig, device_map: Mapping[str, str] | None = None) -> Target:
     """The recipe's target in its `training_dtype`; `device_map` as in `target_of`."""
-    return target_of(replace(config, model=replace(config.model, dtype=training_dtype(config.model))), device_map)
+    target = target_of(replace(config, model=replace(config.model, dtype=training_dtype(config.model))), device_map)
+    keep_gradients(target.model)
+    return target
 
 
 def training_dtype(model: ModelConfig) -> str:

@@ -1,0 +1,25 @@
+"""Models some of whose weights accelerate keeps elsewhere, on the CPU or a disk, until the layer that needs them runs."""
+
+from typing import Any
+
+import torch
+from accelerate.utils import has_offloaded_params
+from torch import Tensor, nn
+
+
+def values_of(model: nn.Module, name: str, weight: Tensor) -> Tensor:
+    """A weight of a model by its name, with its values wherever these are kept; on the meta device where nothing is."""
+    part, _, own = name.rpartition(".")
+    module: Any = model.get_submodule(part)
+    kept: Tensor = module._hf_hook.weights_map[own] if weight.is_meta and has_offloaded_params(module) else weight
+    return kept
+
+
+def running_devices(model: nn.Module) -> set[str]:
+    """Where the parts of a model run, also those whose weights are kept elsewhere."""
+    placed = ((module, weight) for module in model.modules() for weight in module.parameters(recurse=False))
+    return {str(_runs_on(module) if weight.is_meta else weight.device) for module, weight in placed}
+
+
+def _runs_on(module: Any) -> torch.device:
+    return torch.device(module._hf_hook.execution_device if has_offloaded_params(module) else "meta")
