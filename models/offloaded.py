@@ -1,4 +1,4 @@
-"""Models some of whose weights accelerate keeps elsewhere, on the CPU or a disk, until the layer that needs them runs."""
+"""Models some of whose weights accelerate keeps on the CPU or a disk until the layer that needs them runs."""
 
 from typing import Any
 

@@ -26,6 +26,7 @@ from keepsight.errors import UserError
 from keepsight.models.chat import with_arguments
 from keepsight.models.decoder import require_supported
 from keepsight.models.locate import located
+from keepsight.models.offloaded import values_of
 from keepsight.models.quantization import placement
 from keepsight.models.tokenizers import load_tokenizer
 from keepsight.models.versions import published_name, record_version, template_digest, version_of
@@ -160,8 +161,8 @@ def _require_end(target: Target) -> None:
 def _require_finite(name: str, model: PreTrainedModel) -> None:
     for part, module in model.named_modules():
         with gathered(module):
-            held = {key: value for key, value in module.named_parameters(part, recurse=False) if not value.is_meta}
-            broken = [key for key, value in held.items() if value.is_floating_point() and not value.isfinite().all()]
+            held = {key: values_of(model, key, value) for key, value in module.named_parameters(part, recurse=False)}
+            broken = [key for key, value in held.items() if not (value.is_meta or value.isfinite().all())]
         if broken:
             raise UserError(f"model {name!r}: weight {broken[0]!r} is not finite; copy or download it again")
 
