@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from accelerate.utils import align_module_device
 from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel
 
@@ -73,8 +74,8 @@ def new_draft_head(target: PreTrainedModel, vocabulary: Tensor, trained: int | N
         if isinstance(module, torch.nn.Linear):
             torch.nn.init.normal_(module.weight, std=config.initializer_range)
     head.set_vocabulary(vocabulary)
-    with torch.no_grad():
-        lm_head: Any = target.get_output_embeddings()
-        head.lm_head.weight.copy_(lm_head.weight[vocabulary.to(target.device)])
+    lm_head: Any = target.get_output_embeddings()
+    with torch.no_grad(), align_module_device(lm_head):
+        head.lm_head.weight.copy_(lm_head.weight[vocabulary.to(lm_head.weight.device)])
         head.norm.weight.fill_(_FIRST_LOGITS / head.lm_head.weight.norm(dim=1).mean().item())
     return head.to(target.device)
