@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoConfig, Gemma3ForCausalLM, Gemma3TextConfig
 
 from keepsight.commands import train as command
 from keepsight.commands.config import ModelConfig
@@ -17,6 +19,7 @@ from keepsight.models.lookahead_files import load_lookahead
 from keepsight.models.targets import load_target
 from tests.close import assert_close
 from tests.launch import ROOT, launch
+from tests.models.test_targets import with_nan
 from tests.tiny import save_tiny_target
 from tests.train.runs import SHAPE, rows, settings, write_data
 
@@ -122,6 +125,33 @@ def test_two_processes_stop_together_go_on_and_train_what_one_trains(
     assert bool(states) == (config in ("zero2", "zero3"))
     for path in states:
         assert path.stat().st_size < target / 2, f"{path} holds the frozen target"
+
+
+@pytest.mark.parametrize(("config", "more"), [LAUNCHED["fsdp2"], LAUNCHED["zero3"]], ids=["fsdp2", "zero3"])
+def test_a_weight_that_is_not_finite_ends_all_processes(
+    config: str | None, more: list[str], place: Path, tmp_path: Path
+):
+    shutil.copytree(place / "target", tmp_path / "target")
+    with_nan(tmp_path / "target")
+    given = [*arguments(place, tmp_path / "two", **{"model.id": tmp_path / "target"}), *more]
+    result = launch(tmp_path, str(ROOT / "train_lookahead.py"), *given, config=config)
+    assert result.returncode != 0
+    assert "weight 'model.norm.weight' is not finite; copy or download it again" in result.stderr
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_a_divided_target_answers_as_a_whole_one(kind: str, tmp_path: Path):
+    save_tiny_target(tmp_path / "target", tie_word_embeddings=True)
+    if kind == "gemma3":  # which has buffers that no file holds
+        config = AutoConfig.from_pretrained(tmp_path / "target").to_dict()
+        shape = {name: config[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers", "head_dim")}
+        torch.manual_seed(0)
+        Gemma3ForCausalLM(Gemma3TextConfig(**shape, intermediate_size=64, sliding_window=8)).save_pretrained(
+            tmp_path / "target"
+        )
+    result = launch(tmp_path, str(ROOT / "tests/train/divided_target.py"), str(tmp_path / "target"))
+    assert result.returncode == 0, result.stderr[-4000:]
+    assert result.stdout.count("tied True, equal True") == 2, result.stdout
 
 
 @pytest.mark.parametrize("more", [[], ["model.device_map=fsdp2"]], ids=["ddp", "fsdp2"])

@@ -1,0 +1,22 @@
+"""How far the logits of a target that FSDP2 divided over the processes are from those of a whole one."""
+
+import sys
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from keepsight.commands import train
+from keepsight.commands.config import ModelConfig
+from keepsight.models.targets import load_target
+from tests.tiny import prompt_ids
+
+if __name__ == "__main__":
+    folder, prompt = sys.argv[1], prompt_ids(30)[0]
+    model = ModelConfig(id=folder, device="cpu", dtype="float32", device_map=train.DIVIDED)
+    divided = train.placed_target(train.Config(model=model)).model
+    whole = load_target(folder, device="cpu", dtype="float32").model
+    assert isinstance(divided.model.layers[0].mlp.up_proj.weight, DTensor)
+    tied = divided.get_output_embeddings().weight is divided.get_input_embeddings().weight
+    with torch.no_grad():
+        apart = (divided(prompt).logits - whole(prompt).logits).abs().max().item()
+    print(f"tied {tied}, equal {apart < 1e-5} ({apart})", flush=True)
