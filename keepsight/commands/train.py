@@ -78,13 +78,20 @@ def run(config: Config) -> None:
 
 
 def placed_target(config: Config) -> Target:
-    """The target; divided over the processes of the launch where ZeRO-3 or `model.device_map` asks for that."""
+    """The target; divided over the processes of the launch where ZeRO-3 or `model.device_map` asks for that.
+
+    Raises:
+        UserError: it cannot be loaded, or is to be divided over one process.
+    """
     dtype = training_dtype(config.model)
     if config.model.device_map != DIVIDED:
         with created_divided(dtype):
             return training_target(config)
+    processes = launched()
+    if processes.num_processes == 1:
+        raise UserError(f"model.device_map={DIVIDED}: there is one process; start with recipes/accelerate/fsdp2.yaml")
     on_cpu = replace(config, model=replace(config.model, device="cpu", device_map=None, dtype=dtype))
-    target = training_target(on_cpu, {"": "cpu" if launched().is_main_process else "meta"})
+    target = training_target(on_cpu, {"": "cpu" if processes.is_main_process else "meta"})
     divide_layers(target.model)
     return target
 

@@ -47,6 +47,12 @@ def trained(place: Path) -> Path:
     return place / "adapter"
 
 
+def test_one_process_has_nothing_to_divide_the_target_over(place, tmp_path):
+    given = config(place, tmp_path / "adapter")
+    with pytest.raises(UserError, match=r"model\.device_map=fsdp2: there is one process; start with recipes/accelerate/"):
+        command.run(replace(given, model=replace(given.model, device_map="fsdp2")))
+
+
 def test_the_command_leaves_an_adapter_that_loads(place, trained):
     assert {path.name for path in trained.iterdir()} == {*FILES, "README.md", "training.png", "training"}
     artifact = load_lookahead(trained)
