@@ -49,7 +49,9 @@ def trained(place: Path) -> Path:
 
 def test_one_process_has_nothing_to_divide_the_target_over(place, tmp_path):
     given = config(place, tmp_path / "adapter")
-    with pytest.raises(UserError, match=r"model\.device_map=fsdp2: there is one process; start with recipes/accelerate/"):
+    with pytest.raises(
+        UserError, match=r"model\.device_map=fsdp2: there is one process; start with recipes/accelerate/"
+    ):
         command.run(replace(given, model=replace(given.model, device_map="fsdp2")))
 
 
