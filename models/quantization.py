@@ -1,10 +1,11 @@
-"""Targets that are quantised while they are loaded, or lie on several devices."""
+"""Targets that are quantised while they are loaded, or lie on a GPU and the CPU."""
 
 from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
 import torch
+from accelerate.utils import get_max_memory
 from torch import nn
 from transformers import BitsAndBytesConfig
 
@@ -21,8 +22,9 @@ def placement(
     Args:
         quantize: `nf4`, in 4 bits (arXiv 2305.14314, with the second quantisation of its scales), or `int8`
             (arXiv 2208.07339); None for neither.
-        device_map: `auto` for all devices, or a device for each part by its name; None for one.
-        device: That one.
+        device_map: `auto` for the device and, where that is full, the CPU and then the disk, or a device for each part
+            by its name; None for the device alone.
+        device: Where the model runs.
         dtype: What is computed in.
 
     Raises:
@@ -31,7 +33,7 @@ def placement(
     if isinstance(device_map, str) and device_map != "auto":
         raise UserError(f"model.device_map={device_map} is unknown here; choose auto, or null for model.device alone")
     if quantize is None:
-        return {"device_map": device_map} if device_map else {}
+        return _spread(device_map, device) if device_map else {}
     if quantize not in QUANTIZE:
         raise UserError(f"model.quantize={quantize} is unknown; choose one of {', '.join(QUANTIZE)}, or null")
     if find_spec("bitsandbytes") is None:
@@ -45,7 +47,16 @@ def placement(
         },
         "int8": {"load_in_8bit": True},
     }
-    return {"device_map": device_map or {"": device}, "quantization_config": BitsAndBytesConfig(**kinds[quantize])}
+    return {**_spread(device_map or {"": device}, device), "quantization_config": BitsAndBytesConfig(**kinds[quantize])}
+
+
+def _spread(device_map: str | Mapping[str, str], device: str) -> dict[str, Any]:
+    """A model's layers run on one device, so that of several GPUs one takes part."""
+    if device_map != "auto":
+        return {"device_map": device_map}
+    own = torch.device(device).index or 0
+    memory = {each: most for each, most in get_max_memory().items() if each == own or not isinstance(each, int)}
+    return {"device_map": "auto", "max_memory": memory}
 
 
 def keep_gradients(model: nn.Module) -> None:

@@ -110,8 +110,8 @@ def load_target(
             `ATTENTION`.
         template: Arguments of the chat template; see `with_arguments`.
         quantize: `nf4` or `int8`: weights are quantised while they are loaded, by bitsandbytes.
-        device_map: `auto` divides the layers over all GPUs and, where these are full, the CPU; or a device for each
-            part by its name, `""` for the whole. On `meta` no weights are read.
+        device_map: `auto` keeps on the CPU, then on the disk, what `device` cannot hold, until it runs; or a device for
+            each part by its name, `""` for the whole. On `meta` no weights are read.
         trust_remote_code: Whether code from the model's repository may run.
 
     Raises:

@@ -69,6 +69,11 @@ class ModuleTrainer(CheckpointedTrainer[ObjectiveT]):
                 "the launcher's FSDP would divide what is trained; take recipes/accelerate/fsdp2.yaml and give "
                 "model.device_map=fsdp2"
             )
+        if self.args.world_size > 1 and self.accelerator.verify_device_map(objective):
+            raise UserError(
+                "model.device_map=auto is for one process; for several take recipes/accelerate/fsdp2.yaml and give "
+                "model.device_map=fsdp2"
+            )
         leave_to_fsdp(objective)
         self.objective, self.settings, self.work = objective, settings, run.work
         data = {"data.samples": len(run.samples), "data.digest": samples_digest(run.samples)}

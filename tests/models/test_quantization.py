@@ -66,6 +66,12 @@ def test_all_devices_of_a_machine_with_one(folder: Path) -> None:
         assert torch.allclose(spread.model(prompt).logits.cpu(), plain.model(prompt.cpu()).logits, atol=1e-4)
 
 
+def test_of_several_gpus_one_takes_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantization, "get_max_memory", lambda: {0: 5, 1: 6, "cpu": 7})
+    placed = quantization.placement(None, "auto", "cuda:1", torch.float32)
+    assert placed == {"device_map": "auto", "max_memory": {1: 6, "cpu": 7}}
+
+
 def test_what_cannot_be_done_is_said_in_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r"model\.quantize=int3 is unknown; choose one of nf4, int8, or null"):
         load_target(str(folder), quantize="int3")
