@@ -23,8 +23,9 @@ from pathlib import Path
 
 from keepsight.commands import train
 from keepsight.commands.config import parse
+from keepsight.commands.from_recipe import training_target
 from keepsight.commands.grid import cells
-from keepsight.commands.training import require_finished, run_of, training_target
+from keepsight.commands.training import require_finished, run_of
 from keepsight.errors import UserError
 from keepsight.eval.report.tables import Column, Table
 from keepsight.files import require_writable, write_png

@@ -1,8 +1,10 @@
 """From a recipe to a loaded target, the adapter, the retrieval head and the draft it names."""
 
 import functools
+from dataclasses import replace
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from keepsight.commands.config import ModelConfig, Recipe
@@ -26,6 +28,21 @@ def target_of(recipe: Recipe) -> Target:
         quantize=model.quantize,
         device_map=model.device_map,
     )
+
+
+def training_target(recipe: Recipe) -> Target:
+    """The recipe's target in its `training_dtype`, for data and training."""
+    return target_of(replace(recipe, model=replace(recipe.model, dtype=training_dtype(recipe.model))))
+
+
+def training_dtype(model: ModelConfig) -> str:
+    """The target's dtype; `auto` is bfloat16 also on CPUs that compute in it, which read three times faster."""
+    if model.dtype != "auto":
+        return model.dtype
+    capabilities = torch.cpu.get_capabilities()
+    on_cpu = model.device == "cpu" or (model.device == "auto" and not torch.cuda.is_available())
+    fast = capabilities.get("amx_bf16") or capabilities.get("avx512_bf16")
+    return "float32" if on_cpu and not fast else "bfloat16"
 
 
 def outline_of(recipe: Recipe) -> PreTrainedModel:

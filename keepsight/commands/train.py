@@ -15,6 +15,7 @@ from typing import Any
 
 from transformers import set_seed
 
+from keepsight.commands.from_recipe import training_dtype, training_target
 from keepsight.commands.training import (
     TrainingConfig,
     basics_of,
@@ -22,8 +23,6 @@ from keepsight.commands.training import (
     metrics_text,
     require_finished,
     run_of,
-    training_dtype,
-    training_target,
 )
 from keepsight.data_gen.finished import read_training_samples
 from keepsight.data_gen.shards import TrainingSample
