@@ -40,7 +40,7 @@ SMALL = {
     "eval": f"{_MODEL} adapter=runs/adapter draft.layers=[0,2] {_SAMPLES} max_new_tokens=4 pages=0",
     "hits": f"{_MODEL} {_SAMPLES} max_new_tokens=4",
     "inspect": f"{_MODEL} max_new_tokens=4",
-    "fit": f"{_DATA} lookahead.tokens=4 {_short('train')} tests=1 lengths=[500] budgets=[80]",
+    "fit": f"{_DATA} lookahead.tokens=4 {_short('train')} tasks=[niah_single] tests=1 lengths=[500] budgets=[80]",
     "demo": f"{_MODEL} lookahead.tokens=4 {_short('train')} samples=8 steps=2 replays=1 tests=1 lengths=[500]",
     "push": "",
     "report": "",

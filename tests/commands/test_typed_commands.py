@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from keepsight.commands.cli import main
 from keepsight.commands.lm_eval import run_harness
 from keepsight.files import write_json, write_lines, write_text
 from keepsight.models.draft_head_files import save_draft_head
@@ -41,7 +40,7 @@ NEEDS = {"zero3": "deepspeed", "nf4": "bitsandbytes"}
 LONG = "The ship sailed on. " * 60
 ADDED = {
     "mixture=paper": "mixture=offline",  # its data sets are on the Hub
-    "tasks=[ruler": "lengths=[1400]",
+    "tasks=[ruler": "tasks=[ruler_vt,longbench] lengths=[800]",
     "milebench.dir": "model.id=runs/vl draft.id=runs/vl-draft draft.layers=null",
 }
 """What else a test adds to lines with these words."""
@@ -67,8 +66,6 @@ def things(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for name in ("SlideVQA", "TQA"):
             rows = [row(0, "{image#1} " + LONG, ["a.png"], "a tree", ["a tree", "a house"])]
             write_data_set(Path("data/MileBench"), name, "multi-choice", rows)
-        assert main(shlex.split(f"eval tasks=niah_single methods=snapkv out=runs/eval {SMALL['eval']}")) == 0
-        shutil.copytree("runs/eval", "runs/other")
     return folder
 
 
@@ -147,6 +144,7 @@ def type_line(line: str, keepsight: CommandLine, added: dict[str, str]) -> None:
     assert out is None or out.exists()
 
 
+@pytest.mark.slow
 def test_the_demo_that_make_runs(keepsight: CommandLine, place: Path) -> None:
     told = subprocess.run(["make", "-n", *DEMO.split("#")[0].split()[1:]], cwd=ROOT, capture_output=True, text=True)
     _, _, typed = told.stdout.strip().rpartition("\n")[2].partition(" -m ")
@@ -174,13 +172,18 @@ def test_answers_of_a_server(keepsight: CommandLine, place: Path, servers: dict[
 
 
 def marked(line: str) -> object:
-    slow = [] if line.startswith("keepsight") else [pytest.mark.slow]
+    """Evaluations take seconds each, since their plots are drawn; other programs start anew."""
+    is_slow = not line.startswith("keepsight") or command_of(line)[0] in ("eval", "report", "compare", "ablate")
+    slow = [pytest.mark.slow] if is_slow else []
     missing = [package for part, package in NEEDS.items() if part in line and find_spec(package) is None]
     return pytest.param(line, marks=[*slow, *(pytest.mark.skip(f"needs the package {name}") for name in missing)])
 
 
 @pytest.mark.parametrize("line", [marked(line) for line in FROM_GUIDES if command_of(line)])
 def test_a_line_of_a_guide(line: str, keepsight: CommandLine, place: Path, servers: dict[str, str]) -> None:
+    if command_of(line)[0] in ("report", "compare"):
+        keepsight(*f"eval tasks=niah_single methods=snapkv out=runs/eval {SMALL['eval']}".split())
+        shutil.copytree("runs/eval", "runs/other")
     type_line(line, keepsight, ADDED | servers)
 
 
