@@ -1,4 +1,4 @@
-"""README's commands, and those of the guides, are typed as they stand, on a tiny model and with the values of `SMALL`."""
+"""What README and the guides tell a reader to type runs as it stands, on a tiny model and with the values of SMALL."""
 
 import re
 import shlex
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from keepsight.commands.lm_eval import run_harness
-from keepsight.files import write_json, write_lines, write_text
+from keepsight.files import write_lines, write_text
 from keepsight.models.draft_head_files import save_draft_head
 from keepsight.models.lookahead_files import Provenance
 from keepsight.models.retrieval_head_files import save_retrieval_head
