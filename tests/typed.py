@@ -20,7 +20,7 @@ _PROGRAMS = {
     "python": [],
 }
 _MODEL = "model.id=runs/model model.device=cpu model.dtype=float32"
-_SHORT = "steps=2 held_out=2 budget=6 samples_per_step=1 precision=no report_to=[]"
+_SHORT = "steps=2 held_out=2 budget=6 samples_per_step=2 precision=no report_to=[]"
 _SAMPLES = "lengths=[500] samples=1 budgets=[80]"
 _DATA = f"{_MODEL} limit=6 max_new_tokens=4"
 _BENCH = f"{_MODEL} adapter=runs/adapter"

@@ -50,8 +50,11 @@ ADDED = {
 def things(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder like a clone of the repository, with what lines read and do not make."""
     folder = tmp_path_factory.mktemp("clone")
-    for name in ("recipes", *(path.name for path in ROOT.glob("train_*.py"))):
-        (folder / name).symlink_to(ROOT / name)
+    for script in ROOT.glob("train_*.py"):
+        (folder / script.name).symlink_to(script)
+    for settings in ROOT.glob("recipes/accelerate/*.yaml"):
+        text = re.sub("num_processes: .*", "num_processes: 2", settings.read_text("utf-8"))
+        write_text(folder / "recipes/accelerate" / settings.name, text)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         make_models()
