@@ -20,7 +20,10 @@ ROWS = {  # a row of the table, as it is labelled and drawn
     "SnapKV, mean over 3": ("SnapKV", STYLES["snapkv"]),
     "DapQ": ("DapQ", STYLES["dapq"]),
     "LAQ": ("LAQ", STYLES["laq"]),
-    "LookaheadKV, uniform heads": ("LookaheadKV, uniform heads", Style(STYLES["lookaheadkv"].colour, "o", "--")),
+    "LookaheadKV, the paper's selection": (
+        "LookaheadKV, the paper's selection",
+        Style(STYLES["lookaheadkv"].colour, "o", "--"),
+    ),
     "**LookaheadKV** (shipped)": ("LookaheadKV", STYLES["lookaheadkv"]),
     "oracle attention (mean over 3)": ("oracle attention", STYLES["oracle"]),
 }

@@ -7,7 +7,7 @@ import torch
 from scipy.stats import kendalltau
 from torch import Tensor
 
-_RANKED = 1024
+_RANKED = 512
 """Max prompt entries for Kendall's tau, evenly spaced over a longer prompt: its cost would grow with the prompt's."""
 
 

@@ -25,6 +25,7 @@ class LookaheadSettings:
         kernel: Pooling kernel at selection; training compares unpooled importance.
         floor: Share of the KV budget that every head is guaranteed at selection, while importance divides the rest
             among the heads of its layer (AdaKV, arXiv 2407.11550); None for the same number in every head.
+        value_norm: Whether importance is multiplied by the norm of an entry's value at selection.
     """
 
     tokens: int = 32
@@ -36,6 +37,7 @@ class LookaheadSettings:
     pooling: str = "max"
     kernel: int = 7
     floor: float | None = None
+    value_norm: bool = False
 
     def check(self) -> None:
         """Refuse settings of which no module can be made.

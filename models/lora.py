@@ -84,8 +84,8 @@ class Update(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         """What is added to the output for these inputs [..., in]: [..., out] float32."""
         inputs = functional.dropout(inputs.to(self.lora_A.dtype), self.dropout, self.training)
-        low = functional.linear(inputs, self.lora_A.to(inputs.device))
-        return functional.linear(low, self.lora_B.to(inputs.device)) * self.scaling
+        low = functional.linear(inputs, self.lora_A.to(inputs.device)) * self.scaling
+        return functional.linear(low, self.lora_B.to(inputs.device))
 
 
 class _Hook:

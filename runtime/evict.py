@@ -24,7 +24,6 @@ from keepsight.errors import UserError, require_whole
 from keepsight.runtime.allocate import Allocation, Held, Uniform
 from keepsight.runtime.budget import Budget
 from keepsight.runtime.cache import empty_cache, full_layers
-from keepsight.runtime.cache_layers import LayerEntries
 from keepsight.runtime.decode import Reapply
 from keepsight.runtime.gather import all_ragged, counted, keep, kept_received, select_top
 from keepsight.runtime.images import Images
@@ -34,7 +33,7 @@ from keepsight.runtime.method import CacheMethod, Observe, Shared
 from keepsight.runtime.observe import LayerObserver, Observer
 from keepsight.runtime.prefill import prefill
 from keepsight.runtime.read_layer import ReadLayer, read_layers
-from keepsight.runtime.scores import protected, require_scores
+from keepsight.runtime.scores import protected, require_scores, value_norms
 from keepsight.runtime.state import Needs, State, Trace
 
 
@@ -54,6 +53,8 @@ class Evict(CacheMethod):
             that the cache never exceeds the budget; 0 to evict from the prompt alone.
         during_prefill: Whether each layer is evicted from as soon as it is read, so that only one is whole at a time;
             the same entries stay. None for where the observer allows it: one that looks back at all layers cannot.
+        value_norm: Whether an entry's importance is multiplied by the L2 norm of its value: what it adds to a layer's
+            output grows with both (VATP, arXiv 2406.12335, which takes the L1 norm). For scores that are not negative.
 
     Raises:
         UserError: a value is out of range; one line names it.
@@ -68,6 +69,7 @@ class Evict(CacheMethod):
     window: int = 0
     every: int = 0
     during_prefill: bool | None = None
+    value_norm: bool = False
     reads_images = True
 
     def __post_init__(self) -> None:
@@ -185,7 +187,7 @@ class Evict(CacheMethod):
         if self.fits(state):
             return self.compress(model, state), state.select_all()
         observed = observe(self.bound_observer, self.reduce)
-        selected = self.select(state, self.reduced(state, observed))
+        selected = self.select(state, self.reduced(model, state, observed))
         return self.gather(state, selected), selected
 
     @override
@@ -212,33 +214,36 @@ class Evict(CacheMethod):
         """
         if isinstance(observer := self.bound_observer, LayerObserver):
             return [self._importance_of(observer, layer) for layer in read_layers(model, state)]
-        return self.reduced(state, self.observe(model, state))
+        return self.reduced(model, state, self.observe(model, state))
 
     def _importance_of(self, observer: LayerObserver, layer: ReadLayer) -> Tensor:
         """`importance` of one layer."""
-        return self._reduced(observer.score(layer, self.reduce.queries), layer.place, layer.held)
+        return self._reduced(observer.score(layer, self.reduce.queries), layer)
 
     @torch.no_grad()
     def observe(self, model: PreTrainedModel, state: State) -> list[Tensor]:
         """The observer's scores (see `Observer`), the same for all methods with its observer and reduction."""
         return self.bound_observer(model, state, self.reduce)
 
-    def reduced(self, state: State, observed: list[Tensor]) -> list[Tensor]:
+    def reduced(self, model: PreTrainedModel, state: State, observed: list[Tensor]) -> list[Tensor]:
         """Scores reduced over heads and pooled, with protected entries and padding marked.
 
         Raises:
             UserError: the observer did not score every entry of every layer.
         """
-        held = state.entries()
-        if len(observed) != len(held):
+        layers = [*read_layers(model, state)]
+        if len(observed) != len(layers):
             name = type(self.observer).__name__
-            raise UserError(f"{name} returned scores for {len(observed)} layers; there are {len(held)}")
-        return [self._reduced(layer, place, held[place]) for place, layer in enumerate(observed)]
+            raise UserError(f"{name} returned scores for {len(observed)} layers; there are {len(layers)}")
+        return [*map(self._reduced, observed, layers)]
 
-    def _reduced(self, observed: Tensor, place: int, held: LayerEntries) -> Tensor:
+    def _reduced(self, observed: Tensor, layer: ReadLayer) -> Tensor:
         """`reduced` of one layer."""
-        require_scores(type(self.observer).__name__, observed, place, held)
-        return self.protect(reduce_group(observed, held.keys.shape[1], self.reduce.heads), held.real)
+        require_scores(type(self.observer).__name__, observed, layer.place, layer.held)
+        importance = reduce_group(observed, layer.held.keys.shape[1], self.reduce.heads)
+        if self.value_norm:
+            importance = importance * value_norms(layer.attended.values, importance.shape[1])
+        return self.protect(importance, layer.held.real)
 
     def protect(self, importance: Tensor, real: Tensor | None) -> Tensor:
         """A layer's importance [B, K, C] pooled, +inf where protected, -inf where `real`, [B, K, C] bool, is False."""

@@ -15,20 +15,16 @@ from keepsight.runtime.viewed_layers import ViewedLayer
 
 @dataclass(frozen=True)
 class LookAfter:
-    """The attention of observers to stored entries and to each other, before it is divided by its sum.
-
-    Differentiable.
+    """The attention of observers to stored entries and to each other. Differentiable.
 
     Attributes:
         stored: [B, K, (H / K) x q, N] float32, to the stored entries.
         own: [B, K, (H / K) x q, q] float32, to the observers themselves, causal.
-        total: [B, K, (H / K) x q, 1] float32, the sum of both, sinks included.
         rows: q, number of observers.
     """
 
     stored: Tensor
     own: Tensor
-    total: Tensor
     rows: int
 
     @classmethod
@@ -45,31 +41,22 @@ class LookAfter:
             real: [B, 1 or K, N] bool, False for padding among the entries; None when there is none.
         """
         batch, _, rows, width = query.shape
-        kv_heads, count = keys.shape[1:3]
-        grouped = query.reshape(batch, kv_heads, -1, width)
+        grouped = query.reshape(batch, keys.shape[1], -1, width)
         logits = _logits(grouped, keys, own_keys, softmax, None if real is None else ~real[:, :, None])
-        # Softmax does not depend on what is subtracted, so that no gradient has to flow through the maximum.
-        highest = logits.detach().amax(dim=-1, keepdim=True)
-        sinks = softmax.sinks_of(kv_heads, rows)
-        highest = highest if sinks is None else torch.maximum(highest, sinks.detach())
-        weights = logits.sub_(highest).exp_()
-        total = weights.sum(dim=-1, keepdim=True)
-        total = total if sinks is None else total + (sinks - highest).exp()
-        return cls(weights[..., :count], weights[..., count:], total, rows)
+        weights = softmax.normalised(logits.unflatten(2, (-1, rows))).flatten(2, 3)
+        return cls(weights[..., : keys.shape[2]], weights[..., keys.shape[2] :], rows)
 
     def importance(self, reduction: str) -> Tensor:
         """[B, H, N] float32, as `observed_attention` returns it for the stored entries; by `mean` or `max`."""
-        by_head, share = (each.unflatten(2, (-1, self.rows)) for each in (self.stored, self.total.reciprocal()))
-        with torch.autocast(self.total.device.type, enabled=False):  # else the product would be in its dtype
-            paid = (by_head * share).amax(3) if reduction == "max" else ((share / self.rows).mT @ by_head)[..., 0, :]
-        return paid.flatten(1, 2)
+        by_head = self.stored.unflatten(2, (-1, self.rows))
+        return (by_head.amax(3) if reduction == "max" else by_head.mean(3)).flatten(1, 2)
 
     def output(self, values: Tensor, own_values: Tensor) -> Tensor:
         """The output [B, q, H, d] of softmax attention, from values [B, K, N, d] and [B, K, q, d]."""
         of_stored = self.stored.to(values.dtype) @ values
         rows = (each.flatten(0, 1) for each in (of_stored, self.own.to(values.dtype), own_values))
-        seen = torch.baddbmm(*rows).view_as(of_stored)
-        by_head = (seen / self.total).to(values.dtype).unflatten(2, (-1, self.rows)).flatten(1, 2)
+        seen = torch.baddbmm(*rows).to(values.dtype).view_as(of_stored)
+        by_head = seen.unflatten(2, (-1, self.rows)).flatten(1, 2)
         return by_head.transpose(1, 2).contiguous()
 
 

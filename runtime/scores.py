@@ -5,7 +5,7 @@ from torch import Tensor
 
 from keepsight.errors import UserError
 from keepsight.runtime.cache_layers import LayerEntries
-from keepsight.runtime.importance import Pool, pool
+from keepsight.runtime.importance import Pool, pool, reduce_group
 
 
 def protected(importance: Tensor, real: Tensor | None, pooling: Pool, sinks: int, window: int) -> Tensor:
@@ -34,6 +34,11 @@ def protected(importance: Tensor, real: Tensor | None, pooling: Pool, sinks: int
     order = real.long().cumsum(dim=-1)
     pooled.masked_fill_(order <= sinks, torch.inf)
     return pooled.masked_fill_(~real, -torch.inf)
+
+
+def value_norms(values: Tensor, kv_heads: int) -> Tensor:
+    """L2 norms [B, K, C] float32 of values [B, K, C, d]; of values [B, H, C, d] the mean over a KV head's group."""
+    return reduce_group(torch.linalg.vector_norm(values, dim=-1, dtype=torch.float32), kv_heads)
 
 
 def require_scores(name: str, scores: Tensor, place: int, held: LayerEntries) -> None:

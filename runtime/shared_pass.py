@@ -25,7 +25,7 @@ class PaddedEntries:
         keys: [R, K, C + room, d].
         values: [R, K, C + room, d].
         length: C.
-        real: [R, 1 or K, C] bool, False for padding; None where nothing is padded.
+        padding: [R, 1 or K, C], what is added to the logits: -inf for padding, else 0; None where nothing is padded.
     """
 
     def __init__(self, column: Sequence[LayerEntries], room: int, window: tuple[int, bool] | None = None) -> None:
@@ -36,10 +36,11 @@ class PaddedEntries:
             torch.cat([functional.pad(each, (0, 0, self.length - each.shape[2], room)) for each in part])
             for part in ([each.keys for each in column], [each.values for each in column])
         )
-        self.real = None
+        self.padding = None
         if any(each.real is not None or each.keys.shape[2] < self.length for each in column):
             heads = max(1 if each.real is None else each.real.shape[1] for each in column)
-            self.real = torch.cat([self._padded(each, heads) for each in column])
+            real = torch.cat([self._padded(each, heads) for each in column])
+            self.padding = self.keys.new_zeros(real.shape).masked_fill_(~real, -torch.inf)
 
     def _padded(self, entries: LayerEntries, heads: int) -> Tensor:
         count = entries.keys.shape[2]
@@ -153,20 +154,19 @@ class SharedPass:
 
     def _mask_of(self, entries: PaddedEntries) -> Tensor:
         """What is added to the logits: [states that read, 1 or K, queries of a KV head, C + grown]."""
-        if entries.real is not None:
-            return self._mask(entries.real if self.active is None else entries.real[self.active], entries.window)
+        if (padding := entries.padding) is not None:
+            return self._mask(padding if self.active is None else padding[self.active], entries.window)
         if (kind := (entries.length, entries.window)) not in self._masks:
-            real = torch.ones(len(self.after), 1, entries.length, dtype=torch.bool, device=self.after.device)
-            self._masks[kind] = self._mask(real, entries.window)
+            self._masks[kind] = self._mask(self.after.new_zeros(len(self.after), 1, entries.length), entries.window)
         return self._masks[kind]
 
-    def _mask(self, real: Tensor, window: tuple[int, bool] | None) -> Tensor:
-        padding = torch.zeros_like(real, dtype=self.after.dtype).masked_fill_(~real, -torch.inf)[:, :, None]
-        both = padding.expand(-1, -1, self.queries, -1), self.after.expand(-1, real.shape[1], -1, -1)
-        mask = torch.cat(both, dim=-1)
+    def _mask(self, padding: Tensor, window: tuple[int, bool] | None) -> Tensor:
+        reading, heads, length = padding.shape
+        mask = padding.new_empty(reading, heads, self.sharing, self.queries, length + self.grown)
+        mask[..., :length], mask[..., length:] = padding[:, :, None, None], self.after[:, :, None]
         if window is not None:
-            mask.masked_fill_(self._outside(real.shape[2], *window)[:, None], -torch.inf)
-        return mask.repeat(1, 1, self.sharing, 1)
+            mask.masked_fill_(self._outside(length, *window)[:, None, None], -torch.inf)
+        return mask.flatten(2, 3)
 
     def _outside(self, length: int, size: int, chunked: bool) -> Tensor:
         """[states that read, Q, C + grown] bool: what a layer's window hides from each query."""

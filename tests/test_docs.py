@@ -2,7 +2,6 @@
 
 import importlib
 import re
-import shlex
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -16,35 +15,17 @@ from keepsight.commands import cli
 from keepsight.runtime.methods import METHODS
 from tests.test_readme import names as names
 from tests.test_readme import run
+from tests.typed import ROOT, command_of, lines, text_of
 
-ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in DOCS.rglob("*.md"))
 GUIDES = [page for page in PAGES if not page.startswith("docs/api/") and page != "docs/results.md"]
 TEXTS = ["README.md", "RESULTS.md", *GUIDES]
-SCRIPTS = {
-    "train_lookahead.py": "train",
-    "train_draft_head.py": "train_draft_head",
-    "train_retrieval_head.py": "train_retrieval_head",
-}
-
-
-def text_of(page: str) -> str:
-    return (ROOT / page).read_text("utf-8")
 
 
 def commands(page: str) -> list[list[str]]:
-    """The commands in blocks without a language: what follows `keepsight`, a script counting as its command."""
-    found = []
-    for language, block in re.findall(r"^```(\w*)\n(.*?)^```", text_of(page), flags=re.DOTALL | re.MULTILINE):
-        for line in [] if language else block.replace("\\\n", " ").splitlines():
-            words = shlex.split(line, comments=True)
-            if words and words[0] == "keepsight":
-                found.append(words[1:])
-            for place, word in enumerate(words):
-                if word in SCRIPTS:
-                    found.append([SCRIPTS[word], *words[place + 1 :]])
-    return found
+    """What follows `keepsight` in blocks without a language, a script counting as its command."""
+    return [given for line in lines(page) if (given := command_of(line))]
 
 
 @pytest.mark.parametrize("page", [page for page in TEXTS if commands(page)])

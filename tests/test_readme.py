@@ -71,7 +71,7 @@ def test_its_results_and_its_plot_are_those_that_were_measured() -> None:
 
     shown, measured = (rows((README.parent / name).read_text("utf-8")) for name in ("README.md", "RESULTS.md"))
     names = {
-        "the same module, as many entries in every head": "LookaheadKV, uniform heads",
+        "the same module with the paper's selection": "LookaheadKV, the paper's selection",
         "oracle attention, which knows the answer": "oracle attention (mean over 3)",
         "SnapKV, the better of two poolings": "SnapKV, mean over 3",
     }

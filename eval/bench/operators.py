@@ -109,10 +109,10 @@ def operators_of(model: PreTrainedModel, method: Method, ids: Tensor) -> dict[st
         evict, state = method, prefill(model, ids, needs=method.needs())
         evict.compress(model, state)
         observed = evict.observe(model, state)
-        selected = evict.select(state, evict.reduced(state, observed))
+        selected = evict.select(state, evict.reduced(model, state, observed))
         counts = {
             "observe": count(lambda: evict.fits(state) or evict.observe(model, state)),
-            "select": count(lambda: evict.select(state, evict.reduced(state, observed))),
+            "select": count(lambda: evict.select(state, evict.reduced(model, state, observed))),
             "gather": count(lambda: evict.gather(state, selected)),
         }
     reader, token = method.reader(model), ids[:, -1:]

@@ -120,7 +120,7 @@ def _line(name: str, method: Evict, target: Target, state: State, repeats: int, 
     observed = method.observe(target.model, state)
 
     def select() -> State:
-        return method.keep(state, method.reduced(state, observed))
+        return method.keep(state, method.reduced(target.model, state, observed))
 
     def observe() -> list[torch.Tensor]:
         return method.observe(target.model, state)

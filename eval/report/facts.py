@@ -19,7 +19,7 @@ def headline(rows: Sequence[Row], runs: Sequence[Settings]) -> tuple[str, str]:
     """Title of a page and the line below it: model; dtype, quantization, adapter and date."""
     models = _joined(model_of(each) for each in runs)
     title = f"KV-cache eviction on {models}" if models else "KV-cache eviction: evaluation"
-    parts = [_precision(runs), _joined(_short(each.get("adapter")) for each in runs), _dates(rows)]
+    parts = [_precision(runs), _joined(_short(_used(each, "adapter")) for each in runs), _dates(rows)]
     return title, " · ".join(filter(None, parts))
 
 
@@ -30,8 +30,8 @@ def facts_of(rows: Sequence[Row], runs: Sequence[Settings]) -> dict[str, str]:
     budgets = sorted({row["budget"] for row in rows if row["budget"] is not None})
     facts = {
         "model": _joined(_artifact(each.get("target") or {}) for each in runs),
-        "adapter": _joined(_named(each.get("adapter"), each.get("adapter_digest")) for each in runs),
-        "retrieval head": _joined(_named(each.get("retrieval"), each.get("retrieval_digest")) for each in runs),
+        "adapter": _joined(_named(_used(each, "adapter"), each.get("adapter_digest")) for each in runs),
+        "retrieval head": _joined(_named(_used(each, "retrieval"), each.get("retrieval_digest")) for each in runs),
         "precision": _precision(runs),
         "attention": _joined((each.get("target") or {}).get("attention") for each in runs),
         "measured": _dates(rows),
@@ -59,6 +59,11 @@ def _precision(runs: Sequence[Settings]) -> str:
 def _dates(rows: Sequence[Row]) -> str:
     dates = sorted({str(row["date"]) for row in rows if row.get("date")})
     return " to ".join(dict.fromkeys((dates[0], dates[-1]))) if dates else ""
+
+
+def _used(settings: Settings, kind: str) -> str | None:
+    """The adapter or head that a run names, if one of its methods read it: then its digest is there."""
+    return settings.get(kind) if settings.get(f"{kind}_digest") else None
 
 
 def _artifact(target: Mapping[str, Any]) -> str:

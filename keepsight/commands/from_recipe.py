@@ -2,8 +2,10 @@
 
 import functools
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from keepsight.commands.config import ModelConfig, Recipe
@@ -27,6 +29,21 @@ def target_of(recipe: Recipe, device_map: Mapping[str, str] | None = None) -> Ta
         quantize=model.quantize,
         device_map=device_map or model.device_map,
     )
+
+
+def training_target(recipe: Recipe, device_map: Mapping[str, str] | None = None) -> Target:
+    """The recipe's target in its `training_dtype`, for data and training."""
+    return target_of(replace(recipe, model=replace(recipe.model, dtype=training_dtype(recipe.model))), device_map)
+
+
+def training_dtype(model: ModelConfig) -> str:
+    """The target's dtype; `auto` is bfloat16 also on CPUs that compute in it, which read three times faster."""
+    if model.dtype != "auto":
+        return model.dtype
+    capabilities = torch.cpu.get_capabilities()
+    on_cpu = model.device == "cpu" or (model.device == "auto" and not torch.cuda.is_available())
+    fast = capabilities.get("amx_bf16") or capabilities.get("avx512_bf16")
+    return "float32" if on_cpu and not fast else "bfloat16"
 
 
 def outline_of(recipe: Recipe) -> PreTrainedModel:

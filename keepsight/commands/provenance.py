@@ -81,4 +81,5 @@ def _quantization(model: ModelConfig, target: Target) -> str:
 def _device(target: Target) -> str:
     if target.model.device.type == "cuda":
         return torch.cuda.get_device_name(target.model.device)
-    return f"{platform.processor() or platform.machine()} CPU, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return f"{platform.processor() or platform.machine()} CPU, {threads} thread{'s' * (threads > 1)}"

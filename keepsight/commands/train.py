@@ -15,6 +15,7 @@ from typing import Any
 
 from transformers import set_seed
 
+from keepsight.commands.from_recipe import training_dtype, training_target
 from keepsight.commands.training import (
     TrainingConfig,
     basics_of,
@@ -22,8 +23,6 @@ from keepsight.commands.training import (
     metrics_text,
     require_finished,
     run_of,
-    training_dtype,
-    training_target,
 )
 from keepsight.data_gen.finished import read_training_samples
 from keepsight.data_gen.shards import TrainingSample
@@ -34,6 +33,7 @@ from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_card import lookahead_card
 from keepsight.models.lookahead_files import CONFIG, load_lookahead, save_lookahead
 from keepsight.models.processes import launched
+from keepsight.models.quantization import keep_gradients
 from keepsight.models.targets import Target
 from keepsight.models.zero3 import created_divided
 from keepsight.train.dataset import no_longer_than
@@ -86,7 +86,9 @@ def placed_target(config: Config) -> Target:
     dtype = training_dtype(config.model)
     if config.model.device_map != DIVIDED:
         with created_divided(dtype):
-            return training_target(config)
+            target = training_target(config)
+        keep_gradients(target.model)
+        return target
     processes = launched()
     if processes.num_processes == 1:
         raise UserError(f"model.device_map={DIVIDED}: there is one process; start with recipes/accelerate/fsdp2.yaml")

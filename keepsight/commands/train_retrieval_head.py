@@ -13,12 +13,12 @@ from pathlib import Path
 import torch
 from transformers import set_seed
 
+from keepsight.commands.from_recipe import training_target
 from keepsight.commands.training import (
     TrainingConfig,
     basics_of,
     require_finished,
     run_of,
-    training_target,
 )
 from keepsight.data_gen.finished import read_training_samples
 from keepsight.errors import UserError

@@ -1,15 +1,12 @@
 """What the training commands share: their keys, what a training is given, its provenance, and how it ends."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from keepsight import __version__
-from keepsight.commands.config import ModelConfig, Recipe
-from keepsight.commands.from_recipe import target_of
+from keepsight.commands.config import Recipe
 from keepsight.data_gen.shards import TrainingSample
 from keepsight.errors import UserError
 from keepsight.files import file_digest, read_json
@@ -17,7 +14,6 @@ from keepsight.models.card import CardBasics
 from keepsight.models.draft_head_files import ORIGIN
 from keepsight.models.hub import check_repo_id, fetch
 from keepsight.models.lookahead_files import CONFIG, Provenance
-from keepsight.models.quantization import keep_gradients
 from keepsight.models.targets import Target
 from keepsight.models.versions import vocabulary_digest
 from keepsight.train.module_trainer import ModuleTrainer
@@ -85,23 +81,6 @@ def _seen_by(folder: Path | None) -> Seen | None:
         if path.is_file():
             return from_text(read_json(path, dict[str, Any])["provenance"].get("trained_on", ""))
     return None
-
-
-def training_target(config: TrainingConfig, device_map: Mapping[str, str] | None = None) -> Target:
-    """The recipe's target in its `training_dtype`; `device_map` as in `target_of`."""
-    target = target_of(replace(config, model=replace(config.model, dtype=training_dtype(config.model))), device_map)
-    keep_gradients(target.model)
-    return target
-
-
-def training_dtype(model: ModelConfig) -> str:
-    """The target's dtype; `auto` is bfloat16 also on CPUs that compute in it, which read three times faster."""
-    if model.dtype != "auto":
-        return model.dtype
-    capabilities = torch.cpu.get_capabilities()
-    on_cpu = model.device == "cpu" or (model.device == "auto" and not torch.cuda.is_available())
-    fast = capabilities.get("amx_bf16") or capabilities.get("avx512_bf16")
-    return "float32" if on_cpu and not fast else "bfloat16"
 
 
 def basics_of(

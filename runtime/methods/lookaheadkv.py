@@ -70,11 +70,12 @@ class LookaheadKV(Evict):
 
 
 def parts_of(artifact: Artifact) -> dict[str, Any]:
-    """The observer of an adapter, and the reduction, pooling and allocation that its settings name."""
+    """The observer of an adapter, and the reduction, weighting, pooling and allocation that its settings name."""
     settings = artifact.settings
     return {
         "observer": SoftTokens(artifact),
         "reduce": Reduce(heads=settings.group),
+        "value_norm": settings.value_norm,
         "pool": Pool(settings.pooling, settings.kernel),
         "allocate": Uniform() if settings.floor is None else Adaptive(settings.floor, blend=False),
     }

@@ -103,6 +103,7 @@ class _OptionReader:
             raise UserError(f"there is no option {unknown[0]!r}; it takes {', '.join(known) or 'none'}")
         values = dict(defaults)
         for name, value in options.items():
+            _check_switch(known[name], value)
             values[name] = self.part(name, value, defaults.get(name, known[name].default))
         for each in dataclasses.fields(kind):
             required = each.default is dataclasses.MISSING and each.default_factory is dataclasses.MISSING
@@ -147,6 +148,11 @@ class _OptionReader:
             return kind(**self.fields(kind, options, same))
         except UserError as error:
             raise UserError(str(error) if role in str(error) else f"{role}: {error}") from None
+
+
+def _check_switch(field: dataclasses.Field[Any], value: Any) -> None:
+    if "bool" in str(field.type) and not (isinstance(value, bool) or value is field.default is None):
+        raise UserError(f"{field.name}: {value!r} must be true or false")
 
 
 _KINDS: dict[str, Mapping[str, type]] = {

@@ -15,7 +15,7 @@ def test_a_training_step_against_a_prefill(keepsight: CommandLine) -> None:
     lines = keepsight(
         "bench", "train", *TINY, "train.replays=1", "tokens=60", "answer_tokens=5", "repeats=1"
     ).splitlines()
-    assert lines[0] == "60 prompt + 5 answer tokens, 1 steps a reading, 1 repeats"
+    assert lines[0] == "1 x 60 prompt + 5 answer tokens, 1 steps a reading, 1 repeats"
     assert [line.split()[0] for line in lines[1:]] == ["prefill", "step", "a"]
 
 

@@ -216,7 +216,15 @@ def written(out: Path) -> int:
 
 def start(folder: Path, mixture: Path, out: Path) -> "subprocess.Popen[bytes]":
     arguments = [f"model.id={folder}", f"mixture={mixture}", f"out={out}"]
-    arguments += ["model.device=cpu", "limit=24", "seed=3", "max_new_tokens=40", "shard_size=5", "batch_tokens=400"]
+    arguments += [
+        "model.device=cpu",
+        "model.dtype=float32",
+        "limit=24",
+        "seed=3",
+        "max_new_tokens=40",
+        "shard_size=5",
+        "batch_tokens=400",
+    ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     return subprocess.Popen([sys.executable, "-m", "keepsight", "data", *arguments], env=environment)
 

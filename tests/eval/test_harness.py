@@ -2,6 +2,7 @@
 
 import json
 import sys
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from keepsight.runtime.generate import generate
 from keepsight.runtime.methods import LookaheadKV, SnapKV
 from keepsight.runtime.prefill import prefill, read
 from tests.commands.commands import save_target_and_adapter
+from tests.package_files import PROJECT
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 8
 CHOICES = [" a fox", " a dog", " the sun itself"]
@@ -130,6 +132,19 @@ def test_the_command_runs_with_nothing_imported(folder: Path, monkeypatch: pytes
     (written,) = folder.glob("out*.json")
     found = json.loads(written.read_text())
     assert 0 <= found["results"]["choosing"]["acc,none"] <= 1 and found["config"]["model"] == "keepsight"
+
+
+def test_the_entry_point_gives_the_model() -> None:
+    """0.4.13 reads no entry points, but its registry takes one as it takes a class."""
+    from lm_eval.api.model import LM
+    from lm_eval.api.registry import Registry, get_model
+
+    from keepsight.eval import harness as harness
+
+    ((name, value),) = PROJECT["project"]["entry-points"]["lm_eval.models"].items()
+    registry = Registry("model", base_cls=LM)
+    registry.register(name, target=EntryPoint(name, value, "lm_eval.models"))
+    assert registry.get("keepsight") is get_model("keepsight")
 
 
 def test_what_cannot_be_done_is_said(folder: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 from keepsight import LookaheadKV
 from keepsight.commands import train
 from keepsight.commands.config import ModelConfig
-from keepsight.commands.training import training_target
+from keepsight.commands.from_recipe import training_target
 from keepsight.errors import UserError
 from keepsight.models import quantization
 from keepsight.models.lookahead_files import load_lookahead

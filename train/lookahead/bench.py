@@ -18,22 +18,22 @@ from keepsight.train.tracking import peak_memory
 def bench_step(
     lookahead: Lookahead, tokens: int, answer_tokens: int, repeats: int, settings: LookaheadTrainSettings
 ) -> Iterator[str]:
-    """Time steps on one sample (forward, backward, optimiser) and a prefill in turn, as a few lines of text.
+    """Time steps on one batch (forward, backward, optimiser) and its prefill in turn, as a few lines of text.
 
     Args:
         lookahead: A module on its target.
         tokens: Prompt length in tokens.
         answer_tokens: Answer length in tokens; the prefill runs over prompt and answer.
         repeats: Timed repetitions of each, after one to warm up.
-        settings: The loss, and how many steps use one reading of the target: their mean is shown.
+        settings: The loss, the batch size, and how many steps use one reading of the target: their mean is shown.
     """
     model = lookahead.model
-    ids = torch.randint(
-        3, model.config.get_text_config().vocab_size - 1, (1, tokens + answer_tokens), device=model.device
-    )
+    shape = settings.batch_size, tokens + answer_tokens
+    ids = torch.randint(3, model.config.get_text_config().vocab_size - 1, shape, device=model.device)
     objective, replays = LookaheadObjective(lookahead, settings.far, settings.gradient_checkpointing), settings.replays
     objective.buffer = ReadingBuffer(ReplaySettings()) if replays > 1 else None
-    optimizer = torch.optim.Adam([weight for weight in objective.parameters() if weight.requires_grad], lr=1e-4)
+    learned = [weight for weight in objective.parameters() if weight.requires_grad]
+    optimizer = torch.optim.AdamW(learned, lr=1e-4, weight_decay=0.0, fused=True)  # the trainer's
 
     def steps() -> None:
         for turn in range(replays):
@@ -52,7 +52,7 @@ def bench_step(
             if repeat:
                 times[name].append(seconds / (replays if name == "step" else 1))
     ratio = statistics.median(times["step"]) / statistics.median(times["prefill"])
-    yield f"{tokens} prompt + {answer_tokens} answer tokens, {replays} steps a reading, {repeats} repeats"
+    yield f"{shape[0]} x {tokens} prompt + {answer_tokens} answer tokens, {replays} steps a reading, {repeats} repeats"
     for name, values in times.items():
         span = f"{statistics.median(values):7.3f} s ({min(values):.3f} to {max(values):.3f})"
         yield f"{name:<8} {span}, peak memory {peaks[name]:.0f} MiB"

@@ -1,7 +1,7 @@
-"""keepsight bench train: a training step of a lookahead module against one inference prefill.
+"""keepsight bench train: a training step of a lookahead module against one inference prefill of its batch.
 
     keepsight bench train tokens=1024 answer_tokens=64
-    keepsight bench train train.replays=8
+    keepsight bench train train.replays=8 train.batch_size=4
 
 Prints seconds and peak memory of both, and how many prefills a step takes.
 """

@@ -20,7 +20,7 @@ from yaml import YAMLError
 
 from keepsight import recipes
 from keepsight.commands.config import Recipe, at_least_one
-from keepsight.commands.from_recipe import answered_elsewhere, target_of
+from keepsight.commands.from_recipe import answered_elsewhere, training_target
 from keepsight.data_gen.answers import Backend, InThisProcess
 from keepsight.data_gen.generate import generate_data
 from keepsight.data_gen.mixture import Mixture
@@ -101,7 +101,7 @@ def run(config: Config) -> None:
 def _answering(config: Config) -> tuple[Target, Backend]:
     """The target and who answers for it; only `transformers` loads its weights here."""
     if config.backend == "transformers":
-        target = target_of(config)
+        target = training_target(config)
         return target, InThisProcess(target, config.batch_tokens)
     if config.backend not in BACKENDS:
         raise UserError(f"backend={config.backend} is unknown; choose one of {', '.join(BACKENDS)}")

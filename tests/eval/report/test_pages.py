@@ -87,6 +87,8 @@ def test_the_report_fits_any_window(page: Page, folder: Path, width: int) -> Non
     page.run("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
     assert page.problems == []
     assert page.overflowing() == []
+    scrolled = "[...document.querySelectorAll('.tall')].map((each) => each.scrollHeight > each.clientHeight + 1)"
+    assert page.run(scrolled) == [width == 1300]  # a phone scrolls the page alone
     assert page.run("document.title") == "KV-cache eviction on Tiny-1B · float32, not quantized · mine · 2026-11-22"
     facts = page.run("document.querySelector('header dl').innerText")
     assert all(known in facts for known in ("org/Tiny-1B (0123456789ab)", "runs/mine (fedcba987654)", "2026-11-22"))

@@ -67,6 +67,22 @@ def test_the_length_of_a_prompt_stands_beside_its_bucket(tmp_path: Path) -> None
     assert "niah_single, 512 tokens, " in page and "<dt>prompt</dt><dd>500 tokens</dd>" in page
 
 
+def test_a_head_that_no_method_read_is_not_named(tmp_path: Path) -> None:
+    named = {"adapter": "shipped:module", "retrieval": "shipped:head", "retrieval_digest": None}
+    used = named | {"adapter_digest": "sha256:0123456789abcdef"}
+    report.write_report([Run(tmp_path, [row("full", None, 1.0)], each) for each in (used, named)], tmp_path, {})
+    head = (tmp_path / "report.html").read_text(encoding="utf-8").partition("</header>")[0]
+    assert head.count("shipped:module") == 3 and head.count("shipped:module (0123456789ab)") == 1  # title twice
+    assert "retrieval head" not in head
+
+
+def test_pages_are_listed_by_task_and_long_names_are_cut(tmp_path: Path) -> None:
+    pages = {("ruler_vt", 512, "1000-0"): "samples/a.html", ("qa", 1024, "0123456789abcdef" * 3): "samples/b.html"}
+    report.write_report([Run(tmp_path, [row("full", None, 1.0), row("snapkv", 64, 0.0)], {})], tmp_path, pages)
+    listed = re.findall(r'<a href="samples/\w.html">(.*?)</a>', (tmp_path / "report.html").read_text(encoding="utf-8"))
+    assert listed == ["qa, 1024 tokens, 0123456789abcde…", "ruler_vt, 512 tokens, 1000-0"]
+
+
 def test_an_example_is_headed_by_its_place_and_shows_the_question(tmp_path: Path) -> None:
     rows = [row(method, budget, 1.0, sample="ab3") for method, budget in (("full", None), ("snapkv", 64))]
     report.write_report([Run(tmp_path, rows, {})], tmp_path, {})

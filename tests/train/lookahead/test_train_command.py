@@ -13,7 +13,7 @@ from torch import Tensor
 
 from keepsight.commands import train as command
 from keepsight.commands.config import ModelConfig
-from keepsight.commands.training import training_target
+from keepsight.commands.from_recipe import training_target
 from keepsight.errors import UserError
 from keepsight.models.lookahead_files import ADAPTER, FILES, TOKENS, load_lookahead
 from keepsight.models.targets import load_target
