@@ -38,6 +38,6 @@ def _stopped(lookahead: Lookahead, *given: Any) -> LookaheadObjective:
 
 
 if __name__ == "__main__":
-    train.divide_layers = _divided  # type: ignore[attr-defined]
+    train.divide_layers = _divided
     train.LookaheadObjective = _stopped  # type: ignore[assignment, misc]
     sys.exit(main(["train", *sys.argv[1:]]))

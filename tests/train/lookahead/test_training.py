@@ -228,7 +228,7 @@ def test_fsdp_of_the_launcher_is_refused(tmp_path, monkeypatch):
 
 def test_several_processes_refuse_a_target_in_parts(tmp_path, monkeypatch):
     each = objective()
-    each.lookahead.model.hf_device_map = {"model.layers.0": 0, "model.layers.1": "cpu"}
+    each.lookahead.model.hf_device_map = {"model.layers.0": 0, "model.layers.1": "cpu"}  # type: ignore[assignment]
     monkeypatch.setattr(TrainingArguments, "world_size", 2)
     with pytest.raises(UserError, match=r"model\.device_map=auto is for one process; for several take recipes/"):
         LookaheadTrainer(each, settings(), TrainingRun(tmp_path, samples()))
