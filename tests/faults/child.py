@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from tqdm import tqdm
 
 from keepsight.commands.cli import COMMANDS, main
@@ -106,6 +107,7 @@ class Run:
         self._pipe, errors = os.pipe()
         self._child = os.fork()
         if self._child == 0:
+            torch.set_num_threads(1)  # makes the pool anew that a fork loses; threads that load weights would race for it
             _end_with(self._in_child, errors)
         with suppress(OSError):  # the child does the same: whoever comes first
             os.setpgid(self._child, self._child)
