@@ -107,7 +107,7 @@ class Run:
         self._pipe, errors = os.pipe()
         self._child = os.fork()
         if self._child == 0:
-            torch.set_num_threads(1)  # makes the pool anew that a fork loses; threads that load weights would race for it
+            torch.set_num_threads(1)  # makes anew the pool that a fork loses; loading threads would race for it
             _end_with(self._in_child, errors)
         with suppress(OSError):  # the child does the same: whoever comes first
             os.setpgid(self._child, self._child)
