@@ -46,7 +46,8 @@ def convert_head(folder: Path, out: Path) -> list[str]:
 
 def _unpickled(path: Path) -> dict[str, Tensor]:
     try:
-        read: Any = torch.load(path, map_location="cpu", weights_only=True)  # tensors alone: calls nothing a file names
+        # Tensors alone: nothing that the file names is called. Heads are published so, and become safetensors here.
+        read: Any = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # of a damaged pickle any is raised
         raise UserError(f"{path}: not a pickle of tensors alone ({one_line(error)}); it was not converted") from None
     if not isinstance(read, dict) or not all(isinstance(each, Tensor) for each in read.values()):

@@ -36,7 +36,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def needs(name: str) -> None:
     if find_spec(NEEDS.get(name, "torch")) is None:
-        pytest.skip(f"needs the package {NEEDS[name]}")
+        pytest.skip(f"needs the package {NEEDS[name]}, which `make test-slow` installs")
 
 
 @pytest.mark.parametrize("name", ["ddp", "zero2", "zero3", "fsdp2", "nf4"])
