@@ -212,7 +212,7 @@ class Adaptive(Allocation):
             if not self.blend:
                 ranked.masked_fill_(top_mask(ranked, first), torch.inf)
             best = [top_mask(row.flatten(), total).view_as(row) for row, total in zip(ranked, totals, strict=True)]
-            layers.append(torch.stack(best).sum(dim=-1))
+            layers.append(torch.stack(best).sum(dim=-1).to(importance[0].device))
         return np.array(torch.stack(layers).tolist())  # the only thing to wait for
 
     def _comparable(self, candidates: Tensor, share: int) -> Tensor:

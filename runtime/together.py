@@ -3,7 +3,7 @@
 Layers that work token by token see the tokens of all states as one sequence, so that the model's weights are read once
 for all of them and no token is padded. Attention is computed for groups of states of similar length: short ones
 together, because a call costs more than their attention, a long one alone. What cannot be read so (latents, recurrent
-states) is read state by state.
+states, layers on several devices) is read state by state.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from keepsight.models.decoder import CHUNKED, has_latents, layer_kinds
+from keepsight.models.decoder import CHUNKED, decoder_of, has_latents, layer_kinds
+from keepsight.models.offloaded import running_devices
 from keepsight.runtime.attention import run
 from keepsight.runtime.cache import has_recurrent, is_bounded
 from keepsight.runtime.cache_layers import LayerEntries
@@ -42,8 +43,8 @@ class Rows:
         self._heads = int(model.config.get_text_config().num_attention_heads)
         self._starts = [int(state.next_position[0]) for state in states]
         self._read = [0] * len(states)
-        recurrent = has_recurrent(states[0].cache)
-        self._alone = [_Alone(state) for state in states] if recurrent or has_latents(model) else []
+        apart = has_recurrent(states[0].cache) or has_latents(model) or len(running_devices(decoder_of(model))) > 1
+        self._alone = [_Alone(state) for state in states] if apart else []
         groups = [] if self._alone else _groups(states)
         windows = [] if self._alone else _windows(model, states[0].cache)
         self._groups = [

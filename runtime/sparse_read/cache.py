@@ -18,6 +18,7 @@ from transformers.cache_utils import Cache
 from typing_extensions import override
 
 from keepsight.errors import UserError
+from keepsight.models.offloaded import on_each
 from keepsight.runtime.attention import OwnAttention
 from keepsight.runtime.cache import cache_bytes, entries
 from keepsight.runtime.cache_layers import KeptLayer, LayerEntries
@@ -35,6 +36,10 @@ class Selection(NamedTuple):
 
     indices: Tensor
     real: Tensor | None
+
+    def on(self, device: torch.device) -> "Selection":
+        """The same on a device."""
+        return Selection(self.indices.to(device), None if self.real is None else self.real.to(device))
 
 
 class LayerSelector(ABC):
@@ -198,8 +203,8 @@ def selected_layers(state: State, make: MakeLayer) -> list[KeptLayer]:
             f"a step selects among all {tokens} tokens, and the cache holds {max(evicted)} of them; give a state from "
             "which nothing was evicted"
         )
-    padding = None if state.tokens_mask is None else tokens - state.lengths
-    return [make(index, keys, values, tokens, padding) for index, (keys, values, _) in enumerate(entries(state.cache))]
+    padding_on, held = on_each(None if state.tokens_mask is None else tokens - state.lengths), entries(state.cache)
+    return [make(index, keys, values, tokens, padding_on(keys.device)) for index, (keys, values, _) in enumerate(held)]
 
 
 def real_mask(padding: Tensor, length: int) -> Tensor:

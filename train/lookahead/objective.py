@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from keepsight.models.decoder import decoder_of, full_attention_layers, require_full_attention
 from keepsight.models.lookahead import Lookahead
+from keepsight.models.offloaded import on_each
 from keepsight.runtime.attention import recording, run
 from keepsight.runtime.cache import empty_cache, has_recurrent, record_past, share
 from keepsight.runtime.observe import AttentionRecorder, observe
@@ -68,13 +69,14 @@ def importance_divergence(target: list[Tensor], predicted: list[Tensor]) -> Tens
     """KL(target || predicted) of importance normalised over the prompt, averaged over layers, rows and query heads.
 
     Args:
-        target: For each of L layers, [B, H, N] float32, 0 at padding.
+        target: For each of L layers, [B, H, N] float32, 0 at padding; layers may lie on several devices.
         predicted: The same shapes; gradients flow through it.
 
     Returns:
-        A scalar in nats (equation 4).
+        A scalar in nats (equation 4), on the first layer's device.
     """
-    return torch.stack([_divergence(*pair).mean() for pair in zip(target, predicted, strict=True)]).mean()
+    pairs = zip(target, predicted, strict=True)
+    return torch.stack([_divergence(*pair).mean().to(target[0].device) for pair in pairs]).mean()
 
 
 def far_divergence(target: list[Tensor], predicted: list[Tensor], mask: Tensor | None) -> Tensor:
@@ -93,8 +95,10 @@ def far_divergence(target: list[Tensor], predicted: list[Tensor], mask: Tensor |
         return predicted[0].sum() * 0
     if mask is None:
         return importance_divergence(*([each[..., SINKS:length] for each in layers] for layers in (target, predicted)))
-    far = (mask.cumsum(dim=1) > SINKS)[:, None, :length]
-    return importance_divergence(*([each[..., :length] * far for each in layers] for layers in (target, predicted)))
+    far = on_each((mask.cumsum(dim=1) > SINKS)[:, None, :length])
+    return importance_divergence(
+        *([each[..., :length] * far(each.device) for each in layers] for layers in (target, predicted))
+    )
 
 
 def _divergence(target: Tensor, predicted: Tensor) -> Tensor:
@@ -138,7 +142,7 @@ class LookaheadObjective(ReplayedObjective):
     @override
     def read(self, batch: Batch) -> Reading:
         cache, target = target_importance(self.lookahead.model, batch)
-        return {"importance": torch.stack(target)} | _stored(cache)
+        return {f"importance.{place}": each for place, each in enumerate(target)} | _stored(cache)
 
     @override
     def loss_of(self, reading: Reading, batch: Batch) -> Tensor:
@@ -161,7 +165,7 @@ class LookaheadObjective(ReplayedObjective):
             predicted = observe(lookahead.model, cache, batch.prompt_mask, embeddings)
         if torch.is_grad_enabled():
             _make_whole_for_gradients(lookahead.model, predicted)
-        return list(reading["importance"]), predicted
+        return [reading[f"importance.{place}"] for place in range(len(predicted))], predicted
 
     def _recomputing(self) -> AbstractContextManager[None]:
         """Where it is asked for, the layers with full attention keep nothing for gradients within the block."""
