@@ -32,9 +32,9 @@ def several_devices() -> Iterator[None]:
         patch.setattr(Tensor, "to", _moved)
         patch.setattr(Tensor, "cpu", lambda given: _moved(given, HOST))
         patch.setattr(Tensor, "numpy", _numpy_of(Tensor.numpy))
-        patch.setattr(Tensor, "new_tensor", _new_tensor(Tensor.new_tensor))
         patch.setattr(torch, "tensor", _made(torch.tensor))
-        patch.setattr(torch._C._nn, "pad_sequence", _padded(torch._C._nn.pad_sequence))
+        for owner, name in ((Tensor, "new_tensor"), (Tensor, "__deepcopy__"), (torch._C._nn, "pad_sequence")):
+            patch.setattr(owner, name, _like_first(getattr(owner, name)))
         yield
 
 
@@ -129,12 +129,11 @@ def _made(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda *args, **options: _place(make(*args, **options), options.get("device"))
 
 
-def _new_tensor(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return lambda given, *args, **options: _place(make(given, *args, **options), device_of(given))
+def _like_first(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def made(given: Any, *args: Any, **options: Any) -> Tensor:
+        return _place(make(given, *args, **options), device_of(given if isinstance(given, Tensor) else given[0]))
 
-
-def _padded(pad: Any) -> Callable[..., Tensor]:
-    return lambda given, *args, **options: _place(pad(given, *args, **options), device_of(given[0]))
+    return made
 
 
 def _numpy_of(numpy: Any) -> Callable[..., Any]:
