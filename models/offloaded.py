@@ -1,7 +1,7 @@
 """Models whose parts accelerate places: on several devices, or on the CPU or a disk until a layer runs."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,11 @@ def running_devices(model: nn.Module) -> list[torch.device]:
 def on_each(tensor: Tensor | None) -> Callable[[torch.device], Any]:
     """What gives a tensor that layers on several devices read, or None: it is copied once to each device."""
     return functools.cache(lambda device: None if tensor is None else tensor.to(device))
+
+
+def joined(layers: Sequence[Tensor]) -> Tensor:
+    """What layers on several devices gave, concatenated on the first one's."""
+    return torch.cat([each.to(layers[0].device) for each in layers])
 
 
 def _runs_on(module: Any) -> torch.device:

@@ -103,23 +103,29 @@ class _Alone:
     """A state that is read by itself."""
 
     def __init__(self, state: State) -> None:
-        self._state = self._before = state.copy()
-        self._latest = state.tokens[0, :0]
+        self._first, self._state = state.copy(), state.copy()
+        self._before, self._latest = self._first, state.tokens[0, :0]
+        self._read = self._latest  # before the latest
 
     def read(self, model: PreTrainedModel, tokens: Tensor) -> Tensor:
         """As `Rows.read`."""
         if not len(tokens):
             return self._state.logits[:0]
-        self._before, self._latest = self._state.copy(), tokens
+        self._before, self._read = self._state.copy(), torch.cat([self._read, self._latest])
+        self._latest = tokens
         self._state, logits = read(model, self._state, tokens[None])
         return logits[0]
 
     def forget(self, model: PreTrainedModel, count: int) -> None:
-        """As `Rows.forget`, of tokens of the latest pass: what stays of it is read again."""
-        if count:
-            assert count <= len(self._latest)
-            self._state, self._latest = self._before, self._latest[: len(self._latest) - count]
-            self.read(model, self._latest)
+        """As `Rows.forget`: what stays of the latest pass, or of all if that is too little, is read again."""
+        if not count:
+            return
+        again, self._state = self._latest, self._before
+        if count > len(again):
+            again, self._state = torch.cat([self._read, again]), self._first.copy()
+            self._read = again[:0]
+        self._latest = self._read[:0]
+        self.read(model, again[: len(again) - count])
 
 
 def _groups(states: Sequence[State]) -> Iterator[list[int]]:

@@ -76,17 +76,18 @@ class _Watch(TorchDispatchMode):
 
 def _device_for(name: str, args: Any, options: dict[str, Any]) -> torch.device:
     """Where the result of an operation lies."""
-    if name in _COPIES:
-        return options.get("device") or device_of(args[0])
+    if name in _COPIES:  # of autograd's, which knows the CPU alone; others are `_moved`
+        return device_of(args[0])
     if name.startswith(("aten::_foreach_", "aten::_fused_")):  # torch sorts such lists by device
-        columns = zip(*(each for each in args if isinstance(each, list)), strict=True)
+        columns = zip(*(each for each in args if isinstance(each, list) and each), strict=True)
         places = [_common(name, column) for column in columns]
-        return places[0]
+        return places[0] or HOST
     if name in _INDEXED:
         args = args[0], [each for each in args[1] if each is not None and device_of(each) != HOST], *args[2:]
     lists = [each for arg in args if isinstance(arg, list | tuple) for each in arg]
     found = _common(name, [*_numbers_aside(args), *_numbers_aside(options.values()), *lists])
-    return options.get("device") or found
+    device = options.get("device")  # beside a tensor, the CPU's is autograd's, which knows no other
+    return device if device is not None and (device != HOST or found is None) else found or HOST
 
 
 def _numbers_aside(given: Iterable[Any]) -> list[Any]:
@@ -94,11 +95,11 @@ def _numbers_aside(given: Iterable[Any]) -> list[Any]:
     return [each for each in tensors if each.dim() or device_of(each) != HOST] or tensors
 
 
-def _common(name: str, given: Iterable[Any]) -> torch.device:
+def _common(name: str, given: Iterable[Any]) -> torch.device | None:
     found = {device_of(each) for each in given if isinstance(each, Tensor)}
     if len(found) > 1:
         raise RuntimeError(f"{name}: tensors on {', '.join(sorted(map(str, found)))}")
-    return found.pop() if found else HOST
+    return found.pop() if found else None
 
 
 class _Move(torch.autograd.Function):
