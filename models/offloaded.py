@@ -23,6 +23,11 @@ def running_devices(model: nn.Module) -> list[torch.device]:
     return list(dict.fromkeys(_runs_on(module) if weight.is_meta else weight.device for module, weight in placed))
 
 
+def is_spread(model: nn.Module) -> bool:
+    """Whether accelerate placed the parts of a model, or of one within it, in several places."""
+    return any(len(getattr(each, "hf_device_map", ())) > 1 for each in model.modules())
+
+
 def on_each(tensor: Tensor | None) -> Callable[[torch.device], Any]:
     """What gives a tensor that layers on several devices read, or None: it is copied once to each device."""
     return functools.cache(lambda device: None if tensor is None else tensor.to(device))

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import dispatch_model
+from accelerate import Accelerator, dispatch_model
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import TrainingArguments
 
 from keepsight.models.decoder import decoder_of
 
@@ -26,8 +27,10 @@ _to: Any = torch.Tensor.to
 
 @contextmanager
 def several_devices() -> Iterator[None]:
-    """Within the block `FIRST` and `SECOND` are devices of their own."""
+    """Within the block `FIRST` and `SECOND` are devices of their own, and trainings begin on `FIRST`."""
     with pytest.MonkeyPatch.context() as patch, _Watch():
+        patch.setattr(Accelerator, "device", FIRST)
+        patch.setattr(TrainingArguments, "device", property(lambda given: given._setup_devices and FIRST))
         patch.setattr(Tensor, "device", property(device_of), raising=False)
         patch.setattr(Tensor, "to", _moved)
         patch.setattr(Tensor, "cpu", lambda given: _moved(given, HOST))

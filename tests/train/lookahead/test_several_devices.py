@@ -1,0 +1,84 @@
+"""Training on a target whose layers lie on several devices, pretended ones: what comes of it is what one device gives."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from keepsight.models.lookahead import Lookahead
+from keepsight.train.dataset import Batch, hold_out
+from keepsight.train.lookahead import objective as objective_module
+from keepsight.train.lookahead.objective import LookaheadObjective
+from keepsight.train.lookahead.side_by_side import SideBySide
+from keepsight.train.lookahead.trainer import LookaheadTrainer
+from tests.devices import FIRST, SECOND, in_halves, several_devices
+from tests.tiny import tiny_model
+from tests.train.runs import SHAPE, Disturbed, collated, crash, same, samples, settings, tensors, train
+
+
+LONG = [replace(each, prompt_ids=each.prompt_ids * 2) for each in samples()]
+"""With far entries."""
+
+
+def learning(model: Any, recomputes: bool = False) -> LookaheadObjective:
+    torch.manual_seed(0)
+    return LookaheadObjective(Lookahead(model, SHAPE), far=0.3, recomputes=recomputes)
+
+
+def logged(trainer: LookaheadTrainer) -> list[dict[str, Any]]:
+    clocks = ("train_runtime", "train_samples_per_second", "train_steps_per_second")
+    return [{key: row[key] for key in row if key not in clocks} for row in trainer.log_rows()]
+
+
+@pytest.mark.parametrize(
+    ("changes", "recomputes"), [({}, False), ({"replays": 2}, False), ({}, True)], ids=["plain", "replayed", "twice"]
+)
+def test_losses_measurements_and_weights(tmp_path: Path, changes: dict[str, Any], recomputes: bool) -> None:
+    whole = learning(tiny_model(), recomputes)
+    expected, _ = train(whole, settings(**changes), tmp_path / "whole", LONG)
+    with several_devices():
+        halves = learning(in_halves(tiny_model()), recomputes)
+        trained, finished = train(halves, settings(**changes), tmp_path / "halves", LONG)
+        assert finished
+        assert {each.device for each in halves.parameters() if each.requires_grad} == {FIRST, SECOND}
+    assert logged(trained) == logged(expected)
+    assert same(tensors(halves), tensors(whole))
+
+
+def test_a_training_is_resumed(tmp_path: Path) -> None:
+    whole = learning(tiny_model())
+    train(whole, settings(), tmp_path / "whole", LONG)
+    with several_devices():
+        with pytest.raises(RuntimeError, match="power failure"):
+            failing = Disturbed(6, crash, learning(in_halves(tiny_model())).lookahead, 0.3)
+            train(failing, settings(), tmp_path / "halves", LONG)
+        halves = learning(in_halves(tiny_model()))
+        train(halves, settings(), tmp_path / "halves", LONG)
+    assert same(tensors(halves), tensors(whole))
+
+
+def test_cells_side_by_side() -> None:
+    batch = collated(hold_out(LONG[:6], 2)[0])
+
+    def gradients(model: Any, values: dict[str, Any]) -> list[torch.Tensor]:
+        cells = SideBySide([learning(model), learning(model)])
+        cells.loss(Batch(**values)).backward()
+        return [each.grad.cpu() for each in cells.parameters() if each.grad is not None]
+
+    expected = gradients(tiny_model(), batch)
+    with several_devices():
+        moved = {name: each.to(FIRST) if isinstance(each, torch.Tensor) else each for name, each in batch.items()}
+        found = gradients(in_halves(tiny_model()), moved)
+    assert len(found) == len(expected) > 2
+    assert all(map(torch.equal, found, expected))
+
+
+def test_what_stays_on_another_device_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the tests above could not fail."""
+    monkeypatch.setattr(objective_module, "on_each", lambda tensor: lambda device: tensor)
+    batch = collated(hold_out(LONG[:6], 2)[0])
+    with several_devices(), pytest.raises(RuntimeError, match="tensors on cpu:0, cpu:1"):
+        moved = {name: each.to(FIRST) if isinstance(each, torch.Tensor) else each for name, each in batch.items()}
+        learning(in_halves(tiny_model())).loss(Batch(**moved))
