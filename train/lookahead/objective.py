@@ -83,7 +83,7 @@ def far_divergence(target: list[Tensor], predicted: list[Tensor], mask: Tensor |
     """`importance_divergence` over the far entries alone: neither a row's first `SINKS` nor the last `RECENT`.
 
     The near ones hold most of the mass and are learned at once; what decides at a small budget is the order of the
-    rest. 0 where a prompt has no far entries.
+    rest. 0 for a row without far entries.
 
     Args:
         target: For each of L layers, [B, H, N] float32.
@@ -102,11 +102,12 @@ def far_divergence(target: list[Tensor], predicted: list[Tensor], mask: Tensor |
 
 
 def _divergence(target: Tensor, predicted: Tensor) -> Tensor:
+    """KL(target || predicted) [B, H] of importance [B, H, N], 0 where the target has none."""
     tiny = torch.finfo(torch.float32).tiny
     expected = target / target.sum(dim=-1, keepdim=True).clamp(min=tiny)
     log_ratio = expected.clamp(min=tiny).log() - predicted.clamp(min=tiny).log()
     log_mass = predicted.sum(dim=-1).clamp(min=tiny).log()
-    return (expected * log_ratio).sum(dim=-1) + log_mass
+    return ((expected * log_ratio).sum(dim=-1) + log_mass) * (expected.sum(dim=-1) > 0)
 
 
 class LookaheadObjective(ReplayedObjective):
