@@ -115,7 +115,10 @@ def test_states_are_read_one_after_the_other(halves: Any) -> None:
 
 def test_entries_in_cpu_memory_are_for_one_device(halves: Any) -> None:
     method = SpeContext(16, tiny_retrieval_head("none"), offload=1)
-    with several_devices(), pytest.raises(UserError, match="layers of llama lie on cpu:0, cpu:1; load the model on one"):
+    with (
+        several_devices(),
+        pytest.raises(UserError, match="layers of llama lie on cpu:0, cpu:1; load the model on one"),
+    ):
         generate(halves, IDS[:1].to(FIRST), method, max_new_tokens=2)
 
 
