@@ -1,4 +1,4 @@
-"""Targets whose layers lie on several devices, pretended ones: what comes of them is what comes of whole ones."""
+"""Targets whose layers lie on several (pretended) devices: what comes of them is what comes of whole ones."""
 
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from keepsight import SnapKV, SpeCache, SpeContext, generate
 from keepsight.errors import UserError
 from keepsight.runtime import state as state_module
 from keepsight.runtime.conversation import Conversation
+from keepsight.runtime.methods.make import make_method
 from keepsight.runtime.prefill import prefill, read
 from keepsight.runtime.saved import load_state, save_state
 from keepsight.runtime.state import Needs
@@ -128,6 +129,17 @@ def test_specache(whole: Any, halves: Any, guessing: bool) -> None:
     expected = answer(whole, method)
     with several_devices():
         assert answer(halves, method) == expected
+
+
+def test_a_sparse_prefill_and_features(whole: Any, halves: Any, folder: Path) -> None:
+    head = tiny_retrieval_head("previous-step", max_position_embeddings=1024)
+    sparse = {"name": "vertical_slash", "vertical": 32, "band": 64}
+    methods = [make_method("speckv", 32, DRAFT, window=8, sparse=sparse), SpeContext(48, head)]
+    prompt = prompt_ids(200)[0]
+    expected = [generate(whole, prompt, each, max_new_tokens=6).tolist() for each in methods]
+    with several_devices():
+        found = [generate(halves, prompt.to(FIRST), each, max_new_tokens=6).tolist() for each in methods]
+    assert found == expected
 
 
 def test_what_stays_on_another_device_is_noticed(halves: Any, monkeypatch: pytest.MonkeyPatch) -> None:

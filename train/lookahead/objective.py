@@ -33,6 +33,7 @@ from keepsight.train.replay import Reading
 
 Importances = tuple[list[Tensor], list[Tensor]]
 """Target and predicted importance, for each layer [B, H, N] float32."""
+_SHOWN = "importance."
 SINKS, RECENT = 4, 32
 """First and last entries that are near: they hold most of the mass of an importance."""
 
@@ -143,7 +144,7 @@ class LookaheadObjective(ReplayedObjective):
     @override
     def read(self, batch: Batch) -> Reading:
         cache, target = target_importance(self.lookahead.model, batch)
-        return {f"importance.{place}": each for place, each in enumerate(target)} | _stored(cache)
+        return {f"{_SHOWN}{place}": each for place, each in enumerate(target)} | _stored(cache)
 
     @override
     def loss_of(self, reading: Reading, batch: Batch) -> Tensor:
@@ -166,7 +167,7 @@ class LookaheadObjective(ReplayedObjective):
             predicted = observe(lookahead.model, cache, batch.prompt_mask, embeddings)
         if torch.is_grad_enabled():
             _make_whole_for_gradients(lookahead.model, predicted)
-        return [reading[f"importance.{place}"] for place in range(len(predicted))], predicted
+        return [reading[f"{_SHOWN}{place}"] for place in range(len(predicted))], predicted
 
     def _recomputing(self) -> AbstractContextManager[None]:
         """Where it is asked for, the layers with full attention keep nothing for gradients within the block."""
@@ -208,7 +209,8 @@ def _restored(reading: Reading, model: PreTrainedModel, length: int) -> Cache:
     layers = []
     for index, empty in enumerate(empty_cache(model).layers):
         end = f".{index}"
-        held = {name.removesuffix(end): each for name, each in reading.items() if name.endswith(end)}
+        own = [name for name in reading if name.endswith(end) and not name.startswith(_SHOWN)]
+        held = {name.removesuffix(end): reading[name] for name in own}
         # A recurrent state is in float32 in models of any dtype.
         cast = {name: each if name.startswith("recurrent") else each.to(model.dtype) for name, each in held.items()}
         layers.append(layer_of_tensors(empty, cast, length))

@@ -1,4 +1,4 @@
-"""Training on a target whose layers lie on several devices, pretended ones: what comes of it is what one device gives."""
+"""Training on a target whose layers lie on several (pretended) devices: what comes of it is what one device gives."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +13,11 @@ from keepsight.train.lookahead import objective as objective_module
 from keepsight.train.lookahead.objective import LookaheadObjective
 from keepsight.train.lookahead.side_by_side import SideBySide
 from keepsight.train.lookahead.trainer import LookaheadTrainer
-from tests.devices import FIRST, SECOND, in_halves, several_devices
+from tests.close import assert_close
+from tests.devices import FIRST, HOST, SECOND, in_halves, several_devices
+from tests.families import fresh_model
 from tests.tiny import tiny_model
 from tests.train.runs import SHAPE, Disturbed, collated, crash, same, samples, settings, tensors, train
-
 
 LONG = [replace(each, prompt_ids=each.prompt_ids * 2) for each in samples()]
 """With far entries."""
@@ -25,6 +26,11 @@ LONG = [replace(each, prompt_ids=each.prompt_ids * 2) for each in samples()]
 def learning(model: Any, recomputes: bool = False) -> LookaheadObjective:
     torch.manual_seed(0)
     return LookaheadObjective(Lookahead(model, SHAPE), far=0.3, recomputes=recomputes)
+
+
+def padded(device: torch.device = HOST) -> Batch:
+    batch = collated(hold_out(LONG[:6], 2)[0])
+    return Batch(**{name: each.to(device) if isinstance(each, torch.Tensor) else each for name, each in batch.items()})
 
 
 def logged(trainer: LookaheadTrainer) -> list[dict[str, Any]]:
@@ -59,26 +65,23 @@ def test_a_training_is_resumed(tmp_path: Path) -> None:
     assert same(tensors(halves), tensors(whole))
 
 
-def test_cells_side_by_side() -> None:
-    batch = collated(hold_out(LONG[:6], 2)[0])
-
-    def gradients(model: Any, values: dict[str, Any]) -> list[torch.Tensor]:
+@pytest.mark.parametrize("family", ["Llama 3", "Gemma 2", "GPT-OSS"])
+def test_gradients_of_cells_side_by_side(family: str) -> None:
+    def gradients(model: Any, batch: Batch) -> list[torch.Tensor]:
         cells = SideBySide([learning(model), learning(model)])
-        cells.loss(Batch(**values)).backward()
+        cells.loss(batch).backward()
         return [each.grad.cpu() for each in cells.parameters() if each.grad is not None]
 
-    expected = gradients(tiny_model(), batch)
+    expected = gradients(fresh_model(family), padded())
     with several_devices():
-        moved = {name: each.to(FIRST) if isinstance(each, torch.Tensor) else each for name, each in batch.items()}
-        found = gradients(in_halves(tiny_model()), moved)
+        found = gradients(in_halves(fresh_model(family)), padded(FIRST))
     assert len(found) == len(expected) > 2
-    assert all(map(torch.equal, found, expected))
+    for pair in zip(found, expected, strict=True):
+        assert_close(*pair)
 
 
 def test_what_stays_on_another_device_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the tests above could not fail."""
     monkeypatch.setattr(objective_module, "on_each", lambda tensor: lambda device: tensor)
-    batch = collated(hold_out(LONG[:6], 2)[0])
     with several_devices(), pytest.raises(RuntimeError, match="tensors on cpu:0, cpu:1"):
-        moved = {name: each.to(FIRST) if isinstance(each, torch.Tensor) else each for name, each in batch.items()}
-        learning(in_halves(tiny_model())).loss(Batch(**moved))
+        learning(in_halves(tiny_model())).loss(padded(FIRST))
