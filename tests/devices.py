@@ -23,6 +23,7 @@ FIRST, SECOND = torch.device("cpu", 0), torch.device("cpu", 1)
 _COPIES = ("aten::_to_copy", "aten::copy_")
 _INDEXED = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_unsafe_index", "aten::_index_put_impl_")
 _to: Any = torch.Tensor.to
+_nn: Any = torch._C._nn  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @contextmanager
@@ -36,7 +37,7 @@ def several_devices() -> Iterator[None]:
         patch.setattr(Tensor, "cpu", lambda given: _moved(given, HOST))
         patch.setattr(Tensor, "numpy", _numpy_of(Tensor.numpy))
         patch.setattr(torch, "tensor", _made(torch.tensor))
-        for owner, name in ((Tensor, "new_tensor"), (Tensor, "__deepcopy__"), (torch._C._nn, "pad_sequence")):
+        for owner, name in ((Tensor, "new_tensor"), (Tensor, "__deepcopy__"), (_nn, "pad_sequence")):
             patch.setattr(owner, name, _like_first(getattr(owner, name)))
         yield
 
@@ -118,14 +119,14 @@ class _Move(torch.autograd.Function):
 
 def _moved(given: Tensor, *args: Any, **options: Any) -> Tensor:
     others = [each for each in (*args, options.pop("other", None)) if isinstance(each, Tensor)]
-    device, dtype, _, _ = torch._C._nn._parse_to(*args, **options)
+    device, dtype, _, _ = _nn._parse_to(*args, **options)
     device = device_of(others[0]) if others else device
     here: Tensor = given if dtype is None else _to(given, dtype)
     if device is not None and device.type == "meta":
         return _to(here, device)
     if device is None or given.is_meta or device == device_of(given):
         return here.clone() if options.get("copy") else here
-    moved: Tensor = _Move.apply(here, device)  # type: ignore[no-untyped-call]
+    moved: Tensor = _Move.apply(here, device)
     return moved
 
 

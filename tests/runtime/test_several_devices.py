@@ -42,8 +42,9 @@ def halves() -> Any:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    draft: Any = DRAFT.draft
     with several_devices():
-        DRAFT.find("draft").of(None).to(FIRST)
+        draft.model.to(FIRST)
     return tmp_path_factory.mktemp("adapters")
 
 
@@ -184,6 +185,6 @@ def test_pretended_devices_are_watched_in_backward_passes() -> None:
         weight = torch.ones(3, device=FIRST, requires_grad=True)
         (weight.to(SECOND) * 2).sum().to(HOST).backward()
         assert weight.grad is not None and device_of(weight.grad) == FIRST
-        careless: Any = Careless.apply(weight, torch.ones(3, device=SECOND))  # type: ignore[no-untyped-call]
+        careless: Any = Careless.apply(weight, torch.ones(3, device=SECOND))
         with pytest.raises(RuntimeError, match="tensors on cpu:0, cpu:1"):
             careless.sum().backward()

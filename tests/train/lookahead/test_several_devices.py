@@ -29,8 +29,9 @@ def learning(model: Any, recomputes: bool = False) -> LookaheadObjective:
 
 
 def padded(device: torch.device = HOST) -> Batch:
-    batch = collated(hold_out(LONG[:6], 2)[0])
-    return Batch(**{name: each.to(device) if isinstance(each, torch.Tensor) else each for name, each in batch.items()})
+    batch: dict[str, Any] = collated(hold_out(LONG[:6], 2)[0])
+    batch |= {name: each.to(device) for name, each in batch.items() if isinstance(each, torch.Tensor)}
+    return Batch(**batch)
 
 
 def logged(trainer: LookaheadTrainer) -> list[dict[str, Any]]:
