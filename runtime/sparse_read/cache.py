@@ -18,7 +18,6 @@ from transformers.cache_utils import Cache
 from typing_extensions import override
 
 from keepsight.errors import UserError
-from keepsight.models.offloaded import on_each
 from keepsight.runtime.attention import OwnAttention
 from keepsight.runtime.cache import cache_bytes, entries
 from keepsight.runtime.cache_layers import KeptLayer, LayerEntries
@@ -203,8 +202,11 @@ def selected_layers(state: State, make: MakeLayer) -> list[KeptLayer]:
             f"a step selects among all {tokens} tokens, and the cache holds {max(evicted)} of them; give a state from "
             "which nothing was evicted"
         )
-    padding_on, held = on_each(None if state.tokens_mask is None else tokens - state.lengths), entries(state.cache)
-    return [make(index, keys, values, tokens, padding_on(keys.device)) for index, (keys, values, _) in enumerate(held)]
+    padding = None if state.tokens_mask is None else tokens - state.lengths
+    return [
+        make(index, keys, values, tokens, None if padding is None else padding.to(keys.device))
+        for index, (keys, values, _) in enumerate(entries(state.cache))
+    ]
 
 
 def real_mask(padding: Tensor, length: int) -> Tensor:
