@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 from typing_extensions import override
 
 from keepsight.errors import UserError, require_whole
@@ -204,16 +205,24 @@ class Adaptive(Allocation):
 
         The best `promised` [L, B, K] of a head come before all others; ties go to the first head and index.
         """
-        layers = []
-        for layer, totals, first in zip(importance, free.tolist(), promised, strict=True):
-            shares = [total // layer.shape[1] for total in totals]
-            candidates = layer.masked_fill(torch.isposinf(layer), -torch.inf)
-            ranked = torch.stack([self._comparable(*row) for row in zip(candidates, shares, strict=True)])
-            if not self.blend:
-                ranked.masked_fill_(top_mask(ranked, first), torch.inf)
-            best = [top_mask(row.flatten(), total).view_as(row) for row, total in zip(ranked, totals, strict=True)]
-            layers.append(torch.stack(best).sum(dim=-1).to(importance[0].device))
-        return np.array(torch.stack(layers).tolist())  # the only thing to wait for
+        most, device = int(free.max()), importance[0].device
+        best = torch.stack([self._best(*each, most).to(device) for each in zip(importance, free, strict=True)])
+        if promised.any():
+            ahead = torch.from_numpy(promised).to(device)[..., None] > torch.arange(best.shape[-1], device=device)
+            best.masked_fill_(ahead, torch.inf)
+        chosen = top_mask(best.flatten(2), free).view_as(best)
+        return np.array(chosen.sum(dim=-1).tolist())  # the only thing to wait for
+
+    def _best(self, importance: Tensor, totals: Counts, most: int) -> Tensor:
+        """A layer's importance [B, K, C], as heads are compared by it: the best of each head in order, [B, K, most].
+
+        No head gets more of its layer's `totals` [B] than all of them.
+        """
+        candidates = importance.masked_fill(torch.isposinf(importance), -torch.inf)
+        shares = (totals // importance.shape[1]).tolist()
+        ranked = torch.stack([self._comparable(*row) for row in zip(candidates, shares, strict=True)])
+        best = ranked.topk(min(most, ranked.shape[-1]), dim=-1).values
+        return functional.pad(best, (0, most - best.shape[-1]), value=-torch.inf)
 
     def _comparable(self, candidates: Tensor, share: int) -> Tensor:
         if not self.normalize:

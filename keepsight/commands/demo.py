@@ -2,8 +2,9 @@
 
     keepsight demo out=runs/demo
 
-The target answers a small mixture of prompts, a lookahead module is trained on the answers, and needle tasks compare it
-with the full cache, the oracle, SnapKV and StreamingLLM. A demo that was stopped resumes when it is run again.
+The target answers a small mixture of prompts (needles come with their answers), a lookahead module is trained on these
+answers, and needle tasks compare it with the full cache, the oracle, SnapKV and StreamingLLM. A demo that was stopped
+resumes when it is run again.
 """
 
 from dataclasses import dataclass, field, replace
@@ -27,7 +28,7 @@ class Config(Recipe):
     """
 
     out: str = "runs/demo"
-    samples: int = 100
+    samples: int = 120
     steps: int = 470
     replays: int = 5
     tests: int = 10
