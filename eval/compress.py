@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from keepsight.eval.kept import kendall_tau
+from keepsight.models.offloaded import joined
 from keepsight.runtime.drafting.observer import Drafter, DraftIds, DraftObserver, GivenDraft
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.images import Images
@@ -95,7 +96,7 @@ class SharedPrompt:
 
         if shared := method.compress_shared(self.model, self.state, observe):
             state, kept = shared
-            return Compressed(state, replace(seconds, select=since(start)), None if kept is None else torch.cat(kept))
+            return Compressed(state, replace(seconds, select=since(start)), None if kept is None else joined(kept))
         images = self.images
         chosen = method.tokens_to_read(self.model, self.state.tokens[0], images)
         if chosen is None:
@@ -105,7 +106,7 @@ class SharedPrompt:
         images = images and images.shortened(self.model, self.state.tokens, chosen)
         state = prefill(self.model, self.state.tokens[:, chosen], needs=Needs(), images=images)
         seconds = Seconds(prefill=since(start), draft=drafting)
-        of_chosen = torch.zeros_like(torch.cat(self.state.select_all()))
+        of_chosen = torch.zeros_like(joined(self.state.select_all()))
         of_chosen[..., chosen] = True
         return Compressed(state, seconds, of_chosen)
 
@@ -128,7 +129,7 @@ class SharedPrompt:
 
     def _by_kv_head(self, observer: Observer, reduce: Reduce) -> Tensor:
         layers = zip(self._observe(observer, reduce)[0], self.state.entries(), strict=True)
-        return torch.cat([reduce_group(layer, each.keys.shape[1], reduce.heads) for layer, each in layers])
+        return joined([reduce_group(layer, each.keys.shape[1], reduce.heads) for layer, each in layers])
 
     def _observe(self, observer: Observer, reduce: Reduce) -> tuple[list[Tensor], Seconds]:
         key = observer, reduce

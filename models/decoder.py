@@ -74,12 +74,23 @@ def require_supported(model: PreTrainedModel) -> None:
         )
     if not any(isinstance(layer, DynamicLayer) for layer in DynamicCache(config=model.config).layers):
         raise UserError(f"{kind} has no attention, and so no KV entries; use it without keepsight")
-    if len(devices := running_devices(decoder_of(model))) > 1:
-        raise UserError(f"the layers of {kind} lie on {', '.join(sorted(devices))}; load the model on one device")
+    if not hasattr(model, "hf_device_map"):  # nothing moves what layers on several devices hand on
+        require_one_device(model)
     if odd := sorted(set(layer_kinds(model.config)) - {FULL, *BOUNDED}):
         raise UserError(
             f"{kind} has layers of {', '.join(odd)}; load a model whose layers are of {', '.join((FULL, *BOUNDED))}"
         )
+
+
+def require_one_device(model: PreTrainedModel) -> None:
+    """Refuse models whose layers run on several devices.
+
+    Raises:
+        UserError: with one line that names the devices.
+    """
+    if len(devices := sorted(map(str, running_devices(decoder_of(model))))) > 1:
+        kind = model.config.model_type
+        raise UserError(f"the layers of {kind} lie on {', '.join(devices)}; load the model on one device")
 
 
 def require_full_attention(model: PreTrainedModel) -> None:

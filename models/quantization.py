@@ -1,6 +1,6 @@
-"""Targets that are quantised while they are loaded, or lie on a GPU and the CPU."""
+"""Targets that are quantised while they are loaded, or lie on several GPUs and the CPU."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -15,16 +15,16 @@ QUANTIZE = ("nf4", "int8")
 
 
 def placement(
-    quantize: str | None, device_map: str | Mapping[str, str] | None, device: str, dtype: torch.dtype
+    quantize: str | None, device_map: str | Mapping[str, str] | None, devices: Sequence[str], dtype: torch.dtype
 ) -> dict[str, Any]:
     """Arguments of `from_pretrained` for where weights go and how they are stored; none for the ordinary case.
 
     Args:
         quantize: `nf4`, in 4 bits (arXiv 2305.14314, with the second quantisation of its scales), or `int8`
             (arXiv 2208.07339); None for neither.
-        device_map: `auto` for the device and, where that is full, the CPU and then the disk, or a device for each part
-            by its name; None for the device alone.
-        device: Where the model runs.
+        device_map: `auto` for the devices and, where these are full, the CPU and then the disk, or a device for each
+            part by its name; None for the first device alone.
+        devices: Where the model may run.
         dtype: What is computed in.
 
     Raises:
@@ -33,7 +33,7 @@ def placement(
     if isinstance(device_map, str) and device_map != "auto":
         raise UserError(f"model.device_map={device_map} is unknown here; choose auto, or null for model.device alone")
     if quantize is None:
-        return _spread(device_map, device) if device_map else {}
+        return _spread(device_map, devices) if device_map else {}
     if quantize not in QUANTIZE:
         raise UserError(f"model.quantize={quantize} is unknown; choose one of {', '.join(QUANTIZE)}, or null")
     if find_spec("bitsandbytes") is None:
@@ -47,15 +47,15 @@ def placement(
         },
         "int8": {"load_in_8bit": True},
     }
-    return {**_spread(device_map or {"": device}, device), "quantization_config": BitsAndBytesConfig(**kinds[quantize])}
+    placed = _spread(device_map or {"": devices[0]}, devices)
+    return {**placed, "quantization_config": BitsAndBytesConfig(**kinds[quantize])}
 
 
-def _spread(device_map: str | Mapping[str, str], device: str) -> dict[str, Any]:
-    """A model's layers run on one device, so that of several GPUs one takes part."""
+def _spread(device_map: str | Mapping[str, str], devices: Sequence[str]) -> dict[str, Any]:
     if device_map != "auto":
         return {"device_map": device_map}
-    own = torch.device(device).index or 0
-    memory = {each: most for each, most in get_max_memory().items() if each == own or not isinstance(each, int)}
+    own = [torch.device(each).index or 0 for each in devices]
+    memory = {each: most for each, most in get_max_memory().items() if each in own or not isinstance(each, int)}
     return {"device_map": "auto", "max_memory": memory}
 
 

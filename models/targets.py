@@ -110,19 +110,21 @@ def load_target(
             `ATTENTION`.
         template: Arguments of the chat template; see `with_arguments`.
         quantize: `nf4` or `int8`: weights are quantised while they are loaded, by bitsandbytes.
-        device_map: `auto` keeps on the CPU, then on the disk, what `device` cannot hold, until it runs; or a device for
-            each part by its name, `""` for the whole. On `meta` no weights are read.
+        device_map: `auto` divides the layers over all GPUs, if `device` is `auto` and this process is the only one of
+            its launch, else puts them on its own; what they cannot hold stays on the CPU, then on the disk, until it
+            runs. Or a device for each part by its name, `""` for the whole. On `meta` no weights are read.
         trust_remote_code: Whether code from the model's repository may run.
 
     Raises:
         UserError: the model cannot be had, a digest differs, or a value is unknown.
     """
-    device = _device(device)
+    devices = _devices(device)
+    device = devices[0]
     options: dict[str, Any] = {
         "dtype": _dtype(dtype, device),
         "attn_implementation": _attention(attention, device),
         "trust_remote_code": trust_remote_code,
-        **placement(quantize, device_map, device, _dtype(dtype, device)),
+        **placement(quantize, device_map, devices, _dtype(dtype, device)),
     }
     source, version, where = located(model_id, revision, packaged, packaged_digest)
     target = _finish(model_id, version, source, device, options | where)
@@ -198,13 +200,18 @@ def _attention(name: str, device: str) -> str | None:
     return ("flash_attention_2" if flash else None) if name == "auto" else name
 
 
-def _device(name: str) -> str:
+def _devices(name: str) -> list[str]:
+    """The devices that a model may be divided over, the first one its own."""
     if name == "auto":
-        return f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"  # one GPU a process
+        if not torch.cuda.is_available():
+            return ["cpu"]
+        if os.environ.get("WORLD_SIZE", "1") == "1":
+            return [f"cuda:{place}" for place in range(torch.cuda.device_count())]
+        return [f"cuda:{os.environ.get('LOCAL_RANK', 0)}"]  # one GPU a process
     try:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:  # the second when torch was built without that device
         raise UserError(f"device {name!r} cannot be used ({str(error).partition('. ')[0]}); choose auto") from None
     if torch.device(name).type == "meta":
         raise UserError(f"device {name!r} cannot be used (it holds no values); choose auto")
-    return name
+    return [name]

@@ -206,7 +206,7 @@ class Adaptive(Allocation):
         The best `promised` [L, B, K] of a head come before all others; ties go to the first head and index.
         """
         most, device = int(free.max()), importance[0].device
-        best = torch.stack([self._best(*each, most) for each in zip(importance, free, strict=True)])
+        best = torch.stack([self._best(*each, most).to(device) for each in zip(importance, free, strict=True)])
         if promised.any():
             ahead = torch.from_numpy(promised).to(device)[..., None] > torch.arange(best.shape[-1], device=device)
             best.masked_fill_(ahead, torch.inf)

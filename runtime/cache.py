@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, LinearAt
 
 from keepsight.errors import UserError
 from keepsight.models.decoder import require_supported
+from keepsight.models.offloaded import on_each
 from keepsight.runtime.cache_layers import KeptLayer, LayerEntries, RaggedLayer
 from keepsight.runtime.viewed_layers import ViewedState
 
@@ -109,8 +110,11 @@ def marked(cache: Cache, mask: Tensor | None) -> list[LayerEntries]:
     given = entries(cache)
     if mask is None:
         return given
+    own = on_each(mask[:, None])
     return [
-        each if each.real is not None or each.keys.shape[2] < mask.shape[1] else each._replace(real=mask[:, None])
+        each
+        if each.real is not None or each.keys.shape[2] < mask.shape[1]
+        else each._replace(real=own(each.keys.device))
         for each in given
     ]
 

@@ -26,6 +26,7 @@ class RecordFeatures:
 
     def __init__(self, model: Reader, layers: Sequence[int]) -> None:
         target: Any = model  # only models are asked for features
+        self._device = target.device if layers else None
         decoder: Any = decoder_of(target) if layers else None
         outputs = [*decoder.layers, decoder] if layers else []
         if wrong := [layer for layer in layers if not 0 <= layer < len(outputs)]:
@@ -50,8 +51,8 @@ class RecordFeatures:
         self._hooks.clear()
 
     def outputs(self) -> tuple[Tensor, ...]:
-        """For each of the layers, [B, q, hidden] of the q tokens of the latest pass."""
-        return tuple(self._outputs[place] for place in range(len(self._modules)))
+        """For each of the layers, [B, q, hidden] of the q tokens of the latest pass, on the model's first device."""
+        return tuple(self._outputs[place].to(self._device) for place in range(len(self._modules)))
 
     def _keeper(self, place: int) -> Any:
         def keep(module: nn.Module, inputs: Any, output: Any) -> None:

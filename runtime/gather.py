@@ -35,7 +35,7 @@ def keep(cache: Cache, kept: Sequence[Tensor], padded: bool = False, counts: Cou
 
 def counted(kept: Sequence[Tensor]) -> Counts:
     """[L, B, K], the number of entries that each head keeps, of L masks [B, K, C]; the CPU waits for it."""
-    held = torch.stack([mask.sum(dim=-1) for mask in kept]).tolist() if kept else []
+    held = torch.stack([mask.sum(dim=-1).to(kept[0].device) for mask in kept]).tolist() if kept else []
     return np.array(held, dtype=np.int64)
 
 

@@ -96,6 +96,8 @@ def observed_attention(
     """
     assert reduction in _OVER_QUERIES
     batch, _, rows, _ = query.shape
+    masks = key_mask, query_mask, ahead  # one for all layers, which may lie on several devices
+    key_mask, query_mask, ahead = (None if each is None else each.to(query.device) for each in masks)
     last = None if ahead is None else torch.arange(rows, device=ahead.device) + ahead  # that each query sees
 
     def block(start: int) -> Tensor:

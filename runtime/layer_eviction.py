@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from keepsight.models.decoder import has_latents
+from keepsight.models.offloaded import on_each
 from keepsight.runtime.allocate import Allocation, Held
 from keepsight.runtime.attention import Recorder
 from keepsight.runtime.cache import full_layers
@@ -53,6 +54,7 @@ class LayerEviction:
         Attention goes on with the whole layer that it was given, which is freed after it.
         """
         layers, mask = len(full_layers(cache)), record.mask
+        real_on = on_each(None if mask is None else mask[:, None])
         expand = expansions(model) if has_latents(model) else []
 
         def record_and_evict(
@@ -61,7 +63,7 @@ class LayerEviction:
             record(index, query, key, softmax, real, model_mask)
             layer: Any = cache.layers[index]
             place = len(record.softmax) - 1
-            held = LayerEntries(layer.keys, layer.values, None if mask is None else mask[:, None])
+            held = LayerEntries(layer.keys, layer.values, real_on(layer.keys.device))
             expansion = expand[place] if are_latents(model, held) else None
             recorded = record.queries.get(index), softmax, record.received.get(index)
             read = ReadLayer(place, layers, held, mask, record.ahead, expansion, *recorded)

@@ -121,7 +121,7 @@ class AttentionRecorder:
         """See `keepsight.runtime.attention.Recorder`."""
         if real is not None and self.query_mask is not None:
             real = real.clone()
-            real[:, :, -self.rows :] &= self.query_mask[:, None]
+            real[:, :, -self.rows :] &= self.query_mask[:, None].to(real.device)
         observed = observed_attention(
             query[:, :, -self.rows :],
             key,

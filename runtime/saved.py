@@ -25,7 +25,13 @@ from keepsight.runtime.decode import Decoded
 from keepsight.runtime.generate_request import GenerateRequest
 from keepsight.runtime.method import FullCache
 from keepsight.runtime.state import Needs, State, Trace
-from keepsight.runtime.state_tensors import shape_of_model, shape_of_tensors, state_of_tensors, tensors_of
+from keepsight.runtime.state_tensors import (
+    beside_layers,
+    shape_of_model,
+    shape_of_tensors,
+    state_of_tensors,
+    tensors_of,
+)
 from keepsight.signed_json import from_json
 
 FILE = "state.safetensors"
@@ -128,7 +134,7 @@ def load_state(path: str | Path, model: PreTrainedModel, *, template_digest: str
     if not file.is_file():
         raise UserError(f"{file}: no such file; save a state with save_state first")
     try:
-        with safe_open(file, framework="pt", device=str(model.device)) as stream:
+        with safe_open(file, framework="pt") as stream:
             header = _header(file, stream.metadata())
             _check_target(file, header, model, template_digest)
             if odd := set(header.tensors) ^ set(stream.keys()):
@@ -139,7 +145,7 @@ def load_state(path: str | Path, model: PreTrainedModel, *, template_digest: str
     if _digest(header, tensors) != header.digest:
         raise UserError(f"{file}: its contents differ from the digest in its header; copy it again")
     needs = Needs(header.needs.window, header.needs.received)
-    state = state_of_tensors(tensors, model, header.seen, needs, header.softmax)
+    state = state_of_tensors(beside_layers(tensors, model), model, header.seen, needs, header.softmax)
     return SavedState(state, header.question, header.target, header.template_digest)
 
 

@@ -81,7 +81,7 @@ class SparsePrefill:
             model,
             cache,
             input_ids=torch.cat([input_ids, draft_ids], dim=1),
-            logits_to_keep=torch.tensor([length - 1], device=input_ids.device),
+            logits_to_keep=draft_ids.shape[1] + 1,
         )
         trace = Trace(
             Needs(window=needs.window),
@@ -92,7 +92,7 @@ class SparsePrefill:
         lengths = torch.full((len(input_ids),), length, device=input_ids.device)
         roll_back(cache, draft_ids.shape[1])
         cache = with_full_layers(cache, [layer.first_entries(length) for layer in layers])
-        state = State(cache, None, output.logits[:, -1].float(), input_ids, lengths, trace)
+        state = State(cache, None, output.logits[:, 0].float(), input_ids, lengths, trace)
         return state, [layer.importance for layer in layers]
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.cache_utils import Cache
 
+from keepsight.models.offloaded import on_each
 from keepsight.runtime.cache import cache_bytes, entries, is_bounded, share
 from keepsight.runtime.cache_layers import LayerEntries
 from keepsight.runtime.importance import observed_attention, seen_ahead
@@ -126,8 +127,8 @@ class State:
 
     def entries(self) -> list[LayerEntries]:
         """Keys, values [B, K, C, d] of each layer, and which of them are real, [B, 1 or K, C] or None for all."""
-        own = None if self.mask is None else self.mask[:, None]
-        return [each if each.real is not None else each._replace(real=own) for each in entries(self.cache)]
+        own, held = on_each(None if self.mask is None else self.mask[:, None]), entries(self.cache)
+        return [each if each.real is not None else each._replace(real=own(each.keys.device)) for each in held]
 
     def held(self) -> Tensor:
         """[L, B, K] int64: number of real entries per layer, row and KV head."""

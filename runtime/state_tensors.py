@@ -3,11 +3,13 @@
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
-from keepsight.models.decoder import has_latents, head_width
+from keepsight.models.decoder import decoder_of, full_attention_layers, has_latents, head_width
+from keepsight.models.offloaded import running_devices
 from keepsight.runtime.cache import empty_cache, filled_layer, share
 from keepsight.runtime.cache_layers import KeptLayer, RaggedLayer
 from keepsight.runtime.softmax import Softmax
@@ -69,6 +71,20 @@ def layer_tensors(layer: Any) -> dict[str, Tensor | None]:
     if isinstance(layer, RaggedLayer):
         of_layer |= {"kept_keys": layer.kept_keys, "kept_values": layer.kept_values, "counts": layer.counts}
     return of_layer
+
+
+def beside_layers(tensors: dict[str, Tensor], model: PreTrainedModel) -> dict[str, Tensor]:
+    """The tensors of a state on the model's devices: what is of a layer is where that layer runs."""
+    scored = full_attention_layers(model.config)
+    devices = [running_devices(layer)[0] for layer in decoder_of(model).layers]
+
+    def device(name: str) -> torch.device:
+        kind, *rest = name.split(".")
+        if kind == "layers":
+            return devices[int(rest[0])]
+        return devices[scored[int(rest[1])]] if kind == "trace" and len(rest) == 2 else model.device
+
+    return {name: tensor.to(device(name)) for name, tensor in tensors.items()}
 
 
 def state_of_tensors(

@@ -3,7 +3,7 @@
 Layers that work token by token see the tokens of all states as one sequence, so that the model's weights are read once
 for all of them and no token is padded. Attention is computed for groups of states of similar length: short ones
 together, because a call costs more than their attention, a long one alone. What cannot be read so (latents, recurrent
-states) is read state by state.
+states, layers on several devices) is read state by state.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from keepsight.models.decoder import CHUNKED, has_latents, layer_kinds
+from keepsight.models.decoder import CHUNKED, decoder_of, has_latents, layer_kinds
+from keepsight.models.offloaded import running_devices
 from keepsight.runtime.attention import run
 from keepsight.runtime.cache import has_recurrent, is_bounded
 from keepsight.runtime.cache_layers import LayerEntries
@@ -42,8 +43,8 @@ class Rows:
         self._heads = int(model.config.get_text_config().num_attention_heads)
         self._starts = [int(state.next_position[0]) for state in states]
         self._read = [0] * len(states)
-        recurrent = has_recurrent(states[0].cache)
-        self._alone = [_Alone(state) for state in states] if recurrent or has_latents(model) else []
+        apart = has_recurrent(states[0].cache) or has_latents(model) or len(running_devices(decoder_of(model))) > 1
+        self._alone = [_Alone(state) for state in states] if apart else []
         groups = [] if self._alone else _groups(states)
         windows = [] if self._alone else _windows(model, states[0].cache)
         self._groups = [
@@ -102,23 +103,29 @@ class _Alone:
     """A state that is read by itself."""
 
     def __init__(self, state: State) -> None:
-        self._state = self._before = state.copy()
-        self._latest = state.tokens[0, :0]
+        self._first, self._state = state.copy(), state.copy()
+        self._before, self._latest = self._first, state.tokens[0, :0]
+        self._read = self._latest  # before the latest
 
     def read(self, model: PreTrainedModel, tokens: Tensor) -> Tensor:
         """As `Rows.read`."""
         if not len(tokens):
             return self._state.logits[:0]
-        self._before, self._latest = self._state.copy(), tokens
+        self._before, self._read = self._state.copy(), torch.cat([self._read, self._latest])
+        self._latest = tokens
         self._state, logits = read(model, self._state, tokens[None])
         return logits[0]
 
     def forget(self, model: PreTrainedModel, count: int) -> None:
-        """As `Rows.forget`, of tokens of the latest pass: what stays of it is read again."""
-        if count:
-            assert count <= len(self._latest)
-            self._state, self._latest = self._before, self._latest[: len(self._latest) - count]
-            self.read(model, self._latest)
+        """As `Rows.forget`: what stays of the latest pass, or of all if that is too little, is read again."""
+        if not count:
+            return
+        again, self._state = self._latest, self._before
+        if count > len(again):
+            again, self._state = torch.cat([self._read, again]), self._first.copy()
+            self._read = again[:0]
+        self._latest = self._read[:0]
+        self.read(model, again[: len(again) - count])
 
 
 def _groups(states: Sequence[State]) -> Iterator[list[int]]:

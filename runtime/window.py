@@ -60,5 +60,5 @@ def combine(of_window: Tensor, of_draft: Tensor, rows: int, real: Tensor, reduct
     """
     if reduction == "max":
         return torch.maximum(of_window, of_draft)
-    drafted = real.sum(dim=1)[:, None, None]
+    drafted = real.sum(dim=1)[:, None, None].to(of_draft.device)
     return (of_window * rows + of_draft * drafted) / (rows + drafted)

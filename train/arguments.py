@@ -51,11 +51,14 @@ def training_arguments(settings: TrainSettings, work: Path, key: str = "train") 
         dataloader_pin_memory=torch.cuda.is_available(),
         use_cpu=not torch.accelerator.is_available(),  # else processes on CPUs would not find one another
     )
-    if arguments.n_gpu > 1:
-        print(
-            f"this training uses one of {arguments.n_gpu} GPUs; to use all, begin the command with "
-            f"`accelerate launch --multi_gpu --num_processes {arguments.n_gpu}` in place of `python`"
-        )
-        arguments._n_gpu = 1  # nn.DataParallel would copy the target to every GPU at each step
     arguments.gradient_accumulation_steps = settings.accumulation(arguments.world_size, key)
     return arguments
+
+
+def say_idle_gpus(count: int) -> None:
+    """Say how a training in one process can use all `count` GPUs of its machine, if there are several."""
+    if count > 1:
+        print(
+            f"this training uses one of {count} GPUs; to use all, begin the command with "
+            f"`accelerate launch --multi_gpu --num_processes {count}` in place of `python`"
+        )

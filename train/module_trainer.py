@@ -15,7 +15,8 @@ from typing_extensions import override
 from keepsight.errors import UserError
 from keepsight.files import append_lines
 from keepsight.locks import one_writer
-from keepsight.train.arguments import training_arguments
+from keepsight.models.offloaded import is_spread
+from keepsight.train.arguments import say_idle_gpus, training_arguments
 from keepsight.train.checkpointed_trainer import MEASUREMENTS, CheckpointedTrainer, ObjectiveT, numbers
 from keepsight.train.dataset import Batch, GroupedByLength, SampleDataset, collate, hold_out, samples_digest
 from keepsight.train.distributed import (
@@ -53,6 +54,9 @@ class ModuleTrainer(CheckpointedTrainer[ObjectiveT]):
     def __init__(self, objective: ObjectiveT, settings: TrainSettings, run: TrainingRun) -> None:
         settings.check(self.settings_key)
         arguments = training_arguments(settings, run.work, self.settings_key)
+        if not is_spread(objective):
+            say_idle_gpus(arguments.n_gpu)
+        arguments._n_gpu = 1  # nn.DataParallel would copy the target to every GPU at each step
         if settings.group_by_length is None:
             settings = replace(settings, group_by_length=arguments.world_size > 1)
         train, held_out = hold_out(run.samples, settings.held_out, self.settings_key, run.seen)
@@ -69,7 +73,7 @@ class ModuleTrainer(CheckpointedTrainer[ObjectiveT]):
                 "the launcher's FSDP would divide what is trained; take recipes/accelerate/fsdp2.yaml and give "
                 "model.device_map=fsdp2"
             )
-        if self.args.world_size > 1 and self.accelerator.verify_device_map(objective):
+        if self.args.world_size > 1 and is_spread(objective):
             raise UserError(
                 "model.device_map=auto is for one process; for several take recipes/accelerate/fsdp2.yaml and give "
                 "model.device_map=fsdp2"
@@ -178,7 +182,7 @@ class ModuleTrainer(CheckpointedTrainer[ObjectiveT]):
 
     @override
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        if not self.accelerator.verify_device_map(model):  # parts of a target on several devices stay where they are
+        if not is_spread(model):  # parts of a target on several devices stay where they are
             super()._move_model_to_device(model, device)
 
     @override

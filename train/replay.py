@@ -115,6 +115,7 @@ class ReadingBuffer:
     def __init__(self, settings: ReplaySettings, process: int = 0) -> None:
         self._int8 = settings.dtype == "int8"
         self._held: dict[tuple[int, ...], Reading | Path] = {}
+        self._devices = dict[str, torch.device]()  # of each tensor, by its name, alike in all readings
         self._files = 0
         self._folder = Path(settings.dir) / f"process-{process}" if settings.dir else None
         if self._folder is not None:
@@ -134,12 +135,14 @@ class ReadingBuffer:
         held = self._held.pop(key, None)
         packed = load_file(held) if isinstance(held, Path) else held
         if packed is None:
-            packed = pack(read(), self._int8)
+            reading = read()
+            self._devices = {name: tensor.device for name, tensor in reading.items()}
+            packed = pack(reading, self._int8)
         if not batch.last:
             self._held[key] = held if isinstance(held, Path) else self._hold(packed)
         elif isinstance(held, Path):
             held.unlink()
-        return unpack(packed, batch.prompt_ids.device)
+        return unpack(packed, self._devices)
 
     def __enter__(self) -> Self:
         return self
@@ -185,9 +188,9 @@ def pack(reading: Mapping[str, Tensor], int8: bool) -> Reading:
     return {name: tensor.contiguous().cpu() for name, tensor in packed.items()}
 
 
-def unpack(packed: Mapping[str, Tensor], device: torch.device) -> Reading:
-    """What `pack` was given, as far as rounding left it, on a device; floats in float32."""
-    moved = {name: tensor.to(device, non_blocking=True) for name, tensor in packed.items()}
+def unpack(packed: Mapping[str, Tensor], devices: Mapping[str, torch.device]) -> Reading:
+    """What `pack` was given, as far as rounding left it, each tensor on its device; floats in float32."""
+    moved = {name: tensor.to(devices[name.removeprefix(_SCALE)], non_blocking=True) for name, tensor in packed.items()}
     whole = {name: tensor for name, tensor in moved.items() if not name.startswith(_SCALE)}
     return {name: _unpacked(tensor, moved.get(_SCALE + name)) for name, tensor in whole.items()}
 

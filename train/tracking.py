@@ -95,12 +95,12 @@ class Throughput(TrainerCallback):
 
 
 def _known_peak(objective: Objective, settings: TrainSettings) -> float:
-    """The peak of the GPU that an objective computes on in half precision, in 1e12 operations a second; else 0."""
+    """The peak of the GPUs that an objective computes on in half precision, in 1e12 operations a second; else 0."""
     halves = (torch.bfloat16, torch.float16)
     weights = list(objective.parameters())
     is_half = settings.precision != "no" or any(weight.dtype in halves for weight in weights)
-    device = next((weight.device for weight in weights if weight.device.type == "cuda"), None)
-    return peak_of(torch.cuda.get_device_name(device)) if is_half and device is not None else 0.0
+    devices = {weight.device for weight in weights if weight.device.type == "cuda"}
+    return sum(peak_of(torch.cuda.get_device_name(device)) for device in devices) if is_half else 0.0
 
 
 def peak_of(gpu: str) -> float:
@@ -110,9 +110,9 @@ def peak_of(gpu: str) -> float:
 
 
 def peak_memory() -> int:
-    """Most bytes so far: given out by the allocator of the GPU, or held by the process where there is none."""
+    """Most bytes so far: given out by the allocator of the fullest GPU, or held by the process where there is none."""
     if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
+        return max(map(torch.cuda.max_memory_allocated, range(torch.cuda.device_count())))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 

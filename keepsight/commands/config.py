@@ -39,8 +39,8 @@ class ModelConfig:
         attention: auto, sdpa, eager or flash_attention_2.
         template: Arguments of its chat template that differ from the template's own, such as {enable_thinking: false}.
         quantize: nf4 or int8: its weights are quantised by bitsandbytes while they are loaded.
-        device_map: auto keeps on the CPU the layers that the GPU cannot hold, until they run; fsdp2 shards every layer
-            over the processes that train a lookahead module.
+        device_map: auto divides its layers over the GPUs of one process, and keeps on the CPU those that these cannot
+            hold, until they run; fsdp2 shards every layer over the processes that train a lookahead module.
         trust_remote_code: Run code from the model's repository; leave it off unless you have read that code.
     """
 

@@ -55,7 +55,7 @@ class Ladder(Observer):
             score = torch.zeros(each.keys.shape[:3], device=each.keys.device)
             for length in held.unique().tolist():
                 ranks = self._ranks(length, layer, layers).to(score)
-                score[..., score.shape[-1] - length :][held == length] = ranks
+                score[..., score.shape[-1] - length :][(held == length).to(score.device)] = ranks
             scores.append(score)
         return scores
 

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from keepsight.errors import UserError, require_whole
+from keepsight.models.offloaded import on_each
 from keepsight.runtime.budget import Budget
 from keepsight.runtime.cache_layers import LayerEntries
 from keepsight.runtime.decode import decode, end_ids, stop_after
@@ -124,6 +125,7 @@ def _from_beyond(queries: Tensor, layer: LayerEntries, softmax: Softmax, real: T
     sinks = None if softmax.sinks is None else softmax.sinks.repeat_interleave(rows)
     softmax = softmax._replace(sinks=sinks)
     weights = observed_attention(apart, layer.keys, softmax, layer.keys.shape[2], key_mask=layer.real)
+    real = real.to(weights.device)
     weights = weights.unflatten(1, (heads, rows)) * real[:, None, :, None]
     if reduction == "max":
         return weights.amax(dim=2)
@@ -135,10 +137,10 @@ def _under_triangle(
 ) -> Iterator[Tensor]:
     """Attention [B, H, C] of each layer, as if the queries [B, H, q, d] were those of the last q entries."""
     order = real.long().argsort(dim=1, stable=True)  # padding first, so that every row ends at its last entry
-    place = order[:, None, :, None]
+    place_on = on_each(order[:, None, :, None])
     for each, layer, softmax in zip(queries, attended_entries(model, state), state.trace.softmax, strict=True):
         yield observed_attention(
-            each.gather(2, place.expand_as(each)),
+            each.gather(2, place_on(each.device).expand_as(each)),
             layer.keys,
             softmax,
             layer.keys.shape[2],

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from keepsight.errors import UserError, require_whole
-from keepsight.models.decoder import has_latents
+from keepsight.models.decoder import has_latents, require_one_device
 from keepsight.models.hub import fetch
 from keepsight.models.retrieval_config import NONE
 from keepsight.models.retrieval_head import RetrievalHead, check_target, of_the_token_before
@@ -124,6 +124,8 @@ class SpeContext(SparseRead):
 
     def _require(self, model: PreTrainedModel) -> None:
         check_target(self.head, model)
+        if self.offload or self.memory_limit is not None:
+            require_one_device(model)
         if self.offload and has_latents(model):
             raise UserError(
                 f"SpeContext: offload {self.offload} does not apply to {model.config.model_type}: all heads share its "

@@ -3,6 +3,7 @@
 An interrupted step leaves the cache unchanged.
 """
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -121,8 +122,9 @@ class RetrievalReader(TokenReader):
         layers = with_full_layers(cache, full_layers(cache)).layers
         try:
             chosen = selector.select(self._model.get_input_embeddings()(token), position)
+            chosen_on = functools.cache(chosen.on)
             for layer in cache.selected_layers:
-                layer.prepare(chosen)
+                layer.prepare(chosen_on(layer.keys.device))
             with RecordFeatures(self._model, selector.layers) as recorded:
                 output = run(
                     self._model,

@@ -36,6 +36,10 @@ class Selection(NamedTuple):
     indices: Tensor
     real: Tensor | None
 
+    def on(self, device: torch.device) -> "Selection":
+        """The same on a device."""
+        return Selection(self.indices.to(device), None if self.real is None else self.real.to(device))
+
 
 class LayerSelector(ABC):
     """Selects inside a layer, once its queries are known."""
@@ -199,7 +203,10 @@ def selected_layers(state: State, make: MakeLayer) -> list[KeptLayer]:
             "which nothing was evicted"
         )
     padding = None if state.tokens_mask is None else tokens - state.lengths
-    return [make(index, keys, values, tokens, padding) for index, (keys, values, _) in enumerate(entries(state.cache))]
+    return [
+        make(index, keys, values, tokens, None if padding is None else padding.to(keys.device))
+        for index, (keys, values, _) in enumerate(entries(state.cache))
+    ]
 
 
 def real_mask(padding: Tensor, length: int) -> Tensor:

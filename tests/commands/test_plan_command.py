@@ -146,6 +146,9 @@ def test_a_training_from_a_configuration_alone(keepsight: CommandLine, here: Pat
     assert keepsight.fails(*given, "model.quantize=int3").startswith(
         "model.quantize=int3 is unknown; choose one of nf4"
     )
+    assert keepsight.fails(*given, "model.device_map=auto").startswith(
+        "model.device_map=auto: where layers go is decided"
+    )
     assert keepsight.fails(*given, "gpu=many").startswith("'many' is no amount of memory")
 
 

@@ -11,7 +11,7 @@ from keepsight.commands import train
 from keepsight.commands.config import ModelConfig
 from keepsight.commands.from_recipe import training_target
 from keepsight.errors import UserError
-from keepsight.models import quantization
+from keepsight.models import quantization, targets
 from keepsight.models.lookahead_files import load_lookahead
 from keepsight.models.targets import Target, load_target
 from keepsight.runtime.generate import generate
@@ -66,10 +66,23 @@ def test_all_devices_of_a_machine_with_one(folder: Path) -> None:
         assert torch.allclose(spread.model(prompt).logits.cpu(), plain.model(prompt.cpu()).logits, atol=1e-4)
 
 
-def test_of_several_gpus_one_takes_part(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_target_is_divided_over_the_gpus_that_its_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantization, "get_max_memory", lambda: {0: 5, 1: 6, "cpu": 7})
-    placed = quantization.placement(None, "auto", "cuda:1", torch.float32)
+    placed = quantization.placement(None, "auto", ["cuda:1"], torch.float32)
     assert placed == {"device_map": "auto", "max_memory": {1: 6, "cpu": 7}}
+    placed = quantization.placement(None, "auto", ["cuda:0", "cuda:1"], torch.float32)
+    assert placed == {"device_map": "auto", "max_memory": {0: 5, 1: 6, "cpu": 7}}
+
+
+def test_the_gpus_that_a_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert targets._devices("auto") == ["cuda:0", "cuda:1", "cuda:2"]
+    assert targets._devices("cpu") == ["cpu"]
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert targets._devices("auto") == ["cuda:1"]
 
 
 def test_what_cannot_be_done_is_said_in_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from keepsight.runtime.softmax import Softmax
 from keepsight.runtime.state import State
 from keepsight.runtime.together import Rows
 from tests.close import assert_close
+from tests.families import family_model
 from tests.tiny import FAMILIES, prompt_ids, tiny_model
 
 METHODS = [
@@ -141,6 +142,20 @@ def test_part_of_what_was_read_is_forgotten(model: PreTrainedModel) -> None:
         rows.forget(row, 5 - len(each))
     more = drawn([3, 1, 2, 3, 1, 2, 3, 1], seed=1)
     assert_as_alone(model, states, kept, more, rows.read(more))
+
+
+@pytest.mark.parametrize("family", ["DeepSeek-V3", "Qwen3-Next"])
+def test_states_that_are_read_alone_forget_more_than_the_latest_pass(family: str) -> None:
+    model = family_model(family)
+    states = [prefill(model, prompt_ids(length)[0]) for length in (40, 30)]
+    rows, tokens = Rows(model, states, 12), drawn([7, 7])
+    for start, stop in ((0, 3), (3, 4), (4, 7)):
+        rows.read([each[start:stop] for each in tokens])
+    rows.forget(0, 5)
+    rows.forget(0, 1)
+    rows.forget(1, 2)
+    more = drawn([3, 2], seed=1)
+    assert_as_alone(model, states, [tokens[0][:1], tokens[1][:5]], more, rows.read(more))
 
 
 def test_no_more_is_read_than_there_is_room_for(model: PreTrainedModel) -> None:

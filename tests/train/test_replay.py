@@ -105,7 +105,7 @@ def test_int8_rounds_by_half_a_step_of_each_head_and_token() -> None:
     reading = {"keys.0": torch.randn(2, 3, 5, 8) * torch.logspace(-3, 3, 5)[:, None], "places": torch.arange(4)}
     packed = pack(reading, int8=True)
     assert packed["keys.0"].dtype == torch.int8
-    back = unpack(packed, torch.device("cpu"))
+    back = unpack(packed, dict.fromkeys(reading, torch.device("cpu")))
     assert set(back) == set(reading)
     assert torch.equal(back["places"], reading["places"])
     step = reading["keys.0"].abs().amax(dim=-1, keepdim=True) / 127

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from keepsight.models.decoder import decoder_of, logits_of
+from keepsight.models.offloaded import on_each
 from keepsight.runtime.features import RecordFeatures
 
 
@@ -49,7 +50,8 @@ class RunTarget:
         """[n] int64 -> its reading."""
         with RecordFeatures(self._target, self._layers) as features:
             output = decoder_of(self._target)(input_ids=ids[None].to(self._target.device), use_cache=False)
-        return TargetReading(torch.cat(features.outputs(), dim=-1)[0], output.last_hidden_state[0])
+        read = torch.cat(features.outputs(), dim=-1)[0]
+        return TargetReading(read, output.last_hidden_state[0].to(read.device))
 
 
 @dataclass(frozen=True)
@@ -79,11 +81,11 @@ def teacher_of(hidden: Tensor, target: PreTrainedModel, vocabulary: Tensor, dtyp
         dtype: Dtype of the probabilities.
     """
     probabilities = hidden.new_empty(len(hidden), len(vocabulary), dtype=dtype)
-    known = torch.empty(len(hidden), dtype=torch.bool, device=hidden.device)
+    known, vocabulary_on = torch.empty(len(hidden), dtype=torch.bool, device=hidden.device), on_each(vocabulary)
     for start in range(0, len(hidden), _ROWS):
         chunk = slice(start, start + _ROWS)
         logits = logits_of(target, hidden[chunk])
-        drafted = logits.index_select(1, vocabulary)
+        drafted = logits.index_select(1, vocabulary_on(logits.device))
         probabilities[chunk] = drafted.softmax(-1, dtype=torch.float32)
         known[chunk] = drafted.amax(-1) == logits.amax(-1)  # an argmax takes a CPU ten times as long
     return Teacher(probabilities, known)

@@ -87,7 +87,7 @@ def _by_sample(
     if not all(torch.isfinite(layer).all() for layer in [*target, *predicted]):
         raise FloatingPointError("the importance of held-out samples is not finite")
     for row in range(len(batch.prompt_ids)):
-        real = slice(None) if batch.prompt_mask is None else batch.prompt_mask[row]
+        real = slice(None) if batch.prompt_mask is None else batch.prompt_mask[row].cpu()  # for layers on any device
         layers = zip(target, predicted, strict=True)
         yield np.array([_compare(true[row][:, real], guess[row][:, real], kv_heads, budget) for true, guess in layers])
 

@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from keepsight.models.decoder import decoder_of, full_attention_layers, require_full_attention
 from keepsight.models.lookahead import Lookahead
+from keepsight.models.offloaded import on_each
 from keepsight.runtime.attention import recording, run
 from keepsight.runtime.cache import empty_cache, has_recurrent, record_past, share
 from keepsight.runtime.observe import AttentionRecorder, observe
@@ -32,6 +33,7 @@ from keepsight.train.replay import Reading
 
 Importances = tuple[list[Tensor], list[Tensor]]
 """Target and predicted importance, for each layer [B, H, N] float32."""
+_SHOWN = "importance."
 SINKS, RECENT = 4, 32
 """First and last entries that are near: they hold most of the mass of an importance."""
 
@@ -68,20 +70,21 @@ def importance_divergence(target: list[Tensor], predicted: list[Tensor]) -> Tens
     """KL(target || predicted) of importance normalised over the prompt, averaged over layers, rows and query heads.
 
     Args:
-        target: For each of L layers, [B, H, N] float32, 0 at padding.
+        target: For each of L layers, [B, H, N] float32, 0 at padding; layers may lie on several devices.
         predicted: The same shapes; gradients flow through it.
 
     Returns:
-        A scalar in nats (equation 4).
+        A scalar in nats (equation 4), on the first layer's device.
     """
-    return torch.stack([_divergence(*pair).mean() for pair in zip(target, predicted, strict=True)]).mean()
+    pairs = zip(target, predicted, strict=True)
+    return torch.stack([_divergence(*pair).mean().to(target[0].device) for pair in pairs]).mean()
 
 
 def far_divergence(target: list[Tensor], predicted: list[Tensor], mask: Tensor | None) -> Tensor:
     """`importance_divergence` over the far entries alone: neither a row's first `SINKS` nor the last `RECENT`.
 
     The near ones hold most of the mass and are learned at once; what decides at a small budget is the order of the
-    rest. 0 where a prompt has no far entries.
+    rest. 0 for a row without far entries.
 
     Args:
         target: For each of L layers, [B, H, N] float32.
@@ -93,16 +96,19 @@ def far_divergence(target: list[Tensor], predicted: list[Tensor], mask: Tensor |
         return predicted[0].sum() * 0
     if mask is None:
         return importance_divergence(*([each[..., SINKS:length] for each in layers] for layers in (target, predicted)))
-    far = (mask.cumsum(dim=1) > SINKS)[:, None, :length]
-    return importance_divergence(*([each[..., :length] * far for each in layers] for layers in (target, predicted)))
+    far = on_each((mask.cumsum(dim=1) > SINKS)[:, None, :length])
+    return importance_divergence(
+        *([each[..., :length] * far(each.device) for each in layers] for layers in (target, predicted))
+    )
 
 
 def _divergence(target: Tensor, predicted: Tensor) -> Tensor:
+    """KL(target || predicted) [B, H] of importance [B, H, N], 0 where the target has none."""
     tiny = torch.finfo(torch.float32).tiny
     expected = target / target.sum(dim=-1, keepdim=True).clamp(min=tiny)
     log_ratio = expected.clamp(min=tiny).log() - predicted.clamp(min=tiny).log()
     log_mass = predicted.sum(dim=-1).clamp(min=tiny).log()
-    return (expected * log_ratio).sum(dim=-1) + log_mass
+    return ((expected * log_ratio).sum(dim=-1) + log_mass) * (expected.sum(dim=-1) > 0)
 
 
 class LookaheadObjective(ReplayedObjective):
@@ -138,7 +144,7 @@ class LookaheadObjective(ReplayedObjective):
     @override
     def read(self, batch: Batch) -> Reading:
         cache, target = target_importance(self.lookahead.model, batch)
-        return {"importance": torch.stack(target)} | _stored(cache)
+        return {f"{_SHOWN}{place}": each for place, each in enumerate(target)} | _stored(cache)
 
     @override
     def loss_of(self, reading: Reading, batch: Batch) -> Tensor:
@@ -161,7 +167,7 @@ class LookaheadObjective(ReplayedObjective):
             predicted = observe(lookahead.model, cache, batch.prompt_mask, embeddings)
         if torch.is_grad_enabled():
             _make_whole_for_gradients(lookahead.model, predicted)
-        return list(reading["importance"]), predicted
+        return [reading[f"{_SHOWN}{place}"] for place in range(len(predicted))], predicted
 
     def _recomputing(self) -> AbstractContextManager[None]:
         """Where it is asked for, the layers with full attention keep nothing for gradients within the block."""
@@ -203,7 +209,8 @@ def _restored(reading: Reading, model: PreTrainedModel, length: int) -> Cache:
     layers = []
     for index, empty in enumerate(empty_cache(model).layers):
         end = f".{index}"
-        held = {name.removesuffix(end): each for name, each in reading.items() if name.endswith(end)}
+        own = [name for name in reading if name.endswith(end) and not name.startswith(_SHOWN)]
+        held = {name.removesuffix(end): reading[name] for name in own}
         # A recurrent state is in float32 in models of any dtype.
         cast = {name: each if name.startswith("recurrent") else each.to(model.dtype) for name, each in held.items()}
         layers.append(layer_of_tensors(empty, cast, length))

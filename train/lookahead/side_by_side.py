@@ -75,4 +75,4 @@ class _Known(Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Any:
-        return None, None, *(upstream[0] * gradient for gradient in ctx.gradients)
+        return None, None, *(upstream[0].to(gradient.device) * gradient for gradient in ctx.gradients)

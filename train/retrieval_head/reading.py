@@ -95,9 +95,9 @@ class StepRecorder:
         for start in range(0, self.rows, _ROWS):
             stop = min(start + _ROWS, self.rows)
             seen = first + stop
-            mask = None if self.mask is None else self.mask[:, :seen]
+            mask = None if self.mask is None else self.mask[:, :seen].to(key.device)
             weights = attention_weights(query[:, :, first + start : seen], key[:, :, :seen], softmax, mask)
-            self._total[:, :, start:stop, :seen] += reduce_group(weights, kv_heads)
+            self._total[:, :, start:stop, :seen] += reduce_group(weights, kv_heads).to(self._total.device)
 
     def importance(self) -> Tensor:
         """[B, K, rows, S] float32, the mean over layers: causal, each row sums to 1 (what sinks take is left out)."""

@@ -53,6 +53,8 @@ def run(config: Config) -> None:
     memory, quantize = read_bytes(config.gpu), config.model.quantize
     if quantize not in (None, *QUANTIZE):
         raise UserError(f"model.quantize={quantize} is unknown; choose one of {', '.join(QUANTIZE)}, or null")
+    if config.model.device_map == "auto":
+        raise UserError("model.device_map=auto: where layers go is decided when the target is loaded; leave it out")
     if config.train.batch_size > 1:
         raise UserError(f"train.batch_size={config.train.batch_size}: a plan is for one sample a GPU at a time")
     model = outline_of(config)

@@ -12,7 +12,7 @@ from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.models.lora import PREFIX
 from keepsight.train.dataset import Batch, SampleDataset, collate
-from keepsight.train.lookahead.objective import LookaheadObjective, importance_divergence
+from keepsight.train.lookahead.objective import LookaheadObjective, far_divergence, importance_divergence
 from tests.close import assert_close
 from tests.tiny import FAMILIES, tiny_model
 
@@ -271,6 +271,17 @@ def test_the_divergence_ignores_padding():
     padding = torch.zeros(1, 4, 11)
     padded = importance_divergence([torch.cat([padding, target], -1)], [torch.cat([padding, predicted], -1)])
     assert_close(padded, importance_divergence([target], [predicted]))
+
+
+def test_a_row_of_a_batch_without_far_entries_adds_nothing_to_their_divergence():
+    torch.manual_seed(0)
+    target, predicted = torch.rand(2, 3, 50).softmax(-1), torch.rand(2, 3, 50).softmax(-1).requires_grad_()
+    mask = torch.arange(50) >= torch.tensor([[0], [20]])  # 50 and 30 tokens
+    whole = far_divergence([target], [predicted], mask)
+    alone = far_divergence([target[:1]], [predicted[:1]], None)
+    assert_close(whole, alone / 2)
+    whole.backward()
+    assert predicted.grad is not None and predicted.grad[0].any() and not predicted.grad[1].any()
 
 
 def test_the_divergence_refuses_layers_that_do_not_pair():
