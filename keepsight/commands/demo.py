@@ -1,4 +1,4 @@
-"""keepsight demo: data, training and evaluation on a small model, in about ten minutes on two cores.
+"""keepsight demo: data, training and evaluation on a small model, in less than ten minutes on two cores.
 
     keepsight demo out=runs/demo
 
