@@ -7,6 +7,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
+from keepsight.data_gen.pinned import commit_of
 from keepsight.data_gen.prompts import ROLES, CountTokens, Prompt, Request, cut_at_word, fit, length_up_to, raw_prompt
 from keepsight.errors import UserError
 
@@ -25,7 +26,7 @@ class HubDataset:
     Attributes:
         id: Hub id of the data set, or a folder with the same files.
         license: Its licence, for the manifest and the model card.
-        revision: Commit, tag or branch.
+        revision: Commit, tag or branch; `branch@commit`, as a manifest says it, is that commit.
         subset: Its configuration; the only one by default.
         split: Its split.
         files: Patterns of the files to read; by default those that the data set's card names.
@@ -167,7 +168,7 @@ def _loaded(source: HubDataset) -> Any:
     from datasets import Dataset, load_dataset  # takes seconds
     from datasets.exceptions import DatasetsError
 
-    revision = None if Path(source.id).is_dir() else source.revision
+    revision = None if Path(source.id).is_dir() else commit_of(source.revision)
     options = {"path": source.id, "name": source.subset or None, "split": source.split, "revision": revision}
     try:
         if source.rows:

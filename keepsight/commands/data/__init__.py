@@ -24,6 +24,7 @@ from keepsight.commands.from_recipe import answered_elsewhere, training_target
 from keepsight.data_gen.answers import Backend, InThisProcess
 from keepsight.data_gen.generate import generate_data
 from keepsight.data_gen.mixture import Mixture
+from keepsight.data_gen.pinned import pinned
 from keepsight.data_gen.server import Server, ServerSettings
 from keepsight.data_gen.vllm_engine import VllmEngine
 from keepsight.errors import UserError
@@ -78,6 +79,8 @@ def run(config: Config) -> None:
     at_least_one(config, "limit", "max_new_tokens", "shard_size", "batch_tokens")
     require_writable(Path(config.out))
     values = read_mixture(config.mixture)
+    Mixture.from_config(values)  # so that nothing is asked of the Hub for a mixture that is wrong
+    values = pinned(values, Path(config.out))
     mixture = Mixture.from_config(values)
     target, backend = _answering(config)
     manifest = generate_data(
