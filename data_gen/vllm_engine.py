@@ -81,7 +81,7 @@ class VllmEngine:
         except Exception as error:  # whatever its workers raise
             raise UserError(
                 f"backend=vllm: the engine does not start ({_said(error)}); see what vLLM says above; "
-                "with vllm={gpu_memory_utilization:0.5,max_model_len:4096} it takes less memory"
+                "with 'vllm={gpu_memory_utilization:0.5,max_model_len:4096}' it takes less memory"
             ) from error
 
 

@@ -130,7 +130,7 @@ def test_an_engine_that_does_not_start_is_one_line(keepsight: CommandLine, engin
     engine.starts = False
     said = keepsight.fails("data", *ASKED)
     assert said.startswith("backend=vllm: the engine does not start (Engine core initialization failed. ")
-    assert said.endswith("with vllm={gpu_memory_utilization:0.5,max_model_len:4096} it takes less memory")
+    assert said.endswith("with 'vllm={gpu_memory_utilization:0.5,max_model_len:4096}' it takes less memory")
 
 
 def test_an_engine_that_dies_is_one_line_and_is_gone_on_with(keepsight: CommandLine, here: Path, engine: Vllm) -> None:

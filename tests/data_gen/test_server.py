@@ -225,7 +225,7 @@ def test_an_answer_that_a_server_aborts_is_asked_for_again(target: Target) -> No
 
 
 def test_a_server_with_too_short_a_context_is_refused(target: Target) -> None:
-    """As llama.cpp, which ends an answer where its context is full."""
+    """As vLLM with a small --max-model-len, which ends an answer with status 200 where its context is full."""
     say = speaks(target, "ids")
 
     def short(body: dict[str, Any]) -> Reply:
