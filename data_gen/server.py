@@ -123,6 +123,11 @@ class Server:
                 f"server.url={self._endpoint.url}: it read prompt {prompt.index} as {reply.prompt_tokens} tokens, "
                 f"not as {len(prompt.ids)}; it must serve {self._target.name!r}"
             )
+        if reply.reason == "length" and (reply.answer_tokens or max_new_tokens) < max_new_tokens:
+            raise UserError(
+                f"server.url={self._endpoint.url}: prompt {prompt.index} has {len(prompt.ids)} tokens, which leaves no "
+                f"room for {max_new_tokens} more; serve it with a longer context"
+            )
         ids = reply.ids if reply.ids is not None else self._tokenised(reply)
         if not ids or max(ids) >= self._target.vocabulary:
             raise UserError(
@@ -133,7 +138,7 @@ class Server:
 
     def _tokenised(self, reply: "_Completion") -> list[int]:
         ids = list(self._target.tokenizer(reply.text, add_special_tokens=False)["input_ids"])
-        return [*ids, self._end] if reply.ended else ids
+        return [*ids, self._end] if reply.reason == "stop" else ids
 
     @property
     def _end(self) -> int:
@@ -160,28 +165,33 @@ class Server:
         )
 
     def _failure(self, error: EndpointError) -> UserError:
+        again = "run the same command again to go on"
         return UserError(
-            f"server.url={self._endpoint.url}: no answer ({error}); what was answered is kept: run the same command "
-            "again to go on"
+            f"server.url={self._endpoint.url}: no answer ({error}); what was answered is kept: "
+            + (f"once this is mended, {again}" if error.status else again)
         )
 
 
 @dataclass(frozen=True)
 class _Completion:
-    """What a reply holds: the answer, as ids where the server returns them, and how many tokens the prompt had."""
+    """What a reply holds: the answer, as ids where the server returns them, why it ended, and the counts of tokens."""
 
     text: str
     ids: list[int] | None
-    ended: bool
+    reason: str | None
     prompt_tokens: int | None
+    answer_tokens: int | None
 
     @classmethod
     def read(cls, reply: Any) -> "_Completion":
         choice, usage = reply["choices"][0], reply.get("usage") or {}
-        ids = choice.get("token_ids")
+        ids, reason = choice.get("token_ids"), choice.get("finish_reason")
+        if reason not in ("stop", "length", None):
+            raise ValueError(f"the answer is cut: finish_reason={reason}")  # vLLM and SGLang abort it when they end
         return cls(
             str(choice["text"]),
             None if ids is None else [int(token) for token in ids],
-            choice.get("finish_reason") == "stop",
+            reason,
             usage.get("prompt_tokens"),
+            usage.get("completion_tokens"),
         )

@@ -10,6 +10,7 @@ from urllib.error import HTTPError
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 from keepsight.errors import UserError
+from keepsight.watched import WatchedHTTP, WatchedHTTPS
 
 FIRST_WAIT = 2.0
 """Seconds before the second try; doubled for each further one."""
@@ -79,7 +80,9 @@ class Endpoint:
             wait = FIRST_WAIT * 2**attempt
             try:
                 request = Request(f"{self.url.rstrip('/')}/{path}", data, self._headers)
-                with build_opener(_NoRedirects).open(request, timeout=self.patience) as response:
+                with build_opener(_NoRedirects, WatchedHTTP, WatchedHTTPS).open(
+                    request, timeout=self.patience
+                ) as response:
                     return read(json.load(response))
             except HTTPError as refusal:
                 error = self._refused(refusal)

@@ -68,7 +68,7 @@ def outline_target(
         tokenizer.chat_template = with_arguments(tokenizer.chat_template, template)
     model.config.name_or_path = model_id
     record_version(model, version)
-    return Target(model, tokenizer, model_id, version_of(model))
+    return Target(model, tokenizer, model_id, version_of(model), source if isinstance(source, Path) else None)
 
 
 def _on_meta(model_id: str, source: str | Path, options: dict[str, Any], dtype: str) -> PreTrainedModel:

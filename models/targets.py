@@ -46,12 +46,19 @@ class Target:
         name: Hub id or folder path, which adapters record as their base model.
         version: Revision (commit), or `sha256:...` of the GGUF file or the folder that the weights came from; and how
             they are quantised.
+        folder: The folder that its files were read from; None for a Hub id.
     """
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     name: str
     version: str
+    folder: Path | None = None
+
+    @property
+    def source(self) -> str:
+        """Where others find its files: a Hub id or a folder."""
+        return str(self.folder or self.name)
 
     @property
     def public_name(self) -> str:
@@ -146,7 +153,8 @@ def _finish(name: str, version: str | None, source: str | Path, device: str, opt
     require_supported(model)
     model.config.name_or_path = name
     record_version(model, version)
-    target = Target(model.requires_grad_(False).eval(), tokenizer, name, version_of(model))
+    folder = source if isinstance(source, Path) else None
+    target = Target(model.requires_grad_(False).eval(), tokenizer, name, version_of(model), folder)
     _require_end(target)
     return target
 

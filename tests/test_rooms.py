@@ -7,7 +7,8 @@ from graphlib import TopologicalSorter
 from tests.package_files import imports, package_modules
 
 GROUND = {
-    f"keepsight.{name}" for name in ("atomic", "corpus", "endpoint", "errors", "files", "locks", "signed_json", "units")
+    f"keepsight.{name}"
+    for name in ("atomic", "corpus", "endpoint", "errors", "files", "locks", "signed_json", "units", "watched")
 }
 RUNTIME_ROOMS = {"quantized", "sparse_read", "retrieval", "drafting", "prompt_compression"}
 

@@ -9,18 +9,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from keepsight.data_gen import shard_writer
-from keepsight.data_gen.answers import Rendered, answer
 from keepsight.files import append_lines, read_json, read_jsonl
 from keepsight.locks import one_writer
 from keepsight.models import locate
-from keepsight.models.targets import load_target
 from tests.commands.commands import DATA, CommandLine, tree
 from tests.launch import launch
 
@@ -80,50 +76,6 @@ def test_two_processes_share_the_shards(keepsight: CommandLine, here: Path) -> N
     )
     assert one == two and len(one) > 1
     assert read_json(here / "one" / "manifest.json") == read_json(here / "data" / "manifest.json")
-
-
-class Vllm(ModuleType):
-    """Stands for the package vllm, whose engine it has: as much of it as is used, answering with transformers."""
-
-    def __init__(self) -> None:
-        super().__init__("vllm")
-        self.made: list[dict[str, Any]] = []
-
-    class SamplingParams:
-        def __init__(self, *, temperature: float, max_tokens: int, stop_token_ids: list[int]) -> None:
-            self.temperature, self.max_tokens, self.stop_token_ids = temperature, max_tokens, stop_token_ids
-
-    def LLM(self, model: str, **options: Any) -> Any:
-        self.made.append({"model": model, **options})
-        target = load_target(model, device="cpu", dtype="float32")
-
-        def generate(prompts: list[dict[str, list[int]]], sampling: Vllm.SamplingParams, *, use_tqdm: bool) -> Any:
-            assert (sampling.temperature, sampling.stop_token_ids, use_tqdm) == (0.0, target.end_tokens, False)
-            asked = [Rendered(place, "", each["prompt_token_ids"], None) for place, each in enumerate(prompts)]
-            made = [answer(target, [each], sampling.max_tokens)[0] for each in asked]
-            return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=tuple(ids))]) for ids in made]
-
-        return SimpleNamespace(generate=generate)
-
-
-def test_vllm_answers_as_transformers_does(keepsight: CommandLine, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "vllm", engine := Vllm())
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    keepsight("data", *TINY, *DATA, "backend=vllm", "model.dtype=float32", "model.revision=v2", "out=vllm")
-    given = {"revision": "v2", "dtype": "float32", "trust_remote_code": False}
-    assert engine.made == [{"model": "tiny", "tensor_parallel_size": 2, **given}]
-    keepsight("data", *TINY, *DATA, "model.dtype=float32", "out=own")
-    own, theirs = (read_json(here / name / "manifest.json") for name in ("own", "vllm"))
-    assert theirs == own
-
-
-def test_a_missing_vllm_is_one_line(keepsight: CommandLine, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "vllm", None)
-    said = keepsight.fails("data", *TINY, *DATA, "backend=vllm")
-    assert said.startswith(
-        "backend=vllm needs the package vllm (pip install vllm); or start a server with it elsewhere"
-    )
-    assert not (here / "data").exists()
 
 
 def test_data_that_cannot_be_trained_on(keepsight: CommandLine, here: Path) -> None:

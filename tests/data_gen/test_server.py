@@ -23,7 +23,6 @@ from keepsight.data_gen.answers import Rendered, answer
 from keepsight.data_gen.generate import generate_data
 from keepsight.data_gen.mixture import Mixture
 from keepsight.data_gen.server import Server, ServerSettings
-from keepsight.data_gen.vllm_engine import VllmEngine
 from keepsight.errors import UserError
 from keepsight.files import read_json, read_jsonl
 from keepsight.models.outline import outline_target
@@ -202,6 +201,62 @@ def test_passing_faults_are_tried_again(target: Target) -> None:
     assert len(heard.bodies) == 7
 
 
+def test_an_answer_that_a_server_aborts_is_asked_for_again(target: Target) -> None:
+    """A server of vLLM that ends gives back what it has so far, with status 200."""
+    say, cut = speaks(target), [3]
+
+    def ends(body: dict[str, Any]) -> Reply:
+        status, reply = say(body) or (0, {})
+        if cut[0] > 0:
+            cut[0] -= 1
+            choice = reply["choices"][0]
+            choice |= {"token_ids": choice["token_ids"][:2], "finish_reason": "abort"}
+        return status, reply
+
+    asked = prompts(9, 10, 11)
+    with server(ends) as heard:
+        made = answered(client(target, heard, parallel=1, tries=4), asked)
+        cut[0] = 9
+        with pytest.raises(
+            UserError, match=r"no answer \(ValueError: the answer is cut: finish_reason=abort\); what was"
+        ):
+            answered(client(target, heard), asked)
+    assert made == {prompt.index: answer(target, [prompt], 12)[0] for prompt in asked}
+
+
+def test_a_server_with_too_short_a_context_is_refused(target: Target) -> None:
+    """As vLLM with a small --max-model-len, which ends an answer with status 200 where its context is full."""
+    say = speaks(target, "ids")
+
+    def short(body: dict[str, Any]) -> Reply:
+        status, reply = say(body | {"max_tokens": 5}) or (0, {})
+        if status == 200:
+            reply["usage"]["completion_tokens"] = 5
+            reply["choices"][0]["finish_reason"] = "length"
+        return status, reply
+
+    with (
+        server(short) as heard,
+        pytest.raises(UserError, match="prompt 0 has 9 tokens, which leaves no room for 12 more; serve it with a long"),
+    ):
+        answered(client(target, heard), prompts(9))
+
+
+def test_what_a_server_refuses_is_to_be_mended_first(target: Target) -> None:
+    """Of a later prompt that is too long vLLM says so with status 400; the same command would meet it again."""
+    say = speaks(target)
+    too_long = {"message": "This model's maximum context length is 10 tokens."}
+
+    def short(body: dict[str, Any]) -> Reply:
+        return say(body) if len(body["prompt"]) < 10 else (400, {"error": too_long})
+
+    refused = (
+        r"HTTP Error 400: Bad Request .*maximum context length is 10 tokens.*once this is mended, run the same com"
+    )
+    with server(short) as heard, pytest.raises(UserError, match=refused):
+        answered(client(target, heard), prompts(9, 11))
+
+
 def test_a_key_is_sent_to_the_server_alone_and_never_shown(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_KEY", "s3cret-key")
     unauthorised = r"no answer \(HTTPError: HTTP Error 401: Unauthorized"
@@ -318,9 +373,3 @@ def test_a_client_that_is_killed_goes_on(target: Target, folder: Path, tmp_path:
         make(outline, heard, tmp_path / "once")
     assert [row["index"] for row in samples(out)] == list(range(20))
     assert samples(out) == samples(tmp_path / "once")
-
-
-def test_vllm_is_asked_for_in_one_line(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "vllm", None)  # as where it is not installed
-    with pytest.raises(UserError, match=r"backend=vllm needs the package vllm \(pip install vllm\); or start a server"):
-        VllmEngine(target)

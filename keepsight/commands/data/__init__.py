@@ -20,7 +20,7 @@ from yaml import YAMLError
 
 from keepsight import recipes
 from keepsight.commands.config import Recipe, at_least_one
-from keepsight.commands.from_recipe import answered_elsewhere, training_target
+from keepsight.commands.from_recipe import answered_elsewhere, training_dtype, training_target
 from keepsight.data_gen.answers import Backend, InThisProcess
 from keepsight.data_gen.generate import generate_data
 from keepsight.data_gen.mixture import Mixture
@@ -48,6 +48,7 @@ class DataKeys(Recipe):
         max_new_tokens: Longest answer of the data in tokens.
         backend: Who answers: transformers, in this process; vllm, in this process; or server, at server.url.
         server: The server of backend=server.
+        vllm: Arguments of vLLM's engine, such as {gpu_memory_utilization: 0.5, max_model_len: 4096}.
     """
 
     mixture: str = "offline"
@@ -55,6 +56,7 @@ class DataKeys(Recipe):
     max_new_tokens: int = 128
     backend: str = "transformers"
     server: ServerSettings = field(default_factory=ServerSettings)
+    vllm: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -112,8 +114,9 @@ def _answering(config: Config) -> tuple[Target, Backend]:
         config.server.check()
         return (target := answered_elsewhere(config)), Server(target, config.server)
     model, target = config.model, answered_elsewhere(config)
-    options = {"revision": model.revision, "dtype": model.dtype, "trust_remote_code": model.trust_remote_code}
-    return target, VllmEngine(target, **options)
+    dtype = training_dtype(model)
+    options = {"revision": model.revision, "dtype": dtype, "trust_remote_code": model.trust_remote_code}
+    return target, VllmEngine(target, options | config.vllm)
 
 
 def read_mixture(name: str) -> dict[str, Any]:

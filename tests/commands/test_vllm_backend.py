@@ -1,0 +1,180 @@
+"""`keepsight data backend=vllm`, with an engine that does what vLLM 0.32 did where it was run."""
+
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from keepsight.commands import data
+from keepsight.files import read_json, read_jsonl, write_json
+from keepsight.models import locate
+from keepsight.models.targets import load_target
+from tests.commands.commands import DATA, CommandLine
+
+pytestmark = pytest.mark.usefixtures("here")
+TINY = ("model.id=tiny", "model.device=cpu", "model.dtype=float32", "adapter=null")
+ASKED = (*TINY, *DATA, "backend=vllm")
+
+
+class Vllm(ModuleType):
+    """Stands for the package vllm: as much of it as is used, answering with transformers.
+
+    Like the real one it reads a folder or a Hub id alone, takes no repetition penalty from a model's files, gives the
+    end token back, and cuts an answer silently where `max_model_len` leaves it less room.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("vllm")
+        self.made: list[dict[str, Any]] = []
+        self.calls = 0
+        self.fails_at = -1
+        self.starts = True
+
+    class SamplingParams:
+        def __init__(
+            self, *, temperature: float, max_tokens: int, stop_token_ids: list[int], repetition_penalty: float = 1.0
+        ) -> None:
+            assert temperature == 0.0
+            self.max_tokens, self.ends, self.penalty = max_tokens, stop_token_ids, repetition_penalty
+
+    def LLM(self, model: str, **options: Any) -> Any:
+        if not self.starts:
+            raise RuntimeError("Engine core initialization failed. See root cause above. Failed core proc(s): {}")
+        assert Path(model).is_dir(), "Cannot find an appropriate cached snapshot folder"
+        self.made.append({"model": model, **options})
+        target = load_target(model, device="cpu", dtype="float32")
+        room = options.get("max_model_len", 4096)
+
+        def answer(ids: list[int], sampling: "Vllm.SamplingParams") -> Any:
+            if len(ids) >= room:
+                raise ValueError(f"This model's maximum context length is {room} tokens.")
+            longest = min(sampling.max_tokens, room - len(ids))
+            given: dict[str, Any] = {"max_new_tokens": longest, "eos_token_id": sampling.ends, "do_sample": False}
+            generate: Any = target.model.generate
+            asked = torch.tensor([ids])
+            out = generate(asked, attention_mask=torch.ones_like(asked), repetition_penalty=sampling.penalty, **given)
+            made = out[0, len(ids) :].tolist()
+            reason = "stop" if made[-1] in sampling.ends else "length"
+            return SimpleNamespace(outputs=[SimpleNamespace(token_ids=tuple(made), finish_reason=reason)])
+
+        def generate(prompts: list[dict[str, list[int]]], sampling: Vllm.SamplingParams, *, use_tqdm: bool) -> Any:
+            self.calls += 1
+            if self.calls == self.fails_at:
+                raise RuntimeError("EngineCore encountered an issue.\nSee stack trace (above) for the root cause.")
+            return [answer(each["prompt_token_ids"], sampling) for each in prompts]
+
+        return SimpleNamespace(generate=generate)
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Vllm:
+    monkeypatch.setitem(sys.modules, "vllm", made := Vllm())
+    return made
+
+
+def test_vllm_answers_as_transformers_does(
+    keepsight: CommandLine, here: Path, engine: Vllm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    keepsight("data", *ASKED, "model.revision=v2", "vllm={max_model_len:900,enforce_eager:true}", "out=vllm")
+    given = {"revision": "v2", "dtype": "float32", "trust_remote_code": False}
+    given |= {"max_model_len": 900, "enforce_eager": True}
+    assert engine.made == [{"model": "tiny", "tensor_parallel_size": 2, **given}]
+    keepsight("data", *TINY, *DATA, "out=own")
+    own, theirs = (read_json(here / name / "manifest.json") for name in ("own", "vllm"))
+    assert theirs == own
+
+
+def test_a_models_own_repetition_penalty(keepsight: CommandLine, here: Path, engine: Vllm) -> None:
+    """Which transformers and vLLM's server read from its generation_config.json, vLLM's engine not."""
+    keepsight("data", *TINY, *DATA, "out=before", "max_new_tokens=12")
+    path = here / "tiny" / "generation_config.json"
+    write_json(path, read_json(path) | {"repetition_penalty": 1.9})
+    keepsight("data", *TINY, *DATA, "out=own", "max_new_tokens=12")
+    keepsight("data", *ASKED, "out=vllm", "max_new_tokens=12")
+    before, own, theirs = (answers(here / name) for name in ("before", "own", "vllm"))
+    assert theirs == own != before
+
+
+def answers(out: Path) -> list[list[int]]:
+    return [row["answer_ids"] for path in sorted(out.glob("shard-*.jsonl")) for row in read_jsonl(path)]
+
+
+def test_a_packaged_target_is_read_from_its_folder(
+    keepsight: CommandLine, here: Path, engine: Vllm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM knows nothing of the package, and would ask the Hub for the id."""
+    monkeypatch.setattr(locate, "hub_answers", lambda: False)
+    monkeypatch.setattr(locate, "packaged_file", Path)
+    monkeypatch.setattr(locate, "dequantised", lambda path, digest: (here / "tiny", "sha256:packed"))
+    packaged = ("model.id=ada/tiny", "model.packaged=package/tiny.gguf", "model.packaged_id=ada/tiny", "adapter=null")
+    keepsight("data", *packaged, *DATA, "backend=vllm", "out=vllm")
+    assert [each["model"] for each in engine.made] == [str(here / "tiny")]
+    settings = read_json(here / "vllm" / "manifest.json")["settings"]
+    assert (settings["model"], settings["version"]) == ("ada/tiny", "sha256:packed")
+
+
+def test_the_dtype_is_that_of_the_training(
+    keepsight: CommandLine, engine: Vllm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With auto vLLM takes float16 where the files hold it, in which nobody trains."""
+    monkeypatch.setattr(data, "training_dtype", lambda model: "bfloat16")
+    keepsight("data", *ASKED)
+    assert [each["dtype"] for each in engine.made] == ["bfloat16"]
+
+
+def test_an_engine_that_does_not_start_is_one_line(keepsight: CommandLine, engine: Vllm) -> None:
+    engine.starts = False
+    said = keepsight.fails("data", *ASKED)
+    assert said.startswith("backend=vllm: the engine does not start (Engine core initialization failed. ")
+    assert said.endswith("with 'vllm={gpu_memory_utilization:0.5,max_model_len:4096}' it takes less memory")
+
+
+def test_an_engine_that_dies_is_one_line_and_is_gone_on_with(keepsight: CommandLine, here: Path, engine: Vllm) -> None:
+    engine.fails_at = 2
+    said = keepsight.fails("data", *ASKED)
+    assert said == (
+        "backend=vllm: no answer (EngineCore encountered an issue. See stack trace (above) for the root cause.); what "
+        "was answered is kept: run the same command again to go on"
+    )
+    assert len(answers(here / "data")) == 2
+    assert keepsight("data", *ASKED).startswith("6 samples in data: ")
+    assert len(engine.made) == 2
+    assert keepsight("data", *ASKED).startswith("6 samples in data: ")
+    assert len(engine.made) == 2  # nothing is left to answer
+
+
+def test_an_answer_that_was_cut_for_want_of_room_is_refused(keepsight: CommandLine, here: Path, engine: Vllm) -> None:
+    longest = max(len(row["prompt_ids"]) for row in made(keepsight, here))
+    for room, message in ((longest + 2, "which leaves no room for 4 more; raise max_model_len in vllm="),
+                          (longest, f"This model's maximum context length is {longest} tokens.")):  # fmt: skip
+        assert message in keepsight.fails("data", *ASKED, f"vllm={{max_model_len:{room}}}", f"out=data-{room}")
+    assert len(engine.made) == 2
+
+
+def made(keepsight: CommandLine, here: Path) -> list[dict[str, Any]]:
+    keepsight("data", *TINY, *DATA, "out=own")
+    return [row for path in sorted((here / "own").glob("shard-*.jsonl")) for row in read_jsonl(path)]
+
+
+def test_processes_of_one_launch_do_not_share_an_engine(
+    keepsight: CommandLine, engine: Vllm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("keepsight.data_gen.vllm_engine.launched", lambda: SimpleNamespace(num_processes=2))
+    said = keepsight.fails("data", *ASKED)
+    assert said == (
+        "backend=vllm uses all GPUs from one process; start keepsight data without accelerate launch or torchrun"
+    )
+    assert not engine.made
+
+
+def test_a_missing_vllm_is_one_line(keepsight: CommandLine, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)  # as where it is not installed
+    said = keepsight.fails("data", *ASKED)
+    assert said.startswith(
+        "backend=vllm needs the package vllm (pip install vllm); or start a server with it elsewhere"
+    )
+    assert not (here / "data").exists()

@@ -1,0 +1,1 @@
+../../keepsight/watched.py
