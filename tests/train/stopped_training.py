@@ -45,7 +45,8 @@ def _saved(*given: Any) -> None:
 
 
 if __name__ == "__main__":
-    _save, train.save = train.save, _saved
+    _save = train.save
+    train.save = _saved  # type: ignore[assignment]
     train.divide_layers = _divided
     train.LookaheadObjective = _stopped  # type: ignore[assignment, misc]
     status = main(["train", *sys.argv[1:]])
