@@ -68,10 +68,13 @@ test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_FLAGS)
 
 # What starts several processes, with DeepSpeed on the CPU as well, whose first run compiles for about a minute; and what
-# needs bitsandbytes, wandb or a server.
-test-slow: setup
+# needs bitsandbytes, wandb or a server. Launches wait for each other, other tests run beside them.
+test-slow: $(STAMP)-slow
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow $(PYTEST_FLAGS)
+
+$(STAMP)-slow: $(STAMP)
 	$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[dev,bitsandbytes,deepspeed,serving,trackers]'
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow
+	touch $@
 
 # What compares floats, with the kernels of older processors and this one's, and with one thread and two.
 test-cpus: setup

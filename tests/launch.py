@@ -1,11 +1,13 @@
 """Commands in two processes on the CPU."""
 
-import os
 import subprocess
-import sys
+import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from filelock import FileLock
+
+from tests.warm import ROOT, warm_python
+
 # What `accelerate launch` starts for several GPUs; for several processes on a CPU it starts one.
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
@@ -22,6 +24,12 @@ def launch(folder: Path, *command: str, config: str | None = None) -> subprocess
     if config is not None:
         launcher = ["-m", "accelerate.commands.launch", f"--config_file={ROOT / 'recipes/accelerate' / config}.yaml"]
         launcher += ["--num_processes=2"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    given = [sys.executable, *launcher, *command]
-    return subprocess.run(given, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
+    environment = warm_python()
+    given = [environment["PYTHON_EXEC"], *launcher, *command]
+    with one_launch():
+        return subprocess.run(given, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
+
+
+def one_launch() -> FileLock:
+    """Held while a test launches: `accelerate launch` takes the same port each time, and two processes both cores."""
+    return FileLock(Path(tempfile.gettempdir(), "keepsight-launch.lock"))

@@ -7,7 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.launch import one_launch
+from tests.warm import ROOT, warm_python
+
 SCRIPTS = {
     "train_lookahead.py": "train",
     "train_draft_head.py": "train_draft_head",
@@ -93,10 +95,20 @@ def small(line: str) -> list[str]:
     return SMALL[name if name in SMALL else given[0]].split()
 
 
-def type_in(line: str, folder: Path, *more: str) -> None:
-    """Run a line in processes of its own as a shell in the folder would, with further arguments."""
-    program, *words = shlex.split(line, comments=True)
-    given = [sys.executable, *_PROGRAMS[program], *words, *more]
+def type_in(line: str, folder: Path, *more: str, warm: bool = False) -> None:
+    """Run a line in processes of its own as a shell in the folder would, with further arguments.
+
+    Args:
+        line: Of a page.
+        folder: Working directory.
+        more: Further arguments.
+        warm: The processes are forks of one that has the imports: `tests/warm.py`.
+    """
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(given, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
+    if warm:
+        environment = warm_python()
+    program, *words = shlex.split(line, comments=True)
+    given = [environment.get("PYTHON_EXEC", sys.executable), *_PROGRAMS[program], *words, *more]
+    with one_launch():
+        done = subprocess.run(given, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-4000:]

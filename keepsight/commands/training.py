@@ -161,12 +161,13 @@ def metrics_text(metrics: Mapping[str, float]) -> str:
 
 
 def require_finished(finished: bool, config: TrainingConfig, trainer: ModuleTrainer[Any]) -> None:
-    """End the command of a training that was interrupted.
+    """End the command of a training that was interrupted, once every process has written what it writes.
 
     Raises:
         UserError: it was.
     """
     if not finished:
+        trainer.accelerator.wait_for_everyone()  # a launcher ends all processes when the first has failed
         raise UserError(
             f"interrupted at step {trainer.state.global_step}; the checkpoint and the weights so far are in "
             f"{config.out}: run the same command again to resume"

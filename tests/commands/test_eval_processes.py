@@ -1,8 +1,5 @@
 """`keepsight eval` in several processes: samples divided over processes, parts merged, stopped and gone on with."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +10,13 @@ from keepsight.eval.tasks.samples import Sample, render
 from keepsight.files import append_lines, read_jsonl, write_lines
 from tests.commands.commands import RUN_FILES, CommandLine, files_of_run
 from tests.eval.rows import CLOCKS, comparable
+from tests.launch import launch
 from tests.tiny import tiny_tokenizer
 
 pytestmark = pytest.mark.usefixtures("here")
 GIVEN = ["model.id=tiny", "model.device=cpu", "adapter=null", "methods=[snapkv,adakv]", "budgets=[40]", "samples=3"]
 TASK = ["tasks=[niah_multikey]", "lengths=[600]", "max_new_tokens=6", "question=multi"]
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def launch(folder: Path, *given: str) -> subprocess.CompletedProcess[str]:
-    """The command in two processes that take turns on the CPU."""
-    # What `accelerate launch` starts for several GPUs; on a CPU it starts one process.
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    given = ("-m", "keepsight", "eval", *GIVEN, *TASK, *given)
-    return subprocess.run([*command, *given], cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+EVAL = ["-m", "keepsight", "eval", *GIVEN, *TASK]
 
 
 def rows_of(out: Path) -> list[dict[str, Any]]:
@@ -37,7 +26,7 @@ def rows_of(out: Path) -> list[dict[str, Any]]:
 
 
 def test_two_processes_take_turns_with_the_contexts(here: Path) -> None:
-    result = launch(here, "out=two")
+    result = launch(here, *EVAL, "out=two")
     assert result.returncode == 0, result.stderr
     # The longest contexts come first, and each process takes every other one.
     lengths = {
@@ -62,7 +51,7 @@ def test_two_processes_give_what_one_gives_and_go_on_where_others_stopped(keepsi
     append_lines(here / "two" / "results-2.jsonl", rows[12:20])
     with (here / "two" / "results-1.jsonl").open("w") as stream:
         stream.write('{"task": "niah_mul')
-    result = launch(here, "out=two")
+    result = launch(here, *EVAL, "out=two")
     assert result.returncode == 0, result.stderr
     assert files_of_run(here / "two") == RUN_FILES
     assert rows_of(here / "two") == comparable(expected)

@@ -143,7 +143,7 @@ def type_line(line: str, keepsight: CommandLine, added: dict[str, str]) -> None:
     if line.startswith("keepsight"):
         keepsight(*(word for word in given if word != "..."), *more)
     else:
-        type_in(line, Path.cwd(), *more)
+        type_in(line, Path.cwd(), *more, warm=True)
     assert out is None or out.exists()
 
 
@@ -179,9 +179,10 @@ def test_answers_of_a_server(keepsight: CommandLine, place: Path, servers: dict[
 def marked(line: str) -> object:
     """Evaluations take seconds each, since their plots are drawn; other programs start anew."""
     is_slow = not line.startswith("keepsight") or command_of(line)[0] in ("eval", "report", "compare", "ablate")
-    slow = [pytest.mark.slow] if is_slow else []
+    marks = [pytest.mark.slow] if is_slow else []
     missing = [package for part, package in NEEDS.items() if part in line and find_spec(package) is None]
-    return pytest.param(line, marks=[*slow, *(pytest.mark.skip(f"needs the package {name}") for name in missing)])
+    marks += [pytest.mark.skip(f"needs the package {name}") for name in missing]
+    return pytest.param(line, marks=marks)
 
 
 @pytest.mark.parametrize("line", [marked(line) for line in FROM_GUIDES if command_of(line)])

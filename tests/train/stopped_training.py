@@ -1,11 +1,13 @@
 """`train_lookahead.py` whose second process gets a SIGTERM at its third batch, as a job that runs out of time.
 
+The first process takes its time to write the weights, and the second ends as soon as it may.
 Each process prints how many of the target's weights it held before FSDP2 divided them and when the module was made.
 """
 
 import os
 import signal
 import sys
+import time
 from typing import Any
 
 from torch import nn
@@ -37,7 +39,17 @@ def _stopped(lookahead: Lookahead, *given: Any) -> LookaheadObjective:
     return Disturbed(3, lambda _: os.kill(os.getpid(), signal.SIGTERM), lookahead, *given)
 
 
+def _saved(*given: Any) -> None:
+    time.sleep(2)
+    _save(*given)
+
+
 if __name__ == "__main__":
+    _save = train.save
+    train.save = _saved  # type: ignore[assignment]
     train.divide_layers = _divided
     train.LookaheadObjective = _stopped  # type: ignore[assignment, misc]
-    sys.exit(main(["train", *sys.argv[1:]]))
+    status = main(["train", *sys.argv[1:]])
+    if os.environ["RANK"] != "0":
+        time.sleep(0.5)  # for the first to say that it stopped, before its launcher ends it too
+    sys.exit(status)

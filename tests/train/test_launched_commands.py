@@ -1,4 +1,7 @@
-"""The README's commands for several processes, DeepSpeed, quantised targets and servers, run as they stand."""
+"""The README's commands for several processes, DeepSpeed, quantised targets and servers, run as they stand.
+
+Each starts its processes anew, unlike those of `tests/launch.py`.
+"""
 
 from importlib.util import find_spec
 from pathlib import Path
