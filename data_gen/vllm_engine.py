@@ -73,6 +73,12 @@ class VllmEngine:
                 )
         yield list(zip(prompts, [until(ends, list(answer.token_ids)) for answer in answers], strict=True))
 
+    def close(self) -> None:
+        """End the engine's processes, which would otherwise hold their memory as long as this one runs."""
+        if self._engine is not None:
+            self._engine.llm_engine.engine_core.shutdown()
+            self._engine = None
+
     def _start(self) -> Any:
         gpus = max(1, torch.cuda.device_count())
         given = {"model": self._target.source, "tensor_parallel_size": gpus, **self._options}

@@ -29,7 +29,7 @@ class Vllm(ModuleType):
     def __init__(self) -> None:
         super().__init__("vllm")
         self.made: list[dict[str, Any]] = []
-        self.calls = 0
+        self.calls = self.ended = 0
         self.fails_at = -1
         self.starts = True
 
@@ -66,7 +66,11 @@ class Vllm(ModuleType):
                 raise RuntimeError("EngineCore encountered an issue.\nSee stack trace (above) for the root cause.")
             return [answer(each["prompt_token_ids"], sampling) for each in prompts]
 
-        return SimpleNamespace(generate=generate)
+        def shutdown() -> None:
+            self.ended += 1
+
+        core = SimpleNamespace(shutdown=shutdown)
+        return SimpleNamespace(generate=generate, llm_engine=SimpleNamespace(engine_core=core))
 
 
 @pytest.fixture
@@ -124,6 +128,14 @@ def test_the_dtype_is_that_of_the_training(
     monkeypatch.setattr(data, "training_dtype", lambda model: "bfloat16")
     keepsight("data", *ASKED)
     assert [each["dtype"] for each in engine.made] == ["bfloat16"]
+
+
+@pytest.mark.parametrize("fails_at", [-1, 1])
+def test_the_engine_ends_with_the_data(keepsight: CommandLine, engine: Vllm, fails_at: int) -> None:
+    """Or its processes hold the GPU's memory while `keepsight fit` trains."""
+    engine.fails_at = fails_at
+    (keepsight if fails_at < 0 else keepsight.fails)("data", *ASKED)
+    assert (len(engine.made), engine.ended) == (1, 1)
 
 
 def test_an_engine_that_does_not_start_is_one_line(keepsight: CommandLine, engine: Vllm) -> None:

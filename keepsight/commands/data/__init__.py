@@ -10,6 +10,8 @@ A run that was killed resumes when the same command is run again. `stats` says w
 """
 
 import json
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -84,18 +86,18 @@ def run(config: Config) -> None:
     Mixture.from_config(values)  # so that nothing is asked of the Hub for a mixture that is wrong
     values = pinned(values, Path(config.out))
     mixture = Mixture.from_config(values)
-    target, backend = _answering(config)
-    manifest = generate_data(
-        target,
-        mixture,
-        values,
-        Path(config.out),
-        limit=config.limit,
-        seed=config.seed,
-        max_new_tokens=config.max_new_tokens,
-        shard_size=config.shard_size,
-        backend=backend,
-    )
+    with _answering(config) as (target, backend):
+        manifest = generate_data(
+            target,
+            mixture,
+            values,
+            Path(config.out),
+            limit=config.limit,
+            seed=config.seed,
+            max_new_tokens=config.max_new_tokens,
+            shard_size=config.shard_size,
+            backend=backend,
+        )
     if launched().is_main_process:
         print(
             f"{manifest['samples']} samples in {config.out}: {manifest['prompt_tokens']} prompt tokens, "
@@ -103,20 +105,23 @@ def run(config: Config) -> None:
         )
 
 
-def _answering(config: Config) -> tuple[Target, Backend]:
+@contextmanager
+def _answering(config: Config) -> Iterator[tuple[Target, Backend]]:
     """The target and who answers for it; only `transformers` loads its weights here."""
     if config.backend == "transformers":
         target = training_target(config)
-        return target, InThisProcess(target, config.batch_tokens)
-    if config.backend not in BACKENDS:
-        raise UserError(f"backend={config.backend} is unknown; choose one of {', '.join(BACKENDS)}")
-    if config.backend == "server":
+        yield target, InThisProcess(target, config.batch_tokens)
+    elif config.backend == "server":
         config.server.check()
-        return (target := answered_elsewhere(config)), Server(target, config.server)
-    model, target = config.model, answered_elsewhere(config)
-    dtype = training_dtype(model)
-    options = {"revision": model.revision, "dtype": dtype, "trust_remote_code": model.trust_remote_code}
-    return target, VllmEngine(target, options | config.vllm)
+        yield (target := answered_elsewhere(config)), Server(target, config.server)
+    elif config.backend == "vllm":
+        model, target = config.model, answered_elsewhere(config)
+        dtype = training_dtype(model)
+        options = {"revision": model.revision, "dtype": dtype, "trust_remote_code": model.trust_remote_code}
+        with closing(VllmEngine(target, options | config.vllm)) as engine:
+            yield target, engine
+    else:
+        raise UserError(f"backend={config.backend} is unknown; choose one of {', '.join(BACKENDS)}")
 
 
 def read_mixture(name: str) -> dict[str, Any]:
