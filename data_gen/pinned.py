@@ -1,4 +1,4 @@
-"""Data sets of the Hub at fixed commits, also where a mixture names a branch: a resumed run reads the same rows."""
+"""Data sets of the Hub at fixed commits, also where a mixture names a branch, a tag or the start of a commit."""
 
 import logging
 import re
@@ -13,11 +13,12 @@ from keepsight.files import read_json
 logger = logging.getLogger("keepsight")
 
 _COMMIT = re.compile(r"(.*@)?[0-9a-f]{40}")
+_START = re.compile(r"[0-9a-f]{7,39}")  # as the Hub's pages show commits; its files are fetched by whole ones alone
 _SECONDS = 20.0
 
 
 def pinned(mixture: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """A mixture whose data sets of the Hub are named by a commit: `main` becomes `main@COMMIT`.
+    """A mixture whose data sets of the Hub are named by a commit: `main` becomes `main@COMMIT`, and so does `48e268d`.
 
     Args:
         mixture: As plain values, found right.
@@ -49,8 +50,11 @@ def _pinned(source: dict[str, Any], before: list[dict[str, Any]]) -> dict[str, A
 
 
 def _asked(name: str, revision: str) -> str:
+    api = HfApi()
     try:
-        commit = HfApi().dataset_info(name, revision=revision, timeout=_SECONDS).sha
+        history = api.list_repo_commits(name, repo_type="dataset") if _START.fullmatch(revision) else []
+        commits = (each.commit_id for each in history if each.commit_id.startswith(revision))
+        commit = next(commits, None) or api.dataset_info(name, revision=revision, timeout=_SECONDS).sha
     except Exception as error:  # of the Hub, its client and the network; reading the data set says what is missing
         reason = " ".join(str(error).split())[:200]
         logger.warning("data set %s: the commit of %s is unknown, its rows may change (%s)", name, revision, reason)

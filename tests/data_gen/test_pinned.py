@@ -23,7 +23,7 @@ SOURCE = {"kind": "hub_dataset", "id": "ada/rows", "license": "mit", "prompt": "
 
 
 class Hub(ThreadingHTTPServer):
-    """Says the commit of each branch of one data set, through the Hub's own interface."""
+    """Says the commit of each branch of one data set, and its history, through the Hub's own interface."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Answer)
@@ -35,9 +35,14 @@ class Answer(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.server.asked.append(self.path)
-        commit = self.server.commits.get(self.path.removeprefix("/api/datasets/ada/rows/revision/"))
-        body = json.dumps({"id": "ada/rows", "sha": commit} if commit else {"error": "Revision Not Found"}).encode()
-        self.send_response(200 if commit else 404)
+        name = self.path.removeprefix("/api/datasets/ada/rows/").partition("?")[0]
+        commit = self.server.commits.get(name.removeprefix("revision/"))
+        found: Any = {"id": "ada/rows", "sha": commit} if commit else None
+        if name == "commits/main":
+            date = "2026-01-01T00:00:00.000Z"
+            found = [{"id": each, "title": "", "message": "", "date": date, "authors": []} for each in (NEW, OLD)]
+        body = json.dumps(found or {"error": "Revision Not Found"}).encode()
+        self.send_response(200 if found else 404)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
@@ -71,6 +76,19 @@ def test_branches_and_tags_become_commits(hub: Hub, tmp_path: Path) -> None:
     made = pinned({"max_tokens": 100, "sources": sources}, tmp_path)
     assert made["max_tokens"] == 100 and revisions(made) == [f"main@{OLD}", f"v1@{'1' * 40}", NEW, None]
     assert len(hub.asked) == 2
+
+
+def test_the_start_of_a_commit_is_that_commit(hub: Hub, tmp_path: Path) -> None:
+    mixture = {"sources": [{**SOURCE, "revision": OLD[:7]}]}
+    first = pinned(mixture, tmp_path)
+    assert revisions(first) == [f"{OLD[:7]}@{OLD}"] and len(hub.asked) == 1
+    begun(tmp_path, first)
+    assert pinned(mixture, tmp_path) == first and len(hub.asked) == 1
+
+
+def test_a_tag_that_looks_like_the_start_of_a_commit_is_a_tag(hub: Hub, tmp_path: Path) -> None:
+    hub.commits["20260101"] = NEW
+    assert revisions(pinned({"sources": [{**SOURCE, "revision": "20260101"}]}, tmp_path)) == [f"20260101@{NEW}"]
 
 
 def test_a_run_that_resumes_reads_the_rows_it_began_with(hub: Hub, tmp_path: Path) -> None:
