@@ -40,9 +40,11 @@ class Softmax(NamedTuple):
         return self.sinks.float().view(kv_heads, -1).repeat_interleave(rows, dim=1)[..., None]
 
     def normalised(self, logits: Tensor) -> Tensor:
-        """The weights of grouped logits [B, K, H / K, q, S], masked ones very low or -inf."""
+        """The weights of grouped logits [B, K, H / K, q, S], masked ones very low or -inf; the logits are lost."""
         if self.sinks is None:
-            return logits.softmax(dim=-1)
+            # In place: a CPU gives the memory of another tensor of that size back, and pays for it, in each layer.
+            in_place = logits.is_cpu and not torch.is_grad_enabled()
+            return torch.softmax(logits, dim=-1, out=logits) if in_place else logits.softmax(dim=-1)
         sinks = self.sinks.float().view(1, logits.shape[1], -1, 1, 1).expand(*logits.shape[:-1], 1)
         return torch.cat([logits, sinks], dim=-1).softmax(dim=-1)[..., :-1]
 

@@ -25,6 +25,8 @@ from keepsight.runtime.method import Method
 from keepsight.runtime.prefill import context_of, prefill
 from keepsight.runtime.state import State
 
+_LEAST_SECONDS = 2.0
+
 
 def bench_sweep(
     target: Target, methods: Mapping[str, Method], tokens: int, answer_tokens: int, samples: int
@@ -82,10 +84,11 @@ def bench_evict(target: Target, methods: Mapping[str, Evict], lengths: Sequence[
         target: The model; prompts are random tokens.
         methods: Methods by the name to print.
         lengths: Prompt lengths in tokens.
-        repeats: Timed repetitions, after one to warm up; medians are printed.
+        repeats: Timed repetitions, after one to warm up; medians are printed. Observing and selecting, which are short,
+            are repeated for two seconds each.
     """
     yield (
-        f"{torch.get_num_threads()} threads, median of {repeats}; peak: beyond what the prefill holds; "
+        f"{torch.get_num_threads()} threads, median of at least {repeats}; peak: beyond what the prefill holds; "
         "KV: the most bytes of keys and values while the prompt is read and compressed"
     )
     heads = f"{'observe ms':>11}{'select ms':>11}{'of prefill':>12}{'peak MiB':>10}{'KV MiB':>9}"
@@ -125,7 +128,7 @@ def _line(name: str, method: Evict, target: Target, state: State, repeats: int, 
     def observe() -> list[torch.Tensor]:
         return method.observe(target.model, state)
 
-    seconds = [median_seconds(step, repeats) for step in (observe, select)]
+    seconds = [median_seconds(step, repeats, _LEAST_SECONDS) for step in (observe, select)]
     peak = max(peak_bytes(step) for step in (observe, select)) / 2**20
     share = sum(seconds) / prefill_seconds
     return (

@@ -37,9 +37,19 @@ def seconds_of(action: Callable[[], object]) -> float:
 
 
 @torch.no_grad()
-def median_seconds(action: Callable[[], object], repeats: int) -> float:
-    """Median seconds of an action, after one run to warm up."""
-    return statistics.median([seconds_of(action) for _ in range(repeats + 1)][1:])
+def median_seconds(action: Callable[[], object], repeats: int, least: float = 0.0) -> float:
+    """Median seconds of an action, after one run to warm up.
+
+    Args:
+        action: What is timed.
+        repeats: Minimum number of runs.
+        least: Minimum seconds that all runs take together, so that short actions are run more often.
+    """
+    action()
+    times: list[float] = []
+    while len(times) < repeats or sum(times) < least:
+        times.append(seconds_of(action))
+    return statistics.median(times)
 
 
 def _synchronize() -> None:

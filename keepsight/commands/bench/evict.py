@@ -24,7 +24,7 @@ class Config(Recipe):
         lengths: Prompt lengths in tokens.
         methods: Names of methods that evict.
         budgets: KV entries per head.
-        repeats: Timed repetitions, after one to warm up.
+        repeats: Timed repetitions, after one to warm up; observing and selecting are repeated for two seconds or more.
     """
 
     lengths: list[int] = field(default_factory=lambda: [1024, 4096])

@@ -1,0 +1,26 @@
+"""Attention weights: written over the logits where nobody needs these, and the same as where they are kept."""
+
+import pytest
+import torch
+
+from keepsight.runtime.softmax import Softmax
+
+SHAPES = [(1, 3, 3, 32, 97), (2, 1, 4, 1, 4128), (1, 2, 1, 5, 1), (1, 8, 4, 32, 1033)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_weights_over_the_logits_are_those_beside_them(shape: tuple[int, ...]) -> None:
+    logits = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 9
+    logits[..., :: max(2, shape[-1] // 3)][..., 1:] = -torch.inf
+    expected = logits.clone().softmax(dim=-1)
+    with torch.no_grad():
+        weights = Softmax(1.0).normalised(logits)
+    assert torch.equal(weights, expected) and weights.data_ptr() == logits.data_ptr()
+
+
+def test_logits_that_gradients_need_stay() -> None:
+    logits = torch.randn(1, 2, 2, 3, 7, requires_grad=True)
+    before = logits.detach().clone()
+    weights = Softmax(1.0).normalised(logits)
+    weights.square().sum().backward()
+    assert torch.equal(logits.detach(), before) and logits.grad is not None and bool(logits.grad.any())
