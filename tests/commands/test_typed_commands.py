@@ -19,7 +19,7 @@ from keepsight.models.retrieval_head_files import save_retrieval_head
 from keepsight.models.targets import load_target
 from keepsight.runtime.methods import METHODS
 from tests.commands.commands import CommandLine
-from tests.data_gen.test_server import server, speaks
+from tests.data_gen.served import server, speaks
 from tests.eval.judging import endpoint
 from tests.eval.pictured import row, save_pictured_target, without_videos, write_data_set
 from tests.models.modules import random_on, save

@@ -1,0 +1,116 @@
+"""A server of completions on the loopback, played by a test, and keepsight's client of it."""
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import torch
+
+from keepsight.data_gen.answers import Rendered, answer
+from keepsight.data_gen.server import Server, ServerSettings
+from keepsight.models.targets import Target
+
+Reply = tuple[int, dict[str, Any]] | None
+Say = Callable[[dict[str, Any]], Reply]
+
+
+def prompts(*lengths: int) -> list[Rendered]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        Rendered(index, "test", torch.randint(6, 300, (length,), generator=generator).tolist(), None)
+        for index, length in enumerate(lengths)
+    ]
+
+
+@dataclass
+class Heard:
+    """What a server was asked, and how many requests it had at once at most."""
+
+    url: str
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    headers: list[dict[str, str]] = field(default_factory=list)
+    at_once: int = 0
+    most_at_once: int = 0
+    lock: Any = field(default_factory=threading.Lock)
+
+
+@contextmanager
+def server(say: Say, port: int = 0) -> Iterator[Heard]:
+    """A server whose replies `say` gives, as a status and a body; None breaks the connection."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            with heard.lock:
+                heard.bodies.append(body)
+                heard.headers.append(dict(self.headers))
+                heard.at_once += 1
+                heard.most_at_once = max(heard.most_at_once, heard.at_once)
+            reply = say(body) if self.path == "/v1/completions" else (404, {"error": "no such path"})
+            with heard.lock:
+                heard.at_once -= 1
+            if reply is None:
+                self.connection.close()
+                return
+            data = json.dumps(reply[1]).encode()
+            self.send_response(reply[0])
+            if 300 <= reply[0] < 400:
+                self.send_header("Location", f"{heard.url}/elsewhere")
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+        def handle(self) -> None:
+            with suppress(OSError, ValueError):  # the client was killed, or the connection was broken on purpose
+                super().handle()
+
+    made = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    made.daemon_threads = True
+    heard = Heard(f"http://127.0.0.1:{made.server_port}/v1")
+    threading.Thread(target=made.serve_forever, daemon=True).start()
+    try:
+        yield heard
+    finally:
+        made.shutdown()
+        made.server_close()
+
+
+def speaks(target: Target, takes: str = "ids and back") -> Say:
+    """The target itself behind a server that takes prompts as ids, and returns ids, or text only."""
+    lock = threading.Lock()
+
+    def say(body: dict[str, Any]) -> Reply:
+        prompt = body["prompt"]
+        if "return_token_ids" in body and takes != "ids and back":
+            return 422, {"error": "unknown field return_token_ids"}
+        if takes == "text" and not isinstance(prompt, str):
+            return 400, {"detail": "prompt must be a string."}
+        assert body["temperature"] == 0.0 and body["model"] == "served"
+        ids = target.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
+        with lock:
+            made = answer(target, [Rendered(0, "", ids, None)], body["max_tokens"])[0]
+        text = target.tokenizer.decode(made, skip_special_tokens=True)
+        choice: dict[str, Any] = {"text": text, "finish_reason": "stop" if made[-1] in target.end_tokens else "length"}
+        if takes == "ids and back":
+            choice["token_ids"] = made
+        return 200, {"choices": [choice], "usage": {"prompt_tokens": len(ids)}}
+
+    return say
+
+
+def client(target: Target, heard: Heard, **changes: Any) -> Server:
+    settings: dict[str, Any] = {"url": heard.url, "model": "served", "tries": 3, **changes}
+    return Server(target, ServerSettings(**settings))
+
+
+def answered(backend: Server, asked: list[Rendered], longest: int = 12) -> dict[int, list[int]]:
+    pairs = [(prompt.index, ids) for ready in backend(asked, longest) for prompt, ids in ready]
+    assert len(dict(pairs)) == len(pairs) == len(asked)
+    return dict(pairs)
