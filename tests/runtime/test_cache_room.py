@@ -3,6 +3,7 @@
 import itertools
 import random
 
+import numpy as np
 import pytest
 import torch
 
@@ -23,7 +24,7 @@ def selected() -> KeptLayer:
 
 def ragged() -> KeptLayer:
     keys, values = torch.randn(2, 4, 4)
-    return RaggedLayer(keys, values, torch.tensor([[3, 1]]), 5)
+    return RaggedLayer(keys, values, np.array([[3, 1]]), 5)
 
 
 def head_keys() -> HeadKeys:

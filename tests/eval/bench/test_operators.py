@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from keepsight.eval.bench.operators import STEPS, bench_operators, count, operators_of, operators_of_plain_step
+from keepsight.runtime.cache_layers import RaggedLayer
 from keepsight.runtime.methods import H2O, TOVA, AdaKV, Kivi, LookaheadKV, PyramidKV, SnapKV, SpeCache, StreamingLLM
+from keepsight.runtime.prefill import read
 from tests.models.modules import random_module, random_on, save
 from tests.tiny import prompt_ids, tiny_model
 
@@ -80,6 +82,13 @@ def test_a_budget_that_depends_on_no_score_never_waits_for_the_device(counts: di
 def test_a_budget_by_score_waits_once_a_prompt_and_not_in_every_layer(counts: dict[str, Any]) -> None:
     """AdaKV: for the numbers of entries, and in gathering again."""
     assert [counts["adakv"][step].syncs for step in STEPS] == [0, 1, 1, 0]
+
+
+@pytest.mark.parametrize("during", [None, False])
+def test_heads_that_differ_are_padded_for_the_first_token_without_waiting(model: Any, during: bool | None) -> None:
+    state, token = AdaKV(64, during_prefill=during).start(model, prompt_ids(300)[0]), prompt_ids(1)[0]
+    assert any(isinstance(layer, RaggedLayer) for layer in state.cache.layers)
+    assert count(lambda: read(model, state, token)).syncs == 0
 
 
 MOST = {"snapkv": (11, 17, 4), "lookaheadkv": (57, 16, 4), "h2o": (1, 16, 7), "streamingllm": (2, 15, 4)}
