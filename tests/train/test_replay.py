@@ -2,17 +2,27 @@
 
 import random
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from keepsight.errors import UserError
 from keepsight.train.dataset import Batch, SampleDataset, Use, collate
+from keepsight.train.lookahead.objective import LookaheadObjective
 from keepsight.train.lookahead.trainer import LookaheadTrainer
+from keepsight.train.objective import ReplayedObjective
 from keepsight.train.replay import Reading, ReadingBuffer, ReplaySampler, pack, replay_order, unpack
+from keepsight.train.retrieval_head.objective import RetrievalObjective
 from keepsight.train.run import TrainingRun
 from keepsight.train.settings import ReplaySettings
+from keepsight.units import read_bytes
+from tests.models.retrieval_heads import tiny_retrieval_head
+from tests.tiny import tiny_model
 from tests.train import runs
 from tests.train.runs import crash, disturbed, objective, same, samples, tensors
 
@@ -83,22 +93,61 @@ def _gradients(module: torch.nn.Module) -> list[torch.Tensor]:
     return [weight.grad.clone() for weight in module.parameters() if weight.grad is not None]
 
 
+def long_batch() -> Batch:
+    """Prompts with far entries."""
+    rows = [replace(each, prompt_ids=each.prompt_ids * 3) for each in samples(3)]
+    dataset = SampleDataset(rows)
+    return Batch(**collate([dataset[Use(place, 0, True)] for place in (0, 2)]))
+
+
+def with_target_in(dtype: torch.dtype, one: LookaheadObjective) -> None:
+    target: Any = one.lookahead.model  # transformers hides the types of `to`
+    target.to(dtype)
+
+
+def fresh_and_replayed(one: ReplayedObjective, batch: Batch, dtype: str) -> list[tuple[float, torch.Tensor]]:
+    """Loss, and the gradients in one, of a reading as it is and of one that was packed."""
+    found = []
+    for buffer in (None, ReadingBuffer(ReplaySettings(dtype=dtype))):
+        one.buffer = buffer
+        one.zero_grad()
+        loss = one.loss(batch)
+        loss.backward()
+        found.append((loss.item(), torch.cat([each.flatten() for each in _gradients(one)])))
+    return found
+
+
+@pytest.mark.parametrize("far", [0.0, 0.5])
+@pytest.mark.parametrize("target", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
-def test_packing_changes_loss_and_gradients_by_next_to_nothing(dtype: str) -> None:
-    one, batch = objective(), batch_of([0, 3])
+def test_packing_changes_loss_and_gradients_by_next_to_nothing(dtype: str, target: torch.dtype, far: float) -> None:
+    one = objective()
+    with_target_in(target, one)
+    one.far = far
+    (exact, gradient), (packed, of_packed) = fresh_and_replayed(one, long_batch(), dtype)
+    assert packed == pytest.approx(exact, rel=0.005)
+    assert packed != exact or dtype == "bfloat16"
+    assert torch.cosine_similarity(gradient, of_packed, dim=0) > 0.999
+
+
+def lookahead_with_far() -> ReplayedObjective:
+    one = objective()
+    with_target_in(torch.bfloat16, one)
     one.far = 0.5
-    exact = one.loss(batch)
-    exact.backward()
-    gradients = _gradients(one)
-    one.zero_grad()
-    one.buffer = ReadingBuffer(ReplaySettings(dtype=dtype))
-    packed = one.loss(batch)
-    packed.backward()
-    assert packed.item() == pytest.approx(exact.item(), rel=0.02)
-    assert packed.item() != exact.item()
-    flat = [torch.cat([each.flatten() for each in side]) for side in (gradients, _gradients(one))]
-    cosine = torch.cosine_similarity(flat[0], flat[1], dim=0)
-    assert cosine > 0.999
+    return one
+
+
+def retrieval_with_answers() -> ReplayedObjective:
+    return RetrievalObjective(tiny_retrieval_head(), tiny_model().to(torch.bfloat16), 12, 2.0, answers=0.5)
+
+
+@pytest.mark.parametrize("make", [lookahead_with_far, retrieval_with_answers])
+def test_in_the_targets_dtype_replayed_loss_and_gradients_are_the_fresh_ones(
+    make: Callable[[], ReplayedObjective],
+) -> None:
+    (exact, gradient), (packed, of_packed) = fresh_and_replayed(make(), long_batch(), "bfloat16")
+    assert packed == exact
+    assert torch.equal(gradient, of_packed)
 
 
 def test_int8_rounds_by_half_a_step_of_each_head_and_token() -> None:
@@ -170,6 +219,28 @@ def test_the_target_is_read_once_a_sample_and_held_out_ones_once(tmp_path: Path)
     counted = Counter(calls[1:])  # the first one tells how many bytes a reading takes
     assert set(counted.values()) == {1}
     assert len(counted.keys() - held_out) == 6
+
+
+@pytest.mark.parametrize(
+    ("held_out", "memory", "on_disk"), [(0, "60KB", False), (2, "30KB", True), (2, "60KB", False), (12, "30KB", False)]
+)
+def test_a_training_holds_no_more_than_its_memory(
+    held_out: int, memory: str, on_disk: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes that are really held after each use, those of held-out samples included."""
+    held, take = list[int](), ReadingBuffer.take
+
+    def noting(self: ReadingBuffer, batch: Batch, read: Callable[[], Reading]) -> Reading:
+        taken = take(self, batch, read)
+        kept = [load_file(each) if isinstance(each, Path) else each for each in self._held.values()]
+        held.append(sum(tensor.nbytes for each in kept for tensor in each.values()))
+        return taken
+
+    monkeypatch.setattr(ReadingBuffer, "take", noting)
+    replay = ReplaySettings(memory, str(tmp_path / "readings") if on_disk else None)
+    settings = runs.settings(replays=4, steps=24, held_out=held_out)
+    LookaheadTrainer(objective(), settings, TrainingRun(tmp_path / "work", samples(40), replay=replay)).fit()
+    assert 0.6 * read_bytes(memory) < max(held) <= read_bytes(memory)
 
 
 def test_what_keeps_no_readings_says_so(tmp_path: Path) -> None:
