@@ -26,6 +26,7 @@ KNOWN: dict[str, tuple[Callable[[], object], int, int]] = {
     "a truth value": (lambda: bool((X > 1).all()), 3, 1),
     "a number": (lambda: int(X.max()), 2, 1),
     "tolist": (lambda: X.tolist(), 0, 1),
+    "a comparison": (lambda: torch.equal(X, X), 1, 1),
     "nonzero": (lambda: X.nonzero(), 1, 1),
     "a boolean index": (lambda: X[MASK], 1, 1),
     "writing at a boolean index": (lambda: X.clone().index_put_((MASK,), X[0]), 2, 1),
