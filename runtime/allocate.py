@@ -208,7 +208,8 @@ class Adaptive(Allocation):
         most, device = int(free.max()), importance[0].device
         best = torch.stack([self._best(*each, most).to(device) for each in zip(importance, free, strict=True)])
         if promised.any():
-            ahead = torch.from_numpy(promised).to(device)[..., None] > torch.arange(best.shape[-1], device=device)
+            ahead = torch.from_numpy(promised).to(device, non_blocking=True)[..., None]
+            ahead = ahead > torch.arange(best.shape[-1], device=device)
             best.masked_fill_(ahead, torch.inf)
         chosen = top_mask(best.flatten(2), free).view_as(best)
         return np.array(chosen.sum(dim=-1).tolist())  # the only thing to wait for

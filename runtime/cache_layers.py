@@ -6,15 +6,19 @@ its *physical* length counts the entries held. KV heads with different numbers o
 """
 
 import copy
+import math
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 from transformers.cache_utils import DynamicLayer
 from typing_extensions import override
 
 from keepsight.errors import UserError
+from keepsight.runtime.rounding import Counts
 
 ROOM = 64
 """Least room, in entries, that a cache adds when it grows; memory plans count it."""
@@ -121,12 +125,13 @@ class KeptLayer(DynamicLayer):
 class RaggedLayer(KeptLayer):
     """Different numbers of entries per KV head, stored without padding; entries appended later have one length.
 
-    From the first update on all entries are held in one padded form, to which tokens are appended in place.
+    From the first update on all entries are held in one padded form, to which tokens are appended in place. How many
+    each head has is known without waiting for the device.
 
     Args:
         kept_keys: [total, d], concatenated over heads, then rows.
         kept_values: [total, d].
-        counts: [B, K] int64: entries of each head; they sum up to `total`.
+        counts: [B, K], entries of each head; they sum up to `total`.
         seen: Logical length.
         appended: Keys and values [B, K, T, d] appended since; none by default.
     """
@@ -135,7 +140,7 @@ class RaggedLayer(KeptLayer):
         self,
         kept_keys: Tensor,
         kept_values: Tensor,
-        counts: Tensor,
+        counts: Counts,
         seen: int,
         appended: tuple[Tensor, Tensor] | None = None,
     ) -> None:
@@ -195,13 +200,14 @@ class RaggedLayer(KeptLayer):
         """All entries, padded on the left to the longest head."""
         if isinstance(self._held, KeptLayer):
             return self._held.entries()
-        longest = int(self.counts.max())
-        real = torch.arange(longest, device=self.counts.device) >= longest - self.counts[..., None]
+        real, device = _padded(self.counts), self.keys.device
+        places = torch.from_numpy(np.flatnonzero(real)).to(device, non_blocking=True)
         keys, values = (
-            torch.cat([_unpack(kept, real), appended], dim=2)
+            torch.cat([_unpack(kept, places, real.shape), appended], dim=2)
             for kept, appended in zip(self._held, (self.keys, self.values), strict=True)
         )
-        return LayerEntries(keys, values, functional.pad(real, (0, self.keys.shape[2]), value=True))
+        marks = torch.from_numpy(real).to(device, non_blocking=True)
+        return LayerEntries(keys, values, functional.pad(marks, (0, self.keys.shape[2]), value=True))
 
     @override
     def crop(self, tokens_to_remove: int) -> None:
@@ -222,8 +228,13 @@ class RaggedLayer(KeptLayer):
         return twin
 
 
-def _unpack(packed: Tensor, real: Tensor) -> Tensor:
-    """[total, d] -> [B, K, C, d], zeros where `real` is False."""
-    padded = packed.new_zeros(*real.shape, packed.shape[-1])
-    padded[real] = packed
-    return padded
+def _unpack(packed: Tensor, places: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """[total, d] -> [B, K, C, d] of the shape [B, K, C], zeros but at the places [total] int64 of all B x K x C."""
+    padded = packed.new_zeros(math.prod(shape), packed.shape[1])
+    return padded.index_copy_(0, places, packed).view(*shape, packed.shape[1])
+
+
+def _padded(counts: Counts) -> NDArray[np.bool_]:
+    """[B, K, C] bool, C being the largest of the counts [B, K]: False for padding on the left."""
+    longest = counts.max()
+    return np.arange(longest) >= longest - counts[..., None]

@@ -73,7 +73,7 @@ def kept_layer(
     # Whole rows are copied: indexing by the mask itself would copy number by number.
     keys, values = (each.reshape(-1, each.shape[-1]).index_select(0, rows) for each in (held.keys, held.values))
     if count is None:
-        return RaggedLayer(keys, values, torch.from_numpy(counts).to(mask.device), seen)
+        return RaggedLayer(keys, values, counts, seen)
     shape = *mask.shape[:2], count
     keys, values = (each.view(*shape, each.shape[-1]) for each in (keys, values))
     return KeptLayer(keys, values, seen, mask.new_ones(shape) if marked else None)

@@ -211,7 +211,8 @@ def top_mask(importance: Tensor, count: int | Counts) -> Tensor:
     if isinstance(count, int):
         wanted, threshold = count, best[..., -1:]
     else:
-        last, wanted = torch.from_numpy(np.stack([count.clip(min=1) - 1, count])[..., None]).to(importance.device)
+        ends = torch.from_numpy(np.stack([count.clip(min=1) - 1, count])[..., None])
+        last, wanted = ends.to(importance.device, non_blocking=True)
         threshold = best.gather(-1, last)
     above = importance > threshold
     tied = importance == threshold

@@ -18,13 +18,11 @@ class LookAfter:
     """The attention of observers to stored entries and to each other. Differentiable.
 
     Attributes:
-        stored: [B, K, (H / K) x q, N] float32, to the stored entries.
-        own: [B, K, (H / K) x q, q] float32, to the observers themselves, causal.
+        weights: [B, K, (H / K) x q, N + q] float32, to the stored entries and, causal, to the observers themselves.
         rows: q, number of observers.
     """
 
-    stored: Tensor
-    own: Tensor
+    weights: Tensor
     rows: int
 
     @classmethod
@@ -43,18 +41,18 @@ class LookAfter:
         batch, _, rows, width = query.shape
         grouped = query.reshape(batch, keys.shape[1], -1, width)
         logits = _logits(grouped, keys, own_keys, softmax, None if real is None else ~real[:, :, None])
-        weights = softmax.normalised(logits.unflatten(2, (-1, rows))).flatten(2, 3)
-        return cls(weights[..., : keys.shape[2]], weights[..., keys.shape[2] :], rows)
+        return cls(softmax.normalised(logits.unflatten(2, (-1, rows))).flatten(2, 3), rows)
 
     def importance(self, reduction: str) -> Tensor:
         """[B, H, N] float32, as `observed_attention` returns it for the stored entries; by `mean` or `max`."""
-        by_head = self.stored.unflatten(2, (-1, self.rows))
+        by_head = self.weights[..., : -self.rows].unflatten(2, (-1, self.rows))
         return (by_head.amax(3) if reduction == "max" else by_head.mean(3)).flatten(1, 2)
 
     def output(self, values: Tensor, own_values: Tensor) -> Tensor:
         """The output [B, q, H, d] of softmax attention, from values [B, K, N, d] and [B, K, q, d]."""
-        of_stored = self.stored.to(values.dtype) @ values
-        rows = (each.flatten(0, 1) for each in (of_stored, self.own.to(values.dtype), own_values))
+        stored, own = self.weights.to(values.dtype).tensor_split([-self.rows], dim=-1)
+        of_stored = stored @ values
+        rows = (each.flatten(0, 1) for each in (of_stored, own, own_values))
         seen = torch.baddbmm(*rows).to(values.dtype).view_as(of_stored)
         by_head = seen.unflatten(2, (-1, self.rows)).flatten(1, 2)
         return by_head.transpose(1, 2).contiguous()

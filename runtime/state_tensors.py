@@ -69,7 +69,8 @@ def layer_tensors(layer: Any) -> dict[str, Tensor | None]:
     if isinstance(layer, KeptLayer):
         of_layer |= {"real": layer.real}
     if isinstance(layer, RaggedLayer):
-        of_layer |= {"kept_keys": layer.kept_keys, "kept_values": layer.kept_values, "counts": layer.counts}
+        counts = torch.from_numpy(layer.counts)
+        of_layer |= {"kept_keys": layer.kept_keys, "kept_values": layer.kept_values, "counts": counts}
     return of_layer
 
 
@@ -131,7 +132,8 @@ def layer_of_tensors(empty: Any, tensors: dict[str, Tensor], seen: int) -> Any:
         return layer
     keys, values = tensors["keys"], tensors["values"]
     if "counts" in tensors:
-        return RaggedLayer(tensors["kept_keys"], tensors["kept_values"], tensors["counts"], seen, (keys, values))
+        counts = tensors["counts"].cpu().numpy()
+        return RaggedLayer(tensors["kept_keys"], tensors["kept_values"], counts, seen, (keys, values))
     if "real" in tensors:
         return KeptLayer(keys, values, seen, tensors["real"])
     return filled_layer(empty, keys, values, seen)

@@ -1,10 +1,13 @@
 """The trainer of a small module beside a frozen target: its data, its loss, and its measurements."""
 
 import logging
+import math
 from abc import abstractmethod
+from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any, cast
 
 import torch
@@ -88,7 +91,7 @@ class ModuleTrainer(CheckpointedTrainer[ObjectiveT]):
             logger.warning("held-out samples: %s, so that their fidelity may flatter the module", self._held_out)
         self.callback_handler.callbacks.insert(0, Throughput(objective, settings))  # before what sends the logs
         self.metrics, self._indices = {}, []
-        self._replay = run.replay if settings.replays > 1 else None
+        self._replay, self._held_out_kept = run.replay if settings.replays > 1 else None, 0
         if self._replay is not None:
             self._check_replay(self._replay)
             self._fixed |= {"replay.memory": self._replay.memory, "replay.dtype": self._replay.dtype}
@@ -151,9 +154,10 @@ class ModuleTrainer(CheckpointedTrainer[ObjectiveT]):
         """
 
     def held_out_batches(self) -> Iterator[dict[str, Any]]:
-        """The held-out samples in batches made by `collate`, on the model's device; their readings may be kept."""
+        """The held-out samples in batches made by `collate`, on the model's device; some readings are kept."""
         loader = DataLoader(self.eval_dataset, self.args.per_device_train_batch_size, collate_fn=collate)  # type: ignore[arg-type]
-        return (self._prepare_inputs(batch | {"last": False}) for batch in loader)
+        for number, batch in enumerate(loader):
+            yield self._prepare_inputs(batch | {"last": number >= self._held_out_kept})
 
     def log_rows(self) -> list[dict[str, Any]]:
         """The logged losses, then the measurements."""
@@ -175,10 +179,16 @@ class ModuleTrainer(CheckpointedTrainer[ObjectiveT]):
         return GroupedByLength(samples, self.samples_per_step, settings.seed)
 
     def _replay_sampler(self, samples: SampleDataset, replay: ReplaySettings) -> ReplaySampler:
-        lengths = [samples[place]["length"] for place in range(len(samples))]
+        """Half of the memory at most keeps readings of held-out samples; training has the rest."""
+        lengths, held_out = _lengths(samples), _lengths(cast(SampleDataset, self.eval_dataset))
         longest: Any = self._prepare_inputs(collate([samples[lengths.index(max(lengths))]]))
         token_bytes = cast(ReplayedObjective, self.objective).token_bytes(Batch(**longest))
-        return ReplaySampler(lengths, token_bytes, read_bytes(replay.memory), self.settings, self.args.world_size)
+        memory, size = read_bytes(replay.memory), self.args.per_device_train_batch_size
+        batches = [held_out[start : start + size] for start in range(0, len(held_out), size)]
+        taken = [0, *accumulate(math.ceil(token_bytes * len(each) * max(each)) for each in batches)]
+        self._held_out_kept = bisect_right(taken, memory // 2) - 1
+        left = memory - taken[self._held_out_kept]
+        return ReplaySampler(lengths, token_bytes, left, self.settings, self.args.world_size)
 
     @override
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
@@ -210,3 +220,7 @@ class ModuleTrainer(CheckpointedTrainer[ObjectiveT]):
             append_lines(self.work / MEASUREMENTS, [{"step": self.state.global_step, **measured}])
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, self.metrics)
         return self.metrics
+
+
+def _lengths(samples: SampleDataset) -> list[int]:
+    return [samples[place]["length"] for place in range(len(samples))]

@@ -85,7 +85,11 @@ class ReplayedObjective(Objective):
         return self.read(batch) if self.buffer is None else self.buffer.take(batch, lambda: self.read(batch))
 
     def token_bytes(self, batch: Batch) -> float:
-        """Bytes that the kept reading of a batch takes per token."""
+        """Bytes that a reading takes, when it is kept, per token; measured on a batch of one sample."""
         assert self.buffer is not None
+        return self.buffer.bytes_of(self.read(batch)) / self.kept_tokens(batch)
+
+    def kept_tokens(self, batch: Batch) -> int:
+        """Number of tokens that the reading of a batch tells of, padding included."""
         ids, _ = batch.joined()
-        return self.buffer.bytes_of(self.read(batch)) / ids.numel()
+        return ids.numel()

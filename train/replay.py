@@ -27,6 +27,8 @@ Reading = dict[str, Tensor]
 """What the target shows of a batch, as named tensors: KV entries are `keys.LAYER` and `values.LAYER`."""
 
 _ENTRIES = ("keys.", "values.")
+_COMPARED = "importance"
+"""What losses compare with is not rounded: in bfloat16, a bfloat16 target's replayed loss is exactly the fresh one."""
 _SCALE = "scale."
 _ALIGNED = 64
 """Bytes, at multiples of which tensors begin that share a piece of memory."""
@@ -177,14 +179,18 @@ def in_own_memory(packed: Reading) -> Reading:
 
 
 def pack(reading: Mapping[str, Tensor], int8: bool) -> Reading:
-    """On the CPU, KV entries in int8 with a float32 scale for each head and token, all other floats in bfloat16."""
+    """On the CPU, KV entries in int8 with a float32 scale for each head and token, or with all else in bfloat16.
+
+    Importance stays as it is.
+    """
     packed: Reading = {}
     for name, tensor in reading.items():
         if int8 and name.startswith(_ENTRIES):
             scale = tensor.float().abs().amax(dim=-1, keepdim=True).clamp(min=1e-30) / 127
             packed[name], packed[_SCALE + name] = (tensor / scale).round().to(torch.int8), scale
         else:
-            packed[name] = tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
+            rounded = tensor.is_floating_point() and not name.startswith(_COMPARED)
+            packed[name] = tensor.to(torch.bfloat16) if rounded else tensor
     return {name: tensor.contiguous().cpu() for name, tensor in packed.items()}
 
 

@@ -131,9 +131,11 @@ class ReplaySettings:
     """Where the target's readings are kept in a training with `replays` above 1.
 
     Attributes:
-        memory: Memory that they may take per process, such as 4GiB; more of it mixes more samples.
+        memory: Memory that they may take per process, such as 4GiB, those of held-out samples included; more of it
+            mixes more samples.
         dir: Folder on a fast disk that holds them in place of memory.
-        dtype: KV entries are kept in `int8`, with an error of at most half a percent, or in `bfloat16`.
+        dtype: KV entries are kept in `int8`, which changes a loss by half a percent at most, or in `bfloat16`, which
+            changes nothing where the target is in bfloat16.
     """
 
     memory: str = "4GiB"

@@ -21,7 +21,8 @@ from keepsight.runtime.state import Trace
 
 _NO_WORK = {"_unsafe_view", "_reshape_alias", "lift_fresh", "detach"}
 """Operators that only describe memory in another way, beside those whose result is declared to be a view."""
-_SYNCS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_consecutive", "repeat_interleave"}
+_SYNCS = {"_local_scalar_dense", "equal", "nonzero", "masked_select"}
+_SYNCS |= {"_unique2", "unique_consecutive", "repeat_interleave"}
 """Operators whose result, or its shape, the CPU has to wait for."""
 _READS = {Tensor.tolist, Tensor.numpy, Tensor.cpu}
 """What reads a tensor on the CPU without an operator when it lies there already."""

@@ -5,8 +5,12 @@ from torch import Tensor
 from torch.nn import functional
 from typing_extensions import override
 
+from keepsight.runtime.cache_layers import GROWTH
 from keepsight.runtime.softmax import Softmax
 from keepsight.runtime.sparse_read.cache import LayerSelector, Selection
+
+_ROOM = 16
+"""Least room, in pages, that is added when more are made."""
 
 
 class TopPages(LayerSelector):
@@ -104,7 +108,8 @@ class TopPages(LayerSelector):
             known = [min(pair) for pair in zip(wanted, known, strict=True)]
             self._bounds = self._bounds[:, :, : max(known)].clone()  # others may share what is to be written again
         if (missing := max(wanted) - self._bounds.shape[2]) > 0:
-            self._bounds = functional.pad(self._bounds, (0, 0, 0, missing + 16))
+            more = max(_ROOM, int(max(wanted) * GROWTH))
+            self._bounds = functional.pad(self._bounds, (0, 0, 0, missing + more))
         for place, (start, now, before) in enumerate(zip(starts, wanted, known, strict=True)):
             if now > before:
                 rows = slice(None) if len(starts) == 1 else slice(place, place + 1)

@@ -4,6 +4,7 @@ import logging
 
 import pytest
 
+from keepsight.eval.bench import sweep
 from tests.commands.commands import CommandLine
 
 TINY = ("model.id=tiny", "model.device=cpu", "adapter=adapter", "draft.layers=null")
@@ -30,13 +31,31 @@ def test_a_sweep_against_single_runs(keepsight: CommandLine, monkeypatch: pytest
     assert [line.split()[0] for line in lines[1:]] == ["sweep", "separate", "ratio"]
 
 
+@pytest.fixture
+def briefly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep, "_LEAST_SECONDS", 0.0)
+
+
+@pytest.mark.usefixtures("briefly")
 def test_evictions_against_the_prefill(keepsight: CommandLine) -> None:
     small = ("lengths=[90,120]", "methods=[snapkv,lookaheadkv]", "budgets=[48]", "repeats=1")
     _, names, *lines = keepsight("bench", "evict", *TINY, *small).splitlines()
-    assert names.split()[:2] == ["tokens", "method"]
+    assert names.split()[:2] == ["tokens", "method"] and names.endswith(" KV MiB")
     rows = [(line[:7].strip(), line[9:].split("  ")[0]) for line in lines]
     methods = ("prefill", "snapkv 48", "lookaheadkv 48")
     assert rows == [(length, method) for length in ("90", "120") for method in methods]
+
+
+@pytest.mark.usefixtures("briefly")
+def test_the_peak_of_kv_entries_is_printed(keepsight: CommandLine) -> None:
+    """A layer whole and what stays of all of them, where a method evicts during the prefill."""
+    small = ("lengths=[2000]", "budgets=[48]", "repeats=1")
+    methods = "methods=[snapkv,{name: snapkv, during_prefill: false, label: after},lookaheadkv]"
+    _, _, *lines = keepsight("bench", "evict", *TINY, methods, *small).splitlines()
+    layers, entry = 3, 2 * 8 * 2 * 4 / 2**20  # KV heads, dimensions, keys and values, bytes
+    whole, stays = layers * 2000, layers * 48
+    expected = [whole, 2000 + stays, whole + stays, whole + stays]
+    assert [line.split()[-1] for line in lines] == [f"{entries * entry:.1f}" for entries in expected]
 
 
 def test_decoding_steps_against_the_full_cache(keepsight: CommandLine) -> None:

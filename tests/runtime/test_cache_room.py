@@ -3,12 +3,14 @@
 import itertools
 import random
 
+import numpy as np
 import pytest
 import torch
 
 from keepsight.runtime.cache_layers import GROWTH, ROOM, KeptLayer, RaggedLayer
 from keepsight.runtime.retrieval.selector import HeadKeys
 from keepsight.runtime.sparse_read.cache import SelectedLayer
+from keepsight.runtime.sparse_read.quest_pages import TopPages
 
 
 def kept(entries: int = 5) -> KeptLayer:
@@ -23,7 +25,7 @@ def selected() -> KeptLayer:
 
 def ragged() -> KeptLayer:
     keys, values = torch.randn(2, 4, 4)
-    return RaggedLayer(keys, values, torch.tensor([[3, 1]]), 5)
+    return RaggedLayer(keys, values, np.array([[3, 1]]), 5)
 
 
 def head_keys() -> HeadKeys:
@@ -86,3 +88,16 @@ def test_room_grows_by_a_share_of_what_is_held(make):
     assert sum(one != other for one, other in itertools.pairwise(places)) <= 45
     row = 2 * 4 * 4
     assert layer.keys.untyped_storage().nbytes() <= (layer.keys.shape[2] * (1 + GROWTH) + ROOM) * row
+
+
+def test_room_for_quests_pages_grows_by_a_share_of_them() -> None:
+    """5,000 pages one by one, where 16 at a time would be 312 moves."""
+    pages, places, keys = TopPages(8, page=1), [], torch.randn(1, 2, 5000, 4)
+    bounds = keys[:, :, :0]
+    for length in range(1, 5001):
+        pages.summarise(keys[:, :, :length], None)
+        assert pages._bounds is not None
+        bounds = pages._bounds[:, :, :length]
+        places.append(bounds.data_ptr())
+    assert sum(one != other for one, other in itertools.pairwise(places)) <= 80
+    assert torch.equal(bounds, torch.cat([keys, keys], dim=3))

@@ -3,6 +3,7 @@
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers.cache_utils import Cache, DynamicCache
@@ -32,7 +33,7 @@ METHODS = [RAGGED, SnapKV(12, window=3, allocate=Pyramid(beta=4)), StreamingLLM(
 def random_cache(lengths, dtype=torch.float32, layers=2, seen=50):
     """A ragged cache [B, K] of random entries, and the same entries as lists."""
     generator = torch.Generator().manual_seed(0)
-    counts, total = torch.tensor(lengths), sum(map(sum, lengths))
+    counts, total = np.array(lengths), sum(map(sum, lengths))
     packed = [torch.randn(2, total, 4, generator=generator, dtype=torch.float32).to(dtype) for _ in range(layers)]
     return Cache(layers=[RaggedLayer(keys, values, counts, seen) for keys, values in packed]), packed
 

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from keepsight.errors import UserError
 from keepsight.runtime.allocate import Adaptive
+from keepsight.runtime.cache_layers import RaggedLayer
 from keepsight.runtime.conversation import Conversation
 from keepsight.runtime.decode import decode, stop_after
 from keepsight.runtime.method import FullCache
@@ -38,8 +39,9 @@ STATES: dict[str, Any] = {
 
 def of_cache(state):
     """Every tensor of the cache as it lies in memory."""
-    names = ["keys", "values", "real", "kept_keys", "kept_values", "counts"]
-    return [getattr(layer, name, None) for layer in state.cache.layers for name in names]
+    layers, names = state.cache.layers, ["keys", "values", "real", "kept_keys", "kept_values"]
+    counts = [torch.from_numpy(layer.counts) for layer in layers if isinstance(layer, RaggedLayer)]
+    return [getattr(layer, name, None) for layer in layers for name in names] + counts
 
 
 def of_rest(state):

@@ -1,18 +1,21 @@
-"""Readings that are kept: their order, where they are held, what packing costs, and that resuming changes nothing."""
+"""Readings that are kept: their order, where they are held, and that resuming changes nothing."""
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from keepsight.errors import UserError
 from keepsight.train.dataset import Batch, SampleDataset, Use, collate
 from keepsight.train.lookahead.trainer import LookaheadTrainer
-from keepsight.train.replay import Reading, ReadingBuffer, ReplaySampler, pack, replay_order, unpack
+from keepsight.train.replay import Reading, ReadingBuffer, ReplaySampler, replay_order
 from keepsight.train.run import TrainingRun
 from keepsight.train.settings import ReplaySettings
+from keepsight.units import read_bytes
 from tests.train import runs
 from tests.train.runs import crash, disturbed, objective, same, samples, tensors
 
@@ -79,39 +82,6 @@ def batch_of(places: list[int], last: bool = True) -> Batch:
     return Batch(**collate([dataset[Use(place, 0, last)] for place in places]))
 
 
-def _gradients(module: torch.nn.Module) -> list[torch.Tensor]:
-    return [weight.grad.clone() for weight in module.parameters() if weight.grad is not None]
-
-
-@pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
-def test_packing_changes_loss_and_gradients_by_next_to_nothing(dtype: str) -> None:
-    one, batch = objective(), batch_of([0, 3])
-    one.far = 0.5
-    exact = one.loss(batch)
-    exact.backward()
-    gradients = _gradients(one)
-    one.zero_grad()
-    one.buffer = ReadingBuffer(ReplaySettings(dtype=dtype))
-    packed = one.loss(batch)
-    packed.backward()
-    assert packed.item() == pytest.approx(exact.item(), rel=0.02)
-    assert packed.item() != exact.item()
-    flat = [torch.cat([each.flatten() for each in side]) for side in (gradients, _gradients(one))]
-    cosine = torch.cosine_similarity(flat[0], flat[1], dim=0)
-    assert cosine > 0.999
-
-
-def test_int8_rounds_by_half_a_step_of_each_head_and_token() -> None:
-    reading = {"keys.0": torch.randn(2, 3, 5, 8) * torch.logspace(-3, 3, 5)[:, None], "places": torch.arange(4)}
-    packed = pack(reading, int8=True)
-    assert packed["keys.0"].dtype == torch.int8
-    back = unpack(packed, dict.fromkeys(reading, torch.device("cpu")))
-    assert set(back) == set(reading)
-    assert torch.equal(back["places"], reading["places"])
-    step = reading["keys.0"].abs().amax(dim=-1, keepdim=True) / 127
-    assert ((back["keys.0"] - reading["keys.0"]).abs() <= 0.501 * step).all()
-
-
 @pytest.mark.parametrize("on_disk", [False, True])
 def test_a_reading_is_made_once_and_dropped_after_its_last_use(on_disk: bool, tmp_path: Path) -> None:
     (tmp_path / "process-0").mkdir()
@@ -135,13 +105,22 @@ def test_a_reading_is_made_once_and_dropped_after_its_last_use(on_disk: bool, tm
 
 
 def trained(work: Path, make=objective, **changes) -> tuple[LookaheadTrainer, bool]:
-    replay = ReplaySettings(memory="20KB", dir=changes.pop("dir", None))
+    replay = ReplaySettings(memory="60KB", dir=changes.pop("dir", None))
     trainer = LookaheadTrainer(make(), runs.settings(replays=3, **changes), TrainingRun(work, samples(), replay=replay))
     return trainer, trainer.fit()
 
 
-def test_a_run_that_was_killed_goes_on_bit_for_bit(tmp_path: Path) -> None:
+def test_a_run_that_was_killed_goes_on_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a checkpoint at step 6, in the middle of the uses of several readings."""
+    uses, take = list[tuple[int, ...]](), ReadingBuffer.take
+
+    def noting(self: ReadingBuffer, batch: Batch, read: Callable[[], Reading]) -> Reading:
+        uses.extend([tuple(batch.indices)] * torch.is_grad_enabled())
+        return take(self, batch, read)
+
+    monkeypatch.setattr(ReadingBuffer, "take", noting)
     whole, _ = trained(tmp_path / "whole", steps=14)
+    assert [each < 3 for each in Counter(uses[:6]).values()].count(True) >= 2
     with pytest.raises(RuntimeError, match="power failure"):
         trained(tmp_path / "cut", lambda: disturbed(9, crash), steps=14)
     resumed, finished = trained(tmp_path / "cut", steps=14)
@@ -170,6 +149,28 @@ def test_the_target_is_read_once_a_sample_and_held_out_ones_once(tmp_path: Path)
     counted = Counter(calls[1:])  # the first one tells how many bytes a reading takes
     assert set(counted.values()) == {1}
     assert len(counted.keys() - held_out) == 6
+
+
+@pytest.mark.parametrize(
+    ("held_out", "memory", "on_disk"), [(0, "60KB", False), (2, "30KB", True), (2, "60KB", False), (12, "30KB", False)]
+)
+def test_a_training_holds_no_more_than_its_memory(
+    held_out: int, memory: str, on_disk: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes that are really held after each use, those of held-out samples included."""
+    held, take = list[int](), ReadingBuffer.take
+
+    def noting(self: ReadingBuffer, batch: Batch, read: Callable[[], Reading]) -> Reading:
+        taken = take(self, batch, read)
+        kept = [load_file(each) if isinstance(each, Path) else each for each in self._held.values()]
+        held.append(sum(tensor.nbytes for each in kept for tensor in each.values()))
+        return taken
+
+    monkeypatch.setattr(ReadingBuffer, "take", noting)
+    replay = ReplaySettings(memory, str(tmp_path / "readings") if on_disk else None)
+    settings = runs.settings(replays=4, steps=24, held_out=held_out)
+    LookaheadTrainer(objective(), settings, TrainingRun(tmp_path / "work", samples(40), replay=replay)).fit()
+    assert 0.6 * read_bytes(memory) < max(held) <= read_bytes(memory)
 
 
 def test_what_keeps_no_readings_says_so(tmp_path: Path) -> None:

@@ -147,6 +147,10 @@ class LookaheadObjective(ReplayedObjective):
         return {f"{_SHOWN}{place}": each for place, each in enumerate(target)} | _stored(cache)
 
     @override
+    def kept_tokens(self, batch: Batch) -> int:
+        return batch.prompt_ids.numel()  # of the answer nothing is kept
+
+    @override
     def loss_of(self, reading: Reading, batch: Batch) -> Tensor:
         target, predicted = self.compared(reading, batch)
         whole = importance_divergence(target, predicted)

@@ -40,6 +40,10 @@ class SideBySide(ReplayedObjective):
         return self.cells[0].read(batch)
 
     @override
+    def kept_tokens(self, batch: Batch) -> int:
+        return self.cells[0].kept_tokens(batch)
+
+    @override
     def loss_of(self, reading: Reading, batch: Batch) -> Tensor:
         losses = [
             _with_gradients(cell.loss_of(reading, batch), self.parameters_of(place))
