@@ -2,9 +2,10 @@
 
     keepsight bench decode tokens=4096 methods=snapkv,adakv,pyramidkv budgets=128
 
-Prints a line for each method: milliseconds a step, tokens per second, the ratio to the full cache's step, and the
-memory of the KV entries held. Methods take turns, so that ratios hold on a machine whose speed varies; all
-caches are held at once. Reading the prompt and evicting are not timed: `keepsight bench evict` does that.
+Prints a line for each method: milliseconds a step, tokens per second, the ratio to the full cache's step and to that of
+the first method named, and the memory of the KV entries held. Methods take turns, so that ratios hold on a machine
+whose speed varies; all caches are held at once. Reading the prompt and evicting are not timed: `keepsight bench evict`
+does that.
 """
 
 from dataclasses import dataclass, field
