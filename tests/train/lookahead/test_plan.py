@@ -70,3 +70,6 @@ def test_what_is_stored_of_a_quantised_or_divided_target() -> None:
     plan = plan_step(model.config, torch.float32, SETTINGS, 0.5, 300, 40, shards=4)
     layer = sum(weight.nbytes for weight in model.model.layers[0].parameters())
     assert plan.weights == -(-whole // 4) + 2 * layer
+    by_layer = plan_step(model.config, torch.float32, SETTINGS, 0.5, 300, 40, shards=4, layers_alone=True)
+    layers = sum(weight.nbytes for weight in model.model.layers.parameters())
+    assert by_layer.weights == whole - layers + -(-layers // 4) + 2 * layer
