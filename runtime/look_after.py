@@ -2,15 +2,20 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
 from keepsight.runtime.attention import OwnAttention
 from keepsight.runtime.importance import later
 from keepsight.runtime.softmax import Softmax
 from keepsight.runtime.viewed_layers import ViewedLayer
+
+RECOMPUTED = 2**24
+"""Bytes of a layer's attention weights from which on they are computed again for their gradients."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +90,9 @@ def _hide(stored: Tensor, own: Tensor, padding: Tensor | None) -> None:
 class WatchedLayer(OwnAttention, ViewedLayer):
     """A layer to which observers attend, without a copy of its entries; all that is new observes.
 
+    Large attention weights are not kept for their gradients: of all layers together, they would take 2 GiB after 16K
+    tokens, for 32 layers and heads and as many observers.
+
     Attributes:
         importance: What is kept of [B, H, N] float32, reduced over the observers; set once they have attended.
     """
@@ -101,15 +109,21 @@ class WatchedLayer(OwnAttention, ViewedLayer):
         del self.importance
         return kept
 
-    def look(self, query: Tensor, key: Tensor, softmax: Softmax) -> LookAfter:
-        """Score the entries."""
-        seen = LookAfter.of(query, self.keys, key, softmax, self.real)
-        self.importance = self.keep(seen.importance(self.reduction))
-        return seen
-
     @override
     def attend(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
-        return self.look(query, key, softmax).output(self.values, value)
+        look = partial(self._look, softmax=softmax)
+        weights = query.shape[:3].numel() * self.keys.shape[2] * torch.float32.itemsize
+        if torch.is_grad_enabled() and weights >= RECOMPUTED:
+            seen = checkpoint(look, query, key, value, use_reentrant=False, preserve_rng_state=False)
+        else:
+            seen = look(query, key, value)
+        importance, output = seen
+        self.importance = self.keep(importance)
+        return output
+
+    def _look(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> tuple[Tensor, Tensor]:
+        seen = LookAfter.of(query, self.keys, key, softmax, self.real)
+        return seen.importance(self.reduction), seen.output(self.values, value)
 
 
 def no_entries(importance: Tensor) -> Tensor:
@@ -122,7 +136,8 @@ class LastLayer(WatchedLayer):
 
     @override
     def attend(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
-        self.look(query, key, softmax)
+        seen = LookAfter.of(query, self.keys, key, softmax, self.real)
+        self.importance = self.keep(seen.importance(self.reduction))
         raise AllSeen
 
 

@@ -25,6 +25,9 @@ from keepsight.models.decoder import decoder_of
 from keepsight.models.processes import launched
 from keepsight.models.zero3 import whole_shape
 
+DIVIDED = "fsdp2"
+"""The `model.device_map` that asks for `divide_layers`."""
+
 
 def make_whole(module: nn.Module) -> None:
     """Gather the whole value of every trainable parameter in float32; all processes must call this.
@@ -54,7 +57,8 @@ def _whole(parameter: Tensor) -> Tensor:
         return parameter.data
     from deepspeed.utils import safe_get_full_fp32_param  # pyright: ignore[reportMissingImports]
 
-    return safe_get_full_fp32_param(parameter).detach().view(whole_shape(parameter)).clone()
+    value: Any = safe_get_full_fp32_param(parameter)
+    return value.detach().view(whole_shape(parameter)).clone()
 
 
 def divide_layers(model: PreTrainedModel) -> None:

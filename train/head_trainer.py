@@ -32,7 +32,10 @@ class HeadTrainer(ModuleTrainer[HeadObjectiveT]):
         shape = {f"{recipe}.{name}": value for name, value in asdict(settings).items() if name != "train"}
         super().__init__(objective, settings.train, run.with_start(shape))
         if target_is_divided(self.accelerator, objective):
-            raise UserError("ZeRO-3 divides what is trained, and a head is small: use recipes/accelerate/zero2.yaml")
+            raise UserError(
+                "ZeRO-3 divides what is trained, and a head is small: use recipes/accelerate/zero2.yaml, or where no "
+                "GPU holds the target model.device_map=auto in one process"
+            )
 
     @override
     def weights(self) -> dict[str, Tensor]:

@@ -37,14 +37,12 @@ from keepsight.models.quantization import keep_gradients
 from keepsight.models.targets import Target
 from keepsight.models.zero3 import created_divided
 from keepsight.train.dataset import no_longer_than
-from keepsight.train.distributed import divide_layers
+from keepsight.train.distributed import DIVIDED, divide_layers
 from keepsight.train.lookahead.objective import LookaheadObjective
 from keepsight.train.lookahead.plots import lookahead_figure
 from keepsight.train.lookahead.trainer import LookaheadTrainer
 from keepsight.train.trained import Trained
 
-DIVIDED = "fsdp2"
-"""A `model.device_map`."""
 _SHAPE = ("tokens", "rank", "targets", "alpha", "group")
 """Of a module's settings, those that its weights were trained with."""
 

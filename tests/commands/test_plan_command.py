@@ -149,7 +149,29 @@ def test_a_training_from_a_configuration_alone(keepsight: CommandLine, here: Pat
     assert keepsight.fails(*given, "model.device_map=auto").startswith(
         "model.device_map=auto: where layers go is decided"
     )
+    assert keepsight.fails(*given, "model.device_map=fdsp2").startswith("model.device_map=fdsp2 is unknown here; ")
+    fsdp2 = "model.device_map=fsdp2"
+    assert keepsight.fails(*given, fsdp2, "shard=true") == f"shard=true is ZeRO-3, {fsdp2} is FSDP2: give one of them"
+    for key in (fsdp2, "shard=true"):
+        assert keepsight.fails(*given, key, "model.quantize=nf4").startswith(f"{key}: quantised weights cannot be")
     assert keepsight.fails(*given, "gpu=many").startswith("'many' is no amount of memory")
+
+
+def test_a_divided_target_takes_less_of_each_gpu(keepsight: CommandLine, here: Path) -> None:
+    """FSDP2 leaves whole what is in no layer: embeddings and what makes logits."""
+    (here / "8b" / "config.json").write_text(json.dumps(SHAPE | {"num_hidden_layers": 8, "vocab_size": 8192}))
+    given = ("plan", "train", "model.id=8b", "tokens=64", "answer=8", "gpus=8")
+
+    def weights(*more: str) -> float:
+        printed = keepsight(*given, *more)
+        assert ("divided over 8 GPUs" in printed) == bool(more)
+        number, unit = printed.splitlines()[1].split()[-2:]
+        return float(number) * {"MiB": 2**20, "GiB": 2**30}[unit]
+
+    outside = 2 * 2 * 8192 * 4096
+    whole, zero3, fsdp2 = weights(), weights("shard=true"), weights("model.device_map=fsdp2")
+    assert zero3 < fsdp2 < whole / 2
+    assert fsdp2 - zero3 == pytest.approx(outside * 7 / 8, rel=0.1)
 
 
 def _times(printed: str) -> dict[str, float]:

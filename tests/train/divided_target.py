@@ -8,11 +8,12 @@ from torch.distributed.tensor import DTensor
 from keepsight.commands import train
 from keepsight.commands.config import ModelConfig
 from keepsight.models.targets import load_target
+from keepsight.train.distributed import DIVIDED
 from tests.tiny import prompt_ids
 
 if __name__ == "__main__":
     folder, prompt = sys.argv[1], prompt_ids(30)[0]
-    model = ModelConfig(id=folder, device="cpu", dtype="float32", device_map=train.DIVIDED)
+    model = ModelConfig(id=folder, device="cpu", dtype="float32", device_map=DIVIDED)
     divided = train.placed_target(train.Config(model=model)).model
     whole = load_target(folder, device="cpu", dtype="float32").model
     assert isinstance(divided.model.layers[0].mlp.up_proj.weight, DTensor)

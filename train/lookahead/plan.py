@@ -70,6 +70,7 @@ def plan_step(
     recomputes: bool = False,
     quantize: str | None = None,
     shards: int = 1,
+    layers_alone: bool = False,
 ) -> StepPlan:
     """Plan a step on one sample.
 
@@ -83,11 +84,14 @@ def plan_step(
         answer: Answer length in tokens.
         quantize: `nf4` or `int8`: how the target's linear layers are stored; None for its dtype.
         shards: Number of devices over which the target is divided, each gathering one layer after another.
+        layers_alone: Whether only its layers are divided, as by `model.device_map=fsdp2`.
     """
     with _nothing_held():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
         weights = stored_bytes(model, quantize)
-        gathered = 0 if shards == 1 else 2 * max(_bytes_of(layer) for layer in decoder_of(model).layers)
+        layers = [_bytes_of(layer) for layer in decoder_of(model).layers]
+        whole = weights - sum(layers) if layers_alone else 0
+        gathered = 0 if shards == 1 else 2 * max(layers)
         unpacked = 0 if quantize is None else max(weight.nbytes for weight in _linear_weights(model))
         objective = LookaheadObjective(Lookahead(model, settings), far, recomputes)
         trained = [weight for weight in objective.parameters() if weight.requires_grad]
@@ -101,7 +105,7 @@ def plan_step(
             objective.loss_of(reading, batch).backward()
             second = live.most()
     return StepPlan(
-        -(-weights // shards) + gathered + unpacked,
+        whole - (whole - weights) // shards + gathered + unpacked,
         _COPIES * sum(weight.nbytes for weight in trained),
         held,
         first,

@@ -2,6 +2,7 @@
 
     keepsight plan train recipe=llama3.1-8b tokens=16384 gpus=8 gpu=80GB
     keepsight plan train recipe=llama3.1-70b tokens=16384 gpus=8 gpu=80GB shard=true
+    keepsight plan train recipe=llama3.1-70b model.device_map=fsdp2 tokens=16384 gpus=8 gpu=80GB
     keepsight plan train recipe=llama3.3-70b model.quantize=nf4 tokens=8192 gpu=80GB
 
 The step itself runs on tensors that hold nothing, which gives the memory that its tensors take at the worst moment:
@@ -15,6 +16,7 @@ from keepsight.commands.config import Recipe, at_least_one
 from keepsight.commands.from_recipe import outline_of
 from keepsight.errors import UserError
 from keepsight.models.quantization import QUANTIZE
+from keepsight.train.distributed import DIVIDED
 from keepsight.train.lookahead.plan import StepPlan, plan_step
 from keepsight.units import read_bytes, size_text
 
@@ -28,7 +30,7 @@ class Config(Recipe):
         answer: Longest answer in tokens.
         gpus: Number of GPUs.
         gpu: Memory of each: 80GB, 80GiB or a number of bytes.
-        shard: Whether the target is divided over the GPUs, by ZeRO-3 or FSDP2.
+        shard: Whether the target is divided over the GPUs by ZeRO-3; for FSDP2 give model.device_map=fsdp2.
         samples: Samples of the whole training.
         flops: Peak of a GPU in the target's dtype, in 1e12 operations a second; an H100's in bfloat16 by default.
         utilisation: Share of it that is assumed to be reached.
@@ -53,11 +55,10 @@ def run(config: Config) -> None:
     memory, quantize = read_bytes(config.gpu), config.model.quantize
     if quantize not in (None, *QUANTIZE):
         raise UserError(f"model.quantize={quantize} is unknown; choose one of {', '.join(QUANTIZE)}, or null")
-    if config.model.device_map == "auto":
-        raise UserError("model.device_map=auto: where layers go is decided when the target is loaded; leave it out")
+    _check_placement(config)
     if config.train.batch_size > 1:
         raise UserError(f"train.batch_size={config.train.batch_size}: a plan is for one sample a GPU at a time")
-    model = outline_of(config)
+    model, by_layer = outline_of(config), config.model.device_map == DIVIDED
     plan = plan_step(
         model.config,
         model.dtype,
@@ -67,7 +68,8 @@ def run(config: Config) -> None:
         config.answer,
         recomputes=config.train.gradient_checkpointing,
         quantize=quantize,
-        shards=config.gpus if config.shard else 1,
+        shards=config.gpus if config.shard or by_layer else 1,
+        layers_alone=by_layer,
     )
     dtype = quantize or str(model.dtype).removeprefix("torch.")
     print(
@@ -76,8 +78,21 @@ def run(config: Config) -> None:
     print("\n".join([*_memory(plan, memory, config), "", *_time(plan, config)]))
 
 
+def _check_placement(config: Config) -> None:
+    placed = config.model.device_map
+    if placed == "auto":
+        raise UserError("model.device_map=auto: where layers go is decided when the target is loaded; leave it out")
+    if placed not in (None, DIVIDED):
+        raise UserError(f"model.device_map={placed} is unknown here; choose {DIVIDED}, or null for whole targets")
+    if placed and config.shard:
+        raise UserError(f"shard=true is ZeRO-3, model.device_map={placed} is FSDP2: give one of them")
+    if (placed or config.shard) and config.model.quantize:
+        key = f"model.device_map={placed}" if placed else "shard=true"
+        raise UserError(f"{key}: quantised weights cannot be divided; leave out model.quantize")
+
+
 def _memory(plan: StepPlan, memory: int, config: Config) -> list[str]:
-    divided = f", divided over {config.gpus} GPUs" if config.shard else ""
+    divided = f", divided over {config.gpus} GPUs" if config.shard or config.model.device_map else ""
     fits = "fits" if plan.peak <= memory else "does not fit: lower tokens=, or try shard=true or model.quantize=nf4"
     rows = {
         f"target's weights{divided}": plan.weights,

@@ -1,9 +1,7 @@
 """`train_draft_head.py` on a tiny target that was saved to a folder."""
 
 import json
-import os
-import subprocess
-import sys
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +17,10 @@ from keepsight.models.draft_head_files import load_draft_head
 from keepsight.models.targets import load_target
 from keepsight.train.draft_head import teacher_files
 from keepsight.train.draft_head.teacher import RunTarget
+from tests.launch import ROOT, launch
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.train.draft_head.head_runs import head_settings
 from tests.train.runs import crash, rows, same, write_data
-
-ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(scope="module")
@@ -149,13 +146,15 @@ def test_missing_data_is_refused(place, tmp_path):
         command.run(config(place, tmp_path / "head", data=str(tmp_path / "none")))
 
 
-def test_two_processes_train_one_head(place, tmp_path):
-    """Each takes its own samples; both end with the same head, which is saved once."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]  # accelerate takes one on a CPU
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [None, "zero2"])
+def test_two_processes_divide_the_features_and_train_one_head(config, place, tmp_path):
+    """Each reads texts of its own with the target and takes its own samples; the head is saved once."""
     given = {
         "model.id": place / "target",
         "model.device": "cpu",
         "data": place / "data",
+        "features": tmp_path / "features",
         "out": tmp_path / "head",
         "draft_head.vocabulary": 96,
         "draft_head.unroll": 3,
@@ -163,15 +162,13 @@ def test_two_processes_train_one_head(place, tmp_path):
         "draft_head.train.held_out": 2,
         "draft_head.train.report_to": "[]",
     }
-    result = subprocess.run(
-        [sys.executable, *launcher, str(ROOT / "train_draft_head.py"), *(f"{k}={v}" for k, v in given.items())],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    if config is not None:
+        pytest.importorskip("deepspeed")
+    script = str(ROOT / "tests/train/draft_head/divided_features.py")
+    result = launch(tmp_path, script, *(f"{key}={value}" for key, value in given.items()), config=config)
     assert result.returncode == 0, result.stderr
+    assert sorted(re.findall(r"texts read: (\d+)", result.stdout)) == ["6", "8"], "of 14, in files of 4, 4, 4 and 2"
+    assert len([*(tmp_path / "features").glob("readings-*")]) == 4
     origin = json.loads((tmp_path / "head" / "keepsight.json").read_text())
     assert origin["provenance"]["training"]["samples a step"] == 2
     assert result.stdout.count("head after step 2") == 1

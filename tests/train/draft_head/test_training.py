@@ -125,3 +125,9 @@ def test_mixed_precision_trains_and_measures(tmp_path):
     assert finished
     assert trainer.metrics["eval_kl"] > 0
     assert {value.dtype for value in objective.head.parameters()} == {torch.float32}
+
+
+def test_a_head_is_not_divided(tmp_path, monkeypatch):
+    monkeypatch.setattr("keepsight.train.head_trainer.target_is_divided", lambda accelerator, objective: True)
+    with pytest.raises(UserError, match=r"ZeRO-3 .*zero2.yaml, or where no GPU holds the target model.device_map=auto"):
+        DraftHeadTrainer(head_objective(), head_settings(), TrainingRun(tmp_path, samples()))

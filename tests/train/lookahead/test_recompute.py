@@ -14,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from keepsight.models.decoder import decoder_of
 from keepsight.models.lookahead_settings import LookaheadSettings
+from keepsight.runtime import look_after
 from keepsight.train.dataset import Batch
 from keepsight.train.lookahead.objective import LookaheadObjective
 from keepsight.train.lookahead.plan import plan_step
@@ -105,6 +106,32 @@ def test_no_layers_attention_is_kept() -> None:
         known = [*each.parameters(), *reading.values()]
         bytes_of[recomputes] = kept_bytes(partial(each.compared, reading, batch), known)
     assert bytes_of[True] < 0.2 * bytes_of[False], bytes_of
+
+
+@pytest.mark.parametrize("family", sorted({*FAMILIES} - {"Mistral with a window"}))
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_large_attention_weights_alone_may_be_computed_again(
+    family: str, recomputes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = learned(objective(family, recomputes))
+    monkeypatch.setattr(look_after, "RECOMPUTED", 1)
+    again = learned(objective(family, recomputes))
+    assert torch.equal(again[0], plain[0])
+    assert_close(again[1], plain[1])
+
+
+def test_large_attention_weights_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """4 heads x 4 tokens x 60 entries of 4 bytes, for each of 4 layers; of a layer's importance a quarter stays."""
+    batch = padded()
+    weights = 4 * 4 * batch.prompt_ids.shape[1] * 4 * len(batch.prompt_ids)
+    kept = []
+    for least in (weights + 1, weights):
+        monkeypatch.setattr(look_after, "RECOMPUTED", least)
+        each = objective("Llama 3", recomputes=False)
+        reading = each.read(batch)
+        kept.append(kept_bytes(partial(each.compared, reading, batch), [*each.parameters(), *reading.values()]))
+    layers = len(decoder_of(each.lookahead.model).layers)
+    assert kept[0] - kept[1] >= layers * weights, kept
 
 
 def test_the_peak_of_a_long_prompt_falls() -> None:

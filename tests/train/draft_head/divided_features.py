@@ -1,0 +1,22 @@
+"""`train_draft_head.py` with four texts in a file of features; each process prints how many texts the target read."""
+
+import sys
+
+from torch import Tensor
+
+from keepsight.commands.cli import main
+from keepsight.train.draft_head import teacher_files
+from keepsight.train.draft_head.teacher import RunTarget, TargetReading
+
+if __name__ == "__main__":
+    read, texts = RunTarget.__call__, list[int]()
+
+    def counted(self: RunTarget, ids: Tensor) -> TargetReading:
+        texts.append(len(ids))
+        return read(self, ids)
+
+    RunTarget.__call__ = counted  # type: ignore[method-assign]
+    teacher_files._SHARD = 4
+    status = main(["train_draft_head", *sys.argv[1:]])
+    print(f"texts read: {len(texts)}", flush=True)
+    sys.exit(status)
