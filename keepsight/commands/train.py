@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers import set_seed
+from transformers.integrations import is_deepspeed_zero3_enabled
 
 from keepsight.commands.from_recipe import training_dtype, training_target
 from keepsight.commands.training import (
@@ -79,11 +80,16 @@ def placed_target(config: Config) -> Target:
     """The target; divided over the processes of the launch where ZeRO-3 or `model.device_map` asks for that.
 
     Raises:
-        UserError: it cannot be loaded, or is to be divided over one process.
+        UserError: it cannot be loaded, or is to be divided over one process or though it is quantised.
     """
     dtype = training_dtype(config.model)
     if config.model.device_map != DIVIDED:
         with created_divided(dtype):
+            if (quantize := config.model.quantize) and is_deepspeed_zero3_enabled():
+                raise UserError(
+                    f"model.quantize={quantize}: ZeRO-3 cannot divide quantised weights; start with "
+                    "recipes/accelerate/ddp.yaml or zero2.yaml, which hold them on each GPU"
+                )
             target = training_target(config)
         keep_gradients(target.model)
         return target

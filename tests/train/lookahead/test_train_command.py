@@ -47,6 +47,17 @@ def trained(place: Path) -> Path:
     return place / "adapter"
 
 
+def test_quantised_weights_are_not_divided(place, tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "is_deepspeed_zero3_enabled", lambda: True)
+    given = config(place, tmp_path / "adapter")
+    given = replace(given, model=replace(given.model, quantize="nf4"))
+    with pytest.raises(
+        UserError, match=r"model\.quantize=nf4: ZeRO-3 cannot divide quantised weights; start with .*ddp"
+    ):
+        command.run(given)
+    assert not (tmp_path / "adapter").exists()
+
+
 def test_one_process_has_nothing_to_divide_the_target_over(place, tmp_path):
     given = config(place, tmp_path / "adapter")
     with pytest.raises(
