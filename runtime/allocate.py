@@ -219,19 +219,20 @@ class Adaptive(Allocation):
 
         No head gets more of its layer's `totals` [B] than all of them.
         """
-        candidates = importance.masked_fill(torch.isposinf(importance), -torch.inf)
-        shares = (totals // importance.shape[1]).tolist()
-        ranked = torch.stack([self._comparable(*row) for row in zip(candidates, shares, strict=True)])
+        ranked = importance.nan_to_num(posinf=-torch.inf, neginf=-torch.inf)
+        if self.normalize:
+            shares = (totals // importance.shape[1]).tolist()
+            ranked = torch.stack([_comparable(*row) for row in zip(ranked, shares, strict=True)])
         best = ranked.topk(min(most, ranked.shape[-1]), dim=-1).values
         return functional.pad(best, (0, most - best.shape[-1]), value=-torch.inf)
 
-    def _comparable(self, candidates: Tensor, share: int) -> Tensor:
-        if not self.normalize:
-            return candidates
-        ordered = candidates.sort(dim=-1, descending=True).values.nan_to_num(neginf=0.0)
-        held, whole = ordered[:, :share].sum(-1, keepdim=True), ordered.sum(-1, keepdim=True)
-        scaled = candidates * torch.where(whole == 0, 1.0, held / whole)
-        return scaled.masked_fill(torch.isneginf(candidates), -torch.inf)
+
+def _comparable(candidates: Tensor, share: int) -> Tensor:
+    """The importance [K, C] of a layer's heads, each scaled by what its own `share` best entries hold of it."""
+    ordered = candidates.sort(dim=-1, descending=True).values.nan_to_num(neginf=0.0)
+    held, whole = ordered[:, :share].sum(-1, keepdim=True), ordered.sum(-1, keepdim=True)
+    scaled = candidates * torch.where(whole == 0, 1.0, held / whole)
+    return scaled.masked_fill(torch.isneginf(candidates), -torch.inf)
 
 
 def blended(among_top: Counts, budget: int, floor: float) -> Counts:

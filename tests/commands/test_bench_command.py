@@ -5,6 +5,9 @@ import logging
 import pytest
 
 from keepsight.eval.bench import sweep
+from keepsight.train.dataset import Batch
+from keepsight.train.lookahead.side_by_side import SideBySide
+from keepsight.train.replay import Reading
 from tests.commands.commands import CommandLine
 
 TINY = ("model.id=tiny", "model.device=cpu", "adapter=adapter", "draft.layers=null")
@@ -18,6 +21,21 @@ def test_a_training_step_against_a_prefill(keepsight: CommandLine) -> None:
     ).splitlines()
     assert lines[0] == "1 x 60 prompt + 5 answer tokens, 1 steps a reading, 1 repeats"
     assert [line.split()[0] for line in lines[1:]] == ["prefill", "step", "a"]
+
+
+def test_modules_that_learn_side_by_side(keepsight: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    cells, read = list[int](), SideBySide.read
+
+    def noted(self: SideBySide, batch: Batch) -> Reading:
+        cells.append(len(self.cells))
+        return read(self, batch)
+
+    monkeypatch.setattr(SideBySide, "read", noted)
+    small = ("train.replays=2", "cells=3", "tokens=60", "answer_tokens=5", "repeats=1")
+    lines = keepsight("bench", "train", *TINY, *small).splitlines()
+    assert lines[0] == "1 x 60 prompt + 5 answer tokens, 3 modules, 2 steps a reading, 1 repeats"
+    assert cells == [3, 3], "a reading to warm up and a timed one, for all modules"
+    assert keepsight.fails("bench", "train", *TINY, "cells=0") == "cells=0 must be at least 1"
 
 
 def test_a_sweep_against_single_runs(keepsight: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:

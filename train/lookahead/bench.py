@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -10,27 +10,29 @@ from keepsight.models.lookahead import Lookahead
 from keepsight.runtime.prefill import prefill
 from keepsight.train.dataset import Batch
 from keepsight.train.lookahead.objective import LookaheadObjective
+from keepsight.train.lookahead.side_by_side import SideBySide
 from keepsight.train.replay import ReadingBuffer
 from keepsight.train.settings import LookaheadTrainSettings, ReplaySettings
 from keepsight.train.tracking import peak_memory
 
 
 def bench_step(
-    lookahead: Lookahead, tokens: int, answer_tokens: int, repeats: int, settings: LookaheadTrainSettings
+    cells: Sequence[Lookahead], tokens: int, answer_tokens: int, repeats: int, settings: LookaheadTrainSettings
 ) -> Iterator[str]:
     """Time steps on one batch (forward, backward, optimiser) and its prefill in turn, as a few lines of text.
 
     Args:
-        lookahead: A module on its target.
+        cells: Modules on one target; several learn side by side from each of its readings, as in `keepsight ablate`.
         tokens: Prompt length in tokens.
         answer_tokens: Answer length in tokens; the prefill runs over prompt and answer.
         repeats: Timed repetitions of each, after one to warm up.
         settings: The loss, the batch size, and how many steps use one reading of the target: their mean is shown.
     """
-    model = lookahead.model
+    model, replays = cells[0].model, settings.replays
     shape = settings.batch_size, tokens + answer_tokens
     ids = torch.randint(3, model.config.get_text_config().vocab_size - 1, shape, device=model.device)
-    objective, replays = LookaheadObjective(lookahead, settings.far, settings.gradient_checkpointing), settings.replays
+    alone = [LookaheadObjective(cell, settings.far, settings.gradient_checkpointing) for cell in cells]
+    objective = SideBySide(alone) if len(alone) > 1 else alone[0]
     objective.buffer = ReadingBuffer(ReplaySettings()) if replays > 1 else None
     learned = [weight for weight in objective.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(learned, lr=1e-4, weight_decay=0.0, fused=True)  # the trainer's
@@ -52,7 +54,11 @@ def bench_step(
             if repeat:
                 times[name].append(seconds / (replays if name == "step" else 1))
     ratio = statistics.median(times["step"]) / statistics.median(times["prefill"])
-    yield f"{shape[0]} x {tokens} prompt + {answer_tokens} answer tokens, {replays} steps a reading, {repeats} repeats"
+    counted = f", {len(cells)} modules" if len(cells) > 1 else ""
+    yield (
+        f"{shape[0]} x {tokens} prompt + {answer_tokens} answer tokens{counted}, {replays} steps a reading, "
+        f"{repeats} repeats"
+    )
     for name, values in times.items():
         span = f"{statistics.median(values):7.3f} s ({min(values):.3f} to {max(values):.3f})"
         yield f"{name:<8} {span}, peak memory {peaks[name]:.0f} MiB"

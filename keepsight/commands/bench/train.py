@@ -2,6 +2,7 @@
 
     keepsight bench train tokens=1024 answer_tokens=64
     keepsight bench train train.replays=8 train.batch_size=4
+    keepsight bench train cells=4
 
 Prints seconds and peak memory of both, and how many prefills a step takes.
 """
@@ -22,16 +23,19 @@ class Config(Recipe):
     Attributes:
         tokens: Prompt length in tokens.
         answer_tokens: Answer length in tokens.
+        cells: Number of modules that learn side by side from one reading of the target, as in `keepsight ablate`.
         repeats: Timed repetitions, after one to warm up.
     """
 
     tokens: int = 1024
     answer_tokens: int = 24
+    cells: int = 1
     repeats: int = 5
 
 
 def run(config: Config) -> None:
     """Measure and print."""
-    at_least_one(config, "tokens", "answer_tokens", "repeats")
-    lookahead = Lookahead(target_of(config).model, config.lookahead)
-    print_lines(bench_step(lookahead, config.tokens, config.answer_tokens, config.repeats, config.train))
+    at_least_one(config, "tokens", "answer_tokens", "cells", "repeats")
+    model = target_of(config).model
+    cells = [Lookahead(model, config.lookahead) for _ in range(config.cells)]
+    print_lines(bench_step(cells, config.tokens, config.answer_tokens, config.repeats, config.train))
