@@ -64,19 +64,27 @@ class _Input:
 
     def __init__(self, downs: Sequence[Tensor]) -> None:
         self._down, self._rank = torch.cat([*downs]), len(downs[0])
+        self._readers, self._left = len(downs), 0
         self._inputs: Tensor | None = None
         self._low: tuple[Tensor, ...] = ()
 
     def low(self, place: int, inputs: Tensor) -> Tensor:
-        """What the module at `place` makes of its inputs [..., in]: [m, r], m of all leading dimensions."""
+        """What the module at `place` makes of its inputs [..., in]: [m, r], m of all leading dimensions.
+
+        Once all modules have it, the inputs are let go: those of all layers together would outweigh a layer's scores.
+        """
         if inputs is not self._inputs:
             low = functional.linear(inputs, self._down.to(inputs)).flatten(0, -2)
-            self._inputs, self._low = inputs, low.split(self._rank, dim=-1)
-        return self._low[place]
+            self._inputs, self._low, self._left = inputs, low.split(self._rank, dim=-1), self._readers
+        low = self._low[place]
+        self._left -= 1
+        if not self._left:
+            self.forget()
+        return low
 
     def forget(self) -> None:
         """Hold on to no input."""
-        self._inputs, self._low = None, ()
+        self._inputs, self._low, self._left = None, (), 0
 
 
 class _Hook:

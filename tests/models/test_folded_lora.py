@@ -1,6 +1,7 @@
 """A trained LoRA folded for observers: the same update, in the model's dtype, each input read once."""
 
 import copy
+import weakref
 from typing import Any
 
 import pytest
@@ -57,6 +58,17 @@ def test_modules_with_one_input_read_it_once() -> None:
             assert count(lambda: model(ids)).operators - plain == 2 * (4 + 7) + (1 + 2)
 
 
+def test_an_input_is_let_go_once_all_its_modules_have_read_it() -> None:
+    model, ids = tiny_model(), prompt_ids(12)[0]
+    seen: list[weakref.ref[torch.Tensor]] = []
+    for name, module in model.named_modules():
+        if name.endswith("_proj"):
+            module.register_forward_pre_hook(lambda _, inputs: seen.append(weakref.ref(inputs[0])))
+    with torch.no_grad(), FoldedLora(lora_of(model), model.dtype).attached():
+        model(ids)
+        assert len(seen) > 7 and not any(each() is not None for each in seen)
+
+
 def test_no_input_is_held_and_copies_have_nothing_attached() -> None:
     model, ids = tiny_model(), prompt_ids(12)[0]
     folded = FoldedLora(lora_of(model), model.dtype)
@@ -64,7 +76,7 @@ def test_no_input_is_held_and_copies_have_nothing_attached() -> None:
         plain = model(ids).logits
         with folded.attached():
             assert torch.equal(copy.deepcopy(model)(ids).logits, plain)
-            model(ids)
+            model.model.layers[0].self_attn.q_proj(torch.randn(1, 3, model.config.hidden_size))  # and no keys of it
             assert any(read._inputs is not None for read in folded._inputs)
     assert all(read._inputs is None and not read._low for read in folded._inputs)
 
