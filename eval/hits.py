@@ -107,11 +107,11 @@ def choices(model: PreTrainedModel, method: CacheMethod, seen: Answering) -> Ite
     keys = [each.keys for each in attended_entries(model, seen.after)]
     for step in range(seen.answer.shape[1]):
         length = seen.prompt_length + step
-        shared = _of_head(model, cache, seen, step) if isinstance(cache, RetrievalCache) else None
+        layers = full_layers(cache)
+        ahead = _of_head(model, cache, seen, step) if isinstance(cache, RetrievalCache) else [None] * len(layers)
         chosen = []
-        for index, layer in enumerate(full_layers(cache)):
-            of_layer = shared
-            if shared is None and isinstance(layer, SelectedLayer) and layer.selector is not None:
+        for index, (layer, of_layer) in enumerate(zip(layers, ahead, strict=True)):
+            if of_layer is None and isinstance(layer, SelectedLayer) and layer.selector is not None:
                 place = seen.after.trace.queries[index].shape[2] - seen.answer.shape[1] + step
                 query = seen.after.trace.queries[index][:, :, place : place + 1]
                 of_layer = layer.selector.select(
@@ -121,13 +121,15 @@ def choices(model: PreTrainedModel, method: CacheMethod, seen: Answering) -> Ite
         yield chosen
 
 
-def _of_head(model: PreTrainedModel, cache: RetrievalCache, seen: Answering, step: int) -> Selection:
+def _of_head(model: PreTrainedModel, cache: RetrievalCache, seen: Answering, step: int) -> Sequence[Selection | None]:
+    """What a retrieval head selects for each layer."""
     selector, token = cache.selector, seen.answer[:, step : step + 1]
     place = seen.prompt_length + step
     chosen = selector.select(model.get_input_embeddings()(token), torch.full((1, 1), place, device=seen.answer.device))
     if selector.layers:
         selector.features = seen.after.trace.features_of(selector.layers, slice(place, place + 1))
-    return chosen
+    layers, config = len(seen.weights), selector.head.config
+    return [chosen.part(config.group_of(place, layers), config.groups) for place in range(layers)]
 
 
 def _mask(chosen: Selection | None, kv_heads: int, length: int) -> Tensor:
@@ -140,12 +142,15 @@ def _mask(chosen: Selection | None, kv_heads: int, length: int) -> Tensor:
     return counts.scatter_add_(1, indices, real.long()) > 0
 
 
-def best_shared(seen: Answering, budget: int) -> Iterator[list[Tensor]]:
-    """As `choices`, for the one set of entries that has the largest mean weight over the layers."""
+def best_shared(seen: Answering, budget: int, groups: int = 1) -> Iterator[list[Tensor]]:
+    """As `choices`, for the set of entries that has the largest mean weight over the layers of a group."""
+    layers = len(seen.weights)
     for step in range(seen.answer.shape[1]):
         length = seen.prompt_length + step
-        mean = seen.weights[:, :, step, :length].mean(dim=0)
-        yield [top_mask(mean, min(budget, length))] * len(seen.weights)
+        of_layer = [place * groups // layers for place in range(layers)]
+        parts = [seen.weights[[g == group for g in of_layer], :, step, :length].mean(dim=0) for group in range(groups)]
+        best = [top_mask(each, min(budget, length)) for each in parts]
+        yield [best[group] for group in of_layer]
 
 
 def compare(name: str, budget: int, seen: Answering, chosen: Iterator[list[Tensor]]) -> Hits | None:

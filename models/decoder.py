@@ -44,6 +44,14 @@ def full_attention_layers(config: Any) -> list[int]:
     return [index for index, kind in enumerate(layer_kinds(config)) if kind == FULL]
 
 
+def cached_kv_heads(target: PreTrainedModel) -> int:
+    """KV heads that selections are for: with latent attention (MLA), every query head."""
+    config = target.config.get_text_config()
+    if getattr(config, "kv_lora_rank", None):
+        return int(config.num_attention_heads)
+    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+
+
 def has_latents(model: PreTrainedModel) -> bool:
     """Whether attention is latent (MLA of DeepSeek-V2 and V3): one latent per token, from which heads are expanded."""
     return bool(getattr(model.config.get_text_config(decoder=True), "kv_lora_rank", None))

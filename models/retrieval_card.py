@@ -7,7 +7,7 @@ from keepsight.models.retrieval_config import NONE, PREVIOUS_STEP, RetrievalConf
 
 _ABOUT = """A retrieval head ([SpeContext](https://arxiv.org/abs/2512.00722)) for `{base_model}`: the query
 and key projections of a draft head, which say before every decoding step which entries of the KV cache the step will
-read. It reads {reads}. {parameters:,} parameters; the embedding is the base model's and not stored here.
+read{groups}. It reads {reads}. {parameters:,} parameters; the embedding is the base model's and not stored here.
 Trained with up to {trained:,} tokens; YaRN takes it further."""
 
 _READS = {
@@ -19,9 +19,9 @@ _LEGEND = """
 KL divergence of the head's attention from the target's importance, in nats: {kl}.
 
 Only steps with more entries than the budget count. Hit rate: share of the target's top entries of a step and KV head
-(by attention averaged over layers) that the head selects too. Mass: share of the target's attention that the
-selection gets. Without a head: the first 4 and the latest entries. At best: the target's own top entries. Overlap:
-share of a step's selection that the next step selects again.
+(by attention averaged over the layers that share a selection) that the head selects too. Mass: share of the target's
+attention that the selection gets. Without a head: the first 4 and the latest entries. At best: the target's own top
+entries. Overlap: share of a step's selection that the next step selects again.
 """
 
 
@@ -40,6 +40,7 @@ def retrieval_card(basics: CardBasics, config: RetrievalConfig, parameters: int,
         tags="specontext, kv-cache, retrieval-head",
         about=_ABOUT.format(
             base_model=basics.base_model,
+            groups=f", for each of {config.groups} groups of neighbouring layers" if config.groups > 1 else "",
             reads=_READS[config.features],
             parameters=parameters,
             trained=config.trained,

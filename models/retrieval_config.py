@@ -24,8 +24,8 @@ class RetrievalConfig:
         hidden_size: Width of the target's embedding.
         target_hidden_size: Width of each of the target's three feature layers.
         vocab_size: Size of the target's vocabulary.
-        num_attention_heads: Query heads.
-        num_key_value_heads: KV heads, as many as the target's cache has.
+        num_attention_heads: Query heads of each group.
+        num_key_value_heads: KV heads of each group, as many as the target's cache has.
         head_dim: Dimensions of one head.
         rms_norm_eps: Epsilon of the norms.
         max_position_embeddings: Tokens it was trained with, or the context it was extended to.
@@ -33,6 +33,8 @@ class RetrievalConfig:
         feature_layers: The target's layers whose outputs are its features; None for EAGLE-3's default ones.
         fc_norm: Whether each layer's features are normed first (EAGLE-3.1).
         qkv_bias: Whether the projections have a bias.
+        groups: Groups of neighbouring layers of the target, of equal sizes; each has projections of its own, and reads
+            what these select.
 
     Raises:
         UserError: `features` is neither variant, the query heads do not fall into equal groups, or RoPE is not named.
@@ -51,6 +53,7 @@ class RetrievalConfig:
     feature_layers: tuple[int, ...] | None = None
     fc_norm: bool = False
     qkv_bias: bool = False
+    groups: Size = 1
 
     def __post_init__(self) -> None:
         if self.features not in VARIANTS:
@@ -63,6 +66,10 @@ class RetrievalConfig:
 
         if not {"rope_type", "rope_theta"} <= self.rope_parameters.keys():
             raise UserError(f"rope_parameters={self.rope_parameters} must name rope_type and rope_theta")
+
+    def group_of(self, place: int, layers: int) -> int:
+        """The group of the layer at a place among the target's `layers` layers with full attention."""
+        return place * self.groups // layers
 
     @property
     def trained(self) -> int:

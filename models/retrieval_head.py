@@ -3,9 +3,12 @@
 SpeContext (arXiv 2512.00722), section 4.3, keeps the embedding and the query and key projections of the EAGLE-3 layer.
 Token t is scored before the target reads it: with its embedding, and in the variant `previous-step` with the target's
 features of token t - 1, from the previous step. Its RoPE position is t. The embedding is the target's.
+
+The paper selects once for all layers. With `groups` above 1, which is keepsight's own, runs of neighbouring layers have
+queries and keys of their own, made of the same inputs.
 """
 
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 from typing_extensions import Self
 
 from keepsight.errors import UserError
+from keepsight.models.decoder import cached_kv_heads
 from keepsight.models.draft_head import DraftHead, HeadRotaryEmbedding, default_feature_layers
 from keepsight.models.retrieval_config import NONE, PREVIOUS_STEP, RetrievalConfig
 
@@ -38,14 +42,15 @@ class RetrievalHead(nn.Module):
             self.fc = nn.Linear(3 * config.target_hidden_size, hidden, bias=False)
             self.hidden_norm = LlamaRMSNorm(hidden, eps=eps)
             width = 2 * hidden
-        self.q_proj = nn.Linear(width, config.num_attention_heads * config.head_dim, bias=config.qkv_bias)
-        self.k_proj = nn.Linear(width, config.num_key_value_heads * config.head_dim, bias=config.qkv_bias)
+        heads = config.groups * config.num_attention_heads
+        self.q_proj = nn.Linear(width, heads * config.head_dim, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(width, self.kv_heads * config.head_dim, bias=config.qkv_bias)
         self.rotary_emb = HeadRotaryEmbedding(config.llama())
 
     @property
     def kv_heads(self) -> int:
-        """KV heads; KV head h selects for KV head h of every layer of the target."""
-        return self.config.num_key_value_heads
+        """KV heads of all groups, group after group; head h of a group selects for KV head h of each of its layers."""
+        return self.config.groups * self.config.num_key_value_heads
 
     @property
     def scaling(self) -> float:
@@ -103,6 +108,24 @@ class RetrievalHead(nn.Module):
     def _rotated(self, projected: Tensor, positions: Tensor) -> Tensor:
         heads = projected.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
         return _rotate(heads, *self.rotary_emb(heads.float(), positions))
+
+    def grouped(self, groups: int) -> "RetrievalHead":
+        """A head of so many groups that all begin as this one, with weights of its own.
+
+        Raises:
+            UserError: the head has groups already, of another number.
+        """
+        if self.config.groups == groups:
+            return self
+        if self.config.groups > 1:
+            raise UserError(f"this retrieval head has {self.config.groups} groups of layers, and cannot get {groups}")
+        head = RetrievalHead(replace(self.config, groups=groups)).to(self.q_proj.weight)
+        weights = self.state_dict()
+        for name in weights:
+            if name.startswith(("q_proj", "k_proj")):
+                weights[name] = torch.cat([weights[name]] * groups)
+        head.load_state_dict(weights)
+        return head
 
     def extended(self, context: int) -> "RetrievalHead":
         """A head with the same weights (shared, not copied) for a longer context; see `RetrievalConfig.extended`."""
@@ -167,7 +190,7 @@ class RetrievalHead(nn.Module):
         return head.to(draft.fc.weight.device, draft.fc.weight.dtype)
 
     @classmethod
-    def untrained(cls, target: PreTrainedModel, features: str, trained: int) -> Self:
+    def untrained(cls, target: PreTrainedModel, features: str, trained: int, groups: int = 1) -> Self:
         """A head of a target's shape with random projections, to be distilled on up to `trained` tokens.
 
         Raises:
@@ -188,6 +211,7 @@ class RetrievalHead(nn.Module):
                 rms_norm_eps=config.rms_norm_eps,
                 max_position_embeddings=trained,
                 rope_parameters={"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)},
+                groups=groups,
             )
         ).to(target.device)
 
@@ -208,34 +232,3 @@ def of_the_token_before(features: Tensor, mask: Tensor | None = None) -> Tensor:
     if mask is not None:
         features = features.masked_fill(~mask[..., None], 0)
     return functional.pad(features, (0, 0, 1, -1))
-
-
-def cached_kv_heads(target: PreTrainedModel) -> int:
-    """KV heads that selections are for: with latent attention (MLA), every query head."""
-    config = target.config.get_text_config()
-    if getattr(config, "kv_lora_rank", None):
-        return int(config.num_attention_heads)
-    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
-
-
-def check_target(head: RetrievalHead, target: PreTrainedModel) -> None:
-    """Check that a head is one for a target.
-
-    Raises:
-        UserError: hidden size, vocabulary or KV heads differ; or the target is too shallow for the features.
-    """
-    config, text = head.config, target.config.get_text_config()
-    embedding: Any = target.get_input_embeddings()
-    pairs = {
-        "hidden size": (config.hidden_size, embedding.weight.shape[1]),
-        "feature width": (config.target_hidden_size, text.hidden_size),
-        "vocabulary": (config.vocab_size, text.vocab_size),
-        "KV heads": (config.num_key_value_heads, cached_kv_heads(target)),
-    }
-    differing = [f"{name} {own} against {its}" for name, (own, its) in pairs.items() if own != its]
-    if differing:
-        name = target.config.name_or_path or type(target).__name__
-        raise UserError(
-            f"this retrieval head is for another target than {name}: {', '.join(differing)}; choose its own"
-        )
-    head.layers_of(target)

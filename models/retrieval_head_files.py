@@ -14,7 +14,8 @@ from keepsight.errors import UserError
 from keepsight.files import file_digest, read_json, write_json, write_readme
 from keepsight.models.lookahead_files import Provenance
 from keepsight.models.retrieval_config import RetrievalConfig
-from keepsight.models.retrieval_head import RetrievalHead, check_target
+from keepsight.models.retrieval_head import RetrievalHead
+from keepsight.models.retrieval_target import check_target
 from keepsight.models.versions import warn_of_another_base
 from keepsight.models.weight_files import as_weights, check_digest, check_names_and_shapes, one_line, read_tensors
 

@@ -44,6 +44,8 @@ class RetrievalHeadSettings:
     Attributes:
         features: What the head reads beside token embeddings: `previous-step`, the target's features of the token
             before, or `none`.
+        groups: Groups of neighbouring layers of the target for which the head selects, each with queries and keys of
+            its own. 1 is SpeContext's: the same entries in all layers.
         queries: Number of a sample's last tokens whose importance is distilled.
         temperature: Softens the distillation loss: attention weights count to the power of 1 / temperature, so that
             above 1 the entries beyond the few with the largest weights are learned too.
@@ -53,6 +55,7 @@ class RetrievalHeadSettings:
     """
 
     features: str = "previous-step"
+    groups: int = 1
     queries: int = 128
     temperature: float = 2.0
     answers: float = 0.67
@@ -65,7 +68,7 @@ class RetrievalHeadSettings:
         Raises:
             UserError: a value is out of range.
         """
-        require_at_least(self, "retrieval_head", {"queries": 1, "max_tokens": 2})
+        require_at_least(self, "retrieval_head", {"groups": 1, "queries": 1, "max_tokens": 2})
         self.train.check("retrieval_head.train")
         if self.features not in (known := ("previous-step", "none")):
             raise UserError(f"retrieval_head.features={self.features!r} is unknown; choose one of {', '.join(known)}")

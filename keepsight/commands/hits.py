@@ -7,9 +7,10 @@ The full cache answers; at each token of the answer a method selects what it wou
 the share of the layer's k entries with the most attention that are read, k being the budget. `mass` is the share of
 the attention that falls on what is read, `overlap` what neighbouring steps have in common and need not load again.
 `best shared` reads the same entries in all layers, those with the most attention on average: no such set has a larger
-`mass`. `exact_topk` selects by each layer's own attention. `heads` compares several retrieval heads, such as one that
-was pruned only beside one that was distilled. Writes hits.jsonl (a row per sample), hits.csv and hits.png to `out`. A
-stopped run resumes when the same command is run again.
+`mass`; where a retrieval head selects for groups of layers, a second such row does too. `exact_topk` selects by each
+layer's own attention. `heads` compares several retrieval heads, such as one that was pruned only beside one that was
+distilled. Writes hits.jsonl (a row per sample), hits.csv and hits.png to `out`. A stopped run resumes when the same
+command is run again.
 """
 
 from dataclasses import asdict, dataclass, field, fields
@@ -139,7 +140,14 @@ def _rows(target: Target, sample: RenderedSample, variants: list[Variant], budge
     prompt = sample.prompt_ids[None].to(target.model.device)
     layers = {layer for variant in variants for layer in variant.method.needs().features}
     seen = answering(target.model, prompt, sample.max_new_tokens, target.end_tokens, tuple(sorted(layers)))
-    found = [compare(SHARED, budget, seen, best_shared(seen, budget)) for budget in budgets]
+    heads = {variant.method.head for variant in variants if isinstance(variant.method, SpeContext)}
+    found = [
+        compare(
+            SHARED if groups == 1 else f"{SHARED} by {groups} groups", budget, seen, best_shared(seen, budget, groups)
+        )
+        for groups in sorted({1, *(head.config.groups for head in heads)})
+        for budget in budgets
+    ]
     for variant in variants:
         method: Any = variant.method
         found.append(compare(variant.name, method.budget, seen, choices(target.model, method, seen)))

@@ -2,9 +2,11 @@
 
     accelerate launch train_retrieval_head.py recipe=smollm2-135m head=runs/head data=runs/data out=runs/retrieval
     python train_retrieval_head.py head=runs/head data=runs/data out=runs/retrieval retrieval_head.features=none
+    python train_retrieval_head.py head=runs/retrieval data=runs/data out=runs/further retrieval_head.groups=2
 
 Writes the head, its model card and training curves to `out`. A training that was stopped resumes from its last
-checkpoint when the same command is run again. Without `head=` it starts from random projections.
+checkpoint when the same command is run again. Without `head=` it starts from random projections; a retrieval head is
+distilled further, and may get groups of layers that select for themselves.
 """
 
 from dataclasses import dataclass
@@ -25,15 +27,18 @@ from keepsight.errors import UserError
 from keepsight.files import require_writable
 from keepsight.models.card import CardBasics
 from keepsight.models.draft_head import DraftHead
-from keepsight.models.draft_head_files import WEIGHTS, load_draft_head
+from keepsight.models.draft_head_files import WEIGHTS as DRAFT_WEIGHTS
+from keepsight.models.draft_head_files import load_draft_head
 from keepsight.models.hub import fetch
 from keepsight.models.pruning import parameters, pruning
 from keepsight.models.retrieval_card import comparison, retrieval_card
-from keepsight.models.retrieval_head import RetrievalHead, check_target
-from keepsight.models.retrieval_head_files import save_retrieval_head
+from keepsight.models.retrieval_head import RetrievalHead
+from keepsight.models.retrieval_head_files import WEIGHTS, load_retrieval_head, save_retrieval_head
+from keepsight.models.retrieval_target import check_target
 from keepsight.models.targets import Target
 from keepsight.models.versions import published_name
 from keepsight.train.dataset import cut
+from keepsight.train.head_settings import RetrievalHeadSettings
 from keepsight.train.retrieval_head.objective import RetrievalObjective
 from keepsight.train.retrieval_head.plots import retrieval_figure
 from keepsight.train.retrieval_head.trainer import RetrievalTrainer
@@ -44,7 +49,8 @@ class Config(TrainingConfig):
     """Keys of `keepsight train_retrieval_head`.
 
     Attributes:
-        head: Draft head to prune, a folder or a Hub id; random projections by default.
+        head: Draft head to prune, or retrieval head to distil further, a folder or a Hub id; random projections by
+            default.
     """
 
     title: str = "keepsight retrieval head"
@@ -63,10 +69,11 @@ def run(config: Config) -> None:
     longest = max(len(sample.prompt_ids) + len(sample.answer_ids) for sample in samples)
     head, pruned = _first_head(config, target, longest)
     objective = RetrievalObjective(head, target.model, settings.queries, settings.temperature, settings.answers)
-    trainer = RetrievalTrainer(objective, settings, run_of(config, target, samples, "head", WEIGHTS))
+    trainer = RetrievalTrainer(objective, settings, run_of(config, target, samples, "head", WEIGHTS, DRAFT_WEIGHTS))
     finished = trainer.fit()
     if trainer.is_world_process_zero():
         described = pruned | {
+            "groups of layers": head.config.groups,
             "longest sample (tokens)": longest,
             "tokens of a sample that are distilled": settings.queries,
             "temperature": settings.temperature,
@@ -82,14 +89,32 @@ def _first_head(config: Config, target: Target, longest: int) -> tuple[Retrieval
     settings = config.retrieval_head
     if config.head is None:
         print("no head= is given: the retrieval head starts from random projections")
-        head = RetrievalHead.untrained(target.model, settings.features, longest)
+        head = RetrievalHead.untrained(target.model, settings.features, longest, settings.groups)
         return head, {"pruned from": "nothing, it began with random projections"}
-    draft = load_draft_head(fetch(config.head))
-    head = RetrievalHead.from_draft(draft, settings.features).float()
+    folder = fetch(config.head)
     try:
-        check_target(head, target.model)
+        if (folder / WEIGHTS).is_file():
+            head, origin = _distilled(folder, settings), {"distilled further from": published_name(config.head)}
+        else:
+            head, text = _pruned(folder, settings.features)
+            origin = {"pruned from": published_name(config.head), "pruning": text}
+        check_target(head := head.grouped(settings.groups), target.model)
     except UserError as error:
         raise UserError(f"head={config.head}: {error}") from None
+    return head.to(target.model.device), origin
+
+
+def _distilled(folder: Path, settings: RetrievalHeadSettings) -> RetrievalHead:
+    head = load_retrieval_head(folder).float().requires_grad_()
+    if (own := head.config.features) != settings.features:
+        raise UserError(f"it was distilled with features {own}; give retrieval_head.features={own}")
+    return head
+
+
+def _pruned(folder: Path, features: str) -> tuple[RetrievalHead, str]:
+    """A draft head, pruned, and how much of it is gone."""
+    draft = load_draft_head(folder)
+    head = RetrievalHead.from_draft(draft, features).float()
     assert isinstance(draft, DraftHead)
     share = pruning(head, draft)
     text = (
@@ -97,14 +122,15 @@ def _first_head(config: Config, target: Target, longest: int) -> tuple[Retrieval
         f"{share.gone_with_embedding:.1%} counted with the embedding, which is the target's"
     )
     print(text)
-    return head.to(target.model.device), {"pruned from": published_name(config.head), "pruning": text}
+    return head, text
 
 
 def _write(config: Config, trainer: RetrievalTrainer, basics: CardBasics, longest: int) -> None:
     out, objective = Path(config.out), trainer.objective
     head = RetrievalHead(objective.head.config.trained_on(longest, objective.head.layers_of(objective.target)))
     head.load_state_dict(trainer.weights())
-    measured = comparison(*trainer.first_and_last(), "pruned only" if config.head else "random")
+    first = ("pruned only" if "pruning" in basics.provenance.training else "before") if config.head else "random"
+    measured = comparison(*trainer.first_and_last(), first)
     card = retrieval_card(basics, head.config, parameters(head), measured)
     curves = retrieval_figure(trainer.log_rows())
     save_retrieval_head(head.to(torch.bfloat16), out, basics.provenance, card, curves)

@@ -14,6 +14,7 @@ from keepsight.models.card import CardBasics
 from keepsight.models.draft_head_files import ORIGIN
 from keepsight.models.hub import check_repo_id, fetch
 from keepsight.models.lookahead_files import CONFIG, Provenance
+from keepsight.models.retrieval_head_files import CONFIG as RETRIEVAL_CONFIG
 from keepsight.models.targets import Target
 from keepsight.models.versions import vocabulary_digest
 from keepsight.train.module_trainer import ModuleTrainer
@@ -48,7 +49,7 @@ class TrainingConfig(Recipe):
 
 
 def run_of(
-    config: TrainingConfig, target: Target, samples: Sequence[TrainingSample], key: str, weights: str
+    config: TrainingConfig, target: Target, samples: Sequence[TrainingSample], key: str, *weights: str
 ) -> TrainingRun:
     """What a training is given; one that is resumed must have begun with the same target and the same module.
 
@@ -57,16 +58,20 @@ def run_of(
         target: The base model.
         samples: Training and held-out ones together.
         key: The command's key that names the module it begins with; null there begins with a new one.
-        weights: A file of such a module that no other has.
+        weights: Files that only such modules have, one for each kind of them.
     """
     given = getattr(config, key)
     folder = fetch(given) if given else None
     start = {
         "model.version": target.version,
         "model.dtype": str(target.model.dtype).removeprefix("torch."),
-        f"command.{key}": file_digest(folder / weights) if folder else None,
+        f"command.{key}": _digest_of(folder, weights) if folder else None,
     }
     return TrainingRun(Path(config.out) / "training", samples, start, config.replay, _seen_by(folder))
+
+
+def _digest_of(folder: Path, weights: Sequence[str]) -> str:
+    return file_digest(next((path for name in weights if (path := folder / name).is_file()), folder / weights[0]))
 
 
 def _seen_by(folder: Path | None) -> Seen | None:
@@ -77,7 +82,7 @@ def _seen_by(folder: Path | None) -> Seen | None:
     """
     if folder is None:
         return NOTHING
-    for path in (folder / CONFIG, folder / ORIGIN):
+    for path in (folder / CONFIG, folder / ORIGIN, folder / RETRIEVAL_CONFIG):
         if path.is_file():
             return from_text(read_json(path, dict[str, Any])["provenance"].get("trained_on", ""))
     return None

@@ -14,8 +14,9 @@ from keepsight.errors import UserError, require_whole
 from keepsight.models.decoder import has_latents, require_one_device
 from keepsight.models.hub import fetch
 from keepsight.models.retrieval_config import NONE
-from keepsight.models.retrieval_head import RetrievalHead, check_target, of_the_token_before
+from keepsight.models.retrieval_head import RetrievalHead, of_the_token_before
 from keepsight.models.retrieval_head_files import load_retrieval_head
+from keepsight.models.retrieval_target import check_target
 from keepsight.runtime.attention import Reader
 from keepsight.runtime.cache import with_full_layers
 from keepsight.runtime.prefill import positions_of, prefill
@@ -36,9 +37,9 @@ _BLOCK = 4096
 
 @dataclass(frozen=True)
 class SpeContext(SparseRead):
-    """Reads what a retrieval head selects: the same entries in all layers, before the target runs.
+    """Reads what a retrieval head selects before the target runs: the same entries in all layers of a group.
 
-    SpeContext (arXiv 2512.00722), section 4.3.
+    SpeContext (arXiv 2512.00722), section 4.3, where all layers are one group.
 
     Where the longest prompt of a batch and its answer, which grows, exceed what the head was trained with, YaRN extends
     it to twice that length, four times, and so on.

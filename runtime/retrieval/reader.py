@@ -19,7 +19,7 @@ from keepsight.runtime.cache import full_layers, share, with_full_layers
 from keepsight.runtime.features import RecordFeatures
 from keepsight.runtime.retrieval.placement import Placement
 from keepsight.runtime.retrieval.selector import HeadSelector
-from keepsight.runtime.sparse_read.cache import SelectedLayer, SelectedState
+from keepsight.runtime.sparse_read.cache import SelectedLayer, SelectedState, Selection
 from keepsight.runtime.state import State
 from keepsight.runtime.token_reader import TokenReader
 from keepsight.runtime.turn import TurnReader
@@ -42,6 +42,17 @@ class RetrievalCache(Cache):
     def selected_layers(self) -> list[SelectedLayer]:
         """The layers with full attention."""
         return [layer for layer in self.layers if isinstance(layer, SelectedLayer)]
+
+    def announce(self, chosen: Selection) -> None:
+        """Tell every layer what the next step reads: what the retrieval head selected for the layer's group."""
+        layers, config = self.selected_layers, self.selector.head.config
+
+        @functools.cache
+        def part(group: int, device: torch.device) -> Selection:
+            return chosen.part(group, config.groups).on(device)
+
+        for place, layer in enumerate(layers):
+            layer.prepare(part(config.group_of(place, len(layers)), layer.keys.device))
 
     def forget_after(self, length: int) -> None:
         """Drop what any layer holds of tokens beyond the first `length`."""
@@ -122,9 +133,7 @@ class RetrievalReader(TokenReader):
         layers = with_full_layers(cache, full_layers(cache)).layers
         try:
             chosen = selector.select(self._model.get_input_embeddings()(token), position)
-            chosen_on = functools.cache(chosen.on)
-            for layer in cache.selected_layers:
-                layer.prepare(chosen_on(layer.keys.device))
+            cache.announce(chosen)
             with RecordFeatures(self._model, selector.layers) as recorded:
                 output = run(
                     self._model,

@@ -1,4 +1,4 @@
-"""A retrieval head selects entries once for all layers, before the model runs.
+"""A retrieval head selects entries once for all layers, or for each group of layers, before the model runs.
 
 SpeContext (arXiv 2512.00722), section 4.3.
 """
@@ -49,7 +49,7 @@ class HeadSelector:
     Args:
         head: The retrieval head, for as many positions as there are keys; it is extended as they grow.
         layers: The target's layers whose outputs are the head's features; empty when it reads embeddings alone.
-        keys: [B, K, C, d], the head's keys of all tokens so far.
+        keys: [B, K, C, d], the head's keys of all tokens so far; K counts the KV heads of all groups.
         features: [B, 1, w], the target's features of the last token; None when the head reads none.
         padding: [B] int64, number of padding tokens on the left; None for none.
         budget: How many entries to select.
@@ -74,7 +74,7 @@ class HeadSelector:
         return self.keys.keys.nbytes
 
     def select(self, embeddings: Tensor, positions: Tensor) -> Selection:
-        """Select what the target reads for a token; its key is appended to the head's.
+        """Select what the target reads for a token, group after group; its key is appended to the head's.
 
         Args:
             embeddings: [B, 1, hidden], the target's embedding of the token.

@@ -40,6 +40,13 @@ class Selection(NamedTuple):
         """The same on a device."""
         return Selection(self.indices.to(device), None if self.real is None else self.real.to(device))
 
+    def part(self, place: int, parts: int) -> "Selection":
+        """Of KV heads in `parts` runs of the same number, those of the run at `place`."""
+        if parts == 1:
+            return self
+        indices = self.indices.tensor_split(parts, dim=1)[place]
+        return Selection(indices, None if self.real is None else self.real.tensor_split(parts, dim=1)[place])
+
 
 class LayerSelector(ABC):
     """Selects inside a layer, once its queries are known."""

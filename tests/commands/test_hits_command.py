@@ -7,7 +7,7 @@ import pytest
 from keepsight.files import read_jsonl
 from keepsight.models.draft_head_files import save_draft_head
 from keepsight.models.lookahead_files import Provenance
-from keepsight.models.retrieval_head_files import save_retrieval_head
+from keepsight.models.retrieval_head_files import load_retrieval_head, save_retrieval_head
 from keepsight.models.targets import load_target
 from tests.commands.commands import CommandLine
 from tests.models.retrieval_heads import tiny_draft_head, tiny_retrieval_head
@@ -39,6 +39,17 @@ def test_methods_heads_and_bounds_have_a_row_each(keepsight: CommandLine, here: 
     assert (here / "out" / "hits.png").stat().st_size > 1000
     assert (here / "out" / "hits.csv").read_text().count("\n") == 1 + len(names) * 2
     assert "| niah_single | 320 | exact_topk | 64 |" in printed
+
+
+def test_groups_of_layers_have_a_bound_of_their_own(keepsight: CommandLine, here: Path, heads: Path) -> None:
+    head = load_retrieval_head(heads / "retrieval").grouped(2)
+    save_retrieval_head(head, heads / "groups", Provenance("tiny"), "# Card\n")
+    options = "methods=[specontext]", "retrieval=retrieval", "heads={groups: groups}", "budgets=[64]", *SHORT
+    keepsight("hits", *TINY, *options)
+    rows = {row["name"]: row for row in read_jsonl(here / "out" / "hits.jsonl")}
+    assert rows.keys() == {"best shared", "best shared by 2 groups", "specontext", "groups"}
+    assert rows["best shared"]["mass"] < rows["best shared by 2 groups"]["mass"]
+    assert rows["groups"]["hit"] == rows["specontext"]["hit"], "the groups begin alike"
 
 
 def test_a_second_run_measures_nothing_twice(keepsight: CommandLine, here: Path, heads: Path) -> None:

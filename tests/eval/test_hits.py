@@ -24,9 +24,9 @@ def seen(model) -> Answering:
     return answering(model, prompt_ids(40)[0], 6, [0], _head(model).layers_of(model))
 
 
-def _head(model) -> RetrievalHead:
+def _head(model, groups: int = 1) -> RetrievalHead:
     torch.manual_seed(0)
-    return RetrievalHead.untrained(model, "previous-step", 512).eval()
+    return RetrievalHead.untrained(model, "previous-step", 512, groups).eval()
 
 
 def _dense(model, seen: Answering):
@@ -72,9 +72,10 @@ def test_compare_counts_what_loops_count(model, seen):
     assert found.read == BUDGET
 
 
-def test_a_head_chooses_as_it_does_while_it_decodes(model, seen):
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_head_chooses_as_it_does_while_it_decodes(model, seen, groups):
     """The choices of the first step depend on the prompt alone, and are those that the method's own reader makes."""
-    method = SpeContext(BUDGET, _head(model))
+    method = SpeContext(BUDGET, _head(model, groups))
     first = next(choices(model, method, seen))
     state = method.compress(model, seen.before)
     announced: list[torch.Tensor] = []
@@ -87,8 +88,9 @@ def test_a_head_chooses_as_it_does_while_it_decodes(model, seen):
             position_ids=torch.tensor([[seen.prompt_length]]),
             past_key_values=state.cache,
         )
-    expected = torch.zeros_like(first[0]).scatter_(1, announced[0], True)
-    assert all(torch.equal(mask, expected) for mask in first)
+    expected = [torch.zeros_like(first[0]).scatter_(1, each, True) for each in announced]
+    assert all(torch.equal(*each) for each in zip(first, expected, strict=True))
+    assert len({mask.numpy().tobytes() for mask in first}) == groups
 
 
 def test_upper_bounds(model, seen):
@@ -98,6 +100,22 @@ def test_upper_bounds(model, seen):
     assert shared is not None and head is not None and exact is not None
     assert head.mass <= shared.mass + 1e-6, "no set for all layers gets more of the mean attention"
     assert 0 < head.hit < 1
+
+
+@pytest.mark.parametrize("groups", [2, 4])
+def test_what_groups_could_read_at_best(model, seen, groups):
+    best = compare("best", BUDGET, seen, best_shared(seen, BUDGET, groups))
+    head = compare("head", BUDGET, seen, choices(model, SpeContext(BUDGET, _head(model, groups)), seen))
+    whole = compare("best", BUDGET, seen, best_shared(seen, BUDGET))
+    assert best is not None and head is not None and whole is not None
+    assert head.mass <= best.mass + 1e-6
+    assert whole.mass < best.mass
+    step = next(best_shared(seen, BUDGET, groups))
+    each = len(step) // groups
+    for group in range(groups):
+        mean = seen.weights[group * each : (group + 1) * each, :, 0, : seen.prompt_length].mean(dim=0)
+        expected = torch.zeros_like(step[0]).scatter_(1, mean.topk(BUDGET).indices, True)
+        assert all(torch.equal(mask, expected) for mask in step[group * each : (group + 1) * each])
 
 
 def test_a_budget_that_covers_the_cache_is_left_out(model, seen):

@@ -44,6 +44,15 @@ def tiny_retrieval_head(features: str = "previous-step", **options: Any) -> Retr
     return RetrievalHead.from_draft(tiny_draft_head(**options), features)
 
 
+def grouped_retrieval_head(groups: int, features: str = "previous-step", **options: Any) -> RetrievalHead:
+    """The same for groups of layers, whose projections differ."""
+    head = tiny_retrieval_head(features, **options).grouped(groups)
+    with torch.no_grad():
+        for projection in (head.q_proj.weight, head.k_proj.weight):
+            projection.add_(torch.randn(projection.shape, generator=torch.Generator().manual_seed(5)), alpha=0.3)
+    return head
+
+
 def tiny_deepseek(seed: int = 0) -> Any:
     """A random model with latent attention: 3 layers, 4 heads whose keys are wider (12) than their values (6)."""
     torch.manual_seed(seed)

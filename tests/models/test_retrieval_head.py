@@ -7,11 +7,20 @@ import torch
 from torch.nn import functional
 
 from keepsight.errors import UserError
+from keepsight.models.decoder import cached_kv_heads
 from keepsight.models.feature_head import FeatureHead
 from keepsight.models.pruning import parameters, pruning
-from keepsight.models.retrieval_head import RetrievalHead, cached_kv_heads, check_target, of_the_token_before
+from keepsight.models.retrieval_head import RetrievalHead, of_the_token_before
+from keepsight.models.retrieval_target import check_target
 from tests.close import assert_close
-from tests.models.retrieval_heads import LAYERS, target_for, tiny_deepseek, tiny_draft_head, tiny_retrieval_head
+from tests.models.retrieval_heads import (
+    LAYERS,
+    grouped_retrieval_head,
+    target_for,
+    tiny_deepseek,
+    tiny_draft_head,
+    tiny_retrieval_head,
+)
 from tests.tiny import tiny_model
 
 VARIANTS = ["previous-step", "none"]
@@ -239,3 +248,43 @@ def test_an_untrained_head_has_the_targets_shape(variant):
             check_target(head, target)
         assert head.config.trained == 512
         assert head.kv_heads == cached_kv_heads(target)
+
+
+@pytest.mark.parametrize("shape", [{}, {"qkv_bias": True}])
+@torch.no_grad()
+def test_each_group_begins_as_the_head_it_was_made_of(shape):
+    head = tiny_retrieval_head(**shape)
+    grouped = head.grouped(3)
+    inputs = torch.randn(2, 5, 32), torch.randn(2, 5, 96), torch.arange(5)[None]
+    for own, before in zip(grouped.project(*inputs), head.project(*inputs), strict=True):
+        assert own.shape[1] == 3 * before.shape[1]
+        assert_close(own, before.repeat(1, 3, 1, 1))
+    assert (grouped.kv_heads, grouped.key_bytes) == (6, 3 * head.key_bytes)
+    grouped.q_proj.weight.zero_()
+    assert head.q_proj.weight.any(), "its weights are its own"
+    assert grouped.grouped(3) is grouped
+    with pytest.raises(UserError, match="has 3 groups of layers, and cannot get 2"):
+        grouped.grouped(2)
+
+
+@torch.no_grad()
+def test_a_longer_context_keeps_the_groups():
+    head = grouped_retrieval_head(2)
+    longer = head.reaching(200)
+    assert (longer.config.groups, longer.config.max_position_embeddings) == (2, 256)
+    assert longer.q_proj.weight.data_ptr() == head.q_proj.weight.data_ptr()
+
+
+def test_more_groups_than_layers_do_not_fit():
+    check_target(grouped_retrieval_head(3), tiny_model())
+    with pytest.raises(UserError, match="4 groups of layers, and the target 3 layers with full attention"):
+        check_target(grouped_retrieval_head(4), tiny_model())
+
+
+@pytest.mark.parametrize(("groups", "layers"), [(1, 4), (2, 5), (4, 30), (3, 3)])
+def test_groups_are_runs_of_neighbouring_layers_of_nearly_equal_size(groups, layers):
+    config = grouped_retrieval_head(groups).config
+    of = [config.group_of(place, layers) for place in range(layers)]
+    assert of == sorted(of)
+    sizes = [of.count(group) for group in range(groups)]
+    assert min(sizes) >= layers // groups and max(sizes) - min(sizes) <= 1

@@ -1,6 +1,6 @@
 """What the target attends to while it reads a prompt and its answer: what a retrieval head is distilled from."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,37 +70,43 @@ def left_padded(batch: Batch) -> Texts:
 
 
 class StepRecorder:
-    """Sums over layers how important every KV entry is to each of the last queries.
+    """Sums over the layers of each group how important every KV entry is to each of the last queries.
 
     Args:
         rows: Number of queries.
         mask: [B, S] bool over the KV entries, False for padding; None when nothing is padded.
-        layers: Indices of the layers that count; None for all.
+        groups: The group of each layer that counts, by its index.
     """
 
-    def __init__(self, rows: int, mask: Tensor | None, layers: Sequence[int] | None = None) -> None:
-        self.rows, self.mask, self.layers = rows, mask, layers
+    def __init__(self, rows: int, mask: Tensor | None, groups: Mapping[int, int]) -> None:
+        self.rows, self.mask, self.groups = rows, mask, groups
         self._total: Tensor | None = None
 
     def __call__(
         self, layer: int, query: Tensor, key: Tensor, softmax: Softmax, real: Tensor | None, mask: Any
     ) -> None:
         """See `keepsight.runtime.attention.Recorder`."""
-        if self.layers is not None and layer not in self.layers:
+        if layer not in self.groups:
             return
         batch, kv_heads, length, _ = key.shape
         if self._total is None:
-            self._total = torch.zeros(batch, kv_heads, self.rows, length, device=key.device)
+            all_heads = kv_heads * len({*self.groups.values()})
+            self._total = torch.zeros(batch, all_heads, self.rows, length, device=key.device)
+        total = self._total.narrow(1, self.groups[layer] * kv_heads, kv_heads)
         first = length - self.rows
         for start in range(0, self.rows, _ROWS):
             stop = min(start + _ROWS, self.rows)
             seen = first + stop
             mask = None if self.mask is None else self.mask[:, :seen].to(key.device)
             weights = attention_weights(query[:, :, first + start : seen], key[:, :, :seen], softmax, mask)
-            self._total[:, :, start:stop, :seen] += reduce_group(weights, kv_heads).to(self._total.device)
+            total[:, :, start:stop, :seen] += reduce_group(weights, kv_heads).to(total.device)
 
     def importance(self) -> Tensor:
-        """[B, K, rows, S] float32, the mean over layers: causal, each row sums to 1 (what sinks take is left out)."""
+        """The mean over a group's layers: causal, each row sums to 1 (what sinks take is left out).
+
+        Returns:
+            [B, K, rows, S] float32; K counts the KV heads of all groups, group after group.
+        """
         assert self._total is not None
         return self._total / self._total.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
 
@@ -110,7 +116,8 @@ class ImportanceReading:
     """What the target shows while it reads some texts.
 
     Attributes:
-        importance: [B, K, T, S] float32, of every KV entry to each of the last T tokens; each row sums to 1.
+        importance: [B, K, T, S] float32, of every KV entry to each of the last T tokens; each row sums to 1; K counts
+            the KV heads of all groups of layers.
         embeddings: [B, S, hidden].
         features: [B, S, 3 * hidden], those of the token before; None when the head reads none.
     """
@@ -124,7 +131,9 @@ class ImportanceReading:
 def read_target(target: PreTrainedModel, head: RetrievalHead, batch: Texts, queries: int) -> ImportanceReading:
     """Run the target over texts and record the importance to the last `queries` tokens."""
     rows = min(queries, batch.ids.shape[1])
-    recorder = StepRecorder(rows, batch.mask, full_attention_layers(target.config))
+    layers = full_attention_layers(target.config)
+    groups = {layer: head.config.group_of(place, len(layers)) for place, layer in enumerate(layers)}
+    recorder = StepRecorder(rows, batch.mask, groups)
     with recording(target), RecordFeatures(target, head.layers_of(target)) as record:
         decoder_of(target)(
             input_ids=batch.ids,

@@ -54,7 +54,8 @@ def _lines(config: Config, target: Target) -> Iterator[str]:
     if config.retrieval is None:
         yield "retrieval= is not given: this head has random weights, and takes as long as a trained one"
         context = context_of(target.model)
-        head = RetrievalHead.untrained(target.model, config.retrieval_head.features, context).to(target.model.dtype)
+        shape = config.retrieval_head
+        head = RetrievalHead.untrained(target.model, shape.features, context, shape.groups).to(target.model.dtype)
     else:
         head = resources_of(config, target).head
     yield from size_lines(target, head, _pruned_draft(config, target))

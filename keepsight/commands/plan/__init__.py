@@ -58,7 +58,8 @@ def run(config: Config) -> None:
     at_least_one(config, "requests", "budget")
     memory = _memory(config.memory)
     model = outline_of(config)
-    head = RetrievalHead.untrained(model, config.retrieval_head.features, config.retrieval_head.max_tokens)
+    shape = config.retrieval_head
+    head = RetrievalHead.untrained(model, shape.features, shape.max_tokens, shape.groups)
     size = sum(each.numel() for each in head.parameters()) * model.dtype.itemsize
     head_keys = head.kv_heads * head.config.head_dim * model.dtype.itemsize
     plan = plan_for(model, limit=memory, requests=config.requests, budget=config.budget, head=size, head_keys=head_keys)

@@ -19,20 +19,21 @@ from keepsight.runtime.retrieval.reader import retrieval_cache
 from keepsight.runtime.sparse_read.cache import SelectedLayer, Selection
 from keepsight.runtime.state import Needs
 from tests.close import assert_close
-from tests.models.retrieval_heads import tiny_retrieval_head
+from tests.models.retrieval_heads import grouped_retrieval_head, tiny_retrieval_head
 from tests.runtime.scoring import score_answer
 from tests.runtime.sparse_read.slow_selection import SlowReader, everything, top_attention, top_pages
 from tests.tiny import FAMILIES, prompt_ids, tiny_model
 
 FEATURES = ["none", "previous-step"]
 HEADS = {"mha": 4, "gqa": 2, "mqa": 1}
-NAMES = ["specontext", "specontext of embeddings", "quest", "quest with dense layers", "exact"]
+NAMES = ["specontext", "specontext of embeddings", "specontext in groups", "quest", "quest with dense layers", "exact"]
 
 
 def method_of(name: str, budget: int | float, kv_heads: int = 2, **options: Any) -> Any:
     if name.startswith("specontext"):
         features = "none" if "embeddings" in name else "previous-step"
-        head = tiny_retrieval_head(features, kv_heads=kv_heads, max_position_embeddings=1024)
+        groups = 2 if "groups" in name else 1
+        head = grouped_retrieval_head(groups, features, kv_heads=kv_heads, max_position_embeddings=1024)
         return SpeContext(budget, head, **options)
     if name.startswith("quest"):
         return Quest(budget, **{"page": 4, "dense_layers": 1 if "dense" in name else 0} | options)

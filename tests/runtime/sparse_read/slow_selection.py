@@ -70,7 +70,7 @@ class SlowReader:
         model: The target.
         ids: [1, N].
         choose: For each layer.
-        head: A retrieval head, whose own attention is what is chosen by, for all layers alike.
+        head: A retrieval head, whose own attention is what is chosen by, for all layers of a group alike.
     """
 
     def __init__(self, model, ids: Tensor, choose: list[Choose], head: RetrievalHead | None = None) -> None:
@@ -92,7 +92,7 @@ class SlowReader:
             group, outputs = query.shape[1] // keys.shape[1], []
             for kv_head in range(keys.shape[1]):
                 rows = query[0, kv_head * group : (kv_head + 1) * group, 0]
-                own = chosen[kv_head] if chosen is not None else None
+                own = self._of_group(chosen, layer)[kv_head] if chosen is not None else None
                 places = own if own is not None else self.choose[layer](rows, keys[0, kv_head], scaling)
                 self.read_last[layer].append(sorted(places))
                 places = [*places, keys.shape[2] - 1]
@@ -105,6 +105,15 @@ class SlowReader:
         if self.features is not None:
             self.features = torch.cat([self.features, torch.cat(recorded.outputs(), dim=-1)], dim=1)
         return output.logits
+
+    def _of_group(self, chosen: list[list[int]], layer: int) -> list[list[int]]:
+        """Of what the head chooses, group after group, that of the layer's group."""
+        assert self.head is not None
+        groups, layers = self.head.config.groups, len(self.choose)
+        starts = [min(at for at in range(layers) if at * groups >= group * layers) for group in range(groups)]
+        group = sum(layer >= start for start in starts) - 1
+        each = len(chosen) // groups
+        return chosen[group * each : (group + 1) * each]
 
     def _by_head(self) -> list[list[int]]:
         """What the head's own attention chooses, over all tokens from scratch."""

@@ -1,5 +1,7 @@
 """The distillation of retrieval heads against dense attention and slow loops, on tiny random models."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -16,7 +18,7 @@ from keepsight.train.retrieval_head.objective import (
 from keepsight.train.retrieval_head.reading import left_padded, read_target
 from keepsight.train.settings import ReplaySettings
 from tests.close import assert_close
-from tests.models.retrieval_heads import LAYERS, target_for, tiny_deepseek, tiny_retrieval_head
+from tests.models.retrieval_heads import LAYERS, grouped_retrieval_head, target_for, tiny_deepseek, tiny_retrieval_head
 from tests.tiny import tiny_model
 from tests.train.runs import samples
 
@@ -36,9 +38,9 @@ def weights_of(model, ids):
         return [layer[0] for layer in model(torch.tensor([ids]), output_attentions=True).attentions]
 
 
-def slow_importance(model, ids, kv_heads):
-    """[K, S, S]: the mean over layers and over the query heads of a KV head, entry by entry."""
-    layers = weights_of(model, ids)
+def slow_importance(model, ids, kv_heads, which=slice(None)):
+    """[K, S, S]: the mean over some layers and over the query heads of a KV head, entry by entry."""
+    layers = weights_of(model, ids)[which]
     group = layers[0].shape[0] // kv_heads
     result = torch.zeros(kv_heads, len(ids), len(ids))
     for layer in layers:
@@ -73,6 +75,32 @@ def test_importance_is_that_of_dense_attention(name, queries):
         measured = read.importance[row, :, -shown:, length - len(tokens) :]
         assert_close(measured, expected[:, -shown:])
         assert (read.importance[row, :, -shown:, : length - len(tokens)] == 0).all()
+
+
+def test_importance_of_groups_is_that_of_their_layers():
+    values, ids = batch_of()
+    read = read_target(tiny_model(), grouped_retrieval_head(2, "none"), left_padded(Batch(**values)), 40)
+    length = read.importance.shape[3]
+    for row, tokens in enumerate(ids):
+        expected = torch.cat([slow_importance(tiny_model(), tokens, 2, layers) for layers in (slice(2), slice(2, 3))])
+        shown = min(40, len(tokens))
+        assert_close(read.importance[row, :, -shown:, length - len(tokens) :], expected[:, -shown:])
+
+
+def test_the_loss_of_groups_is_the_mean_of_heads_alone():
+    """Each with the target's layers of its group, in a model of as many layers as groups."""
+    head, model = grouped_retrieval_head(3), tiny_model()
+    values, _ = batch_of(1)
+    batch = left_padded(Batch(**values))
+    read = read_target(model, head, batch, 6)
+    scores = head_scores(head, batch, read)
+    for group in range(3):
+        alone = tiny_retrieval_head()
+        for name in ("q_proj", "k_proj"):
+            own = getattr(head, name).weight.chunk(3)[group]
+            getattr(alone, name).weight.data.copy_(own)
+        of_group = replace(read, importance=read.importance[:, 2 * group : 2 * group + 2])
+        assert_close(scores[:, 2 * group : 2 * group + 2], head_scores(alone, batch, of_group))
 
 
 def test_a_batch_is_joined_without_holes():

@@ -100,6 +100,38 @@ def test_pruned_only_stands_beside_distilled(trained):
     assert (trained / "training.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_retrieval_head_is_distilled_further_in_groups(place, trained, tmp_path):
+    again = config(place, tmp_path / "groups", head=str(trained))
+    again.retrieval_head.groups = 3
+    command.run(again)
+    target = load_target(str(place / "target"), device="cpu")
+    head = load_retrieval_head(tmp_path / "groups", target.model)
+    assert (head.config.groups, head.kv_heads) == (3, 6)
+    before = load_file(trained / WEIGHTS)["q_proj.weight"]
+    parts = load_file(tmp_path / "groups" / WEIGHTS)["q_proj.weight"].chunk(3)
+    assert all(part.shape == before.shape and not torch.equal(part, before) for part in parts)
+    assert not torch.equal(parts[0], parts[1])
+    origin = provenance_of(tmp_path / "groups")
+    assert (origin.training["distilled further from"], origin.training["groups of layers"]) == ("retrieval", 3)
+    card = (tmp_path / "groups" / "README.md").read_text()
+    assert "in nats: before " in card and "for each of 3 groups of neighbouring layers" in card
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"features": "none"}, "head=.*retrieval: it was distilled with features previous-step; give retrieval_head"),
+        ({"groups": 4}, "head=.*retrieval: this retrieval head has 4 groups of layers, and the target 3 layers"),
+        ({"groups": 0}, "retrieval_head.groups=0 must be at least 1"),
+    ],
+)
+def test_a_head_that_does_not_fit_the_settings_is_refused(place, trained, tmp_path, changes, message):
+    wrong = config(place, tmp_path / "head", head=str(trained))
+    wrong.retrieval_head = replace(wrong.retrieval_head, **changes)
+    with pytest.raises(UserError, match=message):
+        command.run(wrong)
+
+
 def test_the_first_measurement_is_of_the_pruned_draft_head(place, trained):
     target = load_target(str(place / "target"), device="cpu")
     objective = RetrievalObjective(
