@@ -87,14 +87,17 @@ def observed_attention(
         softmax: The layer's; what its sinks take is lost to the entries.
         length: N; later columns take part in the softmax and are dropped after it.
         key_mask: [B, S], or [B, 1 or K, S], bool, False for padding. Where absent, every key is real.
-        query_mask: [B, q] bool, False for padding rows, which do not count; or float, a weight per query.
+        query_mask: [B, q] bool, False for padding rows, which do not count; or float, a weight per query. [B, C, q]
+            for C reductions, each over queries of its own.
         ahead: [B, q] int64, how many positions after its own each query sees, see `seen_ahead`; None where none does.
         reduction: Reduction over the queries: `mean` (LookaheadKV, section 2), `max` (SpecKV) or `sum` (H2O).
 
     Returns:
-        [B, H, N] float32, differentiable. Queries are taken in blocks, so that no N x N tensor is made.
+        [B, H, N] float32, or [B, C, H, N], differentiable. Queries are taken in blocks, so that no N x N tensor is
+        made.
     """
-    assert reduction in _OVER_QUERIES
+    several = query_mask is not None and query_mask.dim() == 3
+    assert reduction in _OVER_QUERIES and not (several and reduction == "max")
     batch, _, rows, _ = query.shape
     masks = key_mask, query_mask, ahead  # one for all layers, which may lie on several devices
     key_mask, query_mask, ahead = (None if each is None else each.to(query.device) for each in masks)
@@ -107,17 +110,21 @@ def observed_attention(
         hidden = None if last is None else torch.arange(rows, device=last.device) > last[:, chosen, None]
         seen_mask = None if key_mask is None else key_mask[..., :visible]
         weights = attention_weights(query[:, :, chosen], key[:, :, :visible], softmax, seen_mask, hidden)[..., :length]
-        if query_mask is not None:
-            weights = weights * query_mask[:, None, chosen, None]
-        reduced = weights.amax(dim=2) if reduction == "max" else weights.sum(dim=2)
+        if several:
+            each = ((weights * mask[:, None, chosen, None]).sum(dim=2) for mask in query_mask.unbind(dim=1))
+            reduced = torch.stack([*each], dim=1)
+        else:
+            if query_mask is not None:
+                weights = weights * query_mask[:, None, chosen, None]
+            reduced = weights.amax(dim=2) if reduction == "max" else weights.sum(dim=2)
         return functional.pad(reduced, (0, length - reduced.shape[-1]))
 
     join = torch.maximum if reduction == "max" else torch.add
     total = functools.reduce(join, map(block, range(0, rows, ROWS_AT_ONCE)))
     if reduction != "mean":
         return total
-    counted = query_mask.sum(dim=1) if query_mask is not None else query.new_full((batch,), rows, dtype=torch.long)
-    return total / counted.clamp(min=1)[:, None, None]
+    counted = query_mask.sum(dim=-1) if query_mask is not None else query.new_full((batch,), rows, dtype=torch.long)
+    return total / counted.clamp(min=1)[..., None, None]
 
 
 def attention_weights(
