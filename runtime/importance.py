@@ -96,8 +96,7 @@ def observed_attention(
         [B, H, N] float32, or [B, C, H, N], differentiable. Queries are taken in blocks, so that no N x N tensor is
         made.
     """
-    several = query_mask is not None and query_mask.dim() == 3
-    assert reduction in _OVER_QUERIES and not (several and reduction == "max")
+    assert reduction in _OVER_QUERIES
     batch, _, rows, _ = query.shape
     masks = key_mask, query_mask, ahead  # one for all layers, which may lie on several devices
     key_mask, query_mask, ahead = (None if each is None else each.to(query.device) for each in masks)
@@ -110,13 +109,7 @@ def observed_attention(
         hidden = None if last is None else torch.arange(rows, device=last.device) > last[:, chosen, None]
         seen_mask = None if key_mask is None else key_mask[..., :visible]
         weights = attention_weights(query[:, :, chosen], key[:, :, :visible], softmax, seen_mask, hidden)[..., :length]
-        if several:
-            each = ((weights * mask[:, None, chosen, None]).sum(dim=2) for mask in query_mask.unbind(dim=1))
-            reduced = torch.stack([*each], dim=1)
-        else:
-            if query_mask is not None:
-                weights = weights * query_mask[:, None, chosen, None]
-            reduced = weights.amax(dim=2) if reduction == "max" else weights.sum(dim=2)
+        reduced = _reduced(weights, None if query_mask is None else query_mask[..., chosen], reduction)
         return functional.pad(reduced, (0, length - reduced.shape[-1]))
 
     join = torch.maximum if reduction == "max" else torch.add
@@ -125,6 +118,15 @@ def observed_attention(
         return total
     counted = query_mask.sum(dim=-1) if query_mask is not None else query.new_full((batch,), rows, dtype=torch.long)
     return total / counted.clamp(min=1)[..., None, None]
+
+
+def _reduced(weights: Tensor, query_mask: Tensor | None, reduction: str) -> Tensor:
+    """[B, H, q, N] over the queries of a mask [B, q], [B, C, q] or None; what is to be a mean is only summed."""
+    if query_mask is not None and query_mask.dim() == 3:
+        return torch.stack([_reduced(weights, each, reduction) for each in query_mask.unbind(dim=1)], dim=1)
+    if query_mask is not None:
+        weights = weights * query_mask[:, None, :, None]
+    return weights.amax(dim=2) if reduction == "max" else weights.sum(dim=2)
 
 
 def attention_weights(

@@ -32,6 +32,7 @@ TRAINING: dict[str, Any] = {
 FSDP2 = ["model.device_map=fsdp2"]
 LAUNCHED: dict[str, Any] = {
     "ddp": (None, []),
+    "ddp, several cuts": (None, ["train.cuts=3"]),
     "fsdp2": (None, FSDP2),
     "fsdp2, layers run twice": (None, [*FSDP2, "train.gradient_checkpointing=true"]),
     "zero2": pytest.param("zero2", [], marks=needs_deepspeed),

@@ -17,6 +17,7 @@ from transformers.cache_utils import Cache
 from keepsight.errors import UserError
 from keepsight.models.decoder import FULL, layer_kinds
 from keepsight.models.offloaded import on_each
+from keepsight.runtime.cache import full_layers
 from keepsight.train.dataset import Batch
 
 
@@ -64,10 +65,9 @@ class Cuts:
             cache.crop(self.length - read)
             return
         places = on_each(self.places[:, None, :, None])
-        for layer in cache.layers:
-            layer.keys, layer.values = (  # type: ignore[attr-defined]
-                each.take_along_dim(places(each.device), dim=2) for each in (layer.keys, layer.values)
-            )
+        for layer in full_layers(cache):
+            held = layer.keys, layer.values
+            layer.keys, layer.values = (each.take_along_dim(places(each.device), dim=2) for each in held)
 
     def importance(self, recorded: list[Tensor]) -> list[Tensor]:
         """For each layer [R, H, M], from what its answer's tokens attend to: [B, H, N], or [B, K, H, N + T]."""

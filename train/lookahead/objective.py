@@ -104,12 +104,12 @@ def far_divergence(
     if length <= SINKS:
         return predicted[0].sum() * 0
     if mask is None:
-        far_ones = ([each[..., SINKS:length] for each in layers] for layers in (target, predicted))
-        return importance_divergence(*far_ones, shares)
+        true, guess = ([each[..., SINKS:length] for each in layers] for layers in (target, predicted))
+        return importance_divergence(true, guess, shares)
     before = mask.cumsum(dim=1)
     far = on_each(((before > SINKS) & (before <= before[:, -1:] - RECENT))[:, None, :length])
-    far_ones = ([each[..., :length] * far(each.device) for each in layers] for layers in (target, predicted))
-    return importance_divergence(*far_ones, shares)
+    true, guess = ([each[..., :length] * far(each.device) for each in layers] for layers in (target, predicted))
+    return importance_divergence(true, guess, shares)
 
 
 def _divergence(target: Tensor, predicted: Tensor) -> Tensor:
