@@ -74,13 +74,17 @@ class LookAfter:
 
 
 def _together(apart: Tensor, sharing: int, rows: int) -> Tensor:
-    """[R, K, (H / K) x q, x] -> [R / sharing, K, (H / K) x sharing x q, x], q being `rows`; a view where none share."""
+    """[R, K, (H / K) x q, x] -> [R / sharing, K, (H / K) x sharing x q, x], q being `rows`."""
+    if sharing == 1:
+        return apart
     by_head = apart.unflatten(0, (-1, sharing)).unflatten(3, (-1, rows))
     return by_head.permute(0, 2, 3, 1, 4, 5).flatten(2, 4)
 
 
 def _apart(together: Tensor, sharing: int, rows: int) -> Tensor:
     """`_together` undone."""
+    if sharing == 1:
+        return together
     by_head = together.unflatten(-2, (-1, sharing, rows))
     return by_head.movedim(-3, 1).flatten(0, 1).flatten(-3, -2)
 

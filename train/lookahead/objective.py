@@ -83,7 +83,8 @@ def importance_divergence(target: list[Tensor], predicted: list[Tensor], shares:
     """
     pairs, device = zip(target, predicted, strict=True), target[0].device
     by_layer = (_divergence(*pair).to(device) for pair in pairs)
-    return torch.stack([each.mean() if shares is None else each.mean(dim=1) @ shares for each in by_layer]).mean()
+    weighted = (each.mean() if shares is None else (each.mean(dim=1) * shares).sum() for each in by_layer)
+    return torch.stack([*weighted]).mean()
 
 
 def far_divergence(

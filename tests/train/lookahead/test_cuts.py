@@ -157,6 +157,16 @@ def test_a_replayed_bfloat16_reading_is_the_fresh_one(lengths: list[tuple[int, i
     assert same(again[1], fresh[1])
 
 
+def test_the_loss_is_float32_under_autocast() -> None:
+    """Products in bfloat16 would round it."""
+    each, batch = objective(cuts=4), batch_of(rows_of(LENGTHS["padded"]))
+    exact, _ = learned(each, batch)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = each.loss(batch)
+    assert loss.dtype == torch.float32
+    assert 0 < abs(loss - exact) < 0.02 * exact
+
+
 def test_modules_side_by_side_learn_what_they_would_alone() -> None:
     model, batch = fresh_model("Llama 3"), batch_of(rows_of(LENGTHS["padded"]))
     cells = [LookaheadObjective(random_on(model, SHAPE, seed), 0.4, cuts=3) for seed in (7, 8)]
