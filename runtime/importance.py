@@ -87,12 +87,14 @@ def observed_attention(
         softmax: The layer's; what its sinks take is lost to the entries.
         length: N; later columns take part in the softmax and are dropped after it.
         key_mask: [B, S], or [B, 1 or K, S], bool, False for padding. Where absent, every key is real.
-        query_mask: [B, q] bool, False for padding rows, which do not count; or float, a weight per query.
+        query_mask: [B, q] bool, False for padding rows, which do not count; or float, a weight per query. [B, C, q]
+            for C reductions, each over queries of its own.
         ahead: [B, q] int64, how many positions after its own each query sees, see `seen_ahead`; None where none does.
         reduction: Reduction over the queries: `mean` (LookaheadKV, section 2), `max` (SpecKV) or `sum` (H2O).
 
     Returns:
-        [B, H, N] float32, differentiable. Queries are taken in blocks, so that no N x N tensor is made.
+        [B, H, N] float32, or [B, C, H, N], differentiable. Queries are taken in blocks, so that no N x N tensor is
+        made.
     """
     assert reduction in _OVER_QUERIES
     batch, _, rows, _ = query.shape
@@ -107,17 +109,24 @@ def observed_attention(
         hidden = None if last is None else torch.arange(rows, device=last.device) > last[:, chosen, None]
         seen_mask = None if key_mask is None else key_mask[..., :visible]
         weights = attention_weights(query[:, :, chosen], key[:, :, :visible], softmax, seen_mask, hidden)[..., :length]
-        if query_mask is not None:
-            weights = weights * query_mask[:, None, chosen, None]
-        reduced = weights.amax(dim=2) if reduction == "max" else weights.sum(dim=2)
+        reduced = _reduced(weights, None if query_mask is None else query_mask[..., chosen], reduction)
         return functional.pad(reduced, (0, length - reduced.shape[-1]))
 
     join = torch.maximum if reduction == "max" else torch.add
     total = functools.reduce(join, map(block, range(0, rows, ROWS_AT_ONCE)))
     if reduction != "mean":
         return total
-    counted = query_mask.sum(dim=1) if query_mask is not None else query.new_full((batch,), rows, dtype=torch.long)
-    return total / counted.clamp(min=1)[:, None, None]
+    counted = query_mask.sum(dim=-1) if query_mask is not None else query.new_full((batch,), rows, dtype=torch.long)
+    return total / counted.clamp(min=1)[..., None, None]
+
+
+def _reduced(weights: Tensor, query_mask: Tensor | None, reduction: str) -> Tensor:
+    """[B, H, q, N] over the queries of a mask [B, q], [B, C, q] or None; what is to be a mean is only summed."""
+    if query_mask is not None and query_mask.dim() == 3:
+        return torch.stack([_reduced(weights, each, reduction) for each in query_mask.unbind(dim=1)], dim=1)
+    if query_mask is not None:
+        weights = weights * query_mask[:, None, :, None]
+    return weights.amax(dim=2) if reduction == "max" else weights.sum(dim=2)
 
 
 def attention_weights(

@@ -1,4 +1,8 @@
-"""Observers after stored entries: their attention is computed without copying the entries beside their own."""
+"""Observers after stored entries: their attention is computed without copying the entries beside their own.
+
+Several rows of observers may share the entries of one row, each seeing those that its own mask shows. They then attend
+side by side, as further queries of that row: [R, H, q, d] is taken as [B, H, (R / B) x q, d], and no entry is repeated.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,12 +27,15 @@ class LookAfter:
     """The attention of observers to stored entries and to each other. Differentiable.
 
     Attributes:
-        weights: [B, K, (H / K) x q, N + q] float32, to the stored entries and, causal, to the observers themselves.
-        rows: q, number of observers.
+        weights: [B, K, (H / K) x (R / B) x q, N + q] float32, to the stored entries and, causal, to the observers
+            themselves.
+        rows: q, number of observers in a row.
+        sharing: R / B, number of rows of observers that share a row of entries.
     """
 
     weights: Tensor
     rows: int
+    sharing: int = 1
 
     @classmethod
     def of(
@@ -37,39 +44,65 @@ class LookAfter:
         """Let observers look.
 
         Args:
-            query: [B, H, q, d], the observers' queries, causal among themselves.
-            keys: [B, K, N, d], before every observer.
-            own_keys: [B, K, q, d] of the observers.
+            query: [R, H, q, d], the observers' queries, causal among themselves.
+            keys: [B, K, N, d], before every observer; R / B rows of observers after one another share a row of them.
+            own_keys: [R, K, q, d] of the observers.
             softmax: The layer's.
-            real: [B, 1 or K, N] bool, False for padding among the entries; None when there is none.
+            real: [R, 1 or K, N] bool, False for entries that a row does not see, such as padding; None when there is
+                none.
         """
-        batch, _, rows, width = query.shape
-        grouped = query.reshape(batch, keys.shape[1], -1, width)
-        logits = _logits(grouped, keys, own_keys, softmax, None if real is None else ~real[:, :, None])
-        return cls(softmax.normalised(logits.unflatten(2, (-1, rows))).flatten(2, 3), rows)
+        sharing, heads, rows = len(query) // len(keys), *query.shape[1:3]
+        grouped = query.reshape(len(query), keys.shape[1], -1, query.shape[3])
+        logits = _logits(grouped, keys, own_keys, softmax, None if real is None else ~real[:, :, None], sharing)
+        by_head = logits.unflatten(2, (heads // keys.shape[1], -1))
+        return cls(softmax.normalised(by_head).flatten(2, 3), rows, sharing)
 
     def importance(self, reduction: str) -> Tensor:
-        """[B, H, N] float32, as `observed_attention` returns it for the stored entries; by `mean` or `max`."""
+        """[R, H, N] float32, as `observed_attention` returns it for the stored entries; by `mean` or `max`."""
         by_head = self.weights[..., : -self.rows].unflatten(2, (-1, self.rows))
-        return (by_head.amax(3) if reduction == "max" else by_head.mean(3)).flatten(1, 2)
+        reduced = (by_head.amax(3) if reduction == "max" else by_head.mean(3)).flatten(1, 2)
+        return _apart(reduced, self.sharing, 1)
 
     def output(self, values: Tensor, own_values: Tensor) -> Tensor:
-        """The output [B, q, H, d] of softmax attention, from values [B, K, N, d] and [B, K, q, d]."""
+        """The output [R, q, H, d] of softmax attention, from values [B, K, N, d] and [R, K, q, d]."""
         stored, own = self.weights.to(values.dtype).tensor_split([-self.rows], dim=-1)
-        of_stored = stored @ values
+        of_stored, own = (_apart(each, self.sharing, self.rows) for each in (stored @ values, own))
         rows = (each.flatten(0, 1) for each in (of_stored, own, own_values))
         seen = torch.baddbmm(*rows).to(values.dtype).view_as(of_stored)
         by_head = seen.unflatten(2, (-1, self.rows)).flatten(1, 2)
         return by_head.transpose(1, 2).contiguous()
 
 
-def _logits(grouped: Tensor, keys: Tensor, own_keys: Tensor, softmax: Softmax, padding: Tensor | None) -> Tensor:
-    """Logits [B, K, r, N + q] float32 of queries [B, K, r, d] for [B, K, N, d] and, causal, for [B, K, q, d]."""
+def _together(apart: Tensor, sharing: int, rows: int) -> Tensor:
+    """[R, K, (H / K) x q, x] -> [R / sharing, K, (H / K) x sharing x q, x], q being `rows`."""
+    if sharing == 1:
+        return apart
+    by_head = apart.unflatten(0, (-1, sharing)).unflatten(3, (-1, rows))
+    return by_head.permute(0, 2, 3, 1, 4, 5).flatten(2, 4)
+
+
+def _apart(together: Tensor, sharing: int, rows: int) -> Tensor:
+    """`_together` undone."""
+    if sharing == 1:
+        return together
+    by_head = together.unflatten(-2, (-1, sharing, rows))
+    return by_head.movedim(-3, 1).flatten(0, 1).flatten(-3, -2)
+
+
+def _logits(
+    grouped: Tensor, keys: Tensor, own_keys: Tensor, softmax: Softmax, padding: Tensor | None, sharing: int
+) -> Tensor:
+    """Logits [B, K, r, N + q] float32 of queries [B, K, r, d] for [B, K, N, d] and, causal, for [B, K, q, d].
+
+    Where rows share entries, what is given for [R, ...] comes out together.
+    """
     count, rows = keys.shape[2], own_keys.shape[2]
-    if torch.is_grad_enabled():
-        stored, own = (softmax.logits(grouped, each) for each in (keys, own_keys))
-        _hide(stored, own, padding)
-        return torch.cat([stored, own], dim=-1)
+    if torch.is_grad_enabled() or sharing > 1:
+        stored = softmax.logits(_together(grouped, sharing, rows), keys)
+        own = softmax.logits(grouped, own_keys)
+        hidden = None if padding is None else _together(padding, sharing, 1)[:, :, None, :, None]
+        _hide(stored.unflatten(2, (-1, sharing, rows)), own, hidden)
+        return torch.cat([stored, _together(own, sharing, rows)], dim=-1)
     joined = grouped.new_empty(*grouped.shape[:3], count + rows)
     for products, each in zip(joined.flatten(0, 1).tensor_split([count], dim=-1), (keys, own_keys), strict=True):
         factors = grouped.flatten(0, 1), each.flatten(0, 1).mT.to(joined.dtype)
@@ -80,7 +113,7 @@ def _logits(grouped: Tensor, keys: Tensor, own_keys: Tensor, softmax: Softmax, p
 
 
 def _hide(stored: Tensor, own: Tensor, padding: Tensor | None) -> None:
-    """Hide, in place, padding among the stored entries, and own ones that come later."""
+    """Hide, in place, padding among the stored entries, whose shape it must fit, and own ones that come later."""
     rows = own.shape[3]
     own.unflatten(2, (-1, rows)).masked_fill_(later(rows, own.device), -torch.inf)
     if padding is not None:

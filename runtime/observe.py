@@ -98,8 +98,10 @@ def _none_of(place: int, attention: Tensor) -> Tensor:
 class AttentionRecorder:
     """Records each full-attention layer's attention of the last `rows` queries to the entries before them.
 
+    Arguments are those of `observed_attention`; with `own` the queries' own entries are scored too.
+
     Attributes:
-        by_layer: layer -> what is kept of [B, H, S - rows] float32, reduced over the queries.
+        by_layer: layer -> what is kept of [B, H, S - rows] float32, reduced over the queries; with `own` of [B, H, S].
     """
 
     def __init__(
@@ -110,8 +112,9 @@ class AttentionRecorder:
         query_mask: Tensor | None = None,
         reduction: str = "mean",
         keep: OfLayer = all_heads,
+        own: bool = False,
     ) -> None:
-        self.rows, self.reduction, self.keep = rows, reduction, keep
+        self.rows, self.reduction, self.keep, self.own = rows, reduction, keep, own
         self.key_mask, self.query_mask = key_mask, query_mask
         self.by_layer: dict[int, Tensor] = {}
 
@@ -126,7 +129,7 @@ class AttentionRecorder:
             query[:, :, -self.rows :],
             key,
             softmax,
-            key.shape[2] - self.rows,
+            key.shape[2] - (0 if self.own else self.rows),
             key_mask=self.key_mask if real is None else real,
             query_mask=self.query_mask,
             reduction=self.reduction,
@@ -184,9 +187,11 @@ def observe(
     Args:
         model: The model that filled the cache, with the observers' adapter, if any, switched on.
         cache: Cache of N entries per head, from M >= N tokens; it is not changed.
-        mask: [B, M] bool, False for left padding among the tokens; None when no row is padded.
-        embeddings: [B, n, hidden], the observers' input embeddings.
-        first: [B] int64, the first observer's position; the number of real tokens by default.
+        mask: [R, M] bool, False for left padding among the tokens; None when no row is padded. Where all layers have
+            full attention, R may be a multiple of the cache's B rows, of which R / B rows of observers after one
+            another then share each, and a row's mask may hide any entries.
+        embeddings: [R, n, hidden], the observers' input embeddings.
+        first: [R] int64, the first observer's position; the number of real tokens by default.
         observer_mask: [B, n] bool, False for padding on the right of the observers.
         reduction: Reduction over the observers: `mean` or `max`.
         keep: What is returned of a layer's attention, called as soon as that is computed.
@@ -194,7 +199,7 @@ def observe(
             others put around its modules are then not called.
 
     Returns:
-        For each layer with full attention, what is kept of [B, H, N] float32, the observers' attention. Gradients flow
+        For each layer with full attention, what is kept of [R, H, N] float32, the observers' attention. Gradients flow
         to `embeddings` and to the model's trainable parameters; without gradients the result may be inference tensors.
     """
     seen = cache.get_seq_length()

@@ -10,7 +10,10 @@ from typing_extensions import override
 
 
 class ViewedLayer(DynamicLayer):
-    """Entries as observers see them: observers see what they append, but it is never stored."""
+    """Entries as observers see them: observers see what they append, but it is never stored.
+
+    Where there are several times as many rows of observers as of entries, those after one another share a row.
+    """
 
     keys: Tensor
     values: Tensor
@@ -25,7 +28,10 @@ class ViewedLayer(DynamicLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> Any:
         if self.real is not None:
             self.returned = functional.pad(self.real, (0, key_states.shape[-2]), value=True)
-        return torch.cat([self.keys, key_states], dim=-2), torch.cat([self.values, value_states], dim=-2)
+        stored, sharing = (self.keys, self.values), len(key_states) // len(self.keys)
+        if sharing > 1:
+            stored = self.keys.repeat_interleave(sharing, 0), self.values.repeat_interleave(sharing, 0)
+        return torch.cat([stored[0], key_states], dim=-2), torch.cat([stored[1], value_states], dim=-2)
 
 
 class ViewedState(LinearAttentionLayer):

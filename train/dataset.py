@@ -61,6 +61,11 @@ class Batch:
         batch, length = self.prompt_ids.shape
         return [length] * batch if self.prompt_mask is None else self.prompt_mask.sum(dim=1).tolist()
 
+    def answer_lengths(self) -> list[int]:
+        """For each sample, its answer's tokens without padding."""
+        batch, length = self.answer_ids.shape
+        return [length] * batch if self.answer_mask is None else self.answer_mask.sum(dim=1).tolist()
+
 
 class Use(NamedTuple):
     """One of several uses of a sample in training.

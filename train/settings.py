@@ -112,11 +112,15 @@ class LookaheadTrainSettings(TrainSettings):
     Attributes:
         far: Share of the loss that is a KL divergence over the far entries alone: without the first 4 and the last 32,
             which hold most of the mass and are learned at once. 0 is the paper's loss.
+        cuts: Places in an answer from which one reading of the target is used: a module that is to look ahead from the
+            end of the prompt also learns to look ahead from behind parts of the answer. They are spread evenly over the
+            answer, the first before it; 1 for that one alone, up to 64.
         gradient_checkpointing: Run each layer of the pass with gradients twice and keep nothing for them between: long
             prompts take less memory, and steps a little more time.
     """
 
     far: float = 0.5
+    cuts: int = 1
     gradient_checkpointing: bool = False
 
     @override
@@ -124,6 +128,7 @@ class LookaheadTrainSettings(TrainSettings):
         super().check(key)
         if not 0 <= self.far <= 1:
             raise UserError(f"{key}.far={self.far} must be between 0 and 1")
+        require_within(self, key, cuts=(1, 64))
 
 
 @dataclass

@@ -122,7 +122,7 @@ def new_objective(config: Config, target: Target) -> LookaheadObjective:
     lookahead = Lookahead(target.model, config.lookahead)
     if config.init:
         _start_from(config.init, lookahead)
-    return LookaheadObjective(lookahead, config.train.far, config.train.gradient_checkpointing)
+    return LookaheadObjective(lookahead, config.train.far, config.train.gradient_checkpointing, config.train.cuts)
 
 
 def save(
@@ -136,9 +136,11 @@ def save(
 ) -> None:
     """Write the adapter, its card and the training curves into a folder."""
     lengths = length_summary("prompt tokens", [len(each.prompt_ids) for each in samples])
-    far = {"share of the loss on far entries": config.train.far}
+    loss: dict[str, Any] = {"share of the loss on far entries": config.train.far}
+    if config.train.cuts > 1:
+        loss["cuts of each answer"] = config.train.cuts
     adapted = {"modules with a LoRA": _counted(lookahead.lora.names) if lookahead.lora else "none"}
-    basics = basics_of(config, target, manifest, trained, lengths | far | adapted)
+    basics = basics_of(config, target, manifest, trained, lengths | loss | adapted)
     card = lookahead_card(basics, config.lookahead, trained.metrics)
     save_lookahead(lookahead, folder, basics.provenance, card, lookahead_figure(trained.log))
 

@@ -23,6 +23,13 @@ def test_a_training_step_against_a_prefill(keepsight: CommandLine) -> None:
     assert [line.split()[0] for line in lines[1:]] == ["prefill", "step", "a"]
 
 
+def test_a_training_step_at_several_cuts(keepsight: CommandLine) -> None:
+    small = ("train.replays=2", "train.cuts=3", "tokens=60", "answer_tokens=5", "repeats=1")
+    lines = keepsight("bench", "train", *TINY, *small).splitlines()
+    assert lines[0] == "1 x 60 prompt + 5 answer tokens, 2 steps a reading at 3 cuts, 1 repeats"
+    assert lines[-1].startswith("a step takes ")
+
+
 def test_modules_that_learn_side_by_side(keepsight: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     cells, read = list[int](), SideBySide.read
 

@@ -20,7 +20,7 @@ KNOWN = (
         "learning_rate=-1", "learning_rate=nan", "learning_rate=inf", "warmup=-1", "warmup=2", "seed=-1",
         "seed=4294967296", "report_to=[nope]", "report_to=nope", "steps=-1", "epochs=0", "epochs=nan", "batch_size=0",
         "accumulation=0", "clip=0", "clip=nan", "precision=fp8", "held_out=-1", "held_out=99", "measure_every=0",
-        "save_every=0", "budget=0", "replays=0", "far=2", "cuts=-1", "min_learning_rate=-1",
+        "save_every=0", "budget=0", "replays=0", "far=2", "cuts=-1", "cuts=0", "cuts=65", "min_learning_rate=-1",
     )),
     *(f"{_TRAIN} lookahead.{each}" for each in (
         "tokens=0", "tokens=-1", "tokens=10000000000000", "rank=-1", "rank=1000000", "dropout=1.5", "dropout=nan",

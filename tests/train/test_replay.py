@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from keepsight.errors import UserError
 from keepsight.train.dataset import Batch, SampleDataset, Use, collate
+from keepsight.train.lookahead.objective import LookaheadObjective
 from keepsight.train.lookahead.trainer import LookaheadTrainer
 from keepsight.train.replay import Reading, ReadingBuffer, ReplaySampler, replay_order
 from keepsight.train.run import TrainingRun
@@ -152,10 +153,14 @@ def test_the_target_is_read_once_a_sample_and_held_out_ones_once(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("held_out", "memory", "on_disk"), [(0, "60KB", False), (2, "30KB", True), (2, "60KB", False), (12, "30KB", False)]
+    ("held_out", "memory", "on_disk", "cuts"),
+    [
+        *((0, "60KB", False, 1), (2, "30KB", True, 1), (2, "60KB", False, 1), (12, "30KB", False, 1)),
+        *((0, "90KB", False, 4), (12, "60KB", False, 4)),
+    ],
 )
 def test_a_training_holds_no_more_than_its_memory(
-    held_out: int, memory: str, on_disk: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    held_out: int, memory: str, on_disk: bool, cuts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bytes that are really held after each use, those of held-out samples included."""
     held, take = list[int](), ReadingBuffer.take
@@ -168,8 +173,9 @@ def test_a_training_holds_no_more_than_its_memory(
 
     monkeypatch.setattr(ReadingBuffer, "take", noting)
     replay = ReplaySettings(memory, str(tmp_path / "readings") if on_disk else None)
-    settings = runs.settings(replays=4, steps=24, held_out=held_out)
-    LookaheadTrainer(objective(), settings, TrainingRun(tmp_path / "work", samples(40), replay=replay)).fit()
+    settings = runs.settings(replays=4, steps=24, held_out=held_out, cuts=cuts)
+    each = LookaheadObjective(objective().lookahead, cuts=cuts)
+    LookaheadTrainer(each, settings, TrainingRun(tmp_path / "work", samples(40), replay=replay)).fit()
     assert 0.6 * read_bytes(memory) < max(held) <= read_bytes(memory)
 
 

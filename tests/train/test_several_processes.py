@@ -30,8 +30,10 @@ TRAINING: dict[str, Any] = {
     **{"measure_every": 1, "save_every": 1},  # which logs the loss of every step
 }
 FSDP2 = ["model.device_map=fsdp2"]
+CUTS = ["train.cuts=3"]
 LAUNCHED: dict[str, Any] = {
     "ddp": (None, []),
+    "ddp, several cuts": (None, CUTS),
     "fsdp2": (None, FSDP2),
     "fsdp2, layers run twice": (None, [*FSDP2, "train.gradient_checkpointing=true"]),
     "zero2": pytest.param("zero2", [], marks=needs_deepspeed),
@@ -42,19 +44,20 @@ LAUNCHED: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target, data that it answered, and an adapter trained by one process."""
+    """A target, data that it answered, and adapters trained by one process, `one` and, at several cuts, `cuts`."""
     folder = tmp_path_factory.mktemp("place")
     save_tiny_target(folder / "target")
     write_data(folder / "data", load_target(str(folder / "target"), device="cpu"))
-    command.run(
-        command.Config(
-            model=ModelConfig(id=str(folder / "target"), device="cpu", dtype="float32"),
-            data=str(folder / "data"),
-            out=str(folder / "one"),
-            lookahead=SHAPE,
-            train=settings(**TRAINING, samples_per_step=2),
+    for out, changes in {"one": {}, "cuts": {"cuts": 3}}.items():
+        command.run(
+            command.Config(
+                model=ModelConfig(id=str(folder / "target"), device="cpu", dtype="float32"),
+                data=str(folder / "data"),
+                out=str(folder / out),
+                lookahead=SHAPE,
+                train=settings(**TRAINING, **changes, samples_per_step=2),
+            )
         )
-    )
     return folder
 
 
@@ -96,7 +99,7 @@ def test_two_processes_stop_together_go_on_and_train_what_one_trains(
     sizes = {name: value.numel() for name, value in load_file(place / "target/model.safetensors").items()}
     whole, layers = sum(sizes.values()), sum(size for name, size in sizes.items() if ".layers." in name)
     read, held = ([int(n) for n in re.findall(rf"weights {what}: (\d+)", stopped.stdout)] for what in ("read", "held"))
-    if more:
+    if FSDP2[0] in more:
         assert sorted(read) == [0, whole], "the first process alone reads the files"
         assert held == [whole - layers // 2] * 2
     else:
@@ -108,7 +111,8 @@ def test_two_processes_stop_together_go_on_and_train_what_one_trains(
     assert "tokens_per_second" in result.stdout
     training = tmp_path / "two/training"
     assert json.loads((training / "settings.json").read_text())["launch.processes"] == 2
-    one, two = (load_lookahead(folder) for folder in (place / "one", tmp_path / "two"))
+    alone = place / ("cuts" if more == CUTS else "one")
+    one, two = (load_lookahead(folder) for folder in (alone, tmp_path / "two"))
     assert two.provenance.training["samples a step"] == one.provenance.training["samples a step"] == 2
     assert config is not None or torch.equal(two.tokens, one.tokens), "bit for bit without DeepSpeed"
     assert_close(two.tokens, one.tokens)
@@ -116,8 +120,8 @@ def test_two_processes_stop_together_go_on_and_train_what_one_trains(
         assert config is not None or torch.equal(two.lora[name], value), name
         assert_close(two.lora[name], value)
     for curve in (losses, held_out_losses):
-        assert [*curve(place / "one")] == [*curve(tmp_path / "two")] and len(curve(place / "one")) >= 5
-        assert curve(tmp_path / "two") == pytest.approx(curve(place / "one"), abs=2e-4)  # the Trainer rounds to 1e-4
+        assert [*curve(alone)] == [*curve(tmp_path / "two")] and len(curve(alone)) >= 5
+        assert curve(tmp_path / "two") == pytest.approx(curve(alone), abs=2e-4)  # the Trainer rounds to 1e-4
     plan_upload(tmp_path / "two", "user/name")
     configs = [json.loads((folder / "adapter_config.json").read_text()) for folder in (place / "one", tmp_path / "two")]
     assert configs[1] == configs[0]

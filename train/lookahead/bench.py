@@ -31,7 +31,7 @@ def bench_step(
     model, replays = cells[0].model, settings.replays
     shape = settings.batch_size, tokens + answer_tokens
     ids = torch.randint(3, model.config.get_text_config().vocab_size - 1, shape, device=model.device)
-    alone = [LookaheadObjective(cell, settings.far, settings.gradient_checkpointing) for cell in cells]
+    alone = [LookaheadObjective(cell, settings.far, settings.gradient_checkpointing, settings.cuts) for cell in cells]
     objective = SideBySide(alone) if len(alone) > 1 else alone[0]
     objective.buffer = ReadingBuffer(ReplaySettings()) if replays > 1 else None
     learned = [weight for weight in objective.parameters() if weight.requires_grad]
@@ -55,8 +55,9 @@ def bench_step(
                 times[name].append(seconds / (replays if name == "step" else 1))
     ratio = statistics.median(times["step"]) / statistics.median(times["prefill"])
     counted = f", {len(cells)} modules" if len(cells) > 1 else ""
+    cut = f" at {settings.cuts} cuts" if settings.cuts > 1 else ""
     yield (
-        f"{shape[0]} x {tokens} prompt + {answer_tokens} answer tokens{counted}, {replays} steps a reading, "
+        f"{shape[0]} x {tokens} prompt + {answer_tokens} answer tokens{counted}, {replays} steps a reading{cut}, "
         f"{repeats} repeats"
     )
     for name, values in times.items():

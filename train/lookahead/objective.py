@@ -26,28 +26,32 @@ from keepsight.runtime.observe import AttentionRecorder, observe
 from keepsight.runtime.prefill import positions_of
 from keepsight.runtime.state_tensors import layer_of_tensors, layer_tensors
 from keepsight.train.dataset import Batch
+from keepsight.train.lookahead.cuts import Cuts, require_cuts, spread
 from keepsight.train.lookahead.flops import pass_flops, weights_of_a_token
 from keepsight.train.lookahead.recompute import recomputed
 from keepsight.train.objective import ReplayedObjective
 from keepsight.train.replay import Reading
 
 Importances = tuple[list[Tensor], list[Tensor]]
-"""Target and predicted importance, for each layer [B, H, N] float32."""
+"""Target and predicted importance, for each layer [R, H, M] float32, a row for each sample and cut: see `Cuts`."""
 _SHOWN = "importance."
 SINKS, RECENT = 4, 32
 """First and last entries that are near: they hold most of the mass of an importance."""
 
 
 @torch.no_grad()
-def target_importance(model: PreTrainedModel, batch: Batch) -> tuple[Cache, list[Tensor]]:
+def target_importance(model: PreTrainedModel, batch: Batch, cuts: Cuts | None = None) -> tuple[Cache, list[Tensor]]:
     """The first pass: prompt and answer with the adapter off.
 
     Returns:
         The prompt's cache, and for each layer with full attention the mean attention of the answer's tokens to the
-        prompt, [B, H, N] float32.
+        prompt, [B, H, N] float32. With several cuts: the cache up to the last one, and for each cut the mean attention
+        of what comes after it to what comes before, [R, H, M].
     """
+    cuts = cuts or Cuts.of(batch, 1)
     ids, mask = batch.joined()
-    recorder = AttentionRecorder(batch.answer_ids.shape[1], key_mask=mask, query_mask=batch.answer_mask)
+    rows, inside = batch.answer_ids.shape[1], cuts.places is not None
+    recorder = AttentionRecorder(rows, key_mask=mask, query_mask=cuts.queries, own=inside)
     cache, prompt = empty_cache(model), batch.prompt_ids.shape[1]
     positions = positions_of(mask, ids.shape[1], ids.device)
 
@@ -62,44 +66,51 @@ def target_importance(model: PreTrainedModel, batch: Batch) -> tuple[Cache, list
     else:
         record_past(cache)
         read(0, ids.shape[1], cache, recorder)
-        cache.crop(prompt - ids.shape[1])
-    return cache, recorder.taken()
+        cuts.crop(cache, ids.shape[1])
+    return cache, cuts.importance(recorder.taken())
 
 
-def importance_divergence(target: list[Tensor], predicted: list[Tensor]) -> Tensor:
+def importance_divergence(target: list[Tensor], predicted: list[Tensor], shares: Tensor | None = None) -> Tensor:
     """KL(target || predicted) of importance normalised over the prompt, averaged over layers, rows and query heads.
 
     Args:
-        target: For each of L layers, [B, H, N] float32, 0 at padding; layers may lie on several devices.
+        target: For each of L layers, [R, H, N] float32, 0 at padding; layers may lie on several devices.
         predicted: The same shapes; gradients flow through it.
+        shares: [R] float32, the share of each row; None where all have the same.
 
     Returns:
         A scalar in nats (equation 4), on the first layer's device.
     """
-    pairs = zip(target, predicted, strict=True)
-    return torch.stack([_divergence(*pair).mean().to(target[0].device) for pair in pairs]).mean()
+    pairs, device = zip(target, predicted, strict=True), target[0].device
+    by_layer = (_divergence(*pair).to(device) for pair in pairs)
+    weighted = (each.mean() if shares is None else (each.mean(dim=1) * shares).sum() for each in by_layer)
+    return torch.stack([*weighted]).mean()
 
 
-def far_divergence(target: list[Tensor], predicted: list[Tensor], mask: Tensor | None) -> Tensor:
+def far_divergence(
+    target: list[Tensor], predicted: list[Tensor], mask: Tensor | None, shares: Tensor | None = None
+) -> Tensor:
     """`importance_divergence` over the far entries alone: neither a row's first `SINKS` nor the last `RECENT`.
 
     The near ones hold most of the mass and are learned at once; what decides at a small budget is the order of the
     rest. 0 for a row without far entries.
 
     Args:
-        target: For each of L layers, [B, H, N] float32.
+        target: For each of L layers, [R, H, N] float32.
         predicted: The same shapes; gradients flow through it.
-        mask: [B, N] bool, False for padding on the left; None when nothing is padded.
+        mask: [R, N] bool, False for padding on either side; None when nothing is padded.
+        shares: See `importance_divergence`.
     """
     length = target[0].shape[-1] - RECENT
     if length <= SINKS:
         return predicted[0].sum() * 0
     if mask is None:
-        return importance_divergence(*([each[..., SINKS:length] for each in layers] for layers in (target, predicted)))
-    far = on_each((mask.cumsum(dim=1) > SINKS)[:, None, :length])
-    return importance_divergence(
-        *([each[..., :length] * far(each.device) for each in layers] for layers in (target, predicted))
-    )
+        true, guess = ([each[..., SINKS:length] for each in layers] for layers in (target, predicted))
+        return importance_divergence(true, guess, shares)
+    before = mask.cumsum(dim=1)
+    far = on_each(((before > SINKS) & (before <= before[:, -1:] - RECENT))[:, None, :length])
+    true, guess = ([each[..., :length] * far(each.device) for each in layers] for layers in (target, predicted))
+    return importance_divergence(true, guess, shares)
 
 
 def _divergence(target: Tensor, predicted: Tensor) -> Tensor:
@@ -118,14 +129,26 @@ class LookaheadObjective(ReplayedObjective):
         lookahead: The module in training.
         far: Share of the loss that is the divergence over the far entries alone; see `far_divergence`.
         recomputes: Whether the layers of the second pass run again for their gradients, and keep nothing till then.
+
+    Args:
+        cuts: Cuts of each sample in training; what is measured is always the prompt itself. See `Cuts`.
+
+    Raises:
+        UserError: no layer has full attention, or not all of them where there are several cuts.
     """
 
-    def __init__(self, lookahead: Lookahead, far: float = 0.0, recomputes: bool = False) -> None:
+    def __init__(self, lookahead: Lookahead, far: float = 0.0, recomputes: bool = False, cuts: int = 1) -> None:
         super().__init__()
         require_full_attention(lookahead.model)
-        self.lookahead, self.far, self.recomputes = lookahead, far, recomputes
+        require_cuts(lookahead.model, cuts)
+        self.lookahead, self.far, self.recomputes, self._cuts = lookahead, far, recomputes, cuts
         lookahead.model.requires_grad_(False)
         self._weights = weights_of_a_token(lookahead.model)
+
+    @property
+    def cuts(self) -> int:
+        """Cuts of each sample: those of the training, and 1 while the module is measured."""
+        return self._cuts if self.training else 1
 
     @override
     def flops(self, batch: Batch) -> float:
@@ -138,25 +161,28 @@ class LookaheadObjective(ReplayedObjective):
 
     def flops_of_looking(self, batch: Batch) -> float:
         """Operations of the second pass and its gradients, which flow through it once: the weights have none."""
-        rows, prompt = batch.prompt_ids.shape
-        return rows * 2 * pass_flops(self.lookahead.model, self._weights, self.lookahead.settings.tokens, before=prompt)
+        (rows, prompt), answer = batch.prompt_ids.shape, batch.answer_ids.shape[1]
+        before = prompt + spread(answer, self.cuts)[-1]
+        once = pass_flops(self.lookahead.model, self._weights, self.lookahead.settings.tokens, before)
+        return rows * self.cuts * 2 * once
 
     @override
     def read(self, batch: Batch) -> Reading:
-        cache, target = target_importance(self.lookahead.model, batch)
+        cache, target = target_importance(self.lookahead.model, batch, Cuts.of(batch, self.cuts))
         return {f"{_SHOWN}{place}": each for place, each in enumerate(target)} | _stored(cache)
 
     @override
     def kept_tokens(self, batch: Batch) -> int:
-        return batch.prompt_ids.numel()  # of the answer nothing is kept
+        return len(batch.prompt_ids) * Cuts.of(batch, self.cuts).length  # of the rest of the answer nothing is kept
 
     @override
     def loss_of(self, reading: Reading, batch: Batch) -> Tensor:
         target, predicted = self.compared(reading, batch)
-        whole = importance_divergence(target, predicted)
+        cuts = Cuts.of(batch, self.cuts)
+        whole = importance_divergence(target, predicted, cuts.shares)
         if not self.far:
             return whole
-        return torch.lerp(whole, far_divergence(target, predicted, batch.prompt_mask), self.far)
+        return torch.lerp(whole, far_divergence(target, predicted, cuts.mask, cuts.shares), self.far)
 
     def importances(self, batch: Batch) -> Importances:
         """Target and predicted importance; gradients flow through the prediction."""
@@ -164,11 +190,11 @@ class LookaheadObjective(ReplayedObjective):
 
     def compared(self, reading: Reading, batch: Batch) -> Importances:
         """`importances`, given what the target shows of the batch."""
-        lookahead = self.lookahead
-        cache = _restored(reading, lookahead.model, batch.prompt_ids.shape[1])
-        embeddings = lookahead.observers(len(batch.prompt_ids))
+        lookahead, cuts = self.lookahead, Cuts.of(batch, self.cuts)
+        cache = _restored(reading, lookahead.model, cuts.length)
+        embeddings = lookahead.observers(len(batch.prompt_ids) * self.cuts)
         with lookahead.active(), self._recomputing():
-            predicted = observe(lookahead.model, cache, batch.prompt_mask, embeddings)
+            predicted = observe(lookahead.model, cache, cuts.mask, embeddings)
         if torch.is_grad_enabled():
             _make_whole_for_gradients(lookahead.model, predicted)
         return [reading[f"{_SHOWN}{place}"] for place in range(len(predicted))], predicted

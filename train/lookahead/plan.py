@@ -68,6 +68,7 @@ def plan_step(
     answer: int,
     *,
     recomputes: bool = False,
+    cuts: int = 1,
     quantize: str | None = None,
     shards: int = 1,
     layers_alone: bool = False,
@@ -80,6 +81,7 @@ def plan_step(
         settings: The module's shape.
         far: See `LookaheadObjective`.
         recomputes: See `LookaheadObjective`.
+        cuts: See `LookaheadObjective`.
         tokens: Prompt length in tokens.
         answer: Answer length in tokens.
         quantize: `nf4` or `int8`: how the target's linear layers are stored; None for its dtype.
@@ -93,7 +95,7 @@ def plan_step(
         whole = weights - sum(layers) if layers_alone else 0
         gathered = 0 if shards == 1 else 2 * max(layers)
         unpacked = 0 if quantize is None else max(weight.nbytes for weight in _linear_weights(model))
-        objective = LookaheadObjective(Lookahead(model, settings), far, recomputes)
+        objective = LookaheadObjective(Lookahead(model, settings), far, recomputes, cuts)
         trained = [weight for weight in objective.parameters() if weight.requires_grad]
         for weight in trained:
             weight.grad = torch.zeros_like(weight)

@@ -67,6 +67,7 @@ def run(config: Config) -> None:
         config.tokens,
         config.answer,
         recomputes=config.train.gradient_checkpointing,
+        cuts=config.train.cuts,
         quantize=quantize,
         shards=config.gpus if config.shard or by_layer else 1,
         layers_alone=by_layer,

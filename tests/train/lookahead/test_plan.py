@@ -20,12 +20,14 @@ SETTINGS = LookaheadSettings(tokens=16, rank=4)
 SHAPE = {"hidden_size": 64, "intermediate_size": 192, "head_dim": 16, "max_position_embeddings": 4096}
 
 
-def planned(family: str, dtype: torch.dtype, tokens: int, answer: int, recomputes: bool) -> StepPlan:
+def planned(family: str, dtype: torch.dtype, tokens: int, answer: int, recomputes: bool, cuts: int) -> StepPlan:
     config = fresh_model(family, **SHAPE).config
-    return plan_step(config, dtype, SETTINGS, 0.5, tokens, answer, recomputes=recomputes)
+    return plan_step(config, dtype, SETTINGS, 0.5, tokens, answer, recomputes=recomputes, cuts=cuts)
 
 
-def measured(family: str, dtype: torch.dtype, tokens: int, answer: int, recomputes: bool) -> tuple[int, int, int]:
+def measured(
+    family: str, dtype: torch.dtype, tokens: int, answer: int, recomputes: bool, cuts: int
+) -> tuple[int, int, int]:
     """Most bytes that torch's CPU allocator has given out at a time.
 
     Returns:
@@ -33,7 +35,7 @@ def measured(family: str, dtype: torch.dtype, tokens: int, answer: int, recomput
         which the reading is.
     """
     model = fresh_model(family, **SHAPE).to(dtype).requires_grad_(False)
-    objective = LookaheadObjective(Lookahead(model, SETTINGS), 0.5, recomputes)
+    objective = LookaheadObjective(Lookahead(model, SETTINGS), 0.5, recomputes, cuts)
     trained = [weight for weight in objective.parameters() if weight.requires_grad]
     optimizer = torch.optim.Adam(trained)
     ids = torch.randint(3, 100, (1, tokens + answer), generator=torch.Generator().manual_seed(0))
@@ -71,7 +73,15 @@ def most_bytes(run: Callable[[], object]) -> int:
 def test_the_plan_is_within_10_percent_of_what_is_measured(
     family: str, dtype: torch.dtype, tokens: int, answer: int, recomputes: bool
 ) -> None:
-    given = family, dtype, tokens, answer, recomputes
+    _check(family, dtype, tokens, answer, recomputes, 1)
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_also_with_several_cuts(recomputes: bool) -> None:
+    _check("Llama 3", FLOAT, 1500, 100, recomputes, 3)
+
+
+def _check(*given: Any) -> None:
     plan, (before, first, second) = planned(*given), measured(*given)
     assert plan.weights + plan.module == pytest.approx(before, rel=0.01)
     assert plan.first == pytest.approx(first, rel=0.1)

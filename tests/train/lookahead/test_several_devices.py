@@ -23,9 +23,9 @@ LONG = [replace(each, prompt_ids=each.prompt_ids * 2) for each in samples()]
 """With far entries."""
 
 
-def learning(model: Any, recomputes: bool = False) -> LookaheadObjective:
+def learning(model: Any, recomputes: bool = False, cuts: int = 1) -> LookaheadObjective:
     torch.manual_seed(0)
-    return LookaheadObjective(Lookahead(model, SHAPE), far=0.3, recomputes=recomputes)
+    return LookaheadObjective(Lookahead(model, SHAPE), far=0.3, recomputes=recomputes, cuts=cuts)
 
 
 def padded(device: torch.device = HOST) -> Batch:
@@ -40,13 +40,16 @@ def logged(trainer: LookaheadTrainer) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("changes", "recomputes"), [({}, False), ({"replays": 2}, False), ({}, True)], ids=["plain", "replayed", "twice"]
+    ("changes", "recomputes"),
+    [({}, False), ({"replays": 2}, False), ({}, True), ({"cuts": 3}, False)],
+    ids=["plain", "replayed", "twice", "cuts"],
 )
 def test_losses_measurements_and_weights(tmp_path: Path, changes: dict[str, Any], recomputes: bool) -> None:
-    whole = learning(tiny_model(), recomputes)
+    cuts = settings(**changes).cuts
+    whole = learning(tiny_model(), recomputes, cuts)
     expected, _ = train(whole, settings(**changes), tmp_path / "whole", LONG)
     with several_devices():
-        halves = learning(in_halves(tiny_model()), recomputes)
+        halves = learning(in_halves(tiny_model()), recomputes, cuts)
         trained, finished = train(halves, settings(**changes), tmp_path / "halves", LONG)
         assert finished
         assert {each.device for each in halves.parameters() if each.requires_grad} == {FIRST, SECOND}

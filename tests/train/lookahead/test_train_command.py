@@ -123,6 +123,13 @@ def test_the_seed_decides_everything(place, trained, tmp_path):
     assert digests[0] == digests[1] != digests[2]
 
 
+def test_the_card_says_at_how_many_cuts_a_module_was_trained(place, trained, tmp_path):
+    command.run(config(place, tmp_path / "adapter", train=settings(steps=1, cuts=3)))
+    assert load_lookahead(tmp_path / "adapter").provenance.training["cuts of each answer"] == 3
+    assert "- cuts of each answer: 3\n" in (tmp_path / "adapter" / "README.md").read_text()
+    assert "cuts of each answer" not in load_lookahead(trained).provenance.training
+
+
 def test_longer_prompts_are_left_out(place, tmp_path):
     command.run(config(place, tmp_path / "adapter", max_prompt_tokens=20, train=settings(steps=1)))
     training = load_lookahead(tmp_path / "adapter").provenance.training
