@@ -111,6 +111,6 @@ def _table(grid: Grid, modules: list[Cell], trained: dict[str, Trained]) -> Tabl
         }
         for cell in modules
     ]
-    steps = next(iter(trained.values())).steps
-    held_out = config.train.held_out
-    return Table("ablation", f"Fidelity on {held_out} held-out samples after {steps} steps.", columns, rows)
+    first = next(iter(trained.values()))
+    title = f"Fidelity after {first.steps} steps on held-out samples ({first.held_out})."
+    return Table("ablation", title, columns, rows)

@@ -41,6 +41,7 @@ def test_it_leaves_an_adapter_for_each_cell_a_table_and_a_plot(keepsight: Comman
         for key in ("kl", "recall", "tau"):
             assert float(row[key]) == pytest.approx(measured[f"eval_{key}/{row['cell']}"], abs=1e-5)
     assert Path("ablation/ablation.md").read_text().strip() in printed
+    assert "after 2 steps on held-out samples (2, none of them trained on before)." in printed
     assert Path("ablation/ablation.png").read_bytes().startswith(b"\x89PNG")
 
     weights = [Path("ablation/cells", name) for name in tree(Path("ablation/cells")) if name.endswith(".safetensors")]
@@ -104,3 +105,9 @@ def test_lists_are_values_too() -> None:
     assert len(grid) == 12
     assert [*grid][:4] == [f"tokens8-targets{name}" for name in ("none", "qv", "q_proj+up_proj", "all")]
     assert grid["tokens16-targetsq_proj+up_proj"][1].lookahead.targets == ["q_proj", "up_proj"]
+
+
+def test_the_table_counts_the_held_out_samples_that_there_are(keepsight: CommandLine, data: Path) -> None:
+    """Every n-th of the samples is held out, which may be fewer than are asked for."""
+    printed = keepsight(*GIVEN, "train.held_out=11", "lookahead.rank=[0,2]")
+    assert "held-out samples (7, none of them trained on before)." in printed
