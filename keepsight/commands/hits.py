@@ -103,8 +103,8 @@ def run(config: Config) -> None:
 
 def _further_heads(config: Config, target: Target, variants: list[Variant]) -> list[Variant]:
     """Variants of the heads under names of their own."""
-    taken = {SHARED, *(variant.name for variant in variants)}
-    if twice := sorted(taken & set(config.heads)):
+    taken = {variant.name for variant in variants}
+    if twice := sorted(name for name in config.heads if name in taken or name.startswith(SHARED)):
         raise UserError(f"heads= names {twice[0]!r}, which is another row's name; choose another")
     heads = {name: _head(reference, target) for name, reference in config.heads.items()}
     return [Variant(name, SpeContext(budget, head)) for name, head in heads.items() for budget in config.budgets]

@@ -60,6 +60,12 @@ def test_a_second_run_measures_nothing_twice(keepsight: CommandLine, here: Path,
     assert (here / "out" / "hits.jsonl").read_text() == before
 
 
+def test_a_head_does_not_take_the_name_of_a_bound(keepsight: CommandLine, here: Path, heads: Path) -> None:
+    given = "methods=[specontext]", "retrieval=retrieval", "heads={best shared by 2 groups: retrieval}", *SHORT
+    refused = keepsight.fails("hits", *TINY, *given)
+    assert "heads= names 'best shared by 2 groups', which is another row's name" in refused
+
+
 def test_bad_input(keepsight: CommandLine, here: Path) -> None:
     assert "'snapkv', which does not choose anew" in keepsight.fails("hits", *TINY, "methods=[snapkv]", *SHORT)
     assert "budgets=[0.5]" in keepsight.fails("hits", *TINY, "methods=[quest]", "budgets=[0.5]", *SHORT)
