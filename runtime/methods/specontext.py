@@ -143,6 +143,7 @@ class SpeContext(SparseRead):
                 budget=budget,
                 head=sum(each.nbytes for each in self.head.parameters()),
                 head_keys=self.head.key_bytes,
+                groups=self.head.config.groups,
             )
         return Placement(budget, model.device, self.offload, plan)
 

@@ -40,6 +40,7 @@ class MemoryPlan:
         buffers: Copies of the slots: 1 where entries are fetched into freed slots, 2 for double buffering.
         room: Tokens per request that a layer on the device, and the head, may have room for beyond those they hold.
         growth: Share of the tokens they hold for which they may have room besides.
+        groups: Groups of layers for which the retrieval head selects; the slots of each hold entries of their own.
         share: Factor on the weights that leaves space for activations.
 
     Raises:
@@ -60,6 +61,7 @@ class MemoryPlan:
     buffers: int = 1
     room: int = 0
     growth: float = 0.0
+    groups: int = 1
     share: float = 1.3
 
     def __post_init__(self) -> None:
@@ -95,9 +97,10 @@ class MemoryPlan:
         return self._fixed(layers_on_cpu) + math.ceil(length * self._each(layers_on_cpu))
 
     def _fixed(self, layers_on_cpu: int) -> int:
-        """Bytes that do not grow. The slots of all layers hold the same entries, so one list of these is enough."""
+        """Bytes that do not grow. The slots of a group's layers hold the same entries, and share one list of these."""
         room = self.requests * self.room * self._growing(layers_on_cpu)
-        indices = 8 * self.requests * self.kv_heads * self.budget if layers_on_cpu else 0
+        lists = self.groups - (self.layers - layers_on_cpu) * self.groups // self.layers
+        indices = lists * 8 * self.requests * self.kv_heads * self.budget
         return self.weights_held + room + indices + layers_on_cpu * self.slots
 
     def _growing(self, layers_on_cpu: int) -> int:
@@ -160,7 +163,14 @@ class MemoryPlan:
 
 
 def plan_for(
-    model: PreTrainedModel, *, limit: int, requests: int, budget: int, head: int = 0, head_keys: int = 0
+    model: PreTrainedModel,
+    *,
+    limit: int,
+    requests: int,
+    budget: int,
+    head: int = 0,
+    head_keys: int = 0,
+    groups: int = 1,
 ) -> MemoryPlan:
     """The plan for a model under SpeContext; its weights may be on the meta device.
 
@@ -171,6 +181,7 @@ def plan_for(
         budget: Slots per request, layer on the CPU, and KV head.
         head: Bytes of the retrieval head's weights.
         head_keys: Bytes per token of the retrieval head's keys.
+        groups: Its groups of layers.
 
     Raises:
         UserError: the weights alone exceed the limit, or the target's attention is latent.
@@ -192,4 +203,5 @@ def plan_for(
         item=model.dtype.itemsize,
         room=ROOM,
         growth=GROWTH,
+        groups=groups,
     )

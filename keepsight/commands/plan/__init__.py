@@ -62,7 +62,15 @@ def run(config: Config) -> None:
     head = RetrievalHead.untrained(model, shape.features, shape.max_tokens, shape.groups)
     size = sum(each.numel() for each in head.parameters()) * model.dtype.itemsize
     head_keys = head.kv_heads * head.config.head_dim * model.dtype.itemsize
-    plan = plan_for(model, limit=memory, requests=config.requests, budget=config.budget, head=size, head_keys=head_keys)
+    plan = plan_for(
+        model,
+        limit=memory,
+        requests=config.requests,
+        budget=config.budget,
+        head=size,
+        head_keys=head_keys,
+        groups=shape.groups,
+    )
     print("\n".join([*_given(config, model, plan), "", *_table(model, plan), "", *_conclusions(model, plan)]))
     if config.out is not None:
         write_png(Path(config.out), _figure(plan, config.model.id, context_of(model)))

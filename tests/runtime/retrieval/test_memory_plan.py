@@ -69,6 +69,8 @@ def test_what_is_held_is_the_sum_of_its_parts():
     assert plan.memory(10, 1) == 1430 + resident + slots + indices + (10 + 3 * 2) * 7 + 10 * 11
     assert plan.memory(10, 0) == 1430 + 2 * resident + (10 + 3 * 2) * 7 + 10 * 11
     assert replace(plan, buffers=2).memory(10, 1) == plan.memory(10, 1) + slots
+    assert replace(plan, groups=2).memory(10, 1) == plan.memory(10, 1)
+    assert replace(plan, groups=2).memory(10, 2) == plan.memory(10, 2) + indices, "a list of entries for each group"
     assert replace(plan, growth=1 / 4).memory(10, 1) == plan.memory(10, 1) + math.ceil(10 * (entry + 7) / 4)
 
 
