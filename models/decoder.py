@@ -44,6 +44,18 @@ def full_attention_layers(config: Any) -> list[int]:
     return [index for index, kind in enumerate(layer_kinds(config)) if kind == FULL]
 
 
+def require_layers_for(groups: int, target: PreTrainedModel) -> None:
+    """Refuse more groups of layers for a retrieval head than the target has layers that it selects for.
+
+    Raises:
+        UserError: there are more.
+    """
+    if groups > (layers := len(full_attention_layers(target.config))):
+        raise UserError(
+            f"retrieval_head.groups={groups}: the target has {layers} layers with full attention; give no more groups"
+        )
+
+
 def cached_kv_heads(target: PreTrainedModel) -> int:
     """KV heads that selections are for: with latent attention (MLA), every query head."""
     config = target.config.get_text_config()

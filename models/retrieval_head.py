@@ -18,7 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 from typing_extensions import Self
 
 from keepsight.errors import UserError
-from keepsight.models.decoder import cached_kv_heads
+from keepsight.models.decoder import cached_kv_heads, require_layers_for
 from keepsight.models.draft_head import DraftHead, HeadRotaryEmbedding, default_feature_layers
 from keepsight.models.retrieval_config import NONE, PREVIOUS_STEP, RetrievalConfig
 
@@ -118,7 +118,11 @@ class RetrievalHead(nn.Module):
         if self.config.groups == groups:
             return self
         if self.config.groups > 1:
-            raise UserError(f"this retrieval head has {self.config.groups} groups of layers, and cannot get {groups}")
+            own = self.config.groups
+            raise UserError(
+                f"this retrieval head has {own} groups of layers, and cannot get {groups}; "
+                f"give retrieval_head.groups={own}"
+            )
         head = RetrievalHead(replace(self.config, groups=groups)).to(self.q_proj.weight)
         weights = self.state_dict()
         for name in weights:
@@ -194,8 +198,9 @@ class RetrievalHead(nn.Module):
         """A head of a target's shape with random projections, to be distilled on up to `trained` tokens.
 
         Raises:
-            UserError: `features` is neither variant.
+            UserError: `features` is neither variant, or the target has fewer layers with full attention than groups.
         """
+        require_layers_for(groups, target)
         config = target.config.get_text_config()
         heads, kv_heads = config.num_attention_heads, cached_kv_heads(target)
         rope = getattr(config, "rope_parameters", None) or {}

@@ -26,6 +26,7 @@ from keepsight.data_gen.finished import read_training_samples
 from keepsight.errors import UserError
 from keepsight.files import require_writable
 from keepsight.models.card import CardBasics
+from keepsight.models.decoder import require_layers_for
 from keepsight.models.draft_head import DraftHead
 from keepsight.models.draft_head_files import WEIGHTS as DRAFT_WEIGHTS
 from keepsight.models.draft_head_files import load_draft_head
@@ -33,7 +34,7 @@ from keepsight.models.hub import fetch
 from keepsight.models.pruning import parameters, pruning
 from keepsight.models.retrieval_card import comparison, retrieval_card
 from keepsight.models.retrieval_head import RetrievalHead
-from keepsight.models.retrieval_head_files import WEIGHTS, load_retrieval_head, save_retrieval_head
+from keepsight.models.retrieval_head_files import FILES, WEIGHTS, load_retrieval_head, save_retrieval_head
 from keepsight.models.retrieval_target import check_target
 from keepsight.models.targets import Target
 from keepsight.models.versions import published_name
@@ -91,9 +92,10 @@ def _first_head(config: Config, target: Target, longest: int) -> tuple[Retrieval
         print("no head= is given: the retrieval head starts from random projections")
         head = RetrievalHead.untrained(target.model, settings.features, longest, settings.groups)
         return head, {"pruned from": "nothing, it began with random projections"}
+    require_layers_for(settings.groups, target.model)
     folder = fetch(config.head)
     try:
-        if (folder / WEIGHTS).is_file():
+        if any((folder / name).is_file() for name in FILES):
             head, origin = _distilled(folder, settings), {"distilled further from": published_name(config.head)}
         else:
             head, text = _pruned(folder, settings.features)

@@ -263,7 +263,7 @@ def test_each_group_begins_as_the_head_it_was_made_of(shape):
     grouped.q_proj.weight.zero_()
     assert head.q_proj.weight.any(), "its weights are its own"
     assert grouped.grouped(3) is grouped
-    with pytest.raises(UserError, match="has 3 groups of layers, and cannot get 2"):
+    with pytest.raises(UserError, match=r"has 3 groups of layers, and cannot get 2; give retrieval_head\.groups=3"):
         grouped.grouped(2)
 
 

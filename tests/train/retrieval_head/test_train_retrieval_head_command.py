@@ -121,7 +121,8 @@ def test_a_retrieval_head_is_distilled_further_in_groups(place, trained, tmp_pat
     ("changes", "message"),
     [
         ({"features": "none"}, "head=.*retrieval: it was distilled with features previous-step; give retrieval_head"),
-        ({"groups": 4}, "head=.*retrieval: this retrieval head has 4 groups of layers, and the target 3 layers"),
+        ({"groups": 4}, r"^retrieval_head\.groups=4: the target has 3 layers with full attention; give no more "),
+        ({"groups": 10**8}, r"^retrieval_head\.groups=100000000: the target has 3 layers"),
         ({"groups": 0}, "retrieval_head.groups=0 must be at least 1"),
     ],
 )
@@ -130,6 +131,22 @@ def test_a_head_that_does_not_fit_the_settings_is_refused(place, trained, tmp_pa
     wrong.retrieval_head = replace(wrong.retrieval_head, **changes)
     with pytest.raises(UserError, match=message):
         command.run(wrong)
+
+
+def test_a_new_head_has_no_more_groups_than_the_target_layers(place, tmp_path):
+    wrong = config(place, tmp_path / "head", "none", head=None)
+    wrong.retrieval_head.groups = 4
+    with pytest.raises(UserError, match=r"^retrieval_head\.groups=4: the target has 3 layers with full attention"):
+        command.run(wrong)
+
+
+@pytest.mark.parametrize("lost", FILES)
+def test_half_a_retrieval_head_is_not_taken_for_a_draft_head(place, trained, tmp_path, lost):
+    (half := tmp_path / "half").mkdir()
+    for name in {*FILES} - {lost}:
+        (half / name).write_bytes((trained / name).read_bytes())
+    with pytest.raises(UserError, match=rf"head=.*half: .*half: {lost} is missing; a retrieval head needs"):
+        command.run(config(place, tmp_path / "head", head=str(half)))
 
 
 def test_the_first_measurement_is_of_the_pruned_draft_head(place, trained):
