@@ -128,8 +128,7 @@ def _of_head(model: PreTrainedModel, cache: RetrievalCache, seen: Answering, ste
     chosen = selector.select(model.get_input_embeddings()(token), torch.full((1, 1), place, device=seen.answer.device))
     if selector.layers:
         selector.features = seen.after.trace.features_of(selector.layers, slice(place, place + 1))
-    layers, config = len(seen.weights), selector.head.config
-    return [chosen.part(config.group_of(place, layers), config.groups) for place in range(layers)]
+    return [part for _, part in cache.by_layer(chosen)]
 
 
 def _mask(chosen: Selection | None, kv_heads: int, length: int) -> Tensor:

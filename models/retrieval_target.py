@@ -30,7 +30,8 @@ def check_target(head: RetrievalHead, target: PreTrainedModel) -> None:
             f"this retrieval head is for another target than {name}: {', '.join(differing)}; choose its own"
         )
     head.layers_of(target)
-    if config.groups > (layers := len(full_attention_layers(target.config))):
+    # Without any such layer the method itself refuses the target, and says why.
+    if 0 < (layers := len(full_attention_layers(target.config))) < config.groups:
         raise UserError(
             f"this retrieval head has {config.groups} groups of layers, and the target {layers} layers with full "
             "attention; choose its own"

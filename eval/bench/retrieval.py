@@ -117,10 +117,10 @@ def _step(model: PreTrainedModel, method: CacheMethod, state: State, repeats: in
         traffic = on_cpu[0].full.traffic
         return seconds, f"{'':24}{traffic.fetched * len(on_cpu) / traffic.selections / 1e6:>11.3f}"
     embeddings = model.get_input_embeddings()(state.logits.argmax(dim=-1, keepdim=True))
-    selector, layers, positions = state.cache.selector.share(), state.cache.selected_layers, state.lengths[:, None]
-    chosen = selector.select(embeddings, positions)
+    selector, positions = state.cache.selector.share(), state.lengths[:, None]
+    chosen = state.cache.by_layer(selector.select(embeddings, positions))
     choosing = median_seconds(lambda: selector.select(embeddings, positions), repeats)
-    gathering = median_seconds(lambda: [layer.gather(chosen) for layer in layers], repeats)
+    gathering = median_seconds(lambda: [layer.gather(part) for layer, part in chosen], repeats)
     parts = choosing, gathering, seconds - choosing - gathering
     return seconds, "".join(f"{part * 1000:>8.2f}" for part in parts)
 

@@ -43,16 +43,21 @@ class RetrievalCache(Cache):
         """The layers with full attention."""
         return [layer for layer in self.layers if isinstance(layer, SelectedLayer)]
 
-    def announce(self, chosen: Selection) -> None:
-        """Tell every layer what the next step reads: what the retrieval head selected for the layer's group."""
+    def by_layer(self, chosen: Selection) -> list[tuple[SelectedLayer, Selection]]:
+        """Each layer with full attention, and what the retrieval head selected for it, on its device."""
         layers, config = self.selected_layers, self.selector.head.config
 
         @functools.cache
         def part(group: int, device: torch.device) -> Selection:
             return chosen.part(group, config.groups).on(device)
 
-        for place, layer in enumerate(layers):
-            layer.prepare(part(config.group_of(place, len(layers)), layer.keys.device))
+        groups = [config.group_of(place, len(layers)) for place in range(len(layers))]
+        return [(layer, part(group, layer.keys.device)) for layer, group in zip(layers, groups, strict=True)]
+
+    def announce(self, chosen: Selection) -> None:
+        """Tell every layer what the next step reads."""
+        for layer, part in self.by_layer(chosen):
+            layer.prepare(part)
 
     def forget_after(self, length: int) -> None:
         """Drop what any layer holds of tokens beyond the first `length`."""

@@ -29,7 +29,8 @@ SHAPE = {
 }
 HEAD = 4096 * 12288 + 8192 * (4096 + 1024) + 2 * 4096
 """Parameters of a retrieval head: what combines the features, queries and keys, two norms."""
-EIGHT_B = ("model.id=8b", "memory=24GiB", "requests=4")
+OF_EIGHT_B = ("model.id=8b", "requests=4", "retrieval_head.groups=1")
+EIGHT_B = (*OF_EIGHT_B, "memory=24GiB")
 
 
 @pytest.fixture
@@ -101,7 +102,7 @@ def test_the_memory_of_this_machines_gpu(keepsight: CommandLine, here: Path, mon
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Properties)
-    assert keepsight("plan", "model.id=8b", "requests=4") == keepsight("plan", *EIGHT_B)
+    assert keepsight("plan", *OF_EIGHT_B) == keepsight("plan", *EIGHT_B)
 
 
 WRONG = {
