@@ -15,7 +15,7 @@ from torch.nn import functional
 from typing_extensions import override
 
 from keepsight.errors import UserError, require_whole
-from keepsight.runtime.importance import top_mask
+from keepsight.runtime.importance import stacked, top_mask
 from keepsight.runtime.rounding import Counts, settle
 
 
@@ -206,7 +206,7 @@ class Adaptive(Allocation):
         The best `promised` [L, B, K] of a head come before all others; ties go to the first head and index.
         """
         most, device = int(free.max()), importance[0].device
-        best = torch.stack([self._best(*each, most).to(device) for each in zip(importance, free, strict=True)])
+        best = torch.cat([self._best(layers, free[of], most).to(device) for of, layers in stacked(importance)])
         if promised.any():
             ahead = torch.from_numpy(promised).to(device, non_blocking=True)[..., None]
             ahead = ahead > torch.arange(best.shape[-1], device=device)
@@ -215,14 +215,15 @@ class Adaptive(Allocation):
         return np.array(chosen.sum(dim=-1).tolist())  # the only thing to wait for
 
     def _best(self, importance: Tensor, totals: Counts, most: int) -> Tensor:
-        """A layer's importance [B, K, C], as heads are compared by it: the best of each head in order, [B, K, most].
+        """Importance [L, B, K, C], as heads are compared by it: the best of each head in order, [L, B, K, most].
 
-        No head gets more of its layer's `totals` [B] than all of them.
+        No head gets more of its layer's `totals` [L, B] than all of them.
         """
         ranked = importance.nan_to_num(posinf=-torch.inf, neginf=-torch.inf)
         if self.normalize:
-            shares = (totals // importance.shape[1]).tolist()
-            ranked = torch.stack([_comparable(*row) for row in zip(ranked, shares, strict=True)])
+            shares = (totals // importance.shape[2]).ravel().tolist()
+            rows = [_comparable(*row) for row in zip(ranked.flatten(0, 1), shares, strict=True)]
+            ranked = torch.stack(rows).view_as(ranked)
         best = ranked.topk(min(most, ranked.shape[-1]), dim=-1).values
         return functional.pad(best, (0, most - best.shape[-1]), value=-torch.inf)
 

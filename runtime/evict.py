@@ -259,7 +259,7 @@ class Evict(CacheMethod):
         for budget in {*budgets}:
             self._check_room(budget)
         counts = self.allocate(self._held(state), budgets, importance)
-        return [*map(select_top, importance, counts)]
+        return select_top(importance, counts)
 
     def gather(self, state: State, selected: list[Tensor]) -> State:
         """The state of the selected entries."""

@@ -9,7 +9,7 @@ from transformers.cache_utils import Cache
 
 from keepsight.runtime.cache import entries, is_bounded, with_full_layers
 from keepsight.runtime.cache_layers import KeptLayer, LayerEntries, RaggedLayer
-from keepsight.runtime.importance import top_mask
+from keepsight.runtime.importance import stacked, top_mask
 from keepsight.runtime.rounding import Counts
 
 
@@ -49,10 +49,13 @@ def lengths_differ(counts: Counts) -> bool:
     return bool(counts.size) and bool(counts.min() != counts.max())
 
 
-def select_top(importance: Tensor, counts: Counts) -> Tensor:
-    """Mask of a layer's most important entries [B, K, C], [B, K] in each head; ties go to the lowest index."""
-    count = count_of(counts)
-    return top_mask(importance, counts if count is None else count)
+def select_top(importance: Sequence[Tensor], counts: Counts) -> list[Tensor]:
+    """For each layer, its most important entries [B, K, C] bool, [L, B, K] in each head; ties go to the first index."""
+    chosen: list[Tensor] = []
+    for places, layers in stacked(importance):
+        count = count_of(counts[places])
+        chosen += top_mask(layers, counts[places] if count is None else count).unbind()
+    return chosen
 
 
 def kept_layer(
@@ -91,5 +94,5 @@ def kept_received(received: Tensor, mask: Tensor, counts: Counts) -> Tensor:
 
 
 def count_of(counts: Counts) -> int | None:
-    """The number that all heads [B, K] of a layer keep; None where they differ."""
+    """The number that all heads [..., B, K] keep; None where they differ."""
     return int(counts.min()) if counts.min() == counts.max() else None

@@ -6,6 +6,7 @@ granularity): softmax over all keys, slice the observed ones, reduce over querie
 """
 
 import functools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,8 @@ from keepsight.runtime.softmax import Softmax
 
 ROWS_AT_ONCE = 128
 """Bounds the memory of one block of attention weights to B x H x 128 x S float32."""
+STACKED = 2**20
+"""Bounds the memory of layers that are worked on together."""
 _OVER_QUERIES = ("mean", "max", "sum")
 
 
@@ -201,6 +204,23 @@ def pool(importance: Tensor, kernel: int, kind: str = "max") -> Tensor:
     if kind == "max":
         return functional.max_pool1d(importance, kernel, stride=1, padding=kernel // 2)
     return functional.avg_pool1d(importance, kernel, stride=1, padding=kernel // 2)
+
+
+def stacked(layers: Sequence[Tensor]) -> Iterator[tuple[slice, Tensor]]:
+    """Neighbouring layers of one shape and device as one tensor [l, ...], for which one operator does the work of l.
+
+    Yields:
+        The places of the layers, and the stack: of `STACKED` numbers at most, or a single layer.
+    """
+    start = 0
+    while start < len(layers):
+        first, stop = layers[start], start + 1
+        most = start + max(STACKED // max(first.numel(), 1), 1)
+        alike = first.shape, first.device
+        while stop < min(most, len(layers)) and (layers[stop].shape, layers[stop].device) == alike:
+            stop += 1
+        yield slice(start, stop), torch.stack([*layers[start:stop]])
+        start = stop
 
 
 def top_mask(importance: Tensor, count: int | Counts) -> Tensor:

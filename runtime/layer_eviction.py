@@ -77,7 +77,7 @@ class LayerEviction:
         """The layer of what stays, and the attention that this has received, [B, H, C] float32 or None."""
         importance = self.importance(layer)
         counts, marked = self._counts(layer, importance)
-        mask, seen = select_top(importance, counts), layer.held.keys.shape[2]
+        (mask,), seen = select_top([importance], counts[None]), layer.held.keys.shape[2]
         kept = kept_layer(layer.held, mask, counts, seen, ragged=self.ragged, marked=marked)
         return kept, None if layer.received is None else kept_received(layer.received, mask, counts)
 

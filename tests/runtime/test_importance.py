@@ -1,5 +1,7 @@
 """Importance and selection against written-out definitions."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -8,6 +10,8 @@ from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask
 
 from keepsight.errors import UserError
+from keepsight.runtime import importance as importance_module
+from keepsight.runtime.gather import select_top
 from keepsight.runtime.importance import (
     Pool,
     Reduce,
@@ -17,6 +21,7 @@ from keepsight.runtime.importance import (
     pool,
     reduce_group,
     seen_ahead,
+    stacked,
     top_entries,
     top_mask,
 )
@@ -259,3 +264,28 @@ def test_masks_that_are_kept_serve_training_too():
     query = torch.randn(1, 2, 17, 4, requires_grad=True)
     attention_weights(query, torch.randn(1, 2, 17, 4), Softmax(1.0))[..., 0].sum().backward()
     assert query.grad is not None
+
+
+def test_neighbouring_layers_of_one_shape_are_stacked(monkeypatch):
+    layers = [torch.full((1, 2, length), float(place)) for place, length in enumerate([5, 5, 5, 5, 7, 5, 5])]
+    monkeypatch.setattr(importance_module, "STACKED", 30)
+    got = [(places.start, places.stop) for places, _ in stacked(layers)]
+    assert got == [(0, 3), (3, 4), (4, 5), (5, 7)], "30 numbers at most, and one shape"
+    assert all(torch.equal(stack, torch.stack(layers[places])) for places, stack in stacked(layers))
+    monkeypatch.setattr(importance_module, "STACKED", 1)
+    assert [places.stop for places, _ in stacked(layers)] == [1, 2, 3, 4, 5, 6, 7], "a layer at least"
+    assert [*stacked([])] == []
+
+
+@pytest.mark.parametrize("count", [2, np.array([[1, 3]])])
+def test_layers_together_keep_what_each_keeps_alone(monkeypatch, count):
+    """Ties, +inf and -inf among them; counts that differ by layer and head, and one for all."""
+    torch.manual_seed(0)
+    layers = [torch.randint(0, 4, (1, 2, 9)).float().masked_fill(torch.rand(1, 2, 9) < 0.2, math.inf) for _ in range(5)]
+    more = [0 if isinstance(count, int) else place % 2 for place in range(5)]
+    counts = np.stack([np.broadcast_to(count, (1, 2)) + each for each in more])
+    alone = [top_mask(layer, each) for layer, each in zip(layers, counts, strict=True)]
+    for most in (18, 40, 1000):
+        monkeypatch.setattr(importance_module, "STACKED", most)
+        together = select_top(layers, counts)
+        assert len(together) == 5 and all(map(torch.equal, together, alone))

@@ -95,8 +95,9 @@ def test_heads_that_differ_are_padded_for_the_first_token_without_waiting(model:
     assert count(lambda: read(model, state, token)).syncs == 0
 
 
-MOST = {"snapkv": (11, 17, 4), "lookaheadkv": (57, 16, 4), "h2o": (1, 16, 7), "streamingllm": (2, 15, 4)}
-MOST |= {"pyramidkv": (11, 17, 5), "adakv": (11, 26, 5), "as shipped": (57, 29, 5), "tova": (10, 17, 4)}
+# Of the operators that select, most are run once for all three layers: 8 or 9 a layer here are 5 or 6 of 30 layers.
+MOST = {"snapkv": (11, 10, 4), "lookaheadkv": (57, 9, 4), "h2o": (1, 9, 7), "streamingllm": (2, 9, 4)}
+MOST |= {"pyramidkv": (11, 10, 5), "adakv": (11, 15, 5), "as shipped": (57, 17, 5), "tova": (10, 10, 4)}
 
 
 @pytest.mark.parametrize("name", MOST)
