@@ -245,7 +245,7 @@ def top_mask(importance: Tensor, count: int | Counts) -> Tensor:
         threshold = best.gather(-1, last)
     above = importance > threshold
     tied = importance == threshold
-    return above | (tied & (tied.cumsum(dim=-1) <= wanted - above.sum(dim=-1, keepdim=True)))
+    return above | (tied & (tied.cumsum(dim=-1, dtype=torch.int32) <= wanted - above.sum(dim=-1, keepdim=True)))
 
 
 def top_entries(importance: Tensor, budget: int) -> Tensor:
