@@ -6,7 +6,7 @@ from torch.nn import functional
 from typing_extensions import override
 
 from keepsight.runtime.cache_layers import GROWTH
-from keepsight.runtime.softmax import Softmax
+from keepsight.runtime.softmax import Softmax, products
 from keepsight.runtime.sparse_read.cache import LayerSelector, Selection
 
 _ROOM = 16
@@ -86,7 +86,7 @@ class TopPages(LayerSelector):
         bounds = self._bounds[:, :, :pages]
         grouped = query.view(len(query), bounds.shape[1], -1, query.shape[3])
         signed = torch.cat([grouped.clamp(min=0), grouped.clamp(max=0)], dim=3)
-        scores = (signed @ bounds.transpose(2, 3)).amax(dim=2).float()
+        scores = products(signed, bounds).amax(dim=2).float()
         if min(self._filled) == pages:
             return scores
         filled = torch.tensor(self._filled, device=query.device).view(-1, 1, 1)
