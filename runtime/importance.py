@@ -210,7 +210,7 @@ def stacked(layers: Sequence[Tensor]) -> Iterator[tuple[slice, Tensor]]:
     """Neighbouring layers of one shape and device as one tensor [l, ...], for which one operator does the work of l.
 
     Yields:
-        The places of the layers, and the stack: of `STACKED` numbers at most, or a single layer.
+        The places of the layers, and the stack, not to be written to: of `STACKED` numbers at most, or a single layer.
     """
     start = 0
     while start < len(layers):
@@ -219,7 +219,8 @@ def stacked(layers: Sequence[Tensor]) -> Iterator[tuple[slice, Tensor]]:
         alike = first.shape, first.device
         while stop < min(most, len(layers)) and (layers[stop].shape, layers[stop].device) == alike:
             stop += 1
-        yield slice(start, stop), torch.stack([*layers[start:stop]])
+        # One layer, as after a long prompt, is not copied.
+        yield slice(start, stop), first[None] if stop == start + 1 else torch.stack([*layers[start:stop]])
         start = stop
 
 

@@ -275,6 +275,7 @@ def test_neighbouring_layers_of_one_shape_are_stacked(monkeypatch):
     monkeypatch.setattr(importance_module, "STACKED", 1)
     assert [places.stop for places, _ in stacked(layers)] == [1, 2, 3, 4, 5, 6, 7], "a layer at least"
     assert [*stacked([])] == []
+    assert [stack.data_ptr() for _, stack in stacked(layers)] == [each.data_ptr() for each in layers], "without a copy"
 
 
 @pytest.mark.parametrize("count", [2, np.array([[1, 3]])])
