@@ -110,24 +110,25 @@ class RetrievalHead(nn.Module):
         return _rotate(heads, *self.rotary_emb(heads.float(), positions))
 
     def grouped(self, groups: int) -> "RetrievalHead":
-        """A head of so many groups that all begin as this one, with weights of its own.
+        """A head of more groups, with weights of its own: each group is split into as many groups, which begin alike.
 
         Raises:
-            UserError: the head has groups already, of another number.
+            UserError: `groups` is no multiple of this head's.
         """
-        if self.config.groups == groups:
+        own = self.config.groups
+        if own == groups:
             return self
-        if self.config.groups > 1:
-            own = self.config.groups
+        if groups % own:
             raise UserError(
-                f"this retrieval head has {own} groups of layers, and cannot get {groups}; "
-                f"give retrieval_head.groups={own}"
+                f"this retrieval head has {own} groups of layers, which cannot be split into {groups}; "
+                f"give retrieval_head.groups={own} or a multiple"
             )
         head = RetrievalHead(replace(self.config, groups=groups)).to(self.q_proj.weight)
         weights = self.state_dict()
         for name in weights:
             if name.startswith(("q_proj", "k_proj")):
-                weights[name] = torch.cat([weights[name]] * groups)
+                parts = weights[name].chunk(own)
+                weights[name] = torch.cat([part for part in parts for _ in range(groups // own)])
         head.load_state_dict(weights)
         return head
 

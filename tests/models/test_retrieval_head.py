@@ -263,8 +263,24 @@ def test_each_group_begins_as_the_head_it_was_made_of(shape):
     grouped.q_proj.weight.zero_()
     assert head.q_proj.weight.any(), "its weights are its own"
     assert grouped.grouped(3) is grouped
-    with pytest.raises(UserError, match=r"has 3 groups of layers, and cannot get 2; give retrieval_head\.groups=3"):
+    message = r"has 3 groups of layers, which cannot be split into 2; give retrieval_head\.groups=3 or a multiple"
+    with pytest.raises(UserError, match=message):
         grouped.grouped(2)
+
+
+@pytest.mark.parametrize("shape", [{}, {"qkv_bias": True}])
+@torch.no_grad()
+def test_groups_are_split_into_groups_that_select_for_the_same_layers(shape):
+    head = grouped_retrieval_head(2, **shape)
+    split = head.grouped(4)
+    inputs = torch.randn(2, 5, 32), torch.randn(2, 5, 96), torch.arange(5)[None]
+    for own, before in zip(split.project(*inputs), head.project(*inputs), strict=True):
+        lower, upper = before.chunk(2, dim=1)
+        assert_close(own, torch.cat([lower, lower, upper, upper], dim=1))
+        assert not torch.equal(lower, upper)
+    for layers in (4, 7, 30):
+        for place in range(layers):
+            assert split.config.group_of(place, layers) // 2 == head.config.group_of(place, layers)
 
 
 @torch.no_grad()
