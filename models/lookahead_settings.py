@@ -20,6 +20,7 @@ class LookaheadSettings:
             values, or those of given names, such as [q_proj, mlp.up_proj]; or `none`.
         alpha: LoRA alpha: the update is scaled by alpha / rank.
         dropout: LoRA dropout in training.
+        queries: Reduction over the soft tokens at selection: `mean`, which training compares, or `max`.
         group: Reduction over the query heads of a KV head: `mean` or `max`.
         pooling: `max` or `avg`.
         kernel: Pooling kernel at selection; training compares unpooled importance.
@@ -33,6 +34,7 @@ class LookaheadSettings:
     targets: list[str] = field(default_factory=lambda: ["all"])
     alpha: float = 32
     dropout: float = 0.0
+    queries: str = "mean"
     group: str = "mean"
     pooling: str = "max"
     kernel: int = 7
@@ -62,6 +64,7 @@ class LookaheadSettings:
             raise UserError(
                 f"lookahead.floor={self.floor} must be from 0 to 1, or null for as many entries in every head"
             )
-        for name, known in {"group": ("mean", "max"), "pooling": ("max", "avg")}.items():
+        choices = {"queries": ("mean", "max"), "group": ("mean", "max"), "pooling": ("max", "avg")}
+        for name, known in choices.items():
             if (value := getattr(self, name)) not in known:
                 raise UserError(f"lookahead.{name}={value} is unknown; choose {' or '.join(known)}")

@@ -74,7 +74,7 @@ def parts_of(artifact: Artifact) -> dict[str, Any]:
     settings = artifact.settings
     return {
         "observer": SoftTokens(artifact),
-        "reduce": Reduce(heads=settings.group),
+        "reduce": Reduce(settings.queries, settings.group),
         "value_norm": settings.value_norm,
         "pool": Pool(settings.pooling, settings.kernel),
         "allocate": Uniform() if settings.floor is None else Adaptive(settings.floor, blend=False),

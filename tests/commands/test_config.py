@@ -146,6 +146,7 @@ OUT_OF_RANGE = {
     **dict.fromkeys(("lookahead.dropout=1.5", "lookahead.dropout=nan"), "at least 0 and below 1"),
     "lookahead.alpha=0": "above 0",
     **{"lookahead.pooling=foo": "choose max or avg", "lookahead.group=foo": "choose mean or max"},
+    "lookahead.queries=foo": "choose mean or max",
     **{"lookahead.kernel=0": "from 1 to 4095", "lookahead.kernel=6": "must be odd"},
     **{"lookahead.floor=1.5": "must be from 0 to 1", "lookahead.floor=-0.1": "must be from 0 to 1"},
     "draft_head.train.learning_rate=-1": "above 0 and up to",

@@ -58,9 +58,9 @@ AT_HAND = Resources(draft=DRAFT, tokenizer=TOKENIZER)
 
 @pytest.fixture(scope="module")
 def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of max over heads, mean pooling over 3 and heads that share their layer's budget."""
+    """Of max over soft tokens and heads, mean pooling over 3 and heads that share their layer's budget."""
     folder = tmp_path_factory.mktemp("adapter")
-    settings = LookaheadSettings(tokens=4, rank=2, group="max", pooling="avg", kernel=3, floor=0.4)
+    settings = LookaheadSettings(tokens=4, rank=2, queries="max", group="max", pooling="avg", kernel=3, floor=0.4)
     save_lookahead(Lookahead(tiny_model(), settings), folder, Provenance("tiny"), "# Card\n")
     return folder
 
@@ -201,14 +201,14 @@ def test_an_adapter_says_how_it_was_trained(adapter: Path) -> None:
     resources = Resources(str(adapter))
     method = make_method("lookaheadkv", 64, resources)
     assert isinstance(method, LookaheadKV)
-    assert (method.reduce, method.pool) == (Reduce(heads="max"), Pool("avg", 3))
+    assert (method.reduce, method.pool) == (Reduce("max", "max"), Pool("avg", 3))
     assert method.allocate == Adaptive(0.4, blend=False)
     assert make_method("lookaheadkv", 64, resources, allocate="uniform") == dataclasses.replace(
         method, allocate=Uniform()
     )
     assert isinstance(method.observer, SoftTokens) and method.observer.artifact is resources.artifact
     pooled = make_method("lookaheadkv", 64, resources, pool={"kernel": 5}, allocate="pyramidkv")
-    parts: dict[str, Any] = {"observer": method.observer, "reduce": Reduce(heads="max")}
+    parts: dict[str, Any] = {"observer": method.observer, "reduce": Reduce("max", "max")}
     assert pooled == LookaheadKV(64, pool=Pool("avg", 5), allocate=Pyramid(), **parts)
     free = make_method("evict", 64, resources, observer="soft_tokens")
     assert isinstance(free, Evict) and free.observer == method.observer and free.pool == Pool()

@@ -10,6 +10,7 @@ import torch
 from keepsight.eval.bench.operators import STEPS, bench_operators, count, operators_of, operators_of_plain_step
 from keepsight.runtime.allocate import Adaptive
 from keepsight.runtime.cache_layers import RaggedLayer
+from keepsight.runtime.importance import Reduce
 from keepsight.runtime.methods import H2O, TOVA, AdaKV, Kivi, LookaheadKV, PyramidKV, SnapKV, SpeCache, StreamingLLM
 from keepsight.runtime.prefill import read
 from tests.models.modules import random_module, random_on, save
@@ -67,7 +68,9 @@ def counts(model: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, An
     methods = {
         "snapkv": SnapKV(64),
         "lookaheadkv": LookaheadKV.from_pretrained(adapter, 64),
-        "as shipped": LookaheadKV.from_pretrained(adapter, 64, allocate=Adaptive(blend=False), value_norm=True),
+        "as shipped": LookaheadKV.from_pretrained(
+            adapter, 64, reduce=Reduce("max"), allocate=Adaptive(blend=False), value_norm=True
+        ),
         "h2o": H2O(64),
         "tova": TOVA(64),
         "streamingllm": StreamingLLM(64),
