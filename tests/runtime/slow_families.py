@@ -78,8 +78,10 @@ def below_top(prompt: int, budget: int, kv_heads: int) -> Hide:
     return hide
 
 
-def soft_token_attention(lookahead: Lookahead, embedded: Tensor, **inputs: Any) -> list[Tensor]:
-    """[H, N] of each layer: mean attention of soft tokens after a prompt, in one pass with LoRA on for them alone.
+def soft_token_attention(
+    lookahead: Lookahead, embedded: Tensor, reduction: str = "mean", **inputs: Any
+) -> list[Tensor]:
+    """[H, N] of each layer: mean or max attention of soft tokens after a prompt, in one pass, LoRA on for them alone.
 
     The prompt is embedded, [1, N, hidden]; `inputs` are what else the model takes for prompt and soft tokens.
     """
@@ -101,4 +103,5 @@ def soft_token_attention(lookahead: Lookahead, embedded: Tensor, **inputs: Any) 
     weights, _ = slow_pass(model, inputs_embeds=embeddings, **inputs)
     for hook in hooks:
         hook.remove()
-    return [each[0, :, length:, :length].mean(dim=1) for each in weights]
+    seen = [each[0, :, length:, :length] for each in weights]
+    return [each.amax(dim=1) if reduction == "max" else each.mean(dim=1) for each in seen]

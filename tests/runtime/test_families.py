@@ -105,7 +105,7 @@ def test_observers_score_by_the_models_own_attention(family, name, folder):
 
 def _slow_scores(name: str, model: Any, method: Evict) -> list[Tensor]:
     if name == "lookaheadkv":
-        return soft_token_attention(random_on(model), model.get_input_embeddings()(PROMPT))
+        return soft_token_attention(random_on(model), model.get_input_embeddings()(PROMPT), method.reduce.queries)
     seen = PROMPT if name != "dapq" else torch.cat([PROMPT, PROMPT[:, :4], PROMPT[:, -28:]], dim=1)
     rows = {"snapkv": slice(LENGTH - 8, LENGTH), "h2o": slice(None), "dapq": slice(LENGTH, None)}[name]
     weights = [each[0, :, rows, :LENGTH] for each in slow_pass(model, input_ids=seen)[0]]

@@ -130,7 +130,8 @@ def test_soft_tokens_score_by_the_models_own_attention(tmp_path: Path) -> None:
     with torch.no_grad():
         embedded = model(**inputs, output_hidden_states=True).hidden_states[0]
     kinds = functional.pad(inputs["token_type_ids"], (0, len(lookahead.tokens)))
-    assert_observed(model, method, state, soft_token_attention(lookahead, embedded, token_type_ids=kinds))
+    seen = soft_token_attention(lookahead, embedded, method.reduce.queries, token_type_ids=kinds)
+    assert_observed(model, method, state, seen)
 
 
 def test_an_image_read_earlier_observes_as_it_did(tmp_path: Path) -> None:
