@@ -36,7 +36,9 @@ def test_with_a_head_and_its_draft(keepsight: CommandLine) -> None:
 
 @pytest.mark.usefixtures("here")
 def test_without_a_head(keepsight: CommandLine) -> None:
-    lines = keepsight(*SMALL, "retrieval=null", "retrieval_head.features=none", "batch=2").splitlines()
+    lines = keepsight(
+        *SMALL, "retrieval=null", "retrieval_head.features=none", "retrieval_head.groups=2", "batch=2"
+    ).splitlines()
     assert lines[0].startswith("retrieval= is not given: this head has random weights")
     assert lines[2].startswith("2 rows of random entries, budget 64, ")
     assert lines[-1].startswith("bytes moved are not measured: ")
