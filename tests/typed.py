@@ -37,7 +37,8 @@ SMALL = {
     "data stats": "",
     "train": f"{_MODEL} lookahead.tokens=4 {_short('train')}",
     "train_draft_head": f"{_MODEL} draft_head.vocabulary=64 {_short('draft_head.train')}",
-    "train_retrieval_head": f"{_MODEL} retrieval_head.queries=8 retrieval_head.groups=2 {_short('retrieval_head.train')}",
+    "train_retrieval_head": f"{_MODEL} retrieval_head.queries=8 retrieval_head.groups=2"
+    f" {_short('retrieval_head.train')}",
     "ablate": f"{_MODEL} lookahead.tokens=[4] {_short('train')}",
     "eval": f"{_MODEL} adapter=runs/adapter draft.layers=[0,2] {_SAMPLES} max_new_tokens=4 pages=0",
     "hits": f"{_MODEL} {_SAMPLES} max_new_tokens=4",
