@@ -127,8 +127,8 @@ class RetrievalHead(nn.Module):
         weights = self.state_dict()
         for name in weights:
             if name.startswith(("q_proj", "k_proj")):
-                parts = weights[name].chunk(own)
-                weights[name] = torch.cat([part for part in parts for _ in range(groups // own)])
+                parts = weights[name].unflatten(0, (own, -1))
+                weights[name] = parts.repeat_interleave(groups // own, dim=0).flatten(0, 1)
         head.load_state_dict(weights)
         return head
 
