@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from keepsight.eval.bench import sweep
+from keepsight.eval.bench import eviction
 from keepsight.train.dataset import Batch
 from keepsight.train.lookahead.side_by_side import SideBySide
 from keepsight.train.replay import Reading
@@ -58,7 +58,7 @@ def test_a_sweep_against_single_runs(keepsight: CommandLine, monkeypatch: pytest
 
 @pytest.fixture
 def briefly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweep, "_LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(eviction, "_LEAST_SECONDS", 0.0)
 
 
 @pytest.mark.usefixtures("briefly")

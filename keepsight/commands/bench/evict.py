@@ -3,7 +3,8 @@
     keepsight bench evict lengths=1024,4096 methods=snapkv,lookaheadkv budgets=128
 
 Prints a line for each prompt length and method: milliseconds, share of the prefill's time, peak memory, and the
-peak of KV entries in bytes, which eviction during the prefill (`during_prefill`) keeps low.
+peak of KV entries in bytes, which eviction during the prefill (`during_prefill`) keeps low. The prefill and the methods
+take turns, so that a machine whose speed varies slows both.
 """
 
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from keepsight.commands.bench.shared import COMPARED, methods_of, print_lines
 from keepsight.commands.config import Recipe, at_least_one
 from keepsight.commands.from_recipe import target_of
 from keepsight.commands.variants import require_evict
-from keepsight.eval.bench.sweep import bench_evict
+from keepsight.eval.bench.eviction import bench_evict
 
 
 @dataclass
@@ -24,7 +25,7 @@ class Config(Recipe):
         lengths: Prompt lengths in tokens.
         methods: Names of methods that evict.
         budgets: KV entries per head.
-        repeats: Timed repetitions, after one to warm up; observing and selecting are repeated for two seconds or more.
+        repeats: Turns of the prefill and all methods, after one to warm up.
     """
 
     lengths: list[int] = field(default_factory=lambda: [1024, 4096])
