@@ -25,7 +25,9 @@ class LookaheadSettings:
         pooling: `max` or `avg`.
         kernel: Pooling kernel at selection; training compares unpooled importance.
         floor: Share of the KV budget that every head is guaranteed at selection, while importance divides the rest
-            among the heads of its layer (AdaKV, arXiv 2407.11550); None for the same number in every head.
+            among the heads that share it; None for the same number in every head.
+        sharing: The heads that share a budget, if `floor` is given: those of a `layer` (AdaKV, arXiv 2407.11550) or of
+            the whole `model` (KVzip, arXiv 2505.23416, section 4.1).
         value_norm: Whether importance is multiplied by the norm of an entry's value at selection.
     """
 
@@ -39,6 +41,7 @@ class LookaheadSettings:
     pooling: str = "max"
     kernel: int = 7
     floor: float | None = None
+    sharing: str = "layer"
     value_norm: bool = False
 
     def check(self) -> None:
@@ -64,7 +67,12 @@ class LookaheadSettings:
             raise UserError(
                 f"lookahead.floor={self.floor} must be from 0 to 1, or null for as many entries in every head"
             )
-        choices = {"queries": ("mean", "max"), "group": ("mean", "max"), "pooling": ("max", "avg")}
+        choices = {
+            "queries": ("mean", "max"),
+            "group": ("mean", "max"),
+            "pooling": ("max", "avg"),
+            "sharing": ("layer", "model"),
+        }
         for name, known in choices.items():
             if (value := getattr(self, name)) not in known:
                 raise UserError(f"lookahead.{name}={value} is unknown; choose {' or '.join(known)}")

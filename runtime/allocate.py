@@ -1,7 +1,7 @@
 """Allocation: how many entries each layer and KV head keeps; together they are exactly the budget.
 
-Counts are numpy arrays: the CPU works on them without waiting for the device. Of scores only what `Adaptive` needs to
-know of each head is fetched, for all layers at once.
+Counts are numpy arrays: the CPU works on them without waiting for the device. Of scores only the counts that `Adaptive`
+and `Global` make of them are fetched, for all layers at once.
 """
 
 from abc import ABC, abstractmethod
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 from typing_extensions import override
 
-from keepsight.errors import UserError, require_whole
+from keepsight.errors import UserError
 from keepsight.runtime.importance import stacked, top_mask
 from keepsight.runtime.rounding import Counts, settle
 
@@ -46,9 +46,12 @@ class Allocation(ABC):
 
     Attributes:
         reads_scores: Whether it depends on the entries' importance, and not on their number alone.
+        across_layers: Whether it compares importance across layers, so that none can be evicted from before all are
+            read.
     """
 
     reads_scores = True
+    across_layers = False
 
     @abstractmethod
     def __call__(self, held: Held, budgets: list[int], importance: list[Tensor]) -> Counts:
@@ -56,7 +59,7 @@ class Allocation(ABC):
 
         Args:
             held: What L layers hold. Those of a prompt hold the same number, so that each can be divided alone, except
-                by `Pyramid`.
+                by `Global` and PyramidKV's.
             budgets: For each of B rows, entries per layer and KV head on average, protected ones included.
             importance: For each layer, [B, K, C] float32: +inf where an entry is protected, -inf for padding; not
                 looked at unless `reads_scores`.
@@ -87,69 +90,6 @@ class Uniform(Allocation):
 
 
 @dataclass(frozen=True)
-class Pyramid(Allocation):
-    """Budgets that shrink with depth (PyramidKV, arXiv 2406.02069, section 4; KVCache-Factory's integer schedule).
-
-    The schedule divides what is not protected; prompts of less than twice that are divided evenly. Rounding makes the
-    published schedule exceed the budget by up to 5 %; here the surplus is taken back from the layers that were rounded
-    up most, the last ones.
-
-    Attributes:
-        beta: The last layer gets 1 / beta of the average, the first one 2 - 1 / beta.
-    """
-
-    reads_scores = False
-    beta: int = 20
-
-    def __post_init__(self) -> None:
-        require_whole("pyramidkv", 1, beta=self.beta)
-
-    @override
-    def check(self, budget: int, protected: int) -> None:
-        if not protected and budget // self.beta < 1:
-            raise UserError(
-                f"pyramidkv: budget {budget} with beta {self.beta} leaves the last layer without entries; "
-                f"give a budget of at least {self.beta}, or protect a window"
-            )
-
-    @override
-    def __call__(self, held: Held, budgets: list[int], importance: list[Tensor]) -> Counts:
-        rows = enumerate(budgets)
-        return np.stack([self._divide(held.real[:, row], held.protected[:, row], each) for row, each in rows], axis=1)
-
-    def _divide(self, real: Counts, protected: Counts, budget: int) -> Counts:
-        """[L, K] entries to keep, from the numbers of one row's real and protected ones [L, K]."""
-        available, free = real - protected, budget - int(protected.max())
-        total = min(real.size * budget, int(real.sum())) - int(protected.sum())
-        # Layers that differ were evicted from by this schedule before: the prompt was long enough.
-        if real.min() == real.max() < 2 * free:
-            published = [free] * len(real)
-        else:
-            published = pyramid_schedule(free, int(available.max()), len(real), self.beta)
-        ideal, most = np.linspace(published[0], 2 * free - published[0], len(real)), available.min(axis=1)
-        caps = settle(np.array(published), ideal, min(free * len(real), int(most.sum())), most)
-        by_head = np.broadcast_to(caps[:, None], real.shape), np.broadcast_to(ideal[:, None], real.shape)
-        return protected + settle(*by_head, total, available)
-
-
-def pyramid_schedule(budget: int, candidates: int, layers: int, beta: int = 20) -> list[int]:
-    """PyramidKV's entries by layer, exactly as KVCache-Factory rounds them; their sum exceeds `budget` x `layers`.
-
-    Args:
-        budget: B, entries a layer without the window.
-        candidates: Entries to choose from, the window excluded.
-        layers: L.
-        beta: Steepness; see `Pyramid`.
-    """
-    smallest = budget // beta
-    largest = 2 * budget - smallest
-    if largest >= candidates:
-        largest, smallest = candidates, 2 * budget - candidates
-    step = (largest - smallest) // max(layers - 1, 1)
-    return [largest - layer * step for layer in range(layers)]
-
-
-@dataclass(frozen=True)
 class Adaptive(Allocation):
     """Heads of a layer share its budget by where its most important entries are (AdaKV, arXiv 2407.11550, algorithm 1).
 
@@ -169,16 +109,11 @@ class Adaptive(Allocation):
     normalize: bool = False
 
     def __post_init__(self) -> None:
-        if type(self.floor) not in (int, float) or not 0 <= self.floor <= 1:
-            raise UserError(f"adakv: floor {self.floor!r} must be between 0 and 1")
+        _check_floor("adakv", self.floor)
 
     @override
     def check(self, budget: int, protected: int) -> None:
-        if not protected and int(budget * self.floor) < 1:
-            raise UserError(
-                f"adakv: budget {budget} with floor {self.floor} can leave a head without entries; "
-                "raise the floor or the budget, or protect a window"
-            )
+        _check_promise("adakv", budget, self.floor, protected)
 
     @override
     def __call__(self, held: Held, budgets: list[int], importance: list[Tensor]) -> Counts:
@@ -228,6 +163,49 @@ class Adaptive(Allocation):
         return functional.pad(best, (0, most - best.shape[-1]), value=-torch.inf)
 
 
+@dataclass(frozen=True)
+class Global(Allocation):
+    """The heads of all layers share a budget by where the most important entries are.
+
+    KVzip's eviction structure (arXiv 2505.23416, section 4.1), and a share of the average, the floor, that every head
+    is guaranteed, protected entries included.
+
+    Attributes:
+        floor: The guaranteed share.
+    """
+
+    across_layers = True
+    floor: float = 0.2
+
+    def __post_init__(self) -> None:
+        _check_floor("global", self.floor)
+
+    @override
+    def check(self, budget: int, protected: int) -> None:
+        _check_promise("global", budget, self.floor, protected)
+
+    @override
+    def __call__(self, held: Held, budgets: list[int], importance: list[Tensor]) -> Counts:
+        layers, rows, heads = held.real.shape
+        most = layers * heads * np.array(budgets)
+        free = np.minimum(most, held.real.sum(axis=(0, 2))) - held.protected.sum(axis=(0, 2))
+        floors = np.array([int(budget * self.floor) for budget in budgets])[:, None]
+        promised = np.minimum((floors - held.protected).clip(min=0), held.available)
+        ranked = _alike(importance)
+        if promised.any():
+            ranked.masked_fill_(top_mask(ranked, promised), torch.inf)
+        chosen = top_mask(ranked.transpose(0, 1).flatten(1), free).view(rows, layers, heads, -1)
+        return held.protected + np.array(chosen.sum(dim=-1).transpose(0, 1).tolist())  # the only thing to wait for
+
+
+def _alike(importance: list[Tensor]) -> Tensor:
+    """The importance of all layers as one tensor [L, B, K, C] on one device, -inf where nothing is to be chosen."""
+    device, most = importance[0].device, max(each.shape[-1] for each in importance)
+    parts = [layers.to(device) for _, layers in stacked(importance)]
+    padded = [functional.pad(each, (0, most - each.shape[-1]), value=-torch.inf) for each in parts]
+    return torch.cat(padded).nan_to_num(posinf=-torch.inf, neginf=-torch.inf)
+
+
 def _comparable(candidates: Tensor, share: int) -> Tensor:
     """The importance [K, C] of a layer's heads, each scaled by what its own `share` best entries hold of it."""
     ordered = candidates.sort(dim=-1, descending=True).values.nan_to_num(neginf=0.0)
@@ -248,10 +226,20 @@ def blended(among_top: Counts, budget: int, floor: float) -> Counts:
     return blend.round().astype(np.int64)
 
 
+def _check_floor(name: str, floor: float) -> None:
+    if type(floor) not in (int, float) or not 0 <= floor <= 1:
+        raise UserError(f"{name}: floor {floor!r} must be between 0 and 1")
+
+
+def _check_promise(name: str, budget: int, floor: float, protected: int) -> None:
+    if not protected and int(budget * floor) < 1:
+        raise UserError(
+            f"{name}: budget {budget} with floor {floor} can leave a head without entries; "
+            "raise the floor or the budget, or protect a window"
+        )
+
+
 def _evenly(available: Counts, share: int) -> Counts:
     """`share` of each; what some lack is taken from the others."""
     total = min(available.size * share, int(available.sum()))
     return settle(available.clip(max=share), np.full(available.shape, share), total, available)
-
-
-ALLOCATIONS: dict[str, type[Allocation]] = {"uniform": Uniform, "pyramidkv": Pyramid, "adakv": Adaptive}

@@ -52,7 +52,8 @@ class Evict(CacheMethod):
         every: Number of generated tokens after which the method is applied again, keeping `budget - every` entries, so
             that the cache never exceeds the budget; 0 to evict from the prompt alone.
         during_prefill: Whether each layer is evicted from as soon as it is read, so that only one is whole at a time;
-            the same entries stay. None for where the observer allows it: one that looks back at all layers cannot.
+            the same entries stay. None for where the observer and the allocation allow it: one that needs all layers
+            cannot.
         value_norm: Whether an entry's importance is multiplied by the L2 norm of its value: what it adds to a layer's
             output grows with both (VATP, arXiv 2406.12335, which takes the L1 norm). For scores that are not negative.
 
@@ -81,6 +82,11 @@ class Evict(CacheMethod):
             raise UserError(
                 f"{name}: during_prefill needs an observer that scores each layer as it is read; "
                 f"{type(self.observer).__name__} looks back at the whole prompt: leave it out"
+            )
+        if self.during_prefill and self.allocate.across_layers:
+            raise UserError(
+                f"{name}: during_prefill evicts from each layer as it is read, and {type(self.allocate).__name__} "
+                "shares the budget between all layers: leave one of them out"
             )
         if Budget(budget).is_ratio:
             if self.every:
@@ -165,7 +171,8 @@ class Evict(CacheMethod):
         lengths = [width] * batch if mask is None else mask.sum(dim=1).tolist()
         budgets, cache = [*map(self.budget_for, lengths)], empty_cache(model)
         fits = not full_layers(cache) or all(map(operator.le, lengths, budgets))
-        if fits or self.during_prefill is False or not isinstance(observer := self.bound_observer, LayerObserver):
+        waits = self.during_prefill is False or self.allocate.across_layers
+        if fits or waits or not isinstance(observer := self.bound_observer, LayerObserver):
             return None
         for budget in {*budgets}:
             self._check_room(budget)

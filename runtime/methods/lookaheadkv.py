@@ -10,7 +10,8 @@ from typing_extensions import override
 
 from keepsight.models.hub import fetch
 from keepsight.models.lookahead_files import Artifact, load_lookahead
-from keepsight.runtime.allocate import Adaptive, Uniform
+from keepsight.models.lookahead_settings import LookaheadSettings
+from keepsight.runtime.allocate import Adaptive, Allocation, Global, Uniform
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.importance import Pool, Reduce
 from keepsight.runtime.observe import Observer, look_back
@@ -77,5 +78,11 @@ def parts_of(artifact: Artifact) -> dict[str, Any]:
         "reduce": Reduce(settings.queries, settings.group),
         "value_norm": settings.value_norm,
         "pool": Pool(settings.pooling, settings.kernel),
-        "allocate": Uniform() if settings.floor is None else Adaptive(settings.floor, blend=False),
+        "allocate": _allocation(settings),
     }
+
+
+def _allocation(settings: LookaheadSettings) -> Allocation:
+    if settings.floor is None:
+        return Uniform()
+    return Global(settings.floor) if settings.sharing == "model" else Adaptive(settings.floor, blend=False)

@@ -12,13 +12,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from keepsight.errors import UserError
-from keepsight.runtime.allocate import ALLOCATIONS
 from keepsight.runtime.drafting.observer import DraftObserver
 from keepsight.runtime.importance import NO_POOL, Pool, Reduce
 from keepsight.runtime.method import Method
 from keepsight.runtime.methods.llmlingua import Package
 from keepsight.runtime.methods.lookaheadkv import LookaheadKV, parts_of
-from keepsight.runtime.methods.registry import DRAFTERS, METHODS, OBSERVERS
+from keepsight.runtime.methods.registry import ALLOCATIONS, DRAFTERS, METHODS, OBSERVERS
 from keepsight.runtime.methods.resources import Resources
 from keepsight.runtime.methods.sentence_similarity import Cosine
 from keepsight.runtime.methods.speckv import ModelDrafter, SpecKV

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
-from keepsight.runtime.allocate import Allocation, Pyramid
+from keepsight.runtime.allocate import Allocation
 from keepsight.runtime.methods.snapkv import SnapKV
+from keepsight.runtime.pyramid import Pyramid
 
 
 @dataclass(frozen=True)

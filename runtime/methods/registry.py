@@ -1,5 +1,6 @@
-"""Every method, observer and drafter by name; adding a row here makes it known to all commands."""
+"""Every method, observer, drafter and allocation by name; adding a row here makes it known to all commands."""
 
+from keepsight.runtime.allocate import Adaptive, Allocation, Global, Uniform
 from keepsight.runtime.drafting.observer import Drafter, DraftObserver
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.method import FullCache, Method
@@ -28,6 +29,7 @@ from keepsight.runtime.methods.streamingllm import Earliness, Recency, Streaming
 from keepsight.runtime.methods.tova import TOVA
 from keepsight.runtime.methods.truncation import Truncation
 from keepsight.runtime.observe import Observer
+from keepsight.runtime.pyramid import Pyramid
 
 METHODS: dict[str, type[Method]] = {
     "full": FullCache,
@@ -76,4 +78,10 @@ DRAFTERS: dict[str, type[Drafter]] = {
     "prompt_ends": PromptEnds,
     "random_tokens": RandomTokens,
     "constant_text": ConstantText,
+}
+ALLOCATIONS: dict[str, type[Allocation]] = {
+    "uniform": Uniform,
+    "pyramidkv": Pyramid,
+    "adakv": Adaptive,
+    "global": Global,
 }

@@ -99,7 +99,15 @@ def test_a_configuration_that_is_none_is_named(adapter, content):
 
 @pytest.mark.parametrize(
     "changed",
-    [{"tokens": 10**13}, {"rank": 10**9}, {"tokens": -1}, {"alpha": 0.0}, {"floor": 2.0}, {"value_norm": "no"}],
+    [
+        {"tokens": 10**13},
+        {"rank": 10**9},
+        {"tokens": -1},
+        {"alpha": 0.0},
+        {"floor": 2.0},
+        {"sharing": "head"},
+        {"value_norm": "no"},
+    ],
 )
 def test_settings_out_of_bounds_allocate_nothing(adapter, changed):
     edit_config(adapter, settings=read_json(adapter / CONFIG)["settings"] | changed)

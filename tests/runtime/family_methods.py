@@ -57,8 +57,10 @@ def reads_images(family: str, name: str) -> bool:
 
 @cache
 def adapter(family: str, folder: Path) -> Any:
-    """Of heads that share their layer's budget, by the soft tokens' largest attention times the norm of values."""
-    module = random_on(family_model(family), replace(SHAPE, queries="max", floor=0.25, value_norm=True))
+    """Of heads that share the whole model's budget, by the soft tokens' largest attention times the norm of values."""
+    module = random_on(
+        family_model(family), replace(SHAPE, queries="max", floor=0.25, sharing="model", value_norm=True)
+    )
     return load_lookahead(save(module, folder / family.replace("/", " ")))
 
 

@@ -1,5 +1,7 @@
 """Allocations: the published schedules, and what every allocation owes on any importance."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -7,8 +9,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from keepsight.errors import UserError
-from keepsight.runtime.allocate import ALLOCATIONS, Adaptive, Pyramid, Uniform, blended, pyramid_schedule
+from keepsight.runtime.allocate import Adaptive, Global, Uniform, blended
 from keepsight.runtime.importance import top_mask
+from keepsight.runtime.methods.registry import ALLOCATIONS
+from keepsight.runtime.pyramid import Pyramid, pyramid_schedule
 from keepsight.runtime.rounding import settle
 from tests.runtime.dividing import divide
 
@@ -20,6 +24,8 @@ ALL = [
     Adaptive(blend=False),
     Adaptive(normalize=True),
     Adaptive(floor=0.5, blend=False, normalize=True),
+    Global(),
+    Global(floor=0.0),
 ]
 
 
@@ -231,7 +237,33 @@ def test_hard_floor_equals_its_definition(prompt, floor):
         assert counts[row].tolist() == [sum(where[0] == head for where in kept) for head in range(heads)]
 
 
-@pytest.mark.parametrize("allocate", [Pyramid(4), Adaptive(floor=0.25), Adaptive(floor=0.25, blend=False)], ids=repr)
+@given(prompt=prompts(ragged=True), floor=st.sampled_from([0.0, 0.2, 0.5, 1.0]))
+def test_sharing_between_all_layers_equals_its_definition(prompt, floor):
+    """The best int(budget * floor) of each head come first, then the best of all heads of all layers."""
+    importance, budget = prompt
+    counts = torch.stack(divide(Global(floor), importance, budget))
+    layers, rows, heads = counts.shape
+    for row in range(rows):
+        safe, rest = set(), []
+        for place in itertools.product(range(layers), range(heads)):
+            values = importance[place[0]][row, place[1]].tolist()
+            ranked = sorted(range(len(values)), key=lambda index: (-values[index], index))
+            ranked = [index for index in ranked if values[index] != -torch.inf]
+            protected = sum(values[index] == torch.inf for index in ranked)
+            ahead = max(protected, int(budget * floor))
+            safe |= {(place, index) for index in ranked[:ahead]}
+            rest += [(-values[index], place, index) for index in ranked[ahead:]]
+        total = min(layers * heads * budget, len(safe) + len(rest))
+        kept = safe | {(place, index) for _, place, index in sorted(rest)[: total - len(safe)]}
+        expected = [
+            [sum(where == (layer, head) for where, _ in kept) for head in range(heads)] for layer in range(layers)
+        ]
+        assert counts[:, row].tolist() == expected
+
+
+@pytest.mark.parametrize(
+    "allocate", [Pyramid(4), Adaptive(floor=0.25), Adaptive(floor=0.25, blend=False), Global(0.25)], ids=repr
+)
 @given(seed=st.integers(0, 999), budget=st.integers(4, 12), concentrated=st.booleans())
 def test_no_head_is_left_without_entries(allocate, seed, budget, concentrated):
     allocate.check(budget, 0)
@@ -254,6 +286,8 @@ def test_ties_go_to_the_first_head():
     equal = [torch.zeros(1, 3, 9)]
     assert divide(Adaptive(floor=0.0), equal, 4)[0].tolist() == [[9, 3, 0]]
     assert divide(Adaptive(floor=0.25, blend=False), equal, 4)[0].tolist() == [[9, 2, 1]]
+    both = torch.stack(divide(Global(floor=0.25), equal * 2, 4))
+    assert both[:, 0].tolist() == [[9, 9, 3], [1, 1, 1]]
 
 
 @given(
@@ -282,7 +316,9 @@ def test_settling_changes_the_furthest_one_by_one(wanted, spare, share):
         (lambda: Pyramid(0), "beta 0 must be"),
         (lambda: Adaptive(1.5), "floor 1.5 must be between 0 and 1"),
         (lambda: Pyramid().check(19, 0), "budget 19 with beta 20 leaves the last layer without entries"),
-        (lambda: Adaptive().check(4, 0), "budget 4 with floor 0.2 can leave a head without entries"),
+        (lambda: Adaptive().check(4, 0), "adakv: budget 4 with floor 0.2 can leave a head without entries"),
+        (lambda: Global(-1), "global: floor -1 must be between 0 and 1"),
+        (lambda: Global().check(4, 0), "global: budget 4 with floor 0.2 can leave a head without entries"),
     ],
 )
 def test_bad_values_are_named(make, said):
@@ -291,4 +327,4 @@ def test_bad_values_are_named(make, said):
 
 
 def test_every_allocation_is_known_by_name():
-    assert set(ALLOCATIONS) == {"uniform", "pyramidkv", "adakv"}
+    assert set(ALLOCATIONS) == {"uniform", "pyramidkv", "adakv", "global"}

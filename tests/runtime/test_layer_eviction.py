@@ -9,7 +9,7 @@ import torch
 
 from keepsight.errors import UserError
 from keepsight.models.decoder import decoder_of, full_attention_layers
-from keepsight.runtime.allocate import Adaptive
+from keepsight.runtime.allocate import Adaptive, Global
 from keepsight.runtime.cache import cache_bytes, full_layers
 from keepsight.runtime.cache_layers import KeptLayer
 from keepsight.runtime.drafting.observer import DraftObserver
@@ -137,6 +137,15 @@ def test_an_observer_that_looks_back_evicts_after_the_prefill() -> None:
     assert Evict(20, observer).start(model, ids).held().unique().tolist() == [20]
     with pytest.raises(UserError, match=r"Evict: during_prefill needs an observer .* DraftObserver looks back[^\n]*$"):
         Evict(20, observer, during_prefill=True)
+
+
+def test_a_budget_that_all_layers_share_is_divided_after_the_prefill() -> None:
+    model, ids = tiny_model(), prompt_ids(60)[0]
+    watched = Layers(model)
+    SnapKV(20, window=6, allocate=Global()).start(model, ids)
+    assert watched.whole == [1, 2, 3]
+    with pytest.raises(UserError, match=r"SnapKV: during_prefill evicts .* Global shares the budget between[^\n]*$"):
+        SnapKV(20, window=6, allocate=Global(), during_prefill=True)
 
 
 def test_full_attention_alone_is_evicted_from() -> None:

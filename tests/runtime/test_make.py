@@ -12,7 +12,7 @@ from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_files import Provenance, save_lookahead
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.models.retrieval_head_files import save_retrieval_head
-from keepsight.runtime.allocate import Adaptive, Pyramid, Uniform
+from keepsight.runtime.allocate import Adaptive, Uniform
 from keepsight.runtime.drafting.observer import DraftObserver
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.generate import generate
@@ -46,6 +46,7 @@ from keepsight.runtime.methods.make import takes
 from keepsight.runtime.methods.oracle import OwnAnswer
 from keepsight.runtime.methods.snapkv import PromptWindow
 from keepsight.runtime.methods.speckv import ModelDrafter
+from keepsight.runtime.pyramid import Pyramid
 from keepsight.runtime.sparse_prefill import SparsePrefill
 from keepsight.runtime.state import Needs
 from tests.models.retrieval_heads import tiny_retrieval_head

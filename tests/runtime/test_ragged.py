@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers.cache_utils import Cache, DynamicCache
 
-from keepsight.runtime.allocate import Adaptive, Pyramid, Uniform
+from keepsight.runtime.allocate import Adaptive, Global, Uniform
 from keepsight.runtime.attention import recording
 from keepsight.runtime.cache import cache_bytes, entries, share
 from keepsight.runtime.cache_layers import KeptLayer, RaggedLayer
@@ -18,6 +18,7 @@ from keepsight.runtime.importance import Pool
 from keepsight.runtime.method import FullCache
 from keepsight.runtime.methods import SnapKV, StreamingLLM
 from keepsight.runtime.prefill import prefill, read
+from keepsight.runtime.pyramid import Pyramid
 from keepsight.runtime.softmax import Softmax, grouped_attention
 from keepsight.runtime.state import Needs
 from keepsight.runtime.viewed_layers import ViewedLayer
@@ -167,7 +168,9 @@ def test_joined_states_of_different_prompts_decode_as_they_do_alone():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("allocate", [Uniform(), Pyramid(beta=4), Adaptive()], ids=lambda part: type(part).__name__)
+@pytest.mark.parametrize(
+    "allocate", [Uniform(), Pyramid(beta=4), Adaptive(), Global()], ids=lambda part: type(part).__name__
+)
 @pytest.mark.parametrize("chunk", [1, 7])
 def test_chunked_prefill_then_eviction_equals_the_whole_one(family, allocate, chunk):
     model = tiny_model(family)

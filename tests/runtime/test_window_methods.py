@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from keepsight import generate
 from keepsight.errors import UserError
-from keepsight.runtime.allocate import Adaptive, Pyramid
+from keepsight.runtime.allocate import Adaptive
 from keepsight.runtime.attention import recording
 from keepsight.runtime.cache_layers import RaggedLayer
 from keepsight.runtime.decode import decode, stop_after
@@ -27,6 +27,7 @@ from keepsight.runtime.methods.snapkv import SnapKV
 from keepsight.runtime.methods.streamingllm import Earliness, StreamingLLM
 from keepsight.runtime.methods.tova import TOVA
 from keepsight.runtime.prefill import prefill
+from keepsight.runtime.pyramid import Pyramid
 from keepsight.runtime.state import Needs
 from tests.close import assert_close
 from tests.models.modules import random_module, save
