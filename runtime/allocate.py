@@ -143,9 +143,7 @@ class Adaptive(Allocation):
         most, device = int(free.max()), importance[0].device
         best = torch.cat([self._best(layers, free[of], most).to(device) for of, layers in stacked(importance)])
         if promised.any():
-            ahead = torch.from_numpy(promised).to(device, non_blocking=True)[..., None]
-            ahead = ahead > torch.arange(best.shape[-1], device=device)
-            best.masked_fill_(ahead, torch.inf)
+            best.masked_fill_(_ahead(promised, best), torch.inf)
         chosen = top_mask(best.flatten(2), free).view_as(best)
         return np.array(chosen.sum(dim=-1).tolist())  # the only thing to wait for
 
@@ -192,8 +190,10 @@ class Global(Allocation):
         floors = np.array([int(budget * self.floor) for budget in budgets])[:, None]
         promised = np.minimum((floors - held.protected).clip(min=0), held.available)
         ranked = _alike(importance)
-        if promised.any():
-            ranked.masked_fill_(top_mask(ranked, promised), torch.inf)
+        if most_promised := int(promised.max()):
+            best = ranked.topk(most_promised, dim=-1)  # which of equal ones does not matter: they are only counted
+            values = best.values.masked_fill_(_ahead(promised, best.values), torch.inf)
+            ranked.scatter_(-1, best.indices, values)
         chosen = top_mask(ranked.transpose(0, 1).flatten(1), free).view(rows, layers, heads, -1)
         return held.protected + np.array(chosen.sum(dim=-1).transpose(0, 1).tolist())  # the only thing to wait for
 
@@ -204,6 +204,12 @@ def _alike(importance: list[Tensor]) -> Tensor:
     parts = [layers.to(device) for _, layers in stacked(importance)]
     padded = [functional.pad(each, (0, most - each.shape[-1]), value=-torch.inf) for each in parts]
     return torch.cat(padded).nan_to_num(posinf=-torch.inf, neginf=-torch.inf)
+
+
+def _ahead(promised: Counts, best: Tensor) -> Tensor:
+    """[..., n] bool: the first `promised` [...] of the best, which is [..., n]."""
+    first = torch.from_numpy(promised).to(best.device, non_blocking=True)[..., None]
+    return first > torch.arange(best.shape[-1], device=best.device)
 
 
 def _comparable(candidates: Tensor, share: int) -> Tensor:
