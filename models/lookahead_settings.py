@@ -67,6 +67,8 @@ class LookaheadSettings:
             raise UserError(
                 f"lookahead.floor={self.floor} must be from 0 to 1, or null for as many entries in every head"
             )
+        if self.sharing == "model" and self.floor is None:
+            raise UserError("lookahead.sharing=model needs lookahead.floor: the share that every head is guaranteed")
         choices = {
             "queries": ("mean", "max"),
             "group": ("mean", "max"),

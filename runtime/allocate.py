@@ -165,11 +165,10 @@ class Adaptive(Allocation):
 class Global(Allocation):
     """The heads of all layers share a budget by where the most important entries are.
 
-    KVzip's eviction structure (arXiv 2505.23416, section 4.1), and a share of the average, the floor, that every head
-    is guaranteed, protected entries included.
+    KVzip's eviction structure (arXiv 2505.23416, section 4.1), with a floor.
 
     Attributes:
-        floor: The guaranteed share.
+        floor: The share of the average that every head is guaranteed, protected entries included.
     """
 
     across_layers = True
@@ -203,7 +202,7 @@ def _alike(importance: list[Tensor]) -> Tensor:
     device, most = importance[0].device, max(each.shape[-1] for each in importance)
     parts = [layers.to(device) for _, layers in stacked(importance)]
     padded = [functional.pad(each, (0, most - each.shape[-1]), value=-torch.inf) for each in parts]
-    return torch.cat(padded).nan_to_num(posinf=-torch.inf, neginf=-torch.inf)
+    return torch.cat(padded).nan_to_num_(posinf=-torch.inf, neginf=-torch.inf)
 
 
 def _ahead(promised: Counts, best: Tensor) -> Tensor:

@@ -52,8 +52,8 @@ class Evict(CacheMethod):
         every: Number of generated tokens after which the method is applied again, keeping `budget - every` entries, so
             that the cache never exceeds the budget; 0 to evict from the prompt alone.
         during_prefill: Whether each layer is evicted from as soon as it is read, so that only one is whole at a time;
-            the same entries stay. None for where the observer and the allocation allow it: one that needs all layers
-            cannot.
+            the same entries stay. None for where the observer and the allocation allow it; an observer that looks back,
+            or an allocation that compares layers, does not.
         value_norm: Whether an entry's importance is multiplied by the L2 norm of its value: what it adds to a layer's
             output grows with both (VATP, arXiv 2406.12335, which takes the L1 norm). For scores that are not negative.
 
@@ -86,7 +86,7 @@ class Evict(CacheMethod):
         if self.during_prefill and self.allocate.across_layers:
             raise UserError(
                 f"{name}: during_prefill evicts from each layer as it is read, and {type(self.allocate).__name__} "
-                "shares the budget between all layers: leave one of them out"
+                "shares the budget between all layers: leave it out, or choose another allocation"
             )
         if Budget(budget).is_ratio:
             if self.every:

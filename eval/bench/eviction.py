@@ -90,6 +90,7 @@ class _Length:
         taken, state = self._timed(self._plain)
         summing = taken
         if self.needs.received:
+            del state  # two caches would not fit where one just does
             summing, state = self._timed(self._read)
         steps = dict[str, tuple[float, float]]()
         for name, method in self.methods.items():

@@ -106,6 +106,7 @@ def test_a_configuration_that_is_none_is_named(adapter, content):
         {"alpha": 0.0},
         {"floor": 2.0},
         {"sharing": "head"},
+        {"sharing": "model"},
         {"value_norm": "no"},
     ],
 )
