@@ -183,8 +183,7 @@ class Global(Allocation):
 
     @override
     def __call__(self, held: Held, budgets: list[int], importance: list[Tensor]) -> Counts:
-        layers, rows, heads = held.real.shape
-        most = layers * heads * np.array(budgets)
+        most = held.real[:, 0].size * np.array(budgets)
         free = np.minimum(most, held.real.sum(axis=(0, 2))) - held.protected.sum(axis=(0, 2))
         floors = np.array([int(budget * self.floor) for budget in budgets])[:, None]
         promised = np.minimum((floors - held.protected).clip(min=0), held.available)
@@ -193,8 +192,18 @@ class Global(Allocation):
             best = ranked.topk(most_promised, dim=-1)  # which of equal ones does not matter: they are only counted
             values = best.values.masked_fill_(_ahead(promised, best.values), torch.inf)
             ranked.scatter_(-1, best.indices, values)
-        chosen = top_mask(ranked.transpose(0, 1).flatten(1), free).view(rows, layers, heads, -1)
-        return held.protected + np.array(chosen.sum(dim=-1).transpose(0, 1).tolist())  # the only thing to wait for
+        return held.protected + _in_top(ranked, free)
+
+
+def _in_top(ranked: Tensor, free: Counts) -> Counts:
+    """[L, B, K]: how many of the `free` [B] best of all heads' [L, B, K, C] are in each; ties go to the first head."""
+    ranked = ranked.transpose(0, 1)
+    ends = torch.from_numpy(free.clip(min=1)[:, None] - 1).to(ranked.device, non_blocking=True)
+    least = ranked.flatten(1).topk(max(int(free.max()), 1)).values.gather(1, ends)[..., None, None]
+    numbers = torch.stack([(ranked > least).sum(dim=-1), (ranked == least).sum(dim=-1)])
+    above, tied = np.array(numbers.flatten(2).tolist())  # [B, L * K]; the only thing to wait for
+    left = free[:, None] - above.sum(axis=1, keepdims=True) - tied.cumsum(axis=1) + tied
+    return (above + left.clip(0, tied)).reshape(ranked.shape[:3]).swapaxes(0, 1)
 
 
 def _alike(importance: list[Tensor]) -> Tensor:
