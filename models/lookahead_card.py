@@ -1,6 +1,8 @@
 """The model card of a lookahead adapter."""
 
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 from keepsight.models.card import CardBasics, example, metrics_table, write_card
 from keepsight.models.lookahead_settings import LookaheadSettings
@@ -31,3 +33,38 @@ def lookahead_card(basics: CardBasics, settings: LookaheadSettings, fidelity: Ma
         measured=metrics_table(fidelity, "mean over layers"),
         library="peft",
     )
+
+
+_WEIGHTS = """
+
+## Weights of heads
+
+The heads of all layers share one budget, and each has a weight by which its importance is multiplied before they are
+compared (`keepsight train_head_weights`; head_weights.png).
+
+{training}
+
+| held-out excess NLL (nats) | before | with the weights |
+| --- | --- | --- |
+{rows}
+"""
+
+
+def with_head_weights(
+    folder: Path, training: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]
+) -> str:
+    """The card of the adapter in a folder, with a section on the weights of its heads in place of an earlier one.
+
+    Args:
+        folder: The adapter's.
+        training: How the weights were learned, by name.
+        before: The measurements at the first step, `eval_excess_nll_at_BUDGET` in nats among them.
+        after: Those after the last.
+    """
+    path, heading = folder / "README.md", _WEIGHTS.strip().partition("\n")[0]
+    card = path.read_text(encoding="utf-8") if path.is_file() else "# keepsight lookahead adapter\n"
+    budgets = {name: name.rpartition("_")[2] for name in after if name.startswith("eval_excess_nll_at_")}
+    rows = [f"| {budget} entries | {before[name]:.3f} | {after[name]:.3f} |" for name, budget in budgets.items()]
+    listed = "\n".join(f"- {name}: {value}" for name, value in training.items())
+    section = _WEIGHTS.format(training=listed, rows="\n".join(rows) or "| not measured | | |")
+    return card.partition(f"\n{heading}\n")[0].rstrip() + section

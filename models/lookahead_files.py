@@ -4,9 +4,10 @@ An adapter is a folder that plain PEFT loads too. PEFT then leaves the base mode
 saved configuration makes the LoRA an activated one (aLoRA) whose invocation token never occurs in a text.
 """
 
+import math
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from keepsight.atomic import atomic_files
 from keepsight.errors import UserError
-from keepsight.files import file_digest, read_json, write_json, write_readme
+from keepsight.files import file_digest, read_json, write_json, write_png, write_readme
 from keepsight.models.folded_lora import FoldedLora
 from keepsight.models.lookahead import Lookahead, input_embedding, input_width
 from keepsight.models.lookahead_settings import LookaheadSettings
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 ADAPTER, TOKENS, CONFIG = "adapter_model.safetensors", "lookahead_tokens.safetensors", "lookahead_config.json"
 PEFT_CONFIG = "adapter_config.json"
 FILES = (PEFT_CONFIG, ADAPTER, TOKENS, CONFIG)
+HeadWeights = tuple[tuple[float, ...], ...]
+"""For each layer with full attention, a weight of each KV head; see `Global.weights`."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,7 @@ class _Config:
     settings: LookaheadSettings
     provenance: Provenance
     digests: dict[str, str]
+    head_weights: HeadWeights | None = None
 
 
 def save_lookahead(
@@ -121,6 +125,7 @@ class Artifact:
         lora: The LoRA's tensors under the names PEFT saves them with.
         tokens: [n, hidden] float32.
         digest: Digest of `lookahead_config.json`, which holds the settings and the digests of the tensors' files.
+        head_weights: What `keepsight train_head_weights` learned; None where it did not run.
     """
 
     folder: Path
@@ -129,6 +134,7 @@ class Artifact:
     lora: dict[str, Tensor]
     tokens: Tensor
     digest: str
+    head_weights: HeadWeights | None = None
     _on: "WeakKeyDictionary[PreTrainedModel, tuple[Any, Tensor, FoldedLora | None]]" = field(
         default_factory=WeakKeyDictionary, init=False, repr=False
     )
@@ -211,7 +217,44 @@ def load_lookahead(folder: Path) -> Artifact:
         raise UserError(f"{folder / TOKENS}: expected one tensor 'lookahead_tokens', [n, hidden]; fetch it again")
     _check_shapes(folder, config.settings, tokens["lookahead_tokens"], lora)
     digest = file_digest(folder / CONFIG)
-    return Artifact(folder, config.settings, config.provenance, lora, tokens["lookahead_tokens"], digest)
+    _check_head_weights(folder, config)
+    module = config.settings, config.provenance, lora, tokens["lookahead_tokens"], digest, config.head_weights
+    return Artifact(folder, *module)
+
+
+def save_with_head_weights(
+    artifact: Artifact, folder: Path, weights: HeadWeights, provenance: Provenance, card: str, curves: "Figure"
+) -> None:
+    """Write an adapter with weights of heads into a folder; its tensors are those of `artifact`.
+
+    The curves of the module's own training stay as training.png where they are there; those of the weights are
+    head_weights.png.
+    """
+    kept = {name: (artifact.folder / name).read_bytes() for name in (ADAPTER, TOKENS, PEFT_CONFIG)}
+    with suppress(FileNotFoundError):
+        kept["training.png"] = (artifact.folder / "training.png").read_bytes()
+    with atomic_files(folder, last=CONFIG) as unfinished:
+        for name, content in kept.items():
+            (unfinished / name).write_bytes(content)
+        digests = {name: file_digest(unfinished / name) for name in (ADAPTER, TOKENS, PEFT_CONFIG)}
+        settings = {"settings": asdict(artifact.settings), "provenance": asdict(provenance), "digests": digests}
+        write_json(unfinished / CONFIG, settings | {"head_weights": weights})
+        write_png(unfinished / "head_weights.png", curves)
+        write_readme(unfinished, card)
+
+
+def _check_head_weights(folder: Path, config: _Config) -> None:
+    """Refuse weights that `Global` cannot take."""
+    if (rows := config.head_weights) is None:
+        return
+    wrong = not rows or len({len(row) for row in rows}) != 1 or not rows[0]
+    if wrong or not all(0 < each < math.inf for row in rows for each in row):
+        raise UserError(
+            f"{folder / CONFIG}: head_weights must be a finite number above 0 for each KV head of each layer; fetch it "
+            "again"
+        )
+    if config.settings.sharing != "model":
+        raise UserError(f"{folder / CONFIG}: head_weights need settings.sharing model, not {config.settings.sharing!r}")
 
 
 def _finite(path: Path) -> dict[str, Tensor]:

@@ -165,14 +165,18 @@ class Adaptive(Allocation):
 class Global(Allocation):
     """The heads of all layers share a budget by where the most important entries are.
 
-    KVzip's eviction structure (arXiv 2505.23416, section 4.1), with a floor.
+    KVzip's eviction structure (arXiv 2505.23416, section 4.1), with a floor, and weights that a lookahead module may
+    have learned (`keepsight train_head_weights`).
 
     Attributes:
         floor: The share of the average that every head is guaranteed, protected entries included.
+        weights: L rows of K numbers above 0, by which the importance of a head's entries is multiplied before heads are
+            compared, and only then; None for 1. For importance that is not negative.
     """
 
     across_layers = True
     floor: float = 0.2
+    weights: tuple[tuple[float, ...], ...] | None = None
 
     def __post_init__(self) -> None:
         _check_floor("global", self.floor)
@@ -188,11 +192,19 @@ class Global(Allocation):
         floors = np.array([int(budget * self.floor) for budget in budgets])[:, None]
         promised = np.minimum((floors - held.protected).clip(min=0), held.available)
         ranked = _alike(importance)
+        if self.weights is not None:
+            ranked *= self._weights_for(held.real)[:, None, :, None].to(ranked.device, non_blocking=True)
         if most_promised := int(promised.max()):
             best = ranked.topk(most_promised, dim=-1)  # which of equal ones does not matter: they are only counted
             values = best.values.masked_fill_(_ahead(promised, best.values), torch.inf)
             ranked.scatter_(-1, best.indices, values)
         return held.protected + _in_top(ranked, free)
+
+    def _weights_for(self, real: Counts) -> Tensor:
+        weights = torch.tensor(self.weights)
+        if (found := [*weights.shape]) != (expected := [*real.shape[::2]]):
+            raise UserError(f"global: weights has shape {found}, this model's layers and KV heads are {expected}")
+        return weights
 
 
 def _in_top(ranked: Tensor, free: Counts) -> Counts:

@@ -76,3 +76,35 @@ class RetrievalHeadSettings:
             raise UserError(f"retrieval_head.temperature={self.temperature} must be above 0")
         if not 0 <= self.answers <= 1:
             raise UserError(f"retrieval_head.answers={self.answers} must be between 0 and 1")
+
+
+@dataclass
+class HeadWeightsSettings:
+    """Training of the weights by which a lookahead module's heads share one budget.
+
+    Attributes:
+        budgets: KV entries per layer and head on average that are selected in training, in turn, and measured.
+        temperature: Width of the soft selection in nats: lower is closer to the selection itself, and learned from less
+            smoothly.
+        train: Optimisation.
+    """
+
+    budgets: list[int] = field(default_factory=lambda: [64, 128, 256])
+    temperature: float = 0.5
+    train: TrainSettings = field(
+        default_factory=lambda: TrainSettings(
+            learning_rate=0.06, min_learning_rate=0.05, samples_per_step=4, replays=2, measure_every=50
+        )
+    )
+
+    def check(self) -> None:
+        """Refuse settings that no training can run with.
+
+        Raises:
+            UserError: a value is out of range.
+        """
+        self.train.check("head_weights.train")
+        if not self.budgets or any(each < 1 for each in self.budgets):
+            raise UserError(f"head_weights.budgets={self.budgets} must hold numbers of entries, each at least 1")
+        if not 0 < self.temperature < math.inf:
+            raise UserError(f"head_weights.temperature={self.temperature} must be above 0")

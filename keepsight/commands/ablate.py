@@ -75,7 +75,7 @@ def run(grid: Grid) -> None:
     first = next(iter(configs.values()))
     require_writable(out := Path(first.out))
     target = train.placed_target(first)
-    samples, manifest = train.training_samples(first, target)
+    samples, manifest = train.training_samples(first, target, first.max_prompt_tokens)
     modules = [Cell(name, train.new_objective(each, target), each.train) for name, each in configs.items()]
     trainer = AblationTrainer(modules, run_of(first, target, samples, "init", CONFIG))
     finished = trainer.fit()

@@ -16,7 +16,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from keepsight.commands.config_keys import keys_of
 from keepsight.errors import UserError
 from keepsight.models.lookahead_settings import LookaheadSettings
-from keepsight.train.head_settings import DraftHeadSettings, RetrievalHeadSettings
+from keepsight.train.head_settings import DraftHeadSettings, HeadWeightsSettings, RetrievalHeadSettings
 from keepsight.train.settings import LookaheadTrainSettings, ReplaySettings
 
 DEFAULT_RECIPE = "smollm2-135m"
@@ -94,6 +94,7 @@ class Recipe:
         replay: How readings of the target are kept in a training that uses each several times.
         draft_head: Shape and training of a draft head.
         retrieval_head: Variant and distillation of a retrieval head.
+        head_weights: Training of the weights by which a lookahead module's heads share one budget.
     """
 
     defaults: list[Any] = field(default_factory=lambda: ["_self_", {"recipe": DEFAULT_RECIPE}])
@@ -106,6 +107,7 @@ class Recipe:
     replay: ReplaySettings = field(default_factory=ReplaySettings)
     draft_head: DraftHeadSettings = field(default_factory=DraftHeadSettings)
     retrieval_head: RetrievalHeadSettings = field(default_factory=RetrievalHeadSettings)
+    head_weights: HeadWeightsSettings = field(default_factory=HeadWeightsSettings)
 
     def check(self) -> None:
         """Refuse values out of range, before anything is loaded or written.
@@ -113,7 +115,7 @@ class Recipe:
         Raises:
             UserError: a value is out of range.
         """
-        for settings in (self.lookahead, self.draft_head, self.retrieval_head):
+        for settings in (self.lookahead, self.draft_head, self.retrieval_head, self.head_weights):
             settings.check()
         self.train.check("train")
         self.replay.check()

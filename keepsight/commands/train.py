@@ -66,7 +66,7 @@ def run(config: Config) -> None:
     """Train, then write the adapter, its card and the training curves."""
     require_writable(out := Path(config.out))
     target = placed_target(config)
-    samples, manifest = training_samples(config, target)
+    samples, manifest = training_samples(config, target, config.max_prompt_tokens)
     objective = new_objective(config, target)
     trainer = LookaheadTrainer(objective, config.train, run_of(config, target, samples, "init", CONFIG))
     finished = trainer.fit()
@@ -102,17 +102,19 @@ def placed_target(config: Config) -> Target:
     return target
 
 
-def training_samples(config: Config, target: Target) -> tuple[Sequence[TrainingSample], dict[str, Any]]:
+def training_samples(
+    config: TrainingConfig, target: Target, max_prompt_tokens: int
+) -> tuple[Sequence[TrainingSample], dict[str, Any]]:
     """The data's samples but for those with longer prompts, and its manifest.
 
     Raises:
         UserError: none is left, or the data is not what the target answered.
     """
     samples, manifest = read_training_samples(Path(config.data), target.name, target.template_digest, target.vocabulary)
-    if config.max_prompt_tokens:
-        samples = no_longer_than(samples, config.max_prompt_tokens)
+    if max_prompt_tokens:
+        samples = no_longer_than(samples, max_prompt_tokens)
     if not samples:
-        raise UserError(f"max_prompt_tokens={config.max_prompt_tokens} leaves no sample of {config.data}; raise it")
+        raise UserError(f"max_prompt_tokens={max_prompt_tokens} leaves no sample of {config.data}; raise it")
     return samples, manifest
 
 

@@ -10,7 +10,6 @@ from typing_extensions import override
 
 from keepsight.models.hub import fetch
 from keepsight.models.lookahead_files import Artifact, load_lookahead
-from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.runtime.allocate import Adaptive, Allocation, Global, Uniform
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.importance import Pool, Reduce
@@ -78,11 +77,14 @@ def parts_of(artifact: Artifact) -> dict[str, Any]:
         "reduce": Reduce(settings.queries, settings.group),
         "value_norm": settings.value_norm,
         "pool": Pool(settings.pooling, settings.kernel),
-        "allocate": _allocation(settings),
+        "allocate": _allocation(artifact),
     }
 
 
-def _allocation(settings: LookaheadSettings) -> Allocation:
+def _allocation(artifact: Artifact) -> Allocation:
+    settings = artifact.settings
     if settings.floor is None:
         return Uniform()
-    return Global(settings.floor) if settings.sharing == "model" else Adaptive(settings.floor, blend=False)
+    if settings.sharing == "model":
+        return Global(settings.floor, artifact.head_weights)
+    return Adaptive(settings.floor, blend=False)

@@ -169,7 +169,7 @@ class LookaheadObjective(ReplayedObjective):
     @override
     def read(self, batch: Batch) -> Reading:
         cache, target = target_importance(self.lookahead.model, batch, Cuts.of(batch, self.cuts))
-        return {f"{_SHOWN}{place}": each for place, each in enumerate(target)} | _stored(cache)
+        return {f"{_SHOWN}{place}": each for place, each in enumerate(target)} | stored(cache)
 
     @override
     def kept_tokens(self, batch: Batch) -> int:
@@ -191,7 +191,7 @@ class LookaheadObjective(ReplayedObjective):
     def compared(self, reading: Reading, batch: Batch) -> Importances:
         """`importances`, given what the target shows of the batch."""
         lookahead, cuts = self.lookahead, Cuts.of(batch, self.cuts)
-        cache = _restored(reading, lookahead.model, cuts.length)
+        cache = restored(reading, lookahead.model, cuts.length)
         embeddings = lookahead.observers(len(batch.prompt_ids) * self.cuts)
         with lookahead.active(), self._recomputing():
             predicted = observe(lookahead.model, cache, cuts.mask, embeddings)
@@ -228,14 +228,14 @@ def _gather(layer: FSDPModule, gradient: Tensor) -> None:
     layer.unshard()
 
 
-def _stored(cache: Cache) -> Reading:
+def stored(cache: Cache) -> Reading:
     """What every layer holds, by name."""
     held = [(index, *each) for index, layer in enumerate(cache.layers) for each in layer_tensors(layer).items()]
     return {f"{name}.{index}": tensor for index, name, tensor in held if tensor is not None}
 
 
-def _restored(reading: Reading, model: PreTrainedModel, length: int) -> Cache:
-    """A cache of what `_stored` named, after `length` tokens."""
+def restored(reading: Reading, model: PreTrainedModel, length: int) -> Cache:
+    """A cache of what `stored` named, after `length` tokens."""
     layers = []
     for index, empty in enumerate(empty_cache(model).layers):
         end = f".{index}"

@@ -1,0 +1,1 @@
+"""Training of the weights by which heads share one budget."""

@@ -1,0 +1,134 @@
+"""A weight for each KV head, by which importance is multiplied before heads are compared for one shared budget.
+
+Importance says which of a head's entries matter; how much the answer loses with them differs from head to head. The
+weights are learned from the answer itself: the target reads its own answer again and sees the prompt through gates, a
+soft form of the selection, and the loss is the answer's cross-entropy. Nothing but one number a KV head is trained.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+from typing_extensions import override
+
+from keepsight.models.decoder import cached_kv_heads, full_attention_layers, require_full_attention
+from keepsight.runtime.allocate import Global, Held
+from keepsight.runtime.attention import run
+from keepsight.runtime.cache import as_observed, entries
+from keepsight.runtime.evict import Evict
+from keepsight.runtime.gated_layer import GatedLayer
+from keepsight.runtime.gather import select_top
+from keepsight.runtime.prefill import prefill
+from keepsight.train.dataset import Batch
+from keepsight.train.head_weights.gates import soft_gates
+from keepsight.train.lookahead.objective import restored, stored
+from keepsight.train.objective import ReplayedObjective
+from keepsight.train.replay import Reading
+
+_IMPORTANCE = "importance."
+
+
+class HeadWeightsObjective(ReplayedObjective):
+    """The weights learn; target and observer are frozen.
+
+    Attributes:
+        target: The model.
+        method: Scores the prompt; its budget is not used.
+        floor: See `Global`.
+        budgets: Entries per layer and KV head on average, in turn.
+        temperature: Of the gates, in nats.
+        log_weights: [L, K] float32, logarithms of the weights.
+
+    Raises:
+        UserError: no layer has full attention.
+    """
+
+    def __init__(
+        self, target: PreTrainedModel, method: Evict, floor: float, budgets: list[int], temperature: float
+    ) -> None:
+        super().__init__()
+        require_full_attention(target)
+        target.requires_grad_(False)
+        self.target, self.method, self.floor = target, method, floor
+        self.budgets, self.temperature = budgets, temperature
+        layers = len(full_attention_layers(target.config))
+        self.log_weights = nn.Parameter(torch.zeros(layers, cached_kv_heads(target)))
+
+    def weights(self) -> Tensor:
+        """[L, K] float32: the weights, with a geometric mean of 1; a common factor selects nothing else."""
+        logarithms = self.log_weights.detach().cpu()
+        return (logarithms - logarithms.mean()).exp()
+
+    @override
+    @torch.no_grad()
+    def read(self, batch: Batch) -> Reading:
+        state = prefill(self.target, batch.prompt_ids, batch.prompt_mask, needs=self.method.needs())
+        importance = self.method.importance(self.target, state)
+        return {f"{_IMPORTANCE}{place}": each for place, each in enumerate(importance)} | stored(state.cache)
+
+    @override
+    def kept_tokens(self, batch: Batch) -> int:
+        return batch.prompt_ids.numel()
+
+    @override
+    def loss_of(self, reading: Reading, batch: Batch) -> Tensor:
+        longer = [budget for budget in self.budgets if budget < batch.prompt_ids.shape[1]]
+        if not longer or batch.answer_ids.shape[1] < 2:
+            return self.log_weights.sum() * 0  # nothing is evicted, or no token is read after what is
+        budget = longer[(sum(batch.indices) + batch.turn) % len(longer)]
+        scores = torch.stack([each.to(self.log_weights.device) for each in self._importance(reading)])
+        scores = scores.clamp(min=torch.finfo(torch.float32).tiny).log() + self.log_weights[:, None, :, None]
+        return self._cross_entropy(reading, batch, soft_gates(scores, budget, self.floor, self.temperature)).mean()
+
+    def excess_nll(self, batch: Batch) -> dict[int, list[float]]:
+        """For each budget, what evicting with the weights adds to the cross-entropy of each sample's answer, in nats.
+
+        Of an answer's tokens after the first: that one follows the whole prompt.
+        """
+        reading = self.reading(batch)
+        importance = self._importance(reading)
+        full = self._cross_entropy(reading, batch, [_shown(~torch.isneginf(each)) for each in importance])
+        excess = {}
+        for budget in self.budgets:
+            gates = self._hard_gates(importance, budget)
+            excess[budget] = (self._cross_entropy(reading, batch, gates) - full).tolist()
+        return excess
+
+    def _hard_gates(self, importance: list[Tensor], budget: int) -> list[Tensor]:
+        """The selection itself: 0 for what stays, very low for the rest."""
+        real = np.array([(~torch.isneginf(each)).sum(dim=-1).tolist() for each in importance])
+        allocate = Global(self.floor, tuple(map(tuple, self.weights().tolist())))
+        counts = allocate(Held.of(real, 0), [budget] * real.shape[1], importance)
+        chosen = select_top(importance, counts)
+        return [*map(_shown, chosen)]
+
+    def _importance(self, reading: Reading) -> list[Tensor]:
+        return [reading[f"{_IMPORTANCE}{place}"] for place in range(len(self.log_weights))]
+
+    def _cross_entropy(self, reading: Reading, batch: Batch, gates: Tensor | list[Tensor]) -> Tensor:
+        """[B] nats: the mean over an answer's tokens but the first, each read after the prompt seen through gates."""
+        cache = restored(reading, self.target, batch.prompt_ids.shape[1])
+        held = zip(entries(cache), gates, strict=True)
+        layers = [GatedLayer(each.keys, each.values, gate.to(each.keys.device)) for each, gate in held]
+        logits = self._read_answer(batch, as_observed(cache, layers), len(layers) < len(cache.layers))
+        labels = batch.answer_ids[:, 1:]
+        nats = functional.cross_entropy(logits.float().transpose(1, 2), labels, reduction="none")
+        real = torch.ones_like(labels) if batch.answer_mask is None else batch.answer_mask[:, 1:]
+        return (nats * real).sum(dim=1) / real.sum(dim=1).clamp(min=1)
+
+    def _read_answer(self, batch: Batch, cache: Cache, has_bounded: bool) -> Tensor:
+        """Logits [B, T - 1, V] of an answer's tokens but the first."""
+        ids = batch.answer_ids[:, :-1]
+        first = torch.tensor(batch.prompt_lengths(), device=ids.device)
+        mask = batch.prompt_mask if has_bounded else None  # the gates hide padding in the others
+        seen = None if mask is None else functional.pad(mask, (0, ids.shape[1]), value=True)
+        positions = first[:, None] + torch.arange(ids.shape[1], device=ids.device)
+        output = run(self.target, cache, input_ids=ids, position_ids=positions, attention_mask=seen)
+        return output.logits
+
+
+def _shown(chosen: Tensor) -> Tensor:
+    """Logarithms of the gates that show the chosen entries alone."""
+    return torch.zeros_like(chosen, dtype=torch.float32).masked_fill_(~chosen, torch.finfo(torch.float32).min)
