@@ -1,0 +1,59 @@
+"""The soft selection: it keeps the budget, is the shared budget's own at a low temperature, and has its gradients."""
+
+import numpy as np
+import pytest
+import torch
+
+from keepsight.runtime.allocate import Global, Held
+from keepsight.runtime.gather import select_top
+from keepsight.train.head_weights.gates import soft_gates
+
+SHAPE = (3, 2, 2, 50)  # layers, rows, KV heads, entries
+
+
+def scores(seed: int = 0) -> torch.Tensor:
+    return torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed)) * 2
+
+
+@pytest.mark.parametrize("temperature", [0.1, 0.5, 2.0])
+@pytest.mark.parametrize("floor", [0.0, 0.2, 1.0])
+def test_the_gates_of_a_row_sum_to_the_budget(temperature, floor):
+    gates = soft_gates(scores(), 10, floor, temperature).exp()
+    assert ((gates > 0) & (gates <= 1)).all()
+    assert gates.sum(dim=(0, 2, 3)).tolist() == pytest.approx([60, 60], abs=0.05 + 60 * (floor == 1) * temperature)
+    assert ((gates == 1).sum(dim=-1) >= int(10 * floor)).all()
+
+
+@pytest.mark.parametrize("floor", [0.0, 0.3])
+def test_at_a_low_temperature_they_are_what_the_shared_budget_keeps(floor):
+    importance = scores().exp()
+    real = np.full(SHAPE[:3], SHAPE[3])
+    counts = Global(floor)(Held.of(real, 0), [10, 10], [*importance])
+    chosen = torch.stack(select_top([*importance], counts))
+    assert torch.equal(soft_gates(importance.log(), 10, floor, 1e-3).exp() > 0.5, chosen)
+
+
+def test_padding_gets_nothing():
+    padded = scores().masked_fill(torch.arange(50) < torch.tensor([0, 20])[None, :, None, None], -80.0)
+    gates = soft_gates(padded, 10, 0.2, 0.5).exp()
+    assert gates[:, 1, :, :20].max() < 1e-20
+    assert gates.sum(dim=(0, 2, 3)).tolist() == pytest.approx([60, 60], abs=0.05)
+
+
+def test_gradients_are_those_of_the_gates_with_the_threshold_that_moves():
+    """Against central differences, in which the threshold is found anew."""
+    weights = torch.randn(SHAPE, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+    def value(shift: torch.Tensor) -> torch.Tensor:
+        return (soft_gates(scores().double() + shift, 10, 0.2, 0.5).exp() * weights).sum()
+
+    shift = torch.zeros(3, 1, 2, 1, dtype=torch.float64, requires_grad=True)
+    value(shift).backward()
+    assert shift.grad is not None
+    for place in np.ndindex(3, 1, 2, 1):
+        moved = torch.zeros_like(shift)
+        moved[place] = 1e-4
+        with torch.no_grad():
+            expected = (value(moved) - value(-moved)) / 2e-4
+        assert shift.grad[place].item() == pytest.approx(expected.item(), abs=2e-3)
+    assert shift.grad.sum().item() == pytest.approx(0, abs=1e-3), "a shift of all scores selects nothing else"
