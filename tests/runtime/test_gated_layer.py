@@ -12,8 +12,8 @@ from keepsight.runtime.methods.random_entries import RandomScores
 from keepsight.runtime.prefill import prefill, read
 from keepsight.runtime.state import State
 from tests.close import assert_close
-from tests.families import fresh_model
-from tests.tiny import FAMILIES, prompt_ids, tiny_model
+from tests.families import family_model
+from tests.tiny import prompt_ids, tiny_model
 
 CLOSED = torch.finfo(torch.float32).min
 
@@ -26,10 +26,10 @@ def said(model, state: State, gates: list[Tensor], tokens: Tensor) -> Tensor:
     return run(model, cache, input_ids=tokens, position_ids=positions).logits
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("family", ["Llama 3", "Qwen3", "Gemma 2", "GPT-OSS", "Qwen3-Next", "DeepSeek-V3"])
 def test_closed_gates_are_evicted_entries_and_open_ones_are_kept(family):
-    """Softcap (Gemma 2) and sinks (GPT-OSS) too; other entries in every head."""
-    model = tiny_model(family) if family in FAMILIES else fresh_model(family)
+    """With windows, softcap, sinks, recurrent states and latents too; other entries in every head."""
+    model = family_model(family)
     ids, tokens = prompt_ids(40)[0], prompt_ids(5, seed=4)[0]
     method = Evict(12, RandomScores(seed=3))
     with torch.no_grad():

@@ -2,7 +2,8 @@
 
 Importance says which of a head's entries matter; how much the answer loses with them differs from head to head. The
 weights are learned from the answer itself: the target reads its own answer again and sees the prompt through gates, a
-soft form of the selection, and the loss is the answer's cross-entropy. Nothing but one number a KV head is trained.
+soft form of the selection, and the loss is how far what it says next then is from what it says with all entries.
+Nothing but one number a KV head is trained.
 """
 
 import numpy as np
@@ -78,9 +79,15 @@ class HeadWeightsObjective(ReplayedObjective):
         if not longer or batch.answer_ids.shape[1] < 2:
             return self.log_weights.sum() * 0  # nothing is evicted, or no token is read after what is
         budget = longer[(sum(batch.indices) + batch.turn) % len(longer)]
-        scores = torch.stack([each.to(self.log_weights.device) for each in self._importance(reading)])
+        importance = self._importance(reading)
+        scores = torch.stack([each.to(self.log_weights.device) for each in importance])
         scores = scores.clamp(min=torch.finfo(torch.float32).tiny).log() + self.log_weights[:, None, :, None]
-        return self._cross_entropy(reading, batch, soft_gates(scores, budget, self.floor, self.temperature)).mean()
+        gates = soft_gates(scores, budget, self.floor, self.temperature)
+        with torch.no_grad():
+            full = self._log_probabilities(reading, batch, [*map(_everything, importance)])
+        gated = self._log_probabilities(reading, batch, gates)
+        nats = functional.kl_div(gated, full, reduction="none", log_target=True).sum(dim=-1)
+        return _mean_of_answer(nats, batch).mean()
 
     def excess_nll(self, batch: Batch) -> dict[int, list[float]]:
         """For each budget, what evicting with the weights adds to the cross-entropy of each sample's answer, in nats.
@@ -89,7 +96,7 @@ class HeadWeightsObjective(ReplayedObjective):
         """
         reading = self.reading(batch)
         importance = self._importance(reading)
-        full = self._cross_entropy(reading, batch, [_shown(~torch.isneginf(each)) for each in importance])
+        full = self._cross_entropy(reading, batch, [*map(_everything, importance)])
         excess = {}
         for budget in self.budgets:
             gates = self._hard_gates(importance, budget)
@@ -108,15 +115,18 @@ class HeadWeightsObjective(ReplayedObjective):
         return [reading[f"{_IMPORTANCE}{place}"] for place in range(len(self.log_weights))]
 
     def _cross_entropy(self, reading: Reading, batch: Batch, gates: Tensor | list[Tensor]) -> Tensor:
-        """[B] nats: the mean over an answer's tokens but the first, each read after the prompt seen through gates."""
+        """[B] nats: that of an answer's tokens but the first."""
+        said = self._log_probabilities(reading, batch, gates)
+        nats = functional.nll_loss(said.transpose(1, 2), batch.answer_ids[:, 1:], reduction="none")
+        return _mean_of_answer(nats, batch)
+
+    def _log_probabilities(self, reading: Reading, batch: Batch, gates: Tensor | list[Tensor]) -> Tensor:
+        """[B, T - 1, V] float32: of an answer's tokens but the first, each after the prompt seen through gates."""
         cache = restored(reading, self.target, batch.prompt_ids.shape[1])
         held = zip(entries(cache), gates, strict=True)
         layers = [GatedLayer(each.keys, each.values, gate.to(each.keys.device)) for each, gate in held]
         logits = self._read_answer(batch, as_observed(cache, layers), len(layers) < len(cache.layers))
-        labels = batch.answer_ids[:, 1:]
-        nats = functional.cross_entropy(logits.float().transpose(1, 2), labels, reduction="none")
-        real = torch.ones_like(labels) if batch.answer_mask is None else batch.answer_mask[:, 1:]
-        return (nats * real).sum(dim=1) / real.sum(dim=1).clamp(min=1)
+        return logits.float().log_softmax(dim=-1)
 
     def _read_answer(self, batch: Batch, cache: Cache, has_bounded: bool) -> Tensor:
         """Logits [B, T - 1, V] of an answer's tokens but the first."""
@@ -127,6 +137,17 @@ class HeadWeightsObjective(ReplayedObjective):
         positions = first[:, None] + torch.arange(ids.shape[1], device=ids.device)
         output = run(self.target, cache, input_ids=ids, position_ids=positions, attention_mask=seen)
         return output.logits
+
+
+def _mean_of_answer(nats: Tensor, batch: Batch) -> Tensor:
+    """[B]: the mean of [B, T - 1] over the real tokens."""
+    real = torch.ones_like(nats) if batch.answer_mask is None else batch.answer_mask[:, 1:]
+    return (nats * real).sum(dim=1) / real.sum(dim=1).clamp(min=1)
+
+
+def _everything(importance: Tensor) -> Tensor:
+    """Logarithms of the gates that show all but padding."""
+    return _shown(~torch.isneginf(importance))
 
 
 def _shown(chosen: Tensor) -> Tensor:
