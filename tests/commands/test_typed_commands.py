@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from tests.commands.commands import CommandLine
 from tests.data_gen.served import server, speaks
 from tests.eval.judging import endpoint
 from tests.eval.pictured import row, save_pictured_target, without_videos, write_data_set
-from tests.models.modules import random_on, save
+from tests.models.modules import SHAPE, random_on, save
 from tests.models.retrieval_heads import tiny_draft_head, tiny_retrieval_head
 from tests.tiny import save_tiny_target
 from tests.train.runs import write_data
@@ -76,10 +77,11 @@ def make_models() -> None:
     """A target deep enough for a draft head, with modules of each kind, its data, and two models that read images."""
     save_tiny_target(Path("runs/model"), num_hidden_layers=7, head_dim=32)
     target = load_target("runs/model", device="cpu", dtype="float32")
-    save(random_on(target.model), Path("runs/adapter"), "runs/model")
-    shape = {"vocab_size": target.model.config.vocab_size, "max_position_embeddings": 4096}
-    save_draft_head(tiny_draft_head(**shape), Path("runs/draft-head"), Provenance("runs/model"), "# Card\n")
-    save_retrieval_head(tiny_retrieval_head(**shape), Path("runs/retrieval"), Provenance("runs/model"), "# Card\n")
+    shape = replace(SHAPE, floor=0.25, sharing="model")
+    save(random_on(target.model, shape), Path("runs/adapter"), "runs/model")
+    size = {"vocab_size": target.model.config.vocab_size, "max_position_embeddings": 4096}
+    save_draft_head(tiny_draft_head(**size), Path("runs/draft-head"), Provenance("runs/model"), "# Card\n")
+    save_retrieval_head(tiny_retrieval_head(**size), Path("runs/retrieval"), Provenance("runs/model"), "# Card\n")
     write_data(Path("runs/data"), target)
     save_pictured_target(Path("runs/vl"))
     save_pictured_target(Path("runs/vl-draft"), seed=7)

@@ -15,6 +15,7 @@ from tests.faults.world import (
     DRAFT_HEAD,
     EVAL,
     FOREIGN,
+    HEAD_WEIGHTS,
     INSPECT,
     MAKERS,
     PUSHES,
@@ -126,7 +127,8 @@ def damaged_files(world: World, rng: Random, count: int) -> Iterator[Verdict]:
 
 def _places(world: World) -> Iterator[tuple[Path, Scene, tuple[str, ...]]]:
     """A folder, a command to run there, and the files there that are damaged."""
-    for scene in (TRAIN, DRAFT_HEAD, RETRIEVAL_HEAD, INSPECT, REPORT, COMPARE, FOREIGN, CONVERT, SOURCES, *PUSHES):
+    trained = TRAIN, HEAD_WEIGHTS, DRAFT_HEAD, RETRIEVAL_HEAD
+    for scene in (*trained, INSPECT, REPORT, COMPARE, FOREIGN, CONVERT, SOURCES, *PUSHES):
         place = world.folder
         if scene.out:
             place = world.copy(world.folder.with_name(f"for {scene.name}"), without=scene.out)
@@ -134,7 +136,7 @@ def _places(world: World) -> Iterator[tuple[Path, Scene, tuple[str, ...]]]:
     yield world.folder, DATA, ("data/*.json*",)
     yield world.folder, EVAL, ("eval/*.json*",)
     yield world.folder, TRAIN, ("adapter/training/**/*", "adapter/*")
-    for scene, share in ((DATA, 0.6), (TRAIN, 0.7), (DRAFT_HEAD, 0.7), (RETRIEVAL_HEAD, 0.7), (EVAL, 0.6)):
+    for scene, share in ((DATA, 0.6), *((each, 0.7) for each in trained), (EVAL, 0.6)):
         place = world.half(scene, world.folder.with_name(f"half {scene.name}"), share)
         yield place, scene, (f"{scene.out}/**/*",)
 

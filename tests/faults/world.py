@@ -48,14 +48,21 @@ def _train(command: str, key: str, out: str, *more: str) -> tuple[str, ...]:
 
 
 _MODULE = ("*.json", "*.safetensors")
+_SHARED = ("lookahead.floor=0.2", "lookahead.sharing=model")
 DATA = Scene(
     "data", ("data", *TINY, "limit=8", "shard_size=3", "max_new_tokens=4", "mixture=mixture.yaml", "out=data"), "data"
 )
 TRAIN = Scene(
     "train",
-    _train("train", "train", "adapter", "lookahead.tokens=4", "lookahead.rank=2"),
+    _train("train", "train", "adapter", "lookahead.tokens=4", "lookahead.rank=2", *_SHARED),
     "adapter",
     ("data/*.json*", "data/.arrow/samples.*"),
+)
+HEAD_WEIGHTS = Scene(
+    "train_head_weights",
+    _train("train_head_weights", "head_weights.train", "weighted", "adapter=adapter", "head_weights.budgets=[8]"),
+    "weighted",
+    ("data/*.json*", "data/.arrow/samples.*", *(f"adapter/{name}" for name in _MODULE)),
 )
 DRAFT_HEAD = Scene(
     "train_draft_head",
@@ -78,7 +85,7 @@ EVAL = Scene(
     "eval",
     tuple(f"adapter/{name}" for name in _MODULE),
 )
-MAKERS = (DATA, TRAIN, DRAFT_HEAD, RETRIEVAL_HEAD, EVAL)
+MAKERS = (DATA, TRAIN, HEAD_WEIGHTS, DRAFT_HEAD, RETRIEVAL_HEAD, EVAL)
 """In the order in which each has what it reads."""
 INSPECT = Scene(
     "inspect",

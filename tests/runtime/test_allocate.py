@@ -237,12 +237,15 @@ def test_hard_floor_equals_its_definition(prompt, floor):
         assert counts[row].tolist() == [sum(where[0] == head for where in kept) for head in range(heads)]
 
 
-@given(prompt=prompts(ragged=True), floor=st.sampled_from([0.0, 0.2, 0.5, 1.0]))
-def test_sharing_between_all_layers_equals_its_definition(prompt, floor):
-    """The best int(budget * floor) of each head come first, then the best of all heads of all layers."""
+@given(prompt=prompts(ragged=True), floor=st.sampled_from([0.0, 0.2, 0.5, 1.0]), weighted=st.booleans())
+def test_sharing_between_all_layers_equals_its_definition(prompt, floor, weighted):
+    """The best int(budget * floor) of each head come first, then the best of all heads of all layers, as weighted."""
     importance, budget = prompt
-    counts = torch.stack(divide(Global(floor), importance, budget))
-    layers, rows, heads = counts.shape
+    layers, heads = len(importance), importance[0].shape[1]
+    weights = tuple(tuple(0.5 ** (layer + 2 * head) for head in range(heads)) for layer in range(layers))
+    allocate = Global(floor, weights) if weighted else Global(floor)
+    counts = torch.stack(divide(allocate, importance, budget))
+    rows = counts.shape[1]
     for row in range(rows):
         safe, rest = set(), []
         for place in itertools.product(range(layers), range(heads)):
@@ -252,7 +255,8 @@ def test_sharing_between_all_layers_equals_its_definition(prompt, floor):
             protected = sum(values[index] == torch.inf for index in ranked)
             ahead = max(protected, int(budget * floor))
             safe |= {(place, index) for index in ranked[:ahead]}
-            rest += [(-values[index], place, index) for index in ranked[ahead:]]
+            weight = weights[place[0]][place[1]] if weighted else 1.0
+            rest += [(-values[index] * weight, place, index) for index in ranked[ahead:]]
         total = min(layers * heads * budget, len(safe) + len(rest))
         kept = safe | {(place, index) for _, place, index in sorted(rest)[: total - len(safe)]}
         expected = [

@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from typing_extensions import override
 
-from keepsight.models.decoder import cached_kv_heads, full_attention_layers, require_full_attention
+from keepsight.errors import UserError
+from keepsight.models.decoder import cached_kv_heads, full_attention_layers, has_latents, require_full_attention
 from keepsight.runtime.allocate import Global, Held
 from keepsight.runtime.attention import run
 from keepsight.runtime.cache import as_observed, entries
@@ -43,7 +44,7 @@ class HeadWeightsObjective(ReplayedObjective):
         log_weights: [L, K] float32, logarithms of the weights.
 
     Raises:
-        UserError: no layer has full attention.
+        UserError: no layer has full attention, or those that have cache latents.
     """
 
     def __init__(
@@ -51,6 +52,8 @@ class HeadWeightsObjective(ReplayedObjective):
     ) -> None:
         super().__init__()
         require_full_attention(target)
+        if has_latents(target):
+            raise UserError(f"{target.config.model_type} caches latents: weights of heads need keys and values by head")
         target.requires_grad_(False)
         self.target, self.method, self.floor = target, method, floor
         self.budgets, self.temperature = budgets, temperature

@@ -1,0 +1,141 @@
+"""The loss and the measurement of heads' weights, against models that hold the selected entries alone."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from keepsight.errors import UserError
+from keepsight.runtime.allocate import Global
+from keepsight.runtime.evict import Evict
+from keepsight.runtime.importance import NO_POOL
+from keepsight.runtime.methods.random_entries import RandomScores
+from keepsight.runtime.prefill import read
+from keepsight.train.dataset import Batch
+from keepsight.train.head_weights.objective import HeadWeightsObjective
+from keepsight.train.replay import ReadingBuffer
+from keepsight.train.settings import ReplaySettings
+from tests.close import assert_close
+from tests.families import family_model
+from tests.tiny import tiny_model
+from tests.train.lookahead.test_objective import batch_of, samples
+
+METHOD = Evict(1, RandomScores(seed=5), pool=NO_POOL)
+FAMILIES = ["Llama 3", "Gemma 3 (text)", "GPT-OSS", "Qwen3-Next"]
+
+
+def objective(model, budgets: tuple[int, ...] = (12,), floor: float = 0.25) -> HeadWeightsObjective:
+    made = HeadWeightsObjective(model, METHOD, floor, [*budgets], 0.5)
+    torch.manual_seed(2)
+    with torch.no_grad():
+        made.log_weights.normal_()
+    return made
+
+
+def nats(model, method: Evict, batch: Batch) -> torch.Tensor:
+    """Of each sample alone: the cross-entropy of its answer after the first token, from a state as methods make it."""
+    losses = []
+    for prompt, answer in batch_rows(batch):
+        with torch.no_grad():
+            state = method.start(model, prompt[None])
+            logits = read(model, state, answer[None, :-1], logits_to_keep=len(answer) - 1)[1]
+        losses.append(torch.nn.functional.cross_entropy(logits[0].float(), answer[1:]))
+    return torch.stack(losses)
+
+
+def batch_rows(batch: Batch) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    pairs = zip(batch.prompt_ids, batch.prompt_lengths(), batch.answer_ids, batch.answer_lengths(), strict=True)
+    return [(prompt[-n:], answer[:t]) for prompt, n, answer, t in pairs]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_measured_is_what_the_method_costs(family):
+    """In a padded batch, each row as alone; a prompt within the budget loses nothing."""
+    model = family_model(family)
+    made, batch = objective(model, (12, 30)), Batch(**batch_of(samples((40, 5), (25, 9))))
+    weights = tuple(map(tuple, made.weights().tolist()))
+    full = nats(model, replace(METHOD, budget=200), batch)
+    measured = made.excess_nll(batch)
+    for budget in (12, 30):
+        method = replace(METHOD, budget=budget, allocate=Global(0.25, weights))
+        assert_close(torch.tensor(measured[budget]) + full, nats(model, method, batch))
+    assert abs(measured[12][0]) > 1e-4
+    assert measured[30][1] == pytest.approx(0, abs=1e-5)
+
+
+def test_the_weights_decide_what_is_measured():
+    model, batch = tiny_model(), Batch(**batch_of(samples((40, 9))))
+    made = objective(model)
+    first = made.excess_nll(batch)[12]
+    with torch.no_grad():
+        made.log_weights.mul_(-1)
+    assert made.excess_nll(batch)[12] != first
+    with torch.no_grad():
+        made.log_weights.add_(3)
+    assert made.weights().log().mean().item() == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_padded_batch_has_the_mean_loss_of_its_rows(family):
+    rows = samples((40, 5), (25, 9), (33, 7))
+    made = objective(family_model(family))
+    loss = made(**batch_of(rows))["loss"]
+    alone = torch.stack([made(**batch_of([row]))["loss"] for row in rows])
+    assert loss.item() > 1e-3
+    assert_close(loss, alone.mean())
+
+
+def test_only_the_weights_learn_and_the_loss_falls():
+    model = tiny_model()
+    made = objective(model)
+    batch = batch_of(samples((40, 9), (37, 6)))
+    assert [name for name, each in made.named_parameters() if each.requires_grad] == ["log_weights"]
+    optimizer = torch.optim.Adam([made.log_weights], lr=0.1)
+    losses = []
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = made(**batch)["loss"]
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.9 * losses[0]
+    assert made.log_weights.shape == (3, 2)
+
+
+def test_a_kept_reading_gives_the_fresh_loss():
+    made, batch = objective(tiny_model()), batch_of(samples((40, 9)))
+    fresh = made(**batch)["loss"]
+    with ReadingBuffer(ReplaySettings(dtype="int8")) as buffer:
+        made.buffer = buffer
+        kept = [made(**batch | {"indices": [4], "turn": turn, "last": turn == 1})["loss"] for turn in (0, 1)]
+    assert kept[0] == kept[1]
+    assert kept[0].item() == pytest.approx(fresh.item(), rel=0.05)
+
+
+@pytest.mark.parametrize("lengths", [(10, 5), (40, 1)])
+def test_where_nothing_can_be_learned_the_loss_is_zero(lengths):
+    made = objective(tiny_model())
+    loss = made(**batch_of(samples(lengths)))["loss"]
+    loss.backward()
+    assert loss.item() == 0 and made.log_weights.grad is not None and not made.log_weights.grad.any()
+
+
+def test_budgets_take_turns():
+    made, batch = objective(tiny_model(), (12, 30)), batch_of(samples((40, 9)))
+    losses = [made(**batch | {"indices": [4], "turn": turn})["loss"].item() for turn in range(4)]
+    assert losses[:2] == losses[2:] and losses[0] != losses[1]
+
+
+def test_latents_are_refused():
+    with pytest.raises(UserError, match=r"deepseek_v3 caches latents: weights of heads need keys and values by head$"):
+        objective(family_model("DeepSeek-V3"))
+
+
+def test_the_methods_own_budget_and_allocation_do_not_matter():
+    batch = batch_of(samples((40, 9)))
+    losses = []
+    for method in (METHOD, replace(METHOD, budget=30, allocate=Global(0.5))):
+        made = objective(tiny_model())
+        made.method = method
+        losses.append(made(**batch)["loss"].item())
+    assert losses[0] == losses[1]
