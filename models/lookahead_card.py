@@ -44,6 +44,9 @@ compared (`keepsight train_head_weights`; head_weights.png).
 
 {training}
 
+Excess NLL is of an answer's tokens after the first, which follows the whole prompt; 0 where a prompt is within the
+budget.
+
 | held-out excess NLL (nats) | before | with the weights |
 | --- | --- | --- |
 {rows}

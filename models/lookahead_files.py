@@ -4,10 +4,9 @@ An adapter is a folder that plain PEFT loads too. PEFT then leaves the base mode
 saved configuration makes the LoRA an activated one (aLoRA) whose invocation token never occurs in a text.
 """
 
-import math
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,8 +20,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from keepsight.atomic import atomic_files
 from keepsight.errors import UserError
-from keepsight.files import file_digest, read_json, write_json, write_png, write_readme
+from keepsight.files import file_digest, read_json, write_json, write_readme
 from keepsight.models.folded_lora import FoldedLora
+from keepsight.models.head_weights import HeadWeights, checked_weights
 from keepsight.models.lookahead import Lookahead, input_embedding, input_width
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.models.lora import PREFIX
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 ADAPTER, TOKENS, CONFIG = "adapter_model.safetensors", "lookahead_tokens.safetensors", "lookahead_config.json"
 PEFT_CONFIG = "adapter_config.json"
 FILES = (PEFT_CONFIG, ADAPTER, TOKENS, CONFIG)
-HeadWeights = tuple[tuple[float, ...], ...]
-"""For each layer with full attention, a weight of each KV head; see `Global.weights`."""
 
 
 @dataclass(frozen=True)
@@ -217,44 +215,17 @@ def load_lookahead(folder: Path) -> Artifact:
         raise UserError(f"{folder / TOKENS}: expected one tensor 'lookahead_tokens', [n, hidden]; fetch it again")
     _check_shapes(folder, config.settings, tokens["lookahead_tokens"], lora)
     digest = file_digest(folder / CONFIG)
-    _check_head_weights(folder, config)
-    module = config.settings, config.provenance, lora, tokens["lookahead_tokens"], digest, config.head_weights
-    return Artifact(folder, *module)
+    weights = _head_weights(folder, config)
+    return Artifact(folder, config.settings, config.provenance, lora, tokens["lookahead_tokens"], digest, weights)
 
 
-def save_with_head_weights(
-    artifact: Artifact, folder: Path, weights: HeadWeights, provenance: Provenance, card: str, curves: "Figure"
-) -> None:
-    """Write an adapter with weights of heads into a folder; its tensors are those of `artifact`.
-
-    The curves of the module's own training stay as training.png where they are there; those of the weights are
-    head_weights.png.
-    """
-    kept = {name: (artifact.folder / name).read_bytes() for name in (ADAPTER, TOKENS, PEFT_CONFIG)}
-    with suppress(FileNotFoundError):
-        kept["training.png"] = (artifact.folder / "training.png").read_bytes()
-    with atomic_files(folder, last=CONFIG) as unfinished:
-        for name, content in kept.items():
-            (unfinished / name).write_bytes(content)
-        digests = {name: file_digest(unfinished / name) for name in (ADAPTER, TOKENS, PEFT_CONFIG)}
-        settings = {"settings": asdict(artifact.settings), "provenance": asdict(provenance), "digests": digests}
-        write_json(unfinished / CONFIG, settings | {"head_weights": weights})
-        write_png(unfinished / "head_weights.png", curves)
-        write_readme(unfinished, card)
-
-
-def _check_head_weights(folder: Path, config: _Config) -> None:
-    """Refuse weights that `Global` cannot take."""
-    if (rows := config.head_weights) is None:
-        return
-    wrong = not rows or len({len(row) for row in rows}) != 1 or not rows[0]
-    if wrong or not all(0 < each < math.inf for row in rows for each in row):
-        raise UserError(
-            f"{folder / CONFIG}: head_weights must be a finite number above 0 for each KV head of each layer; fetch it "
-            "again"
-        )
+def _head_weights(folder: Path, config: _Config) -> HeadWeights | None:
+    """The adapter's weights of heads, if it has any; refused where `Global` cannot take them."""
+    if config.head_weights is None:
+        return None
     if config.settings.sharing != "model":
         raise UserError(f"{folder / CONFIG}: head_weights need settings.sharing model, not {config.settings.sharing!r}")
+    return checked_weights(config.head_weights, f"{folder / CONFIG}: head_weights")
 
 
 def _finite(path: Path) -> dict[str, Tensor]:

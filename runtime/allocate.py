@@ -15,6 +15,7 @@ from torch.nn import functional
 from typing_extensions import override
 
 from keepsight.errors import UserError
+from keepsight.models.head_weights import HeadWeights, checked_weights
 from keepsight.runtime.importance import stacked, top_mask
 from keepsight.runtime.rounding import Counts, settle
 
@@ -176,10 +177,12 @@ class Global(Allocation):
 
     across_layers = True
     floor: float = 0.2
-    weights: tuple[tuple[float, ...], ...] | None = None
+    weights: HeadWeights | None = None
 
     def __post_init__(self) -> None:
         _check_floor("global", self.floor)
+        if self.weights is not None:
+            object.__setattr__(self, "weights", checked_weights(self.weights, "global: weights"))
 
     @override
     def check(self, budget: int, protected: int) -> None:

@@ -18,7 +18,8 @@ class GatedLayer(OwnAttention, ViewedLayer):
     Args:
         keys: [B, K, N, d].
         values: [B, K, N, d].
-        gates: [B, K, N], logarithms of the gates: 0 for an entry that is kept, very low for one that is evicted.
+        gates: [B, K, N], logarithms of the gates: 0 for an entry that is kept, very low for one that is evicted, and
+            for padding: the model's own mask is not looked at.
     """
 
     def __init__(self, keys: Tensor, values: Tensor, gates: Tensor) -> None:
@@ -28,9 +29,10 @@ class GatedLayer(OwnAttention, ViewedLayer):
     @override
     def attend(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
         rows = query.shape[2]
-        stored = self.gates.to(query.dtype)[:, :, None].expand(-1, -1, rows, -1)
+        least = torch.finfo(query.dtype).min
+        stored = self.gates.clamp(min=least).to(query.dtype)[:, :, None].expand(-1, -1, rows, -1)
         own = torch.zeros(rows, rows, dtype=query.dtype, device=query.device)
-        own = own.masked_fill(later(rows, query.device), torch.finfo(query.dtype).min)
+        own = own.masked_fill(later(rows, query.device), least)
         mask = torch.cat([stored, own.expand(*stored.shape[:2], -1, -1)], dim=-1)
         return grouped_attention(
             query, torch.cat([self.keys, key], dim=-2), torch.cat([self.values, value], dim=-2), mask, softmax

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from keepsight.errors import UserError
 from keepsight.train.settings import TrainSettings, require_at_least
 
+LARGEST_BUDGET = 1 << 24
+
 
 @dataclass
 class DraftHeadSettings:
@@ -83,7 +85,8 @@ class HeadWeightsSettings:
     """Training of the weights by which a lookahead module's heads share one budget.
 
     Attributes:
-        budgets: KV entries per layer and head on average that are selected in training, in turn, and measured.
+        budgets: KV entries per layer and head on average: each use of a sample in training is at one of them, and all
+            are measured.
         temperature: Width of the soft selection in nats: lower is closer to the selection itself, and learned from less
             smoothly.
         train: Optimisation.
@@ -104,7 +107,8 @@ class HeadWeightsSettings:
             UserError: a value is out of range.
         """
         self.train.check("head_weights.train")
-        if not self.budgets or any(each < 1 for each in self.budgets):
-            raise UserError(f"head_weights.budgets={self.budgets} must hold numbers of entries, each at least 1")
+        if not self.budgets or not all(1 <= each <= LARGEST_BUDGET for each in self.budgets):
+            expected = f"must hold numbers of entries, each from 1 to {LARGEST_BUDGET}"
+            raise UserError(f"head_weights.budgets={self.budgets} {expected}")
         if not 0 < self.temperature < math.inf:
             raise UserError(f"head_weights.temperature={self.temperature} must be above 0")

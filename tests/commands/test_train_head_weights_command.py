@@ -72,23 +72,28 @@ def test_a_finished_training_is_not_done_again_and_another_is_refused(keepsight:
 
 def test_bad_input_is_one_line(keepsight: CommandLine, adapter: Path) -> None:
     assert "adapter= is required" in keepsight.fails(*GIVEN, "adapter=null")
+    assert "title= has no place here" in keepsight.fails(*GIVEN, "title=Mine")
+    assert "the longest prompt has 31 tokens" in keepsight.fails(*GIVEN, "head_weights.budgets=[64]")
+    assert "must hold numbers" in keepsight.fails(*GIVEN, f"head_weights.budgets=[{10**10}]")
     assert "head_weights.budgets=[] must hold numbers" in keepsight.fails(*GIVEN, "head_weights.budgets=[]")
     assert "head_weights.temperature=0.0 must be above 0" in keepsight.fails(*GIVEN, "head_weights.temperature=0")
     config = read_json(adapter / CONFIG)
     write_json(adapter / CONFIG, config | {"settings": config["settings"] | {"sharing": "layer"}})
     said = keepsight.fails(*GIVEN)
-    assert "its heads share the budget of a layer" in said and "lookahead.sharing=model" in said
+    assert "do not share one budget" in said and "lookahead.sharing=model" in said
     assert not Path("weighted").exists() or not any(Path("weighted").iterdir())
 
 
 @pytest.mark.parametrize(
     ("weights", "problem"),
     [
-        ([], "must be a finite number above 0 for each KV head"),
-        ([[1.0, 2.0], [1.0]], "must be a finite number above 0 for each KV head"),
-        ([[1.0, 0.0]], "must be a finite number above 0 for each KV head"),
-        ([[1.0, -1.0]], "must be a finite number above 0 for each KV head"),
+        ([], "must be a row for each layer, of a finite number above 0"),
+        ([[1.0, 2.0], [1.0]], "must be a row for each layer, of a finite number above 0"),
+        ([[1.0, 0.0]], "must be a row for each layer, of a finite number above 0"),
+        ([[1.0, -1.0]], "must be a row for each layer, of a finite number above 0"),
         ([[1.0, 1e400]], "head_weights"),
+        ([[1.0, 1e300]], "must be a row for each layer"),
+        ([[1.0, 1e-60]], "must be a row for each layer"),
         ("high", "head_weights"),
     ],
 )

@@ -322,6 +322,11 @@ def test_settling_changes_the_furthest_one_by_one(wanted, spare, share):
         (lambda: Pyramid().check(19, 0), "budget 19 with beta 20 leaves the last layer without entries"),
         (lambda: Adaptive().check(4, 0), "adakv: budget 4 with floor 0.2 can leave a head without entries"),
         (lambda: Global(-1), "global: floor -1 must be between 0 and 1"),
+        (lambda: Global(weights=[[1.0], [1.0, 2.0]]), "global: weights must be a row for each layer"),  # type: ignore
+        (lambda: Global(weights=[["a"]]), "global: weights must be a row for each layer"),  # type: ignore
+        (lambda: Global(weights="high"), "global: weights must be a row for each layer"),  # type: ignore
+        (lambda: Global(weights=((0.0,),)), "global: weights must be a row for each layer"),
+        (lambda: Global(weights=((float("nan"),),)), "global: weights must be a row for each layer"),
         (lambda: Global().check(4, 0), "global: budget 4 with floor 0.2 can leave a head without entries"),
     ],
 )

@@ -2,34 +2,41 @@
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 _HALVINGS = 40
 
 
-def soft_gates(scores: Tensor, budget: int, floor: float, temperature: float) -> Tensor:
+def soft_gates(scores: Tensor, real: Tensor, budget: int, floor: float, temperature: float) -> Tensor:
     """Logarithms of gates that keep as much as `Global` allocates.
 
     An entry's gate is sigmoid((score - threshold) / temperature), and 1 for those that `floor` guarantees their head.
-    The threshold is where the gates of a row sum to the budget; gradients account for how it moves with the scores.
+    The threshold is where the gates of a row sum to the budget; gradients account for how it moves with the scores. A
+    row with no more real entries than its budget keeps them all.
 
     Args:
-        scores: [L, B, K, N] float32, logarithms of importance, very low for padding.
-        budget: Entries per layer and KV head on average, fewer than N.
+        scores: [L, B, K, N] float32, logarithms of importance.
+        real: [L, B, K, N] bool, False for padding, whose gates are closed.
+        budget: Entries per layer and KV head on average.
         floor: See `Global`.
         temperature: In nats; towards 0 the selection becomes hard.
 
     Returns:
         [L, B, K, N] float32.
     """
-    promised = _promised(scores, int(budget * floor))
-    wanted = budget * scores.shape[0] * scores.shape[2]
+    least = torch.finfo(scores.dtype).min
+    promised = _promised(scores.masked_fill(~real, least), min(int(budget * floor), scores.shape[-1])) & real
+    free = real & ~promised
+    wanted = budget * scores.shape[0] * scores.shape[2] - _by_row(promised)
     with torch.no_grad():
-        threshold = _threshold(scores, promised, wanted, temperature)
-        free = torch.sigmoid((scores - threshold) / temperature).masked_fill(promised, 0.0)
-        slope = _by_row(free * (1 - free)).clamp(min=1e-6) / temperature
-    moved = _by_row(torch.sigmoid((scores - threshold) / temperature).masked_fill(promised, 0.0))
+        threshold = _threshold(scores, free, wanted, temperature)
+        opened = torch.sigmoid((scores - threshold) / temperature) * free
+        slope = _by_row(opened * (1 - opened)).clamp(min=1e-6) / temperature
+    moved = _by_row(torch.sigmoid((scores - threshold) / temperature) * free)
     threshold = threshold + (moved - moved.detach()) / slope
-    return torch.nn.functional.logsigmoid((scores - threshold) / temperature).masked_fill(promised, 0.0)
+    gates = functional.logsigmoid((scores - threshold) / temperature)
+    whole = _by_row(free) <= wanted
+    return gates.masked_fill(promised | whole, 0.0).masked_fill(~real, least)
 
 
 def _promised(scores: Tensor, count: int) -> Tensor:
@@ -38,15 +45,16 @@ def _promised(scores: Tensor, count: int) -> Tensor:
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True)
 
 
-def _threshold(scores: Tensor, promised: Tensor, wanted: int, temperature: float) -> Tensor:
-    """[1, B, 1, 1]: where the gates of each row sum to `wanted`."""
-    low = scores.amin(dim=(0, 2, 3), keepdim=True) - 20 * temperature
-    high = scores.amax(dim=(0, 2, 3), keepdim=True) + 20 * temperature
+def _threshold(scores: Tensor, free: Tensor, wanted: Tensor, temperature: float) -> Tensor:
+    """[1, B, 1, 1]: where the gates of each row's free entries sum to `wanted`."""
+    among = scores.masked_fill(~free, torch.nan)
+    low = among.nan_to_num(nan=torch.inf).amin(dim=(0, 2, 3), keepdim=True) - 20 * temperature
+    high = among.nan_to_num(nan=-torch.inf).amax(dim=(0, 2, 3), keepdim=True) + 20 * temperature
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        kept = _by_row(torch.sigmoid((scores - middle) / temperature).masked_fill(promised, 1.0))
-        low, high = torch.where(kept > wanted, middle, low), torch.where(kept > wanted, high, middle)
-    return (low + high) / 2
+        over = _by_row(torch.sigmoid((scores - middle) / temperature) * free) > wanted
+        low, high = torch.where(over, middle, low), torch.where(over, high, middle)
+    return ((low + high) / 2).nan_to_num()  # a row without free entries has none
 
 
 def _by_row(gates: Tensor) -> Tensor:

@@ -6,13 +6,15 @@ soft form of the selection, and the loss is how far what it says next then is fr
 Nothing but one number a KV head is trained.
 """
 
+import random
+
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
-from typing_extensions import override
+from typing_extensions import Self, override
 
 from keepsight.errors import UserError
 from keepsight.models.decoder import cached_kv_heads, full_attention_layers, has_latents, require_full_attention
@@ -25,9 +27,9 @@ from keepsight.runtime.gather import select_top
 from keepsight.runtime.prefill import prefill
 from keepsight.train.dataset import Batch
 from keepsight.train.head_weights.gates import soft_gates
-from keepsight.train.lookahead.objective import restored, stored
 from keepsight.train.objective import ReplayedObjective
 from keepsight.train.replay import Reading
+from keepsight.train.stored_cache import restored, stored
 
 _IMPORTANCE = "importance."
 
@@ -35,30 +37,45 @@ _IMPORTANCE = "importance."
 class HeadWeightsObjective(ReplayedObjective):
     """The weights learn; target and observer are frozen.
 
-    Attributes:
+    Args:
         target: The model.
-        method: Scores the prompt; its budget is not used.
-        floor: See `Global`.
-        budgets: Entries per layer and KV head on average, in turn.
+        method: Scores the prompt, with importance that is not negative; its budget and allocation are not used.
+        allocate: What divides the budget: its floor counts, and its weights are those to begin with.
+        budgets: Entries per layer and KV head on average; which of them a loss is of depends on samples and turn.
         temperature: Of the gates, in nats.
+
+    Attributes:
         log_weights: [L, K] float32, logarithms of the weights.
 
     Raises:
-        UserError: no layer has full attention, or those that have cache latents.
+        UserError: no layer has full attention, those that have cache latents, or a budget can leave a head without
+            entries.
     """
 
     def __init__(
-        self, target: PreTrainedModel, method: Evict, floor: float, budgets: list[int], temperature: float
+        self, target: PreTrainedModel, method: Evict, allocate: Global, budgets: list[int], temperature: float
     ) -> None:
         super().__init__()
         require_full_attention(target)
         if has_latents(target):
             raise UserError(f"{target.config.model_type} caches latents: weights of heads need keys and values by head")
         target.requires_grad_(False)
-        self.target, self.method, self.floor = target, method, floor
+        for budget in budgets:
+            allocate.check(budget, 0)
+        self.target, self.method, self.floor = target, method, allocate.floor
         self.budgets, self.temperature = budgets, temperature
         layers = len(full_attention_layers(target.config))
-        self.log_weights = nn.Parameter(torch.zeros(layers, cached_kv_heads(target)))
+        shape = layers, cached_kv_heads(target)
+        start = torch.ones(shape) if allocate.weights is None else torch.tensor(allocate.weights)
+        if start.shape != shape:
+            raise UserError(f"weights of heads have shape {[*start.shape]}, this model's is {[*shape]}")
+        self.log_weights = nn.Parameter(start.log().to(target.device))
+
+    @override
+    def train(self, mode: bool = True) -> Self:
+        super().train(mode)
+        self.target.eval()
+        return self
 
     def weights(self) -> Tensor:
         """[L, K] float32: the weights, with a geometric mean of 1; a common factor selects nothing else."""
@@ -81,11 +98,12 @@ class HeadWeightsObjective(ReplayedObjective):
         longer = [budget for budget in self.budgets if budget < batch.prompt_ids.shape[1]]
         if not longer or batch.answer_ids.shape[1] < 2:
             return self.log_weights.sum() * 0  # nothing is evicted, or no token is read after what is
-        budget = longer[(sum(batch.indices) + batch.turn) % len(longer)]
+        budget = random.Random(f"{[*batch.indices]}:{batch.turn}").choice(longer)
         importance = self._importance(reading)
         scores = torch.stack([each.to(self.log_weights.device) for each in importance])
         scores = scores.clamp(min=torch.finfo(torch.float32).tiny).log() + self.log_weights[:, None, :, None]
-        gates = soft_gates(scores, budget, self.floor, self.temperature)
+        real = torch.stack([~torch.isneginf(each).to(scores.device) for each in importance])
+        gates = soft_gates(scores, real, budget, self.floor, self.temperature)
         with torch.no_grad():
             full = self._log_probabilities(reading, batch, [*map(_everything, importance)])
         gated = self._log_probabilities(reading, batch, gates)
@@ -95,8 +113,11 @@ class HeadWeightsObjective(ReplayedObjective):
     def excess_nll(self, batch: Batch) -> dict[int, list[float]]:
         """For each budget, what evicting with the weights adds to the cross-entropy of each sample's answer, in nats.
 
-        Of an answer's tokens after the first: that one follows the whole prompt.
+        Of an answer's tokens after the first, which follows the whole prompt. 0 where a prompt is within the budget, or
+        an answer has one token.
         """
+        if batch.answer_ids.shape[1] < 2:
+            return {budget: [0.0] * len(batch.answer_ids) for budget in self.budgets}
         reading = self.reading(batch)
         importance = self._importance(reading)
         full = self._cross_entropy(reading, batch, [*map(_everything, importance)])

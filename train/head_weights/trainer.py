@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from keepsight.errors import UserError
 from keepsight.models.processes import divided
 from keepsight.train.dataset import Batch
+from keepsight.train.distributed import target_is_divided
 from keepsight.train.head_settings import HeadWeightsSettings
 from keepsight.train.head_weights.objective import HeadWeightsObjective
 from keepsight.train.module_trainer import ModuleTrainer
@@ -24,6 +26,9 @@ class HeadWeightsTrainer(ModuleTrainer[HeadWeightsObjective]):
         objective: Holds the weights, and the module whose importance they weigh.
         settings: Their training.
         run: Where they are trained, and on what.
+
+    Raises:
+        UserError: the target is divided over the processes.
     """
 
     weights_file = "head_weights.safetensors"
@@ -32,6 +37,10 @@ class HeadWeightsTrainer(ModuleTrainer[HeadWeightsObjective]):
     def __init__(self, objective: HeadWeightsObjective, settings: HeadWeightsSettings, run: TrainingRun) -> None:
         start = {"head_weights.budgets": settings.budgets, "head_weights.temperature": settings.temperature}
         super().__init__(objective, settings.train, run.with_start(start))
+        if target_is_divided(self.accelerator, objective):
+            raise UserError(
+                "weights of heads need the whole target on each process: take recipes/accelerate/ddp.yaml or zero2.yaml"
+            )
 
     @override
     def weights(self) -> dict[str, Tensor]:

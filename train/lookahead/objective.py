@@ -24,13 +24,13 @@ from keepsight.runtime.attention import recording, run
 from keepsight.runtime.cache import empty_cache, has_recurrent, record_past, share
 from keepsight.runtime.observe import AttentionRecorder, observe
 from keepsight.runtime.prefill import positions_of
-from keepsight.runtime.state_tensors import layer_of_tensors, layer_tensors
 from keepsight.train.dataset import Batch
 from keepsight.train.lookahead.cuts import Cuts, require_cuts, spread
 from keepsight.train.lookahead.flops import pass_flops, weights_of_a_token
 from keepsight.train.lookahead.recompute import recomputed
 from keepsight.train.objective import ReplayedObjective
 from keepsight.train.replay import Reading
+from keepsight.train.stored_cache import restored, stored
 
 Importances = tuple[list[Tensor], list[Tensor]]
 """Target and predicted importance, for each layer [R, H, M] float32, a row for each sample and cut: see `Cuts`."""
@@ -236,22 +236,3 @@ def _make_whole_for_gradients(model: PreTrainedModel, predicted: list[Tensor]) -
 
 def _gather(layer: FSDPModule, gradient: Tensor) -> None:
     layer.unshard()
-
-
-def stored(cache: Cache) -> Reading:
-    """What every layer holds, by name."""
-    held = [(index, *each) for index, layer in enumerate(cache.layers) for each in layer_tensors(layer).items()]
-    return {f"{name}.{index}": tensor for index, name, tensor in held if tensor is not None}
-
-
-def restored(reading: Reading, model: PreTrainedModel, length: int) -> Cache:
-    """A cache of what `stored` named, after `length` tokens."""
-    layers = []
-    for index, empty in enumerate(empty_cache(model).layers):
-        end = f".{index}"
-        own = [name for name in reading if name.endswith(end) and not name.startswith(_SHOWN)]
-        held = {name.removesuffix(end): reading[name] for name in own}
-        # A recurrent state is in float32 in models of any dtype.
-        cast = {name: each if name.startswith("recurrent") else each.to(model.dtype) for name, each in held.items()}
-        layers.append(layer_of_tensors(empty, cast, length))
-    return Cache(layers=layers)

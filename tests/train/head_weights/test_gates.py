@@ -7,8 +7,10 @@ import torch
 from keepsight.runtime.allocate import Global, Held
 from keepsight.runtime.gather import select_top
 from keepsight.train.head_weights.gates import soft_gates
+from tests.close import assert_close
 
 SHAPE = (3, 2, 2, 50)  # layers, rows, KV heads, entries
+REAL = torch.ones(SHAPE, dtype=torch.bool)
 
 
 def scores(seed: int = 0) -> torch.Tensor:
@@ -18,8 +20,8 @@ def scores(seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("temperature", [0.1, 0.5, 2.0])
 @pytest.mark.parametrize("floor", [0.0, 0.2, 1.0])
 def test_the_gates_of_a_row_sum_to_the_budget(temperature, floor):
-    gates = soft_gates(scores(), 10, floor, temperature).exp()
-    assert ((gates > 0) & (gates <= 1)).all()
+    gates = soft_gates(scores(), REAL, 10, floor, temperature).exp()
+    assert ((gates >= 0) & (gates <= 1)).all()
     assert gates.sum(dim=(0, 2, 3)).tolist() == pytest.approx([60, 60], abs=0.05 + 60 * (floor == 1) * temperature)
     assert ((gates == 1).sum(dim=-1) >= int(10 * floor)).all()
 
@@ -30,14 +32,22 @@ def test_at_a_low_temperature_they_are_what_the_shared_budget_keeps(floor):
     real = np.full(SHAPE[:3], SHAPE[3])
     counts = Global(floor)(Held.of(real, 0), [10, 10], [*importance])
     chosen = torch.stack(select_top([*importance], counts))
-    assert torch.equal(soft_gates(importance.log(), 10, floor, 1e-3).exp() > 0.5, chosen)
+    assert torch.equal(soft_gates(importance.log(), REAL, 10, floor, 1e-3).exp() > 0.5, chosen)
 
 
-def test_padding_gets_nothing():
-    padded = scores().masked_fill(torch.arange(50) < torch.tensor([0, 20])[None, :, None, None], -80.0)
-    gates = soft_gates(padded, 10, 0.2, 0.5).exp()
-    assert gates[:, 1, :, :20].max() < 1e-20
-    assert gates.sum(dim=(0, 2, 3)).tolist() == pytest.approx([60, 60], abs=0.05)
+@pytest.mark.parametrize("temperature", [0.5, 50.0])
+@pytest.mark.parametrize(("budget", "floor", "padding"), [(10, 0.2, 20), (10, 0.2, 42), (30, 0.9, 40), (60, 1.0, 40)])
+def test_a_padded_row_has_the_gates_of_the_row_alone(budget, floor, padding, temperature):
+    """Also where it has fewer entries than the budget, or than the floor promises: then it keeps them all."""
+    real = (torch.arange(50) >= torch.tensor([0, padding])[None, :, None, None]).expand(SHAPE)
+    gates = soft_gates(scores().masked_fill(~real, -80.0), real, budget, floor, temperature)
+    alone = [soft_gates(scores()[:, :1], REAL[:, :1], budget, floor, temperature)]
+    alone += [soft_gates(scores()[:, 1:, :, padding:], REAL[:, 1:, :, padding:], budget, floor, temperature)]
+    assert not gates[:, 1, :, :padding].exp().any()
+    assert_close(gates[:, 0].exp(), alone[0][:, 0].exp())
+    assert_close(gates[:, 1, :, padding:].exp(), alone[1][:, 0].exp())
+    if 50 - padding <= budget:
+        assert (gates[:, 1, :, padding:] == 0).all()
 
 
 def test_gradients_are_those_of_the_gates_with_the_threshold_that_moves():
@@ -45,7 +55,7 @@ def test_gradients_are_those_of_the_gates_with_the_threshold_that_moves():
     weights = torch.randn(SHAPE, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
     def value(shift: torch.Tensor) -> torch.Tensor:
-        return (soft_gates(scores().double() + shift, 10, 0.2, 0.5).exp() * weights).sum()
+        return (soft_gates(scores().double() + shift, REAL, 10, 0.2, 0.5).exp() * weights).sum()
 
     shift = torch.zeros(3, 1, 2, 1, dtype=torch.float64, requires_grad=True)
     value(shift).backward()

@@ -25,7 +25,7 @@ FAMILIES = ["Llama 3", "Gemma 3 (text)", "GPT-OSS", "Qwen3-Next"]
 
 
 def objective(model, budgets: tuple[int, ...] = (12,), floor: float = 0.25) -> HeadWeightsObjective:
-    made = HeadWeightsObjective(model, METHOD, floor, [*budgets], 0.5)
+    made = HeadWeightsObjective(model, METHOD, Global(floor), [*budgets], 0.5)
     torch.manual_seed(2)
     with torch.no_grad():
         made.log_weights.normal_()
@@ -85,6 +85,31 @@ def test_a_padded_batch_has_the_mean_loss_of_its_rows(family):
     assert_close(loss, alone.mean())
 
 
+@pytest.mark.parametrize("lengths", [(40, 20), (40, 5)])
+def test_a_row_within_the_budget_or_its_floor_is_read_as_alone(lengths):
+    made = objective(tiny_model(), (30,), floor=0.8)
+    rows = samples(*((prompt, 6) for prompt in lengths))
+    alone = torch.stack([made(**batch_of([row]))["loss"] for row in rows])
+    assert alone[1] == 0 and alone[0] > 1e-4
+    assert_close(made(**batch_of(rows))["loss"], alone.mean())
+
+
+def test_answers_of_one_token_cost_nothing():
+    made = objective(tiny_model(), (12, 30))
+    assert made.excess_nll(Batch(**batch_of(samples((40, 1), (25, 1))))) == {12: [0.0, 0.0], 30: [0.0, 0.0]}
+
+
+def test_the_target_stays_in_evaluation_mode_and_weights_go_on_where_they_were():
+    start = tuple((1.0, 2.0) for _ in range(3))
+    made = HeadWeightsObjective(tiny_model(), METHOD, Global(0.25, start), [12], 0.5).train()
+    assert made.training and not made.target.training
+    assert torch.allclose(made.weights()[:, 1] / made.weights()[:, 0], torch.tensor(2.0))
+    with pytest.raises(UserError, match=r"weights of heads have shape \[1, 2\], this model's is \[3, 2\]$"):
+        HeadWeightsObjective(tiny_model(), METHOD, Global(0.25, start[:1]), [12], 0.5)
+    with pytest.raises(UserError, match=r"budget 2 with floor 0\.25 can leave a head without entries"):
+        HeadWeightsObjective(tiny_model(), METHOD, Global(0.25), [2], 0.5)
+
+
 def test_only_the_weights_learn_and_the_loss_falls():
     model = tiny_model()
     made = objective(model)
@@ -120,10 +145,12 @@ def test_where_nothing_can_be_learned_the_loss_is_zero(lengths):
     assert loss.item() == 0 and made.log_weights.grad is not None and not made.log_weights.grad.any()
 
 
-def test_budgets_take_turns():
-    made, batch = objective(tiny_model(), (12, 30)), batch_of(samples((40, 9)))
-    losses = [made(**batch | {"indices": [4], "turn": turn})["loss"].item() for turn in range(4)]
-    assert losses[:2] == losses[2:] and losses[0] != losses[1]
+def test_samples_and_turns_decide_on_the_budget():
+    batch = batch_of(samples((40, 9)))
+    single = {budget: objective(tiny_model(), (budget,))(**batch)["loss"].item() for budget in (12, 30)}
+    made = objective(tiny_model(), (12, 30))
+    losses = [made(**batch | {"indices": [4], "turn": turn})["loss"].item() for turn in (*range(8), *range(8))]
+    assert losses[:8] == losses[8:] and {*losses} == {*single.values()}
 
 
 def test_latents_are_refused():

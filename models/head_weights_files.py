@@ -1,0 +1,35 @@
+"""A lookahead adapter with weights of heads, on disk."""
+
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from keepsight.atomic import atomic_files
+from keepsight.files import file_digest, write_json, write_png, write_readme
+from keepsight.models.head_weights import HeadWeights
+from keepsight.models.lookahead_files import ADAPTER, CONFIG, PEFT_CONFIG, TOKENS, Artifact, Provenance
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def save_with_head_weights(
+    artifact: Artifact, folder: Path, weights: HeadWeights, provenance: Provenance, card: str, curves: "Figure"
+) -> None:
+    """Write an adapter with weights of heads into a folder; its tensors are those of `artifact`.
+
+    The curves of the module's own training stay as training.png where they are there; those of the weights are
+    head_weights.png.
+    """
+    kept = {name: (artifact.folder / name).read_bytes() for name in (ADAPTER, TOKENS, PEFT_CONFIG)}
+    with suppress(FileNotFoundError):
+        kept["training.png"] = (artifact.folder / "training.png").read_bytes()
+    with atomic_files(folder, last=CONFIG) as unfinished:
+        for name, content in kept.items():
+            (unfinished / name).write_bytes(content)
+        digests = {name: file_digest(unfinished / name) for name in (ADAPTER, TOKENS, PEFT_CONFIG)}
+        settings = {"settings": asdict(artifact.settings), "provenance": asdict(provenance), "digests": digests}
+        write_json(unfinished / CONFIG, settings | {"head_weights": weights})
+        write_png(unfinished / "head_weights.png", curves)
+        write_readme(unfinished, card)
