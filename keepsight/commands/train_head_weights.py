@@ -1,8 +1,8 @@
 """keepsight train_head_weights: learn how the heads of a lookahead module share one budget.
 
     keepsight train_head_weights recipe=smollm2-135m adapter=runs/adapter data=runs/data out=runs/weighted
-    accelerate launch -m keepsight train_head_weights recipe=llama3.1-8b adapter=DIR data=runs/data out=runs/weighted \
-        max_prompt_tokens=4096
+    accelerate launch -m keepsight train_head_weights recipe=llama3.1-8b adapter=DIR data=DIR out=DIR
+    keepsight train_head_weights adapter=runs/adapter data=runs/data out=runs/weighted max_prompt_tokens=4096
 
 Where the heads of all layers share a budget (lookahead.sharing=model), those with the most important entries keep the
 most of them. How much an answer loses with them differs from head to head, so each KV head gets a weight, by which its
