@@ -20,8 +20,7 @@ class LookaheadSettings:
             values, or those of given names, such as [q_proj, mlp.up_proj]; or `none`.
         alpha: LoRA alpha: the update is scaled by alpha / rank.
         dropout: LoRA dropout in training.
-        queries: Reduction over the soft tokens at selection, and in training also over the answer's: `mean` (the
-            paper's) or `max`: then it is enough that one of them looks at an entry.
+        queries: Reduction over the soft tokens at selection: `mean`, which training compares, or `max`.
         group: Reduction over the query heads of a KV head: `mean` or `max`.
         pooling: `max` or `avg`.
         kernel: Pooling kernel at selection; training compares unpooled importance.

@@ -40,26 +40,18 @@ SINKS, RECENT = 4, 32
 
 
 @torch.no_grad()
-def target_importance(
-    model: PreTrainedModel, batch: Batch, cuts: Cuts | None = None, reduction: str = "mean"
-) -> tuple[Cache, list[Tensor]]:
+def target_importance(model: PreTrainedModel, batch: Batch, cuts: Cuts | None = None) -> tuple[Cache, list[Tensor]]:
     """The first pass: prompt and answer with the adapter off.
 
-    Args:
-        model: The target.
-        batch: Prompts and answers.
-        cuts: Where the answers are cut; None for before their first tokens alone.
-        reduction: Over the answer's tokens: `mean` (equation 1) or `max`.
-
     Returns:
-        The prompt's cache, and for each layer with full attention the attention of the answer's tokens to the prompt,
-        reduced over them, [B, H, N] float32. With several cuts: the cache up to the last one, and for each cut the
-        attention of what comes after it to what comes before, [R, H, M].
+        The prompt's cache, and for each layer with full attention the mean attention of the answer's tokens to the
+        prompt, [B, H, N] float32. With several cuts: the cache up to the last one, and for each cut the mean attention
+        of what comes after it to what comes before, [R, H, M].
     """
     cuts = cuts or Cuts.of(batch, 1)
     ids, mask = batch.joined()
     rows, inside = batch.answer_ids.shape[1], cuts.places is not None
-    recorder = AttentionRecorder(rows, key_mask=mask, query_mask=cuts.queries, own=inside, reduction=reduction)
+    recorder = AttentionRecorder(rows, key_mask=mask, query_mask=cuts.queries, own=inside)
     cache, prompt = empty_cache(model), batch.prompt_ids.shape[1]
     positions = positions_of(mask, ids.shape[1], ids.device)
 
@@ -176,9 +168,7 @@ class LookaheadObjective(ReplayedObjective):
 
     @override
     def read(self, batch: Batch) -> Reading:
-        lookahead = self.lookahead
-        cuts, reduction = Cuts.of(batch, self.cuts), lookahead.settings.queries
-        cache, target = target_importance(lookahead.model, batch, cuts, reduction)
+        cache, target = target_importance(self.lookahead.model, batch, Cuts.of(batch, self.cuts))
         return {f"{_SHOWN}{place}": each for place, each in enumerate(target)} | stored(cache)
 
     @override
@@ -204,7 +194,7 @@ class LookaheadObjective(ReplayedObjective):
         cache = restored(reading, lookahead.model, cuts.length)
         embeddings = lookahead.observers(len(batch.prompt_ids) * self.cuts)
         with lookahead.active(), self._recomputing():
-            predicted = observe(lookahead.model, cache, cuts.mask, embeddings, reduction=lookahead.settings.queries)
+            predicted = observe(lookahead.model, cache, cuts.mask, embeddings)
         if torch.is_grad_enabled():
             _make_whole_for_gradients(lookahead.model, predicted)
         return [reading[f"{_SHOWN}{place}"] for place in range(len(predicted))], predicted
