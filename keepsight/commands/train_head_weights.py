@@ -35,7 +35,7 @@ from keepsight.models.hub import fetch
 from keepsight.models.lookahead_card import with_head_weights
 from keepsight.models.lookahead_files import CONFIG, Artifact, load_lookahead
 from keepsight.models.quantization import keep_gradients
-from keepsight.runtime.allocate import Global, Uniform
+from keepsight.runtime.allocate import Global
 from keepsight.runtime.methods.lookaheadkv import LookaheadKV, parts_of
 from keepsight.train.head_weights.objective import HeadWeightsObjective
 from keepsight.train.head_weights.plots import head_weights_figure
@@ -65,7 +65,7 @@ def run(config: Config) -> None:
         raise UserError(f"{odd[0]}= has no place here: the adapter's card stays and gets a section")
     artifact = load_lookahead(fetch(config.adapter))
     parts = parts_of(artifact)
-    if not isinstance(allocate := parts["allocate"], Global):
+    if not isinstance(allocate := parts.pop("allocate"), Global):
         raise UserError(
             f"adapter={config.adapter}: the heads of all its layers do not share one budget, so that weights would "
             "select nothing else; train it with lookahead.floor=0.2 lookahead.sharing=model"
@@ -76,7 +76,7 @@ def run(config: Config) -> None:
     if (longest := max(len(each.prompt_ids) for each in samples)) <= min(settings.budgets):
         raise UserError(f"head_weights.budgets={settings.budgets}: the longest prompt has {longest} tokens; lower them")
     set_seed(settings.train.seed)
-    method = LookaheadKV(1, **parts | {"allocate": Uniform()})
+    method = LookaheadKV(1, **parts)
     objective = HeadWeightsObjective(target.model, method, allocate, settings.budgets, settings.temperature)
     trainer = HeadWeightsTrainer(objective, settings, run_of(config, target, samples, "adapter", CONFIG))
     finished = trainer.fit()
