@@ -30,10 +30,10 @@ def soft_gates(scores: Tensor, real: Tensor, budget: int, floor: float, temperat
     wanted = budget * scores.shape[0] * scores.shape[2] - _by_row(promised)
     with torch.no_grad():
         threshold = _threshold(scores, free, wanted, temperature)
-        opened = torch.sigmoid((scores - threshold) / temperature) * free
-        slope = _by_row(opened * (1 - opened)).clamp(min=1e-6) / temperature
-    moved = _by_row(torch.sigmoid((scores - threshold) / temperature) * free)
-    threshold = threshold + (moved - moved.detach()) / slope
+    opened = torch.sigmoid((scores - threshold) / temperature) * free
+    slope = _by_row(opened * (1 - opened)).detach().clamp(min=1e-6) / temperature
+    kept = _by_row(opened)
+    threshold = threshold + (kept - kept.detach()) / slope  # its value stays; its gradient is that of the implicit one
     gates = functional.logsigmoid((scores - threshold) / temperature)
     whole = _by_row(free) <= wanted
     return gates.masked_fill(promised | whole, 0.0).masked_fill(~real, least)

@@ -99,13 +99,12 @@ class HeadWeightsObjective(ReplayedObjective):
         if not longer or batch.answer_ids.shape[1] < 2:
             return self.log_weights.sum() * 0  # nothing is evicted, or no token is read after what is
         budget = random.Random(f"{[*batch.indices]}:{batch.turn}").choice(longer)
-        importance = self._importance(reading)
-        scores = torch.stack([each.to(self.log_weights.device) for each in importance])
-        scores = scores.clamp(min=torch.finfo(torch.float32).tiny).log() + self.log_weights[:, None, :, None]
-        real = torch.stack([~torch.isneginf(each).to(scores.device) for each in importance])
+        importance = torch.stack([each.to(self.log_weights.device) for each in self._importance(reading)])
+        real = ~torch.isneginf(importance)
+        scores = importance.clamp(min=torch.finfo(torch.float32).tiny).log() + self.log_weights[:, None, :, None]
         gates = soft_gates(scores, real, budget, self.floor, self.temperature)
         with torch.no_grad():
-            full = self._log_probabilities(reading, batch, [*map(_everything, importance)])
+            full = self._log_probabilities(reading, batch, _shown(real))
         gated = self._log_probabilities(reading, batch, gates)
         nats = functional.kl_div(gated, full, reduction="none", log_target=True).sum(dim=-1)
         return _mean_of_answer(nats, batch).mean()
@@ -120,7 +119,7 @@ class HeadWeightsObjective(ReplayedObjective):
             return {budget: [0.0] * len(batch.answer_ids) for budget in self.budgets}
         reading = self.reading(batch)
         importance = self._importance(reading)
-        full = self._cross_entropy(reading, batch, [*map(_everything, importance)])
+        full = self._cross_entropy(reading, batch, [_shown(~torch.isneginf(each)) for each in importance])
         excess = {}
         for budget in self.budgets:
             gates = self._hard_gates(importance, budget)
@@ -167,11 +166,6 @@ def _mean_of_answer(nats: Tensor, batch: Batch) -> Tensor:
     """[B]: the mean of [B, T - 1] over the real tokens."""
     real = torch.ones_like(nats) if batch.answer_mask is None else batch.answer_mask[:, 1:]
     return (nats * real).sum(dim=1) / real.sum(dim=1).clamp(min=1)
-
-
-def _everything(importance: Tensor) -> Tensor:
-    """Logarithms of the gates that show all but padding."""
-    return _shown(~torch.isneginf(importance))
 
 
 def _shown(chosen: Tensor) -> Tensor:
