@@ -1,5 +1,6 @@
 """The model card of a lookahead adapter."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -35,39 +36,48 @@ def lookahead_card(basics: CardBasics, settings: LookaheadSettings, fidelity: Ma
     )
 
 
-_WEIGHTS = """
-
+HEAD_WEIGHTS = """\
 ## Weights of heads
 
 The heads of all layers share one budget, and each has a weight by which its importance is multiplied before they are
-compared (`keepsight train_head_weights`; head_weights.png).
+compared (`keepsight train_head_weights`; head_weights.png)."""
+FINETUNING = """\
+## Fine-tuning on answers
+
+The module and the weights of its heads were trained further, together, on what evicting with them costs the target's
+answers (`keepsight finetune`; finetuning.png)."""
+_EVICTION = """\
+{about}
 
 {training}
 
 Excess NLL is of an answer's tokens after the first, which follows the whole prompt; 0 where a prompt is within the
 budget.
 
-| held-out excess NLL (nats) | before | with the weights |
+| held-out excess NLL (nats) | before | after |
 | --- | --- | --- |
 {rows}
 """
 
 
-def with_head_weights(
-    folder: Path, training: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]
+def with_eviction(
+    folder: Path, about: str, training: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]
 ) -> str:
-    """The card of the adapter in a folder, with a section on the weights of its heads in place of an earlier one.
+    """The card of the adapter in a folder, with a last section on a training on what evicting costs.
 
     Args:
         folder: The adapter's.
-        training: How the weights were learned, by name.
+        about: `HEAD_WEIGHTS` or `FINETUNING`; a section with this heading that the card has goes.
+        training: How it was trained, by name.
         before: The measurements at the first step, `eval_excess_nll_at_BUDGET` in nats among them.
         after: Those after the last.
     """
-    path, heading = folder / "README.md", _WEIGHTS.strip().partition("\n")[0]
+    path, heading = folder / "README.md", about.partition("\n")[0]
     card = path.read_text(encoding="utf-8") if path.is_file() else "# keepsight lookahead adapter\n"
+    first, *sections = re.split(r"^(?=## )", card, flags=re.MULTILINE)
+    kept = [each for each in sections if each.partition("\n")[0].rstrip() != heading]
     budgets = {name: name.rpartition("_")[2] for name in after if name.startswith("eval_excess_nll_at_")}
     rows = [f"| {budget} entries | {before[name]:.3f} | {after[name]:.3f} |" for name, budget in budgets.items()]
     listed = "\n".join(f"- {name}: {value}" for name, value in training.items())
-    section = _WEIGHTS.format(training=listed, rows="\n".join(rows) or "| not measured | | |")
-    return card.partition(f"\n{heading}\n")[0].rstrip() + section
+    section = _EVICTION.format(about=about, training=listed, rows="\n".join(rows) or "| not measured | | |")
+    return "".join([first, *kept]).rstrip() + "\n\n" + section

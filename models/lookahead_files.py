@@ -85,13 +85,18 @@ def save_lookahead(
     config = _peft_config(module, provenance)
     _check_shapes(folder, module.settings, module.tokens, module.lora_state())
     with atomic_files(folder, last=CONFIG) as unfinished:
-        save_file(module.lora_state(), unfinished / ADAPTER, metadata={"format": "pt"})
-        save_file({"lookahead_tokens": module.tokens.detach().cpu()}, unfinished / TOKENS, metadata={"format": "pt"})
+        save_tensors(module, unfinished)
         config.save_pretrained(str(unfinished))
         digests = {name: file_digest(unfinished / name) for name in (ADAPTER, TOKENS, PEFT_CONFIG)}
         settings = {"settings": asdict(module.settings), "provenance": asdict(provenance), "digests": digests}
         write_json(unfinished / CONFIG, settings)
         write_readme(unfinished, card, curves)
+
+
+def save_tensors(module: Lookahead, folder: Path) -> None:
+    """Write a module's LoRA and soft tokens into a folder."""
+    save_file(module.lora_state(), folder / ADAPTER, metadata={"format": "pt"})
+    save_file({"lookahead_tokens": module.tokens.detach().cpu()}, folder / TOKENS, metadata={"format": "pt"})
 
 
 def _peft_config(module: Lookahead, provenance: Provenance) -> LoraConfig:
@@ -123,7 +128,7 @@ class Artifact:
         lora: The LoRA's tensors under the names PEFT saves them with.
         tokens: [n, hidden] float32.
         digest: Digest of `lookahead_config.json`, which holds the settings and the digests of the tensors' files.
-        head_weights: What `keepsight train_head_weights` learned; None where it did not run.
+        head_weights: What `keepsight train_head_weights` or `keepsight finetune` learned; None where neither ran.
     """
 
     folder: Path

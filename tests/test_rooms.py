@@ -26,7 +26,7 @@ BELOW: dict[str, set[str]] = {
     "train": {"models", "data_gen", "runtime"},
     "train.lookahead": {"models", "data_gen", "runtime", "train"},
     "train.draft_head": {"models", "data_gen", "runtime", "train"},
-    "train.head_weights": {"models", "data_gen", "runtime", "train"},
+    "train.eviction": {"models", "data_gen", "runtime", "train", "train.lookahead"},
     "train.retrieval_head": {"models", "data_gen", "runtime", "train"},
     "eval.tasks": {"models"},
 }

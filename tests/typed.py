@@ -40,6 +40,7 @@ SMALL = {
     "train_retrieval_head": f"{_MODEL} retrieval_head.queries=8 retrieval_head.groups=2"
     f" {_short('retrieval_head.train')}",
     "train_head_weights": f"{_MODEL} head_weights.budgets=[6] {_short('head_weights.train')}",
+    "finetune": f"{_MODEL} finetune.budgets=[6] {_short('finetune.train')}",
     "ablate": f"{_MODEL} lookahead.tokens=[4] {_short('train')}",
     "eval": f"{_MODEL} adapter=runs/adapter draft.layers=[0,2] {_SAMPLES} max_new_tokens=4 pages=0",
     "hits": f"{_MODEL} {_SAMPLES} max_new_tokens=4",

@@ -27,8 +27,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-_COMMANDS = ("ablate", "data", "eval", "fit", "train", "train_draft_head", "train_head_weights", "train_retrieval_head")
-IMPORTED = [*(f"keepsight.commands.{name}" for name in _COMMANDS), "accelerate.commands.accelerate_cli"]
+_TRAINING = ("train", "train_draft_head", "train_head_weights", "train_retrieval_head", "finetune", "ablate", "fit")
+_COMMANDS = (f"keepsight.commands.{name}" for name in (*_TRAINING, "data", "eval"))
+IMPORTED = [*_COMMANDS, "accelerate.commands.accelerate_cli"]
 IMPORTED += ["torch.distributed.run", "tests.train.runs"]
 if find_spec("deepspeed"):
     IMPORTED.append("deepspeed")  # accelerate does, in every training

@@ -1,7 +1,8 @@
 """Settings of draft heads and retrieval heads in training. Nothing heavy is imported: configurations read this file."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from keepsight.errors import UserError
 from keepsight.train.settings import TrainSettings, require_at_least
@@ -81,8 +82,8 @@ class RetrievalHeadSettings:
 
 
 @dataclass
-class HeadWeightsSettings:
-    """Training of the weights by which a lookahead module's heads share one budget.
+class EvictionSettings:
+    """Training on what evicting costs the target's answers.
 
     Attributes:
         budgets: KV entries per layer and head on average: each use of a sample in training is at one of them, and all
@@ -94,6 +95,31 @@ class HeadWeightsSettings:
 
     budgets: list[int] = field(default_factory=lambda: [64, 128, 256])
     temperature: float = 0.5
+    train: TrainSettings = field(default_factory=TrainSettings)
+
+    def deciding(self, key: str) -> dict[str, Any]:
+        """The settings beside `train` that decide what is learned, by their names in a recipe; `key` as in `check`."""
+        section, decide = key.partition(".")[0], (each.name for each in fields(self) if each.name != "train")
+        return {f"{section}.{name}": getattr(self, name) for name in decide}
+
+    def check_in(self, section: str) -> None:
+        """Refuse settings that no training can run with; `section` is their name in a recipe.
+
+        Raises:
+            UserError: a value is out of range.
+        """
+        self.train.check(f"{section}.train")
+        if not self.budgets or not all(1 <= each <= LARGEST_BUDGET for each in self.budgets):
+            expected = f"must hold numbers of entries, each from 1 to {LARGEST_BUDGET}"
+            raise UserError(f"{section}.budgets={self.budgets} {expected}")
+        if not 0 < self.temperature < math.inf:
+            raise UserError(f"{section}.temperature={self.temperature} must be above 0")
+
+
+@dataclass
+class HeadWeightsSettings(EvictionSettings):
+    """Training of the weights by which a lookahead module's heads share one budget."""
+
     train: TrainSettings = field(
         default_factory=lambda: TrainSettings(
             learning_rate=0.06, min_learning_rate=0.05, samples_per_step=4, replays=2, measure_every=50
@@ -101,14 +127,27 @@ class HeadWeightsSettings:
     )
 
     def check(self) -> None:
-        """Refuse settings that no training can run with.
+        """See `check_in`."""
+        self.check_in("head_weights")
 
-        Raises:
-            UserError: a value is out of range.
-        """
-        self.train.check("head_weights.train")
-        if not self.budgets or not all(1 <= each <= LARGEST_BUDGET for each in self.budgets):
-            expected = f"must hold numbers of entries, each from 1 to {LARGEST_BUDGET}"
-            raise UserError(f"head_weights.budgets={self.budgets} {expected}")
-        if not 0 < self.temperature < math.inf:
-            raise UserError(f"head_weights.temperature={self.temperature} must be above 0")
+
+@dataclass
+class FinetuneSettings(EvictionSettings):
+    """Further training of a lookahead module, together with the weights of its heads.
+
+    Attributes:
+        head_weights_rate: Peak learning rate of the weights of heads.
+    """
+
+    head_weights_rate: float = 0.015
+    train: TrainSettings = field(
+        default_factory=lambda: TrainSettings(
+            learning_rate=5e-4, min_learning_rate=0.05, samples_per_step=4, replays=6, measure_every=50
+        )
+    )
+
+    def check(self) -> None:
+        """See `check_in`."""
+        self.check_in("finetune")
+        if not 0 < self.head_weights_rate <= 100:
+            raise UserError(f"finetune.head_weights_rate={self.head_weights_rate} must be above 0 and at most 100")

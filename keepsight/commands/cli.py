@@ -20,6 +20,7 @@ COMMANDS = {
     "ablate": "train lookahead modules of several shapes or settings side by side, and compare them",
     "train_draft_head": "train an EAGLE-3 draft head (the same as train_draft_head.py)",
     "train_head_weights": "learn how the heads of a lookahead module share one budget",
+    "finetune": "train a lookahead module further, on what evicting with it costs answers",
     "train_retrieval_head": "prune and distil a retrieval head (the same as train_retrieval_head.py)",
     "eval": "score methods and KV budgets on needle tasks or real samples; table, plots, report",
     "report": "the page, plots and tables of one evaluation or of several as one",

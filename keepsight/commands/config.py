@@ -16,7 +16,12 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from keepsight.commands.config_keys import keys_of
 from keepsight.errors import UserError
 from keepsight.models.lookahead_settings import LookaheadSettings
-from keepsight.train.head_settings import DraftHeadSettings, HeadWeightsSettings, RetrievalHeadSettings
+from keepsight.train.head_settings import (
+    DraftHeadSettings,
+    FinetuneSettings,
+    HeadWeightsSettings,
+    RetrievalHeadSettings,
+)
 from keepsight.train.settings import LookaheadTrainSettings, ReplaySettings
 
 DEFAULT_RECIPE = "smollm2-135m"
@@ -95,6 +100,7 @@ class Recipe:
         draft_head: Shape and training of a draft head.
         retrieval_head: Variant and distillation of a retrieval head.
         head_weights: Training of the weights by which a lookahead module's heads share one budget.
+        finetune: Further training of a lookahead module on what evicting costs the target's answers.
     """
 
     defaults: list[Any] = field(default_factory=lambda: ["_self_", {"recipe": DEFAULT_RECIPE}])
@@ -108,6 +114,7 @@ class Recipe:
     draft_head: DraftHeadSettings = field(default_factory=DraftHeadSettings)
     retrieval_head: RetrievalHeadSettings = field(default_factory=RetrievalHeadSettings)
     head_weights: HeadWeightsSettings = field(default_factory=HeadWeightsSettings)
+    finetune: FinetuneSettings = field(default_factory=FinetuneSettings)
 
     def check(self) -> None:
         """Refuse values out of range, before anything is loaded or written.
@@ -115,7 +122,7 @@ class Recipe:
         Raises:
             UserError: a value is out of range.
         """
-        for settings in (self.lookahead, self.draft_head, self.retrieval_head, self.head_weights):
+        for settings in (self.lookahead, self.draft_head, self.retrieval_head, self.head_weights, self.finetune):
             settings.check()
         self.train.check("train")
         self.replay.check()

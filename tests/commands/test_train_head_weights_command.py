@@ -32,7 +32,7 @@ def adapter(keepsight: CommandLine, here: Path) -> Path:
 
 def test_the_adapter_gets_weights_that_every_command_takes(keepsight: CommandLine, adapter: Path) -> None:
     printed = keepsight(*GIVEN, *LEARN)
-    assert "adapter with weights of heads after step 2 in weighted: excess_nll_at_6" in printed
+    assert "adapter after step 2 in weighted: excess_nll_at_6" in printed
     plain, weighted = load_lookahead(adapter), load_lookahead(Path("weighted"))
     assert plain.head_weights is None and weighted.head_weights is not None
     weights = torch.tensor(weighted.head_weights)

@@ -14,6 +14,7 @@ from tests.faults.world import (
     DATA,
     DRAFT_HEAD,
     EVAL,
+    FINETUNE,
     FOREIGN,
     HEAD_WEIGHTS,
     INSPECT,
@@ -127,7 +128,7 @@ def damaged_files(world: World, rng: Random, count: int) -> Iterator[Verdict]:
 
 def _places(world: World) -> Iterator[tuple[Path, Scene, tuple[str, ...]]]:
     """A folder, a command to run there, and the files there that are damaged."""
-    trained = TRAIN, HEAD_WEIGHTS, DRAFT_HEAD, RETRIEVAL_HEAD
+    trained = TRAIN, HEAD_WEIGHTS, FINETUNE, DRAFT_HEAD, RETRIEVAL_HEAD
     for scene in (*trained, INSPECT, REPORT, COMPARE, FOREIGN, CONVERT, SOURCES, *PUSHES):
         place = world.folder
         if scene.out:

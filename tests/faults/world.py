@@ -64,6 +64,12 @@ HEAD_WEIGHTS = Scene(
     "weighted",
     ("data/*.json*", "data/.arrow/samples.*", *(f"adapter/{name}" for name in _MODULE)),
 )
+FINETUNE = Scene(
+    "finetune",
+    _train("finetune", "finetune.train", "finetuned", "adapter=weighted", "finetune.budgets=[8]"),
+    "finetuned",
+    ("data/*.json*", "data/.arrow/samples.*", *(f"weighted/{name}" for name in _MODULE)),
+)
 DRAFT_HEAD = Scene(
     "train_draft_head",
     (
@@ -85,7 +91,7 @@ EVAL = Scene(
     "eval",
     tuple(f"adapter/{name}" for name in _MODULE),
 )
-MAKERS = (DATA, TRAIN, HEAD_WEIGHTS, DRAFT_HEAD, RETRIEVAL_HEAD, EVAL)
+MAKERS = (DATA, TRAIN, HEAD_WEIGHTS, FINETUNE, DRAFT_HEAD, RETRIEVAL_HEAD, EVAL)
 """In the order in which each has what it reads."""
 INSPECT = Scene(
     "inspect",

@@ -12,7 +12,7 @@ from keepsight.runtime.importance import NO_POOL
 from keepsight.runtime.methods.random_entries import RandomScores
 from keepsight.runtime.prefill import read
 from keepsight.train.dataset import Batch
-from keepsight.train.head_weights.objective import HeadWeightsObjective
+from keepsight.train.eviction.head_weights import HeadWeightsObjective
 from keepsight.train.replay import ReadingBuffer
 from keepsight.train.settings import ReplaySettings
 from tests.close import assert_close

@@ -1,4 +1,4 @@
-"""What the training of heads' weights came to: what eviction costs over steps, and the weights themselves."""
+"""What a training on what evicting costs came to: the cost over steps, and the weights of heads."""
 
 from collections.abc import Sequence
 
@@ -6,19 +6,24 @@ import numpy as np
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from keepsight.train.plots import CYCLE, LINES, Log, draw_line, series, tidy
+from keepsight.train.plots import CYCLE, LINES, Log, draw_line, draw_loss, log_scale, series, tidy
 
 
-def head_weights_figure(log: Log, weights: Tensor, budgets: Sequence[int]) -> Figure:
-    """Two panels: held-out excess NLL over steps, a line for each budget, and the weight of each head.
+def eviction_figure(log: Log, weights: Tensor, budgets: Sequence[int]) -> Figure:
+    """Three panels: the loss and held-out excess NLL over steps, a line for each budget, and the weight of each head.
 
     Args:
-        log: Rows with `step` and `eval_excess_nll_at_BUDGET` in nats.
+        log: Rows with `step` and any of `loss` and `eval_excess_nll_at_BUDGET` in nats.
         weights: [L, K].
         budgets: Entries per layer and KV head.
     """
-    figure = Figure(figsize=(10.5, 3.6), layout="constrained")
-    curves, heads = figure.subplots(1, 2)
+    figure = Figure(figsize=(13, 3.6), layout="constrained")
+    losses, curves, heads = figure.subplots(1, 3)
+    draw_loss(losses, log)
+    log_scale(losses, series(log, "loss")[1])
+    losses.set_title("Training loss: KL divergence of the answers (nats)", fontsize=10)
+    losses.set_xlabel("step", fontsize=9)
+    tidy(losses)
     for place, budget in enumerate(budgets):
         line = series(log, f"eval_excess_nll_at_{budget}")
         draw_line(curves, *line, f"{budget} entries", CYCLE[place % len(CYCLE)], LINES[0])

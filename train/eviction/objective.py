@@ -1,12 +1,12 @@
-"""A weight for each KV head, by which importance is multiplied before heads are compared for one shared budget.
+"""What evicting costs the target's answer, as a loss: learned from is the answer itself, not what it attends to.
 
-Importance says which of a head's entries matter; how much the answer loses with them differs from head to head. The
-weights are learned from the answer itself: the target reads its own answer again and sees the prompt through gates, a
-soft form of the selection, and the loss is how far what it says next then is from what it says with all entries.
-Nothing but one number a KV head is trained.
+Importance says which of a head's entries the answer looks at, not how much it loses without them. So the target reads
+its own answer again and sees the prompt through gates, a soft form of the selection under one budget for the heads of
+all layers; the loss is how far what it says next then is from what it says with all entries.
 """
 
 import random
+from abc import abstractmethod
 
 import numpy as np
 import torch
@@ -21,40 +21,34 @@ from keepsight.models.decoder import cached_kv_heads, full_attention_layers, has
 from keepsight.runtime.allocate import Global, Held
 from keepsight.runtime.attention import run
 from keepsight.runtime.cache import as_observed, entries
-from keepsight.runtime.evict import Evict
 from keepsight.runtime.gated_layer import GatedLayer
 from keepsight.runtime.gather import select_top
-from keepsight.runtime.prefill import prefill
 from keepsight.train.dataset import Batch
-from keepsight.train.head_weights.gates import soft_gates
+from keepsight.train.eviction.gates import soft_gates
 from keepsight.train.objective import ReplayedObjective
 from keepsight.train.replay import Reading
-from keepsight.train.stored_cache import restored, stored
-
-_IMPORTANCE = "importance."
+from keepsight.train.stored_cache import restored
 
 
-class HeadWeightsObjective(ReplayedObjective):
-    """The weights learn; target and observer are frozen.
+class EvictionObjective(ReplayedObjective):
+    """The loss of a selection under one budget; the target is frozen.
 
     Args:
         target: The model.
-        method: Scores the prompt, with importance that is not negative; its budget and allocation are not used.
         allocate: What divides the budget: its floor counts, and its weights are those to begin with.
         budgets: Entries per layer and KV head on average; which of them a loss is of depends on samples and turn.
         temperature: Of the gates, in nats.
 
     Attributes:
-        log_weights: [L, K] float32, logarithms of the weights.
+        log_weights: [L, K] float32, logarithms of the weights by which the importance of a KV head's entries is
+            multiplied before heads are compared.
 
     Raises:
         UserError: no layer has full attention, those that have cache latents, or a budget can leave a head without
             entries.
     """
 
-    def __init__(
-        self, target: PreTrainedModel, method: Evict, allocate: Global, budgets: list[int], temperature: float
-    ) -> None:
+    def __init__(self, target: PreTrainedModel, allocate: Global, budgets: list[int], temperature: float) -> None:
         super().__init__()
         require_full_attention(target)
         if has_latents(target):
@@ -62,7 +56,7 @@ class HeadWeightsObjective(ReplayedObjective):
         target.requires_grad_(False)
         for budget in budgets:
             allocate.check(budget, 0)
-        self.target, self.method, self.floor = target, method, allocate.floor
+        self.target, self.floor = target, allocate.floor
         self.budgets, self.temperature = budgets, temperature
         layers = len(full_attention_layers(target.config))
         shape = layers, cached_kv_heads(target)
@@ -70,6 +64,13 @@ class HeadWeightsObjective(ReplayedObjective):
         if start.shape != shape:
             raise UserError(f"weights of heads have shape {[*start.shape]}, this model's is {[*shape]}")
         self.log_weights = nn.Parameter(start.log().to(target.device))
+
+    @abstractmethod
+    def importance(self, reading: Reading, batch: Batch) -> list[Tensor]:
+        """For each layer, the importance [B, K, N] float32 of a prompt's entries, not negative; -inf for padding.
+
+        Gradients flow to what makes it, where that learns.
+        """
 
     @override
     def train(self, mode: bool = True) -> Self:
@@ -83,13 +84,6 @@ class HeadWeightsObjective(ReplayedObjective):
         return (logarithms - logarithms.mean()).exp()
 
     @override
-    @torch.no_grad()
-    def read(self, batch: Batch) -> Reading:
-        state = prefill(self.target, batch.prompt_ids, batch.prompt_mask, needs=self.method.needs())
-        importance = self.method.importance(self.target, state)
-        return {f"{_IMPORTANCE}{place}": each for place, each in enumerate(importance)} | stored(state.cache)
-
-    @override
     def kept_tokens(self, batch: Batch) -> int:
         return batch.prompt_ids.numel()
 
@@ -97,9 +91,9 @@ class HeadWeightsObjective(ReplayedObjective):
     def loss_of(self, reading: Reading, batch: Batch) -> Tensor:
         longer = [budget for budget in self.budgets if budget < batch.prompt_ids.shape[1]]
         if not longer or batch.answer_ids.shape[1] < 2:
-            return self.log_weights.sum() * 0  # nothing is evicted, or no token is read after what is
+            return self._zero()  # nothing is evicted, or no token is read after what is
         budget = random.Random(f"{[*batch.indices]}:{batch.turn}").choice(longer)
-        importance = torch.stack([each.to(self.log_weights.device) for each in self._importance(reading)])
+        importance = torch.stack([each.to(self.log_weights.device) for each in self.importance(reading, batch)])
         real = ~torch.isneginf(importance)
         scores = importance.clamp(min=torch.finfo(torch.float32).tiny).log() + self.log_weights[:, None, :, None]
         gates = soft_gates(scores, real, budget, self.floor, self.temperature)
@@ -118,13 +112,17 @@ class HeadWeightsObjective(ReplayedObjective):
         if batch.answer_ids.shape[1] < 2:
             return {budget: [0.0] * len(batch.answer_ids) for budget in self.budgets}
         reading = self.reading(batch)
-        importance = self._importance(reading)
+        importance = self.importance(reading, batch)
         full = self._cross_entropy(reading, batch, [_shown(~torch.isneginf(each)) for each in importance])
         excess = {}
         for budget in self.budgets:
             gates = self._hard_gates(importance, budget)
             excess[budget] = (self._cross_entropy(reading, batch, gates) - full).tolist()
         return excess
+
+    def _zero(self) -> Tensor:
+        """A loss whose gradients are 0; processes that train together expect one of every parameter."""
+        return torch.stack([each.sum() for each in self.parameters() if each.requires_grad]).sum() * 0
 
     def _hard_gates(self, importance: list[Tensor], budget: int) -> list[Tensor]:
         """The selection itself: 0 for what stays, very low for the rest."""
@@ -133,9 +131,6 @@ class HeadWeightsObjective(ReplayedObjective):
         counts = allocate(Held.of(real, 0), [budget] * real.shape[1], importance)
         chosen = select_top(importance, counts)
         return [*map(_shown, chosen)]
-
-    def _importance(self, reading: Reading) -> list[Tensor]:
-        return [reading[f"{_IMPORTANCE}{place}"] for place in range(len(self.log_weights))]
 
     def _cross_entropy(self, reading: Reading, batch: Batch, gates: Tensor | list[Tensor]) -> Tensor:
         """[B] nats: that of an answer's tokens but the first."""

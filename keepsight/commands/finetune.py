@@ -1,0 +1,63 @@
+"""keepsight finetune: train a lookahead module further, on what evicting with it costs the target's answers.
+
+    keepsight finetune recipe=smollm2-135m adapter=runs/adapter data=runs/data out=runs/finetuned
+    accelerate launch -m keepsight finetune recipe=llama3.1-8b adapter=DIR data=DIR out=DIR
+    keepsight finetune adapter=runs/adapter data=runs/data out=runs/finetuned max_prompt_tokens=4096
+
+`keepsight train` teaches a module to attend to what answers attend to. This goes on from there: the target reads its
+own answer again behind a soft form of the selection, and the gradient of how far what it says then is from what it
+says with all entries flows through the selection to the soft tokens, the LoRA and the weights of heads (see
+`keepsight train_head_weights`, which trains those alone and is a good step before this one). The heads of all layers
+share one budget (lookahead.sharing=model). All attention weights of the soft tokens and of an answer's tokens to a
+prompt are held for their gradients: max_prompt_tokens= bounds the memory.
+
+adapter= names the module; a recipe may name one. What the card says of it stays, so title=, base=, license= and
+data_notes= have no place here.
+
+`out` gets the adapter, which every command takes. A training that was stopped resumes from its last checkpoint when
+the same command is run again.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import set_seed
+
+from keepsight.commands.from_recipe import training_target
+from keepsight.commands.on_answers import Described, OnAnswersConfig, require_evicting, shared_of, write_adapter
+from keepsight.commands.train import training_samples
+from keepsight.commands.training import require_finished, run_of
+from keepsight.files import require_writable
+from keepsight.models.lookahead import Lookahead
+from keepsight.models.lookahead_card import FINETUNING
+from keepsight.models.lookahead_files import CONFIG
+from keepsight.models.quantization import keep_gradients
+from keepsight.train.eviction.finetune import FinetuneObjective
+from keepsight.train.eviction.trainer import FinetuneTrainer
+
+
+@dataclass
+class Config(OnAnswersConfig):
+    """Keys of `keepsight finetune`."""
+
+
+def run(config: Config) -> None:
+    """Train, then write the adapter, its card and the curves."""
+    settings = config.finetune
+    require_writable(out := Path(config.out))
+    shared = shared_of(config)
+    target = training_target(config)
+    keep_gradients(target.model)
+    samples, manifest = training_samples(config, target, config.max_prompt_tokens)
+    require_evicting(samples, settings.budgets, "finetune")
+    set_seed(settings.train.seed)
+    shared.artifact.check_base(target.model)
+    lookahead = Lookahead(target.model, shared.artifact.settings)
+    lookahead.load_state(shared.artifact.lora, shared.artifact.tokens)
+    objective = FinetuneObjective(lookahead, shared.method, shared.allocate, settings.budgets, settings.temperature)
+    trainer = FinetuneTrainer(objective, settings, run_of(config, target, samples, "adapter", CONFIG))
+    finished = trainer.fit()
+    if trainer.is_world_process_zero():
+        described = Described("fine-tuning", FINETUNING, "finetuning.png", manifest["digest"])
+        write_adapter(out, shared, trainer, described, lookahead)
+    require_finished(finished, config, trainer)

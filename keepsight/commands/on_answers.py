@@ -1,0 +1,138 @@
+"""What the commands share that train on what evicting costs the target's answers: the adapter, and what they write."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from keepsight.commands.training import TrainingConfig, metrics_text
+from keepsight.data_gen.shards import TrainingSample
+from keepsight.errors import UserError
+from keepsight.models.head_weights_files import save_with_head_weights
+from keepsight.models.hub import fetch
+from keepsight.models.lookahead import Lookahead
+from keepsight.models.lookahead_card import with_eviction
+from keepsight.models.lookahead_files import Artifact, load_lookahead
+from keepsight.runtime.allocate import Global
+from keepsight.runtime.methods.lookaheadkv import LookaheadKV, parts_of
+from keepsight.train.eviction.plots import eviction_figure
+from keepsight.train.eviction.trainer import EvictionTrainer
+from keepsight.train.seen import as_text
+
+
+@dataclass
+class OnAnswersConfig(TrainingConfig):
+    """Keys of the commands that train on what evicting costs.
+
+    Attributes:
+        max_prompt_tokens: Leaves out longer prompts; 0 keeps all.
+    """
+
+    max_prompt_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Shared:
+    """An adapter whose heads, of all layers, share one budget.
+
+    Attributes:
+        artifact: The adapter.
+        method: The method with it; its budget and allocation stand for any.
+        allocate: What divides the budget.
+    """
+
+    artifact: Artifact
+    method: LookaheadKV
+    allocate: Global
+
+
+def shared_of(config: OnAnswersConfig) -> Shared:
+    """The adapter that a training goes on with.
+
+    Raises:
+        UserError: none is named, its heads do not share one budget, or a key would describe a card that stays.
+    """
+    if config.adapter is None:
+        raise UserError("adapter= is required: the lookahead module to train on what evicting with it costs")
+    given = {key: getattr(config, key) for key in ("title", "base", "license", "data_notes")}
+    if odd := [key for key, value in given.items() if value != getattr(OnAnswersConfig(), key)]:
+        raise UserError(f"{odd[0]}= has no place here: the adapter's card stays and gets a section")
+    artifact = load_lookahead(fetch(config.adapter))
+    parts = parts_of(artifact)
+    if not isinstance(allocate := parts.pop("allocate"), Global):
+        raise UserError(
+            f"adapter={config.adapter}: the heads of all its layers do not share one budget, so that weights would "
+            "select nothing else; train it with lookahead.floor=0.2 lookahead.sharing=model"
+        )
+    return Shared(artifact, LookaheadKV(1, **parts), allocate)
+
+
+def require_evicting(samples: Sequence[TrainingSample], budgets: list[int], section: str) -> None:
+    """Refuse data of which nothing would be evicted.
+
+    Raises:
+        UserError: every prompt is within every budget.
+    """
+    if (longest := max(len(each.prompt_ids) for each in samples)) <= min(budgets):
+        raise UserError(f"{section}.budgets={budgets}: the longest prompt has {longest} tokens; lower them")
+
+
+@dataclass(frozen=True)
+class Described:
+    """What the adapter and its card call a training.
+
+    Attributes:
+        name: What the lines of both begin with.
+        about: What the card's section begins with.
+        picture: File of the curves.
+        data_digest: Of the data's manifest.
+    """
+
+    name: str
+    about: str
+    picture: str
+    data_digest: str
+
+
+def write_adapter(
+    out: Path, shared: Shared, trainer: EvictionTrainer[Any], training: Described, module: Lookahead | None = None
+) -> None:
+    """Write the adapter with its weights of heads, its card and the curves.
+
+    Args:
+        out: The folder.
+        shared: What the training went on with.
+        trainer: It has trained.
+        training: How it is described.
+        module: Its tensors, where they were trained too.
+
+    Raises:
+        UserError: a weight of a head is infinite or 0.
+    """
+    name = training.name
+    artifact, trained, objective = shared.artifact, trainer.trained(), trainer.objective
+    weights = objective.weights()
+    if not (torch.isfinite(weights) & (weights > 0)).all():
+        raise trainer.not_finite("the weight of a head is infinite or 0")
+    extremes = [round(each.item(), 3) for each in (weights.min(), weights.max())]
+    described: dict[str, Any] = {
+        f"{name}, steps": trained.steps,
+        f"{name}, samples": trained.samples,
+        f"{name}, held-out samples among them": trained.held_out,
+        f"{name}, data": training.data_digest,
+        f"{name}, samples a step": trained.samples_per_step,
+        f"{name}, steps on each reading of the target": trained.settings.replays,
+        f"{name}, learning rate": trained.settings.learning_rate,
+        f"{name}, temperature (nats)": objective.temperature,
+        f"{name}, smallest and largest weight of a head": extremes,
+    }
+    before = {key: value for key, value in artifact.provenance.training.items() if not key.startswith(f"{name}, ")}
+    provenance = replace(artifact.provenance, training=before | described, trained_on=as_text(trained.seen))
+    figure = eviction_figure(trainer.log_rows(), weights, objective.budgets)
+    rows = trainer.measurements()
+    card = with_eviction(artifact.folder, training.about, described, *((rows[0], rows[-1]) if rows else ({}, {})))
+    numbers = tuple(map(tuple, weights.tolist()))
+    save_with_head_weights(artifact, out, numbers, provenance, card, {training.picture: figure}, module)
+    print(f"adapter after step {trained.steps} in {out}: {metrics_text(trained.metrics)}")

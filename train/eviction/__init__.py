@@ -1,0 +1,1 @@
+"""Training on what evicting costs the target's answers."""

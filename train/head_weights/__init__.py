@@ -1,1 +1,0 @@
-"""Training of the weights by which heads share one budget."""
