@@ -1,7 +1,6 @@
 """A lookahead adapter with weights of heads, on disk."""
 
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,11 +34,10 @@ def save_with_head_weights(
 ) -> None:
     """Write an adapter with weights of heads into a folder, with pictures by file name.
 
-    Its tensors are those of `module` where that is given, else those of `artifact`, whose training.png stays.
+    Its tensors are those of `module` where that is given, else those of `artifact`, whose other pictures stay.
     """
-    kept = {name: (artifact.folder / name).read_bytes() for name in (ADAPTER, TOKENS, PEFT_CONFIG)}
-    with suppress(FileNotFoundError):
-        kept["training.png"] = (artifact.folder / "training.png").read_bytes()
+    shown = [path.name for path in artifact.folder.glob("*.png") if path.is_file() and not path.is_symlink()]
+    kept = {name: (artifact.folder / name).read_bytes() for name in (ADAPTER, TOKENS, PEFT_CONFIG, *shown)}
     with atomic_files(folder, last=CONFIG) as unfinished:
         for name, content in kept.items():
             (unfinished / name).write_bytes(content)

@@ -28,7 +28,8 @@ def test_tensors_and_weights_learn_and_every_command_takes_the_adapter(keepsight
     assert {*before.lora} == {*after.lora}
     assert any(not torch.equal(each, after.lora[name]) for name, each in before.lora.items())
     assert before.settings == after.settings
-    assert Path("finetuned/training.png").read_bytes() == Path("weighted/training.png").read_bytes()
+    for picture in ("training.png", "head_weights.png"):  # the card's other sections show them
+        assert Path("finetuned", picture).read_bytes() == Path("weighted", picture).read_bytes()
     assert Path("finetuned/finetuning.png").read_bytes().startswith(b"\x89PNG")
     card, weighted_card = Path("finetuned/README.md").read_text(), Path("weighted/README.md").read_text()
     assert card.startswith(weighted_card.rstrip()) and card.count("## Fine-tuning on answers") == 1

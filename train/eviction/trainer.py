@@ -82,12 +82,13 @@ class FinetuneTrainer(EvictionTrainer[FinetuneObjective]):
 
     @override
     def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
-        if self.optimizer is not None:
-            return self.optimizer
-        optimizer, weights = super().create_optimizer(model), self.objective.log_weights
-        for group in optimizer.param_groups:
-            group["params"] = [each for each in group["params"] if each is not weights]
-        optimizer.add_param_group({"params": [weights], "lr": self._weights_rate})
+        is_new = self.optimizer is None
+        optimizer: Any = super().create_optimizer(model)
+        if is_new:
+            weights = self.objective.log_weights
+            for group in optimizer.param_groups:
+                group["params"] = [each for each in group["params"] if each is not weights]
+            optimizer.add_param_group({"params": [weights], "lr": self._weights_rate})
         return optimizer
 
     @override
