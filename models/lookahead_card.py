@@ -1,6 +1,5 @@
 """The model card of a lookahead adapter."""
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -51,8 +50,8 @@ _EVICTION = """\
 
 {training}
 
-Excess NLL is of an answer's tokens after the first, which follows the whole prompt; 0 where a prompt is within the
-budget.
+What stands above was measured before this training. Excess NLL is of an answer's tokens after the first, which follows
+the whole prompt; 0 where a prompt is within the budget.
 
 | held-out excess NLL (nats) | before | after |
 | --- | --- | --- |
@@ -74,10 +73,21 @@ def with_eviction(
     """
     path, heading = folder / "README.md", about.partition("\n")[0]
     card = path.read_text(encoding="utf-8") if path.is_file() else "# keepsight lookahead adapter\n"
-    first, *sections = re.split(r"^(?=## )", card, flags=re.MULTILINE)
+    first, *sections = _sections(card)
     kept = [each for each in sections if each.partition("\n")[0].rstrip() != heading]
     budgets = {name: name.rpartition("_")[2] for name in after if name.startswith("eval_excess_nll_at_")}
     rows = [f"| {budget} entries | {before[name]:.3f} | {after[name]:.3f} |" for name, budget in budgets.items()]
     listed = "\n".join(f"- {name}: {value}" for name, value in training.items())
     section = _EVICTION.format(about=about, training=listed, rows="\n".join(rows) or "| not measured | | |")
     return "".join([first, *kept]).rstrip() + "\n\n" + section
+
+
+def _sections(card: str) -> list[str]:
+    """What stands before the first section, and each section; a heading within a fence of code begins none."""
+    parts, fenced = [""], False
+    for line in card.splitlines(keepends=True):
+        fenced ^= line.startswith("```")
+        if line.startswith("## ") and not fenced:
+            parts.append("")
+        parts[-1] += line
+    return parts

@@ -159,14 +159,23 @@ class Artifact:
         with nullcontext() if lora is None else lora.attached():
             yield tokens
 
-    def _weights(self, model: PreTrainedModel) -> tuple[Tensor, FoldedLora | None]:
-        """The soft tokens and the LoRA where the model is; they do not hold the model."""
+    def module(self, model: PreTrainedModel) -> Lookahead:
+        """The module beside a model, as it can be trained further.
+
+        Raises:
+            UserError: the adapter was trained for another model.
+        """
         self.check_base(model)
         module = Lookahead(model, self.settings)
         try:
             module.load_state(self.lora, self.tokens)
         except UserError as error:
             raise UserError(f"{self.folder}: {error}") from None
+        return module
+
+    def _weights(self, model: PreTrainedModel) -> tuple[Tensor, FoldedLora | None]:
+        """The soft tokens and the LoRA where the model is; they do not hold the model."""
+        module = self.module(model)
         lora = None if module.lora is None else FoldedLora(module.lora, model.dtype)
         return module.observers(1)[0].detach(), lora
 

@@ -1,4 +1,7 @@
-"""Settings of draft heads and retrieval heads in training. Nothing heavy is imported: configurations read this file."""
+"""Settings of heads in training, and of trainings on what evicting costs.
+
+Nothing heavy is imported: configurations read this file.
+"""
 
 import math
 from dataclasses import dataclass, field, fields
@@ -98,7 +101,7 @@ class EvictionSettings:
     train: TrainSettings = field(default_factory=TrainSettings)
 
     def deciding(self, key: str) -> dict[str, Any]:
-        """The settings beside `train` that decide what is learned, by their names in a recipe; `key` as in `check`."""
+        """The settings beside `train`, by their names in a recipe, in which that of `train` is `key`."""
         section, decide = key.partition(".")[0], (each.name for each in fields(self) if each.name != "train")
         return {f"{section}.{name}": getattr(self, name) for name in decide}
 

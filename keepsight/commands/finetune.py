@@ -7,12 +7,13 @@
 `keepsight train` teaches a module to attend to what answers attend to. This goes on from there: the target reads its
 own answer again behind a soft form of the selection, and the gradient of how far what it says then is from what it
 says with all entries flows through the selection to the soft tokens, the LoRA and the weights of heads (see
-`keepsight train_head_weights`, which trains those alone and is a good step before this one). The heads of all layers
-share one budget (lookahead.sharing=model). All attention weights of the soft tokens and of an answer's tokens to a
-prompt are held for their gradients: max_prompt_tokens= bounds the memory.
+`keepsight train_head_weights`, which trains those alone and is a good step before this one). An answer's attention to
+its whole prompt is held for its gradients: max_prompt_tokens= bounds the memory.
 
-adapter= names the module; a recipe may name one. What the card says of it stays, so title=, base=, license= and
-data_notes= have no place here.
+adapter= names the module, whose heads, of all layers, must share one budget (it was trained with
+lookahead.sharing=model); a recipe may name one. Its shape stays, and finetune.train.* are the settings that count, not
+train.*. What its card says stays too and gets a section, in place of that of an earlier fine-tuning; so title=, base=,
+license= and data_notes= have no place here.
 
 `out` gets the adapter, which every command takes. A training that was stopped resumes from its last checkpoint when
 the same command is run again.
@@ -28,7 +29,6 @@ from keepsight.commands.on_answers import Described, OnAnswersConfig, require_ev
 from keepsight.commands.train import training_samples
 from keepsight.commands.training import require_finished, run_of
 from keepsight.files import require_writable
-from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_card import FINETUNING
 from keepsight.models.lookahead_files import CONFIG
 from keepsight.models.quantization import keep_gradients
@@ -51,9 +51,7 @@ def run(config: Config) -> None:
     samples, manifest = training_samples(config, target, config.max_prompt_tokens)
     require_evicting(samples, settings.budgets, "finetune")
     set_seed(settings.train.seed)
-    shared.artifact.check_base(target.model)
-    lookahead = Lookahead(target.model, shared.artifact.settings)
-    lookahead.load_state(shared.artifact.lora, shared.artifact.tokens)
+    lookahead = shared.artifact.module(target.model)
     objective = FinetuneObjective(lookahead, shared.method, shared.allocate, settings.budgets, settings.temperature)
     trainer = FinetuneTrainer(objective, settings, run_of(config, target, samples, "adapter", CONFIG))
     finished = trainer.fit()

@@ -52,7 +52,8 @@ def shared_of(config: OnAnswersConfig) -> Shared:
     """The adapter that a training goes on with.
 
     Raises:
-        UserError: none is named, its heads do not share one budget, or a key would describe a card that stays.
+        UserError: none is named, its heads do not share one budget, `out` is its folder, or a key would describe a
+            card that stays.
     """
     if config.adapter is None:
         raise UserError("adapter= is required: the lookahead module to train on what evicting with it costs")
@@ -60,11 +61,13 @@ def shared_of(config: OnAnswersConfig) -> Shared:
     if odd := [key for key, value in given.items() if value != getattr(OnAnswersConfig(), key)]:
         raise UserError(f"{odd[0]}= has no place here: the adapter's card stays and gets a section")
     artifact = load_lookahead(fetch(config.adapter))
+    if Path(config.out).resolve() == artifact.folder.resolve():
+        raise UserError(f"out={config.out} holds the adapter that the training begins with; choose another folder")
     parts = parts_of(artifact)
     if not isinstance(allocate := parts.pop("allocate"), Global):
         raise UserError(
-            f"adapter={config.adapter}: the heads of all its layers do not share one budget, so that weights would "
-            "select nothing else; train it with lookahead.floor=0.2 lookahead.sharing=model"
+            f"adapter={config.adapter}: the heads of all its layers do not share one budget, which this training "
+            "needs; train it with lookahead.floor=0.2 lookahead.sharing=model"
         )
     return Shared(artifact, LookaheadKV(1, **parts), allocate)
 
@@ -115,7 +118,7 @@ def write_adapter(
     artifact, trained, objective = shared.artifact, trainer.trained(), trainer.objective
     weights = objective.weights()
     if not (torch.isfinite(weights) & (weights > 0)).all():
-        raise trainer.not_finite("the weight of a head is infinite or 0")
+        raise trainer.not_finite(f"the weight of a head is infinite or 0 ({trainer.weights_rate} is too high)")
     extremes = [round(each.item(), 3) for each in (weights.min(), weights.max())]
     described: dict[str, Any] = {
         f"{name}, steps": trained.steps,
@@ -125,7 +128,7 @@ def write_adapter(
         f"{name}, samples a step": trained.samples_per_step,
         f"{name}, steps on each reading of the target": trained.settings.replays,
         f"{name}, learning rate": trained.settings.learning_rate,
-        f"{name}, temperature (nats)": objective.temperature,
+        **{f"{name}, {key.partition('.')[2]}": value for key, value in trainer.deciding.items()},
         f"{name}, smallest and largest weight of a head": extremes,
     }
     before = {key: value for key, value in artifact.provenance.training.items() if not key.startswith(f"{name}, ")}

@@ -56,6 +56,12 @@ def test_cards_keep_the_sections_of_other_trainings(keepsight: CommandLine) -> N
     assert headings[-2:] == ["## Weights of heads", "## Fine-tuning on answers"]
     assert headings.count("## Fine-tuning on answers") == 1 and "## Data" in headings
 
+    card = Path("again/README.md")
+    card.write_text(card.read_text() + "```\n## Fine-tuning on answers\n## Data\n```\n\n## Mine\n")
+    keepsight(*GIVEN, *TUNE, "adapter=again", "out=once_more")
+    once_more = Path("once_more/README.md").read_text()
+    assert "```\n## Fine-tuning" not in once_more and once_more.count("\n## Data") == 1 and "\n## Mine\n" in once_more
+
 
 @pytest.mark.usefixtures("adapter")
 def test_a_finished_training_is_not_done_again_and_another_is_refused(keepsight: CommandLine) -> None:
@@ -74,4 +80,5 @@ def test_bad_input_is_one_line(keepsight: CommandLine) -> None:
     assert "finetune.budgets=[] must hold numbers" in keepsight.fails(*GIVEN, "finetune.budgets=[]")
     assert "finetune.temperature=0.0 must be above 0" in keepsight.fails(*GIVEN, "finetune.temperature=0")
     assert "finetune.head_weights_rate=0.0 must be above 0" in keepsight.fails(*GIVEN, "finetune.head_weights_rate=0")
+    assert "out=adapter holds the adapter that the training begins with" in keepsight.fails(*GIVEN, "out=adapter")
     assert not Path("finetuned").exists() or not any(Path("finetuned").iterdir())

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, Gemma3ForCausalLM, Gemma3TextConfig
 
 from keepsight.commands import train as command
+from keepsight.commands.cli import main
 from keepsight.commands.config import ModelConfig
 from keepsight.models.hub import plan_upload
 from keepsight.models.lookahead_files import load_lookahead
@@ -195,3 +196,25 @@ def test_with_deepspeed_in_bfloat16_the_adapter_stays_float32(place: Path, tmp_p
         for name, value in load_file(path).items():
             assert value.dtype == torch.float32, name
             assert not torch.equal(value, value.bfloat16().float()), name
+
+
+@pytest.mark.parametrize("config", [None, pytest.param("zero2", marks=needs_deepspeed)])
+def test_two_processes_finetune_what_one_does(config: str | None, place: Path, tmp_path: Path):
+    """Also where one of them has nothing to learn from: some prompts are within every budget."""
+    shared = ["lookahead.floor=0.25", "lookahead.sharing=model"]
+    given = [*arguments(place, tmp_path / "adapter", **{"train.samples_per_step": 2}), *shared]
+    assert launch(tmp_path, str(ROOT / "train_lookahead.py"), *given).returncode == 0
+    tuned = {"adapter": tmp_path / "adapter", "finetune.budgets": "[16]", "finetune.train.steps": 4}
+    tuned |= {f"finetune.train.{name}": TRAINING[name] for name in ("clip", "group_by_length", "replays")}
+    tuned |= {"finetune.train.samples_per_step": 2, "finetune.train.held_out": 2, "finetune.train.report_to": "[]"}
+    given = [each for each in given if not each.startswith(("train.", "lookahead.", "out="))]
+    given += [f"{name}={value}" for name, value in tuned.items()]
+    assert main(["finetune", *given, f"out={tmp_path / 'one'}"]) == 0
+    result = launch(tmp_path, "-m", "keepsight", "finetune", *given, f"out={tmp_path / 'two'}", config=config)
+    assert result.returncode == 0, result.stderr[-4000:]
+    before, one, two = (load_lookahead(tmp_path / name) for name in ("adapter", "one", "two"))
+    assert not torch.equal(one.tokens, before.tokens)
+    assert_close(two.tokens, one.tokens)
+    assert_close(torch.tensor(two.head_weights), torch.tensor(one.head_weights))
+    for name, value in one.lora.items():
+        assert_close(two.lora[name], value)

@@ -52,7 +52,9 @@ class EvictionObjective(ReplayedObjective):
         super().__init__()
         require_full_attention(target)
         if has_latents(target):
-            raise UserError(f"{target.config.model_type} caches latents: weights of heads need keys and values by head")
+            raise UserError(
+                f"{target.config.model_type} caches latents: heads that share a budget need keys and values"
+            )
         target.requires_grad_(False)
         for budget in budgets:
             allocate.check(budget, 0)
@@ -122,7 +124,8 @@ class EvictionObjective(ReplayedObjective):
 
     def _zero(self) -> Tensor:
         """A loss whose gradients are 0; processes that train together expect one of every parameter."""
-        return torch.stack([each.sum() for each in self.parameters() if each.requires_grad]).sum() * 0
+        device = self.log_weights.device
+        return torch.stack([each.sum().to(device) for each in self.parameters() if each.requires_grad]).sum() * 0
 
     def _hard_gates(self, importance: list[Tensor], budget: int) -> list[Tensor]:
         """The selection itself: 0 for what stays, very low for the rest."""

@@ -1,7 +1,7 @@
 """Train on what evicting costs the target's answers: weights of heads, or a lookahead module with them."""
 
 from statistics import fmean
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -32,12 +32,19 @@ class EvictionTrainer(ModuleTrainer[EvictionObjectiveT]):
         settings: Its training.
         run: Where it is trained, and on what.
 
+    Attributes:
+        deciding: The settings beside the optimisation, by their names in a recipe.
+        weights_rate: Name in a recipe of the rate at which the weights of heads learn.
+
     Raises:
         UserError: the target is divided over the processes.
     """
 
+    weights_rate: ClassVar[str]
+
     def __init__(self, objective: EvictionObjectiveT, settings: EvictionSettings, run: TrainingRun) -> None:
-        super().__init__(objective, settings.train, run.with_start(settings.deciding(self.settings_key)))
+        self.deciding = settings.deciding(self.settings_key)
+        super().__init__(objective, settings.train, run.with_start(self.deciding))
         if target_is_divided(self.accelerator, objective):
             raise UserError(
                 "what evicting costs is learned with the whole target on each process: take "
@@ -68,6 +75,7 @@ class HeadWeightsTrainer(EvictionTrainer[HeadWeightsObjective]):
 
     weights_file = "head_weights.safetensors"
     settings_key = "head_weights.train"
+    weights_rate = "head_weights.train.learning_rate"
 
 
 class FinetuneTrainer(EvictionTrainer[FinetuneObjective]):
@@ -75,10 +83,11 @@ class FinetuneTrainer(EvictionTrainer[FinetuneObjective]):
 
     weights_file = "finetuned.safetensors"
     settings_key = "finetune.train"
+    weights_rate = "finetune.head_weights_rate"
 
     def __init__(self, objective: FinetuneObjective, settings: FinetuneSettings, run: TrainingRun) -> None:
         super().__init__(objective, settings, run)
-        self._weights_rate = settings.head_weights_rate
+        self._rate = settings.head_weights_rate
 
     @override
     def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
@@ -88,7 +97,7 @@ class FinetuneTrainer(EvictionTrainer[FinetuneObjective]):
             weights = self.objective.log_weights
             for group in optimizer.param_groups:
                 group["params"] = [each for each in group["params"] if each is not weights]
-            optimizer.add_param_group({"params": [weights], "lr": self._weights_rate})
+            optimizer.add_param_group({"params": [weights], "lr": self._rate, "weight_decay": 0.0})
         return optimizer
 
     @override

@@ -169,6 +169,7 @@ def trained(work: Path, made: FinetuneObjective | None = None) -> FinetuneObject
     trainer = FinetuneTrainer(made, settings, TrainingRun(work, rows, replay=ReplaySettings(memory="1MiB")))
     assert trainer.fit()
     optimizer: Any = trainer.optimizer
+    assert not any(group["weight_decay"] for group in optimizer.param_groups)
     rates = [group["lr"] for group in optimizer.param_groups]
     assert rates[-1] == pytest.approx(10 * rates[0])
     return made

@@ -154,7 +154,7 @@ def test_samples_and_turns_decide_on_the_budget():
 
 
 def test_latents_are_refused():
-    with pytest.raises(UserError, match=r"deepseek_v3 caches latents: weights of heads need keys and values by head$"):
+    with pytest.raises(UserError, match=r"deepseek_v3 caches latents: heads that share a budget need keys and values$"):
         objective(family_model("DeepSeek-V3"))
 
 
