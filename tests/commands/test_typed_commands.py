@@ -78,7 +78,8 @@ def make_models() -> None:
     save_tiny_target(Path("runs/model"), num_hidden_layers=7, head_dim=32)
     target = load_target("runs/model", device="cpu", dtype="float32")
     shape = replace(SHAPE, floor=0.25, sharing="model")
-    save(random_on(target.model, shape), Path("runs/adapter"), "runs/model")
+    for adapter in ("runs/adapter", "runs/weighted"):
+        save(random_on(target.model, shape), Path(adapter), "runs/model")
     size = {"vocab_size": target.model.config.vocab_size, "max_position_embeddings": 4096}
     save_draft_head(tiny_draft_head(**size), Path("runs/draft-head"), Provenance("runs/model"), "# Card\n")
     save_retrieval_head(tiny_retrieval_head(**size), Path("runs/retrieval"), Provenance("runs/model"), "# Card\n")
