@@ -198,9 +198,8 @@ def test_with_deepspeed_in_bfloat16_the_adapter_stays_float32(place: Path, tmp_p
             assert not torch.equal(value, value.bfloat16().float()), name
 
 
-@pytest.mark.parametrize("config", [None, pytest.param("zero2", marks=needs_deepspeed)])
-def test_two_processes_finetune_what_one_does(config: str | None, place: Path, tmp_path: Path):
-    """Also where one of them has nothing to learn from: some prompts are within every budget."""
+def finetuning(place: Path, tmp_path: Path) -> list[str]:
+    """The command's arguments but `out`, for an adapter that two processes have trained."""
     shared = ["lookahead.floor=0.25", "lookahead.sharing=model"]
     given = [*arguments(place, tmp_path / "adapter", **{"train.samples_per_step": 2}), *shared]
     assert launch(tmp_path, str(ROOT / "train_lookahead.py"), *given).returncode == 0
@@ -209,8 +208,14 @@ def test_two_processes_finetune_what_one_does(config: str | None, place: Path, t
     tuned |= {"finetune.train.samples_per_step": 2, "finetune.train.held_out": 2, "finetune.train.report_to": "[]"}
     given = [each for each in given if not each.startswith(("train.", "lookahead.", "out="))]
     given += [f"{name}={value}" for name, value in tuned.items()]
-    assert main(["finetune", *given, f"out={tmp_path / 'one'}"]) == 0
-    result = launch(tmp_path, "-m", "keepsight", "finetune", *given, f"out={tmp_path / 'two'}", config=config)
+    return ["finetune", *given]
+
+
+def test_two_processes_finetune_what_one_does(place: Path, tmp_path: Path):
+    """Also where one of them has nothing to learn from: some prompts are within every budget."""
+    given = finetuning(place, tmp_path)
+    assert main([*given, f"out={tmp_path / 'one'}"]) == 0
+    result = launch(tmp_path, "-m", "keepsight", *given, f"out={tmp_path / 'two'}")
     assert result.returncode == 0, result.stderr[-4000:]
     before, one, two = (load_lookahead(tmp_path / name) for name in ("adapter", "one", "two"))
     assert not torch.equal(one.tokens, before.tokens)
@@ -218,3 +223,12 @@ def test_two_processes_finetune_what_one_does(config: str | None, place: Path, t
     assert_close(torch.tensor(two.head_weights), torch.tensor(one.head_weights))
     for name, value in one.lora.items():
         assert_close(two.lora[name], value)
+
+
+@needs_deepspeed
+def test_finetuning_with_deepspeed_is_refused(place: Path, tmp_path: Path):
+    result = launch(
+        tmp_path, "-m", "keepsight", *finetuning(place, tmp_path), f"out={tmp_path / 'two'}", config="zero2"
+    )
+    assert result.returncode != 0
+    assert "finetune is not for DeepSpeed" in result.stderr and "ddp.yaml" in result.stderr

@@ -79,7 +79,11 @@ class HeadWeightsTrainer(EvictionTrainer[HeadWeightsObjective]):
 
 
 class FinetuneTrainer(EvictionTrainer[FinetuneObjective]):
-    """Trains a lookahead module and the weights of its heads, at learning rates of their own."""
+    """Trains a lookahead module and the weights of its heads, at learning rates of their own.
+
+    Raises:
+        UserError: the launcher uses DeepSpeed.
+    """
 
     weights_file = "finetuned.safetensors"
     settings_key = "finetune.train"
@@ -88,6 +92,8 @@ class FinetuneTrainer(EvictionTrainer[FinetuneObjective]):
     def __init__(self, objective: FinetuneObjective, settings: FinetuneSettings, run: TrainingRun) -> None:
         super().__init__(objective, settings, run)
         self._rate = settings.head_weights_rate
+        if self.is_deepspeed_enabled:  # in a test, ZeRO-2 gave the last of the weights of heads other gradients
+            raise UserError("finetune is not for DeepSpeed: what it trains is small; take recipes/accelerate/ddp.yaml")
 
     @override
     def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
