@@ -22,16 +22,9 @@ the same command is run again.
 from dataclasses import dataclass
 from pathlib import Path
 
-from transformers import set_seed
-
-from keepsight.commands.from_recipe import training_target
-from keepsight.commands.on_answers import Described, OnAnswersConfig, require_evicting, shared_of, write_adapter
-from keepsight.commands.train import training_samples
-from keepsight.commands.training import require_finished, run_of
-from keepsight.files import require_writable
+from keepsight.commands.on_answers import Described, OnAnswersConfig, given_to, write_adapter
+from keepsight.commands.training import require_finished
 from keepsight.models.lookahead_card import FINETUNING
-from keepsight.models.lookahead_files import CONFIG
-from keepsight.models.quantization import keep_gradients
 from keepsight.train.eviction.finetune import FinetuneObjective
 from keepsight.train.eviction.trainer import FinetuneTrainer
 
@@ -44,18 +37,13 @@ class Config(OnAnswersConfig):
 def run(config: Config) -> None:
     """Train, then write the adapter, its card and the curves."""
     settings = config.finetune
-    require_writable(out := Path(config.out))
-    shared = shared_of(config)
-    target = training_target(config)
-    keep_gradients(target.model)
-    samples, manifest = training_samples(config, target, config.max_prompt_tokens)
-    require_evicting(samples, settings.budgets, "finetune")
-    set_seed(settings.train.seed)
-    lookahead = shared.artifact.module(target.model)
+    given = given_to(config, settings, "finetune")
+    shared = given.shared
+    lookahead = shared.artifact.module(given.target.model)
     objective = FinetuneObjective(lookahead, shared.method, shared.allocate, settings.budgets, settings.temperature)
-    trainer = FinetuneTrainer(objective, settings, run_of(config, target, samples, "adapter", CONFIG))
+    trainer = FinetuneTrainer(objective, settings, given.run)
     finished = trainer.fit()
     if trainer.is_world_process_zero():
-        described = Described("fine-tuning", FINETUNING, "finetuning.png", manifest["digest"])
-        write_adapter(out, shared, trainer, described, lookahead)
+        described = Described("fine-tuning", FINETUNING, "finetuning.png", given.data_digest)
+        write_adapter(Path(config.out), shared, trainer, described, lookahead)
     require_finished(finished, config, trainer)

@@ -1,24 +1,30 @@
 """What the commands share that train on what evicting costs the target's answers: the adapter, and what they write."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import set_seed
 
-from keepsight.commands.training import TrainingConfig, metrics_text
-from keepsight.data_gen.shards import TrainingSample
+from keepsight.commands.from_recipe import training_target
+from keepsight.commands.train import training_samples
+from keepsight.commands.training import TrainingConfig, metrics_text, run_of
 from keepsight.errors import UserError
+from keepsight.files import require_writable
 from keepsight.models.head_weights_files import save_with_head_weights
 from keepsight.models.hub import fetch
 from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_card import with_eviction
-from keepsight.models.lookahead_files import Artifact, load_lookahead
+from keepsight.models.lookahead_files import CONFIG, Artifact, load_lookahead
+from keepsight.models.quantization import keep_gradients
+from keepsight.models.targets import Target
 from keepsight.runtime.allocate import Global
 from keepsight.runtime.methods.lookaheadkv import LookaheadKV, parts_of
 from keepsight.train.eviction.plots import eviction_figure
 from keepsight.train.eviction.trainer import EvictionTrainer
+from keepsight.train.head_settings import EvictionSettings
+from keepsight.train.run import TrainingRun
 from keepsight.train.seen import as_text
 
 
@@ -72,14 +78,37 @@ def shared_of(config: OnAnswersConfig) -> Shared:
     return Shared(artifact, LookaheadKV(1, **parts), allocate)
 
 
-def require_evicting(samples: Sequence[TrainingSample], budgets: list[int], section: str) -> None:
-    """Refuse data of which nothing would be evicted.
+@dataclass(frozen=True)
+class Given:
+    """What a training on what evicting costs is given.
+
+    Attributes:
+        shared: The adapter that it goes on with.
+        target: The target; gradients flow through it.
+        run: Where it trains, and on what.
+        data_digest: Of the data's manifest.
+    """
+
+    shared: Shared
+    target: Target
+    run: TrainingRun
+    data_digest: str
+
+
+def given_to(config: OnAnswersConfig, settings: EvictionSettings, section: str) -> Given:
+    """Load what a training is given, and set its seed; `section` is the settings' name in a recipe.
 
     Raises:
-        UserError: every prompt is within every budget.
+        UserError: see `shared_of`; `out` cannot be written, the data do not fit, or no prompt is above a budget.
     """
-    if (longest := max(len(each.prompt_ids) for each in samples)) <= min(budgets):
-        raise UserError(f"{section}.budgets={budgets}: the longest prompt has {longest} tokens; lower them")
+    require_writable(Path(config.out))
+    shared, target = shared_of(config), training_target(config)
+    keep_gradients(target.model)
+    samples, manifest = training_samples(config, target, config.max_prompt_tokens)
+    if (longest := max(len(each.prompt_ids) for each in samples)) <= min(settings.budgets):
+        raise UserError(f"{section}.budgets={settings.budgets}: the longest prompt has {longest} tokens; lower them")
+    set_seed(settings.train.seed)
+    return Given(shared, target, run_of(config, target, samples, "adapter", CONFIG), manifest["digest"])
 
 
 @dataclass(frozen=True)

@@ -21,16 +21,9 @@ checkpoint when the same command is run again.
 from dataclasses import dataclass
 from pathlib import Path
 
-from transformers import set_seed
-
-from keepsight.commands.from_recipe import training_target
-from keepsight.commands.on_answers import Described, OnAnswersConfig, require_evicting, shared_of, write_adapter
-from keepsight.commands.train import training_samples
-from keepsight.commands.training import require_finished, run_of
-from keepsight.files import require_writable
+from keepsight.commands.on_answers import Described, OnAnswersConfig, given_to, write_adapter
+from keepsight.commands.training import require_finished
 from keepsight.models.lookahead_card import HEAD_WEIGHTS
-from keepsight.models.lookahead_files import CONFIG
-from keepsight.models.quantization import keep_gradients
 from keepsight.train.eviction.head_weights import HeadWeightsObjective
 from keepsight.train.eviction.trainer import HeadWeightsTrainer
 
@@ -43,19 +36,14 @@ class Config(OnAnswersConfig):
 def run(config: Config) -> None:
     """Train the weights, then write the adapter with them, its card and the curves."""
     settings = config.head_weights
-    require_writable(out := Path(config.out))
-    shared = shared_of(config)
-    target = training_target(config)
-    keep_gradients(target.model)
-    samples, manifest = training_samples(config, target, config.max_prompt_tokens)
-    require_evicting(samples, settings.budgets, "head_weights")
-    set_seed(settings.train.seed)
+    given = given_to(config, settings, "head_weights")
+    shared = given.shared
     objective = HeadWeightsObjective(
-        target.model, shared.method, shared.allocate, settings.budgets, settings.temperature
+        given.target.model, shared.method, shared.allocate, settings.budgets, settings.temperature
     )
-    trainer = HeadWeightsTrainer(objective, settings, run_of(config, target, samples, "adapter", CONFIG))
+    trainer = HeadWeightsTrainer(objective, settings, given.run)
     finished = trainer.fit()
     if trainer.is_world_process_zero():
-        described = Described("head weights", HEAD_WEIGHTS, "head_weights.png", manifest["digest"])
-        write_adapter(out, shared, trainer, described)
+        described = Described("head weights", HEAD_WEIGHTS, "head_weights.png", given.data_digest)
+        write_adapter(Path(config.out), shared, trainer, described)
     require_finished(finished, config, trainer)
