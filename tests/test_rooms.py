@@ -1,7 +1,5 @@
-"""The order of the rooms: imports run downward, no circle between files, and a public name is defined once."""
+"""The order of the rooms: imports run downward, and there is no circle between files."""
 
-import ast
-from collections import defaultdict
 from graphlib import TopologicalSorter
 
 from tests.package_files import imports, package_modules
@@ -35,13 +33,6 @@ BELOW["eval.report"] = {"eval"}
 BELOW["eval.bench"] = {"eval", *BELOW["eval"]}
 BELOW["checkpoints"] = BELOW["recipes"] = set()  # data
 BELOW["commands"] = set(BELOW)
-
-# Names that stand in several modules on purpose.
-TWINS = {
-    "Config": "the keys of a command, in each module of commands/",
-    "run": "a command, in each module of commands/, and a training",
-    "measure": "what a trainer reports on held-out samples, in each room of train/",
-}
 
 
 def _room(module: str) -> str | None:
@@ -82,12 +73,3 @@ def test_rooms_import_only_what_is_below_them() -> None:
 
 def test_no_circle_between_files() -> None:
     TopologicalSorter(_graph()).prepare()
-
-
-def test_a_public_name_is_defined_in_one_module() -> None:
-    places = defaultdict(list)
-    for module, path in package_modules().items():
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
-                places[node.name].append(module)
-    assert {name: modules for name, modules in places.items() if len(modules) > 1 and name not in TWINS} == {}
