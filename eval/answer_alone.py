@@ -8,8 +8,8 @@ from torch.nn import functional
 
 from keepsight.eval.answers import Answered, Limits
 from keepsight.runtime.attention import Reader
-from keepsight.runtime.decode import Reapply, decode, stop_after
-from keepsight.runtime.prefill import read
+from keepsight.runtime.generate import Reapply, decode, stop_after
+from keepsight.runtime.state import read
 from keepsight.runtime.state import State
 
 

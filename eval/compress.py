@@ -19,10 +19,10 @@ from keepsight.runtime.drafting.observer import Drafter, DraftIds, DraftObserver
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.images import Images
 from keepsight.runtime.importance import Reduce, reduce_group
-from keepsight.runtime.method import Method
+from keepsight.runtime.generate import Method
 from keepsight.runtime.methods.oracle import OwnAnswer
 from keepsight.runtime.observe import Observer
-from keepsight.runtime.prefill import prefill
+from keepsight.runtime.state import prefill
 from keepsight.runtime.state import Needs, State
 
 

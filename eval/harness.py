@@ -26,7 +26,7 @@ from keepsight.models.draft_sources import DraftSource, LayerSubset, load_draft
 from keepsight.models.targets import load_target
 from keepsight.runtime.generate import generate
 from keepsight.runtime.methods import Resources, make_method
-from keepsight.runtime.prefill import context_of
+from keepsight.runtime.state import context_of
 
 # The registry takes in the harness's own models only as long as it is empty.
 importlib.import_module("lm_eval.models")

@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from keepsight.runtime.cache import full_layers
-from keepsight.runtime.decode import decode, stop_after
+from keepsight.runtime.state import full_layers
+from keepsight.runtime.generate import decode, stop_after
 from keepsight.runtime.importance import attention_weights, reduce_group, top_mask
 from keepsight.runtime.latents import attended_entries
-from keepsight.runtime.method import CacheMethod
-from keepsight.runtime.prefill import prefill, read
+from keepsight.runtime.generate import CacheMethod
+from keepsight.runtime.state import prefill, read
 from keepsight.runtime.retrieval.reader import RetrievalCache
 from keepsight.runtime.sparse_read.cache import SelectedLayer, Selection
 from keepsight.runtime.state import Needs, State

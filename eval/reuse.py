@@ -22,7 +22,7 @@ from keepsight.eval.results import Measured, Row
 from keepsight.eval.tasks.samples import RenderedSample
 from keepsight.files import read_jsonl, text_digest
 from keepsight.models.targets import Target
-from keepsight.runtime.method import Method
+from keepsight.runtime.generate import Method
 from keepsight.runtime.saved import weights_digest
 
 RESULTS_VERSION = 1

@@ -12,7 +12,7 @@ from keepsight.eval.guesses import Guesses
 from keepsight.eval.tasks.metrics import score
 from keepsight.eval.tasks.samples import RenderedSample
 from keepsight.models.targets import Target
-from keepsight.runtime.method import Method
+from keepsight.runtime.generate import Method
 
 _SHOWN = 400
 """Characters at the end of a prompt that a row shows where its question is not known apart."""

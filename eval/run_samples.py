@@ -28,8 +28,8 @@ from keepsight.eval.turns import add_before, go_on, in_own_words
 from keepsight.models.targets import Target
 from keepsight.runtime.drafting.observer import DraftIds
 from keepsight.runtime.images import Images
-from keepsight.runtime.method import FullCache, Method
-from keepsight.runtime.prefill import context_of, prefill
+from keepsight.runtime.generate import FullCache, Method
+from keepsight.runtime.state import context_of, prefill
 from keepsight.runtime.state import State
 
 Note = Callable[[Sequence[RenderedSample], Variant, Tensor], object]

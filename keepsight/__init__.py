@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from keepsight.models.targets import load_target
-    from keepsight.runtime.conversation import Conversation
+    from keepsight.runtime.generate import Conversation
     from keepsight.runtime.drafting.speculative import Speculative
     from keepsight.runtime.generate import generate
     from keepsight.runtime.methods import *

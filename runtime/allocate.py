@@ -1,27 +1,64 @@
-"""Allocation: how many entries each layer and KV head keeps; together they are exactly the budget.
+"""Budget and allocation: how many entries each layer and KV head keeps; together they are exactly the budget.
 
 Counts are numpy arrays: the CPU works on them without waiting for the device. Of scores only the counts that `Adaptive`
 and `Global` make of them are fetched, for all layers at once.
 """
 
+import heapq
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 from typing_extensions import override
 
-from keepsight.errors import UserError
+from keepsight.errors import UserError, require_whole
 from keepsight.models.head_weights import HeadWeights, checked_weights
 from keepsight.runtime.importance import stacked, top_mask
-from keepsight.runtime.rounding import Counts, settle
+from keepsight.runtime.layer import Counts
 
 
-class Held(NamedTuple):
-    """What there is to divide a budget over.
+@dataclass(frozen=True)
+class Budget:
+    """A budget as users give it.
+
+    Attributes:
+        given: Number of entries (int), or a ratio in (0, 1] (float).
+        unit: The unit that messages name.
+    """
+
+    given: int | float
+    unit: str = "entries"
+
+    @property
+    def is_ratio(self) -> bool:
+        """Whether it depends on the prompt's length."""
+        return isinstance(self.given, float)
+
+    def check(self, name: str) -> None:
+        """Refuse what is neither a number of at least 1 nor a ratio.
+
+        Raises:
+            UserError: with one line that starts with `name`.
+        """
+        if type(self.given) not in (int, float):
+            raise UserError(f"{name}: budget {self.given!r} must be a whole number of {self.unit}, or a ratio")
+        if self.is_ratio and not 0 < self.given <= 1:
+            raise UserError(f"{name}: budget {self.given} is not a ratio in (0, 1]; give {self.unit} as a whole number")
+        if self.given <= 0:
+            raise UserError(f"{name}: budget {self.given} is below 1; give the {self.unit} to keep or to read")
+
+    def entries(self, length: int) -> int:
+        """The budget for a prompt of `length` tokens; a ratio is rounded, and gives at least 1."""
+        return max(round(self.given * length), 1) if self.is_ratio else int(self.given)
+
+
+class HeadSizes(NamedTuple):
+    """The numbers of entries that a budget is divided over.
 
     Attributes:
         real: [L, B, K], entries of each head, without padding.
@@ -32,7 +69,7 @@ class Held(NamedTuple):
     protected: Counts
 
     @classmethod
-    def of(cls, real: Counts, protected: int) -> "Held":
+    def of(cls, real: Counts, protected: int) -> "HeadSizes":
         """Where up to `protected` entries of every head are protected."""
         return cls(real, real.clip(max=protected))
 
@@ -55,12 +92,12 @@ class Allocation(ABC):
     across_layers = False
 
     @abstractmethod
-    def __call__(self, held: Held, budgets: list[int], importance: list[Tensor]) -> Counts:
+    def __call__(self, sizes: HeadSizes, budgets: list[int], importance: list[Tensor]) -> Counts:
         """Divide a budget.
 
         Args:
-            held: What L layers hold. Those of a prompt hold the same number, so that each can be divided alone, except
-                by `Global` and PyramidKV's.
+            sizes: How many entries the heads of L layers have. Those of a prompt have the same number, so that each
+                layer can be divided alone, except by `Global` and `Pyramid`.
             budgets: For each of B rows, entries per layer and KV head on average, protected ones included.
             importance: For each layer, [B, K, C] float32: +inf where an entry is protected, -inf for padding; not
                 looked at unless `reads_scores`.
@@ -86,8 +123,73 @@ class Uniform(Allocation):
     reads_scores = False
 
     @override
-    def __call__(self, held: Held, budgets: list[int], importance: list[Tensor]) -> Counts:
-        return np.stack([_evenly(held.real[:, row], budget) for row, budget in enumerate(budgets)], axis=1)
+    def __call__(self, sizes: HeadSizes, budgets: list[int], importance: list[Tensor]) -> Counts:
+        if (sizes.real >= (wanted := np.array(budgets)[:, None])).all():
+            return np.broadcast_to(wanted, sizes.real.shape).copy()
+        return np.stack([_evenly(sizes.real[:, row], budget) for row, budget in enumerate(budgets)], axis=1)
+
+
+@dataclass(frozen=True)
+class Pyramid(Allocation):
+    """Budgets that shrink with depth (PyramidKV, arXiv 2406.02069, section 4; KVCache-Factory's integer schedule).
+
+    The schedule divides what is not protected; prompts of less than twice that are divided evenly. Rounding makes the
+    published schedule exceed the budget by up to 5 %; here the surplus is taken back from the layers that were rounded
+    up most, the last ones.
+
+    Attributes:
+        beta: The last layer gets 1 / beta of the average, the first one 2 - 1 / beta.
+    """
+
+    reads_scores = False
+    beta: int = 20
+
+    def __post_init__(self) -> None:
+        require_whole("pyramidkv", 1, beta=self.beta)
+
+    @override
+    def check(self, budget: int, protected: int) -> None:
+        if not protected and budget // self.beta < 1:
+            raise UserError(
+                f"pyramidkv: budget {budget} with beta {self.beta} leaves the last layer without entries; "
+                f"give a budget of at least {self.beta}, or protect a window"
+            )
+
+    @override
+    def __call__(self, sizes: HeadSizes, budgets: list[int], importance: list[Tensor]) -> Counts:
+        rows = enumerate(budgets)
+        return np.stack([self._divide(sizes.real[:, row], sizes.protected[:, row], each) for row, each in rows], axis=1)
+
+    def _divide(self, real: Counts, protected: Counts, budget: int) -> Counts:
+        """[L, K] entries to keep, from the numbers of one row's real and protected ones [L, K]."""
+        available, free = real - protected, budget - int(protected.max())
+        total = min(real.size * budget, int(real.sum())) - int(protected.sum())
+        # Layers that differ were evicted from by this schedule before: the prompt was long enough.
+        if real.min() == real.max() < 2 * free:
+            published = [free] * len(real)
+        else:
+            published = pyramid_schedule(free, int(available.max()), len(real), self.beta)
+        ideal, most = np.linspace(published[0], 2 * free - published[0], len(real)), available.min(axis=1)
+        caps = adjust_to_sum(np.array(published), ideal, min(free * len(real), int(most.sum())), most)
+        by_head = np.broadcast_to(caps[:, None], real.shape), np.broadcast_to(ideal[:, None], real.shape)
+        return protected + adjust_to_sum(*by_head, total, available)
+
+
+def pyramid_schedule(budget: int, candidates: int, layers: int, beta: int = 20) -> list[int]:
+    """PyramidKV's entries by layer, exactly as KVCache-Factory rounds them; their sum exceeds `budget` x `layers`.
+
+    Args:
+        budget: B, entries a layer without the window.
+        candidates: Entries to choose from, the window excluded.
+        layers: L.
+        beta: Steepness; see `Pyramid`.
+    """
+    smallest = budget // beta
+    largest = 2 * budget - smallest
+    if largest >= candidates:
+        largest, smallest = candidates, 2 * budget - candidates
+    step = (largest - smallest) // max(layers - 1, 1)
+    return [largest - layer * step for layer in range(layers)]
 
 
 @dataclass(frozen=True)
@@ -117,24 +219,24 @@ class Adaptive(Allocation):
         _check_promise("adakv", budget, self.floor, protected)
 
     @override
-    def __call__(self, held: Held, budgets: list[int], importance: list[Tensor]) -> Counts:
-        kv_heads = held.real.shape[2]
-        evenly = [_evenly(row, budget * kv_heads) for row, budget in zip(held.real.sum(axis=2).T, budgets, strict=True)]
+    def __call__(self, sizes: HeadSizes, budgets: list[int], importance: list[Tensor]) -> Counts:
+        kv_heads = sizes.real.shape[2]
+        evenly = [_evenly(row, budget * kv_heads) for row, budget in zip(sizes.real.sum(axis=2).T, budgets, strict=True)]
         totals = np.stack(evenly, axis=1)
-        free = totals - held.protected.sum(axis=2)
-        promised = np.zeros_like(held.real)
+        free = totals - sizes.protected.sum(axis=2)
+        promised = np.zeros_like(sizes.real)
         if not self.blend:
             averages = (totals // kv_heads * self.floor).astype(np.int64)[..., None]
-            promised = np.minimum((averages - held.protected).clip(min=0), held.available)
+            promised = np.minimum((averages - sizes.protected).clip(min=0), sizes.available)
         among_top = self._among_top(importance, free, promised)
         if not self.blend:
-            return held.protected + among_top
-        counts, share = np.empty_like(held.real), free // kv_heads
+            return sizes.protected + among_top
+        counts, share = np.empty_like(sizes.real), free // kv_heads
         for place in np.ndindex(*free.shape):
             ideal = among_top[place] * (1 - self.floor) + share[place] * self.floor
             rounded = blended(among_top[place], int(share[place]), self.floor)
-            counts[place] = settle(rounded, ideal, int(free[place]), held.available[place])
-        return held.protected + counts
+            counts[place] = adjust_to_sum(rounded, ideal, int(free[place]), sizes.available[place])
+        return sizes.protected + counts
 
     def _among_top(self, importance: list[Tensor], free: Counts, promised: Counts) -> Counts:
         """[L, B, K]: how many of the `free` [L, B] best entries of a layer fall into each head.
@@ -189,19 +291,19 @@ class Global(Allocation):
         _check_promise("global", budget, self.floor, protected)
 
     @override
-    def __call__(self, held: Held, budgets: list[int], importance: list[Tensor]) -> Counts:
-        most = held.real[:, 0].size * np.array(budgets)
-        free = np.minimum(most, held.real.sum(axis=(0, 2))) - held.protected.sum(axis=(0, 2))
+    def __call__(self, sizes: HeadSizes, budgets: list[int], importance: list[Tensor]) -> Counts:
+        most = sizes.real[:, 0].size * np.array(budgets)
+        free = np.minimum(most, sizes.real.sum(axis=(0, 2))) - sizes.protected.sum(axis=(0, 2))
         floors = np.array([int(budget * self.floor) for budget in budgets])[:, None]
-        promised = np.minimum((floors - held.protected).clip(min=0), held.available)
+        promised = np.minimum((floors - sizes.protected).clip(min=0), sizes.available)
         ranked = _alike(importance)
         if self.weights is not None:
-            ranked *= self._weights_for(held.real)[:, None, :, None].to(ranked.device, non_blocking=True)
+            ranked *= self._weights_for(sizes.real)[:, None, :, None].to(ranked.device, non_blocking=True)
         if most_promised := int(promised.max()):
             best = ranked.topk(most_promised, dim=-1)  # which of equal ones does not matter: they are only counted
             values = best.values.masked_fill_(_ahead(promised, best.values), torch.inf)
             ranked.scatter_(-1, best.indices, values)
-        return held.protected + _in_top(ranked, free)
+        return sizes.protected + _in_top(ranked, free)
 
     def _weights_for(self, real: Counts) -> Tensor:
         weights = torch.tensor(self.weights)
@@ -238,8 +340,8 @@ def _ahead(promised: Counts, best: Tensor) -> Tensor:
 def _comparable(candidates: Tensor, share: int) -> Tensor:
     """The importance [K, C] of a layer's heads, each scaled by what its own `share` best entries hold of it."""
     ordered = candidates.sort(dim=-1, descending=True).values.nan_to_num(neginf=0.0)
-    held, whole = ordered[:, :share].sum(-1, keepdim=True), ordered.sum(-1, keepdim=True)
-    scaled = candidates * torch.where(whole == 0, 1.0, held / whole)
+    top, whole = ordered[:, :share].sum(-1, keepdim=True), ordered.sum(-1, keepdim=True)
+    scaled = candidates * torch.where(whole == 0, 1.0, top / whole)
     return scaled.masked_fill(torch.isneginf(candidates), -torch.inf)
 
 
@@ -271,4 +373,35 @@ def _check_promise(name: str, budget: int, floor: float, protected: int) -> None
 def _evenly(available: Counts, share: int) -> Counts:
     """`share` of each; what some lack is taken from the others."""
     total = min(available.size * share, int(available.sum()))
-    return settle(available.clip(max=share), np.full(available.shape, share), total, available)
+    return adjust_to_sum(available.clip(max=share), np.full(available.shape, share), total, available)
+
+
+def adjust_to_sum(counts: Counts, ideal: NDArray[Any], total: int, most: Counts) -> Counts:
+    """Change rounded counts one by one, each time the one furthest from `ideal`, until they sum to `total`.
+
+    Args:
+        counts: Counts of any shape; ties go to the first.
+        ideal: The values that they were rounded from, of the same shape.
+        total: The sum to reach.
+        most: The largest count allowed for each; their sum is at least `total`.
+    """
+    limits, wanted = most.flatten().tolist(), ideal.flatten().tolist()
+    settled = [max(0, min(pair)) for pair in zip(counts.flatten().tolist(), limits, strict=True)]
+    missing = total - sum(settled)
+    step = 1 if missing > 0 else -1
+
+    def place(index: int) -> tuple[float, int]:
+        # Rounded, so that the noise of floats does not decide ties.
+        return round((settled[index] - wanted[index]) * step, 6), index
+
+    def can_change(index: int) -> bool:
+        return settled[index] < limits[index] if step > 0 else settled[index] > 0
+
+    waiting = [place(index) for index in range(len(settled)) if can_change(index)]
+    heapq.heapify(waiting)
+    for _ in range(abs(missing)):
+        _, index = heapq.heappop(waiting)
+        settled[index] += step
+        if can_change(index):
+            heapq.heappush(waiting, place(index))
+    return np.array(settled).reshape(counts.shape)

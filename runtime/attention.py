@@ -1,30 +1,32 @@
-"""Record a model's queries and keys while it computes attention with the implementation that was loaded.
+"""Attention of a model whose cache holds what no implementation of transformers knows, and how it is observed.
 
-During `run`, a forward pass, the model's configuration names a recording attention function in place of the
-implementation that was loaded; it records, then delegates to that one with every argument that it was given. Only where
-the cache's layers hold entries that no implementation knows (different entries by head, packed ones, a few selected
-ones) is attention computed here. Nothing of transformers is patched: the function is registered under a name, as
-`AttentionInterface` offers, and takes its own arguments from keywords that models pass on.
+While a pass of `run` is under way, the model's configuration names one registered attention function. What a pass needs
+(its cache, its recorder) travels with the pass as keyword arguments, which models hand on to their attention: passes of
+other threads, and transformers' own `generate`, bring none, and get the implementation that was loaded, unchanged.
+
+Shapes: B batch, H query heads, K KV heads (query head h reads KV head h // (H / K)), q queries, S keys, d head
+dimension. Queries are grouped by KV head: [B, K, (H / K) x q, d], the rows of a query head side by side.
 """
 
+import copy
 import functools
 import sys
+import threading
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from keepsight.errors import UserError
-from keepsight.runtime.cache import is_bounded
-from keepsight.runtime.cache_layers import KeptLayer
-from keepsight.runtime.softmax import Softmax, grouped_attention, visible
-from keepsight.runtime.viewed_layers import ViewedLayer
 
 
 class Reader(Protocol):
@@ -38,6 +40,49 @@ class Reader(Protocol):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Append tokens to a cache; arguments and result are those of a model."""
         ...
+
+
+class Softmax(NamedTuple):
+    """How a layer turns dot products into attention weights.
+
+    Attributes:
+        scaling: Factor of the dot products.
+        softcap: Logits are bent to between -softcap and softcap by tanh (Gemma 2); None for none.
+        sinks: [H], for each query head a logit that takes its share of the weights and has no value (GPT-OSS); None
+            for none.
+    """
+
+    scaling: float
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+    def logits(self, grouped: Tensor, keys: Tensor) -> Tensor:
+        """Queries [..., r, d] and keys [..., S, d] -> [..., r, S] float32.
+
+        float16 products are made in float32: they overflow where an attention kernel does not.
+        """
+        if keys.dtype == torch.float16:
+            grouped, keys = grouped.float(), keys.float()
+        return self.capped(products(grouped * self.scaling, keys).float())
+
+    def capped(self, logits: Tensor) -> Tensor:
+        """Scaled dot products -> logits."""
+        return logits if self.softcap is None else (logits / self.softcap).tanh() * self.softcap
+
+    def sinks_of(self, kv_heads: int, rows: int) -> Tensor | None:
+        """[K, (H / K) x q, 1] float32: the sink of each grouped row; None for none."""
+        if self.sinks is None:
+            return None
+        return self.sinks.float().view(kv_heads, -1).repeat_interleave(rows, dim=1)[..., None]
+
+    def normalised(self, logits: Tensor) -> Tensor:
+        """The weights of grouped logits [B, K, H / K, q, S], masked ones very low or -inf; may overwrite `logits`."""
+        if self.sinks is None:
+            # In place: a CPU gives the memory of another tensor of that size back, and pays for it, in each layer.
+            in_place = logits.is_cpu and not torch.is_grad_enabled()
+            return torch.softmax(logits, dim=-1, out=logits) if in_place else logits.softmax(dim=-1)
+        sinks = self.sinks.float().view(1, logits.shape[1], -1, 1, 1).expand(*logits.shape[:-1], 1)
+        return torch.cat([logits, sinks], dim=-1).softmax(dim=-1)[..., :-1]
 
 
 Recorder = Callable[[int, Tensor, Tensor, Softmax, Tensor | None, Any], None]
@@ -59,9 +104,17 @@ class OwnAttention(ABC):
         """Queries [B, H, q, d], keys and values [B, K, q, d] of q new tokens, after RoPE -> [B, q, H, d]."""
 
 
+def is_bounded(layer: Any) -> bool:
+    """Whether a cache layer is bounded: it has a sliding window, or a recurrent state in place of entries."""
+    return not isinstance(layer, DynamicLayer) or bool(layer.is_sliding)
+
+
 _NAME = "keepsight:"
 _PLAIN = ("sdpa", "eager", "flex_attention")
 """Implementations that do not look up their own name in the configuration while they run."""
+_LOCK = threading.Lock()
+_PASSES: Counter[int] = Counter()
+"""How many passes are under way, by the id of the model's text configuration."""
 
 
 def run(model: Reader, cache: Cache, *, recorder: Recorder | None = None, **inputs: Any) -> Any:
@@ -74,18 +127,22 @@ def run(model: Reader, cache: Cache, *, recorder: Recorder | None = None, **inpu
 def recording(model: Reader) -> Iterator[None]:
     """Within the block, models take `entries` (the cache whose layers attend) and `recorder` as keywords.
 
-    Re-entrant; the implementation that was loaded is back in its place at the end, also after an exception.
+    Re-entrant, and safe in several threads: the name of the implementation that was loaded is put back when the last
+    pass ends, and a pass without these keywords attends by that implementation in the meantime.
     """
     config = model.config.get_text_config(decoder=True)
-    loaded = config._attn_implementation
-    if loaded.startswith(_NAME):
-        yield
-        return
-    config._attn_implementation = {"": _registered(loaded)}  # a name alone would go to vision towers too
+    with _LOCK:
+        if not _PASSES[id(config)]:
+            config._attn_implementation = {"": _registered(config._attn_implementation)}  # not for vision towers
+        _PASSES[id(config)] += 1
     try:
         yield
     finally:
-        config._attn_implementation = {"": loaded}
+        with _LOCK:
+            _PASSES[id(config)] -= 1
+            if not _PASSES[id(config)]:
+                del _PASSES[id(config)]
+                config._attn_implementation = {"": config._attn_implementation.removeprefix(_NAME)}
 
 
 @functools.cache
@@ -109,41 +166,42 @@ def _attention(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
+    if entries is None and recorder is None:  # not a pass of ours
+        return _delegate(loaded, module, query, key, value, attention_mask, scaling=scaling, **options)
     index: int = module.layer_idx  # type: ignore[assignment]
     layer = None if entries is None else entries.layers[index]
-    softmax = Softmax(
-        query.shape[-1] ** -0.5 if scaling is None else scaling, options.get("softcap"), options.get("s_aux")
-    )
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    softmax = Softmax(scale, options.get("softcap"), options.get("s_aux"))
     if isinstance(layer, OwnAttention):
         return layer.attend(query, key, value, softmax), None
-    real = layer.returned if isinstance(layer, KeptLayer | ViewedLayer) else None
+    real = getattr(layer, "keys_mask", None)
     if recorder is not None and not (layer is not None and is_bounded(layer)):
         recorder(index, query, key, softmax, real, attention_mask)
     if real is not None:
         return grouped_attention(query, key, value, visible(query.shape[2], real), softmax), None
-    if loaded == "sdpa" and attention_mask is not None and _grouping_helps(query, key, options):
-        return grouped_attention(query, key, value, attention_mask, Softmax(softmax.scaling)), None
+    # Under a mask transformers repeats keys and values for every query head; grouping the queries copies none.
+    if loaded == "sdpa" and attention_mask is not None and query.shape[1] * query.shape[2] <= key.shape[2]:
+        if not any(options.get(name) for name in ("dropout", "softcap", "position_bias")):
+            return grouped_attention(query, key, value, attention_mask, Softmax(scale)), None
     return _delegate(loaded, module, query, key, value, attention_mask, scaling=scaling, **options)
-
-
-def _grouping_helps(query: Tensor, key: Tensor, options: dict[str, Any]) -> bool:
-    """Under a mask transformers repeats keys and values for every query head; grouping the queries copies none."""
-    few = query.shape[1] * query.shape[2] <= key.shape[2]
-    return few and not any(options.get(name) for name in ("dropout", "softcap", "position_bias"))
 
 
 def _delegate(loaded: str, module: nn.Module, *args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
     """What the implementation that was loaded returns."""
-    function = ALL_ATTENTION_FUNCTIONS.get_interface(loaded, _eager_of(type(module)) if loaded == "eager" else _none)
-    if loaded in _PLAIN:
-        return function(module, *args, **options)
-    config: Any = module.config
-    ours = config._attn_implementation
-    config._attn_implementation = {"": loaded}
-    try:
-        return function(module, *args, **options)
-    finally:
-        config._attn_implementation = {"": ours}
+    default = _eager_of(type(module)) if loaded == "eager" else _none
+    function = ALL_ATTENTION_FUNCTIONS.get_interface(loaded, default)
+    return function(module if loaded in _PLAIN else _WithLoadedName(module, loaded), *args, **options)
+
+
+class _WithLoadedName:
+    """An attention module whose configuration names the implementation that was loaded; the module's own stays."""
+
+    def __init__(self, module: nn.Module, loaded: str) -> None:
+        self._module, self.config = module, copy.copy(module.config)
+        self.config._attn_implementation = {"": loaded}  # type: ignore[union-attr]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
 
 
 def _eager_of(attention: type[nn.Module]) -> Callable[..., Any]:
@@ -163,3 +221,62 @@ def _eager_of(attention: type[nn.Module]) -> Callable[..., Any]:
 
 def _none(*_: Any) -> Any:
     raise AssertionError("the implementation is registered")
+
+
+def products(rows: Tensor, keys: Tensor) -> Tensor:
+    """Dot products [..., r, S] of rows [..., r, d] and keys [..., S, d]."""
+    if keys.is_cpu and keys.element_size() == 2 and not keys.is_contiguous():
+        # All heads at once, oneDNN makes a transposed copy of keys that have room behind them, which takes far longer.
+        by_head = zip(rows.flatten(0, -3), keys.flatten(0, -3), strict=True)
+        return torch.stack([row @ key.t() for row, key in by_head]).view(*rows.shape[:-1], keys.shape[-2])
+    return rows @ keys.transpose(-1, -2)
+
+
+def grouped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, softmax: Softmax) -> Tensor:
+    """Attention in which the query heads of a KV head are rows of one head, so that no key or value is repeated.
+
+    Args:
+        query: [B, H, q, d].
+        key: [B, K, S, d].
+        value: [B, K, S, d].
+        mask: [B, 1 or K, q, S]: bool (True where a query may look), or what is added to the logits; None where every
+            query sees every key.
+        softmax: The layer's.
+
+    Returns:
+        [B, q, H, d], contiguous.
+    """
+    batch, heads, rows, width = query.shape
+    kv_heads = key.shape[1]
+    if mask is not None:
+        mask = mask[:, :, None].expand(-1, -1, heads // kv_heads, -1, -1).flatten(2, 3)
+    output = attend_grouped(query.reshape(batch, kv_heads, -1, width), key, value, mask, softmax)
+    return output.view(batch, heads, rows, -1).transpose(1, 2).contiguous()
+
+
+def attend_grouped(grouped: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, softmax: Softmax) -> Tensor:
+    """`grouped_attention` of grouped queries [B, K, r, d] under a mask [B, 1 or K, r, S] -> [B, K, r, d]."""
+    if softmax.softcap is None and softmax.sinks is None:
+        return functional.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=softmax.scaling)
+    logits = softmax.logits(grouped, key)
+    if mask is not None:
+        logits = logits.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else logits + mask
+    share = 1 if softmax.sinks is None else len(softmax.sinks) // key.shape[1]
+    weights = softmax.normalised(logits.unflatten(2, (share, -1))).flatten(2, 3)
+    return weights.to(value.dtype) @ value
+
+
+def visible(rows: int, real: Tensor) -> Tensor:
+    """Causal mask [B, K, q, S] bool of the last q of S positions, which `real` [B, K, S] bool marks."""
+    if rows == 1:
+        return real[:, :, None]
+    keys = real.shape[2]
+    positions = torch.arange(keys, device=real.device)
+    return real[:, :, None] & (positions <= positions[keys - rows :, None])
+
+
+@functools.lru_cache(maxsize=8)
+@torch.inference_mode(False)  # a cached tensor may be used where there are gradients
+def later(rows: int, device: torch.device) -> Tensor:
+    """[rows, rows] bool: which keys come after each query."""
+    return torch.ones(rows, rows, dtype=torch.bool, device=device).triu(1)

@@ -1,6 +1,6 @@
 """Eviction: an observer scores the prompt's entries, its scores are reduced and pooled, and each head keeps the top.
 
-`prefill -> observe -> allocate + select -> decode`: a method is a small frozen dataclass that names its parts, holds no
+`prefill -> score -> allocate -> keep -> decode`: a method is a small frozen dataclass that names its parts, holds no
 state, and serves any number of prompts and models. Every eviction method of the papers is an `Evict` with other parts.
 
 The budget, for every method: entries per layer and KV head on average, sinks and window included; all layers and heads
@@ -11,8 +11,9 @@ the budget.
 """
 
 import functools
-import operator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,20 +22,17 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from keepsight.errors import UserError, require_whole
-from keepsight.runtime.allocate import Allocation, Held, Uniform
-from keepsight.runtime.budget import Budget
-from keepsight.runtime.cache import empty_cache, full_layers
-from keepsight.runtime.decode import Reapply
-from keepsight.runtime.gather import all_ragged, counted, keep, kept_received, select_top
+from keepsight.runtime.allocate import Allocation, Budget, HeadSizes, Uniform
+from keepsight.runtime.attention import is_bounded
+from keepsight.runtime.generate import CacheMethod, Reapply
 from keepsight.runtime.images import Images
-from keepsight.runtime.importance import Pool, Reduce, reduce_group
-from keepsight.runtime.layer_eviction import LayerEviction
-from keepsight.runtime.method import CacheMethod, Observe, Shared
+from keepsight.runtime.importance import Pool, Reduce, protected, reduce_group, require_scores, select_top, value_norms
+from keepsight.runtime.layer import Counts, KeptLayer
 from keepsight.runtime.observe import LayerObserver, Observer
-from keepsight.runtime.prefill import prefill
-from keepsight.runtime.read_layer import ReadLayer, read_layers
-from keepsight.runtime.scores import protected, require_scores, value_norms
-from keepsight.runtime.state import Needs, State, Trace
+from keepsight.runtime.state import Needs, State, empty_cache, prefill, with_full_layers
+
+Scores = Callable[[Observer, PreTrainedModel, State, Reduce], list[Tensor]]
+"""Calls an observer, or remembers what an equal one has returned for the state."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +47,8 @@ class Evict(CacheMethod):
         allocate: Divides the budget over layers and KV heads.
         sinks: Number of first entries that are always kept.
         window: Number of last entries that are always kept; they are not pooled with the others.
-        every: Number of generated tokens after which the method is applied again, keeping `budget - every` entries, so
-            that the cache never exceeds the budget; 0 to evict from the prompt alone.
+        every: Eviction interval: number of generated tokens after which the method is applied again, keeping `budget -
+            every` entries, so that the cache never exceeds the budget; 0 to evict from the prompt alone.
         during_prefill: Whether each layer is evicted from as soon as it is read, so that only one is whole at a time;
             the same entries stay. None for where the observer and the allocation allow it; an observer that looks back,
             or an allocation that compares layers, does not.
@@ -74,9 +72,9 @@ class Evict(CacheMethod):
     reads_images = True
 
     def __post_init__(self) -> None:
-        name, budget = type(self).__name__, self.budget
+        name = type(self).__name__
         require_whole(name, sinks=self.sinks, window=self.window, every=self.every)
-        Budget(budget).check(name)
+        Budget(self.budget).check(name)
         self.bound_observer.needs()  # binding refuses what the observer cannot take from the method
         if self.during_prefill and not isinstance(self.observer, LayerObserver):
             raise UserError(
@@ -88,15 +86,15 @@ class Evict(CacheMethod):
                 f"{name}: during_prefill evicts from each layer as it is read, and {type(self.allocate).__name__} "
                 "shares the budget between all layers: leave it out, or choose another allocation"
             )
-        if Budget(budget).is_ratio:
+        if Budget(self.budget).is_ratio:
             if self.every:
-                raise UserError(f"{name}: every {self.every} needs a budget in entries, not the ratio {budget}")
+                raise UserError(f"{name}: every {self.every} needs a budget in entries, not the ratio {self.budget}")
             return
         protected = self.sinks + self.window
-        if budget - self.every <= protected and (protected or self.every):
+        if self.budget - self.every <= protected and (protected or self.every):
             spared = f" and the {self.every} of every" if self.every else ""
             raise UserError(
-                f"{name}: budget {budget} must be above the {protected} protected entries (sinks + window){spared}"
+                f"{name}: budget {self.budget} must be above the {protected} protected entries (sinks + window){spared}"
             )
         self.allocate.check(self.budget_for(0), protected)
 
@@ -115,10 +113,8 @@ class Evict(CacheMethod):
         return Budget(self.budget).entries(length) - self.every
 
     @override
-    def budgets(self, state: State) -> list[int]:
-        if Budget(self.budget).is_ratio:
-            return super().budgets(state)
-        return [self.budget_for(0)] * len(state.lengths)
+    def needs(self) -> Needs:
+        return self.bound_observer.needs()
 
     @override
     def check(self, length: int, context: int) -> None:
@@ -145,57 +141,51 @@ class Evict(CacheMethod):
         self.allocate.check(budget, protected)
 
     @override
-    def needs(self) -> Needs:
-        return self.bound_observer.needs()
-
-    @override
     @torch.no_grad()
-    def read_prompt(
+    def start(
         self,
         model: PreTrainedModel,
         input_ids: Tensor,
         mask: Tensor | None = None,
+        *,
         chunk: int | None = None,
         images: Images | None = None,
     ) -> State:
-        eviction = self._layer_eviction(model, input_ids, mask)
-        if eviction is None:
-            return super().read_prompt(model, input_ids, mask, chunk, images)
-        around, needs = functools.partial(eviction.recorder, model), self.needs()
-        state = prefill(model, input_ids, mask, chunk=chunk, needs=needs, last_recorder=around, images=images)
-        return replace(state, mask=None, trace=self._held_queries(state.trace))
+        evict = self._layer_eviction(model, input_ids, mask)
+        state = prefill(model, input_ids, mask, chunk=chunk, needs=self.needs(), after_layer=evict, images=images)
+        return self.compress(model, state) if evict is None else state
 
-    def _layer_eviction(self, model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None) -> LayerEviction | None:
+    def _layer_eviction(
+        self, model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None
+    ) -> "_LayerEviction | None":
         """What evicts during the prefill; None where nothing is to be evicted, or not before its end."""
         batch, width = input_ids.shape
         lengths = [width] * batch if mask is None else mask.sum(dim=1).tolist()
-        budgets, cache = [*map(self.budget_for, lengths)], empty_cache(model)
-        fits = not full_layers(cache) or all(map(operator.le, lengths, budgets))
+        budgets = [self.budget_for(length) for length in lengths]
         waits = self.during_prefill is False or self.allocate.across_layers
-        if fits or waits or not isinstance(observer := self.bound_observer, LayerObserver):
+        if waits or all(length <= budget for length, budget in zip(lengths, budgets, strict=True)):
             return None
+        if not isinstance(observer := self.bound_observer, LayerObserver):
+            return None
+        kinds = [is_bounded(layer) for layer in empty_cache(model).layers]
         for budget in {*budgets}:
             self._check_room(budget)
-        ragged = all_ragged(cache, min(lengths) < width)
-        score = functools.partial(self._importance_of, observer)
-        return LayerEviction(score, self.allocate, lengths, budgets, self.sinks + self.window, ragged)
+        ragged = min(lengths) < width and any(kinds)
+        return None if all(kinds) else _LayerEviction(self, observer, kinds.count(False), lengths, budgets, ragged)
 
     @override
     @torch.no_grad()
-    def compress(self, model: PreTrainedModel, state: State) -> State:
-        if self.fits(state):
-            return replace(state.copy(), trace=self._held_queries(state.trace))
-        return self.keep(state, self.importance(model, state))
+    def compress(self, model: PreTrainedModel, state: State, scores: Scores | None = None) -> State:
+        """Evict from a state that has been read; the given one stays unchanged.
 
-    @override
-    def compress_shared(self, model: PreTrainedModel, state: State, observe: Observe) -> Shared | None:
-        if not self.shares_prefill(state.tokens.shape[1]):
-            return None
+        Args:
+            model: The base model.
+            state: What it has read, evicted from or not.
+            scores: Calls the observer in this method's place; `evict.call` by default.
+        """
         if self.fits(state):
-            return self.compress(model, state), state.select_all()
-        observed = observe(self.bound_observer, self.reduce)
-        selected = self.select(state, self.reduced(model, state, observed))
-        return self.gather(state, selected), selected
+            return self._unevicted(state)
+        return self.keep(state, self.select(state, self.importance(model, state, scores)))
 
     @override
     def reapply(self, model: PreTrainedModel) -> Reapply | None:
@@ -203,86 +193,122 @@ class Evict(CacheMethod):
 
     def fits(self, state: State) -> bool:
         """Whether the state is within the budget, or has no layer to evict from."""
-        real = self._held(state).real
+        real = self._sizes(state).real
         return not real.size or bool((real.mean(axis=(0, 2)) <= self.budgets(state)).all())
 
-    def _held(self, state: State) -> Held:
-        """What the state holds; the CPU waits only for padded entries to be counted."""
-        shapes = [each.keys.shape[:3] for each in state.entries() if each.real is None]
-        whole = len(shapes) == len(state.entries())
-        real = [np.full(shape[:2], shape[2]) for shape in shapes] if whole else state.held().tolist()
-        return Held.of(np.array(real), self.sinks + self.window)
+    def budgets(self, state: State) -> list[int]:
+        """The budget of each row, for its own number of tokens."""
+        if not Budget(self.budget).is_ratio:
+            return [self.budget_for(0)] * len(state.lengths)
+        batch, width = state.tokens.shape
+        lengths = [width] * batch if state.tokens_mask is None else state.lengths.tolist()
+        return [self.budget_for(length) for length in lengths]
 
     @torch.no_grad()
-    def importance(self, model: PreTrainedModel, state: State) -> list[Tensor]:
+    def importance(self, model: PreTrainedModel, state: State, scores: Scores | None = None) -> list[Tensor]:
         """For each layer, the importance [B, K, C] float32: +inf where protected, -inf for padding.
 
         One call serves every budget and allocation. Scores are reduced layer by layer where the observer allows it.
-        """
-        if isinstance(observer := self.bound_observer, LayerObserver):
-            return [self._importance_of(observer, layer) for layer in read_layers(model, state)]
-        return self.reduced(model, state, self.observe(model, state))
-
-    def _importance_of(self, observer: LayerObserver, layer: ReadLayer) -> Tensor:
-        """`importance` of one layer."""
-        return self._reduced(observer.score(layer, self.reduce.queries), layer)
-
-    @torch.no_grad()
-    def observe(self, model: PreTrainedModel, state: State) -> list[Tensor]:
-        """The observer's scores (see `Observer`), the same for all methods with its observer and reduction."""
-        return self.bound_observer(model, state, self.reduce)
-
-    def reduced(self, model: PreTrainedModel, state: State, observed: list[Tensor]) -> list[Tensor]:
-        """Scores reduced over heads and pooled, with protected entries and padding marked.
 
         Raises:
             UserError: the observer did not score every entry of every layer.
         """
-        layers = [*read_layers(model, state)]
-        if len(observed) != len(layers):
+        observer, layers = self.bound_observer, state.layers
+        if scores is None and isinstance(observer, LayerObserver):
+            return [self.layer_importance(observer.score(each, self.reduce.queries), each) for each in layers]
+        found = (scores or call)(observer, model, state, self.reduce)
+        if len(found) != len(layers):
             name = type(self.observer).__name__
-            raise UserError(f"{name} returned scores for {len(observed)} layers; there are {len(layers)}")
-        return [*map(self._reduced, observed, layers)]
+            raise UserError(f"{name} returned scores for {len(found)} layers; there are {len(layers)}")
+        return [self.layer_importance(*pair) for pair in zip(found, layers, strict=True)]
 
-    def _reduced(self, observed: Tensor, layer: ReadLayer) -> Tensor:
-        """`reduced` of one layer."""
-        require_scores(type(self.observer).__name__, observed, layer.place, layer.held)
-        importance = reduce_group(observed, layer.held.keys.shape[1], self.reduce.heads)
+    def layer_importance(self, scores: Tensor, layer: KeptLayer) -> Tensor:
+        """Scores [B, H or K, C] of a layer reduced over heads and pooled, with protected entries and padding marked."""
+        entries = layer.entries()
+        require_scores(type(self.observer).__name__, scores, entries)
+        importance = reduce_group(scores, entries.keys.shape[1], self.reduce.heads)
         if self.value_norm:
-            importance = importance * value_norms(layer.attended.values, importance.shape[1])
-        return self.protect(importance, layer.held.real)
-
-    def protect(self, importance: Tensor, real: Tensor | None) -> Tensor:
-        """A layer's importance [B, K, C] pooled, +inf where protected, -inf where `real`, [B, K, C] bool, is False."""
-        return protected(importance, real, self.pool, self.sinks, self.window)
-
-    def keep(self, state: State, importance: list[Tensor]) -> State:
-        """Select within the budget and gather the selected entries."""
-        return self.gather(state, self.select(state, importance))
+            importance = importance * value_norms(layer.attended().values, importance.shape[1])
+        return protected(importance, entries.real, self.pool, self.sinks, self.window)
 
     def select(self, state: State, importance: list[Tensor]) -> list[Tensor]:
         """For each layer, which entries stay: [B, K, C] bool. Ties go to the lowest index."""
         budgets = self.budgets(state)
         for budget in {*budgets}:
             self._check_room(budget)
-        counts = self.allocate(self._held(state), budgets, importance)
-        return select_top(importance, counts)
+        return select_top(importance, self.allocate(self._sizes(state), budgets, importance))
 
-    def gather(self, state: State, selected: list[Tensor]) -> State:
-        """The state of the selected entries."""
-        if self.allocate.reads_scores:
-            counts = counted(selected)
+    def keep(self, state: State, selected: list[Tensor]) -> State:
+        """The state of the selected entries, [B, K, C] bool for each layer."""
+        if self.allocate.reads_scores:  # counted: the CPU waits for it
+            counts = np.array(torch.stack([mask.sum(dim=-1).to(selected[0].device) for mask in selected]).tolist())
         else:
-            counts = self.allocate(self._held(state), self.budgets(state), [])
-        kept = keep(state.cache, selected, state.tokens_mask is not None, counts)
-        trace = self._held_queries(state.trace)
-        received = tuple(map(kept_received, trace.received, selected, counts))
-        return replace(state, cache=kept, mask=None, trace=replace(trace, received=received))
+            counts = self.allocate(self._sizes(state), self.budgets(state), [])
+        # Bounded layers go on to need the model's mask of padding, which then fits no dense layer.
+        ragged = state.tokens_mask is not None and any(map(is_bounded, state.cache.layers))
+        marked, evicted = bool(counts.min() != counts.max()), zip(state.layers, selected, counts, strict=True)
+        layers = [
+            layer.keep(mask, count, window=self.window, ragged=ragged, marked=marked) for layer, mask, count in evicted
+        ]
+        return replace(state, cache=with_full_layers(state.cache, layers))
 
-    def _held_queries(self, trace: Trace) -> Trace:
-        """The trace without the queries whose own entries may have been evicted.
+    def _unevicted(self, state: State) -> State:
+        """A copy whose recorded queries are cut as eviction cuts them: rows of a batch observe as they do alone."""
+        after = state.copy()
+        for layer in after.layers:
+            layer.recorded = layer.recorded and layer.recorded.last(self.window)
+        return after
 
-        It is cut also where nothing is evicted, so that the rows of a batch observe as they do alone.
-        """
-        queries = tuple(each[:, :, max(each.shape[2] - self.window, 0) :] for each in trace.queries)
-        return replace(trace, queries=queries)
+    def _sizes(self, state: State) -> HeadSizes:
+        """How many entries each head has; the CPU waits only for padded entries to be counted."""
+        entries = state.entries()
+        whole = all(each.real is None for each in entries)
+        real = [np.full(each.keys.shape[:2], each.keys.shape[2]) for each in entries] if whole else state.counts().tolist()
+        return HeadSizes.of(np.array(real), self.sinks + self.window)
+
+
+def call(observer: Observer, model: PreTrainedModel, state: State, reduce: Reduce) -> list[Tensor]:
+    """What an observer scores."""
+    return observer(model, state, reduce)
+
+
+@dataclass
+class _LayerEviction:
+    """Evicts from each layer of some prompts as soon as it is read.
+
+    What a layer computes does not depend on the entries of others, so the same entries stay as with eviction after the
+    prefill, and only one layer is whole at a time. A prompt that is read in chunks is evicted from in the last pass.
+
+    Attributes:
+        method: The method.
+        observer: Its observer.
+        layers: Number of layers with full attention.
+        lengths: Tokens of each prompt.
+        budgets: Budget of each prompt.
+        ragged: See `KeptLayer.keep`.
+    """
+
+    method: Evict
+    observer: LayerObserver
+    layers: int
+    lengths: list[int]
+    budgets: list[int]
+    ragged: bool
+    _of_all_layers: Counts | None = field(default=None, init=False)
+
+    def __call__(self, place: int, layer: KeptLayer) -> KeptLayer:
+        method = self.method
+        importance = method.layer_importance(self.observer.score(layer, method.reduce.queries), layer)
+        if method.allocate.reads_scores:
+            counts, marked = method.allocate(self._sizes(1, importance), self.budgets, [importance])[0], True
+        else:
+            if self._of_all_layers is None:
+                self._of_all_layers = method.allocate(self._sizes(self.layers, importance), self.budgets, [])
+            marked = bool(self._of_all_layers.min() != self._of_all_layers.max())
+            counts = self._of_all_layers[place]
+        (mask,) = select_top([importance], counts[None])
+        return layer.keep(mask, counts, window=method.window, ragged=self.ragged, marked=marked)
+
+    def _sizes(self, layers: int, importance: Tensor) -> HeadSizes:
+        real = np.broadcast_to(np.array(self.lengths)[:, None], (layers, *importance.shape[:2]))
+        return HeadSizes.of(real, self.method.sinks + self.method.window)

@@ -1,13 +1,488 @@
-"""`generate`: an answer from what a method keeps."""
+"""`generate`: a method makes the state of a prompt, one loop decodes the answer from it.
 
+A method is also a `custom_generate` of transformers: `model.generate(**inputs, custom_generate=SnapKV(128))`. A
+`Conversation` goes on from the state that the last answer has left.
+"""
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
-from transformers import PreTrainedModel
-from transformers.generation import GenerateDecoderOnlyOutput
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.generation import (
+    EosTokenCriteria,
+    GenerateDecoderOnlyOutput,
+    GenerationMixin,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    StoppingCriteriaList,
+)
+from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.streamers import BaseStreamer
+from typing_extensions import override
 
-from keepsight.runtime.custom_generate import CustomGenerate
-from keepsight.runtime.method import FullCache
+from keepsight.errors import UserError
+from keepsight.models.decoder import require_supported
+from keepsight.runtime.attention import Reader
+from keepsight.runtime.images import IMAGE_INPUTS, Images
+from keepsight.runtime.state import Needs, State, context_of, positions_of, prefill, read
+
+_READ = IMAGE_INPUTS | {"attention_mask", "logits_to_keep", "past_key_values", "position_ids", "use_cache"}
+
+
+@dataclass(frozen=True)
+class Reapply:
+    """Eviction while decoding.
+
+    Attributes:
+        every: Number of generated tokens between two evictions.
+        compress: Compresses the current state.
+    """
+
+    every: int
+    compress: Callable[[State], State]
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """Answers, and the state they leave behind.
+
+    Attributes:
+        ids: [B, N + T] int64: the given prompt ids, then the answers with their end tokens, padded on the right.
+        state: State after all tokens of the answers but the last, which no forward pass has read yet.
+    """
+
+    ids: Tensor
+    state: State
+
+
+def end_ids(model: PreTrainedModel) -> int | list[int] | None:
+    """The tokens that end an answer, as the model's generation configuration has them; None where it names none."""
+    config = model.generation_config
+    return None if config is None else config.eos_token_id
+
+
+def stop_after(max_new_tokens: int, end_tokens: list[int] | int | None) -> StoppingCriteriaList:
+    """Stop a row at an end token, and all rows after `max_new_tokens`."""
+    criteria = StoppingCriteriaList([MaxLengthCriteria(max_new_tokens)])
+    if end_tokens is not None:
+        criteria.append(EosTokenCriteria(end_tokens))
+    return criteria
+
+
+@torch.no_grad()
+def decode(
+    model: Reader,
+    state: State,
+    stopping_criteria: StoppingCriteriaList,
+    *,
+    pad_token: int,
+    prompt_ids: Tensor | None = None,
+    logits_processor: LogitsProcessorList | None = None,
+    do_sample: bool = False,
+    streamer: BaseStreamer | None = None,
+    reapply: Reapply | None = None,
+) -> Decoded:
+    """Generate an answer for each row.
+
+    Args:
+        model: What reads the state: the target without adapters, or the method's reader.
+        state: State to start from; its cache grows.
+        stopping_criteria: As transformers defines them, over prompt and answer together.
+        pad_token: Fills the rows that have ended.
+        prompt_ids: [B, N], for processors and criteria that see the prompt; an empty prompt by default.
+        logits_processor: As transformers defines it.
+        do_sample: Sample from the processed logits instead of taking the arg-max.
+        streamer: Receives each token.
+        reapply: Evicts while decoding.
+    """
+    ids = prompt_ids if prompt_ids is not None else state.lengths.new_empty(len(state.logits), 0)
+    unfinished = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
+    since_eviction = 0
+    while True:
+        scores = logits_processor(ids, state.logits) if logits_processor else state.logits  # type: ignore[arg-type]
+        token = torch.multinomial(scores.softmax(-1), 1)[:, 0] if do_sample else scores.argmax(dim=-1)
+        token = torch.where(unfinished, token, pad_token)
+        ids = torch.cat([ids, token[:, None]], dim=1)
+        if streamer is not None:
+            streamer.put(token.cpu())
+        unfinished = unfinished & ~stopping_criteria(ids, scores)
+        if not unfinished.any():
+            break
+        if reapply is not None and since_eviction == reapply.every:
+            state, since_eviction = reapply.compress(state), 0
+        state, _ = read(model, state, token[:, None])
+        since_eviction += 1
+    if streamer is not None:
+        streamer.end()
+    return Decoded(ids, state)
+
+
+class Past(Cache):
+    """What an answer leaves behind: the `past_key_values` of its output, from which the next turn goes on.
+
+    Args:
+        method: What answered.
+        decoded: Its answer to one prompt. Its state stays unchanged, so that several turns can go on from it.
+
+    Attributes:
+        ids: [1, M] int64: prompt and answer, without the answer's last token, which has not been read.
+    """
+
+    def __init__(self, method: object, decoded: Decoded) -> None:
+        super().__init__(layers=decoded.state.cache.layers)
+        self.method, self.state, self.ids = method, decoded.state, decoded.ids[:, :-1]
+
+
+@dataclass(frozen=True)
+class GenerateRequest:
+    """What `model.generate` asks of a `custom_generate`.
+
+    Attributes:
+        input_ids: [B, N] int64, the prompts, padded on the left.
+        mask: [B, N], 0 for padding; None when no row is padded.
+        past: What an earlier answer has left behind, whose tokens `input_ids` repeats; None to begin anew.
+        chunk: Tokens per forward pass of the prefill; None for the whole prompt in one.
+        pad_token: Fills the rows of the answer that have ended.
+        stopping_criteria: As transformers defines them, over prompt and answer together.
+        logits_processor: As transformers defines it.
+        do_sample: Whether to sample instead of taking the arg-max.
+        streamer: Receives each token.
+        goes_on: Whether a further turn may go on from the answer.
+        images: Images in the prompts; None for none.
+    """
+
+    input_ids: Tensor
+    mask: Tensor | None
+    past: Past | None
+    chunk: int | None
+    pad_token: int
+    stopping_criteria: StoppingCriteriaList
+    logits_processor: LogitsProcessorList
+    do_sample: bool
+    streamer: BaseStreamer | None
+    goes_on: bool
+    images: Images | None
+
+    @property
+    def unread(self) -> Tensor:
+        """[B, n] int64: the tokens of `input_ids` that `past` has not read."""
+        return self.input_ids if self.past is None else self.input_ids[:, self.past.ids.shape[1] :]
+
+    def decode(self, reader: Reader, state: State, reapply: Reapply | None) -> Decoded:
+        """Answer from a state; see `keepsight.runtime.decode.decode`."""
+        return decode(
+            reader,
+            state,
+            self.stopping_criteria,
+            pad_token=self.pad_token,
+            prompt_ids=self.input_ids,
+            logits_processor=self.logits_processor,
+            do_sample=self.do_sample,
+            streamer=self.streamer,
+            reapply=reapply,
+        )
+
+
+class CustomGenerate(ABC):
+    """What transformers calls in place of its own decoding: `model.generate(**inputs, custom_generate=...)`.
+
+    Attributes:
+        reads_images: Whether prompts may hold images.
+    """
+
+    reads_images = False
+
+    @abstractmethod
+    def answer(self, model: PreTrainedModel, request: GenerateRequest) -> Decoded:
+        """Answer prompts."""
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        **model_kwargs: Any,
+    ) -> Tensor | GenerateDecoderOnlyOutput:
+        """The hook that transformers calls.
+
+        Returns:
+            As `model.generate`: prompt and answer, [B, N + T] int64; with `return_dict_in_generate`, the output that
+            holds them, their `scores` and `logits` if asked for, and `past_key_values` to go on from.
+
+        Raises:
+            UserError: `model.generate` was given something that this cannot honour.
+        """
+        require_supported(model)
+        options = _options_of_generate()
+        _require_honoured(generation_config, options, model_kwargs)
+        mask, past = model_kwargs.get("attention_mask"), self._past(input_ids, model_kwargs.get("past_key_values"))
+        if images := Images.among(model_kwargs, options.get("kwargs")):
+            self._require_images(past)
+        if past is None:
+            _require_padded_on_the_left(mask, input_ids, None if images else model_kwargs.get("position_ids"))
+        logits, scores = _Recorder(), _Recorder()
+        request = GenerateRequest(
+            input_ids,
+            mask if past is None else None,
+            past,
+            generation_config.prefill_chunk_size,
+            int(generation_config.pad_token_id or 0),
+            stopping_criteria,
+            LogitsProcessorList(
+                [
+                    *([logits] if generation_config.output_logits else []),
+                    *logits_processor,
+                    *([scores] if generation_config.output_scores else []),
+                ]
+            ),
+            bool(generation_config.do_sample),
+            options.get("streamer"),
+            bool(generation_config.return_dict_in_generate),
+            images,
+        )
+        decoded = self.answer(model, request)
+        if not generation_config.return_dict_in_generate:
+            return decoded.ids
+        output: dict[str, Any] = {"sequences": decoded.ids, "scores": scores.recorded, "logits": logits.recorded}
+        return GenerateDecoderOnlyOutput(**output, past_key_values=Past(self, decoded))
+
+    def _require_images(self, past: Past | None) -> None:
+        if past is not None:
+            raise UserError("custom_generate: only the first turn may hold images; leave out pixel_values afterwards")
+        if not self.reads_images:
+            raise UserError(
+                f"custom_generate: {type(self).__name__} reads no images (pixel_values); take SpecPC, or a "
+                "method that evicts from the cache, such as SnapKV or LookaheadKV"
+            )
+
+    def _past(self, input_ids: Tensor, given: Cache | None) -> Past | None:
+        """The given past, if `input_ids` continue it and this can go on from it; None for an empty one."""
+        if not isinstance(given, Past):
+            if given is not None and (given.get_seq_length() or getattr(given, "_is_user_defined", False)):
+                raise UserError(
+                    "custom_generate: past_key_values must be those of a keepsight answer with "
+                    f"return_dict_in_generate=True, not a {type(given).__name__} of another origin"
+                )
+            return None
+        if len(input_ids) != 1:
+            raise UserError("custom_generate: past_key_values go on with one sequence at a time; give [1, n] ids")
+        read = given.ids.shape[1]
+        if input_ids.shape[1] <= read or not torch.equal(input_ids[:, :read], given.ids):
+            raise UserError(
+                f"custom_generate: with past_key_values the input_ids must begin with the {read} tokens already read, "
+                "as output.sequences does, and go on with the next turn"
+            )
+        if given.method != self and not given.state.joins:
+            raise UserError(
+                f"custom_generate: past_key_values of {type(given.method).__name__} are stored in its own form; go on "
+                "with the same method"
+            )
+        return given
+
+
+class _Recorder(LogitsProcessor):
+    """Records the logits [B, V] of each token and leaves them as they are; `recorded` is None before the first."""
+
+    recorded: tuple[Tensor, ...] | None = None
+
+    @override
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Any:
+        self.recorded = (*(self.recorded or ()), scores.clone())
+        return scores
+
+
+def _options_of_generate() -> dict[str, Any]:
+    """The arguments of the running `model.generate`.
+
+    transformers shows a streamer the prompt but gives it to no callable of ours, and silently drops an assistant
+    model (5.10 to 5.23); its frame is the only place where they can be had.
+    """
+    code, frame = inspect.unwrap(vars(GenerationMixin)["generate"]).__code__, inspect.currentframe()
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return {} if frame is None else frame.f_locals
+
+
+def _require_honoured(config: GenerationConfig, options: dict[str, Any], inputs: dict[str, Any]) -> None:
+    mode = config.get_generation_mode(options.get("assistant_model"))
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        raise UserError(
+            f"custom_generate: {mode.replace('_', ' ')} (num_beams={config.num_beams}) is not possible with a "
+            "compressed cache; decode greedily or sample, and leave out num_beams and assistants"
+        )
+    given = {name for name, value in inputs.items() if value is not None and value != {}} - _READ
+    given |= {name for name in ("output_attentions", "output_hidden_states") if getattr(config, name)}
+    given |= {"synced_gpus"} if options.get("synced_gpus") else set()
+    given |= {"cache_implementation"} & options.get("kwargs", {}).keys()  # the model's own is no wish
+    if given:
+        raise UserError(
+            f"custom_generate: {min(given)} is not supported; leave it out, or call generate without a method"
+        )
+
+
+def _require_padded_on_the_left(mask: Tensor | None, input_ids: Tensor, positions: Tensor | None) -> None:
+    width = input_ids.shape[1]
+    if odd := [each.shape[-1] for each in (mask, positions) if each is not None and each.shape[-1] != width]:
+        raise UserError(f"custom_generate: attention_mask or position_ids are for {odd[0]} tokens, not for {width}")
+    if mask is not None and bool((mask[:, :-1] > mask[:, 1:]).any()):
+        raise UserError(
+            "custom_generate: the attention_mask hides tokens after a prompt's first; pad on the left, and give an "
+            "attention_mask where prompts hold the pad token"
+        )
+    if positions is not None and bool((positions != positions_of(mask, width, input_ids.device)).any()):
+        raise UserError("custom_generate: position_ids other than 0, 1, 2, ... are not supported; leave them out")
+
+
+class Method(CustomGenerate):
+    """From a prompt to the state that its answer is decoded from.
+
+    Attributes:
+        is_full_cache: Whether it answers from the full cache.
+        selects_each_step: Whether it keeps every entry and selects at each step which of them are read.
+        uses_retrieval_head: Whether a retrieval head selects what is read.
+        every: Eviction interval: number of generated tokens between two evictions while decoding; 0 for none.
+    """
+
+    is_full_cache = selects_each_step = uses_retrieval_head = False
+    every: int = 0
+
+    @abstractmethod
+    def start(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        mask: Tensor | None = None,
+        *,
+        chunk: int | None = None,
+        images: Images | None = None,
+    ) -> State:
+        """Read a prompt and return the state to answer from.
+
+        Args:
+            model: The base model.
+            input_ids: [B, N] int64, padded on the left.
+            mask: [B, N], 0 for padding; None when no row is padded.
+            chunk: Tokens per forward pass of the prefill; None for the whole prompt in one.
+            images: Images in the prompts; None for none.
+        """
+
+    def resume(self, model: PreTrainedModel, state: State, tokens: Tensor, *, chunk: int | None = None) -> State:
+        """Read a further turn and return the state to answer from, within the budget again.
+
+        Args:
+            model: The base model.
+            state: State of this method, or one that `joins`; it stays unchanged.
+            tokens: [B, n] int64, n >= 1, without padding.
+            chunk: Tokens per forward pass; None for all in one.
+        """
+        reader, state = model if state.joins else self.turn_reader(model), state.copy()
+        for part in tokens.split(chunk or tokens.shape[1], dim=1):
+            state, _ = read(reader, state, part, logits_to_keep=1)
+        return state
+
+    @property
+    def adapter_digest(self) -> str | None:
+        """Digest of the lookahead adapter that it observes with; None without one."""
+        return None
+
+    def budget_for(self, length: int) -> int:
+        """The budget for a prompt of `length` tokens, in entries per layer and KV head; `length` without a budget."""
+        return length
+
+    def needs(self) -> Needs:
+        """What the prefill has to record."""
+        return Needs()
+
+    def tokens_to_read(self, model: PreTrainedModel, prompt: Tensor, images: Images | None = None) -> Tensor | None:
+        """Indices [C] int64, ascending, of the tokens of a prompt [N] that the model reads; None to read all of it."""
+        return None
+
+    def reader(self, model: PreTrainedModel) -> Reader:
+        """What reads and decodes from this method's states in the model's place."""
+        return model
+
+    def turn_reader(self, model: PreTrainedModel) -> Reader:
+        """What reads a further turn after this method's states, in passes over many tokens."""
+        return self.reader(model)
+
+    def reapply(self, model: PreTrainedModel) -> Reapply | None:
+        """How to evict while decoding; None for a method that does not."""
+        return None
+
+    def check(self, length: int, context: int) -> None:
+        """Refuse a prompt that this method cannot work on, before any model runs.
+
+        Args:
+            length: Length of the prompt in tokens.
+            context: Context length of the base model.
+
+        Raises:
+            UserError: with one line that says why.
+        """
+
+    @override
+    def answer(self, model: PreTrainedModel, request: GenerateRequest) -> Decoded:
+        if request.past is not None:
+            state = self.resume(model, request.past.state, request.unread, chunk=request.chunk)
+        else:
+            ids, mask, context = request.input_ids, request.mask, context_of(model)
+            for length in {ids.shape[1]} if mask is None else {*mask.sum(dim=1).tolist()}:
+                self.check(length, context)
+            state = self.start(model, ids, mask, chunk=request.chunk, images=request.images)
+        reapply = self.reapply(model)
+        if reapply is None and not request.goes_on and state.needs != Needs():
+            state = state.unrecorded()  # recording without a reader would cost every step
+        return request.decode(self.reader(model), state, reapply)
+
+
+class CacheMethod(Method):
+    """A method that reads the whole prompt and then compresses its cache."""
+
+    @abstractmethod
+    def compress(self, model: PreTrainedModel, state: State) -> State:
+        """The state to decode from; the given one stays unchanged."""
+
+    @override
+    def resume(self, model: PreTrainedModel, state: State, tokens: Tensor, *, chunk: int | None = None) -> State:
+        after = super().resume(model, state, tokens, chunk=chunk)
+        return self.compress(model, after) if after.joins else after
+
+    def shares_prefill(self, length: int) -> bool:
+        """Whether it compresses an ordinary prefill of `length` tokens, which other methods can share."""
+        return True
+
+    @override
+    def start(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        mask: Tensor | None = None,
+        *,
+        chunk: int | None = None,
+        images: Images | None = None,
+    ) -> State:
+        return self.compress(model, prefill(model, input_ids, mask, chunk=chunk, needs=self.needs(), images=images))
+
+
+@dataclass(frozen=True)
+class FullCache(CacheMethod):
+    """Evicts nothing: the reference that every other method is compared with."""
+
+    is_full_cache = reads_images = True
+
+    @override
+    def compress(self, model: PreTrainedModel, state: State) -> State:
+        return state.copy()
 
 
 def generate(
@@ -35,3 +510,85 @@ def generate(
     mask = attention_mask if attention_mask is not None else input_ids.new_ones(input_ids.shape)
     output = model.generate(input_ids, attention_mask=mask, custom_generate=method or FullCache(), **options)  # type: ignore[operator]
     return output if isinstance(output, GenerateDecoderOnlyOutput) else output[:, input_ids.shape[1] :]
+
+
+class Conversation(CustomGenerate):
+    """Several turns over one cache.
+
+    The first turn is what `generate` does. Each later turn is read after what the cache still holds, at the positions
+    that a full cache would use, and then the method is applied to the whole cache again, observing from the turn's end:
+    before every answer the cache holds at most the method's budget, however long the conversation. A ratio counts all
+    tokens so far. Methods that shorten the prompt do so at the first turn only, and methods that pack entries evict at
+    the first turn only. Evicted entries are gone for good.
+
+    Args:
+        model: The target.
+        method: The method, such as `SnapKV(budget=128)`.
+        state: State to continue from, such as a loaded one; it stays unchanged, so that several conversations can
+            start from it. None to start with an empty cache.
+
+    Attributes:
+        ids: [1, M] int64: all turns and answers so far.
+        state: State after all of `ids` but the last answer's last token; None before the first turn.
+
+    Raises:
+        UserError: the state is a batch, or one whose method stores entries in its own form.
+    """
+
+    def __init__(self, model: PreTrainedModel, method: Method, state: State | None = None) -> None:
+        self.model, self.method, self.state = model, method, state
+        self.ids = torch.empty(1, 0, dtype=torch.long, device=model.device) if state is None else state.tokens
+        self._unread = self.ids[:, :0]
+        _require_single(self.ids)
+        if state is not None and not state.joins:
+            raise UserError(
+                "conversation: the state's method stores entries in its own form (kivi, specache, specontext, quest, "
+                "exact_topk); give the state that it was made from"
+            )
+
+    def say(self, input_ids: Tensor, **options: Any) -> Tensor:
+        """Add a turn and answer it. When this raises, the conversation stays as it was.
+
+        Args:
+            input_ids: [1, n] int64, n >= 1: what follows the last answer, whose end token belongs to the answer. Of a
+                chat that was rendered whole, give `rendered[:, conversation.ids.shape[1]:]`.
+            options: Options of `model.generate`: `max_new_tokens`, `do_sample`, `temperature`, `streamer`, ...
+                Penalties and streamers see the whole conversation as the prompt.
+
+        Returns:
+            [1, T] int64: the answer alone.
+
+        Raises:
+            UserError: the turn is a batch, or empty.
+        """
+        _require_single(input_ids)
+        if not input_ids.shape[1]:
+            raise UserError("conversation: the turn has no tokens; give at least one, such as the user's next message")
+        prompt = torch.cat([self.ids, input_ids.to(self.ids.device)], dim=1)
+        return generate(self.model, prompt, self, **options)
+
+    @override
+    def answer(self, model: PreTrainedModel, request: GenerateRequest) -> Decoded:
+        """Answer the last turn; `say` calls it by way of transformers."""
+        _require_single(request.input_ids)
+        if request.past is not None:
+            raise UserError("conversation: it continues from its own cache; leave out past_key_values")
+        state = self._read(request.input_ids, request.chunk)
+        decoded = request.decode(self.method.reader(model), state, self.method.reapply(model))
+        self.state, self.ids, self._unread = decoded.state, decoded.ids, decoded.ids[:, -1:]
+        return decoded
+
+    def _read(self, prompt: Tensor, chunk: int | None) -> State:
+        """The state to answer from, within the budget."""
+        if self.state is None:
+            return self.method.start(self.model, prompt, chunk=chunk)
+        unread = torch.cat([self._unread, prompt[:, self.ids.shape[1] :]], dim=1)
+        return self.method.resume(self.model, self.state, unread, chunk=chunk)
+
+
+def _require_single(ids: Tensor) -> None:
+    if ids.dim() != 2 or len(ids) != 1:
+        raise UserError(
+            f"conversation: ids of shape {list(ids.shape)} are not one sequence [1, n]; "
+            "hold one conversation for each row, and give neither beams nor num_return_sequences"
+        )

@@ -17,8 +17,8 @@ from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask
 
 from keepsight.errors import UserError
-from keepsight.runtime.rounding import Counts
-from keepsight.runtime.softmax import Softmax
+from keepsight.runtime.attention import Softmax, later
+from keepsight.runtime.layer import Counts, LayerEntries
 
 ROWS_AT_ONCE = 128
 """Bounds the memory of one block of attention weights to B x H x 128 x S float32."""
@@ -156,13 +156,6 @@ def attention_weights(
     return softmax.normalised(logits).flatten(1, 2)
 
 
-@functools.lru_cache(maxsize=8)
-@torch.inference_mode(False)  # a cached tensor may be used where there are gradients
-def later(rows: int, device: torch.device) -> Tensor:
-    """[rows, rows] bool: which keys come after each query."""
-    return torch.ones(rows, rows, dtype=torch.bool, device=device).triu(1)
-
-
 def seen_ahead(mask: Any, rows: int) -> Tensor | None:
     """How many tokens after its own each token sees, as those of an image do in Gemma 3, which see the whole image.
 
@@ -249,6 +242,64 @@ def top_mask(importance: Tensor, count: int | Counts) -> Tensor:
     return above | (tied & (tied.cumsum(dim=-1, dtype=torch.int32) <= wanted - above.sum(dim=-1, keepdim=True)))
 
 
+def select_top(importance: Sequence[Tensor], counts: Counts) -> list[Tensor]:
+    """For each layer, its most important entries [B, K, C] bool, [L, B, K] in each head; ties go to the first index."""
+    chosen: list[Tensor] = []
+    for places, layers in stacked(importance):
+        wanted = counts[places]
+        same = wanted.min() == wanted.max()
+        chosen += top_mask(layers, int(wanted.min()) if same else wanted).unbind()
+    return chosen
+
+
 def top_entries(importance: Tensor, budget: int) -> Tensor:
     """Indices [..., budget] int64 of the entries that `top_mask` selects, ascending."""
     return top_mask(importance, budget).nonzero()[:, -1].view(*importance.shape[:-1], budget)
+
+
+def protected(importance: Tensor, real: Tensor | None, pooling: Pool, sinks: int, window: int) -> Tensor:
+    """Pool importance, and mark what is always kept and what is padding.
+
+    Args:
+        importance: [B, K, C] float32.
+        real: [B, 1 or K, C] bool, False for padding on the left; None for none.
+        pooling: How to pool the entries before the window.
+        sinks: Number of first entries that are always kept.
+        window: Number of last entries that are always kept; they are not pooled with the others.
+
+    Returns:
+        [B, K, C] float32: +inf where protected, -inf for padding.
+    """
+    length, pooled = importance.shape[-1], importance.clone()
+    free = max(length - window, 0)
+    if real is not None:  # padding must not reach its neighbours
+        importance = importance.masked_fill(~real, -torch.inf if pooling.kind == "max" else 0.0)
+    if free:
+        pooled[..., :free] = pool(importance[..., :free].contiguous(), pooling.kernel, pooling.kind)
+    pooled[..., free:] = torch.inf
+    if real is None:
+        pooled[..., :sinks] = torch.inf
+        return pooled
+    order = real.long().cumsum(dim=-1)
+    pooled.masked_fill_(order <= sinks, torch.inf)
+    return pooled.masked_fill_(~real, -torch.inf)
+
+
+def value_norms(values: Tensor, kv_heads: int) -> Tensor:
+    """L2 norms [B, K, C] float32 of values [B, K, C, d]; of values [B, H, C, d] the mean over a KV head's group."""
+    return reduce_group(torch.linalg.vector_norm(values, dim=-1, dtype=torch.float32), kv_heads)
+
+
+def require_scores(name: str, scores: Tensor, entries: LayerEntries) -> None:
+    """Refuse scores that are not one for each entry of a layer.
+
+    Raises:
+        UserError: with one line that names the observer, the shape that it returned and the expected one.
+    """
+    batch, kv_heads, length, _ = entries.keys.shape
+    shape = [*scores.shape]
+    if len(shape) != 3 or shape[::2] != [batch, length] or not shape[1] or shape[1] % kv_heads:
+        raise UserError(
+            f"{name} returned scores of shape {shape} for a layer; expected [{batch}, {kv_heads}, {length}] by KV head, "
+            f"or a multiple of {kv_heads} by query head"
+        )

@@ -5,7 +5,6 @@ each head's own rows of `kv_b_proj`; a part with RoPE, shared by all heads too, 
 and that part, and expands all of them at every step. An entry is a latent then, which all heads keep or lose together.
 """
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +13,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from keepsight.errors import UserError
-from keepsight.models.decoder import has_latents
-from keepsight.runtime.cache_layers import LayerEntries
-from keepsight.runtime.state import State
 
 
 @dataclass(frozen=True)
@@ -58,40 +54,6 @@ class Expansion:
         both = latents @ self.weight.transpose(1, 2)
         keys, values = both[..., : self.key_width], both[..., self.key_width :]
         return torch.cat([keys, rotated.expand(-1, keys.shape[1], -1, -1)], dim=3), values
-
-
-def attended_entries(model: PreTrainedModel, state: State) -> Iterator[LayerEntries]:
-    """The entries of each layer as queries see them: of latents, every head's own keys and values.
-
-    One layer at a time: they take far more memory than the latents, in DeepSeek-V3 40960 numbers per token and layer
-    instead of 576.
-    """
-    for expansion, each in zip(expansions_for(model, state.entries()), state.entries(), strict=True):
-        yield attended(each, expansion)
-
-
-def attended(held: LayerEntries, expansion: Expansion | None) -> LayerEntries:
-    """The entries of a layer as queries see them; without an expansion as they are held."""
-    return held if expansion is None else LayerEntries(*expansion(held.keys, held.values), held.real)
-
-
-def expansions_for(model: PreTrainedModel, held: Sequence[LayerEntries]) -> Sequence[Expansion | None]:
-    """For each layer of a cache what expands its entries; None where these are no latents."""
-    return expansions(model) if held and are_latents(model, held[0]) else [None] * len(held)
-
-
-def holds_latents(model: PreTrainedModel, state: State) -> bool:
-    """Whether the cache of a state holds latents."""
-    return has_latents(model) and are_latents(model, state.entries()[0])
-
-
-def are_latents(model: PreTrainedModel, held: LayerEntries) -> bool:
-    """Whether entries are latents: earlier versions of transformers, such as 5.10, cache every head's entries."""
-    if not has_latents(model):
-        return False
-    config: Any = model.config.get_text_config()
-    widths = held.keys.shape[1], held.keys.shape[3], held.values.shape[3]
-    return widths == (1, config.kv_lora_rank, config.qk_rope_head_dim)
 
 
 def expansions(model: PreTrainedModel) -> list[Expansion]:

@@ -1,7 +1,10 @@
-"""Observe: a second, short pass after the prefill, whose queries score the entries.
+"""Observers: what scores a state's entries. Many run a second, short pass whose queries look back at the cache.
 
 What follows a prompt cannot change the prompt's keys and values (causality), so that any number of observers can run
 after one prefill, and none of them changes the cache.
+
+Several rows of observers may share the entries of one row, each seeing those that its own mask shows. They then attend
+side by side, as further queries of that row: [R, H, q, d] is taken as [B, H, (R / B) x q, d], and no entry is repeated.
 """
 
 import functools
@@ -13,19 +16,20 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
 from typing_extensions import override
 
-from keepsight.models.decoder import decoder_of, has_latents
-from keepsight.runtime.attention import run
-from keepsight.runtime.cache import as_observed, marked
+from keepsight.errors import UserError
+from keepsight.models.decoder import decoder_of
+from keepsight.runtime.attention import OwnAttention, Softmax, grouped_attention, later, run
 from keepsight.runtime.importance import ROWS_AT_ONCE, Reduce, observed_attention, reduce_group
-from keepsight.runtime.look_after import AllSeen, LastLayer, WatchedLayer, no_entries
-from keepsight.runtime.read_layer import ReadLayer, read_layers
-from keepsight.runtime.softmax import Softmax
-from keepsight.runtime.state import Needs, State
-from keepsight.runtime.viewed_layers import ViewedLayer
+from keepsight.runtime.layer import KeptLayer, LayerEntries
+from keepsight.runtime.state import Needs, State, full_layers, with_full_layers
+
+RECOMPUTED = 2**24
+"""Bytes of a layer's attention weights above which they are recomputed in the backward pass."""
 
 
 class Observer(ABC):
@@ -36,14 +40,14 @@ class Observer(ABC):
         """Score each entry.
 
         Args:
-            model: The target.
+            model: The base model.
             state: A prompt that it has read, evicted from or not.
             reduce: Reduction over the observing queries and over the query heads of a KV head; unused by scorers
                 without queries.
 
         Returns:
             For each layer, [B, K, C] float32 by KV head: higher is more important. Scores by query head, [B, H, C], are
-            reduced by whoever asked, but then those of all layers take memory at once.
+            reduced by the caller, but then those of all layers take memory at once.
         """
 
     def needs(self) -> Needs:
@@ -55,7 +59,7 @@ class Observer(ABC):
         return 0
 
     def bound(self, budget: int | float, sinks: int, window: int) -> "Observer":
-        """The observer with whatever it leaves open taken from the method that holds it, whose fields these are."""
+        """The observer with whatever it leaves open taken from these fields of its method."""
         return self
 
     @property
@@ -71,15 +75,71 @@ class LayerObserver(Observer):
     """
 
     @abstractmethod
-    def score(self, layer: ReadLayer, reduction: str) -> Tensor:
+    def score(self, layer: KeptLayer, reduction: str) -> Tensor:
         """Score each entry of a layer: [B, H, C] or [B, K, C] float32, reduced over the queries by `mean` or `max`."""
 
     @override
     def __call__(self, model: PreTrainedModel, state: State, reduce: Reduce) -> list[Tensor]:
         return [
-            reduce_group(self.score(layer, reduce.queries), layer.held.keys.shape[1], reduce.heads)
-            for layer in read_layers(model, state)
+            reduce_group(self.score(layer, reduce.queries), layer.keys.shape[1], reduce.heads) for layer in state.layers
         ]
+
+
+def window_attention(layer: KeptLayer, wanted: int, reduction: str) -> Tensor:
+    """Attention of a layer's last queries to all its entries, [B, H, C] float32 (SnapKV, section 4).
+
+    Args:
+        layer: The layer.
+        wanted: Number of observing queries; all that were recorded where they are fewer.
+        reduction: Reduction over the queries; see `observed_attention`.
+
+    Raises:
+        UserError: no query was recorded.
+    """
+    window = recorded_queries(layer, wanted)
+    assert window.queries is not None
+    keys, _, real = layer.attended()
+    return observed_attention(
+        window.queries,
+        keys,
+        window.softmax,
+        keys.shape[2],
+        key_mask=real,
+        query_mask=window.query_mask,
+        ahead=window.ahead,
+        reduction=reduction,
+    )
+
+
+def recorded_queries(layer: KeptLayer, wanted: int) -> Any:
+    """What was recorded of the last `wanted` tokens, or of fewer where no more is left: see `Recorded`.
+
+    Raises:
+        UserError: no query was recorded, or all of their entries may have been evicted.
+    """
+    recorded = layer.recorded
+    if recorded is None or recorded.queries is None or not recorded.queries.shape[2]:
+        raise UserError(
+            f"no query is left of the {wanted} that should observe: prefill with needs=method.needs(), and where an "
+            "evicted cache is evicted again, let the method keep its window"
+        )
+    return recorded.last(wanted)
+
+
+def combine(of_window: Tensor, of_draft: Tensor, rows: int, real: Tensor, reduction: str) -> Tensor:
+    """Combine what a prompt's last queries and a draft observe in a layer.
+
+    Args:
+        of_window: [B, H, C] float32, reduced over the window's queries.
+        of_draft: The same, reduced over the draft's queries.
+        rows: Number of the window's queries.
+        real: [B, T] bool, False where the draft is padding.
+        reduction: `mean` or `max`, as both were reduced.
+    """
+    if reduction == "max":
+        return torch.maximum(of_window, of_draft)
+    drafted = real.sum(dim=1)[:, None, None].to(of_draft.device)
+    return (of_window * rows + of_draft * drafted) / (rows + drafted)
 
 
 OfLayer = Callable[[int, Tensor], Tensor]
@@ -89,57 +149,6 @@ OfLayer = Callable[[int, Tensor], Tensor]
 def all_heads(place: int, attention: Tensor) -> Tensor:
     """An `OfLayer`: the attention as it is."""
     return attention
-
-
-def _none_of(place: int, attention: Tensor) -> Tensor:
-    return no_entries(attention)
-
-
-class AttentionRecorder:
-    """Records each full-attention layer's attention of the last `rows` queries to the entries before them.
-
-    Arguments are those of `observed_attention`; with `own` the queries' own entries are scored too.
-
-    Attributes:
-        by_layer: layer -> what is kept of [B, H, S - rows] float32, reduced over the queries; with `own` of [B, H, S].
-    """
-
-    def __init__(
-        self,
-        rows: int,
-        *,
-        key_mask: Tensor | None = None,
-        query_mask: Tensor | None = None,
-        reduction: str = "mean",
-        keep: OfLayer = all_heads,
-        own: bool = False,
-    ) -> None:
-        self.rows, self.reduction, self.keep, self.own = rows, reduction, keep, own
-        self.key_mask, self.query_mask = key_mask, query_mask
-        self.by_layer: dict[int, Tensor] = {}
-
-    def __call__(
-        self, layer: int, query: Tensor, key: Tensor, softmax: Softmax, real: Tensor | None, mask: Any
-    ) -> None:
-        """See `keepsight.runtime.attention.Recorder`."""
-        if real is not None and self.query_mask is not None:
-            real = real.clone()
-            real[:, :, -self.rows :] &= self.query_mask[:, None].to(real.device)
-        observed = observed_attention(
-            query[:, :, -self.rows :],
-            key,
-            softmax,
-            key.shape[2] - (0 if self.own else self.rows),
-            key_mask=self.key_mask if real is None else real,
-            query_mask=self.query_mask,
-            reduction=self.reduction,
-        )
-        self.by_layer[layer] = self.keep(len(self.by_layer), observed)
-
-    def taken(self) -> list[Tensor]:
-        """The recorded tensors in the order of the layers, for the last time: see `WatchedLayer.taken`."""
-        recorded, self.by_layer, self.keep = self.by_layer, {}, _none_of
-        return [recorded[layer] for layer in sorted(recorded)]
 
 
 def look_back(
@@ -156,7 +165,7 @@ def look_back(
     Each layer's attention is reduced to KV heads when it is computed, after `combined`, with which other observers add
     theirs: [B, K, N] float32 for each layer.
     """
-    kv_heads = [each.keys.shape[1] for each in state.entries()]
+    kv_heads = [layer.keys.shape[1] for layer in state.layers]
     return observe(
         model,
         state.cache,
@@ -192,7 +201,7 @@ def observe(
             another then share each, and a row's mask may hide any entries.
         embeddings: [R, n, hidden], the observers' input embeddings.
         first: [R] int64, the first observer's position; the number of real tokens by default.
-        observer_mask: [B, n] bool, False for padding on the right of the observers.
+        observer_mask: [R, n] bool, False for padding on the right of the observers.
         reduction: Reduction over the observers: `mean` or `max`.
         keep: What is returned of a layer's attention, called as soon as that is computed.
         stops: Whether the pass may end in the middle of the model, once the last layer's entries are scored: hooks that
@@ -202,31 +211,301 @@ def observe(
         For each layer with full attention, what is kept of [R, H, N] float32, the observers' attention. Gradients flow
         to `embeddings` and to the model's trainable parameters; without gradients the result may be inference tensors.
     """
-    seen = cache.get_seq_length()
     batch, count, _ = embeddings.shape
     if first is None:
-        first = mask.sum(dim=1) if mask is not None else torch.full((batch,), seen, device=embeddings.device)
-    look = functools.partial(
-        run,
-        decoder_of(model),
-        inputs_embeds=embeddings,
-        position_ids=first[:, None] + torch.arange(count, device=embeddings.device),
-    )
-    stored = [ViewedLayer(*each) for each in marked(cache, mask)]
-    viewed = as_observed(cache, stored)
+        seen = torch.full((batch,), cache.get_seq_length(), device=embeddings.device)
+        first = seen if mask is None else mask.sum(dim=1)
+    stored = full_layers(cache)
+    kinds = [ObservedLayer] * len(stored)
+    if stops:
+        kinds[-1:] = [LastObservedLayer] * len(kinds[-1:])
+    observed = [
+        kind(layer, mask, observer_mask, reduction, functools.partial(keep, place))
+        for place, (kind, layer) in enumerate(zip(kinds, stored, strict=True))
+    ]
     # Layers with full attention know their padding; it is the bounded ones that need a mask.
-    padded = None if mask is None or len(stored) == len(viewed) else functional.pad(mask, (0, count), value=True)
-    if observer_mask is None and count <= ROWS_AT_ONCE and not has_latents(model):
-        kinds = [WatchedLayer] * len(stored)
-        if stops:
-            kinds[-1] = LastLayer
-        watched = [
-            kind(each, reduction, functools.partial(keep, place))
-            for place, (kind, each) in enumerate(zip(kinds, stored, strict=True))
-        ]
-        with torch.inference_mode(not torch.is_grad_enabled()), suppress(AllSeen):  # saves 3 % of the time on a CPU
-            look(as_observed(viewed, watched), attention_mask=padded)
-        return [layer.taken() for layer in watched]
-    recorder = AttentionRecorder(count, query_mask=observer_mask, reduction=reduction, keep=keep)
-    look(viewed, attention_mask=padded, recorder=recorder)
-    return recorder.taken()
+    padded = None if mask is None or len(stored) == len(cache.layers) else functional.pad(mask, (0, count), value=True)
+    with torch.inference_mode(not torch.is_grad_enabled()), suppress(AllObserved):  # saves 3 % of the time on a CPU
+        run(
+            decoder_of(model),
+            as_observed(cache, observed),
+            inputs_embeds=embeddings,
+            position_ids=first[:, None] + torch.arange(count, device=embeddings.device),
+            attention_mask=padded,
+        )
+    return [layer.taken() for layer in observed]
+
+
+def as_observed(cache: Cache, layers: Any) -> Cache:
+    """A cache with other layers in place of those with full attention, for observers, who change no recurrent state."""
+    copied = with_full_layers(cache, layers).layers
+    return Cache(layers=[ObservedRecurrence(each) if isinstance(each, LinearAttentionLayer) else each for each in copied])
+
+
+class ObservedRecurrence(LinearAttentionLayer):
+    """A recurrent state as observers see it: it goes on for them, but is never stored, so that gradients can flow.
+
+    Args:
+        layer: The layer that it belongs to.
+    """
+
+    def __init__(self, layer: LinearAttentionLayer) -> None:
+        vars(self).update(vars(layer))
+
+    @override
+    def update_conv_state(
+        self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: object
+    ) -> Tensor:
+        before = self.conv_states[state_idx]
+        assert before is not None
+        return torch.cat([before, conv_states], dim=-1)
+
+    @override
+    def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: object) -> Tensor:
+        return recurrent_states
+
+
+class ViewedLayer(OwnAttention, DynamicLayer):
+    """Stored entries to which new tokens attend, and each other, without storing what they append.
+
+    Args:
+        layer: The layer that stores the entries, or its entries.
+        mask: [R, M] bool, False for left padding among the tokens that a layer from which nothing was evicted has
+            stored; None for none.
+    """
+
+    def __init__(self, layer: KeptLayer | LayerEntries, mask: Tensor | None = None) -> None:
+        super().__init__()
+        stored = layer.attended() if isinstance(layer, KeptLayer) else layer
+        self.lazy_initialization(stored.keys, stored.values)
+        self.keys, self.values = stored.keys, stored.values
+        whole = mask is not None and (stored.real is None or len(mask) != len(stored.keys))
+        whole = whole and mask is not None and stored.keys.shape[2] >= mask.shape[1]
+        self.real: Tensor | None = mask[:, None].to(stored.keys.device) if whole and mask is not None else stored.real
+
+
+class ObservedLayer(ViewedLayer):
+    """A layer to which observers attend: all that is new observes.
+
+    Large attention weights are not kept for the backward pass: of all layers together, they would take 2 GiB after 16K
+    tokens, for 32 layers and heads and as many observers.
+
+    Args:
+        layer: The layer that stores the entries.
+        mask: See `ViewedLayer`.
+        observer_mask: [R, n] bool, False where an observer is padding, which does not count; None for none.
+        reduction: Reduction over the observers: `mean` or `max`.
+        keep: What is kept of [R, H, N] float32, the attention reduced over the observers.
+    """
+
+    attention: Tensor
+
+    def __init__(
+        self,
+        layer: KeptLayer,
+        mask: Tensor | None,
+        observer_mask: Tensor | None,
+        reduction: str,
+        keep: Callable[[Tensor], Tensor],
+    ) -> None:
+        super().__init__(layer, mask)
+        self.observer_mask, self.reduction, self.keep = observer_mask, reduction, keep
+
+    def taken(self) -> Tensor:
+        """What was kept, for the last time: a layer that is recomputed in the backward pass must keep no other."""
+        kept, self.keep = self.attention, _nothing
+        del self.attention
+        return kept
+
+    @override
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
+        look = functools.partial(self._look, softmax=softmax)
+        weights = query.shape[:3].numel() * self.keys.shape[2] * torch.float32.itemsize
+        if torch.is_grad_enabled() and weights >= RECOMPUTED:
+            attention, output = checkpoint(look, query, key, value, use_reentrant=False, preserve_rng_state=False)
+        else:
+            attention, output = look(query, key, value)
+        self.attention = self.keep(attention)
+        return output
+
+    def _look(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> tuple[Tensor, Tensor]:
+        """The attention to the stored entries, reduced over the observers, and the output [R, q, H, d]."""
+        sharing, outputs, totals = len(query) // len(self.keys), list[Tensor](), list[Tensor]()
+        for rows in _blocks(query.shape[2]):
+            own = key[:, :, : rows.stop], value[:, :, : rows.stop]
+            weights = _weights(query[:, :, rows], self.keys, own[0], softmax, self.real)
+            stored, new = weights.split([self.keys.shape[2], rows.stop], dim=-1)
+            totals.append(_reduced(stored, rows, sharing, self.observer_mask, self.reduction))
+            outputs.append(_output(stored.to(value.dtype), new.to(value.dtype), self.values, own[1], rows, sharing))
+        if len(totals) == 1:
+            total = totals[0]
+        else:
+            total = functools.reduce(torch.maximum if self.reduction == "max" else torch.add, totals)
+        if self.reduction == "mean":
+            observers = query.shape[2] if self.observer_mask is None else self.observer_mask.sum(dim=1)[:, None, None]
+            total = total / (observers if isinstance(observers, int) else observers.clamp(min=1).to(total.device))
+        return total, outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+
+
+class AllObserved(Exception):
+    """Ends a pass."""
+
+
+class LastObservedLayer(ObservedLayer):
+    """The last layer that observers look back at; nothing is asked of the model after it."""
+
+    @override
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
+        super().attend(query, key, value, softmax)
+        raise AllObserved
+
+
+class GatedLayer(ViewedLayer):
+    """Stored entries whose attention weights are multiplied by gates before they are normalised: a soft selection.
+
+    Gradients flow through the gates. What is new is seen too, causally and whole, and not stored.
+
+    Args:
+        keys: [B, K, N, d].
+        values: [B, K, N, d].
+        gates: [B, K, N], logarithms of the gates: 0 for an entry that is kept, very low for one that is evicted, and
+            for padding: the model's own mask is not looked at.
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor, gates: Tensor) -> None:
+        super().__init__(LayerEntries(keys, values, None))
+        self.gates = gates
+
+    @override
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
+        rows = query.shape[2]
+        least = torch.finfo(query.dtype).min
+        stored = self.gates.clamp(min=least).to(query.dtype)[:, :, None].expand(-1, -1, rows, -1)
+        own = torch.zeros(rows, rows, dtype=query.dtype, device=query.device)
+        own = own.masked_fill(later(rows, query.device), least)
+        mask = torch.cat([stored, own.expand(*stored.shape[:2], -1, -1)], dim=-1)
+        keys, values = torch.cat([self.keys, key], dim=-2), torch.cat([self.values, value], dim=-2)
+        return grouped_attention(query, keys, values, mask, softmax)
+
+
+class AttentionRecorder:
+    """Records each full-attention layer's attention of the last `rows` queries of a pass to the entries before them.
+
+    Arguments are those of `observed_attention`; with `own` the queries' own entries are scored too.
+
+    Attributes:
+        by_layer: layer -> [B, H, S - rows] float32, reduced over the queries; with `own` [B, H, S].
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        *,
+        key_mask: Tensor | None = None,
+        query_mask: Tensor | None = None,
+        reduction: str = "mean",
+        own: bool = False,
+    ) -> None:
+        self.rows, self.reduction, self.own = rows, reduction, own
+        self.key_mask, self.query_mask = key_mask, query_mask
+        self.by_layer: dict[int, Tensor] = {}
+
+    def __call__(
+        self, layer: int, query: Tensor, key: Tensor, softmax: Softmax, real: Tensor | None, mask: Any
+    ) -> None:
+        """See `keepsight.runtime.attention.Recorder`."""
+        self.by_layer[layer] = observed_attention(
+            query[:, :, -self.rows :],
+            key,
+            softmax,
+            key.shape[2] - (0 if self.own else self.rows),
+            key_mask=self.key_mask if real is None else real,
+            query_mask=self.query_mask,
+            reduction=self.reduction,
+        )
+
+    def taken(self) -> list[Tensor]:
+        """The recorded tensors in the order of the layers; the recorder lets go of them."""
+        recorded, self.by_layer = self.by_layer, {}
+        return [recorded[layer] for layer in sorted(recorded)]
+
+
+def _nothing(attention: Tensor) -> Tensor:
+    return attention.new_empty(0)
+
+
+def _blocks(rows: int) -> list[slice]:
+    return [slice(start, min(start + ROWS_AT_ONCE, rows)) for start in range(0, rows, ROWS_AT_ONCE)]
+
+
+def _weights(query: Tensor, keys: Tensor, own_keys: Tensor, softmax: Softmax, real: Tensor | None) -> Tensor:
+    """Attention weights [B, K, (H / K) x (R / B) x q, N + S] float32 of observers, to stored entries and to each other.
+
+    Args:
+        query: [R, H, q, d], the queries of the last q of S observers, causal among themselves.
+        keys: [B, K, N, d], before every observer; R / B rows of observers after one another share a row of them.
+        own_keys: [R, K, S, d] of the observers.
+        softmax: The layer's.
+        real: [R, 1 or K, N] bool, False for entries that a row does not see; None when there is none.
+    """
+    sharing, (heads, rows), kv_heads = len(query) // len(keys), query.shape[1:3], keys.shape[1]
+    grouped = query.reshape(len(query), kv_heads, -1, query.shape[3])
+    count = keys.shape[2]
+    hidden = None if real is None else ~real[:, :, None]
+    if torch.is_grad_enabled() or sharing > 1 or query.dtype == torch.float16:
+        stored = softmax.logits(_side_by_side(grouped, sharing, rows), keys)
+        own = softmax.logits(grouped, own_keys)
+        hidden = None if hidden is None else _side_by_side(hidden, sharing, 1)[:, :, None, :, None]
+        _hide(stored.unflatten(2, (-1, sharing, rows)), own, rows, hidden)
+        logits = torch.cat([stored, _side_by_side(own, sharing, rows)], dim=-1)
+    else:
+        joined = grouped.new_empty(*grouped.shape[:3], count + own_keys.shape[2])
+        for products, each in zip(joined.flatten(0, 1).tensor_split([count], dim=-1), (keys, own_keys), strict=True):
+            factors = grouped.flatten(0, 1), each.flatten(0, 1).mT.to(joined.dtype)
+            torch.baddbmm(products, *factors, beta=0, alpha=softmax.scaling, out=products)
+        logits = softmax.capped(joined.float())
+        _hide(logits[..., :count], logits[..., count:], rows, hidden)
+    return softmax.normalised(logits.unflatten(2, (heads // kv_heads, -1))).flatten(2, 3)
+
+
+def _reduced(weights: Tensor, rows: slice, sharing: int, observer_mask: Tensor | None, reduction: str) -> Tensor:
+    """Weights [B, K, (H / K) x (R / B) x q, N] over a block of observers -> [R, H, N]; a mean is only summed."""
+    count = rows.stop - rows.start
+    if observer_mask is not None:
+        by_row = _apart(weights, sharing, count).unflatten(2, (-1, count))
+        by_row = by_row * observer_mask[:, rows].to(weights.device)[:, None, None, :, None]
+        return (by_row.amax(3) if reduction == "max" else by_row.sum(3)).flatten(1, 2)
+    by_head = weights.unflatten(2, (-1, count))
+    return _apart((by_head.amax(3) if reduction == "max" else by_head.sum(3)).flatten(1, 2), sharing, 1)
+
+
+def _output(stored: Tensor, own: Tensor, values: Tensor, own_values: Tensor, rows: slice, sharing: int) -> Tensor:
+    """The output [R, q, H, d] of weights for values [B, K, N, d] and [R, K, S, d]."""
+    count = rows.stop - rows.start
+    of_stored, own = _apart(stored @ values, sharing, count), _apart(own, sharing, count)
+    seen = torch.baddbmm(*(each.flatten(0, 1) for each in (of_stored, own, own_values))).to(values.dtype)
+    by_head = seen.view_as(of_stored).unflatten(2, (-1, count)).flatten(1, 2)
+    return by_head.transpose(1, 2).contiguous()
+
+
+def _side_by_side(apart: Tensor, sharing: int, rows: int) -> Tensor:
+    """[R, K, (H / K) x q, x] -> [R / sharing, K, (H / K) x sharing x q, x], q being `rows`."""
+    if sharing == 1:
+        return apart
+    by_head = apart.unflatten(0, (-1, sharing)).unflatten(3, (-1, rows))
+    return by_head.permute(0, 2, 3, 1, 4, 5).flatten(2, 4)
+
+
+def _apart(side_by_side: Tensor, sharing: int, rows: int) -> Tensor:
+    """`_side_by_side` undone."""
+    if sharing == 1:
+        return side_by_side
+    by_head = side_by_side.unflatten(-2, (-1, sharing, rows))
+    return by_head.movedim(-3, 1).flatten(0, 1).flatten(-3, -2)
+
+
+def _hide(stored: Tensor, own: Tensor, rows: int, padding: Tensor | None) -> None:
+    """Hide, in place, padding among the stored entries, whose shape it must fit, and own ones that come later."""
+    own.unflatten(2, (-1, rows))[..., -rows:].masked_fill_(later(rows, own.device), -torch.inf)
+    if padding is not None:
+        stored.masked_fill_(padding, -torch.inf)

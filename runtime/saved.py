@@ -20,10 +20,10 @@ from typing_extensions import override
 from keepsight.atomic import atomic_files
 from keepsight.errors import UserError
 from keepsight.models.offloaded import values_of
-from keepsight.runtime.custom_generate import CustomGenerate
-from keepsight.runtime.decode import Decoded
-from keepsight.runtime.generate_request import GenerateRequest
-from keepsight.runtime.method import FullCache
+from keepsight.runtime.generate import CustomGenerate
+from keepsight.runtime.generate import Decoded
+from keepsight.runtime.generate import GenerateRequest
+from keepsight.runtime.generate import FullCache
 from keepsight.runtime.state import Needs, State, Trace
 from keepsight.runtime.state_tensors import (
     beside_layers,

@@ -9,8 +9,8 @@ from transformers.cache_utils import DynamicLayer
 from typing_extensions import override
 
 from keepsight.runtime.attention import OwnAttention
-from keepsight.runtime.cache_layers import LayerEntries
-from keepsight.runtime.softmax import Softmax, attend_grouped
+from keepsight.runtime.layer import LayerEntries
+from keepsight.runtime.attention import Softmax, attend_grouped
 
 
 class PaddedEntries:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from keepsight.runtime.softmax import Softmax, grouped_attention
+from keepsight.runtime.attention import Softmax, grouped_attention
 
 BLOCK = 64
 _FLEX_BLOCK = 128

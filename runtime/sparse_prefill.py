@@ -17,10 +17,10 @@ from typing_extensions import override
 from keepsight.errors import UserError, require_whole
 from keepsight.models.decoder import has_latents
 from keepsight.runtime.attention import OwnAttention, run
-from keepsight.runtime.cache import empty_cache, full_layers, record_past, roll_back, with_full_layers
-from keepsight.runtime.cache_layers import KeptLayer
+from keepsight.runtime.state import empty_cache, full_layers, record_past, roll_back, with_full_layers
+from keepsight.runtime.layer import KeptLayer
 from keepsight.runtime.importance import top_entries
-from keepsight.runtime.softmax import Softmax
+from keepsight.runtime.attention import Softmax
 from keepsight.runtime.sparse_attention import BLOCK, sparse_attention
 from keepsight.runtime.state import Needs, State, Trace
 

@@ -1,27 +1,40 @@
-"""The state of a prompt that a model has read: its KV entries, the next position, and a trace for observers.
+"""The state of a prompt that a model has read: its cache, the next position, and what is needed to observe it.
 
-Entries, and whatever is listed by layer, are those of the layers with full attention; see `keepsight.runtime.cache`.
+`prefill` makes a state, eviction a smaller one, `read` appends tokens to one, `decode` answers from one, `join` makes a
+batch of several. Whole and evicted states have one type, so that a method can be applied to an evicted cache again, in
+the middle of an answer or at the next turn of a conversation.
 
-`prefill` makes a state, a method's `compress` makes a smaller one, `read` appends tokens to one, `decode` answers
-from one. Whole and compressed states have one type, so that a method can be applied to an evicted cache again, in the
-middle of an answer or at the next turn of a conversation.
+The entries of a state are those of layers with full attention. Bounded layers (a sliding window, a chunk, a recurrent
+state) keep the cache that transformers gives them: they are copied with the others, and never evicted from.
 """
 
+import copy
+import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers.cache_utils import Cache
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
+from keepsight.errors import UserError
+from keepsight.models.decoder import FULL, has_latents, require_supported
 from keepsight.models.offloaded import on_each
-from keepsight.runtime.cache import cache_bytes, entries, is_bounded, share
-from keepsight.runtime.cache_layers import LayerEntries
+from keepsight.runtime.attention import Reader, Softmax, is_bounded, run
+from keepsight.runtime.features import RecordFeatures
+from keepsight.runtime.images import Images
 from keepsight.runtime.importance import observed_attention, seen_ahead
-from keepsight.runtime.softmax import Softmax
+from keepsight.runtime.latents import expansions
+from keepsight.runtime.layer import KeptLayer, LayerEntries, Recorded
+
+AfterLayer = Callable[[int, KeptLayer], KeptLayer]
+"""Gives the layer to go on with in place of one that has been read, from its place among those with full attention."""
+Kind = TypeVar("Kind", bound="State")
 
 
 @dataclass(frozen=True)
@@ -30,46 +43,21 @@ class Needs:
 
     Attributes:
         window: Number of last queries kept in every layer.
-        received: Whether to sum the attention that each entry receives from all queries.
+        accumulated: Whether to sum the attention that each entry receives from all queries.
         features: Layers whose outputs are kept for every token; indices from 0, ascending.
     """
 
     window: int = 0
-    received: bool = False
+    accumulated: bool = False
     features: tuple[int, ...] = ()
 
     def __or__(self, other: "Needs") -> "Needs":
         features = tuple(sorted({*self.features, *other.features}))
-        return Needs(max(self.window, other.window), self.received or other.received, features)
+        return Needs(max(self.window, other.window), self.accumulated or other.accumulated, features)
 
 
-@dataclass(frozen=True)
-class Trace:
-    """What is recorded of the tokens read, for observers.
-
-    Attributes:
-        needs: What to record.
-        queries: For each layer, the queries [B, H, w, d] of the last w tokens, after RoPE; w is at most `needs.window`.
-        received: For each layer, the attention that each entry has received from all queries, [B, H, C] float32;
-            empty unless needed.
-        softmax: The softmax of each layer.
-        features: For each of the layers in `needs.features`, its output [B, M, hidden] for every token read.
-        seconds: Time spent summing `received`; on a GPU, only the time that the CPU was blocked.
-        ahead: [B, needs.window] int64, how many tokens after its own each of the last tokens saw, 0 where there are
-            fewer; None where each saw none. See `keepsight.runtime.importance.seen_ahead`.
-    """
-
-    needs: Needs = Needs()
-    queries: tuple[Tensor, ...] = ()
-    received: tuple[Tensor, ...] = ()
-    softmax: tuple[Softmax, ...] = ()
-    features: tuple[Tensor, ...] = ()
-    seconds: float = 0.0
-    ahead: Tensor | None = None
-
-    def features_of(self, layers: Sequence[int], tokens: slice = slice(None)) -> Tensor:
-        """Concatenated outputs of some of the recorded layers, [B, M, len(layers) * hidden], of all or some tokens."""
-        return torch.cat([self.features[self.needs.features.index(layer)][:, tokens] for layer in layers], dim=-1)
+WINDOW = Needs(window=32)
+"""The observation window that most methods need."""
 
 
 @dataclass(frozen=True)
@@ -78,34 +66,41 @@ class State:
 
     Attributes:
         cache: C entries per layer and KV head (C may differ), of M >= C tokens.
-        mask: [B, C] bool, False for padding; None without padding, or when the cache's layers mark it.
         logits: [B, V] float32, of the last token.
         tokens: [B, M] int64: everything read, evicted tokens included, padded on the left.
         lengths: [B] int64: number of each row's tokens without padding.
-        trace: What was recorded for observers.
-        shift: [B] int64: how far a row's next position is beyond its number of tokens, where the model counts positions
-            otherwise (an image's tokens under M-RoPE); None for none.
+        needs: What is recorded of the tokens read: in the cache's layers, and in `features`.
+        features: For each of the layers in `needs.features`, its output [B, m, hidden] for the last m tokens.
+        rope_offset: [B] int64: how far a row's next position is beyond its number of tokens, where the model counts
+            positions otherwise (an image's tokens under M-RoPE); None for none.
         padded: Whether a row has padding; None where that has to be looked up, for which the CPU has to wait.
+        seconds: Time spent summing accumulated attention; on a GPU, only the time that the CPU was blocked.
     """
 
     cache: Cache
-    mask: Tensor | None
     logits: Tensor
     tokens: Tensor
     lengths: Tensor
-    trace: Trace = field(default_factory=Trace)
-    shift: Tensor | None = None
+    needs: Needs = Needs()
+    features: tuple[Tensor, ...] = ()
+    rope_offset: Tensor | None = None
     padded: bool | None = None
+    seconds: float = 0.0
+
+    @property
+    def layers(self) -> list[KeptLayer]:
+        """The layers with full attention."""
+        return full_layers(self.cache)
 
     @property
     def length(self) -> int:
         """Number of entries of the longest KV head, padding included; 0 where every layer is bounded by itself."""
-        return max((layer.keys.shape[2] for layer in self.entries()), default=0)
+        return max((layer.entries().keys.shape[2] for layer in self.layers), default=0)
 
     @property
     def next_position(self) -> Tensor:
         """[B] int64: the position of each row's next token."""
-        return self.lengths if self.shift is None else self.lengths + self.shift
+        return self.lengths if self.rope_offset is None else self.lengths + self.rope_offset
 
     @property
     def kv_bytes(self) -> int:
@@ -127,13 +122,16 @@ class State:
 
     def entries(self) -> list[LayerEntries]:
         """Keys, values [B, K, C, d] of each layer, and which of them are real, [B, 1 or K, C] or None for all."""
-        own, held = on_each(None if self.mask is None else self.mask[:, None]), entries(self.cache)
-        return [each if each.real is not None else each._replace(real=own(each.keys.device)) for each in held]
+        return [layer.entries() for layer in self.layers]
 
-    def held(self) -> Tensor:
+    def counts(self) -> Tensor:
         """[L, B, K] int64: number of real entries per layer, row and KV head."""
-        device = self.lengths.device
-        return torch.stack([_held(each).to(device) for each in self.entries()])
+        counts = []
+        for keys, _, real in self.entries():
+            batch, kv_heads, length, _ = keys.shape
+            found = torch.full((batch, kv_heads), length) if real is None else real.sum(dim=-1).expand(-1, kv_heads)
+            counts.append(found.to(self.lengths.device))
+        return torch.stack(counts)
 
     def select_all(self) -> list[Tensor]:
         """For each layer, a selection [B, K, C] bool of all real entries."""
@@ -144,88 +142,327 @@ class State:
         """The same state with an independent cache to append to."""
         return replace(self, cache=share(self.cache))
 
+    def unrecorded(self, needs: Needs = Needs()) -> "State":
+        """A copy without what was recorded; `needs` is recorded of the tokens that follow."""
+        after = replace(self.copy(), needs=needs, features=(), seconds=0.0)
+        for layer in after.layers:
+            layer.recorded = None
+        return after
+
+    def as_kind(self, kind: type[Kind], cache: Cache) -> Kind:
+        """The state of a method that stores entries in its own form; nothing is recorded from here on."""
+        return kind(
+            cache, self.logits, self.tokens, self.lengths, rope_offset=self.rope_offset, padded=self.padded
+        )
+
+    def crop(self, count: int, logits: Tensor) -> "State":
+        """The state before its last `count` tokens, whose entries the cache loses; `logits` [B, V] are its last ones."""
+        self.cache.crop(-count)
+        return replace(
+            self,
+            logits=logits,
+            tokens=self.tokens[:, : self.tokens.shape[1] - count],
+            lengths=self.lengths - count,
+            features=tuple(each[:, : each.shape[1] - count] for each in self.features),
+        )
+
+    def features_of(self, layers: Sequence[int], tokens: slice = slice(None)) -> Tensor:
+        """Concatenated outputs of some of the recorded layers, [B, m, len(layers) * hidden], of all or some tokens."""
+        return torch.cat([self.features[self.needs.features.index(layer)][:, tokens] for layer in layers], dim=-1)
+
     def attention_mask(self) -> Tensor | None:
-        """[B, M] as transformers expects it; only its last C columns stand for entries.
+        """[B, M] bool as transformers expects it; None where no layer needs one.
 
         Once entries were evicted, full-attention layers know their padding, and the mask is for the bounded layers.
         """
-        if self.mask is None:
-            return self.tokens_mask if any(map(is_bounded, self.cache.layers)) else None
-        return functional.pad(self.mask, (self.cache.get_seq_length() - self.mask.shape[1], 0))
+        needed = any(is_bounded(layer) or layer.token_mask is not None for layer in self.cache.layers)
+        return self.tokens_mask if needed else None
 
 
-def _held(layer: LayerEntries) -> Tensor:
-    batch, kv_heads, length, _ = layer.keys.shape
-    if layer.real is None:
-        return torch.full((batch, kv_heads), length, device=layer.keys.device)
-    return layer.real.sum(dim=-1).expand(-1, kv_heads)
-
-
-class TraceRecorder:
-    """Records what `needs` asks for over one or more forward passes that append to a trace.
+class Recorder:
+    """Records what is needed of one forward pass, in the layers of the cache that it appends to.
 
     Args:
-        trace: The trace so far.
+        cache: The cache.
+        needs: What to record.
         mask: [B, C + q] bool over the entries after the pass, False for padding; None when none is.
+        after_layer: Gives another layer in place of each that has been read; attention goes on with the whole layer,
+            which is freed after it.
     """
 
-    def __init__(self, trace: Trace, mask: Tensor | None = None) -> None:
-        self.before, self.mask = trace, mask
-        self.queries: dict[int, Tensor] = {}
-        self.received: dict[int, Tensor] = {}
-        self.softmax: dict[int, Softmax] = {}
-        self.seconds = trace.seconds
-        self.ahead: Tensor | None = None
-        self._own_ahead: Tensor | None = None
+    def __init__(self, cache: Cache, needs: Needs, mask: Tensor | None, after_layer: AfterLayer | None = None) -> None:
+        self.cache, self.needs, self.mask, self.after_layer = cache, needs, mask, after_layer
+        self.places, self.seconds = 0, 0.0
+        self._ahead: Tensor | None = None  # of the pass's own tokens
+        self._mask_on = on_each(mask)
 
     def __call__(
-        self, layer: int, query: Tensor, key: Tensor, softmax: Softmax, real: Tensor | None, mask: Any
+        self, index: int, query: Tensor, key: Tensor, softmax: Softmax, real: Tensor | None, mask: Any
     ) -> None:
         """See `keepsight.runtime.attention.Recorder`."""
-        place = len(self.softmax)  # among the layers with full attention, which have one mask
-        self.softmax[layer] = softmax
-        needs, rows = self.before.needs, query.shape[2]
-        if not place:
-            self._own_ahead = seen_ahead(mask, rows if needs.received else min(rows, needs.window))
-            self.ahead = self._ahead_in_window(rows)
-        if needs.window:
-            recent = query[:, :, -needs.window :]
-            if place < len(self.before.queries) and recent.shape[2] < needs.window:
-                recent = torch.cat([self.before.queries[place], recent], dim=2)[:, :, -needs.window :]
-            self.queries[layer] = recent.clone()  # a slice would keep the whole prompt's queries alive
-        if needs.received:
+        layer: KeptLayer = self.cache.layers[index]  # type: ignore[assignment]
+        before, rows, window = layer.recorded or Recorded(softmax), query.shape[2], self.needs.window
+        if not self.places:  # layers with full attention have one mask
+            self._ahead = seen_ahead(mask, rows if self.needs.accumulated else min(rows, window))
+        queries = query_mask = ahead = accumulated = None
+        if window:
+            recent = query[:, :, -window:]
+            if before.queries is not None and recent.shape[2] < window:
+                recent = torch.cat([before.queries, recent], dim=2)[:, :, -window:]
+            queries = recent.clone()  # a slice would keep the whole prompt's queries alive
+            query_mask = None if self.mask is None else self._mask_on(query.device)[:, -queries.shape[2] :]
+            ahead = _ahead_of(before, self._ahead, rows, queries)
+        if self.needs.accumulated:
             start = time.perf_counter()
-            self.received[layer] = self._received(place, query, key, softmax, real)
+            accumulated = self._accumulated(before.accumulated, query, key, softmax, real)
             self.seconds += time.perf_counter() - start
+        layer.recorded = Recorded(softmax, queries, query_mask, ahead, accumulated)
+        if self.after_layer is not None:
+            self.cache.layers[index] = self.after_layer(self.places, layer)
+        self.places += 1
 
-    def _received(self, place: int, query: Tensor, key: Tensor, softmax: Softmax, real: Tensor | None) -> Tensor:
+    def _accumulated(
+        self, before: Tensor | None, query: Tensor, key: Tensor, softmax: Softmax, real: Tensor | None
+    ) -> Tensor:
         rows = query.shape[2]
-        key_mask = self.mask if real is None else real
-        rows_mask = None if self.mask is None else self.mask[:, -rows:]
-        options: dict[str, Any] = {"key_mask": key_mask, "query_mask": rows_mask, "ahead": self._own_ahead}
-        total = observed_attention(query, key, softmax, key.shape[2], reduction="sum", **options)
-        if place < len(self.before.received):
-            total[..., :-rows] += self.before.received[place]
+        total = observed_attention(
+            query,
+            key,
+            softmax,
+            key.shape[2],
+            key_mask=self.mask if real is None else real,
+            query_mask=None if self.mask is None else self.mask[:, -rows:],
+            ahead=self._ahead,
+            reduction="sum",
+        )
+        if before is not None:
+            total[..., :-rows] += before
         return total
 
-    def _ahead_in_window(self, rows: int) -> Tensor | None:
-        """`Trace.ahead` after a pass over `rows` tokens, whose own is known."""
-        window = self.before.needs.window
-        pairs = (self.before.ahead, (0, rows)), (self._own_ahead, (window, 0))
-        parts = [functional.pad(each, pad)[:, -window:] for each, pad in pairs if each is not None]
-        return torch.stack(parts).sum(dim=0) if parts and window else None
 
-    def trace(self, features: tuple[Tensor, ...] = ()) -> Trace:
-        """The trace after the pass, whose own tokens have these `Trace.features`."""
-        layers = sorted(self.softmax)
-        before = self.before.features
-        joined = tuple(torch.cat(pair, dim=1) for pair in zip(before, features, strict=True)) if before else features
-        return Trace(
-            self.before.needs,
-            tuple(self.queries[layer] for layer in layers if layer in self.queries),
-            tuple(self.received[layer] for layer in layers if layer in self.received),
-            tuple(self.softmax[layer] for layer in layers),
-            joined,
-            self.seconds,
-            self.ahead,
+def _ahead_of(before: Recorded, own: Tensor | None, rows: int, queries: Tensor) -> Tensor | None:
+    """`Recorded.ahead` of queries [B, H, w, d], the last of which were read in a pass over `rows` tokens."""
+    if before.ahead is None and own is None:
+        return None
+    width = queries.shape[2]
+    own = queries.new_zeros(len(queries), min(rows, width), dtype=torch.long) if own is None else own[:, -width:]
+    earlier = own.new_zeros(len(queries), width - own.shape[1]) if before.ahead is None else before.ahead
+    return torch.cat([earlier.to(own.device), own], dim=1)[:, -width:]
+
+
+@torch.no_grad()
+def prefill(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    chunk: int | None = None,
+    needs: Needs = WINDOW,
+    after_layer: AfterLayer | None = None,
+    images: Images | None = None,
+) -> State:
+    """Run prompts through a model.
+
+    Args:
+        model: A causal language model.
+        input_ids: [B, N] int64, padded on the left.
+        attention_mask: [B, N], 0 for padding; None when no row is padded.
+        chunk: Tokens per forward pass; None for the whole prompt in one. The result is the same: eviction waits for
+            the whole prompt, so that every token attends to all before it.
+        needs: What to record of the prompt for observers.
+        after_layer: Gives another layer in place of each that the last pass has read, such as an evicted one.
+        images: Images in the prompts, which are then read in one pass.
+
+    Raises:
+        UserError: the model is not supported, or images cannot be read so.
+    """
+    length = input_ids.shape[1]
+    mask = attention_mask.bool() if attention_mask is not None and not attention_mask.bool().all() else None
+    lengths = torch.full((len(input_ids),), length, device=input_ids.device) if mask is None else mask.sum(dim=1)
+    positions, offset = positions_of(mask, length, input_ids.device), None
+    if images:
+        if chunk is not None:
+            raise UserError("a prompt with images is read in one pass; leave out prefill_chunk_size")
+        images.require_read_by(model)
+        if (own := images.positions_in(model, input_ids, mask)) is not None:
+            positions, offset = own, own.amax(dim=(0, 2)) + 1 - lengths
+    cache, features, seconds = empty_cache(model, mask), (), 0.0
+    step = chunk or length
+    for start in range(0, length, step):
+        end = min(start + step, length)
+        seen = None if mask is None else mask[:, :end]
+        recorder = Recorder(cache, needs, seen, after_layer if end == length else None)
+        inputs = images.with_tokens(input_ids) if images else {"input_ids": input_ids[:, start:end]}
+        with _features(model, needs) as recorded:
+            output = run(
+                model,
+                cache,
+                recorder=recorder,
+                attention_mask=seen,
+                position_ids=positions[..., start:end],
+                logits_to_keep=1,
+                **inputs,
+            )
+        features, seconds = _appended(features, recorded), seconds + recorder.seconds
+        layers = full_layers(cache)
+        if recorder.places != len(layers) or any(layer.get_seq_length() != end for layer in layers):
+            raise UserError(
+                f"{model.config.model_type} attends or caches in a way of its own, so that its queries or entries are "
+                "not seen; load another model, such as Llama, Qwen, Mistral or Gemma"
+            )
+    logits = output.logits[:, -1].float()
+    return State(cache, logits, input_ids, lengths, needs, features, offset, mask is not None, seconds)
+
+
+@torch.no_grad()
+def read(model: Reader, state: State, tokens: Tensor, *, logits_to_keep: int = 0) -> tuple[State, Tensor]:
+    """Read more tokens after a state, evicted or not; the state's cache grows.
+
+    Args:
+        model: The model, without adapters.
+        state: State to read after.
+        tokens: [B, q] int64, none of them padding.
+        logits_to_keep: Number of last tokens whose logits are computed; 0 for all.
+
+    Returns:
+        The state after them, and the logits [B, q, V] float32 of all q tokens, or of the last ones.
+    """
+    count = tokens.shape[1]
+    mask, recorder = state.attention_mask(), None
+    mask = None if mask is None else functional.pad(mask, (0, count), value=True)
+    if state.needs != Needs():
+        recorder = Recorder(state.cache, state.needs, mask)
+    with _features(model, state.needs) as recorded:
+        output = run(
+            model,
+            state.cache,
+            recorder=recorder,
+            input_ids=tokens,
+            attention_mask=mask,
+            position_ids=state.next_position[:, None] + torch.arange(count, device=tokens.device),
+            logits_to_keep=logits_to_keep,
         )
+    logits = output.logits.float()
+    after = replace(
+        state,
+        logits=logits[:, -1],
+        tokens=torch.cat([state.tokens, tokens], dim=1),
+        lengths=state.lengths + count,
+        features=_appended(state.features, recorded),
+        seconds=state.seconds + (recorder.seconds if recorder else 0.0),
+    )
+    return after, logits
+
+
+def _features(model: Any, needs: Needs) -> Any:
+    return RecordFeatures(model, needs.features) if needs.features else nullcontext()
+
+
+def _appended(before: tuple[Tensor, ...], recorded: RecordFeatures | None) -> tuple[Tensor, ...]:
+    new = recorded.outputs() if recorded is not None else ()
+    return tuple(torch.cat(pair, dim=1) for pair in zip(before, new, strict=True)) if before else new
+
+
+def positions_of(mask: Tensor | None, length: int, device: torch.device) -> Tensor:
+    """Position ids [B, N] (or [1, N] without a mask): real tokens count from 0, padding gets 0."""
+    if mask is None:
+        return torch.arange(length, device=device)[None]
+    return (mask.long().cumsum(dim=1) - 1).clamp(min=0)
+
+
+def context_of(model: PreTrainedModel) -> int:
+    """Context length of a model: its number of positions, or that to which YaRN stretches them; huge without either."""
+    config = model.config.get_text_config(decoder=True)
+    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    rope = rope.get(FULL) or rope  # by kind of layer in models that have several
+    stretched = rope["factor"] * rope["original_max_position_embeddings"] if rope.get("rope_type") == "yarn" else 0
+    return max(int(getattr(config, "max_position_embeddings", None) or sys.maxsize), int(stretched))
+
+
+def empty_cache(model: PreTrainedModel, mask: Tensor | None = None) -> Cache:
+    """An empty cache, with a layer of its kind for each layer of the model.
+
+    Args:
+        model: The model.
+        mask: [B, N] bool, False for padding of the prompts that will be read; None when no row is padded.
+
+    Raises:
+        UserError: the model is not supported; one line says why.
+    """
+    require_supported(model)
+    layers = list[Any]()
+    for layer in DynamicCache(config=model.config).layers:
+        if type(layer) is DynamicLayer:
+            layer = KeptLayer()
+            layer.token_mask = mask
+        layers.append(layer)
+    if has_latents(model):
+        for layer, expansion in zip(full_layers(Cache(layers=layers)), expansions(model), strict=True):
+            layer.expansion = expansion
+    return Cache(layers=layers)
+
+
+def full_layers(cache: Cache) -> list[Any]:
+    """The layers with full attention."""
+    return [layer for layer in cache.layers if not is_bounded(layer)]
+
+
+def with_full_layers(cache: Cache, layers: Iterable[Any]) -> Cache:
+    """A cache with other layers in place of those with full attention, and copies of the bounded ones."""
+    others = iter(layers)
+    return Cache(layers=[_copied(layer) if is_bounded(layer) else next(others) for layer in cache.layers])
+
+
+def _copied(layer: Any) -> Any:
+    """An independent copy of a bounded layer."""
+    # A window's tensors are replaced when it slides, a recurrent state is written in place.
+    return copy.copy(layer) if isinstance(layer, DynamicLayer) else copy.deepcopy(layer)
+
+
+def share(cache: Cache) -> Cache:
+    """An independent cache of the same entries, without copies: appending to one leaves the other unchanged."""
+    return with_full_layers(cache, [layer.share() for layer in full_layers(cache)])
+
+
+def has_recurrent(cache: Cache) -> bool:
+    """Whether a layer has a recurrent state, which cannot be rolled back."""
+    return not all(isinstance(layer, DynamicLayer) for layer in cache.layers)
+
+
+def record_past(cache: Cache) -> None:
+    """Let bounded layers keep what `roll_back` will need.
+
+    Raises:
+        UserError: one of them has a recurrent state, which cannot be rolled back.
+    """
+    if recurrent := [layer for layer in cache.layers if not isinstance(layer, DynamicLayer)]:
+        raise UserError(
+            f"a {type(recurrent[0]).__name__} cannot forget tokens it has read; use a method that reads no token twice"
+        )
+    cache.activate_past_recording()
+
+
+def roll_back(cache: Cache, count: int) -> None:
+    """Roll bounded layers that have recorded the past back by `count` tokens."""
+    layers: list[Any] = [layer for layer in cache.layers if is_bounded(layer)]
+    for layer in layers:
+        layer.crop(-count)
+        layer.record_past = False
+
+
+def cache_bytes(cache: Cache) -> int:
+    """Bytes of all keys and values: entries of all layers, rows and KV heads x head dimension x 2 x item size.
+
+    The windows and states of bounded layers are in it; the padding of a ragged layer that is being read from, and the 8
+    bytes a head of its counts, are not.
+    """
+    return sum(_bytes(layer) for layer in cache.layers)
+
+
+def _bytes(layer: Any) -> int:
+    if isinstance(layer, KeptLayer):
+        return layer.nbytes
+    tensors = [layer.keys, layer.values] if isinstance(layer, DynamicLayer) else []
+    if not isinstance(layer, DynamicLayer):
+        tensors = [each for states in (layer.conv_states, layer.recurrent_states) for each in states.values()]
+    return sum(each.nbytes for each in tensors if each is not None)

@@ -17,9 +17,10 @@ from transformers.cache_utils import Cache
 from keepsight.models.decoder import CHUNKED, decoder_of, has_latents, layer_kinds
 from keepsight.models.offloaded import running_devices
 from keepsight.runtime.attention import run
-from keepsight.runtime.cache import has_recurrent, is_bounded
-from keepsight.runtime.cache_layers import LayerEntries
-from keepsight.runtime.prefill import read
+from keepsight.runtime.state import has_recurrent
+from keepsight.runtime.attention import is_bounded
+from keepsight.runtime.layer import LayerEntries
+from keepsight.runtime.state import read
 from keepsight.runtime.shared_pass import SharedLayer, SharedPass, StateGroup
 from keepsight.runtime.state import State
 

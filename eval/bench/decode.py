@@ -10,8 +10,8 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from keepsight.eval.bench.timing import random_ids, read_greedily, seconds_of
-from keepsight.runtime.method import FullCache, Method
-from keepsight.runtime.prefill import context_of
+from keepsight.runtime.generate import FullCache, Method
+from keepsight.runtime.state import context_of
 
 _WARM_UP = 3
 """Steps that are not timed: the first ones make room for more entries and load kernels."""

@@ -9,7 +9,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from transformers.cache_utils import Cache
 
-from keepsight.runtime.cache import cache_bytes, full_layers
+from keepsight.runtime.state import cache_bytes, full_layers
 from keepsight.runtime.state import State
 
 

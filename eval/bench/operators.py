@@ -15,8 +15,8 @@ from typing_extensions import override
 
 from keepsight.eval.bench.timing import random_ids
 from keepsight.runtime.evict import Evict
-from keepsight.runtime.method import Method
-from keepsight.runtime.prefill import context_of, prefill, read
+from keepsight.runtime.generate import Method
+from keepsight.runtime.state import context_of, prefill, read
 from keepsight.runtime.state import Trace
 
 _NO_WORK = {"_unsafe_view", "_reshape_alias", "lift_fresh", "detach"}

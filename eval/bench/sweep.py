@@ -16,7 +16,7 @@ from keepsight.eval.tasks.niah import make_samples
 from keepsight.eval.tasks.samples import RenderedSample
 from keepsight.models.targets import Target
 from keepsight.runtime.generate import generate
-from keepsight.runtime.method import Method
+from keepsight.runtime.generate import Method
 
 
 def bench_sweep(

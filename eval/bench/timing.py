@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from keepsight.runtime.attention import Reader
-from keepsight.runtime.prefill import read
+from keepsight.runtime.state import read
 from keepsight.runtime.state import State
 
 

@@ -52,7 +52,7 @@ from keepsight.files import append_lines, require_writable, whole_lines
 from keepsight.locks import one_writer
 from keepsight.models.processors import processor_of
 from keepsight.models.targets import Target
-from keepsight.runtime.prefill import context_of
+from keepsight.runtime.state import context_of
 from keepsight.runtime.saved import QUESTIONS
 
 

@@ -8,7 +8,7 @@ from keepsight.errors import UserError
 from keepsight.eval.results import FULL
 from keepsight.eval.rows import Variant
 from keepsight.runtime.evict import Evict
-from keepsight.runtime.method import Method
+from keepsight.runtime.generate import Method
 from keepsight.runtime.methods import Resources, make_method
 from keepsight.runtime.methods.make import takes
 from keepsight.runtime.methods.resources import bind

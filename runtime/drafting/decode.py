@@ -16,9 +16,9 @@ from transformers.generation import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from keepsight.errors import UserError, require_whole
-from keepsight.runtime.decode import Decoded
+from keepsight.runtime.generate import Decoded
 from keepsight.runtime.drafting.eagle import ChainDrafter, DraftingHead, unread_rows
-from keepsight.runtime.prefill import context_of, read
+from keepsight.runtime.state import context_of, read
 from keepsight.runtime.state import Needs, State, Trace
 
 

@@ -15,9 +15,9 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from keepsight.errors import UserError
-from keepsight.runtime.cache_layers import KeptLayer
-from keepsight.runtime.prefill import positions_of
-from keepsight.runtime.softmax import Softmax, grouped_attention
+from keepsight.runtime.layer import KeptLayer
+from keepsight.runtime.state import positions_of
+from keepsight.runtime.attention import Softmax, grouped_attention
 from keepsight.runtime.state import State
 
 _ROWS_AT_ONCE = 1024  # bounds the memory of a long prompt's mask and hidden layer

@@ -14,12 +14,12 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from keepsight.errors import require_whole
-from keepsight.runtime.decode import decode, end_ids, stop_after
+from keepsight.runtime.generate import decode, end_ids, stop_after
 from keepsight.runtime.importance import Reduce
 from keepsight.runtime.observe import Observer, look_back
 from keepsight.runtime.read_layer import read_layers
 from keepsight.runtime.state import Needs, State
-from keepsight.runtime.window import combine, held_rows, window_attention
+from keepsight.runtime.observe import combine, recorded_queries, window_attention
 
 
 @dataclass(frozen=True)

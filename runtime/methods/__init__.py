@@ -1,7 +1,7 @@
 """The methods: one short file a family, a registry by name, and `make_method` for names and plain options."""
 
 from keepsight.runtime.evict import Evict as Evict
-from keepsight.runtime.method import FullCache as FullCache
+from keepsight.runtime.generate import FullCache as FullCache
 from keepsight.runtime.methods.adakv import AdaKV as AdaKV
 from keepsight.runtime.methods.dapq import DapQ as DapQ
 from keepsight.runtime.methods.exact_topk import ExactTopK as ExactTopK

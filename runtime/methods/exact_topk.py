@@ -6,7 +6,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from keepsight.errors import require_whole
-from keepsight.runtime.cache_layers import KeptLayer
+from keepsight.runtime.layer import KeptLayer
 from keepsight.runtime.sparse_read.cache import MakeLayer, SelectedLayer
 from keepsight.runtime.sparse_read.method import SparseRead
 from keepsight.runtime.sparse_read.top_k import StepBudget, TopAttention

@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from keepsight.errors import UserError
-from keepsight.runtime.method import CacheMethod
+from keepsight.runtime.generate import CacheMethod
 from keepsight.runtime.quantized.cache import (
     PackedLayer,
     pack_state,

@@ -10,20 +10,20 @@ from typing_extensions import override
 
 from keepsight.errors import UserError, require_whole
 from keepsight.models.offloaded import on_each
-from keepsight.runtime.budget import Budget
-from keepsight.runtime.cache_layers import LayerEntries
-from keepsight.runtime.decode import decode, end_ids, stop_after
+from keepsight.runtime.allocate import Budget
+from keepsight.runtime.layer import LayerEntries
+from keepsight.runtime.generate import decode, end_ids, stop_after
 from keepsight.runtime.drafting.observer import until_end
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.importance import Pool, Reduce, observed_attention, reduce_group
 from keepsight.runtime.latents import attended_entries
 from keepsight.runtime.methods.snapkv import SnapKV
 from keepsight.runtime.observe import Observer
-from keepsight.runtime.prefill import read
+from keepsight.runtime.state import read
 from keepsight.runtime.read_layer import read_layers
-from keepsight.runtime.softmax import Softmax
+from keepsight.runtime.attention import Softmax
 from keepsight.runtime.state import Needs, State, Trace
-from keepsight.runtime.window import combine, held_rows, window_attention
+from keepsight.runtime.observe import combine, recorded_queries, window_attention
 
 _MASKS = ("corrected", "published")
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from keepsight.runtime.allocate import Allocation
 from keepsight.runtime.methods.snapkv import SnapKV
-from keepsight.runtime.pyramid import Pyramid
+from keepsight.runtime.allocate import Pyramid
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from keepsight.runtime.allocate import Adaptive, Allocation, Global, Uniform
 from keepsight.runtime.drafting.observer import Drafter, DraftObserver
 from keepsight.runtime.evict import Evict
-from keepsight.runtime.method import FullCache, Method
+from keepsight.runtime.generate import FullCache, Method
 from keepsight.runtime.methods.adakv import AdaKV
 from keepsight.runtime.methods.dapq import ConstantText, DapQ, PromptEnds, RandomTokens
 from keepsight.runtime.methods.exact_topk import ExactTopK
@@ -29,7 +29,7 @@ from keepsight.runtime.methods.streamingllm import Earliness, Recency, Streaming
 from keepsight.runtime.methods.tova import TOVA
 from keepsight.runtime.methods.truncation import Truncation
 from keepsight.runtime.observe import Observer
-from keepsight.runtime.pyramid import Pyramid
+from keepsight.runtime.allocate import Pyramid
 
 METHODS: dict[str, type[Method]] = {
     "full": FullCache,

@@ -14,7 +14,7 @@ from keepsight.runtime.evict import Evict
 from keepsight.runtime.observe import LayerObserver, Observer
 from keepsight.runtime.read_layer import ReadLayer
 from keepsight.runtime.state import Needs
-from keepsight.runtime.window import window_attention
+from keepsight.runtime.observe import window_attention
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from keepsight.runtime.drafting.observer import Drafter, DraftIds, DraftObserver
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.importance import Pool, Reduce, observed_attention, reduce_group
 from keepsight.runtime.methods.head_answer import head_answer
-from keepsight.runtime.prefill import context_of, prefill
-from keepsight.runtime.softmax import Softmax
+from keepsight.runtime.state import context_of, prefill
+from keepsight.runtime.attention import Softmax
 from keepsight.runtime.sparse_prefill import Score, SparsePrefill
 from keepsight.runtime.state import Needs, State
 

@@ -18,8 +18,8 @@ from keepsight.models.retrieval_head import RetrievalHead, of_the_token_before
 from keepsight.models.retrieval_head_files import load_retrieval_head
 from keepsight.models.retrieval_target import check_target
 from keepsight.runtime.attention import Reader
-from keepsight.runtime.cache import with_full_layers
-from keepsight.runtime.prefill import positions_of, prefill
+from keepsight.runtime.state import with_full_layers
+from keepsight.runtime.state import positions_of, prefill
 from keepsight.runtime.retrieval.memory_plan import plan_for
 from keepsight.runtime.retrieval.placement import Placement
 from keepsight.runtime.retrieval.reader import RetrievalCache, RetrievalReader, RetrievalState, RetrievalTurnReader

@@ -19,17 +19,17 @@ from typing_extensions import override
 from keepsight.errors import UserError, require_whole
 from keepsight.models.decoder import full_attention_layers
 from keepsight.models.draft_sources import DraftHeadSource, DraftSource
-from keepsight.runtime.decode import decode, end_ids, stop_after
-from keepsight.runtime.generate_request import GenerateRequest
+from keepsight.runtime.generate import decode, end_ids, stop_after
+from keepsight.runtime.generate import GenerateRequest
 from keepsight.runtime.images import Images
 from keepsight.runtime.importance import observed_attention
 from keepsight.runtime.latents import attended_entries
 from keepsight.runtime.methods.head_answer import head_answer
 from keepsight.runtime.methods.speckv import require_draft_fits
-from keepsight.runtime.prefill import prefill
+from keepsight.runtime.state import prefill
 from keepsight.runtime.prompt_compression.method import ShortenPrompt
 from keepsight.runtime.prompt_compression.neighborhood import select_tokens
-from keepsight.runtime.softmax import Softmax
+from keepsight.runtime.attention import Softmax
 from keepsight.runtime.state import Needs, State
 
 _FIRST_LAYER = 8  # of the published configurations, whose drafts have 16 and 24 layers

@@ -18,10 +18,10 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from keepsight.errors import UserError, require_whole
-from keepsight.runtime.budget import Budget
+from keepsight.runtime.allocate import Budget
 from keepsight.runtime.images import Images
-from keepsight.runtime.method import Method, Observe, Shared
-from keepsight.runtime.prefill import context_of, prefill
+from keepsight.runtime.generate import Method, Observe, Shared
+from keepsight.runtime.state import context_of, prefill
 from keepsight.runtime.state import Needs, State
 
 

@@ -17,11 +17,12 @@ from typing_extensions import override
 from keepsight.errors import UserError
 from keepsight.models.decoder import has_latents
 from keepsight.runtime.attention import OwnAttention, run
-from keepsight.runtime.cache import cache_bytes, empty_cache, entries, full_layers, is_bounded, with_full_layers
-from keepsight.runtime.cache_layers import KeptLayer, LayerEntries
+from keepsight.runtime.state import cache_bytes, empty_cache, entries, full_layers, with_full_layers
+from keepsight.runtime.attention import is_bounded
+from keepsight.runtime.layer import KeptLayer, LayerEntries
 from keepsight.runtime.quantized.attend import attend_packed
 from keepsight.runtime.quantized.entries import PackedEntries
-from keepsight.runtime.softmax import Softmax
+from keepsight.runtime.attention import Softmax
 from keepsight.runtime.state import State, Trace
 
 

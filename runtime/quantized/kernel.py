@@ -14,7 +14,7 @@ from torch import Tensor
 
 from keepsight.runtime.offload import FetchedEntries
 from keepsight.runtime.quantized.entries import PackedEntries
-from keepsight.runtime.softmax import Softmax
+from keepsight.runtime.attention import Softmax
 
 if HAS_TRITON := find_spec("triton") is not None:
     import triton

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from keepsight.runtime.cache_layers import spare
+from keepsight.runtime.layer import spare
 from keepsight.runtime.quantized.codec import Packed
 
 

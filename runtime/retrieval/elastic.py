@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 from typing_extensions import override
 
-from keepsight.runtime.cache_layers import LayerEntries
+from keepsight.runtime.layer import LayerEntries
 from keepsight.runtime.offload import FullEntries, Traffic, await_counted
 from keepsight.runtime.retrieval.arrangement import Arrangement, Change
 from keepsight.runtime.sparse_read.cache import SelectedLayer, Selection, real_mask

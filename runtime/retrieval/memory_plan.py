@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from keepsight.errors import UserError
 from keepsight.models.decoder import head_width
-from keepsight.runtime.cache_layers import GROWTH, ROOM
+from keepsight.runtime.layer import GROWTH, ROOM
 from keepsight.units import size_text
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from keepsight.errors import UserError
-from keepsight.runtime.cache import is_bounded
+from keepsight.runtime.attention import is_bounded
 from keepsight.runtime.offload import Traffic
 from keepsight.runtime.retrieval.arrangement import Arrangement
 from keepsight.runtime.retrieval.elastic import ElasticLayer

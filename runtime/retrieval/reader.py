@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from keepsight.errors import UserError
 from keepsight.runtime.attention import run
-from keepsight.runtime.cache import full_layers, share, with_full_layers
+from keepsight.runtime.state import full_layers, share, with_full_layers
 from keepsight.runtime.features import RecordFeatures
 from keepsight.runtime.retrieval.placement import Placement
 from keepsight.runtime.retrieval.selector import HeadSelector

@@ -19,9 +19,9 @@ from typing_extensions import override
 
 from keepsight.errors import UserError
 from keepsight.runtime.attention import OwnAttention
-from keepsight.runtime.cache import cache_bytes, entries
-from keepsight.runtime.cache_layers import KeptLayer, LayerEntries
-from keepsight.runtime.softmax import Softmax, grouped_attention, visible
+from keepsight.runtime.state import cache_bytes, entries
+from keepsight.runtime.layer import KeptLayer, LayerEntries
+from keepsight.runtime.attention import Softmax, grouped_attention, visible
 from keepsight.runtime.state import State
 
 

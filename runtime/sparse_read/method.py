@@ -14,9 +14,9 @@ from typing_extensions import override
 
 from keepsight.errors import UserError
 from keepsight.runtime.attention import Reader
-from keepsight.runtime.budget import Budget
-from keepsight.runtime.cache import with_full_layers
-from keepsight.runtime.method import CacheMethod
+from keepsight.runtime.allocate import Budget
+from keepsight.runtime.state import with_full_layers
+from keepsight.runtime.generate import CacheMethod
 from keepsight.runtime.sparse_read.cache import MakeLayer, SelectedState, selected_layers
 from keepsight.runtime.sparse_read.mla import expanded
 from keepsight.runtime.state import State, Trace

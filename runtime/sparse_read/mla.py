@@ -11,10 +11,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from typing_extensions import override
 
-from keepsight.runtime.cache import with_full_layers
-from keepsight.runtime.cache_layers import KeptLayer, LayerEntries
+from keepsight.runtime.state import with_full_layers
+from keepsight.runtime.layer import KeptLayer, LayerEntries
 from keepsight.runtime.latents import Expansion, attended_entries, expansions, holds_latents
-from keepsight.runtime.softmax import Softmax
+from keepsight.runtime.attention import Softmax
 from keepsight.runtime.sparse_read.cache import MakeLayer, SelectedLayer, Selection
 from keepsight.runtime.state import State
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from keepsight.runtime.importance import attention_weights, reduce_group
-from keepsight.runtime.softmax import Softmax
+from keepsight.runtime.attention import Softmax
 from keepsight.runtime.sparse_read.cache import LayerSelector, Selection, real_mask
 
 

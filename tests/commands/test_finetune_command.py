@@ -8,7 +8,7 @@ import torch
 from keepsight import LookaheadKV
 from keepsight.models.lookahead_files import ADAPTER, CONFIG, TOKENS, load_lookahead
 from keepsight.models.targets import load_target
-from keepsight.runtime.prefill import prefill
+from keepsight.runtime.state import prefill
 from tests.commands.commands import CommandLine
 from tests.commands.test_train_head_weights_command import GIVEN as WEIGHTS
 from tests.commands.test_train_head_weights_command import LEARN, STEPS, TARGET, adapter  # noqa: F401  a fixture

@@ -12,7 +12,7 @@ from keepsight import DapQ, Quest, SnapKV, generate
 from keepsight.files import read_jsonl
 from keepsight.models import targets
 from keepsight.models.targets import load_target
-from keepsight.runtime.method import Method
+from keepsight.runtime.generate import Method
 from keepsight.runtime.saved import weights_digest
 from tests.close import assert_close
 from tests.commands.commands import CommandLine

@@ -11,7 +11,7 @@ from keepsight.files import read_json, write_json
 from keepsight.models.lookahead_files import ADAPTER, CONFIG, TOKENS, load_lookahead
 from keepsight.models.targets import load_target
 from keepsight.runtime.allocate import Global
-from keepsight.runtime.prefill import prefill
+from keepsight.runtime.state import prefill
 from tests.commands.commands import CommandLine
 from tests.tiny import prompt_ids
 from tests.train.runs import write_data

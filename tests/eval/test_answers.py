@@ -9,10 +9,10 @@ from transformers import PreTrainedModel
 
 from keepsight.eval.answer_alone import answer_alone
 from keepsight.eval.answers import Limits, answer_all, answer_full, default_batch_tokens
-from keepsight.runtime.decode import decode, stop_after
+from keepsight.runtime.generate import decode, stop_after
 from keepsight.runtime.generate import generate
 from keepsight.runtime.methods import H2O, TOVA, AdaKV, PyramidKV, SnapKV, StreamingLLM, Truncation
-from keepsight.runtime.prefill import prefill, read
+from keepsight.runtime.state import prefill, read
 from keepsight.runtime.state import State
 from tests.close import assert_close
 from tests.runtime.scoring import score_answer

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from keepsight.eval import guesses as module
 from keepsight.eval.answers import Limits, answer_full
 from keepsight.eval.guesses import Guesses, Writing, write
-from keepsight.runtime.decode import decode, stop_after
+from keepsight.runtime.generate import decode, stop_after
 from keepsight.runtime.methods import AdaKV, PyramidKV, SnapKV, StreamingLLM
 from keepsight.runtime.state import State
 from keepsight.runtime.together import Rows

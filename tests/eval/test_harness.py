@@ -15,7 +15,7 @@ from keepsight.errors import UserError
 from keepsight.models.targets import load_target
 from keepsight.runtime.generate import generate
 from keepsight.runtime.methods import LookaheadKV, SnapKV
-from keepsight.runtime.prefill import prefill, read
+from keepsight.runtime.state import prefill, read
 from tests.commands.commands import save_target_and_adapter
 from tests.package_files import PROJECT
 

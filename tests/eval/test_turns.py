@@ -12,9 +12,9 @@ from keepsight.eval.run_samples import run_samples
 from keepsight.eval.sweep import groups_of, sweep
 from keepsight.eval.tasks.samples import RenderedSample, Sample, render_turns
 from keepsight.models.targets import Target
-from keepsight.runtime.decode import decode, stop_after
+from keepsight.runtime.generate import decode, stop_after
 from keepsight.runtime.methods import AdaKV, KeyNorm, Kivi, SnapKV, StreamingLLM, Truncation
-from keepsight.runtime.prefill import prefill, read
+from keepsight.runtime.state import prefill, read
 from keepsight.runtime.state import State
 from tests.eval.rows import CLOCKS, comparable
 from tests.runtime.scoring import score_answer

@@ -20,7 +20,7 @@ from keepsight.runtime.generate import generate
 from keepsight.runtime.methods import METHODS
 from keepsight.runtime.methods.make import make_method, takes
 from keepsight.runtime.methods.resources import Resources
-from keepsight.runtime.prefill import prefill
+from keepsight.runtime.state import prefill
 from tests.models.modules import SHAPE, random_on, save
 from tests.models.retrieval_heads import tiny_retrieval_head
 from tests.tiny import prompt_ids, tiny_model

@@ -16,7 +16,7 @@ from keepsight.runtime.generate import generate
 from keepsight.runtime.methods.dapq import DapQ
 from keepsight.runtime.methods.snapkv import SnapKV
 from keepsight.runtime.methods.truncation import Truncation
-from keepsight.runtime.prefill import context_of
+from keepsight.runtime.state import context_of
 from tests.families import fresh_model
 from tests.tiny import prompt_ids, tiny_model
 

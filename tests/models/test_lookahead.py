@@ -9,9 +9,9 @@ from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_files import ADAPTER, load_lookahead
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.models.lora import PREFIX
-from keepsight.runtime.cache import entries
+from keepsight.runtime.state import entries
 from keepsight.runtime.methods import LookaheadKV
-from keepsight.runtime.prefill import prefill
+from keepsight.runtime.state import prefill
 from keepsight.train.lookahead.objective import LookaheadObjective
 from tests.close import assert_close
 from tests.families import family_model

@@ -8,7 +8,7 @@ from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_files import load_lookahead
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.models.lora import chosen_targets, lora_targets
-from keepsight.runtime.prefill import prefill
+from keepsight.runtime.state import prefill
 from keepsight.train.dataset import Batch
 from keepsight.train.lookahead.objective import LookaheadObjective
 from tests.close import assert_close

@@ -8,7 +8,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from typing_extensions import override
 
 from keepsight.runtime.attention import OwnAttention
-from keepsight.runtime.softmax import Softmax
+from keepsight.runtime.attention import Softmax
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
 """Layer, queries [B, H, q, d], all keys and values [B, K, S, d], scaling -> [B, q, H, d]."""

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.cache_utils import Cache
 
-from keepsight.runtime.cache import entries
-from keepsight.runtime.cache_layers import KeptLayer, LayerEntries
+from keepsight.runtime.state import entries
+from keepsight.runtime.layer import KeptLayer, LayerEntries
 from keepsight.runtime.state import State
 
 

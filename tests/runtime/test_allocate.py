@@ -12,8 +12,8 @@ from keepsight.errors import UserError
 from keepsight.runtime.allocate import Adaptive, Global, Uniform, blended
 from keepsight.runtime.importance import top_mask
 from keepsight.runtime.methods.registry import ALLOCATIONS
-from keepsight.runtime.pyramid import Pyramid, pyramid_schedule
-from keepsight.runtime.rounding import settle
+from keepsight.runtime.allocate import Pyramid, pyramid_schedule
+from keepsight.runtime.allocate import adjust_to_sum
 from tests.runtime.dividing import divide
 
 ALL = [

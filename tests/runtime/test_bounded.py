@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from keepsight.runtime.conversation import Conversation
+from keepsight.runtime.generate import Conversation
 from keepsight.runtime.methods.adakv import AdaKV
 from keepsight.runtime.methods.snapkv import SnapKV
-from keepsight.runtime.prefill import prefill, read
+from keepsight.runtime.state import prefill, read
 from keepsight.runtime.saved import load_state, save_state
 from keepsight.runtime.together import Rows
 from tests.close import assert_close

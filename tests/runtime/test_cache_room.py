@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from keepsight.runtime.cache_layers import GROWTH, ROOM, KeptLayer, RaggedLayer
+from keepsight.runtime.layer import GROWTH, ROOM, KeptLayer, RaggedLayer
 from keepsight.runtime.retrieval.selector import HeadKeys
 from keepsight.runtime.sparse_read.cache import SelectedLayer
 from keepsight.runtime.sparse_read.quest_pages import TopPages

@@ -9,14 +9,14 @@ import keepsight.runtime.decode
 from keepsight import generate
 from keepsight.models.lookahead_files import load_lookahead
 from keepsight.runtime.allocate import Adaptive, Global, Uniform
-from keepsight.runtime.decode import decode, stop_after
+from keepsight.runtime.generate import decode, stop_after
 from keepsight.runtime.drafting.observer import DraftObserver
 from keepsight.runtime.importance import NO_POOL, Pool
 from keepsight.runtime.methods import LookaheadKV, Oracle, SnapKV, StreamingLLM
 from keepsight.runtime.methods.lookaheadkv import SoftTokens
 from keepsight.runtime.methods.oracle import OwnAnswer
 from keepsight.runtime.methods.snapkv import PromptWindow
-from keepsight.runtime.pyramid import Pyramid
+from keepsight.runtime.allocate import Pyramid
 from tests.close import assert_close
 from tests.models.modules import random_module, save
 from tests.runtime.slow import Slow

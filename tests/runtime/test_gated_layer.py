@@ -5,11 +5,12 @@ import torch
 from torch import Tensor
 
 from keepsight.runtime.attention import run
-from keepsight.runtime.cache import as_observed, entries
+from keepsight.runtime.observe import as_observed
+from keepsight.runtime.state import entries
 from keepsight.runtime.evict import Evict
-from keepsight.runtime.gated_layer import GatedLayer
+from keepsight.runtime.observe import GatedLayer
 from keepsight.runtime.methods.random_entries import RandomScores
-from keepsight.runtime.prefill import prefill, read
+from keepsight.runtime.state import prefill, read
 from keepsight.runtime.state import State
 from tests.close import assert_close
 from tests.families import family_model

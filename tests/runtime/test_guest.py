@@ -19,7 +19,7 @@ from keepsight.models.decoder import decoder_of
 from keepsight.models.draft_sources import LoadedDraft
 from keepsight.runtime.generate import generate
 from keepsight.runtime.methods.snapkv import SnapKV
-from keepsight.runtime.prefill import prefill
+from keepsight.runtime.state import prefill
 from tests.close import assert_close
 from tests.families import FAMILIES, family_model, fresh_model
 from tests.runtime.family_methods import DRAFT, NAMES, PROMPT, REFUSED, WITH_IMAGE, method_of

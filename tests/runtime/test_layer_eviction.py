@@ -10,8 +10,8 @@ import torch
 from keepsight.errors import UserError
 from keepsight.models.decoder import decoder_of, full_attention_layers
 from keepsight.runtime.allocate import Adaptive, Global
-from keepsight.runtime.cache import cache_bytes, full_layers
-from keepsight.runtime.cache_layers import KeptLayer
+from keepsight.runtime.state import cache_bytes, full_layers
+from keepsight.runtime.layer import KeptLayer
 from keepsight.runtime.drafting.observer import DraftObserver
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.generate import generate
@@ -19,7 +19,7 @@ from keepsight.runtime.importance import Pool
 from keepsight.runtime.methods import H2O, TOVA, AdaKV, KeyNorm, PyramidKV, RandomEntries, SnapKV, StreamingLLM
 from keepsight.runtime.methods.dapq import PromptEnds
 from keepsight.runtime.methods.streamingllm import Earliness
-from keepsight.runtime.prefill import read
+from keepsight.runtime.state import read
 from keepsight.runtime.state import State
 from tests.families import FAMILIES, family_model, fresh_model
 from tests.runtime.test_images import QWEN, prompt

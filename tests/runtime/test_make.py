@@ -17,7 +17,7 @@ from keepsight.runtime.drafting.observer import DraftObserver
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.generate import generate
 from keepsight.runtime.importance import NO_POOL, Pool, Reduce
-from keepsight.runtime.method import FullCache, Method
+from keepsight.runtime.generate import FullCache, Method
 from keepsight.runtime.methods import (
     DRAFTERS,
     H2O,
@@ -46,7 +46,7 @@ from keepsight.runtime.methods.make import takes
 from keepsight.runtime.methods.oracle import OwnAnswer
 from keepsight.runtime.methods.snapkv import PromptWindow
 from keepsight.runtime.methods.speckv import ModelDrafter
-from keepsight.runtime.pyramid import Pyramid
+from keepsight.runtime.allocate import Pyramid
 from keepsight.runtime.sparse_prefill import SparsePrefill
 from keepsight.runtime.state import Needs
 from tests.models.retrieval_heads import tiny_retrieval_head

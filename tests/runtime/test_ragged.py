@@ -10,18 +10,18 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from keepsight.runtime.allocate import Adaptive, Global, Uniform
 from keepsight.runtime.attention import recording
-from keepsight.runtime.cache import cache_bytes, entries, share
-from keepsight.runtime.cache_layers import KeptLayer, RaggedLayer
-from keepsight.runtime.decode import decode, stop_after
+from keepsight.runtime.state import cache_bytes, entries, share
+from keepsight.runtime.layer import KeptLayer, RaggedLayer
+from keepsight.runtime.generate import decode, stop_after
 from keepsight.runtime.gather import keep
 from keepsight.runtime.importance import Pool
-from keepsight.runtime.method import FullCache
+from keepsight.runtime.generate import FullCache
 from keepsight.runtime.methods import SnapKV, StreamingLLM
-from keepsight.runtime.prefill import prefill, read
-from keepsight.runtime.pyramid import Pyramid
-from keepsight.runtime.softmax import Softmax, grouped_attention
+from keepsight.runtime.state import prefill, read
+from keepsight.runtime.allocate import Pyramid
+from keepsight.runtime.attention import Softmax, grouped_attention
 from keepsight.runtime.state import Needs
-from keepsight.runtime.viewed_layers import ViewedLayer
+from keepsight.runtime.observe import ViewedLayer
 from tests.close import assert_close
 from tests.runtime.batch import join, stack
 from tests.tiny import FAMILIES, prompt_ids, tiny_model

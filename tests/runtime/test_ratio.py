@@ -10,7 +10,7 @@ from keepsight import generate
 from keepsight.errors import UserError
 from keepsight.runtime.methods import LaCache, SnapKV, StreamingLLM
 from keepsight.runtime.methods.exact_topk import ExactTopK
-from keepsight.runtime.prefill import read
+from keepsight.runtime.state import read
 from tests.close import assert_close
 from tests.runtime.drafting.test_draft_methods import METHODS as DRAFTED
 from tests.runtime.prompt_compression.prompts import small_cascade, small_specpc

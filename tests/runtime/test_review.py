@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from keepsight.errors import UserError
-from keepsight.runtime.cache import entries
-from keepsight.runtime.conversation import Conversation
-from keepsight.runtime.decode import decode, stop_after
+from keepsight.runtime.state import entries
+from keepsight.runtime.generate import Conversation
+from keepsight.runtime.generate import decode, stop_after
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.importance import Reduce
 from keepsight.runtime.methods import H2O, LAQ, SnapKV
@@ -18,7 +18,7 @@ from keepsight.runtime.methods.laq import QueryCache
 from keepsight.runtime.methods.snapkv import PromptWindow
 from keepsight.runtime.methods.specache import SpeCache
 from keepsight.runtime.methods.speckv import ModelDrafter
-from keepsight.runtime.prefill import prefill, read
+from keepsight.runtime.state import prefill, read
 from keepsight.runtime.saved import save_state
 from keepsight.runtime.turn import TurnReader
 from tests.close import assert_close

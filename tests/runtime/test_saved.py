@@ -12,12 +12,12 @@ from safetensors.torch import load_file, save_file
 
 from keepsight.errors import UserError
 from keepsight.runtime.allocate import Adaptive
-from keepsight.runtime.cache_layers import RaggedLayer
-from keepsight.runtime.conversation import Conversation
-from keepsight.runtime.decode import decode, stop_after
-from keepsight.runtime.method import FullCache
+from keepsight.runtime.layer import RaggedLayer
+from keepsight.runtime.generate import Conversation
+from keepsight.runtime.generate import decode, stop_after
+from keepsight.runtime.generate import FullCache
 from keepsight.runtime.methods import SnapKV
-from keepsight.runtime.prefill import prefill, read
+from keepsight.runtime.state import prefill, read
 from keepsight.runtime.saved import load_state, save_state, weights_digest
 from keepsight.runtime.state import Needs, Trace
 from tests.models.modules import random_module

@@ -10,9 +10,9 @@ from torch import Tensor
 from keepsight import SnapKV, SpeCache, SpeContext, generate
 from keepsight.errors import UserError
 from keepsight.runtime import state as state_module
-from keepsight.runtime.conversation import Conversation
+from keepsight.runtime.generate import Conversation
 from keepsight.runtime.methods.make import make_method
-from keepsight.runtime.prefill import prefill, read
+from keepsight.runtime.state import prefill, read
 from keepsight.runtime.saved import load_state, save_state
 from keepsight.runtime.state import Needs
 from keepsight.runtime.state_tensors import tensors_of

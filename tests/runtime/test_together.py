@@ -11,12 +11,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from keepsight.runtime import together as module
-from keepsight.runtime.cache_layers import LayerEntries
-from keepsight.runtime.method import FullCache
+from keepsight.runtime.layer import LayerEntries
+from keepsight.runtime.generate import FullCache
 from keepsight.runtime.methods import AdaKV, PyramidKV, SnapKV, StreamingLLM
-from keepsight.runtime.prefill import prefill, read
+from keepsight.runtime.state import prefill, read
 from keepsight.runtime.shared_pass import SharedPass, StateGroup, _by_token
-from keepsight.runtime.softmax import Softmax
+from keepsight.runtime.attention import Softmax
 from keepsight.runtime.state import State
 from keepsight.runtime.together import Rows
 from tests.close import assert_close

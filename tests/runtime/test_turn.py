@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from keepsight.runtime.conversation import Conversation
-from keepsight.runtime.method import Method
+from keepsight.runtime.generate import Conversation
+from keepsight.runtime.generate import Method
 from keepsight.runtime.methods import Kivi, SpeCache, SpeContext
-from keepsight.runtime.prefill import read
+from keepsight.runtime.state import read
 from keepsight.runtime.retrieval.reader import retrieval_cache
 from tests.close import assert_close
 from tests.models.retrieval_heads import tiny_retrieval_head

@@ -11,8 +11,8 @@ from keepsight import generate
 from keepsight.errors import UserError
 from keepsight.runtime.allocate import Adaptive
 from keepsight.runtime.attention import recording
-from keepsight.runtime.cache_layers import RaggedLayer
-from keepsight.runtime.decode import decode, stop_after
+from keepsight.runtime.layer import RaggedLayer
+from keepsight.runtime.generate import decode, stop_after
 from keepsight.runtime.drafting.observer import DraftObserver
 from keepsight.runtime.importance import Pool, Reduce
 from keepsight.runtime.methods.adakv import AdaKV
@@ -26,8 +26,8 @@ from keepsight.runtime.methods.random_entries import RandomEntries, RandomScores
 from keepsight.runtime.methods.snapkv import SnapKV
 from keepsight.runtime.methods.streamingllm import Earliness, StreamingLLM
 from keepsight.runtime.methods.tova import TOVA
-from keepsight.runtime.prefill import prefill
-from keepsight.runtime.pyramid import Pyramid
+from keepsight.runtime.state import prefill
+from keepsight.runtime.allocate import Pyramid
 from keepsight.runtime.state import Needs
 from tests.close import assert_close
 from tests.models.modules import random_module, save

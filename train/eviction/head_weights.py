@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from keepsight.runtime.allocate import Global
 from keepsight.runtime.evict import Evict
-from keepsight.runtime.prefill import prefill
+from keepsight.runtime.state import prefill
 from keepsight.train.dataset import Batch
 from keepsight.train.eviction.objective import EvictionObjective
 from keepsight.train.replay import Reading

@@ -20,9 +20,10 @@ from keepsight.errors import UserError
 from keepsight.models.decoder import cached_kv_heads, full_attention_layers, has_latents, require_full_attention
 from keepsight.runtime.allocate import Global, Held
 from keepsight.runtime.attention import run
-from keepsight.runtime.cache import as_observed, entries
-from keepsight.runtime.gated_layer import GatedLayer
-from keepsight.runtime.gather import select_top
+from keepsight.runtime.observe import as_observed
+from keepsight.runtime.state import entries
+from keepsight.runtime.observe import GatedLayer
+from keepsight.runtime.importance import select_top
 from keepsight.train.dataset import Batch
 from keepsight.train.eviction.gates import soft_gates
 from keepsight.train.objective import ReplayedObjective

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from keepsight.models.lookahead import Lookahead
-from keepsight.runtime.prefill import prefill
+from keepsight.runtime.state import prefill
 from keepsight.train.dataset import Batch
 from keepsight.train.lookahead.objective import LookaheadObjective
 from keepsight.train.lookahead.side_by_side import SideBySide

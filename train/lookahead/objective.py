@@ -21,9 +21,9 @@ from keepsight.models.decoder import decoder_of, full_attention_layers, require_
 from keepsight.models.lookahead import Lookahead
 from keepsight.models.offloaded import on_each
 from keepsight.runtime.attention import recording, run
-from keepsight.runtime.cache import empty_cache, has_recurrent, record_past, share
+from keepsight.runtime.state import empty_cache, has_recurrent, record_past, share
 from keepsight.runtime.observe import AttentionRecorder, observe
-from keepsight.runtime.prefill import positions_of
+from keepsight.runtime.state import positions_of
 from keepsight.train.dataset import Batch
 from keepsight.train.lookahead.cuts import Cuts, require_cuts, spread
 from keepsight.train.lookahead.flops import pass_flops, weights_of_a_token

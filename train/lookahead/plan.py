@@ -21,7 +21,7 @@ from typing_extensions import override
 from keepsight.models.decoder import decoder_of
 from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_settings import LookaheadSettings
-from keepsight.runtime.importance import later
+from keepsight.runtime.attention import later
 from keepsight.train.dataset import Batch
 from keepsight.train.lookahead.objective import LookaheadObjective
 

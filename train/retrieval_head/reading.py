@@ -13,8 +13,8 @@ from keepsight.models.retrieval_head import RetrievalHead, of_the_token_before
 from keepsight.runtime.attention import recording
 from keepsight.runtime.features import RecordFeatures
 from keepsight.runtime.importance import attention_weights, reduce_group
-from keepsight.runtime.prefill import positions_of
-from keepsight.runtime.softmax import Softmax
+from keepsight.runtime.state import positions_of
+from keepsight.runtime.attention import Softmax
 from keepsight.train.dataset import Batch
 
 SINKS, RECENT = 4, 64

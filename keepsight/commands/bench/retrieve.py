@@ -18,7 +18,7 @@ from keepsight.models.draft_head import DraftHead
 from keepsight.models.draft_sources import DraftHeadSource
 from keepsight.models.retrieval_head import RetrievalHead
 from keepsight.models.targets import Target
-from keepsight.runtime.prefill import context_of
+from keepsight.runtime.state import context_of
 
 
 @dataclass

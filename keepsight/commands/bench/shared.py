@@ -10,7 +10,7 @@ from keepsight.commands.config import Recipe
 from keepsight.commands.from_recipe import resources_of
 from keepsight.commands.variants import variants_of
 from keepsight.models.targets import Target
-from keepsight.runtime.method import Method
+from keepsight.runtime.generate import Method
 
 COMPARED = ("lookaheadkv", "snapkv", "pyramidkv", "adakv", "tova", "streamingllm")
 

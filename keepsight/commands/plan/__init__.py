@@ -29,7 +29,7 @@ from keepsight.eval.report.panels import GRID, look
 from keepsight.eval.report.styles import STYLES
 from keepsight.files import write_png
 from keepsight.models.retrieval_head import RetrievalHead
-from keepsight.runtime.prefill import context_of
+from keepsight.runtime.state import context_of
 from keepsight.runtime.retrieval.memory_plan import MemoryPlan, plan_for
 from keepsight.units import read_bytes, size_text
 

@@ -9,10 +9,10 @@ import torch
 
 from keepsight.eval.bench.operators import STEPS, bench_operators, count, operators_of, operators_of_plain_step
 from keepsight.runtime.allocate import Global
-from keepsight.runtime.cache_layers import RaggedLayer
+from keepsight.runtime.layer import RaggedLayer
 from keepsight.runtime.importance import Reduce
 from keepsight.runtime.methods import H2O, TOVA, AdaKV, Kivi, LookaheadKV, PyramidKV, SnapKV, SpeCache, StreamingLLM
-from keepsight.runtime.prefill import read
+from keepsight.runtime.state import read
 from tests.models.modules import random_module, random_on, save
 from tests.tiny import prompt_ids, tiny_model
 

@@ -2,8 +2,8 @@
 
 from keepsight.eval.bench.speculative import bench_speculate
 from keepsight.models.targets import Target
-from keepsight.runtime.decode import decode, stop_after
-from keepsight.runtime.prefill import prefill
+from keepsight.runtime.generate import decode, stop_after
+from keepsight.runtime.state import prefill
 from tests.runtime.retrieval.heads import Oracle, tiny_head
 from tests.tiny import prompt_ids, tiny_model, tiny_tokenizer
 

@@ -12,7 +12,7 @@ from keepsight.runtime.drafting.observer import DraftIds, DraftObserver, GivenDr
 from keepsight.runtime.methods.make import make_method
 from keepsight.runtime.methods.resources import Resources
 from keepsight.runtime.methods.speckv import ModelDrafter
-from keepsight.runtime.prefill import prefill
+from keepsight.runtime.state import prefill
 from keepsight.runtime.sparse_prefill import SparsePrefill
 from keepsight.runtime.state import Needs
 from tests.close import assert_close

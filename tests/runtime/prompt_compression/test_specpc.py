@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from keepsight import generate
 from keepsight.errors import UserError
 from keepsight.runtime.allocate import Adaptive
-from keepsight.runtime.method import FullCache
+from keepsight.runtime.generate import FullCache
 from keepsight.runtime.prompt_compression.neighborhood import select_tokens
 from tests.close import assert_close
 from tests.runtime.prompt_compression.prompts import Fixed, small_cascade, small_specpc, tiny_draft

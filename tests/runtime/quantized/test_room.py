@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from keepsight.runtime.cache_layers import ROOM
+from keepsight.runtime.layer import ROOM
 from keepsight.runtime.quantized.codec import Packed, Quantizer
 from keepsight.runtime.quantized.entries import PackedEntries
 from keepsight.runtime.quantized.room import PackedRoom

@@ -10,12 +10,12 @@ import torch
 
 from keepsight import generate
 from keepsight.errors import UserError
-from keepsight.runtime.decode import decode, stop_after
-from keepsight.runtime.method import FullCache
+from keepsight.runtime.generate import decode, stop_after
+from keepsight.runtime.generate import FullCache
 from keepsight.runtime.methods.kivi import Kivi
 from keepsight.runtime.methods.specache import SpeCache
 from keepsight.runtime.offload import FullEntries, Traffic
-from keepsight.runtime.prefill import prefill, read
+from keepsight.runtime.state import prefill, read
 from keepsight.runtime.quantized.cache import PackedState
 from keepsight.runtime.quantized.specache import PairReader, specache_layers
 from tests.close import assert_close

@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from keepsight.errors import UserError
 from keepsight.runtime.methods import SpeCache, SpeContext
 from keepsight.runtime.offload import Traffic
-from keepsight.runtime.prefill import read
+from keepsight.runtime.state import read
 from keepsight.runtime.retrieval.arrangement import Arrangement
 from keepsight.runtime.retrieval.elastic import ElasticLayer
 from keepsight.runtime.sparse_read.cache import Selection

@@ -9,7 +9,7 @@ from transformers.cache_utils import Cache
 
 from keepsight.errors import UserError
 from keepsight.runtime.methods.specontext import SpeContext
-from keepsight.runtime.prefill import prefill, read
+from keepsight.runtime.state import prefill, read
 from keepsight.runtime.retrieval.elastic import ElasticLayer
 from keepsight.runtime.retrieval.memory_plan import plan_for
 from keepsight.runtime.retrieval.placement import Placement, elastic_layers

@@ -8,13 +8,13 @@ import torch
 
 from keepsight import generate
 from keepsight.errors import UserError
-from keepsight.runtime.decode import decode, stop_after
-from keepsight.runtime.method import FullCache, Method
+from keepsight.runtime.generate import decode, stop_after
+from keepsight.runtime.generate import FullCache, Method
 from keepsight.runtime.methods.exact_topk import ExactTopK
 from keepsight.runtime.methods.quest import Quest
 from keepsight.runtime.methods.snapkv import SnapKV
 from keepsight.runtime.methods.specontext import SpeContext
-from keepsight.runtime.prefill import prefill, read
+from keepsight.runtime.state import prefill, read
 from keepsight.runtime.retrieval.reader import retrieval_cache
 from keepsight.runtime.sparse_read.cache import SelectedLayer, Selection
 from keepsight.runtime.state import Needs

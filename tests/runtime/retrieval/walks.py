@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from keepsight.runtime.softmax import Softmax, grouped_attention
+from keepsight.runtime.attention import Softmax, grouped_attention
 from keepsight.runtime.sparse_read.cache import SelectedLayer, Selection
 
 WIDTH, GROUP = 4, 2

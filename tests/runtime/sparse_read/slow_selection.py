@@ -11,7 +11,7 @@ from torch import Tensor
 from keepsight.models.retrieval_head import RetrievalHead
 from keepsight.runtime.attention import run
 from keepsight.runtime.features import RecordFeatures
-from keepsight.runtime.prefill import prefill
+from keepsight.runtime.state import prefill
 from keepsight.runtime.state import Needs
 from tests.runtime.asked import answer_with, asking
 

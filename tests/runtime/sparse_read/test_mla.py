@@ -9,15 +9,15 @@ from torch.nn import functional
 from transformers.cache_utils import Cache
 
 from keepsight.errors import UserError
-from keepsight.runtime.cache import cache_bytes
-from keepsight.runtime.cache_layers import KeptLayer
-from keepsight.runtime.decode import decode, stop_after
+from keepsight.runtime.state import cache_bytes
+from keepsight.runtime.layer import KeptLayer
+from keepsight.runtime.generate import decode, stop_after
 from keepsight.runtime.latents import Expansion
-from keepsight.runtime.method import FullCache
+from keepsight.runtime.generate import FullCache
 from keepsight.runtime.methods.exact_topk import ExactTopK
 from keepsight.runtime.methods.quest import Quest
 from keepsight.runtime.methods.specontext import SpeContext
-from keepsight.runtime.prefill import prefill, read
+from keepsight.runtime.state import prefill, read
 from keepsight.runtime.retrieval.reader import retrieval_cache
 from keepsight.runtime.sparse_read.cache import SelectedLayer, Selection, selected_layers
 from keepsight.runtime.sparse_read.mla import LatentLayer, expanded, layers_of

@@ -15,7 +15,7 @@ from keepsight.runtime.allocate import Global
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.importance import NO_POOL, Reduce
 from keepsight.runtime.methods.lookaheadkv import parts_of
-from keepsight.runtime.prefill import prefill
+from keepsight.runtime.state import prefill
 from keepsight.train.dataset import Batch
 from keepsight.train.eviction.finetune import FinetuneObjective, InTraining
 from keepsight.train.eviction.trainer import FinetuneTrainer

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from keepsight.runtime.allocate import Global, Held
-from keepsight.runtime.gather import select_top
+from keepsight.runtime.importance import select_top
 from keepsight.train.eviction.gates import soft_gates
 from tests.close import assert_close
 

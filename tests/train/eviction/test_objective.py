@@ -10,7 +10,7 @@ from keepsight.runtime.allocate import Global
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.importance import NO_POOL
 from keepsight.runtime.methods.random_entries import RandomScores
-from keepsight.runtime.prefill import read
+from keepsight.runtime.state import read
 from keepsight.train.dataset import Batch
 from keepsight.train.eviction.head_weights import HeadWeightsObjective
 from keepsight.train.replay import ReadingBuffer
