@@ -221,7 +221,9 @@ class Adaptive(Allocation):
     @override
     def __call__(self, sizes: HeadSizes, budgets: list[int], importance: list[Tensor]) -> Counts:
         kv_heads = sizes.real.shape[2]
-        evenly = [_evenly(row, budget * kv_heads) for row, budget in zip(sizes.real.sum(axis=2).T, budgets, strict=True)]
+        evenly = [
+            _evenly(row, budget * kv_heads) for row, budget in zip(sizes.real.sum(axis=2).T, budgets, strict=True)
+        ]
         totals = np.stack(evenly, axis=1)
         free = totals - sizes.protected.sum(axis=2)
         promised = np.zeros_like(sizes.real)

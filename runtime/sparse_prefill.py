@@ -16,13 +16,20 @@ from typing_extensions import override
 
 from keepsight.errors import UserError, require_whole
 from keepsight.models.decoder import has_latents
-from keepsight.runtime.attention import OwnAttention, run
-from keepsight.runtime.state import empty_cache, full_layers, record_past, roll_back, with_full_layers
-from keepsight.runtime.layer import KeptLayer
+from keepsight.runtime.attention import OwnAttention, Softmax, run
 from keepsight.runtime.importance import top_entries
-from keepsight.runtime.attention import Softmax
+from keepsight.runtime.layer import KeptLayer
 from keepsight.runtime.sparse_attention import BLOCK, sparse_attention
-from keepsight.runtime.state import Needs, State, Trace
+from keepsight.runtime.state import (
+    Needs,
+    State,
+    Trace,
+    empty_cache,
+    full_layers,
+    record_past,
+    roll_back,
+    with_full_layers,
+)
 
 Score = Callable[[Tensor, Tensor, Softmax], Tensor]
 """Scores the prompt's entries, [B, K, N] float32, from a layer's queries [B, H, N + L, d], its keys [B, K, N + L, d]

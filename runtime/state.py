@@ -151,9 +151,7 @@ class State:
 
     def as_kind(self, kind: type[Kind], cache: Cache) -> Kind:
         """The state of a method that stores entries in its own form; nothing is recorded from here on."""
-        return kind(
-            cache, self.logits, self.tokens, self.lengths, rope_offset=self.rope_offset, padded=self.padded
-        )
+        return kind(cache, self.logits, self.tokens, self.lengths, rope_offset=self.rope_offset, padded=self.padded)
 
     def crop(self, count: int, logits: Tensor) -> "State":
         """The state before its last `count` tokens, whose entries the cache loses; `logits` [B, V] are its last ones."""

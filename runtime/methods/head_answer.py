@@ -6,9 +6,9 @@ import torch
 from transformers import PreTrainedModel
 
 from keepsight.models.draft_sources import DraftHeadSource
-from keepsight.runtime.generate import end_ids
 from keepsight.runtime.drafting.eagle import ChainDrafter, HeadCache, unread_rows
 from keepsight.runtime.drafting.observer import DraftIds, until_end
+from keepsight.runtime.generate import end_ids
 from keepsight.runtime.state import State
 
 

@@ -10,14 +10,13 @@ from typing_extensions import override
 
 from keepsight.errors import UserError, require_whole
 from keepsight.models.draft_sources import DraftHeadSource, DraftSource
+from keepsight.runtime.attention import Softmax
 from keepsight.runtime.drafting.observer import Drafter, DraftIds, DraftObserver, GivenDraft, greedy_draft
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.importance import Pool, Reduce, observed_attention, reduce_group
 from keepsight.runtime.methods.head_answer import head_answer
-from keepsight.runtime.state import context_of, prefill
-from keepsight.runtime.attention import Softmax
 from keepsight.runtime.sparse_prefill import Score, SparsePrefill
-from keepsight.runtime.state import Needs, State
+from keepsight.runtime.state import Needs, State, context_of, prefill
 
 
 @dataclass(frozen=True)

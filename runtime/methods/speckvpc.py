@@ -14,15 +14,13 @@ from typing_extensions import override
 
 from keepsight.errors import require_whole
 from keepsight.models.draft_sources import DraftHeadSource, DraftSource
-from keepsight.runtime.allocate import Allocation, Uniform
-from keepsight.runtime.allocate import Budget
+from keepsight.runtime.allocate import Allocation, Budget, Uniform
 from keepsight.runtime.drafting.observer import DraftIds, DraftObserver, GivenDraft
 from keepsight.runtime.generate import Method
 from keepsight.runtime.methods.speckv import SpecKV
 from keepsight.runtime.methods.specpc import SpecPC, require_room
-from keepsight.runtime.state import context_of, prefill
 from keepsight.runtime.prompt_compression.method import pad_left, unpadded
-from keepsight.runtime.state import State
+from keepsight.runtime.state import State, context_of, prefill
 
 
 @dataclass(frozen=True)

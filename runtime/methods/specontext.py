@@ -18,8 +18,6 @@ from keepsight.models.retrieval_head import RetrievalHead, of_the_token_before
 from keepsight.models.retrieval_head_files import load_retrieval_head
 from keepsight.models.retrieval_target import check_target
 from keepsight.runtime.attention import Reader
-from keepsight.runtime.state import with_full_layers
-from keepsight.runtime.state import positions_of, prefill
 from keepsight.runtime.retrieval.memory_plan import plan_for
 from keepsight.runtime.retrieval.placement import Placement
 from keepsight.runtime.retrieval.reader import RetrievalCache, RetrievalReader, RetrievalState, RetrievalTurnReader
@@ -28,7 +26,7 @@ from keepsight.runtime.sparse_read.cache import MakeLayer, SelectedLayer, select
 from keepsight.runtime.sparse_read.method import SparseRead
 from keepsight.runtime.sparse_read.mla import layers_of
 from keepsight.runtime.sparse_read.top_k import StepBudget
-from keepsight.runtime.state import Needs, State, Trace
+from keepsight.runtime.state import Needs, State, Trace, positions_of, prefill, with_full_layers
 from keepsight.units import read_bytes
 
 _BLOCK = 4096

@@ -19,18 +19,16 @@ from typing_extensions import override
 from keepsight.errors import UserError, require_whole
 from keepsight.models.decoder import full_attention_layers
 from keepsight.models.draft_sources import DraftHeadSource, DraftSource
-from keepsight.runtime.generate import decode, end_ids, stop_after
-from keepsight.runtime.generate import GenerateRequest
+from keepsight.runtime.attention import Softmax
+from keepsight.runtime.generate import GenerateRequest, decode, end_ids, stop_after
 from keepsight.runtime.images import Images
 from keepsight.runtime.importance import observed_attention
 from keepsight.runtime.latents import attended_entries
 from keepsight.runtime.methods.head_answer import head_answer
 from keepsight.runtime.methods.speckv import require_draft_fits
-from keepsight.runtime.state import prefill
 from keepsight.runtime.prompt_compression.method import ShortenPrompt
 from keepsight.runtime.prompt_compression.neighborhood import select_tokens
-from keepsight.runtime.attention import Softmax
-from keepsight.runtime.state import Needs, State
+from keepsight.runtime.state import Needs, State, prefill
 
 _FIRST_LAYER = 8  # of the published configurations, whose drafts have 16 and 24 layers
 

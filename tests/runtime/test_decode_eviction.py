@@ -15,7 +15,7 @@ from keepsight.runtime.importance import NO_POOL, Pool
 from keepsight.runtime.methods import LookaheadKV, Oracle, SnapKV, StreamingLLM
 from keepsight.runtime.methods.lookaheadkv import SoftTokens
 from keepsight.runtime.methods.oracle import OwnAnswer
-from keepsight.runtime.methods.snapkv import PromptWindow
+from keepsight.runtime.methods.window import PromptWindow
 from keepsight.runtime.allocate import Pyramid
 from tests.close import assert_close
 from tests.models.modules import random_module, save

@@ -44,7 +44,7 @@ from keepsight.runtime.methods.laq import QueryCache
 from keepsight.runtime.methods.lookaheadkv import SoftTokens
 from keepsight.runtime.methods.make import takes
 from keepsight.runtime.methods.oracle import OwnAnswer
-from keepsight.runtime.methods.snapkv import PromptWindow
+from keepsight.runtime.methods.window import PromptWindow
 from keepsight.runtime.methods.speckv import ModelDrafter
 from keepsight.runtime.allocate import Pyramid
 from keepsight.runtime.sparse_prefill import SparsePrefill
