@@ -351,7 +351,7 @@ def _unpack(packed: Tensor, places: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def _accumulated_at(accumulated: Tensor, mask: Tensor, counts: Counts) -> Tensor:
-    """[B, H, C] at the entries [B, K, C] bool that each query head's KV head keeps, padded on the left if they differ."""
+    """[B, H, C] at the entries [B, K, C] bool that a query head's KV head keeps, padded on the left if heads differ."""
     group, length = accumulated.shape[1] // mask.shape[1], mask.shape[2]
     if counts.min() == counts.max():
         places = torch.nonzero_static(mask, size=int(counts.sum()))[:, -1].view(*counts.shape, -1)

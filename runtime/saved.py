@@ -68,9 +68,9 @@ def save_state(
 ) -> Path:
     """Save a state; `path` then holds all of it, or none of it.
 
-    Its size is the state's `kv_bytes`, plus what was recorded, tokens and logits, plus a header of some kilobytes. A state
-    that will never be evicted from again needs nothing recorded: save `state.unrecorded()`. The features of
-    its tokens are left out in any case.
+    Its size is the state's `kv_bytes`, plus what was recorded, tokens and logits, plus a header of some kilobytes. A
+    state that will never be evicted from again needs nothing recorded: save `state.unrecorded()`. The features of its
+    tokens are left out in any case.
 
     Args:
         state: Dense or ragged state of any batch size.

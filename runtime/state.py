@@ -154,7 +154,7 @@ class State:
         return kind(cache, self.logits, self.tokens, self.lengths, rope_offset=self.rope_offset, padded=self.padded)
 
     def crop(self, count: int, logits: Tensor) -> "State":
-        """The state before its last `count` tokens, whose entries the cache loses; `logits` [B, V] are its last ones."""
+        """The state before its last `count` tokens, which the cache loses; `logits` [B, V] are its last ones."""
         self.cache.crop(-count)
         return replace(
             self,
