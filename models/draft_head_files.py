@@ -14,9 +14,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel
 
-from keepsight.atomic import atomic_files
 from keepsight.errors import UserError
-from keepsight.files import file_digest, read_json, write_json, write_readme
+from keepsight.files import atomic_files, file_digest, read_json, write_json, write_readme
 from keepsight.models.draft_head import DraftHead
 from keepsight.models.draft_head_config import public_config, read_head_config
 from keepsight.models.feature_head import FeatureHead

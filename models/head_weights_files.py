@@ -5,8 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from keepsight.atomic import atomic_files
-from keepsight.files import file_digest, write_json, write_png, write_readme
+from keepsight.files import atomic_files, file_digest, write_json, write_png, write_readme
 from keepsight.models.head_weights import HeadWeights
 from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_files import (

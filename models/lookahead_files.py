@@ -18,9 +18,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from keepsight.atomic import atomic_files
 from keepsight.errors import UserError
-from keepsight.files import file_digest, read_json, write_json, write_readme
+from keepsight.files import atomic_files, file_digest, read_json, write_json, write_readme
 from keepsight.models.folded_lora import FoldedLora
 from keepsight.models.head_weights import HeadWeights, checked_weights
 from keepsight.models.lookahead import Lookahead, input_embedding, input_width

@@ -8,9 +8,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from keepsight.atomic import atomic_folder
 from keepsight.errors import UserError
-from keepsight.files import file_digest
+from keepsight.files import atomic_folder, file_digest
 
 logger = logging.getLogger("keepsight")
 

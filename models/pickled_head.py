@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from keepsight.atomic import atomic_files
 from keepsight.errors import UserError
+from keepsight.files import atomic_files
 from keepsight.models.draft_head_files import CONFIG, PICKLE, WEIGHTS, load_draft_head
 from keepsight.models.weight_files import one_line
 

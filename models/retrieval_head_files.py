@@ -9,9 +9,8 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from keepsight.atomic import atomic_files
 from keepsight.errors import UserError
-from keepsight.files import file_digest, read_json, write_json, write_readme
+from keepsight.files import atomic_files, file_digest, read_json, write_json, write_readme
 from keepsight.models.lookahead_files import Provenance
 from keepsight.models.retrieval_config import RetrievalConfig
 from keepsight.models.retrieval_head import RetrievalHead

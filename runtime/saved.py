@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from typing_extensions import override
 
-from keepsight.atomic import atomic_files
 from keepsight.errors import UserError
+from keepsight.files import atomic_files, from_json
 from keepsight.models.offloaded import values_of
 from keepsight.runtime.custom_generate import CustomGenerate
 from keepsight.runtime.decode import Decoded
@@ -32,7 +32,6 @@ from keepsight.runtime.state_tensors import (
     state_of_tensors,
     tensors_of,
 )
-from keepsight.signed_json import from_json
 
 FILE = "state.safetensors"
 QUESTIONS = ("seen", "unseen", "multi")

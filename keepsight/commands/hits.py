@@ -30,8 +30,7 @@ from keepsight.eval.rows import Variant
 from keepsight.eval.run_samples import check_samples
 from keepsight.eval.tasks.registry import Benchmarks
 from keepsight.eval.tasks.samples import RenderedSample
-from keepsight.files import append_lines, read_json, whole_lines, write_csv, write_json, write_png
-from keepsight.locks import one_writer
+from keepsight.files import append_lines, one_writer, read_json, whole_lines, write_csv, write_json, write_png
 from keepsight.models.draft_head_files import load_draft_head
 from keepsight.models.hub import fetch
 from keepsight.models.retrieval_config import PREVIOUS_STEP

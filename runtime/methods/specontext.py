@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from keepsight.errors import UserError, require_whole
+from keepsight.files import read_bytes
 from keepsight.models.decoder import has_latents, require_one_device
 from keepsight.models.hub import fetch
 from keepsight.models.retrieval_config import NONE
@@ -29,7 +30,6 @@ from keepsight.runtime.sparse_read.method import SparseRead
 from keepsight.runtime.sparse_read.mla import layers_of
 from keepsight.runtime.sparse_read.top_k import StepBudget
 from keepsight.runtime.state import Needs, State, Trace
-from keepsight.units import read_bytes
 
 _BLOCK = 4096
 """Prompt tokens whose features are concatenated at a time."""

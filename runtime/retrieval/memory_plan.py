@@ -14,9 +14,9 @@ from itertools import accumulate
 from transformers import PreTrainedModel
 
 from keepsight.errors import UserError
+from keepsight.files import size_text
 from keepsight.models.decoder import head_width
 from keepsight.runtime.cache_layers import GROWTH, ROOM
-from keepsight.units import size_text
 
 
 @dataclass(frozen=True)

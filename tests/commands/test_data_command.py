@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from keepsight.data_gen import shard_writer
-from keepsight.files import append_lines, read_json, read_jsonl
-from keepsight.locks import one_writer
+from keepsight.files import append_lines, one_writer, read_json, read_jsonl
 from keepsight.models import locate
 from tests.commands.commands import DATA, CommandLine, tree
 from tests.launch import launch
