@@ -199,13 +199,6 @@ def write_png(path: Path, figure: "Figure") -> None:
         figure.savefig(unfinished, format="png", dpi=DPI)
 
 
-def write_readme(folder: Path, card: str, curves: "Figure | None" = None) -> None:
-    """Write a model card as README.md and, where they are given, the training's curves as training.png."""
-    write_text(folder / "README.md", card)
-    if curves is not None:
-        write_png(folder / "training.png", curves)
-
-
 def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, object]]) -> None:
     """Write a table with a header; a text that a spreadsheet would run as a formula gets a quote in front."""
     text = io.StringIO()

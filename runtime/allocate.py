@@ -15,7 +15,7 @@ from torch.nn import functional
 from typing_extensions import override
 
 from keepsight.errors import UserError
-from keepsight.models.head_weights import HeadWeights, checked_weights
+from keepsight.models.lookahead_settings import HeadWeights, checked_weights
 from keepsight.runtime.importance import stacked, top_mask
 from keepsight.runtime.rounding import Counts, settle
 

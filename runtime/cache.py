@@ -13,8 +13,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, LinearAttentionLayer
 
 from keepsight.errors import UserError
-from keepsight.models.decoder import require_supported
-from keepsight.models.offloaded import on_each
+from keepsight.models.decoder import on_each, require_supported
 from keepsight.runtime.cache_layers import KeptLayer, LayerEntries, RaggedLayer
 from keepsight.runtime.viewed_layers import ViewedState
 

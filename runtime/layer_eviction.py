@@ -13,8 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from keepsight.models.decoder import has_latents
-from keepsight.models.offloaded import on_each
+from keepsight.models.decoder import has_latents, on_each
 from keepsight.runtime.allocate import Allocation, Held
 from keepsight.runtime.attention import Recorder
 from keepsight.runtime.cache import full_layers

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from keepsight.errors import UserError
 from keepsight.files import atomic_files, from_json
-from keepsight.models.offloaded import values_of
+from keepsight.models.decoder import values_of
 from keepsight.runtime.custom_generate import CustomGenerate
 from keepsight.runtime.decode import Decoded
 from keepsight.runtime.generate_request import GenerateRequest

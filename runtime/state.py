@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.cache_utils import Cache
 
-from keepsight.models.offloaded import on_each
+from keepsight.models.decoder import on_each
 from keepsight.runtime.cache import cache_bytes, entries, is_bounded, share
 from keepsight.runtime.cache_layers import LayerEntries
 from keepsight.runtime.importance import observed_attention, seen_ahead

@@ -8,8 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
-from keepsight.models.decoder import decoder_of, full_attention_layers, has_latents, head_width
-from keepsight.models.offloaded import running_devices
+from keepsight.models.decoder import decoder_of, full_attention_layers, has_latents, head_width, running_devices
 from keepsight.runtime.cache import empty_cache, filled_layer, share
 from keepsight.runtime.cache_layers import KeptLayer, RaggedLayer
 from keepsight.runtime.softmax import Softmax

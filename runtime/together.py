@@ -14,8 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from keepsight.models.decoder import CHUNKED, decoder_of, has_latents, layer_kinds
-from keepsight.models.offloaded import running_devices
+from keepsight.models.decoder import CHUNKED, decoder_of, has_latents, layer_kinds, running_devices
 from keepsight.runtime.attention import run
 from keepsight.runtime.cache import has_recurrent, is_bounded
 from keepsight.runtime.cache_layers import LayerEntries

@@ -9,7 +9,7 @@ from transformers import TrainingArguments
 from transformers.utils import is_torch_tf32_available
 
 from keepsight.errors import UserError
-from keepsight.models.processes import check_builds
+from keepsight.models.distributed import check_builds
 from keepsight.train.settings import TrainSettings
 
 

@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from keepsight.errors import UserError
 from keepsight.files import append_lines, one_writer, read_bytes
-from keepsight.models.offloaded import is_spread
+from keepsight.models.decoder import is_spread
 from keepsight.train.arguments import say_idle_gpus, training_arguments
 from keepsight.train.checkpointed_trainer import MEASUREMENTS, CheckpointedTrainer, ObjectiveT, numbers
 from keepsight.train.dataset import Batch, GroupedByLength, SampleDataset, collate, hold_out, samples_digest

@@ -49,8 +49,7 @@ from keepsight.eval.tasks.protocols import protocol_named
 from keepsight.eval.tasks.registry import Benchmarks, make_all, tasks_of
 from keepsight.eval.tasks.samples import RenderedSample, render_apart
 from keepsight.files import append_lines, one_writer, require_writable, whole_lines
-from keepsight.models.processors import processor_of
-from keepsight.models.targets import Target
+from keepsight.models.targets import Target, processor_of
 from keepsight.runtime.prefill import context_of
 from keepsight.runtime.saved import QUESTIONS
 

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from keepsight.errors import UserError, require_same
 from keepsight.files import atomic_file, file_digest, one_writer, read_json, write_json
-from keepsight.models.processes import launched
+from keepsight.models.distributed import launched
 from keepsight.train.draft_head.teacher import TargetReader, TargetReading
 
 _MANIFEST, _SHARD = "manifest.json", 32

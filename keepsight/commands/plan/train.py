@@ -16,7 +16,7 @@ from keepsight.commands.config import Recipe, at_least_one
 from keepsight.commands.from_recipe import outline_of
 from keepsight.errors import UserError
 from keepsight.files import read_bytes, size_text
-from keepsight.models.quantization import QUANTIZE
+from keepsight.models.targets import QUANTIZE
 from keepsight.train.distributed import DIVIDED
 from keepsight.train.lookahead.plan import StepPlan, plan_step
 
