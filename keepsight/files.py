@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 from filelock import FileLock, Timeout
-from pydantic import ByteSize, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 from typing_extensions import is_typeddict
 
 from keepsight.errors import UserError
@@ -34,6 +34,8 @@ DPI = 150
 """Resolution of plots, in dots per inch."""
 
 Row = dict[str, Any]
+_UNITS = {"": 1, "B": 1} | {f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", start=1)}
+_UNITS |= {f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", start=1)}
 _UNFINISHED = ".unfinished-"
 _FORMULA = re.compile(r"[=@\t\r]|[+-](?![\d.])")
 _DIGEST = re.compile(rb'\{\s*"_sha256": "([0-9a-f]{16})",\s*')
@@ -371,11 +373,8 @@ def read_bytes(text: str) -> int:
     Raises:
         UserError: the text has another form, or is not above 0.
     """
-    try:
-        size = int(TypeAdapter(ByteSize).validate_python(text.strip()))
-    except ValidationError:
-        size = 0
-    if size <= 0:
+    written = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if written is None or written[2] not in _UNITS or not (size := int(float(written[1]) * _UNITS[written[2]])):
         raise UserError(f"{text!r} is no amount of memory; write it as 24GiB, 24GB or a number of bytes")
     return size
 

@@ -196,7 +196,7 @@ def write_card(
     return re.sub(r"\n{3,}", "\n\n", str(card)).rstrip() + "\n"
 
 
-def _license(license: str | None, base_model: str) -> dict[str, str]:
+def _license(license: str | None, base_model: str) -> dict[str, Any]:
     """Metadata of the licence; the base model's where none is named, by a link where it is not known."""
     if known := license or LICENSES.get(base_model):
         return {"license": known}

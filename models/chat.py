@@ -28,11 +28,11 @@ def load_tokenizer(source: str | Path, **options: Any) -> "PreTrainedTokenizerBa
     """
     from transformers import AutoTokenizer
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(source, padding_side="left", **options)
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, padding_side="left", **options)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer("word")
-    return tokenizer  # type: ignore[no-any-return]
+    return tokenizer
 
 
 def chat_text(tokenizer: Any, turns: Sequence[dict[str, Any]]) -> str:

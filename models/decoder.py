@@ -66,7 +66,8 @@ def has_latents(model: PreTrainedModel) -> bool:
 def input_embedding(model: PreTrainedModel) -> Tensor:
     """The input embedding [vocabulary, hidden], detached."""
     weight: Any = model.get_input_embeddings().weight
-    return weight.detach()  # type: ignore[no-any-return]
+    embedding: Tensor = weight.detach()
+    return embedding
 
 
 def input_width(model: PreTrainedModel) -> int:

@@ -129,7 +129,7 @@ class LookaheadAdapter(Artifact):
         tokens: [n, hidden] float32.
         head_weights: Weights of heads that `keepsight finetune` learned; None where it did not run.
         provenance: Origin of the adapter.
-        folder: Folder that it was read from; None for one that is not saved.
+        folder: Folder that it was read from; there is none before it is saved.
         digest: Digest of `lookahead_config.json`, which holds the settings and the digests of the tensors' files.
     """
 
@@ -141,7 +141,7 @@ class LookaheadAdapter(Artifact):
     tokens: Tensor = field(repr=False)
     head_weights: HeadWeights | None = None
     provenance: Provenance = field(default_factory=lambda: Provenance(""), repr=False)
-    folder: Path | None = None
+    folder: Path = Path("a lookahead adapter")
     digest: str = ""
     invocation: int = NO_TOKEN
     _on: "WeakKeyDictionary[PreTrainedModel, tuple[Any, Tensor, FoldedLora | None]]" = field(
@@ -191,7 +191,7 @@ class LookaheadAdapter(Artifact):
         Raises:
             UserError: the adapter was trained for another model.
         """
-        folder, expected = self.folder or Path(self.kind), self.provenance.base_model
+        folder, expected = self.folder, self.provenance.base_model
         loaded = str(model.config.name_or_path or "")
         is_hub_id = re.fullmatch(r"[\w.-]+/[\w.-]+", loaded) and not Path(loaded).exists()
         if is_hub_id and expected and loaded != expected:
@@ -202,7 +202,8 @@ class LookaheadAdapter(Artifact):
                 f"{folder}: this adapter is for {expected!r} with hidden size {self.tokens.shape[1]}, "
                 f"but the model's is {hidden}"
             )
-        if self.invocation < model.get_input_embeddings().num_embeddings:
+        embedding: Any = model.get_input_embeddings()  # under ZeRO-3 its weight is empty
+        if self.invocation < embedding.num_embeddings:
             logger.warning(
                 "%s: plain PEFT would apply this LoRA where token %d occurs, which this model has; save it again",
                 *(folder, self.invocation),
@@ -211,8 +212,8 @@ class LookaheadAdapter(Artifact):
 
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Warn, once, of another vocabulary or chat template than those of the training prompts."""
-        origin, folder = self.provenance, self.folder or Path(self.kind)
-        warn_of_another_tokenizer(folder, origin.template_digest, origin.vocabulary_digest, tokenizer)
+        origin = self.provenance
+        warn_of_another_tokenizer(self.folder, origin.template_digest, origin.vocabulary_digest, tokenizer)
 
     @classmethod
     def load(cls, folder: Path, model: PreTrainedModel | None = None) -> Self:
@@ -262,17 +263,16 @@ class LookaheadAdapter(Artifact):
         )
 
     def _write(self, folder: Path) -> None:
-        self._check_shapes(self.folder or folder)
+        self._check_shapes(self.folder)
         save_file(self.lora, folder / ADAPTER, metadata={"format": "pt"})
         save_file({"lookahead_tokens": self.tokens.contiguous()}, folder / TOKENS, metadata={"format": "pt"})
         self._peft_config().save_pretrained(str(folder))
         digests = {name: file_digest(folder / name) for name in (ADAPTER, TOKENS, PEFT_CONFIG)}
         values = {"settings": asdict(self.settings), "provenance": asdict(self.provenance), "digests": digests}
         write_json(folder / CONFIG, values | ({"head_weights": self.head_weights} if self.head_weights else {}))
-        if self.folder is not None:  # the pictures of its card
-            for path in self.folder.glob("*.png"):
-                if path.is_file() and not path.is_symlink():
-                    (folder / path.name).write_bytes(path.read_bytes())
+        for path in self.folder.glob("*.png"):  # the pictures of its card
+            if path.is_file() and not path.is_symlink():
+                (folder / path.name).write_bytes(path.read_bytes())
 
     def _peft_config(self) -> LoraConfig:
         """PEFT's configuration of the LoRA; it lists the modules that are adapted."""

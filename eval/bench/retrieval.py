@@ -33,7 +33,7 @@ def size_lines(target: Target, head: RetrievalHead, draft: DraftHead | None) -> 
         "token"
     )
     if draft is not None:
-        yield pruning(head, draft)
+        yield f"draft head: {pruning(head, draft)}"
 
 
 def step_lines(

@@ -162,6 +162,7 @@ def write_adapter(
     rows = trainer.measurements()
     card = with_eviction(artifact.folder, training.about, described, *((rows[0], rows[-1]) if rows else ({}, {})))
     numbers = tuple(map(tuple, weights.tolist()))
-    tensors = {} if module is None else {"lora": module.lora_state(), "tokens": module.tokens.detach().cpu()}
-    replace(artifact, head_weights=numbers, **tensors).save(out, provenance, card, {training.picture: figure})
+    if module is not None:
+        artifact = replace(artifact, lora=module.lora_state(), tokens=module.tokens.detach().cpu())
+    replace(artifact, head_weights=numbers).save(out, provenance, card, {training.picture: figure})
     print(f"adapter after step {trained.steps} in {out}: {metrics_text(trained.metrics)}")

@@ -12,7 +12,7 @@ from keepsight.commands import eval as evaluation
 from keepsight.data_gen.shard_writer import ShardWriter
 from keepsight.files import file_digest, read_json, read_jsonl, write_lines
 from keepsight.models.hub import plan_upload
-from keepsight.models.lookahead import FILES, LookaheadAdapter
+from keepsight.models.lookahead import LookaheadAdapter
 from keepsight.models.targets import Target
 from keepsight.train.lookahead.objective import LookaheadObjective
 from tests.close import assert_close
@@ -76,7 +76,7 @@ def test_stopped_in_every_stage_it_ends_as_if_it_had_not_been(
     card = (fitted / "README.md").read_text()
     assert card.count("## Evaluation") == 1 and "| LookaheadKV |" in card.replace("lookaheadkv", "LookaheadKV")
     upload = plan_upload(fitted, "ada/tiny")
-    assert {*FILES, "README.md", "evaluation.png", "training.png"} == {*upload.files}
+    assert {*LookaheadAdapter.files, "README.md", "evaluation.png", "training.png"} == {*upload.files}
     monkeypatch.setattr(evaluation, "run", lambda _: None)
     keepsight(*FIT, "out=fitted")
     assert (fitted / "README.md").read_text() == card

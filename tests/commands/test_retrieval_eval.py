@@ -58,7 +58,7 @@ def test_bad_heads_are_named(keepsight: CommandLine, here: Path, head: Path) -> 
         "eval", *specontext, "retrieval=shipped:nothing"
     )
     tiny_retrieval_head().save(here / "other", Provenance("other"), "# Card\n")
-    assert "this retrieval head is for another target than" in keepsight.fails("eval", *specontext, "retrieval=other")
+    assert "this retrieval head is for another model than" in keepsight.fails("eval", *specontext, "retrieval=other")
     values = read_json(head / CONFIG)
     write_json(head / CONFIG, values | {"digests": {}})
     assert "head" in keepsight.fails("eval", *specontext, "retrieval=head")

@@ -15,7 +15,7 @@ from keepsight.commands import train as command
 from keepsight.commands.config import ModelConfig
 from keepsight.commands.from_recipe import training_target
 from keepsight.errors import UserError
-from keepsight.models.lookahead import ADAPTER, FILES, TOKENS, LookaheadAdapter
+from keepsight.models.lookahead import ADAPTER, TOKENS, LookaheadAdapter
 from keepsight.models.targets import load_target
 from tests.tiny import save_tiny_target
 from tests.train.runs import SHAPE, Disturbed, press_ctrl_c, rows, same, settings, spoil, write_data
@@ -67,7 +67,12 @@ def test_one_process_has_nothing_to_divide_the_target_over(place, tmp_path):
 
 
 def test_the_command_leaves_an_adapter_that_loads(place, trained):
-    assert {path.name for path in trained.iterdir()} == {*FILES, "README.md", "training.png", "training"}
+    assert {path.name for path in trained.iterdir()} == {
+        *LookaheadAdapter.files,
+        "README.md",
+        "training.png",
+        "training",
+    }
     artifact = LookaheadAdapter.load(trained)
     target = load_target(str(place / "target"), device="cpu")
     with artifact.attached(target.model) as tokens:

@@ -13,7 +13,7 @@ from keepsight.commands import train_retrieval_head as command
 from keepsight.commands.config import ModelConfig
 from keepsight.errors import UserError
 from keepsight.models.card import Provenance
-from keepsight.models.retrieval_head import CONFIG, FILES, WEIGHTS, RetrievalHead, parameters
+from keepsight.models.retrieval_head import CONFIG, WEIGHTS, RetrievalHead, parameters
 from keepsight.models.targets import load_target
 from keepsight.train.dataset import Batch, cut
 from keepsight.train.head_settings import RetrievalHeadSettings
@@ -71,7 +71,7 @@ def trained(place: Path) -> Path:
 
 
 def test_the_command_leaves_a_head_that_loads(place, trained):
-    assert {path.name for path in trained.iterdir()} == {*FILES, "README.md", "training.png", "training"}
+    assert {path.name for path in trained.iterdir()} == {*RetrievalHead.files, "README.md", "training.png", "training"}
     target = load_target(str(place / "target"), device="cpu")
     head = RetrievalHead.load(trained, target.model)
     assert load_file(trained / WEIGHTS)["q_proj.weight"].dtype == torch.bfloat16
@@ -118,8 +118,8 @@ def test_a_retrieval_head_is_distilled_further_in_groups(place, trained, tmp_pat
     ("changes", "message"),
     [
         ({"features": "none"}, "head=.*retrieval: it was distilled with features previous-step; give retrieval_head"),
-        ({"groups": 4}, r"^retrieval_head\.groups=4: the target has 3 layers with full attention; give no more "),
-        ({"groups": 10**8}, r"^retrieval_head\.groups=100000000: the target has 3 layers"),
+        ({"groups": 4}, r"^retrieval_head\.groups=4: the model has 3 layers with full attention"),
+        ({"groups": 10**8}, r"^retrieval_head\.groups=100000000: the model has 3 layers"),
         ({"groups": 0}, "retrieval_head.groups=0 must be at least 1"),
     ],
 )
@@ -133,14 +133,14 @@ def test_a_head_that_does_not_fit_the_settings_is_refused(place, trained, tmp_pa
 def test_a_new_head_has_no_more_groups_than_the_target_layers(place, tmp_path):
     wrong = config(place, tmp_path / "head", "none", head=None)
     wrong.retrieval_head.groups = 4
-    with pytest.raises(UserError, match=r"^retrieval_head\.groups=4: the target has 3 layers with full attention"):
+    with pytest.raises(UserError, match=r"^retrieval_head\.groups=4: the model has 3 layers with full attention"):
         command.run(wrong)
 
 
-@pytest.mark.parametrize("lost", FILES)
+@pytest.mark.parametrize("lost", RetrievalHead.files)
 def test_half_a_retrieval_head_is_not_taken_for_a_draft_head(place, trained, tmp_path, lost):
     (half := tmp_path / "half").mkdir()
-    for name in {*FILES} - {lost}:
+    for name in {*RetrievalHead.files} - {lost}:
         (half / name).write_bytes((trained / name).read_bytes())
     with pytest.raises(UserError, match=rf"head=.*half: .*half: {lost} is missing; a retrieval head needs"):
         command.run(config(place, tmp_path / "head", head=str(half)))
@@ -225,7 +225,7 @@ def test_settings_out_of_range_are_named(place, tmp_path, changes, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"kv_heads": 1}, "head=.*: this retrieval head is for another target than .*: KV heads 1 against 2"),
+        ({"kv_heads": 1}, "head=.*: this retrieval head is for another model than .*: KV heads 1 against 2"),
         ({"hidden_size": 16}, "hidden size 16 against 32"),
         ({"vocab_size": 99}, "vocabulary 99 against 512"),
     ],
