@@ -17,7 +17,7 @@ from torch.nn import functional
 from typing_extensions import override
 
 from keepsight.errors import UserError, require_whole
-from keepsight.models.head_weights import HeadWeights, checked_weights
+from keepsight.models.lookahead_settings import HeadWeights, checked_weights
 from keepsight.runtime.importance import stacked, top_mask
 from keepsight.runtime.layer import Counts
 

@@ -24,7 +24,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from keepsight.errors import UserError
 from keepsight.models.decoder import FULL, has_latents, require_supported
-from keepsight.models.offloaded import on_each
+from keepsight.models.decoder import on_each
 from keepsight.runtime.attention import Reader, Softmax, is_bounded, run
 from keepsight.runtime.features import RecordFeatures
 from keepsight.runtime.images import Images

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from keepsight.errors import UserError, require_whole
-from keepsight.models.offloaded import on_each
+from keepsight.models.decoder import on_each
 from keepsight.runtime.allocate import Budget
 from keepsight.runtime.drafting.observer import until_end
 from keepsight.runtime.evict import Evict

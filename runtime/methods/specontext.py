@@ -11,12 +11,9 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from keepsight.errors import UserError, require_whole
+from keepsight.files import read_bytes
 from keepsight.models.decoder import has_latents, require_one_device
-from keepsight.models.hub import fetch
-from keepsight.models.retrieval_config import NONE
-from keepsight.models.retrieval_head import RetrievalHead, of_the_token_before
-from keepsight.models.retrieval_head_files import load_retrieval_head
-from keepsight.models.retrieval_target import check_target
+from keepsight.models.retrieval_head import NONE, RetrievalHead, of_the_token_before
 from keepsight.runtime.attention import Reader
 from keepsight.runtime.retrieval.memory_plan import plan_for
 from keepsight.runtime.retrieval.placement import Placement
@@ -75,7 +72,7 @@ class SpeContext(SparseRead):
         Raises:
             UserError: the head cannot be had, is corrupt, or an option is out of range.
         """
-        return cls(budget, load_retrieval_head(fetch(str(head), revision)), **options)
+        return cls(budget, RetrievalHead.from_pretrained(head, revision=revision), **options)
 
     @override
     def least(self) -> tuple[int, str]:
@@ -122,7 +119,7 @@ class SpeContext(SparseRead):
         return lambda index, *entries: SelectedLayer(*entries)
 
     def _require(self, model: PreTrainedModel) -> None:
-        check_target(self.head, model)
+        self.head.check_model(model)
         if self.offload or self.memory_limit is not None:
             require_one_device(model)
         if self.offload and has_latents(model):

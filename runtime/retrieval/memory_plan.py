@@ -14,6 +14,7 @@ from itertools import accumulate
 from transformers import PreTrainedModel
 
 from keepsight.errors import UserError
+from keepsight.files import size_text
 from keepsight.models.decoder import head_width
 from keepsight.runtime.layer import GROWTH, ROOM
 from keepsight.units import size_text
