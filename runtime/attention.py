@@ -130,7 +130,7 @@ def recording(model: Reader) -> Iterator[None]:
     Re-entrant, and safe in several threads: the name of the implementation that was loaded is put back when the last
     pass ends, and a pass without these keywords attends by that implementation in the meantime.
     """
-    config = model.config.get_text_config(decoder=True)
+    config: Any = model.config.get_text_config(decoder=True)
     with _LOCK:
         if not _PASSES[id(config)]:
             config._attn_implementation = {"": _registered(config._attn_implementation)}  # not for vision towers
@@ -142,7 +142,7 @@ def recording(model: Reader) -> Iterator[None]:
             _PASSES[id(config)] -= 1
             if not _PASSES[id(config)]:
                 del _PASSES[id(config)]
-                config._attn_implementation = {"": config._attn_implementation.removeprefix(_NAME)}
+                config._attn_implementation = {"": str(config._attn_implementation).removeprefix(_NAME)}
 
 
 @functools.cache
@@ -191,18 +191,16 @@ def _delegate(loaded: str, module: nn.Module, *args: Any, **options: Any) -> tup
     """What the implementation that was loaded returns."""
     default = _eager_of(type(module)) if loaded == "eager" else _none
     function = ALL_ATTENTION_FUNCTIONS.get_interface(loaded, default)
-    return function(module if loaded in _PLAIN else _WithLoadedName(module, loaded), *args, **options)
+    return function(module if loaded in _PLAIN else _under_loaded_name(module, loaded), *args, **options)
 
 
-class _WithLoadedName:
-    """An attention module whose configuration names the implementation that was loaded; the module's own stays."""
-
-    def __init__(self, module: nn.Module, loaded: str) -> None:
-        self._module, self.config = module, copy.copy(module.config)
-        self.config._attn_implementation = {"": loaded}  # type: ignore[union-attr]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
+def _under_loaded_name(module: nn.Module, loaded: str) -> nn.Module:
+    """A shallow copy of an attention module whose configuration names the implementation that was loaded."""
+    twin = copy.copy(module)
+    config: Any = copy.copy(module.config)
+    config._attn_implementation = {"": loaded}
+    twin.config = config
+    return twin
 
 
 def _eager_of(attention: type[nn.Module]) -> Callable[..., Any]:
