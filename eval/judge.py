@@ -20,7 +20,7 @@ import yaml
 
 from keepsight.endpoint import Endpoint, EndpointError, check_url
 from keepsight.errors import UserError
-from keepsight.eval.tasks.rows import fill_in
+from keepsight.eval.tasks.benchmark import fill_in
 from keepsight.eval.tasks.samples import Sample
 
 MODES = ("single", "pairwise")

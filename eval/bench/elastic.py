@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from keepsight.eval.bench.retrieval import feature_needs
 from keepsight.eval.bench.timing import read_greedily
-from keepsight.eval.tasks.haystack import read_haystack
+from keepsight.eval.tasks.niah import read_haystack
 from keepsight.eval.tasks.samples import Sample, render
 from keepsight.models.retrieval_head import RetrievalHead
 from keepsight.models.targets import Target

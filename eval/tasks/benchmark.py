@@ -1,4 +1,4 @@
-"""What all benchmarks share: their interface, the protocols, and the readers of files, rows and data sets of the Hub."""
+"""Shared by all benchmarks: their interface, the protocols, and readers of files, rows and data sets of the Hub."""
 
 import re
 from abc import ABC, abstractmethod

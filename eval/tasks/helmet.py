@@ -148,9 +148,7 @@ def _recall(asked: _Asked) -> list[Sample]:
     for place, (where, row) in enumerate(asked.rows("ruler", folder, f"validation_{_LENGTHS[asked.size]}.jsonl")):
         fields = {name: text_field(where, row, name) for name in ("type_needle_v", "context", "query")}
         answers = row.get("answer", row.get("outputs"))
-        made.append(
-            asked.sample(row.get("index", place), template, fields, answers, "string_match_all", tokens)
-        )
+        made.append(asked.sample(row.get("index", place), template, fields, answers, "string_match_all", tokens))
     return made
 
 

@@ -132,7 +132,9 @@ class LongWriter(Benchmark):
         rows = islice(rows_of(Path(self.file)), request.samples or None)
         return [self._sample(task, where, row, place, request) for place, (where, row) in enumerate(rows, start=1)]
 
-    def _sample(self, task: str, where: str, row: Mapping[str, Any], place: int, request: TaskRequest) -> RenderedSample:
+    def _sample(
+        self, task: str, where: str, row: Mapping[str, Any], place: int, request: TaskRequest
+    ) -> RenderedSample:
         if not isinstance(row.get("length"), int) or row["length"] < 1:
             raise UserError(f"{where}: field 'length' must be a whole number of words of at least 1")
         sample = Sample(

@@ -64,7 +64,11 @@ def _samples(path: Path) -> Iterator[tuple[Sample, list[str | Path]]]:
     """Each sample of a data set's file, and the texts and image files of its prompt."""
     name, value = path.stem, read_json(path)
     try:
-        instructions, kind, rows = value["meta_data"]["task_instruction"], value["meta_data"]["question_type"], value["data"]
+        instructions, kind, rows = (
+            value["meta_data"]["task_instruction"],
+            value["meta_data"]["question_type"],
+            value["data"],
+        )
         word = "milebench_word" if "NeedleInAHaystack" in name else "milebench_text" if "MMCoQA" in name else ""
         scored_by = word or _METRICS[kind]
     except (KeyError, TypeError):
