@@ -35,7 +35,7 @@ DPI = 150
 
 Row = dict[str, Any]
 _UNFINISHED = ".unfinished-"
-_FORMULA = re.compile(r"[=@\t\r]|[+-](?![\d.])")
+_FORMULA = re.compile(r"[=@\t\r\n]|[+-](?!\d*\.?\d+(?:e[+-]?\d+)?\Z)", re.IGNORECASE)
 _DIGEST = re.compile(rb'\{\s*"_sha256": "([0-9a-f]{16})",\s*')
 _FIRST_KEY = re.compile(rb'\{\s*"(.{7})"')
 
