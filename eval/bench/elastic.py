@@ -27,7 +27,7 @@ def text_prompts(target: Target, tokens: int, count: int) -> list[list[int]]:
     hay = read_haystack(None, target.tokenizer)
     bare = len(_rendered("", target))
     starts = [len(hay.sentences) * each // count for each in range(count)]
-    return [_rendered(" ".join(hay.cut(start, hay.holds(start, tokens - bare))), target) for start in starts]
+    return [_rendered(" ".join(hay.cut(start, hay.count_in(start, tokens - bare))), target) for start in starts]
 
 
 def traffic_lines(

@@ -221,7 +221,7 @@ def _describe(path: Path, source: Path, entry: Mapping[str, Any]) -> _File:
     if likeness & _FEW_SHOT and f"{metric}_first_line" in METRICS:
         metric = f"{metric}_first_line"
     template = _check_template(where, layout, entry.get("prompt"))
-    limits = entry.get("max_new_tokens")
+    limits: Any = entry.get("max_new_tokens")
     numbers = list(limits.values()) if layout == "ruler" and isinstance(limits, dict) else [limits]
     if not numbers or any(type(number) is not int or number < 1 for number in numbers):
         raise UserError(f"{where}: max_new_tokens must be a whole number of at least 1, got {limits!r}")

@@ -194,7 +194,7 @@ def _for_each_key(quiz: Sample) -> list[Sample]:
     for number, (key, values) in enumerate(facts.items()):
         wording, prefix = (ONE, ONE_PREFIX) if len(values) == 1 else (SOME, SOME_PREFIX)
         question = wording.partition("{text}")[2].replace("{keys}", key)
-        changes = {"id": f"{quiz.id}-{number}", "prompt": quiz.context + question, "question": question}
+        changes: dict[str, Any] = {"id": f"{quiz.id}-{number}", "prompt": quiz.context + question, "question": question}
         asked.append(replace(quiz, **changes, references=tuple(values), answer_prefix=prefix.format(keys=key)))
     return asked
 
