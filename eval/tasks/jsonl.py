@@ -217,7 +217,7 @@ def _describe(path: Path, source: Path, entry: Mapping[str, Any]) -> _File:
     name, layout = path.name.removesuffix(".jsonl"), entry["layout"]
     where = f"{source}: {name}"
     likeness = {name, str(entry.get("longbench_task")), str(entry.get("like"))}
-    metric: str = _METRIC_NAMES.get(entry["metric"], entry["metric"])
+    metric = str(_METRIC_NAMES.get(entry["metric"], entry["metric"]))
     if likeness & _FEW_SHOT and f"{metric}_first_line" in METRICS:
         metric = f"{metric}_first_line"
     template = _check_template(where, layout, entry.get("prompt"))

@@ -164,3 +164,22 @@ def _choice_letter(prediction: str, reference: str) -> float:
     letter = r"\b([B-H]|A(?!\s+[a-z]))\b(?!['’])"
     answered, expected = re.search(letter, prediction), re.search(letter, reference)
     return float(answered is not None and expected is not None and answered[1] == expected[1])
+
+
+def _printable(prediction: str) -> str:
+    """RULER's cleaning: control characters become line breaks."""
+    return re.sub(r"[\x00-\x1f]", "\n", prediction).strip()
+
+
+def _string_match_all(prediction: str, sample: Sample) -> float:
+    """The share of the references that occur in the prediction, ignoring case."""
+    text = _printable(prediction)
+    return sum(contains(text, reference) for reference in sample.references) / len(sample.references)
+
+
+METRICS["string_match_all"] = _string_match_all
+
+
+@metric("string_match_part")
+def _string_match_part(prediction: str, reference: str) -> float:
+    return float(contains(_printable(prediction), reference))

@@ -5,7 +5,6 @@ Metrics as in https://github.com/NVIDIA/RULER, `scripts/eval`.
 
 import math
 import random
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -18,7 +17,6 @@ from typing_extensions import override
 
 from keepsight.errors import UserError
 from keepsight.eval.tasks.benchmark import Benchmark, Protocol, TaskRequest, bucket, rows_of, ruler_family
-from keepsight.eval.tasks.metrics import METRICS, contains, metric
 from keepsight.eval.tasks.ruler_texts import (
     NEEDLES,
     RulerText,
@@ -129,7 +127,8 @@ def _ready_made(task: str, folder: Path, request: TaskRequest) -> list[RenderedS
     if not rows:
         raise UserError(f"ruler.dir: no row of {task} in the .jsonl files of {folder}; drop ruler.dir to generate it")
     request.notes[f"ruler {task}"] = str(folder)
-    made = [_read_sample(*row, request) for row in rows[: request.samples or None]]
+    taken = rows[: request.samples or None]
+    made = [_read_sample(task, length, where, row, request) for _, length, where, row in taken]
     return [sample for sample in made if len(sample.prompt_ids) + sample.max_new_tokens <= request.context]
 
 
@@ -260,22 +259,3 @@ def _goes_on(search: _Search, sample: RenderedSample, length: int, rate: float) 
         search.high = search.size
         search.size = max(search.size - math.ceil(-spare / rate), search.low + 1)
     return search.low < search.size < search.high or search.best is None
-
-
-def _printable(prediction: str) -> str:
-    """RULER's cleaning: control characters become line breaks."""
-    return re.sub(r"[\x00-\x1f]", "\n", prediction).strip()
-
-
-def _string_match_all(prediction: str, sample: Sample) -> float:
-    """The share of the references that occur in the prediction, ignoring case."""
-    text = _printable(prediction)
-    return sum(contains(text, reference) for reference in sample.references) / len(sample.references)
-
-
-METRICS["string_match_all"] = _string_match_all
-
-
-@metric("string_match_part")
-def _string_match_part(prediction: str, reference: str) -> float:
-    return float(contains(_printable(prediction), reference))
