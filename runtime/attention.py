@@ -1,15 +1,19 @@
 """Record a model's queries and keys while it computes attention with the implementation that was loaded.
 
 During `run`, a forward pass, the model's configuration names a recording attention function in place of the
-implementation that was loaded; it records, then delegates to that one with every argument that it was given. Only where
+implementation that was loaded; it records, then delegates to that one with every argument that it was given. What a
+pass needs travels with it as keywords: passes of other threads bring none, and are delegated unchanged. Only where
 the cache's layers hold entries that no implementation knows (different entries by head, packed ones, a few selected
 ones) is attention computed here. Nothing of transformers is patched: the function is registered under a name, as
 `AttentionInterface` offers, and takes its own arguments from keywords that models pass on.
 """
 
+import copy
 import functools
 import sys
+import threading
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -62,6 +66,9 @@ class OwnAttention(ABC):
 _NAME = "keepsight:"
 _PLAIN = ("sdpa", "eager", "flex_attention")
 """Implementations that do not look up their own name in the configuration while they run."""
+_LOCK = threading.Lock()
+_PASSES: Counter[int] = Counter()
+"""How many passes are under way, by the id of the model's text configuration."""
 
 
 def run(model: Reader, cache: Cache, *, recorder: Recorder | None = None, **inputs: Any) -> Any:
@@ -74,18 +81,22 @@ def run(model: Reader, cache: Cache, *, recorder: Recorder | None = None, **inpu
 def recording(model: Reader) -> Iterator[None]:
     """Within the block, models take `entries` (the cache whose layers attend) and `recorder` as keywords.
 
-    Re-entrant; the implementation that was loaded is back in its place at the end, also after an exception.
+    Re-entrant, and safe in several threads: the name of the implementation that was loaded is put back when the last
+    pass ends, and a pass without these keywords attends by that implementation in the meantime.
     """
-    config = model.config.get_text_config(decoder=True)
-    loaded = config._attn_implementation
-    if loaded.startswith(_NAME):
-        yield
-        return
-    config._attn_implementation = {"": _registered(loaded)}  # a name alone would go to vision towers too
+    config: Any = model.config.get_text_config(decoder=True)
+    with _LOCK:
+        if not _PASSES[id(config)]:
+            config._attn_implementation = {"": _registered(config._attn_implementation)}  # not for vision towers
+        _PASSES[id(config)] += 1
     try:
         yield
     finally:
-        config._attn_implementation = {"": loaded}
+        with _LOCK:
+            _PASSES[id(config)] -= 1
+            if not _PASSES[id(config)]:
+                del _PASSES[id(config)]
+                config._attn_implementation = {"": str(config._attn_implementation).removeprefix(_NAME)}
 
 
 @functools.cache
@@ -109,6 +120,8 @@ def _attention(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
+    if entries is None and recorder is None:  # a pass of transformers' own, such as another thread's
+        return _delegate(loaded, module, query, key, value, attention_mask, scaling=scaling, **options)
     index: int = module.layer_idx  # type: ignore[assignment]
     layer = None if entries is None else entries.layers[index]
     softmax = Softmax(
@@ -134,16 +147,18 @@ def _grouping_helps(query: Tensor, key: Tensor, options: dict[str, Any]) -> bool
 
 def _delegate(loaded: str, module: nn.Module, *args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
     """What the implementation that was loaded returns."""
-    function = ALL_ATTENTION_FUNCTIONS.get_interface(loaded, _eager_of(type(module)) if loaded == "eager" else _none)
-    if loaded in _PLAIN:
-        return function(module, *args, **options)
-    config: Any = module.config
-    ours = config._attn_implementation
+    default = _eager_of(type(module)) if loaded == "eager" else _none
+    function = ALL_ATTENTION_FUNCTIONS.get_interface(loaded, default)
+    return function(module if loaded in _PLAIN else _under_loaded_name(module, loaded), *args, **options)
+
+
+def _under_loaded_name(module: nn.Module, loaded: str) -> nn.Module:
+    """A shallow copy of an attention module whose configuration names the implementation that was loaded."""
+    twin = copy.copy(module)
+    config: Any = copy.copy(module.config)
     config._attn_implementation = {"": loaded}
-    try:
-        return function(module, *args, **options)
-    finally:
-        config._attn_implementation = {"": ours}
+    twin.config = config
+    return twin
 
 
 def _eager_of(attention: type[nn.Module]) -> Callable[..., Any]:
