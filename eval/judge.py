@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib.resources import files
 from typing import Any
@@ -20,7 +20,7 @@ import yaml
 
 from keepsight.endpoint import Endpoint, EndpointError, check_url
 from keepsight.errors import UserError
-from keepsight.eval.tasks.rows import fill_in
+from keepsight.eval.tasks.benchmark import fill_in
 from keepsight.eval.tasks.samples import Sample
 
 MODES = ("single", "pairwise")
@@ -41,6 +41,7 @@ class Judge:
         mode: single, a mark for each answer, or pairwise, a comparison with the full cache's answer.
         parallel: Judgments that are asked for at once.
         key: Environment variable that holds the endpoint's API key; none is sent where it is not set.
+        options: Further parameters of each request, such as {reasoning_effort: low}; they replace the usual ones.
     """
 
     url: str | None = None
@@ -48,11 +49,13 @@ class Judge:
     mode: str = "single"
     parallel: int = 8
     key: str = "OPENAI_API_KEY"
+    options: dict[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
         """What scores depend on; empty where there is no judge."""
-        return f"{self.model} {self.mode}" if self.url else ""
+        options = f" {json.dumps(self.options, sort_keys=True, default=str)}" if self.options else ""
+        return f"{self.model} {self.mode}{options}" if self.url else ""
 
     def check(self) -> None:
         """Refuse keys that no judge can be asked with.
@@ -128,13 +131,28 @@ class Judge:
 
     def _complete(self, body: Mapping[str, Any]) -> str:
         assert self.url is not None
-        endpoint = Endpoint(self.url, self.key, _TRIES)
-        try:
-            return endpoint.post("chat/completions", {"model": self.model, **body}, _said)
-        except EndpointError as error:
-            raise UserError(
-                f"judge.url={self.url}: no judgment ({error}); run the same command again to go on"
-            ) from None
+        endpoint, body = Endpoint(self.url, self.key, _TRIES), {"model": self.model, **body}
+        while True:
+            try:
+                return endpoint.post("chat/completions", body | self.options, _said)
+            except EndpointError as error:
+                changed = _without_refused(body, str(error)) if error.status in (400, 422) else body
+                if changed == body:
+                    raise UserError(
+                        f"judge.url={self.url}: no judgment ({error}); run the same command again to go on"
+                    ) from None
+                body = changed
+
+
+def _without_refused(body: dict[str, Any], reason: str) -> dict[str, Any]:
+    """The request without the parameter that a refusal names: reasoning models take other ones."""
+    if "max_tokens" in body and "max_tokens" in reason:
+        return {name: value for name, value in body.items() if name != "max_tokens"} | {
+            "max_completion_tokens": body["max_tokens"]
+        }
+    if "temperature" in body and "temperature" in reason:
+        return {name: value for name, value in body.items() if name != "temperature"}
+    return body
 
 
 def _said(reply: Any) -> str:
@@ -156,24 +174,40 @@ def _prompts() -> dict[str, dict[str, str]]:
     return dict(yaml.safe_load((files("keepsight.eval") / "judge.yaml").read_text(encoding="utf-8")))
 
 
+_QUOTED = (
+    re.compile(r"<think>.*?(?:</think>|\Z)|\A.*</think>", re.DOTALL),  # some templates put <think> into the prompt
+    re.compile(r"```.*?(?:```|\Z)", re.DOTALL),
+    re.compile(r"`[^`\n]*`|\"[^\"\n]*\"|“[^”\n]*”|«[^»\n]*»|^\s*>.*$", re.MULTILINE),
+)
+
+
+def _verdict(words: str) -> str:
+    """The judge's words without its thinking and its quotations."""
+    for quoted in _QUOTED:
+        words = quoted.sub("", words)
+    return words
+
+
 def _rating(words: str) -> float | None:
-    """FastChat's: the number in double brackets, else in single ones; here none above 10."""
-    found = re.search(r"\[\[(\d+\.?\d*)\]\]", words) or re.search(r"\[(\d+\.?\d*)\]", words)
-    return float(found[1]) / 10 if found and float(found[1]) <= 10 else None
+    """The last number in double brackets, else in single ones, of 1 to 10; FastChat takes the first one anywhere."""
+    verdict = _verdict(words)
+    found = re.findall(r"\[\[(\d+\.?\d*)\]\]", verdict) or re.findall(r"\[(\d+\.?\d*)\]", verdict)
+    return float(found[-1]) / 10 if found and 1 <= float(found[-1]) <= 10 else None
 
 
 def _winner(words: str) -> float | None:
-    """1 for assistant A, -1 for B, 0 for a tie."""
-    verdicts = {"[[A]]": 1.0, "[[B]]": -1.0, "[[C]]": 0.0}
-    return next((value for verdict, value in verdicts.items() if verdict in words), None)
+    """The last verdict: 1 for assistant A, -1 for B, 0 for a tie."""
+    found = re.findall(r"\[\[([ABC])\]\]", _verdict(words))
+    return {"A": 1.0, "B": -1.0, "C": 0.0}[found[-1]] if found else None
 
 
 def _mean_mark(words: str) -> float | None:
     """LongWriter's: the mean over the six dimensions, 1 as 0 and 5 as 1."""
-    fenced = re.search(r"```json\n(.*?)\n```", words, re.DOTALL)
+    words = _QUOTED[0].sub("", words)
+    fenced = re.findall(r"```json\n(.*?)\n```", words, re.DOTALL)
     try:
-        given = json.loads((fenced[1] if fenced else words).replace("\n", ""))
+        given = json.loads((fenced[-1] if fenced else words).replace("\n", ""))
         marks = [(float(given[dimension]) - 1) / 4 for dimension in _MARKS]
     except (ValueError, KeyError, TypeError):
         return None
-    return sum(marks) / len(marks) if 0 <= min(marks) <= max(marks) <= 1 else None
+    return sum(marks) / len(marks) if all(0 <= mark <= 1 for mark in marks) else None  # NaN is neither

@@ -37,7 +37,7 @@ Row = dict[str, Any]
 _UNITS = {"": 1, "B": 1} | {f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", start=1)}
 _UNITS |= {f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", start=1)}
 _UNFINISHED = ".unfinished-"
-_FORMULA = re.compile(r"[=@\t\r]|[+-](?![\d.])")
+_FORMULA = re.compile(r"[=@\t\r\n]|[+-](?!\d*\.?\d+(?:e[+-]?\d+)?\Z)", re.IGNORECASE)
 _DIGEST = re.compile(rb'\{\s*"_sha256": "([0-9a-f]{16})",\s*')
 _FIRST_KEY = re.compile(rb'\{\s*"(.{7})"')
 

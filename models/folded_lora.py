@@ -1,5 +1,6 @@
 """A trained LoRA as observers run it: no gradients, and as few operators as its matrices allow."""
 
+import threading
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from keepsight.models.lora import Lora, nothing
+from keepsight.models.lora import Lora, hooked
 
 _TOGETHER = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"})
 """Modules of one parent that read the same input."""
@@ -43,16 +44,20 @@ class FoldedLora:
     @contextmanager
     def attached(self) -> Iterator[None]:
         """Within the block, the linear modules give their output plus the update."""
-        removable = []
         try:
-            for linear, hook in self._hooks:
-                removable.append(linear.register_forward_hook(hook))
-            yield
+            with hooked(self._hooks):
+                yield
         finally:
-            for each in removable:
-                each.remove()
             for read in self._inputs:
                 read.forget()
+
+
+class _Pass(threading.local):
+    """What a thread's pass over some modules has brought to their ranks already."""
+
+    inputs: Tensor | None = None
+    low: tuple[Tensor, ...] = ()
+    left = 0
 
 
 class _Input:
@@ -64,31 +69,30 @@ class _Input:
 
     def __init__(self, downs: Sequence[Tensor]) -> None:
         self._down, self._rank = torch.cat([*downs]), len(downs[0])
-        self._readers, self._left = len(downs), 0
-        self._inputs: Tensor | None = None
-        self._low: tuple[Tensor, ...] = ()
+        self._readers, self._pass = len(downs), _Pass()
 
     def low(self, place: int, inputs: Tensor) -> Tensor:
         """What the module at `place` makes of its inputs [..., in]: [m, r], m of all leading dimensions.
 
         Once all modules have it, the inputs are let go: those of all layers together would outweigh a layer's scores.
         """
-        if inputs is not self._inputs:
+        own = self._pass
+        if inputs is not own.inputs:
             low = functional.linear(inputs, self._down.to(inputs)).flatten(0, -2)
-            self._inputs, self._low, self._left = inputs, low.split(self._rank, dim=-1), self._readers
-        low = self._low[place]
-        self._left -= 1
-        if not self._left:
+            own.inputs, own.low, own.left = inputs, low.split(self._rank, dim=-1), self._readers
+        low = own.low[place]
+        own.left -= 1
+        if not own.left:
             self.forget()
         return low
 
     def forget(self) -> None:
         """Hold on to no input."""
-        self._inputs, self._low, self._left = None, (), 0
+        self._pass.inputs, self._pass.low, self._pass.left = None, (), 0
 
 
 class _Hook:
-    """Adds a module's update to its output, in place. A copy of the module has nothing attached."""
+    """Adds a module's update to its output, in place."""
 
     def __init__(self, read: _Input, place: int, up: Tensor) -> None:
         self._read, self._place, self._up = read, place, up
@@ -96,6 +100,3 @@ class _Hook:
     def __call__(self, module: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         low = self._read.low(self._place, inputs[0]).to(output.dtype)
         return output.flatten(0, -2).addmm_(low, self._up.to(output)).view(output.shape)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return nothing

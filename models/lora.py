@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -27,6 +28,38 @@ _SCORED = re.compile(r"(^|\.)(qkv|q|kv|k)_[^.]*$")
 """What makes queries and keys."""
 _QUERIES_AND_VALUES = r"(qkv|q|kv|v)_[^.]*"
 """What makes queries and values, alone or together with keys."""
+
+
+_ATTACHED: ContextVar[tuple[object, ...]] = ContextVar("attached", default=())
+"""What is attached in this thread, or asyncio task."""
+
+
+@contextmanager
+def hooked(hooks: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
+    """Within the block, forward hooks on modules, called in this thread or asyncio task alone."""
+    key, registered = object(), []
+    token = _ATTACHED.set((*_ATTACHED.get(), key))
+    try:
+        for module, hook in hooks:
+            registered.append(module.register_forward_hook(_InContext(hook, key)))
+        yield
+    finally:
+        _ATTACHED.reset(token)
+        for each in registered:
+            each.remove()
+
+
+class _InContext:
+    """A hook that acts where its key is attached. A copy of the module has nothing attached."""
+
+    def __init__(self, hook: Callable[..., Any], key: object) -> None:
+        self._hook, self._key = hook, key
+
+    def __call__(self, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Any:
+        return self._hook(module, inputs, output) if self._key in _ATTACHED.get() else None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return nothing
 
 
 class Lora(nn.Module):
@@ -48,14 +81,8 @@ class Lora(nn.Module):
     @contextmanager
     def attached(self) -> Iterator[None]:
         """Within the block, the linear modules give their output plus the update."""
-        hooks = []
-        try:
-            for linear, update in zip(self._linears, self.updates, strict=True):
-                hooks.append(linear.register_forward_hook(_Hook(update)))
+        with hooked((linear, _Hook(update)) for linear, update in zip(self._linears, self.updates, strict=True)):
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def parts(self) -> Iterator[tuple[str, nn.Module, Any]]:
         """Each module's name, the module, and its update."""
@@ -89,16 +116,13 @@ class Update(nn.Module):
 
 
 class _Hook:
-    """Adds an update to a module's output. A copy of the module has nothing attached."""
+    """Adds an update to a module's output."""
 
     def __init__(self, update: Callable[[Tensor], Tensor]) -> None:
         self.update = update
 
     def __call__(self, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         return (output + self.update(inputs[0])).to(output.dtype)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        return nothing
 
 
 def nothing(*_: object) -> None:

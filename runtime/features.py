@@ -1,5 +1,6 @@
 """Features: the outputs of chosen layers of a target, recorded while it runs."""
 
+import threading
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
@@ -55,7 +56,10 @@ class RecordFeatures:
         return tuple(self._outputs[place].to(self._device) for place in range(len(self._modules)))
 
     def _keeper(self, place: int) -> Any:
+        mine = threading.get_ident()
+
         def keep(module: nn.Module, inputs: Any, output: Any) -> None:
-            self._outputs[place] = output if isinstance(output, Tensor) else output[0]
+            if threading.get_ident() == mine:  # another thread may use the model
+                self._outputs[place] = output if isinstance(output, Tensor) else output[0]
 
         return keep

@@ -1,6 +1,7 @@
 """Prompts with images: what a model takes beside their tokens, and the positions that it gives these."""
 
 import inspect
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -120,9 +121,11 @@ class _Embeddings(Exception):
 @torch.no_grad()
 def _embedded(model: PreTrainedModel, inputs: Mapping[str, Any]) -> Tensor:
     """What a model's decoder reads of a prompt with images: [1, N, hidden]."""
+    mine = threading.get_ident()
 
     def stop(module: Any, args: Any, options: dict[str, Any]) -> None:
-        raise _Embeddings(options)
+        if threading.get_ident() == mine:  # another thread may use the model
+            raise _Embeddings(options)
 
     hook = decoder_of(model).register_forward_pre_hook(stop, with_kwargs=True)
     options: dict[str, Any] = {}

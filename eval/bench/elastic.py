@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from keepsight.eval.bench.retrieval import feature_needs
 from keepsight.eval.bench.timing import read_greedily
-from keepsight.eval.tasks.haystack import read_haystack
+from keepsight.eval.tasks.niah import read_haystack
 from keepsight.eval.tasks.samples import Sample, render
 from keepsight.models.retrieval_head import RetrievalHead
 from keepsight.models.targets import Target
@@ -27,7 +27,7 @@ def text_prompts(target: Target, tokens: int, count: int) -> list[list[int]]:
     hay = read_haystack(None, target.tokenizer)
     bare = len(_rendered("", target))
     starts = [len(hay.sentences) * each // count for each in range(count)]
-    return [_rendered(" ".join(hay.cut(start, hay.holds(start, tokens - bare))), target) for start in starts]
+    return [_rendered(" ".join(hay.cut(start, hay.count_in(start, tokens - bare))), target) for start in starts]
 
 
 def traffic_lines(

@@ -1,8 +1,6 @@
 """From `results.jsonl` to means: `summary.csv` and the table that the terminal shows."""
 
-import csv
 import functools
-import io
 import math
 import statistics
 from collections import defaultdict
@@ -13,7 +11,7 @@ from pathlib import Path
 
 from keepsight.eval.report.intervals import Estimate, estimate, weighted
 from keepsight.eval.results import FULL, Row
-from keepsight.files import write_text
+from keepsight.files import write_csv
 
 MEASURES = ("score", "excess_nll", "agreement")
 """Columns that get an interval."""
@@ -89,14 +87,13 @@ def summarize(rows: Iterable[Row]) -> list[SummaryRow]:
 
 def write_summary(rows: Iterable[Row], path: Path) -> None:
     """Write `summary.csv`: the columns `COLUMNS`, floats with 4 decimals, an empty budget for the full cache."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(COLUMNS)
+    cells = []
     for row in summarize(rows):
         ends = [end for measure in MEASURES for end in row.estimates[measure].interval or (None, None)]
-        cells = (row.task, row.length, row.method, row.budget, row.n, row.score, row.excess_nll, row.agreement)
-        writer.writerow([_cell(value) for value in (*cells, *ends, *(row.means[name] for name in MEANS))])
-    write_text(path, text.getvalue())
+        first = (row.task, row.length, row.method, row.budget, row.n, row.score, row.excess_nll, row.agreement)
+        values = map(_cell, (*first, *ends, *(row.means[name] for name in MEANS)))
+        cells.append(dict(zip(COLUMNS, values, strict=True)))
+    write_csv(path, COLUMNS, cells)
 
 
 def mean_over_tasks(summary: Sequence[SummaryRow]) -> list[SummaryRow]:

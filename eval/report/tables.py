@@ -1,7 +1,5 @@
 """Tables as values: a page shows them sortable, and they are saved as Markdown, LaTeX and CSV."""
 
-import csv
-import io
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +7,7 @@ from pathlib import Path
 
 from keepsight.eval.report.intervals import Estimate
 from keepsight.eval.results import FULL
-from keepsight.files import write_text
+from keepsight.files import write_csv, write_text
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,8 @@ class Table:
         """Write it as Markdown, LaTeX (for the package booktabs) and CSV."""
         write_text(folder / f"{self.name}.md", self.markdown())
         write_text(folder / f"{self.name}.tex", self.latex())
-        write_text(folder / f"{self.name}.csv", self.csv())
+        columns, rows = self.csv_rows()
+        write_csv(folder / f"{self.name}.csv", columns, rows)
 
     def markdown(self) -> str:
         """Numbers to the right, intervals in brackets."""
@@ -97,25 +96,20 @@ class Table:
             ]
         )
 
-    def csv(self) -> str:
-        """Whole numbers as they are, others with 6 digits; an interval takes two more columns."""
-        text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        with_ends = {
-            column.name for column in self.columns if any(isinstance(row[column.name], Estimate) for row in self.rows)
-        }
-        names = [[name, f"{name}_low", f"{name}_high"] if name in with_ends else [name] for name in self._names()]
-        writer.writerow([name for each in names for name in each])
+    def csv_rows(self) -> tuple[list[str], list[dict[str, object]]]:
+        """Columns and cells of the CSV: whole numbers as they are, others with 6 digits; two columns an interval."""
+        spans = {column.name for column in self.columns if any(isinstance(r[column.name], Estimate) for r in self.rows)}
+        names = [[name, f"{name}_low", f"{name}_high"] if name in spans else [name] for name in self._names()]
+        rows = []
         for row in self.rows:
-            cells = []
-            for name in self._names():
-                value = row[name]
-                if isinstance(value, Estimate):
-                    cells += [_plain(each) for each in (value.value, *(value.interval or (None, None)))]
-                else:
-                    cells += [_plain(value), *(["", ""] if name in with_ends else [])]
-            writer.writerow(cells)
-        return text.getvalue()
+            cells: dict[str, object] = {}
+            for own in names:
+                value = row[own[0]]
+                low_and_high = (value.interval or (None, None)) if isinstance(value, Estimate) else (None, None)
+                parts = (value.value if isinstance(value, Estimate) else value, *low_and_high)
+                cells |= {name: _plain(part) for name, part in zip(own, parts, strict=False)}
+            rows.append(cells)
+        return [name for own in names for name in own], rows
 
     def _names(self) -> list[str]:
         return [column.name for column in self.columns]

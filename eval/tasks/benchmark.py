@@ -1,36 +1,145 @@
-"""What a benchmark is: the keys that an evaluation takes for it, and the samples of each of its tasks."""
+"""Shared by all benchmarks: their interface, the protocols, and readers of files, rows and data sets of the Hub."""
 
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, ClassVar, Literal
 
 from keepsight.errors import UserError
-from keepsight.eval.tasks.protocols import REFERENCE, Protocol
 from keepsight.eval.tasks.samples import RenderedSample
+from keepsight.files import read_jsonl
+
+_HUB_SECONDS = 5.0
+"""Timeout of the first request to the Hub; its own client tries for half a minute."""
+NO_TEMPLATE = frozenset({"trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p"})
+"""LongBench's few-shot and code tasks, whose prompts its authors do not put through the chat template."""
+_RULER_TOKENS = {"niah": 128, "vt": 30, "cwe": 120, "fwe": 50, "qa": 32}
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """The conventions of one repository, as far as they are known to change scores.
+
+    Attributes:
+        truncate: Whether LongBench prompts that are too long lose their middle; otherwise they are left out.
+        limits: Longest LongBench prompt in tokens by part of the model's name; other models use their context length.
+        no_template: LongBench tasks that skip the chat template.
+        templated: Parts of the names of models whose chat template LongBench's other tasks use; "" for all models.
+        always_templated: Parts of the names of models whose chat template all LongBench tasks use.
+        left_out: Tasks that the repository's mean leaves out.
+        extra_tokens: Added to LongBench's generation lengths.
+        cue_after: Whether the end of a LongBench prompt, such as `Answer:`, begins the assistant's turn.
+        system: System prompt of LongBench for models whose chat template has none of its own.
+        shuffled: Whether a subset of a fixed task's samples is drawn with seed 42 instead of the first ones.
+        clean: Post-processing of LongBench's answers, a key of `keepsight.eval.tasks.metrics.CLEAN`.
+        ruler_clean: The same for RULER.
+        ruler_tokens: Generation lengths of RULER by task family.
+        ruler_prefix: Where RULER's answer prefix goes: it begins the answer, ends the prompt, or is left out.
+        ruler_template: Whether RULER's prompts use the chat template.
+    """
+
+    truncate: bool = True
+    limits: Mapping[str, int] = field(default_factory=dict)
+    no_template: frozenset[str] = NO_TEMPLATE
+    templated: tuple[str, ...] = ("",)
+    always_templated: tuple[str, ...] = ()
+    left_out: frozenset[str] = frozenset()
+    extra_tokens: int = 0
+    cue_after: bool = False
+    system: str = ""
+    shuffled: bool = False
+    clean: str = "none"
+    ruler_clean: str = "none"
+    ruler_tokens: Mapping[str, int] = field(default_factory=lambda: _RULER_TOKENS)
+    ruler_prefix: Literal["answer", "prompt", "none"] = "answer"
+    ruler_template: bool = True
+
+    def limit_of(self, model: str) -> int | None:
+        """Longest LongBench prompt for a model of this name; None for its context length."""
+        return next((limit for part, limit in self.limits.items() if part in model.lower()), None)
+
+    def is_chat(self, task: str, model: str) -> bool:
+        """Whether a LongBench task uses the chat template of a model of this name."""
+        parts = (*self.always_templated, *(() if task in self.no_template else self.templated))
+        return any(part in model.lower() for part in parts)
+
+
+REFERENCE = Protocol()
+PROTOCOLS = {
+    "reference": REFERENCE,
+    # Zefan-Cai/KVCache-Factory: run_longbench.py, run_ruler.py.
+    "kvcache-factory": Protocol(
+        limits={"llama-3": 7500, "llama3": 7500, "llama-2": 3950, "llama2": 3950, "mistral": 31500},
+        templated=("llama",),
+        left_out=frozenset({"qa_1", "qa_2"}),
+        ruler_tokens=dict.fromkeys(_RULER_TOKENS, 64),
+        ruler_prefix="prompt",
+        ruler_template=False,
+    ),
+    # NVIDIA/kvpress: evaluation/; its own default also hides the question, which here is question=unseen.
+    "kvpress": Protocol(
+        truncate=False,
+        no_template=frozenset(),
+        extra_tokens=20,
+        cue_after=True,
+        clean="left_stripped",
+        ruler_clean="no_control_characters",
+    ),
+    # furiosa-ai/draft-based-approx-llm, the repository of SpecKV and SpecPC.
+    "draft-based": Protocol(
+        truncate=False,
+        always_templated=("qwen3",),
+        left_out=frozenset({"passage_count", "passage_retrieval_en"}),
+        system="A chat between a curious human and an artificial intelligence assistant. "
+        "The assistant gives helpful, detailed, and polite answers to the human's questions.",
+        shuffled=True,
+        clean="after_last_tag",
+        ruler_clean="after_last_tag",
+        ruler_tokens={"niah": 128, "vt": 64, "cwe": 120, "fwe": 64, "qa": 64},
+        ruler_prefix="none",
+    ),
+}
+
+
+def protocol_named(name: str) -> Protocol:
+    """A protocol by its name.
+
+    Raises:
+        UserError: there is no such protocol.
+    """
+    if name not in PROTOCOLS:
+        raise UserError(f"protocol={name} is unknown; choose one of {', '.join(PROTOCOLS)}")
+    return PROTOCOLS[name]
 
 
 def no_images() -> Any:
-    """Where nothing reads images."""
+    """The processor of evaluations that read no images.
+
+    Raises:
+        UserError: always.
+    """
     raise UserError("tasks with images are not possible here; evaluate them with keepsight eval")
 
 
 @dataclass(frozen=True)
 class TaskRequest:
-    """What an evaluation asks of every task.
+    """Parameters of an evaluation that apply to every task.
 
     Attributes:
-        tokenizer: The target's.
-        context: Longest sequence that the target reads, in tokens.
+        tokenizer: The model's.
+        context: Context length of the model, in tokens.
         lengths: Lengths of generated prompts in tokens, chat template and answer included.
         samples: Number of samples of a task, at each length of a generated one; 0 for all of a fixed one.
         seed: Same seed, same generated samples.
-        max_tokens: Longest prompt of fixed samples that are not cut, in tokens; longer ones are left out.
-        every_question: Whether all questions that a context can be asked become samples (`question=multi`).
-        protocol: Whose prompts, truncation and post-processing to follow.
-        judge: `Judge.name` of who scores answers that no metric can; empty for nobody.
-        processor: Loads the target's processor of images, or refuses one that reads none.
-        notes: Filled by the tasks: where a text came from, and what was left out. Results are shown with them.
+        max_tokens: Longest prompt of `jsonl` samples in tokens; longer ones are left out.
+        every_question: Whether every question about a context becomes a sample (`question=multi`).
+        protocol: Conventions for prompts, truncation and post-processing.
+        judge: `Judge.name` of the judge; empty for none.
+        processor: Loads the model's image processor, or raises a UserError.
+        notes: Filled by the tasks: sources of texts and samples left out. Results are shown with them.
     """
 
     tokenizer: Any
@@ -45,18 +154,154 @@ class TaskRequest:
     processor: Callable[[], Any] = no_images
     notes: dict[str, str] = field(default_factory=dict)
 
+    def fitting(self, name: str, samples: Iterable[RenderedSample]) -> list[RenderedSample]:
+        """The first `self.samples` samples (0: all) that fit the context; a note counts the others met on the way."""
+        made: list[RenderedSample] = []
+        left_out = 0
+        for sample in samples:
+            if len(sample.prompt_ids) + sample.max_new_tokens <= self.context:
+                made.append(sample)
+            else:
+                left_out += 1
+            if len(made) == self.samples > 0:
+                break
+        if left_out:
+            self.notes[name] = f"{left_out} samples do not fit the context of {self.context} tokens"
+        return made
+
 
 @dataclass
 class Benchmark(ABC):
     """Several tasks under one name, such as `ruler` with `ruler_vt`; its fields are the command's keys `ruler.KEY`."""
 
     TASKS: ClassVar[tuple[str, ...]] = ("",)
-    """Names of the tasks, each without the benchmark's; one of no name for a benchmark that is one task."""
+    """Names of the tasks without the benchmark's; an empty one for a benchmark that is one task."""
 
     def groups(self, protocol: Protocol) -> Mapping[str, Sequence[str]]:
-        """What each name that stands for several tasks stands for; the empty one is the benchmark's own."""
+        """Tasks by the name that stands for them; the empty name is the benchmark's own."""
         return {"": self.TASKS}
 
     @abstractmethod
     def samples(self, task: str, request: TaskRequest) -> list[RenderedSample]:
         """The samples of one task, by its name in `TASKS`."""
+
+
+def rows_of(path: Path, missing: str = "name an existing file") -> Iterator[tuple[str, dict[str, Any]]]:
+    """The rows of a JSON Lines file, each with its place (`FILE:LINE`) for messages.
+
+    Raises:
+        UserError: the file is missing, for which `missing` is the advice, or a line is not a JSON object.
+    """
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; {missing}")
+    with path.open("rb") as lines:
+        numbers = (number for number, line in enumerate(lines, start=1) if line.strip())
+        yield from ((f"{path}:{number}", row) for number, row in zip(numbers, read_jsonl(path), strict=False))
+
+
+def text_field(where: str, row: Mapping[str, Any], name: str) -> str:
+    """A field of a row that holds a text.
+
+    Raises:
+        UserError: it is missing or of another type; `where` names the row.
+    """
+    if not isinstance(row.get(name), str):
+        raise UserError(f"{where}: field {name!r} must be a text, {_got(row, name)}")
+    return row[name]
+
+
+def texts_field(where: str, row: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    """A field of a row that holds a list of at least one text.
+
+    Raises:
+        UserError: it is missing or of another type; `where` names the row.
+    """
+    value = row.get(name)
+    if not isinstance(value, list) or not value or not all(isinstance(text, str) for text in value):
+        raise UserError(f"{where}: field {name!r} must be a list of texts that is not empty, {_got(row, name)}")
+    return tuple(value)
+
+
+def _got(row: Mapping[str, Any], name: str) -> str:
+    return f"got {str(row[name])[:60]!r}" if name in row else "but it is missing"
+
+
+def fill_in(template: str, fields: Mapping[str, str]) -> str:
+    """The template with its fields, in one pass: braces inside a field's text stay, no attribute is looked up."""
+    return re.sub("{(" + "|".join(fields) + ")}", lambda match: fields[match[1]], template)
+
+
+def bucket(tokens: int) -> int:
+    """The smallest of 512, 1024, 2048, ... that is at least `tokens`."""
+    return max(512, 1 << (tokens - 1).bit_length())
+
+
+def ruler_family(task: str) -> str:
+    """The family of a RULER task: `niah` of `niah_single_1`."""
+    return task.split("_")[0]
+
+
+def read_text(path: Path) -> str:
+    """The text of a UTF-8 file.
+
+    Raises:
+        UserError: it cannot be read, is not UTF-8, or is empty.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read as UTF-8 text ({error}); name a text file") from None
+    if not text.strip():
+        raise UserError(f"{path}: the file is empty; name a file with at least some sentences")
+    return text
+
+
+@lru_cache(maxsize=1)
+def hub_reachable() -> bool:
+    """Whether the Hub answers; also true where `HF_HUB_OFFLINE` says to use the local cache alone."""
+    from huggingface_hub import constants, get_session
+
+    if constants.HF_HUB_OFFLINE:
+        return True
+    try:
+        get_session().head(constants.ENDPOINT, timeout=_HUB_SECONDS)
+    except Exception:  # the exception types differ between versions of the client
+        return False
+    return True
+
+
+def hub_rows(name: str, split: str, configuration: str | None = None) -> list[dict[str, Any]] | None:
+    """The rows of a data set; None where it is neither in the cache nor can be downloaded."""
+    if not hub_reachable():
+        return None
+    from datasets import load_dataset
+
+    try:
+        return [dict(row) for row in load_dataset(name, configuration, split=split)]
+    except (OSError, ValueError):  # ValueError: not in the cache of an offline machine
+        return None
+
+
+def hub_file(name: str, file: str, instead: str) -> Path:
+    """A file of a data set, downloaded once.
+
+    Args:
+        name: `user/name` of the data set.
+        file: Its path there.
+        instead: Advice for a user without access to the Hub.
+
+    Raises:
+        UserError: it is not in the cache and cannot be downloaded.
+    """
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+
+    cached = try_to_load_from_cache(name, file, repo_type="dataset")
+    if isinstance(cached, str):
+        return Path(cached)
+    if not hub_reachable():
+        raise UserError(f"{name}/{file}: the Hub cannot be reached; {instead}")
+    try:
+        return Path(hf_hub_download(name, file, repo_type="dataset"))
+    except (OSError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        raise UserError(f"{name}/{file} cannot be downloaded ({reason}); {instead}") from None

@@ -2,6 +2,7 @@
 
 import hashlib
 import random
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -12,13 +13,13 @@ import numpy as np
 from typing_extensions import override
 
 from keepsight.errors import UserError
-from keepsight.eval.tasks.benchmark import Benchmark, TaskRequest
-from keepsight.eval.tasks.protocols import Protocol
-from keepsight.eval.tasks.rows import fill_in, text_field
+from keepsight.eval.tasks.benchmark import Benchmark, Protocol, TaskRequest, fill_in, rows_of, text_field
+from keepsight.eval.tasks.metrics import metric, normalise
 from keepsight.eval.tasks.samples import RenderedSample, Sample, render
-from keepsight.files import read_jsonl
 
 _LENGTHS = (4096, 8192, 16384, 32768, 65536, 131072)
+_PAIRS = (50, 105, 220, 440, 900, 1800)
+_DOCUMENTS = (20, 50, 105, 220, 440, 1000)
 _SHOTS = 2
 _SEED = 42
 _MAGIC = "hidden within the following text. Make sure to memorize it. I will quiz you about the"
@@ -44,24 +45,11 @@ _ICL = (
     'Use the provided mapping from the text to label to assign a label to the text. Only output "label: {label}" and '
     "nothing else. \n\n{context}\n\n{question}\nlabel:"
 )
-
-
-@dataclass(frozen=True)
-class _Recall:
-    """A task of RULER in HELMET's files: folder, template and generation length."""
-
-    folder: str
-    template: str
-    tokens: int
-
-
-_RECALL = {
-    "recall_niah_mk_2": _Recall("niah_multikey_2", _ONE_NEEDLE, 50),
-    "recall_niah_mk_3": _Recall("niah_multikey_3", _ONE_NEEDLE, 100),
-    "recall_niah_mv": _Recall("niah_multivalue", _NEEDLES, 50),
+_RECALL = {  # RULER's folder, template and generation length
+    "recall_niah_mk_2": ("niah_multikey_2", _ONE_NEEDLE, 50),
+    "recall_niah_mk_3": ("niah_multikey_3", _ONE_NEEDLE, 100),
+    "recall_niah_mv": ("niah_multivalue", _NEEDLES, 50),
 }
-_PAIRS = (50, 105, 220, 440, 900, 1800)
-_DOCUMENTS = (20, 50, 105, 220, 440, 1000)
 _RAG_FILES = {
     "rag_nq": "nq-{part}-multikilt_1000",
     "rag_triviaqa": "triviaqa-{part}-multikilt_1000",
@@ -92,10 +80,8 @@ class Helmet(Benchmark):
 
     @override
     def groups(self, protocol: Protocol) -> Mapping[str, Sequence[str]]:
-        kinds = {
-            kind: [task for task in self.TASKS if task.startswith(f"{kind}_")] for kind in ("recall", "rag", "icl")
-        }
-        return {"": self.TASKS, **kinds}
+        kinds = ("recall", "rag", "icl")
+        return {"": self.TASKS, **{kind: [task for task in self.TASKS if task.startswith(kind)] for kind in kinds}}
 
     @override
     def samples(self, task: str, request: TaskRequest) -> list[RenderedSample]:
@@ -108,60 +94,93 @@ class Helmet(Benchmark):
                 f"helmet: lengths={wrong[0]} is none of {', '.join(map(str, _LENGTHS))}, its data's lengths"
             )
         make = _recall if task in _RECALL else _rag if task in _RAG_FILES else _icl if task in _ICL_SHOTS else _pairs
-        folder, limit = Path(self.dir), request.samples or None
-        return [
-            render(sample, request.tokenizer)
-            for length in request.lengths
-            for sample in make(task, folder, _LENGTHS.index(length), limit)
-        ]
+        made = []
+        for size in map(_LENGTHS.index, request.lengths):
+            asked = _Asked(task, Path(self.dir), size, request.samples or None)
+            made += [render(sample, request.tokenizer) for sample in make(asked)]
+        return made
 
 
-def _recall(task: str, folder: Path, size: int, limit: int | None) -> list[Sample]:
-    kind = _RECALL[task]
-    path = folder / "ruler" / kind.folder / f"validation_{_LENGTHS[size]}.jsonl"
-    return [
-        _sample(
-            task,
-            size,
-            row.get("index", place),
-            kind.template,
-            {name: text_field(where, row, name) for name in ("type_needle_v", "context", "query")},
-            _texts(row.get("answer", row.get("outputs"))),
-            "string_match_all",
-            kind.tokens,
+@dataclass(frozen=True)
+class _Asked:
+    """A task at the length of index `size` in `_LENGTHS`, with the most samples to make of it."""
+
+    task: str
+    folder: Path
+    size: int
+    limit: int | None
+
+    def rows(self, *path: str) -> list[tuple[str, dict[str, Any]]]:
+        """The first rows of a file below the folder."""
+        return _rows(self.folder.joinpath(*path))[: self.limit]
+
+    def sample(
+        self, name: object, template: str, fields: Mapping[str, str], answers: Any, metric: str, tokens: int
+    ) -> Sample:
+        """A sample; its question is the template's part after the context, where no examples are in it."""
+        after = template.partition("{context}")[2]
+        return Sample(
+            id=str(name),
+            task=f"helmet_{self.task}",
+            length=_LENGTHS[self.size],
+            prompt=fill_in(template, fields),
+            question="" if "{demos}" in after else fill_in(after, fields),
+            references=_texts(answers),
+            metric=metric,
+            max_new_tokens=tokens,
+            chat=False,
         )
-        for place, (where, row) in enumerate(_read(path)[:limit])
-    ]
 
 
-def _pairs(task: str, folder: Path, size: int, limit: int | None) -> list[Sample]:
-    path = folder / "json_kv" / f"test_k{_PAIRS[size]}_dep6.jsonl"
+@lru_cache(maxsize=2)
+def _rows(path: Path) -> list[tuple[str, dict[str, Any]]]:
+    return list(rows_of(path, "helmet.dir must hold HELMET's data in its own layout"))
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    """One answer, several, or lists of them, as HELMET's files have them."""
+    return (value,) if isinstance(value, str) else tuple(text for each in value for text in _texts(each))
+
+
+def _recall(asked: _Asked) -> list[Sample]:
+    folder, template, tokens = _RECALL[asked.task]
     made = []
-    for place, (where, row) in enumerate(_read(path)[:limit]):
-        shown = [f"Key: {key}\nCorresponding value: {value}" for key, value in row.get("demos", [])[:_SHOTS]]
-        fields = {name: text_field(where, row, name) for name in ("context", "question")}
-        fields["demos"] = "".join(f"{each}\n\n" for each in shown)
-        made.append(_sample(task, size, place, _KEY_VALUE, fields, _texts(row["answer"]), "topic_in_prediction", 100))
+    for place, (where, row) in enumerate(asked.rows("ruler", folder, f"validation_{_LENGTHS[asked.size]}.jsonl")):
+        fields = {name: text_field(where, row, name) for name in ("type_needle_v", "context", "query")}
+        answers = row.get("answer", row.get("outputs"))
+        made.append(asked.sample(row.get("index", place), template, fields, answers, "string_match_all", tokens))
     return made
 
 
-def _rag(task: str, folder: Path, size: int, limit: int | None) -> list[Sample]:
-    name = _RAG_FILES[task]
-    test, train = name.format(part="test" if task == "rag_popqa" else "dev"), name.format(part="train")
-    demonstrations = _read(folder / "kilt" / f"{train}_k3_dep6.jsonl")
+def _pairs(asked: _Asked) -> list[Sample]:
     made = []
-    for place, (where, row) in enumerate(_read(folder / "kilt" / f"{test}_k{_DOCUMENTS[size]}_dep6.jsonl")[:limit]):
+    for place, (where, row) in enumerate(asked.rows("json_kv", f"test_k{_PAIRS[asked.size]}_dep6.jsonl")):
+        shown = [f"Key: {key}\nCorresponding value: {value}" for key, value in row.get("demos", [])[:_SHOTS]]
+        fields = {name: text_field(where, row, name) for name in ("context", "question")}
+        fields["demos"] = "".join(f"{each}\n\n" for each in shown)
+        made.append(asked.sample(place, _KEY_VALUE, fields, row["answer"], "topic_in_prediction", 100))
+    return made
+
+
+def _rag(asked: _Asked) -> list[Sample]:
+    name = _RAG_FILES[asked.task]
+    test, train = name.format(part="test" if asked.task == "rag_popqa" else "dev"), name.format(part="train")
+    examples = [row for _, row in _rows(asked.folder / "kilt" / f"{train}_k3_dep6.jsonl")]
+    made = []
+    for place, (where, row) in enumerate(asked.rows("kilt", f"{test}_k{_DOCUMENTS[asked.size]}_dep6.jsonl")):
         key = "id" if "id" in row else "question"
-        chosen = _demonstrations(str(row[key]), key, [each for _, each in demonstrations])
-        shown = [f"{_documents(each)}\n\nQuestion: {each['question']}\nAnswer: {each['answers'][0]}" for each in chosen]
+        shown = [
+            f"{_documents(each)}\n\nQuestion: {each['question']}\nAnswer: {each['answers'][0]}"
+            for each in _demonstrations(str(row[key]), key, examples)
+        ]
         fields = {"question": text_field(where, row, "question"), "context": _documents(row)}
         fields["demos"] = "".join(f"{each}\n\n" for each in shown)
-        made.append(_sample(task, size, place, _RAG, fields, _texts(row["answers"]), "answer_in_prediction", 20))
+        made.append(asked.sample(place, _RAG, fields, row["answers"], "answer_in_prediction", 20))
     return made
 
 
 def _demonstrations(own: str, key: str, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The first of a shuffling that the question decides, each question once and never the row's own."""
+    """The first of a shuffling seeded by the question, each question once and never the row's own."""
     seed = int(hashlib.sha256(own.encode()).hexdigest(), 16) % 2**31
     others = [row for row in rows if str(row[key]) != own]
     shuffled = (others[place] for place in np.random.default_rng(seed).permutation(len(others)))
@@ -172,26 +191,24 @@ def _documents(row: Mapping[str, Any]) -> str:
     return "\n\n".join(f"Document (Title: {each['title']}): {each['text']}" for each in row["ctxs"])
 
 
-def _icl(task: str, folder: Path, size: int, limit: int | None) -> list[Sample]:
+def _icl(asked: _Asked) -> list[Sample]:
     """Balanced demonstrations, whose labels are numbers drawn anew for each text."""
-    place = folder / "icl" / task.removeprefix("icl_")
-    train = [row for _, row in _read(place / "train.jsonl")]
-    shown = _balanced(train, _ICL_SHOTS[task][size])
+    name = asked.task.removeprefix("icl_")
+    train = [row for _, row in _rows(asked.folder / "icl" / name / "train.jsonl")]
+    shown = _balanced(train, _ICL_SHOTS[asked.task][asked.size])
     count = 1 + max(int(row["label"]) for row in train)
     made = []
-    for number, (where, row) in enumerate(_read(place / "test.jsonl")[:limit]):
+    for place, (where, row) in enumerate(asked.rows("icl", name, "test.jsonl")):
         text, labels = text_field(where, row, "text"), list(range(count))
         random.Random((int(hashlib.sha256(text.encode()).hexdigest(), 16) + _SEED) % 2**31).shuffle(labels)
         context = "\n\n".join(f"{each['text']}\nlabel: {labels[int(each['label'])]}" for each in shown)
-        answer = (str(labels[int(row["label"])]),)
-        made.append(
-            _sample(task, size, number, _ICL, {"context": context, "question": text}, answer, "exact_label", 20)
-        )
+        answer = str(labels[int(row["label"])])
+        made.append(asked.sample(place, _ICL, {"context": context, "question": text}, answer, "exact_label", 20))
     return made
 
 
 def _balanced(rows: Iterable[dict[str, Any]], shots: int) -> list[dict[str, Any]]:
-    """As many rows of each label, in rounds that each hold every label once in random order."""
+    """As many rows of each label, in rounds that each have every label once in random order."""
     rng = random.Random(_SEED)
     by_label: dict[Any, list[dict[str, Any]]] = {}
     for row in rows:
@@ -209,39 +226,10 @@ def _balanced(rows: Iterable[dict[str, Any]], shots: int) -> list[dict[str, Any]
     return [row for each in drawn for row in each][:shots]
 
 
-def _sample(
-    task: str,
-    size: int,
-    name: object,
-    template: str,
-    fields: Mapping[str, str],
-    references: tuple[str, ...],
-    metric: str,
-    tokens: int,
-) -> Sample:
-    question = fill_in(template.partition("{context}")[2], fields)
-    return Sample(
-        id=str(name),
-        task=f"helmet_{task}",
-        length=_LENGTHS[size],
-        prompt=fill_in(template, fields),
-        question="" if "{demos}" in template.partition("{context}")[2] else question,
-        references=references,
-        metric=metric,
-        max_new_tokens=tokens,
-        chat=False,
-    )
-
-
-def _texts(value: Any) -> tuple[str, ...]:
-    """One answer, several, or lists of them, as HELMET's files have them."""
-    if isinstance(value, str):
-        return (value,)
-    return tuple(text for each in value for text in _texts(each))
-
-
-@lru_cache(maxsize=2)
-def _read(path: Path) -> list[tuple[str, dict[str, Any]]]:
-    if not path.is_file():
-        raise UserError(f"{path}: no such file; helmet.dir must hold HELMET's data in its own layout")
-    return [(f"{path}:{number}", row) for number, row in enumerate(read_jsonl(path), start=1)]
+@metric("exact_label")
+def _exact_label(prediction: str, reference: str) -> float:
+    """Whether the first line says the reference, after `label:` where it says that (HELMET, parse_output)."""
+    line = prediction.split("\n")[0]
+    found = re.search("label:(.*)", line, re.IGNORECASE)
+    label = re.sub("^label:", "", (found[1] if found else line).strip(), flags=re.IGNORECASE)
+    return float(normalise(label) == normalise(reference))

@@ -1,5 +1,14 @@
-"""The `jsonl` task: samples from a folder of JSON Lines files in LongBench's or RULER's field layout."""
+"""The `jsonl` task: samples from a folder of JSON Lines files in LongBench's or RULER's field layout.
 
+A `tasks.json` in the folder, or beside it, has an entry for each file: `layout` (longbench or ruler), `prompt` (a
+template), `metric`, `max_new_tokens` (for RULER also by task family, such as `{"niah": 128}`), and optionally
+`longbench_task` or `like`, the LongBench task whose conventions the file follows. Without a `tasks.json`, files that
+are named after LongBench's tasks are read as those.
+"""
+
+import logging
+import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -8,11 +17,39 @@ from typing import Any
 from typing_extensions import override
 
 from keepsight.errors import UserError
-from keepsight.eval.tasks.benchmark import Benchmark, TaskRequest
-from keepsight.eval.tasks.rows import bucket, fill_in, ruler_family, text_field, texts_field
+from keepsight.eval.tasks import helmet, judged, longproc, milebench, ruler  # noqa: F401 - for their metrics
+from keepsight.eval.tasks.benchmark import (
+    NO_TEMPLATE,
+    Benchmark,
+    TaskRequest,
+    bucket,
+    fill_in,
+    rows_of,
+    ruler_family,
+    text_field,
+    texts_field,
+)
+from keepsight.eval.tasks.longbench import longbench_tasks
+from keepsight.eval.tasks.metrics import METRICS, score
 from keepsight.eval.tasks.samples import RenderedSample, Sample, render
-from keepsight.eval.tasks.task_files import RULER_METRIC, JsonlFile, choose_files
-from keepsight.files import read_jsonl
+from keepsight.files import read_json
+
+_log = logging.getLogger(__name__)
+
+# The fields of each layout that a template may name.
+_TEMPLATE_FIELDS = {"longbench": ("context", "input"), "ruler": ("input", "answer_prefix")}
+# LongBench scores the first line of the answers of its few-shot tasks (eval.py).
+_FEW_SHOT = frozenset({"trec", "triviaqa", "samsum", "lsht"})
+RULER_METRIC = "RULER: string_match_part for qa_1/qa_2, else string_match_all over outputs"
+# Names that tasks.json may use beside those in METRICS.
+_METRIC_NAMES = {
+    "number after #### equal": "number_after_hashes",
+    "value in prediction": "value_in_prediction",
+    "number in prediction": "number_in_prediction",
+    "topic in prediction": "topic_in_prediction",
+    "choice letter accuracy": "choice_letter",
+    "answer string in prediction, or qa_f1": "answer_in_prediction",
+}
 
 
 @dataclass
@@ -33,7 +70,7 @@ class Jsonl(Benchmark):
         if self.dir is None:
             raise UserError("tasks=[jsonl] needs jsonl.dir=FOLDER with JSONL files and a tasks.json")
         folder, limit = Path(self.dir), request.samples or None
-        made, dropped = read_samples(folder, self.files or None, request.max_tokens, request.tokenizer, limit)
+        made, dropped = read_samples(folder, self.files, request.max_tokens, request.tokenizer, limit)
         for name, count in dropped.items():
             if count:
                 request.notes[name] = (
@@ -47,72 +84,184 @@ def read_samples(
 ) -> tuple[list[RenderedSample], dict[str, int]]:
     """The samples of a folder whose rendered prompt has at most `max_tokens` tokens, in the order of the files.
 
-    A sample's `length` is the smallest of 512, 1024, 2048, ... tokens that holds its rendered prompt.
+    A sample's `length` is the smallest of 512, 1024, 2048, ... tokens that is at least its rendered prompt's.
 
     Args:
-        folder: Holds `NAME.jsonl` files; `tasks.json` is in it or, failing that, in its parent.
+        folder: Contains `NAME.jsonl` files; `tasks.json` is in it or, failing that, in its parent.
         files: The names to read, without ending. None or empty: every file that can be scored, sorted by name;
             why another is left out is logged as a warning.
         max_tokens: The longest prompt to keep, chat template and answer prefix included.
-        tokenizer: The target's.
+        tokenizer: The model's.
         limit: How many samples to keep of each file: the first ones that fit.
 
     Returns:
         The samples, and for every file read how many samples were passed over as too long.
 
     Raises:
-        UserError: the folder, a file, its entry in tasks.json, or a row is missing or not what it should be.
+        UserError: the folder, a file, its entry in tasks.json, or a row is missing or malformed.
     """
     for name, value in (("max_tokens", max_tokens), ("limit", limit)):
         if value is not None and value < 1:
             raise UserError(f"{name}={value}: expected at least 1")
     samples: list[RenderedSample] = []
     too_long: dict[str, int] = {}
-    for file in choose_files(folder, files):
-        kept, too_long[file.task] = _fitting(_read(file), max_tokens, tokenizer, limit)
-        samples += kept
+    for file in _choose_files(folder, files):
+        too_long[file.task], first = 0, len(samples)
+        for sample in _read(file):
+            rendered = render(sample, tokenizer)
+            tokens = len(rendered.prompt_ids)
+            if tokens > max_tokens:
+                too_long[file.task] += 1
+            else:
+                samples.append(replace(rendered, length=bucket(tokens)))
+            if len(samples) - first == limit:
+                break
     return samples, too_long
 
 
-def _fitting(
-    samples: Iterator[Sample], max_tokens: int, tokenizer: Any, limit: int | None
-) -> tuple[list[RenderedSample], int]:
-    """The first `limit` samples that fit, with their length, and the number of longer ones met on the way."""
-    kept: list[RenderedSample] = []
-    too_long = 0
-    for sample in samples:
-        rendered = render(sample, tokenizer)
-        tokens = len(rendered.prompt_ids)
-        if tokens > max_tokens:
-            too_long += 1
+@dataclass(frozen=True)
+class _File:
+    """A file with its checked entry of tasks.json, which `where` names in messages.
+
+    `metric` is a key of `METRICS` or `RULER_METRIC`; `max_new_tokens` may be one for each task family of RULER.
+    """
+
+    path: Path
+    where: str
+    layout: str
+    template: str
+    metric: str
+    max_new_tokens: Mapping[str, int] | int
+    chat: bool
+
+    @property
+    def task(self) -> str:
+        """The file's name without its ending."""
+        return self.path.name.removesuffix(".jsonl")
+
+    def limit(self, where: str, task: str) -> int:
+        """Length limit of the answers of a task, in tokens."""
+        if isinstance(self.max_new_tokens, int):
+            return self.max_new_tokens
+        if ruler_family(task) not in self.max_new_tokens:
+            known = ", ".join(self.max_new_tokens)
+            raise UserError(
+                f"{where}: RULER task {task!r} is not of the families in max_new_tokens ({self.where}): {known}"
+            )
+        return self.max_new_tokens[ruler_family(task)]
+
+
+def _choose_files(folder: Path, names: Sequence[str] | None) -> list[_File]:
+    """The named files in their order, or all that can be scored, sorted by name."""
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder; jsonl.dir takes a folder of .jsonl files")
+    present = {path.name.removesuffix(".jsonl"): path for path in sorted(folder.glob("*.jsonl"))}
+    if not present:
+        raise UserError(f"{folder}: holds no .jsonl file")
+    source, tasks = _read_tasks(folder, present)
+    chosen = []
+    for name in dict.fromkeys(name.removesuffix(".jsonl") for name in names or present):
+        if name not in present:
+            raise UserError(f"jsonl.files: {folder} has no {name}.jsonl; it has {', '.join(present)}")
+        reason = _hindrance(name, tasks)
+        if reason and names:
+            raise UserError(f"jsonl.files: {name} cannot be read: {reason}; {_supported()} ({source})")
+        if reason:
+            _log.warning("jsonl: %s is left out: %s", name, reason)
         else:
-            kept.append(replace(rendered, length=bucket(tokens)))
-        if len(kept) == limit:
-            break
-    return kept, too_long
+            chosen.append(_describe(present[name], source, tasks[name]))
+    if not chosen:
+        raise UserError(f"{source}: none of {', '.join(present)} can be read; {_supported()}")
+    return chosen
 
 
-def _read(file: JsonlFile) -> Iterator[Sample]:
-    """The samples of a file in its order, their length not yet known (0)."""
+def _read_tasks(folder: Path, present: Mapping[str, Path]) -> tuple[Path, dict[str, Any]]:
+    """tasks.json and its path; where there is none, LongBench's own entries."""
+    found = [path for path in (folder / "tasks.json", folder.resolve().parent / "tasks.json") if path.is_file()]
+    if not found:
+        known = {
+            name: {"layout": "longbench", "prompt": task.template, "metric": task.metric, "max_new_tokens": task.tokens}
+            for name, task in longbench_tasks().items()
+        }
+        if not known.keys() & present.keys():
+            raise UserError(
+                f"{folder}: no tasks.json in it or beside it; it gives each file's template and metric, "
+                "unless the file is named after a task of LongBench"
+            )
+        return folder, known
+    tasks = read_json(found[0])
+    if not isinstance(tasks, dict) or not all(isinstance(entry, dict) for entry in tasks.values()):
+        raise UserError(f"{found[0]}: expected an object that holds an object for each file")
+    return found[0], tasks
+
+
+def _hindrance(name: str, tasks: Mapping[str, Any]) -> str | None:
+    """The reason why a file cannot be scored, if there is one."""
+    if name not in tasks:
+        return "neither tasks.json nor LongBench has an entry of this name"
+    layout, metric = str(tasks[name].get("layout")), str(tasks[name].get("metric"))
+    if layout not in _TEMPLATE_FIELDS:
+        return f"layout {layout!r} is not supported"
+    if metric in METRICS or metric in _METRIC_NAMES or (layout == "ruler" and metric == RULER_METRIC):
+        return None
+    return f"metric {metric!r} is not supported"
+
+
+def _supported() -> str:
+    metrics = [*METRICS, *map(repr, _METRIC_NAMES)]
+    return f"supported layouts: {', '.join(_TEMPLATE_FIELDS)}; metrics: {', '.join(metrics)}"
+
+
+def _describe(path: Path, source: Path, entry: Mapping[str, Any]) -> _File:
+    """An entry of tasks.json, checked; its layout and metric are known to be supported."""
+    name, layout = path.name.removesuffix(".jsonl"), entry["layout"]
+    where = f"{source}: {name}"
+    likeness = {name, str(entry.get("longbench_task")), str(entry.get("like"))}
+    metric = str(_METRIC_NAMES.get(entry["metric"], entry["metric"]))
+    if likeness & _FEW_SHOT and f"{metric}_first_line" in METRICS:
+        metric = f"{metric}_first_line"
+    template = _check_template(where, layout, entry.get("prompt"))
+    limits: Any = entry.get("max_new_tokens")
+    numbers = list(limits.values()) if layout == "ruler" and isinstance(limits, dict) else [limits]
+    if not numbers or any(type(number) is not int or number < 1 for number in numbers):
+        raise UserError(f"{where}: max_new_tokens must be a whole number of at least 1, got {limits!r}")
+    return _File(path, where, layout, template, metric, limits, chat=not likeness & NO_TEMPLATE)
+
+
+def _check_template(where: str, layout: str, template: Any) -> str:
+    fields = _TEMPLATE_FIELDS[layout]
+    known = " and ".join(f"{{{field}}}" for field in fields)
+    if not isinstance(template, str):
+        raise UserError(f"{where}: prompt must be a text with {known}, got {template!r}")
+    found = re.findall(r"{([A-Za-z_][^{}\s]*)}", template)
+    if unknown := [field for field in found if field not in fields]:
+        raise UserError(f"{where}: prompt has the unknown field {{{unknown[0]}}}; known: {known}")
+    if not found:
+        raise UserError(f"{where}: prompt must hold {known}, or one of them")
+    if layout == "ruler" and not (found == [*fields] and template.endswith("{answer_prefix}")):
+        raise UserError(f"{where}: RULER's prompt must hold {{input}} and end with {{answer_prefix}}")
+    return template
+
+
+def _read(file: _File) -> Iterator[Sample]:
+    """The samples of a file in its order, their length not yet known (0), their ids unique."""
     seen: set[str] = set()
-    with file.path.open("rb") as lines:
-        numbers = (number for number, line in enumerate(lines, start=1) if line.strip())
-        for number, row in zip(numbers, read_jsonl(file.path), strict=False):
-            sample = _LAYOUTS[file.layout](file, f"{file.path}:{number}", row)
-            yield replace(sample, id=_unique(sample.id or str(number), seen))
+    counts: Counter[str] = Counter()
+    for where, row in rows_of(file.path):
+        sample = (_longbench_sample if file.layout == "longbench" else _ruler_sample)(file, where, row)
+        name = wanted = sample.id or where.rpartition(":")[2]
+        while name in seen:  # the counter makes many equal ids linear
+            counts[wanted] += 1
+            name = f"{wanted}-{counts[wanted] + 1}"
+        seen.add(name)
+        try:
+            score(sample, sample.references[0])  # a metric may need references of another form
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from None
+        yield replace(sample, id=name)
 
 
-def _unique(wanted: str, seen: set[str]) -> str:
-    """`wanted`, or `wanted-2`, `wanted-3`, ... where it is taken; the name is then taken."""
-    name, count = wanted, 1
-    while name in seen:
-        count += 1
-        name = f"{wanted}-{count}"
-    seen.add(name)
-    return name
-
-
-def _longbench_sample(file: JsonlFile, where: str, row: Mapping[str, Any]) -> Sample:
+def _longbench_sample(file: _File, where: str, row: Mapping[str, Any]) -> Sample:
     texts = {name: text_field(where, row, name) for name in ("context", "input")}
     return Sample(
         id=str(row["_id"]) if "_id" in row else "",
@@ -122,14 +271,14 @@ def _longbench_sample(file: JsonlFile, where: str, row: Mapping[str, Any]) -> Sa
         question=fill_in(file.template.partition("{context}")[2], texts),
         references=texts_field(where, row, "answers"),
         metric=file.metric,
-        max_new_tokens=_limit(file, where, file.task),
+        max_new_tokens=file.limit(where, file.task),
         chat=file.chat,
         classes=texts_field(where, row, "all_classes") if file.metric == "classification" else (),
     )
 
 
-def _ruler_sample(file: JsonlFile, where: str, row: Mapping[str, Any]) -> Sample:
-    # RULER's own files hold one task each and are named after it; rows of several tasks say which they are of.
+def _ruler_sample(file: _File, where: str, row: Mapping[str, Any]) -> Sample:
+    # RULER's own files hold one task each and are named after it; rows of several tasks name theirs.
     task = text_field(where, row, "task") if "task" in row else file.task
     by_task = "string_match_part" if ruler_family(task) == "qa" else "string_match_all"
     return Sample(
@@ -139,21 +288,7 @@ def _ruler_sample(file: JsonlFile, where: str, row: Mapping[str, Any]) -> Sample
         prompt=fill_in(file.template.removesuffix("{answer_prefix}"), {"input": text_field(where, row, "input")}),
         references=texts_field(where, row, "outputs"),
         metric=by_task if file.metric == RULER_METRIC else file.metric,
-        max_new_tokens=_limit(file, where, task),
+        max_new_tokens=file.limit(where, task),
         answer_prefix=text_field(where, row, "answer_prefix"),
         chat=file.chat,
     )
-
-
-_LAYOUTS = {"longbench": _longbench_sample, "ruler": _ruler_sample}
-
-
-def _limit(file: JsonlFile, where: str, task: str) -> int:
-    if isinstance(file.max_new_tokens, int):
-        return file.max_new_tokens
-    if ruler_family(task) not in file.max_new_tokens:
-        known = ", ".join(file.max_new_tokens)
-        raise UserError(
-            f"{where}: RULER task {task!r} is not of the families in max_new_tokens ({file.where}): {known}"
-        )
-    return file.max_new_tokens[ruler_family(task)]

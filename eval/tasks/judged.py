@@ -1,18 +1,18 @@
 """Benchmarks whose answers a judge scores (`keepsight.eval.judge`): MT-Bench and LongBench-Write."""
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
 
 from typing_extensions import override
 
 from keepsight.errors import UserError
-from keepsight.eval.tasks.benchmark import Benchmark, TaskRequest
-from keepsight.eval.tasks.hub import hub_rows
-from keepsight.eval.tasks.rows import text_field, texts_field
+from keepsight.eval.tasks.benchmark import Benchmark, Protocol, TaskRequest, hub_rows, rows_of, text_field, texts_field
+from keepsight.eval.tasks.metrics import metric
 from keepsight.eval.tasks.samples import RenderedSample, Sample, render, render_turns
-from keepsight.files import read_jsonl
 
 _WITH_REFERENCES = ("math", "reasoning", "coding")
 _ANSWER_TOKENS = 1024
@@ -25,8 +25,8 @@ class MtBench(Benchmark):
 
     Attributes:
         file: FastChat's question.jsonl; else the Hub's copy.
-        references: FastChat's reference_answer/gpt-4.jsonl, for its math, reasoning and coding questions; else what the
-            questions themselves hold.
+        references: FastChat's reference_answer/gpt-4.jsonl, for its math, reasoning and coding questions; else the
+            questions' own field `reference`.
     """
 
     file: str | None = None
@@ -35,16 +35,15 @@ class MtBench(Benchmark):
     @override
     def samples(self, task: str, request: TaskRequest) -> list[RenderedSample]:
         _require_judge("mt_bench", request)
-        answers = dict(_references(Path(self.references))) if self.references else {}
+        answers = dict(_reference_answers(Path(self.references))) if self.references else {}
         made: list[RenderedSample] = []
         questions = left_out = blind = 0
         for where, row in self._rows():
             if questions == request.samples > 0:
                 break
             turns = _turns(where, row, answers, request)
-            if sum(len(turn.question_ids) + turn.max_new_tokens for turn in turns) + len(turns[0].prompt_ids) > (
-                request.context
-            ):
+            asked = sum(len(turn.question_ids) + turn.max_new_tokens for turn in turns)
+            if len(turns[0].prompt_ids) + asked > request.context:
                 left_out += 1
                 continue
             made += turns
@@ -60,7 +59,7 @@ class MtBench(Benchmark):
 
     def _rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
         if self.file is not None:
-            yield from ((f"{self.file}:{line}", row) for line, row in enumerate(read_jsonl(Path(self.file)), start=1))
+            yield from rows_of(Path(self.file))
             return
         name = "HuggingFaceH4/mt_bench_prompts"
         rows = hub_rows(name, "train")
@@ -71,21 +70,20 @@ class MtBench(Benchmark):
             yield f"{name}:{row['prompt_id']}", row | names
 
 
-def _references(path: Path) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _reference_answers(path: Path) -> Iterator[tuple[str, tuple[str, ...]]]:
     """The answers of FastChat's file by question."""
-    for line, row in enumerate(read_jsonl(path), start=1):
+    for where, row in rows_of(path):
         try:
             yield str(row["question_id"]), tuple(str(turn) for turn in row["choices"][0]["turns"])
         except (KeyError, IndexError, TypeError):
-            raise UserError(f"{path}:{line}: expected question_id and choices[0].turns, as FastChat writes") from None
+            raise UserError(f"{where}: expected question_id and choices[0].turns, as FastChat writes") from None
 
 
 def _turns(
     where: str, row: Mapping[str, Any], answers: Mapping[str, tuple[str, ...]], request: TaskRequest
 ) -> list[RenderedSample]:
     name, turns = str(row.get("question_id")), texts_field(where, row, "turns")
-    own = row.get("reference")
-    references = answers.get(name) or (texts_field(where, row, "reference") if own else ())
+    references = answers.get(name) or (texts_field(where, row, "reference") if row.get("reference") else ())
     if row.get("category") not in _WITH_REFERENCES or len(references) < len(turns):
         references = ()
     samples = [
@@ -113,7 +111,7 @@ class LongWriter(Benchmark):
 
     Attributes:
         file: LongWriter's longbench_write.jsonl or longbench_write_en.jsonl.
-        max_new_tokens: Longest text in tokens; 0 for 32768, or what the target's context leaves.
+        max_new_tokens: Longest text in tokens; 0 for 32768, or the rest of the model's context.
     """
 
     TASKS: ClassVar[tuple[str, ...]] = ("", "length")
@@ -122,7 +120,7 @@ class LongWriter(Benchmark):
     max_new_tokens: int = 0
 
     @override
-    def groups(self, protocol: Any) -> Mapping[str, list[str]]:
+    def groups(self, protocol: Protocol) -> Mapping[str, list[str]]:
         return {}
 
     @override
@@ -131,27 +129,39 @@ class LongWriter(Benchmark):
             raise UserError("longwriter tasks need longwriter.file=FILE, LongWriter's longbench_write.jsonl")
         if not task:
             _require_judge("longwriter", request)
-        rows = list(enumerate(read_jsonl(Path(self.file)), start=1))[: request.samples or None]
-        return [self._sample(task, f"{self.file}:{line}", row, line, request) for line, row in rows]
+        rows = islice(rows_of(Path(self.file)), request.samples or None)
+        return [self._sample(task, where, row, place, request) for place, (where, row) in enumerate(rows, start=1)]
 
-    def _sample(self, task: str, where: str, row: Mapping[str, Any], line: int, request: TaskRequest) -> RenderedSample:
+    def _sample(
+        self, task: str, where: str, row: Mapping[str, Any], place: int, request: TaskRequest
+    ) -> RenderedSample:
         if not isinstance(row.get("length"), int) or row["length"] < 1:
             raise UserError(f"{where}: field 'length' must be a whole number of words of at least 1")
-        sample = render(
-            Sample(
-                id=str(row.get("id", line)),
-                task="longwriter_length" if task else "longwriter",
-                length=request.context,
-                prompt=text_field(where, row, "prompt"),
-                references=(str(row["length"]),) if task else (),
-                metric="wanted_length" if task else "longbench-write",
-                max_new_tokens=1,
-                judge="" if task else request.judge,
-            ),
-            request.tokenizer,
+        sample = Sample(
+            id=str(row.get("id", place)),
+            task="longwriter_length" if task else "longwriter",
+            length=request.context,
+            prompt=text_field(where, row, "prompt"),
+            references=(str(row["length"]),) if task else (),
+            metric="wanted_length" if task else "longbench-write",
+            max_new_tokens=1,
+            judge="" if task else request.judge,
         )
-        room = request.context - len(sample.prompt_ids)
-        return replace(sample, max_new_tokens=max(min(self.max_new_tokens or _LONGEST_ANSWER, room), 1))
+        rendered = render(sample, request.tokenizer)
+        left = request.context - len(rendered.prompt_ids)
+        return replace(rendered, max_new_tokens=max(min(self.max_new_tokens or _LONGEST_ANSWER, left), 1))
+
+
+@metric("wanted_length")
+def _wanted_length(prediction: str, reference: str) -> float:
+    """How near a text comes to its number of words, a Chinese character being one; 0 at 4 times or a third of it.
+
+    LongWriter's S_l, eval_length.py and count_words in pred.py.
+    """
+    words, wanted = len(re.findall(r"[\u4e00-\u9fff]|\b[a-zA-Z]+\b", prediction)), int(reference)
+    if words > wanted:
+        return max(0.0, 1 - (words / wanted - 1) / 3)
+    return max(0.0, 1 - (wanted / words - 1) / 2) if words else 0.0
 
 
 def _require_judge(task: str, request: TaskRequest) -> None:

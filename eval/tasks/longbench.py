@@ -1,30 +1,82 @@
-"""LongBench and LongBench-E (arXiv:2308.14508) by name, from the Hub or from a folder in LongBench's own layout."""
+"""LongBench and LongBench-E (arXiv:2308.14508) and LongBench v2 (arXiv:2412.15204), from the Hub or from their files.
+
+Prompts, truncation and metrics as in https://github.com/THUDM/LongBench: `pred.py`, `eval.py`, `metrics.py`.
+"""
 
 import json
+import re
+import string
 import zipfile
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from importlib.resources import files
+from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+import yaml
 from typing_extensions import override
 
 from keepsight.errors import UserError
-from keepsight.eval.tasks.benchmark import Benchmark, TaskRequest
-from keepsight.eval.tasks.hub import hub_file
-from keepsight.eval.tasks.longbench_table import LongBenchTask, longbench_tasks
-from keepsight.eval.tasks.metrics import METRICS
-from keepsight.eval.tasks.protocols import Protocol
-from keepsight.eval.tasks.rows import fill_in, text_field, texts_field
+from keepsight.eval.tasks.benchmark import (
+    Benchmark,
+    Protocol,
+    TaskRequest,
+    fill_in,
+    hub_file,
+    rows_of,
+    text_field,
+    texts_field,
+)
+from keepsight.eval.tasks.metrics import METRICS, f1, integers, metric, of_first_line, rouge_l
 from keepsight.eval.tasks.samples import RenderedSample, Sample, render
-from keepsight.files import read_jsonl
+from keepsight.files import read_json
+
+_TEMPLATE_TOKENS = 64
+"""Tokens that a chat template may add to a prompt."""
+
+
+@dataclass(frozen=True)
+class LongBenchTask:
+    """One task of LongBench; its prompt is `before`, `question` and `cue`, with {context} and {input} filled in.
+
+    Attributes:
+        before: The text before the question, {context} included.
+        question: The question.
+        cue: The end of the prompt, such as `Answer:`; a question that is {input} alone holds it already.
+        tokens: Generation length.
+        metric: A key of `keepsight.eval.tasks.metrics.METRICS`.
+    """
+
+    before: str
+    question: str
+    cue: str
+    tokens: int
+    metric: str
+
+    @property
+    def is_cue_in_input(self) -> bool:
+        """Whether the rows' own field ends with the cue, as in the few-shot tasks."""
+        return self.question == "{input}" and not self.metric.startswith("code")
+
+    @property
+    def template(self) -> str:
+        """The whole prompt."""
+        return self.before + self.question + ("" if self.is_cue_in_input else self.cue)
+
+
+@lru_cache(maxsize=1)
+def longbench_tasks() -> dict[str, LongBenchTask]:
+    """All tasks by name, the 16 English ones first."""
+    text = (files("keepsight.eval.tasks") / "longbench.yaml").read_text(encoding="utf-8")
+    return {name: LongBenchTask(**entry) for name, entry in yaml.safe_load(text).items()}
+
 
 _ENGLISH, _CHINESE = tuple(longbench_tasks())[:16], tuple(longbench_tasks())[16:]
-_NOT_IN_E = {"narrativeqa", "musique", "qmsum"}
-_BY_LENGTH = tuple(f"e_{task}" for task in _ENGLISH if task not in _NOT_IN_E)
-TEMPLATE_ROOM = 64
-"""Tokens that a chat template may add to a prompt."""
+_BY_LENGTH = tuple(f"e_{task}" for task in _ENGLISH if task not in ("narrativeqa", "musique", "qmsum"))
 
 
 @dataclass
@@ -33,7 +85,7 @@ class LongBench(Benchmark):
 
     Attributes:
         dir: Folder with LongBench's own files, qasper.jsonl or for LongBench-E qasper_e.jsonl; else the Hub's.
-        max_tokens: Longest prompt, from whose middle a longer one loses tokens; 0 for the target's context.
+        max_tokens: Longest prompt, from whose middle a longer one loses tokens; 0 for the model's context.
     """
 
     TASKS: ClassVar[tuple[str, ...]] = (*_ENGLISH, *_CHINESE, *_BY_LENGTH)
@@ -43,52 +95,33 @@ class LongBench(Benchmark):
 
     @override
     def groups(self, protocol: Protocol) -> Mapping[str, Sequence[str]]:
-        all_groups = {"": _ENGLISH, "zh": _CHINESE, "e": _BY_LENGTH}
-        return {
-            name: [task for task in tasks if task not in protocol.left_out and self._is_there(task)]
-            for name, tasks in all_groups.items()
-        }
+        def available(tasks: Sequence[str]) -> list[str]:
+            present = [task for task in tasks if self.dir is None or (Path(self.dir) / _file_name(task)).is_file()]
+            return [task for task in present if task not in protocol.left_out]
+
+        return {name: available(tasks) for name, tasks in {"": _ENGLISH, "zh": _CHINESE, "e": _BY_LENGTH}.items()}
 
     @override
     def samples(self, task: str, request: TaskRequest) -> list[RenderedSample]:
-        name = task.removeprefix("e_")
+        name, rows = task.removeprefix("e_"), self._rows(task)
         entry = longbench_tasks()[name]
         if entry.metric.endswith("_zh"):
-            METRICS[entry.metric]("", Sample("", task, 0, "", ("",), entry.metric, 1))  # misses its package here
-        made, left_out, rows = [], 0, self._rows(task)
+            METRICS[entry.metric]("", Sample("", task, 0, "", ("",), entry.metric, 1))  # fails here without jieba
         if request.protocol.shuffled:  # as datasets' shuffle(seed=42)
             all_rows = [*rows]
             rows = (all_rows[place] for place in np.random.default_rng(42).permutation(len(all_rows)))
-        for place, (where, row) in enumerate(rows):
-            if place == request.samples > 0:
-                break
+        made = []
+        for place, (where, row) in enumerate(islice(rows, request.samples or None)):
             sample = self._sample(name, entry, where, row, place, request)
-            if task != name:
-                sample = replace(sample, task=f"longbench_{task}", length=_words_bucket(row))
-            if len(sample.prompt_ids) + sample.max_new_tokens <= request.context:
-                made.append(sample)
-            else:
-                left_out += 1
-        if left_out:
-            request.notes[f"longbench {task}"] = (
-                f"{left_out} samples do not fit the context of {request.context} tokens"
+            made.append(
+                sample if task == name else replace(sample, task=f"longbench_{task}", length=_words_bucket(row))
             )
-        return made
-
-    def _is_there(self, task: str) -> bool:
-        return self.dir is None or self._file(task).is_file()
-
-    def _file(self, task: str) -> Path:
-        assert self.dir is not None
-        return Path(self.dir) / _file_name(task)
+        return request.fitting(f"longbench {task}", made)
 
     def _rows(self, task: str) -> Iterator[tuple[str, dict[str, Any]]]:
         """Where a row stands, and the row."""
         if self.dir is not None:
-            path = self._file(task)
-            if not path.is_file():
-                raise UserError(f"longbench.dir: {path} is missing; without longbench.dir it is taken from the Hub")
-            yield from ((f"{path}:{number}", row) for number, row in enumerate(read_jsonl(path), start=1))
+            yield from rows_of(Path(self.dir) / _file_name(task), "without longbench.dir it is taken from the Hub")
             return
         archive = hub_file("THUDM/LongBench", "data.zip", "name a folder with its files: longbench.dir=FOLDER")
         with zipfile.ZipFile(archive) as members, members.open(f"data/{_file_name(task)}") as lines:
@@ -97,36 +130,34 @@ class LongBench(Benchmark):
     def _sample(
         self, name: str, entry: LongBenchTask, where: str, row: Mapping[str, Any], place: int, request: TaskRequest
     ) -> RenderedSample:
-        protocol, tokenizer = request.protocol, request.tokenizer
+        protocol, tokenizer, model = request.protocol, request.tokenizer, request.tokenizer.name_or_path
         fields = {key: text_field(where, row, key) for key in ("context", "input")}
         tokens = entry.tokens + protocol.extra_tokens
         question = fill_in(entry.question, fields)
         if entry.is_cue_in_input:
             question = question.removesuffix(entry.cue)
         cue = entry.cue if not entry.is_cue_in_input or fields["input"].endswith(entry.cue) else ""
-        limit = self.max_tokens or protocol.limit_of(tokenizer.name_or_path) or request.context - tokens - TEMPLATE_ROOM
+        limit = self.max_tokens or protocol.limit_of(model) or request.context - tokens - _TEMPLATE_TOKENS
         asked = question + ("" if protocol.cue_after else cue)
         whole = fill_in(entry.before, fields) + asked
         prompt = without_middle(whole, limit, tokenizer) if protocol.truncate else whole
-        rendered = render(
-            Sample(
-                id=str(row.get("_id", place)),
-                task=f"longbench_{name}",
-                length=limit if protocol.truncate else request.context,
-                prompt=prompt,
-                question=asked if prompt.endswith(asked) else "",
-                references=texts_field(where, row, "answers"),
-                metric=entry.metric,
-                max_new_tokens=tokens,
-                answer_prefix=cue if protocol.cue_after else "",
-                system=protocol.system if _takes_system_prompt(tokenizer) else "",
-                chat=protocol.is_chat(name, tokenizer.name_or_path),
-                classes=texts_field(where, row, "all_classes") if entry.metric == "classification" else (),
-                clean=protocol.clean,
-            ),
-            tokenizer,
+        sample = Sample(
+            id=str(row.get("_id", place)),
+            task=f"longbench_{name}",
+            length=limit if protocol.truncate else request.context,
+            prompt=prompt,
+            question=asked if prompt.endswith(asked) else "",
+            references=texts_field(where, row, "answers"),
+            metric=entry.metric,
+            max_new_tokens=tokens,
+            answer_prefix=cue if protocol.cue_after else "",
+            # Qwen2.5's template has a system prompt of its own, which the repositories keep.
+            system="" if "qwen" in model.lower() else protocol.system,
+            chat=protocol.is_chat(name, model),
+            classes=texts_field(where, row, "all_classes") if entry.metric == "classification" else (),
+            clean=protocol.clean,
         )
-        return replace(rendered, is_cut=prompt != whole)
+        return replace(render(sample, tokenizer), is_cut=prompt != whole)
 
 
 def without_middle(prompt: str, limit: int, tokenizer: Any) -> str:
@@ -147,10 +178,157 @@ def _words_bucket(row: Mapping[str, Any]) -> int:
     return next((most for most in (4000, 8000) if words < most), 16000)
 
 
-def _takes_system_prompt(tokenizer: Any) -> bool:
-    """Qwen2.5's template has a system prompt of its own, which the repositories keep."""
-    return "qwen" not in tokenizer.name_or_path.lower()
-
-
 def _file_name(task: str) -> str:
     return f"{task.removeprefix('e_')}_e.jsonl" if task.startswith("e_") else f"{task}.jsonl"
+
+
+def _class_score(prediction: str, reference: str, classes: Sequence[str]) -> float:
+    """1 / (number of class names in the prediction) where the right one is among them.
+
+    Names that are part of the right one do not count, but LongBench removes them from the list that it is walking
+    along and so skips the name after each: of two such neighbours the second stays and halves the score.
+    """
+    named = [name for name in classes if name in prediction]
+    position = 0
+    while position < len(named):
+        if named[position] != reference and named[position] in reference:
+            del named[position]
+        position += 1
+    return 1 / len(named) if reference in named else 0.0
+
+
+METRICS["classification"] = of_first_line(
+    lambda prediction, sample: max(_class_score(prediction, each, sample.classes) for each in sample.references)
+)
+
+
+@metric("code_sim")
+def _code_sim(prediction: str, reference: str) -> float:
+    """Edit similarity of the first line that is neither a fence nor holds a comment, in whole percent.
+
+    LongBench calls `fuzzywuzzy`, whose result depends on whether python-Levenshtein is installed (GPL, both); this
+    is the result with it.
+    """
+    from rapidfuzz import fuzz
+
+    lines = prediction.lstrip("\n").split("\n")
+    line = next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
+    return round(fuzz.ratio(line, reference)) / 100
+
+
+@metric("count")
+def _share_of_integers(prediction: str, number: str) -> float:
+    """The share of the integers in the prediction that are `number`."""
+    found = integers(prediction)
+    return found.count(number) / len(found) if found else 0.0
+
+
+@metric("retrieval")
+def _retrieval(prediction: str, reference: str) -> float:
+    """`count` of the number in a reference such as `Paragraph 7`."""
+    return max((_share_of_integers(prediction, number) for number in integers(reference)[:1]), default=0.0)
+
+
+_CHINESE_MARKS = (
+    "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､、〃》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟"
+    "〰〾〿–—‘’‛“”„‟…‧﹏."
+)
+_NO_MARKS = str.maketrans("", "", string.punctuation + _CHINESE_MARKS)
+
+
+def _chinese_words(text: str) -> list[str]:
+    """The words that `jieba` finds (it logs what it loads).
+
+    Raises:
+        UserError: the package is missing.
+    """
+    try:
+        import jieba
+    except ImportError:
+        raise UserError("LongBench's Chinese tasks need jieba; pip install 'keepsight[zh]'") from None
+    return list(jieba.cut(text))
+
+
+@metric("qa_f1_zh")
+def _qa_f1_zh(prediction: str, reference: str) -> float:
+    """F1 over Chinese words without punctuation."""
+
+    def bag(text: str) -> Counter[str]:
+        words = ("".join(word.lower().translate(_NO_MARKS).split()) for word in _chinese_words(text))
+        return Counter(word for word in words if word)
+
+    return f1(bag(prediction), bag(reference))
+
+
+@metric("rouge_l_zh")
+def _rouge_l_zh(prediction: str, reference: str) -> float:
+    return rouge_l(" ".join(_chinese_words(prediction)), " ".join(_chinese_words(reference)))
+
+
+_V2_BEFORE = "Please read the following text and answer the question below.\n\n<text>\n{context}\n</text>\n\n"
+_V2_QUESTION = (
+    "What is the correct answer to this question: {question}\nChoices:\n(A) {choice_A}\n(B) {choice_B}\n"
+    '(C) {choice_C}\n(D) {choice_D}\n\nFormat your response as follows: "The correct answer is (insert answer here)".'
+)
+_V2_FIELDS = ("context", "question", "choice_A", "choice_B", "choice_C", "choice_D")
+_V2_TOKENS = 128
+
+
+@dataclass
+class LongBenchV2(Benchmark):
+    """LongBench v2 without chain of thought: questions with four choices, by the length of their context.
+
+    Attributes:
+        file: Its data.json, or a JSONL file of its rows; else the Hub's.
+        max_tokens: Longest prompt, from whose middle a longer one loses tokens; 0 for the model's context.
+    """
+
+    TASKS: ClassVar[tuple[str, ...]] = ("short", "medium", "long")
+
+    file: str | None = None
+    max_tokens: int = 0
+
+    @override
+    def samples(self, task: str, request: TaskRequest) -> list[RenderedSample]:
+        advice = "name its data.json: longbench_v2.file=FILE"
+        path = hub_file("THUDM/LongBench-v2", "data.json", advice) if self.file is None else Path(self.file)
+        limit = self.max_tokens or request.context - _V2_TOKENS - _TEMPLATE_TOKENS
+        rows = [row for row in _v2_rows(path) if row.get("length") == task]
+        return [_v2_sample(path, task, row, limit, request.tokenizer) for row in rows[: request.samples or None]]
+
+
+@lru_cache(maxsize=1)
+def _v2_rows(path: Path) -> list[dict[str, Any]]:
+    if path.suffix == ".jsonl":
+        return [row for _, row in rows_of(path)]
+    rows = read_json(path)
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise UserError(f"{path}: expected a list of objects, as in LongBench v2's data.json")
+    return rows
+
+
+def _v2_sample(path: Path, task: str, row: Mapping[str, Any], limit: int, tokenizer: Any) -> RenderedSample:
+    where = f"{path}: {row.get('_id')}"
+    fields = {name: text_field(where, row, name).strip() for name in _V2_FIELDS}
+    question = fill_in(_V2_QUESTION, fields)
+    whole = fill_in(_V2_BEFORE, fields) + question
+    prompt = without_middle(whole, limit, tokenizer)
+    sample = Sample(
+        id=str(row.get("_id")),
+        task=f"longbench_v2_{task}",
+        length=limit,
+        prompt=prompt,
+        question=question if prompt.endswith(question) else "",
+        references=(text_field(where, row, "answer"),),
+        metric="chosen_letter",
+        max_new_tokens=_V2_TOKENS,
+    )
+    return replace(render(sample, tokenizer), is_cut=prompt != whole)
+
+
+@metric("chosen_letter")
+def _chosen_letter(prediction: str, reference: str) -> float:
+    """Whether the letter that LongBench v2 reads from an answer is the reference."""
+    text = prediction.replace("*", "")
+    found = re.search(r"The correct answer is \(([A-D])\)", text) or re.search(r"The correct answer is ([A-D])", text)
+    return float(found is not None and found[1] == reference)

@@ -1,17 +1,24 @@
-"""LongProc (arXiv:2501.05414): long procedures to be written out; the tasks whose answer needs no program to be run."""
+"""LongProc (arXiv:2501.05414): long procedures to be written out; the tasks whose answer needs no program to be run.
 
+Metrics as in https://github.com/princeton-pli/LongProc, `longproc/*_evaluator.py`.
+"""
+
+import csv
+import re
+import string
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from fractions import Fraction
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
 from typing_extensions import override
 
 from keepsight.errors import UserError
-from keepsight.eval.tasks.benchmark import Benchmark, TaskRequest
-from keepsight.eval.tasks.rows import bucket, text_field
+from keepsight.eval.tasks.benchmark import Benchmark, Protocol, TaskRequest, bucket, rows_of, text_field
+from keepsight.eval.tasks.metrics import metric
 from keepsight.eval.tasks.samples import RenderedSample, Sample, render
-from keepsight.files import read_jsonl
 
 _METRICS = {
     "path_traversal": "same_route",
@@ -43,7 +50,7 @@ class LongProc(Benchmark):
     dir: str | None = None
 
     @override
-    def groups(self, protocol: Any) -> Mapping[str, list[str]]:
+    def groups(self, protocol: Protocol) -> Mapping[str, list[str]]:
         present = {str(row.get("task")) for _, row in self._rows()} if self.dir else {*self.TASKS}
         return {"": [task for task in self.TASKS if task in present]}
 
@@ -52,32 +59,26 @@ class LongProc(Benchmark):
         if self.dir is None:
             raise UserError("longproc tasks need longproc.dir=FOLDER with what LongProc's load_longproc_data returns")
         rows = [(where, row) for where, row in self._rows() if row.get("task") == task]
-        made = [_sample(task, place, *row, request) for place, row in enumerate(rows)]
-        fitting = [each for each in made if len(each.prompt_ids) + each.max_new_tokens <= request.context]
-        if len(fitting) < len(made):
-            left_out = len(made) - len(fitting)
-            request.notes[f"longproc {task}"] = f"{left_out} samples do not fit the context of {request.context} tokens"
-        return fitting[: request.samples or None]
+        made = (_sample(task, place, *row, request) for place, row in enumerate(rows))
+        return request.fitting(f"longproc {task}", made)
 
     def _rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
         for path in sorted(Path(self.dir or "").glob("*.jsonl")):
-            yield from ((f"{path}: row {number}", row) for number, row in enumerate(read_jsonl(path), start=1))
+            yield from rows_of(path)
 
 
 def _sample(task: str, place: int, where: str, row: Mapping[str, Any], request: TaskRequest) -> RenderedSample:
     family, _, size = task.rpartition("_")
-    rendered = render(
-        Sample(
-            id=str(row.get("id", place)),
-            task=f"longproc_{task}",
-            length=0,
-            prompt=text_field(where, row, "input_prompt" if "input_prompt" in row else "prompt"),
-            references=(_reference(family, where, row),),
-            metric=_METRICS[family],
-            max_new_tokens=_TOKENS[size],
-        ),
-        request.tokenizer,
+    sample = Sample(
+        id=str(row.get("id", place)),
+        task=f"longproc_{task}",
+        length=0,
+        prompt=text_field(where, row, "input_prompt" if "input_prompt" in row else "prompt"),
+        references=(_reference(family, where, row),),
+        metric=_METRICS[family],
+        max_new_tokens=_TOKENS[size],
     )
+    rendered = render(sample, request.tokenizer)
     return replace(rendered, length=bucket(len(rendered.prompt_ids)))
 
 
@@ -92,3 +93,109 @@ def _reference(family: str, where: str, row: Mapping[str, Any]) -> str:
     except (KeyError, TypeError, ValueError, AttributeError):
         raise UserError(f"{where}: field 'item' must hold {_ITEMS[family]}") from None
     return text_field(where, row, "reference_output")
+
+
+def _tagged(text: str, tag: str) -> str | None:
+    """The text between <tag> and </tag>."""
+    start, end = text.find(f"<{tag}>"), text.find(f"</{tag}>")
+    return text[start + len(tag) + 2 : end].strip() if start >= 0 and end >= 0 else None
+
+
+@metric("same_route")
+def _same_route(prediction: str, reference: str) -> float:
+    """path_traversal: whether the text between <Route> and </Route> is the reference."""
+    return float(_tagged(prediction, "Route") == reference.strip())
+
+
+_TOM_WORDS = r"\b(?:a|an|the|on|in|at|step|thinks|think|believes|believe|is|are|of|location|know|knows|belief)\b"
+_NO_MARKS = str.maketrans("", "", string.punctuation + "’")
+
+
+@metric("same_beliefs")
+def _same_beliefs(prediction: str, reference: str) -> float:
+    """tom_tracking: whether the last trace names the same belief at every step, up to little words and punctuation."""
+    trace = prediction[max(prediction.rfind("- Step 0:"), 0) :]
+    return float(_beliefs(trace) == _beliefs(reference))
+
+
+def _beliefs(text: str) -> list[str]:
+    steps = (line.split("-", 1)[1] for line in text.strip().split("\n") if re.match(r"- Step \d+:", line))
+    return [" ".join(re.sub(_TOM_WORDS, " ", step.lower().translate(_NO_MARKS)).split()) for step in steps]
+
+
+@metric("same_trip")
+def _same_trip(prediction: str, reference: str) -> float:
+    """travel_planning: whether the trip begins with the cities of the reference, each for as many days.
+
+    Args:
+        prediction: Holds the plan between <Plan> and </Plan>: lines with days such as `Day 1-4`, and flights.
+        reference: Such as `Oslo 4, Rome 3`; a day of travel counts for both cities.
+    """
+    plan = _tagged(prediction, "Plan") or ""
+    ends = re.findall(r"^.*?\d+-(\d{1,9})", plan, re.MULTILINE)
+    flights = re.findall(r"^.*Day (\d{1,9}).*from (\w+) to (\w+)", plan, re.MULTILINE)
+    if not ends or not flights:
+        return 0.0
+    days = [1, *(int(day) for day, _, _ in flights), int(ends[-1])]
+    cities = [flights[0][1], *(city for _, _, city in flights)]
+    stays = [f"{city} {end - start + 1}" for city, (start, end) in zip(cities, pairwise(days), strict=True)]
+    wanted = reference.split(", ")
+    return float(stays[: len(wanted)] == wanted)
+
+
+@metric("reaches_target")
+def _reaches_target(prediction: str, reference: str) -> float:
+    """countdown: whether three right equations use each number once and end at the target.
+
+    Args:
+        prediction: Holds the equations between <Solution> and </Solution>.
+        reference: Such as `26 42 6 22 -> 40`.
+    """
+    given, _, target = reference.partition(" -> ")
+    numbers, lines = [int(number) for number in given.split()], (_tagged(prediction, "Solution") or "").split("\n")
+    for line in lines:
+        found = re.fullmatch(r"\s*(-?\d{1,99})\s*([-+*/])\s*(-?\d{1,99})\s*=\s*(-?\d{1,99})\s*", line)
+        if found is None or not _is_right(int(found[1]), found[2], int(found[3]), int(found[4])):
+            return 0.0
+        for used in (int(found[1]), int(found[3])):
+            if used not in numbers:
+                return 0.0
+            numbers.remove(used)
+        numbers.append(int(found[4]))
+    return float(len(lines) == 3 and numbers[0] == int(target))
+
+
+def _is_right(left: int, sign: str, right: int, result: int) -> bool:
+    if sign == "/":
+        return right != 0 and Fraction(left, right) == result
+    return {"+": left + right, "-": left - right, "*": left * right}[sign] == result
+
+
+@metric("same_rows")
+def _same_rows(prediction: str, reference: str) -> float:
+    """html_to_tsv: F1 over the rows of the two tables, whatever their order; cells are normalised."""
+    found = re.search(r"```tsv([\s\S]*)```", prediction)
+    text = found[1] if found else prediction.split("```tsv")[1] if "```tsv" in prediction else prediction
+    try:
+        (width, expected), (own_width, answered) = _table(reference), _table(text)
+    except csv.Error:  # such as a carriage return inside a line
+        return 0.0
+    if not expected or not answered or width != own_width:
+        return 0.0
+    precision = sum(row in expected for row in answered) / len(answered)
+    recall = sum(row in answered for row in expected) / len(expected)
+    return 2 * precision * recall / (precision + recall) if precision + recall else 0.0
+
+
+def _table(text: str) -> tuple[int, list[tuple[str, ...]]]:
+    """Columns of the header, and the rows: a broken last one is left out, the cells of other broken ones are N/A."""
+    header, *rows = list(csv.reader(text.strip().split("\n"), delimiter="\t")) or [[]]
+    if rows and len(rows[-1]) != len(header):
+        rows.pop()
+    whole = [row if len(row) == len(header) else ["N/A"] * len(header) for row in rows]
+    return len(header), [tuple(map(_normalised, row)) for row in whole]
+
+
+def _normalised(cell: str) -> str:
+    bare = cell.lower().translate(str.maketrans("", "", string.punctuation))
+    return "".join(re.sub(r"\b(?:a|an|the)\b", " ", bare).split())

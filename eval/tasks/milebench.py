@@ -1,25 +1,29 @@
-"""MileBench (arXiv 2404.18532): questions about several images, from a folder in its own layout.
+"""MileBench (arXiv:2404.18532): questions about several images, from a folder in its own layout.
 
-Each data set is a folder `NAME` with `NAME.json` and `images/`. Prompts as in https://github.com/MileBench/MileBench,
-`utils.py`: the task's instruction, then the context with its images in their places, then the choices. What does not
-fit the target's context is left out and counted; the reference cuts its beginning.
+Each data set is a folder `NAME` with `NAME.json` and `images/`. Prompts and metrics as in
+https://github.com/MileBench/MileBench, `utils.py` and `evaluate.py`: the task's instruction, then the context with its
+images in their places, then the choices. A prompt that does not fit the context is left out and counted; the reference
+cuts its beginning.
 """
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
 from keepsight.errors import UserError
-from keepsight.eval.tasks.benchmark import Benchmark, TaskRequest
-from keepsight.eval.tasks.milebench_metrics import plain
-from keepsight.eval.tasks.pictures import render_pictured
-from keepsight.eval.tasks.rows import bucket, text_field, texts_field
+from keepsight.eval.tasks.benchmark import Benchmark, Protocol, TaskRequest, bucket, text_field, texts_field
+from keepsight.eval.tasks.metrics import METRICS, metric, rouge_l
 from keepsight.eval.tasks.samples import RenderedSample, Sample
-from keepsight.files import read_json
+from keepsight.files import file_digest, read_json, text_digest
+from keepsight.models.chat import chat_text
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _TOKENS = 512
 _METRICS = {"multi-choice": "milebench_choice", "open-ended": "milebench_rouge_l"}
@@ -36,7 +40,7 @@ class MileBench(Benchmark):
     dir: str | None = None
 
     @override
-    def groups(self, protocol: Any) -> Mapping[str, Sequence[str]]:
+    def groups(self, protocol: Protocol) -> Mapping[str, Sequence[str]]:
         if self.dir is None:
             raise UserError("milebench tasks need milebench.dir=FOLDER with MileBench's folders, such as SlideVQA")
         found = sorted(path.stem for path in Path(self.dir).glob("*/*.json") if path.stem == path.parent.name)
@@ -46,99 +50,77 @@ class MileBench(Benchmark):
 
     @override
     def samples(self, task: str, request: TaskRequest) -> list[RenderedSample]:
-        data = _DataSet.read(Path(self.dir or ""), task)
-        processor, left_out, made = request.processor(), 0, list[RenderedSample]()
-        for sample, parts in data.samples():
-            if len(made) == request.samples > 0:
-                break
-            rendered = render_pictured(sample, parts, request.tokenizer, processor)
-            length = len(rendered.prompt_ids)
-            if length + sample.max_new_tokens > request.context:
-                left_out += 1
-            else:
-                made.append(replace(rendered, length=bucket(length)))
-        if left_out:
-            request.notes[sample.task] = f"{left_out} samples do not fit the context of {request.context} tokens"
-        return made
+        processor = request.processor()
+        made = (
+            render_pictured(sample, parts, request.tokenizer, processor)
+            for sample, parts in _samples(Path(self.dir or "") / task / f"{task}.json")
+        )
+        return [
+            replace(each, length=bucket(len(each.prompt_ids))) for each in request.fitting(f"milebench_{task}", made)
+        ]
 
 
-@dataclass(frozen=True)
-class _DataSet:
-    """A data set: its name, file, metric, instructions by their ids, and rows."""
-
-    name: str
-    path: Path
-    metric: str
-    instructions: Any
-    rows: list[dict[str, Any]]
-
-    @classmethod
-    def read(cls, folder: Path, name: str) -> "_DataSet":
-        path = folder / name / f"{name}.json"
-        value = read_json(path)
-        try:
-            meta, rows = value["meta_data"], value["data"]
-            instructions, kind = meta["task_instruction"], meta["question_type"]
-            metric = _metric(name, kind)
-        except (KeyError, TypeError):
-            raise UserError(
-                f"{path}: expected data, and meta_data with task_instruction and a question_type of "
-                f"{' or '.join(_METRICS)}, as MileBench has them"
-            ) from None
-        if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-            raise UserError(f"{path}: data must be a list of objects")
-        return cls(name, path, metric, instructions, rows)
-
-    def samples(self) -> Iterator[tuple[Sample, list[str | Path]]]:
-        """Each sample, and the texts and image files of its prompt."""
-        for place, row in enumerate(self.rows):
-            where, instance = f"{self.path}: data[{place}]", row.get("task_instance")
-            if not isinstance(instance, dict):
-                raise UserError(f"{where}: task_instance must be an object with context and images_path")
-            choices = texts_field(where, instance, "choice_list") if "choice_list" in instance else ()
-            text = f"{self._instruction(where, row)}\n{text_field(where, instance, 'context')}{self._list(choices)}"
-            images = [self.path.parent / "images" / each for each in texts_field(where, instance, "images_path")]
-            if missing := next((each for each in images if not each.is_file()), None):
-                raise UserError(f"{where}: its image {missing} is missing; unpack all of MileBench's archives")
-            response = str(row.get("response", ""))
-            if not plain(response):
-                raise UserError(f"{where}: response is empty or missing, so that no answer can be scored")
-            if self.metric == "milebench_choice" and plain(response) not in map(plain, choices):
-                raise UserError(f"{where}: response {response[:60]!r} must be one of choice_list")
-            yield (
-                Sample(
-                    id=str(row.get("sample_id", place)),
-                    task=f"milebench_{self.name}",
-                    length=0,
-                    prompt=text,
-                    references=(response,),
-                    metric=self.metric,
-                    max_new_tokens=_TOKENS,
-                    classes=choices,
-                ),
-                _parts(where, text, images),
-            )
-
-    def _instruction(self, where: str, row: Mapping[str, Any]) -> str:
-        number = row.get("task_instruction_id")
-        try:
-            return str(self.instructions[number])
-        except (IndexError, KeyError, TypeError):
-            raise UserError(f"{where}: meta_data has no task_instruction {number!r}") from None
-
-    def _list(self, choices: Sequence[str]) -> str:
-        """The choices as the prompt shows them; GPR1200 has more of them than there are letters."""
-        if not choices:
-            return ""
-        letters = ["" if self.name == "GPR1200" else f"{chr(ord('A') + place)}. " for place in range(len(choices))]
-        lettered = [letter + choice for letter, choice in zip(letters, choices, strict=True)]
-        return "\n".join(["\nChoice list: ", *lettered, "Your answer is: "])
+def _samples(path: Path) -> Iterator[tuple[Sample, list[str | Path]]]:
+    """Each sample of a data set's file, and the texts and image files of its prompt."""
+    name, value = path.stem, read_json(path)
+    try:
+        instructions, kind, rows = (
+            value["meta_data"]["task_instruction"],
+            value["meta_data"]["question_type"],
+            value["data"],
+        )
+        word = "milebench_word" if "NeedleInAHaystack" in name else "milebench_text" if "MMCoQA" in name else ""
+        scored_by = word or _METRICS[kind]
+    except (KeyError, TypeError):
+        raise UserError(
+            f"{path}: expected data, and meta_data with task_instruction and a question_type of "
+            f"{' or '.join(_METRICS)}, as MileBench has them"
+        ) from None
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise UserError(f"{path}: data must be a list of objects")
+    for place, row in enumerate(rows):
+        where, instance = f"{path}: data[{place}]", row.get("task_instance")
+        if not isinstance(instance, dict):
+            raise UserError(f"{where}: task_instance must be an object with context and images_path")
+        choices = texts_field(where, instance, "choice_list") if "choice_list" in instance else ()
+        instruction = _instruction(where, instructions, row)
+        text = f"{instruction}\n{text_field(where, instance, 'context')}{_choice_list(name, choices)}"
+        images = [path.parent / "images" / each for each in texts_field(where, instance, "images_path")]
+        if missing := next((each for each in images if not each.is_file()), None):
+            raise UserError(f"{where}: its image {missing} is missing; unpack all of MileBench's archives")
+        response = str(row.get("response", ""))
+        if not plain(response):
+            raise UserError(f"{where}: response is empty or missing, so that no answer can be scored")
+        if scored_by == "milebench_choice" and plain(response) not in map(plain, choices):
+            raise UserError(f"{where}: response {response[:60]!r} must be one of choice_list")
+        sample = Sample(
+            id=str(row.get("sample_id", place)),
+            task=f"milebench_{name}",
+            length=0,
+            prompt=text,
+            references=(response,),
+            metric=scored_by,
+            max_new_tokens=_TOKENS,
+            classes=choices,
+        )
+        yield sample, _parts(where, text, images)
 
 
-def _metric(name: str, kind: str) -> str:
-    if "NeedleInAHaystack" in name:
-        return "milebench_word"
-    return "milebench_text" if "MMCoQA" in name else _METRICS[kind]
+def _instruction(where: str, instructions: Any, row: Mapping[str, Any]) -> str:
+    number = row.get("task_instruction_id")
+    try:
+        return str(instructions[number])
+    except (IndexError, KeyError, TypeError):
+        raise UserError(f"{where}: meta_data has no task_instruction {number!r}") from None
+
+
+def _choice_list(name: str, choices: Sequence[str]) -> str:
+    """The choices as the prompt shows them; GPR1200 has more of them than there are letters."""
+    if not choices:
+        return ""
+    letters = ["" if name == "GPR1200" else f"{chr(ord('A') + place)}. " for place in range(len(choices))]
+    lettered = [letter + choice for letter, choice in zip(letters, choices, strict=True)]
+    return "\n".join(["\nChoice list: ", *lettered, "Your answer is: "])
 
 
 def _parts(where: str, text: str, images: Sequence[Path]) -> list[str | Path]:
@@ -151,3 +133,127 @@ def _parts(where: str, text: str, images: Sequence[Path]) -> list[str | Path]:
     for image, after in zip(images, texts[1:], strict=True):
         parts += [image, after]
     return [part for part in parts if part]
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """The images of a prompt, read anew each time: the pixels of all samples would not fit into memory.
+
+    Attributes:
+        text: The prompt as the chat template made it, with a place for each image.
+        paths: The image files, in the order of their places.
+        processor: The model's.
+    """
+
+    text: str
+    paths: tuple[Path, ...]
+    processor: Any = field(compare=False, repr=False)
+
+    def inputs(self) -> "Mapping[str, Tensor]":
+        """The model's inputs, as its processor names them: `input_ids` [1, N] int64, pixels, token types.
+
+        Raises:
+            UserError: a file is no image, or the text has not one place for each image.
+        """
+        from torch import Tensor
+
+        images = [_load_image(path) for path in self.paths]
+        try:
+            made = self.processor(text=[self.text], images=images, add_special_tokens=False, return_tensors="pt")
+        except ValueError as error:
+            raise UserError(f"{self.paths[0]}: the processor refuses the images of this prompt: {error}") from None
+        return {name: value for name, value in made.items() if isinstance(value, Tensor)}
+
+    @property
+    def digest(self) -> str:
+        """Digest of the files' bytes and of the processor's settings; see `keepsight.eval.reuse`."""
+        settings = self.processor.image_processor.to_json_string()
+        return text_digest(json.dumps([self.text, *map(file_digest, self.paths), settings]))
+
+
+def render_pictured(sample: Sample, parts: list[str | Path], tokenizer: Any, processor: Any) -> RenderedSample:
+    """A sample whose user's turn consists of texts and image files, with its prompt as token ids.
+
+    Raises:
+        UserError: the tokenizer has no chat template, or an image cannot be read.
+    """
+    content = [{"type": "text", "text": part} if isinstance(part, str) else {"type": "image"} for part in parts]
+    text = chat_text(tokenizer, [{"role": "user", "content": content}])
+    pictures = Pictures(text, tuple(part for part in parts if isinstance(part, Path)), processor)
+    ids = pictures.inputs()["input_ids"][0]
+    return RenderedSample(**vars(sample), prompt_ids=ids, question_ids=ids[:0], pictures=pictures)
+
+
+def _load_image(path: Path) -> Any:
+    from transformers.image_utils import load_image
+
+    try:
+        return load_image(str(path))
+    except (OSError, ValueError) as error:
+        reason = "no such file" if not path.is_file() else " ".join(str(error).split())[:100]
+        raise UserError(f"{path}: the image cannot be read ({reason}); fetch the images again") from None
+
+
+# The metrics keep the oddities of the reference, since published tables have them.
+_MARKS = ';/[]"{}()=+\\_-><@`,?!'
+_PERIODS = 32  # it passes a flag of this value where re.sub takes a count
+
+
+def plain(text: str) -> str:
+    """Lower case in one line; marks are spaces, or nothing where they stand beside one."""
+    text = text.replace("\n", " ").replace("\t", " ").strip()
+    bare, digits = text, re.search(r"\d,\d", text)
+    for mark in _MARKS:
+        beside = f"{mark} " in text or f" {mark}" in text
+        bare = bare.replace(mark, "" if beside or digits else " ")
+    bare = re.sub(r"\.(?!\d)", "", bare, count=_PERIODS)
+    return bare.strip("'").strip('"').strip().lower()
+
+
+def _chosen(answer: str, choices: Sequence[str]) -> str:
+    """The letter of the choice that an answer names, as A for the first; other text where it names none.
+
+    An answer names a choice by letter and text, by its text (which is found only without signs that are special in
+    regular expressions, such as the point of 2.5), or by the letter alone. No answer is C.
+    """
+    answer, plain_choices = plain(answer), [plain(choice) for choice in choices]
+    if not answer:
+        return "C"
+    letters = [chr(ord("A") + place) for place in range(len(choices))]
+    named = [_escaped(plain(f"{letter} {choice}")) for letter, choice in zip(letters, plain_choices, strict=True)]
+    if found := re.search("|".join(named), answer):
+        return found[0][:1].upper()
+    texts = [_escaped(choice).replace(" ", "") for choice in plain_choices]
+    if (found := re.search("|".join(texts), answer.replace(" ", ""))) and found[0].strip() in texts:
+        return letters[texts.index(found[0].strip())]
+    return "".join(letter for letter in answer.upper() if letter in letters)
+
+
+def _right_choice(answer: str, sample: Sample) -> float:
+    """Whether an answer names the reference among the choices."""
+    place = [plain(choice) for choice in sample.classes].index(plain(sample.references[0]))
+    return float(_chosen(answer, sample.classes) == chr(ord("A") + place))
+
+
+METRICS["milebench_choice"] = _right_choice
+
+
+@metric("milebench_rouge_l")
+def _plain_rouge_l(answer: str, reference: str) -> float:
+    return rouge_l(plain(answer), plain(reference))
+
+
+@metric("milebench_word")
+def _has_word(answer: str, reference: str) -> float:
+    """Whether the reference is a word of the answer: the needles in a haystack."""
+    return float(plain(reference) in plain(answer).split())
+
+
+@metric("milebench_text")
+def _has_text(answer: str, reference: str) -> float:
+    """Whether the reference occurs in the answer: MMCoQA."""
+    return float(plain(reference) in plain(answer))
+
+
+def _escaped(text: str) -> str:
+    return re.sub(r"([\\.^$*+?{}\[\]|()])", r"\\\1", text)

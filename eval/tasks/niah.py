@@ -1,6 +1,6 @@
 """Needle-in-a-haystack with the four kinds of needles that RULER defines (arXiv:2404.06654).
 
-Wording, 7-digit values and adjective-noun keys follow RULER; the haystack is prose of the standard documentation, or a
+Wording, 7-digit values and adjective-noun keys follow RULER; the haystack is prose of Python's documentation, or a
 text file. Neither phrases nor words nor text are shared with the training mixture.
 """
 
@@ -9,27 +9,54 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from typing_extensions import override
 
+from keepsight.corpus import evaluation_paragraphs, sentences
 from keepsight.errors import UserError
-from keepsight.eval.tasks.benchmark import Benchmark, TaskRequest
-from keepsight.eval.tasks.haystack import Haystack, fullest, hide, needle_depths, read_haystack
-from keepsight.eval.tasks.niah_texts import ADJECTIVES, NEEDLE, NOUNS, ONE, ONE_PREFIX, SOME, SOME_PREFIX
-from keepsight.eval.tasks.protocols import Protocol
+from keepsight.eval.tasks.benchmark import Benchmark, Protocol, TaskRequest, read_text
 from keepsight.eval.tasks.samples import RenderedSample, Sample, render
 
+ADJECTIVES = (
+    *("abundant", "adorable", "blissful", "bouncy", "candid", "cheerful", "chubby", "clumsy", "cozy", "cranky"),
+    *("dapper", "dizzy", "drowsy", "elastic", "elegant", "fancy", "fearless", "feisty", "fluffy", "frugal"),
+    *("fuzzy", "giddy", "glossy", "graceful", "grumpy", "hasty", "honest", "jittery", "keen", "lanky"),
+    *("lavish", "loyal", "lucid", "mighty", "nimble", "obedient", "peppy", "plucky", "polite", "quirky"),
+    *("robust", "rowdy", "sassy", "shiny", "sincere", "sleepy", "spicy", "stubborn", "sturdy", "tangy"),
+    *("thrifty", "timid", "upbeat", "vivid", "wacky", "witty", "zany", "zesty"),
+)
+NOUNS = (
+    *("abacus", "accordion", "acorn", "almanac", "armchair", "badger", "bagpipe", "banjo", "biscuit", "blueberry"),
+    *("boomerang", "buffalo", "cactus", "caravan", "cardigan", "catapult", "chandelier", "chipmunk", "cinnamon"),
+    *("clarinet", "coconut", "cricket", "cupcake", "dolphin", "doorbell", "dragonfly", "eggplant", "flamingo"),
+    *("flannel", "gazebo", "gondola", "grapefruit", "hedgehog", "igloo", "jigsaw", "kangaroo", "kayak", "koala"),
+    *("lobster", "mandolin", "mango", "marmalade", "mosaic", "narwhal", "nutmeg", "ostrich", "parsnip", "pelican"),
+    *("pineapple", "porcupine", "pretzel", "pumpkin", "raccoon", "radish", "scooter", "spatula", "squirrel"),
+    *("tambourine", "toaster", "toboggan", "trombone", "turnip", "walnut", "walrus", "yogurt", "zeppelin"),
+)
+NEEDLE = "One of the special magic numbers for {key} is: {value}."
+ONE = (
+    "A special magic number is hidden within the following text. Make sure to memorize it. I will quiz you about the "
+    "number afterwards.\n{text}\nWhat is the special magic number for {keys} mentioned in the provided text?"
+)
+SOME = (
+    "Some special magic numbers are hidden within the following text. Make sure to memorize it. I will quiz you about "
+    "the numbers afterwards.\n{text}\nWhat are all the special magic numbers for {keys} mentioned in the provided text?"
+)
+ONE_PREFIX = "The special magic number for {keys} mentioned in the provided text is"
+SOME_PREFIX = "The special magic numbers for {keys} mentioned in the provided text are"
 
-@dataclass(frozen=True)
-class NeedleKind:
-    """One kind of the task.
+_LONGEST_PIECE = 60
+"""Words; needles stand between pieces of the haystack of at most this length."""
+_GOLDEN = (5**0.5 - 1) / 2
+"""The multiples of the golden ratio, modulo 1, are spread more evenly than those of any other number."""
 
-    Attributes:
-        keys: Keys in the haystack.
-        values: Values of each key.
-        asked: How many of the keys are asked for.
-        max_new_tokens: Enough for the values, with a tokenizer that needs a token a digit. RULER allows 128.
+
+class NeedleKind(NamedTuple):
+    """One kind of the task: keys in the haystack, values of each key, keys asked for.
+
+    `max_new_tokens` is enough for the values with a tokenizer that needs a token a digit; RULER allows 128.
     """
 
     keys: int
@@ -52,7 +79,7 @@ class Niah(Benchmark):
 
     Attributes:
         haystack: Text file to hide needles in, instead of Python's documentation.
-        depths: Where the single needle of niah_depth stands, 0 the beginning and 1 the end.
+        depths: Positions of the single needle of niah_depth, 0 the beginning and 1 the end.
     """
 
     TASKS: ClassVar[tuple[str, ...]] = (*NEEDLE_KINDS, "depth")
@@ -69,38 +96,14 @@ class Niah(Benchmark):
         haystack = Path(self.haystack) if self.haystack else None
         if wrong := [depth for depth in self.depths if not 0 <= depth <= 1]:
             raise UserError(f"niah.depths: {wrong[0]} is not a share of the haystack from 0 to 1")
-        return [
-            sample
-            for length in request.lengths
-            for sample in (
-                depth_grid(self.depths, length, request.samples, request.seed, request.tokenizer, haystack)
-                if task == "depth"
-                else make_samples(
-                    task,
-                    length,
-                    request.samples,
-                    request.seed,
-                    request.tokenizer,
-                    haystack,
-                    every_key=request.every_question,
-                )
-            )
-        ]
-
-
-def depth_grid(
-    depths: Sequence[float], length: int, count: int, seed: int, tokenizer: Any, haystack: Path | None = None
-) -> list[RenderedSample]:
-    """`count` samples with a single needle at each depth; arguments as for `make_samples`."""
-    hay = read_haystack(haystack, tokenizer)
-    made = []
-    for depth in depths:
-        for index in range(count):
-            rng = random.Random(f"niah:depth:{depth}:{length}:{seed}:{index}")
-            quiz = _quiz("single", length, f"{seed}-{index}-{depth}", NEEDLE_KINDS["single"].max_new_tokens, rng)
-            quiz = replace(quiz, task="niah_depth")
-            made += _filled([quiz], [depth], hay, rng.randrange(len(hay.sentences)), tokenizer)
-    return made
+        made: list[RenderedSample] = []
+        for length in request.lengths:
+            common = length, request.samples, request.seed, request.tokenizer, haystack
+            if task == "depth":
+                made += _depth_grid(self.depths, *common)
+            else:
+                made += make_samples(task, *common, every_key=request.every_question)
+        return made
 
 
 def make_samples(
@@ -113,16 +116,16 @@ def make_samples(
     max_new_tokens: int | None = None,
     every_key: bool = False,
 ) -> list[RenderedSample]:
-    """Samples of one kind whose rendered prompt and answer together fill `length` tokens, or a sentence less.
+    """Samples of one kind whose rendered prompt and answer fill `length` tokens, up to one sentence.
 
     Args:
         kind: A key of `NEEDLE_KINDS`; the task is called `niah_` and this.
         length: Tokens of the prompt with chat template and answer prefix, plus `max_new_tokens`.
         count: Number of samples; their needles are spread over all depths. More samples begin with the same ones.
         seed: Same seed, same samples.
-        tokenizer: The target's tokenizer, with a chat template.
-        haystack: A text file to hide the needles in; None takes the evaluation's own prose.
-        max_new_tokens: Length limit of the answer in tokens; None takes the kind's.
+        tokenizer: The model's tokenizer, with a chat template.
+        haystack: A text file to hide the needles in; None for the evaluation's own prose.
+        max_new_tokens: Length limit of the answer in tokens; None for the kind's.
         every_key: Ask for each key in turn, so that a haystack of several keys becomes several samples.
 
     Raises:
@@ -142,6 +145,45 @@ def make_samples(
     return made
 
 
+def _depth_grid(
+    depths: Sequence[float], length: int, count: int, seed: int, tokenizer: Any, haystack: Path | None
+) -> list[RenderedSample]:
+    """`count` samples with a single needle at each depth; arguments as for `make_samples`."""
+    hay = read_haystack(haystack, tokenizer)
+    made = []
+    for depth in depths:
+        for index in range(count):
+            rng = random.Random(f"niah:depth:{depth}:{length}:{seed}:{index}")
+            quiz = _quiz("single", length, f"{seed}-{index}-{depth}", NEEDLE_KINDS["single"].max_new_tokens, rng)
+            quiz = replace(quiz, task="niah_depth")
+            made += _filled([quiz], [depth], hay, rng.randrange(len(hay.sentences)), tokenizer)
+    return made
+
+
+def _quiz(kind: str, length: int, name: str, max_new_tokens: int, rng: random.Random) -> Sample:
+    """The sample with `{text}` in place of the haystack; its spans are the needles, the asked key's first."""
+    shape = NEEDLE_KINDS[kind]
+    # No word comes twice in a sample.
+    pairs = zip(rng.sample(ADJECTIVES, shape.keys), rng.sample(NOUNS, shape.keys), strict=True)
+    keys = [f"{adjective}-{noun}" for adjective, noun in pairs]
+    values = rng.sample(range(10**6, 10**7), shape.keys * shape.values)
+    facts = [(key, str(values.pop())) for key in keys for _ in range(shape.values)]
+    asked = keys[: shape.asked]
+    wording, prefix = (ONE, ONE_PREFIX) if shape.values * shape.asked == 1 else (SOME, SOME_PREFIX)
+    return Sample(
+        id=name,
+        task=f"niah_{kind}",
+        length=length,
+        prompt=wording.replace("{keys}", listed(asked)),
+        question=wording.partition("{text}")[2].replace("{keys}", listed(asked)),
+        references=tuple(value for key, value in facts if key in asked),
+        metric="string_match_all",
+        max_new_tokens=max_new_tokens,
+        answer_prefix=prefix.format(keys=listed(asked)),
+        spans=tuple(NEEDLE.format(key=key, value=value) for key, value in facts),
+    )
+
+
 def _for_each_key(quiz: Sample) -> list[Sample]:
     """The quiz once for each key in its haystack."""
     facts: dict[str, list[str]] = {}
@@ -152,50 +194,61 @@ def _for_each_key(quiz: Sample) -> list[Sample]:
     for number, (key, values) in enumerate(facts.items()):
         wording, prefix = (ONE, ONE_PREFIX) if len(values) == 1 else (SOME, SOME_PREFIX)
         question = wording.partition("{text}")[2].replace("{keys}", key)
-        asked.append(
-            replace(
-                quiz,
-                id=f"{quiz.id}-{number}",
-                prompt=quiz.context + question,
-                question=question,
-                references=tuple(values),
-                answer_prefix=prefix.format(keys=key),
-            )
-        )
+        changes: dict[str, Any] = {"id": f"{quiz.id}-{number}", "prompt": quiz.context + question, "question": question}
+        asked.append(replace(quiz, **changes, references=tuple(values), answer_prefix=prefix.format(keys=key)))
     return asked
 
 
-def _quiz(kind: str, length: int, name: str, max_new_tokens: int, rng: random.Random) -> Sample:
-    """The sample with `{text}` where the haystack goes; its spans are the needles, the asked key's first."""
-    shape = NEEDLE_KINDS[kind]
-    keys = _drawn_keys(shape.keys, rng)
-    values = rng.sample(range(10**6, 10**7), shape.keys * shape.values)
-    facts = [(key, str(values.pop())) for key in keys for _ in range(shape.values)]
-    asked = keys[: shape.asked]
-    one = shape.values * shape.asked == 1
-    return Sample(
-        id=name,
-        task=f"niah_{kind}",
-        length=length,
-        prompt=(ONE if one else SOME).replace("{keys}", _listed(asked)),
-        question=(ONE if one else SOME).partition("{text}")[2].replace("{keys}", _listed(asked)),
-        references=tuple(value for key, value in facts if key in asked),
-        metric="string_match_all",
-        max_new_tokens=max_new_tokens,
-        answer_prefix=(ONE_PREFIX if one else SOME_PREFIX).format(keys=_listed(asked)),
-        spans=tuple(NEEDLE.format(key=key, value=value) for key, value in facts),
-    )
-
-
-def _drawn_keys(count: int, rng: random.Random) -> list[str]:
-    """Different adjective-noun keys; no word comes twice in a sample."""
-    pairs = zip(rng.sample(ADJECTIVES, count), rng.sample(NOUNS, count), strict=True)
-    return [f"{adjective}-{noun}" for adjective, noun in pairs]
-
-
-def _listed(keys: Sequence[str]) -> str:
+def listed(keys: Sequence[str]) -> str:
     """`a`, or `a, b, and c`."""
     return keys[0] if len(keys) == 1 else f"{', '.join(keys[:-1])}, and {keys[-1]}"
+
+
+@dataclass(frozen=True)
+class Haystack:
+    """Sentences in order, read as a ring so that it has no end.
+
+    Attributes:
+        sentences: The text.
+        tokens: Number of tokens of each sentence with a space before it, taken alone.
+    """
+
+    sentences: tuple[str, ...]
+    tokens: tuple[int, ...]
+
+    def cut(self, start: int, count: int) -> list[str]:
+        """`count` sentences from sentence `start` on."""
+        return [self.sentences[(start + row) % len(self.sentences)] for row in range(count)]
+
+    def count_in(self, start: int, tokens: int) -> int:
+        """About how many sentences from `start` on have at most `tokens` tokens."""
+        count = 0
+        while (tokens := tokens - self.tokens[(start + count) % len(self.tokens)]) >= 0:
+            count += 1
+        return count
+
+
+def read_haystack(path: Path | None, tokenizer: Any) -> Haystack:
+    """The prose of the evaluation's part of Python's documentation, or of a text file.
+
+    Raises:
+        UserError: the file is missing, is not UTF-8, or is empty.
+    """
+    paragraphs = evaluation_paragraphs() if path is None else (" ".join(read_text(path).split()),)
+    pieces = [piece for paragraph in paragraphs for sentence in sentences(paragraph) for piece in _pieces(sentence)]
+    ids = tokenizer([" " + sentence for sentence in pieces], add_special_tokens=False)["input_ids"]
+    return Haystack(tuple(pieces), tuple(max(1, len(row)) for row in ids))
+
+
+def _pieces(sentence: str) -> list[str]:
+    """The sentence, split where it has more words than `_LONGEST_PIECE`, so that text without full stops works too."""
+    words = sentence.split()
+    return [" ".join(words[start : start + _LONGEST_PIECE]) for start in range(0, len(words), _LONGEST_PIECE)]
+
+
+def needle_depths(index: int, needles: int, rng: random.Random) -> list[float]:
+    """Depths of a sample's needles, the first one's from its number alone: any number of samples covers all depths."""
+    return [(0.5 + index * _GOLDEN) % 1, *(rng.random() for _ in range(needles - 1))]
 
 
 def _filled(
@@ -203,21 +256,27 @@ def _filled(
 ) -> list[RenderedSample]:
     """The quizzes with one haystack: as many sentences from sentence `start` on as the length allows for all."""
     quiz = quizzes[0]
-    room = quiz.length - quiz.max_new_tokens
-
+    limit = quiz.length - quiz.max_new_tokens
     quizzes = [replace(each, depth=depths[place * len(depths) // len(quizzes)]) for place, each in enumerate(quizzes)]
 
     @cache
     def filled(count: int) -> list[RenderedSample]:
-        text = hide(list(quiz.spans), depths, hay.cut(start, count))
-        return [render(replace(each, prompt=each.prompt.replace("{text}", text)), tokenizer) for each in quizzes]
+        text = hay.cut(start, count)
+        for depth, needle in sorted(zip(depths, quiz.spans, strict=True), reverse=True):
+            text.insert(round(depth * count), needle)
+        whole = " ".join(text)
+        return [render(replace(each, prompt=each.prompt.replace("{text}", whole)), tokenizer) for each in quizzes]
 
     def longest(count: int) -> int:
         return max(len(each.prompt_ids) for each in filled(count))
 
     needed = longest(0)
-    count = fullest(lambda count: longest(count) <= room, hay.holds(start, room - needed))
-    if count < 0:
+    if needed > limit:
         least = needed + quiz.max_new_tokens
         raise UserError(f"{quiz.task}: length {quiz.length} is too short; its needles alone need {least} tokens")
+    count = guess = hay.count_in(start, limit - needed)
+    while longest(count) > limit:
+        count -= 1
+    while count >= guess and longest(count + 1) <= limit:
+        count += 1
     return filled(count)

@@ -1,19 +1,17 @@
-"""All benchmarks by name, and what a name in `tasks=` stands for."""
+"""All benchmarks by name, and the tasks that a name in `tasks=` stands for."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
 from keepsight.errors import UserError
-from keepsight.eval.tasks.benchmark import Benchmark, TaskRequest
+from keepsight.eval.tasks.benchmark import Benchmark, Protocol, TaskRequest
 from keepsight.eval.tasks.helmet import Helmet
 from keepsight.eval.tasks.jsonl import Jsonl
 from keepsight.eval.tasks.judged import LongWriter, MtBench
-from keepsight.eval.tasks.longbench import LongBench
-from keepsight.eval.tasks.longbench_v2 import LongBenchV2
+from keepsight.eval.tasks.longbench import LongBench, LongBenchV2
 from keepsight.eval.tasks.longproc import LongProc
 from keepsight.eval.tasks.milebench import MileBench
 from keepsight.eval.tasks.niah import Niah
-from keepsight.eval.tasks.protocols import Protocol
 from keepsight.eval.tasks.ruler import Ruler
 from keepsight.eval.tasks.samples import RenderedSample
 

@@ -1,43 +1,36 @@
-"""RULER (arXiv:2404.06654): its 13 tasks, generated for the target's tokenizer at any length, or read from files."""
+"""RULER (arXiv:2404.06654): its 13 tasks, generated for the model's tokenizer at any length, or read from files.
 
+Metrics as in https://github.com/NVIDIA/RULER, `scripts/eval`.
+"""
+
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
+from statistics import mean
 from typing import Any, ClassVar
 
 import numpy as np
 from typing_extensions import override
 
 from keepsight.errors import UserError
-from keepsight.eval.tasks.benchmark import Benchmark, TaskRequest
-from keepsight.eval.tasks.fill import filled
-from keepsight.eval.tasks.protocols import Protocol
-from keepsight.eval.tasks.rows import bucket, ruler_family
-from keepsight.eval.tasks.ruler_sources import QaSource, essay_words, hotpotqa, squad
+from keepsight.eval.tasks.benchmark import Benchmark, Protocol, TaskRequest, bucket, rows_of, ruler_family
 from keepsight.eval.tasks.ruler_texts import (
-    NeedleText,
+    NEEDLES,
     RulerText,
     common_words,
+    essay_words,
     frequent_words,
+    hotpotqa,
     needles,
     question_over,
+    squad,
     variables,
 )
-from keepsight.eval.tasks.samples import RenderedSample, Sample, render_all
-from keepsight.files import read_jsonl
+from keepsight.eval.tasks.samples import RenderedSample, Sample, render, render_all
 
-NEEDLES = {
-    "niah_single_1": NeedleText("noise"),
-    "niah_single_2": NeedleText("essay"),
-    "niah_single_3": NeedleText("essay", value="uuids"),
-    "niah_multikey_1": NeedleText("essay", keys=4),
-    "niah_multikey_2": NeedleText("needles"),
-    "niah_multikey_3": NeedleText("needles", key="uuids", value="uuids"),
-    "niah_multivalue": NeedleText("essay", values=4),
-    "niah_multiquery": NeedleText("essay", keys=4, asked=4),
-}
 _SHORT = 4096
 """Below this length the reference makes smaller examples."""
 _PREFIXES = {"niah": " The special magic", "cwe": " Answer: The top", "qa": " Answer:"}
@@ -69,7 +62,7 @@ class Ruler(Benchmark):
     @override
     def samples(self, task: str, request: TaskRequest) -> list[RenderedSample]:
         if self.dir is not None:
-            return self._ready_made(task, Path(self.dir), request)
+            return _ready_made(task, Path(self.dir), request)
         return [sample for length in request.lengths for sample in self._generated(task, length, request)]
 
     def _generated(self, task: str, length: int, request: TaskRequest) -> list[RenderedSample]:
@@ -81,7 +74,7 @@ class Ruler(Benchmark):
         return filled([partial(make, index) for index in range(request.samples)], length, request.tokenizer, least)
 
     def _texts(self, task: str, length: int, request: TaskRequest) -> tuple[Callable[..., RulerText], int]:
-        """What makes the text of sample `index`, and the smallest size that it works for."""
+        """The generator of the text of sample `index`, and the smallest size that it works for."""
         if task in NEEDLES:
             essay, note = essay_words(self.haystack) if NEEDLES[task].haystack == "essay" else ((), "")
             if note:
@@ -95,23 +88,10 @@ class Ruler(Benchmark):
         if task == "fwe":
             vocabulary = max((length - request.protocol.ruler_tokens["fwe"]) // 50, 4)
             return lambda index, rng, size: frequent_words(vocabulary, rng, size), 32
-        source: QaSource = (squad if task == "qa_1" else hotpotqa)(self.squad if task == "qa_1" else self.hotpotqa)
+        source = squad(self.squad) if task == "qa_1" else hotpotqa(self.hotpotqa)
         request.notes[f"ruler {task}"] = source.note
         asked = source.questions
         return lambda index, rng, size: question_over(asked[index % len(asked)], source.texts, rng, size), 1
-
-    def _ready_made(self, task: str, folder: Path, request: TaskRequest) -> list[RenderedSample]:
-        rows = [row for row in _rows(folder) if row[0] == task]
-        if request.protocol.shuffled:
-            rows = [rows[place] for place in np.random.RandomState(42).permutation(len(rows))]
-        if not rows:
-            raise UserError(
-                f"ruler.dir: no row of {task} in the .jsonl files of {folder}; drop ruler.dir to generate it"
-            )
-        request.notes[f"ruler {task}"] = str(folder)
-        wanted = rows[: request.samples or None]
-        made = [_read_sample(task, length, path, row, request) for task, length, path, row in wanted]
-        return [sample for sample in made if len(sample.prompt_ids) + sample.max_new_tokens <= request.context]
 
 
 def _shown_noise(length: int, tokenizer: Any) -> int:
@@ -122,7 +102,7 @@ def _shown_noise(length: int, tokenizer: Any) -> int:
 
 
 def _sample(task: str, length: int, name: str, text: RulerText, protocol: Protocol) -> Sample:
-    """A text as a sample, its answer prefix where the protocol puts it."""
+    """A text as a sample, its answer prefix at the protocol's place."""
     after = text.after + (text.prefix if protocol.ruler_prefix == "prompt" else "")
     return Sample(
         id=name,
@@ -140,9 +120,21 @@ def _sample(task: str, length: int, name: str, text: RulerText, protocol: Protoc
     )
 
 
+def _ready_made(task: str, folder: Path, request: TaskRequest) -> list[RenderedSample]:
+    rows = [row for row in _rows(folder) if row[0] == task]
+    if request.protocol.shuffled:
+        rows = [rows[place] for place in np.random.RandomState(42).permutation(len(rows))]
+    if not rows:
+        raise UserError(f"ruler.dir: no row of {task} in the .jsonl files of {folder}; drop ruler.dir to generate it")
+    request.notes[f"ruler {task}"] = str(folder)
+    taken = rows[: request.samples or None]
+    made = [_read_sample(task, length, where, row, request) for _, length, where, row in taken]
+    return [sample for sample in made if len(sample.prompt_ids) + sample.max_new_tokens <= request.context]
+
+
 @lru_cache(maxsize=1)
-def _rows(folder: Path) -> list[tuple[str, int, Path, dict[str, Any]]]:
-    """Task, length, file and fields of each row below a folder.
+def _rows(folder: Path) -> list[tuple[str, int, str, dict[str, Any]]]:
+    """Task, length, place and fields of each row below a folder.
 
     A row's task is its field `task`, else the name of its file, or of the folder for RULER's own `validation.jsonl`.
     Its length is a folder's name such as 4096, else the row's own, rounded up to a power of two.
@@ -153,24 +145,117 @@ def _rows(folder: Path) -> list[tuple[str, int, Path, dict[str, Any]]]:
     for path in sorted(folder.rglob("*.jsonl")):
         named = path.parent.name if path.stem in ("validation", "test") else path.stem
         lengths = [int(part) for part in path.relative_to(folder).parts if part.isdigit()]
-        for row in read_jsonl(path):
+        for where, row in rows_of(path):
             own = bucket(int(row.get("length", 0)))
-            found.append((str(row.get("task", named)), lengths[-1] if lengths else own, path, row))
+            found.append((str(row.get("task", named)), lengths[-1] if lengths else own, where, row))
     return found
 
 
-def _read_sample(task: str, length: int, path: Path, row: dict[str, Any], request: TaskRequest) -> RenderedSample:
-    text, answers = row.get("input"), row.get("outputs")
+def _read_sample(task: str, length: int, where: str, row: dict[str, Any], request: TaskRequest) -> RenderedSample:
+    text, answers, prefix = row.get("input"), row.get("outputs"), row.get("answer_prefix")
     if not isinstance(text, str) or not isinstance(answers, list) or not answers:
-        raise UserError(
-            f"{path}: row {row.get('index')}: expected a text in input and a list in outputs, as RULER writes"
-        )
-    prefix = row.get("answer_prefix")
+        raise UserError(f"{where}: expected a text in input and a list in outputs, as RULER writes")
     if not isinstance(prefix, str):  # older files hold it in the text, in the model's own template or in none
         place = text.rfind(_PREFIXES.get(ruler_family(task), _ACCORDING))
         text, prefix = (text[:place], text[place:]) if place >= 0 else (text, "")
     place = text.rfind("\nWhat " if ruler_family(task) == "niah" else "\nQuestion:")
     before, after = (text[:place], text[place:]) if place >= 0 else (text, "")
     parts = RulerText("", before, after, prefix, tuple(str(answer) for answer in answers))
-    made = _sample(task, length, str(row.get("index", row.get("id", ""))), parts, request.protocol)
-    return render_all([made], request.tokenizer)[0]
+    name = str(row.get("index", row.get("id", "")))
+    return render(_sample(task, length, name, parts, request.protocol), request.tokenizer)
+
+
+Make = Callable[[int], Sample]
+"""Makes a sample whose haystack has the given number of units (words, sentences, documents)."""
+_BATCH = 16
+"""Prompts are rendered in batches, since tokenizers then work in parallel; more would hold too much text."""
+_ROUNDS = 12
+
+
+@dataclass
+class _Search:
+    """Search for the size of one sample: `low` is the largest size known to fit, `high` the smallest too long."""
+
+    make: Make
+    size: int
+    low: int
+    high: float = math.inf
+    best: RenderedSample | None = None
+
+
+def filled(makes: Sequence[Make], length: int, tokenizer: Any, least: int = 0) -> list[RenderedSample]:
+    """Samples whose prompt and answer fill `length` tokens to within one unit or 2 percent.
+
+    The size comes from how tokens grow with units, after the first prompts from the number of characters, and is then
+    corrected by the length of the whole prompt, so that most prompts are rendered once or twice.
+
+    Args:
+        makes: One for each sample.
+        length: Tokens of the prompt, chat template and answer prefix included, and of the answer.
+        tokenizer: The model's tokenizer.
+        least: The smallest size that makes a valid sample.
+
+    Raises:
+        UserError: a sample of the least size is too long.
+    """
+    if not makes:
+        return []
+    small, larger = render_all([makes[0](least), makes[0](least + 32)], tokenizer)
+    fixed, rate = len(small.prompt_ids), max((len(larger.prompt_ids) - len(small.prompt_ids)) / 32, 0.1)
+    characters = max((len(larger.prompt) - len(small.prompt)) / 32, 0.1)
+    size, wanted = max(least, least + int((length - small.max_new_tokens - fixed) / rate)), 0.0
+    made: list[RenderedSample] = []
+    for start in range(0, len(makes), _BATCH):
+        block = [
+            _Search(make, _by_characters(make, size, wanted, characters, least), least - 1)
+            for make in makes[start : start + _BATCH]
+        ]
+        best = _search(block, length, rate, least, tokenizer)
+        size = block[0].low
+        wanted = mean(len(each.prompt) * (length - each.max_new_tokens) / len(each.prompt_ids) for each in best)
+        made += [replace(each, length=length) for each in best]
+    return made
+
+
+def _by_characters(make: Make, size: int, wanted: float, rate: float, least: int) -> int:
+    """The size at which a prompt has about as many characters as earlier ones that filled their length."""
+    for _ in range(3 if wanted else 0):
+        step = math.floor((wanted - len(make(size).prompt)) / rate)
+        if not step:
+            break
+        size = max(size + step, least)
+    return size
+
+
+def _search(block: list[_Search], length: int, rate: float, least: int, tokenizer: Any) -> list[RenderedSample]:
+    """The best sample of each search of a block."""
+    pending = block
+    for _ in range(_ROUNDS):
+        rendered = render_all([each.make(each.size) for each in pending], tokenizer)
+        pending = [each for each, sample in zip(pending, rendered, strict=True) if _goes_on(each, sample, length, rate)]
+        if not pending or any(each.high <= least for each in pending):
+            break
+    for each in block:
+        if each.best is None:
+            each.low, each.best = least, render(each.make(least), tokenizer)
+            needed = len(each.best.prompt_ids) + each.best.max_new_tokens
+            if needed > length:
+                raise UserError(
+                    f"{each.best.task}: length {length} is too short; a sample without haystack needs {needed} tokens"
+                )
+    return [each.best for each in block if each.best is not None]
+
+
+def _goes_on(search: _Search, sample: RenderedSample, length: int, rate: float) -> bool:
+    """Take in the length of a rendered size; whether another one is worth a try, which then is `search.size`."""
+    spare = length - sample.max_new_tokens - len(sample.prompt_ids)
+    if spare >= 0:
+        search.low, search.best = search.size, sample
+        step = int(spare / rate)
+        if spare <= length // 50 or step < 1:
+            return False
+        search.size = int(min(search.low + step, search.high - 1))
+    else:
+        search.high = search.size
+        search.size = max(search.size - math.ceil(-spare / rate), search.low + 1)
+    return search.low < search.size < search.high or search.best is None

@@ -1,37 +1,45 @@
-"""The generators of RULER (arXiv:2404.06654; NVIDIA/RULER, scripts/data/synthetic): a text for any size of haystack.
+"""The texts of RULER (arXiv:2404.06654; NVIDIA/RULER, scripts/data/synthetic) and their sources.
 
-Each is a function of a random generator and a size; the same seed gives the same needles at every size, so that the
-size can be searched for.
+A generator is a function of a random generator and a size; the same seed gives the same needles at every size, so that
+the size can be searched for. Essays and questions are read from a user's file, else from the Hub, else made from
+Python's documentation, which is in English and always at hand but leads to other scores than the published texts.
 """
 
 import random
+import re
 import string
 import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
+from importlib.resources import files
 from itertools import pairwise
 from math import pi
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
-from keepsight.corpus import sentences
-from keepsight.eval.tasks.words import drawn_pair, drawn_words
+from keepsight.corpus import Docstring, docstrings, evaluation_paragraphs, sentences, source_documents
+from keepsight.errors import UserError
+from keepsight.eval.tasks.benchmark import hub_rows, read_text
+from keepsight.eval.tasks.niah import listed
+from keepsight.files import read_json
+
+OFFLINE = "Python's documentation"
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 _DEPTHS = [round(100 * step / 39) for step in range(40)]
 """Percent; a needle in an essay stands at one of these."""
 
 
-@dataclass(frozen=True)
-class RulerText:
+class RulerText(NamedTuple):
     """A prompt in parts, with its answer.
 
     Attributes:
-        before: What stands before the context.
+        before: Text before the context.
         context: The haystack.
         after: The question.
-        prefix: What begins the answer.
-        references: What the answer must name.
-        depth: Where in the context the first reference stands, 0 to 1; None where that has no meaning.
+        prefix: Beginning of the answer.
+        references: Texts that the answer must name.
+        depth: Position of the first reference in the context, 0 to 1; None where that has no meaning.
     """
 
     before: str
@@ -42,18 +50,8 @@ class RulerText:
     depth: float | None = None
 
 
-@dataclass(frozen=True)
-class NeedleText:
-    """The knobs of a needle task.
-
-    Attributes:
-        haystack: Noise, an essay, or other needles.
-        key: What keys are.
-        value: What values are.
-        keys: Keys in the haystack.
-        values: Values of each key.
-        asked: How many of the keys are asked for.
-    """
+class NeedleText(NamedTuple):
+    """The parameters of a needle task: haystack, types of keys and values, keys, values of each, keys asked for."""
 
     haystack: Literal["noise", "essay", "needles"]
     key: Literal["words", "uuids"] = "words"
@@ -61,6 +59,18 @@ class NeedleText:
     keys: int = 1
     values: int = 1
     asked: int = 1
+
+
+NEEDLES = {
+    "niah_single_1": NeedleText("noise"),
+    "niah_single_2": NeedleText("essay"),
+    "niah_single_3": NeedleText("essay", value="uuids"),
+    "niah_multikey_1": NeedleText("essay", keys=4),
+    "niah_multikey_2": NeedleText("needles"),
+    "niah_multikey_3": NeedleText("needles", key="uuids", value="uuids"),
+    "niah_multivalue": NeedleText("essay", values=4),
+    "niah_multiquery": NeedleText("essay", keys=4, asked=4),
+}
 
 
 def needles(knobs: NeedleText, essay: Sequence[str], rng: random.Random, size: int) -> RulerText:
@@ -74,7 +84,7 @@ def needles(knobs: NeedleText, essay: Sequence[str], rng: random.Random, size: i
     context = (
         _essay_with(hidden, essay, rng, size) if knobs.haystack == "essay" else _lines_with(hidden, knobs, rng, size)
     )
-    query = _listed([key for key, _ in asked])
+    query = listed([key for key, _ in asked])
     one = knobs.asked * knobs.values == 1
     kind, many = (knobs.value[:-1], "A special magic") if one else (knobs.value, "Some special magic")
     be = "is" if one else "are"
@@ -92,7 +102,7 @@ def needles(knobs: NeedleText, essay: Sequence[str], rng: random.Random, size: i
 
 def _drawn(kind: str, rng: random.Random) -> str:
     if kind == "words":
-        return drawn_pair(rng)
+        return _drawn_pair(rng)
     if kind == "uuids":
         return str(uuid.UUID(int=rng.getrandbits(128), version=4))
     return str(rng.randint(10**6, 10**7 - 1))
@@ -100,10 +110,6 @@ def _drawn(kind: str, rng: random.Random) -> str:
 
 def _fact(kind: str, key: str, value: str) -> str:
     return f"One of the special magic {kind} for {key} is: {value}."
-
-
-def _listed(keys: Sequence[str]) -> str:
-    return f"{', '.join(keys[:-1])}, and {keys[-1]}" if len(keys) > 1 else keys[0]
 
 
 def _essay_with(hidden: Sequence[str], essay: Sequence[str], rng: random.Random, size: int) -> str:
@@ -179,7 +185,7 @@ def common_words(short: bool, rng: random.Random, size: int) -> RulerText:
 
 
 def _numbered(size: int, often: int, seldom: int, rng: random.Random) -> RulerText:
-    words = drawn_words(size, rng)
+    words = _drawn_words(size, rng)
     listed = words[:_COMMON] * often + words[_COMMON:] * seldom
     rng.shuffle(listed)
     return RulerText(
@@ -212,15 +218,14 @@ def frequent_words(vocabulary: int, rng: random.Random, size: int) -> RulerText:
     )
 
 
-@dataclass(frozen=True)
-class Question:
+class Question(NamedTuple):
     """A question about documents.
 
     Attributes:
         text: The question.
         answers: Accepted answers.
         needed: Indices of the documents that hold the answer.
-        near: Indices of documents that come with it, such as other paragraphs of its article.
+        near: Indices of related documents, such as other paragraphs of its article.
     """
 
     text: str
@@ -247,3 +252,191 @@ def question_over(question: Question, texts: Sequence[str], rng: random.Random, 
         prefix=" Answer:",
         references=question.answers,
     )
+
+
+@lru_cache(maxsize=4)
+def _words_of(kind: str) -> tuple[str, ...]:
+    """The words of the package `wonderwords` of a kind (noun, adjective, verb), in alphabetical order."""
+    text = (files("wonderwords") / "assets" / f"{kind}list.txt").read_text(encoding="utf-8")
+    return tuple(sorted({line.strip() for line in text.splitlines() if line.strip()}))
+
+
+@lru_cache(maxsize=1)
+def _all_words() -> tuple[str, ...]:
+    return tuple(sorted({*_words_of("noun"), *_words_of("adjective"), *_words_of("verb")}))
+
+
+def _drawn_words(count: int, rng: random.Random) -> list[str]:
+    """So many different words; where there are not enough, pairs of an adjective and a noun as well."""
+    words = _all_words()
+    if count <= len(words):
+        return rng.sample(words, count)
+    missing = count - len(words)
+    pairs = dict.fromkeys(_drawn_pair(rng) for _ in range(2 * missing))
+    return [*rng.sample(words, len(words)), *list(pairs)[:missing]]
+
+
+def _drawn_pair(rng: random.Random) -> str:
+    """Such as `dirty-testimony`, the keys of needles."""
+    return f"{rng.choice(_words_of('adjective'))}-{rng.choice(_words_of('noun'))}"
+
+
+class QaSource(NamedTuple):
+    """Documents, the questions about them, and where both came from."""
+
+    texts: tuple[str, ...]
+    questions: tuple[Question, ...]
+    note: str
+
+
+@lru_cache(maxsize=4)
+def essay_words(file: str | None) -> tuple[tuple[str, ...], str]:
+    """The words of the essays, and where they came from.
+
+    Args:
+        file: A text file, RULER's PaulGrahamEssays.json, or None.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    if file is not None:
+        text = read_json(Path(file), dict[str, Any]).get("text") if file.endswith(".json") else read_text(Path(file))
+        if not isinstance(text, str) or not text.strip():
+            raise UserError(f"{file}: expected text, or an object with it as RULER's PaulGrahamEssays.json")
+        return tuple(text.split()), file
+    name = "alessiodevoto/paul_graham_essays"
+    if rows := hub_rows(name, "train"):
+        return tuple(" ".join(str(row["text"]) for row in rows).split()), name
+    return tuple(" ".join(evaluation_paragraphs()).split()), OFFLINE
+
+
+@lru_cache(maxsize=4)
+def squad(file: str | None) -> QaSource:
+    """SQuAD's questions that have an answer (qa_1).
+
+    Args:
+        file: SQuAD's own dev-v2.0.json, or None.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    name = "rajpurkar/squad_v2"
+    if file is not None:
+        return _from_file(file, lambda value: _asked(_squad_articles(value), file))
+    if rows := hub_rows(name, "validation"):
+        by_title: dict[str, list[tuple[str, str, list[str]]]] = {}
+        for row in rows:
+            by_title.setdefault(row["title"], []).append((row["context"], row["question"], row["answers"]["text"]))
+        return _asked(by_title.values(), name)
+    return _documentation_source(_one_hop)
+
+
+@lru_cache(maxsize=4)
+def hotpotqa(file: str | None) -> QaSource:
+    """HotpotQA's questions in the setting with distractors (qa_2).
+
+    Args:
+        file: HotpotQA's own hotpot_dev_distractor_v1.json, or None.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    name = "hotpotqa/hotpot_qa"
+    if file is not None:
+        return _from_file(file, lambda rows: _hotpot(rows, file))
+    if rows := hub_rows(name, "validation", "distractor"):
+        for row in rows:
+            row["context"] = list(zip(row["context"]["title"], row["context"]["sentences"], strict=True))
+            row["supporting_facts"] = [[title] for title in row["supporting_facts"]["title"]]
+        return _hotpot(rows, name)
+    return _documentation_source(_two_hops)
+
+
+def _from_file(file: str, read: Callable[[Any], QaSource]) -> QaSource:
+    value = read_json(Path(file))
+    try:
+        return read(value)
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise UserError(f"{file}: not in the layout of the data set's own file ({error!r})") from None
+
+
+Article = list[tuple[str, str, list[str]]]
+"""Paragraph, question and answers."""
+
+
+def _squad_articles(value: Any) -> list[Article]:
+    return [
+        [
+            (paragraph["context"], asked["question"], [answer["text"] for answer in asked["answers"]])
+            for paragraph in article["paragraphs"]
+            for asked in paragraph["qas"]
+        ]
+        for article in value["data"]
+    ]
+
+
+def _asked(articles: Iterable[Article], note: str) -> QaSource:
+    """Every question with its paragraph and the other ones of its article; unanswerable ones have no answers."""
+    articles = list(articles)
+    texts = sorted({paragraph for article in articles for paragraph, _, _ in article})
+    place = {text: index for index, text in enumerate(texts)}
+    questions = []
+    for article in articles:
+        own = sorted({place[paragraph] for paragraph, _, _ in article})
+        for paragraph, question, answers in article:
+            if answers:
+                needed = place[paragraph]
+                near = tuple(index for index in own if index != needed)
+                questions.append(Question(question, tuple(answers), (needed,), near))
+    return QaSource(tuple(texts), tuple(questions), note)
+
+
+def _hotpot(rows: Iterable[Any], note: str) -> QaSource:
+    """The paragraphs with the supporting facts are needed, the question's other ones are near."""
+    rows = list(rows)
+    named = [{title: f"{title}\n{''.join(parts)}" for title, parts in row["context"]} for row in rows]
+    texts = sorted({text for paragraphs in named for text in paragraphs.values()})
+    place = {text: index for index, text in enumerate(texts)}
+    questions = []
+    for row, paragraphs in zip(rows, named, strict=True):
+        facts = {fact[0] for fact in row["supporting_facts"]}
+        needed = tuple(place[text] for title, text in paragraphs.items() if title in facts)
+        near = tuple(place[text] for title, text in paragraphs.items() if title not in facts)
+        questions.append(Question(row["question"], (row["answer"],), needed, near))
+    return QaSource(tuple(texts), tuple(questions), note)
+
+
+def _documentation_source(ask: Callable[[dict[str, int], list[Docstring]], Iterator[Question]]) -> QaSource:
+    """The documented objects of the standard library that have a first sentence of their own."""
+    entries = [entry for document in source_documents("evaluation") for entry in docstrings(document)]
+    known: dict[str, Docstring] = {}
+    for entry in entries:
+        if 20 <= len(_opening(entry)) <= 200 and len(entry.text) < 1500:
+            known.setdefault(_opening(entry), entry)
+    kept = [*known.values()]
+    texts = tuple(f"{entry.name}\n{' '.join(entry.text.split())}" for entry in kept)
+    place = {entry.name: index for index, entry in enumerate(kept)}
+    return QaSource(texts, tuple(ask(place, kept)), OFFLINE)
+
+
+def _opening(entry: Docstring) -> str:
+    return re.split(r"(?<=[.!?])\s|\n\s*\n", entry.text.strip())[0].replace("\n", " ").rstrip(".")
+
+
+def _one_hop(place: dict[str, int], entries: list[Docstring]) -> Iterator[Question]:
+    for entry in entries:
+        text = f'What is the full name of what Python documents as "{_opening(entry)}"?'
+        yield Question(text, (entry.name,), (place[entry.name],))
+
+
+def _two_hops(place: dict[str, int], entries: list[Docstring]) -> Iterator[Question]:
+    """A method by what is said of it and of its class, which are two documents."""
+    by_name = {entry.name: entry for entry in entries}
+    for entry in entries:
+        owner, _, method = entry.name.rpartition(".")
+        if owner in by_name and not method.startswith("_"):
+            text = (
+                f'What is the method called that Python documents as "{_opening(entry)}", of the class or module '
+                f'that it documents as "{_opening(by_name[owner])}"?'
+            )
+            yield Question(text, (method,), (place[owner], place[entry.name]))

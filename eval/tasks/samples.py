@@ -1,40 +1,39 @@
-"""One evaluation sample: a prompt, what its answer is scored against, and how it becomes token ids."""
+"""Evaluation samples: a prompt, what its answer is scored against, and how it is rendered to token ids."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from keepsight.errors import UserError
 from keepsight.models.chat import chat_text
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 @dataclass(frozen=True)
 class Sample:
-    """A prompt with its references, as every task of `keepsight.eval` makes them.
+    """A prompt with its references.
 
     Attributes:
         id: Unique within its task and length.
-        task: What the `task` column shows, such as `niah_single` or a file's name.
-        length: What the `length` column shows: the nominal prompt length in tokens of the target's tokenizer.
+        task: Name in the `task` column, such as `niah_single` or a file's name.
+        length: Value of the `length` column: the nominal prompt length in tokens.
         prompt: The text of the user's turn.
-        question: The end of `prompt` that asks about what stands before it; empty when the two cannot be told apart.
+        question: The end of `prompt` that asks about the text before it; empty when the two cannot be separated.
         references: Accepted answers.
         metric: A key of `keepsight.eval.tasks.metrics.METRICS`.
         max_new_tokens: Length limit of the answer, in tokens.
-        answer_prefix: Text that begins the assistant's turn; the target continues it.
+        answer_prefix: Text that begins the assistant's turn; the model continues it.
         system: The system prompt; empty for the chat template's own.
         chat: Whether the prompt goes through the chat template (LongBench's few-shot and code tasks do not).
         spans: Texts that must occur in the rendered prompt for the sample to be answerable.
         classes: The class names of a classification task.
-        clean: A key of `keepsight.eval.tasks.metrics.CLEAN`: what is done to an answer before it is scored.
-        depth: Where in the context the needle of the first reference stands, 0 the beginning and 1 the end.
-        earlier: The user's turns before this one, if any. `prompt` is then what is said after the answer to the last of
-            them, which the sample before this one asks for.
-        judge: `Judge.name` of who scores the answer; empty where `metric` does.
+        clean: Post-processing of the answer before it is scored, a key of `keepsight.eval.tasks.metrics.CLEAN`.
+        depth: Position in the context of the needle of the first reference, 0 the beginning and 1 the end.
+        earlier: The user's turns before this one, if any. `prompt` then follows the answer to the last of them.
+        judge: `Judge.name` of the judge that scores the answer; empty where `metric` does.
     """
 
     id: str
@@ -68,18 +67,18 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True)
 class RenderedSample(Sample):
-    """A sample with its prompt as token ids, rendered once and handed on; see `render` and `render_apart`.
+    """A sample with its prompt as token ids; see `render` and `render_apart`.
 
     Attributes:
-        prompt_ids: [N] int64, what a method compresses: the whole prompt, or only what stands before the question.
-        question_ids: [q] int64, what is read from the compressed cache; empty when the prompt is whole. A later turn of
-            a conversation has the prompt of the first, and what stands between two answers as its question.
-        pictures: The images in the prompt, a `keepsight.eval.tasks.pictures.Pictures`; None for none.
-        is_cut: Whether the prompt was too long and lost its middle, as LongBench has it.
+        prompt_ids: [N] int64, the compressed part of the input: the whole prompt, or the text before the question.
+        question_ids: [q] int64, read with the compressed cache; empty when the prompt is whole. A later turn of a
+            conversation has the prompt of the first, and as its question the text between two answers.
+        pictures: The images in the prompt, a `keepsight.eval.tasks.milebench.Pictures`; None for none.
+        is_cut: Whether the prompt was too long and lost its middle, as in LongBench.
     """
 
-    prompt_ids: Tensor = field(compare=False, repr=False)
-    question_ids: Tensor = field(compare=False, repr=False)
+    prompt_ids: "Tensor" = field(compare=False, repr=False)
+    question_ids: "Tensor" = field(compare=False, repr=False)
     pictures: Any = field(default=None, compare=False, repr=False)
     is_cut: bool = field(default=False, compare=False, repr=False)
 
@@ -93,20 +92,19 @@ def render_all(samples: Sequence[Sample], tokenizer: Any) -> list[RenderedSample
     """The samples with their whole prompts as token ids: chat template, then the answer prefix.
 
     Raises:
-        UserError: there is no chat template, or a span that the answer needs is not in the rendered prompt: scoring it
-            would blame the method for the prompt.
+        UserError: there is no chat template, or a required span is not in the rendered prompt.
     """
     made = []
     for chat, group in groupby(samples, lambda sample: sample.chat):
-        together = list(group)
-        texts = [_text(sample, tokenizer) for sample in together]
-        for sample, ids in zip(together, _encode(texts, tokenizer, special=not chat), strict=True):
+        batch = list(group)
+        texts = [_text(sample, tokenizer) for sample in batch]
+        for sample, ids in zip(batch, _encode(texts, tokenizer, special=not chat), strict=True):
             _check_spans(sample, ids, tokenizer)
             made.append(RenderedSample(**vars(sample), prompt_ids=ids, question_ids=ids[:0]))
     return made
 
 
-def _check_spans(sample: Sample, ids: Tensor, tokenizer: Any) -> None:
+def _check_spans(sample: Sample, ids: "Tensor", tokenizer: Any) -> None:
     rendered = tokenizer.decode(ids) if sample.spans else ""
     for span in sample.spans:
         if span not in rendered:
@@ -114,10 +112,10 @@ def _check_spans(sample: Sample, ids: Tensor, tokenizer: Any) -> None:
 
 
 def render_apart(sample: RenderedSample, tokenizer: Any) -> RenderedSample:
-    """The sample with its prompt in two: what comes before the question, and the question with all that follows it.
+    """The sample with its prompt in two parts: the context, and the question with everything after it.
 
     Raises:
-        UserError: the sample's question cannot be told from its context.
+        UserError: the sample's question cannot be separated from its context.
     """
     text, prompt, question = _text(sample, tokenizer), sample.prompt.strip(), sample.question.strip()
     place = text.rfind(prompt)  # templates may strip a turn
@@ -132,7 +130,7 @@ def render_apart(sample: RenderedSample, tokenizer: Any) -> RenderedSample:
 
 
 def render_turns(samples: Sequence[Sample], tokenizer: Any) -> list[RenderedSample]:
-    """The turns of one conversation in their order: the prompt of all is the first, which alone is compressed."""
+    """The turns of one conversation in order; all have the prompt of the first, which alone is compressed."""
     first, answer = render(samples[0], tokenizer), "\N{OBJECT REPLACEMENT CHARACTER}"
     rendered = [first]
     for sample in samples[1:]:
@@ -143,12 +141,14 @@ def render_turns(samples: Sequence[Sample], tokenizer: Any) -> list[RenderedSamp
     return rendered
 
 
-def _encode(texts: list[str], tokenizer: Any, *, special: bool) -> list[Tensor]:
+def _encode(texts: list[str], tokenizer: Any, *, special: bool) -> "list[Tensor]":
+    import torch
+
     return [torch.tensor(ids, dtype=torch.long) for ids in tokenizer(texts, add_special_tokens=special)["input_ids"]]
 
 
 def _text(sample: Sample, tokenizer: Any) -> str:
-    """The prompt as the target reads it, answer prefix included."""
+    """The prompt as the model reads it, answer prefix included."""
     if not sample.chat:
         return sample.prompt + sample.answer_prefix
     turns = [{"role": "user", "content": sample.prompt}]

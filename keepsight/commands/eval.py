@@ -44,8 +44,7 @@ from keepsight.eval.rows import Variant
 from keepsight.eval.run_samples import check_samples
 from keepsight.eval.runs import read_run
 from keepsight.eval.sweep import groups_of, sweep
-from keepsight.eval.tasks.benchmark import TaskRequest
-from keepsight.eval.tasks.protocols import protocol_named
+from keepsight.eval.tasks.benchmark import TaskRequest, protocol_named
 from keepsight.eval.tasks.registry import Benchmarks, make_all, tasks_of
 from keepsight.eval.tasks.samples import RenderedSample, render_apart
 from keepsight.files import append_lines, require_writable, whole_lines

@@ -26,11 +26,11 @@ _ROWS_AT_ONCE = 1024  # bounds the memory of a long prompt's mask and hidden lay
 class DraftingHead(Protocol):
     """What drafting needs of a head; for shapes see `keepsight.models.draft_head.DraftHead`."""
 
-    def layers_of(self, target: PreTrainedModel) -> tuple[int, ...]:
+    def layers_of(self, model: PreTrainedModel) -> tuple[int, ...]:
         """The target's layers whose outputs are the features."""
         ...
 
-    def embedding(self, target: PreTrainedModel) -> Callable[[Tensor], Tensor]:
+    def embedding(self, model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
         """What embeds token ids for the head."""
         ...
 

@@ -93,9 +93,9 @@ def test_decoding_steps_against_the_full_cache(keepsight: CommandLine) -> None:
     full, snapkv, adakv, _ = rows.values()
     assert full[2] == snapkv[3] == 1
     for milliseconds, speed, of_full, of_first, _ in rows.values():
-        assert speed == pytest.approx(2000 / milliseconds, rel=0.1)
-        assert of_full == pytest.approx(milliseconds / full[0], rel=0.1)
-        assert of_first == pytest.approx(milliseconds / snapkv[0], rel=0.1)
+        assert speed == pytest.approx(2000 / milliseconds, rel=0.2)
+        assert of_full == pytest.approx(milliseconds / full[0], rel=0.2)
+        assert of_first == pytest.approx(milliseconds / snapkv[0], rel=0.2)  # printed with few digits
     assert snapkv[4] == adakv[4] < full[4], "KV MiB held"
 
 

@@ -35,7 +35,7 @@ def test_bad_values(keepsight: CommandLine) -> None:
     )
     assert "name two drafts" in keepsight.fails(*SMALL, "draft.head=head", "draft.layers=[0,1]")
     assert keepsight.fails(*SMALL, "draft.head=head", "draft_tokens=0") == "draft_tokens=0 must be at least 1"
-    assert "config.json is missing" in keepsight.fails(*SMALL, "draft.head=tiny/..")
+    assert "model.safetensors is missing" in keepsight.fails(*SMALL, "draft.head=tiny/..")
 
 
 def test_an_evaluation_with_a_head_as_the_draft(keepsight: CommandLine, here: Path) -> None:

@@ -148,7 +148,7 @@ WRONG = {
     "eval out=out methods=[snapkv] samples=0": "tasks= and samples= leave no sample to evaluate",
     "eval out=out methods=[snapkv] tasks=[niah_one]": "task 'niah_one' is unknown; niah has niah_single, ",
     "eval out=out methods=[snapkv] lengths=[20]": "niah_single: length 20 is too short; its needles alone need ",
-    "eval out=out methods=[snapkv] niah.haystack=none.txt": "none.txt: the haystack cannot be read ",
+    "eval out=out methods=[snapkv] niah.haystack=none.txt": "none.txt: cannot be read ",
     "eval out=out methods=[snapkv] tasks=[jsonl]": "tasks=[jsonl] needs jsonl.dir=FOLDER ",
     "eval out=out methods=[snapkv] tasks=[jsonl] jsonl.dir=none": "none: no such folder; ",
     "inspect prompt=@none.txt method=snapkv out=out": "prompt=@none.txt: cannot be read as UTF-8 text ",

@@ -123,7 +123,7 @@ def place(things: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     Plots have one format and no more dots than a test needs: they take most of the time, and have tests of their own.
     """
     monkeypatch.chdir(shutil.copytree(things, tmp_path / "clone", symlinks=True))
-    monkeypatch.setattr("keepsight.eval.tasks.hub.hub_reachable", lambda: False)
+    monkeypatch.setattr("keepsight.eval.tasks.benchmark.hub_reachable", lambda: False)
     monkeypatch.setitem(METHODS, "value_norm", METHODS["evict"])
     monkeypatch.delitem(sys.modules, "my_methods", raising=False)
     monkeypatch.syspath_prepend(str(Path.cwd()))

@@ -25,8 +25,8 @@ class Heard:
 
 
 @contextmanager
-def endpoint(say: Callable[[dict[str, Any]], str | int]) -> Iterator[Heard]:
-    """An endpoint that answers a request with the text that `say` gives for it, or with a status that is no success."""
+def endpoint(say: Callable[[dict[str, Any]], str | int | tuple[int, str]]) -> Iterator[Heard]:
+    """An endpoint that answers a request with the text of `say`, or with a status of failure and its reason."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -35,9 +35,10 @@ def endpoint(say: Callable[[dict[str, Any]], str | int]) -> Iterator[Heard]:
             heard.bodies.append(body)
             heard.headers.append(dict(self.headers))
             said = say(body)
+            status, said = said if isinstance(said, tuple) else (200, said) if isinstance(said, str) else (said, "no")
             reply = {"choices": [{"message": {"role": "assistant", "content": said}}]}
-            data = json.dumps(reply if isinstance(said, str) else {"error": "no"}).encode()
-            self.send_response(200 if isinstance(said, str) else said)
+            data = json.dumps(reply if status == 200 else {"error": said}).encode()
+            self.send_response(status)
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
             self.wfile.write(data)

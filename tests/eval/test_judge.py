@@ -34,7 +34,10 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     ("words", "expected"),
     [
         ("Good. Rating: [[7]]", 0.7),
-        ("[[8.5]] and then [[2]]", 0.85),
+        ("[[2]] at first, then [[8.5]]", 0.85),
+        ("<think>[[3]]</think> Rating: [[8]]", 0.8),
+        ("so [[3]] </think> Rating: [[8]]", 0.8),
+        ('It says "[[10]]", `[[9]]`.\n> [[10]]\nRating: [[4]]\nThe format was "[[5]]".', 0.4),
         ("Rating: [6]", 0.6),
         ("of [3], but [[4]]", 0.4),
     ],
@@ -148,3 +151,29 @@ def test_no_verdict_and_no_endpoint_end_in_one_line(monkeypatch: pytest.MonkeyPa
 def test_bad_keys_are_refused(judge: Judge, message: str) -> None:
     with pytest.raises(UserError, match=message):
         judge.check()
+
+
+@pytest.mark.parametrize("words", ["[[0]]", "[[11]]", "[[NaN]]", "<think>[[3]]", '"[[7]]"'])
+def test_marks_outside_the_scale_thinking_and_quotes_are_no_verdict(words: str) -> None:
+    with endpoint(lambda _: words) as heard, pytest.raises(UserError, match="no verdict"):
+        Judge(heard.url).score(FIRST, rows("A cod."))
+
+
+def test_nan_among_six_marks_is_no_verdict() -> None:
+    said = iter([json.dumps(MARKS | {"Clarity": math.nan}), json.dumps(MARKS)])
+    with endpoint(lambda _: next(said)) as heard:
+        assert Judge(heard.url).score(TEXT, rows("Words."))[0]["score"] == pytest.approx(0.5)
+
+
+def test_a_judge_that_refuses_parameters_is_asked_without_them() -> None:
+    def say(body: dict[str, Any]) -> str | tuple[int, str]:
+        for name in ("max_tokens", "temperature"):
+            if name in body:
+                return 400, f"Unsupported parameter: {name!r}"
+        return "[[7]]"
+
+    with endpoint(say) as heard:
+        judge = Judge(heard.url, options={"reasoning_effort": "low"})
+        assert judge.score(FIRST, rows("A cod."))[0]["score"] == 0.7
+    assert len(heard.bodies) == 3
+    assert heard.bodies[-1]["max_completion_tokens"] == 2048 and heard.bodies[-1]["reasoning_effort"] == "low"

@@ -1,28 +1,54 @@
-"""The EAGLE-3 layer against a slow one, and what it says about its target."""
+"""Draft heads against slow ones, public folders that load, ours that come back, pickles, and what is refused."""
 
+import json
+import os
+import pickle
+import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig
 
 from keepsight.errors import UserError
-from keepsight.models.draft_head import DraftHead, default_feature_layers
+from keepsight.models.card import Provenance
+from keepsight.models.draft_head import DraftHead, EagleHead, FeatureHead, default_feature_layers
+from keepsight.runtime.drafting.eagle import ChainDrafter
+from keepsight.runtime.features import RecordFeatures
 from tests.close import assert_close
 from tests.models import slow_heads
-from tests.models.public_heads import LLAMA3, QWEN3, eagle3_tensors
+from tests.models.public_heads import (
+    EAGLE1,
+    LLAMA3,
+    QWEN3,
+    VICUNA,
+    eagle1_tensors,
+    eagle3_tensors,
+    write_head,
+    write_pickled_head,
+)
 from tests.models.slow_heads import causal_attend
-from tests.tiny import tiny_model
+from tests.tiny import prompt_ids, tiny_model
 
-CONFIGS = {
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
+POSITIONS = torch.arange(6)[None]
+EAGLE3_CONFIGS = {
     "llama-3.1": LLAMA3,
     "qwen3": QWEN3,
     "one KV head a query head": LLAMA3 | {"num_key_value_heads": 8},
     "another width": LLAMA3 | {"target_hidden_size": 20},
     "biases": LLAMA3 | {"qkv_bias": True},
-    "eagle-3.1 norms": QWEN3 | {"fc_norm": True},
+    "eagle-3.1 norms": QWEN3 | {"fc_norm": True, "norm_output": True},
 }
+EAGLE1_CONFIGS = {"llama-3": EAGLE1, "vicuna": VICUNA, "biases": EAGLE1 | {"bias": True, "qkv_bias": True}}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_head(tmp_path / "head", LLAMA3, eagle3_tensors(LLAMA3))
 
 
 def head_of(config: dict[str, Any]) -> tuple[DraftHead, dict[str, Tensor]]:
@@ -32,42 +58,73 @@ def head_of(config: dict[str, Any]) -> tuple[DraftHead, dict[str, Tensor]]:
     return head.requires_grad_(False), tensors
 
 
-def rows(config: dict[str, Any], count: int = 7) -> tuple[Tensor, Tensor]:
-    """Embeddings [1, count, hidden] and taps [1, count, 3 * width]."""
+def rows(config: dict[str, Any], count: int = 6) -> tuple[Tensor, Tensor]:
+    """Embeddings [1, count, hidden] and features [1, count, 3 * width]."""
     generator = torch.Generator().manual_seed(1)
     width = config.get("target_hidden_size", config["hidden_size"])
     embeddings = torch.randn(1, count, config["hidden_size"], generator=generator)
     return embeddings, 3 * torch.randn(1, count, 3 * width, generator=generator)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_the_layer_is_the_slow_one(name):
-    config = CONFIGS[name]
-    head, tensors = head_of(config)
-    embeddings, taps = rows(config)
-    hidden = head(embeddings, head.combine(taps), 3 + torch.arange(7)[None], causal_attend)
-    expected = slow_heads.eagle3(tensors, config, embeddings[0], taps[0], start=3)
+# The layers
+
+
+@pytest.mark.parametrize("name", EAGLE3_CONFIGS)
+def test_a_public_eagle3_head_is_the_slow_one(name, tmp_path):
+    config = EAGLE3_CONFIGS[name]
+    tensors = eagle3_tensors(config)
+    repeated = {"embed_tokens.weight": torch.zeros(128, 32)}
+    head = DraftHead.load(write_head(tmp_path, config, tensors | repeated))
+    embeddings, features = rows(config)
+    with torch.no_grad():
+        hidden = head(embeddings, head.combine(features), 3 + POSITIONS, causal_attend)
+        logits = head.logits(hidden)[0]
+    expected = slow_heads.eagle3(tensors, config, embeddings[0], features[0], start=3)
+    assert_close(logits, slow_heads.eagle3_logits(tensors, config, expected))
+    if config.get("norm_output"):
+        expected = torch.stack(
+            [slow_heads.norm(row, tensors["norm.weight"], config["rms_norm_eps"]) for row in expected]
+        )
     assert_close(hidden[0], expected)
-    assert_close(head.logits(hidden)[0], slow_heads.eagle3_logits(tensors, config, expected))
+    assert head.target_ids(torch.arange(24)).tolist() == tensors["t2d"].nonzero().flatten().tolist()
+    assert not head.training
 
 
-def test_norm_output_norms_the_features_of_the_next_row_and_leaves_the_logits():
-    plain, tensors = head_of(QWEN3)
-    normed, _ = head_of(QWEN3 | {"norm_output": True})
-    embeddings, taps = rows(QWEN3)
-    positions = torch.arange(7)[None]
-    before = plain(embeddings, plain.combine(taps), positions, causal_attend)
-    after = normed(embeddings, normed.combine(taps), positions, causal_attend)
-    expected = torch.stack([slow_heads.norm(row, tensors["norm.weight"], 1e-6) for row in before[0]])
-    assert_close(after[0], expected)
-    assert_close(normed.logits(after), plain.logits(before))
+@pytest.mark.parametrize("name", EAGLE1_CONFIGS)
+def test_a_public_eagle1_head_is_the_slow_one(name, tmp_path):
+    config, model = EAGLE1_CONFIGS[name], tiny_model()
+    tensors = eagle1_tensors(config)
+    head = EagleHead.load(write_head(tmp_path, config, tensors), model)
+    assert isinstance(head, FeatureHead) and "lm_head.weight" not in head.state_dict()
+    embeddings, features = torch.randn(2, 1, 6, 32).unbind()
+    with torch.no_grad():
+        hidden = head(embeddings, head.combine(features), POSITIONS, causal_attend)
+        logits = head.logits(hidden)[0]
+    expected = slow_heads.eagle1(tensors, config, embeddings[0], features[0])
+    assert_close(hidden[0], expected)
+    assert_close(logits, expected @ model.lm_head.weight.T)
+    head.to(torch.bfloat16)
+    assert model.lm_head.weight.dtype == torch.float32
+    with pytest.raises(UserError, match="no lm_head of its own; load it together with its model"):
+        EagleHead.load(tmp_path).logits(torch.zeros(1, 1, 32))
+    with pytest.raises(UserError, match="only EAGLE-3 heads"):
+        DraftHead.load(tmp_path)
+
+
+@torch.no_grad()
+def test_the_feature_of_eagle1_is_what_lm_head_reads(tmp_path):
+    model = tiny_model()
+    head = EagleHead.load(write_head(tmp_path, EAGLE1, eagle1_tensors(EAGLE1)), model)
+    with RecordFeatures(model, head.layers_of(model)) as recorded:
+        expected = model(prompt_ids(9)[0]).logits
+    assert_close(head.logits(head.combine(recorded.outputs()[0])), expected)
 
 
 def test_row_after_row_with_a_cache_is_the_whole_pass():
     head, _ = head_of(LLAMA3)
-    embeddings, taps = rows(LLAMA3)
-    features = head.combine(taps)
-    whole = head(embeddings, features, torch.arange(7)[None], causal_attend)
+    embeddings, features = rows(LLAMA3)
+    features = head.combine(features)
+    whole = head(embeddings, features, POSITIONS, causal_attend)
     keys, values = [], []
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -77,7 +134,7 @@ def test_row_after_row_with_a_cache_is_the_whole_pass():
         seen, read = (torch.cat(each, dim=2).repeat_interleave(4, dim=1) for each in (keys, values))
         return ((query @ seen.mT / 2).softmax(dim=-1) @ read).transpose(1, 2)
 
-    for t in range(7):
+    for t in range(6):
         row = head(embeddings[:, t : t + 1], features[:, t : t + 1], torch.tensor([[t]]), attend)
         assert_close(row, whole[:, t : t + 1])
 
@@ -87,13 +144,12 @@ def test_angles_of_far_positions_stay_exact_in_half_precision(dtype):
     head, _ = head_of(QWEN3)
     far = torch.tensor([[39_999]])
     expected = head.rotary_emb(torch.zeros(1, 1, 32), far)
-    head.to(dtype)
-    assert head.fc.weight.dtype == dtype
+    assert head.to(dtype).fc.weight.dtype == dtype
     for found, exact in zip(head.rotary_emb(torch.zeros(1, 1, 32), far), expected, strict=True):
         assert torch.equal(found, exact)
 
 
-def test_the_drafts_vocabulary_maps_to_the_targets():
+def test_the_drafts_vocabulary_maps_to_the_models():
     head, _ = head_of(LLAMA3 | {"draft_vocab_size": 4})
     head.set_vocabulary(torch.tensor([3, 4, 90, 127]))
     assert head.target_ids(torch.tensor([[0, 3], [2, 1]])).tolist() == [[3, 127], [90, 4]]
@@ -101,20 +157,271 @@ def test_the_drafts_vocabulary_maps_to_the_targets():
     assert head.t2d.nonzero().flatten().tolist() == [3, 4, 90, 127]
 
 
-def test_a_head_with_the_targets_whole_vocabulary_maps_each_id_to_itself():
-    head = DraftHead(LlamaConfig.from_dict(LLAMA3 | {"draft_vocab_size": 128}))
-    assert head.target_ids(torch.arange(128)).tolist() == list(range(128))
-    assert head.t2d.all()
-
-
-def test_the_feature_layers_are_the_named_ones_or_those_that_enter_layers_2_half_and_3_before_the_end():
-    named, _ = head_of(QWEN3)
-    assert named.layers_of(tiny_model()) == (0, 1, 2)
+def test_the_feature_layers_are_the_named_ones_or_eagle3s():
+    assert head_of(QWEN3)[0].layers_of(tiny_model()) == (0, 1, 2)
     assert head_of(LLAMA3)[0].layers_of(tiny_model(num_hidden_layers=8)) == (2 - 1, 8 // 2 - 1, 8 - 3 - 1)
     assert default_feature_layers(32) == (1, 15, 28)
+    for layers in (1, 6):
+        with pytest.raises(UserError, match=f"a model of {layers} layers is too shallow"):
+            default_feature_layers(layers)
 
 
-@pytest.mark.parametrize("layers", [1, 3, 6])
-def test_a_target_too_shallow_for_three_layers_is_refused(layers):
-    with pytest.raises(UserError, match=f"a model of {layers} layers is too shallow"):
-        default_feature_layers(layers)
+# Folders
+
+
+def test_an_eagle3_head_whose_layer_is_numbered_loads(tmp_path):
+    """As vLLM's speculators and SpecForge's newer exports name it."""
+    tensors = eagle3_tensors(LLAMA3)
+    numbered = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+    state = DraftHead.load(write_head(tmp_path, LLAMA3, numbered)).state_dict()
+    assert state.keys() == tensors.keys()
+    assert all(torch.equal(value, tensors[name]) for name, value in state.items())
+
+
+def test_a_vocabulary_as_large_as_the_models_needs_no_maps(folder):
+    config = LLAMA3 | {"draft_vocab_size": 128}
+    tensors = eagle3_tensors(config)
+    del tensors["d2t"], tensors["t2d"]
+    head = DraftHead.load(write_head(folder, config, tensors))
+    assert head.target_ids(torch.arange(128)).tolist() == list(range(128)) and head.t2d.all()
+    del config["draft_vocab_size"]
+    assert DraftHead.load(write_head(folder, config, tensors)).lm_head.out_features == 128
+
+
+@pytest.mark.parametrize("make", [eagle3_tensors, eagle1_tensors], ids=["EAGLE-3", "EAGLE-1"])
+def test_an_embedding_of_its_own_is_kept_and_drafts(tmp_path, make):
+    model, config = tiny_model(), LLAMA3 if make is eagle3_tensors else EAGLE1
+    embedding = model.get_input_embeddings().weight.detach()
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):  # the model's own, rounded
+        repeated = {"embed_tokens.weight": embedding.to(dtype)}
+        head = EagleHead.load(write_head(tmp_path, config, make(config) | repeated), model)
+        assert head.own_embedding is None and head.embedding(model) is model.get_input_embeddings()
+    own = embedding.clone()
+    own[7] += 0.5
+    head = EagleHead.load(write_head(tmp_path, config, make(config) | {"embed_tokens.weight": own}), model)
+    assert torch.equal(head.embedding(model)(torch.tensor([[7, 8]])), own[[7, 8]][None])
+    assert not [each for each in head.parameters() if each.shape == own.shape]
+    features = torch.randn(1, 3, 32 * len(head.layers_of(tiny_model(num_hidden_layers=8))))
+    drafts = []
+    for token in (7, 9):
+        ids = torch.tensor([[token, token, token]])
+        hidden = ChainDrafter(head, model).read(features, ids)
+        head.own_embedding, kept = None, head.own_embedding
+        drafts.append((hidden, ChainDrafter(head, model).read(features, ids)))
+        head.own_embedding = kept
+    assert not torch.equal(*drafts[0]) and torch.equal(*drafts[1])
+    if isinstance(head, DraftHead):
+        head.save(tmp_path / "ours", Provenance("ada/tiny"))
+        again = DraftHead.load(tmp_path / "ours", model)
+        assert again.own_embedding is not None and torch.equal(again.own_embedding, own)
+        assert json.loads((tmp_path / "ours/config.json").read_text())["target_hidden_size"] == 32  # as EAGLE expects
+
+
+@pytest.mark.parametrize(
+    ("rope", "expected"),
+    [
+        ({}, {"rope_type": "default", "rope_theta": 10000.0}),
+        ({"rope_theta": 1e6, "rope_scaling": YARN}, {"rope_theta": 1e6, **YARN}),
+        ({"rope_parameters": {"rope_theta": 1e6, **YARN}}, {"rope_theta": 1e6, **YARN}),
+    ],
+    ids=["none", "scaling", "parameters"],
+)
+def test_every_way_to_state_rope_is_read_and_comes_back(tmp_path, rope, expected):
+    config = LLAMA3 | {"max_position_embeddings": 8192} | rope
+    head = DraftHead.load(write_head(tmp_path / "public", config, eagle3_tensors(config)))
+    head.save(tmp_path / "ours", Provenance("ada/tiny"))
+    again = DraftHead.load(tmp_path / "ours")
+    assert head.config.rope_parameters == again.config.rope_parameters == expected
+    ours, theirs = (each.rotary_emb(torch.zeros(1), POSITIONS) for each in (again, head))
+    assert all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True))
+    written = json.loads((tmp_path / "ours" / "config.json").read_text())
+    assert written["rope_theta"] == expected["rope_theta"]
+    assert written["rope_scaling"] == (YARN if "factor" in expected else None)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}},
+        {"head_dim": 16, "qkv_bias": True, "fc_norm": True, "norm_output": True},
+        {"target_hidden_size": 20, "draft_vocab_size": 128},
+    ],
+    ids=["plain", "layers", "norms", "widths"],
+)
+def test_a_saved_head_comes_back_under_public_names(tmp_path, changes):
+    config = LLAMA3 | changes
+    head, tensors = head_of(config)
+    head.save(tmp_path, Provenance("ada/tiny"))
+    assert load_file(tmp_path / "model.safetensors").keys() == tensors.keys()
+    again = DraftHead.load(tmp_path)
+    assert again.feature_layers == head.feature_layers
+    embeddings, features = rows(config)
+    outputs = [each(embeddings, each.combine(features), POSITIONS, causal_attend) for each in (head, again)]
+    assert torch.equal(*outputs)
+    assert torch.equal(head.logits(outputs[0]), again.logits(outputs[1]))
+    written = json.loads((tmp_path / "config.json").read_text())
+    for name in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "draft_vocab_size"):
+        assert written[name] == config[name], name
+    assert written["architectures"] == ["LlamaForCausalLMEagle3"] and written["torch_dtype"] == "float32"
+    assert ("target_hidden_size" in written) == ("target_hidden_size" in changes)  # EAGLE's code would read another
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_head_takes_its_models_dtype_or_its_files(folder, dtype):
+    half = {name: each.half() if each.is_floating_point() else each for name, each in eagle3_tensors(LLAMA3).items()}
+    save_file(half, folder / "model.safetensors")
+    assert {each.dtype for each in DraftHead.load(folder).parameters()} == {torch.float16}
+    head = DraftHead.load(folder, tiny_model().to(dtype))
+    assert {each.dtype for each in head.parameters()} == {dtype}
+    assert (head.d2t.dtype, head.t2d.dtype) == (torch.int64, torch.bool)
+    assert all(each.requires_grad for each in head.parameters())
+
+
+# Refusals; `test_artifacts.py` has those of all artifacts
+
+
+def change(folder: Path, **tensors: Tensor | None) -> None:
+    """Replace tensors of a head's file, `__` in the name standing for a dot; None removes one."""
+    changes = {name.replace("__", "."): value for name, value in tensors.items()}
+    state = load_file(folder / "model.safetensors") | changes
+    save_file({name: value for name, value in state.items() if value is not None}, folder / "model.safetensors")
+
+
+def refused(folder: Path, *said: str, model: Any = None) -> None:
+    with pytest.raises(UserError) as caught:
+        EagleHead.load(folder, model)
+    assert "\n" not in str(caught.value) and all(each in str(caught.value) for each in said), str(caught.value)
+
+
+def test_missing_and_surplus_tensors_are_named_and_counted(folder):
+    change(folder, norm__weight=None, fc__weight=None, lm_head__weight=None)
+    refused(folder, "tensor 'fc.weight' is missing, and 2 more;")
+    write_head(folder, LLAMA3, eagle3_tensors(LLAMA3))
+    change(folder, midlayer__self_attn__q_proj__bias=torch.zeros(32), fc__bias=torch.zeros(32))
+    refused(folder, "tensor 'fc.bias' is surplus, and 1 more;")
+    for bias in (True, False):
+        write_head(folder, EAGLE1 | {"bias": not bias}, eagle1_tensors(EAGLE1 | {"bias": bias}))
+        refused(folder, f"tensor 'fc.bias' is {'surplus' if bias else 'missing'};")
+
+
+@pytest.mark.parametrize("name", ["fc.weight", "midlayer.self_attn.k_proj.weight", "d2t", "t2d"])
+def test_a_tensor_of_another_shape_is_named_with_both(folder, name):
+    tensor = eagle3_tensors(LLAMA3)[name]
+    change(folder, **{name: torch.cat([tensor, tensor[:1]])})
+    shape = list(tensor.shape)
+    refused(folder, f"'{name}' has shape {[shape[0] + 1, *shape[1:]]}, the configuration beside it needs {shape}")
+
+
+def test_weights_too_large_for_the_models_dtype_are_refused(folder):
+    change(folder, norm__weight=torch.full((32,), 1e6))
+    assert DraftHead.load(folder).norm.weight.max() == 1e6
+    refused(folder, "'norm.weight' holds NaN or infinity in torch.float16", model=tiny_model().half())
+
+
+@pytest.mark.parametrize("spoil", [lambda d2t: d2t + 1, lambda d2t: d2t.flip(0), lambda d2t: d2t - 1000])
+def test_maps_that_disagree_are_refused(folder, spoil):
+    change(folder, d2t=spoil(eagle3_tensors(LLAMA3)["d2t"]))
+    refused(folder, "d2t and t2d name different tokens")
+
+
+@pytest.mark.parametrize(
+    ("config", "model", "said"),
+    [
+        ({}, {"hidden_size": 48}, "hidden size 32, but that of LlamaForCausalLM is 48"),
+        ({}, {"vocab_size": 96}, "vocabulary 128, but that of LlamaForCausalLM is 96"),
+        ({"target_hidden_size": 20}, {}, "feature width 20, but that of LlamaForCausalLM is 32"),
+    ],
+)
+def test_a_head_for_another_model_is_refused(folder, config, model, said):
+    write_head(folder, LLAMA3 | config, eagle3_tensors(LLAMA3 | config))
+    refused(folder, str(folder), said, "choose the model's own head", model=tiny_model(**model))
+
+
+def test_an_embedding_of_another_vocabulary_and_another_model_are_refused(folder):
+    change(folder, embed_tokens__weight=torch.zeros(96, 32))
+    refused(folder, "'embed_tokens.weight' has shape [96, 32], the model's is [128, 32]", model=tiny_model())
+    save_file(tiny_model(num_hidden_layers=1).state_dict(), folder / "model.safetensors")
+    refused(folder, "no EAGLE head, which has tensors called midlayer.* or layers.0.*", "'lm_head.weight'")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"hidden_size": None}, "hidden_size is missing or no possible size"),
+        ({"num_hidden_layers": 3}, "num_hidden_layers is 3; an EAGLE head has 1"),
+        ({"norm_before_residual": True}, "norm_before_residual=True is not supported"),
+        ({"eagle_config": 3}, "eagle_config=3: expected three whole numbers"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2]}}, "expected three whole numbers"),
+        ({"num_attention_heads": 5}, "not a Llama layer's configuration"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "not a Llama layer's configuration"),
+        ({"rope_scaling": {"rope_type": "spiral"}}, "no layer can be made of it"),
+        ({"hidden_act": "sigh"}, "no layer can be made of it"),
+        ({"draft_vocab_size": "many"}, "no layer can be made of it"),
+    ],
+)
+def test_a_configuration_that_makes_no_head_is_refused(folder, changes, said):
+    values = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(values))
+    refused(folder, str(folder / "config.json"), said)
+
+
+# Pickles
+
+
+class Trap:
+    """Makes a folder when it is unpickled by pickle itself."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, ("trapped",)
+
+
+@pytest.fixture
+def pickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return write_pickled_head(tmp_path / "pickled")
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_a_pickled_head_is_read_and_can_be_saved(pickled, tmp_path, caplog, legacy):
+    tensors = eagle3_tensors(LLAMA3)
+    torch.save(tensors, pickled / "pytorch_model.bin", _use_new_zipfile_serialization=not legacy)
+    head = EagleHead.load(pickled)
+    assert [f"{pickled / 'pytorch_model.bin'}: a pickle" in line for line in caplog.messages] == [True]
+    head.save_pretrained(tmp_path / "out")
+    for folder in (pickled, tmp_path / "out"):
+        state = EagleHead.load(folder, tiny_model()).state_dict()
+        assert state.keys() == tensors.keys()
+        assert all(torch.equal(value, tensors[name]) for name, value in state.items())
+
+
+@pytest.mark.parametrize("write", [torch.save, lambda value, path: path.write_bytes(pickle.dumps(value))])
+def test_a_pickle_that_runs_something_does_not(pickled, write):
+    write({"fc.weight": Trap()}, pickled / "pytorch_model.bin")
+    refused(pickled, "pytorch_model.bin: not a pickle of tensors alone")
+    assert not Path("trapped").exists()
+    if write is torch.save:
+        torch.load(pickled / "pytorch_model.bin", weights_only=False)
+        assert Path("trapped").exists(), "the trap works"
+
+
+@pytest.mark.parametrize("value", [[torch.zeros(2)], {"fc.weight": 3}, {"weight": torch.zeros(2)}, b"no pickle"])
+def test_other_pickles_are_named(pickled, value):
+    torch.save(value, pickled / "pytorch_model.bin")
+    if isinstance(value, bytes):
+        (pickled / "pytorch_model.bin").write_bytes(value)
+    refused(pickled, f"{pickled / 'pytorch_model.bin'}: ")
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+@pytest.mark.parametrize("legacy", [False, True])
+def test_whatever_a_damaged_pickle_raises_is_one_line(pickled, legacy):
+    path, rng = pickled / "pytorch_model.bin", random.Random(0)
+    torch.save({"a": torch.ones(3, 4), "b.c": torch.ones(2)}, path, _use_new_zipfile_serialization=not legacy)
+    whole = path.read_bytes()
+    for _ in range(400):
+        damaged = bytearray(whole)
+        for _ in range(rng.choice((1, 3, 20))):
+            damaged[rng.randrange(len(damaged))] = rng.randrange(256)
+        path.write_bytes(bytes(damaged[: rng.choice((len(damaged), rng.randrange(len(damaged))))]))
+        refused(pickled)

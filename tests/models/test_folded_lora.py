@@ -77,8 +77,8 @@ def test_no_input_is_held_and_copies_have_nothing_attached() -> None:
         with folded.attached():
             assert torch.equal(copy.deepcopy(model)(ids).logits, plain)
             model.model.layers[0].self_attn.q_proj(torch.randn(1, 3, model.config.hidden_size))  # and no keys of it
-            assert any(read._inputs is not None for read in folded._inputs)
-    assert all(read._inputs is None and not read._low for read in folded._inputs)
+            assert any(read._pass.inputs is not None for read in folded._inputs)
+    assert all(read._pass.inputs is None and not read._pass.low for read in folded._inputs)
 
 
 def test_the_pass_ends_once_the_last_layer_is_scored(tmp_path: Any) -> None:

@@ -46,8 +46,9 @@ def test_what_pruning_takes(target):
     own, before = 32 + 32 * (32 + 16), sum(each.numel() for each in draft.parameters())
     line = list(size_lines(target, head, draft))[1]
     table = len(target.tokenizer) * 32
-    assert line.startswith(f"draft head: {before:,} parameters, of which pruning takes {1 - own / before:.1%}; ")
-    assert f"; {1 - own / (before + table):.1%} where its embedding ({table:,}) counts" in line
+    stay = f"draft head: {own:,} of the draft head's {before:,} parameters stay"
+    assert line.startswith(f"{stay}: {1 - own / before:.1%} are gone")
+    assert f" {1 - own / (before + table):.1%} counted with the embedding" in line
 
 
 def test_a_line_for_each_length_and_method(target, head):

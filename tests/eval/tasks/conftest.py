@@ -19,4 +19,4 @@ def words() -> PreTrainedTokenizerFast:
 @pytest.fixture
 def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is asked of the Hub."""
-    monkeypatch.setattr("keepsight.eval.tasks.hub.hub_reachable", lambda: False)
+    monkeypatch.setattr("keepsight.eval.tasks.benchmark.hub_reachable", lambda: False)

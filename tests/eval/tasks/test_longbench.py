@@ -13,12 +13,9 @@ from transformers import PreTrainedTokenizerFast
 
 from keepsight.errors import UserError
 from keepsight.eval.tasks import longbench
-from keepsight.eval.tasks.benchmark import TaskRequest
-from keepsight.eval.tasks.longbench import LongBench, without_middle
-from keepsight.eval.tasks.longbench_table import longbench_tasks
-from keepsight.eval.tasks.longbench_v2 import LongBenchV2
+from keepsight.eval.tasks.benchmark import PROTOCOLS, REFERENCE, TaskRequest, protocol_named
+from keepsight.eval.tasks.longbench import LongBench, LongBenchV2, longbench_tasks, without_middle
 from keepsight.eval.tasks.metrics import METRICS, score
-from keepsight.eval.tasks.protocols import PROTOCOLS, REFERENCE, protocol_named
 from keepsight.eval.tasks.registry import Benchmarks, make_all, tasks_of
 from keepsight.eval.tasks.samples import RenderedSample
 from keepsight.files import write_json, write_lines
@@ -174,7 +171,7 @@ def test_a_folder_with_some_of_the_files(tmp_path: Path, letters: Any) -> None:
     assert [task for _, task in tasks_of(benchmarks, "longbench_zh", REFERENCE)] == ["dureader"]
     with pytest.raises(UserError, match="'longbench_e': none of its files is there"):
         tasks_of(benchmarks, "longbench_e", REFERENCE)
-    with pytest.raises(UserError, match=r"trec\.jsonl is missing; without longbench\.dir it is taken from the Hub"):
+    with pytest.raises(UserError, match=r"trec\.jsonl: no such file; without longbench\.dir it is taken from the Hub"):
         make_all(benchmarks, ["longbench_trec"], request_of(letters))
     with pytest.raises(
         UserError, match="'longbench_nothing' is unknown; longbench has longbench_zh, longbench_e, longb"
@@ -205,7 +202,7 @@ def test_the_archive_of_the_hub(tmp_path: Path, letters: Any, monkeypatch: pytes
 
 
 def test_no_hub_and_no_folder(letters: Any, no_hub: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("keepsight.eval.tasks.hub.try_to_load_from_cache", lambda *names, **options: None)
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *names, **options: None)
     with pytest.raises(
         UserError, match=r"the Hub cannot be reached; name a folder with its files: longbench\.dir=FOLDER"
     ):

@@ -50,12 +50,12 @@ def test_longproc(tmp_path: Path, words: Any) -> None:
     (sample,) = make_all(benchmarks, ["longproc_travel_planning_2k"], request)
     assert sample.references == ("Oslo 4, Rome 3",) and score(sample, plan) == 1.0
     write_lines(tmp_path / "travel.jsonl", [{**travel, "item": {"ground_truth_cities": "Oslo**Rome"}}])
-    with pytest.raises(UserError, match=r"travel\.jsonl: row 1: field 'item' must hold ground_truth_cities and gr"):
+    with pytest.raises(UserError, match=r"travel\.jsonl:1: field 'item' must hold ground_truth_cities and gr"):
         make_all(benchmarks, ["longproc_travel_planning_2k"], request)
     with pytest.raises(UserError, match=r"longproc tasks need longproc\.dir=FOLDER"):
         make_all(Benchmarks(), ["longproc"], request)
     write_lines(tmp_path / "rows.jsonl", [{**rows[0], "item": {"nums": "2"}}])
-    with pytest.raises(UserError, match=r"rows\.jsonl: row 1: field 'item' must hold nums"):
+    with pytest.raises(UserError, match=r"rows\.jsonl:1: field 'item' must hold nums"):
         make_all(benchmarks, ["longproc_countdown_0.5k"], request)
 
 

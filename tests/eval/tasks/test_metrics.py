@@ -201,3 +201,15 @@ def test_unknown_metric_names_the_known_ones() -> None:
 )
 def test_milebench_choice(prediction: str, reference: str, expected: float, classes: tuple[str, ...]) -> None:
     assert scored("milebench_choice", prediction, reference, classes=classes) == expected
+
+
+@pytest.mark.parametrize(
+    ("metric", "reference"), [("wanted_length", "long"), ("reaches_target", "a b -> c"), ("milebench_choice", "green")]
+)
+def test_references_that_a_metric_cannot_use_end_in_one_line(metric: str, reference: str) -> None:
+    with pytest.raises(UserError, match=f"task/0: metric '{metric}' does not fit"):
+        scored(metric, "7", reference)
+
+
+def test_a_table_with_a_carriage_return_scores_nothing() -> None:
+    assert scored("same_rows", "x\ty\na\rb\tc\nd\te", "x\ty\na\tb") == 0.0

@@ -15,10 +15,10 @@ from transformers import PreTrainedTokenizerFast
 from keepsight.corpus import evaluation_paragraphs, sentences, source_documents, topic_documents
 from keepsight.data_gen import code, documentation, everyday, haystacks, key_values, phrases, words
 from keepsight.errors import UserError
-from keepsight.eval.tasks import niah, niah_texts
+from keepsight.eval.tasks import niah
 from keepsight.eval.tasks.benchmark import TaskRequest
-from keepsight.eval.tasks.haystack import Haystack, fullest, hide, needle_depths
 from keepsight.eval.tasks.metrics import score
+from keepsight.eval.tasks.niah import Haystack, needle_depths
 from keepsight.eval.tasks.samples import RenderedSample
 
 TEMPLATE = (
@@ -181,9 +181,9 @@ def test_bad_input(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     cases: list[tuple[str, int, Path | None, str]] = [
         ("multi", 900, None, "unknown kind 'multi'; choose from single, multikey, multivalue, multiquery"),
         ("multikey", 60, None, r"niah_multikey: length 60 is too short; its needles alone need \d+ tokens"),
-        ("single", 900, tmp_path / "none.txt", r"none\.txt: the haystack cannot be read \(No such file"),
-        ("single", 900, empty, r"empty\.txt: the haystack is empty"),
-        ("single", 900, binary, r"binary\.txt: the haystack is not UTF-8"),
+        ("single", 900, tmp_path / "none.txt", r"none\.txt: cannot be read as UTF-8 text"),
+        ("single", 900, empty, r"empty\.txt: the file is empty"),
+        ("single", 900, binary, r"binary\.txt: cannot be read as UTF-8"),
     ]
     for kind, length, haystack, expected in cases:
         with pytest.raises(UserError, match=expected):
@@ -199,17 +199,10 @@ def test_shortest_length_is_the_one_the_message_names(tokenizer: PreTrainedToken
     assert sample.spans[0] in sample.prompt
 
 
-def test_fullest_steps_to_the_largest_count_that_fits() -> None:
-    for guess in (0, 3, 7, 12):
-        assert fullest(lambda count: count <= 7, guess) == 7
-    assert fullest(lambda count: False, 3) == -1
-
-
 def test_haystack_is_a_ring() -> None:
     hay = Haystack(("a", "b", "c"), (1, 2, 3))
     assert hay.cut(2, 5) == ["c", "a", "b", "c", "a"]
-    assert [hay.holds(1, room) for room in (0, 2, 5, 11)] == [0, 1, 2, 5]
-    assert hide(["X", "Y"], [1.0, 0.0], ["a", "b"]) == "Y a b X"
+    assert [hay.count_in(1, tokens) for tokens in (0, 2, 5, 11)] == [0, 1, 2, 5]
 
 
 @pytest.mark.parametrize("count", [5, 10, 20, 50])
@@ -250,7 +243,7 @@ def plain(phrase: str) -> str:
 
 def test_phrases_are_not_shared_with_training() -> None:
     training = {plain(text) for text in strings(phrases, key_values, documentation, everyday, code, haystacks)}
-    wordings = [getattr(niah_texts, name) for name in ("NEEDLE", "ONE", "SOME", "ONE_PREFIX", "SOME_PREFIX")]
+    wordings = [getattr(niah, name) for name in ("NEEDLE", "ONE", "SOME", "ONE_PREFIX", "SOME_PREFIX")]
     evaluation = {plain(part) for phrase in wordings for part in re.split(r"(?<=[.?])\s|\n", phrase)} - {""}
     assert len(training) > 150
     assert len(evaluation) >= 9
@@ -261,6 +254,6 @@ def test_phrases_are_not_shared_with_training() -> None:
 def test_key_words_are_not_shared_with_training() -> None:
     training = {word.lower() for text in strings(words, phrases, haystacks) for word in re.findall(r"\w+", text)}
     assert {"lantern", "copper"} <= training
-    evaluation = {*niah_texts.ADJECTIVES, *niah_texts.NOUNS}
-    assert len(evaluation) == len(niah_texts.ADJECTIVES) + len(niah_texts.NOUNS) > 100
+    evaluation = {*niah.ADJECTIVES, *niah.NOUNS}
+    assert len(evaluation) == len(niah.ADJECTIVES) + len(niah.NOUNS) > 100
     assert not training & (evaluation | {word + "s" for word in evaluation})

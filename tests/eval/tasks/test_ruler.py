@@ -11,19 +11,22 @@ from typing import Any
 import pytest
 
 from keepsight.errors import UserError
-from keepsight.eval.tasks import fill, ruler_sources
-from keepsight.eval.tasks.benchmark import TaskRequest
+from keepsight.eval.tasks import benchmark, ruler, ruler_texts
+from keepsight.eval.tasks.benchmark import PROTOCOLS, TaskRequest
 from keepsight.eval.tasks.metrics import score
-from keepsight.eval.tasks.protocols import PROTOCOLS
-from keepsight.eval.tasks.ruler import NEEDLES, Ruler
-from keepsight.eval.tasks.ruler_sources import OFFLINE, essay_words, hotpotqa, squad
+from keepsight.eval.tasks.ruler import Ruler
 from keepsight.eval.tasks.ruler_texts import (
+    NEEDLES,
+    OFFLINE,
     NeedleText,
     Question,
     common_words,
+    essay_words,
     frequent_words,
+    hotpotqa,
     needles,
     question_over,
+    squad,
     variables,
 )
 from keepsight.eval.tasks.samples import RenderedSample, Sample, render_all
@@ -91,7 +94,7 @@ def test_prompts_are_rendered_less_than_twice_on_average(words: Any, monkeypatch
         rendered[samples[0].task.removeprefix("ruler_")] += len(samples)
         return render_all(samples, tokenizer)
 
-    monkeypatch.setattr(fill, "render_all", counted)
+    monkeypatch.setattr(ruler, "render_all", counted)
     for task in Ruler.TASKS:
         made(task, words, 4096, count=32)
     assert sum(rendered.values()) <= 2 * 32 * len(Ruler.TASKS), rendered
@@ -246,7 +249,7 @@ def test_sources_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
         ],
         "alessiodevoto/paul_graham_essays": [{"text": "One two."}, {"text": "Three."}],
     }
-    monkeypatch.setattr(ruler_sources, "hub_rows", lambda name, split, configuration=None: rows[name])
+    monkeypatch.setattr(ruler_texts, "hub_rows", lambda name, split, configuration=None: rows[name])
     assert squad(None).questions == (Question("How many?", ("7",), (0,)),)
     assert hotpotqa(None).questions == (Question("Which?", ("this",), (1,), (0,)),)
     assert essay_words(None) == (("One", "two.", "Three."), "alessiodevoto/paul_graham_essays")
@@ -336,12 +339,10 @@ def _new(path: Path) -> Path:
 
 
 def test_hub_rows_give_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    from keepsight.eval.tasks import hub
-
-    monkeypatch.setattr(hub, "hub_reachable", lambda: True)
+    monkeypatch.setattr(benchmark, "hub_reachable", lambda: True)
 
     def refuse(*names: Any, **options: Any) -> Any:
         raise ConnectionError("no network")
 
-    monkeypatch.setattr(hub, "load_dataset", refuse)
-    assert hub.hub_rows("a/b", "train") is None
+    monkeypatch.setattr("datasets.load_dataset", refuse)
+    assert benchmark.hub_rows("a/b", "train") is None

@@ -74,11 +74,11 @@ class Oracle(nn.Module):
         self.answer, self.wrong, self.prompt = answer.tolist(), wrong or set(), prompt
         self.unused = nn.Parameter(torch.zeros(1))
 
-    def layers_of(self, target):
+    def layers_of(self, model):
         return LAYERS
 
-    def embedding(self, target):
-        return target.get_input_embeddings()
+    def embedding(self, model):
+        return model.get_input_embeddings()
 
     def combine(self, features):
         return features[..., :1]

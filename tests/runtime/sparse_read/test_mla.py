@@ -220,7 +220,7 @@ def test_models_that_choose_by_themselves_are_refused() -> None:
     """As DeepSeek-V3.2 does, with an indexer in each layer."""
     model, ids = tiny_deepseek(), prompt_ids(10)[0]
     model.model.layers[0].self_attn.indexer = torch.nn.Identity()
-    with pytest.raises(UserError, match="deepseek_v3 chooses by itself what its latent attention reads"):
+    with pytest.raises(UserError, match="deepseek_v3 selects itself what its latent attention reads"):
         method_of("specontext", 8).start(model, ids)
 
 

@@ -1,0 +1,404 @@
+"""Every artifact: saved whole, verified when it is loaded, pushed and fetched; the Hub's part is played by a server."""
+
+import hashlib
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import constants
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig
+
+from keepsight import LookaheadKV, SpeContext
+from keepsight.errors import UserError
+from keepsight.files import file_digest, read_json, write_json
+from keepsight.models.artifacts import Artifact, fetch
+from keepsight.models.card import CardBasics, Provenance, with_evaluation
+from keepsight.models.draft_head import DraftHead
+from keepsight.models.hub import ARTIFACTS, Upload, kind_of, plan_upload, push
+from keepsight.models.lookahead import LookaheadAdapter
+from tests.models.conftest import PNG, TOKEN
+from tests.models.fake_hub import COMMIT, REPO, FakeHub
+from tests.models.modules import random_module
+from tests.models.public_heads import EAGLE1, LLAMA3, eagle1_tensors, eagle3_tensors, write_head, write_pickled_head
+from tests.models.retrieval_heads import tiny_retrieval_head
+
+KINDS = {kind.kind: kind for kind in ARTIFACTS}
+SEALS = {
+    "lookahead adapter": "lookahead_config.json",
+    "draft head": "keepsight.json",
+    "retrieval head": "retrieval_config.json",
+}
+WEIGHTS = [(kind, name) for kind, each in KINDS.items() for name in each.files if name.endswith(".safetensors")]
+FILES = LookaheadAdapter.files
+ORIGIN = Provenance("ada/tiny", "v1", "sha256:t", "sha256:d", {"steps": 3}, "0.1.0")
+
+
+def make(kind: str, folder: Path, seed: int = 7) -> Artifact:
+    """A saved artifact of a kind."""
+    torch.manual_seed(seed)
+    made: Any = DraftHead(LlamaConfig.from_dict(LLAMA3))
+    if kind != "draft head":
+        made = random_module(seed=seed).adapter() if kind.startswith("look") else tiny_retrieval_head(seed=seed)
+    made.save(folder, ORIGIN, "---\nlicense: apache-2.0\n---\n# Card\n")
+    return made
+
+
+def reseal(kind: str, folder: Path) -> None:
+    """Record the digests of the files as they are, as when a bad file was saved to begin with."""
+    config = read_json(folder / SEALS[kind])
+    write_json(folder / SEALS[kind], config | {"digests": {n: file_digest(folder / n) for n in config["digests"]}})
+
+
+def refused(folder: Path, *said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        kind_of(folder).load(folder)
+    assert "\n" not in str(caught.value) and all(each in str(caught.value) for each in said), str(caught.value)
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def test_a_folder_holds_the_documented_files_and_comes_back(kind: str, tmp_path: Path) -> None:
+    made, cls = make(kind, tmp_path), KINDS[kind]
+    assert {path.name for path in tmp_path.iterdir()} == {*cls.files, *cls.optional, "README.md"}
+    loaded = cls.load(tmp_path)
+    assert loaded.provenance == ORIGIN
+    loaded.save_pretrained(tmp_path / "again")
+    for name in cls.files:
+        if name.endswith(".safetensors"):
+            assert (tmp_path / "again" / name).read_bytes() == (tmp_path / name).read_bytes()
+    assert type(loaded) is type(made)
+
+
+def test_a_failed_write_changes_nothing(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = make(kind, tmp_path)
+    (tmp_path / "training.png").write_bytes(b"picture")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+        patch.setattr(f"{type(made).__module__}.write_json", full)
+        make(kind, tmp_path, seed=8)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    make(kind, tmp_path, seed=8)
+    assert (tmp_path / "training.png").read_bytes() == b"picture"
+
+
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in KINDS for name in KINDS[kind].files])
+def test_a_missing_file_is_named(kind: str, name: str, tmp_path: Path) -> None:
+    make(kind, tmp_path)
+    (tmp_path / name).unlink()
+    refused(tmp_path, f"{tmp_path}: {name} is missing")
+    with pytest.raises(UserError, match=re.escape(name)):
+        plan_upload(tmp_path, REPO)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-40])
+
+
+def flip(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 1]))
+
+
+@pytest.mark.parametrize(("kind", "name"), WEIGHTS)
+@pytest.mark.parametrize("spoil", [cut, flip])
+def test_changed_weights_are_refused(kind: str, name: str, spoil: Any, tmp_path: Path) -> None:
+    make(kind, tmp_path)
+    spoil(tmp_path / name)
+    refused(tmp_path, str(tmp_path / name), "its digest is sha256:", "fetch it again")
+
+
+@pytest.mark.parametrize(("kind", "name"), WEIGHTS)
+@pytest.mark.parametrize("fault", ["not a safetensors file", "holds NaN or infinity", "is torch.int8"])
+def test_bad_weights_with_a_right_digest_are_refused(kind: str, name: str, fault: str, tmp_path: Path) -> None:
+    make(kind, tmp_path)
+    tensors = load_file(tmp_path / name)
+    first = next(each for each, value in tensors.items() if value.is_floating_point())
+    tensors[first] = tensors[first].to(torch.int8) if "int8" in fault else tensors[first].fill_(torch.nan)
+    save_file(tensors, tmp_path / name)
+    if fault.startswith("not"):
+        (tmp_path / name).write_bytes(b"\x80\x04N.")
+    reseal(kind, tmp_path)
+    refused(tmp_path, str(tmp_path / name), fault)
+    with pytest.raises(UserError, match=fault):
+        plan_upload(tmp_path, REPO)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}"])
+def test_a_configuration_that_is_none_is_named(kind: str, content: str, tmp_path: Path) -> None:
+    make(kind, tmp_path)
+    (tmp_path / KINDS[kind].files[-1]).write_text(content)
+    refused(tmp_path, str(tmp_path / KINDS[kind].files[-1]))
+
+
+# Cards
+
+
+@pytest.mark.parametrize(
+    ("base", "given", "lines"),
+    [
+        ("Qwen/Qwen3-8B", None, ["base_model: Qwen/Qwen3-8B", "license: apache-2.0"]),
+        ("meta-llama/Llama-3.1-8B-Instruct", None, ["license: llama3.1"]),
+        ("meta-llama/Llama-3.1-8B-Instruct", "mit", ["license: mit"]),
+        ("ada/tiny", None, ["license: other", "license_link: https://huggingface.co/ada/tiny"]),
+        ("target", None, ["license: other", "license_name: license-of-the-base-model"]),
+    ],
+)
+def test_the_card_has_the_licence_of_the_base_model(base: str, given: str | None, lines: list[str]) -> None:
+    card = tiny_retrieval_head().card(CardBasics("Tiny", Provenance(base), license=given)).splitlines()
+    assert set(lines) <= set(card)
+    assert sum(line.startswith("license: ") for line in card) == 1
+    assert any(line.startswith("base_model: ") for line in card) == ("/" in base)
+
+
+def test_the_card_describes_the_training_and_escapes_names_from_outside(kind: str, tmp_path: Path) -> None:
+    sources = {"essays": 7, "a|b\n<script>{{ 1 }}": 1}
+    card = make(kind, tmp_path).card(CardBasics("Tiny\nmodel", ORIGIN, sources, "Public domain."), "| kl | 2.5 |")
+    lines = card.splitlines()
+    for line in ("# Tiny model", "- steps: 3", "| essays | 7 |", "| a\\|b \\<script>{{ 1 }} | 1 |", "Public domain."):
+        assert line in lines
+    assert "| kl | 2.5 |" in lines and "`v1`" in card
+    evaluated = with_evaluation(with_evaluation(card, "| first |"), "| second |")
+    assert "| first |" not in evaluated and evaluated.startswith(card) and evaluated.count("## Evaluation") == 1
+
+
+# Push
+
+
+@pytest.fixture
+def adapter(saved: Path, tmp_path: Path) -> Path:
+    """A copy that a test may spoil."""
+    copy = tmp_path / "adapter"
+    copy.mkdir()
+    for path in saved.iterdir():
+        if path.is_file():
+            (copy / path.name).write_bytes(path.read_bytes())
+    return copy
+
+
+def _expected(folder: Path) -> dict[str, bytes]:
+    return {name: (folder / name).read_bytes() for name in (*FILES, "README.md", "loss.png")}
+
+
+def test_push_sends_the_adapters_files_and_nothing_else(
+    hub: FakeHub, saved: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    upload = plan_upload(saved, REPO)
+    described = upload.describe()
+    assert hub.requests == [] and f"to {hub.url}/{REPO} (private" in described
+    for name, data in _expected(saved).items():
+        line = next(line for line in described.splitlines() if line.endswith(f"  {saved / name}"))
+        assert f"{len(data):,} bytes  sha256:{hashlib.sha256(data).hexdigest()}" in line
+    assert upload.left_out == ("checkpoint-10", "pytorch_model.bin", "secret.txt")
+    assert push(upload) == f"{hub.url}/{REPO}/commit/{COMMIT}"
+    assert hub.files == _expected(saved) and hub.created["visibility"] == "private"
+    about_the_repository = {route: token for route, token in hub.tokens.items() if REPO in route or "/repos/" in route}
+    assert len(about_the_repository) >= 4 and set(about_the_repository.values()) == {f"Bearer {TOKEN}"}
+    assert TOKEN not in "".join(capfd.readouterr()) + described
+
+
+def test_push_to_a_branch_and_fetch_of_it(hub: FakeHub, saved: Path) -> None:
+    upload = plan_upload(saved, REPO, revision="v2")
+    push(upload)
+    assert {f"POST /api/models/{REPO}/branch/v2", f"POST /api/models/{REPO}/commit/v2"} <= {*hub.requests}
+    assert upload.url == f"{hub.url}/{REPO}/tree/v2"
+    method: Any = LookaheadKV.from_pretrained(REPO, budget=8, revision="v2")
+    assert any("/revision/v2" in request for request in hub.requests)
+    assert torch.equal(method.observer.artifact.tokens, LookaheadAdapter.load(saved).tokens)
+
+
+def test_private_push_refuses_a_public_repository(hub: FakeHub, saved: Path) -> None:
+    hub.exists_in_public = True
+    with pytest.raises(UserError, match="is public"):
+        push(plan_upload(saved, REPO))
+    assert hub.files == {}
+    push(plan_upload(saved, REPO, public=True))
+    assert hub.files == _expected(saved)
+
+
+def test_links_hidden_files_and_other_content_are_left_out(adapter: Path, tmp_path: Path) -> None:
+    (tmp_path / "secret.png").write_bytes(PNG)
+    (adapter / "linked.png").symlink_to(tmp_path / "secret.png")
+    (adapter / ".hidden.png").write_bytes(PNG)
+    (adapter / "text.png").write_text("password")
+    (adapter / "folder.png").mkdir()
+    (adapter / "line\n\x1b[2Jbreak").write_text("")
+    upload = plan_upload(adapter, REPO)
+    assert upload.files == (*FILES, "README.md", "loss.png")
+    assert {"linked.png", ".hidden.png", "text.png", "folder.png"} <= {*upload.left_out}
+    assert "\x1b" not in upload.describe() and r"line\n\x1b[2Jbreak" in upload.describe()
+
+
+@pytest.mark.parametrize("name", [FILES[1], "README.md"])
+def test_a_link_in_place_of_a_file_is_refused(adapter: Path, tmp_path: Path, name: str) -> None:
+    (adapter / name).rename(tmp_path / "elsewhere")
+    (adapter / name).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match=f"{re.escape(name)}: only regular files are sent"):
+        plan_upload(adapter, REPO)
+    (adapter / "README.md").unlink()
+    with pytest.raises(UserError, match=r"README\.md"):
+        plan_upload(adapter, REPO)
+
+
+@pytest.mark.parametrize("repo_id", ["adapter", "a/b/c", "ada/../x", "https://hub/ada/x", ""])
+def test_a_wrong_repository_name_is_refused(saved: Path, repo_id: str) -> None:
+    with pytest.raises(UserError, match="user/name"):
+        plan_upload(saved, repo_id)
+
+
+def test_push_needs_a_token_and_a_hub(
+    hub: FakeHub, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UserError, match=r"holds nothing that can be pushed .*draft head: model\.safetensors, config"):
+        plan_upload(tmp_path, REPO)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(UserError, match="cannot push") as caught:
+        push(Upload(saved, REPO, FILES, ()))
+    assert TOKEN not in str(caught.value)
+    with pytest.raises(UserError, match="cannot be fetched"):
+        fetch(REPO)
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
+    with pytest.raises(UserError, match="HF_TOKEN"):
+        push(plan_upload(saved, REPO))
+    assert hub.requests == []
+
+
+def test_every_artifact_is_pushed_and_fetched(hub: FakeHub, kind: str, tmp_path: Path) -> None:
+    make(kind, tmp_path / "made")
+    push(plan_upload(tmp_path / "made", REPO))
+    fetched = fetch(REPO)
+    assert kind_of(fetched) is KINDS[kind]
+    assert {path.name: path.read_bytes() for path in fetched.iterdir()} == hub.files
+    artifact, hub.files = KINDS[kind].from_pretrained(tmp_path / "made"), {}
+    artifact.push_to_hub(REPO)
+    assert hub.created["visibility"] == "private"
+    assert hub.files.keys() == {*artifact.files, *artifact.optional, "README.md"}
+    assert f'from_pretrained("{REPO}"' in hub.files["README.md"].decode() and "OR_HUB_ID" not in str(hub.files)
+    constants.HF_HUB_CACHE = str(tmp_path / "other cache")
+    assert KINDS[kind].from_pretrained(REPO).provenance == ORIGIN
+
+
+# Fetch
+
+
+def test_fetched_names_stay_in_their_folder(hub: FakeHub, saved: Path, tmp_path: Path) -> None:
+    before = set(tmp_path.parent.iterdir())
+    escapes = ("../escape.png", "../../../../escape.png", "/escape.png", "sub/README.md", "adapter_model.bin")
+    hub.files = _expected(saved) | dict.fromkeys(escapes, b"\x80\x04N.")
+    fetched = fetch(REPO)
+    assert {path.name for path in fetched.rglob("*")} == {*FILES, "README.md"}
+    assert not [path for path in tmp_path.rglob("*") if path.name.startswith("escape")]
+    assert set(tmp_path.parent.iterdir()) == before
+
+
+def test_offline_uses_the_cache(hub: FakeHub, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.files = _expected(saved)
+    fetched, requests = fetch(REPO), len(hub.requests)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert fetch(REPO) == fetched and fetch(str(saved)) == saved
+    assert len(hub.requests) == requests
+
+
+@pytest.mark.parametrize("reference", ["ada/unknown", "no/such/folder", "adapter-without-user"])
+def test_unknown_references_are_named(hub: FakeHub, reference: str) -> None:
+    with pytest.raises(UserError, match=re.escape(repr(reference))) as caught:
+        fetch(reference)
+    assert "\n" not in str(caught.value)
+
+
+def test_public_heads_are_fetched_also_as_a_pickle(hub: FakeHub, tmp_path: Path) -> None:
+    write_head(tmp_path / "public", EAGLE1, eagle1_tensors(EAGLE1))
+    (tmp_path / "public" / "README.md").write_text("# Card")
+    push(plan_upload(tmp_path / "public", REPO))
+    assert hub.files.keys() == {"config.json", "model.safetensors", "README.md"}
+    folder = write_pickled_head(tmp_path / "pickled")
+    hub.files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    constants.HF_HUB_CACHE = str(tmp_path / "other cache")
+    head = DraftHead.from_pretrained(REPO)
+    assert torch.equal(head.lm_head.weight, eagle3_tensors(LLAMA3)["lm_head.weight"])
+
+
+@pytest.mark.parametrize("method", [LookaheadKV, SpeContext])
+def test_shipped_artifacts_are_named_in_python(method: Any) -> None:
+    kind = "lookahead" if method is LookaheadKV else "retrieval"
+    assert method.from_pretrained(f"shipped:smollm2-135m-{kind}", budget=128).budget == 128
+    with pytest.raises(UserError, match=r"^shipped:none: keepsight ships no such artifact; it ships smollm2-135m-look"):
+        fetch("shipped:none")
+
+
+# A Hub that fails
+
+COMMIT_ROUTE = "POST /api/models/.*/commit/"
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client's pauses between tries take no time."""
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize(
+    ("route", "status"),
+    [
+        ("POST /api/repos/create", 403),
+        ("POST /api/repos/create", None),
+        ("POST .*/objects/batch", 403),
+        (COMMIT_ROUTE, 401),
+        (COMMIT_ROUTE, 409),
+        (COMMIT_ROUTE, 500),
+        (COMMIT_ROUTE, None),
+    ],
+)
+def test_a_refusal_is_one_line_and_the_next_push_succeeds(
+    hub: FakeHub, saved: Path, route: str, status: int | None
+) -> None:
+    hub.faults = [(route, status)] * 12  # more often than the client tries
+    with pytest.raises(UserError, match=f"cannot push {saved} to {REPO}: .*{status or ''}") as caught:
+        push(plan_upload(saved, REPO))
+    assert "\n" not in str(caught.value) and TOKEN not in str(caught.value)
+    assert hub.files == {}, "a commit is all or nothing"
+    hub.faults = [("POST /api/repos/create", 409), ("PUT /lfs/", 503)]  # another push made it; busy once
+    hub.created = {"visibility": "private"}
+    push(plan_upload(saved, REPO))
+    assert set(FILES) < set(hub.files)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_download_that_breaks_leaves_no_half_file(hub: FakeHub, saved: Path) -> None:
+    push(plan_upload(saved, REPO))
+    hub.faults = [("GET .*/adapter_model.safetensors", None)] * 30
+    with pytest.raises(UserError, match="cannot be fetched from the Hub"):
+        fetch(REPO)
+    hub.faults = []
+    assert all((fetch(REPO) / name).read_bytes() == (saved / name).read_bytes() for name in FILES)
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("status", [401, 404, 503])
+def test_a_failed_fetch_is_one_line(hub: FakeHub, status: int) -> None:
+    hub.faults = [("GET|HEAD", status)] * 40
+    with pytest.raises(UserError, match=f"'{REPO}' is no folder here and cannot be fetched from the Hub: ") as caught:
+        fetch(REPO)
+    assert "\n" not in str(caught.value) and TOKEN not in str(caught.value)
+
+
+def test_a_forged_pickle_under_an_adapters_name_is_refused(adapter: Path) -> None:
+    config = json.loads((adapter / "lookahead_config.json").read_text())
+    (adapter / FILES[1]).write_bytes(b"\x80\x04N.")
+    config["digests"][FILES[1]] = file_digest(adapter / FILES[1])
+    del config["_sha256"]
+    (adapter / "lookahead_config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="not a safetensors file"):
+        plan_upload(adapter, REPO)

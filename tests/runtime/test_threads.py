@@ -1,0 +1,80 @@
+"""Several threads, and asyncio tasks, use one model at once: each answer is what it is alone."""
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from keepsight.models.draft_sources import LoadedDraft
+from keepsight.runtime.generate import generate
+from keepsight.runtime.methods.make import make_method
+from keepsight.runtime.methods.resources import Resources
+from tests.models.modules import SHAPE, random_on, save
+from tests.tiny import prompt_ids, tiny_model
+
+METHODS: dict[str, dict[str, Any]] = {
+    "lookaheadkv": {},
+    "adakv": {"window": 8},
+    "snapkv": {"window": 8, "every": 4},
+    "speckv": {"window": 8, "observer": {"drafter": {"lookahead": 5}}},
+    "h2o": {"window": 4},
+    "kivi": {"bits": 2, "group": 8, "residual": 8},
+    "quest": {},
+}
+BUDGETS = {"quest": 40}
+PLAIN = "transformers"
+
+
+@pytest.fixture(scope="module")
+def models() -> list[Any]:
+    return [tiny_model(), tiny_model("qwen3", seed=1)]
+
+
+@pytest.fixture(scope="module")
+def methods(models, tmp_path_factory) -> list[dict[str, Any]]:
+    made = []
+    for place, model in enumerate(models):
+        adapter = save(random_on(model, replace(SHAPE, queries="max")), tmp_path_factory.mktemp("adapter") / str(place))
+        resources = Resources(adapter=adapter, draft=LoadedDraft("tiny", "1", tiny_model(seed=3)))
+        budgets = {name: BUDGETS.get(name, 16) for name in METHODS} | {"kivi": None}
+        made.append({name: make_method(name, budgets[name], resources, **each) for name, each in METHODS.items()})
+    return made
+
+
+def _answer(model: Any, method: Any, seed: int) -> list[int]:
+    ids = prompt_ids(60 + seed, seed=seed)[0]
+    options: dict[str, Any] = {"max_new_tokens": 12, "eos_token_id": None, "do_sample": False}
+    if method is None:
+        return model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, ids.shape[1] :].tolist()
+    return generate(model, ids, method, **options)[0].tolist()
+
+
+def _jobs(models: list[Any], methods: list[dict[str, Any]]) -> list[tuple[Any, Any, int]]:
+    names = [*METHODS, PLAIN]
+    return [
+        (model, own.get(name), seed)
+        for seed in range(4)
+        for name in names
+        for model, own in zip(models, methods, strict=True)
+    ]
+
+
+def test_threads_answer_as_one_after_the_other(models, methods):
+    jobs = _jobs(models, methods)
+    alone = [_answer(*job) for job in jobs]
+    with ThreadPoolExecutor(8) as pool:
+        together = list(pool.map(lambda job: _answer(*job), jobs))
+    assert together == alone
+    assert [model.config._attn_implementation for model in models] == ["sdpa", "sdpa"]
+
+
+def test_tasks_answer_as_one_after_the_other(models, methods):
+    jobs = _jobs(models, methods)[:24]
+
+    async def all_at_once() -> list[list[int]]:
+        return await asyncio.gather(*(asyncio.to_thread(_answer, *job) for job in jobs))
+
+    assert asyncio.run(all_at_once()) == [_answer(*job) for job in jobs]
