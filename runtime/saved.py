@@ -20,13 +20,19 @@ from transformers.cache_utils import Cache, DynamicLayer
 from typing_extensions import override
 
 from keepsight.errors import UserError
-from keepsight.models.decoder import decoder_of, full_attention_layers, has_latents, head_width
-from keepsight.models.decoder import running_devices, values_of
+from keepsight.files import atomic_files, from_json
+from keepsight.models.decoder import (
+    decoder_of,
+    full_attention_layers,
+    has_latents,
+    head_width,
+    running_devices,
+    values_of,
+)
 from keepsight.runtime.attention import Softmax, is_bounded
 from keepsight.runtime.generate import CustomGenerate, Decoded, FullCache, GenerateRequest
 from keepsight.runtime.layer import KeptLayer, RaggedLayer, Recorded
 from keepsight.runtime.state import Needs, State, empty_cache, share
-from keepsight.files import from_json
 
 FILE = "state.safetensors"
 QUESTIONS = ("seen", "unseen", "multi")

@@ -18,12 +18,11 @@ from keepsight.errors import UserError, require_whole
 from keepsight.models.decoder import has_latents
 from keepsight.runtime.attention import OwnAttention, Softmax, run
 from keepsight.runtime.importance import top_entries
-from keepsight.runtime.layer import KeptLayer
+from keepsight.runtime.layer import KeptLayer, Recorded
 from keepsight.runtime.sparse_attention import BLOCK, sparse_attention
 from keepsight.runtime.state import (
     Needs,
     State,
-    Trace,
     empty_cache,
     full_layers,
     record_past,
@@ -90,16 +89,11 @@ class SparsePrefill:
             input_ids=torch.cat([input_ids, draft_ids], dim=1),
             logits_to_keep=draft_ids.shape[1] + 1,
         )
-        trace = Trace(
-            Needs(window=needs.window),
-            tuple(layer.queries for layer in layers) if needs.window else (),
-            (),
-            tuple(layer.softmax for layer in layers),
-        )
         lengths = torch.full((len(input_ids),), length, device=input_ids.device)
         roll_back(cache, draft_ids.shape[1])
         cache = with_full_layers(cache, [layer.first_entries(length) for layer in layers])
-        state = State(cache, None, output.logits[:, 0].float(), input_ids, lengths, trace)
+        logits, recorded = output.logits[:, 0].float(), Needs(window=needs.window)
+        state = State(cache, logits, input_ids, lengths, recorded, padded=False)
         return state, [layer.importance for layer in layers]
 
 
@@ -121,16 +115,18 @@ class _SparseLayer(DynamicLayer, OwnAttention):
     def __init__(self, sparse: SparsePrefill, score: Score, length: int, candidates: int, window: int) -> None:
         super().__init__()
         self.sparse, self.score = sparse, score
-        self.length, self.candidates, self.recorded = length, candidates, window
+        self.length, self.candidates, self.window = length, candidates, window
 
     @override
     def attend(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
         self.importance, self.softmax = self.score(query, key, softmax), softmax
-        self.queries = query[:, :, max(self.length - self.recorded, 0) : self.length].clone()
+        self.queries = query[:, :, max(self.length - self.window, 0) : self.length].clone()
         columns = top_entries(self.importance[..., : self.candidates], min(self.sparse.vertical, self.candidates))
         return sparse_attention(query, key, value, columns, self.sparse.band, softmax)
 
     def first_entries(self, length: int) -> KeptLayer:
         """A layer of the first `length` entries alone."""
         keys, values = (each[:, :, :length].contiguous() for each in (self.keys, self.values))
-        return KeptLayer(keys, values, length)
+        layer = KeptLayer(keys, values, length)
+        layer.recorded = Recorded(self.softmax, self.queries if self.window else None)
+        return layer

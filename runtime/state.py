@@ -23,8 +23,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from keepsight.errors import UserError
-from keepsight.models.decoder import FULL, has_latents, require_supported
-from keepsight.models.decoder import on_each
+from keepsight.models.decoder import FULL, has_latents, on_each, require_supported
 from keepsight.runtime.attention import Reader, Softmax, is_bounded, run
 from keepsight.runtime.features import RecordFeatures
 from keepsight.runtime.images import Images

@@ -14,8 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from keepsight.models.decoder import CHUNKED, decoder_of, has_latents, layer_kinds
-from keepsight.models.decoder import running_devices
+from keepsight.models.decoder import CHUNKED, decoder_of, has_latents, layer_kinds, running_devices
 from keepsight.runtime.attention import is_bounded, run
 from keepsight.runtime.layer import LayerEntries
 from keepsight.runtime.shared_pass import SharedLayer, SharedPass, StateGroup

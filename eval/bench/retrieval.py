@@ -20,7 +20,7 @@ from keepsight.runtime.methods.specontext import SpeContext
 from keepsight.runtime.state import context_of, prefill
 from keepsight.runtime.retrieval.placement import elastic_layers
 from keepsight.runtime.retrieval.reader import RetrievalCache
-from keepsight.runtime.state import Needs, State, Trace
+from keepsight.runtime.state import Needs, State
 
 
 def size_lines(target: Target, head: RetrievalHead, draft: DraftHead | None) -> Iterator[str]:

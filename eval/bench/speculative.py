@@ -19,7 +19,7 @@ from keepsight.runtime.drafting.decode import (
 )
 from keepsight.runtime.drafting.eagle import DraftingHead
 from keepsight.runtime.state import prefill
-from keepsight.runtime.state import Needs, Trace
+from keepsight.runtime.state import Needs
 
 
 @dataclass(frozen=True)

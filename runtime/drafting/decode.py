@@ -16,10 +16,9 @@ from transformers.generation import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from keepsight.errors import UserError, require_whole
-from keepsight.runtime.generate import Decoded
 from keepsight.runtime.drafting.eagle import ChainDrafter, DraftingHead, unread_rows
-from keepsight.runtime.state import context_of, read
-from keepsight.runtime.state import Needs, State, Trace
+from keepsight.runtime.generate import Decoded
+from keepsight.runtime.state import Needs, State, context_of, read
 
 
 @dataclass(frozen=True)
@@ -104,14 +103,14 @@ def decode_speculatively(
         if count:
             drafted = drafter.draft(*unread_rows(state, layers, newest), count)
         # Only the new tokens' features are recorded: the head has read the others.
-        state = replace(state, trace=Trace(Needs(features=layers)))
+        state = replace(state, needs=Needs(features=layers), features=())
         state, logits = read(model, state, torch.cat([newest, drafted], dim=1))
         each = _judge(answer, drafted, logits)
-        state = _forget_last(state, count + 1 - each.emitted, logits[:, each.emitted - 1])
+        state = state.crop(count + 1 - each.emitted, logits[:, each.emitted - 1])
         rounds.append(each)
         place += each.emitted
     answer.end()
-    return Speculated(answer.ids, replace(state, trace=Trace()), tuple(rounds))
+    return Speculated(answer.ids, replace(state, needs=Needs(), features=()), tuple(rounds))
 
 
 class _Answer:
@@ -160,20 +159,6 @@ def _judge(answer: _Answer, drafted: Tensor, logits: Tensor) -> Round:
             return Round(place + 1, place + 1, place + 1)
     answer.add(logits[:, -1])
     return Round(len(guesses), len(guesses), len(guesses) + 1)
-
-
-def _forget_last(state: State, count: int, logits: Tensor) -> State:
-    """Roll the state back by `count` tokens; `logits` [1, V] are those of its last token then."""
-    state.cache.crop(-count)
-    features = tuple(each[:, : each.shape[1] - count] for each in state.trace.features)
-    return replace(
-        state,
-        mask=None if state.mask is None else state.mask[:, : state.mask.shape[1] - count],
-        logits=logits,
-        tokens=state.tokens[:, : state.tokens.shape[1] - count],
-        lengths=state.lengths - count,
-        trace=replace(state.trace, features=features),
-    )
 
 
 def require_single(ids: Tensor) -> None:

@@ -15,10 +15,9 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from keepsight.errors import UserError
-from keepsight.runtime.layer import KeptLayer
-from keepsight.runtime.state import positions_of
 from keepsight.runtime.attention import Softmax, grouped_attention
-from keepsight.runtime.state import State
+from keepsight.runtime.layer import KeptLayer
+from keepsight.runtime.state import State, positions_of
 
 _ROWS_AT_ONCE = 1024  # bounds the memory of a long prompt's mask and hidden layer
 
@@ -181,7 +180,7 @@ def unread_rows(state: State, layers: tuple[int, ...], newest: Tensor) -> tuple[
     """The rows that a head can read of a state, as `ChainDrafter.read` takes them.
 
     Args:
-        state: State of M tokens, the last m of which have features in its trace.
+        state: State of M tokens, the last m of which have recorded features.
         layers: The head's feature layers.
         newest: [B, 1] int64: the token after all that the state has read.
 
@@ -191,10 +190,10 @@ def unread_rows(state: State, layers: tuple[int, ...], newest: Tensor) -> tuple[
     Raises:
         UserError: the features were not recorded.
     """
-    if not state.trace.features or not set(layers) <= set(state.trace.needs.features):
+    if not state.features or not set(layers) <= set(state.needs.features):
         raise UserError(
             f"the features of layers {list(layers)} that the draft head reads were not recorded: prefill with "
             f"needs=Needs(features={layers})"
         )
-    features = state.trace.features_of(layers)
+    features = state.features_of(layers)
     return features, torch.cat([state.tokens, newest], dim=1)[:, -features.shape[1] :]

@@ -16,10 +16,8 @@ from typing_extensions import override
 from keepsight.errors import require_whole
 from keepsight.runtime.generate import decode, end_ids, stop_after
 from keepsight.runtime.importance import Reduce
-from keepsight.runtime.observe import Observer, look_back
-from keepsight.runtime.read_layer import read_layers
+from keepsight.runtime.observe import Observer, combine, look_back, recorded_queries, window_attention
 from keepsight.runtime.state import Needs, State
-from keepsight.runtime.observe import combine, recorded_queries, window_attention
 
 
 @dataclass(frozen=True)
@@ -88,9 +86,9 @@ class DraftObserver(Observer):
         look = functools.partial(look_back, model, state, embeddings, reduce=reduce, observer_mask=draft.mask)
         if not self.window:
             return look()
-        rows = held_rows(next(iter(state.trace.queries), None), self.window)
+        layers = state.layers
+        rows = min((recorded_queries(each, self.window).queries.shape[2] for each in layers), default=0)
         real = draft.mask if draft.mask is not None else torch.ones_like(draft.ids, dtype=torch.bool)
-        layers = [*read_layers(model, state)]
 
         def with_window(place: int, of_draft: Tensor) -> Tensor:
             of_window = window_attention(layers[place], rows, reduce.queries)

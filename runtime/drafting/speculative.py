@@ -7,13 +7,10 @@ from typing_extensions import override
 
 from keepsight.errors import UserError, require_whole
 from keepsight.runtime.attention import Reader
-from keepsight.runtime.generate import Decoded, Reapply
 from keepsight.runtime.drafting.decode import decode_speculatively, require_single
 from keepsight.runtime.drafting.eagle import DraftingHead
-from keepsight.runtime.generate import GenerateRequest
-from keepsight.runtime.generate import CacheMethod, FullCache
-from keepsight.runtime.state import context_of, prefill
-from keepsight.runtime.state import Needs, State
+from keepsight.runtime.generate import CacheMethod, Decoded, FullCache, GenerateRequest, Reapply
+from keepsight.runtime.state import Needs, State, context_of, prefill
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing_extensions import override
 
 from keepsight.errors import UserError
 from keepsight.runtime.generate import CacheMethod
+from keepsight.runtime.images import Images
 from keepsight.runtime.quantized.cache import (
     PackedLayer,
     pack_state,
@@ -83,7 +84,13 @@ class Kivi(PackedMethod):
 
     @override
     def start(
-        self, model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None = None, *, chunk: int | None = None
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        mask: Tensor | None = None,
+        *,
+        chunk: int | None = None,
+        images: Images | None = None,
     ) -> State:
         require_packable(model)
         require_unpadded(mask)

@@ -9,6 +9,7 @@ from typing_extensions import override
 from keepsight.errors import UserError, require_whole
 from keepsight.models.decoder import head_width
 from keepsight.runtime.attention import Reader
+from keepsight.runtime.images import Images
 from keepsight.runtime.importance import Reduce
 from keepsight.runtime.methods.kivi import PackedMethod
 from keepsight.runtime.offload import FullEntries, Traffic, require_memory
@@ -57,7 +58,13 @@ class SpeCache(PackedMethod):
 
     @override
     def start(
-        self, model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None = None, *, chunk: int | None = None
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        mask: Tensor | None = None,
+        *,
+        chunk: int | None = None,
+        images: Images | None = None,
     ) -> State:
         self._require(model, input_ids)
         require_unpadded(mask)

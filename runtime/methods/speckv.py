@@ -13,7 +13,8 @@ from keepsight.models.draft_sources import DraftHeadSource, DraftSource
 from keepsight.runtime.attention import Softmax
 from keepsight.runtime.drafting.observer import Drafter, DraftIds, DraftObserver, GivenDraft, greedy_draft
 from keepsight.runtime.evict import Evict
-from keepsight.runtime.importance import Pool, Reduce, observed_attention, reduce_group
+from keepsight.runtime.images import Images
+from keepsight.runtime.importance import Pool, Reduce, observed_attention, protected, reduce_group
 from keepsight.runtime.methods.head_answer import head_answer
 from keepsight.runtime.sparse_prefill import Score, SparsePrefill
 from keepsight.runtime.state import Needs, State, context_of, prefill
@@ -122,18 +123,25 @@ class SpecKV(Evict):
 
     @override
     def start(
-        self, model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None = None, *, chunk: int | None = None
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        mask: Tensor | None = None,
+        *,
+        chunk: int | None = None,
+        images: Images | None = None,
     ) -> State:
         drafter, length = self._drafter(), input_ids.shape[1]
         if drafter is None or self.sparse is None or self.shares_prefill(length):
-            return super().start(model, input_ids, mask, chunk=chunk)
+            return super().start(model, input_ids, mask, chunk=chunk, images=images)
         _refuse(length, mask, chunk)
         draft = drafter.write(model, input_ids)
         if not self.sparse.active(length + draft.ids.shape[1]):
             given = replace(self, sparse=None, observer=replace(self.observer, drafter=GivenDraft(draft)))  # type: ignore[type-var]
             return given.start(model, input_ids)
         score = self._score(draft, length)
-        return self.keep(*self.sparse(model, input_ids, draft.ids, score, needs=self.needs(), window=self.window))
+        read = self.sparse(model, input_ids, draft.ids, score, needs=self.needs(), window=self.window)
+        return self.keep(read[0], self.select(*read))
 
     def _drafter(self) -> ModelDrafter | None:
         drafter = self.observer.drafter if isinstance(self.observer, DraftObserver) else None
@@ -151,7 +159,8 @@ class SpecKV(Evict):
             observed = observed_attention(
                 query[:, :, -rows:], key, softmax, length, query_mask=real, reduction=self.reduce.queries
             )
-            return self.protect(reduce_group(observed, key.shape[1], self.reduce.heads), None)
+            scores = reduce_group(observed, key.shape[1], self.reduce.heads)
+            return protected(scores, None, self.pool, self.sinks, self.window)
 
         return score
 

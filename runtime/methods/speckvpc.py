@@ -17,6 +17,7 @@ from keepsight.models.draft_sources import DraftHeadSource, DraftSource
 from keepsight.runtime.allocate import Allocation, Budget, Uniform
 from keepsight.runtime.drafting.observer import DraftIds, DraftObserver, GivenDraft
 from keepsight.runtime.generate import Method
+from keepsight.runtime.images import Images
 from keepsight.runtime.methods.speckv import SpecKV
 from keepsight.runtime.methods.specpc import SpecPC, require_room
 from keepsight.runtime.prompt_compression.method import pad_left, unpadded
@@ -66,7 +67,13 @@ class SpecKVPC(Method):
     @override
     @torch.no_grad()
     def start(
-        self, model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None = None, *, chunk: int | None = None
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        mask: Tensor | None = None,
+        *,
+        chunk: int | None = None,
+        images: Images | None = None,
     ) -> State:
         prompts = unpadded(input_ids, mask)
         short, drafted = [], []

@@ -15,6 +15,7 @@ from keepsight.files import read_bytes
 from keepsight.models.decoder import has_latents, require_one_device
 from keepsight.models.retrieval_head import NONE, RetrievalHead, of_the_token_before
 from keepsight.runtime.attention import Reader
+from keepsight.runtime.images import Images
 from keepsight.runtime.retrieval.memory_plan import plan_for
 from keepsight.runtime.retrieval.placement import Placement
 from keepsight.runtime.retrieval.reader import RetrievalCache, RetrievalReader, RetrievalState, RetrievalTurnReader
@@ -23,8 +24,7 @@ from keepsight.runtime.sparse_read.cache import MakeLayer, SelectedLayer, select
 from keepsight.runtime.sparse_read.method import SparseRead
 from keepsight.runtime.sparse_read.mla import layers_of
 from keepsight.runtime.sparse_read.top_k import StepBudget
-from keepsight.runtime.state import Needs, State, Trace, positions_of, prefill, with_full_layers
-from keepsight.units import read_bytes
+from keepsight.runtime.state import Needs, State, positions_of, prefill, with_full_layers
 
 _BLOCK = 4096
 """Prompt tokens whose features are concatenated at a time."""
@@ -96,7 +96,13 @@ class SpeContext(SparseRead):
 
     @override
     def start(
-        self, model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None = None, *, chunk: int | None = None
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        mask: Tensor | None = None,
+        *,
+        chunk: int | None = None,
+        images: Images | None = None,
     ) -> State:
         self._require(model)
         self._placement(model, *input_ids.shape).on_cpu(*input_ids.shape)  # what can never fit ends here
@@ -112,7 +118,7 @@ class SpeContext(SparseRead):
         placement = self._placement(model, *state.tokens.shape)
         placement.place(layers, state.tokens.shape[1])
         cache = RetrievalCache(layers, self._selector(model, state), placement)
-        return RetrievalState(cache, None, state.logits, state.tokens, state.lengths, Trace(), state.shift)
+        return state.as_kind(RetrievalState, cache)
 
     @override
     def layers_for(self, state: State) -> MakeLayer:
@@ -146,7 +152,7 @@ class SpeContext(SparseRead):
         length, mask = state.tokens.shape[1], state.tokens_mask
         head = self.head.to(model.device).reaching(length)
         layers = head.layers_of(model)
-        if missing := sorted(set(layers) - set(state.trace.needs.features)):
+        if missing := sorted(set(layers) - set(state.needs.features)):
             raise UserError(
                 f"SpeContext: the prefill did not record layer {missing[0]}; give it needs=method.needs(), or call "
                 "method.start"
@@ -155,7 +161,7 @@ class SpeContext(SparseRead):
             head,
             layers,
             torch.cat([*_prompt_keys(head, layers, model, state)], dim=2),
-            state.trace.features_of(layers, slice(-1, None)) if layers else None,
+            state.features_of(layers, slice(-1, None)) if layers else None,
             None if mask is None else length - state.lengths,
             StepBudget(tuple(self.budgets(state)), self.sinks, self.window),
         )
@@ -176,7 +182,7 @@ def _prompt_keys(
         features = None
         if layers:
             before = slice(max(start - 1, 0), start + _BLOCK)
-            recorded = state.trace.features_of(layers, before)
+            recorded = state.features_of(layers, before)
             features = of_the_token_before(recorded, None if mask is None else mask[:, before])
             features = features[:, start - before.start :]
         inputs = head.inputs(embed(state.tokens[:, block]), features)

@@ -20,12 +20,12 @@ from keepsight.errors import UserError, require_whole
 from keepsight.models.decoder import full_attention_layers
 from keepsight.models.draft_sources import DraftHeadSource, DraftSource
 from keepsight.runtime.attention import Softmax
-from keepsight.runtime.generate import GenerateRequest, decode, end_ids, stop_after
+from keepsight.runtime.generate import decode, end_ids, stop_after
 from keepsight.runtime.images import Images
 from keepsight.runtime.importance import observed_attention
-from keepsight.runtime.latents import attended_entries
 from keepsight.runtime.methods.head_answer import head_answer
 from keepsight.runtime.methods.speckv import require_draft_fits
+from keepsight.runtime.observe import recorded_queries
 from keepsight.runtime.prompt_compression.method import ShortenPrompt
 from keepsight.runtime.prompt_compression.neighborhood import select_tokens
 from keepsight.runtime.state import Needs, State, prefill
@@ -76,17 +76,24 @@ class SpecPC(ShortenPrompt):
         require_room(type(self).__name__, length, self.lookahead, context)
 
     @override
-    def begin(self, model: PreTrainedModel, request: GenerateRequest) -> State:
-        if not request.images:
-            return super().begin(model, request)
-        ids, images = request.input_ids, request.images
-        if len(ids) != 1 or (request.mask is not None and not request.mask.all()):
+    def start(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        mask: Tensor | None = None,
+        *,
+        chunk: int | None = None,
+        images: Images | None = None,
+    ) -> State:
+        if not images:
+            return super().start(model, input_ids, mask, chunk=chunk)
+        if len(input_ids) != 1 or (mask is not None and not mask.all()):
             raise UserError(
                 f"{type(self).__name__}: a prompt with images is shortened alone, without padding; give one"
             )
-        if (kept := self.tokens_to_read(model, ids[0], images)) is not None:
-            images, ids = images.shortened(model, ids, kept), ids[:, kept]
-        return prefill(model, ids, chunk=request.chunk, needs=Needs(), images=images)
+        if (kept := self.tokens_to_read(model, input_ids[0], images)) is not None:
+            images, input_ids = images.shortened(model, input_ids, kept), input_ids[:, kept]
+        return prefill(model, input_ids, chunk=chunk, needs=Needs(), images=images)
 
     @override
     def select(self, model: PreTrainedModel, input_ids: Tensor, images: Images | None = None) -> Tensor:
@@ -157,20 +164,12 @@ class SpecPC(ShortenPrompt):
     def _scores(self, draft: PreTrainedModel, state: State, places: list[int], length: int, generated: int) -> Tensor:
         """[N] float32. Maximum and sum commute, so that all queries of a layer are reduced at once."""
         rows = self.window + generated
-        weights, ahead = self._weights(generated).to(state.logits.device), state.trace.ahead
-        layers = [*zip(state.trace.queries, attended_entries(draft, state), state.trace.softmax, strict=True)]
-        by_layer = [
-            observed_attention(
-                queries[:, :, -rows:],
-                each.keys,
-                softmax,
-                length,
-                query_mask=weights[None],
-                ahead=None if ahead is None else ahead[:, -rows:],
-                reduction=self.reduction,
-            )[0]
-            for queries, each, softmax in map(layers.__getitem__, places)
-        ]
+        weights, layers = self._weights(generated).to(state.logits.device), state.layers
+        by_layer = []
+        for layer in map(layers.__getitem__, places):
+            window, keys = recorded_queries(layer, rows), layer.attended().keys
+            options = {"query_mask": weights[None], "ahead": window.ahead, "reduction": self.reduction}
+            by_layer.append(observed_attention(window.queries, keys, window.softmax, length, **options)[0])
         return self._over_heads(torch.cat(by_layer))
 
     def _weights(self, generated: int) -> Tensor:

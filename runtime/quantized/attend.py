@@ -3,11 +3,10 @@
 import torch
 from torch import Tensor
 
-from keepsight.runtime.attention import later
+from keepsight.runtime.attention import Softmax, later
 from keepsight.runtime.offload import FetchedEntries
 from keepsight.runtime.quantized import kernel
 from keepsight.runtime.quantized.entries import PackedEntries
-from keepsight.runtime.attention import Softmax
 
 
 def attend_packed(

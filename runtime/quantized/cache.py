@@ -16,14 +16,11 @@ from typing_extensions import override
 
 from keepsight.errors import UserError
 from keepsight.models.decoder import has_latents
-from keepsight.runtime.attention import OwnAttention, run
-from keepsight.runtime.state import cache_bytes, empty_cache, entries, full_layers, with_full_layers
-from keepsight.runtime.attention import is_bounded
+from keepsight.runtime.attention import OwnAttention, Softmax, is_bounded, run
 from keepsight.runtime.layer import KeptLayer, LayerEntries
 from keepsight.runtime.quantized.attend import attend_packed
 from keepsight.runtime.quantized.entries import PackedEntries
-from keepsight.runtime.attention import Softmax
-from keepsight.runtime.state import State, Trace
+from keepsight.runtime.state import State, cache_bytes, empty_cache, full_layers, with_full_layers
 
 
 class PackedLayer(OwnAttention, KeptLayer):
@@ -106,7 +103,7 @@ class PackedState(State):
         return sum(layer.bytes for layer in packed_layers(self.cache)) + cache_bytes(Cache(layers=bounded))
 
     @override
-    def held(self) -> Tensor:
+    def counts(self) -> Tensor:
         rows = [
             torch.full(layer.keys.shape[:2], layer.held.length, device=layer.keys.device)
             for layer in packed_layers(self.cache)
@@ -129,9 +126,9 @@ def pack_state(state: State, pack: PackLayer) -> PackedState:
     Raises:
         UserError: entries are padded, or their number differs between the KV heads of a layer.
     """
-    require_unpadded(state.mask)
+    require_unpadded(state.tokens_mask)
     layers: list[KeptLayer] = []
-    for keys, values, real in entries(state.cache):
+    for keys, values, real in state.entries():
         if real is not None and not real.all():
             raise UserError(
                 "KV heads that hold different numbers of entries cannot be packed; use an allocation that keeps the "
@@ -139,7 +136,7 @@ def pack_state(state: State, pack: PackLayer) -> PackedState:
             )
         layers.append(pack(keys, values, state.cache.get_seq_length()))
     cache = with_full_layers(state.cache, layers)
-    return PackedState(cache, None, state.logits, state.tokens, state.lengths, Trace(), state.shift)
+    return state.as_kind(PackedState, cache)
 
 
 @torch.no_grad()
@@ -157,7 +154,7 @@ def prefill_packed(model: PreTrainedModel, input_ids: Tensor, chunk: int | None,
         output = run(model, cache, input_ids=ids, position_ids=at, logits_to_keep=1)
     lengths = torch.full((len(input_ids),), length, device=input_ids.device)
     packed = with_full_layers(cache, [layer.packed for layer in arriving])
-    return PackedState(packed, None, output.logits[:, -1].float(), input_ids, lengths)
+    return PackedState(packed, output.logits[:, -1].float(), input_ids, lengths, padded=False)
 
 
 class _ArrivingLayer(DynamicLayer):

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from keepsight.runtime.attention import Softmax
 from keepsight.runtime.offload import FetchedEntries
 from keepsight.runtime.quantized.entries import PackedEntries
-from keepsight.runtime.attention import Softmax
 
 if HAS_TRITON := find_spec("triton") is not None:
     import triton

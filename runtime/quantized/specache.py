@@ -15,15 +15,14 @@ from transformers.cache_utils import Cache
 from typing_extensions import override
 
 from keepsight.errors import UserError
-from keepsight.runtime.attention import run
-from keepsight.runtime.state import record_past, roll_back, with_full_layers
-from keepsight.runtime.layer import LayerEntries
+from keepsight.runtime.attention import Softmax, run
 from keepsight.runtime.importance import reduce_group
+from keepsight.runtime.layer import LayerEntries
 from keepsight.runtime.offload import Fetch, FullEntries
 from keepsight.runtime.quantized.attend import attend_packed
 from keepsight.runtime.quantized.cache import PackedLayer
 from keepsight.runtime.quantized.entries import PackedEntries
-from keepsight.runtime.attention import Softmax
+from keepsight.runtime.state import record_past, roll_back, with_full_layers
 from keepsight.runtime.token_reader import TokenReader
 
 

@@ -15,12 +15,11 @@ from typing_extensions import override
 
 from keepsight.errors import UserError
 from keepsight.runtime.attention import run
-from keepsight.runtime.state import full_layers, share, with_full_layers
 from keepsight.runtime.features import RecordFeatures
 from keepsight.runtime.retrieval.placement import Placement
 from keepsight.runtime.retrieval.selector import HeadSelector
 from keepsight.runtime.sparse_read.cache import SelectedLayer, SelectedState, Selection
-from keepsight.runtime.state import State
+from keepsight.runtime.state import State, full_layers, share, with_full_layers
 from keepsight.runtime.token_reader import TokenReader
 from keepsight.runtime.turn import TurnReader
 
@@ -83,7 +82,7 @@ class RetrievalState(SelectedState):
         return super().kv_bytes + retrieval_cache(self.cache).selector.bytes
 
     @override
-    def held(self) -> Tensor:
+    def counts(self) -> Tensor:
         layers = retrieval_cache(self.cache).selected_layers
         return self.lengths[:, None].expand(len(layers), -1, layers[0].keys.shape[1])
 

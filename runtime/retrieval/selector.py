@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from keepsight.models.retrieval_head import RetrievalHead
-from keepsight.runtime.layer import spare
 from keepsight.runtime.attention import Softmax
+from keepsight.runtime.layer import spare
 from keepsight.runtime.sparse_read.cache import Selection
 from keepsight.runtime.sparse_read.top_k import StepBudget, most_attended
 

@@ -18,11 +18,9 @@ from transformers.cache_utils import Cache
 from typing_extensions import override
 
 from keepsight.errors import UserError
-from keepsight.runtime.attention import OwnAttention
-from keepsight.runtime.state import cache_bytes, entries
+from keepsight.runtime.attention import OwnAttention, Softmax, grouped_attention, visible
 from keepsight.runtime.layer import KeptLayer, LayerEntries
-from keepsight.runtime.attention import Softmax, grouped_attention, visible
-from keepsight.runtime.state import State
+from keepsight.runtime.state import State, cache_bytes
 
 
 class Selection(NamedTuple):
@@ -204,7 +202,7 @@ def selected_layers(state: State, make: MakeLayer) -> list[KeptLayer]:
         UserError: entries were evicted, so that they cannot be selected.
     """
     tokens = state.tokens.shape[1]
-    if evicted := {keys.shape[2] for keys, _, _ in entries(state.cache)} - {tokens}:
+    if evicted := {keys.shape[2] for keys, _, _ in state.entries()} - {tokens}:
         raise UserError(
             f"a step selects among all {tokens} tokens, and the cache holds {max(evicted)} of them; give a state from "
             "which nothing was evicted"
@@ -212,7 +210,7 @@ def selected_layers(state: State, make: MakeLayer) -> list[KeptLayer]:
     padding = None if state.tokens_mask is None else tokens - state.lengths
     return [
         make(index, keys, values, tokens, None if padding is None else padding.to(keys.device))
-        for index, (keys, values, _) in enumerate(entries(state.cache))
+        for index, (keys, values, _) in enumerate(state.entries())
     ]
 
 

@@ -13,13 +13,12 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from keepsight.errors import UserError
-from keepsight.runtime.attention import Reader
 from keepsight.runtime.allocate import Budget
-from keepsight.runtime.state import with_full_layers
+from keepsight.runtime.attention import Reader
 from keepsight.runtime.generate import CacheMethod
 from keepsight.runtime.sparse_read.cache import MakeLayer, SelectedState, selected_layers
 from keepsight.runtime.sparse_read.mla import expanded
-from keepsight.runtime.state import State, Trace
+from keepsight.runtime.state import State, with_full_layers
 from keepsight.runtime.turn import TurnReader
 
 
@@ -69,7 +68,7 @@ class SparseRead(CacheMethod):
     def compress(self, model: PreTrainedModel, state: State) -> State:
         state = expanded(model, state)
         cache = with_full_layers(state.cache, selected_layers(state, self.layers_for(state)))
-        return SelectedState(cache, None, state.logits, state.tokens, state.lengths, Trace(), state.shift)
+        return state.as_kind(SelectedState, cache)
 
     @override
     def turn_reader(self, model: PreTrainedModel) -> Reader:

@@ -11,12 +11,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from typing_extensions import override
 
-from keepsight.runtime.state import with_full_layers
-from keepsight.runtime.layer import KeptLayer, LayerEntries
-from keepsight.runtime.latents import Expansion, attended_entries, expansions, holds_latents
 from keepsight.runtime.attention import Softmax
+from keepsight.runtime.latents import Expansion
+from keepsight.runtime.layer import KeptLayer, LayerEntries
 from keepsight.runtime.sparse_read.cache import MakeLayer, SelectedLayer, Selection
-from keepsight.runtime.state import State
+from keepsight.runtime.state import State, with_full_layers
 
 
 class LatentLayer(SelectedLayer):
@@ -68,16 +67,17 @@ def expanded(model: PreTrainedModel, state: State) -> State:
 
     For methods that select by keys. It can be compressed, not read: the model appends latents.
     """
-    if not holds_latents(model, state):
+    if not any(layer.expansion for layer in state.layers):
         return state
-    seen = state.cache.get_seq_length()
-    layers = [KeptLayer(each.keys, each.values, seen, each.real) for each in attended_entries(model, state)]
+    layers = [KeptLayer(*layer.attended()[:2], layer.seen) for layer in state.layers]
+    for layer in layers:
+        layer.token_mask = state.tokens_mask
     return replace(state, cache=with_full_layers(state.cache, layers))
 
 
 def layers_of(model: PreTrainedModel, state: State, make: MakeLayer) -> MakeLayer:
     """Makes layers of latents for a state that holds them; `make` for any other state."""
-    if not holds_latents(model, state):
+    each: list[Any] = [layer.expansion for layer in state.layers]
+    if not any(each):
         return make
-    each = expansions(model)
     return lambda index, *held: LatentLayer(each[index], *held)

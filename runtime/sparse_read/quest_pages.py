@@ -5,8 +5,8 @@ from torch import Tensor
 from torch.nn import functional
 from typing_extensions import override
 
-from keepsight.runtime.layer import GROWTH
 from keepsight.runtime.attention import Softmax, products
+from keepsight.runtime.layer import GROWTH
 from keepsight.runtime.sparse_read.cache import LayerSelector, Selection
 
 _ROOM = 16

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from keepsight.runtime.importance import attention_weights, reduce_group
 from keepsight.runtime.attention import Softmax
+from keepsight.runtime.importance import attention_weights, reduce_group
 from keepsight.runtime.sparse_read.cache import LayerSelector, Selection, real_mask
 
 

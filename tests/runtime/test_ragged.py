@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from keepsight.runtime.allocate import Adaptive, Global, Uniform
 from keepsight.runtime.attention import recording
-from keepsight.runtime.state import cache_bytes, entries, share
+from keepsight.runtime.state import cache_bytes, share
 from keepsight.runtime.layer import KeptLayer, RaggedLayer
 from keepsight.runtime.generate import decode, stop_after
 from keepsight.runtime.gather import keep

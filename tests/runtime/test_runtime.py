@@ -10,7 +10,7 @@ from transformers.generation.streamers import BaseStreamer
 from keepsight import generate
 from keepsight.errors import UserError
 from keepsight.runtime.attention import recording
-from keepsight.runtime.state import cache_bytes, entries
+from keepsight.runtime.state import cache_bytes
 from keepsight.runtime.generate import decode, stop_after
 from keepsight.runtime.drafting.observer import DraftObserver
 from keepsight.runtime.evict import Evict

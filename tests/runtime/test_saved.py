@@ -19,7 +19,7 @@ from keepsight.runtime.generate import FullCache
 from keepsight.runtime.methods import SnapKV
 from keepsight.runtime.state import prefill, read
 from keepsight.runtime.saved import load_state, save_state, weights_digest
-from keepsight.runtime.state import Needs, Trace
+from keepsight.runtime.state import Needs
 from tests.models.modules import random_module
 from tests.runtime.batch import join
 from tests.tiny import FAMILIES, prompt_ids, tiny_model

@@ -135,7 +135,7 @@ def test_the_pass_equals_the_reference(family, length):
     assert_close(state.logits[0], logits)
     assert state.lengths.tolist() == [length]
     assert state.cache.get_seq_length() == length
-    for layer, each in enumerate(entries(state.cache)):
+    for layer, each in enumerate(state.entries()):
         for head in range(2):
             assert_close(each.keys[0, head], keys[layer][head, held[layer][head]])
     dense = SpecKV.with_draft(DRAFT, 40, 7, window=9).start(model, ids)
@@ -149,7 +149,7 @@ def test_exactly_vertical_plus_band_is_dense():
     for length, same in ((121, True), (122, False)):
         ids = prompt_ids(length)[0]
         states = [method.start(model, ids) for method in (sparse, dense)]
-        pairs = list(zip(*(entries(state.cache) for state in states), strict=True))
+        pairs = list(zip(*(state.entries() for state in states), strict=True))
         assert all(torch.equal(one.keys, other.keys) for one, other in pairs) is same
     held, keys, _ = reference(model, ids, ModelDrafter(DRAFT, 7).write(model, ids).ids, 40, 9)
     for layer, each in enumerate(entries(sparse.start(model, ids).cache)):

@@ -22,7 +22,7 @@ from keepsight.runtime.drafting.speculative import Speculative
 from keepsight.runtime.generate import FullCache
 from keepsight.runtime.state import prefill
 from keepsight.runtime.sparse_prefill import SparsePrefill
-from keepsight.runtime.state import Needs, Trace
+from keepsight.runtime.state import Needs
 from tests.close import assert_close
 from tests.runtime.retrieval.heads import LAYERS, Oracle, slow_chain, tiny_head
 from tests.tiny import FAMILIES, prompt_ids, tiny_model
