@@ -17,13 +17,12 @@ from keepsight.eval.kept import kendall_tau
 from keepsight.models.offloaded import joined
 from keepsight.runtime.drafting.observer import Drafter, DraftIds, DraftObserver, GivenDraft
 from keepsight.runtime.evict import Evict
+from keepsight.runtime.generate import Method
 from keepsight.runtime.images import Images
 from keepsight.runtime.importance import Reduce, reduce_group
-from keepsight.runtime.generate import Method
 from keepsight.runtime.methods.oracle import OwnAnswer
 from keepsight.runtime.observe import Observer
-from keepsight.runtime.state import prefill
-from keepsight.runtime.state import Needs, State
+from keepsight.runtime.state import Needs, State, prefill
 
 
 @dataclass(frozen=True)

@@ -14,15 +14,12 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from keepsight.runtime.state import full_layers
-from keepsight.runtime.generate import decode, stop_after
+from keepsight.runtime.generate import CacheMethod, decode, stop_after
 from keepsight.runtime.importance import attention_weights, reduce_group, top_mask
 from keepsight.runtime.latents import attended_entries
-from keepsight.runtime.generate import CacheMethod
-from keepsight.runtime.state import prefill, read
 from keepsight.runtime.retrieval.reader import RetrievalCache
 from keepsight.runtime.sparse_read.cache import SelectedLayer, Selection
-from keepsight.runtime.state import Needs, State
+from keepsight.runtime.state import Needs, State, full_layers, prefill, read
 
 SHARED = "best shared"
 """The entries with the largest mean weight over all layers: no other set for all layers has a larger attention mass."""

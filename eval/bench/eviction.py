@@ -15,8 +15,7 @@ from keepsight.eval.bench.memory import peak_bytes, peak_kv_bytes
 from keepsight.eval.bench.timing import median_seconds, random_ids, seconds_of
 from keepsight.models.targets import Target
 from keepsight.runtime.evict import Evict
-from keepsight.runtime.state import context_of, prefill
-from keepsight.runtime.state import State
+from keepsight.runtime.state import State, context_of, prefill
 
 _LEAST_SECONDS = 0.4
 """A turn of observing or selecting, which are short, takes at least these."""

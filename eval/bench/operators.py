@@ -16,8 +16,7 @@ from typing_extensions import override
 from keepsight.eval.bench.timing import random_ids
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.generate import Method
-from keepsight.runtime.state import context_of, prefill, read
-from keepsight.runtime.state import Trace
+from keepsight.runtime.state import Trace, context_of, prefill, read
 
 _NO_WORK = {"_unsafe_view", "_reshape_alias", "lift_fresh", "detach"}
 """Operators that only describe memory in another way, beside those whose result is declared to be a view."""

@@ -14,14 +14,13 @@ from keepsight.models.draft_head import DraftHead
 from keepsight.models.pruning import parameters, pruning
 from keepsight.models.retrieval_head import RetrievalHead
 from keepsight.models.targets import Target
-from keepsight.runtime.layer import KeptLayer
 from keepsight.runtime.generate import CacheMethod, FullCache
+from keepsight.runtime.layer import KeptLayer
 from keepsight.runtime.methods.quest import Quest
 from keepsight.runtime.methods.specontext import SpeContext
-from keepsight.runtime.state import context_of, prefill
 from keepsight.runtime.retrieval.placement import elastic_layers
 from keepsight.runtime.retrieval.reader import RetrievalCache
-from keepsight.runtime.state import Needs, State, Trace
+from keepsight.runtime.state import Needs, State, Trace, context_of, prefill
 
 
 def size_lines(target: Target, head: RetrievalHead, draft: DraftHead | None) -> Iterator[str]:

@@ -10,7 +10,6 @@ from tqdm import tqdm
 from transformers.generation import StoppingCriteriaList
 
 from keepsight.models.targets import Target
-from keepsight.runtime.generate import decode, end_ids, stop_after
 from keepsight.runtime.drafting.decode import (
     Speculated,
     acceptance_by_position,
@@ -18,8 +17,8 @@ from keepsight.runtime.drafting.decode import (
     decode_speculatively,
 )
 from keepsight.runtime.drafting.eagle import DraftingHead
-from keepsight.runtime.state import prefill
-from keepsight.runtime.state import Needs, Trace
+from keepsight.runtime.generate import decode, end_ids, stop_after
+from keepsight.runtime.state import Needs, Trace, prefill
 
 
 @dataclass(frozen=True)
