@@ -87,7 +87,7 @@ def row_of(
         "agreement": answered.hits.float().mean().item(),
         **measured,
         "first_difference": first_difference(answered.ids, asked.full.ids),
-        "kept": round(state.held().float().mean().item(), 3),
+        "kept": round(state.counts().float().mean().item(), 3),
         "kv_bytes": state.kv_bytes,
         "seconds": seconds,
         "time_to_first_token": sum(seconds.values()),

@@ -97,7 +97,7 @@ def run_samples(
     images, needs = _images(target, samples[0]), needs_of_all([variant.method for variant in compared])
     start = time.perf_counter()
     state = prefill(target.model, prompt, needs=needs, images=images)
-    seconds = since(start) - state.trace.seconds
+    seconds = since(start) - state.seconds
     asked = _ask(target, state, samples, batch_tokens)
     shared = _shared(target, state, asked, seconds, images)
     ranks, attention = shared.ranks(), shared.attention()

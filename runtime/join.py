@@ -29,7 +29,7 @@ def join(states: Sequence[State]) -> State:
     """
     width, seen = (max(lengths) for lengths in zip(*map(_lengths, states), strict=True))
     same_width = all(state.tokens.shape[1] == width and state.padded is False for state in states)
-    shifts = [torch.zeros_like(state.lengths) if state.shift is None else state.shift for state in states]
+    offsets = [torch.zeros_like(state.lengths) if state.rope_offset is None else state.rope_offset for state in states]
     full = iter(zip(*(state.entries() for state in states), strict=True))
     columns = zip(*(state.cache.layers for state in states), strict=True)
     layers: list[Any] = [
@@ -37,11 +37,10 @@ def join(states: Sequence[State]) -> State:
     ]
     return State(
         Cache(layers=layers),
-        None,
         torch.cat([state.logits for state in states]),
         torch.cat([functional.pad(state.tokens, (width - state.tokens.shape[1], 0)) for state in states]),
         torch.cat([state.lengths for state in states]),
-        shift=None if all(state.shift is None for state in states) else torch.cat(shifts),
+        rope_offset=None if all(state.rope_offset is None for state in states) else torch.cat(offsets),
         padded=False if same_width else None,
     )
 
