@@ -1,29 +1,29 @@
-"""Answers of many variants in one batch, with the full cache's answer as the first guess of each.
+"""Answers from many states of one prompt, in batches, by the loop that `generate` runs.
 
-Scoring the full cache's answer under a variant tells at each token what the variant itself would have said. Up to the
-first token where it would have said something else, its own greedy answer is therefore known; only what comes after
-is written, with guesses again (`keepsight.eval.guesses`). Under greedy decoding this is exact up to rounding: in
-bfloat16, where two tokens are often equally likely, one pass over many tokens and one token at a time can choose
-differently (in 2 of 30 answers of a tiny random model).
+Scoring the full cache's answer from a state in one pass tells at each token what the state itself would have written.
+A state that agrees with all of it answers the same; the others are decoded from where the first of them disagrees.
+States that cannot be joined, and methods that evict while decoding, are decoded one by one. Under greedy decoding this
+is exact up to rounding: in bfloat16, where two tokens are often equally likely, one pass over many tokens and one token
+at a time can choose differently.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import psutil
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import PreTrainedModel
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from typing_extensions import override
 
-from keepsight.eval.guesses import Guesses, Writing, write
 from keepsight.models.decoder import head_width
-from keepsight.runtime.state import State
-from keepsight.runtime.together import Rows
+from keepsight.runtime.attention import Reader
+from keepsight.runtime.generate import Reapply, decode, stop_after
+from keepsight.runtime.join import join
+from keepsight.runtime.state import State, read
 
-Item = TypeVar("Item")
 _SHARE_OF_FREE_MEMORY = 0.25
 _TOKENS_AT_ONCE = 64
 """Bounds the logits of a scoring pass to rows x 64 x V float32."""
@@ -37,9 +37,9 @@ class Answered:
         ids: [T] int64, its own greedy answer.
         nll: [T'] float32, negative log-likelihood of the full cache's answer in nats.
         hits: [T'] bool, whether each token of the full cache's answer is the arg-max.
-        tokens_per_second: Decoding speed of its whole batch, from where the answers leave the full cache's; None where
-            nothing was left to write.
-        rows: Number of answers that were decoded together.
+        tokens_per_second: Decoding speed of its whole batch; None where nothing was decoded, because the answer is the
+            full cache's.
+        rows: Number of answers that were decoded in the batch.
         question: Seconds that its batch took to read the question.
     """
 
@@ -58,7 +58,7 @@ class Limits:
     Attributes:
         max_new_tokens: Maximum length of an answer in tokens.
         end_tokens: Token ids that end an answer.
-        batch_tokens: Maximum KV entries per head in a batch, over all its states and their answers.
+        batch_tokens: Maximum KV entries per head in a batch, over all its states and their answers, padding included.
     """
 
     max_new_tokens: int
@@ -66,146 +66,166 @@ class Limits:
     batch_tokens: int
 
 
+@dataclass(frozen=True)
+class _Written:
+    """An answer [T] int64, the speed of the batch that it was decoded in, and the number of rows of that."""
+
+    ids: Tensor
+    tokens_per_second: float | None
+    rows: int
+
+
 def default_batch_tokens(model: PreTrainedModel) -> int:
     """KV entries per head that fill a quarter of the free memory."""
-    config = model.config.get_text_config()
-    entry = 2 * config.num_hidden_layers * config.num_key_value_heads * head_width(config) * model.dtype.itemsize
     if model.device.type == "cuda":
         free = torch.cuda.mem_get_info(model.device)[0]
     else:
         free = psutil.virtual_memory().available
-    return max(int(free * _SHARE_OF_FREE_MEMORY / entry), 1)
+    return max(int(free * _SHARE_OF_FREE_MEMORY / _entry_bytes(model)), 1)
 
 
-def answer_full(
-    model: PreTrainedModel, state: State, question: Tensor, limits: Limits, guesses: Guesses | None = None
-) -> tuple[Tensor, Answered]:
-    """The full cache's greedy answer [1, T] int64, and the same with its likelihood; arguments as for `answer_all`.
-
-    The likelihood is read once more, all tokens together: how many were read at a time while the answer was written
-    depends on the guesses, and so on which samples came before; the rounding would too.
-    """
+def answer_full(model: PreTrainedModel, state: State, question: Tensor, limits: Limits) -> tuple[Tensor, Answered]:
+    """The full cache's greedy answer [1, T] int64, and the same with its likelihood; arguments as for `answer_all`."""
     start = time.perf_counter()
-    rows = Rows(model, [state], question.shape[1] + limits.max_new_tokens)
-    first = read_each(rows, [state], [question])
+    state = _read(model, state.copy(), question)
     asking, start = time.perf_counter() - start, time.perf_counter()
-    writing = Writing(0, first[0].argmax(dim=-1).tolist())
-    write(rows, [writing], guesses or Guesses(), limits.max_new_tokens, limits.end_tokens)
-    speed = len(writing.ids) / (time.perf_counter() - start)
-    ids = torch.tensor(writing.ids, device=question.device)
-    rows.forget(0, len(ids) - 1)
-    (likelihood,) = _score(rows, first, ids[None])[1]
-    return ids[None], Answered(ids, likelihood, torch.ones_like(ids, dtype=torch.bool), speed, question=asking)
+    likelihood = _Likelihood()
+    criteria, processors = stop_after(limits.max_new_tokens, limits.end_tokens), LogitsProcessorList([likelihood])
+    ids = decode(model, state, criteria, pad_token=limits.end_tokens[0], logits_processor=processors).ids
+    speed = ids.shape[1] / (time.perf_counter() - start)
+    nll, hits = torch.cat(likelihood.nll), torch.ones_like(ids[0], dtype=torch.bool)
+    return ids, Answered(ids[0], nll, hits, speed, question=asking)
 
 
 def answer_all(
-    model: PreTrainedModel,
-    states: Sequence[State],
-    question: Tensor,
-    answer: Tensor,
-    limits: Limits,
-    guesses: Guesses | None = None,
+    model: PreTrainedModel, states: Sequence[State], question: Tensor, answer: Tensor, limits: Limits
 ) -> list[Answered]:
-    """Every variant's answer, and its likelihood of the full cache's.
+    """Every state's answer, and its likelihood of the full cache's.
 
     Args:
-        model: The target.
-        states: One-row states; they are not changed.
+        model: The base model.
+        states: One-row states that can be joined; they are not changed.
         question: [1, q] int64, what is read before the answer; empty when the states have read it.
         answer: [1, T] int64, the full cache's greedy answer under the same limits.
         limits: See `Limits`.
-        guesses: Texts that answers may resemble, to which these are added; they change the speed, and rounding.
     """
-    answered, guesses = list[Answered](), guesses or Guesses()
-    guesses.learn(answer[0].tolist())
+    scored: dict[int, tuple[Tensor, Tensor, float]] = {}
     more = question.shape[1] + limits.max_new_tokens
-    for batch in batched_by_entries(states, lambda state: state.length + more, limits.batch_tokens):
-        answered += _answer_batch(model, batch, question, answer, guesses, limits)
-    return answered
+    for batch in joined_by_length(model, states, more, limits.batch_tokens):
+        start = time.perf_counter()
+        state = _read(model, join([states[index] for index in batch]), question)
+        asking = time.perf_counter() - start
+        scores = score(model, state, answer)
+        scored |= {index: (*row, asking) for index, *row in zip(batch, *scores, strict=True)}
+    agreed = [int(scored[index][1].long().cumprod(dim=0).sum()) for index in range(len(states))]
+    differing = [index for index, count in enumerate(agreed) if count < answer.shape[1]]
+    written = dict[int, _Written]()
+    for batch in joined_by_length(model, [states[index] for index in differing], more, limits.batch_tokens):
+        rows = [differing[place] for place in batch]
+        known = answer[:, : min(agreed[row] for row in rows)]
+        state = _read(model, join([states[row] for row in rows]), torch.cat([question, known], dim=1))
+        written.update(zip(rows, _write(model, state, known, limits), strict=True))
+    same = _Written(answer[0], None, 0)
+    answers = []
+    for index in range(len(states)):
+        own, (nll, hits, asking) = written.get(index, same), scored[index]
+        answers.append(Answered(own.ids, nll, hits, own.tokens_per_second, own.rows, asking))
+    return answers
 
 
-def batched_by_entries(items: Iterable[Item], entries: Callable[[Item], int], most: int) -> Iterator[list[Item]]:
-    """Consecutive items that together hold at most `most` entries per head; a single item may exceed it.
+def answer_each(
+    model: PreTrainedModel, states: Sequence[State], questions: Sequence[Tensor], limits: Limits
+) -> list[Tensor]:
+    """The answer [T] int64 of each state to a question [1, q] of its own; other arguments as for `answer_all`."""
+    asked = [_read(model, state.copy(), question) for state, question in zip(states, questions, strict=True)]
+    answers = dict[int, Tensor]()
+    for batch in joined_by_length(model, asked, limits.max_new_tokens, limits.batch_tokens):
+        state = join([asked[index] for index in batch])
+        written = _write(model, state, state.tokens[:1, :0], limits)
+        answers.update(zip(batch, (each.ids for each in written), strict=True))
+    return [answers[index] for index in range(len(states))]
+
+
+def answer_alone(
+    readers: tuple[Reader, Reader],
+    state: State,
+    question: Tensor,
+    answer: Tensor,
+    limits: Limits,
+    reapply: Reapply | None,
+) -> Answered:
+    """`answer_all` for one state that cannot be joined, or whose method evicts while decoding.
 
     Args:
-        items: States, or what becomes states.
-        entries: Entries per head that an item holds.
-        most: Entries per head of a batch.
+        readers: What reads the question after the state, and what decodes from it: the base model, or the method's
+            readers.
+        state: One-row state; it is not changed.
+        question: As for `answer_all`.
+        answer: As for `answer_all`.
+        limits: See `Limits`.
+        reapply: The method's eviction while decoding; the answer is scored between evictions.
     """
-    batch: list[Item] = []
-    held = 0
-    for item in items:
-        size = entries(item)
-        if batch and held + size > most:
+    start = time.perf_counter()
+    state, (asker, model) = state.copy(), readers
+    if question.shape[1]:
+        state, _ = read(asker, state, question, logits_to_keep=1)
+        # The question has filled what was spared for generated tokens.
+        state = reapply.compress(state) if reapply is not None else state
+    asking = time.perf_counter() - start
+    (own,) = _write(model, state.copy(), answer[:, :0], limits, reapply)
+    nll, hits = score(model, state, answer, reapply)
+    return Answered(own.ids, nll[0], hits[0], own.tokens_per_second, question=asking)
+
+
+@torch.no_grad()
+def score(model: Reader, state: State, answer: Tensor, reapply: Reapply | None = None) -> tuple[Tensor, Tensor]:
+    """How likely an answer [1, T] is after each row of a state, which is changed.
+
+    Returns:
+        The negative log-likelihood of its tokens [B, T] float32 in nats, and whether each is the arg-max [B, T] bool.
+    """
+    nll, hits = list[Tensor](), list[Tensor]()
+
+    def compare(logits: Tensor, tokens: Tensor) -> None:
+        # Row by row, so that what is between logits and likelihood is never held for all rows.
+        nll.append(torch.stack([functional.cross_entropy(row, tokens, reduction="none") for row in logits]))
+        hits.append(logits.argmax(dim=-1) == tokens)
+
+    compare(state.logits[:, None], answer[0, :1])
+    block, last = reapply.every if reapply is not None else _TOKENS_AT_ONCE, answer.shape[1] - 1
+    for start in range(0, last, block):
+        if start and reapply is not None:
+            state = reapply.compress(state)
+        end = min(start + block, last)
+        state, logits = read(model, state, answer[:, start:end].expand(len(state.lengths), -1))
+        compare(logits, answer[0, start + 1 : end + 1])
+    return torch.cat(nll, dim=1), torch.cat(hits, dim=1)
+
+
+def joined_by_length(model: PreTrainedModel, states: Sequence[State], more: int, most: int) -> Iterator[list[int]]:
+    """Indices of states that are read in one batch: of similar lengths, so that little is padding.
+
+    A batch ends where its padding would take longer to read than the model's weights, which each batch reads again.
+
+    Args:
+        model: The base model.
+        states: The states.
+        more: Maximum number of tokens read after each.
+        most: Maximum KV entries per head of a batch, padding included; a single state may exceed it.
+    """
+    most_padding = sum(weight.nbytes for weight in model.parameters()) / _entry_bytes(model)
+    batch, held = list[int](), 0
+    for index in sorted(range(len(states)), key=lambda index: states[index].length):
+        longest = states[index].length
+        padded = longest * (len(batch) + 1)
+        full = padded + more * (len(batch) + 1) > most
+        if batch and (full or padded - held - longest > most_padding):
             yield batch
             batch, held = [], 0
-        batch.append(item)
-        held += size
+        batch.append(index)
+        held += longest
     if batch:
         yield batch
-
-
-def read_each(rows: Rows, states: Sequence[State], questions: Sequence[Tensor]) -> list[Tensor]:
-    """Read a question [1, q] after each of the states that became the rows; q may be 0.
-
-    Returns:
-        For each state, the logits [1, V] float32 of its last token.
-    """
-    last = [state.logits for state in states]
-    for start in range(0, max(question.shape[1] for question in questions), _TOKENS_AT_ONCE):
-        blocks = rows.read([question[0, start : start + _TOKENS_AT_ONCE] for question in questions])
-        last = [block[-1:] if len(block) else before for block, before in zip(blocks, last, strict=True)]
-    return last
-
-
-def _answer_batch(
-    model: PreTrainedModel, states: list[State], question: Tensor, answer: Tensor, guesses: Guesses, limits: Limits
-) -> list[Answered]:
-    start = time.perf_counter()
-    rows = Rows(model, states, question.shape[1] + limits.max_new_tokens)
-    first = read_each(rows, states, [question] * len(states))
-    asking = time.perf_counter() - start
-    own, nll = _score(rows, first, answer)
-    hits = own == answer
-    agreed = hits.long().cumprod(dim=1).sum(dim=1).tolist()
-    writings = [Writing(row, own[row, : count + 1].tolist()) for row, count in enumerate(agreed)]
-    for writing, count in zip(writings, agreed, strict=True):
-        rows.forget(writing.row, max(answer.shape[1] - 1 - count, 0))
-    known, start = [len(each.ids) for each in writings], time.perf_counter()
-    write(rows, writings, guesses, limits.max_new_tokens, limits.end_tokens)
-    seconds = time.perf_counter() - start
-    grown = [len(each.ids) - before for each, before in zip(writings, known, strict=True)]
-    wrote = sum(map(bool, grown))
-    speed = sum(grown) / seconds if wrote else None
-    ids = [torch.tensor(each.ids, device=answer.device) for each in writings]
-    return [Answered(*row, speed, wrote, asking) for row in zip(ids, nll, hits, strict=True)]
-
-
-def _score(rows: Rows, first: Sequence[Tensor], answer: Tensor) -> tuple[Tensor, Tensor]:
-    """What each of R rows would say in place of every token of an answer [1, T], and the answer's likelihood.
-
-    Afterwards the rows have read all of the answer but its last token.
-
-    Args:
-        rows: What reads.
-        first: For each row, the logits [1, V] of the answer's first token.
-        answer: The answer.
-
-    Returns:
-        The rows' own choices [R, T] int64, and the answer's negative log-likelihood [R, T] float32 in nats.
-    """
-    own, nll = [], []
-
-    def judge(logits: Sequence[Tensor], tokens: Tensor) -> None:
-        # Row by row, so that what is between logits and likelihood is never held for all rows.
-        own.append(torch.stack([row.max(dim=-1).indices for row in logits]))
-        nll.append(torch.stack([functional.cross_entropy(row, tokens, reduction="none") for row in logits]))
-
-    judge(first, answer[0, :1])
-    for start in range(0, answer.shape[1] - 1, _TOKENS_AT_ONCE):
-        end = min(start + _TOKENS_AT_ONCE, answer.shape[1] - 1)
-        judge(rows.read([answer[0, start:end]] * len(first)), answer[0, start + 1 : end + 1])
-    return torch.cat(own, dim=1), torch.cat(nll, dim=1)
 
 
 def first_difference(ids: Tensor, others: Tensor) -> int | None:
@@ -214,3 +234,47 @@ def first_difference(ids: Tensor, others: Tensor) -> int | None:
         return None
     common = min(len(ids), len(others))
     return int((ids[:common] == others[:common]).long().cumprod(dim=0).sum())
+
+
+class _Likelihood(LogitsProcessor):
+    """Records the negative log-likelihood [B] of each arg-max token, in nats, and leaves the logits as they are."""
+
+    def __init__(self) -> None:
+        self.nll: list[Tensor] = []
+
+    @override
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
+        self.nll.append(functional.cross_entropy(scores, scores.argmax(dim=-1), reduction="none"))
+        return scores
+
+
+def _read(model: PreTrainedModel, state: State, tokens: Tensor) -> State:
+    """The state after the same tokens [1, q] in every row; q may be 0."""
+    for part in tokens.split(_TOKENS_AT_ONCE, dim=1) if tokens.shape[1] else ():
+        state, _ = read(model, state, part.expand(len(state.lengths), -1), logits_to_keep=1)
+    return state
+
+
+def _write(
+    model: Reader, state: State, known: Tensor, limits: Limits, reapply: Reapply | None = None
+) -> list[_Written]:
+    """The greedy answer of each row, whose first tokens [1, t] are known and have been read."""
+    rows, start = len(state.lengths), time.perf_counter()
+    criteria = stop_after(limits.max_new_tokens, limits.end_tokens)
+    prompt = known.expand(rows, -1)
+    ids = decode(model, state, criteria, pad_token=limits.end_tokens[0], prompt_ids=prompt, reapply=reapply).ids
+    answers = [row[: _length(row.tolist(), limits.end_tokens)] for row in ids]
+    tokens = sum(map(len, answers)) - known.numel() * rows
+    speed = tokens / (time.perf_counter() - start)
+    return [_Written(each, speed, rows) for each in answers]
+
+
+def _length(answer: Sequence[int], end_tokens: Sequence[int]) -> int:
+    """Number of tokens up to the first end token."""
+    return next((place + 1 for place, token in enumerate(answer) if token in end_tokens), len(answer))
+
+
+def _entry_bytes(model: PreTrainedModel) -> int:
+    """Bytes of the keys and values of one token in all layers."""
+    config = model.config.get_text_config()
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * head_width(config) * model.dtype.itemsize

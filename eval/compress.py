@@ -17,13 +17,13 @@ from keepsight.eval.kept import kendall_tau
 from keepsight.models.decoder import joined
 from keepsight.runtime.drafting.observer import Drafter, DraftIds, DraftObserver, GivenDraft
 from keepsight.runtime.evict import Evict
+from keepsight.runtime.generate import CacheMethod, Method
 from keepsight.runtime.images import Images
 from keepsight.runtime.importance import Reduce, reduce_group
-from keepsight.runtime.generate import Method
 from keepsight.runtime.methods.oracle import OwnAnswer
 from keepsight.runtime.observe import Observer
-from keepsight.runtime.state import prefill
-from keepsight.runtime.state import Needs, State
+from keepsight.runtime.prompt_compression.method import PromptCompression
+from keepsight.runtime.state import Needs, State, prefill
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class SharedPrompt:
         model: The target.
         state: One-row state of the prompt, with everything recorded that the methods' observers need.
         coming: What follows the prompt under the full cache: the oracle's draft.
-        seconds: Seconds of the prefill, without what adding up the received attention took.
+        seconds: Seconds of the prefill, without the time spent summing accumulated attention.
         coming_seconds: Seconds that writing `coming` took.
         images: Images in the prompt.
     """
@@ -86,18 +86,11 @@ class SharedPrompt:
     @torch.no_grad()
     def compress(self, method: Method) -> Compressed:
         """The state that a method answers from."""
-        start, seconds = time.perf_counter(), Seconds(prefill=self.seconds)
-
-        def observe(observer: Observer, reduce: Reduce) -> list[Tensor]:
-            nonlocal start, seconds
-            observed, seconds = self._observe(observer, reduce)
-            start = time.perf_counter()
-            return observed
-
-        if shared := method.compress_shared(self.model, self.state, observe):
-            state, kept = shared
-            return Compressed(state, replace(seconds, select=since(start)), None if kept is None else joined(kept))
-        images = self.images
+        length, images, start = self.state.tokens.shape[1], self.images, time.perf_counter()
+        if isinstance(method, CacheMethod) and method.shares_prefill(length):
+            return self._of_prefill(method)
+        if isinstance(method, PromptCompression) and method.budget_for(length) == length:
+            return Compressed(self.state, Seconds(prefill=self.seconds), joined(self.state.select_all()))
         chosen = method.tokens_to_read(self.model, self.state.tokens[0], images)
         if chosen is None:
             state = method.start(self.model, self.state.tokens)
@@ -109,6 +102,20 @@ class SharedPrompt:
         of_chosen = torch.zeros_like(joined(self.state.select_all()))
         of_chosen[..., chosen] = True
         return Compressed(state, seconds, of_chosen)
+
+    def _of_prefill(self, method: CacheMethod) -> Compressed:
+        """What a method makes of the prefill; entries are known to be kept only where it evicts."""
+        seconds, start, kept = Seconds(prefill=self.seconds), time.perf_counter(), None
+        if not isinstance(method, Evict):
+            state = method.compress(self.model, self.state)
+        elif method.fits(self.state):
+            state, kept = method.compress(self.model, self.state), self.state.select_all()
+        else:
+            observed, seconds = self._observe(method.bound_observer, method.reduce)
+            start = time.perf_counter()
+            kept = method.select(self.state, method.importance(self.model, self.state, lambda *_: observed))
+            state = method.keep(self.state, kept)
+        return Compressed(state, replace(seconds, select=since(start)), None if kept is None else joined(kept))
 
     @torch.no_grad()
     def attention(self) -> Tensor:
@@ -140,7 +147,7 @@ class SharedPrompt:
                 observer = replace(observer, drafter=GivenDraft(draft))
             start = time.perf_counter()
             observed = observer(self.model, self.state, reduce)
-            took = since(start) + (self.state.trace.seconds if observer.needs().received else 0.0)
+            took = since(start) + (self.state.seconds if observer.needs().accumulated else 0.0)
             self._observed[key] = observed, Seconds(self.seconds, draft=drafting, observe=took)
         return self._observed[key]
 

@@ -20,7 +20,7 @@ from transformers.generation import StopStringCriteria
 from typing_extensions import override
 
 from keepsight.errors import UserError
-from keepsight.eval.answer_alone import score_alone
+from keepsight.eval.answers import score
 from keepsight.models.chat import chat_text
 from keepsight.models.draft_sources import DraftSource, LayerSubset, load_draft
 from keepsight.models.targets import load_target
@@ -154,7 +154,7 @@ class HarnessModel(TemplateLM):
         for request, _, continuation in group:
             answer = torch.tensor([continuation], device=self.device)
             reader, reapply = self.method.reader(self.model), self.method.reapply(self.model)
-            nll, hits = score_alone(reader, state.copy(), answer, reapply)
+            nll, hits = score(reader, state.copy(), answer, reapply)
             yield request, (-nll.sum().item(), bool(hits.all()))
 
     def _fitting(self, context: list[int], answer_tokens: int) -> Tensor:

@@ -14,15 +14,12 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from keepsight.runtime.state import full_layers
-from keepsight.runtime.generate import decode, stop_after
+from keepsight.runtime.generate import CacheMethod, decode, stop_after
 from keepsight.runtime.importance import attention_weights, reduce_group, top_mask
-from keepsight.runtime.latents import attended_entries
-from keepsight.runtime.generate import CacheMethod
-from keepsight.runtime.state import prefill, read
+from keepsight.runtime.observe import recorded_queries
 from keepsight.runtime.retrieval.reader import RetrievalCache
 from keepsight.runtime.sparse_read.cache import SelectedLayer, Selection
-from keepsight.runtime.state import Needs, State
+from keepsight.runtime.state import Needs, State, full_layers, prefill, read
 
 SHARED = "best shared"
 """The entries with the largest mean weight over all layers: no other set for all layers has a larger attention mass."""
@@ -58,7 +55,7 @@ class Answering:
 
     Attributes:
         before: One-row state of the prompt.
-        after: The state once the answer has been read; its trace holds the answer's queries and all features.
+        after: The state once the answer has been read; its layers hold the answer's queries, and it all features.
         answer: [1, T] int64.
         weights: [L, K, T, S] float32, attention over all S entries, the mean over the query heads of a KV head; causal.
     """
@@ -92,11 +89,10 @@ def answering(
     after, _ = read(model, before.copy(), answer, logits_to_keep=1)
     rows = answer.shape[1]
     weights = []
-    for queries, each, softmax in zip(
-        after.trace.queries, attended_entries(model, after), after.trace.softmax, strict=True
-    ):
-        by_row = attention_weights(queries[:, :, -rows:], each.keys, softmax)[0].transpose(0, 1)
-        weights.append(reduce_group(by_row, each.keys.shape[1]).transpose(0, 1))
+    for layer in after.layers:
+        recorded, keys = recorded_queries(layer, rows), layer.attended().keys
+        by_row = attention_weights(recorded.queries, keys, recorded.softmax)[0].transpose(0, 1)
+        weights.append(reduce_group(by_row, keys.shape[1]).transpose(0, 1))
     return Answering(before, after, answer, torch.stack(weights))
 
 
@@ -104,7 +100,8 @@ def choices(model: PreTrainedModel, method: CacheMethod, seen: Answering) -> Ite
     """For each step, what each layer reads of the entries before the token, [K, C] bool."""
     state = method.compress(model, seen.before)
     cache: Any = state.cache
-    keys = [each.keys for each in attended_entries(model, seen.after)]
+    keys = [layer.attended().keys for layer in seen.after.layers]
+    recorded = [recorded_queries(layer, seen.answer.shape[1]) for layer in seen.after.layers]
     for step in range(seen.answer.shape[1]):
         length = seen.prompt_length + step
         layers = full_layers(cache)
@@ -112,11 +109,9 @@ def choices(model: PreTrainedModel, method: CacheMethod, seen: Answering) -> Ite
         chosen = []
         for index, (layer, of_layer) in enumerate(zip(layers, ahead, strict=True)):
             if of_layer is None and isinstance(layer, SelectedLayer) and layer.selector is not None:
-                place = seen.after.trace.queries[index].shape[2] - seen.answer.shape[1] + step
-                query = seen.after.trace.queries[index][:, :, place : place + 1]
-                of_layer = layer.selector.select(
-                    query, seen.after.trace.softmax[index], keys[index][:, :, : length + 1], None
-                )
+                query = recorded[index].queries[:, :, step : step + 1]
+                softmax, before = recorded[index].softmax, keys[index][:, :, : length + 1]
+                of_layer = layer.selector.select(query, softmax, before, None)
             chosen.append(_mask(of_layer, keys[index].shape[1], length))
         yield chosen
 
@@ -127,7 +122,7 @@ def _of_head(model: PreTrainedModel, cache: RetrievalCache, seen: Answering, ste
     place = seen.prompt_length + step
     chosen = selector.select(model.get_input_embeddings()(token), torch.full((1, 1), place, device=seen.answer.device))
     if selector.layers:
-        selector.features = seen.after.trace.features_of(selector.layers, slice(place, place + 1))
+        selector.features = seen.after.features_of(selector.layers, slice(place, place + 1))
     return [part for _, part in cache.by_layer(chosen)]
 
 

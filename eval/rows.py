@@ -8,7 +8,6 @@ from torch import Tensor
 
 from keepsight.eval.answers import Answered, Limits, first_difference
 from keepsight.eval.compress import Compressed
-from keepsight.eval.guesses import Guesses
 from keepsight.eval.tasks.metrics import score
 from keepsight.eval.tasks.samples import RenderedSample
 from keepsight.models.targets import Target
@@ -44,7 +43,6 @@ class Asked:
         sample: What is asked.
         question: [1, q] int64, what is read after the context; empty when the whole prompt was.
         limits: Limits of its answers.
-        guesses: Texts that its answers may resemble.
         answer: [1, T] int64, the full cache's answer.
         full: The full cache's answer with its likelihood.
     """
@@ -52,7 +50,6 @@ class Asked:
     sample: RenderedSample
     question: Tensor
     limits: Limits
-    guesses: Guesses
     answer: Tensor
     full: Answered
 
@@ -90,7 +87,7 @@ def row_of(
         "agreement": answered.hits.float().mean().item(),
         **measured,
         "first_difference": first_difference(answered.ids, asked.full.ids),
-        "kept": round(state.held().float().mean().item(), 3),
+        "kept": round(state.counts().float().mean().item(), 3),
         "kv_bytes": state.kv_bytes,
         "seconds": seconds,
         "time_to_first_token": sum(seconds.values()),

@@ -10,16 +10,14 @@ each after the ones before (`keepsight.eval.turns`).
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from keepsight.errors import UserError
-from keepsight.eval.answer_alone import answer_alone
-from keepsight.eval.answers import Answered, Limits, answer_all, answer_full, batched_by_entries
+from keepsight.eval.answers import Answered, Limits, answer_all, answer_alone, answer_full
 from keepsight.eval.compress import Compressed, Seconds, SharedPrompt, needs_of_all, since
-from keepsight.eval.guesses import Guesses
 from keepsight.eval.kept import attention_mass, recall
 from keepsight.eval.results import FULL, Row
 from keepsight.eval.rows import Asked, Variant, row_of
@@ -27,10 +25,10 @@ from keepsight.eval.tasks.samples import RenderedSample
 from keepsight.eval.turns import add_before, go_on, in_own_words
 from keepsight.models.targets import Target
 from keepsight.runtime.drafting.observer import DraftIds
-from keepsight.runtime.images import Images
 from keepsight.runtime.generate import FullCache, Method
-from keepsight.runtime.state import context_of, prefill
-from keepsight.runtime.state import State
+from keepsight.runtime.images import Images
+from keepsight.runtime.join import can_join
+from keepsight.runtime.state import State, context_of, prefill
 
 Note = Callable[[Sequence[RenderedSample], Variant, Tensor], object]
 """Takes samples with one prompt, a variant and [L, K, N] bool, which of the prompt's entries it keeps."""
@@ -78,7 +76,6 @@ def run_samples(
     variants: Sequence[Variant],
     batch_tokens: int,
     question: str = "seen",
-    said: Guesses | None = None,
     note: Note = lambda *_: None,
 ) -> list[list[Row]]:
     """All rows of samples that share a context, or of one sample: the full cache first, then every variant.
@@ -89,7 +86,6 @@ def run_samples(
         variants: Methods and budgets; a full cache among them is answered once, not twice.
         batch_tokens: Bounds the batches; see `keepsight.eval.answers.Limits`.
         question: What the methods see: `seen`, `unseen` or `multi`. The samples come split for all but `seen`.
-        said: Answers to other samples, which often resemble each other; these are added. None to look at no others.
         note: Is told which entries of the prompt each variant keeps, where that is known.
 
     Raises:
@@ -101,8 +97,8 @@ def run_samples(
     images, needs = _images(target, samples[0]), needs_of_all([variant.method for variant in compared])
     start = time.perf_counter()
     state = prefill(target.model, prompt, needs=needs, images=images)
-    seconds = since(start) - state.trace.seconds
-    asked = _ask(target, state, samples, batch_tokens, said)
+    seconds = since(start) - state.seconds
+    asked = _ask(target, state, samples, batch_tokens)
     shared = _shared(target, state, asked, seconds, images)
     ranks, attention = shared.ranks(), shared.attention()
     shown = [{"prompt_tokens": prompt.shape[1] + each.question.shape[1], "question": question} for each in asked]
@@ -131,27 +127,35 @@ def run_samples(
                 questions, answers = [each.question] * len(group), _answers(target, each, methods, compressed)
             columns = zip(group, compressed, answers, measured, strict=True)
             made += [row_of(target, each, *column) | more for column in columns]
-            if said is not None:
-                for ids in {tuple(answer.ids.tolist()) for answer in (each.full, *answers)}:
-                    said.learn([*ids])
     add_before(samples, rows)
     return rows
 
 
-def _ask(
-    target: Target, state: State, samples: Sequence[RenderedSample], batch_tokens: int, said: Guesses | None
-) -> list[Asked]:
+def batched_by_entries(
+    items: Iterable[Variant], entries: Callable[[Variant], int], most: int
+) -> Iterator[list[Variant]]:
+    """Consecutive variants whose states together hold at most `most` entries per head; a single one may exceed it."""
+    batch, held = list[Variant](), 0
+    for item in items:
+        size = entries(item)
+        if batch and held + size > most:
+            yield batch
+            batch, held = [], 0
+        batch.append(item)
+        held += size
+    if batch:
+        yield batch
+
+
+def _ask(target: Target, state: State, samples: Sequence[RenderedSample], batch_tokens: int) -> list[Asked]:
     """Every sample put to the full cache; a later turn of a conversation after the answers to the ones before."""
-    asked, of_prompt = list[Asked](), Guesses(said)
-    of_prompt.learn(state.tokens[0].tolist())
+    asked = list[Asked]()
     for sample in samples:
         rest = sample.question_ids[None].to(target.model.device)
         if sample.earlier:
             rest = go_on(target, asked[-1].question, asked[-1].answer[0], sample)
         limits = Limits(sample.max_new_tokens, target.end_tokens, batch_tokens)
-        guesses = Guesses(of_prompt)
-        guesses.learn(rest[0].tolist())
-        asked.append(Asked(sample, rest, limits, guesses, *answer_full(target.model, state, rest, limits, guesses)))
+        asked.append(Asked(sample, rest, limits, *answer_full(target.model, state, rest, limits)))
     return asked
 
 
@@ -179,10 +183,10 @@ def _answers(
     answers = {}
     for index, (method, each) in enumerate(zip(methods, compressed, strict=True)):
         reapply = method.reapply(model)
-        if reapply is not None or not each.state.joins:
+        if reapply is not None or not can_join(each.state):
             readers = method.turn_reader(model), method.reader(model)
             answers[index] = answer_alone(readers, each.state, *question, reapply)
     together = [index for index in range(len(methods)) if index not in answers]
-    batched = answer_all(model, [compressed[index].state for index in together], *question, asked.guesses)
+    batched = answer_all(model, [compressed[index].state for index in together], *question)
     answers.update(zip(together, batched, strict=True))
     return [answers[index] for index in range(len(methods))]

@@ -7,9 +7,6 @@ that share a context together (`keepsight.eval.run_samples`).
 import functools
 from collections.abc import Callable, Iterator, Sequence
 
-import torch
-
-from keepsight.eval.guesses import Guesses
 from keepsight.eval.results import Key, Row
 from keepsight.eval.reuse import NOTHING, Earlier, inputs_digest, method_text, sample_digest, target_digest
 from keepsight.eval.rows import Variant
@@ -42,9 +39,6 @@ def sweep(
         earlier: Rows that are used again where they depend on the same inputs.
         note: See `run_samples`.
     """
-    # In bfloat16 rounding depends on how many tokens a pass reads, and may decide between two that are equally likely:
-    # what was said to one sample must not change what is said to another.
-    said = Guesses() if target.model.dtype == torch.float32 else None
     columns = [FULL_CACHE, *evicting(variants)]
     of_target, methods = target_digest(target), [method_text(variant.method) for variant in columns]
     for group in groups_of(samples, question):
@@ -56,9 +50,7 @@ def sweep(
             [inputs_digest(of_target, contents, place, question, method) for method in methods]
             for place in range(len(group))
         ]
-        run = functools.partial(
-            run_samples, target, group, batch_tokens=batch_tokens, question=question, said=said, note=note
-        )
+        run = functools.partial(run_samples, target, group, batch_tokens=batch_tokens, question=question, note=note)
         rows = _completed(run, columns, earlier.of(inputs))
         for sample, content, made, digests, missing in zip(group, contents, rows, inputs, wanted, strict=True):
             names = {"task": sample.task, "length": sample.length, "sample": sample.id, "sample_digest": content}

@@ -10,18 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from keepsight.eval.answer_alone import answer_alone
-from keepsight.eval.answers import Answered, Limits, batched_by_entries, read_each
+from keepsight.eval.answers import Answered, answer_alone, answer_each
 from keepsight.eval.compress import Compressed
-from keepsight.eval.guesses import Guesses, Writing, write
 from keepsight.eval.rows import Asked
 from keepsight.eval.tasks.samples import RenderedSample
 from keepsight.models.targets import Target
 from keepsight.runtime.generate import Method
-from keepsight.runtime.state import State
-from keepsight.runtime.together import Rows
+from keepsight.runtime.join import can_join
 
 
 def go_on(target: Target, question: Tensor, answer: Tensor, sample: RenderedSample) -> Tensor:
@@ -63,13 +59,13 @@ def in_own_words(
     for index in differing:
         method, state = methods[index], compressed[index].state
         reapply = method.reapply(model)
-        if reapply is not None or not state.joins:
+        if reapply is not None or not can_join(state):
             readers = method.turn_reader(model), method.reader(model)
             alone = answer_alone(readers, state, questions[index], asked.answer, asked.limits, reapply)
             own[index] = alone.ids
     together = [index for index in differing if index not in own]
     states, rest = [compressed[index].state for index in together], [questions[index] for index in together]
-    own.update(zip(together, _answer_each(model, states, rest, asked.limits, asked.guesses), strict=True))
+    own.update(zip(together, answer_each(model, states, rest, asked.limits), strict=True))
     return [replace(answer, ids=own.get(index, answer.ids)) for index, answer in enumerate(answers)]
 
 
@@ -78,19 +74,3 @@ def add_before(samples: Sequence[RenderedSample], rows: Sequence[list[dict[str, 
     for sample, earlier, made in zip(samples[1:], rows, rows[1:], strict=False):
         for row, said in zip(made if sample.earlier else [], earlier, strict=False):
             row["before"] = [*said.get("before", []), said["answer"]]
-
-
-def _answer_each(
-    model: PreTrainedModel, states: Sequence[State], questions: Sequence[Tensor], limits: Limits, guesses: Guesses
-) -> list[Tensor]:
-    """The answer [T] int64 of each state to a question of its own."""
-    answers = list[Tensor]()
-    room = max((question.shape[1] for question in questions), default=0) + limits.max_new_tokens
-    pairs = zip(states, questions, strict=True)
-    for batch in batched_by_entries(pairs, lambda pair: pair[0].length + room, limits.batch_tokens):
-        rows = Rows(model, [state for state, _ in batch], room)
-        first = read_each(rows, [state for state, _ in batch], [question for _, question in batch])
-        writings = [Writing(row, logits.argmax(dim=-1).tolist()) for row, logits in enumerate(first)]
-        write(rows, writings, guesses, limits.max_new_tokens, limits.end_tokens)
-        answers += [torch.tensor(each.ids, device=model.device) for each in writings]
-    return answers

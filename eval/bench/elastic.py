@@ -15,9 +15,8 @@ from keepsight.models.retrieval_head import RetrievalHead
 from keepsight.models.targets import Target
 from keepsight.runtime.methods.specontext import SpeContext
 from keepsight.runtime.offload import Traffic
-from keepsight.runtime.state import context_of, prefill
 from keepsight.runtime.retrieval.placement import elastic_layers
-from keepsight.runtime.state import State
+from keepsight.runtime.state import State, context_of, prefill
 
 _QUESTION = "\n\nSummarize the text above."
 

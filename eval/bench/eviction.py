@@ -14,9 +14,8 @@ from transformers import PreTrainedModel
 from keepsight.eval.bench.memory import peak_bytes, peak_kv_bytes
 from keepsight.eval.bench.timing import median_seconds, random_ids, seconds_of
 from keepsight.models.targets import Target
-from keepsight.runtime.evict import Evict
-from keepsight.runtime.state import context_of, prefill
-from keepsight.runtime.state import State
+from keepsight.runtime.evict import Evict, call
+from keepsight.runtime.state import State, context_of, prefill
 
 _LEAST_SECONDS = 0.4
 """A turn of observing or selecting, which are short, takes at least these."""
@@ -75,7 +74,7 @@ class _Length:
         state, peak = self._read(), peak_bytes(self._plain) / 2**20
         held, taken = peak_kv_bytes(self.model, self._plain) / 2**20, statistics.median(each.prefill for each in turns)
         yield f"{'prefill':<14}{taken * 1000:>11.0f}{'':>11}{'':>12}{peak:>10.1f}{held:>9.1f}"
-        if self.needs.received:  # summed up during the prefill, not after it
+        if self.needs.accumulated:  # summed up during the prefill, not after it
             extra = statistics.median(each.summing - each.prefill for each in turns) * 1000
             share = statistics.median(each.summing / each.prefill for each in turns) - 1
             yield f"{'sums for h2o':<14}{extra:>11.0f}{'':>11}{share:>12.2%}"
@@ -89,7 +88,7 @@ class _Length:
     def _turn(self) -> _Seconds:
         taken, state = self._timed(self._plain)
         summing = taken
-        if self.needs.received:
+        if self.needs.accumulated:
             del state  # two caches would not fit where one just does
             summing, state = self._timed(self._read)
         steps = dict[str, tuple[float, float]]()
@@ -106,13 +105,14 @@ class _Length:
         return prefill(self.model, self.ids, needs=self.needs)
 
     def _plain(self) -> State:
-        return prefill(self.model, self.ids, needs=replace(self.needs, received=False))
+        return prefill(self.model, self.ids, needs=replace(self.needs, accumulated=False))
 
 
 def _steps(model: PreTrainedModel, method: Evict, state: State) -> tuple[Callable[[], object], Callable[[], object]]:
     """Observing and selecting, each by itself."""
-    observed = method.observe(model, state)
+    observe = functools.partial(call, method.bound_observer, model, state, method.reduce)
+    scores = observe()
     return (
-        lambda: method.observe(model, state),
-        lambda: method.keep(state, method.reduced(model, state, observed)),
+        observe,
+        lambda: method.compress(model, state, lambda *_: scores),
     )

@@ -9,8 +9,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from transformers.cache_utils import Cache
 
-from keepsight.runtime.state import cache_bytes, full_layers
-from keepsight.runtime.state import State
+from keepsight.runtime.state import State, cache_bytes, full_layers
 
 
 def peak_bytes(action: Callable[[], object]) -> int:

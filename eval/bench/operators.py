@@ -1,8 +1,9 @@
 """What a GPU will feel, counted on any device: operators that launch work, and syncs that wait for it."""
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,10 +15,9 @@ from transformers.cache_utils import DynamicCache
 from typing_extensions import override
 
 from keepsight.eval.bench.timing import random_ids
-from keepsight.runtime.evict import Evict
+from keepsight.runtime.evict import Evict, call
 from keepsight.runtime.generate import Method
 from keepsight.runtime.state import context_of, prefill, read
-from keepsight.runtime.state import Trace
 
 _NO_WORK = {"_unsafe_view", "_reshape_alias", "lift_fresh", "detach"}
 """Operators that only describe memory in another way, beside those whose result is declared to be a view."""
@@ -109,15 +109,16 @@ def operators_of(model: PreTrainedModel, method: Method, ids: Tensor) -> dict[st
     if isinstance(method, Evict):
         evict, state = method, prefill(model, ids, needs=method.needs())
         evict.compress(model, state)
-        observed = evict.observe(model, state)
-        selected = evict.select(state, evict.reduced(model, state, observed))
+        observe = functools.partial(call, evict.bound_observer, model, state, evict.reduce)
+        scores = observe()
+        selected = evict.select(state, evict.importance(model, state, lambda *_: scores))
         counts = {
-            "observe": count(lambda: evict.fits(state) or evict.observe(model, state)),
-            "select": count(lambda: evict.select(state, evict.reduced(model, state, observed))),
-            "gather": count(lambda: evict.gather(state, selected)),
+            "observe": count(lambda: evict.fits(state) or observe()),
+            "select": count(lambda: evict.select(state, evict.importance(model, state, lambda *_: scores))),
+            "gather": count(lambda: evict.keep(state, selected)),
         }
     reader, token = method.reader(model), ids[:, -1:]
-    kept, _ = read(reader, replace(method.start(model, ids), trace=Trace()), token)  # makes room for more
+    kept, _ = read(reader, method.start(model, ids).unrecorded(), token)  # makes room for more
     return counts | {"decode": count(lambda: read(reader, kept, token))}
 
 

@@ -1,7 +1,6 @@
 """The cost of reading with a retrieval head: its size, and the seconds of a decoding step by part."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,14 +12,13 @@ from keepsight.eval.bench.timing import median_seconds, random_ids, read_greedil
 from keepsight.models.draft_head import DraftHead
 from keepsight.models.retrieval_head import RetrievalHead, parameters, pruning
 from keepsight.models.targets import Target
-from keepsight.runtime.layer import KeptLayer
 from keepsight.runtime.generate import CacheMethod, FullCache
+from keepsight.runtime.layer import KeptLayer
 from keepsight.runtime.methods.quest import Quest
 from keepsight.runtime.methods.specontext import SpeContext
-from keepsight.runtime.state import context_of, prefill
 from keepsight.runtime.retrieval.placement import elastic_layers
 from keepsight.runtime.retrieval.reader import RetrievalCache
-from keepsight.runtime.state import Needs, State
+from keepsight.runtime.state import Needs, State, context_of, prefill
 
 
 def size_lines(target: Target, head: RetrievalHead, draft: DraftHead | None) -> Iterator[str]:
@@ -88,17 +86,16 @@ def _random_state(model: PreTrainedModel, head: RetrievalHead, rows: int, length
 
     keys, values, _ = start.entries()[0]
     keys, values = (like(each, (*each.shape[:2], length, each.shape[3])) for each in (keys, values))
-    features = tuple(like(each, (rows, length, each.shape[2])) for each in start.trace.features)
+    features = tuple(like(each, (rows, length, each.shape[2])) for each in start.features)
     layers: list[Any] = [KeptLayer(keys, values, length) for _ in start.cache.layers]
     lengths = torch.full_like(start.lengths, length)
-    trace = replace(start.trace, features=features)
-    return State(Cache(layers=layers), None, start.logits, ids, lengths, trace)
+    return State(Cache(layers=layers), start.logits, ids, lengths, start.needs, features)
 
 
 @torch.no_grad()
 def _step(model: PreTrainedModel, method: CacheMethod, state: State, repeats: int) -> tuple[float, str]:
     """Seconds of a step, and the columns with its parts."""
-    state = replace(method.compress(model, state), trace=Trace())
+    state = method.compress(model, state).unrecorded()
     reader = method.reader(model)
 
     def step() -> None:

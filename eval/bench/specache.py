@@ -9,12 +9,12 @@ from transformers import PreTrainedModel
 
 from keepsight.eval.bench.timing import median_seconds, random_ids, read_greedily, seconds_of
 from keepsight.models.targets import Target
+from keepsight.runtime.attention import Softmax
 from keepsight.runtime.generate import FullCache, Method
 from keepsight.runtime.methods.kivi import Kivi
 from keepsight.runtime.methods.specache import SpeCache
 from keepsight.runtime.quantized.attend import attend_packed
 from keepsight.runtime.quantized.specache import specache_layers
-from keepsight.runtime.attention import Softmax
 
 
 def bench_specache(target: Target, method: SpeCache, tokens: int, batch: int, steps: int) -> Iterator[str]:

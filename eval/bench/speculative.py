@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,7 +10,6 @@ from tqdm import tqdm
 from transformers.generation import StoppingCriteriaList
 
 from keepsight.models.targets import Target
-from keepsight.runtime.generate import decode, end_ids, stop_after
 from keepsight.runtime.drafting.decode import (
     Speculated,
     acceptance_by_position,
@@ -18,8 +17,8 @@ from keepsight.runtime.drafting.decode import (
     decode_speculatively,
 )
 from keepsight.runtime.drafting.eagle import DraftingHead
-from keepsight.runtime.state import prefill
-from keepsight.runtime.state import Needs
+from keepsight.runtime.generate import decode, end_ids, stop_after
+from keepsight.runtime.state import Needs, prefill
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ def _compare(
     model = target.model
     ids = torch.tensor([prompt], device=model.device)
     state = prefill(model, ids, needs=Needs(features=head.layers_of(model)))
-    bare = replace(state.copy(), trace=Trace())  # plain decoding needs no features
+    bare = state.unrecorded()  # plain decoding needs no features
     state.logits.cpu()  # waits for the prefill
     start = time.perf_counter()
     plain = decode(model, bare, criteria, pad_token=0).ids

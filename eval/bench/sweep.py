@@ -15,8 +15,7 @@ from keepsight.eval.sweep import sweep
 from keepsight.eval.tasks.niah import make_samples
 from keepsight.eval.tasks.samples import RenderedSample
 from keepsight.models.targets import Target
-from keepsight.runtime.generate import generate
-from keepsight.runtime.generate import Method
+from keepsight.runtime.generate import Method, generate
 
 
 def bench_sweep(
@@ -25,8 +24,7 @@ def bench_sweep(
     """Seconds per sample of the sweep, and of a separate prefill and decode per variant, as a few lines of text.
 
     The sweep's time includes the full cache's own answer, the teacher-forced scores and the recall, which separate
-    runs lack. Every answer has exactly `answer_tokens` tokens in both: end tokens are ignored. In float32 a sweep
-    guesses from its earlier samples' answers, so that it gets faster with more of them; it starts with none.
+    runs lack. Every answer has exactly `answer_tokens` tokens in both: end tokens are ignored.
     """
     variants = [Variant(name, method) for name, method in methods.items()]
     chosen = [

@@ -9,8 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from keepsight.runtime.attention import Reader
-from keepsight.runtime.state import read
-from keepsight.runtime.state import State
+from keepsight.runtime.state import State, read
 
 
 def random_ids(model: PreTrainedModel, batch: int, length: int) -> Tensor:

@@ -9,11 +9,9 @@ from transformers import PreTrainedModel
 
 from keepsight.eval.answer_alone import answer_alone
 from keepsight.eval.answers import Limits, answer_all, answer_full, default_batch_tokens
-from keepsight.runtime.generate import decode, stop_after
-from keepsight.runtime.generate import generate
+from keepsight.runtime.generate import decode, generate, stop_after
 from keepsight.runtime.methods import H2O, TOVA, AdaKV, PyramidKV, SnapKV, StreamingLLM, Truncation
-from keepsight.runtime.state import prefill, read
-from keepsight.runtime.state import State
+from keepsight.runtime.state import State, prefill, read
 from tests.close import assert_close
 from tests.runtime.scoring import score_answer
 from tests.tiny import FAMILIES, prompt_ids, tiny_model

@@ -12,11 +12,10 @@ from keepsight.eval.compress import Compressed, SharedPrompt, needs_of_all
 from keepsight.eval.kept import recall
 from keepsight.models.draft_sources import LayerSubset
 from keepsight.runtime.allocate import Adaptive
-from keepsight.runtime.generate import decode, stop_after
 from keepsight.runtime.drafting.observer import Drafter, DraftIds, DraftObserver, GivenDraft
 from keepsight.runtime.evict import Evict
+from keepsight.runtime.generate import CacheMethod, FullCache, Method, decode, stop_after
 from keepsight.runtime.importance import NO_POOL, Reduce
-from keepsight.runtime.generate import CacheMethod, FullCache, Method
 from keepsight.runtime.methods import (
     H2O,
     LAQ,
@@ -35,9 +34,8 @@ from keepsight.runtime.methods import (
 from keepsight.runtime.methods.dapq import PromptEnds
 from keepsight.runtime.methods.oracle import OwnAnswer
 from keepsight.runtime.observe import observe
-from keepsight.runtime.state import prefill
 from keepsight.runtime.sparse_prefill import SparsePrefill
-from keepsight.runtime.state import State
+from keepsight.runtime.state import State, prefill
 from tests.close import assert_close
 from tests.tiny import FAMILIES, prompt_ids, tiny_model
 

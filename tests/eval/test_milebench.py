@@ -23,8 +23,7 @@ from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.models.targets import Target, load_target, processor_of
 from keepsight.runtime.drafting.observer import DraftObserver
-from keepsight.runtime.generate import generate
-from keepsight.runtime.generate import FullCache
+from keepsight.runtime.generate import FullCache, generate
 from keepsight.runtime.methods import LookaheadKV, Oracle, SnapKV, SpecPC
 from keepsight.runtime.methods.oracle import OwnAnswer
 from keepsight.runtime.methods.quest import Quest

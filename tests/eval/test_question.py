@@ -17,11 +17,10 @@ from keepsight.eval.sweep import groups_of, sweep
 from keepsight.eval.tasks.samples import RenderedSample, Sample, render, render_apart
 from keepsight.models.draft_sources import LayerSubset
 from keepsight.models.targets import Target
-from keepsight.runtime.generate import decode, stop_after
 from keepsight.runtime.drafting.observer import DraftIds, DraftObserver, GivenDraft
+from keepsight.runtime.generate import decode, stop_after
 from keepsight.runtime.methods import H2O, LAQ, AdaKV, Oracle, SnapKV, SpecKV, SpecPC, StreamingLLM, Truncation
-from keepsight.runtime.state import prefill, read
-from keepsight.runtime.state import State
+from keepsight.runtime.state import State, prefill, read
 from tests.eval.rows import CLOCKS, comparable
 from tests.runtime.scoring import score_answer
 

@@ -21,17 +21,14 @@ from keepsight.models.card import Provenance
 from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.models.targets import Target, load_target
-from keepsight.runtime.state import cache_bytes
 from keepsight.runtime.drafting.observer import DraftObserver
 from keepsight.runtime.evict import Evict
-from keepsight.runtime.generate import generate
+from keepsight.runtime.generate import FullCache, generate
 from keepsight.runtime.importance import Reduce
-from keepsight.runtime.generate import FullCache
 from keepsight.runtime.methods import H2O, AdaKV, LookaheadKV, Oracle, SnapKV, StreamingLLM, Truncation
 from keepsight.runtime.methods.oracle import OwnAnswer
 from keepsight.runtime.observe import Observer
-from keepsight.runtime.state import prefill
-from keepsight.runtime.state import Needs, State
+from keepsight.runtime.state import Needs, State, cache_bytes, prefill
 from tests.eval.rows import CLOCKS, comparable
 from tests.runtime.scoring import score_answer
 

@@ -14,8 +14,7 @@ from keepsight.eval.tasks.samples import RenderedSample, Sample, render_turns
 from keepsight.models.targets import Target
 from keepsight.runtime.generate import decode, stop_after
 from keepsight.runtime.methods import AdaKV, KeyNorm, Kivi, SnapKV, StreamingLLM, Truncation
-from keepsight.runtime.state import prefill, read
-from keepsight.runtime.state import State
+from keepsight.runtime.state import State, prefill, read
 from tests.eval.rows import CLOCKS, comparable
 from tests.runtime.scoring import score_answer
 

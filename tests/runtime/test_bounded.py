@@ -1,14 +1,14 @@
-"""Layers bounded by themselves: untouched in batches, chunks, files, conversations and joint readings."""
+"""Layers bounded by themselves: untouched in batches, chunks, files, conversations and joined states."""
 
 import pytest
 import torch
 
 from keepsight.runtime.generate import Conversation
-from keepsight.runtime.methods.window import AdaKV
-from keepsight.runtime.methods.window import SnapKV
+from keepsight.runtime.join import can_join, join
+from keepsight.runtime.methods.adakv import AdaKV
+from keepsight.runtime.methods.snapkv import SnapKV
 from keepsight.runtime.state import prefill, read
 from keepsight.runtime.saved import load_state, save_state
-from keepsight.runtime.together import Rows
 from tests.close import assert_close
 from tests.families import family_model, fresh_model
 from tests.tiny import prompt_ids
@@ -68,16 +68,23 @@ def test_a_copy_is_independent(family, method):
     assert torch.equal(read(model, state, ANSWER)[1], first)
 
 
-@each_family
+@pytest.mark.parametrize("family", ["DeepSeek-V3", *FAMILIES[:-1]])
 @each_method
-def test_states_are_read_together_as_alone(family, method):
+def test_joined_states_are_read_as_alone(family, method):
     model = family_model(family)
-    states = [method.start(model, prompt_ids(length)[0]) for length in (41, 30)]
-    rows, parts = Rows(model, states, 8), [(ANSWER[0, :3], ANSWER[0, :1]), (ANSWER[0, 3:], ANSWER[0, 1:])]
-    found = [rows.read(list(part)) for part in parts]
+    states = [method.start(model, prompt_ids(length)[0]) for length in (41, 30, 9)]
+    joined = join(states)
+    found = []
+    for part in ANSWER.split(3, dim=1):
+        joined, logits = read(model, joined, part.expand(3, -1))
+        found.append(logits)
     for row, state in enumerate(states):
-        _, alone = read(model, state.copy(), ANSWER)
-        assert_close(torch.cat([part[row] for part in found]), alone[0])
+        assert_close(torch.cat(found, dim=1)[row], read(model, state.copy(), ANSWER)[1][0])
+
+
+def test_recurrent_states_are_not_joined():
+    model = family_model("Qwen3-Next")
+    assert not can_join(METHODS[0].start(model, prompt_ids(41)[0]))
 
 
 @each_family

@@ -15,15 +15,15 @@ from keepsight.runtime.layer import KeptLayer, RaggedLayer
 from keepsight.runtime.generate import decode, stop_after
 from keepsight.runtime.gather import keep
 from keepsight.runtime.importance import Pool
+from keepsight.runtime.join import join
 from keepsight.runtime.generate import FullCache
 from keepsight.runtime.methods import SnapKV, StreamingLLM
 from keepsight.runtime.state import prefill, read
 from keepsight.runtime.allocate import Pyramid
 from keepsight.runtime.attention import Softmax, grouped_attention
-from keepsight.runtime.state import Needs
+from keepsight.runtime.state import Needs, State
 from keepsight.runtime.observe import ViewedLayer
 from tests.close import assert_close
-from tests.runtime.batch import join, stack
 from tests.tiny import FAMILIES, prompt_ids, tiny_model
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -118,7 +118,7 @@ def test_a_view_never_stores_what_observers_append():
     assert layer.get_seq_length() == 6
 
 
-def test_stacked_caches_keep_every_real_entry():
+def test_joined_states_keep_every_real_entry():
     """A dense cache, a padded one and a ragged one: what a mask of the batch says must reach every head."""
     ragged, _ = random_cache([[3, 1, 2]])
     dense, padded = (
@@ -126,17 +126,18 @@ def test_stacked_caches_keep_every_real_entry():
         for shape in ((1, 3, 5, 4), (2, 3, 6, 4))
     )
     mask = torch.tensor([[True] * 6, [False] * 4 + [True] * 2])
-    joined, of_batch = stack([dense, padded, ragged], [None, mask, None])
-    assert of_batch is None
-    real: Any = entries(joined)[1].real
-    assert real.sum(-1).tolist() == [[5, 5, 5], [6, 6, 6], [2, 2, 2], [3, 1, 2]]
-    assert torch.equal(entries(joined)[1].keys[0, 2][real[0, 2]], entries(dense)[1].keys[0, 2])
-    assert torch.equal(entries(joined)[1].keys[2, 1][real[2, 1]], entries(padded)[1].keys[1, 1, 4:])
-
-    joined, of_batch = stack([dense, padded], [None, mask])
-    assert of_batch is not None
-    assert of_batch.tolist() == [[False] + [True] * 5, [True] * 6, [False] * 4 + [True] * 2]
-    assert entries(joined)[0].real is None
+    states = [
+        State(cache, own, torch.zeros(rows, 9), torch.zeros(rows, 50, dtype=torch.long), torch.full((rows,), 50))
+        for cache, own, rows in ((dense, None, 1), (padded, mask, 2), (ragged, None, 1))
+    ]
+    for order in (states, states[:2]):
+        joined = join(order)
+        real: Any = entries(joined.cache)[1].real
+        assert joined.mask is None
+        counts = [[5, 5, 5], [6, 6, 6], [2, 2, 2], [3, 1, 2]]
+        assert real.sum(-1).tolist() == counts[: len(real)]
+        assert torch.equal(entries(joined.cache)[1].keys[0, 2][real[0, 2]], entries(dense)[1].keys[0, 2])
+        assert torch.equal(entries(joined.cache)[1].keys[2, 1][real[2, 1]], entries(padded)[1].keys[1, 1, 4:])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -15,13 +15,13 @@ from keepsight.runtime.allocate import Adaptive
 from keepsight.runtime.layer import RaggedLayer
 from keepsight.runtime.generate import Conversation
 from keepsight.runtime.generate import decode, stop_after
+from keepsight.runtime.join import join
 from keepsight.runtime.generate import FullCache
 from keepsight.runtime.methods import SnapKV
 from keepsight.runtime.state import prefill, read
 from keepsight.runtime.saved import load_state, save_state, weights_digest
 from keepsight.runtime.state import Needs
 from tests.models.modules import random_module
-from tests.runtime.batch import join
 from tests.tiny import FAMILIES, prompt_ids, tiny_model
 
 DENSE, RAGGED = SnapKV(12, window=4), SnapKV(12, window=4, allocate=Adaptive())

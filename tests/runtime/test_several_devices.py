@@ -11,12 +11,12 @@ from keepsight import SnapKV, SpeCache, SpeContext, generate
 from keepsight.errors import UserError
 from keepsight.runtime import state as state_module
 from keepsight.runtime.generate import Conversation
+from keepsight.runtime.join import join
 from keepsight.runtime.methods.make import make_method
-from keepsight.runtime.state import prefill, read
+from keepsight.runtime.state import read
 from keepsight.runtime.saved import load_state, save_state
-from keepsight.runtime.state import Needs
 from keepsight.runtime.state_tensors import tensors_of
-from keepsight.runtime.together import Rows
+from tests.close import assert_close
 from tests.devices import FIRST, HOST, SECOND, device_of, in_halves, several_devices
 from tests.families import fresh_model
 from tests.models.retrieval_heads import tiny_retrieval_head
@@ -107,12 +107,13 @@ def test_a_saved_state_goes_back_to_the_devices_of_its_layers(halves: Any, tmp_p
         assert torch.equal(*(read(halves, each.copy(), token)[1] for each in (state, loaded)))
 
 
-def test_states_are_read_one_after_the_other(halves: Any) -> None:
+def test_joined_states(halves: Any) -> None:
     with several_devices():
-        state, tokens = prefill(halves, IDS[:1].to(FIRST), needs=Needs()), IDS[0, :3].to(FIRST)
-        expected = read(halves, state.copy(), tokens[None])[1][0]
-        for row in Rows(halves, [state, state], 3).read([tokens, tokens]):
-            assert torch.equal(row, expected)
+        ids, tokens = IDS.to(FIRST), IDS[:1, :3].to(FIRST)
+        states = [SnapKV(budget, window=8).start(halves, ids[:1]) for budget in (24, 16)]
+        _, logits = read(halves, join(states), tokens.expand(2, -1))
+        for row, state in zip(logits, states, strict=True):
+            assert_close(row, read(halves, state.copy(), tokens)[1][0])
 
 
 def test_entries_in_cpu_memory_are_for_one_device(halves: Any) -> None:

@@ -9,8 +9,8 @@ import torch
 
 from keepsight.eval.bench.operators import STEPS, bench_operators, count, operators_of, operators_of_plain_step
 from keepsight.runtime.allocate import Global
-from keepsight.runtime.layer import RaggedLayer
 from keepsight.runtime.importance import Reduce
+from keepsight.runtime.layer import RaggedLayer
 from keepsight.runtime.methods import H2O, TOVA, AdaKV, Kivi, LookaheadKV, PyramidKV, SnapKV, SpeCache, StreamingLLM
 from keepsight.runtime.state import read
 from tests.models.modules import random_module, random_on, save

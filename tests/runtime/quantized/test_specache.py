@@ -11,6 +11,7 @@ import torch
 from keepsight import generate
 from keepsight.errors import UserError
 from keepsight.runtime.generate import decode, stop_after
+from keepsight.runtime.join import join
 from keepsight.runtime.generate import FullCache
 from keepsight.runtime.methods.kivi import Kivi
 from keepsight.runtime.methods.specache import SpeCache
@@ -19,7 +20,6 @@ from keepsight.runtime.state import prefill, read
 from keepsight.runtime.quantized.cache import PackedState
 from keepsight.runtime.quantized.specache import PairReader, specache_layers
 from tests.close import assert_close
-from tests.runtime.batch import join
 from tests.runtime.quantized.slow_specache import SlowSpeCache
 from tests.runtime.scoring import score_answer
 from tests.tiny import FAMILIES, prompt_ids, tiny_model

@@ -1,0 +1,75 @@
+"""Batches of states, such as those of one prompt under several methods, padded on the left."""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers.cache_utils import Cache
+
+from keepsight.runtime.attention import is_bounded
+from keepsight.runtime.layer import KeptLayer, LayerEntries
+from keepsight.runtime.state import State, has_recurrent
+
+
+def can_join(state: State) -> bool:
+    """Whether `join` takes a state: not one with recurrent states, or with entries in a form of its own."""
+    return state.joins and not has_recurrent(state.cache)
+
+
+def join(states: Sequence[State]) -> State:
+    """One batch of several states, for decoding: nothing that was recorded for observers is joined.
+
+    Entries are copied and padded on the left to the longest of each layer, so that states of similar lengths join best.
+
+    Args:
+        states: Any number of rows each, of one model, for which `can_join` holds; they stay unchanged.
+    """
+    width, seen = (max(lengths) for lengths in zip(*map(_lengths, states), strict=True))
+    same_width = all(state.tokens.shape[1] == width and state.padded is False for state in states)
+    offsets = [torch.zeros_like(state.lengths) if state.rope_offset is None else state.rope_offset for state in states]
+    full = iter(zip(*(state.entries() for state in states), strict=True))
+    columns = zip(*(state.cache.layers for state in states), strict=True)
+    layers: list[Any] = [
+        _join_bounded(column, seen) if is_bounded(column[0]) else _join_entries(next(full), seen) for column in columns
+    ]
+    return State(
+        Cache(layers=layers),
+        torch.cat([state.logits for state in states]),
+        torch.cat([functional.pad(state.tokens, (width - state.tokens.shape[1], 0)) for state in states]),
+        torch.cat([state.lengths for state in states]),
+        rope_offset=None if all(state.rope_offset is None for state in states) else torch.cat(offsets),
+        padded=False if same_width else None,
+    )
+
+
+def _lengths(state: State) -> tuple[int, int]:
+    return state.tokens.shape[1], state.cache.get_seq_length()
+
+
+def _join_entries(column: Sequence[LayerEntries], seen: int) -> KeptLayer:
+    """A layer with full attention, its padding marked; `seen` is its logical length."""
+    longest = max(each.keys.shape[2] for each in column)
+    keys, values = _joined([each.keys for each in column]), _joined([each.values for each in column])
+    if all(each.real is None and each.keys.shape[2] == longest for each in column):
+        return KeptLayer(keys, values, seen)
+    whole = [each.keys.new_ones(each.keys.shape[:3], dtype=torch.bool) for each in column]
+    real = [every if each.real is None else every & each.real for every, each in zip(whole, column, strict=True)]
+    marks = torch.cat([functional.pad(each, (longest - each.shape[2], 0)) for each in real])
+    return KeptLayer(keys, values, seen, marks)
+
+
+def _join_bounded(column: Sequence[Any], seen: int) -> Any:
+    """A layer with a sliding window or chunks, whose padding is that of the tokens."""
+    layer = copy.copy(column[0])
+    layer.keys, layer.values = _joined([each.keys for each in column]), _joined([each.values for each in column])
+    layer.cumulative_length = seen
+    return layer
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    """[B, K, C, d] each -> [sum of B, K, longest C, d], zeros on the left."""
+    longest = max(each.shape[2] for each in tensors)
+    return torch.cat([functional.pad(each, (0, 0, longest - each.shape[2], 0)) for each in tensors])
