@@ -22,7 +22,7 @@ from keepsight.runtime.images import Images
 from keepsight.runtime.importance import Reduce, reduce_group
 from keepsight.runtime.methods.oracle import OwnAnswer
 from keepsight.runtime.observe import Observer
-from keepsight.runtime.prompt_compression.method import PromptCompression
+from keepsight.runtime.prompt_compression.method import ShortenPrompt
 from keepsight.runtime.state import Needs, State, prefill
 
 
@@ -89,7 +89,7 @@ class SharedPrompt:
         length, images, start = self.state.tokens.shape[1], self.images, time.perf_counter()
         if isinstance(method, CacheMethod) and method.shares_prefill(length):
             return self._of_prefill(method)
-        if isinstance(method, PromptCompression) and method.budget_for(length) == length:
+        if isinstance(method, ShortenPrompt) and method.budget_for(length) == length:
             return Compressed(self.state, Seconds(prefill=self.seconds), joined(self.state.select_all()))
         chosen = method.tokens_to_read(self.model, self.state.tokens[0], images)
         if chosen is None:

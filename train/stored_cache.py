@@ -3,8 +3,8 @@
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from keepsight.runtime.saved import layer_of_tensors, layer_tensors
 from keepsight.runtime.state import empty_cache
-from keepsight.runtime.state_tensors import layer_of_tensors, layer_tensors
 from keepsight.train.replay import Reading
 
 

@@ -47,12 +47,10 @@ from keepsight.eval.sweep import groups_of, sweep
 from keepsight.eval.tasks.benchmark import TaskRequest, protocol_named
 from keepsight.eval.tasks.registry import Benchmarks, make_all, tasks_of
 from keepsight.eval.tasks.samples import RenderedSample, render_apart
-from keepsight.files import append_lines, require_writable, whole_lines
-from keepsight.files import one_writer
-from keepsight.models.targets import processor_of
-from keepsight.models.targets import Target
-from keepsight.runtime.state import context_of
+from keepsight.files import append_lines, one_writer, require_writable, whole_lines
+from keepsight.models.targets import Target, processor_of
 from keepsight.runtime.saved import QUESTIONS
+from keepsight.runtime.state import context_of
 
 
 @dataclass

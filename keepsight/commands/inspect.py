@@ -20,14 +20,12 @@ from keepsight.eval.results import FULL
 from keepsight.files import require_writable
 from keepsight.models.chat import chat_text
 from keepsight.models.targets import Target
-from keepsight.runtime.generate import decode, stop_after
 from keepsight.runtime.evict import Evict
-from keepsight.runtime.generate import FullCache, Method
+from keepsight.runtime.generate import FullCache, Method, decode, stop_after
 from keepsight.runtime.methods import Resources, make_method
 from keepsight.runtime.methods.resources import bind
-from keepsight.runtime.state import context_of, prefill
 from keepsight.runtime.prompt_compression.text import token_texts
-from keepsight.runtime.state import State
+from keepsight.runtime.state import State, context_of, prefill
 
 
 @dataclass

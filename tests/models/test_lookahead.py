@@ -15,9 +15,8 @@ from keepsight.files import file_digest, read_json, write_json
 from keepsight.models.lookahead import ADAPTER, CONFIG, NO_TOKEN, PEFT_CONFIG, TOKENS, Lookahead, LookaheadAdapter
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.models.lora import PREFIX
-from keepsight.runtime.state import entries
 from keepsight.runtime.methods import LookaheadKV
-from keepsight.runtime.state import prefill
+from keepsight.runtime.state import entries, prefill
 from keepsight.train.lookahead.objective import LookaheadObjective
 from tests.close import assert_close
 from tests.families import family_model

@@ -7,8 +7,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 from typing_extensions import override
 
-from keepsight.runtime.attention import OwnAttention
-from keepsight.runtime.attention import Softmax
+from keepsight.runtime.attention import OwnAttention, Softmax
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
 """Layer, queries [B, H, q, d], all keys and values [B, K, S, d], scaling -> [B, q, H, d]."""

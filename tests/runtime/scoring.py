@@ -11,8 +11,7 @@ from keepsight.runtime import observe
 from keepsight.runtime.attention import Reader
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.importance import reduce_group
-from keepsight.runtime.state import read
-from keepsight.runtime.state import State
+from keepsight.runtime.state import State, read
 
 
 @torch.no_grad()

@@ -9,11 +9,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from keepsight.errors import UserError
-from keepsight.runtime.allocate import Adaptive, Global, Uniform, blended
+from keepsight.runtime.allocate import Adaptive, Global, Pyramid, Uniform, blended, pyramid_schedule
 from keepsight.runtime.importance import top_mask
 from keepsight.runtime.methods.registry import ALLOCATIONS
-from keepsight.runtime.allocate import Pyramid, pyramid_schedule
-from keepsight.runtime.allocate import adjust_to_sum
 from tests.runtime.dividing import divide
 
 ALL = [

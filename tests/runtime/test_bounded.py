@@ -5,10 +5,9 @@ import torch
 
 from keepsight.runtime.generate import Conversation
 from keepsight.runtime.join import can_join, join
-from keepsight.runtime.methods.adakv import AdaKV
-from keepsight.runtime.methods.snapkv import SnapKV
-from keepsight.runtime.state import prefill, read
+from keepsight.runtime.methods.window import AdaKV, SnapKV
 from keepsight.runtime.saved import load_state, save_state
+from keepsight.runtime.state import prefill, read
 from tests.close import assert_close
 from tests.families import family_model, fresh_model
 from tests.tiny import prompt_ids

@@ -9,8 +9,8 @@ from transformers import LogitsProcessorList
 from keepsight.errors import UserError
 from keepsight.runtime.allocate import Adaptive
 from keepsight.runtime.generate import Conversation as AnyConversation
-from keepsight.runtime.importance import NO_POOL, Pool
 from keepsight.runtime.generate import FullCache
+from keepsight.runtime.importance import NO_POOL, Pool
 from keepsight.runtime.methods import SnapKV, StreamingLLM
 from keepsight.runtime.methods.window import PromptWindow
 from tests.close import assert_close

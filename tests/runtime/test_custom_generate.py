@@ -11,8 +11,8 @@ from transformers.generation.streamers import BaseStreamer
 from keepsight import Conversation, generate, load_state, save_state
 from keepsight.errors import UserError
 from keepsight.runtime.drafting.speculative import Speculative
-from keepsight.runtime.importance import Pool
 from keepsight.runtime.generate import FullCache
+from keepsight.runtime.importance import Pool
 from keepsight.runtime.methods import Kivi, SnapKV, StreamingLLM, Truncation
 from tests.close import assert_close
 from tests.tiny import prompt_ids, tiny_model

@@ -8,15 +8,14 @@ import torch
 import keepsight.runtime.decode
 from keepsight import generate
 from keepsight.models.lookahead import LookaheadAdapter
-from keepsight.runtime.allocate import Adaptive, Global, Uniform
-from keepsight.runtime.generate import decode, stop_after
+from keepsight.runtime.allocate import Adaptive, Global, Pyramid, Uniform
 from keepsight.runtime.drafting.observer import DraftObserver
+from keepsight.runtime.generate import decode, stop_after
 from keepsight.runtime.importance import NO_POOL, Pool
 from keepsight.runtime.methods import LookaheadKV, Oracle, SnapKV, StreamingLLM
 from keepsight.runtime.methods.lookaheadkv import SoftTokens
 from keepsight.runtime.methods.oracle import OwnAnswer
 from keepsight.runtime.methods.window import PromptWindow
-from keepsight.runtime.allocate import Pyramid
 from tests.close import assert_close
 from tests.models.modules import random_module, save
 from tests.runtime.slow import Slow

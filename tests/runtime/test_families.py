@@ -10,12 +10,10 @@ from transformers.cache_utils import DynamicCache
 
 from keepsight.errors import UserError
 from keepsight.models.decoder import full_attention_layers
-from keepsight.runtime.state import full_layers
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.methods.speckvpc import SpecKVPC
-from keepsight.runtime.state import prefill, read
 from keepsight.runtime.prompt_compression.method import ShortenPrompt
-from keepsight.runtime.state import State
+from keepsight.runtime.state import State, full_layers, prefill, read
 from tests.close import assert_close
 from tests.families import FAMILIES, family_model
 from tests.models.modules import random_on

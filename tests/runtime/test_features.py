@@ -5,8 +5,7 @@ import torch
 
 from keepsight.errors import UserError
 from keepsight.runtime.features import RecordFeatures
-from keepsight.runtime.state import prefill
-from keepsight.runtime.state import Needs
+from keepsight.runtime.state import Needs, prefill
 from tests.close import assert_close
 from tests.tiny import FAMILIES, prompt_ids, tiny_model
 

@@ -5,13 +5,10 @@ import torch
 from torch import Tensor
 
 from keepsight.runtime.attention import run
-from keepsight.runtime.observe import as_observed
-from keepsight.runtime.state import entries
 from keepsight.runtime.evict import Evict
-from keepsight.runtime.observe import GatedLayer
 from keepsight.runtime.methods.positions import RandomScores
-from keepsight.runtime.state import prefill, read
-from keepsight.runtime.state import State
+from keepsight.runtime.observe import GatedLayer, as_observed
+from keepsight.runtime.state import State, prefill, read
 from tests.close import assert_close
 from tests.families import family_model
 from tests.tiny import prompt_ids, tiny_model

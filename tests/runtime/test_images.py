@@ -11,16 +11,13 @@ from torch.nn import functional
 
 from keepsight.errors import UserError
 from keepsight.runtime import importance
-from keepsight.runtime.generate import Conversation
 from keepsight.runtime.evict import Evict
-from keepsight.runtime.generate import generate
+from keepsight.runtime.generate import Conversation, FullCache, generate
 from keepsight.runtime.images import Images
 from keepsight.runtime.importance import NO_POOL
-from keepsight.runtime.generate import FullCache
 from keepsight.runtime.methods import H2O, METHODS, SnapKV, StreamingLLM
-from keepsight.runtime.state import prefill, read
 from keepsight.runtime.saved import load_state, save_state
-from keepsight.runtime.state import State
+from keepsight.runtime.state import State, prefill, read
 from tests.close import assert_close
 from tests.families import family_model, fresh_model
 from tests.models.modules import random_on

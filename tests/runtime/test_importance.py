@@ -11,11 +11,21 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from keepsight.errors import UserError
 from keepsight.runtime import importance as importance_module
-from keepsight.runtime.importance import select_top
-from keepsight.runtime.importance import Pool, Reduce, attention_weights, observed_attention, pool, reduce_group, seen_ahead, stacked, top_entries, top_mask
-from keepsight.runtime.attention import later
+from keepsight.runtime.attention import Softmax, later
+from keepsight.runtime.importance import (
+    Pool,
+    Reduce,
+    attention_weights,
+    observed_attention,
+    pool,
+    reduce_group,
+    seen_ahead,
+    select_top,
+    stacked,
+    top_entries,
+    top_mask,
+)
 from keepsight.runtime.observe import LookAfter
-from keepsight.runtime.attention import Softmax
 from tests.close import assert_close
 
 

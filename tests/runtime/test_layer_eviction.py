@@ -10,17 +10,15 @@ import torch
 from keepsight.errors import UserError
 from keepsight.models.decoder import decoder_of, full_attention_layers
 from keepsight.runtime.allocate import Adaptive, Global
-from keepsight.runtime.state import cache_bytes, full_layers
-from keepsight.runtime.layer import KeptLayer
 from keepsight.runtime.drafting.observer import DraftObserver
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.generate import generate
 from keepsight.runtime.importance import Pool
+from keepsight.runtime.layer import KeptLayer
 from keepsight.runtime.methods import H2O, TOVA, AdaKV, KeyNorm, PyramidKV, RandomEntries, SnapKV, StreamingLLM
 from keepsight.runtime.methods.dapq import PromptEnds
 from keepsight.runtime.methods.positions import Earliness
-from keepsight.runtime.state import read
-from keepsight.runtime.state import State
+from keepsight.runtime.state import State, cache_bytes, full_layers, read
 from tests.families import FAMILIES, family_model, fresh_model
 from tests.runtime.test_images import QWEN, prompt
 from tests.tiny import prompt_ids, tiny_model

@@ -11,12 +11,11 @@ from keepsight.models.card import Provenance
 from keepsight.models.draft_sources import LayerSubset
 from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_settings import LookaheadSettings
-from keepsight.runtime.allocate import Adaptive, Uniform
+from keepsight.runtime.allocate import Adaptive, Pyramid, Uniform
 from keepsight.runtime.drafting.observer import DraftObserver
 from keepsight.runtime.evict import Evict
-from keepsight.runtime.generate import generate
+from keepsight.runtime.generate import FullCache, Method, generate
 from keepsight.runtime.importance import NO_POOL, Pool, Reduce
-from keepsight.runtime.generate import FullCache, Method
 from keepsight.runtime.methods import (
     DRAFTERS,
     H2O,
@@ -43,9 +42,8 @@ from keepsight.runtime.methods.laq import QueryCache
 from keepsight.runtime.methods.lookaheadkv import SoftTokens
 from keepsight.runtime.methods.make import takes
 from keepsight.runtime.methods.oracle import OwnAnswer
-from keepsight.runtime.methods.window import PromptWindow
 from keepsight.runtime.methods.speckv import ModelDrafter
-from keepsight.runtime.allocate import Pyramid
+from keepsight.runtime.methods.window import PromptWindow
 from keepsight.runtime.sparse_prefill import SparsePrefill
 from keepsight.runtime.state import Needs
 from tests.models.retrieval_heads import tiny_retrieval_head

@@ -8,21 +8,16 @@ import pytest
 import torch
 from transformers.cache_utils import Cache, DynamicCache
 
-from keepsight.runtime.allocate import Adaptive, Global, Uniform
-from keepsight.runtime.attention import recording
-from keepsight.runtime.state import cache_bytes, share
-from keepsight.runtime.layer import KeptLayer, RaggedLayer
-from keepsight.runtime.generate import decode, stop_after
+from keepsight.runtime.allocate import Adaptive, Global, Pyramid, Uniform
+from keepsight.runtime.attention import Softmax, grouped_attention, recording
 from keepsight.runtime.gather import keep
+from keepsight.runtime.generate import FullCache, decode, stop_after
 from keepsight.runtime.importance import Pool
 from keepsight.runtime.join import join
-from keepsight.runtime.generate import FullCache
+from keepsight.runtime.layer import KeptLayer, RaggedLayer
 from keepsight.runtime.methods import SnapKV, StreamingLLM
-from keepsight.runtime.state import prefill, read
-from keepsight.runtime.allocate import Pyramid
-from keepsight.runtime.attention import Softmax, grouped_attention
-from keepsight.runtime.state import Needs, State
 from keepsight.runtime.observe import ViewedLayer
+from keepsight.runtime.state import Needs, State, cache_bytes, prefill, read, share
 from tests.close import assert_close
 from tests.tiny import FAMILIES, prompt_ids, tiny_model
 

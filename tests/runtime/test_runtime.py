@@ -10,20 +10,17 @@ from transformers.generation.streamers import BaseStreamer
 from keepsight import generate
 from keepsight.errors import UserError
 from keepsight.runtime.attention import recording
-from keepsight.runtime.state import cache_bytes
-from keepsight.runtime.generate import decode, stop_after
 from keepsight.runtime.drafting.observer import DraftObserver
 from keepsight.runtime.evict import Evict
+from keepsight.runtime.generate import FullCache, decode, stop_after
 from keepsight.runtime.importance import Pool, Reduce
 from keepsight.runtime.join import join
-from keepsight.runtime.generate import FullCache
 from keepsight.runtime.methods import Oracle, SnapKV, StreamingLLM, make_method
 from keepsight.runtime.methods.oracle import OwnAnswer
-from keepsight.runtime.methods.snapkv import PromptWindow
+from keepsight.runtime.methods.window import PromptWindow
 from keepsight.runtime.observe import Observer
-from keepsight.runtime.state import prefill
 from keepsight.runtime.read_layer import read_layers
-from keepsight.runtime.state import Needs
+from keepsight.runtime.state import Needs, cache_bytes, prefill
 from tests.close import assert_close
 from tests.runtime.scoring import score_answer
 from tests.tiny import FAMILIES, prompt_ids, tiny_model

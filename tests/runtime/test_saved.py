@@ -12,15 +12,12 @@ from safetensors.torch import load_file, save_file
 
 from keepsight.errors import UserError
 from keepsight.runtime.allocate import Adaptive
-from keepsight.runtime.layer import RaggedLayer
-from keepsight.runtime.generate import Conversation
-from keepsight.runtime.generate import decode, stop_after
+from keepsight.runtime.generate import Conversation, FullCache, decode, stop_after
 from keepsight.runtime.join import join
-from keepsight.runtime.generate import FullCache
+from keepsight.runtime.layer import RaggedLayer
 from keepsight.runtime.methods import SnapKV
-from keepsight.runtime.state import prefill, read
 from keepsight.runtime.saved import load_state, save_state, weights_digest
-from keepsight.runtime.state import Needs
+from keepsight.runtime.state import Needs, prefill, read
 from tests.models.modules import random_module
 from tests.tiny import FAMILIES, prompt_ids, tiny_model
 

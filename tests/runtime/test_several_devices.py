@@ -13,8 +13,8 @@ from keepsight.runtime import state as state_module
 from keepsight.runtime.generate import Conversation
 from keepsight.runtime.join import join
 from keepsight.runtime.methods.make import make_method
-from keepsight.runtime.state import read
 from keepsight.runtime.saved import load_state, save_state
+from keepsight.runtime.state import read
 from keepsight.runtime.state_tensors import tensors_of
 from tests.close import assert_close
 from tests.devices import FIRST, HOST, SECOND, device_of, in_halves, several_devices

@@ -5,11 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from keepsight.runtime.generate import Conversation
-from keepsight.runtime.generate import Method
+from keepsight.runtime.generate import Conversation, Method
 from keepsight.runtime.methods import Kivi, SpeCache, SpeContext
-from keepsight.runtime.state import read
 from keepsight.runtime.retrieval.reader import retrieval_cache
+from keepsight.runtime.state import read
 from tests.close import assert_close
 from tests.models.retrieval_heads import tiny_retrieval_head
 from tests.runtime.retrieval.test_reader import FEATURES, NAMES, method_of

@@ -13,8 +13,7 @@ from keepsight.runtime.importance import NO_POOL
 from keepsight.runtime.latents import holds_latents
 from keepsight.runtime.methods import SnapKV
 from keepsight.runtime.methods.lookaheadkv import LookaheadKV
-from keepsight.runtime.state import prefill
-from keepsight.runtime.state import State
+from keepsight.runtime.state import State, prefill
 from tests.close import assert_close
 from tests.families import family_model
 from tests.models.modules import SHAPE, random_on, save

@@ -9,26 +9,25 @@ from torch.nn import functional
 
 from keepsight import generate
 from keepsight.errors import UserError
-from keepsight.runtime.allocate import Adaptive
+from keepsight.runtime.allocate import Adaptive, Pyramid
 from keepsight.runtime.attention import recording
-from keepsight.runtime.layer import RaggedLayer
-from keepsight.runtime.generate import decode, stop_after
 from keepsight.runtime.drafting.observer import DraftObserver
+from keepsight.runtime.generate import decode, stop_after
 from keepsight.runtime.importance import Pool, Reduce
-from keepsight.runtime.methods.window import AdaKV
-from keepsight.runtime.methods.window import H2O
-from keepsight.runtime.methods.positions import KeyNorm
-from keepsight.runtime.methods.positions import LaCache, Ladder
+from keepsight.runtime.layer import RaggedLayer
 from keepsight.runtime.methods.lookaheadkv import LookaheadKV
 from keepsight.runtime.methods.oracle import Oracle, OwnAnswer
-from keepsight.runtime.methods.window import PyramidKV
-from keepsight.runtime.methods.positions import RandomEntries, RandomScores
-from keepsight.runtime.methods.window import SnapKV
-from keepsight.runtime.methods.positions import Earliness, StreamingLLM
-from keepsight.runtime.methods.window import TOVA
-from keepsight.runtime.state import prefill
-from keepsight.runtime.allocate import Pyramid
-from keepsight.runtime.state import Needs
+from keepsight.runtime.methods.positions import (
+    Earliness,
+    KeyNorm,
+    LaCache,
+    Ladder,
+    RandomEntries,
+    RandomScores,
+    StreamingLLM,
+)
+from keepsight.runtime.methods.window import H2O, TOVA, AdaKV, PyramidKV, SnapKV
+from keepsight.runtime.state import Needs, prefill
 from tests.close import assert_close
 from tests.models.modules import random_module, save
 from tests.runtime.dense import run_dense

@@ -17,8 +17,7 @@ from keepsight.runtime.allocate import Global
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.importance import Reduce
 from keepsight.runtime.observe import Observer, look_back
-from keepsight.runtime.state import prefill
-from keepsight.runtime.state import State
+from keepsight.runtime.state import State, prefill
 from keepsight.train.dataset import Batch
 from keepsight.train.eviction.objective import EvictionObjective
 from keepsight.train.replay import Reading

@@ -18,12 +18,11 @@ from typing_extensions import Self, override
 
 from keepsight.errors import UserError
 from keepsight.models.decoder import cached_kv_heads, full_attention_layers, has_latents, require_full_attention
-from keepsight.runtime.allocate import Global, Held
+from keepsight.runtime.allocate import Global, HeadSizes
 from keepsight.runtime.attention import run
-from keepsight.runtime.observe import as_observed
-from keepsight.runtime.state import entries
-from keepsight.runtime.observe import GatedLayer
 from keepsight.runtime.importance import select_top
+from keepsight.runtime.observe import GatedLayer, as_observed
+from keepsight.runtime.state import full_layers
 from keepsight.train.dataset import Batch
 from keepsight.train.eviction.gates import soft_gates
 from keepsight.train.objective import ReplayedObjective
@@ -132,7 +131,7 @@ class EvictionObjective(ReplayedObjective):
         """The selection itself: 0 for what stays, very low for the rest."""
         real = np.array([(~torch.isneginf(each)).sum(dim=-1).tolist() for each in importance])
         allocate = Global(self.floor, tuple(map(tuple, self.weights().tolist())))
-        counts = allocate(Held.of(real, 0), [budget] * real.shape[1], importance)
+        counts = allocate(HeadSizes.of(real, 0), [budget] * real.shape[1], importance)
         chosen = select_top(importance, counts)
         return [*map(_shown, chosen)]
 
@@ -145,7 +144,7 @@ class EvictionObjective(ReplayedObjective):
     def _log_probabilities(self, reading: Reading, batch: Batch, gates: Tensor | list[Tensor]) -> Tensor:
         """[B, T - 1, V] float32: of an answer's tokens but the first, each after the prompt seen through gates."""
         cache = restored(reading, self.target, batch.prompt_ids.shape[1])
-        held = zip(entries(cache), gates, strict=True)
+        held = zip([layer.entries() for layer in full_layers(cache)], gates, strict=True)
         layers = [GatedLayer(each.keys, each.values, gate.to(each.keys.device)) for each, gate in held]
         logits = self._read_answer(batch, as_observed(cache, layers), len(layers) < len(cache.layers))
         return logits.float().log_softmax(dim=-1)

@@ -15,8 +15,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from keepsight.errors import UserError
-from keepsight.models.decoder import FULL, layer_kinds
-from keepsight.models.decoder import on_each
+from keepsight.models.decoder import FULL, layer_kinds, on_each
 from keepsight.runtime.state import full_layers
 from keepsight.train.dataset import Batch
 

@@ -20,9 +20,8 @@ from typing_extensions import override
 from keepsight.models.decoder import decoder_of, full_attention_layers, on_each, require_full_attention
 from keepsight.models.lookahead import Lookahead
 from keepsight.runtime.attention import recording, run
-from keepsight.runtime.state import empty_cache, has_recurrent, record_past, share
 from keepsight.runtime.observe import AttentionRecorder, observe
-from keepsight.runtime.state import positions_of
+from keepsight.runtime.state import empty_cache, has_recurrent, positions_of, record_past, share
 from keepsight.train.dataset import Batch
 from keepsight.train.lookahead.cuts import Cuts, require_cuts, spread
 from keepsight.train.lookahead.flops import pass_flops, weights_of_a_token

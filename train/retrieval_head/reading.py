@@ -10,11 +10,10 @@ from transformers import PreTrainedModel
 
 from keepsight.models.decoder import decoder_of, full_attention_layers
 from keepsight.models.retrieval_head import RetrievalHead, of_the_token_before
-from keepsight.runtime.attention import recording
+from keepsight.runtime.attention import Softmax, recording
 from keepsight.runtime.features import RecordFeatures
 from keepsight.runtime.importance import attention_weights, reduce_group
 from keepsight.runtime.state import positions_of
-from keepsight.runtime.attention import Softmax
 from keepsight.train.dataset import Batch
 
 SINKS, RECENT = 4, 64

@@ -9,8 +9,8 @@ from keepsight import generate
 from keepsight.errors import UserError
 from keepsight.models.draft_sources import LayerSubset
 from keepsight.runtime.allocate import Adaptive
-from keepsight.runtime.generate import decode, stop_after
 from keepsight.runtime.drafting.observer import DraftIds, DraftObserver, GivenDraft
+from keepsight.runtime.generate import decode, stop_after
 from keepsight.runtime.importance import Pool, Reduce
 from keepsight.runtime.methods.dapq import ConstantText, DapQ, PromptEnds, RandomTokens
 from keepsight.runtime.methods.laq import LAQ, LAQPlus, QueryCache

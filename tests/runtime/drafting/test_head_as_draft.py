@@ -12,9 +12,8 @@ from keepsight.runtime.drafting.observer import DraftIds, DraftObserver, GivenDr
 from keepsight.runtime.methods.make import make_method
 from keepsight.runtime.methods.resources import Resources
 from keepsight.runtime.methods.speckv import ModelDrafter
-from keepsight.runtime.state import prefill
 from keepsight.runtime.sparse_prefill import SparsePrefill
-from keepsight.runtime.state import Needs
+from keepsight.runtime.state import Needs, prefill
 from tests.close import assert_close
 from tests.runtime.retrieval.heads import LAYERS, slow_chain, tiny_head
 from tests.tiny import FAMILIES, prompt_ids, tiny_model

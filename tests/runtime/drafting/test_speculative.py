@@ -15,14 +15,12 @@ from transformers.generation import (
 from keepsight import Kivi, PyramidKV, SnapKV, SpecKV, Truncation, generate
 from keepsight.errors import UserError
 from keepsight.models.draft_sources import LayerSubset
-from keepsight.runtime.generate import decode, stop_after
 from keepsight.runtime.drafting.decode import Round, acceptance_by_position, acceptance_length, decode_speculatively
 from keepsight.runtime.drafting.eagle import ChainDrafter
 from keepsight.runtime.drafting.speculative import Speculative
-from keepsight.runtime.generate import FullCache
-from keepsight.runtime.state import prefill
+from keepsight.runtime.generate import FullCache, decode, stop_after
 from keepsight.runtime.sparse_prefill import SparsePrefill
-from keepsight.runtime.state import Needs
+from keepsight.runtime.state import Needs, prefill
 from tests.close import assert_close
 from tests.runtime.retrieval.heads import LAYERS, Oracle, slow_chain, tiny_head
 from tests.tiny import FAMILIES, prompt_ids, tiny_model

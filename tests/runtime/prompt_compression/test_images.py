@@ -8,9 +8,8 @@ from torch import Tensor
 
 from keepsight.errors import UserError
 from keepsight.models.draft_sources import DraftHeadSource
-from keepsight.runtime.generate import generate
+from keepsight.runtime.generate import FullCache, generate
 from keepsight.runtime.images import Images
-from keepsight.runtime.generate import FullCache
 from keepsight.runtime.methods.specpc import SpecPC
 from keepsight.runtime.prompt_compression.neighborhood import select_tokens
 from tests.close import assert_close

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from keepsight.runtime.attention import Softmax
 from keepsight.runtime.generate import CacheMethod
 from keepsight.runtime.methods.kivi import Kivi
 from keepsight.runtime.methods.specache import SpeCache
@@ -18,7 +19,6 @@ from keepsight.runtime.quantized import kernel
 from keepsight.runtime.quantized.attend import attend_packed
 from keepsight.runtime.quantized.codec import Quantizer
 from keepsight.runtime.quantized.entries import PackedEntries
-from keepsight.runtime.attention import Softmax
 from tests.close import assert_close
 from tests.package_files import ROOT
 from tests.runtime.scoring import score_answer

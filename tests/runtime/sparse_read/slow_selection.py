@@ -11,8 +11,7 @@ from torch import Tensor
 from keepsight.models.retrieval_head import RetrievalHead
 from keepsight.runtime.attention import run
 from keepsight.runtime.features import RecordFeatures
-from keepsight.runtime.state import prefill
-from keepsight.runtime.state import Needs
+from keepsight.runtime.state import Needs, prefill
 from tests.runtime.asked import answer_with, asking
 
 Choose = Callable[[Tensor, Tensor, float], list[int]]

@@ -9,19 +9,16 @@ from torch.nn import functional
 from transformers.cache_utils import Cache
 
 from keepsight.errors import UserError
-from keepsight.runtime.state import cache_bytes
-from keepsight.runtime.layer import KeptLayer
-from keepsight.runtime.generate import decode, stop_after
+from keepsight.runtime.generate import FullCache, decode, stop_after
 from keepsight.runtime.latents import Expansion
-from keepsight.runtime.generate import FullCache
+from keepsight.runtime.layer import KeptLayer
 from keepsight.runtime.methods.exact_topk import ExactTopK
 from keepsight.runtime.methods.quest import Quest
 from keepsight.runtime.methods.specontext import SpeContext
-from keepsight.runtime.state import prefill, read
 from keepsight.runtime.retrieval.reader import retrieval_cache
 from keepsight.runtime.sparse_read.cache import SelectedLayer, Selection, selected_layers
 from keepsight.runtime.sparse_read.mla import LatentLayer, expanded, layers_of
-from keepsight.runtime.state import Needs
+from keepsight.runtime.state import Needs, cache_bytes, prefill, read
 from tests.close import assert_close
 from tests.models.retrieval_heads import tiny_deepseek, tiny_retrieval_head
 from tests.runtime.sparse_read.slow_selection import SlowReader, everything, top_attention, top_pages

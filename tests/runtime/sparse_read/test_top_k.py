@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from keepsight.runtime.retrieval.selector import HeadKeys
 from keepsight.runtime.attention import Softmax
+from keepsight.runtime.retrieval.selector import HeadKeys
 from keepsight.runtime.sparse_read.cache import Selection
 from keepsight.runtime.sparse_read.quest_pages import TopPages
 from keepsight.runtime.sparse_read.top_k import StepBudget, TopAttention

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from keepsight.runtime.allocate import Global, Held
+from keepsight.runtime.allocate import Global, HeadSizes
 from keepsight.runtime.importance import select_top
 from keepsight.train.eviction.gates import soft_gates
 from tests.close import assert_close
@@ -30,7 +30,7 @@ def test_the_gates_of_a_row_sum_to_the_budget(temperature, floor):
 def test_at_a_low_temperature_they_are_what_the_shared_budget_keeps(floor):
     importance = scores().exp()
     real = np.full(SHAPE[:3], SHAPE[3])
-    counts = Global(floor)(Held.of(real, 0), [10, 10], [*importance])
+    counts = Global(floor)(HeadSizes.of(real, 0), [10, 10], [*importance])
     chosen = torch.stack(select_top([*importance], counts))
     assert torch.equal(soft_gates(importance.log(), REAL, 10, floor, 1e-3).exp() > 0.5, chosen)
 
@@ -73,7 +73,7 @@ def test_gradients_are_those_of_the_gates_with_the_threshold_that_moves():
 def test_of_equal_entries_those_are_guaranteed_that_eviction_keeps(padding):
     """Pooling makes plateaus; padding must not change which of their entries are guaranteed."""
     importance = torch.randint(1, 4, SHAPE, generator=torch.Generator().manual_seed(2)).float()
-    counts = Global(1.0)(Held.of(np.full(SHAPE[:3], SHAPE[3]), 0), [10, 10], [*importance])
+    counts = Global(1.0)(HeadSizes.of(np.full(SHAPE[:3], SHAPE[3]), 0), [10, 10], [*importance])
     chosen = torch.stack(select_top([*importance], counts))
     padded = torch.nn.functional.pad(importance.log(), (padding, 0), value=-80.0)
     gates = soft_gates(padded, torch.nn.functional.pad(REAL, (padding, 0)), 10, 1.0, 0.5)
