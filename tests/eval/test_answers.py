@@ -130,7 +130,7 @@ def test_a_padded_state_and_one_of_other_tokens_answer_together(model: PreTraine
     ids, mask = prompt_ids(60, 45)
     alone = [prefill(model, ids[:1]), prefill(model, ids[1:, 15:])]
     padded = prefill(model, ids[1:], mask[1:])
-    assert padded.mask is not None
+    assert padded.tokens_mask is not None
     limits = Limits(16, END, MANY)
     answer, _ = answer_full(model, alone[0], NOTHING, limits)
     answered = answer_all(model, [alone[0], padded], NOTHING, answer, limits)

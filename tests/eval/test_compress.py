@@ -37,6 +37,7 @@ from keepsight.runtime.observe import observe
 from keepsight.runtime.sparse_prefill import SparsePrefill
 from keepsight.runtime.state import State, prefill
 from tests.close import assert_close
+from tests.runtime.recording import recorded
 from tests.tiny import FAMILIES, prompt_ids, tiny_model
 
 DRAFT = LayerSubset((0, 1))
@@ -84,7 +85,7 @@ def assert_same(state: State, expected: State) -> None:
         also = other.keys.new_ones(other.keys.shape[:3], dtype=torch.bool) if other.real is None else other.real
         assert_close(layer.keys[real], other.keys[also])
         assert_close(layer.values[real], other.values[also])
-    assert torch.equal(state.held(), expected.held())
+    assert torch.equal(state.counts(), expected.counts())
     assert torch.equal(state.lengths, expected.lengths)
     assert_close(state.logits, expected.logits)
 
@@ -99,7 +100,7 @@ def test_each_state_is_that_of_the_method_alone(shared: SharedPrompt, method: Me
     expected = alone(shared, method)
     assert_same(compressed.state, expected)
     if method.reapply(shared.model) is not None:  # goes on observing while it decodes
-        queries = [[each.shape for each in state.trace.queries] for state in (compressed.state, expected)]
+        queries = [[each.shape for each in recorded(state, "queries")] for state in (compressed.state, expected)]
         assert queries[0] == queries[1]
     assert compressed.state.kv_bytes == expected.kv_bytes
 
@@ -162,7 +163,7 @@ def slow_recall(shared: SharedPrompt, compressed: Compressed) -> float:
     """By sorting what the answer attends to, head by head; what is kept is found by comparing keys."""
     embeddings = shared.model.get_input_embeddings()(shared.coming.ids)
     observed = observe(shared.model, shared.state.cache, None, embeddings, observer_mask=shared.coming.mask)
-    held = compressed.state.held()
+    held = compressed.state.counts()
     average, found, wanted = round(held.float().mean().item()), 0, 0
     for layer, (importance, whole, kept) in enumerate(
         zip(observed, shared.state.entries(), compressed.state.entries(), strict=True)

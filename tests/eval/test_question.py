@@ -88,7 +88,7 @@ def by_hand(target: Target, variant: Variant, asked: Sample, group: Sequence[Sam
     if reapply is None:
         return state, after
     after = reapply.compress(after)  # the question has filled what was spared for generated tokens
-    assert after.held().float().mean() <= method.budget - method.every
+    assert after.counts().float().mean() <= method.budget - method.every
     return state, after
 
 
@@ -101,7 +101,7 @@ def check_rows(target: Target, rows: list[dict[str, Any]], asked: Sample, group:
     base = score_answer(target.model, prefill(target.model, torch.cat([context, rest], dim=1)), answer)[0]
     for row, variant in zip(rows[1:], VARIANTS, strict=True):
         state, after = by_hand(target, variant, asked, group)
-        assert row["kept"] == pytest.approx(state.held().float().mean().item(), abs=1e-3)
+        assert row["kept"] == pytest.approx(state.counts().float().mean().item(), abs=1e-3)
         assert row["kv_bytes"] == state.kv_bytes
         own = decoded(target, after, variant)
         assert row["answer"] == target.tokenizer.decode(own[0], skip_special_tokens=True), variant

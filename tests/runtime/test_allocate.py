@@ -301,7 +301,7 @@ def test_settling_changes_the_furthest_one_by_one(wanted, spare, share):
     counts = [round(each) for each in wanted]
     most = [max(0, count + extra - 3) for count, extra in zip(counts, spare, strict=False)]
     total = round(share * sum(most))
-    settled = settle(np.array(counts), np.array(wanted), total, np.array(most))
+    settled = adjust_to_sum(np.array(counts), np.array(wanted), total, np.array(most))
     assert int(settled.sum()) == total
     expected = [min(pair) for pair in zip(counts, most, strict=True)]
     while sum(expected) != total:

@@ -35,7 +35,7 @@ def test_padded_rows_answer_as_they_do_alone(family, method):
     for row, length in enumerate((41, 27)):
         own, alone = read(model, method.start(model, ids[row : row + 1, 41 - length :]), ANSWER)
         assert_close(logits[row : row + 1], alone)
-        for both, single in zip(state.held(), own.held(), strict=True) if own.entries() else ():
+        for both, single in zip(state.counts(), own.counts(), strict=True) if own.entries() else ():
             assert torch.equal(both[row], single[0])
 
 

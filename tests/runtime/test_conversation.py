@@ -54,7 +54,7 @@ def test_a_cache_that_holds_all_answers_like_the_whole_history(method, family):
         assert torch.equal(conversation.say(turn, **GREEDY), answer)
     assert torch.equal(conversation.ids, history)
     assert torch.equal(conversation.state.tokens, history[:, :-1])
-    assert conversation.state.held().unique().tolist() == [history.shape[1] - 1]
+    assert conversation.state.counts().unique().tolist() == [history.shape[1] - 1]
 
 
 def test_an_answer_that_ends_keeps_its_end_token():
@@ -93,7 +93,7 @@ def test_the_budget_holds_over_the_whole_conversation(method):
     conversation = Conversation(model, method)
     for turn in TURNS:
         conversation.say(turn, **GREEDY)
-        held = conversation.state.held().double().mean().item()
+        held = conversation.state.counts().double().mean().item()
         assert held == (12 - 1 if method.every else method.budget + 5)
 
 
@@ -175,11 +175,11 @@ def test_an_exception_leaves_the_conversation_as_it_was():
 def test_conversations_from_one_state_do_not_touch_it():
     model, method = tiny_model(), SMALL[2]
     state = method.start(model, TURNS[0])
-    before, logits = state.held(), state.logits.clone()
+    before, logits = state.counts(), state.logits.clone()
     first = [Conversation(model, FullCache(), state).say(turn, **GREEDY) for turn in TURNS[1:]]
     again = [Conversation(model, FullCache(), state).say(turn, **GREEDY) for turn in TURNS[1:]]
     assert [each.tolist() for each in first] == [each.tolist() for each in again]
-    assert torch.equal(state.held(), before)
+    assert torch.equal(state.counts(), before)
     assert torch.equal(state.logits, logits)
 
 

@@ -61,7 +61,7 @@ def held(monkeypatch):
 
     def spied(*args, **options):
         state, logits = read(*args, **options)
-        seen.append(state.held())
+        seen.append(state.counts())
         return state, logits
 
     monkeypatch.setattr(keepsight.runtime.decode, "read", spied)
@@ -110,7 +110,7 @@ def test_decoding_equals_a_model_that_hides_what_was_evicted(make, name, allocat
     assert decoded.ids.tolist() == expected.tolist()
     assert_close(decoded.state.logits, slow.logits())
     kept = torch.stack([layer.sum(1) for layer in slow.alive])
-    assert torch.equal(decoded.state.held()[:, 0], kept)
+    assert torch.equal(decoded.state.counts()[:, 0], kept)
 
 
 @pytest.mark.parametrize("every", [2, 5])
@@ -151,7 +151,7 @@ def test_nothing_changes_where_all_fits(make, name):
     decoded = answer(model, method, ids)
     full = generate(model, ids, max_new_tokens=TOKENS, do_sample=False, eos_token_id=None)
     assert torch.equal(decoded.ids, full)
-    assert decoded.state.held().unique().tolist() == [PROMPT + TOKENS - 1]
+    assert decoded.state.counts().unique().tolist() == [PROMPT + TOKENS - 1]
 
 
 def test_soft_tokens_look_from_the_current_position(make):

@@ -28,8 +28,8 @@ def test_a_layers_output_is_what_enters_the_next_and_the_one_past_the_last_is_no
 def test_a_chunked_prefill_keeps_the_normed_output_of_every_token():
     model = tiny_model()
     ids, _ = prompt_ids(9)
-    trace = prefill(model, ids, chunk=4, needs=Needs(features=(1, 3))).trace
-    assert_close(trace.features_of((3,)), model.model(ids).last_hidden_state)
+    state = prefill(model, ids, chunk=4, needs=Needs(features=(1, 3)))
+    assert_close(state.features_of((3,)), model.model(ids).last_hidden_state)
 
 
 @pytest.mark.parametrize("layer", [-1, 4])

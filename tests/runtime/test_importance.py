@@ -25,7 +25,8 @@ from keepsight.runtime.importance import (
     top_entries,
     top_mask,
 )
-from keepsight.runtime.observe import LookAfter
+from keepsight.runtime.layer import LayerEntries
+from keepsight.runtime.observe import ObservedLayer
 from tests.close import assert_close
 
 
@@ -168,13 +169,14 @@ def test_selection_from_several_heads(budget):
     assert torch.equal(top_entries(importance, budget), expected)
 
 
-def look_after(query, stored, own, softmax, reduction):
-    """Importance and output of observers."""
-    seen = LookAfter.of(query, stored[0], own[0], softmax)
-    return seen.importance(reduction), seen.output(stored[1], own[1])
+def look_back(query, stored, own, softmax, reduction, real=None):
+    """Attention and output of observers."""
+    layer = ObservedLayer(LayerEntries(*stored, real), None, None, reduction, lambda attention: attention)
+    output = layer.attend(query, *own, softmax)
+    return layer.attention, output
 
 
-def slow_look_after(query, stored, own, scaling):
+def slow_look_back(query, stored, own, scaling):
     """Softmax attention in float64, query by query, over the stored entries and the observers up to each query."""
     heads, rows = query.shape[1:3]
     group, length = heads // stored[0].shape[1], stored[0].shape[2]
@@ -203,8 +205,8 @@ def test_observers_attend_to_entries_and_each_other(size, reduction, length, roo
     query, *rest = (torch.randn(2, heads, 5, 8) for heads in (4, 2, 2))
     entries = [torch.randn(2, 2, length + room, 8)[:, :, :length] for _ in range(2)]
     stored, own = (entries[0], entries[1]), (size * rest[0], rest[1])
-    paid, output = look_after(query, stored, own, Softmax(0.3), reduction)
-    expected, slow_output = slow_look_after(query, stored, own, 0.3)
+    paid, output = look_back(query, stored, own, Softmax(0.3), reduction)
+    expected, slow_output = slow_look_back(query, stored, own, 0.3)
     expected = expected.amax(dim=2) if reduction == "max" else expected.mean(dim=2)
     rounding = max(1e-4, size * 3e-6)  # of logits, which softmax turns into a factor
     torch.testing.assert_close(paid, expected.float(), atol=1e-6, rtol=rounding)
@@ -219,7 +221,7 @@ def test_gradients_of_observers(reduction, length):
     stored = torch.randn(1, 2, length, 4), torch.randn(1, 2, length, 4)
     leaves = [torch.randn(1, heads, 3, 4, requires_grad=True) for heads in (4, 2, 2)]
     query, key, value = leaves
-    paid, output = look_after(query, stored, (key, value), Softmax(0.5), reduction)
+    paid, output = look_back(query, stored, (key, value), Softmax(0.5), reduction)
     up = torch.randn(paid.shape), torch.randn(output.shape)
     found = torch.autograd.grad([paid, output], leaves, up)
     keys = torch.cat([stored[0], key], dim=2).repeat_interleave(2, 1)
@@ -239,13 +241,12 @@ def test_observers_see_no_padding(reduction):
     leaves = [torch.randn(3, heads, 3, 4, requires_grad=True) for heads in (4, 2, 2)]
     stored = torch.randn(3, 2, length, 4), torch.randn(3, 2, length, 4)
     real = torch.arange(length) >= torch.tensor(pads)[:, None, None]
-    seen = LookAfter.of(leaves[0], stored[0], leaves[1], Softmax(0.5), real)
-    both = [seen.importance(reduction), seen.output(stored[1], leaves[2])]
+    both = look_back(leaves[0], stored, (leaves[1], leaves[2]), Softmax(0.5), reduction, real)
     up = [torch.randn(each.shape) for each in both]
     found = torch.autograd.grad(both, leaves, up)
     for row, pad in enumerate(pads):
         query, key, value = (leaf.detach()[row : row + 1].requires_grad_() for leaf in leaves)
-        alone = look_after(
+        alone = look_back(
             query, [each[row : row + 1, :, pad:] for each in stored], (key, value), Softmax(0.5), reduction
         )
         assert_close(both[0][row, :, pad:], alone[0][0])

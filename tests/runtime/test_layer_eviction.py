@@ -20,6 +20,7 @@ from keepsight.runtime.methods.dapq import PromptEnds
 from keepsight.runtime.methods.positions import Earliness
 from keepsight.runtime.state import State, cache_bytes, full_layers, read
 from tests.families import FAMILIES, family_model, fresh_model
+from tests.runtime.recording import recorded
 from tests.runtime.test_images import QWEN, prompt
 from tests.tiny import prompt_ids, tiny_model
 
@@ -49,8 +50,8 @@ def assert_same(one: State, other: State) -> None:
         every = ours.keys.new_ones(ours.keys.shape[:3], dtype=torch.bool)
         mine, yours = (every if each.real is None else each.real & every for each in (ours, theirs))
         assert torch.equal(mine, yours)
-    for name in ("queries", "received"):
-        for mine, yours in zip(getattr(one.trace, name), getattr(other.trace, name), strict=True):
+    for name in ("queries", "accumulated"):
+        for mine, yours in zip(recorded(one, name), recorded(other, name), strict=True):
             assert torch.equal(mine, yours)
     for name in ("mask", "logits", "tokens", "lengths"):
         mine, yours = getattr(one, name), getattr(other, name)
@@ -132,7 +133,7 @@ def test_no_more_than_one_layer_is_whole_where_there_are_images() -> None:
 def test_an_observer_that_looks_back_evicts_after_the_prefill() -> None:
     observer = DraftObserver(PromptEnds(2, 6))
     model, ids = tiny_model(), prompt_ids(60)[0]
-    assert Evict(20, observer).start(model, ids).held().unique().tolist() == [20]
+    assert Evict(20, observer).start(model, ids).counts().unique().tolist() == [20]
     with pytest.raises(UserError, match=r"Evict: during_prefill needs an observer .* DraftObserver looks back[^\n]*$"):
         Evict(20, observer, during_prefill=True)
 

@@ -190,7 +190,7 @@ def test_every_observer_and_drafter_can_be_composed() -> None:
             method = make_method("evict", 40, AT_HAND, observer=observer, pool="none", allocate=allocate, window=2)
             assert isinstance(method, Evict)
             state = method.start(model, ids)
-            assert int(state.held().sum()) == 40 * 3 * 2, observer
+            assert int(state.counts().sum()) == 40 * 3 * 2, observer
             answers.add(tuple(generate(model, ids, method, max_new_tokens=6, do_sample=False)[0].tolist()))
     assert len(answers) > 5
 

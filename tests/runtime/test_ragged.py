@@ -10,15 +10,15 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from keepsight.runtime.allocate import Adaptive, Global, Pyramid, Uniform
 from keepsight.runtime.attention import Softmax, grouped_attention, recording
-from keepsight.runtime.gather import keep
 from keepsight.runtime.generate import FullCache, decode, stop_after
 from keepsight.runtime.importance import Pool
 from keepsight.runtime.join import join
 from keepsight.runtime.layer import KeptLayer, RaggedLayer
 from keepsight.runtime.methods import SnapKV, StreamingLLM
 from keepsight.runtime.observe import ViewedLayer
-from keepsight.runtime.state import Needs, State, cache_bytes, prefill, read, share
+from keepsight.runtime.state import Needs, State, cache_bytes, entries, prefill, read, share
 from tests.close import assert_close
+from tests.runtime.recording import recorded
 from tests.tiny import FAMILIES, prompt_ids, tiny_model
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -57,7 +57,7 @@ def test_entries_are_padded_on_the_left_head_by_head():
         layer: Any = entries(cache)[index]
         stored: Any = cache.layers[index]
         assert torch.equal(seen, layer.keys)
-        assert torch.equal(stored.returned, layer.real)
+        assert torch.equal(stored.keys_mask, layer.real)
         assert torch.equal(seen_values, layer.values)
         start = 0
         for row in range(2):
@@ -75,11 +75,11 @@ def test_keep_is_dense_where_all_heads_keep_the_same_number():
     keys, values = torch.randn(2, 1, 2, 6, 4)
     mask = torch.zeros(1, 2, 6).bool()
     mask[0, 0, [1, 4]] = mask[0, 1, [0, 5]] = True
-    dense = keep(Cache(layers=[KeptLayer(keys, values, 9)]), [mask]).layers[0]
+    dense = KeptLayer(keys, values, 9).keep(mask, mask.sum(dim=-1).numpy())
     assert type(dense) is KeptLayer
     assert torch.equal(dense.keys[0], torch.stack([keys[0, 0, [1, 4]], keys[0, 1, [0, 5]]]))
     mask[0, 1, 2] = True
-    ragged = keep(Cache(layers=[KeptLayer(keys, values, 9)]), [mask]).layers[0]
+    ragged = KeptLayer(keys, values, 9).keep(mask, mask.sum(dim=-1).numpy())
     assert type(ragged) is RaggedLayer
     assert ragged.counts.tolist() == [[2, 3]]
     assert torch.equal(ragged.kept_values, torch.cat([values[0, 0, [1, 4]], values[0, 1, [0, 2, 5]]]))
@@ -96,7 +96,7 @@ def test_sharing_and_viewing_leave_the_cache_alone():
         seen, _ = other.update(new, new, 0)
         assert torch.equal(seen, torch.cat([before[0][0], new], dim=2))
         first: Any = other.layers[0]
-        real = first.returned
+        real = first.keys_mask
         assert real[..., -2:].all()
         assert torch.equal(real[..., :-2], before[0][2])
     again: Any = entries(cache)
@@ -128,7 +128,7 @@ def test_joined_states_keep_every_real_entry():
     for order in (states, states[:2]):
         joined = join(order)
         real: Any = entries(joined.cache)[1].real
-        assert joined.mask is None
+        assert joined.tokens_mask is None or joined.attention_mask() is None
         counts = [[5, 5, 5], [6, 6, 6], [2, 2, 2], [3, 1, 2]]
         assert real.sum(-1).tolist() == counts[: len(real)]
         assert torch.equal(entries(joined.cache)[1].keys[0, 2][real[0, 2]], entries(dense)[1].keys[0, 2])
@@ -144,7 +144,7 @@ def test_joined_states_decode_as_they_do_alone(family, dtype):
     states = [method.compress(model, prefilled) for method in METHODS]
     tokens = prompt_ids(*[4] * 2 * len(states), seed=4)[0]
     joined, logits = read(model, join([state.copy() for state in states]), tokens)
-    assert torch.equal(joined.held(), torch.cat([state.held() + 4 for state in states], dim=1))
+    assert torch.equal(joined.counts(), torch.cat([state.counts() + 4 for state in states], dim=1))
     for index, state in enumerate(states):
         rows = slice(2 * index, 2 * index + 2)
         _, alone = read(model, state.copy(), tokens[rows])
@@ -172,7 +172,7 @@ def test_chunked_prefill_then_eviction_equals_the_whole_one(family, allocate, ch
     model = tiny_model(family)
     method = SnapKV(12, window=3, pool=Pool(kernel=3), allocate=allocate)
     whole, chunked = (method.start(model, *prompt_ids(30, 13), chunk=each) for each in (None, chunk))
-    assert torch.equal(whole.held(), chunked.held())
+    assert torch.equal(whole.counts(), chunked.counts())
     for (keys, values, real), (keys2, values2, real2) in zip(whole.entries(), chunked.entries(), strict=True):
         assert_close(keys, keys2)
         assert_close(values, values2)
@@ -187,7 +187,7 @@ def test_chunked_prefill_then_eviction_equals_the_whole_one(family, allocate, ch
 @pytest.mark.parametrize("method", METHODS, ids=["adaptive", "pyramid", "nine", "twenty", "full"])
 def test_reading_several_tokens_equals_reading_one_by_one(family, dtype, method):
     model = tiny_model(family).to(dtype)
-    state = method.compress(model, prefill(model, *prompt_ids(30, 13), needs=Needs(3, received=True)))
+    state = method.compress(model, prefill(model, *prompt_ids(30, 13), needs=Needs(3, accumulated=True)))
     tokens = prompt_ids(6, 6, seed=5)[0]
     at_once, logits = read(model, state.copy(), tokens)
     single, one_by_one = state.copy(), []
@@ -195,11 +195,11 @@ def test_reading_several_tokens_equals_reading_one_by_one(family, dtype, method)
         single, last = read(model, single, column)
         one_by_one.append(last)
     assert_close(logits, torch.cat(one_by_one, dim=1), dtype)
-    assert torch.equal(at_once.held(), state.held() + 6)
+    assert torch.equal(at_once.counts(), state.counts() + 6)
     assert torch.equal(at_once.tokens, single.tokens)
     assert torch.equal(at_once.lengths, single.lengths)
-    for name in ("queries", "received"):
-        for pair in zip(getattr(at_once.trace, name), getattr(single.trace, name), strict=True):
+    for name in ("queries", "accumulated"):
+        for pair in zip(recorded(at_once, name), recorded(single, name), strict=True):
             assert_close(*pair, dtype)
 
 

@@ -34,18 +34,18 @@ def test_a_row_is_the_same_alone_and_in_a_batch(method: Any) -> None:
     model, (ids, mask) = tiny_model(), prompt_ids(*LENGTHS)
     answer = prompt_ids(9, 9, 9, seed=1)[0]
     state = method.start(model, ids, mask)
-    held, logits = state.held(), read(method.reader(model), state, answer)[1]
+    held, logits = state.counts(), read(method.reader(model), state, answer)[1]
     if method in METHODS.values():
         assert held.sum(dim=(0, 2)).tolist() == [6 * 30, 6 * 10, 6 * 20]  # 20.5 is rounded to the even number
     for row, length in enumerate(LENGTHS):
         alone = method.start(model, ids[row : row + 1, -length:])
-        assert torch.equal(held[:, row], alone.held()[:, 0])
+        assert torch.equal(held[:, row], alone.counts()[:, 0])
         assert_close(logits[row : row + 1], read(method.reader(model), alone, answer[row : row + 1])[1])
 
 
 def test_the_cascade_counts_the_whole_prompt() -> None:
     """Not the 40 tokens that are left of the longest."""
-    assert OTHERS["cascade"].start(tiny_model(), *prompt_ids(*LENGTHS)).held()[0, :, 0].tolist() == [15, 5, 10]
+    assert OTHERS["cascade"].start(tiny_model(), *prompt_ids(*LENGTHS)).counts()[0, :, 0].tolist() == [15, 5, 10]
 
 
 def test_a_row_whose_share_is_too_small_is_refused_beside_a_long_one() -> None:

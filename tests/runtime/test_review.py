@@ -84,7 +84,7 @@ def test_a_conversation_goes_on_with_packed_entries(method):
         state, unread = decoded.state, decoded.ids[:, -1:]
         assert torch.equal(conversation.say(turn, max_new_tokens=6, do_sample=False), decoded.ids)
         assert conversation.state is not None
-        assert torch.equal(conversation.state.held(), state.held())
+        assert torch.equal(conversation.state.counts(), state.counts())
         assert_close(conversation.state.logits, state.logits)
 
 

@@ -19,9 +19,9 @@ from keepsight.runtime.methods import Oracle, SnapKV, StreamingLLM, make_method
 from keepsight.runtime.methods.oracle import OwnAnswer
 from keepsight.runtime.methods.window import PromptWindow
 from keepsight.runtime.observe import Observer
-from keepsight.runtime.read_layer import read_layers
-from keepsight.runtime.state import Needs, cache_bytes, prefill
+from keepsight.runtime.state import Needs, cache_bytes, entries, prefill
 from tests.close import assert_close
+from tests.runtime.recording import recorded
 from tests.runtime.scoring import score_answer
 from tests.tiny import FAMILIES, prompt_ids, tiny_model
 
@@ -33,11 +33,11 @@ SMALL = [StreamingLLM(12), SnapKV(12, window=4), Oracle(12, DraftObserver(OwnAns
 def test_chunked_prefill_equals_whole(family, chunk):
     model = tiny_model(family)
     ids, mask = prompt_ids(40, 23)
-    whole, chunked = (prefill(model, ids, mask, chunk=each, needs=Needs(8, received=True)) for each in (None, chunk))
+    whole, chunked = (prefill(model, ids, mask, chunk=each, needs=Needs(8, accumulated=True)) for each in (None, chunk))
     assert_close(whole.logits, chunked.logits)
-    for pair in zip(whole.trace.queries, chunked.trace.queries, strict=True):
+    for pair in zip(recorded(whole, "queries"), recorded(chunked, "queries"), strict=True):
         assert_close(*pair)
-    for pair in zip(whole.trace.received, chunked.trace.received, strict=True):
+    for pair in zip(recorded(whole, "accumulated"), recorded(chunked, "accumulated"), strict=True):
         assert_close(*pair)
     real = mask.bool()[:, None, :, None]
     for (keys, values, _), (keys2, values2, _) in zip(entries(whole.cache), entries(chunked.cache), strict=True):
@@ -146,7 +146,7 @@ def test_snapkv_keeps_its_window_and_pools_the_rest():
     prefilled = prefill(model, prompt_ids(40)[0])
     method = SnapKV(8, window=4, pool=Pool(kernel=3))
     importance = method.importance(model, prefilled)[1][0]
-    layer = [*read_layers(model, prefilled)][1]
+    layer = prefilled.layers[1]
     raw = PromptWindow(4).score(layer, "mean")[0].view(2, 2, 40).mean(1)
     assert_close(PromptWindow(4)(model, prefilled, Reduce())[1][0], raw)
     for entry in range(36):
@@ -295,7 +295,7 @@ def test_scores_of_other_shapes_than_the_cache_are_refused(observer, said):
 def test_scores_are_by_kv_head_or_by_query_head(heads):
     model = tiny_model()
     kept = Evict(12, _Ones((1, heads, 40))).compress(model, prefill(model, prompt_ids(40)[0]))
-    assert kept.held().unique().tolist() == [12]
+    assert kept.counts().unique().tolist() == [12]
 
 
 def test_an_observer_without_queries_says_so():

@@ -3,7 +3,6 @@
 import json
 import os
 import struct
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from keepsight.runtime.methods import SnapKV
 from keepsight.runtime.saved import load_state, save_state, weights_digest
 from keepsight.runtime.state import Needs, prefill, read
 from tests.models.modules import random_module
+from tests.runtime.recording import recorded
 from tests.tiny import FAMILIES, prompt_ids, tiny_model
 
 DENSE, RAGGED = SnapKV(12, window=4), SnapKV(12, window=4, allocate=Adaptive())
@@ -27,10 +27,12 @@ STATES: dict[str, Any] = {
     "ragged": lambda model: RAGGED.start(model, prompt_ids(30)[0]),
     "padded": lambda model: FullCache().compress(model, prefill(model, *prompt_ids(30, 11), needs=Needs(3))),
     "ragged batch": lambda model: RAGGED.start(model, *prompt_ids(30, 11)),
-    "whole prompt": lambda model: prefill(model, prompt_ids(30)[0], needs=Needs(4, received=True)),
+    "whole prompt": lambda model: prefill(model, prompt_ids(30)[0], needs=Needs(4, accumulated=True)),
     "appended": lambda model: read(model, RAGGED.start(model, prompt_ids(30)[0]), prompt_ids(5)[0])[0],
     "joined": lambda model: join([STATES["dense"](model), STATES["ragged"](model)]),
-    "received": lambda model: RAGGED.compress(model, prefill(model, prompt_ids(30)[0], needs=Needs(4, received=True))),
+    "received": lambda model: RAGGED.compress(
+        model, prefill(model, prompt_ids(30)[0], needs=Needs(4, accumulated=True))
+    ),
 }
 
 
@@ -42,7 +44,8 @@ def of_cache(state):
 
 
 def of_rest(state):
-    return [state.mask, state.logits, state.tokens, state.lengths, *state.trace.queries, *state.trace.received]
+    both = recorded(state, "queries"), recorded(state, "accumulated")
+    return [state.tokens_mask, state.logits, state.tokens, state.lengths, *both[0], *both[1]]
 
 
 def size(tensors):
@@ -65,8 +68,8 @@ def test_a_round_trip_is_equal_to_the_bit(tmp_path, kind, dtype):
     assert all(same(*pair) for pair in zip(of_rest(state), of_rest(loaded), strict=True))
     assert [type(layer) for layer in loaded.cache.layers] == [type(layer) for layer in state.copy().cache.layers]
     assert loaded.cache.get_seq_length() == state.cache.get_seq_length()
-    assert (loaded.trace.needs, loaded.trace.softmax) == (state.trace.needs, state.trace.softmax)
-    assert torch.equal(loaded.held(), state.held())
+    assert (loaded.needs, recorded(loaded, "softmax")) == (state.needs, recorded(state, "softmax"))
+    assert torch.equal(loaded.counts(), state.counts())
     assert loaded.kv_bytes == state.kv_bytes
 
 
@@ -99,7 +102,7 @@ def test_a_loaded_state_is_evicted_from_as_the_saved_one(tmp_path, method):
         Conversation(each_model, method, each) for each_model, each in ((model, state), (tiny_model(), loaded))
     ]
     assert torch.equal(*(talk.say(turn, **options) for talk in talks))
-    assert all(torch.equal(*pair) for pair in zip(*(talk.state.trace.queries for talk in talks), strict=True))
+    assert all(torch.equal(*pair) for pair in zip(*(recorded(talk.state, "queries") for talk in talks), strict=True))
 
 
 @pytest.mark.parametrize("kind", STATES)
@@ -110,9 +113,11 @@ def test_the_file_holds_the_entries_and_a_small_rest(tmp_path, kind):
     file = save_state(state, tmp_path, model=model)
     header = file.stat().st_size - state.kv_bytes - padding - size(of_rest(state))
     assert 0 < header < 8192
-    bare = replace(state, trace=Trace())
+    bare = state.unrecorded()
     saved = save_state(bare, tmp_path / "bare", model=model).stat().st_size
-    assert saved - state.kv_bytes - padding - size([state.mask, state.logits, state.tokens, state.lengths]) < 8192
+    assert (
+        saved - state.kv_bytes - padding - size([state.tokens_mask, state.logits, state.tokens, state.lengths]) < 8192
+    )
     if kind == "dense":
         assert padding == 0
 
@@ -124,7 +129,7 @@ def test_a_folder_or_a_file_is_named_and_replaced_whole(tmp_path):
     assert file == tmp_path / "one.safetensors"
     ragged = STATES["ragged"](model)
     save_state(ragged, file, model=model)
-    assert torch.equal(load_state(file, model).state.held(), ragged.held())
+    assert torch.equal(load_state(file, model).state.counts(), ragged.counts())
     assert sorted(os.listdir(tmp_path)) == ["new", "one.safetensors"]
 
 

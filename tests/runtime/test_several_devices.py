@@ -13,14 +13,15 @@ from keepsight.runtime import state as state_module
 from keepsight.runtime.generate import Conversation
 from keepsight.runtime.join import join
 from keepsight.runtime.methods.make import make_method
+from keepsight.runtime.saved import _tensors_of as tensors_of
 from keepsight.runtime.saved import load_state, save_state
 from keepsight.runtime.state import read
-from keepsight.runtime.state_tensors import tensors_of
 from tests.close import assert_close
 from tests.devices import FIRST, HOST, SECOND, device_of, in_halves, several_devices
 from tests.families import fresh_model
 from tests.models.retrieval_heads import tiny_retrieval_head
 from tests.runtime.family_methods import DRAFT, NAMES, method_of
+from tests.runtime.recording import recorded
 from tests.tiny import prompt_ids
 
 FAMILY = "Llama 3"
@@ -102,7 +103,7 @@ def test_a_saved_state_goes_back_to_the_devices_of_its_layers(halves: Any, tmp_p
         state = method.start(halves, IDS.to(FIRST), MASK.to(FIRST))
         loaded = load_state(save_state(state, tmp_path, model=halves), halves).state
         assert [each.keys.device for each in loaded.entries()] == [FIRST, FIRST, SECOND, SECOND]
-        assert [each.device for each in loaded.trace.queries] == [FIRST, FIRST, SECOND, SECOND]
+        assert [each.device for each in recorded(loaded, "queries")] == [FIRST, FIRST, SECOND, SECOND]
         token = IDS[:, :1].to(FIRST)
         assert torch.equal(*(read(halves, each.copy(), token)[1] for each in (state, loaded)))
 

@@ -198,14 +198,14 @@ def test_the_answer_is_evicted_too():
     for tokens in range(1, 12):
         reapply = method.reapply(model)
         after = decode(model, method.start(model, ids), stop_after(tokens, None), pad_token=0, reapply=reapply).state
-        held.append(int(after.held().max()))
+        held.append(int(after.counts().max()))
     assert held == [36, 37, 38, 39, 40, 37, 38, 39, 40, 37, 38]
 
 
 def test_ragged_budgets_and_bfloat16():
     model, ids = tiny_model(eos_token_id=None).to(torch.bfloat16), prompt_ids(150)[0]
     state = SpecKV.with_draft(DRAFT, 40, 7, window=9, allocate=Adaptive(), sparse=SPARSE).start(model, ids)
-    assert state.held().sum(dim=2).flatten().tolist() == [80, 80, 80]
+    assert state.counts().sum(dim=2).flatten().tolist() == [80, 80, 80]
     assert state.logits.isfinite().all()
 
 

@@ -10,7 +10,6 @@ from torch import Tensor
 from keepsight.models.lookahead import LookaheadAdapter
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.importance import NO_POOL
-from keepsight.runtime.latents import holds_latents
 from keepsight.runtime.methods import SnapKV
 from keepsight.runtime.methods.lookaheadkv import LookaheadKV
 from keepsight.runtime.state import State, prefill
@@ -43,7 +42,7 @@ def test_each_entry_counts_by_the_length_of_its_value(lengths: tuple[int, ...]) 
 def test_of_latents_it_is_the_mean_length_of_the_values_of_all_heads() -> None:
     model = family_model("DeepSeek-V3")
     state, plain, weighed = importances(SNAPKV, model, (40,))
-    assert holds_latents(model, state)
+    assert all(layer.expansion for layer in state.layers)
     for layer, held, before, after in zip(model.model.layers, state.entries(), plain, weighed, strict=True):
         attention = layer.self_attn
         by_head = attention.kv_b_proj(held.keys[:, 0]).unflatten(-1, (attention.num_heads, -1))

@@ -31,6 +31,7 @@ from keepsight.runtime.state import Needs, prefill
 from tests.close import assert_close
 from tests.models.modules import random_module, save
 from tests.runtime.dense import run_dense
+from tests.runtime.recording import recorded
 from tests.runtime.scoring import score_answer
 from tests.tiny import FAMILIES, prompt_ids, tiny_model
 
@@ -246,8 +247,8 @@ def test_chunked_prefill_keeps_the_same(name):
 @pytest.mark.parametrize("chunk", [None, 7])
 def test_received_attention_is_the_sum_over_all_queries(family, chunk):
     model, ids = tiny_model(family), prompt_ids(200)[0]
-    received = prefill(model, ids, chunk=chunk, needs=Needs(received=True)).trace.received
-    for got, (weights, _) in zip(received, _attention(model, ids), strict=True):
+    received = prefill(model, ids, chunk=chunk, needs=Needs(accumulated=True))
+    for got, (weights, _) in zip(recorded(received, "accumulated"), _attention(model, ids), strict=True):
         assert_close(got[0], weights.sum(dim=1))
 
 
@@ -258,7 +259,7 @@ def test_budget_and_bytes_are_exact(name, methods):
         model = tiny_model().to(dtype)
         state = prefill(model, prompt_ids(50)[0], needs=methods[name].needs())
         kept = methods[name].compress(model, state)
-        assert int(kept.held().sum()) == 3 * 2 * BUDGET
+        assert int(kept.counts().sum()) == 3 * 2 * BUDGET
         assert kept.kv_bytes == 3 * 2 * BUDGET * 8 * 2 * dtype.itemsize
 
 
@@ -266,7 +267,7 @@ def test_bytes_of_a_batch_count_no_padding():
     model, (ids, mask) = tiny_model(), prompt_ids(50, 33, 9)
     for name in ("snapkv", "adakv", "pyramidkv"):
         kept = METHODS[name].compress(model, prefill(model, ids, mask, needs=METHODS[name].needs()))
-        assert kept.held().sum(dim=(0, 2)).tolist() == [6 * BUDGET, 6 * BUDGET, 6 * 9]
+        assert kept.counts().sum(dim=(0, 2)).tolist() == [6 * BUDGET, 6 * BUDGET, 6 * 9]
         assert kept.kv_bytes == 6 * (BUDGET + BUDGET + 9) * 8 * 2 * 4
 
 
@@ -316,7 +317,7 @@ def test_ragged_batches_decode_as_single_prompts_do(name, methods):
 def test_heads_differ_under_adakv_and_layers_under_pyramidkv():
     model, (ids, _) = tiny_model(), prompt_ids(50)
     for name, of_layers in (("pyramidkv", [50, 32, 14]), ("adakv", [32, 32, 32])):
-        held = METHODS[name].compress(model, prefill(model, ids, needs=METHODS[name].needs())).held()[:, 0]
+        held = METHODS[name].compress(model, prefill(model, ids, needs=METHODS[name].needs())).counts()[:, 0]
         assert held.sum(dim=1).tolist() == of_layers
         assert bool((held[:, 0] != held[:, 1]).any()) == (name == "adakv")
 
@@ -337,9 +338,9 @@ def test_evicting_while_decoding_never_exceeds_the_budget():
             written = decode(
                 model, state.copy(), stop_after(tokens, None), pad_token=0, reapply=method.reapply(model)
             ).state
-            assert int(written.held().sum()) <= 3 * 2 * 20
-            assert written.held().sum(dim=2).min() > 0
-        assert int(written.held().sum()) > 3 * 2 * (20 - method.every)
+            assert int(written.counts().sum()) <= 3 * 2 * 20
+            assert written.counts().sum(dim=2).min() > 0
+        assert int(written.counts().sum()) > 3 * 2 * (20 - method.every)
 
 
 def test_random_entries_depend_on_seed_place_layer_and_head_alone():

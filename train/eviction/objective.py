@@ -22,7 +22,7 @@ from keepsight.runtime.allocate import Global, HeadSizes
 from keepsight.runtime.attention import run
 from keepsight.runtime.importance import select_top
 from keepsight.runtime.observe import GatedLayer, as_observed
-from keepsight.runtime.state import full_layers
+from keepsight.runtime.state import entries
 from keepsight.train.dataset import Batch
 from keepsight.train.eviction.gates import soft_gates
 from keepsight.train.objective import ReplayedObjective
@@ -144,7 +144,7 @@ class EvictionObjective(ReplayedObjective):
     def _log_probabilities(self, reading: Reading, batch: Batch, gates: Tensor | list[Tensor]) -> Tensor:
         """[B, T - 1, V] float32: of an answer's tokens but the first, each after the prompt seen through gates."""
         cache = restored(reading, self.target, batch.prompt_ids.shape[1])
-        held = zip([layer.entries() for layer in full_layers(cache)], gates, strict=True)
+        held = zip(entries(cache), gates, strict=True)
         layers = [GatedLayer(each.keys, each.values, gate.to(each.keys.device)) for each, gate in held]
         logits = self._read_answer(batch, as_observed(cache, layers), len(layers) < len(cache.layers))
         return logits.float().log_softmax(dim=-1)

@@ -135,7 +135,7 @@ def test_the_draft_continues_what_was_generated():
 def test_ada_speckv_divides_exactly():
     model, ids = tiny_model(), prompt_ids(60)[0]
     state = METHODS["ada-speckv"].start(model, ids)
-    held = state.held()[:, 0]
+    held = state.counts()[:, 0]
     assert held.sum(dim=1).tolist() == [32, 32, 32]
     assert (held[:, 0] != held[:, 1]).any()
     assert state.kv_bytes == 3 * 2 * 16 * 8 * 2 * 4
@@ -296,7 +296,7 @@ def test_methods_are_stateless(method):
 def test_bfloat16_keeps_the_same_number(method):
     model, ids = tiny_model().to(torch.bfloat16), prompt_ids(60, 60)[0]
     state = method.start(model, ids)
-    assert (state.held().sum(dim=2) == 32).all()
+    assert (state.counts().sum(dim=2) == 32).all()
     assert state.kv_bytes == 2 * 3 * 2 * 16 * 8 * 2 * 2
     nll, _ = score_answer(model, state, ids[:, :4])
     assert nll.isfinite().all()
@@ -311,7 +311,7 @@ def test_reapplied_methods_hold_the_budget(method):
     for tokens in range(1, 15):
         start, reapply = method.start(model, ids), method.reapply(model)
         after = decode(model, start, stop_after(tokens, None), pad_token=0, reapply=reapply).state
-        held.append(int(after.held().sum(dim=2).max()))
+        held.append(int(after.counts().sum(dim=2).max()))
         assert after.lengths.tolist() == [60 + tokens - 1]
     assert held == [2 * (16 + count) for count in [0, 1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 3, 4, 1]]
 

@@ -111,7 +111,7 @@ def test_prompts_are_shortened_with_a_head_and_the_cascade_too():
     draft: Any = HEAD
     cascade = SpecKVPC(16, draft=draft, prompt_budget=30, lookahead=5, kernel=4, prompt_window=6, window=9)
     held = cascade.start(model, ids, mask)
-    assert held.tokens.shape == (2, 30) and (held.held() == 16).all()
+    assert held.tokens.shape == (2, 30) and (held.counts() == 16).all()
 
 
 def test_what_a_head_cannot_do():

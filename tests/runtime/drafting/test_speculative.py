@@ -1,6 +1,5 @@
 """Speculative decoding: token for token what plain decoding gives, with heads that guess wrong and heads that know."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -33,7 +32,7 @@ def both(model, head, ids, method=None, *, tokens=5, length=28, end=None, mask=N
     """The answer of plain decoding and of speculative decoding from the same state."""
     method = method or FullCache()
     state = method.compress(model, prefill(model, ids, mask, needs=method.needs() | Needs(features=LAYERS)))
-    bare = replace(state.copy(), trace=Trace())
+    bare = state.unrecorded()
     plain = decode(model, bare, stop_after(length, end), pad_token=0, **options)
     state = state.copy()
     return plain, decode_speculatively(model, state, head, stop_after(length, end), tokens=tokens, **options)
@@ -42,7 +41,7 @@ def both(model, head, ids, method=None, *, tokens=5, length=28, end=None, mask=N
 def answer_of(model, ids, method=None, length=28):
     """What plain decoding answers, [T], end tokens not heeded."""
     state = (method or FullCache()).start(model, ids)
-    return decode(model, replace(state, trace=Trace()), stop_after(length, None), pad_token=0).ids[0]
+    return decode(model, state.unrecorded(), stop_after(length, None), pad_token=0).ids[0]
 
 
 def require_same(plain, ours):
@@ -210,7 +209,7 @@ def test_a_chain_equals_a_pass_over_all_rows_for_each_token(rows, monkeypatch):
     drafter = ChainDrafter(head, model, state.tokens_mask)
     first = state.logits.argmax(dim=-1, keepdim=True)
     after = torch.cat([ids[:, 1:], first], dim=1)
-    drafted = drafter.draft(state.trace.features_of(LAYERS), after, 6)
+    drafted = drafter.draft(state.features_of(LAYERS), after, 6)
     for row in range(2):
         assert drafted[row].tolist() == slow_chain(head, model, ids[row : row + 1, mask[row] > 0], first[row, 0], 6)[0]
     # What was drafted is forgotten when the target's own features of the same tokens come.
@@ -218,8 +217,8 @@ def test_a_chain_equals_a_pass_over_all_rows_for_each_token(rows, monkeypatch):
     again = prefill(model, more, needs=Needs(features=LAYERS))
     newest = again.logits.argmax(dim=-1)
     drafter = ChainDrafter(head, model)
-    drafter.draft(state.trace.features_of(LAYERS)[:1], after[:1], 6)
-    features = again.trace.features_of(LAYERS)[:, 40:]
+    drafter.draft(state.features_of(LAYERS)[:1], after[:1], 6)
+    features = again.features_of(LAYERS)[:, 40:]
     tail = torch.cat([drafted[:1, :2], newest[None]], dim=1)
     assert drafter.draft(features, tail, 4)[0].tolist() == slow_chain(head, model, more, newest[0], 4)[0]
 

@@ -49,7 +49,7 @@ def test_answers_follow_the_short_prompt(method):
         assert torch.equal(short[-method.window :], ids[0, -method.window :])
     state = method.start(model, ids)
     assert state.lengths.tolist() == [len(short)]
-    assert torch.equal(state.held(), torch.full((3, 1, 2), len(short)))
+    assert torch.equal(state.counts(), torch.full((3, 1, 2), len(short)))
     expected = model.generate(short[None], attention_mask=torch.ones(1, len(short)), max_new_tokens=6, do_sample=False)
     assert torch.equal(generate(model, ids, method, max_new_tokens=6, do_sample=False), expected[:, len(short) :])
     whole = model.generate(ids, custom_generate=method, max_new_tokens=6, do_sample=False)
@@ -80,7 +80,7 @@ def test_padded_batch_equals_singles(method):
         alone = method.start(model, prompt[None])
         assert_close(together.logits[row], alone.logits[0])
         assert together.lengths[row] == alone.lengths[0]
-        assert torch.equal(together.held()[:, row], alone.held()[:, 0])
+        assert torch.equal(together.counts()[:, row], alone.counts()[:, 0])
         kept = slice(len(together.tokens[row]) - int(alone.lengths[0]), None)
         assert torch.equal(together.tokens[row, kept], alone.tokens[0])
 

@@ -149,7 +149,7 @@ def test_cascade_equals_its_definition(prompt_budget, kept):
     expected = slow_speckv(model, short, answer, window=9, budget=16)
     state = method.start(model, ids)
     assert state.lengths.tolist() == [len(short)] == [kept]
-    assert torch.equal(state.held(), torch.full((3, 1, 2), 16))
+    assert torch.equal(state.counts(), torch.full((3, 1, 2), 16))
     whole = FullCache().start(model, short[None])
     for layer, (here, full) in enumerate(zip(state.entries(), whole.entries(), strict=True)):
         for head in range(2):
@@ -181,6 +181,6 @@ def slow_speckv(model, short, answer, window, budget):
 @pytest.mark.parametrize("budget", [16, 0.2])
 def test_cascade_keeps_its_budget_under_other_allocations(budget):
     method = small_cascade(budget=budget, allocate=Adaptive())
-    held = method.start(tiny_model(), prompt_ids(80)[0]).held()
+    held = method.start(tiny_model(), prompt_ids(80)[0]).counts()
     assert held.double().mean() == 16
     assert held.unique().numel() > 1

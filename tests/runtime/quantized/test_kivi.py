@@ -112,7 +112,7 @@ def test_prefill_packs_layer_by_layer_to_the_same_state():
     for chunk in (None, 50, 13, 1):
         state = SMALL.start(model, ids, chunk=chunk)
         assert_close(state.logits, whole.logits)
-        assert (state.length, state.kv_bytes, state.held().tolist()) == (50, whole.kv_bytes, whole.held().tolist())
+        assert (state.length, state.kv_bytes, state.counts().tolist()) == (50, whole.kv_bytes, whole.counts().tolist())
         for one, other in zip(packed_layers(state.cache), packed_layers(whole.cache), strict=True):
             assert_close(one.held.recent_values, other.held.recent_values)
             assert_close(one.held.packed_keys.scale, other.held.packed_keys.scale)
@@ -169,7 +169,7 @@ def test_what_a_method_keeps_can_be_packed(inner):
     nll, _ = score_answer(model, Kivi(2, 8, 128, inner=inner).start(model, ids), answer)
     assert_close(nll, expected)
     packed = Kivi(2, 8, 8, inner=inner).start(model, ids)
-    assert torch.equal(packed.held(), alone.held())
+    assert torch.equal(packed.counts(), alone.counts())
     assert packed.kv_bytes < alone.kv_bytes
     assert packed.lengths.tolist() == [60]
 

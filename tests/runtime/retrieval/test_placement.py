@@ -65,7 +65,7 @@ class ChoosingReader:
 
 def _start(model, *lengths):
     state = prefill(model, *prompt_ids(*lengths))
-    padding = None if state.mask is None else max(lengths) - state.lengths
+    padding = None if state.tokens_mask is None else max(lengths) - state.lengths
     layers: list[Any] = [SelectedLayer(keys, values, max(lengths), padding) for keys, values, _ in state.entries()]
     return SelectedState(Cache(layers=layers), None, state.logits, state.tokens, state.lengths)
 
@@ -175,7 +175,7 @@ def test_specontext_reads_the_same_wherever_its_layers_lie(lengths):
         logits, found = _read_on(model, method, method.start(model, ids, mask), answer)
         assert_close(logits, expected)
         assert found[0].kv_bytes < states[0].kv_bytes
-        assert (found[-1].length, found[-1].held().tolist()) == (100, states[-1].held().tolist())
+        assert (found[-1].length, found[-1].counts().tolist()) == (100, states[-1].counts().tolist())
         assert len(elastic_layers(found[-1].cache.layers)) == count
 
 

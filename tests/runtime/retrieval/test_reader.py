@@ -204,7 +204,7 @@ def test_kv_bytes_count_all_that_is_held() -> None:
     assert method_of("quest", 8).start(model, ids).kv_bytes == entries + 3 * 2 * 10 * (2 * 8 * 4)
     state, _ = read(model, method_of("quest", 8).start(model, ids), answer_of(5))  # a page more
     assert state.kv_bytes == entries // 40 * 45 + 3 * 2 * 11 * (2 * 8 * 4)
-    assert int(state.held().min()) == 45
+    assert int(state.counts().min()) == 45
 
 
 @pytest.mark.parametrize("features", FEATURES)

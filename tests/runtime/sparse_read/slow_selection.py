@@ -77,7 +77,7 @@ class SlowReader:
         self.layers = head.layers_of(model) if head is not None else ()
         state = prefill(model, ids, needs=Needs(features=self.layers))
         self.cache, self.logits = asking(state.cache), state.logits
-        self.features = state.trace.features_of(self.layers) if self.layers else None
+        self.features = state.features_of(self.layers) if self.layers else None
         self.read_last: list[list[list[int]]] = []
 
     def read(self, token: Tensor) -> Tensor:

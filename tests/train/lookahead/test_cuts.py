@@ -12,7 +12,7 @@ from torch import Tensor
 from keepsight.data_gen.shards import TrainingSample
 from keepsight.errors import UserError
 from keepsight.models.lookahead_settings import LookaheadSettings
-from keepsight.runtime import look_after
+from keepsight.runtime import observe
 from keepsight.train.dataset import Batch, SampleDataset, collate
 from keepsight.train.lookahead.cuts import Cuts, spread
 from keepsight.train.lookahead.measure import measure_lookahead
@@ -103,7 +103,7 @@ def test_cuts_equal_separate_samples(
 ) -> None:
     rows = rows_of(lengths)
     expected, slow = apart(objective(family), rows, 4)
-    monkeypatch.setattr(look_after, "RECOMPUTED", 1 if recomputes else 2**40)
+    monkeypatch.setattr(observe, "RECOMPUTED", 1 if recomputes else 2**40)
     loss, found = learned(objective(family, 4, recomputes=recomputes), batch_of(rows))
     assert abs(expected - learned(objective(family), batch_of(rows))[0]) > 1e-3
     assert_close(loss, expected)

@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from keepsight.models.decoder import decoder_of
 from keepsight.models.lookahead_settings import LookaheadSettings
-from keepsight.runtime import look_after
+from keepsight.runtime import observe
 from keepsight.train.dataset import Batch
 from keepsight.train.lookahead.objective import LookaheadObjective
 from keepsight.train.lookahead.plan import plan_step
@@ -114,7 +114,7 @@ def test_large_attention_weights_alone_may_be_computed_again(
     family: str, recomputes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = learned(objective(family, recomputes))
-    monkeypatch.setattr(look_after, "RECOMPUTED", 1)
+    monkeypatch.setattr(observe, "RECOMPUTED", 1)
     again = learned(objective(family, recomputes))
     assert torch.equal(again[0], plain[0])
     assert_close(again[1], plain[1])
@@ -126,7 +126,7 @@ def test_large_attention_weights_are_not_kept(monkeypatch: pytest.MonkeyPatch) -
     weights = 4 * 4 * batch.prompt_ids.shape[1] * 4 * len(batch.prompt_ids)
     kept = []
     for least in (weights + 1, weights):
-        monkeypatch.setattr(look_after, "RECOMPUTED", least)
+        monkeypatch.setattr(observe, "RECOMPUTED", least)
         each = objective("Llama 3", recomputes=False)
         reading = each.read(batch)
         kept.append(kept_bytes(partial(each.compared, reading, batch), [*each.parameters(), *reading.values()]))
