@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from keepsight.eval.answer_alone import answer_alone
-from keepsight.eval.answers import Limits, answer_all, answer_full, default_batch_tokens
+from keepsight.eval.answers import Limits, answer_all, answer_alone, answer_full, default_batch_tokens
 from keepsight.runtime.generate import decode, generate, stop_after
 from keepsight.runtime.methods import H2O, TOVA, AdaKV, PyramidKV, SnapKV, StreamingLLM, Truncation
 from keepsight.runtime.state import State, prefill, read

@@ -38,7 +38,9 @@ def observed_by_query_head(model: Any, method: Evict, state: State) -> list[Tens
     """What a method observes, [B, H, C] of each layer, from which its scores by KV head are made."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(observe, "reduce_group", lambda scores, kv_heads, heads: scores)
-        by_query_head = method.observe(model, state)
-    for scores, heads, held in zip(method.observe(model, state), by_query_head, state.entries(), strict=True):
+        by_query_head = method.bound_observer(model, state, method.reduce)
+    for scores, heads, held in zip(
+        method.bound_observer(model, state, method.reduce), by_query_head, state.entries(), strict=True
+    ):
         assert torch.equal(scores, reduce_group(heads, held.keys.shape[1], method.reduce.heads))
     return by_query_head

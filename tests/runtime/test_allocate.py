@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from keepsight.errors import UserError
-from keepsight.runtime.allocate import Adaptive, Global, Pyramid, Uniform, blended, pyramid_schedule
+from keepsight.runtime.allocate import Adaptive, Global, Pyramid, Uniform, adjust_to_sum, blended, pyramid_schedule
 from keepsight.runtime.importance import top_mask
 from keepsight.runtime.methods.registry import ALLOCATIONS
 from tests.runtime.dividing import divide

@@ -56,10 +56,9 @@ def test_a_method_answers_as_masked_eager_attention_does(family, name, folder):
         assert prompt.shape[1] <= BUDGET
     elif isinstance(method, Evict):
         whole = prefill(model, PROMPT, needs=method.needs())
-        shared = method.compress_shared(model, whole, lambda observer, reduction: observer(model, whole, reduction))
-        assert shared is not None
-        state, kept = shared
-        assert kept is not None
+        fits = method.fits(whole)
+        kept = whole.select_all() if fits else method.select(whole, method.importance(model, whole))
+        state = method.compress(model, whole)
         assert state.length == (0 if kept == [] else int(torch.stack(kept).sum(-1).max())), "what was counted is held"
         assert sum(int(each.sum()) for each in kept) == BUDGET * sum(each.shape[1] for each in kept)
         hide = hiding(kept)

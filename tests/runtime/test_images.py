@@ -81,8 +81,8 @@ def test_answers_see_what_was_kept(family: str, name: str, tmp_path: Path) -> No
     model, inputs = family_model(family), prompt(family)
     method = method_of(name, family, tmp_path)
     whole = prefill(model, inputs["input_ids"], needs=method.needs(), images=Images.among(inputs))
-    shared = method.compress_shared(model, whole, lambda observer, reduction: observer(model, whole, reduction))
-    state, kept = shared
+    kept = method.select(whole, method.importance(model, whole))
+    state = method.compress(model, whole)
     assert sum(int(each.sum()) for each in kept) == BUDGET * sum(each.shape[1] for each in kept)
     _, expected = slow_pass(model, hiding(kept), **longer(inputs, ANSWER))
     for place in range(ANSWER.shape[1]):
@@ -156,7 +156,7 @@ def test_layers_evicted_from_while_they_are_read_keep_what_the_models_own_attent
         stays = (torch.arange(LENGTH) >= free).repeat(2, 1).scatter(1, best, True)
         kept.append(stays[None])
     _, expected = slow_pass(model, hiding(kept), **longer(inputs, ANSWER))
-    state = method.read_prompt(model, inputs["input_ids"], images=Images.among(inputs))
+    state = method.start(model, inputs["input_ids"], images=Images.among(inputs))
     for place in range(ANSWER.shape[1]):
         state, logits = read(model, state, ANSWER[:, place : place + 1])
         assert_close(logits[:, 0], expected[:, LENGTH + place])

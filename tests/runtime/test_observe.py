@@ -42,6 +42,6 @@ def test_scores_by_query_head_are_those_of_one_layer(
     for module in (observe, laq):
         monkeypatch.setattr(module, "reduce_group", noting)
     with torch.no_grad():
-        scores = method.observe(model, state)
+        scores = method.bound_observer(model, state, method.reduce)
     assert len(seen) >= LAYERS
     assert [each.shape for each in scores] == [(2, KV_HEADS, LENGTH)] * LAYERS

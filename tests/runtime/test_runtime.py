@@ -11,7 +11,7 @@ from keepsight import generate
 from keepsight.errors import UserError
 from keepsight.runtime.attention import recording
 from keepsight.runtime.drafting.observer import DraftObserver
-from keepsight.runtime.evict import Evict
+from keepsight.runtime.evict import Evict, call
 from keepsight.runtime.generate import FullCache, decode, stop_after
 from keepsight.runtime.importance import Pool, Reduce
 from keepsight.runtime.join import join
@@ -272,12 +272,12 @@ class _Ones(Observer):
 @pytest.mark.parametrize(
     ("observer", "said"),
     [
-        (_Ones((1, 2, 5)), r"scores of shape \[1, 2, 5\] for layer 0; expected \[1, 2, 40\] by KV head, or a"),
-        (_Ones((1, 2, 41)), r"scores of shape \[1, 2, 41\] for layer 0"),
-        (_Ones((1, 3, 40)), r"scores of shape \[1, 3, 40\] for layer 0"),
-        (_Ones((1, 0, 40)), r"scores of shape \[1, 0, 40\] for layer 0"),
-        (_Ones((2, 2, 40)), r"scores of shape \[2, 2, 40\] for layer 0"),
-        (_Ones((2, 40)), r"scores of shape \[2, 40\] for layer 0"),
+        (_Ones((1, 2, 5)), r"scores of shape \[1, 2, 5\] for a layer; expected \[1, 2, 40\] by KV head, or a"),
+        (_Ones((1, 2, 41)), r"scores of shape \[1, 2, 41\] for a layer"),
+        (_Ones((1, 3, 40)), r"scores of shape \[1, 3, 40\] for a layer"),
+        (_Ones((1, 0, 40)), r"scores of shape \[1, 0, 40\] for a layer"),
+        (_Ones((2, 2, 40)), r"scores of shape \[2, 2, 40\] for a layer"),
+        (_Ones((2, 40)), r"scores of shape \[2, 40\] for a layer"),
         (_Ones((1, 2, 40), layers=2), "scores for 2 layers; there are 3"),
     ],
 )
@@ -288,7 +288,7 @@ def test_scores_of_other_shapes_than_the_cache_are_refused(observer, said):
     with pytest.raises(UserError, match=f"^_Ones returned {said}"):
         method.compress(model, state)
     with pytest.raises(UserError, match=f"^_Ones returned {said}"):
-        method.compress_shared(model, state, lambda each, _: each(model, state, Reduce()))
+        method.importance(model, state, call)
 
 
 @pytest.mark.parametrize("heads", [2, 4])
