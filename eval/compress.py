@@ -90,7 +90,8 @@ class SharedPrompt:
         if isinstance(method, CacheMethod) and method.shares_prefill(length):
             return self._of_prefill(method)
         if isinstance(method, ShortenPrompt) and method.budget_for(length) == length:
-            return Compressed(self.state, Seconds(prefill=self.seconds), joined(self.state.select_all()))
+            kept = joined(self.state.select_all())
+            return Compressed(self.state, Seconds(prefill=self.seconds, select=since(start)), kept)
         chosen = method.tokens_to_read(self.model, self.state.tokens[0], images)
         if chosen is None:
             state = method.start(self.model, self.state.tokens)

@@ -62,7 +62,7 @@ __all__ = [
 
 _ELSEWHERE = {
     "Speculative": "keepsight.runtime.drafting.speculative",
-    "Conversation": "keepsight.runtime.conversation",
+    "Conversation": "keepsight.runtime.generate",
     "generate": "keepsight.runtime.generate",
     "load_state": "keepsight.runtime.saved",
     "load_target": "keepsight.models.targets",

@@ -332,21 +332,36 @@ class ObservedLayer(ViewedLayer):
 
     def _look(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> tuple[Tensor, Tensor]:
         """The attention to the stored entries, reduced over the observers, and the output [R, q, H, d]."""
-        sharing, outputs, totals = len(query) // len(self.keys), list[Tensor](), list[Tensor]()
-        for rows in _blocks(query.shape[2]):
-            own = key[:, :, : rows.stop], value[:, :, : rows.stop]
-            weights = _weights(query[:, :, rows], self.keys, own[0], softmax, self.real)
-            stored, new = weights.split([self.keys.shape[2], rows.stop], dim=-1)
-            totals.append(_reduced(stored, rows, sharing, self.observer_mask, self.reduction))
-            outputs.append(_output(stored.to(value.dtype), new.to(value.dtype), self.values, own[1], rows, sharing))
-        if len(totals) == 1:
-            total = totals[0]
+        count, mask = query.shape[2], self.observer_mask
+        if count <= ROWS_AT_ONCE:
+            total, output = self._look_at_once(query, key, value, softmax, mask, self.reduction)
+            if mask is None:
+                return total, output
         else:
-            total = functools.reduce(torch.maximum if self.reduction == "max" else torch.add, totals)
-        if self.reduction == "mean":
-            observers = query.shape[2] if self.observer_mask is None else self.observer_mask.sum(dim=1)[:, None, None]
-            total = total / (observers if isinstance(observers, int) else observers.clamp(min=1).to(total.device))
-        return total, outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+            blocks, reduction = [], "sum" if self.reduction == "mean" else self.reduction
+            for start in range(0, count, ROWS_AT_ONCE):
+                end = min(start + ROWS_AT_ONCE, count)
+                own = key[:, :, :end], value[:, :, :end]
+                of_block = None if mask is None else mask[:, start:end]
+                blocks.append(self._look_at_once(query[:, :, start:end], *own, softmax, of_block, reduction))
+            join = torch.maximum if self.reduction == "max" else torch.add
+            total = functools.reduce(join, (each for each, _ in blocks))
+            output = torch.cat([each for _, each in blocks], dim=1)
+        if self.reduction == "mean" and mask is None:
+            total = total / count
+        elif self.reduction == "mean" and mask is not None:
+            total = total / mask.sum(dim=1)[:, None, None].clamp(min=1).to(total.device)
+        return total, output
+
+    def _look_at_once(
+        self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax, mask: Tensor | None, reduction: str
+    ) -> tuple[Tensor, Tensor]:
+        """As `_look`, for the last q of S observers, whose keys and values [R, K, S, d] these are."""
+        rows, sharing, stored = query.shape[2], len(query) // len(self.keys), self.keys.shape[2]
+        weights = _weights(query, self.keys, key, softmax, self.real)
+        total = _reduced(weights[..., :stored], rows, sharing, mask, reduction)
+        weights = weights.to(value.dtype)
+        return total, _output(weights[..., :stored], weights[..., stored:], self.values, value, rows, sharing)
 
 
 class AllObserved(Exception):
@@ -436,10 +451,6 @@ def _nothing(attention: Tensor) -> Tensor:
     return attention.new_empty(0)
 
 
-def _blocks(rows: int) -> list[slice]:
-    return [slice(start, min(start + ROWS_AT_ONCE, rows)) for start in range(0, rows, ROWS_AT_ONCE)]
-
-
 def _weights(query: Tensor, keys: Tensor, own_keys: Tensor, softmax: Softmax, real: Tensor | None) -> Tensor:
     """Attention weights [B, K, (H / K) x (R / B) x q, N + S] float32 of observers, to stored entries and to each other.
 
@@ -470,20 +481,19 @@ def _weights(query: Tensor, keys: Tensor, own_keys: Tensor, softmax: Softmax, re
     return softmax.normalised(logits.unflatten(2, (heads // kv_heads, -1))).flatten(2, 3)
 
 
-def _reduced(weights: Tensor, rows: slice, sharing: int, observer_mask: Tensor | None, reduction: str) -> Tensor:
-    """Weights [B, K, (H / K) x (R / B) x q, N] over a block of observers -> [R, H, N]; a mean is only summed."""
-    count = rows.stop - rows.start
+def _reduced(weights: Tensor, count: int, sharing: int, observer_mask: Tensor | None, reduction: str) -> Tensor:
+    """Weights [B, K, (H / K) x (R / B) x q, N] over q = `count` observers -> [R, H, N]; masked, a mean is a sum."""
     if observer_mask is not None:
         by_row = _apart(weights, sharing, count).unflatten(2, (-1, count))
-        by_row = by_row * observer_mask[:, rows].to(weights.device)[:, None, None, :, None]
+        by_row = by_row * observer_mask.to(weights.device)[:, None, None, :, None]
         return (by_row.amax(3) if reduction == "max" else by_row.sum(3)).flatten(1, 2)
     by_head = weights.unflatten(2, (-1, count))
-    return _apart((by_head.amax(3) if reduction == "max" else by_head.sum(3)).flatten(1, 2), sharing, 1)
+    over = {"max": by_head.amax, "mean": by_head.mean, "sum": by_head.sum}[reduction]
+    return _apart(over(3).flatten(1, 2), sharing, 1)
 
 
-def _output(stored: Tensor, own: Tensor, values: Tensor, own_values: Tensor, rows: slice, sharing: int) -> Tensor:
-    """The output [R, q, H, d] of weights for values [B, K, N, d] and [R, K, S, d]."""
-    count = rows.stop - rows.start
+def _output(stored: Tensor, own: Tensor, values: Tensor, own_values: Tensor, count: int, sharing: int) -> Tensor:
+    """The output [R, q, H, d] of weights for values [B, K, N, d] and [R, K, S, d], q being `count`."""
     of_stored, own = _apart(stored @ values, sharing, count), _apart(own, sharing, count)
     seen = torch.baddbmm(*(each.flatten(0, 1) for each in (of_stored, own, own_values))).to(values.dtype)
     by_head = seen.view_as(of_stored).unflatten(2, (-1, count)).flatten(1, 2)

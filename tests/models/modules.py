@@ -39,13 +39,13 @@ def lora_parameters(module: Lookahead) -> dict[str, torch.nn.Parameter]:
 def importance(module: Lookahead, state: State) -> Tensor:
     """[layers, B, H, N] as the module predicts it."""
     with torch.no_grad(), module.active():
-        return torch.stack(observe(module.model, state.cache, state.mask, module.observers(2)))
+        return torch.stack(observe(module.model, state.cache, state.tokens_mask, module.observers(2)))
 
 
 def importance_of(artifact: LookaheadAdapter, model: Any, state: State) -> Tensor:
     """The same, of a saved module."""
     with torch.no_grad(), artifact.attached(model) as tokens:
-        return torch.stack(observe(model, state.cache, state.mask, tokens.expand(2, -1, -1)))
+        return torch.stack(observe(model, state.cache, state.tokens_mask, tokens.expand(2, -1, -1)))
 
 
 def save(module: Lookahead, folder: Path, base: str = "ada/tiny") -> Path:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-import keepsight.runtime.decode
+import keepsight.runtime.generate
 from keepsight import generate
 from keepsight.models.lookahead import LookaheadAdapter
 from keepsight.runtime.allocate import Adaptive, Global, Pyramid, Uniform
@@ -57,14 +57,14 @@ def answer(model, method, ids, mask=None, tokens=TOKENS):
 @pytest.fixture
 def held(monkeypatch):
     """[L, B, K] of the cache after each token that decoding reads."""
-    seen, read = [], keepsight.runtime.decode.read
+    seen, read = [], keepsight.runtime.generate.read
 
     def spied(*args, **options):
         state, logits = read(*args, **options)
         seen.append(state.counts())
         return state, logits
 
-    monkeypatch.setattr(keepsight.runtime.decode, "read", spied)
+    monkeypatch.setattr(keepsight.runtime.generate, "read", spied)
     return seen
 
 

@@ -15,8 +15,7 @@ from keepsight.runtime.importance import Pool
 from keepsight.runtime.join import join
 from keepsight.runtime.layer import KeptLayer, RaggedLayer
 from keepsight.runtime.methods import SnapKV, StreamingLLM
-from keepsight.runtime.observe import ViewedLayer
-from keepsight.runtime.state import Needs, State, cache_bytes, entries, prefill, read, share
+from keepsight.runtime.state import Needs, State, cache_bytes, entries, full_layers, prefill, read, share
 from tests.close import assert_close
 from tests.runtime.recording import recorded
 from tests.tiny import FAMILIES, prompt_ids, tiny_model
@@ -86,31 +85,23 @@ def test_keep_is_dense_where_all_heads_keep_the_same_number():
     assert (dense.get_seq_length(), ragged.get_seq_length()) == (9, 9)
 
 
-def test_sharing_and_viewing_leave_the_cache_alone():
+def test_sharing_leaves_the_cache_alone():
     cache, _ = random_cache([[3, 1, 2]])
     new = torch.randn(1, 3, 2, 4)
     cache.update(new, new, 0)
     cache.update(new, new, 1)
     before: Any = [[tensor.clone() for tensor in layer if tensor is not None] for layer in entries(cache)]
-    for other in (share(cache), Cache(layers=[ViewedLayer(*each) for each in entries(cache)])):
-        seen, _ = other.update(new, new, 0)
-        assert torch.equal(seen, torch.cat([before[0][0], new], dim=2))
-        first: Any = other.layers[0]
-        real = first.keys_mask
-        assert real[..., -2:].all()
-        assert torch.equal(real[..., :-2], before[0][2])
+    other = share(cache)
+    seen, _ = other.update(new, new, 0)
+    assert torch.equal(seen, torch.cat([before[0][0], new], dim=2))
+    first: Any = other.layers[0]
+    real = first.keys_mask
+    assert real[..., -2:].all()
+    assert torch.equal(real[..., :-2], before[0][2])
     again: Any = entries(cache)
     assert all(
         torch.equal(*pair) for old, now in zip(before, again, strict=True) for pair in zip(old, now, strict=True)
     )
-
-
-def test_a_view_never_stores_what_observers_append():
-    keys, values = torch.randn(2, 1, 2, 6, 4)
-    new = torch.randn(1, 2, 3, 4)
-    layer = ViewedLayer(keys, values)
-    assert torch.equal(layer.update(new, new)[0], torch.cat([keys, new], dim=2))
-    assert layer.get_seq_length() == 6
 
 
 def test_joined_states_keep_every_real_entry():
@@ -120,10 +111,11 @@ def test_joined_states_keep_every_real_entry():
         Cache(layers=[KeptLayer(torch.randn(shape), torch.randn(shape), 50) for _ in range(2)])
         for shape in ((1, 3, 5, 4), (2, 3, 6, 4))
     )
-    mask = torch.tensor([[True] * 6, [False] * 4 + [True] * 2])
+    for layer in full_layers(padded):
+        layer.token_mask = torch.tensor([[True] * 6, [False] * 4 + [True] * 2])
     states = [
-        State(cache, own, torch.zeros(rows, 9), torch.zeros(rows, 50, dtype=torch.long), torch.full((rows,), 50))
-        for cache, own, rows in ((dense, None, 1), (padded, mask, 2), (ragged, None, 1))
+        State(cache, torch.zeros(rows, 9), torch.zeros(rows, 50, dtype=torch.long), torch.full((rows,), 50))
+        for cache, rows in ((dense, 1), (padded, 2), (ragged, 1))
     ]
     for order in (states, states[:2]):
         joined = join(order)

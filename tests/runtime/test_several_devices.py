@@ -9,7 +9,6 @@ from torch import Tensor
 
 from keepsight import SnapKV, SpeCache, SpeContext, generate
 from keepsight.errors import UserError
-from keepsight.runtime import state as state_module
 from keepsight.runtime.generate import Conversation
 from keepsight.runtime.join import join
 from keepsight.runtime.methods.make import make_method
@@ -143,13 +142,6 @@ def test_a_sparse_prefill_and_features(whole: Any, halves: Any, folder: Path) ->
     with several_devices():
         found = [generate(halves, prompt.to(FIRST), each, max_new_tokens=6).tolist() for each in methods]
     assert found == expected
-
-
-def test_what_stays_on_another_device_is_noticed(halves: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the tests above could not fail."""
-    monkeypatch.setattr(state_module, "on_each", lambda tensor: lambda device: tensor)
-    with several_devices(), pytest.raises(RuntimeError, match="tensors on cpu:0, cpu:1"):
-        SnapKV(16, window=8, during_prefill=False).start(halves, IDS.to(FIRST), MASK.to(FIRST))
 
 
 def test_pretended_devices_refuse_what_cuda_refuses() -> None:

@@ -74,6 +74,8 @@ class FinetuneObjective(EvictionObjective):
     def importance(self, reading: Reading, batch: Batch) -> list[Tensor]:
         ids, lengths = batch.prompt_ids, torch.tensor(batch.prompt_lengths(), device=batch.prompt_ids.device)
         cache = restored(reading, self.target, ids.shape[1])
-        state = State(cache, batch.prompt_mask, torch.empty(len(ids), 0), ids, lengths)
-        observed = self.method.observer(self.target, state, self.method.reduce)
-        return self.method.reduced(self.target, state, observed)
+        state = State(cache, torch.empty(len(ids), 0), ids, lengths)
+        for layer in state.layers:
+            layer.token_mask = batch.prompt_mask
+        scores = self.method.observer(self.target, state, self.method.reduce)
+        return [self.method.layer_importance(*pair) for pair in zip(scores, state.layers, strict=True)]

@@ -67,7 +67,7 @@ def _start(model, *lengths):
     state = prefill(model, *prompt_ids(*lengths))
     padding = None if state.tokens_mask is None else max(lengths) - state.lengths
     layers: list[Any] = [SelectedLayer(keys, values, max(lengths), padding) for keys, values, _ in state.entries()]
-    return SelectedState(Cache(layers=layers), None, state.logits, state.tokens, state.lengths)
+    return state.as_kind(SelectedState, Cache(layers=layers))
 
 
 def _answer(model, placement, steps, *lengths):

@@ -210,7 +210,7 @@ def test_what_cannot_be_is_refused() -> None:
     projection = model.model.layers[0].self_attn.kv_b_proj
     projection.weight = torch.nn.Parameter(projection.weight.to(torch.float8_e4m3fn), requires_grad=False)
     with pytest.raises(UserError, match=r"kv_b_proj of layer 0 is a Linear of torch.float8_e4m3fn"):
-        method_of("specontext of embeddings", 8).compress(model, whole)
+        prefill(model, ids)
 
 
 def test_models_that_choose_by_themselves_are_refused() -> None:
