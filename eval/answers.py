@@ -115,8 +115,8 @@ def answer_all(
         start = time.perf_counter()
         state = _read(model, join([states[index] for index in batch]), question)
         asking = time.perf_counter() - start
-        scores = score(model, state, answer)
-        scored |= {index: (*row, asking) for index, *row in zip(batch, *scores, strict=True)}
+        for index, nll, hits in zip(batch, *score(model, state, answer), strict=True):
+            scored[index] = nll, hits, asking
     agreed = [int(scored[index][1].long().cumprod(dim=0).sum()) for index in range(len(states))]
     differing = [index for index, count in enumerate(agreed) if count < answer.shape[1]]
     written = dict[int, _Written]()
@@ -243,7 +243,7 @@ class _Likelihood(LogitsProcessor):
         self.nll: list[Tensor] = []
 
     @override
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         self.nll.append(functional.cross_entropy(scores, scores.argmax(dim=-1), reduction="none"))
         return scores
 

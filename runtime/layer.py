@@ -66,11 +66,11 @@ class Recorded:
 
     def last(self, rows: int) -> "Recorded":
         """The same with the queries of the last `rows` tokens alone."""
-        cut = (
-            None if each is None else each[:, max(each.shape[1] - rows, 0) :] for each in (self.query_mask, self.ahead)
-        )
-        queries = None if self.queries is None else self.queries[:, :, max(self.queries.shape[2] - rows, 0) :]
-        return Recorded(self.softmax, queries, *cut, self.accumulated)
+        if self.queries is None:
+            return self
+        start = max(self.queries.shape[2] - rows, 0)
+        query_mask, ahead = (None if each is None else each[:, start:] for each in (self.query_mask, self.ahead))
+        return Recorded(self.softmax, self.queries[:, :, start:], query_mask, ahead, self.accumulated)
 
 
 def spare(count: int) -> int:

@@ -276,14 +276,18 @@ class ViewedLayer(OwnAttention, DynamicLayer):
             stored; None for none.
     """
 
+    keys: Tensor
+    values: Tensor
+
     def __init__(self, layer: KeptLayer | LayerEntries, mask: Tensor | None = None) -> None:
         super().__init__()
         stored = layer.attended() if isinstance(layer, KeptLayer) else layer
         self.lazy_initialization(stored.keys, stored.values)
         self.keys, self.values = stored.keys, stored.values
-        whole = mask is not None and (stored.real is None or len(mask) != len(stored.keys))
-        whole = whole and mask is not None and stored.keys.shape[2] >= mask.shape[1]
-        self.real: Tensor | None = mask[:, None].to(stored.keys.device) if whole and mask is not None else stored.real
+        self.real = stored.real
+        unmarked = mask is not None and (stored.real is None or len(mask) != len(stored.keys))  # as rows share entries
+        if mask is not None and unmarked and stored.keys.shape[2] >= mask.shape[1]:
+            self.real = mask[:, None].to(stored.keys.device)
 
 
 class ObservedLayer(ViewedLayer):
@@ -304,7 +308,7 @@ class ObservedLayer(ViewedLayer):
 
     def __init__(
         self,
-        layer: KeptLayer,
+        layer: KeptLayer | LayerEntries,
         mask: Tensor | None,
         observer_mask: Tensor | None,
         reduction: str,

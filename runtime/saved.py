@@ -335,26 +335,31 @@ def _state_of_tensors(
         queries = tensors.get(f"trace.window.{index}")
         width = 0 if queries is None else queries.shape[2]
         device = layer.keys.device
-        masks = [None if each is None else each[:, each.shape[1] - width :].to(device) for each in (mask, ahead)]
-        by_layer = Softmax(*each, tensors.get(f"trace.sinks.{index}"))
-        layer.recorded = Recorded(by_layer, queries, *masks, tensors.get(f"trace.received.{index}"))
+        masks = [None if part is None else part[:, part.shape[1] - width :].to(device) for part in (mask, ahead)]
+        layer.recorded = Recorded(
+            Softmax(*each, tensors.get(f"trace.sinks.{index}")),
+            queries,
+            query_mask=masks[0],
+            ahead=masks[1],
+            accumulated=tensors.get(f"trace.received.{index}"),
+        )
     return state
 
 
 def layer_of_tensors(empty: Any, tensors: dict[str, Tensor], seen: int) -> Any:
     """A layer from its tensors; `empty` is one as the model begins with."""
-    if not isinstance(empty, DynamicLayer):
-        layer: Any = empty
+    layer: Any = empty
+    if not isinstance(layer, DynamicLayer):  # of a recurrent state
         for name, tensor in tensors.items():
             kind, place = name.split(".")
             fill = layer.update_conv_state if kind == "conv" else layer.update_recurrent_state
             fill(tensor, state_idx=int(place))
         return layer
     keys, values = tensors["keys"], tensors["values"]
-    if is_bounded(empty):
-        empty.update(keys, values)
-        empty.cumulative_length = seen
-        return empty
+    if is_bounded(layer):
+        layer.update(keys, values)
+        layer.cumulative_length = seen
+        return layer
     layer = KeptLayer(keys, values, seen, tensors.get("real"))
     if "counts" in tensors:
         counts = tensors["counts"].cpu().numpy()

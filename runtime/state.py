@@ -172,7 +172,8 @@ class State:
 
         Once entries were evicted, full-attention layers know their padding, and the mask is for the bounded layers.
         """
-        needed = any(is_bounded(layer) or layer.token_mask is not None for layer in self.cache.layers)
+        layers: list[Any] = self.cache.layers
+        needed = any(is_bounded(layer) or layer.token_mask is not None for layer in layers)
         return self.tokens_mask if needed else None
 
 
@@ -283,7 +284,7 @@ def prefill(
         images.require_read_by(model)
         if (own := images.positions_in(model, input_ids, mask)) is not None:
             positions, offset = own, own.amax(dim=(0, 2)) + 1 - lengths
-    cache, features, seconds = empty_cache(model, mask), (), 0.0
+    cache, seconds, features = empty_cache(model, mask), 0.0, tuple[Tensor, ...]()
     step = chunk or length
     for start in range(0, length, step):
         end = min(start + step, length)

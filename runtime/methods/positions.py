@@ -167,9 +167,9 @@ class RandomScores(Observer):
     @override
     def __call__(self, model: PreTrainedModel, state: State, reduce: Reduce) -> list[Tensor]:
         entries = state.entries()
-        return [self._score(place, len(entries), *each) for place, each in enumerate(entries)]
+        return [self._score(place, len(entries), keys, real) for place, (keys, _, real) in enumerate(entries)]
 
-    def _score(self, place: int, layers: int, keys: Tensor, _: Tensor, real: Tensor | None) -> Tensor:
+    def _score(self, place: int, layers: int, keys: Tensor, real: Tensor | None) -> Tensor:
         rows, heads, length, _ = keys.shape
         scores = _drawn(self.seed, length, layers, heads)[place].to(keys.device).expand(rows, -1, -1)
         if real is None:

@@ -25,7 +25,7 @@ class LatentLayer(SelectedLayer):
     [B, 1, C, rope]: what transformers caches. Selections have H heads.
 
     Args:
-        expansion: The layer's expansion.
+        expand: The layer's expansion.
         latents: [B, 1, C, rank].
         rotated: [B, 1, C, rope].
         seen: Logical length.
@@ -33,10 +33,10 @@ class LatentLayer(SelectedLayer):
     """
 
     def __init__(
-        self, expansion: Expansion, latents: Tensor, rotated: Tensor, seen: int, padding: Tensor | None = None
+        self, expand: Expansion, latents: Tensor, rotated: Tensor, seen: int, padding: Tensor | None = None
     ) -> None:
         super().__init__(latents, rotated, seen, padding)
-        self.expansion = expansion
+        self.expand = expand
 
     @override
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> Any:
@@ -50,16 +50,16 @@ class LatentLayer(SelectedLayer):
     @override
     def gather(self, chosen: Selection) -> LayerEntries:
         latents, rotated, real = super().gather(chosen)
-        return LayerEntries(*self.expansion(latents, rotated), real)
+        return LayerEntries(*self.expand(latents, rotated), real)
 
     @override
     def read_turn(self, keys: Tensor, values: Tensor) -> LayerEntries:
         latents, rotated, real = super().read_turn(*self._new)
-        return LayerEntries(*self.expansion(latents, rotated), real)
+        return LayerEntries(*self.expand(latents, rotated), real)
 
     @override
     def share(self) -> "LatentLayer":
-        return LatentLayer(self.expansion, self.keys, self.values, self.seen, self.padding)
+        return LatentLayer(self.expand, self.keys, self.values, self.seen, self.padding)
 
 
 def expanded(model: PreTrainedModel, state: State) -> State:

@@ -171,8 +171,9 @@ def test_selection_from_several_heads(budget):
 
 def look_back(query, stored, own, softmax, reduction, real=None):
     """Attention and output of observers."""
-    layer = ObservedLayer(LayerEntries(*stored, real), None, None, reduction, lambda attention: attention)
-    output = layer.attend(query, *own, softmax)
+    entries = LayerEntries(stored[0], stored[1], real)
+    layer = ObservedLayer(entries, None, None, reduction, lambda attention: attention)
+    output = layer.attend(query, own[0], own[1], softmax)
     return layer.attention, output
 
 
