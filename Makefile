@@ -1,4 +1,4 @@
-# make setup | demo | test | test-slow | test-cpus | faults | lint | docs | clean
+# make setup | demo | test | test-slow | test-cpus | faults | size | lint | docs | clean
 #
 #   VENV=path         the folder of the environment (default .venv)
 #   PYTHON=python3    the interpreter it is made with, 3.10 or later
@@ -24,7 +24,7 @@ SETUP_KEY := $(shell (pwd; echo '$(TORCH) $(TORCH_INDEX)'; cat $(SETUP_INPUTS)) 
 STAMP := $(VENV)/keepsight-setup-$(SETUP_KEY)
 
 .DELETE_ON_ERROR:
-.PHONY: setup demo test test-slow test-cpus faults lint docs clean
+.PHONY: setup demo test test-slow test-cpus faults size lint docs clean
 
 setup: $(STAMP)
 
@@ -87,6 +87,10 @@ test-cpus: setup
 # Kills, damaged files and malformed arguments: how many ended how. FAULTS='kills=20 seed=1' chooses.
 faults: setup
 	$(BIN)/python -m tests.faults $(FAULTS)
+
+# Lines by folder, files, and the functions that a SnapKV generation calls.
+size: setup
+	$(BIN)/python -m tests.size
 
 lint: setup
 	$(BIN)/ruff check

@@ -7,44 +7,12 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from keepsight.data_gen.answers import AnsweredPrompts, Rendered
-from keepsight.endpoint import Endpoint, EndpointError, check_url
+from keepsight.endpoint import Endpoint, EndpointError, ServerSettings
 from keepsight.errors import UserError
 from keepsight.models.targets import Target
 
 _UNKNOWN_FORM = (400, 404, 422)
 """Statuses with which servers refuse prompts in a form that they do not know; 404 is also an unknown model."""
-
-
-@dataclass
-class ServerSettings:
-    """A server that answers; its fields are the command's keys `server.KEY`.
-
-    Attributes:
-        url: Such as http://localhost:8000/v1; /completions is appended.
-        model: The target's name there; model.id by default.
-        parallel: Prompts that are asked at once.
-        key: Environment variable that holds the server's API key; none is sent where it is not set.
-        tries: How often a prompt is sent before the command ends; the pauses double from 2 seconds to a minute.
-    """
-
-    url: str | None = None
-    model: str | None = None
-    parallel: int = 16
-    key: str = "OPENAI_API_KEY"
-    tries: int = 8
-
-    def check(self) -> None:
-        """Refuse keys that no server can be asked with.
-
-        Raises:
-            UserError: a value is missing or out of range.
-        """
-        if self.url is None:
-            raise UserError("backend=server needs server.url=, such as http://localhost:8000/v1")
-        check_url("server.url", self.url)
-        for name in ("parallel", "tries"):
-            if getattr(self, name) < 1:
-                raise UserError(f"server.{name}={getattr(self, name)} must be at least 1")
 
 
 class Server:

@@ -114,6 +114,38 @@ class Endpoint:
         return {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {secret}"} if secret else {})
 
 
+@dataclass
+class ServerSettings:
+    """A server that answers in place of the base model; its fields are the command's keys `server.KEY`.
+
+    Attributes:
+        url: Such as http://localhost:8000/v1; /completions is appended.
+        model: The base model's name there; model.id by default.
+        parallel: Prompts that are asked at once.
+        key: Environment variable that holds the server's API key; none is sent where it is not set.
+        tries: How often a prompt is sent before the command ends; the pauses double from 2 seconds to a minute.
+    """
+
+    url: str | None = None
+    model: str | None = None
+    parallel: int = 16
+    key: str = "OPENAI_API_KEY"
+    tries: int = 8
+
+    def check(self) -> None:
+        """Check the values.
+
+        Raises:
+            UserError: a value is missing or out of range.
+        """
+        if self.url is None:
+            raise UserError("backend=server needs server.url=, such as http://localhost:8000/v1")
+        check_url("server.url", self.url)
+        for name in ("parallel", "tries"):
+            if getattr(self, name) < 1:
+                raise UserError(f"server.{name}={getattr(self, name)} must be at least 1")
+
+
 def check_url(key: str, url: str) -> None:
     """Refuse what is no URL of an endpoint.
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.commands.commands import last_of_each_key
 from tests.launch import one_launch
 from tests.warm import ROOT, warm_python
 
@@ -41,18 +42,17 @@ SMALL = {
     f" {_short('retrieval_head.train')}",
     "train_head_weights": f"{_MODEL} head_weights.budgets=[6] {_short('head_weights.train')}",
     "finetune": f"{_MODEL} finetune.budgets=[6] {_short('finetune.train')}",
-    "ablate": f"{_MODEL} lookahead.tokens=[4] {_short('train')}",
     "eval": f"{_MODEL} adapter=runs/adapter draft.layers=[0,2] {_SAMPLES} max_new_tokens=4 pages=0",
-    "hits": f"{_MODEL} {_SAMPLES} max_new_tokens=4",
+    "bench hits": f"{_MODEL} {_SAMPLES} max_new_tokens=4",
     "inspect": f"{_MODEL} max_new_tokens=4",
     "fit": f"{_DATA} lookahead.tokens=4 {_short('train')} tasks=[niah_single] tests=1 lengths=[500] budgets=[80]",
-    "demo": f"{_MODEL} lookahead.tokens=4 {_short('train')} samples=8 steps=2 replays=1 tests=1 lengths=[500]",
+    "demo": f"{_DATA} limit=8 lookahead.tokens=4 {_short('train')} tests=1 lengths=[500]",
     "push": "",
     "report": "",
     "compare": "",
     "plan": _MODEL,
     "plan train": _MODEL,
-    "draft": f"{_MODEL} keep=[2] prompt_tokens=[100,300] samples=2 held_out=2 answer_tokens=4",
+    "bench draft": f"{_MODEL} keep=[2] prompt_tokens=[100,300] samples=2 held_out=2 answer_tokens=4",
     "bench train": f"{_MODEL} tokens=60 answer_tokens=4 repeats=1",
     "bench eval": f"{_BENCH} tokens=320 answer_tokens=3 samples=1 methods=[snapkv] budgets=[48]",
     "bench evict": f"{_BENCH} lengths=[90] budgets=[48] repeats=1",
@@ -60,7 +60,7 @@ SMALL = {
     "bench retrieve": f"{_BENCH} draft.layers=null retrieval=runs/retrieval lengths=[200] budgets=[48] tokens=200"
     " samples=1 repeats=1 answer_tokens=2",
     "bench ops": f"{_BENCH} tokens=90 budgets=[48]",
-    "bench specache": f"{_BENCH} tokens=90 answer_tokens=2",
+    "bench specache": f"{_MODEL} tokens=90 answer_tokens=2",
     "bench speculate": f"{_MODEL} tokens=320 answer_tokens=4 samples=1",
 }
 """What a test adds to a line of a command: other values of what the line, its recipe and the defaults say.
@@ -111,7 +111,7 @@ def type_in(line: str, folder: Path, *more: str, warm: bool = False) -> None:
     if warm:
         environment = warm_python()
     program, *words = shlex.split(line, comments=True)
-    given = [environment.get("PYTHON_EXEC", sys.executable), *_PROGRAMS[program], *words, *more]
+    given = [environment.get("PYTHON_EXEC", sys.executable), *_PROGRAMS[program], *last_of_each_key([*words, *more])]
     with one_launch():
         done = subprocess.run(given, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-4000:]

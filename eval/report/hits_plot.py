@@ -1,4 +1,4 @@
-"""The plot of `keepsight hits`: top-k hit rate and attention mass against the budget."""
+"""The plot of `keepsight bench hits`: top-k hit rate and attention mass against the budget."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial

@@ -103,7 +103,8 @@ class Resources:
             return found
         if name == "draft":
             raise UserError(
-                "needs a draft: set draft.layers=[...] (keepsight draft finds good ones), draft.id= or draft.head="
+                "needs a draft: set draft.layers=[...] (keepsight bench draft finds good ones), draft.id= or "
+                "draft.head="
             )
         raise UserError("needs the target's tokenizer")
 

@@ -1,12 +1,13 @@
 """Running commands as a user types them, and a tiny target and adapter to run them with."""
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from keepsight.commands import bench
-from keepsight.commands.cli import COMMANDS, main
+from keepsight.commands.cli import main
+from keepsight.commands.config import COMMANDS, UsesModel
 from keepsight.eval.report.panels import FORMATS
 from keepsight.models.card import Provenance
 from keepsight.models.lookahead import Lookahead
@@ -14,8 +15,7 @@ from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.models.targets import load_target
 from tests.tiny import save_tiny_target
 
-ALL_COMMANDS = [name for name in COMMANDS if name != "bench"] + [f"bench {name}" for name in bench.COMMANDS]
-WITHOUT_RECIPE = {"push"}
+WITH_MODEL = [name for name, (schema, _) in COMMANDS.items() if issubclass(schema, UsesModel)]
 DATA = ["limit=6", "shard_size=2", "max_new_tokens=4", "mixture=mixture.yaml", "out=data"]
 NEEDLES = ["tasks=[niah_single]", "lengths=[320]", "samples=3", "budgets=[40,0.25]", "max_new_tokens=6"]
 
@@ -30,8 +30,14 @@ RUN_FILES = {
 """What `keepsight eval` leaves, as `files_of_run` names it."""
 
 
+def last_of_each_key(arguments: Sequence[str]) -> list[str]:
+    """The arguments without those whose key a later one gives again, which commands refuse."""
+    last = {argument.partition("=")[0]: place for place, argument in enumerate(arguments)}
+    return [each for place, each in enumerate(arguments) if "=" not in each or last[each.partition("=")[0]] == place]
+
+
 class CommandLine:
-    """Runs `keepsight ...` in this process."""
+    """Runs `keepsight ...` in this process; the last value of a key counts."""
 
     def __init__(self, capture: pytest.CaptureFixture[str]) -> None:
         self.capture = capture
@@ -52,7 +58,7 @@ class CommandLine:
 
     def _run(self, *arguments: str) -> tuple[int, str, str]:
         self.capture.readouterr()
-        code = main(arguments)
+        code = main(last_of_each_key(arguments))
         printed, errors = self.capture.readouterr()
         return code, printed, errors
 

@@ -1,18 +1,17 @@
-"""`keepsight ablate` as a user types it: adapters that load, a table, a plot, and what it says of bad input."""
+"""`keepsight train` with several values for a key: an adapter for each combination, a table and a plot."""
 
 import csv
 from pathlib import Path
 
 import pytest
 
-from keepsight.commands import ablate
 from keepsight.models.lookahead import LookaheadAdapter
 from keepsight.models.targets import load_target
 from tests.commands.commands import CommandLine, tree
 from tests.train.runs import rows, write_data
 
 TRAIN = ["train.steps=2", "train.held_out=2", "train.budget=6", "train.report_to=[]", "lookahead.alpha=8"]
-GIVEN = ["ablate", "model.id=tiny", "model.dtype=float32", "data=data", "out=ablation", *TRAIN]
+GIVEN = ["train", "model.id=tiny", "model.dtype=float32", "data=data", "out=ablation", *TRAIN]
 GRID = ["lookahead.tokens=[2,4]", "lookahead.rank=0,2"]
 
 
@@ -53,7 +52,7 @@ def test_it_leaves_an_adapter_for_each_cell_a_table_and_a_plot(keepsight: Comman
 
 
 def test_the_modules_that_get_a_lora_can_vary(keepsight: CommandLine, data: Path) -> None:
-    given = ["lookahead.tokens=4", "lookahead.targets=[none,qv,all,[q_proj,up_proj]]", "lookahead.rank=2"]
+    given = ["lookahead.tokens=4", "lookahead.targets=[[none],[qv],[all],[q_proj,up_proj]]", "lookahead.rank=2"]
     keepsight(*GIVEN, *given)
     with Path("ablation/ablation.csv").open() as stream:
         parameters = {row["cell"]: int(row["parameters"]) for row in csv.DictReader(stream)}
@@ -73,15 +72,8 @@ def test_the_modules_that_get_a_lora_can_vary(keepsight: CommandLine, data: Path
 
 
 WRONG = {
-    "": "give a key several values, such as lookahead.tokens=[8,16]; choose from lookahead.tokens, ",
-    "lookahead.tokens=[8]": "give a key several values, ",
-    "lookahead.tokens=[8,8]": "lookahead.tokens=[8,8] names a value twice",
-    "lookahead.tokens=[8,many]": "lookahead.tokens=many: Value 'many' of type 'str' could not be converted to Integer",
-    "lookahead.tokens=[8,0]": "lookahead.tokens=0 must be from 1 to 4096",
-    "lookahead.tokns=[8,16]": "'lookahead.tokns' is no key of this command; did you mean 'lookahead.tokens'?",
-    "lookahead.targets=[all,q_prj]": "lookahead.targets: no module that can get a LoRA is 'q_prj'; there are q_proj, ",
-    "lookahead.targets=[qv,[all,q_proj]]": "lookahead.targets=['all', 'q_proj']: all and none stand alone",
-    "train.steps=[1,2] lookahead.rank=[1,2]": "train.steps=[1,2]: ",
+    "lookahead.targets=[[all],[q_prj]]": "lookahead.targets: no module that can get a LoRA is 'q_prj'; there are q_pro",
+    "lookahead.targets=[[qv],[all,q_proj]]": "lookahead.targets=['all', 'q_proj']: all and none stand alone",
     "lookahead.rank=[1,2] train.precision=fp16": "train.precision=fp16: an ablation trains in bf16 or no",
 }
 
@@ -90,21 +82,6 @@ WRONG = {
 def test_bad_input_ends_in_one_line(keepsight: CommandLine, data: Path, arguments: str) -> None:
     assert keepsight.fails(*GIVEN, *arguments.split()).startswith(WRONG[arguments])
     assert not Path("ablation/cells").exists()
-
-
-def test_every_combination_is_a_cell() -> None:
-    grid = ablate.configure(["data=a", "out=b", "lookahead.tokens=[2,4]", "train.far=[0,0.5]", "lookahead.rank=3"])
-    assert [*grid] == ["tokens2-far0", "tokens2-far0.5", "tokens4-far0", "tokens4-far0.5"]
-    shapes = [(each.lookahead.tokens, each.lookahead.rank, each.train.far) for _, each in grid.values()]
-    assert shapes == [(2, 3, 0), (2, 3, 0.5), (4, 3, 0), (4, 3, 0.5)]
-
-
-def test_lists_are_values_too() -> None:
-    given = ["data=a", "out=b", "lookahead.tokens=[8,16,32]", "lookahead.targets=[none,qv,[q_proj, up_proj],all]"]
-    grid = ablate.configure(given)
-    assert len(grid) == 12
-    assert [*grid][:4] == [f"tokens8-targets{name}" for name in ("none", "qv", "q_proj+up_proj", "all")]
-    assert grid["tokens16-targetsq_proj+up_proj"][1].lookahead.targets == ["q_proj", "up_proj"]
 
 
 def test_the_table_counts_the_held_out_samples_that_there_are(keepsight: CommandLine, data: Path) -> None:

@@ -9,7 +9,7 @@ from keepsight.models.retrieval_head import RetrievalHead
 from tests.commands.commands import CommandLine
 from tests.runtime.retrieval.heads import tiny_head
 
-TINY = ("model.id=tiny", "model.device=cpu", "adapter=null", "draft.layers=null")
+TINY = ("model.id=tiny", "model.device=cpu")
 SMALL = ("bench", "retrieve", *TINY, "lengths=[200]", "budgets=[40,64]", "repeats=1", "answer_tokens=3")
 
 
@@ -44,7 +44,10 @@ def test_without_a_head(keepsight: CommandLine) -> None:
 
 @pytest.mark.usefixtures("here")
 def test_bad_values(keepsight: CommandLine) -> None:
-    assert keepsight.fails(*SMALL, "tokens=0") == "tokens=0 must be at least 1"
-    assert keepsight.fails(*SMALL, "batch=0") == "batch=0 must be at least 1"
-    assert keepsight.fails("bench", "retrieve", *TINY, "lengths=[]") == "lengths=[] must hold at least one value"
+    assert keepsight.fails(*SMALL, "tokens=0") == "tokens=0 must be greater than 0"
+    assert keepsight.fails(*SMALL, "batch=0") == "batch=0 must be greater than 0"
+    assert (
+        keepsight.fails("bench", "retrieve", *TINY, "lengths=[]")
+        == "lengths=[] must have at least 1 item after validation, not 0"
+    )
     assert keepsight.fails(*SMALL, "retrieval=none/").startswith("'none/' is neither a folder nor a Hub id")

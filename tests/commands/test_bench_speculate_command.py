@@ -8,7 +8,7 @@ from keepsight.models.card import Provenance
 from tests.commands.commands import DATA, NEEDLES, CommandLine
 from tests.runtime.retrieval.heads import tiny_head
 
-TINY = ("model.id=tiny", "model.device=cpu", "adapter=null", "draft.layers=null")
+TINY = ("model.id=tiny", "model.device=cpu")
 SMALL = ("bench", "speculate", *TINY, "tokens=320", "answer_tokens=6", "samples=2", "draft_tokens=3")
 
 
@@ -34,7 +34,7 @@ def test_bad_values(keepsight: CommandLine) -> None:
         "bench speculate measures a draft head; name it: draft.head=FOLDER_OR_HUB_ID draft.layers=null"
     )
     assert "name two drafts" in keepsight.fails(*SMALL, "draft.head=head", "draft.layers=[0,1]")
-    assert keepsight.fails(*SMALL, "draft.head=head", "draft_tokens=0") == "draft_tokens=0 must be at least 1"
+    assert keepsight.fails(*SMALL, "draft.head=head", "draft_tokens=0") == "draft_tokens=0 must be greater than 0"
     assert "model.safetensors is missing" in keepsight.fails(*SMALL, "draft.head=tiny/..")
 
 

@@ -16,12 +16,12 @@ import pytest
 from keepsight.data_gen import shard_writer
 from keepsight.files import append_lines, one_writer, read_json, read_jsonl
 from keepsight.models import model_files
-from tests.commands.commands import DATA, CommandLine, tree
+from tests.commands.commands import DATA, CommandLine, last_of_each_key, tree
 from tests.launch import launch
 
 pytestmark = pytest.mark.usefixtures("here")
 ROOT = Path(__file__).parents[2]
-TINY = ("model.id=tiny", "model.device=cpu", "adapter=null")
+TINY = ("model.id=tiny", "model.device=cpu")
 
 
 def test_a_local_source_with_a_cut_line(keepsight: CommandLine, here: Path) -> None:
@@ -124,7 +124,7 @@ def test_a_full_disk_keeps_what_is_done(keepsight: CommandLine, here: Path, monk
 
 
 def test_an_interrupted_process_says_so_and_goes_on(keepsight: CommandLine, here: Path) -> None:
-    given = ["data", *TINY, *DATA, "limit=24", "max_new_tokens=60"]
+    given = last_of_each_key(["data", *TINY, *DATA, "limit=24", "max_new_tokens=60"])
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "keepsight", *given]
     process = subprocess.Popen(
@@ -156,7 +156,7 @@ def test_a_packaged_file_stands_for_its_own_id_alone(
     """Another model's answers would be written under the name that was asked for."""
     before = tree(here)
     monkeypatch.setattr(model_files, "hub_answers", lambda: False)
-    keys = {"data": ["out=data"], "eval": ["out=eval", "tasks=[niah_single]"], "plan": ["memory=24GiB"]}[command]
+    keys = {"data": ["out=data"], "eval": ["out=eval", "methods=[snapkv]"], "plan": ["memory=24GiB"]}[command]
     complaint = keepsight.fails(command, "model.id=ada/other", *keys)
     assert complaint.startswith(
         "model 'ada/other' is no folder, is not in the Hub's cache, and the Hub does not answer"

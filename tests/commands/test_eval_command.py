@@ -14,10 +14,10 @@ import pytest
 from keepsight.commands import eval as evaluation
 from keepsight.commands import variants
 from keepsight.commands.cli import main
-from keepsight.commands.config import parse
+from keepsight.commands.parse import parse
 from keepsight.commands.variants import variants_of
 from keepsight.eval.tasks.jsonl import RULER_METRIC
-from keepsight.files import append_lines, one_writer, read_jsonl, write_json, write_lines
+from keepsight.files import append_lines, one_writer, read_json, read_jsonl, write_json, write_lines
 from keepsight.models.chat import chat_text
 from keepsight.runtime import methods as known
 from keepsight.runtime.allocate import Adaptive
@@ -26,7 +26,7 @@ from keepsight.runtime.evict import Evict
 from keepsight.runtime.importance import NO_POOL, Reduce
 from keepsight.runtime.methods import H2O, Resources, SnapKV
 from keepsight.runtime.methods.dapq import PromptEnds
-from tests.commands.commands import NEEDLES, RUN_FILES, CommandLine, files_of_run, tree
+from tests.commands.commands import NEEDLES, RUN_FILES, CommandLine, files_of_run, last_of_each_key, tree
 from tests.eval.judging import endpoint
 from tests.eval.rows import CLOCKS, comparable
 
@@ -41,7 +41,7 @@ def whole(prepared: Path) -> list[dict[str, Any]]:
     """The rows of an evaluation that nothing stops."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(prepared)
-        assert main(["eval", *TINY, "out=whole", *NEEDLES]) == 0
+        assert main(last_of_each_key(["eval", *TINY, "out=whole", *NEEDLES])) == 0
     return rows_of(prepared / "whole")
 
 
@@ -141,6 +141,18 @@ def test_other_settings_do_not_mix(keepsight: CommandLine, here: Path, change: s
     assert message.startswith(f"out: these results were made with {change.split('=')[0].split('.')[0]}=")
     assert message.endswith("; choose another out=, or delete the folder")
     assert {name: (here / "out" / name).read_bytes() for name in tree(here / "out")} == before
+
+
+def test_settings_that_no_answer_depends_on_may_change(keepsight: CommandLine, here: Path) -> None:
+    """Those of trainings stood in the settings of earlier versions, and a change of them was refused."""
+    given = [*NEEDLES, "methods=[snapkv]", "samples=1"]
+    keepsight("eval", *TINY, *given)
+    rows = (here / "out" / "results.jsonl").read_bytes()
+    settings = read_json(here / "out" / "settings.json")
+    assert not {"head_weights", "finetune", "train", "lookahead", "out", "pages"} & settings.keys()
+    write_json(here / "out" / "settings.json", settings | {"head_weights": {"budgets": [1]}, "finetune": {}})
+    keepsight("eval", *TINY, *given, "pages=2")
+    assert (here / "out" / "results.jsonl").read_bytes() == rows
 
 
 def real_samples(folder: Path) -> None:

@@ -14,7 +14,7 @@ from tests.launch import launch
 from tests.tiny import tiny_tokenizer
 
 pytestmark = pytest.mark.usefixtures("here")
-GIVEN = ["model.id=tiny", "model.device=cpu", "adapter=null", "methods=[snapkv,adakv]", "budgets=[40]", "samples=3"]
+GIVEN = ["model.id=tiny", "model.device=cpu", "methods=[snapkv,adakv]", "budgets=[40]", "samples=3"]
 TASK = ["tasks=[niah_multikey]", "lengths=[600]", "max_new_tokens=6", "question=multi"]
 EVAL = ["-m", "keepsight", "eval", *GIVEN, *TASK]
 

@@ -125,6 +125,6 @@ def test_two_processes_do_what_one_does(keepsight: CommandLine, here: Path) -> N
 
 
 def test_bad_values_end_before_anything_is_written(keepsight: CommandLine, here: Path) -> None:
-    assert keepsight.fails(*FIT, "out=new", "limit=0") == "limit=0 must be at least 1"
+    assert keepsight.fails(*FIT, "out=new", "limit=0") == "limit=0 must be greater than 0"
     assert keepsight.fails("fit", "tiny") == "out= is required; see --help"
     assert not (here / "new").exists()

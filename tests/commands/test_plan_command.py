@@ -109,8 +109,8 @@ WRONG = {
     "memory=8GiB": "a memory limit of 8.00 GiB is below the weights alone: 1.3 x (14.96 GiB target + 176.02 MiB ret",
     "memory=24gib": "'24gib' is no amount of memory; write it as 24GiB, 24GB or a number of bytes",
     "memory=null": "memory= is required, as this machine has no GPU; give the GPU's memory, such as memory=24GiB",
-    "requests=0": "requests=0 must be at least 1",
-    "budget=0": "budget=0 must be at least 1",
+    "requests=0": "requests=0 must be greater than 0",
+    "budget=0": "budget=0 must be greater than 0",
     "model.dtype=float8": "dtype 'float8' is unknown; choose auto or one of float32, bfloat16, float16",
     "model.id=.": "model '.': its configuration cannot be had: ",
 }
@@ -142,8 +142,8 @@ def test_a_training_from_a_configuration_alone(keepsight: CommandLine, here: Pat
     assert "of 1.00 GiB a GPU" in printed and printed.count(": fits") == 1
     assert "at an assumed 50% of 100 TFLOP/s:" in printed
     assert "does not fit: lower tokens=" in keepsight(*given, "tokens=512", "gpu=10MiB")
-    assert keepsight.fails(*given, "tokens=0") == "tokens=0 must be at least 1"
-    assert keepsight.fails(*given, "utilisation=2").startswith("utilisation=2.0 must be above 0 and at most 1")
+    assert keepsight.fails(*given, "tokens=0") == "tokens=0 must be greater than 0"
+    assert keepsight.fails(*given, "utilisation=2").startswith("utilisation=2.0 must be less than or equal to 1")
     assert keepsight.fails(*given, "model.quantize=int3").startswith(
         "model.quantize=int3 is unknown; choose one of nf4"
     )

@@ -8,9 +8,9 @@ import pytest
 from keepsight.commands.cli import main
 from keepsight.eval import sweep
 from keepsight.files import read_jsonl, write_lines
-from tests.commands.commands import NEEDLES, RUN_FILES, CommandLine, files_of_run, tree
+from tests.commands.commands import NEEDLES, RUN_FILES, CommandLine, files_of_run, last_of_each_key, tree
 
-TINY = ("model.id=tiny", "model.device=cpu", "adapter=null")
+TINY = ("model.id=tiny", "model.device=cpu")
 
 
 @pytest.fixture(scope="module")
@@ -18,9 +18,12 @@ def runs(prepared: Path) -> Path:
     """`a` with snapkv, `b` with streamingllm, which takes the full cache's rows from `a`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(prepared)
-        assert main(["eval", *TINY, *NEEDLES, "budgets=[40]", "methods=[snapkv]", "out=a", "pages=1"]) == 0
+        assert (
+            main(last_of_each_key(["eval", *TINY, *NEEDLES, "budgets=[40]", "methods=[snapkv]", "out=a", "pages=1"]))
+            == 0
+        )
         given = ["methods=[streamingllm]", "out=b", "reuse=[a]", "pages=1"]
-        assert main(["eval", *TINY, *NEEDLES, "budgets=[40]", *given]) == 0
+        assert main(last_of_each_key(["eval", *TINY, *NEEDLES, "budgets=[40]", *given])) == 0
     return prepared
 
 
@@ -117,5 +120,5 @@ def test_runs_that_cannot_be_compared(keepsight: CommandLine, runs: Path, here: 
     keepsight("compare", "a", "half", "allow=[targets,samples]", "out=common")
     lines = (here / "common" / "tables" / "score.csv").read_text("utf-8").splitlines()[1:]
     assert [line.split(",")[-1] for line in lines] == ["2", "2"]
-    assert keepsight.fails("compare", "a").startswith("compare needs two folders at least")
-    assert keepsight.fails("compare", "a", "b", "allow=[seeds]").startswith("allow=['seeds']: 'seeds' is unknown; ")
+    assert keepsight.fails("compare", "a").startswith("runs=['a'] must have at least 2 items")
+    assert keepsight.fails("compare", "a", "b", "allow=[seeds]").startswith("allow=['seeds'] is unknown; ")

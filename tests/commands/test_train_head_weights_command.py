@@ -72,7 +72,7 @@ def test_a_finished_training_is_not_done_again_and_another_is_refused(keepsight:
 
 def test_bad_input_is_one_line(keepsight: CommandLine, adapter: Path) -> None:
     assert "adapter= is required" in keepsight.fails(*GIVEN, "adapter=null")
-    assert "title= has no place here" in keepsight.fails(*GIVEN, "title=Mine")
+    assert "'title' is no key of this command" in keepsight.fails(*GIVEN, "title=Mine")
     assert "the longest prompt has 31 tokens" in keepsight.fails(*GIVEN, "head_weights.budgets=[64]")
     assert "must hold numbers" in keepsight.fails(*GIVEN, f"head_weights.budgets=[{10**10}]")
     assert "head_weights.budgets=[] must hold numbers" in keepsight.fails(*GIVEN, "head_weights.budgets=[]")

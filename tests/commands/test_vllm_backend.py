@@ -15,7 +15,7 @@ from keepsight.models.targets import load_target
 from tests.commands.commands import DATA, CommandLine
 
 pytestmark = pytest.mark.usefixtures("here")
-TINY = ("model.id=tiny", "model.device=cpu", "model.dtype=float32", "adapter=null")
+TINY = ("model.id=tiny", "model.device=cpu", "model.dtype=float32")
 ASKED = (*TINY, *DATA, "backend=vllm")
 
 
@@ -114,7 +114,7 @@ def test_a_packaged_target_is_read_from_its_folder(
     monkeypatch.setattr(model_files, "hub_answers", lambda: False)
     monkeypatch.setattr(model_files, "packaged_file", Path)
     monkeypatch.setattr(model_files, "dequantised", lambda path, digest: (here / "tiny", "sha256:packed"))
-    packaged = ("model.id=ada/tiny", "model.packaged=package/tiny.gguf", "model.packaged_id=ada/tiny", "adapter=null")
+    packaged = ("model.id=ada/tiny", "model.packaged=package/tiny.gguf", "model.packaged_id=ada/tiny")
     keepsight("data", *packaged, *DATA, "backend=vllm", "out=vllm")
     assert [each["model"] for each in engine.made] == [str(here / "tiny")]
     settings = read_json(here / "vllm" / "manifest.json")["settings"]

@@ -77,7 +77,7 @@ def test_a_client_that_is_killed_goes_on(target: Target, folder: Path, tmp_path:
     def start(url: str) -> "subprocess.Popen[bytes]":
         given = ["data", f"model.id={folder}", f"mixture={mixture}", f"out={out}", "limit=20", "seed=3"]
         given += ["max_new_tokens=8", "shard_size=8", "backend=server", f"server.url={url}", "server.model=served"]
-        given += ["server.parallel=3", "adapter=null"]
+        given += ["server.parallel=3"]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
         return subprocess.Popen([sys.executable, "-m", "keepsight", *given], env=environment)
 

@@ -35,7 +35,7 @@ def kill_a_client(folder: Path, port: int, out: Path) -> int:
     mixture = out.with_name("mixture.yaml")
     mixture.write_text(yaml.safe_dump(MIXTURE))
     given = [f"model.id={folder}", f"mixture={mixture}", f"out={out}", *(f"{key}={MADE[key]}" for key in MADE)]
-    given += ["adapter=null", "backend=server", f"server.url=http://127.0.0.1:{port}/v1", "server.parallel=1"]
+    given += ["backend=server", f"server.url=http://127.0.0.1:{port}/v1", "server.parallel=1"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen([sys.executable, "-m", "keepsight", "data", *given], env=environment)
     partial, deadline = out / "shard-00000.jsonl.partial", time.monotonic() + 180

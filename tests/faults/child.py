@@ -18,7 +18,8 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from keepsight.commands.cli import COMMANDS, main
+from keepsight.commands.cli import main
+from keepsight.commands.config import COMMANDS
 
 _LIMIT = 300
 """Seconds after which a run counts as hung."""
@@ -80,7 +81,7 @@ class Outcome:
 
 def preload() -> None:
     """Import what the commands need."""
-    for name in (*(f"keepsight.commands.{name}" for name in COMMANDS), *_HEAVY):
+    for name in (*(f"keepsight.commands.{run.partition(':')[0]}" for _, run in COMMANDS.values()), *_HEAVY):
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # or each child copies what it only looks through

@@ -1,13 +1,11 @@
 """Arguments that no command may take: those that once went wrong, and every key with values of another type."""
 
 from collections.abc import Iterator
-from importlib import import_module
 from random import Random
 from typing import get_origin
 
-from keepsight.commands import bench
-from keepsight.commands.cli import COMMANDS
-from keepsight.commands.config_keys import keys_of
+from keepsight.commands.config import COMMANDS
+from keepsight.commands.parse import keys_of
 from tests.faults.world import INSPECT, MAKERS, PUSHES, TINY, Scene
 
 _EVAL = f"eval {' '.join(TINY)} out=o lengths=300 samples=1 budgets=40 methods=snapkv"
@@ -86,10 +84,8 @@ def wrong_lines(rng: Random, count: int) -> list[str]:
 
 def _of_another_type() -> Iterator[str]:
     base: dict[str, Scene] = {scene.arguments[0]: scene for scene in (*MAKERS, INSPECT, *PUSHES)}
-    names = [name for name in COMMANDS if name != "bench"] + [f"bench {name}" for name in bench.COMMANDS]
-    for name in names:
-        module = import_module(f"keepsight.commands.{name.replace(' ', '.')}")
+    for name, (schema, _) in COMMANDS.items():
         given = " ".join(base[name].arguments) if name in base else f"{name} out=o"
-        for key, kind, _, _ in keys_of(module.Config):
-            for wrong in _WRONG.get(get_origin(kind) or kind, ()):
-                yield f"{given} {key}={wrong}"
+        for key in keys_of(schema):
+            for wrong in _WRONG.get(get_origin(key.plain) or key.plain, ()):
+                yield f"{given} {key.name}={wrong}"

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
+from tests.commands.commands import last_of_each_key
 from tests.faults import damage
 from tests.faults.child import Disturbance, Outcome, Run, run
 from tests.faults.world import (
@@ -159,7 +160,7 @@ def inputs(world: World, lines: list[str]) -> Iterator[Verdict]:
     here = world.copy(world.folder.with_name("asked"))
     before = _tree(here)
     for line in lines:
-        outcome = run(line.split(" "), here)
+        outcome = run(last_of_each_key(line.split(" ")), here)
         if outcome.fault or outcome.code != 2:
             yield outcome.fault or "accepted", f"{line}: {outcome.errors[-500:]}"
         else:

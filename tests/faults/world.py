@@ -11,7 +11,7 @@ from keepsight.files import write_lines
 from tests.faults.child import Disturbance, Run, run
 from tests.tiny import save_tiny_target
 
-TINY = ("model.id=tiny", "model.device=cpu", "draft.layers=null", "adapter=null")
+TINY = ("model.id=tiny", "model.device=cpu")
 _MIXTURE = """
 min_tokens: 80
 max_tokens: 200

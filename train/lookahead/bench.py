@@ -22,7 +22,7 @@ def bench_step(
     """Time steps on one batch (forward, backward, optimiser) and its prefill in turn, as a few lines of text.
 
     Args:
-        cells: Modules on one target; several learn side by side from each of its readings, as in `keepsight ablate`.
+        cells: Modules on one target; several learn side by side from each of its readings, as in an ablation.
         tokens: Prompt length in tokens.
         answer_tokens: Answer length in tokens; the prefill runs over prompt and answer.
         repeats: Timed repetitions of each, after one to warm up.

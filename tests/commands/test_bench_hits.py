@@ -1,4 +1,4 @@
-"""`keepsight hits` end to end on a tiny model."""
+"""`keepsight bench hits` end to end on a tiny model."""
 
 from pathlib import Path
 
@@ -28,7 +28,7 @@ def heads(here: Path) -> Path:
 
 def test_methods_heads_and_bounds_have_a_row_each(keepsight: CommandLine, here: Path, heads: Path) -> None:
     options = "retrieval=retrieval", "budgets=[64,128,1000]", "heads={pruned: draft}", *SHORT
-    printed = keepsight("hits", *TINY, *options)
+    printed = keepsight("bench", "hits", *TINY, *options)
     rows = list(read_jsonl(here / "out" / "hits.jsonl"))
     names = {"best shared", "specontext", "quest", "exact_topk", "pruned"}
     assert {(row["name"], row["budget"]) for row in rows} == {(name, budget) for name in names for budget in (64, 128)}
@@ -44,7 +44,7 @@ def test_groups_of_layers_have_a_bound_of_their_own(keepsight: CommandLine, here
     head = RetrievalHead.load(heads / "retrieval").grouped(2)
     head.save(heads / "groups", Provenance("tiny"), "# Card\n")
     options = "methods=[specontext]", "retrieval=retrieval", "heads={groups: groups}", "budgets=[64]", *SHORT
-    keepsight("hits", *TINY, *options)
+    keepsight("bench", "hits", *TINY, *options)
     rows = {row["name"]: row for row in read_jsonl(here / "out" / "hits.jsonl")}
     assert rows.keys() == {"best shared", "best shared by 2 groups", "specontext", "groups"}
     assert rows["best shared"]["mass"] < rows["best shared by 2 groups"]["mass"]
@@ -53,18 +53,18 @@ def test_groups_of_layers_have_a_bound_of_their_own(keepsight: CommandLine, here
 
 def test_a_second_run_measures_nothing_twice(keepsight: CommandLine, here: Path, heads: Path) -> None:
     options = "methods=[exact_topk]", "budgets=[64]", *SHORT
-    keepsight("hits", *TINY, *options)
+    keepsight("bench", "hits", *TINY, *options)
     before = (here / "out" / "hits.jsonl").read_text()
-    keepsight("hits", *TINY, *options)
+    keepsight("bench", "hits", *TINY, *options)
     assert (here / "out" / "hits.jsonl").read_text() == before
 
 
 def test_a_head_does_not_take_the_name_of_a_bound(keepsight: CommandLine, here: Path, heads: Path) -> None:
     given = "methods=[specontext]", "retrieval=retrieval", "heads={best shared by 2 groups: retrieval}", *SHORT
-    refused = keepsight.fails("hits", *TINY, *given)
+    refused = keepsight.fails("bench", "hits", *TINY, *given)
     assert "heads= names 'best shared by 2 groups', which is another row's name" in refused
 
 
 def test_bad_input(keepsight: CommandLine, here: Path) -> None:
-    assert "'snapkv', which does not choose anew" in keepsight.fails("hits", *TINY, "methods=[snapkv]", *SHORT)
-    assert "budgets=[0.5]" in keepsight.fails("hits", *TINY, "methods=[quest]", "budgets=[0.5]", *SHORT)
+    assert "'snapkv', which does not choose anew" in keepsight.fails("bench", "hits", *TINY, "methods=[snapkv]", *SHORT)
+    assert "budgets=[0.5]" in keepsight.fails("bench", "hits", *TINY, "methods=[quest]", "budgets=[0.5]", *SHORT)

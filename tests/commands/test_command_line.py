@@ -1,0 +1,310 @@
+"""The command line: commands, keys, help and errors; every text arrives as it was typed, and errors are one line."""
+
+import os
+import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from keepsight import __version__, recipes
+from keepsight.commands.cli import MOVED, printable
+from keepsight.commands.config import COMMANDS, Data, Eval, Fit, Inspect, Train
+from keepsight.commands.parse import keys_of, parse, parse_cells
+from keepsight.errors import UserError
+from keepsight.models.card import LICENSES
+from tests.commands.commands import DATA, NEEDLES, WITH_MODEL, CommandLine, tree
+from tests.tiny import tiny_model, tiny_tokenizer
+
+pytestmark = pytest.mark.usefixtures("here")
+ROOT = Path(__file__).resolve().parents[2]
+TINY = ("model.id=tiny", "model.device=cpu")
+RECIPES = {path.stem: path for path in sorted((Path(recipes.__file__).parent / "recipe").glob("*.yaml"))}
+
+
+def test_overviews_name_every_command(keepsight: CommandLine) -> None:
+    assert keepsight() == keepsight("--help") == keepsight("-h")
+    printed, benchmarks = keepsight(), keepsight("bench", "--help")
+    for name in COMMANDS:
+        shown = name.removeprefix("bench ")
+        assert " " in shown or f"\n  {shown} " in (benchmarks if name.startswith("bench ") else printed)
+    assert keepsight("train-draft-head", "--help") == keepsight("train_draft_head", "--help")
+    assert keepsight("--version") == f"keepsight {__version__}\n"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_explains_every_key(keepsight: CommandLine, command: str, here: Path) -> None:
+    schema, _ = COMMANDS[command]
+    assert [key.name for key in keys_of(schema) if not key.note] == []
+    printed = keepsight(*command.split(), "--help", "all")
+    assert printed.startswith(f"keepsight {command}: ") and max(map(len, printed.splitlines())) <= 120
+    assert [key.name for key in keys_of(schema) if f"\n  {key.name}=" not in printed] == []
+    assert len(keepsight(*command.split(), "--help").splitlines()) <= len(printed.splitlines())
+
+
+def test_help_shows_the_values_that_the_command_would_use(keepsight: CommandLine) -> None:
+    small, large = (keepsight("train", f"recipe={name}", "--help", "all") for name in ("smollm2-135m", "llama3.1-8b"))
+    assert "\n  lookahead.tokens=24\n" in small and "\n  train.precision=no\n" in small
+    assert "\n  lookahead.tokens=32\n" in large and "\n  train.precision=bf16\n" in large
+    assert "\n  data=required\n" in small and small.index("  data=") < small.index("  title=") < small.index(
+        "  model.id="
+    )
+
+
+@pytest.mark.parametrize("command", ["--help", "train --help", "eval --help all", "data --help"])
+def test_help_is_there_at_once(command: str) -> None:
+    """Nothing heavy is imported for it: half a second of processor time, and a margin for a busy machine."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run(
+        [sys.executable, "-m", "keepsight", *command.split()], cwd=ROOT, stdout=subprocess.DEVNULL, check=True
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert (after.ru_utime - before.ru_utime) + (after.ru_stime - before.ru_stime) < 0.7
+
+
+def test_a_reader_that_is_gone_is_no_traceback() -> None:
+    """As in `keepsight --help | head -1`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", "keepsight", "--help"], stdout=writer, stderr=subprocess.PIPE, cwd=ROOT
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+@pytest.mark.parametrize("script", ["train_lookahead.py", "train_draft_head.py", "train_retrieval_head.py"])
+def test_an_interrupt_during_imports(script: str, tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    command = [sys.executable, str(ROOT / script), "data=a", "out=b"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert done.returncode == 2
+    assert done.stderr.startswith("keepsight: error: interrupted; ") and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_is_read(recipe: str) -> None:
+    config = parse(Data, [f"recipe={recipe}", "out=a"])
+    own = yaml.safe_load(RECIPES[recipe].read_text("utf-8")).get("model")
+    assert own is None or config.model.id == own["id"]
+    assert config.model.id in LICENSES
+
+
+def test_arguments_are_above_the_recipe_and_it_above_the_defaults() -> None:
+    config = parse(Train, ["data=a", "out=b", "model.dtype=float32", "train.learning_rate=2e-4"])
+    assert (config.model.dtype, config.train.learning_rate, config.train.replays) == ("float32", 2e-4, 4)
+    assert config.model.id == "HuggingFaceTB/SmolLM2-135M-Instruct" and config.max_prompt_tokens == 0
+
+
+def test_a_recipe_is_inferred_from_the_model(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One of the id whole, one of the architecture and size for training alone; else the papers' settings."""
+    given = ["data=a", "out=b"]
+    known = parse(Eval, ["out=b", "model.id=HuggingFaceTB/SmolLM2-135M-Instruct"])
+    assert known.adapter == "shipped:smollm2-135m-lookahead" and known.draft.layers
+    other = parse(Train, [*given, "model.id=ours"])
+    assert (other.lookahead.tokens, other.train.replays, other.model.packaged) == (32, 1, None)
+    assert parse(Eval, ["out=b", "model.id=ours"]).adapter is None
+    (here / "mine").mkdir()
+    shape = '"hidden_size": 576, "num_hidden_layers": 30'
+    (here / "mine" / "config.json").write_text(f'{{"model_type": "llama", {shape}}}')
+    similar = parse(Train, [*given, "model.id=mine"])
+    assert (similar.lookahead.tokens, similar.train.replays, similar.model.packaged) == (24, 4, None)
+    assert parse(Eval, ["out=b", "model.id=mine"]).adapter is None
+    said = capsys.readouterr().err
+    assert "ours: no recipe" in said and "mine: training settings of recipe=smollm2-135m" in said
+    with pytest.raises(UserError, match=r"model\.id= is required"):
+        parse(Fit, ["out=b"])
+
+
+TEXTS = ["a,b", "a[b]{c}(d)", "it's", 'say "so"', "C:\\a\\", "\\'", "two\nlines", "  padded  ", "${HOME}", "=a=b", "["]
+TEXTS += ["007", "1e3", "true", "#1", "What is it, really?", "größer …", "key: value", "'", "a\\'b\\"]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_text_arrives_as_it_was_typed(text: str) -> None:
+    config = parse(Inspect, ["model.id=a", f"prompt={text}", f"out={text}"])
+    assert (config.prompt, config.out) == (text, text)
+
+
+def test_lists_and_options_arrive_with_their_types() -> None:
+    config = parse(Eval, ["out='a, b'", "budgets=[64,0.1]", "methods=[full,{name: snapkv, kernel: 5}]", "adapter=null"])
+    assert config.out == "a, b" and config.adapter is None
+    assert config.budgets == [64, 0.1] and [type(budget) for budget in config.budgets] == [int, float]
+    assert config.methods == ["full", {"name": "snapkv", "kernel": 5}]
+    assert parse(Inspect, ["prompt=a", "options={kernel: 5, group: max}"]).options == {"kernel": 5, "group": "max"}
+    bare = parse(Eval, ["out=a", "tasks=niah,jsonl", "budgets=64", "methods={name: snapkv, window: 8},h2o"])
+    assert (bare.tasks, bare.budgets) == (["niah", "jsonl"], [64])
+    assert bare.methods == [{"name": "snapkv", "window": 8}, "h2o"]
+    layers = [parse(Eval, ["out=a", f"draft.layers={each}"]).draft.layers for each in ("0,3", "null")]
+    assert layers == [[0, 3], None]
+
+
+def test_every_combination_of_several_values_is_a_cell() -> None:
+    given = ["data=a", "out=b", "lookahead.tokens=[2,4]", "train.far=0,0.5", "lookahead.rank=3"]
+    cells = parse_cells(Train, [*given, "lookahead.targets=[qv]"])
+    assert [*cells] == ["tokens2-far0", "tokens2-far0.5", "tokens4-far0", "tokens4-far0.5"]
+    shapes = [(each.lookahead.tokens, each.lookahead.rank, each.train.far) for _, each in cells.values()]
+    assert shapes == [(2, 3, 0), (2, 3, 0.5), (4, 3, 0), (4, 3, 0.5)]
+    lists = parse_cells(Train, ["data=a", "out=b", "lookahead.targets=[[none],[qv],[q_proj, up_proj]]"])
+    assert [*lists] == ["targetsnone", "targetsqv", "targetsq_proj+up_proj"]
+    assert lists["targetsq_proj+up_proj"][1].lookahead.targets == ["q_proj", "up_proj"]
+    assert parse_cells(Train, ["data=a", "out=b", "lookahead.targets=[q_proj,up_proj]"]) == {}
+
+
+WRONG = {
+    "dta": "'dta' is no command; choose one of data, ",
+    "bench both": "'both' is no command of keepsight bench; choose one of train, eval, ",
+    "data outt=data": "'outt' is no key of this command; did you mean 'out'?",
+    "data model.idd=a": "'model.idd' is no key of this command; did you mean 'model.id'?",
+    "data model=a": "'model' is no key of this command; it holds model.id, ",
+    "data ~out": "'~out' is not understood; arguments are written key=value",
+    "data +new=1": "'+new' is no key of this command",
+    "report finetune.train.steps=5": "'finetune.train.steps' is no key of this command",
+    "eval head_weights.temperature=2": "'head_weights.temperature' is no key of this command",
+    "data --limt=3": "'limt' is no key of this command; did you mean 'limit'?",
+    "data out=data recipe=smollm": f"recipe=smollm is unknown; choose one of {', '.join(RECIPES)}",
+    "train out=a data=a lookahead.tokens=[2,4": "'lookahead.tokens=[2,4' cannot be read; write key=value",
+    "train out=a data=a lookahead.tokens=[8,8]": "lookahead.tokens=[8,8] names a value twice",
+    "train out=a data=a lookahead.tokens=[8,many]": "lookahead.tokens=many: Value 'many' of type 'str' could not be ",
+    "train out=a data=a lookahead.tokens=[8,0]": "lookahead.tokens=0 must be ",
+    "train out=a data=a train.steps=[1,2]": "train.steps=[1,2]: ",
+    "data limit=3": "out= is required; see --help",
+    "data out=": "out= is required; see --help",
+    "push adapter": "repo= is required; see --help",
+    "push adapter ada/x more": "'more' is not understood; ",
+    "push none ada/x": "none: holds nothing that can be pushed ",
+    "data out=data limit=many": "limit=many: Value 'many' of type 'str' could not be converted to Integer",
+    "data out=data limit=1,2": "limit=1,2: this key takes one value",
+    "data out=data limit=0": "limit=0 must be greater than 0",
+    "data out=data limit=99999999999999999999": "limit: 99999999999999999999 is too large",
+    "data out=data limit=1000000000000": "limit=1000000000000: that many samples take more than ",
+    "data out=data model.trust_remote_code=2": "model.trust_remote_code=2 must be true or false",
+    "data out=null": "out=null: ",
+    "data out=a\udcff": "out= is no UTF-8 text: 'a\\udcff'",
+    "data out=data mixture=none": "mixture=none is neither a file nor one of demo, offline",
+    "data out=data model.id=nowhere/": "model 'nowhere/' is neither a folder nor a Hub id; ",
+    "data out=data backend=none": "backend=none is unknown; choose one of transformers, vllm, server",
+    "data out=data backend=server": "backend=server needs server.url=, such as http://localhost:8000/v1",
+    "data out=data model.template={a:[]}": "model.template: a=[] must be a name with a text, a number, true or false",
+    "data out=data model.dtype=int8": "dtype 'int8' is unknown; choose auto or one of float32, ",
+    "data out=data model.device=abacus": "device 'abacus' cannot be used ",
+    "train data=none out=out": "none: no manifest.json; make the data with `keepsight data out=none`",
+    "train data=a out=b train.learning_rate=nan": "train.learning_rate=nan must be above 0",
+    "train data=a out=b lookahead.kernel=6": "lookahead.kernel=6 must be odd",
+    "train_retrieval_head data=a out=b retrieval_head.features=foo": "retrieval_head.features='foo' is unknown; ",
+    "eval out=out methods=[7]": "methods=7: expected a method's name, or {name: NAME, option: value}",
+    "eval out=out methods=[snapkw]": "method 'snapkw' is unknown; choose one of full, oracle, lookaheadkv, ",
+    "eval out=out methods=[full]": "methods= and budgets= must name at least one method that evicts, and one budget",
+    "eval out=out methods=[{name:snapkv,windw:8}]": "method 'snapkv': there is no option 'windw'; it takes observer, ",
+    "eval out=out methods=[{name:snapkv,budget:64}]": "methods={'name': 'snapkv', 'budget': 64}: there is no option ",
+    "eval out=out methods=[{name:snapkv,label:full}]": "methods={'name': 'snapkv', 'label': 'full'}: 'full' is the ",
+    "eval out=out methods=[snapkv,snapkv]": "methods= and budgets= name 'snapkv' at budget 64 twice; name it once",
+    "eval out=out methods=[speckv]": "method 'speckv': needs a draft: set draft.layers=[...] ",
+    "eval out=out methods=[lookaheadkv]": "method 'lookaheadkv': needs adapter=FOLDER_OR_HUB_ID; ",
+    "eval out=out adapter=shipped:none": "method 'lookaheadkv': shipped:none: keepsight ships no such artifact; it ",
+    "eval out=out methods=[snapkv] budgets=[32]": "SnapKV: budget 32 must be above the 32 protected entries ",
+    "eval out=out methods=[snapkv] budgets=[many]": "SnapKV: budget 'many' must be a whole number of entries, or a ",
+    "eval out=out question=heard": "question=heard is unknown; choose one of seen, unseen, multi",
+    "eval out=out methods=[snapkv] samples=-1": "samples=-1 must be greater than or equal to 0",
+    "eval out=out methods=[snapkv] tasks=[niah_one]": "task 'niah_one' is unknown; niah has niah_single, ",
+    "eval out=out methods=[snapkv] lengths=[20]": "niah_single: length 20 is too short; its needles alone need ",
+    "inspect prompt=Hello method=full out=out": "method 'full' evicts nothing from the cache, so there is nothing ",
+    "inspect prompt=@none.txt method=snapkv out=out": "prompt=@none.txt: cannot be read as UTF-8 text ",
+    "inspect prompt=Hello method=snapkv out=mixture.yaml": "out=mixture.yaml is a file but no page; choose another ",
+    "inspect prompt=Hello method=snapkv out=out": "budget=64 keeps all 7 prompt tokens; lower it",
+}
+EARLY = [
+    line for line in WRONG if re.match(r"eval|inspect .*method=full", line) and not re.search("tasks=|length", line)
+]
+"""Found before the model is loaded."""
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_bad_input_ends_in_one_line(keepsight: CommandLine, line: str, here: Path) -> None:
+    before = tree(here)
+    command, *given = line.split(" ")
+    tiny = [key for key in TINY if command in WITH_MODEL and key.partition("=")[0] not in line]
+    if line in EARLY:
+        tiny[:1] = ["model.id=nowhere/"]
+    assert keepsight.fails(command, *given, *tiny).startswith(WRONG[line])
+    assert tree(here) == before
+
+
+def test_a_key_is_given_once() -> None:
+    with pytest.raises(UserError, match=r"limit= is given twice: '3' and '4'"):
+        parse(Data, ["out=a", "limit=3", "limit=4"])
+
+
+def test_commands_of_before_name_what_does_their_work(keepsight: CommandLine) -> None:
+    assert all(keepsight.fails(name).startswith(f"keepsight {name} is now {MOVED[name]}") for name in MOVED)
+
+
+def test_no_text_steers_the_terminal(keepsight: CommandLine) -> None:
+    assert printable("\x1b[2Ja\u202eb\ud800\r\tc\n") == "\\x1b[2Ja\\u202eb\\ud800\\r\tc\n"
+    assert keepsight.fails("push", "\x1b[2J", "ada/x").startswith("\\x1b[2J: holds nothing")
+
+
+def test_samples_are_not_counted_twice(keepsight: CommandLine) -> None:
+    for twice in ("lengths=[512,512]", "tasks=[niah_single,niah_single]", "tasks=[niah,niah_multikey]"):
+        keys = [each for each in ("lengths=[512]", "tasks=[niah_single]") if each.partition("=")[0] not in twice]
+        message = keepsight.fails("eval", *TINY, "methods=[snapkv]", *keys, "samples=1", twice, "out=out")
+        assert message == "tasks=, lengths= and jsonl.files= name some samples twice; name each once"
+
+
+def test_prompts_longer_than_the_context(keepsight: CommandLine, here: Path) -> None:
+    given = [each for each in DATA if "max_new_tokens" not in each]
+    message = keepsight.fails("data", *TINY, *given, "max_new_tokens=4090")
+    assert "more than the context of 4096; lower the mixture's max_tokens" in message
+    assert not list((here / "data").glob("shard-*"))
+    given = [each for each in NEEDLES if "lengths" not in each]
+    message = keepsight.fails("eval", *TINY, *given, "methods=[snapkv]", "lengths=[5000]", "out=eval")
+    assert "for the answer more than the context of 4096; lower lengths= or max_tokens=" in message
+    (here / "long.txt").write_text("word " * 5000)
+    assert "this model takes 1 to 4096" in keepsight.fails("inspect", *TINY, "method=snapkv", "prompt=@long.txt")
+    assert not (here / "eval").exists() and not (here / "runs").exists()
+    keepsight("data", *TINY, *DATA)  # a run that ends without a result leaves no settings to disagree with
+
+
+def other_model(adapter: Path) -> None:
+    tiny_model(vocab_size=512, hidden_size=48, max_position_embeddings=4096).save_pretrained("tiny")
+    tiny_tokenizer().save_pretrained("tiny")
+
+
+def other_digest(adapter: Path) -> None:
+    content = bytearray((adapter / "lookahead_tokens.safetensors").read_bytes())
+    content[-1] ^= 1
+    (adapter / "lookahead_tokens.safetensors").write_bytes(content)
+
+
+ADAPTERS = {
+    "another model": (other_model, "this adapter is for 'tiny'"),
+    "wrong digest": (other_digest, "adapter/lookahead_tokens.safetensors: its digest is sha256:"),
+    "missing file": (lambda adapter: (adapter / "adapter_model.safetensors").unlink(), "adapter_model.safetensors is"),
+}
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_an_adapter_that_does_not_fit(keepsight: CommandLine, here: Path, name: str) -> None:
+    spoil, message = ADAPTERS[name]
+    spoil(here / "adapter")
+    given = (*TINY, "adapter=adapter")
+    assert message in keepsight.fails("eval", *given, *NEEDLES, "methods=[lookaheadkv]", "out=eval")
+    assert set(tree(here / "eval") if (here / "eval").exists() else []) <= {"settings.json"}
+    (here / "text.txt").write_text("word " * 200)
+    assert message in keepsight.fails("inspect", *given, "prompt=@text.txt", "out=page.html")
+    assert not (here / "page.html").exists()
+
+
+def test_push_shows_what_it_would_send(keepsight: CommandLine, here: Path) -> None:
+    (here / "adapter" / "notes.txt").write_text("mine")
+    printed = keepsight("push", "adapter", "ada/x", "--dry-run")
+    assert printed == keepsight("push", "folder=adapter", "repo=ada/x", "dry_run=true")
+    assert printed.startswith("to https://") and printed.endswith("\ndry run: nothing was uploaded\n")
+    for name in ("adapter_model.safetensors", "lookahead_config.json", "README.md"):
+        size = (here / "adapter" / name).stat().st_size
+        assert f"{size:,} bytes" in next(line for line in printed.splitlines() if line.endswith(f"adapter/{name}"))
+    assert "  left out: adapter/notes.txt\n" in printed
