@@ -52,7 +52,7 @@ def parse(schema: type[Command], arguments: Sequence[str]) -> Command:
         UserError: an unknown recipe or key, a key twice, a value of the wrong type or out of range, or a required key
             that is missing.
     """
-    composed = compose_config(schema, arguments)
+    composed: Any = compose_config(schema, arguments)
     keys, missing = [*keys_of(schema)], OmegaConf.missing_keys(composed)
     for key in keys:
         if key.name in missing or (key.name == "out" and OmegaConf.select(composed, "out") == ""):
