@@ -52,7 +52,7 @@ def parse(schema: type[Command], arguments: Sequence[str]) -> Command:
         UserError: an unknown recipe or key, a key twice, a value of the wrong type or out of range, or a required key
             that is missing.
     """
-    composed: Any = compose_config(schema, arguments)
+    composed = compose_config(schema, arguments)
     keys, missing = [*keys_of(schema)], OmegaConf.missing_keys(composed)
     for key in keys:
         if key.name in missing or (key.name == "out" and OmegaConf.select(composed, "out") == ""):
@@ -109,7 +109,7 @@ def compose_config(schema: type, arguments: Sequence[str]) -> DictConfig:
     recipe = given.pop("recipe", None) if "model.id" in keys else None
     if unknown := [name for name in given if name not in keys]:
         raise UserError(_unknown(unknown[0], [*keys]))
-    composed = OmegaConf.structured(schema)
+    composed: Any = OmegaConf.structured(schema)
     if recipe is not None:
         composed = OmegaConf.merge(composed, _recipe_values(recipe, [*composed]))
     elif "model.id" in given:
