@@ -1,7 +1,6 @@
-"""Draft tokens observe the prompt from the positions of the answer.
+"""Draft tokens as observers: they score the prompt's entries from the positions of the answer.
 
-SpecKV, DapQ and the oracle differ in who writes the draft and in how many of the prompt's last queries observe beside
-it; what they share is here.
+SpecKV, DapQ and the oracle differ in who writes the draft and in how many of the prompt's last queries observe too.
 """
 
 import functools
@@ -40,7 +39,7 @@ class Drafter(ABC):
 
     @abstractmethod
     def __call__(self, model: PreTrainedModel, state: State) -> DraftIds:
-        """Write the draft for a state that `model`, the target, has read."""
+        """Write the draft for a state that `model` has read."""
 
     def needs(self) -> Needs:
         """What the prefill must record for this drafter."""
@@ -53,7 +52,7 @@ class Drafter(ABC):
 
 @dataclass(frozen=True, eq=False)
 class GivenDraft(Drafter):
-    """Gives a draft that has been written already."""
+    """Returns a draft that has been written already."""
 
     draft: DraftIds
 
@@ -68,7 +67,7 @@ class GivenDraft(Drafter):
 
 @dataclass(frozen=True)
 class DraftObserver(Observer):
-    """The tokens of a draft observe, at the positions of the answer, together with the last prompt tokens.
+    """Observes with the tokens of a draft, at the positions of the answer, and with the last prompt tokens.
 
     Attributes:
         drafter: Writes the draft.

@@ -1,1 +1,1 @@
-"""Entries in few bits: KIVI's codec and cache, SpeCache's fetched entries."""
+"""Low-bit KV caches: KIVI and SpeCache."""

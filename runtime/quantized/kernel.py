@@ -1,9 +1,9 @@
-"""Attention to packed entries in one kernel, which unpacks them in registers: for CUDA, where Triton is installed.
+"""Attention over packed entries: by torch operators, or on CUDA by one Triton kernel that unpacks in registers.
 
-A program attends to a part of one KV head's entries; the parts are joined by their softmax's denominators.
+A program of the kernel attends to a part of one KV head's entries; the parts are merged by their softmax denominators.
 """
 
-from __future__ import annotations  # those of the kernel name Triton, which may be missing
+from __future__ import annotations  # the kernel's annotations name Triton, which may be missing
 
 import functools
 from importlib.util import find_spec
@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from keepsight.runtime.importance import later
 from keepsight.runtime.offload import FetchedEntries
-from keepsight.runtime.quantized.entries import PackedEntries
-from keepsight.runtime.attention import Softmax
+from keepsight.runtime.quantized.packing import PackedEntries
+from keepsight.runtime.softmax import Softmax
 
 if HAS_TRITON := find_spec("triton") is not None:
     import triton
@@ -25,43 +26,81 @@ PART = 512
 BLOCK = 64
 """Entries that a program unpacks at a time; it divides `PART`."""
 STAGES = 1
-"""Blocks that are loaded ahead: one, as what is loaded is unpacked in registers and not kept in shared memory."""
+"""Blocks loaded ahead: one, as what is loaded is unpacked in registers and not kept in shared memory."""
+
+
+def attend_packed(
+    query: Tensor,
+    entries: PackedEntries,
+    softmax: Softmax,
+    fetched: FetchedEntries | None = None,
+    scored: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Causal attention of the last q of T tokens to packed entries.
+
+    Args:
+        query: [B, H, q, d].
+        entries: T entries of K KV heads.
+        softmax: The layer's.
+        fetched: Full-precision entries that are read in place of the packed ones at their indices.
+        scored: Number n of first entries whose attention is returned; the packed ones by default.
+
+    Returns:
+        The output [B, q, H, d], and the attention of the last query to the scored entries, [B, K, H / K, n] float32.
+    """
+    scored = entries.packed_length if scored is None else scored
+    if usable(query):
+        return _attend_in_kernel(query, entries, softmax, fetched, scored)
+    batch, heads, rows, width = query.shape
+    keys, values = entries.keys(), entries.values()
+    if fetched is not None:
+        places = fetched.indices[..., None].expand(-1, -1, -1, width)
+        keys.scatter_(2, places, fetched.keys.to(keys.dtype))
+        values.scatter_(2, places, fetched.values.to(values.dtype))
+    with torch.autocast(query.device.type, enabled=False):
+        # In float32: products of half precision overflow where those of fused attention do not.
+        grouped = query.reshape(batch, keys.shape[1], -1, width).float()
+        logits = softmax.logits(grouped, keys.float()).unflatten(2, (-1, rows))
+        if rows > 1:
+            logits[..., -rows:].masked_fill_(later(rows, query.device), -torch.inf)
+        weights = softmax.normalised(logits)
+        output = (weights.flatten(2, 3).to(values.dtype) @ values).view(batch, heads, rows, width)
+    return output.transpose(1, 2).contiguous(), weights[..., -1, :scored]
 
 
 def usable(query: Tensor) -> bool:
-    """Whether the kernel can be compiled for where a query is."""
+    """Whether the kernel can be compiled for the device of a query."""
     return query.is_cuda and HAS_TRITON and torch.version.hip is None
 
 
-def attend_in_kernel(
-    query: Tensor, held: PackedEntries, softmax: Softmax, fetched: FetchedEntries | None, watched: int
+def _attend_in_kernel(
+    query: Tensor, entries: PackedEntries, softmax: Softmax, fetched: FetchedEntries | None, scored: int
 ) -> tuple[Tensor, Tensor]:
-    """See `keepsight.runtime.quantized.attend.attend_packed`."""
     batch, heads, rows, width = query.shape
-    kv_heads, length, quantizer = held.recent_keys.shape[1], held.length, held.quantizer
+    kv_heads, length, quantizer = entries.recent_keys.shape[1], entries.length, entries.quantizer
     grouped = query.reshape(batch, kv_heads, -1, width)
     parts, of_head = -(-length // PART), grouped.shape[2]
     outputs = query.new_empty(batch, kv_heads, parts, of_head, width, dtype=torch.float32)
     totals = outputs.new_empty(outputs.shape[:4])
-    logits = outputs.new_empty(batch, kv_heads, heads // kv_heads, watched)
+    logits = outputs.new_empty(batch, kv_heads, heads // kv_heads, scored)
     with torch.cuda.device_of(query):
         _compiled()[batch * kv_heads, parts](
             grouped,
-            *held.packed_keys,
-            *held.packed_values,
-            held.recent_keys.contiguous(),
-            held.recent_values.contiguous(),
-            *_fetched(fetched, held),
+            *entries.packed_keys,
+            *entries.packed_values,
+            entries.recent_keys.contiguous(),
+            entries.recent_values.contiguous(),
+            *_fetched(fetched, entries),
             outputs,
             totals,
             logits,
             length,
-            held.packed_length,
-            held.packed_values.scale.shape[2],
-            watched,
+            entries.packed_length,
+            entries.packed_values.scale.shape[2],
+            scored,
             kv_heads,
-            *held.packed_keys.scale.stride()[:2],
-            *held.packed_values.scale.stride()[:2],
+            *entries.packed_keys.scale.stride()[:2],
+            *entries.packed_values.scale.stride()[:2],
             softmax.scaling,
             SOFTCAP=softmax.softcap or 0.0,
             BITS=quantizer.bits,
@@ -84,13 +123,13 @@ def attend_in_kernel(
     return output.view(batch, heads, rows, width).transpose(1, 2).contiguous(), (logits - last).exp()
 
 
-def _fetched(fetched: FetchedEntries | None, held: PackedEntries) -> tuple[Tensor, Tensor, Tensor, int, int]:
+def _fetched(fetched: FetchedEntries | None, entries: PackedEntries) -> tuple[Tensor, Tensor, Tensor, int, int]:
     """Keys and values [B, K, k, d], for each packed entry its place among them or -1, k, and the stride of an entry."""
     if fetched is None:
-        return held.recent_keys, held.recent_values, held.recent_keys, 0, 0
+        return entries.recent_keys, entries.recent_values, entries.recent_keys, 0, 0
     indices, keys, values = fetched
     count = indices.shape[2]
-    slots = indices.new_full((*indices.shape[:2], held.packed_length), -1, dtype=torch.int32)
+    slots = indices.new_full((*indices.shape[:2], entries.packed_length), -1, dtype=torch.int32)
     slots.scatter_(2, indices, torch.arange(count, dtype=torch.int32, device=indices.device).expand_as(indices))
     if keys.stride()[1:] != values.stride()[1:] or keys.stride(1) != count * keys.stride(2):
         keys, values = keys.contiguous(), values.contiguous()
@@ -127,7 +166,7 @@ def attend_part(  # type: ignore[no-untyped-def]
     length,
     packed_keys,
     packed_values,
-    watched,
+    scored,
     kv_heads,
     key_row,
     key_head,
@@ -146,13 +185,13 @@ def attend_part(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     FETCHED: tl.constexpr,
 ):
-    """One part of the entries of one KV head: its output, logarithm of the denominator, and watched logits."""
+    """One part of the entries of one KV head: its output, logarithm of the denominator, and scored logits."""
     head, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     group_bytes: tl.constexpr = GROUP * BITS // 8
     rows, columns = tl.arange(0, PADDED), tl.arange(0, COLUMNS)
-    inside, asking = columns < WIDTH, rows < ROWS
-    of_rows = asking[:, None] & inside[None, :]
-    asked = tl.load(query + (head * ROWS + rows[:, None]) * WIDTH + columns[None, :], mask=of_rows, other=0.0)
+    inside, is_query = columns < WIDTH, rows < ROWS
+    of_rows = is_query[:, None] & inside[None, :]
+    queries = tl.load(query + (head * ROWS + rows[:, None]) * WIDTH + columns[None, :], mask=of_rows, other=0.0)
     keys_at = head // kv_heads * key_row + head % kv_heads * key_head
     values_at = head // kv_heads * value_row + head % kv_heads * value_head
 
@@ -161,7 +200,7 @@ def attend_part(  # type: ignore[no-untyped-def]
     summed = tl.zeros([PADDED, COLUMNS], tl.float32)
     for start in range(part * PART, tl.minimum(part * PART + PART, length), BLOCK):
         tokens = start + tl.arange(0, BLOCK)
-        held = tokens < length
+        present = tokens < length
 
         packed = tokens < packed_keys
         shown = inside[:, None] & packed[None, :]
@@ -172,8 +211,8 @@ def attend_part(  # type: ignore[no-untyped-def]
         scale = tl.load(key_scale + place, mask=shown, other=0.0).to(tl.float32)
         keys = tl.load(key_zero + place, mask=shown, other=0.0).to(tl.float32) + codes.to(tl.float32) * scale
         place = (head * (length - packed_keys) + tokens - packed_keys)[None, :] * WIDTH + columns[:, None]
-        recent = tl.load(recent_keys + place, mask=inside[:, None] & (held & ~packed)[None, :], other=0.0)
-        keys = tl.where(packed[None, :], keys.to(asked.dtype), recent)
+        recent = tl.load(recent_keys + place, mask=inside[:, None] & (present & ~packed)[None, :], other=0.0)
+        keys = tl.where(packed[None, :], keys.to(queries.dtype), recent)
 
         if FETCHED:
             slot = tl.load(slots + head * packed_keys + tokens, mask=packed, other=-1)
@@ -182,18 +221,18 @@ def attend_part(  # type: ignore[no-untyped-def]
             read = tl.load(fetched_keys + row[None, :] + columns[:, None], chosen, other=0.0)
             keys = tl.where(chosen, read, keys)
 
-        looks = tl.dot(asked, keys, input_precision="tf32x3") * scaling
+        scores = tl.dot(queries, keys, input_precision="tf32x3") * scaling
         if SOFTCAP > 0:
-            looks = (2 * tl.sigmoid(2 * looks / SOFTCAP) - 1) * SOFTCAP
-        visible = held[None, :] & (tokens[None, :] <= length - QUERIES + (rows % QUERIES)[:, None])
-        looks = tl.where(visible, looks, float("-inf"))
-        last = asking & (rows % QUERIES == QUERIES - 1)
-        place = (head * (ROWS // QUERIES) + rows // QUERIES)[:, None] * watched + tokens[None, :]
-        tl.store(logits + place, looks, mask=last[:, None] & (tokens < watched)[None, :])
+            scores = (2 * tl.sigmoid(2 * scores / SOFTCAP) - 1) * SOFTCAP
+        visible = present[None, :] & (tokens[None, :] <= length - QUERIES + (rows % QUERIES)[:, None])
+        scores = tl.where(visible, scores, float("-inf"))
+        last = is_query & (rows % QUERIES == QUERIES - 1)
+        place = (head * (ROWS // QUERIES) + rows // QUERIES)[:, None] * scored + tokens[None, :]
+        tl.store(logits + place, scores, mask=last[:, None] & (tokens < scored)[None, :])
 
-        highest = tl.maximum(best, tl.max(looks, 1))
+        highest = tl.maximum(best, tl.max(scores, 1))
         least = tl.where(highest == float("-inf"), 0.0, highest)  # no query of a row sees anything yet
-        weights, fade = tl.exp(looks - least[:, None]), tl.exp(best - least)
+        weights, fade = tl.exp(scores - least[:, None]), tl.exp(best - least)
         total, best = total * fade + tl.sum(weights, 1), highest
 
         packed = tokens < packed_values
@@ -205,8 +244,8 @@ def attend_part(  # type: ignore[no-untyped-def]
         scale = tl.load(value_scale + place, mask=shown, other=0.0).to(tl.float32)
         values = tl.load(value_zero + place, mask=shown, other=0.0).to(tl.float32) + codes.to(tl.float32) * scale
         place = (head * (length - packed_values) + tokens - packed_values)[:, None] * WIDTH + columns[None, :]
-        recent = tl.load(recent_values + place, mask=(held & ~packed)[:, None] & inside[None, :], other=0.0)
-        values = tl.where(packed[:, None], values.to(asked.dtype), recent)
+        recent = tl.load(recent_values + place, mask=(present & ~packed)[:, None] & inside[None, :], other=0.0)
+        values = tl.where(packed[:, None], values.to(queries.dtype), recent)
 
         if FETCHED:
             chosen = (slot >= 0)[:, None] & inside[None, :]
@@ -221,4 +260,4 @@ def attend_part(  # type: ignore[no-untyped-def]
     tl.store(
         outputs + at[:, None] * WIDTH + columns[None, :], summed / tl.where(seen, total, 1.0)[:, None], mask=of_rows
     )
-    tl.store(totals + at, tl.where(seen, best + tl.log(total), float("-inf")), mask=asking)
+    tl.store(totals + at, tl.where(seen, best + tl.log(total), float("-inf")), mask=is_query)

@@ -1,1 +1,1 @@
-"""Reading what a retrieval head chooses, with layers on the device or on the CPU."""
+"""SpeContext: a retrieval head selects what is read, from layers on the device or on the CPU."""

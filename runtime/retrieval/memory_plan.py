@@ -1,8 +1,8 @@
-"""Memory plan: how many layers' entries must be in CPU memory at which length, given the device's memory.
+"""Memory plan: how many layers' entries must be in CPU memory at which length, for a given device memory.
 
-SpeContext (arXiv 2512.00722), section 6.2, equations 6 and 7 and algorithm 1, with corrections. The device holds the
-weights, with a margin for activations; the retrieval head's keys; the entries of the layers on the device; and slots,
-into which entries are fetched, for every layer on the CPU.
+SpeContext (arXiv 2512.00722), section 6.2, equations 6 and 7 and algorithm 1, with corrections. On the device are the
+weights, with a margin for activations; the retrieval head's keys; the entries of the layers on the device; and slots for
+fetched entries, for every layer on the CPU.
 """
 
 import math
@@ -10,6 +10,7 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import ClassVar
 
 from transformers import PreTrainedModel
 
@@ -21,27 +22,22 @@ from keepsight.units import size_text
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What a model, its retrieval head and its requests hold on the device.
+    """Device memory of a model, its retrieval head and its requests.
 
     Lengths are entries per layer and KV head, summed over all requests, stored padding included.
 
     Attributes:
         limit: Bytes of device memory.
-        weights: Bytes of the target's weights.
+        weights: Bytes of the model's weights.
         head: Bytes of the retrieval head's weights.
-        layers: Number of the target's layers.
+        layers: Number of the model's layers.
         kv_heads: KV heads per layer.
         head_dim: Dimensions of a key, and of a value.
         requests: Rows decoded together.
         budget: Slots per request, layer on the CPU, and KV head.
         head_keys: Bytes per token of the retrieval head's keys; it stores no values.
         item: Bytes per number.
-        scratch: Further bytes per token that one layer's attention needs: 0 for kernels that support grouped queries.
-        buffers: Copies of the slots: 1 where entries are fetched into freed slots, 2 for double buffering.
-        room: Tokens per request that a layer on the device, and the head, may have room for beyond those they hold.
-        growth: Share of the tokens they hold for which they may have room besides.
-        groups: Groups of layers for which the retrieval head selects; the slots of each hold entries of their own.
-        share: Factor on the weights that leaves space for activations.
+        groups: Groups of layers for which the retrieval head selects separately.
 
     Raises:
         UserError: the weights alone exceed the limit; the arithmetic is shown.
@@ -57,12 +53,9 @@ class MemoryPlan:
     budget: int
     head_keys: int
     item: int = 2
-    scratch: int = 0
-    buffers: int = 1
-    room: int = 0
-    growth: float = 0.0
     groups: int = 1
-    share: float = 1.3
+    share: ClassVar[float] = 1.3
+    """Factor on the weights that leaves memory for activations."""
 
     def __post_init__(self) -> None:
         if self.weights_held > self.limit:
@@ -85,20 +78,15 @@ class MemoryPlan:
     @property
     def slots(self) -> int:
         """Bytes of one layer's slots, the newest token's included."""
-        return self.buffers * self.requests * (self.budget + 1) * self.entry
+        return self.requests * (self.budget + 1) * self.entry
 
     def memory(self, length: int, layers_on_cpu: int) -> int:
-        """Bytes on the device (equation 7).
-
-        Args:
-            length: Entries per layer and KV head, of all requests together.
-            layers_on_cpu: Number of layers whose entries are in CPU memory.
-        """
-        return self._fixed(layers_on_cpu) + math.ceil(length * self._each(layers_on_cpu))
+        """Bytes on the device with `layers_on_cpu` layers' entries in CPU memory (equation 7)."""
+        return self._fixed(layers_on_cpu) + math.ceil(length * self._per_token(layers_on_cpu))
 
     def _fixed(self, layers_on_cpu: int) -> int:
-        """Bytes that do not grow. The slots of a group's layers hold the same entries, and share one list of these."""
-        room = self.requests * self.room * self._growing(layers_on_cpu)
+        """Bytes that do not grow. The slots of a group's layers have the same entries, and share one list of these."""
+        room = self.requests * ROOM * self._growing(layers_on_cpu)
         lists = self.groups - (self.layers - layers_on_cpu) * self.groups // self.layers
         indices = lists * 8 * self.requests * self.kv_heads * self.budget
         return self.weights_held + room + indices + layers_on_cpu * self.slots
@@ -107,9 +95,8 @@ class MemoryPlan:
         """Bytes per token of what grows in place."""
         return (self.layers - layers_on_cpu) * self.entry + self.head_keys
 
-    def _each(self, layers_on_cpu: int) -> float:
-        """Bytes per token."""
-        return (1 + self.growth) * self._growing(layers_on_cpu) + self.scratch
+    def _per_token(self, layers_on_cpu: int) -> float:
+        return (1 + GROWTH) * self._growing(layers_on_cpu)
 
     @cached_property
     def thresholds(self) -> tuple[int, ...]:
@@ -120,8 +107,8 @@ class MemoryPlan:
         """
         lengths = []
         for on_cpu in range(self.layers + 1):
-            free, each = self.limit - self._fixed(on_cpu), self._each(on_cpu)
-            lengths.append(max(int(free // max(each, 1)), 0))
+            free = self.limit - self._fixed(on_cpu)
+            lengths.append(max(int(free // max(self._per_token(on_cpu), 1)), 0))
         return tuple(accumulate(lengths, max))
 
     def layers_on_cpu(self, length: int) -> int:
@@ -145,14 +132,11 @@ class MemoryPlan:
         return min((self.memory(length, on_cpu), on_cpu) for on_cpu in range(self.layers + 1))
 
     def paper_thresholds(self, group: int) -> tuple[int, ...]:
-        """Tokens per request for 0, 1, ..., all layers on the CPU, as the paper counts them, with one slip mended.
+        """Tokens per request for 0, 1, ..., all layers on the CPU by the paper's formula, with one slip corrected.
 
         2 bytes per number; a layer's worth of memory for the retrieval head, values included; scratch for keys and
-        values repeated for all query heads. Algorithm 1, line 3 lacks the factor 4 of the slots that equation 7 has.
-        Unlike `thresholds` they descend where slots outgrow the entries.
-
-        Args:
-            group: Query heads per KV head; the paper's alpha.
+        values repeated for all `group` query heads of a KV head. Algorithm 1, line 3 lacks the factor 4 of the slots
+        that equation 7 has. Unlike `thresholds` they descend where slots outgrow the entries.
         """
         row = 4 * self.requests * self.kv_heads * self.head_dim
         free = self.limit - self.weights_held
@@ -172,36 +156,24 @@ def plan_for(
     head_keys: int = 0,
     groups: int = 1,
 ) -> MemoryPlan:
-    """The plan for a model under SpeContext; its weights may be on the meta device.
-
-    Args:
-        model: The target.
-        limit: Bytes of device memory.
-        requests: Rows decoded together.
-        budget: Slots per request, layer on the CPU, and KV head.
-        head: Bytes of the retrieval head's weights.
-        head_keys: Bytes per token of the retrieval head's keys.
-        groups: Its groups of layers.
+    """The plan for a model under SpeContext; its weights may be on the meta device. Arguments as of `MemoryPlan`.
 
     Raises:
-        UserError: the weights alone exceed the limit, or the target's attention is latent.
+        UserError: the weights alone exceed the limit, or the model's attention is latent.
     """
     config = model.config.get_text_config()
     if getattr(config, "kv_lora_rank", None):
         raise UserError(f"memory cannot be planned for {config.model_type}, whose attention is latent; give no limit")
-    heads = config.num_attention_heads
     return MemoryPlan(
         limit=limit,
         weights=sum(each.nbytes for each in model.parameters()),
         head=head,
         layers=config.num_hidden_layers,
-        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
         head_dim=head_width(config),
         requests=requests,
         budget=budget,
         head_keys=head_keys,
         item=model.dtype.itemsize,
-        room=ROOM,
-        growth=GROWTH,
         groups=groups,
     )

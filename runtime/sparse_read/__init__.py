@@ -1,1 +1,1 @@
-"""Methods that keep every KV entry and read a few of them at each step."""
+"""Sparse reading: methods that keep every KV entry and read a few of them per step."""

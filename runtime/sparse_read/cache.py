@@ -1,32 +1,37 @@
-"""A cache that keeps every entry and reads a few of them per step, selected for every token.
+"""Sparse reading: a cache that keeps every entry, of which each step reads a few; base of the methods that do so.
 
 A step reads what was selected among the entries before its token, and the token's own entry, which the budget does not
-count. Entries keep their places: padding stays on the left, generated tokens follow the prompt's and are selected like
-them. Keys are stored after RoPE, so that gathered entries may be in any order, and one query needs no causal mask over
-them. Several tokens read in one pass are read one by one, but for a further turn (`keepsight.runtime.turn`).
+count. Padding stays on the left; generated tokens follow the prompt's and are selected like them. Keys are stored after
+RoPE, so that gathered entries may be in any order. Several tokens read in one pass are read one by one, but for a
+further turn (`keepsight.runtime.turn`).
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from typing_extensions import override
 
 from keepsight.errors import UserError
-from keepsight.runtime.attention import OwnAttention
-from keepsight.runtime.state import cache_bytes, entries
-from keepsight.runtime.layer import KeptLayer, LayerEntries
-from keepsight.runtime.attention import Softmax, grouped_attention, visible
-from keepsight.runtime.state import State
+from keepsight.runtime.attention import OwnAttention, Reader
+from keepsight.runtime.budget import Budget
+from keepsight.runtime.cache import cache_bytes, entries, with_full_layers
+from keepsight.runtime.cache_layers import KeptLayer, LayerEntries
+from keepsight.runtime.latents import Expansion, attended_entries, holds_latents
+from keepsight.runtime.method import CacheMethod
+from keepsight.runtime.softmax import Softmax, grouped_attention, visible
+from keepsight.runtime.state import State, Trace
+from keepsight.runtime.turn import TurnReader
 
 
 class Selection(NamedTuple):
-    """What the KV heads of a layer, or of all layers, read at one step beside the token's own entry.
+    """What the KV heads of one or several layers read at a step, beside the token's own entry.
 
     Attributes:
         indices: [B, K, k] int64, indices into the C entries before the token, in any order.
@@ -36,16 +41,10 @@ class Selection(NamedTuple):
     indices: Tensor
     real: Tensor | None
 
-    def on(self, device: torch.device) -> "Selection":
-        """The same on a device."""
-        return Selection(self.indices.to(device), None if self.real is None else self.real.to(device))
-
-    def part(self, place: int, parts: int) -> "Selection":
-        """Of KV heads in `parts` runs of the same number, those of the run at `place`."""
-        if parts == 1:
-            return self
-        indices = self.indices.tensor_split(parts, dim=1)[place]
-        return Selection(indices, None if self.real is None else self.real.tensor_split(parts, dim=1)[place])
+    def part(self, place: int, parts: int, device: torch.device) -> "Selection":
+        """The selection of KV heads at `place` among `parts` equal runs of them, on a device."""
+        mine = (None if each is None else each.tensor_split(parts, dim=1)[place].to(device) for each in self)
+        return Selection(*mine)  # type: ignore[arg-type]
 
 
 class LayerSelector(ABC):
@@ -64,7 +63,7 @@ class LayerSelector(ABC):
 
     @property
     def bytes(self) -> int:
-        """Bytes held beside the cache."""
+        """Bytes of what it stores beside the cache."""
         return 0
 
     def share(self) -> "LayerSelector":
@@ -97,31 +96,23 @@ class SelectedLayer(OwnAttention, KeptLayer):
 
     @property
     def bytes(self) -> int:
-        """Bytes on the device: entries, and what the selector holds."""
-        own = sum(each.nbytes for each in (self.keys, self.values))
-        return own + (self.selector.bytes if self.selector is not None else 0)
+        """Bytes on the device: entries, and what the selector stores."""
+        return self.keys.nbytes + self.values.nbytes + (self.selector.bytes if self.selector is not None else 0)
 
     def prepare(self, chosen: Selection) -> None:
         """Announce what the next step reads, before the model runs; a layer may start to fetch it."""
         self._announced = chosen
 
     def gather(self, chosen: Selection) -> LayerEntries:
-        """The selected entries and, last, the newest one.
-
-        Returns:
-            Keys and values [B, K, k + 1, d], and which of them are real, [B, K, k + 1] or None for all. Their order
-            need not be that of the selection.
-        """
-        newest = self.keys.shape[2] - 1
-        indices = functional.pad(chosen.indices, (0, 1), value=newest)
-        real = None if chosen.real is None else functional.pad(chosen.real, (0, 1), value=True)
+        """The selected entries in any order, followed by the newest one: k + 1 entries per head."""
+        indices = functional.pad(chosen.indices, (0, 1), value=self.keys.shape[2] - 1)
         keys, values = self._room or (self.keys, self.values)
         batch, kv_heads, room, _ = keys.shape
         # Whole rows are copied: `gather` along an expanded index would copy them number by number.
         heads = torch.arange(batch * kv_heads, device=indices.device).view(batch, kv_heads, 1) * room
         rows = (heads + indices).flatten()
         keys, values = (each.flatten(0, 2).index_select(0, rows).view(*indices.shape, -1) for each in (keys, values))
-        return LayerEntries(keys, values, real)
+        return LayerEntries(keys, values, _with_newest(chosen.real))
 
     @override
     def attend(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
@@ -151,16 +142,57 @@ class SelectedLayer(OwnAttention, KeptLayer):
 
     @override
     def entries(self) -> LayerEntries:
-        real = None
-        if self.padding is not None:
-            real = real_mask(self.padding, self.keys.shape[2])[:, None].expand(-1, self.keys.shape[1], -1)
-        return LayerEntries(self.keys, self.values, real)
+        return LayerEntries(self.keys, self.values, self.real_entries(self.keys))
+
+    def real_entries(self, keys: Tensor) -> Tensor | None:
+        """[B, K, S] bool, False where keys [B, K, S, d] are padding; None without padding."""
+        if self.padding is None:
+            return None
+        return real_mask(self.padding, keys.shape[2])[:, None].expand(-1, keys.shape[1], -1)
 
     @override
     def share(self) -> "SelectedLayer":
         self._shared = self.keys.shape[2]
         selector = self.selector.share() if self.selector is not None else None
         return SelectedLayer(self.keys, self.values, self.seen, self.padding, selector)
+
+
+class LatentLayer(SelectedLayer):
+    """A layer of latent attention that expands, for each head, the latents that a step reads.
+
+    SpeContext (arXiv 2512.00722), section 4.3, "Support for MLA". `keys` are the latents [B, 1, C, rank] and `values`
+    the keys' part with RoPE [B, 1, C, rope], as transformers caches them; selections have H heads.
+    """
+
+    def __init__(
+        self, expansion: Expansion, latents: Tensor, rotated: Tensor, seen: int, padding: Tensor | None = None
+    ) -> None:
+        super().__init__(latents, rotated, seen, padding)
+        self.expansion = expansion
+
+    @override
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> Any:
+        self._new = key_states, value_states
+        return key_states, value_states
+
+    @override
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
+        return super().attend(query, *self._new, softmax)
+
+    @override
+    def gather(self, chosen: Selection) -> LayerEntries:
+        return self._expanded(super().gather(chosen))
+
+    @override
+    def read_turn(self, keys: Tensor, values: Tensor) -> LayerEntries:
+        return self._expanded(super().read_turn(*self._new))
+
+    def _expanded(self, latent: LayerEntries) -> LayerEntries:
+        return LayerEntries(*self.expansion(latent.keys, latent.values), latent.real)
+
+    @override
+    def share(self) -> "LatentLayer":
+        return LatentLayer(self.expansion, self.keys, self.values, self.seen, self.padding)
 
 
 class DenseLayer(OwnAttention, KeptLayer):
@@ -180,42 +212,118 @@ class DenseLayer(OwnAttention, KeptLayer):
 
 @dataclass(frozen=True)
 class SelectedState(State):
-    """A state that keeps every entry and reads a few of them per step. Its layers know what is padding."""
+    """A state that keeps every entry and reads a few of them per step; its layers know what is padding."""
 
     @property
     @override
     def kv_bytes(self) -> int:
-        """Bytes on the device: all keys and values there, and what selectors hold."""
+        """Bytes on the device: all keys and values there, and what selectors store."""
         return sum(
             layer.bytes if isinstance(layer, SelectedLayer) else cache_bytes(Cache(layers=[layer]))
             for layer in self.cache.layers
         )
 
 
-MakeLayer = Callable[[int, Tensor, Tensor, int, Tensor | None], KeptLayer]
-"""Makes a layer from its index, its keys and values [B, K, C, d], the logical length, and each row's padding [B]
-(None without padding)."""
+@dataclass(frozen=True)
+class SparseRead(CacheMethod):
+    """Base of the methods that keep every entry and read `budget` of them for every token.
 
-
-def selected_layers(state: State, make: MakeLayer) -> list[KeptLayer]:
-    """A layer for each of a state's layers with full attention.
+    Attributes:
+        budget: Entries that each layer and KV head reads per step, sinks and window included, beside the token's own
+            entry; a ratio (a float between 0 and 1) stands for `round(ratio * N)` with the prompt's own length N. A
+            budget that covers the cache gives full attention.
 
     Raises:
-        UserError: entries were evicted, so that they cannot be selected.
+        UserError: a value is out of range.
     """
-    tokens = state.tokens.shape[1]
-    if evicted := {keys.shape[2] for keys, _, _ in entries(state.cache)} - {tokens}:
+
+    budget: int | float
+    selects_each_step = True
+
+    def __post_init__(self) -> None:
+        budget = Budget(self.budget)
+        budget.check(type(self).__name__)
+        if not budget.is_ratio:
+            self._check_budget(budget.entries(0))
+
+    def least(self) -> tuple[int, str]:
+        """The smallest budget that leaves something to select, and why."""
+        return 1, "one entry to choose"
+
+    @override
+    def budget_for(self, length: int) -> int:
+        return Budget(self.budget).entries(length)
+
+    @override
+    def check(self, length: int, context: int) -> None:
+        if length > context:
+            raise UserError(
+                f"{type(self).__name__}: a prompt of {length} tokens does not fit the context of {context}; shorten it"
+            )
+        if (budget := self.budget_for(length)) < length:
+            self._check_budget(budget)
+
+    @override
+    @torch.no_grad()
+    def compress(self, model: PreTrainedModel, state: State) -> State:
+        state = expanded(model, state)
+        budgets = tuple(self.budgets(state))
+        layers = [self.make_layer(index, budgets, *parts) for index, parts in enumerate(layer_parts(state))]
+        cache = with_full_layers(state.cache, layers)
+        return SelectedState(cache, None, state.logits, state.tokens, state.lengths, Trace(), state.shift)
+
+    @override
+    def turn_reader(self, model: PreTrainedModel) -> Reader:
+        return TurnReader(model)
+
+    @abstractmethod
+    def make_layer(
+        self, index: int, budgets: tuple[int, ...], keys: Tensor, values: Tensor, seen: int, padding: Tensor | None
+    ) -> KeptLayer:
+        """Make the layer at `index` for rows with these budgets; other arguments as for `SelectedLayer`."""
+
+    def _check_budget(self, budget: int) -> None:
+        least, reason = self.least()
+        if budget < least:
+            which = "" if budget == self.budget else f" leaves {budget} entries, which"
+            raise UserError(
+                f"{type(self).__name__}: budget {self.budget}{which} is below {least} ({reason}); give a larger budget"
+            )
+
+
+def layer_parts(state: State) -> Iterator[tuple[Tensor, Tensor, int, Tensor | None]]:
+    """The keys, values, logical length and padding of each layer of a state, as `SelectedLayer` takes them.
+
+    Raises:
+        UserError: entries were evicted.
+    """
+    tokens, layers = state.tokens.shape[1], entries(state.cache)
+    if evicted := {keys.shape[2] for keys, _, _ in layers} - {tokens}:
         raise UserError(
-            f"a step selects among all {tokens} tokens, and the cache holds {max(evicted)} of them; give a state from "
+            f"a step selects among all {tokens} tokens, and the cache has {max(evicted)} of them; give a state from "
             "which nothing was evicted"
         )
     padding = None if state.tokens_mask is None else tokens - state.lengths
-    return [
-        make(index, keys, values, tokens, None if padding is None else padding.to(keys.device))
-        for index, (keys, values, _) in enumerate(entries(state.cache))
-    ]
+    for keys, values, _ in layers:
+        yield keys, values, tokens, None if padding is None else padding.to(keys.device)
+
+
+def expanded(model: PreTrainedModel, state: State) -> State:
+    """A state of latents with every head's keys and values in their place; any other state unchanged.
+
+    For methods that select by keys. It can be compressed, not read: the model appends latents.
+    """
+    if not holds_latents(model, state):
+        return state
+    seen = state.cache.get_seq_length()
+    layers = [KeptLayer(each.keys, each.values, seen, each.real) for each in attended_entries(model, state)]
+    return replace(state, cache=with_full_layers(state.cache, layers))
 
 
 def real_mask(padding: Tensor, length: int) -> Tensor:
     """Numbers [B] of padding entries on the left -> [B, length] bool, False for padding."""
     return torch.arange(length, device=padding.device) >= padding[:, None]
+
+
+def _with_newest(real: Tensor | None) -> Tensor | None:
+    return None if real is None else functional.pad(real, (0, 1), value=True)
