@@ -20,14 +20,14 @@ from keepsight.errors import UserError, require_whole
 from keepsight.models.decoder import has_latents
 from keepsight.models.draft_sources import DraftHeadSource, DraftSource
 from keepsight.runtime.attention import OwnAttention, run
-from keepsight.runtime.cache import empty_cache, full_layers, record_past, roll_back, with_full_layers
-from keepsight.runtime.cache_layers import KeptLayer
+from keepsight.runtime.state import empty_cache, full_layers, record_past, roll_back, with_full_layers
+from keepsight.runtime.layer import KeptLayer
 from keepsight.runtime.drafting.observer import Drafter, DraftIds, DraftObserver, GivenDraft, greedy_draft
 from keepsight.runtime.drafting.speculative import head_answer
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.importance import Pool, Reduce, observed_attention, reduce_group, top_entries
-from keepsight.runtime.prefill import context_of, prefill
-from keepsight.runtime.softmax import Softmax, grouped_attention
+from keepsight.runtime.state import context_of, prefill
+from keepsight.runtime.attention import Softmax, grouped_attention
 from keepsight.runtime.state import Needs, State, Trace
 
 BLOCK = 64

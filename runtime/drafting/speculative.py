@@ -25,13 +25,13 @@ from typing_extensions import override
 from keepsight.errors import UserError, require_whole
 from keepsight.models.draft_sources import DraftHeadSource
 from keepsight.runtime.attention import Reader
-from keepsight.runtime.cache_layers import KeptLayer
-from keepsight.runtime.decode import Decoded, Reapply, end_ids
+from keepsight.runtime.layer import KeptLayer
+from keepsight.runtime.generate import Decoded, Reapply, end_ids
 from keepsight.runtime.drafting.observer import DraftIds, until_end
-from keepsight.runtime.generate_request import GenerateRequest
-from keepsight.runtime.method import CacheMethod, FullCache
-from keepsight.runtime.prefill import context_of, positions_of, prefill, read
-from keepsight.runtime.softmax import Softmax, grouped_attention
+from keepsight.runtime.generate import GenerateRequest
+from keepsight.runtime.generate import CacheMethod, FullCache
+from keepsight.runtime.state import context_of, positions_of, prefill, read
+from keepsight.runtime.attention import Softmax, grouped_attention
 from keepsight.runtime.state import Needs, State, Trace
 
 _ROWS_AT_ONCE = 1024  # bounds the memory of a long prompt's mask and hidden layer

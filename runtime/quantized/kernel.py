@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from keepsight.runtime.importance import later
+from keepsight.runtime.attention import later
 from keepsight.runtime.offload import FetchedEntries
 from keepsight.runtime.quantized.packing import PackedEntries
-from keepsight.runtime.softmax import Softmax
+from keepsight.runtime.attention import Softmax
 
 if HAS_TRITON := find_spec("triton") is not None:
     import triton

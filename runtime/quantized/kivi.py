@@ -17,12 +17,13 @@ from typing_extensions import override
 from keepsight.errors import UserError
 from keepsight.models.decoder import has_latents
 from keepsight.runtime.attention import OwnAttention, run
-from keepsight.runtime.cache import cache_bytes, empty_cache, entries, full_layers, is_bounded, with_full_layers
-from keepsight.runtime.cache_layers import KeptLayer, LayerEntries
-from keepsight.runtime.method import CacheMethod
+from keepsight.runtime.state import cache_bytes, empty_cache, entries, full_layers, with_full_layers
+from keepsight.runtime.attention import is_bounded
+from keepsight.runtime.layer import KeptLayer, LayerEntries
+from keepsight.runtime.generate import CacheMethod
 from keepsight.runtime.quantized.kernel import attend_packed
 from keepsight.runtime.quantized.packing import PackedEntries, Quantizer
-from keepsight.runtime.softmax import Softmax
+from keepsight.runtime.attention import Softmax
 from keepsight.runtime.state import Needs, State, Trace
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from keepsight.errors import UserError
-from keepsight.runtime.cache_layers import spare
+from keepsight.runtime.layer import spare
 
 BITS = (1, 2, 4)
 LEVELS = ("middles", "extremes")

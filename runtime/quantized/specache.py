@@ -18,8 +18,8 @@ from typing_extensions import override
 from keepsight.errors import UserError, require_whole
 from keepsight.models.decoder import head_width
 from keepsight.runtime.attention import Reader, run
-from keepsight.runtime.cache import record_past, roll_back, with_full_layers
-from keepsight.runtime.cache_layers import LayerEntries
+from keepsight.runtime.state import record_past, roll_back, with_full_layers
+from keepsight.runtime.layer import LayerEntries
 from keepsight.runtime.importance import Reduce, reduce_group
 from keepsight.runtime.offload import Fetch, OffloadedEntries, Traffic, require_memory
 from keepsight.runtime.quantized.kernel import attend_packed
@@ -32,7 +32,7 @@ from keepsight.runtime.quantized.kivi import (
     require_packable,
 )
 from keepsight.runtime.quantized.packing import PackedEntries
-from keepsight.runtime.softmax import Softmax
+from keepsight.runtime.attention import Softmax
 from keepsight.runtime.state import State
 from keepsight.runtime.token_reader import TokenReader
 from keepsight.runtime.turn import TurnReader

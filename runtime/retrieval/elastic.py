@@ -18,8 +18,8 @@ from torch.nn import functional
 from typing_extensions import override
 
 from keepsight.errors import UserError
-from keepsight.runtime.cache import is_bounded
-from keepsight.runtime.cache_layers import LayerEntries
+from keepsight.runtime.attention import is_bounded
+from keepsight.runtime.layer import LayerEntries
 from keepsight.runtime.offload import (
     CpuCopy,
     OffloadedEntries,

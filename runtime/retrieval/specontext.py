@@ -24,14 +24,14 @@ from keepsight.models.retrieval_head import RetrievalHead, of_the_token_before
 from keepsight.models.retrieval_head_files import load_retrieval_head
 from keepsight.models.retrieval_target import check_target
 from keepsight.runtime.attention import Reader, run
-from keepsight.runtime.cache import full_layers, share, with_full_layers
-from keepsight.runtime.cache_layers import KeptLayer
+from keepsight.runtime.state import full_layers, share, with_full_layers
+from keepsight.runtime.layer import KeptLayer
 from keepsight.runtime.features import RecordFeatures
 from keepsight.runtime.latents import expansions, holds_latents
-from keepsight.runtime.prefill import positions_of, prefill
+from keepsight.runtime.state import positions_of, prefill
 from keepsight.runtime.retrieval.elastic import Placement
 from keepsight.runtime.retrieval.memory_plan import plan_for
-from keepsight.runtime.softmax import Softmax
+from keepsight.runtime.attention import Softmax
 from keepsight.runtime.sparse_read.cache import (
     LatentLayer,
     SelectedLayer,

@@ -20,12 +20,12 @@ from typing_extensions import override
 
 from keepsight.errors import UserError
 from keepsight.runtime.attention import OwnAttention, Reader
-from keepsight.runtime.budget import Budget
-from keepsight.runtime.cache import cache_bytes, entries, with_full_layers
-from keepsight.runtime.cache_layers import KeptLayer, LayerEntries
+from keepsight.runtime.allocate import Budget
+from keepsight.runtime.state import cache_bytes, entries, with_full_layers
+from keepsight.runtime.layer import KeptLayer, LayerEntries
 from keepsight.runtime.latents import Expansion, attended_entries, holds_latents
-from keepsight.runtime.method import CacheMethod
-from keepsight.runtime.softmax import Softmax, grouped_attention, visible
+from keepsight.runtime.generate import CacheMethod
+from keepsight.runtime.attention import Softmax, grouped_attention, visible
 from keepsight.runtime.state import State, Trace
 from keepsight.runtime.turn import TurnReader
 

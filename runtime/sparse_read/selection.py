@@ -8,9 +8,9 @@ from torch.nn import functional
 from typing_extensions import override
 
 from keepsight.errors import require_whole
-from keepsight.runtime.cache_layers import GROWTH, KeptLayer
+from keepsight.runtime.layer import GROWTH, KeptLayer
 from keepsight.runtime.importance import attention_weights, reduce_group
-from keepsight.runtime.softmax import Softmax, products
+from keepsight.runtime.attention import Softmax, products
 from keepsight.runtime.sparse_read.cache import DenseLayer, LayerSelector, SelectedLayer, Selection, SparseRead, real_mask
 
 
