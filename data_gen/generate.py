@@ -14,9 +14,8 @@ from keepsight.data_gen.prompts import CountTokens
 from keepsight.data_gen.shard_writer import ShardWriter
 from keepsight.data_gen.shards import DataSettings, TrainingSample
 from keepsight.errors import UserError
-from keepsight.files import free_bytes, read_json
-from keepsight.locks import one_writer
-from keepsight.models.processes import launched
+from keepsight.files import free_bytes, one_writer, read_json
+from keepsight.models.distributed import launched
 from keepsight.models.targets import Target
 
 _BYTES_A_TOKEN = 4

@@ -13,11 +13,10 @@ from typing import Any
 from filelock import FileLock
 from typing_extensions import override
 
-from keepsight.atomic import atomic_files
 from keepsight.data_gen.lazy_samples import LazySamples
 from keepsight.data_gen.shards import TrainingSample
 from keepsight.errors import UserError
-from keepsight.files import file_digest, read_json, write_json
+from keepsight.files import atomic_files, file_digest, read_json, write_json
 
 _ROWS, _SEAL = "samples.arrow", "samples.json"
 _AT_ONCE = 100

@@ -9,7 +9,7 @@ import torch
 
 from keepsight.data_gen.answers import AnsweredPrompts, Rendered, until
 from keepsight.errors import UserError
-from keepsight.models.processes import launched
+from keepsight.models.distributed import launched
 from keepsight.models.targets import Target
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from keepsight.eval.kept import kendall_tau
-from keepsight.models.offloaded import joined
+from keepsight.models.decoder import joined
 from keepsight.runtime.drafting.observer import Drafter, DraftIds, DraftObserver, GivenDraft
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.images import Images

@@ -1,21 +1,31 @@
-"""Reading and writing files without ever leaving a half-written one. Every folder may import this file.
+"""Reading and writing files: atomic writes, JSON with digests, JSON Lines, tables, locks, digests, sizes.
 
-JSON objects, of a file or of a line, are written with a digest of themselves; see `keepsight.signed_json`.
+The text of a JSON object, of a file or of a line, begins with a digest of what follows it: `{"_sha256": "16 hexadecimal
+digits", ...}`. The digest is no part of the value; JSON from elsewhere has none and is read as it is.
 """
 
 import csv
 import hashlib
 import io
+import json
 import os
 import re
 import shutil
+import socket
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import datetime
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from keepsight.atomic import atomic_file
+import psutil
+from filelock import FileLock, Timeout
+from pydantic import TypeAdapter, ValidationError
+from typing_extensions import is_typeddict
+
 from keepsight.errors import UserError
-from keepsight.signed_json import from_json, to_json
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -24,21 +34,30 @@ DPI = 150
 """Resolution of plots, in dots per inch."""
 
 Row = dict[str, Any]
+_UNITS = {"": 1, "B": 1} | {f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", start=1)}
+_UNITS |= {f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", start=1)}
+_UNFINISHED = ".unfinished-"
 _FORMULA = re.compile(r"[=@\t\r]|[+-](?![\d.])")
+_DIGEST = re.compile(rb'\{\s*"_sha256": "([0-9a-f]{16})",\s*')
+_FIRST_KEY = re.compile(rb'\{\s*"(.{7})"')
+
+
+# Paths
 
 
 def require_writable(out: Path, folder: bool = True) -> None:
-    """Refuse a path that nothing can be written to, before hours are spent on what is to be written.
+    """Refuse a path that cannot be written to, before hours are spent on what is to be written.
 
     Args:
         out: A path that need not exist.
-        folder: Whether it is to be a folder, or else a file.
+        folder: Whether it is to be a folder, or else a regular file.
 
     Raises:
-        UserError: it is a file or a folder where it must not be, or lies in one that cannot be written to.
+        UserError: it is of another kind, such as a device, or lies in a folder that cannot be written to.
     """
-    if out.exists() and out.is_dir() != folder:
-        raise UserError(f"out={out} is a {'file' if folder else 'folder'}; name a {'folder' if folder else 'file'}")
+    if out.exists() and not (out.is_dir() if folder else out.is_file()):
+        kind = "folder" if out.is_dir() else "file" if out.is_file() else "device or pipe"
+        raise UserError(f"out={out} is a {kind}; name a {'folder' if folder else 'file'}")
     nearest = _nearest(out if folder else out.parent)
     if not nearest.is_dir():
         raise UserError(f"out={out} lies in {nearest}, which is a file; choose another out=")
@@ -47,7 +66,7 @@ def require_writable(out: Path, folder: bool = True) -> None:
 
 
 def free_bytes(path: Path) -> int:
-    """The room that is left on the disk of a path that need not exist."""
+    """Free bytes on the disk of a path that need not exist."""
     return shutil.disk_usage(_nearest(path)).free
 
 
@@ -56,27 +75,134 @@ def _nearest(path: Path) -> Path:
     return next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
 
 
+# Atomic writes and locks
+
+
+@contextmanager
+def atomic_folder(folder: Path) -> Iterator[Path]:
+    """Yield an empty folder that replaces `folder` when the block ends; when it raises, `folder` stays as it was."""
+    with _unfinished(folder.parent) as beside:
+        made = beside / folder.name
+        made.mkdir()
+        yield made
+        sync(*made.rglob("*"), made)
+        if folder.exists():
+            folder.rename(beside / "replaced")
+        made.rename(folder)
+        sync(folder.parent)
+
+
+@contextmanager
+def atomic_files(folder: Path, last: str) -> Iterator[Path]:
+    """Yield an empty folder whose files move into `folder` when the block ends, the one called `last` after the others.
+
+    A reader that requires `last` never sees a mixture of old and new files. Files of other names stay.
+    """
+    with _unfinished(folder) as unfinished:
+        yield unfinished
+        paths = sorted(unfinished.iterdir(), key=lambda path: path.name == last)
+        sync(*paths)
+        (folder / last).unlink(missing_ok=True)
+        for path in paths:
+            path.replace(folder / path.name)
+        sync(folder)
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[Path]:
+    """Yield a temporary path; the file written there becomes `path` when the block ends, unless it raises.
+
+    Raises:
+        UserError: `path` is a device, a pipe or a socket.
+    """
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise UserError(f"{path}: not a regular file; choose another path")
+    with _unfinished(path.parent) as beside:
+        yield beside / path.name
+        sync(beside / path.name)
+        (beside / path.name).replace(path)
+        sync(path.parent)
+
+
+@contextmanager
+def _unfinished(folder: Path) -> Iterator[Path]:
+    """Yield an empty temporary folder in `folder`, after removing those of processes that were killed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for left in folder.glob(f"{_UNFINISHED}*"):
+        if _is_abandoned(left):
+            shutil.rmtree(left, ignore_errors=True)
+    made = Path(tempfile.mkdtemp(prefix=f"{_UNFINISHED}{socket.gethostname()}-{os.getpid()}-", dir=folder))
+    try:
+        yield made
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def _is_abandoned(unfinished: Path) -> bool:
+    """Whether the process of this machine that made the folder is gone; another may have its number now."""
+    host, _, process = unfinished.name.removeprefix(_UNFINISHED).rpartition("-")[0].rpartition("-")
+    if host != socket.gethostname() or not process.isdecimal():
+        return False
+    try:
+        return psutil.Process(int(process)).create_time() > unfinished.stat().st_mtime + 1
+    except (psutil.NoSuchProcess, FileNotFoundError):
+        return True
+
+
+def sync(*paths: Path) -> None:
+    """Wait until files and folders are on the disk, so that they survive a power cut."""
+    for path in paths:
+        opened = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(opened)
+        finally:
+            os.close(opened)
+
+
+@contextmanager
+def one_writer(folder: Path) -> Iterator[None]:
+    """Lock a folder against other writers within the block; the lock of a killed process is free.
+
+    Raises:
+        UserError: another process has the lock, or the folder was removed within the block.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / ".lock"
+    lock = FileLock(path, timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        holder = path.read_text(encoding="utf-8") if path.exists() else ""
+        raise UserError(
+            f"{folder}: {holder or 'another process'} is writing here; wait for it to end, or choose another out="
+        ) from None
+    try:
+        path.write_text(f"process {os.getpid()} on {socket.gethostname()}, since {datetime.now():%Y-%m-%d %H:%M},")
+        yield
+        if not path.exists():
+            raise UserError(f"{folder}: removed while it was being written; run the same command again")
+    finally:
+        path.unlink(missing_ok=True)
+        lock.release()
+
+
+# Texts, figures, tables
+
+
 def write_text(path: Path, text: str) -> None:
-    """Write `text` (UTF-8) so that `path` holds either all of it or what it held before."""
+    """Write text as UTF-8, atomically."""
     with atomic_file(path) as unfinished:
         unfinished.write_text(text, encoding="utf-8")
 
 
 def write_png(path: Path, figure: "Figure") -> None:
-    """Write a figure as PNG with `DPI` dots per inch, so that `path` holds either all of it or what it held before."""
+    """Write a figure as PNG with `DPI` dots per inch, atomically."""
     with atomic_file(path) as unfinished:
         figure.savefig(unfinished, format="png", dpi=DPI)
 
 
-def write_readme(folder: Path, card: str, curves: "Figure | None" = None) -> None:
-    """Write a model card as README.md and, where they are given, the training's curves as training.png."""
-    write_text(folder / "README.md", card)
-    if curves is not None:
-        write_png(folder / "training.png", curves)
-
-
 def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, object]]) -> None:
-    """`write_text` of a table with a header; a text that a spreadsheet would run as a formula gets a quote in front."""
+    """Write a table with a header; a text that a spreadsheet would run as a formula gets a quote in front."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(columns)
@@ -88,17 +214,70 @@ def _cell(value: object) -> object:
     return f"'{value}" if isinstance(value, str) and _FORMULA.match(value) else value
 
 
+# JSON
+
+
+def to_json(value: Any, indent: int | None = None) -> str:
+    """The value as JSON, an object with its digest."""
+    text = json.dumps(value, indent=indent, ensure_ascii=False)
+    if not isinstance(value, dict) or not value:
+        return text
+    rest = text[1:].lstrip()
+    opening, gap = ("{", " ") if indent is None else (f"{{\n{' ' * indent}", f"\n{' ' * indent}")
+    return f'{opening}"_sha256": "{_short_digest(rest.encode())}",{gap}{rest}'
+
+
+def from_json(text: bytes, kind: Any = Any) -> Any:
+    """The value of JSON, without its digest.
+
+    Args:
+        text: UTF-8.
+        kind: Type of the value, such as a dataclass. Nothing is converted, and no field may be missing or unknown;
+            only a TypedDict may have others.
+
+    Raises:
+        ValueError: it is not JSON, not of that type, or was changed; the message is one line.
+    """
+    text = text.strip()
+    if digest := _DIGEST.match(text):
+        rest = text[digest.end() :]
+        if _short_digest(rest) != digest[1].decode():
+            raise ValueError("changed or cut off since it was written (the digest at its start differs)")
+        text = b"{" + rest
+    elif (key := _FIRST_KEY.match(text)) and sum(a != b for a, b in zip(key[1], b"_sha256", strict=True)) < 2:
+        raise ValueError("changed since it was written (the digest at its start is none)")
+    try:
+        return _adapter(kind).validate_json(text, strict=True, extra="allow" if is_typeddict(kind) else "forbid")
+    except ValidationError as error:
+        raise ValueError(_first_fault(error)) from None
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+def _first_fault(error: ValidationError) -> str:
+    first = error.errors(include_url=False)[0]
+    said, got = " ".join(first["msg"].removeprefix("Value error, ").split()), first["input"]
+    if first["type"] == "json_invalid":
+        return f"not valid JSON ({said.removeprefix('Invalid JSON: ')}); is it cut off?"
+    field = ".".join(map(str, first["loc"]))
+    shown = type(got).__name__ if isinstance(got, dict | list) else repr(got)[:60]
+    return f"{field and field + ': '}{said.replace('Input should be', 'expected')}, got {shown}"
+
+
+def _short_digest(text: bytes) -> str:
+    return hashlib.sha256(text).hexdigest()[:16]
+
+
 def write_json(path: Path, value: Any) -> None:
-    """`write_text` of `value` as indented JSON, with a digest where it is an object."""
+    """Write a value as indented JSON, an object with its digest, atomically."""
     write_text(path, to_json(value, indent=2) + "\n")
 
 
 def read_json(path: Path, kind: Any = Any) -> Any:
-    """The JSON value of a file.
-
-    Args:
-        path: The file.
-        kind: Type of the value, such as a dataclass; nothing is converted to it, and nothing may be missing or surplus.
+    """The JSON value of a file; `kind` as in `from_json`.
 
     Raises:
         UserError: the file is missing, is not JSON, is not of that type, or was changed.
@@ -112,39 +291,34 @@ def read_json(path: Path, kind: Any = Any) -> Any:
 
 
 def read_jsonl(path: Path, kind: Any = Row) -> Iterator[Any]:
-    """The values of a JSON Lines file, one per line; empty lines are skipped.
-
-    Args:
-        path: The file.
-        kind: Type of a line's value, as in `read_json`.
+    """The values of a JSON Lines file, one per line that is not empty; `kind` as in `from_json`.
 
     Raises:
         UserError: a line is not JSON, not of that type, or was changed; its number is named.
     """
-    for _, value in _lines(path, kind):
+    for value in _lines(path, kind):
         if isinstance(value, UserError):
             raise value
         yield value
 
 
 def sound_lines(path: Path, kind: Any = Row) -> tuple[list[Any], list[UserError]]:
-    """The values of the lines that `read_jsonl` takes, and the errors of the others."""
-    values = [value for _, value in _lines(path, kind)]
+    """The values of the lines that `read_jsonl` accepts, and the errors of the others."""
+    values = [*_lines(path, kind)]
     faults = [value for value in values if isinstance(value, UserError)]
     return [value for value in values if not isinstance(value, UserError)], faults
 
 
-def _lines(path: Path, kind: Any) -> Iterator[tuple[int, Any]]:
-    """The number of each line that is not empty, and its value or what is wrong with it."""
+def _lines(path: Path, kind: Any) -> Iterator[Any]:
+    """The value of each line that is not empty, or its error."""
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                value = from_json(line, kind)
-            except ValueError as error:
-                value = UserError(f"{path}:{number}: {error}")
-            yield number, value
+            if line.strip():
+                try:
+                    value = from_json(line, kind)
+                except ValueError as error:
+                    value = UserError(f"{path}:{number}: {error}")
+                yield value
 
 
 def whole_lines(path: Path, kind: Any = Row) -> list[Any]:
@@ -156,7 +330,7 @@ def whole_lines(path: Path, kind: Any = Row) -> list[Any]:
 
 
 def cut_torn_line(path: Path) -> None:
-    """Remove a last line without an end, which a kill has torn, from a file."""
+    """Remove a last line that does not end, as a kill leaves it, from a file."""
     text = path.read_bytes()
     whole = text.rfind(b"\n") + 1
     if whole < len(text):
@@ -164,26 +338,25 @@ def cut_torn_line(path: Path) -> None:
 
 
 def append_lines(path: Path, rows: Iterable[Row]) -> None:
-    """Append objects to a JSON Lines file, one per line, each with a digest."""
+    """Append objects to a JSON Lines file, each with its digest, and wait until they are on the disk."""
     with path.open("a", encoding="utf-8") as stream:
-        stream.write(_as_lines(rows))
+        stream.write("".join(to_json(row) + "\n" for row in rows))
         stream.flush()
         os.fsync(stream.fileno())
 
 
 def write_lines(path: Path, rows: Iterable[Row]) -> None:
-    """`write_text` of objects as a JSON Lines file, each with a digest."""
-    write_text(path, _as_lines(rows))
+    """Write objects as a JSON Lines file, each with its digest, atomically."""
+    write_text(path, "".join(to_json(row) + "\n" for row in rows))
 
 
-def _as_lines(rows: Iterable[Row]) -> str:
-    return "".join(to_json(row) + "\n" for row in rows)
+# Digests and sizes
 
 
 def file_digest(path: Path) -> str:
     """`sha256:` and the hexadecimal digest of a file's bytes."""
+    digest = hashlib.sha256()
     with path.open("rb") as stream:
-        digest = hashlib.sha256()
         while block := stream.read(1 << 20):
             digest.update(block)
     return f"sha256:{digest.hexdigest()}"
@@ -192,3 +365,20 @@ def file_digest(path: Path) -> str:
 def text_digest(text: str) -> str:
     """`sha256:` and the hexadecimal digest of a text's UTF-8 bytes."""
     return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
+
+
+def read_bytes(text: str) -> int:
+    """Bytes from text such as 24GiB, 24 GB, 1.5GiB or 25769803776.
+
+    Raises:
+        UserError: the text has another form, or is not above 0.
+    """
+    written = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if written is None or written[2] not in _UNITS or not (size := int(float(written[1]) * _UNITS[written[2]])):
+        raise UserError(f"{text!r} is no amount of memory; write it as 24GiB, 24GB or a number of bytes")
+    return size
+
+
+def size_text(size: int) -> str:
+    """Bytes as text, in GiB, or MiB below one GiB."""
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.2f} MiB"

@@ -1,42 +1,70 @@
-"""Model cards: what the cards of all trained modules say in the same way."""
+"""Model cards: what is recorded of an artifact's training, and the card that is generated from it."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
-from keepsight.models.licenses import license_lines
-from keepsight.models.lookahead_files import Provenance
+from huggingface_hub import ModelCard, ModelCardData
 
+CARD = "README.md"
 HUB_ID = "FOLDER_OR_HUB_ID"
-"""Stands in a card for what is being described, until it is pushed."""
+"""Placeholder in a card for where the artifact is, until it is pushed."""
+
+LICENSES = {
+    "HuggingFaceTB/SmolLM2-135M-Instruct": "apache-2.0",
+    "Qwen/Qwen2.5-14B-Instruct": "apache-2.0",
+    "Qwen/Qwen2.5-7B-Instruct": "apache-2.0",
+    "Qwen/Qwen3-1.7B": "apache-2.0",
+    "Qwen/Qwen3-30B-A3B": "apache-2.0",
+    "Qwen/Qwen3-4B": "apache-2.0",
+    "Qwen/Qwen3-8B": "apache-2.0",
+    "google/gemma-3-27b-it": "gemma",
+    "google/gemma-3-4b-it": "gemma",
+    "meta-llama/Llama-3.1-70B-Instruct": "llama3.1",
+    "meta-llama/Llama-3.1-8B-Instruct": "llama3.1",
+    "meta-llama/Llama-3.2-1B-Instruct": "llama3.2",
+    "meta-llama/Llama-3.2-3B-Instruct": "llama3.2",
+    "meta-llama/Llama-3.3-70B-Instruct": "llama3.3",
+    "microsoft/phi-4": "mit",
+    "mistralai/Mistral-7B-Instruct-v0.3": "apache-2.0",
+    "openai/gpt-oss-20b": "apache-2.0",
+}
+"""Licences of base models, under which artifacts are published: Hub id -> the Hub's identifier of the licence."""
 
 _CARD = """---
-{base}{library}pipeline_tag: text-generation
-tags: [keepsight, {tags}]
-{license}
+{{ card_data }}
 ---
 
-# {title}
+# {{ title }}
 
-{about}
+{{ about }}
 
 ## Use
 
-{use}
+{{ use }}
 
 ## Training
 
-{training}
-
-Base model version: `{base_version}`. Chat template: `{template_digest}`. Training data: `{data_digest}`.
-keepsight {keepsight_version}.
+{% for name, value in origin.training.items() %}- {{ name }}: {{ value }}
+{% else %}Not recorded.
+{% endfor %}
+Base model version: `{{ origin.base_version }}`. Chat template: `{{ origin.template_digest }}`. \
+Training data: `{{ origin.data_digest }}`.
+keepsight {{ origin.keepsight_version }}.
 
 ## Data
 
-{sources}
+| source | samples |
+| --- | --- |
+{% for name, count in sources.items() %}| {{ name }} | {{ count }} |
+{% endfor %}
+{{ notes }}
 
-## {heading}
+## {{ heading }}
 
-{measured}
+{{ measured }}
 """
 
 _EXAMPLE = """```python
@@ -50,12 +78,59 @@ model.generate(**inputs, custom_generate={method}.from_pretrained("FOLDER_OR_HUB
 max_new_tokens=64)
 ```"""
 
-_EVALUATION = "## Evaluation\n\nOf `keepsight eval`, with pictures in evaluation.png:"
+_EVALUATION = "## Evaluation\n\nOf `keepsight eval`, with pictures in evaluation.png:\n\n"
+HEAD_WEIGHTS = """\
+## Weights of heads
+
+The heads of all layers share one budget, and each has a weight by which its importance is multiplied before they are
+compared (head_weights.png)."""
+FINETUNING = """\
+## Fine-tuning on answers
+
+The module and the weights of its heads were trained further, jointly, on the loss of the base model's answers after
+eviction (`keepsight finetune`; finetuning.png)."""
+_EVICTION = """\
+{about}
+
+{training}
+
+The measurements above are from before this training. Excess NLL is of an answer's tokens after the first, which follows
+the whole prompt; 0 where a prompt is within the budget.
+
+| held-out excess NLL (nats) | before | after |
+| --- | --- | --- |
+{rows}
+"""
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Origin of an artifact; saved with it.
+
+    Attributes:
+        base_model: Hub id of the base model, or its name without a slash; never a folder's path, as this is published.
+        base_version: The base model's revision, or the digest of its weight file.
+        template_digest: Digest of the chat template that rendered the training prompts.
+        data_digest: Digest of the training data's manifest.
+        training: Summary of the training: steps, prompt lengths, losses.
+        keepsight_version: Version of keepsight that trained it.
+        vocabulary_digest: Digest of the tokenizer's vocabulary; empty where it is not recorded.
+        trained_on: Which prompts it was trained on, as the training records them; empty where that is not known.
+    """
+
+    base_model: str
+    base_version: str = "unknown"
+    template_digest: str = ""
+    data_digest: str = ""
+    training: dict[str, Any] = field(default_factory=dict)
+    keepsight_version: str = ""
+    vocabulary_digest: str = ""
+    trained_on: str = ""
 
 
 @dataclass(frozen=True)
 class CardBasics:
-    """What every card needs to know.
+    """The part of a card that all artifacts have.
 
     Attributes:
         title: Title of the card.
@@ -78,38 +153,60 @@ class CardBasics:
 
 
 def write_card(
-    basics: CardBasics, *, tags: str, about: str, use: str, heading: str, measured: str, library: str = ""
+    basics: CardBasics,
+    *,
+    tags: list[str],
+    about: str,
+    use: str,
+    heading: str,
+    measured: str,
+    library: str | None = None,
 ) -> str:
     """A card as Markdown.
 
     Args:
         basics: Title, provenance, data and licence.
-        tags: Tags on the Hub, separated by commas.
+        tags: Tags on the Hub.
         about: What the module is.
         use: How it is used.
         heading: Heading of the measurements.
-        measured: The measurements.
-        library: The Hub's `library_name`; none by default.
+        measured: The measurements; empty where nothing was measured.
+        library: The Hub's `library_name`.
     """
-    origin = basics.provenance
-    rows = [f"| {name} | {count} |" for name, count in basics.sources.items()]
-    return _CARD.format(
-        base=f"base_model: {basics.base_model}\n" if "/" in basics.base_model else "",
-        library=f"library_name: {library}\n" if library else "",
-        tags=tags,
-        license=license_lines(basics.license, basics.base_model),
-        title=basics.title,
+    base = basics.base_model if "/" in basics.base_model else None
+    data = ModelCardData(
+        base_model=base,
+        library_name=library,
+        pipeline_tag="text-generation",
+        tags=["keepsight", *tags],
+        **_license(basics.license, basics.base_model),
+    )
+    card = ModelCard.from_template(
+        data,
+        template_str=_CARD,
+        title=" ".join(basics.title.split()),
         about=about,
         use=use,
-        training="\n".join(f"- {name}: {value}" for name, value in origin.training.items()) or "Not recorded.",
-        base_version=origin.base_version,
-        template_digest=origin.template_digest,
-        data_digest=origin.data_digest,
-        keepsight_version=origin.keepsight_version,
-        sources="\n".join(["| source | samples |", "| --- | --- |", *rows, "", basics.notes]).rstrip(),
+        origin=basics.provenance,
+        sources={_cell(name): count for name, count in basics.sources.items()},
+        notes=basics.notes,
         heading=heading,
-        measured=measured,
+        measured=measured or "Not measured.",
     )
+    return re.sub(r"\n{3,}", "\n\n", str(card)).rstrip() + "\n"
+
+
+def _license(license: str | None, base_model: str) -> dict[str, Any]:
+    """Metadata of the licence; the base model's where none is named, by a link where it is not known."""
+    if known := license or LICENSES.get(base_model):
+        return {"license": known}
+    link = {"license_link": f"https://huggingface.co/{base_model}"} if "/" in base_model else {}
+    return {"license": "other", "license_name": "license-of-the-base-model", **link}
+
+
+def _cell(text: str) -> str:
+    """Text from outside as one cell of a Markdown table, without markup."""
+    return re.sub(r"([|<\[`])", r"\\\1", " ".join(text.split()))
 
 
 def example(base_model: str, method: str, budget: int) -> str:
@@ -117,12 +214,45 @@ def example(base_model: str, method: str, budget: int) -> str:
     return _EXAMPLE.format(base_model=base_model, method=method, budget=budget)
 
 
-def with_evaluation(card: str, table: str) -> str:
-    """A card that ends with a Markdown table of an evaluation, in place of the one that it may have had."""
-    return f"{card.partition(_EVALUATION)[0].rstrip()}\n\n{_EVALUATION}\n\n{table.strip()}\n"
-
-
 def metrics_table(metrics: Mapping[str, float], heading: str) -> str:
-    """Metrics as a Markdown table with `heading` over the values; one sentence when nothing was measured."""
+    """Metrics as a Markdown table with `heading` over the values; empty when nothing was measured."""
     rows = [f"| {name.removeprefix('eval_')} | {value:.4f} |" for name, value in metrics.items()]
-    return "\n".join([f"| measure | {heading} |", "| --- | --- |", *rows]) if rows else "Not measured."
+    return "\n".join([f"| measure | {heading} |", "| --- | --- |", *rows]) if rows else ""
+
+
+def with_evaluation(card: str, table: str) -> str:
+    """A card that ends with a Markdown table of an evaluation, in place of the section that it may have had."""
+    return _with_section(card, f"{_EVALUATION}{table.strip()}\n")
+
+
+def with_eviction(
+    folder: Path, about: str, training: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]
+) -> str:
+    """The card of the adapter in a folder, with a last section on a training for the loss after eviction.
+
+    Args:
+        folder: The adapter's.
+        about: `HEAD_WEIGHTS` or `FINETUNING`; it replaces the section with the same heading.
+        training: How it was trained, by name.
+        before: The measurements at the first step, `eval_excess_nll_at_BUDGET` in nats among them.
+        after: Those after the last step.
+    """
+    path = folder / CARD
+    card = path.read_text(encoding="utf-8") if path.is_file() else "# keepsight lookahead adapter\n"
+    budgets = {name: name.rpartition("_")[2] for name in after if name.startswith("eval_excess_nll_at_")}
+    rows = [f"| {budget} entries | {before[name]:.3f} | {after[name]:.3f} |" for name, budget in budgets.items()]
+    listed = "\n".join(f"- {name}: {value}" for name, value in training.items())
+    section = _EVICTION.format(about=about, training=listed, rows="\n".join(rows) or "| not measured | | |")
+    return _with_section(card, section)
+
+
+def _with_section(card: str, section: str) -> str:
+    """The card with a section at its end, without the one of the same heading; headings in code fences are none."""
+    heading, parts, fenced = section.partition("\n")[0], [""], False
+    for line in card.splitlines(keepends=True):
+        fenced ^= line.startswith("```")
+        if line.startswith("## ") and not fenced:
+            parts.append("")
+        parts[-1] += line
+    kept = [part for part in parts if part.partition("\n")[0].rstrip() != heading]
+    return "".join(kept).rstrip() + "\n\n" + section

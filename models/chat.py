@@ -1,16 +1,42 @@
-"""A target's chat template."""
+"""Tokenizers: loading, chat templates, and the digests by which artifacts recognise them."""
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
 from keepsight.errors import UserError
+from keepsight.files import text_digest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def load_tokenizer(source: str | Path, **options: Any) -> "PreTrainedTokenizerBase":
+    """The tokenizer of a folder or Hub id; pads on the left, with its end token where it has no padding token.
+
+    It encodes a word at once, because some values of a damaged tokenizer_config.json raise only then.
+
+    Args:
+        source: Folder or Hub id.
+        options: Passed on to transformers' `from_pretrained`.
+
+    Raises:
+        Exception: of any type, as transformers and tokenizers raise them where files are missing or damaged.
+    """
+    from transformers import AutoTokenizer
+
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, padding_side="left", **options)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    tokenizer("word")
+    return tokenizer
 
 
 def chat_text(tokenizer: Any, turns: Sequence[dict[str, Any]]) -> str:
-    """The turns as the text that the target was trained on, ending where its answer begins.
+    """The turns as text by the chat template, ending where the model's answer begins.
 
     Raises:
         UserError: the tokenizer has no chat template, or the template refuses these turns.
@@ -26,10 +52,10 @@ def chat_text(tokenizer: Any, turns: Sequence[dict[str, Any]]) -> str:
 
 
 def with_arguments(template: Any, arguments: Mapping[str, Any]) -> str:
-    """A chat template with arguments, such as `enable_thinking`, set in it: whoever applies it, applies them too.
+    """A chat template in which arguments, such as `enable_thinking`, are set for whoever applies it.
 
     Raises:
-        UserError: there is no template to set them in, or an argument is no value that can be written there.
+        UserError: there is no single template, or an argument is not a value that can be written there.
     """
     if not isinstance(template, str):
         raise UserError(f"model.template={dict(arguments)}: the model has no single chat template to set this in")
@@ -37,3 +63,13 @@ def with_arguments(template: Any, arguments: Mapping[str, Any]) -> str:
         if not name.isidentifier() or not isinstance(value, str | int | float | bool):
             raise UserError(f"model.template: {name}={value!r} must be a name with a text, a number, true or false")
     return "".join(f"{{% set {name} = {json.dumps(value)} %}}" for name, value in arguments.items()) + template
+
+
+def template_digest(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """`sha256:...` of the chat template; of the empty text when there is none."""
+    return text_digest(str(tokenizer.chat_template or ""))
+
+
+def vocabulary_digest(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """`sha256:...` of the tokens with their ids."""
+    return text_digest(json.dumps(sorted(tokenizer.get_vocab().items())))

@@ -1,25 +1,31 @@
-"""The decoder of a language model: its layers, their kinds, and which models are supported."""
+"""The decoder of a base model: kinds of layers, shapes, devices, and which models are supported."""
 
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from accelerate.utils import has_offloaded_params
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from keepsight.errors import UserError
-from keepsight.models.offloaded import running_devices
+from keepsight.models.distributed import whole_shape
 
 FULL, CHUNKED = "full_attention", "chunked_attention"
 RECURRENT = ("linear_attention", "conv")
 BOUNDED = ("sliding_attention", CHUNKED, *RECURRENT)
-"""Kinds of layers whose memory is bounded by itself, the last ones by a recurrent state."""
+"""Kinds of layers whose cache does not grow with the prompt; the last ones keep a recurrent state."""
 _OTHER_HEADS = ("diffllama", "jetmoe")
 _OTHER_CACHES = ("minimax", "recurrent_gemma")
 
 
+# Structure
+
+
 def decoder_of(model: PreTrainedModel) -> Any:
-    """The stack of decoder layers, without head and vision tower; its `layers` are the decoder layers."""
+    """The stack of decoder layers, without lm_head and vision tower; its `layers` are the decoder layers."""
     decoder: Any = model.get_decoder()
     return decoder if hasattr(decoder, "layers") else getattr(decoder, "model", decoder)
 
@@ -34,31 +40,19 @@ def layer_kinds(config: Any) -> list[str]:
     return [kind] * config.num_hidden_layers
 
 
+def full_attention_layers(config: Any) -> list[int]:
+    """Indices of the layers that keep a key and a value for every token; only these are scored and evicted from."""
+    return [index for index, kind in enumerate(layer_kinds(config)) if kind == FULL]
+
+
 def head_width(config: Any) -> int:
     """Dimensions of one attention head, from the configuration of a text model."""
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
-def full_attention_layers(config: Any) -> list[int]:
-    """Indices of the layers that keep a key and a value for every token; these alone are scored and evicted from."""
-    return [index for index, kind in enumerate(layer_kinds(config)) if kind == FULL]
-
-
-def require_layers_for(groups: int, target: PreTrainedModel) -> None:
-    """Refuse more groups of layers for a retrieval head than the target has layers that it selects for.
-
-    Raises:
-        UserError: there are more.
-    """
-    if groups > (layers := len(full_attention_layers(target.config))):
-        raise UserError(
-            f"retrieval_head.groups={groups}: the target has {layers} layers with full attention; give no more groups"
-        )
-
-
-def cached_kv_heads(target: PreTrainedModel) -> int:
-    """KV heads that selections are for: with latent attention (MLA), every query head."""
-    config = target.config.get_text_config()
+def cached_kv_heads(model: PreTrainedModel) -> int:
+    """KV heads of the cache; with latent attention (MLA), the query heads."""
+    config = model.config.get_text_config()
     if getattr(config, "kv_lora_rank", None):
         return int(config.num_attention_heads)
     return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
@@ -69,44 +63,67 @@ def has_latents(model: PreTrainedModel) -> bool:
     return bool(getattr(model.config.get_text_config(decoder=True), "kv_lora_rank", None))
 
 
+def input_embedding(model: PreTrainedModel) -> Tensor:
+    """The input embedding [vocabulary, hidden], detached."""
+    weight: Any = model.get_input_embeddings().weight
+    embedding: Tensor = weight.detach()
+    return embedding
+
+
+def input_width(model: PreTrainedModel) -> int:
+    """Width of the input embedding, also where ZeRO-3 has partitioned it."""
+    weight: Any = model.get_input_embeddings().weight
+    return whole_shape(weight)[1]
+
+
+def logits_of(model: PreTrainedModel, hidden: Tensor) -> Tensor:
+    """The logits [..., V] of a decoder's outputs [..., hidden], with the model's scaling and soft-capping."""
+    config: Any = model.config.get_text_config(decoder=True)
+    lm_head: Any = model.get_output_embeddings()
+    logits: Tensor = lm_head(hidden) * getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)
+    cap = getattr(config, "final_logit_softcapping", None)
+    return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+# What is supported
+
+
 def require_supported(model: PreTrainedModel) -> None:
-    """Refuse models that keepsight would answer wrongly with.
+    """Refuse models for which keepsight would give wrong answers.
 
     Raises:
         UserError: one line that names what is not supported.
     """
-    kind = model.config.model_type
+    kind, decoder = model.config.model_type, decoder_of(model)
     if model.config.is_encoder_decoder:
-        raise UserError(f"{kind} is an encoder-decoder model; load a model of decoder layers alone")
-    if not _attends_by_interface(decoder_of(model)):
+        raise UserError(f"{kind} is an encoder-decoder model; load a decoder-only model")
+    if not (hasattr(decoder, "layers") and decoder._can_set_attn_implementation()):
         raise UserError(
-            f"{kind} does not compute attention by transformers' AttentionInterface, so that no query can be seen; "
+            f"{kind} does not compute attention by transformers' AttentionInterface, so that no query can be read; "
             "load a model that does, such as Llama, Qwen, Mistral or Gemma"
         )
     if kind in _OTHER_HEADS:
         raise UserError(f"{kind} shares its KV heads among query heads in its own way; load a model with grouped heads")
     if kind in _OTHER_CACHES:
-        raise UserError(f"{kind} keeps a cache of its own; load a model that takes transformers' DynamicCache")
-    if has_latents(model) and any(hasattr(module, "indexer") for module in decoder_of(model).modules()):
+        raise UserError(f"{kind} has its own kind of cache; load a model that takes transformers' DynamicCache")
+    if has_latents(model) and any(hasattr(module, "indexer") for module in decoder.modules()):
         raise UserError(
-            f"{kind} chooses by itself what its latent attention reads; load a model with full attention, such as "
+            f"{kind} selects itself what its latent attention reads; load a model with full attention, such as "
             "DeepSeek-V3"
         )
     if not any(isinstance(layer, DynamicLayer) for layer in DynamicCache(config=model.config).layers):
         raise UserError(f"{kind} has no attention, and so no KV entries; use it without keepsight")
-    if not hasattr(model, "hf_device_map"):  # nothing moves what layers on several devices hand on
+    if not hasattr(model, "hf_device_map"):  # no hook moves activations between devices
         require_one_device(model)
     if odd := sorted(set(layer_kinds(model.config)) - {FULL, *BOUNDED}):
-        raise UserError(
-            f"{kind} has layers of {', '.join(odd)}; load a model whose layers are of {', '.join((FULL, *BOUNDED))}"
-        )
+        raise UserError(f"{kind} has layers of {', '.join(odd)}; supported are {', '.join((FULL, *BOUNDED))}")
 
 
 def require_one_device(model: PreTrainedModel) -> None:
     """Refuse models whose layers run on several devices.
 
     Raises:
-        UserError: with one line that names the devices.
+        UserError: one line that names the devices.
     """
     if len(devices := sorted(map(str, running_devices(decoder_of(model))))) > 1:
         kind = model.config.model_type
@@ -114,7 +131,7 @@ def require_one_device(model: PreTrainedModel) -> None:
 
 
 def require_full_attention(model: PreTrainedModel) -> None:
-    """Refuse to train what looks ahead for a model that forgets by itself.
+    """Refuse to train a lookahead module or head for a model without full attention.
 
     Raises:
         UserError: no layer keeps an entry for every token.
@@ -126,15 +143,37 @@ def require_full_attention(model: PreTrainedModel) -> None:
         )
 
 
-def logits_of(model: PreTrainedModel, hidden: Tensor) -> Tensor:
-    """The logits [..., V] that a model makes of what its decoder puts out, [..., hidden]."""
-    config: Any = model.config.get_text_config(decoder=True)
-    lm_head: Any = model.get_output_embeddings()
-    logits: Tensor = lm_head(hidden) * getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)
-    cap = getattr(config, "final_logit_softcapping", None)
-    return logits if cap is None else torch.tanh(logits / cap) * cap
+# Devices
 
 
-def _attends_by_interface(decoder: nn.Module) -> bool:
-    asked: Any = decoder
-    return hasattr(asked, "layers") and bool(asked._can_set_attn_implementation())
+def values_of(model: nn.Module, name: str, weight: Tensor) -> Tensor:
+    """A weight by its name, read from where accelerate offloads it; on the meta device where it has no values."""
+    part, _, own = name.rpartition(".")
+    module: Any = model.get_submodule(part)
+    kept: Tensor = module._hf_hook.weights_map[own] if weight.is_meta and has_offloaded_params(module) else weight
+    return kept
+
+
+def running_devices(model: nn.Module) -> list[torch.device]:
+    """The devices on which a model's modules run, each once, also where accelerate offloads their weights."""
+    placed = ((module, weight) for module in model.modules() for weight in module.parameters(recurse=False))
+    return list(dict.fromkeys(_runs_on(module) if weight.is_meta else weight.device for module, weight in placed))
+
+
+def _runs_on(module: Any) -> torch.device:
+    return torch.device(module._hf_hook.execution_device if has_offloaded_params(module) else "meta")
+
+
+def is_spread(model: nn.Module) -> bool:
+    """Whether accelerate placed the modules of a model, or of one within it, on several devices."""
+    return any(len(getattr(each, "hf_device_map", ())) > 1 for each in model.modules())
+
+
+def on_each(tensor: Tensor | None) -> Callable[[torch.device], Any]:
+    """A function that gives a tensor, or None, on a device; it is copied once to each device."""
+    return functools.cache(lambda device: None if tensor is None else tensor.to(device))
+
+
+def joined(layers: Sequence[Tensor]) -> Tensor:
+    """Tensors of layers on several devices, concatenated on the device of the first."""
+    return torch.cat([each.to(layers[0].device) for each in layers])

@@ -1,15 +1,28 @@
-"""The EAGLE-3 draft head: one decoder layer that guesses the target's next tokens from the target's own features.
+"""Draft heads, which guess the base model's next tokens from its own features: EAGLE-3, EAGLE-1 and EAGLE-2.
 
-Li et al. 2025, "EAGLE-3" (arXiv 2503.01840), section 3.1. Row t reads the target's features of token t and the
-embedding of token t + 1, and guesses token t + 2. The layer's output replaces the features of the next row, so that
-drafting can continue without the target. Module names are the keys of public checkpoints.
+EAGLE-3 (Li et al. 2025, arXiv 2503.01840, section 3.1): row t reads the features of token t, outputs of three of the
+model's layers, and the embedding of token t + 1, and guesses token t + 2. The layer's output replaces the features of
+the next row, so that drafting can continue without the model.
+
+EAGLE-1 (Li et al. 2024, arXiv 2401.15077, section 3; EAGLE-2, arXiv 2406.16858, drafts trees with the same head): the
+feature is the input of the model's lm_head. Row t guesses the feature of token t + 1, from which the
+model's own lm_head guesses token t + 2.
+
+Module names are the keys of public checkpoints. A head's folder has the form of these: `config.json` and
+`model.safetensors`; ours also hold `keepsight.json` (origin, digest of the weights) and a card. Heads that are
+published as a pickle are converted on loading, by torch's `weights_only`, which makes tensors and runs nothing.
 """
 
+import re
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import LlamaConfig, PreTrainedModel
@@ -22,25 +35,70 @@ from transformers.models.llama.modeling_llama import (
 from typing_extensions import Self
 
 from keepsight.errors import UserError
-from keepsight.models.decoder import head_width
+from keepsight.files import file_digest, read_json, write_json
+from keepsight.models.artifacts import (
+    LARGEST_SIZE,
+    Artifact,
+    as_weights,
+    check_digest,
+    check_names_and_shapes,
+    one_line,
+    read_tensors,
+)
+from keepsight.models.card import CardBasics, Provenance, metrics_table, write_card
+from keepsight.models.decoder import head_width, input_embedding, input_width
+from keepsight.models.model_files import logger, warn_of_another_base
+
+CONFIG, WEIGHTS, ORIGIN = "config.json", "model.safetensors", "keepsight.json"
+PICKLE = "pytorch_model.bin"
 
 HeadAttend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Attention of a head's layer: queries [B, H, q, d], keys and values [B, K, q, d] of the new tokens, after RoPE ->
 [B, q, H, d]. The caller decides which earlier tokens they see: a cache, a training step, a padding mask."""
 
+_EMBEDDING = "embed_tokens.weight"
+_RELATIVE, _ABSOLUTE = 2**-6, 1e-4
+"""Tolerances within which two embeddings are the same, rounded to different dtypes."""
+_ROWS_AT_ONCE = 4096
+_VOCABULARY = ("d2t", "t2d")
+_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+_UNKNOWN_NORMS = ("norm_before_fc", "norm_before_residual")  # layers of another form, under the same keys
+_SAVED = (*_SIZES, "hidden_act", "num_key_value_heads", "max_position_embeddings", "rms_norm_eps")
+_SAVED_IF_SET = ("eagle_config", "fc_norm", "norm_output", "qkv_bias")
+
+_ABOUT = """An [EAGLE-3](https://arxiv.org/abs/2503.01840) draft head for `{base_model}`: one decoder layer
+that guesses the next tokens from the outputs of three of the base model's layers. The embedding is the base model's
+and not stored here. With greedy decoding the base model checks every guess, so the head changes how fast an answer
+comes, not what it says."""
+
+_USE = """With keepsight, give `draft.head=FOLDER_OR_HUB_ID` to a command, or load it in Python:
+
+```python
+from transformers import AutoModelForCausalLM
+from keepsight.models.draft_head import DraftHead
+
+model = AutoModelForCausalLM.from_pretrained("{base_model}")
+head = DraftHead.from_pretrained("FOLDER_OR_HUB_ID", model=model)
+```
+
+`config.json` and the names in `model.safetensors` are those of public EAGLE-3 heads."""
+
 
 def default_feature_layers(layers: int) -> tuple[int, int, int]:
-    """The layers whose outputs EAGLE-3 reads, low, middle and high, of a target with `layers` layers.
+    """The layers whose outputs EAGLE-3 reads, low, middle and high, of a model with `layers` layers.
 
     Their outputs are the inputs of layers 2, L // 2 and L - 3, counted from 0.
 
     Raises:
-        UserError: the target has too few layers for three different ones.
+        UserError: the model has too few layers for three different ones.
     """
     chosen = 1, layers // 2 - 1, layers - 4
     if not 0 <= chosen[0] < chosen[1] < chosen[2]:
-        raise UserError(f"a target of {layers} layers is too shallow for an EAGLE-3 head; name its feature layers")
+        raise UserError(f"a model of {layers} layers is too shallow for an EAGLE-3 head; name its feature layers")
     return chosen
+
+
+# Layers
 
 
 class HeadAttention(nn.Module):
@@ -90,7 +148,7 @@ class HeadRotaryEmbedding(LlamaRotaryEmbedding):
 
 
 class HeadLayer(nn.Module):
-    """The decoder layer. The residual is the un-normed feature, not the embedding."""
+    """The decoder layer of EAGLE-3. The residual is the un-normed feature, not the embedding."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -109,35 +167,119 @@ class HeadLayer(nn.Module):
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
-class EagleHead(nn.Module):
-    """What EAGLE's heads of all versions share.
+class FeatureLayer(nn.Module):
+    """The decoder layer of EAGLE-1, without a norm before its attention."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.self_attn = HeadAttention(config, config.hidden_size)
+        self.mlp = LlamaMLP(config)
+        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(self, inputs: Tensor, rotation: tuple[Tensor, Tensor], attend: HeadAttend) -> Tensor:
+        """[B, q, hidden] -> [B, q, hidden]."""
+        hidden = inputs + self.self_attn(inputs, rotation, attend)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+# Heads
+
+
+class EagleHead(nn.Module, Artifact):
+    """Base of EAGLE's heads of all versions. `load` makes the head that a folder holds.
 
     Attributes:
-        own_embedding: [vocab, hidden], where the head's embedding differs from the target's; it is not trained.
+        config: A Llama configuration of the layer.
+        own_embedding: [vocab, hidden], where the head's embedding differs from the model's; it is not trained.
     """
 
+    kind = "draft head"
+    files = (WEIGHTS, CONFIG)
+    optional = (ORIGIN,)
+    config: LlamaConfig
     own_embedding: Tensor | None = None
 
-    def embedding(self, target: PreTrainedModel) -> Callable[[Tensor], Tensor]:
-        """What embeds token ids [B, q] for the head, [B, q, hidden]: the target's embedding, or its own."""
+    def embedding(self, model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
+        """The function that embeds token ids [B, q] for the head, [B, q, hidden]: the model's embedding, or its own."""
         if self.own_embedding is None:
-            return target.get_input_embeddings()
+            return model.get_input_embeddings()
         return partial(functional.embedding, weight=self.own_embedding)
+
+    @classmethod
+    def load(cls, folder: Path, model: PreTrainedModel | None = None) -> Self:
+        """Read a head: an EAGLE-3 one (`midlayer.*`, or `layers.0.*` with a `hidden_norm`), or an EAGLE-1 or -2 one.
+
+        See `Artifact.load`. With a model the head keeps an embedding of its own where the file's differs from the
+        model's; without one it has none, and a `FeatureHead` has no logits.
+        """
+        if not (folder / PICKLE).is_file() or (folder / WEIGHTS).exists():
+            cls._require_files(folder)
+        config = _read_config(folder / CONFIG)
+        origin: _Origin | None = read_json(folder / ORIGIN, _Origin) if (folder / ORIGIN).is_file() else None
+        if model is not None:
+            _check_model(folder, config, model)
+            if origin is not None:
+                warn_of_another_base(folder, origin.provenance.base_model, origin.provenance.base_version, model)
+        path, tensors = _read_weights(folder, origin)
+        embedding = tensors.pop(_EMBEDDING, None)
+        head = _empty_head(folder / CONFIG, path, config, tensors, model)
+        if not isinstance(head, cls):
+            raise UserError(f"{folder}: an EAGLE-1 or EAGLE-2 head; only EAGLE-3 heads can be used here")
+        if isinstance(head, DraftHead):
+            tensors = _complete_vocabulary(path, head, tensors)
+        check_names_and_shapes(path, tensors, head.state_dict())
+        dtype = model.dtype if model is not None else tensors["fc.weight"].dtype
+        weights = {name: tensor for name, tensor in tensors.items() if name not in _VOCABULARY}
+        head.load_state_dict(tensors | as_weights(path, weights, dtype), assign=True)
+        if model is not None and embedding is not None:
+            head.own_embedding = _own_embedding(path, embedding, model)
+        if origin is not None:
+            head.provenance = origin.provenance
+        return head.to(model.device if model is not None else "cpu").eval()
+
+    def _write(self, folder: Path) -> None:
+        state = {name: value.detach().cpu().contiguous() for name, value in self.state_dict().items()}
+        if self.own_embedding is not None:
+            state[_EMBEDDING] = self.own_embedding.cpu()
+        save_file(state, folder / WEIGHTS, metadata={"format": "pt"})
+        digests = {WEIGHTS: file_digest(folder / WEIGHTS)}
+        write_json(folder / ORIGIN, {"provenance": asdict(self.provenance), "digests": digests})
+        write_json(folder / CONFIG, self.public_config())
+
+    def public_config(self) -> dict[str, Any]:
+        """The configuration under the names of public heads, which serving engines read."""
+        raise UserError("only EAGLE-3 heads can be saved")
+
+    def layers_of(self, model: PreTrainedModel) -> tuple[int, ...]:
+        """The model's layers whose outputs are the features."""
+        raise NotImplementedError
+
+    def combine(self, features: Tensor) -> Tensor:
+        """The model's features as the first input of `forward`: [B, q, layers * width] -> [B, q, hidden]."""
+        raise NotImplementedError
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Output of `forward` -> logits [..., draft_vocab] of token t + 2."""
+        raise NotImplementedError
+
+    def target_ids(self, draft_ids: Tensor) -> Tensor:
+        """The model's ids of the draft's ids."""
+        return draft_ids
 
 
 class DraftHead(EagleHead):
-    """An EAGLE-3 head; the embedding is the target's, unless it has its own.
+    """An EAGLE-3 head; the embedding is the model's, unless it has its own.
 
     Args:
         config: A Llama configuration of the layer (`hidden_size`, heads, RoPE, ...) with, as public checkpoints have
-            them, `vocab_size` of the target, `draft_vocab_size`, `target_hidden_size` (by default `hidden_size`), and
-            `eagle_config` with `eagle_aux_hidden_state_layer_ids`, the target's feature layers. EAGLE-3.1 adds
+            them, `vocab_size` of the model, `draft_vocab_size`, `target_hidden_size` (by default `hidden_size`), and
+            `eagle_config` with `eagle_aux_hidden_state_layer_ids`, the model's feature layers. EAGLE-3.1 adds
             `fc_norm`, a norm for each of the three layers' features, and `norm_output`: the features of the next row
-            are what the last norm gives.
+            are the outputs of the last norm.
 
     Attributes:
-        d2t: [draft_vocab] int64: the target's id minus the draft's id.
-        t2d: [vocab] bool: whether the target's id is in the draft's vocabulary.
+        d2t: [draft_vocab] int64: the model's id minus the draft's id.
+        t2d: [vocab] bool: whether the model's id is in the draft's vocabulary.
     """
 
     d2t: Tensor
@@ -161,21 +303,18 @@ class DraftHead(EagleHead):
 
     @property
     def feature_layers(self) -> tuple[int, ...] | None:
-        """Indices of the target's layers whose outputs are its features; None for the default ones."""
+        """Indices of the model's layers whose outputs are its features; None for the default ones."""
         named: dict[str, Any] = getattr(self.config, "eagle_config", None) or {}
         layers = named.get("eagle_aux_hidden_state_layer_ids")
         return None if layers is None else tuple(layers)
 
-    def layers_of(self, target: PreTrainedModel) -> tuple[int, ...]:
-        """The target's layers whose outputs are the features."""
-        return self.feature_layers or default_feature_layers(target.config.get_text_config().num_hidden_layers)
+    def layers_of(self, model: PreTrainedModel) -> tuple[int, ...]:
+        """The model's layers whose outputs are the features."""
+        return self.feature_layers or default_feature_layers(model.config.get_text_config().num_hidden_layers)
 
     def combine(self, features: Tensor) -> Tensor:
-        """The target's features of three layers, concatenated: [B, q, 3 * target_hidden] -> [B, q, hidden]."""
-        if hasattr(self, "fc_norm"):
-            taps = features.chunk(3, dim=-1)
-            features = torch.cat([norm(tap) for norm, tap in zip(self.fc_norm, taps, strict=True)], dim=-1)
-        return self.fc(features)
+        """The model's features of three layers, concatenated: [B, q, 3 * target_hidden] -> [B, q, hidden]."""
+        return self.fc(normed_features(self, features))
 
     def forward(self, embeddings: Tensor, features: Tensor, positions: Tensor, attend: HeadAttend) -> Tensor:
         """One pass of the layer.
@@ -197,11 +336,223 @@ class DraftHead(EagleHead):
         return self.lm_head(hidden if self.norm_output else self.norm(hidden))
 
     def target_ids(self, draft_ids: Tensor) -> Tensor:
-        """The target's ids of the draft's."""
+        """The model's ids of the draft's ids."""
         return draft_ids + self.d2t[draft_ids]
 
     def set_vocabulary(self, target_ids: Tensor) -> None:
-        """Set the draft's vocabulary: [draft_vocab] int64, ids of the target, ascending."""
+        """Set the draft's vocabulary: [draft_vocab] int64, ids of the model, ascending."""
         self.d2t.copy_(target_ids - torch.arange(len(target_ids), device=target_ids.device))
         self.t2d.zero_()
         self.t2d[target_ids] = True
+
+    def card(self, basics: CardBasics, measured: Any = "") -> str:
+        """The model card; `measured` holds the last measurement, such as accepted length and agreement."""
+        return write_card(
+            basics,
+            tags=["eagle3", "speculative-decoding"],
+            about=_ABOUT.format(base_model=basics.base_model),
+            use=_USE.format(base_model=basics.base_model),
+            heading="Measured on held-out training samples",
+            measured=measured if isinstance(measured, str) else metrics_table(measured, "value"),
+        )
+
+    def public_config(self) -> dict[str, Any]:
+        """The configuration under the names of public heads, which serving engines read.
+
+        `target_hidden_size` is left out when it is `hidden_size`: EAGLE's own code takes its presence for a head with
+        an embedding of its own.
+        """
+        config = self.config
+        rope: dict[str, Any] = dict(config.rope_parameters or {})
+        theta = rope.pop("rope_theta", 10000.0)
+        values = {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "model_type": "llama",
+            **{name: getattr(config, name) for name in _SAVED},
+            "head_dim": head_width(config),
+            "num_hidden_layers": 1,
+            "draft_vocab_size": len(self.d2t),
+            "rope_theta": theta,
+            "rope_scaling": None if rope.get("rope_type", "default") == "default" else rope,
+            "tie_word_embeddings": False,
+            "torch_dtype": str(self.fc.weight.dtype).removeprefix("torch."),
+        }
+        if (width := self.fc.in_features // 3) != config.hidden_size or self.own_embedding is not None:
+            values["target_hidden_size"] = width
+        return values | {name: getattr(config, name) for name in _SAVED_IF_SET if getattr(config, name, None)}
+
+
+def normed_features(head: Any, features: Tensor) -> Tensor:
+    """Features [..., 3 * target_hidden] of three layers, each through its norm where the head has an `fc_norm`."""
+    if not hasattr(head, "fc_norm"):
+        return features
+    taps = features.chunk(3, dim=-1)
+    return torch.cat([norm(tap) for norm, tap in zip(head.fc_norm, taps, strict=True)], dim=-1)
+
+
+class FeatureHead(EagleHead):
+    """An EAGLE-1 or EAGLE-2 head; lm_head and embedding are the model's, unless it has an embedding of its own.
+
+    Args:
+        config: A Llama configuration of the layer, with `bias` (of `fc`, by default true) and `qkv_bias` (by default
+            false) as public checkpoints have them.
+        lm_head: The model's lm_head; without it there are no logits.
+    """
+
+    def __init__(self, config: LlamaConfig, lm_head: nn.Module | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=bool(getattr(config, "bias", True)))
+        self.layers = nn.ModuleList([FeatureLayer(config)])
+        self.rotary_emb = HeadRotaryEmbedding(config)
+        self._lm_head = (lm_head,)  # in a tuple, because torch registers modules that are attributes
+
+    def layers_of(self, model: PreTrainedModel) -> tuple[int, ...]:
+        """One past the last layer: its output after the final norm (see `RecordFeatures`)."""
+        return (model.config.get_text_config().num_hidden_layers,)
+
+    def combine(self, features: Tensor) -> Tensor:
+        """The model's feature [B, q, hidden], as it is."""
+        return features
+
+    def forward(self, embeddings: Tensor, features: Tensor, positions: Tensor, attend: HeadAttend) -> Tensor:
+        """One pass of the layer: [B, q, hidden], the features of the next row; arguments as in `DraftHead.forward`."""
+        inputs = self.fc(torch.cat([embeddings, features], dim=-1))
+        return self.layers[0](inputs, self.rotary_emb(embeddings, positions), attend)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Output of `forward` -> logits [..., vocab] of token t + 2.
+
+        Raises:
+            UserError: the head was loaded without its model.
+        """
+        lm_head = self._lm_head[0]
+        if lm_head is None:
+            raise UserError("an EAGLE-1 or EAGLE-2 head has no lm_head of its own; load it together with its model")
+        return lm_head(hidden)
+
+
+# Reading
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """Content of keepsight.json: digests are `sha256:...` by file name."""
+
+    provenance: Provenance
+    digests: dict[str, str]
+
+
+def _read_config(path: Path) -> LlamaConfig:
+    """A head's config.json, checked as strictly as its tensors."""
+    values: dict[str, Any] = read_json(path, dict[str, Any])
+    for name in _SIZES:
+        if type(size := values.get(name)) is not int or not 0 < size <= LARGEST_SIZE:
+            raise UserError(f"{path}: {name} is missing or no possible size; this is no EAGLE head's configuration")
+    if (layers := values.get("num_hidden_layers", 1)) != 1:
+        raise UserError(f"{path}: num_hidden_layers is {layers}; an EAGLE head has 1, this is another model")
+    if unknown := [name for name in _UNKNOWN_NORMS if values.get(name)]:
+        raise UserError(f"{path}: {unknown[0]}={values[unknown[0]]} is not supported; choose another head")
+    if not _names_three_layers(values.get("eagle_config")):
+        raise UserError(
+            f"{path}: eagle_config={values['eagle_config']!r}: expected three whole numbers in "
+            "eagle_aux_hidden_state_layer_ids, the model's layers that the head reads"
+        )
+    try:
+        return LlamaConfig.from_dict(values)
+    except (StrictDataclassError, ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{path}: not a Llama layer's configuration ({one_line(error)})") from None
+
+
+def _names_three_layers(eagle_config: Any) -> bool:
+    if eagle_config is None:
+        return True
+    layers = eagle_config.get("eagle_aux_hidden_state_layer_ids") if isinstance(eagle_config, dict) else ()
+    return layers is None or (isinstance(layers, list) and [type(layer) for layer in layers] == [int, int, int])
+
+
+def _check_model(folder: Path, config: LlamaConfig, model: PreTrainedModel) -> None:
+    text = model.config.get_text_config()
+    sizes = {
+        "hidden size": (config.hidden_size, input_width(model)),
+        "feature width": (getattr(config, "target_hidden_size", None) or config.hidden_size, text.hidden_size),
+        "vocabulary": (config.vocab_size, text.vocab_size),
+    }
+    for name, (own, its) in sizes.items():
+        if own != its:
+            raise UserError(
+                f"{folder}: this draft head is for a model with {name} {own}, but that of "
+                f"{model.config.name_or_path or type(model).__name__} is {its}; choose the model's own head"
+            )
+
+
+def _read_weights(folder: Path, origin: _Origin | None) -> tuple[Path, dict[str, Tensor]]:
+    """The file of a head's weights and its tensors, an EAGLE-3 layer's under `midlayer.*`."""
+    if not (path := folder / WEIGHTS).is_file():
+        tensors = _unpickled(path := folder / PICKLE)
+        logger.warning("%s: a pickle; its %d tensors were read as safetensors would be", path, len(tensors))
+    else:
+        if origin is not None:
+            check_digest(path, origin.digests.get(WEIGHTS, "missing"), ORIGIN)
+        tensors = read_tensors(path)
+    if "layers.0.hidden_norm.weight" in tensors:
+        tensors = {re.sub(r"^layers\.0\.", "midlayer.", name): tensor for name, tensor in tensors.items()}
+    return path, tensors
+
+
+def _unpickled(path: Path) -> dict[str, Tensor]:
+    """The tensors of a pickled state_dict, without running anything that the file names."""
+    try:
+        read: Any = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # damaged pickles raise anything
+        raise UserError(f"{path}: not a pickle of tensors alone ({one_line(error)}); it was not read") from None
+    if not isinstance(read, dict) or not all(isinstance(each, Tensor) for each in read.values()):
+        raise UserError(f"{path}: expected tensors by name, as in a state_dict; it was not read")
+    return {str(name): tensor.contiguous().clone() for name, tensor in read.items()}
+
+
+def _empty_head(
+    config_path: Path, path: Path, config: LlamaConfig, tensors: dict[str, Tensor], model: PreTrainedModel | None
+) -> EagleHead:
+    """The head that the tensors' names belong to, on the meta device."""
+    try:
+        with torch.device("meta"):
+            if any(key.startswith("midlayer.") for key in tensors):
+                return DraftHead(config)
+            if any(key.startswith("layers.0.") for key in tensors):
+                return FeatureHead(config, None if model is None else model.get_output_embeddings())
+    except (ArithmeticError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise UserError(f"{config_path}: no layer can be made of it ({one_line(error)})") from None
+    raise UserError(
+        f"{path}: no EAGLE head, which has tensors called midlayer.* or layers.0.*; "
+        f"the first here is {min(tensors, default='missing')!r}"
+    )
+
+
+def _complete_vocabulary(path: Path, head: DraftHead, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors with checked d2t and t2d, which may be missing when the draft's vocabulary is the model's."""
+    draft, whole = len(head.d2t), len(head.t2d)
+    has_lm_head = tensors.keys() >= {"lm_head.weight"} and len(tensors["lm_head.weight"]) == draft
+    if draft == whole and has_lm_head and not tensors.keys() & set(_VOCABULARY):
+        identity = {"d2t": torch.zeros(draft, dtype=torch.long), "t2d": torch.ones(whole, dtype=torch.bool)}
+        return tensors | identity
+    if [tensors[name].shape for name in _VOCABULARY if name in tensors] != [(draft,), (whole,)]:
+        return tensors  # `check_names_and_shapes` names the fault
+    offsets, member = tensors["d2t"].long(), tensors["t2d"].bool()
+    ids = offsets + torch.arange(draft)
+    if not torch.equal(ids.sort().values, member.nonzero().flatten()):
+        raise UserError(f"{path}: d2t and t2d name different tokens; fetch it again")
+    return tensors | {"d2t": offsets, "t2d": member}
+
+
+def _own_embedding(path: Path, embedding: Tensor, model: PreTrainedModel) -> Tensor | None:
+    """A head's embedding on the model's device and in its dtype, if it differs from the model's."""
+    base = input_embedding(model)
+    if embedding.shape != base.shape:
+        raise UserError(
+            f"{path}: tensor {_EMBEDDING!r} has shape {list(embedding.shape)}, the model's is {list(base.shape)}"
+        )
+    own = as_weights(path, {_EMBEDDING: embedding}, model.dtype)[_EMBEDDING]
+    pairs = zip(own.split(_ROWS_AT_ONCE), base.split(_ROWS_AT_ONCE), strict=True)
+    is_same = all(torch.allclose(row.float(), its.float().cpu(), _RELATIVE, _ABSOLUTE) for row, its in pairs)
+    return None if is_same else own.to(base.device)

@@ -19,9 +19,7 @@ from transformers import PreTrainedModel
 
 from keepsight.errors import UserError
 from keepsight.models.decoder import decoder_of
-from keepsight.models.draft_head import DraftHead
-from keepsight.models.draft_head_files import load_draft_head
-from keepsight.models.feature_head import FeatureHead
+from keepsight.models.draft_head import EagleHead
 from keepsight.models.targets import Target, load_target
 
 _DRAFTS: WeakKeyDictionary[PreTrainedModel, dict[tuple[int, ...], PreTrainedModel]] = WeakKeyDictionary()
@@ -119,7 +117,7 @@ class DraftHeadSource:
 
     name: str
     layers: tuple[int, ...]
-    head: DraftHead | FeatureHead = field(repr=False)
+    head: EagleHead = field(repr=False)
 
 
 def load_head(name: str, folder: Path, target: PreTrainedModel) -> DraftHeadSource:
@@ -128,7 +126,7 @@ def load_head(name: str, folder: Path, target: PreTrainedModel) -> DraftHeadSour
     Raises:
         UserError: the folder holds no head, or one of another target.
     """
-    head = load_draft_head(folder, target)
+    head = EagleHead.load(folder, target)
     return DraftHeadSource(name, head.layers_of(target), head)
 
 

@@ -1,36 +1,63 @@
-"""The lookahead module: n soft tokens, and LoRA that is on for them alone (arXiv 2603.10899, section 3)."""
+"""The lookahead module: n soft tokens, and LoRA that is on for them alone (arXiv 2603.10899, section 3).
 
-from contextlib import AbstractContextManager, nullcontext
+A saved adapter is a folder that plain PEFT loads too. PEFT then leaves the base model's outputs as they are, because
+the saved configuration makes the LoRA an activated one (aLoRA) whose invocation token is beyond any vocabulary.
+"""
+
+import re
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+from peft import LoraConfig, PeftConfig
+from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from typing_extensions import Self
 
 from keepsight.errors import UserError
-from keepsight.models.lookahead_settings import LookaheadSettings
-from keepsight.models.lora import Lora, chosen_targets
-from keepsight.models.zero3 import gathered, whole_shape
+from keepsight.files import file_digest, read_json, write_json
+from keepsight.models.artifacts import Artifact, as_weights, check_digest, one_line, read_tensors
+from keepsight.models.card import CardBasics, Provenance, example, metrics_table, write_card
+from keepsight.models.decoder import input_embedding, input_width
+from keepsight.models.distributed import gathered
+from keepsight.models.folded_lora import FoldedLora
+from keepsight.models.lookahead_settings import HeadWeights, LookaheadSettings, checked_weights
+from keepsight.models.lora import PREFIX, Lora, chosen_targets
+from keepsight.models.model_files import logger, warn_of_another_base, warn_of_another_tokenizer
+
+ADAPTER, TOKENS, CONFIG = "adapter_model.safetensors", "lookahead_tokens.safetensors", "lookahead_config.json"
+PEFT_CONFIG = "adapter_config.json"
+NO_TOKEN = 2**31 - 1
+"""Id of the invocation token, beyond any vocabulary: earlier versions took the first id that a user can add."""
+_ABOUT = """\
+A keepsight lookahead module ([LookaheadKV](https://arxiv.org/abs/2603.10899)): {tokens} soft tokens and {lora}
+that predict which prompt entries of the KV cache the coming answer of `{base_model}`
+attends to. It never changes what the model says; it tells which entries to keep."""
 
 
 class Lookahead(nn.Module):
-    """A lookahead module beside its target. The target is as it was except within `active()`.
+    """A lookahead module beside its base model, which is unchanged except within `active()`.
 
     Attributes:
-        model: The target.
-        soft_tokens: Embeds the soft tokens, [n, hidden] float32; a module of its own, for ZeRO-3 gathers the weights
-            of a module when that module is called.
+        model: The base model.
+        soft_tokens: Embeds the soft tokens, [n, hidden] float32; a module of its own, because ZeRO-3 gathers the
+            weights of a module when that module is called.
         settings: The module's shape.
-        lora: The updates of the target's linear modules; None for rank 0 or no targets.
+        lora: The updates of the model's linear modules; None for rank 0 or no targets.
 
     Raises:
-        UserError: the settings name modules that the target does not have.
+        UserError: the settings name modules that the model does not have.
     """
 
     def __init__(self, model: PreTrainedModel, settings: LookaheadSettings) -> None:
         super().__init__()
         self.model, self.settings = model, settings
-        scale = float(getattr(model.get_input_embeddings(), "embed_scale", 1.0))  # Gemma scales what it looks up
+        scale = float(getattr(model.get_input_embeddings(), "embed_scale", 1.0))  # Gemma scales its embeddings
         with gathered(model.get_input_embeddings()):
             embedding = input_embedding(model)
             random = torch.randn(settings.tokens, embedding.shape[1], device=embedding.device)
@@ -49,7 +76,7 @@ class Lookahead(nn.Module):
         return nullcontext() if self.lora is None else self.lora.attached()
 
     def observers(self, batch: int) -> Tensor:
-        """The soft tokens as input embeddings [batch, n, hidden] in the target's dtype."""
+        """The soft tokens as input embeddings [batch, n, hidden] in the model's dtype."""
         places = torch.arange(self.settings.tokens, device=self.tokens.device)
         return self.soft_tokens(places).to(self.model.dtype).expand(batch, -1, -1)
 
@@ -67,25 +94,227 @@ class Lookahead(nn.Module):
         own: dict[str, Tensor] = {} if self.lora is None else dict(self.lora.tensors())
         if odd := set(own) ^ set(lora):
             raise UserError(f"missing or surplus LoRA tensor {min(odd)!r}: the adapter is for another model")
-        given = lora | {"lookahead_tokens": tokens}
-        for name, value in (own | {"lookahead_tokens": self.tokens}).items():
-            if given[name].shape != value.shape:
+        values = lora | {"lookahead_tokens": tokens}
+        for name, parameter in (own | {"lookahead_tokens": self.tokens}).items():
+            if values[name].shape != parameter.shape:
                 raise UserError(
-                    f"tensor {name!r} has shape {list(given[name].shape)}, this model needs {list(value.shape)}: "
+                    f"tensor {name!r} has shape {list(values[name].shape)}, this model needs {list(parameter.shape)}: "
                     "the adapter is for another model"
                 )
             with torch.no_grad():
-                value.copy_(given[name])
+                parameter.copy_(values[name])
+
+    def adapter(self, head_weights: HeadWeights | None = None) -> "LookaheadAdapter":
+        """A copy of the weights, to be saved."""
+        return LookaheadAdapter(self.settings, self.lora_state(), self.tokens.detach().cpu().clone(), head_weights)
 
 
-def input_width(model: PreTrainedModel) -> int:
-    """The width of the input embedding."""
-    weight: Any = model.get_input_embeddings().weight
-    return whole_shape(weight)[1]
+@dataclass(frozen=True)
+class _Config:
+    """Content of lookahead_config.json."""
+
+    settings: LookaheadSettings
+    provenance: Provenance
+    digests: dict[str, str]
+    head_weights: HeadWeights | None = None
 
 
-def input_embedding(model: PreTrainedModel) -> Tensor:
-    """The input embedding [vocabulary, hidden], detached."""
-    weight = model.get_input_embeddings().weight
-    assert isinstance(weight, Tensor)
-    return weight.detach()
+@dataclass(eq=False)
+class LookaheadAdapter(Artifact):
+    """The weights of a lookahead module, apart from any model.
+
+    Attributes:
+        settings: The module's shape.
+        lora: The LoRA's tensors under the names PEFT saves them with.
+        tokens: [n, hidden] float32.
+        head_weights: Weights of heads that `keepsight finetune` learned; None where it did not run.
+        provenance: Origin of the adapter.
+        folder: Folder that it was read from; there is none before it is saved.
+        digest: Digest of `lookahead_config.json`, which holds the settings and the digests of the tensors' files.
+    """
+
+    kind = "lookahead adapter"
+    files = (PEFT_CONFIG, ADAPTER, TOKENS, CONFIG)
+
+    settings: LookaheadSettings
+    lora: dict[str, Tensor] = field(repr=False)
+    tokens: Tensor = field(repr=False)
+    head_weights: HeadWeights | None = None
+    provenance: Provenance = field(default_factory=lambda: Provenance(""), repr=False)
+    folder: Path = Path("a lookahead adapter")
+    digest: str = ""
+    invocation: int = NO_TOKEN
+    _on: "WeakKeyDictionary[PreTrainedModel, tuple[Any, Tensor, FoldedLora | None]]" = field(
+        default_factory=WeakKeyDictionary, init=False, repr=False
+    )
+
+    @contextmanager
+    def attached(self, model: PreTrainedModel) -> Iterator[Tensor]:
+        """Within the block the module's LoRA is on; after it the model is as it was.
+
+        Yields:
+            The soft tokens as input embeddings [n, hidden] in the model's dtype.
+
+        Raises:
+            UserError: the adapter was trained for another model.
+        """
+        key = model.dtype, input_embedding(model).device
+        if self._on.get(model, (None,))[0] != key:
+            self._on[model] = key, *self._weights(model)
+        _, tokens, lora = self._on[model]
+        with nullcontext() if lora is None else lora.attached():
+            yield tokens
+
+    def _weights(self, model: PreTrainedModel) -> tuple[Tensor, FoldedLora | None]:
+        """The soft tokens and the LoRA on the model's device; they hold no reference to the model."""
+        module = self.module(model)
+        lora = None if module.lora is None else FoldedLora(module.lora, model.dtype)
+        return module.observers(1)[0].detach(), lora
+
+    def module(self, model: PreTrainedModel) -> Lookahead:
+        """The module beside a model, for further training.
+
+        Raises:
+            UserError: the adapter was trained for another model.
+        """
+        self.check_base(model)
+        module = Lookahead(model, self.settings)
+        try:
+            module.load_state(self.lora, self.tokens)
+        except UserError as error:
+            raise UserError(f"{self.folder}: {error}") from None
+        return module
+
+    def check_base(self, model: PreTrainedModel) -> None:
+        """Warn of a model with other weights than those that the adapter was trained on.
+
+        Raises:
+            UserError: the adapter was trained for another model.
+        """
+        folder, expected = self.folder, self.provenance.base_model
+        loaded = str(model.config.name_or_path or "")
+        is_hub_id = re.fullmatch(r"[\w.-]+/[\w.-]+", loaded) and not Path(loaded).exists()
+        if is_hub_id and expected and loaded != expected:
+            raise UserError(f"{folder}: this adapter is for {expected!r}, but the model is {loaded!r}")
+        hidden = input_width(model)
+        if self.tokens.shape[1] != hidden:
+            raise UserError(
+                f"{folder}: this adapter is for {expected!r} with hidden size {self.tokens.shape[1]}, "
+                f"but the model's is {hidden}"
+            )
+        embedding: Any = model.get_input_embeddings()  # under ZeRO-3 its weight is empty
+        if self.invocation < embedding.num_embeddings:
+            logger.warning(
+                "%s: plain PEFT would apply this LoRA where token %d occurs, which this model has; save it again",
+                *(folder, self.invocation),
+            )
+        warn_of_another_base(folder, expected, self.provenance.base_version, model)
+
+    def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Warn, once, of another vocabulary or chat template than those of the training prompts."""
+        origin = self.provenance
+        warn_of_another_tokenizer(self.folder, origin.template_digest, origin.vocabulary_digest, tokenizer)
+
+    @classmethod
+    def load(cls, folder: Path, model: PreTrainedModel | None = None) -> Self:
+        """Read and verify an adapter's folder; see `Artifact.load`. It is not attached to the model."""
+        cls._require_files(folder)
+        config: _Config = read_json(folder / CONFIG, _Config)
+        try:
+            config.settings.check()
+        except UserError as error:
+            raise UserError(f"{folder / CONFIG}: {error}") from None
+        for name in (ADAPTER, TOKENS, *sorted({PEFT_CONFIG} & config.digests.keys())):
+            check_digest(folder / name, config.digests.get(name, "missing"), CONFIG)
+        tokens, lora = (
+            as_weights(folder / name, read_tensors(folder / name), torch.float32) for name in (TOKENS, ADAPTER)
+        )
+        if list(tokens) != ["lookahead_tokens"] or tokens["lookahead_tokens"].dim() != 2:
+            raise UserError(f"{folder / TOKENS}: expected one tensor 'lookahead_tokens', [n, hidden]; fetch it again")
+        adapter = cls(
+            config.settings,
+            lora,
+            tokens["lookahead_tokens"],
+            _head_weights(folder, config),
+            config.provenance,
+            folder,
+            file_digest(folder / CONFIG),
+            _invocation(folder),
+        )
+        adapter._check_shapes(folder)
+        if model is not None:
+            adapter.check_base(model)
+        return adapter
+
+    def card(self, basics: CardBasics, measured: Any = "") -> str:
+        """The model card; `measured` holds `eval_kl`, `eval_recall`, `eval_tau` of the last measurement."""
+        settings = self.settings
+        lora = f"a LoRA of rank {settings.rank}" if settings.rank and settings.targets != ["none"] else "no LoRA"
+        use = example(basics.base_model, "LookaheadKV", 128)
+        use += "\n\nPlain `peft.PeftModel.from_pretrained` loads it too and leaves the base model's outputs unchanged."
+        return write_card(
+            basics,
+            tags=["lookaheadkv", "kv-cache", "lora"],
+            about=_ABOUT.format(tokens=settings.tokens, lora=lora, base_model=basics.base_model),
+            use=use,
+            heading="Fidelity on held-out training samples",
+            measured=measured if isinstance(measured, str) else metrics_table(measured, "mean over layers"),
+            library="peft",
+        )
+
+    def _write(self, folder: Path) -> None:
+        self._check_shapes(self.folder)
+        save_file(self.lora, folder / ADAPTER, metadata={"format": "pt"})
+        save_file({"lookahead_tokens": self.tokens.contiguous()}, folder / TOKENS, metadata={"format": "pt"})
+        self._peft_config().save_pretrained(str(folder))
+        digests = {name: file_digest(folder / name) for name in (ADAPTER, TOKENS, PEFT_CONFIG)}
+        values = {"settings": asdict(self.settings), "provenance": asdict(self.provenance), "digests": digests}
+        write_json(folder / CONFIG, values | ({"head_weights": self.head_weights} if self.head_weights else {}))
+        for path in self.folder.glob("*.png"):  # the pictures of its card
+            if path.is_file() and not path.is_symlink():
+                (folder / path.name).write_bytes(path.read_bytes())
+
+    def _peft_config(self) -> LoraConfig:
+        """PEFT's configuration of the LoRA; it lists the modules that are adapted."""
+        settings = self.settings
+        config = LoraConfig(
+            r=settings.rank or 1,
+            lora_alpha=settings.alpha,  # type: ignore[arg-type]
+            lora_dropout=settings.dropout,
+            task_type="CAUSAL_LM",
+            base_model_name_or_path=self.provenance.base_model,
+            alora_invocation_tokens=[NO_TOKEN],
+            inference_mode=True,
+        )
+        names = [name.removeprefix(PREFIX).partition(".lora_")[0] for name in self.lora]
+        config.target_modules = list(dict.fromkeys(names))  # LoraConfig would make a set, in any order
+        return config
+
+    def _check_shapes(self, folder: Path) -> None:
+        """Check tensors against the settings, so that settings alone allocate nothing."""
+        settings = self.settings
+        if len(self.tokens) != settings.tokens:
+            raise UserError(f"{folder / TOKENS}: holds {len(self.tokens)} soft tokens, {CONFIG} says {settings.tokens}")
+        for name, tensor in self.lora.items():
+            ranks = {"lora_A": tensor.shape[:1], "lora_B": tensor.shape[1:]}
+            if (rank := next((list(size) for part, size in ranks.items() if part in name), None)) != [settings.rank]:
+                raise UserError(f"{folder / ADAPTER}: tensor {name!r} has rank {rank}, {CONFIG} says {settings.rank}")
+
+
+def _invocation(folder: Path) -> int:
+    """The largest id that makes PEFT apply the LoRA."""
+    read_json(folder / PEFT_CONFIG, dict[str, Any])
+    try:
+        config: Any = PeftConfig.from_pretrained(str(folder))
+        return max(int(each) for each in config.alora_invocation_tokens or [-1])
+    except Exception as error:  # PEFT raises anything
+        raise UserError(f"{folder / PEFT_CONFIG}: not a PEFT configuration ({one_line(error)})") from None
+
+
+def _head_weights(folder: Path, config: _Config) -> HeadWeights | None:
+    """The adapter's weights of heads, if it has any; refused where no allocation takes them."""
+    if config.head_weights is None:
+        return None
+    if config.settings.sharing != "model":
+        raise UserError(f"{folder / CONFIG}: head_weights need settings.sharing model, not {config.settings.sharing!r}")
+    return checked_weights(config.head_weights, f"{folder / CONFIG}: head_weights")

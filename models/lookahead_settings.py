@@ -1,23 +1,37 @@
-"""Settings of a lookahead module. Nothing heavy is imported: configurations read this file."""
+"""Settings of a lookahead module, and weights of heads. Nothing heavy is imported: configurations read this file."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
 
 from keepsight.errors import UserError
 
 LARGEST = {"tokens": 4096, "rank": 4096, "kernel": 4095}
-"""Beyond these a setting is a slip of the keyboard, or an artifact that means harm."""
+"""Larger settings are typing errors, or come from a malicious artifact."""
+_CHOICES = {
+    "queries": ("mean", "max"),
+    "group": ("mean", "max"),
+    "pooling": ("max", "avg"),
+    "sharing": ("layer", "model"),
+}
+
+HeadWeights = tuple[tuple[float, ...], ...]
+"""For each layer with full attention, a weight of each KV head, by which its importance is multiplied."""
+_LARGEST_WEIGHT = float(np.finfo(np.float32).max)
 
 
 @dataclass
 class LookaheadSettings:
-    """The shape of a lookahead module and how its observations are reduced.
+    """The shape of a lookahead module and how its attention is reduced to importance.
 
     Attributes:
         tokens: Number of soft tokens, n.
         rank: LoRA rank; 0 trains the soft tokens alone.
-        targets: What gets a LoRA: `all` modules that what is observed depends on, of these `qv`, which make queries and
-            values, or those of given names, such as [q_proj, mlp.up_proj]; or `none`.
+        targets: What gets a LoRA: `all` modules that the observed attention depends on; `qv`, those of them that make
+            queries and values; modules of given names, such as [q_proj, mlp.up_proj]; or `none`.
         alpha: LoRA alpha: the update is scaled by alpha / rank.
         dropout: LoRA dropout in training.
         queries: Reduction over the soft tokens at selection: `mean`, which training compares, or `max`.
@@ -26,7 +40,7 @@ class LookaheadSettings:
         kernel: Pooling kernel at selection; training compares unpooled importance.
         floor: Share of the KV budget that every head is guaranteed at selection, while importance divides the rest
             among the heads that share it; None for the same number in every head.
-        sharing: The heads that share a budget, if `floor` is given: those of a `layer` (AdaKV, arXiv 2407.11550) or of
+        sharing: The heads that share a budget, if `floor` is set: those of a `layer` (AdaKV, arXiv 2407.11550) or of
             the whole `model` (KVzip, arXiv 2505.23416, section 4.1).
         value_norm: Whether importance is multiplied by the norm of an entry's value at selection.
     """
@@ -64,17 +78,27 @@ class LookaheadSettings:
         if not 0 <= self.dropout < 1:
             raise UserError(f"lookahead.dropout={self.dropout} must be at least 0 and below 1")
         if self.floor is not None and not 0 <= self.floor <= 1:
-            raise UserError(
-                f"lookahead.floor={self.floor} must be from 0 to 1, or null for as many entries in every head"
-            )
+            raise UserError(f"lookahead.floor={self.floor} must be from 0 to 1, or null for equally many in every head")
         if self.sharing == "model" and self.floor is None:
             raise UserError("lookahead.sharing=model needs lookahead.floor: the share that every head is guaranteed")
-        choices = {
-            "queries": ("mean", "max"),
-            "group": ("mean", "max"),
-            "pooling": ("max", "avg"),
-            "sharing": ("layer", "model"),
-        }
-        for name, known in choices.items():
+        for name, known in _CHOICES.items():
             if (value := getattr(self, name)) not in known:
                 raise UserError(f"lookahead.{name}={value} is unknown; choose {' or '.join(known)}")
+
+
+def checked_weights(weights: Any, name: str) -> HeadWeights:
+    """Weights of heads as tuples.
+
+    Raises:
+        UserError: they are not rows of equally many numbers, above 0 and finite in float32; one line that begins with
+            `name`.
+    """
+    rows = [*weights] if isinstance(weights, Sequence) and not isinstance(weights, str) else []
+    whole = rows and all(isinstance(row, Sequence) and not isinstance(row, str) and row for row in rows)
+    if not whole or len({len(row) for row in rows}) != 1 or not all(_is_weight(each) for row in rows for each in row):
+        raise UserError(f"{name} must be a row for each layer, of a finite number above 0 for each KV head")
+    return tuple(tuple(map(float, row)) for row in rows)
+
+
+def _is_weight(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value < _LARGEST_WEIGHT and bool(np.float32(value) > 0)

@@ -1,34 +1,175 @@
-"""The retrieval head: a draft head pruned to what selecting entries of the target's KV cache needs.
+"""The retrieval head: a draft head pruned to what selecting entries of the KV cache needs.
 
 SpeContext (arXiv 2512.00722), section 4.3, keeps the embedding and the query and key projections of the EAGLE-3 layer.
-Token t is scored before the target reads it: with its embedding, and in the variant `previous-step` with the target's
-features of token t - 1, from the previous step. Its RoPE position is t. The embedding is the target's.
+Token t is scored before the model reads it: with its embedding, and in the variant `previous-step` with the model's
+features of token t - 1, from the previous step. Its RoPE position is t. The embedding is the base model's.
 
 The paper selects once for all layers. With `groups` above 1, which is keepsight's own, runs of neighbouring layers have
 queries and keys of their own, made of the same inputs.
 """
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from pydantic import Field
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import PreTrainedModel
+from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 from typing_extensions import Self
 
 from keepsight.errors import UserError
-from keepsight.models.decoder import cached_kv_heads, require_layers_for
-from keepsight.models.draft_head import DraftHead, HeadRotaryEmbedding, default_feature_layers
-from keepsight.models.retrieval_config import NONE, PREVIOUS_STEP, RetrievalConfig
+from keepsight.files import file_digest, read_json, write_json
+from keepsight.models.artifacts import (
+    LARGEST_SIZE,
+    Artifact,
+    as_weights,
+    check_digest,
+    check_names_and_shapes,
+    one_line,
+    read_tensors,
+)
+from keepsight.models.card import CardBasics, Provenance, example, metrics_table, write_card
+from keepsight.models.decoder import cached_kv_heads, full_attention_layers, input_width
+from keepsight.models.draft_head import DraftHead, HeadRotaryEmbedding, default_feature_layers, normed_features
+from keepsight.models.model_files import warn_of_another_base
+
+WEIGHTS, CONFIG = "retrieval_head.safetensors", "retrieval_config.json"
+PREVIOUS_STEP, NONE = "previous-step", "none"
+VARIANTS = (PREVIOUS_STEP, NONE)
+Size = Annotated[int, Field(ge=1, le=LARGEST_SIZE)]
+
+_ABOUT = """A retrieval head ([SpeContext](https://arxiv.org/abs/2512.00722)) for `{base_model}`: the query
+and key projections of a draft head, which predict before every decoding step which entries of the KV cache the step
+will read{groups}. It reads {reads}. {parameters:,} parameters; the embedding is the base model's and not stored here.
+Trained with up to {trained:,} tokens; YaRN takes it further."""
+
+_READS = {
+    PREVIOUS_STEP: "the coming token's embedding, and outputs of three of the base model's layers for the one before",
+    NONE: "token embeddings alone",
+}
+
+_LEGEND = """
+KL divergence of the head's attention from the base model's importance, in nats: {kl}.
+
+Only steps with more entries than the budget count. Hit rate: share of the base model's top entries of a step and KV
+head (by attention averaged over the layers that share a selection) that the head selects too. Mass: share of the base
+model's attention on the selected entries. Without a head: the first 4 and the latest entries. At best: the base model's
+own top entries. Overlap: share of a step's selection that the next step selects again.
+"""
 
 
-class RetrievalHead(nn.Module):
-    """Queries and keys whose attention selects the entries that the target reads.
+@dataclass(frozen=True)
+class RetrievalConfig:
+    """Shape of a retrieval head; names as in a Llama configuration.
+
+    Attributes:
+        features: `previous-step`, the model's features of the previous token; or `none`, token embeddings alone.
+        hidden_size: Width of the model's embedding.
+        target_hidden_size: Width of each of the model's three feature layers.
+        vocab_size: Size of the model's vocabulary.
+        num_attention_heads: Query heads of each group.
+        num_key_value_heads: KV heads of each group, as many as the model's cache has.
+        head_dim: Dimensions of one head.
+        rms_norm_eps: Epsilon of the norms.
+        max_position_embeddings: Tokens it was trained with, or the context it was extended to.
+        rope_parameters: RoPE parameters of transformers: `rope_type`, `rope_theta`, and what the type needs.
+        feature_layers: The model's layers whose outputs are its features; None for EAGLE-3's default ones.
+        fc_norm: Whether each layer's features are normed first (EAGLE-3.1).
+        qkv_bias: Whether the projections have a bias.
+        groups: Groups of neighbouring layers, of equal sizes; each has projections and selections of its own.
+
+    Raises:
+        UserError: `features` is neither variant, the query heads do not fall into equal groups, or RoPE is not named.
+    """
+
+    features: str
+    hidden_size: Size
+    target_hidden_size: Size
+    vocab_size: Size
+    num_attention_heads: Size
+    num_key_value_heads: Size
+    head_dim: Size
+    rms_norm_eps: float
+    max_position_embeddings: Size
+    rope_parameters: dict[str, Any] = field(hash=False)
+    feature_layers: tuple[int, ...] | None = None
+    fc_norm: bool = False
+    qkv_bias: bool = False
+    groups: Size = 1
+
+    def __post_init__(self) -> None:
+        if self.features not in VARIANTS:
+            raise UserError(f"features={self.features!r} is unknown; choose one of {', '.join(VARIANTS)}")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise UserError(
+                f"num_attention_heads={self.num_attention_heads} is no multiple of "
+                f"num_key_value_heads={self.num_key_value_heads}"
+            )
+        if not {"rope_type", "rope_theta"} <= self.rope_parameters.keys():
+            raise UserError(f"rope_parameters={self.rope_parameters} must name rope_type and rope_theta")
+
+    def group_of(self, place: int, layers: int) -> int:
+        """The group of the layer at a place among the model's `layers` layers with full attention."""
+        return place * self.groups // layers
+
+    @property
+    def trained(self) -> int:
+        """Context length that it was trained with."""
+        return self.rope_parameters.get("original_max_position_embeddings", self.max_position_embeddings)
+
+    def extended(self, context: int) -> Self:
+        """The same head for a longer context, by YaRN (Peng et al. 2023, arXiv 2309.00071), without training.
+
+        The factor is the context over the trained length, beta_fast 32, beta_slow 1, the attention factor
+        0.1 ln(factor) + 1. Unchanged when its positions already reach that far, or when it has another kind of RoPE,
+        which covers long contexts in its own way.
+        """
+        if context <= self.max_position_embeddings or self.rope_parameters["rope_type"] not in ("default", "yarn"):
+            return self
+        yarn = {
+            "rope_type": "yarn",
+            "rope_theta": self.rope_parameters["rope_theta"],
+            "factor": context / self.trained,
+            "original_max_position_embeddings": self.trained,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+        }
+        return replace(self, rope_parameters=yarn, max_position_embeddings=context)
+
+    def trained_on(self, tokens: int, layers: tuple[int, ...]) -> Self:
+        """The same head after training with samples of up to `tokens` tokens and the features of these layers."""
+        named = replace(self, feature_layers=layers or None)
+        if tokens <= self.max_position_embeddings or self.rope_parameters["rope_type"] != "default":
+            return named
+        return replace(named, max_position_embeddings=tokens)
+
+    def llama(self) -> LlamaConfig:
+        """The configuration that transformers needs for RoPE."""
+        return LlamaConfig(
+            hidden_size=self.hidden_size,
+            num_attention_heads=self.num_attention_heads,
+            num_key_value_heads=self.num_key_value_heads,
+            head_dim=self.head_dim,
+            max_position_embeddings=self.max_position_embeddings,
+            rope_parameters=dict(self.rope_parameters),
+        )
+
+
+class RetrievalHead(nn.Module, Artifact):
+    """Queries and keys whose attention selects the entries that the model reads.
 
     Attributes:
         config: The head's shape.
     """
+
+    kind = "retrieval head"
+    files = (WEIGHTS, CONFIG)
 
     def __init__(self, config: RetrievalConfig) -> None:
         super().__init__()
@@ -62,18 +203,18 @@ class RetrievalHead(nn.Module):
         """Bytes of one token's keys."""
         return self.kv_heads * self.config.head_dim * self.k_proj.weight.element_size()
 
-    def layers_of(self, target: PreTrainedModel) -> tuple[int, ...]:
-        """The target's layers whose outputs are the features; empty when it reads embeddings alone."""
+    def layers_of(self, model: PreTrainedModel) -> tuple[int, ...]:
+        """The model's layers whose outputs are the features; empty when it reads embeddings alone."""
         if self.config.features == NONE:
             return ()
-        return self.config.feature_layers or default_feature_layers(target.config.get_text_config().num_hidden_layers)
+        return self.config.feature_layers or default_feature_layers(model.config.get_text_config().num_hidden_layers)
 
     def project(self, embeddings: Tensor, features: Tensor | None, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Queries and keys of some tokens, after RoPE.
 
         Args:
-            embeddings: [B, q, hidden], the target's embeddings of the tokens.
-            features: [B, q, 3 * target_hidden], the target's features of each token's predecessor (see
+            embeddings: [B, q, hidden], the model's embeddings of the tokens.
+            features: [B, q, 3 * target_hidden], the model's features of each token's predecessor (see
                 `of_the_token_before`); None for a head that reads none.
             positions: [B or 1, q] int64, the tokens' positions.
 
@@ -91,11 +232,7 @@ class RetrievalHead(nn.Module):
             return normed
         if features is None:
             raise ValueError(f"a head with features={self.config.features!r} needs the features of the token before")
-        features = features.to(dtype)
-        if self.config.fc_norm:
-            taps = features.chunk(3, dim=-1)
-            features = torch.cat([norm(tap) for norm, tap in zip(self.fc_norm, taps, strict=True)], dim=-1)
-        return torch.cat([normed, self.hidden_norm(self.fc(features))], dim=-1)
+        return torch.cat([normed, self.hidden_norm(self.fc(normed_features(self, features.to(dtype))))], dim=-1)
 
     def queries(self, inputs: Tensor, positions: Tensor) -> Tensor:
         """From `inputs`, [B, H, q, d] after RoPE."""
@@ -195,15 +332,14 @@ class RetrievalHead(nn.Module):
         return head.to(draft.fc.weight.device, draft.fc.weight.dtype)
 
     @classmethod
-    def untrained(cls, target: PreTrainedModel, features: str, trained: int, groups: int = 1) -> Self:
-        """A head of a target's shape with random projections, to be distilled on up to `trained` tokens.
+    def untrained(cls, model: PreTrainedModel, features: str, trained: int, groups: int = 1) -> Self:
+        """A head of a model's shape with random projections, to be distilled on up to `trained` tokens.
 
         Raises:
-            UserError: `features` is neither variant, or the target has fewer layers with full attention than groups.
+            UserError: `features` is neither variant, or the model has fewer layers with full attention than groups.
         """
-        require_layers_for(groups, target)
-        config = target.config.get_text_config()
-        heads, kv_heads = config.num_attention_heads, cached_kv_heads(target)
+        require_layers_for(groups, model)
+        config = model.config.get_text_config()
         rope = getattr(config, "rope_parameters", None) or {}
         return cls(
             RetrievalConfig(
@@ -211,15 +347,102 @@ class RetrievalHead(nn.Module):
                 hidden_size=config.hidden_size,
                 target_hidden_size=config.hidden_size,
                 vocab_size=config.vocab_size,
-                num_attention_heads=heads,
-                num_key_value_heads=kv_heads,
-                head_dim=config.hidden_size // heads // 2 * 2,
+                num_attention_heads=config.num_attention_heads,
+                num_key_value_heads=cached_kv_heads(model),
+                head_dim=config.hidden_size // config.num_attention_heads // 2 * 2,
                 rms_norm_eps=config.rms_norm_eps,
                 max_position_embeddings=trained,
                 rope_parameters={"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)},
                 groups=groups,
             )
-        ).to(target.device)
+        ).to(model.device)
+
+    def check_model(self, model: PreTrainedModel) -> None:
+        """Check that the head is one for a model.
+
+        Raises:
+            UserError: hidden size, vocabulary or KV heads differ; or the model is too shallow for features or groups.
+        """
+        config, text = self.config, model.config.get_text_config()
+        pairs = {
+            "hidden size": (config.hidden_size, input_width(model)),
+            "feature width": (config.target_hidden_size, text.hidden_size),
+            "vocabulary": (config.vocab_size, text.vocab_size),
+            "KV heads": (config.num_key_value_heads, cached_kv_heads(model)),
+        }
+        if differing := [f"{name} {own} against {its}" for name, (own, its) in pairs.items() if own != its]:
+            name = model.config.name_or_path or type(model).__name__
+            raise UserError(
+                f"this retrieval head is for another model than {name}: {', '.join(differing)}; choose its own"
+            )
+        self.layers_of(model)
+        # Without any such layer the method itself refuses the model, and says why.
+        if 0 < (layers := len(full_attention_layers(model.config))) < config.groups:
+            raise UserError(
+                f"this retrieval head has {config.groups} groups of layers, and the model {layers} layers with full "
+                "attention; choose its own"
+            )
+
+    @classmethod
+    def load(cls, folder: Path, model: PreTrainedModel | None = None) -> Self:
+        """Read and verify a head; see `Artifact.load`."""
+        cls._require_files(folder)
+        try:
+            read: _Saved = read_json(folder / CONFIG, _Saved)
+        except ArithmeticError as error:
+            raise UserError(f"{folder / CONFIG}: not a retrieval head's configuration ({one_line(error)})") from None
+        check_digest(folder / WEIGHTS, read.digests.get(WEIGHTS, "missing"), CONFIG)
+        try:
+            with torch.device("meta"):
+                head = cls(read.head)
+        except (StrictDataclassError, ArithmeticError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            raise UserError(f"{folder / CONFIG}: no head can be made of it ({one_line(error)})") from None
+        tensors = read_tensors(folder / WEIGHTS)
+        check_names_and_shapes(folder / WEIGHTS, tensors, head.state_dict())
+        if model is not None:
+            try:
+                head.check_model(model)
+            except UserError as error:
+                raise UserError(f"{folder}: {error}") from None
+            warn_of_another_base(folder, read.provenance.base_model, read.provenance.base_version, model)
+        dtype = model.dtype if model is not None else tensors["q_proj.weight"].dtype
+        head.load_state_dict(as_weights(folder / WEIGHTS, tensors, dtype), assign=True)
+        head.provenance = read.provenance
+        return head.to(model.device if model is not None else "cpu").requires_grad_(False).eval()
+
+    def _write(self, folder: Path) -> None:
+        state = {name: value.detach().cpu().contiguous() for name, value in self.state_dict().items()}
+        save_file(state, folder / WEIGHTS, metadata={"format": "pt"})
+        digests = {WEIGHTS: file_digest(folder / WEIGHTS)}
+        values = {"head": asdict(self.config), "provenance": asdict(self.provenance), "digests": digests}
+        write_json(folder / CONFIG, values)
+
+    def card(self, basics: CardBasics, measured: Any = "") -> str:
+        """The model card; `measured` is what `comparison` returns."""
+        use, groups = example(basics.base_model, "SpeContext", 1024), self.config.groups
+        return write_card(
+            basics,
+            tags=["specontext", "kv-cache", "retrieval-head"],
+            about=_ABOUT.format(
+                base_model=basics.base_model,
+                groups=f", for each of {groups} groups of neighbouring layers" if groups > 1 else "",
+                reads=_READS[self.config.features],
+                parameters=parameters(self),
+                trained=self.config.trained,
+            ),
+            use=f"{use}\n\nWith keepsight's commands: `retrieval=FOLDER_OR_HUB_ID methods=[full,specontext]`.",
+            heading="Measured on held-out training samples",
+            measured=measured if isinstance(measured, str) else metrics_table(measured, "value"),
+        )
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """Content of retrieval_config.json."""
+
+    head: RetrievalConfig
+    provenance: Provenance
+    digests: dict[str, str]
 
 
 def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -238,3 +461,52 @@ def of_the_token_before(features: Tensor, mask: Tensor | None = None) -> Tensor:
     if mask is not None:
         features = features.masked_fill(~mask[..., None], 0)
     return functional.pad(features, (0, 0, 1, -1))
+
+
+def require_layers_for(groups: int, model: PreTrainedModel) -> None:
+    """Refuse more groups than the model has layers to select for.
+
+    Raises:
+        UserError: there are more.
+    """
+    if groups > (layers := len(full_attention_layers(model.config))):
+        raise UserError(f"retrieval_head.groups={groups}: the model has {layers} layers with full attention; lower it")
+
+
+def parameters(module: nn.Module) -> int:
+    """Number of a module's parameters."""
+    return sum(each.numel() for each in module.parameters())
+
+
+def pruning(head: RetrievalHead, draft: DraftHead) -> str:
+    """One sentence on how much of a draft head its retrieval head leaves out (arXiv 2512.00722, section 4.3)."""
+    kept, whole, embedding = parameters(head), parameters(draft), head.config.vocab_size * head.config.hidden_size
+    return (
+        f"{kept:,} of the draft head's {whole:,} parameters stay: {1 - kept / whole:.1%} are gone, "
+        f"{1 - kept / (whole + embedding):.1%} counted with the embedding, which is the base model's"
+    )
+
+
+def comparison(first: Mapping[str, float], last: Mapping[str, float], before: str) -> str:
+    """A Markdown table of two measurements, before and after distillation; one sentence when nothing was measured.
+
+    Args:
+        first: Metrics of the initial head: `eval_kl`, and for each budget B `eval_hit_B` and so on.
+        last: Metrics of the distilled head.
+        before: Name of the initial head.
+    """
+    if not first:
+        return "Not measured."
+    budgets = [name.removeprefix("eval_hit_") for name in first if name.startswith("eval_hit_")]
+    heads = ["budget", "samples", f"hit rate, {before}", "distilled", "without a head"]
+    heads += [f"mass, {before}", "distilled", "without a head", "at best", f"overlap, {before}", "distilled"]
+    rows = [heads, ["---"] * len(heads)]
+    for budget in budgets:
+        columns = [(first, "hit"), (last, "hit"), (last, "window_hit"), (first, "mass"), (last, "mass")]
+        columns += [(last, "window_mass"), (last, "best_mass"), (first, "overlap"), (last, "overlap")]
+        names = [(log, f"eval_{name}_{budget}") for log, name in columns]
+        values = [f"{log[name]:.3f}" if name in log else "-" for log, name in names]
+        rows.append([budget, f"{last[f'eval_samples_{budget}']:.0f}", *values])
+    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    kl = f"{before} {first['eval_kl']:.3f}, distilled {last['eval_kl']:.3f}"
+    return table + "\n" + _LEGEND.format(kl=kl).rstrip()

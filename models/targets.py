@@ -1,44 +1,44 @@
-"""Load a target: the frozen language model whose answers are looked ahead to.
+"""Base models: loading a model with its tokenizer, quantised or over several devices, or without its weights."""
 
-A target comes from a local folder, a Hugging Face Hub id, or a GGUF file inside an installed Python package
-(`keepsight.models.packaged`).
-"""
-
+import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import get_max_memory
+from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoProcessor,
+    BitsAndBytesConfig,
+    GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils import is_flash_attn_2_available
+from transformers.utils import is_flash_attn_2_available, is_torchvision_available
 
 from keepsight.errors import UserError
-from keepsight.models.chat import with_arguments
-from keepsight.models.decoder import require_supported
-from keepsight.models.locate import located
-from keepsight.models.offloaded import values_of
-from keepsight.models.quantization import placement
-from keepsight.models.tokenizers import load_tokenizer
-from keepsight.models.versions import published_name, record_version, template_digest, version_of
-from keepsight.models.zero3 import gathered
+from keepsight.models.chat import load_tokenizer, template_digest, with_arguments
+from keepsight.models.decoder import require_supported, values_of
+from keepsight.models.distributed import gathered
+from keepsight.models.model_files import hub_answers, located, published_name, record_version, version_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ATTENTION = ("sdpa", "eager", "flash_attention_2")
+QUANTIZE = ("nf4", "int8")
 
 
 @dataclass(frozen=True)
 class Target:
-    """A loaded target.
+    """A loaded base model.
 
     Attributes:
         model: The model, in evaluation mode, without gradients on its parameters.
@@ -104,7 +104,7 @@ def load_target(
     device_map: str | Mapping[str, str] | None = None,
     trust_remote_code: bool = False,
 ) -> Target:
-    """Load a target from a folder or the Hub, or from `packaged` when the Hub cannot be reached.
+    """Load a base model from a folder or the Hub, or from `packaged` when the Hub cannot be reached.
 
     Args:
         model_id: A local folder or a Hub id.
@@ -117,72 +117,45 @@ def load_target(
             `ATTENTION`.
         template: Arguments of the chat template; see `with_arguments`.
         quantize: `nf4` or `int8`: weights are quantised while they are loaded, by bitsandbytes.
-        device_map: `auto` divides the layers over all GPUs, if `device` is `auto` and this process is the only one of
-            its launch, else puts them on its own; what they cannot hold stays on the CPU, then on the disk, until it
-            runs. Or a device for each part by its name, `""` for the whole. On `meta` no weights are read.
+        device_map: `auto` spreads the layers over all GPUs, if `device` is `auto` and this process is the only one of
+            its launch, else places them on its own; the rest stays on the CPU, then on the disk, until it runs. Or a
+            device for each module by its name, `""` for the whole. On `meta` no weights are read.
         trust_remote_code: Whether code from the model's repository may run.
 
     Raises:
-        UserError: the model cannot be had, a digest differs, or a value is unknown.
+        UserError: the model cannot be loaded or is not supported, a digest differs, or a value is unknown.
     """
     devices = _devices(device)
-    device = devices[0]
+    loaded_dtype = _dtype(dtype, devices[0])
     options: dict[str, Any] = {
-        "dtype": _dtype(dtype, device),
-        "attn_implementation": _attention(attention, device),
+        "dtype": loaded_dtype,
+        "attn_implementation": _attention(attention, devices[0]),
         "trust_remote_code": trust_remote_code,
-        **placement(quantize, device_map, devices, _dtype(dtype, device)),
+        **placement(quantize, device_map, devices, loaded_dtype),
     }
     source, version, where = located(model_id, revision, packaged, packaged_digest)
-    target = _finish(model_id, version, source, device, options | where)
-    if template:
-        target.tokenizer.chat_template = with_arguments(target.tokenizer.chat_template, template)
-    return target
-
-
-def _finish(name: str, version: str | None, source: str | Path, device: str, options: dict[str, Any]) -> Target:
     try:
-        tokenizer, model = _read(source, options)
+        tokenizer, model = _read(source, options | where)
     except UserError:
         raise
-    except Exception as error:  # of files that are damaged or of another shape any is raised, tokenizers' has no type
-        raise UserError(f"model {name!r} cannot be loaded: {' '.join(str(error).split())[:300]}") from error
-    _require_finite(name, model)
+    except Exception as error:  # damaged files raise anything, tokenizers' errors have no type
+        raise UserError(f"model {model_id!r} cannot be loaded: {_one_line(error)}") from error
+    _require_finite(model_id, model)
     if "device_map" not in options:
-        model = model.to(device)
+        model = model.to(devices[0])
     require_supported(model)
-    model.config.name_or_path = name
-    record_version(model, version)
-    folder = source if isinstance(source, Path) else None
-    target = Target(model.requires_grad_(False).eval(), tokenizer, name, version_of(model), folder)
-    _require_end(target)
+    target = _target(model_id, model.requires_grad_(False).eval(), tokenizer, source, version, template)
+    if not (ends := target.end_tokens) or not all(isinstance(each, int) and each >= 0 for each in ends):
+        raise UserError(f"model {model_id!r}: eos_token_id is {ends}, expected token ids; copy the model again")
     return target
-
-
-def _require_end(target: Target) -> None:
-    ends = target.end_tokens
-    if not ends or not all(isinstance(each, int) and each >= 0 for each in ends):
-        raise UserError(
-            f"model {target.name!r}: eos_token_id is {ends}, expected token ids; mend its generation_config.json or "
-            "copy it again"
-        )
-
-
-def _require_finite(name: str, model: PreTrainedModel) -> None:
-    for part, module in model.named_modules():
-        with gathered(module):
-            held = {key: values_of(model, key, value) for key, value in module.named_parameters(part, recurse=False)}
-            broken = [key for key, value in held.items() if not (value.is_meta or value.isfinite().all())]
-        if broken:
-            raise UserError(f"model {name!r}: weight {broken[0]!r} is not finite; copy or download it again")
 
 
 def _read(source: str | Path, options: dict[str, Any]) -> tuple[PreTrainedTokenizerBase, Any]:
     shared = {key: options[key] for key in ("trust_remote_code", "revision", "local_files_only") if key in options}
     tokenizer = load_tokenizer(source, **shared)
     kind = type(AutoConfig.from_pretrained(source, **shared))
-    pictured = kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and kind not in MODEL_FOR_CAUSAL_LM_MAPPING
-    loader: Any = AutoModelForImageTextToText if pictured else AutoModelForCausalLM
+    with_images = kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and kind not in MODEL_FOR_CAUSAL_LM_MAPPING
+    loader: Any = AutoModelForImageTextToText if with_images else AutoModelForCausalLM
     loaded: Any = loader.from_pretrained(source, output_loading_info=True, use_safetensors=True, **options)
     model, report = loaded
     if missing := report["missing_keys"]:  # transformers would go on with random weights
@@ -190,12 +163,34 @@ def _read(source: str | Path, options: dict[str, Any]) -> tuple[PreTrainedTokeni
     return tokenizer, model
 
 
+def _target(
+    model_id: str,
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    source: str | Path,
+    version: str | None,
+    template: Mapping[str, Any] | None,
+) -> Target:
+    if template:
+        tokenizer.chat_template = with_arguments(tokenizer.chat_template, template)
+    model.config.name_or_path = model_id
+    record_version(model, version)
+    return Target(model, tokenizer, model_id, version_of(model), source if isinstance(source, Path) else None)
+
+
+def _require_finite(name: str, model: PreTrainedModel) -> None:
+    for part, module in model.named_modules():
+        with gathered(module):
+            values = {key: values_of(model, key, value) for key, value in module.named_parameters(part, recurse=False)}
+            broken = [key for key, value in values.items() if not (value.is_meta or value.isfinite().all())]
+        if broken:
+            raise UserError(f"model {name!r}: weight {broken[0]!r} is not finite; copy or download it again")
+
+
 def _dtype(name: str, device: str) -> torch.dtype:
-    if name == "auto":
-        return torch.float32 if device == "cpu" else torch.bfloat16
-    if name not in DTYPES:
+    if name != "auto" and name not in DTYPES:
         raise UserError(f"dtype {name!r} is unknown; choose auto or one of {', '.join(DTYPES)}")
-    return DTYPES[name]
+    return DTYPES.get(name, torch.float32 if device == "cpu" else torch.bfloat16)
 
 
 def _attention(name: str, device: str) -> str | None:
@@ -209,12 +204,12 @@ def _attention(name: str, device: str) -> str | None:
 
 
 def _devices(name: str) -> list[str]:
-    """The devices that a model may be divided over, the first one its own."""
+    """The devices that a model may be spread over; it runs on the first one otherwise."""
     if name == "auto":
         if not torch.cuda.is_available():
             return ["cpu"]
         if os.environ.get("WORLD_SIZE", "1") == "1":
-            return [f"cuda:{place}" for place in range(torch.cuda.device_count())]
+            return [f"cuda:{index}" for index in range(torch.cuda.device_count())]
         return [f"cuda:{os.environ.get('LOCAL_RANK', 0)}"]  # one GPU a process
     try:
         torch.empty(0, device=name)
@@ -223,3 +218,154 @@ def _devices(name: str) -> list[str]:
     if torch.device(name).type == "meta":
         raise UserError(f"device {name!r} cannot be used (it holds no values); choose auto")
     return [name]
+
+
+# Quantisation and placement
+
+
+def placement(
+    quantize: str | None, device_map: str | Mapping[str, str] | None, devices: Sequence[str], dtype: torch.dtype
+) -> dict[str, Any]:
+    """Arguments of `from_pretrained` for quantisation and several devices; none for the ordinary case.
+
+    Args:
+        quantize: `nf4`, in 4 bits (arXiv 2305.14314, with double quantisation), or `int8` (arXiv 2208.07339); or None.
+        device_map: As in `load_target`; None for the first device alone.
+        devices: Devices that the model may use.
+        dtype: The dtype of computation.
+
+    Raises:
+        UserError: a value is unknown, or bitsandbytes is not installed.
+    """
+    if isinstance(device_map, str) and device_map != "auto":
+        raise UserError(f"model.device_map={device_map} is unknown here; choose auto, or null for model.device alone")
+    if quantize is None:
+        return _spread(device_map, devices) if device_map else {}
+    if quantize not in QUANTIZE:
+        raise UserError(f"model.quantize={quantize} is unknown; choose one of {', '.join(QUANTIZE)}, or null")
+    if find_spec("bitsandbytes") is None:
+        raise UserError(f"model.quantize={quantize} needs the package bitsandbytes; run `pip install bitsandbytes`")
+    options: dict[str, Any] = {"load_in_8bit": True}
+    if quantize == "nf4":
+        options = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+        options["bnb_4bit_compute_dtype"] = dtype
+    placed = _spread(device_map or {"": devices[0]}, devices)
+    return {**placed, "quantization_config": BitsAndBytesConfig(**options)}
+
+
+def _spread(device_map: str | Mapping[str, str], devices: Sequence[str]) -> dict[str, Any]:
+    if device_map != "auto":
+        return {"device_map": device_map}
+    own = [torch.device(each).index or 0 for each in devices]
+    memory = {each: most for each, most in get_max_memory().items() if each in own or not isinstance(each, int)}
+    return {"device_map": "auto", "max_memory": memory}
+
+
+def keep_gradients(model: nn.Module) -> None:
+    """Keep bitsandbytes from repacking 4-bit weights on a CPU, so that gradients flow through them.
+
+    On processors with AVX512-BF16 it would repack them at the first pass without gradients, for inference alone.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
+
+
+# Models without weights
+
+
+def outline_model(
+    model_id: str,
+    *,
+    revision: str | None = None,
+    packaged: str | None = None,
+    packaged_digest: str | None = None,
+    dtype: str = "auto",
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """A model on the meta device, made from its configuration alone; `dtype` auto means bfloat16.
+
+    The arguments are those of `load_target`; a folder needs only a config.json.
+
+    Raises:
+        UserError: the configuration cannot be read, or the dtype is unknown.
+    """
+    source: str | Path = model_id
+    where: dict[str, Any] = {}
+    if not Path(model_id).is_dir():
+        source, _, where = located(model_id, revision, packaged, packaged_digest)
+    return _on_meta(model_id, source, where | {"trust_remote_code": trust_remote_code}, _dtype(dtype, "meta"))
+
+
+def outline_target(
+    model_id: str,
+    *,
+    revision: str | None = None,
+    packaged: str | None = None,
+    packaged_digest: str | None = None,
+    template: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
+) -> Target:
+    """A base model without weights (tokenizer, configuration, version), for answers that a server gives.
+
+    The arguments are those of `load_target`.
+
+    Raises:
+        UserError: its configuration, tokenizer or version cannot be read.
+    """
+    source, version, where = located(model_id, revision, packaged, packaged_digest)
+    options = where | {"trust_remote_code": trust_remote_code}
+    model = _on_meta(model_id, source, options, torch.bfloat16)
+    try:
+        tokenizer = load_tokenizer(source, **options)
+        model.generation_config = GenerationConfig.from_pretrained(source, **where)
+    except Exception as error:  # damaged files raise anything
+        raise _unreadable(model_id, "tokenizer or generation_config.json", error) from None
+    return _target(model_id, model, tokenizer, source, version, template)
+
+
+def _on_meta(model_id: str, source: str | Path, options: dict[str, Any], dtype: torch.dtype) -> PreTrainedModel:
+    try:
+        config = AutoConfig.from_pretrained(source, **options)
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    except Exception as error:  # values of another shape raise anything
+        raise _unreadable(model_id, "configuration", error) from None
+    return model
+
+
+def _unreadable(model_id: str, what: str, error: Exception) -> UserError:
+    return UserError(f"model {model_id!r}: its {what} cannot be had: {_one_line(error)}")
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]
+
+
+# Images
+
+
+def processor_of(target: Target) -> Any:
+    """The processor of a model that reads images: it makes token ids and pixels from text and images.
+
+    Raises:
+        UserError: the model reads no images, or its processor cannot be loaded.
+    """
+    config = target.model.config
+    if "pixel_values" not in inspect.signature(target.model.forward).parameters:
+        raise UserError(
+            f"model {target.name!r} ({config.model_type}) reads no images; choose one that does, such as Qwen2.5-VL"
+        )
+    where: dict[str, Any] = {}
+    if not Path(target.name).is_dir():
+        where = {"revision": getattr(config, "_commit_hash", None), "local_files_only": not hub_answers()}
+    try:
+        processor = AutoProcessor.from_pretrained(target.name, trust_remote_code=False, **where)
+    except Exception as error:  # damaged files raise anything
+        remedy = "fetch the model again" if is_torchvision_available() else "install torchvision, which Qwen's needs"
+        raise UserError(
+            f"{target.name!r}: its processor of images cannot be loaded; {remedy} ({_one_line(error)[:150]})"
+        ) from error
+    if not hasattr(processor, "image_processor"):
+        raise UserError(f"model {target.name!r} comes without a preprocessor_config.json; fetch it again, whole")
+    return processor

@@ -17,7 +17,7 @@ from torch.nn import functional
 from typing_extensions import override
 
 from keepsight.errors import UserError, require_whole
-from keepsight.models.head_weights import HeadWeights, checked_weights
+from keepsight.models.lookahead_settings import HeadWeights, checked_weights
 from keepsight.runtime.importance import stacked, top_mask
 from keepsight.runtime.layer import Counts
 
@@ -221,7 +221,9 @@ class Adaptive(Allocation):
     @override
     def __call__(self, sizes: HeadSizes, budgets: list[int], importance: list[Tensor]) -> Counts:
         kv_heads = sizes.real.shape[2]
-        evenly = [_evenly(row, budget * kv_heads) for row, budget in zip(sizes.real.sum(axis=2).T, budgets, strict=True)]
+        evenly = [
+            _evenly(row, budget * kv_heads) for row, budget in zip(sizes.real.sum(axis=2).T, budgets, strict=True)
+        ]
         totals = np.stack(evenly, axis=1)
         free = totals - sizes.protected.sum(axis=2)
         promised = np.zeros_like(sizes.real)

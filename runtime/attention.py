@@ -180,9 +180,10 @@ def _attention(
     if real is not None:
         return grouped_attention(query, key, value, visible(query.shape[2], real), softmax), None
     # Under a mask transformers repeats keys and values for every query head; grouping the queries copies none.
-    if loaded == "sdpa" and attention_mask is not None and query.shape[1] * query.shape[2] <= key.shape[2]:
-        if not any(options.get(name) for name in ("dropout", "softcap", "position_bias")):
-            return grouped_attention(query, key, value, attention_mask, Softmax(scale)), None
+    few = query.shape[1] * query.shape[2] <= key.shape[2]
+    special = any(options.get(name) for name in ("dropout", "softcap", "position_bias"))
+    if loaded == "sdpa" and attention_mask is not None and few and not special:
+        return grouped_attention(query, key, value, attention_mask, Softmax(scale)), None
     return _delegate(loaded, module, query, key, value, attention_mask, scaling=scaling, **options)
 
 

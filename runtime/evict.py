@@ -10,10 +10,8 @@ tokens are not counted and never evicted, unless `every` is set: then prompt and
 the budget.
 """
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -263,7 +261,9 @@ class Evict(CacheMethod):
         """How many entries each head has; the CPU waits only for padded entries to be counted."""
         entries = state.entries()
         whole = all(each.real is None for each in entries)
-        real = [np.full(each.keys.shape[:2], each.keys.shape[2]) for each in entries] if whole else state.counts().tolist()
+        real = (
+            [np.full(each.keys.shape[:2], each.keys.shape[2]) for each in entries] if whole else state.counts().tolist()
+        )
         return HeadSizes.of(np.array(real), self.sinks + self.window)
 
 

@@ -300,6 +300,6 @@ def require_scores(name: str, scores: Tensor, entries: LayerEntries) -> None:
     shape = [*scores.shape]
     if len(shape) != 3 or shape[::2] != [batch, length] or not shape[1] or shape[1] % kv_heads:
         raise UserError(
-            f"{name} returned scores of shape {shape} for a layer; expected [{batch}, {kv_heads}, {length}] by KV head, "
-            f"or a multiple of {kv_heads} by query head"
+            f"{name} returned scores of shape {shape} for a layer; expected [{batch}, {kv_heads}, {length}] by KV "
+            f"head, or a multiple of {kv_heads} by query head"
         )

@@ -66,7 +66,9 @@ class Recorded:
 
     def last(self, rows: int) -> "Recorded":
         """The same with the queries of the last `rows` tokens alone."""
-        cut = (None if each is None else each[:, max(each.shape[1] - rows, 0) :] for each in (self.query_mask, self.ahead))
+        cut = (
+            None if each is None else each[:, max(each.shape[1] - rows, 0) :] for each in (self.query_mask, self.ahead)
+        )
         queries = None if self.queries is None else self.queries[:, :, max(self.queries.shape[2] - rows, 0) :]
         return Recorded(self.softmax, queries, *cut, self.accumulated)
 
@@ -122,6 +124,17 @@ class KeptLayer(DynamicLayer):
         return self.keys, self.values
 
     @property
+    def softmax(self) -> Softmax:
+        """How the layer turns dot products into weights.
+
+        Raises:
+            UserError: nothing was recorded when its entries were read.
+        """
+        if self.recorded is None:
+            raise UserError("nothing was recorded of the tokens read: prefill with needs=method.needs()")
+        return self.recorded.softmax
+
+    @property
     def keys_mask(self) -> Tensor | None:
         """[B, K, S] bool: which of the keys that `update` has returned are real; None for all that a mask shows."""
         return self.real
@@ -172,7 +185,11 @@ class KeptLayer(DynamicLayer):
     def attended(self) -> LayerEntries:
         """All entries as queries see them: of latents, every head's keys and values, which take far more memory."""
         keys, values, real = self.entries()
-        return LayerEntries(keys, values, real) if self.expansion is None else LayerEntries(*self.expansion(keys, values), real)
+        return (
+            LayerEntries(keys, values, real)
+            if self.expansion is None
+            else LayerEntries(*self.expansion(keys, values), real)
+        )
 
     @property
     def nbytes(self) -> int:
@@ -182,7 +199,9 @@ class KeptLayer(DynamicLayer):
     def share(self) -> "KeptLayer":
         """An independent layer over the same tensors."""
         self._shared = self.keys.shape[2]
-        return self._with_records(KeptLayer(self.keys, self.values, self.seen, self.real), self.recorded, self.token_mask)
+        return self._with_records(
+            KeptLayer(self.keys, self.values, self.seen, self.real), self.recorded, self.token_mask
+        )
 
     def _with_records(
         self, layer: "KeptLayer", recorded: Recorded | None, token_mask: Tensor | None = None
@@ -332,7 +351,7 @@ def _unpack(packed: Tensor, places: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def _accumulated_at(accumulated: Tensor, mask: Tensor, counts: Counts) -> Tensor:
-    """[B, H, C] at the entries [B, K, C] bool that each query head's KV head keeps, padded on the left if they differ."""
+    """[B, H, C] at the entries [B, K, C] bool that a query head's KV head keeps, padded on the left if heads differ."""
     group, length = accumulated.shape[1] // mask.shape[1], mask.shape[2]
     if counts.min() == counts.max():
         places = torch.nonzero_static(mask, size=int(counts.sum()))[:, -1].view(*counts.shape, -1)

@@ -239,7 +239,9 @@ def observe(
 def as_observed(cache: Cache, layers: Any) -> Cache:
     """A cache with other layers in place of those with full attention, for observers, who change no recurrent state."""
     copied = with_full_layers(cache, layers).layers
-    return Cache(layers=[ObservedRecurrence(each) if isinstance(each, LinearAttentionLayer) else each for each in copied])
+    return Cache(
+        layers=[ObservedRecurrence(each) if isinstance(each, LinearAttentionLayer) else each for each in copied]
+    )
 
 
 class ObservedRecurrence(LinearAttentionLayer):

@@ -6,6 +6,7 @@ tokens read. Nothing in it is ever unpickled.
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,24 +16,17 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicLayer
 from typing_extensions import override
 
-from keepsight.atomic import atomic_files
 from keepsight.errors import UserError
-from keepsight.models.offloaded import values_of
-from keepsight.runtime.generate import CustomGenerate
-from keepsight.runtime.generate import Decoded
-from keepsight.runtime.generate import GenerateRequest
-from keepsight.runtime.generate import FullCache
-from keepsight.runtime.state import Needs, State, Trace
-from keepsight.runtime.state_tensors import (
-    beside_layers,
-    shape_of_model,
-    shape_of_tensors,
-    state_of_tensors,
-    tensors_of,
-)
-from keepsight.signed_json import from_json
+from keepsight.models.decoder import decoder_of, full_attention_layers, has_latents, head_width
+from keepsight.models.decoder import running_devices, values_of
+from keepsight.runtime.attention import Softmax, is_bounded
+from keepsight.runtime.generate import CustomGenerate, Decoded, FullCache, GenerateRequest
+from keepsight.runtime.layer import KeptLayer, RaggedLayer, Recorded
+from keepsight.runtime.state import Needs, State, empty_cache, share
+from keepsight.files import from_json
 
 FILE = "state.safetensors"
 QUESTIONS = ("seen", "unseen", "multi")
@@ -59,7 +53,7 @@ class SavedState(CustomGenerate):
     @override
     def answer(self, model: PreTrainedModel, request: GenerateRequest) -> Decoded:
         """Answer what follows the saved prompt; `self.state` stays unchanged."""
-        state = replace(self.state if request.past is None else request.past.state, trace=Trace())
+        state = (self.state if request.past is None else request.past.state).unrecorded()
         if len(request.unread) != len(state.tokens) or request.mask is not None:
             raise UserError(
                 f"saved state: {len(request.unread)} questions for {len(state.tokens)} prompts, or padded ones; "
@@ -73,9 +67,9 @@ def save_state(
 ) -> Path:
     """Save a state; `path` then holds all of it, or none of it.
 
-    Its size is the state's `kv_bytes`, plus the trace, tokens and logits, plus a header of some kilobytes. A state that
-    will never be evicted from again needs no trace: save `dataclasses.replace(state, trace=Trace())`. The features of
-    its tokens are left out in any case.
+    Its size is the state's `kv_bytes`, plus what was recorded, tokens and logits, plus a header of some kilobytes. A
+    state that will never be evicted from again needs nothing recorded: save `state.unrecorded()`. The features of its
+    tokens are left out in any case.
 
     Args:
         state: Dense or ragged state of any batch size.
@@ -98,8 +92,8 @@ def save_state(
             f"{_file(path)}: a state whose method stores entries in its own form (kivi, specache, specontext, "
             "quest, exact_topk) cannot be saved; save the state that it was made from, and compress that one again"
         )
-    file, tensors = _file(path), tensors_of(state)
-    if (found := shape_of_tensors(tensors)) != (expected := shape_of_model(model)):
+    file, tensors = _file(path), _tensors_of(state)
+    if (found := _shape_of_tensors(tensors)) != (expected := _shape_of_model(model)):
         raise UserError(f"{file}: the state is not of this model: it has {found}, the model {expected}")
     header = _Header(
         version=_VERSION,
@@ -109,8 +103,8 @@ def save_state(
         weights=weights_digest(model),
         template_digest=template_digest,
         seen=state.cache.get_seq_length(),
-        needs=_Needs(state.trace.needs.window, state.trace.needs.received),
-        softmax=[(each.scaling, each.softcap) for each in state.trace.softmax],
+        needs=_Needs(state.needs.window, state.needs.accumulated),
+        softmax=[layer.softmax[:2] for layer in state.layers if layer.recorded],
         tensors=sorted(tensors),
     )
     header = replace(header, digest=_digest(header, tensors))
@@ -145,7 +139,7 @@ def load_state(path: str | Path, model: PreTrainedModel, *, template_digest: str
     if _digest(header, tensors) != header.digest:
         raise UserError(f"{file}: its contents differ from the digest in its header; copy it again")
     needs = Needs(header.needs.window, header.needs.received)
-    state = state_of_tensors(beside_layers(tensors, model), model, header.seen, needs, header.softmax)
+    state = _state_of_tensors(_beside_layers(tensors, model), model, header.seen, needs, header.softmax)
     return SavedState(state, header.question, header.target, header.template_digest)
 
 
@@ -192,7 +186,7 @@ def _header(file: Path, metadata: dict[str, str] | None) -> _Header:
 
 def _check_target(file: Path, header: _Header, model: PreTrainedModel, template_digest: str) -> None:
     of = f"{file}: this state is of {header.target or 'a target without a name'!r}"
-    for name, value in shape_of_model(model).items():
+    for name, value in _shape_of_model(model).items():
         if header.shape.get(name) != value:
             raise UserError(f"{of} with {name} {header.shape.get(name)}, but the model has {value}; load that target")
     if weights_digest(model) != header.weights:
@@ -230,3 +224,142 @@ def _digest(header: _Header, tensors: dict[str, Tensor]) -> str:
 
 def _bytes(tensor: Tensor) -> memoryview:
     return tensor.cpu().flatten().view(torch.uint8).numpy().data
+
+
+def _shape_of_model(model: PreTrainedModel) -> dict[str, Any]:
+    """The shape that a state must have."""
+    config = model.config.get_text_config()
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    return {
+        "layers": config.num_hidden_layers,
+        "kv_heads": 1 if has_latents(model) else kv_heads,
+        "head_dim": config.kv_lora_rank if has_latents(model) else head_width(config),
+        "vocabulary": config.vocab_size,
+        "dtype": str(model.dtype).removeprefix("torch."),
+    }
+
+
+def _shape_of_tensors(tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """The shape of the state of these tensors, as `_shape_of_model` gives it for a model."""
+    keys = next(tensor for name, tensor in tensors.items() if name.endswith(".keys"))
+    return {
+        "layers": len({name.split(".")[1] for name in tensors if name.startswith("layers.")}),
+        "kv_heads": keys.shape[1],
+        "head_dim": keys.shape[3],
+        "vocabulary": tensors["logits"].shape[1],
+        "dtype": str(keys.dtype).removeprefix("torch."),
+    }
+
+
+def _tensors_of(state: State) -> dict[str, Tensor]:
+    """All tensors of a state by their names in the file."""
+    layers = state.layers
+    recorded = [layer.recorded for layer in layers if layer.recorded]
+    unevicted = any(layer.token_mask is not None for layer in layers)
+    found: dict[str, Tensor | None] = {
+        "tokens": state.tokens,
+        "lengths": state.lengths,
+        "logits": state.logits,
+        "mask": state.tokens_mask if unevicted else None,
+        "shift": state.rope_offset,
+        "trace.ahead": recorded[0].ahead if recorded else None,
+    }
+    for index, layer in enumerate(share(state.cache).layers):
+        found |= {f"layers.{index}.{name}": tensor for name, tensor in layer_tensors(layer).items()}
+    for index, each in enumerate(recorded):
+        found[f"trace.sinks.{index}"] = each.softmax.sinks
+        found[f"trace.window.{index}"] = each.queries
+        found[f"trace.received.{index}"] = each.accumulated
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in found.items() if tensor is not None}
+
+
+def layer_tensors(layer: Any) -> dict[str, Tensor | None]:
+    """The tensors of a layer by their names."""
+    if not isinstance(layer, DynamicLayer):
+        states = ("conv", layer.conv_states), ("recurrent", layer.recurrent_states)
+        return {f"{kind}.{place}": tensor for kind, held in states for place, tensor in held.items()}
+    of_layer: dict[str, Tensor | None] = {"keys": layer.keys, "values": layer.values}
+    if isinstance(layer, KeptLayer):
+        of_layer |= {"real": layer.real}
+    if isinstance(layer, RaggedLayer):
+        counts = torch.from_numpy(layer.counts)
+        of_layer |= {"kept_keys": layer.kept_keys, "kept_values": layer.kept_values, "counts": counts}
+    return of_layer
+
+
+def _beside_layers(tensors: dict[str, Tensor], model: PreTrainedModel) -> dict[str, Tensor]:
+    """The tensors of a state on the model's devices: what is of a layer is where that layer runs."""
+    scored = full_attention_layers(model.config)
+    devices = [running_devices(layer)[0] for layer in decoder_of(model).layers]
+
+    def device(name: str) -> torch.device:
+        kind, *rest = name.split(".")
+        if kind == "layers":
+            return devices[int(rest[0])]
+        return devices[scored[int(rest[1])]] if kind == "trace" and len(rest) == 2 else model.device
+
+    return {name: tensor.to(device(name)) for name, tensor in tensors.items()}
+
+
+def _state_of_tensors(
+    tensors: dict[str, Tensor],
+    model: PreTrainedModel,
+    seen: int,
+    needs: Needs,
+    softmax: Sequence[tuple[float, float | None]],
+) -> State:
+    """The state of these tensors.
+
+    Args:
+        tensors: As `_tensors_of` names them.
+        model: The target.
+        seen: Logical length of the cache.
+        needs: What was recorded.
+        softmax: Scaling and softcap of each layer with full attention.
+    """
+    cache = empty_cache(model, tensors.get("mask"))
+    layers = [
+        layer_of_tensors(empty, _named(tensors, f"layers.{index}."), seen) for index, empty in enumerate(cache.layers)
+    ]
+    cache, tokens, lengths = Cache(layers=layers), tensors["tokens"], tensors["lengths"]
+    state = State(cache, tensors["logits"], tokens, lengths, needs, rope_offset=tensors.get("shift"))
+    mask, ahead = state.tokens_mask, tensors.get("trace.ahead")
+    for index, (layer, each) in enumerate(zip(state.layers, softmax, strict=False)):
+        queries = tensors.get(f"trace.window.{index}")
+        width = 0 if queries is None else queries.shape[2]
+        device = layer.keys.device
+        masks = [None if each is None else each[:, each.shape[1] - width :].to(device) for each in (mask, ahead)]
+        by_layer = Softmax(*each, tensors.get(f"trace.sinks.{index}"))
+        layer.recorded = Recorded(by_layer, queries, *masks, tensors.get(f"trace.received.{index}"))
+    return state
+
+
+def layer_of_tensors(empty: Any, tensors: dict[str, Tensor], seen: int) -> Any:
+    """A layer from its tensors; `empty` is one as the model begins with."""
+    if not isinstance(empty, DynamicLayer):
+        layer: Any = empty
+        for name, tensor in tensors.items():
+            kind, place = name.split(".")
+            fill = layer.update_conv_state if kind == "conv" else layer.update_recurrent_state
+            fill(tensor, state_idx=int(place))
+        return layer
+    keys, values = tensors["keys"], tensors["values"]
+    if is_bounded(empty):
+        empty.update(keys, values)
+        empty.cumulative_length = seen
+        return empty
+    layer = KeptLayer(keys, values, seen, tensors.get("real"))
+    if "counts" in tensors:
+        counts = tensors["counts"].cpu().numpy()
+        layer = RaggedLayer(tensors["kept_keys"], tensors["kept_values"], counts, seen, (keys, values))
+    elif "real" not in tensors:
+        layer.token_mask = empty.token_mask
+    layer.expansion = empty.expansion
+    return layer
+
+
+def _named(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """The tensors under a prefix by the rest of their names, numbers in numerical order."""
+    found = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    return dict(sorted(found.items(), key=lambda item: (len(item[0]), item[0])))

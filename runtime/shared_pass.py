@@ -8,9 +8,8 @@ from torch.nn import functional
 from transformers.cache_utils import DynamicLayer
 from typing_extensions import override
 
-from keepsight.runtime.attention import OwnAttention
+from keepsight.runtime.attention import OwnAttention, Softmax, attend_grouped
 from keepsight.runtime.layer import LayerEntries
-from keepsight.runtime.attention import Softmax, attend_grouped
 
 
 class PaddedEntries:

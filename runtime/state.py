@@ -24,7 +24,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from keepsight.errors import UserError
 from keepsight.models.decoder import FULL, has_latents, require_supported
-from keepsight.models.offloaded import on_each
+from keepsight.models.decoder import on_each
 from keepsight.runtime.attention import Reader, Softmax, is_bounded, run
 from keepsight.runtime.features import RecordFeatures
 from keepsight.runtime.images import Images
@@ -151,12 +151,10 @@ class State:
 
     def as_kind(self, kind: type[Kind], cache: Cache) -> Kind:
         """The state of a method that stores entries in its own form; nothing is recorded from here on."""
-        return kind(
-            cache, self.logits, self.tokens, self.lengths, rope_offset=self.rope_offset, padded=self.padded
-        )
+        return kind(cache, self.logits, self.tokens, self.lengths, rope_offset=self.rope_offset, padded=self.padded)
 
     def crop(self, count: int, logits: Tensor) -> "State":
-        """The state before its last `count` tokens, whose entries the cache loses; `logits` [B, V] are its last ones."""
+        """The state before its last `count` tokens, which the cache loses; `logits` [B, V] are its last ones."""
         self.cache.crop(-count)
         return replace(
             self,

@@ -15,14 +15,11 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from keepsight.models.decoder import CHUNKED, decoder_of, has_latents, layer_kinds
-from keepsight.models.offloaded import running_devices
-from keepsight.runtime.attention import run
-from keepsight.runtime.state import has_recurrent
-from keepsight.runtime.attention import is_bounded
+from keepsight.models.decoder import running_devices
+from keepsight.runtime.attention import is_bounded, run
 from keepsight.runtime.layer import LayerEntries
-from keepsight.runtime.state import read
 from keepsight.runtime.shared_pass import SharedLayer, SharedPass, StateGroup
-from keepsight.runtime.state import State
+from keepsight.runtime.state import State, has_recurrent, read
 
 _ENTRIES_TOGETHER = 4096
 """Max padded KV entries per head in one attention call over several states."""

@@ -11,8 +11,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 from typing_extensions import override
 
-from keepsight.runtime.attention import OwnAttention, Reader
-from keepsight.runtime.attention import Softmax, grouped_attention, visible
+from keepsight.runtime.attention import OwnAttention, Reader, Softmax, grouped_attention, visible
 
 
 class TurnLayer(DynamicLayer, OwnAttention):

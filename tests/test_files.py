@@ -1,24 +1,30 @@
-"""Files are there whole or not at all, and what a kill has torn is found."""
+"""Files are written whole or not at all; torn, changed and mistyped JSON is found; one process at a time writes."""
 
-import hashlib
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from typing_extensions import TypedDict
 
-from keepsight.atomic import atomic_files, atomic_folder
 from keepsight.errors import UserError
 from keepsight.files import (
     append_lines,
-    file_digest,
+    atomic_files,
+    atomic_folder,
+    one_writer,
+    read_bytes,
     read_json,
     read_jsonl,
-    text_digest,
+    require_writable,
+    sound_lines,
     whole_lines,
+    write_csv,
     write_json,
     write_lines,
     write_text,
@@ -32,25 +38,14 @@ def tree(folder: Path) -> dict[str, str]:
 
 def test_a_folder_takes_its_name_when_it_is_whole(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "model"
-    with atomic_folder(folder) as unfinished:
-        (unfinished / "weights").write_text("1")
-        assert not folder.exists()
-    with atomic_folder(folder) as unfinished:
-        (unfinished / "config").write_text("2")
-        assert tree(folder) == {"weights": "1"}
-    assert tree(tmp_path) == {"new/model/config": "2"}
-
-
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_a_folder_that_fails_leaves_what_was_there(tmp_path: Path, error: type[BaseException]) -> None:
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "weights").write_text("old")
-    for name in ("model", "other"):
-        with pytest.raises(error), atomic_folder(tmp_path / name) as unfinished:
-            (unfinished / "weights").write_text("half")
-            raise error
-    assert tree(tmp_path) == {"model/weights": "old"}
-    assert os.listdir(tmp_path) == ["model"]
+    for name, before in (("weights", {}), ("config", {"weights": "x"})):
+        with atomic_folder(folder) as unfinished:
+            (unfinished / name).write_text("x")
+            assert (tree(folder) if folder.exists() else {}) == before
+    with pytest.raises(KeyboardInterrupt), atomic_folder(folder) as unfinished:
+        (unfinished / "weights").write_text("half")
+        raise KeyboardInterrupt
+    assert tree(tmp_path) == {"new/model/config": "x"} and os.listdir(tmp_path / "new") == ["model"]
 
 
 def test_files_move_into_a_folder_beside_others(tmp_path: Path) -> None:
@@ -59,7 +54,6 @@ def test_files_move_into_a_folder_beside_others(tmp_path: Path) -> None:
     with atomic_files(tmp_path, last="config") as unfinished:
         (unfinished / "config").write_text("new")
         (unfinished / "weights").write_text("new")
-    assert tree(tmp_path) == {"config": "new", "weights": "new", "notes": "old"}
     with pytest.raises(ValueError), atomic_files(tmp_path, last="config") as unfinished:
         (unfinished / "weights").write_text("half")
         raise ValueError
@@ -83,8 +77,7 @@ def test_files_that_fail_to_move_do_not_pass_for_whole(tmp_path: Path, monkeypat
     assert tree(tmp_path) == {"card": "new"}
 
 
-def test_what_gets_its_name_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before a file is named its content is synced, and after it the folder."""
+def test_content_is_synced_before_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done, replace = list[str](), Path.replace
     monkeypatch.setattr(os, "fsync", lambda opened: done.append(Path(os.readlink(f"/proc/self/fd/{opened}")).name))
 
@@ -102,94 +95,165 @@ def test_what_gets_its_name_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.M
     assert done == [*single, "weights", "config", "weights named", "config named", tmp_path.name]
 
 
-def test_what_killed_runs_left_unfinished_goes_with_the_next(tmp_path: Path) -> None:
-    """Not what a process that still runs, or one of another machine, is writing."""
+def test_leftovers_of_killed_processes_are_removed(tmp_path: Path) -> None:
+    """Not those of a process that still runs, or of another machine."""
     killed = subprocess.Popen([sys.executable, "-c", ""])
     killed.wait()
-    names = {"killed": f"{socket.gethostname()}-{killed.pid}", "alive": f"{socket.gethostname()}-{os.getpid()}"}
-    names["elsewhere"] = f"not-{socket.gethostname()}-{killed.pid}"
-    for name in names.values():
-        (tmp_path / f".unfinished-{name}-x").mkdir()
-        (tmp_path / f".unfinished-{name}-x" / "weights").write_text("half")
-    write_text(tmp_path / "file", "whole")
-    left = {f".unfinished-{names[name]}-x" for name in ("alive", "elsewhere")}
-    assert set(os.listdir(tmp_path)) == {"file", *left}
+    host = socket.gethostname()
+    alive, elsewhere = f".unfinished-{host}-{os.getpid()}-x", f".unfinished-not-{host}-{killed.pid}-x"
+    for name in (f".unfinished-{host}-{killed.pid}-x", alive, elsewhere):
+        (tmp_path / name).mkdir()
+    write_text(tmp_path / "file", "größer\n")
+    assert set(os.listdir(tmp_path)) == {"file", alive, elsewhere}
+    assert (tmp_path / "file").read_bytes() == "größer\n".encode()
 
 
-def test_a_text_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "new" / "report.html"
-    write_text(path, "größer\n")
-    assert path.read_bytes() == "größer\n".encode()
-
-    def full_disk(path: Path, text: str, **_options: str) -> int:
-        path.write_bytes(text.encode()[:3])
-        raise OSError("No space left on device")
-
-    monkeypatch.setattr(Path, "write_text", full_disk)
-    with pytest.raises(OSError):
-        write_text(path, "other")
-    assert path.read_bytes() == "größer\n".encode()
-    assert os.listdir(path.parent) == ["report.html"]
+@pytest.mark.parametrize("kind", ["device", "pipe"])
+def test_devices_and_pipes_are_not_replaced(tmp_path: Path, kind: str) -> None:
+    path = Path("/dev/null")
+    if kind == "pipe":
+        os.mkfifo(path := tmp_path / "pipe")
+    for folder in (True, False):
+        with pytest.raises(UserError, match="device or pipe"):
+            require_writable(path, folder)
+    with pytest.raises(UserError, match="not a regular file"):
+        write_text(path, "text")
+    assert not path.is_file()
 
 
-def test_json_comes_back(tmp_path: Path) -> None:
-    write_json(tmp_path / "a.json", {"ä": [1, None, 0.5]})
-    assert read_json(tmp_path / "a.json") == {"ä": [1, None, 0.5]}
-    (tmp_path / "b.json").write_text('{"a": ')
-    with pytest.raises(UserError, match=r"b\.json: not valid JSON .*; restore the file"):
-        read_json(tmp_path / "b.json")
-    with pytest.raises(UserError, match=r"c\.json: no such file"):
-        read_json(tmp_path / "c.json")
+def test_unwritable_paths_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    require_writable(tmp_path / "a" / "b")
+    require_writable(tmp_path / "file", folder=False)
+    for path, folder in ((tmp_path / "file", True), (tmp_path, False), (tmp_path / "file" / "x", True)):
+        with pytest.raises(UserError, match="out="):
+            require_writable(path, folder)
+
+
+HOLD = "import sys, time, pathlib; from keepsight.files import one_writer\n" + (
+    "with one_writer(pathlib.Path(sys.argv[1])):\n    print('locked', flush=True)\n    time.sleep(60)"
+)
+
+
+def test_another_process_is_named_and_kept_out_until_it_is_gone(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[1])}
+    command = [sys.executable, "-c", HOLD, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) as other:
+        assert other.stdout is not None and other.stdout.readline() == "locked\n"
+        with pytest.raises(UserError, match=rf"process {other.pid} on .* is writing here"), one_writer(tmp_path):
+            pass
+        other.kill()
+    with one_writer(tmp_path):
+        assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt])
+def test_a_folder_that_is_removed_meanwhile(tmp_path: Path, error: type[BaseException] | None) -> None:
+    """It is named, and never hides an error from within."""
+    with pytest.raises(error or UserError), one_writer(tmp_path / "out"):
+        shutil.rmtree(tmp_path / "out")
+        if error:
+            raise error
+    assert not (tmp_path / "out").exists()
 
 
 ROWS = [{"text": "grün"}, {"text": "日本\u2028語"}, {"text": "c"}]
+SECOND = json.dumps(ROWS[1], ensure_ascii=False).encode()
 
 
 def test_lines_come_back(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
+    assert whole_lines(path) == []
     write_lines(path, ROWS[:1])
     append_lines(path, ROWS[1:])
     assert list(read_jsonl(path)) == whole_lines(path) == ROWS
-    assert len(path.read_bytes().split(b"\n")) == 4
     path.write_bytes(b"\n" + path.read_bytes() + b"  \n")
     assert list(read_jsonl(path)) == ROWS
 
 
-@pytest.mark.parametrize("cut", range(1, len(json.dumps(ROWS[1], ensure_ascii=False).encode())))
+@pytest.mark.parametrize("cut", [1, len(SECOND) // 2, SECOND.index("日".encode()) + 1, len(SECOND) - 1])
 def test_a_torn_line_is_named_and_cut_off(tmp_path: Path, cut: int) -> None:
-    """At every byte, those inside a character of several bytes among them."""
     path = tmp_path / "a.jsonl"
     write_lines(path, ROWS[:1])
     whole = path.read_bytes()
-    path.write_bytes(b"\n" + whole + json.dumps(ROWS[1], ensure_ascii=False).encode()[:cut])
-    with pytest.raises(UserError, match=r"a\.jsonl:3: not valid JSON .*cut off") as caught:
+    path.write_bytes(b"\n" + whole + SECOND[:cut])
+    with pytest.raises(UserError, match=r"a\.jsonl:3: not valid JSON .*cut off"):
         list(read_jsonl(path))
-    assert "\n" not in str(caught.value)
-    assert whole_lines(path) == ROWS[:1]
-    assert path.read_bytes() == b"\n" + whole
-    append_lines(path, ROWS[2:])
-    assert whole_lines(path) == [ROWS[0], ROWS[2]]
-
-
-def test_a_torn_line_in_the_middle_is_an_error(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
+    assert whole_lines(path) == ROWS[:1] and path.read_bytes() == b"\n" + whole
     path.write_text('{"a": 1}\n{"a": \n{"a": 3}\n')
-    with pytest.raises(UserError, match=r"a\.jsonl:2: "):
+    with pytest.raises(UserError, match=r"a\.jsonl:2: "):  # torn in the middle: not by a kill
         whole_lines(path)
-    path.write_text('{"a": 1}\n[2]\n')
-    with pytest.raises(UserError, match=r"a\.jsonl:2: expected an object, got "):
-        list(read_jsonl(path))
 
 
-def test_a_file_that_never_got_a_whole_line_is_empty(tmp_path: Path) -> None:
-    assert whole_lines(tmp_path / "missing.jsonl") == []
-    (tmp_path / "a.jsonl").write_text('{"a"')
-    assert whole_lines(tmp_path / "a.jsonl") == []
-    assert (tmp_path / "a.jsonl").read_bytes() == b""
+@dataclass(frozen=True)
+class Point:
+    name: str
+    at: list[int]
 
 
-def test_digests(tmp_path: Path) -> None:
-    content = os.urandom((1 << 20) + 17)
-    (tmp_path / "a").write_bytes(content)
-    assert file_digest(tmp_path / "a") == f"sha256:{hashlib.sha256(content).hexdigest()}"
-    assert text_digest("ä") == f"sha256:{hashlib.sha256('ä'.encode()).hexdigest()}"
+class Named(TypedDict):
+    name: str
+
+
+VALUE = {"name": "a", "at": [1, 2]}
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [(b"1", b"7"), (b"at", b"to"), (b"]", b", 3]"), (b"_sha", b"_rha"), (b'256": "', b'256": "x')]
+)
+def test_a_change_is_noticed(tmp_path: Path, old: bytes, new: bytes) -> None:
+    """Also of the digest itself."""
+    write_json(tmp_path / "one.json", VALUE)
+    append_lines(tmp_path / "many.jsonl", [VALUE, VALUE])
+    assert read_json(tmp_path / "one.json") == VALUE == next(read_jsonl(tmp_path / "many.jsonl"))
+    for name in ("one.json", "many.jsonl"):
+        text = (tmp_path / name).read_bytes()
+        place = text.rindex(old)
+        (tmp_path / name).write_bytes(text[:place] + new + text[place + len(old) :])
+    with pytest.raises(UserError, match=r"one\.json: changed"):
+        read_json(tmp_path / "one.json")
+    sound, (fault,) = sound_lines(tmp_path / "many.jsonl")
+    assert sound == [VALUE] and "many.jsonl:2: changed" in str(fault)
+
+
+def test_json_of_others_has_no_digest_and_is_read(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(VALUE))
+    assert read_json(tmp_path / "a.json", Point) == Point("a", [1, 2])
+    assert read_json(tmp_path / "a.json", Named) == VALUE
+    with pytest.raises(UserError, match=r"c\.json: no such file"):
+        read_json(tmp_path / "c.json")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "not valid JSON"),
+        ("[" * 100_000, "not valid JSON"),
+        ('{"name": "\\ud800", "at": []}', "not valid JSON"),
+        ("[]", "expected an object, got list"),
+        ('{"name": "a"}', "at: Field required"),
+        ('{"name": "a", "at": [1.5]}', "at.0: expected a valid integer, got 1.5"),
+        ('{"name": "a", "at": [], "more": 1}', "more: "),
+    ],
+)
+def test_json_of_another_type_is_named(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(UserError) as caught:
+        read_json(tmp_path / "a.json", Point)
+    assert message in str(caught.value) and str(tmp_path / "a.json") in str(caught.value)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+
+
+def test_a_table_runs_no_formula(tmp_path: Path) -> None:
+    cells = ["=1+1", "@x", "-x", "+x", "\tx", "-0.5", "+3", "-.5", "a=b"]
+    write_csv(tmp_path / "a.csv", ["text"], [{"text": cell} for cell in cells])
+    lines = (tmp_path / "a.csv").read_text().splitlines()[1:]
+    assert lines == ["'=1+1", "'@x", "'-x", "'+x", "'\tx", "-0.5", "+3", "-.5", "a=b"]
+
+
+def test_amounts_of_memory() -> None:
+    assert [read_bytes(text) for text in ("24GiB", "24 GB", "1.5GiB", "17")] == [24 << 30, 24 * 10**9, 3 << 29, 17]
+    for text in ("", "0", "-1GB", "24 X", "24gb", "1e9", "0.1B", "nan"):
+        with pytest.raises(UserError, match="memory"):
+            read_bytes(text)

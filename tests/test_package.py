@@ -34,7 +34,7 @@ import contextlib, importlib, io, json, pkgutil, runpy, sys
 import keepsight
 names = [found.name for found in pkgutil.walk_packages(keepsight.__path__, "keepsight.")]
 modules = [importlib.import_module(name) for name in names if name != "keepsight.__main__"]
-from keepsight.models.hub import fetch
+from keepsight.models.artifacts import fetch
 shipped = str(fetch("shipped:smollm2-135m-lookahead"))
 script, *sys.argv = sys.argv[1], *sys.argv[1:]
 with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.suppress(SystemExit):

@@ -4,10 +4,7 @@ from graphlib import TopologicalSorter
 
 from tests.package_files import imports, package_modules
 
-GROUND = {
-    f"keepsight.{name}"
-    for name in ("atomic", "corpus", "endpoint", "errors", "files", "locks", "signed_json", "units", "watched")
-}
+GROUND = {f"keepsight.{name}" for name in ("corpus", "endpoint", "errors", "files", "watched")}
 RUNTIME_ROOMS = {"quantized", "sparse_read", "retrieval", "drafting", "prompt_compression"}
 
 # The rooms from the ground up, and those below that each may import from, beside itself and the ground floor.

@@ -1,5 +1,6 @@
 """keepsight's settings as arguments of the transformers Trainer."""
 
+import math
 import os
 from pathlib import Path
 
@@ -8,7 +9,7 @@ from transformers import TrainingArguments
 from transformers.utils import is_torch_tf32_available
 
 from keepsight.errors import UserError
-from keepsight.models.processes import check_builds
+from keepsight.models.distributed import check_builds
 from keepsight.train.settings import TrainSettings
 
 
@@ -32,7 +33,7 @@ def training_arguments(settings: TrainSettings, work: Path, key: str = "train") 
         weight_decay=0.0,
         lr_scheduler_type="cosine_with_min_lr",
         lr_scheduler_kwargs={"min_lr_rate": settings.min_learning_rate},
-        warmup_steps=settings.warmup,
+        warmup_steps=min(settings.warmup, math.nextafter(1, 0)),  # the Trainer reads 1.0 as one step
         max_grad_norm=settings.clip,
         bf16=settings.precision == "bf16",
         fp16=settings.precision == "fp16",

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from keepsight.errors import UserError
 from keepsight.files import append_lines, whole_lines, write_lines
-from keepsight.models.weight_files import check_names_and_shapes, read_tensors
+from keepsight.models.artifacts import check_names_and_shapes, read_tensors
 from keepsight.train.distributed import whole
 from keepsight.train.objective import Objective
 from keepsight.train.resume import check_seal, last_checkpoint, sealing, state_of

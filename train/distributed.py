@@ -22,8 +22,7 @@ from typing_extensions import override
 
 from keepsight.errors import UserError
 from keepsight.models.decoder import decoder_of
-from keepsight.models.processes import launched
-from keepsight.models.zero3 import whole_shape
+from keepsight.models.distributed import launched, whole_shape
 
 DIVIDED = "fsdp2"
 """The `model.device_map` that asks for `divide_layers`."""

@@ -16,9 +16,8 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from keepsight.errors import UserError
-from keepsight.files import append_lines
-from keepsight.locks import one_writer
-from keepsight.models.offloaded import is_spread
+from keepsight.files import append_lines, one_writer, read_bytes
+from keepsight.models.decoder import is_spread
 from keepsight.train.arguments import say_idle_gpus, training_arguments
 from keepsight.train.checkpointed_trainer import MEASUREMENTS, CheckpointedTrainer, ObjectiveT, numbers
 from keepsight.train.dataset import Batch, GroupedByLength, SampleDataset, collate, hold_out, samples_digest
@@ -37,7 +36,6 @@ from keepsight.train.seen import held_out_text, seen_in
 from keepsight.train.settings import ReplaySettings, TrainSettings
 from keepsight.train.tracking import Throughput, log_lists
 from keepsight.train.trained import Trained
-from keepsight.units import read_bytes
 
 logger = logging.getLogger("keepsight")
 

@@ -15,9 +15,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer import TRAINER_STATE_NAME
 from typing_extensions import override
 
-from keepsight.atomic import sync
 from keepsight.errors import UserError, require_same
-from keepsight.files import file_digest, read_json, write_json
+from keepsight.files import file_digest, read_json, sync, write_json
 
 SETTINGS, SEAL = "settings.json", "digests.json"
 _NAME = re.compile(r"checkpoint-\d{1,18}\Z")

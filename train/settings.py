@@ -8,7 +8,7 @@ from typing import Any
 from typing_extensions import override
 
 from keepsight.errors import UserError
-from keepsight.units import read_bytes
+from keepsight.files import read_bytes
 
 PRECISIONS = ("no", "bf16", "fp16")
 TRACKERS = ("tensorboard", "trackio", "wandb")

@@ -11,8 +11,7 @@ from transformers.cache_utils import Cache
 
 from keepsight.eval.bench.timing import median_seconds, random_ids, read_greedily
 from keepsight.models.draft_head import DraftHead
-from keepsight.models.pruning import parameters, pruning
-from keepsight.models.retrieval_head import RetrievalHead
+from keepsight.models.retrieval_head import RetrievalHead, parameters, pruning
 from keepsight.models.targets import Target
 from keepsight.runtime.layer import KeptLayer
 from keepsight.runtime.generate import CacheMethod, FullCache
@@ -34,11 +33,7 @@ def size_lines(target: Target, head: RetrievalHead, draft: DraftHead | None) -> 
         "token"
     )
     if draft is not None:
-        lost = pruning(head, draft)
-        yield (
-            f"draft head: {lost.draft:,} parameters, of which pruning takes {lost.gone:.1%}; "
-            f"{lost.gone_with_embedding:.1%} where its embedding ({lost.embedding:,}) counts, as in the paper"
-        )
+        yield f"draft head: {pruning(head, draft)}"
 
 
 def step_lines(

@@ -13,9 +13,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from keepsight.atomic import atomic_file
 from keepsight.eval.report.styles import Style, label_of
-from keepsight.files import DPI
+from keepsight.files import DPI, atomic_file
 
 SIZE = (3.0, 2.35)
 """Width and height of one panel, in inches."""

@@ -28,7 +28,7 @@ from keepsight.commands.training import require_finished, run_of
 from keepsight.errors import UserError
 from keepsight.eval.report.tables import Column, Table
 from keepsight.files import require_writable, write_png
-from keepsight.models.lookahead_files import CONFIG
+from keepsight.models.lookahead import CONFIG
 from keepsight.train.lookahead.ablation import AblationTrainer, Cell
 from keepsight.train.lookahead.plots import ablation_figure
 from keepsight.train.trained import Trained

@@ -27,7 +27,6 @@ COMMANDS = {
     "compare": "evaluations side by side, with paired differences",
     "hits": "top-k hit rate of retrieval heads, Quest and exact top-k, step by step",
     "inspect": "an HTML page that shows which prompt tokens a method keeps",
-    "convert": "make a public draft head that is a pickle one that keepsight loads",
     "push": "upload an adapter, a draft head or a retrieval head to the Hugging Face Hub",
     "bench": "measure speed and memory; keepsight bench --help lists the benchmarks",
     "fit": "data, training, evaluation and card of a lookahead module in one command",

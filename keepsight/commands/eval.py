@@ -49,8 +49,8 @@ from keepsight.eval.tasks.protocols import protocol_named
 from keepsight.eval.tasks.registry import Benchmarks, make_all, tasks_of
 from keepsight.eval.tasks.samples import RenderedSample, render_apart
 from keepsight.files import append_lines, require_writable, whole_lines
-from keepsight.locks import one_writer
-from keepsight.models.processors import processor_of
+from keepsight.files import one_writer
+from keepsight.models.targets import processor_of
 from keepsight.models.targets import Target
 from keepsight.runtime.state import context_of
 from keepsight.runtime.saved import QUESTIONS

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from keepsight.commands.on_answers import Described, OnAnswersConfig, given_to, write_adapter
 from keepsight.commands.training import require_finished
-from keepsight.models.lookahead_card import FINETUNING
+from keepsight.models.card import FINETUNING
 from keepsight.train.eviction.finetune import FinetuneObjective
 from keepsight.train.eviction.trainer import FinetuneTrainer
 

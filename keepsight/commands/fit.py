@@ -21,9 +21,8 @@ from keepsight.commands import data, train
 from keepsight.commands import eval as evaluation
 from keepsight.commands.config import Recipe, at_least_one
 from keepsight.files import require_writable, write_text
-from keepsight.models.card import with_evaluation
-from keepsight.models.hub import CARD
-from keepsight.models.processes import launched
+from keepsight.models.card import CARD, with_evaluation
+from keepsight.models.distributed import launched
 
 POSITIONAL = ("model.id",)
 

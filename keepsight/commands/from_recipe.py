@@ -10,10 +10,9 @@ from transformers import PreTrainedModel
 
 from keepsight.commands.config import ModelConfig, Recipe
 from keepsight.errors import UserError
+from keepsight.models.artifacts import fetch
 from keepsight.models.draft_sources import DraftHeadSource, DraftSource, LayerSubset, load_draft, load_head
-from keepsight.models.hub import fetch
-from keepsight.models.outline import outline_model, outline_target
-from keepsight.models.targets import Target, load_target
+from keepsight.models.targets import Target, load_target, outline_model, outline_target
 from keepsight.runtime.methods.resources import Later, Resources, ResourcesLater
 
 

@@ -30,13 +30,10 @@ from keepsight.eval.rows import Variant
 from keepsight.eval.run_samples import check_samples
 from keepsight.eval.tasks.registry import Benchmarks
 from keepsight.eval.tasks.samples import RenderedSample
-from keepsight.files import append_lines, read_json, whole_lines, write_csv, write_json, write_png
-from keepsight.locks import one_writer
-from keepsight.models.draft_head_files import load_draft_head
-from keepsight.models.hub import fetch
-from keepsight.models.retrieval_config import PREVIOUS_STEP
-from keepsight.models.retrieval_head import RetrievalHead
-from keepsight.models.retrieval_head_files import WEIGHTS, load_retrieval_head
+from keepsight.files import append_lines, one_writer, read_json, whole_lines, write_csv, write_json, write_png
+from keepsight.models.artifacts import fetch
+from keepsight.models.draft_head import EagleHead
+from keepsight.models.retrieval_head import PREVIOUS_STEP, WEIGHTS, RetrievalHead
 from keepsight.models.targets import Target
 from keepsight.runtime.methods import SpeContext
 
@@ -129,8 +126,8 @@ def _head(reference: str, target: Target) -> RetrievalHead:
     """A retrieval head as it is; a draft head, pruned."""
     folder = fetch(reference)
     if (folder / WEIGHTS).is_file():
-        return load_retrieval_head(folder, target.model)
-    pruned = RetrievalHead.from_draft(load_draft_head(folder, target.model), PREVIOUS_STEP)
+        return RetrievalHead.load(folder, target.model)
+    pruned = RetrievalHead.from_draft(EagleHead.load(folder, target.model), PREVIOUS_STEP)
     head = RetrievalHead(pruned.config.trained_on(0, pruned.layers_of(target.model)))
     head.load_state_dict(pruned.state_dict())
     return head.to(target.model.device)

@@ -12,13 +12,9 @@ from keepsight.commands.train import training_samples
 from keepsight.commands.training import TrainingConfig, metrics_text, run_of
 from keepsight.errors import UserError
 from keepsight.files import require_writable
-from keepsight.models.head_weights_files import save_with_head_weights
-from keepsight.models.hub import fetch
-from keepsight.models.lookahead import Lookahead
-from keepsight.models.lookahead_card import with_eviction
-from keepsight.models.lookahead_files import CONFIG, Artifact, load_lookahead
-from keepsight.models.quantization import keep_gradients
-from keepsight.models.targets import Target
+from keepsight.models.card import with_eviction
+from keepsight.models.lookahead import CONFIG, Lookahead, LookaheadAdapter
+from keepsight.models.targets import Target, keep_gradients
 from keepsight.runtime.allocate import Global
 from keepsight.runtime.methods.lookaheadkv import LookaheadKV, parts_of
 from keepsight.train.eviction.plots import eviction_figure
@@ -49,7 +45,7 @@ class Shared:
         allocate: What divides the budget.
     """
 
-    artifact: Artifact
+    artifact: LookaheadAdapter
     method: LookaheadKV
     allocate: Global
 
@@ -66,7 +62,7 @@ def shared_of(config: OnAnswersConfig) -> Shared:
     given = {key: getattr(config, key) for key in ("title", "base", "license", "data_notes")}
     if odd := [key for key, value in given.items() if value != getattr(OnAnswersConfig(), key)]:
         raise UserError(f"{odd[0]}= has no place here: the adapter's card stays and gets a section")
-    artifact = load_lookahead(fetch(config.adapter))
+    artifact = LookaheadAdapter.from_pretrained(config.adapter)
     if Path(config.out).resolve() == artifact.folder.resolve():
         raise UserError(f"out={config.out} holds the adapter that the training begins with; choose another folder")
     parts = parts_of(artifact)
@@ -166,5 +162,7 @@ def write_adapter(
     rows = trainer.measurements()
     card = with_eviction(artifact.folder, training.about, described, *((rows[0], rows[-1]) if rows else ({}, {})))
     numbers = tuple(map(tuple, weights.tolist()))
-    save_with_head_weights(artifact, out, numbers, provenance, card, {training.picture: figure}, module)
+    if module is not None:
+        artifact = replace(artifact, lora=module.lora_state(), tokens=module.tokens.detach().cpu())
+    replace(artifact, head_weights=numbers).save(out, provenance, card, {training.picture: figure})
     print(f"adapter after step {trained.steps} in {out}: {metrics_text(trained.metrics)}")

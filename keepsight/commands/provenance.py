@@ -16,8 +16,8 @@ from keepsight import __version__
 from keepsight.commands.config import ModelConfig, Recipe
 from keepsight.eval.rows import Variant
 from keepsight.files import file_digest
-from keepsight.models.hub import fetch
-from keepsight.models.retrieval_head_files import WEIGHTS
+from keepsight.models.artifacts import fetch
+from keepsight.models.retrieval_head import WEIGHTS
 from keepsight.models.targets import Target
 
 _OF_NO_RESULT = (

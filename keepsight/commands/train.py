@@ -29,14 +29,9 @@ from keepsight.data_gen.finished import read_training_samples
 from keepsight.data_gen.shards import TrainingSample
 from keepsight.errors import UserError, require_same
 from keepsight.files import require_writable
-from keepsight.models.hub import fetch
-from keepsight.models.lookahead import Lookahead
-from keepsight.models.lookahead_card import lookahead_card
-from keepsight.models.lookahead_files import CONFIG, load_lookahead, save_lookahead
-from keepsight.models.processes import launched
-from keepsight.models.quantization import keep_gradients
-from keepsight.models.targets import Target
-from keepsight.models.zero3 import created_divided
+from keepsight.models.distributed import created_divided, launched
+from keepsight.models.lookahead import CONFIG, Lookahead, LookaheadAdapter
+from keepsight.models.targets import Target, keep_gradients
 from keepsight.train.dataset import no_longer_than
 from keepsight.train.distributed import DIVIDED, divide_layers
 from keepsight.train.lookahead.objective import LookaheadObjective
@@ -143,8 +138,9 @@ def save(
         loss["cuts of each answer"] = config.train.cuts
     adapted = {"modules with a LoRA": _counted(lookahead.lora.names) if lookahead.lora else "none"}
     basics = basics_of(config, target, manifest, trained, lengths | loss | adapted)
-    card = lookahead_card(basics, config.lookahead, trained.metrics)
-    save_lookahead(lookahead, folder, basics.provenance, card, lookahead_figure(trained.log))
+    adapter = lookahead.adapter()
+    card = adapter.card(basics, trained.metrics)
+    adapter.save(folder, basics.provenance, card, {"training.png": lookahead_figure(trained.log)})
 
 
 def _counted(names: Iterable[str]) -> str:
@@ -155,7 +151,7 @@ def _counted(names: Iterable[str]) -> str:
 
 def _start_from(init: str, lookahead: Lookahead) -> None:
     """Load an adapter's weights into a new module, which must have been trained as it is to be."""
-    artifact = load_lookahead(fetch(init))
+    artifact = LookaheadAdapter.from_pretrained(init)
     artifact.check_base(lookahead.model)
     was, now = ({name: getattr(each.settings, name) for name in _SHAPE} for each in (artifact, lookahead))
     require_same(f"init={init}: this adapter was trained", was, now, "give the values that it was trained with")

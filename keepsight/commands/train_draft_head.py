@@ -27,10 +27,7 @@ from keepsight.data_gen.finished import read_training_samples
 from keepsight.data_gen.shards import TrainingSample
 from keepsight.errors import UserError
 from keepsight.files import require_writable
-from keepsight.models.draft_head import DraftHead
-from keepsight.models.draft_head_card import draft_head_card
-from keepsight.models.draft_head_files import WEIGHTS, load_draft_head, save_draft_head
-from keepsight.models.hub import fetch
+from keepsight.models.draft_head import WEIGHTS, DraftHead
 from keepsight.models.targets import Target
 from keepsight.train.draft_head.init import frequent_tokens, new_draft_head
 from keepsight.train.draft_head.objective import DraftHeadObjective
@@ -71,8 +68,8 @@ def run(config: Config) -> None:
     if trainer.is_world_process_zero():
         lengths = [len(each.prompt_ids) + len(each.answer_ids) for each in samples]
         basics = basics_of(config, target, manifest, trainer.trained(), length_summary("tokens of a sample", lengths))
-        card, curves = draft_head_card(basics, trainer.metrics), draft_head_figure(trainer.log_rows())
-        save_draft_head(head, out, basics.provenance, card, curves)
+        card, curves = head.card(basics, trainer.metrics), draft_head_figure(trainer.log_rows())
+        head.save(out, basics.provenance, card, {"training.png": curves})
         print(f"head after step {trainer.state.global_step} in {out}: {metrics_text(trainer.metrics)}")
     require_finished(finished, config, trainer)
 
@@ -83,9 +80,10 @@ def _head(config: Config, target: Target, samples: Sequence[TrainingSample]) -> 
         count = config.draft_head.vocabulary
         vocabulary = frequent_tokens(samples, count, target.end_tokens, vocabulary_size)
         return new_draft_head(target.model, vocabulary, config.draft_head.max_tokens)
-    head = load_draft_head(fetch(config.init), target.model)
-    if not isinstance(head, DraftHead):
-        raise UserError(f"init={config.init}: this is an EAGLE-1 or EAGLE-2 head; only EAGLE-3 heads can be trained")
+    try:
+        head = DraftHead.from_pretrained(config.init, model=target.model)
+    except UserError as error:
+        raise UserError(f"init={config.init}: {error}") from None
     return head.float().train()
 
 

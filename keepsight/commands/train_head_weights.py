@@ -23,7 +23,7 @@ from pathlib import Path
 
 from keepsight.commands.on_answers import Described, OnAnswersConfig, given_to, write_adapter
 from keepsight.commands.training import require_finished
-from keepsight.models.lookahead_card import HEAD_WEIGHTS
+from keepsight.models.card import HEAD_WEIGHTS
 from keepsight.train.eviction.head_weights import HeadWeightsObjective
 from keepsight.train.eviction.trainer import HeadWeightsTrainer
 

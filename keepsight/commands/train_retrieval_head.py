@@ -25,19 +25,19 @@ from keepsight.commands.training import (
 from keepsight.data_gen.finished import read_training_samples
 from keepsight.errors import UserError
 from keepsight.files import require_writable
+from keepsight.models.artifacts import fetch
 from keepsight.models.card import CardBasics
-from keepsight.models.decoder import require_layers_for
+from keepsight.models.draft_head import WEIGHTS as DRAFT_WEIGHTS
 from keepsight.models.draft_head import DraftHead
-from keepsight.models.draft_head_files import WEIGHTS as DRAFT_WEIGHTS
-from keepsight.models.draft_head_files import load_draft_head
-from keepsight.models.hub import fetch
-from keepsight.models.pruning import parameters, pruning
-from keepsight.models.retrieval_card import comparison, retrieval_card
-from keepsight.models.retrieval_head import RetrievalHead
-from keepsight.models.retrieval_head_files import FILES, WEIGHTS, load_retrieval_head, save_retrieval_head
-from keepsight.models.retrieval_target import check_target
+from keepsight.models.model_files import published_name
+from keepsight.models.retrieval_head import (
+    WEIGHTS,
+    RetrievalHead,
+    comparison,
+    pruning,
+    require_layers_for,
+)
 from keepsight.models.targets import Target
-from keepsight.models.versions import published_name
 from keepsight.train.dataset import cut
 from keepsight.train.head_settings import RetrievalHeadSettings
 from keepsight.train.retrieval_head.objective import RetrievalObjective
@@ -95,19 +95,19 @@ def _first_head(config: Config, target: Target, longest: int) -> tuple[Retrieval
     require_layers_for(settings.groups, target.model)
     folder = fetch(config.head)
     try:
-        if any((folder / name).is_file() for name in FILES):
+        if any((folder / name).is_file() for name in RetrievalHead.files):
             head, origin = _distilled(folder, settings), {"distilled further from": published_name(config.head)}
         else:
             head, text = _pruned(folder, settings.features)
             origin = {"pruned from": published_name(config.head), "pruning": text}
-        check_target(head := head.grouped(settings.groups), target.model)
+        (head := head.grouped(settings.groups)).check_model(target.model)
     except UserError as error:
         raise UserError(f"head={config.head}: {error}") from None
     return head.to(target.model.device), origin
 
 
 def _distilled(folder: Path, settings: RetrievalHeadSettings) -> RetrievalHead:
-    head = load_retrieval_head(folder).float().requires_grad_()
+    head = RetrievalHead.load(folder).float().requires_grad_()
     if (own := head.config.features) != settings.features:
         raise UserError(f"it was distilled with features {own}; give retrieval_head.features={own}")
     return head
@@ -115,14 +115,9 @@ def _distilled(folder: Path, settings: RetrievalHeadSettings) -> RetrievalHead:
 
 def _pruned(folder: Path, features: str) -> tuple[RetrievalHead, str]:
     """A draft head, pruned, and how much of it is gone."""
-    draft = load_draft_head(folder)
+    draft = DraftHead.load(folder)
     head = RetrievalHead.from_draft(draft, features).float()
-    assert isinstance(draft, DraftHead)
-    share = pruning(head, draft)
-    text = (
-        f"{share.kept:,} of the draft head's {share.draft:,} parameters stay: {share.gone:.1%} are gone, "
-        f"{share.gone_with_embedding:.1%} counted with the embedding, which is the target's"
-    )
+    text = pruning(head, draft)
     print(text)
     return head, text
 
@@ -133,7 +128,7 @@ def _write(config: Config, trainer: RetrievalTrainer, basics: CardBasics, longes
     head.load_state_dict(trainer.weights())
     first = ("pruned only" if "pruning" in basics.provenance.training else "before") if config.head else "random"
     measured = comparison(*trainer.first_and_last(), first)
-    card = retrieval_card(basics, head.config, parameters(head), measured)
+    card = head.card(basics, measured)
     curves = retrieval_figure(trainer.log_rows())
-    save_retrieval_head(head.to(torch.bfloat16), out, basics.provenance, card, curves)
+    head.to(torch.bfloat16).save(out, basics.provenance, card, {"training.png": curves})
     print(f"retrieval head ({head.config.features}) after step {trainer.state.global_step} in {out}\n{measured}")

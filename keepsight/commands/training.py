@@ -10,13 +10,13 @@ from keepsight.commands.config import Recipe
 from keepsight.data_gen.shards import TrainingSample
 from keepsight.errors import UserError
 from keepsight.files import file_digest, read_json
-from keepsight.models.card import CardBasics
-from keepsight.models.draft_head_files import ORIGIN
-from keepsight.models.hub import check_repo_id, fetch
-from keepsight.models.lookahead_files import CONFIG, Provenance
-from keepsight.models.retrieval_head_files import CONFIG as RETRIEVAL_CONFIG
+from keepsight.models.artifacts import check_repo_id, fetch
+from keepsight.models.card import CardBasics, Provenance
+from keepsight.models.chat import vocabulary_digest
+from keepsight.models.draft_head import ORIGIN
+from keepsight.models.lookahead import CONFIG
+from keepsight.models.retrieval_head import CONFIG as RETRIEVAL_CONFIG
 from keepsight.models.targets import Target
-from keepsight.models.versions import vocabulary_digest
 from keepsight.train.module_trainer import ModuleTrainer
 from keepsight.train.run import TrainingRun
 from keepsight.train.seen import NOTHING, Seen, as_text, from_text

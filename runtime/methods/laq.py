@@ -9,21 +9,16 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from keepsight.errors import UserError, require_whole
-from keepsight.models.offloaded import on_each
+from keepsight.models.decoder import on_each
 from keepsight.runtime.allocate import Budget
-from keepsight.runtime.layer import LayerEntries
-from keepsight.runtime.generate import decode, end_ids, stop_after
 from keepsight.runtime.drafting.observer import until_end
 from keepsight.runtime.evict import Evict
+from keepsight.runtime.generate import decode, end_ids, stop_after
 from keepsight.runtime.importance import Pool, Reduce, observed_attention, reduce_group
-from keepsight.runtime.latents import attended_entries
-from keepsight.runtime.methods.snapkv import SnapKV
-from keepsight.runtime.observe import Observer
-from keepsight.runtime.state import read
-from keepsight.runtime.read_layer import read_layers
-from keepsight.runtime.attention import Softmax
-from keepsight.runtime.state import Needs, State, Trace
-from keepsight.runtime.observe import combine, recorded_queries, window_attention
+from keepsight.runtime.layer import KeptLayer
+from keepsight.runtime.methods.window import SnapKV
+from keepsight.runtime.observe import Observer, combine, recorded_queries, window_attention
+from keepsight.runtime.state import Needs, State, read
 
 _MASKS = ("corrected", "published")
 
@@ -73,19 +68,19 @@ class QueryCache(Observer):
     def _by_layer(self, model: PreTrainedModel, state: State, reduction: str) -> Iterator[Tensor]:
         """Attention [B, H, C] of one layer after the other."""
         guessed, real = self._guess(model, state)
-        rows = held_rows(next(iter(state.trace.queries), None), self.window) if self.window else 0
-        window_mask = None if state.tokens_mask is None else state.tokens_mask[:, state.tokens.shape[1] - rows :]
+        layers, rows = state.layers, 0
+        windows = [recorded_queries(layer, self.window) for layer in layers] if self.window else []
+        if windows:
+            rows = windows[0].queries.shape[2]
         if self.mask == "published":
-            both = [
-                torch.cat([before[:, :, before.shape[2] - rows :], after], dim=2)
-                for before, after in zip(state.trace.queries, guessed, strict=True)
-            ]
-            seen = real.new_ones(len(real), rows) if window_mask is None else window_mask
-            yield from _under_triangle(model, state, both, torch.cat([seen, real], dim=1), reduction)
+            before = [each.queries for each in windows] or [each[:, :, :0] for each in guessed]
+            both = [torch.cat(pair, dim=2) for pair in zip(before, guessed, strict=True)]
+            mask = windows[0].query_mask if windows else None
+            seen = real.new_ones(len(real), rows) if mask is None else mask
+            yield from _under_triangle(layers, both, torch.cat([seen, real], dim=1), reduction)
             return
-        parts = guessed, attended_entries(model, state), state.trace.softmax, read_layers(model, state)
-        for queries, each, softmax, layer in zip(*parts, strict=True):
-            of_guess = _from_beyond(queries, each, softmax, real, reduction)
+        for queries, layer in zip(guessed, layers, strict=True):
+            of_guess = _from_beyond(queries, layer, real, reduction)
             of_window = window_attention(layer, rows, reduction) if rows else None
             yield of_guess if of_window is None else combine(of_window, of_guess, rows, real, reduction)
 
@@ -101,7 +96,7 @@ class QueryCache(Observer):
     def bound(self, budget: int | float, sinks: int, window: int) -> Observer:
         return replace(self, budget=budget) if self.budget is None else self
 
-    def _guess(self, model: PreTrainedModel, state: State) -> tuple[tuple[Tensor, ...], Tensor]:
+    def _guess(self, model: PreTrainedModel, state: State) -> tuple[list[Tensor], Tensor]:
         """The guess's queries [B, H, T, d] of each layer, and which of them are real, [B, T] bool."""
         if self.budget is None:
             raise UserError(
@@ -109,22 +104,24 @@ class QueryCache(Observer):
                 "QueryCache(budget=64), or observe with a method, whose budget it takes"
             )
         small = SnapKV(self.budget, window=self.first_window, pool=self.first_pool).compress(model, state)
-        small = replace(small, trace=Trace(Needs(window=self.lookahead)))  # from here on the guess's queries alone
+        small = small.unrecorded(Needs(window=self.lookahead))  # from here on the guess's queries alone
         end = end_ids(model)
         guess = decode(model, small, stop_after(self.lookahead, end), pad_token=0)
         after, _ = read(model, guess.state, guess.ids[:, -1:])
         real = None if end is None else until_end(guess.ids, end)
-        return after.trace.queries, torch.ones_like(guess.ids, dtype=torch.bool) if real is None else real
+        queries = [recorded_queries(layer, self.lookahead).queries for layer in after.layers]
+        return queries, torch.ones_like(guess.ids, dtype=torch.bool) if real is None else real
 
 
-def _from_beyond(queries: Tensor, layer: LayerEntries, softmax: Softmax, real: Tensor, reduction: str) -> Tensor:
+def _from_beyond(queries: Tensor, layer: KeptLayer, real: Tensor, reduction: str) -> Tensor:
     """Attention [B, H, C] of queries [B, H, T, d] that see every entry and not each other."""
     heads, rows = queries.shape[1:3]
     # Each query becomes a head of its own, so that there is no causal mask between them.
     apart = queries.flatten(1, 2)[:, :, None]
+    softmax, seen = layer.softmax, layer.attended()
     sinks = None if softmax.sinks is None else softmax.sinks.repeat_interleave(rows)
     softmax = softmax._replace(sinks=sinks)
-    weights = observed_attention(apart, layer.keys, softmax, layer.keys.shape[2], key_mask=layer.real)
+    weights = observed_attention(apart, seen.keys, softmax, seen.keys.shape[2], key_mask=seen.real)
     real = real.to(weights.device)
     weights = weights.unflatten(1, (heads, rows)) * real[:, None, :, None]
     if reduction == "max":
@@ -132,19 +129,18 @@ def _from_beyond(queries: Tensor, layer: LayerEntries, softmax: Softmax, real: T
     return weights.sum(dim=2) / real.sum(dim=1)[:, None, None]
 
 
-def _under_triangle(
-    model: PreTrainedModel, state: State, queries: list[Tensor], real: Tensor, reduction: str
-) -> Iterator[Tensor]:
+def _under_triangle(layers: list[KeptLayer], queries: list[Tensor], real: Tensor, reduction: str) -> Iterator[Tensor]:
     """Attention [B, H, C] of each layer, as if the queries [B, H, q, d] were those of the last q entries."""
     order = real.long().argsort(dim=1, stable=True)  # padding first, so that every row ends at its last entry
     place_on = on_each(order[:, None, :, None])
-    for each, layer, softmax in zip(queries, attended_entries(model, state), state.trace.softmax, strict=True):
+    for each, layer in zip(queries, layers, strict=True):
+        seen = layer.attended()
         yield observed_attention(
             each.gather(2, place_on(each.device).expand_as(each)),
-            layer.keys,
-            softmax,
-            layer.keys.shape[2],
-            key_mask=layer.real,
+            seen.keys,
+            layer.softmax,
+            seen.keys.shape[2],
+            key_mask=seen.real,
             query_mask=real.gather(1, order),
             reduction=reduction,
         )

@@ -8,8 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from typing_extensions import override
 
-from keepsight.models.hub import fetch
-from keepsight.models.lookahead_files import Artifact, load_lookahead
+from keepsight.models.lookahead import LookaheadAdapter
 from keepsight.runtime.allocate import Adaptive, Allocation, Global, Uniform
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.importance import Pool, Reduce
@@ -25,7 +24,7 @@ class SoftTokens(Observer):
         artifact: The adapter.
     """
 
-    artifact: Artifact
+    artifact: LookaheadAdapter
 
     @override
     def __call__(self, model: PreTrainedModel, state: State, reduce: Reduce) -> list[Tensor]:
@@ -63,13 +62,13 @@ class LookaheadKV(Evict):
         Raises:
             UserError: the adapter cannot be had, is corrupt, or an option is out of range.
         """
-        artifact = load_lookahead(fetch(str(adapter), revision))
+        artifact = LookaheadAdapter.from_pretrained(adapter, revision=revision)
         if tokenizer is not None:
             artifact.check_tokenizer(tokenizer)
         return cls(budget, **parts_of(artifact) | options)
 
 
-def parts_of(artifact: Artifact) -> dict[str, Any]:
+def parts_of(artifact: LookaheadAdapter) -> dict[str, Any]:
     """The observer of an adapter, and the reduction, weighting, pooling and allocation that its settings name."""
     settings = artifact.settings
     return {
@@ -81,7 +80,7 @@ def parts_of(artifact: Artifact) -> dict[str, Any]:
     }
 
 
-def _allocation(artifact: Artifact) -> Allocation:
+def _allocation(artifact: LookaheadAdapter) -> Allocation:
     settings = artifact.settings
     if settings.floor is None:
         return Uniform()

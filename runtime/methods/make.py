@@ -13,8 +13,8 @@ from typing import Any
 
 from keepsight.errors import UserError
 from keepsight.runtime.drafting.observer import DraftObserver
-from keepsight.runtime.importance import NO_POOL, Pool, Reduce
 from keepsight.runtime.generate import Method
+from keepsight.runtime.importance import NO_POOL, Pool, Reduce
 from keepsight.runtime.methods.llmlingua import Package
 from keepsight.runtime.methods.lookaheadkv import LookaheadKV, parts_of
 from keepsight.runtime.methods.registry import ALLOCATIONS, DRAFTERS, METHODS, OBSERVERS

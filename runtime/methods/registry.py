@@ -1,35 +1,37 @@
 """Every method, observer, drafter and allocation by name; adding a row here makes it known to all commands."""
 
-from keepsight.runtime.allocate import Adaptive, Allocation, Global, Uniform
+from keepsight.runtime.allocate import Adaptive, Allocation, Global, Pyramid, Uniform
 from keepsight.runtime.drafting.observer import Drafter, DraftObserver
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.generate import FullCache, Method
-from keepsight.runtime.methods.adakv import AdaKV
 from keepsight.runtime.methods.dapq import ConstantText, DapQ, PromptEnds, RandomTokens
 from keepsight.runtime.methods.exact_topk import ExactTopK
-from keepsight.runtime.methods.h2o import H2O, ReceivedAttention
-from keepsight.runtime.methods.key_norm import KeyNorm, ShortKeys
 from keepsight.runtime.methods.kivi import Kivi
-from keepsight.runtime.methods.lacache import LaCache, Ladder
 from keepsight.runtime.methods.laq import LAQ, LAQPlus, QueryCache
 from keepsight.runtime.methods.llmlingua import LLMLingua2
 from keepsight.runtime.methods.lookaheadkv import LookaheadKV, SoftTokens
 from keepsight.runtime.methods.oracle import Oracle, OwnAnswer
-from keepsight.runtime.methods.pyramidkv import PyramidKV
+from keepsight.runtime.methods.positions import (
+    Earliness,
+    KeyNorm,
+    LaCache,
+    Ladder,
+    RandomEntries,
+    RandomScores,
+    Recency,
+    ShortKeys,
+    StreamingLLM,
+)
 from keepsight.runtime.methods.quest import Quest
-from keepsight.runtime.methods.random_entries import RandomEntries, RandomScores
 from keepsight.runtime.methods.sentence_similarity import SentenceSimilarity
-from keepsight.runtime.methods.snapkv import PromptWindow, SnapKV
 from keepsight.runtime.methods.specache import SpeCache
 from keepsight.runtime.methods.speckv import ModelDrafter, SpecKV
 from keepsight.runtime.methods.speckvpc import SpecKVPC
 from keepsight.runtime.methods.specontext import SpeContext
 from keepsight.runtime.methods.specpc import SpecPC
-from keepsight.runtime.methods.streamingllm import Earliness, Recency, StreamingLLM
-from keepsight.runtime.methods.tova import TOVA
 from keepsight.runtime.methods.truncation import Truncation
+from keepsight.runtime.methods.window import H2O, TOVA, AdaKV, PromptWindow, PyramidKV, ReceivedAttention, SnapKV
 from keepsight.runtime.observe import Observer
-from keepsight.runtime.allocate import Pyramid
 
 METHODS: dict[str, type[Method]] = {
     "full": FullCache,

@@ -11,10 +11,8 @@ from typing_extensions import override
 
 from keepsight.errors import UserError
 from keepsight.models.draft_sources import DraftHeadSource, DraftSource
-from keepsight.models.hub import fetch
-from keepsight.models.lookahead_files import Artifact, load_lookahead
+from keepsight.models.lookahead import LookaheadAdapter
 from keepsight.models.retrieval_head import RetrievalHead
-from keepsight.models.retrieval_head_files import load_retrieval_head
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,7 @@ class Resources:
     target: PreTrainedModel | None = None
 
     @cached_property
-    def artifact(self) -> Artifact:
+    def artifact(self) -> LookaheadAdapter:
         """The adapter, loaded.
 
         Raises:
@@ -57,11 +55,11 @@ class Resources:
         """
         if self.adapter is None:
             raise UserError("needs adapter=FOLDER_OR_HUB_ID; train one with train_lookahead.py")
-        artifact = load_lookahead(fetch(str(self.adapter)))
+        artifact = LookaheadAdapter.from_pretrained(self.adapter)
         self.check(artifact)
         return artifact
 
-    def check(self, artifact: Artifact) -> None:
+    def check(self, artifact: LookaheadAdapter) -> None:
         """Warn, where the target's tokenizer is known, of another one than the adapter's."""
         if isinstance(self.tokenizer, PreTrainedTokenizerBase):
             artifact.check_tokenizer(self.tokenizer)
@@ -75,7 +73,7 @@ class Resources:
         """
         if self.retrieval is None:
             raise UserError("needs retrieval=FOLDER_OR_HUB_ID; train one with train_retrieval_head.py")
-        head = load_retrieval_head(fetch(str(self.retrieval)), self.target)
+        head = RetrievalHead.from_pretrained(self.retrieval, model=self.target)
         if self.target is not None:
             head.config = replace(head.config, feature_layers=head.layers_of(self.target) or None)
         return head
@@ -126,7 +124,7 @@ def bind(part: Any, resources: Resources) -> Any:
     Raises:
         UserError: a resource cannot be had, or is for another target.
     """
-    if isinstance(part, Artifact):
+    if isinstance(part, LookaheadAdapter):
         resources.check(part)
         return part
     if isinstance(part, Later):

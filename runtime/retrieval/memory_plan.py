@@ -15,6 +15,7 @@ from typing import ClassVar
 from transformers import PreTrainedModel
 
 from keepsight.errors import UserError
+from keepsight.files import size_text
 from keepsight.models.decoder import head_width
 from keepsight.runtime.layer import GROWTH, ROOM
 from keepsight.units import size_text

@@ -8,14 +8,14 @@ import pytest
 from keepsight.commands import bench
 from keepsight.commands.cli import COMMANDS, main
 from keepsight.eval.report.panels import FORMATS
+from keepsight.models.card import Provenance
 from keepsight.models.lookahead import Lookahead
-from keepsight.models.lookahead_files import Provenance, save_lookahead
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.models.targets import load_target
 from tests.tiny import save_tiny_target
 
 ALL_COMMANDS = [name for name in COMMANDS if name != "bench"] + [f"bench {name}" for name in bench.COMMANDS]
-WITHOUT_RECIPE = {"convert", "push"}
+WITHOUT_RECIPE = {"push"}
 DATA = ["limit=6", "shard_size=2", "max_new_tokens=4", "mixture=mixture.yaml", "out=data"]
 NEEDLES = ["tasks=[niah_single]", "lengths=[320]", "samples=3", "budgets=[40,0.25]", "max_new_tokens=6"]
 
@@ -65,7 +65,7 @@ def save_target_and_adapter(folder: Path) -> None:
     """`tiny` and `adapter` in the folder, named as a user in that folder would name them."""
     save_tiny_target(folder / "tiny")
     module = Lookahead(load_target(str(folder / "tiny"), device="cpu").model, LookaheadSettings(tokens=4, rank=2))
-    save_lookahead(module, folder / "adapter", Provenance("tiny"), "---\nlicense: apache-2.0\n---\n# Card\n")
+    module.adapter().save(folder / "adapter", Provenance("tiny"), "---\nlicense: apache-2.0\n---\n# Card\n")
 
 
 def files_of_run(folder: Path) -> set[str]:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from keepsight.commands import ablate
-from keepsight.models.lookahead_files import load_lookahead
+from keepsight.models.lookahead import LookaheadAdapter
 from keepsight.models.targets import load_target
 from tests.commands.commands import CommandLine, tree
 from tests.train.runs import rows, write_data
@@ -27,7 +27,7 @@ def test_it_leaves_an_adapter_for_each_cell_a_table_and_a_plot(keepsight: Comman
     names = ["tokens2-rank0", "tokens2-rank2", "tokens4-rank0", "tokens4-rank2"]
     assert sorted(path.name for path in Path("ablation/cells").iterdir()) == names
     for name in names:
-        artifact = load_lookahead(Path("ablation/cells", name))
+        artifact = LookaheadAdapter.load(Path("ablation/cells", name))
         assert name == f"tokens{artifact.settings.tokens}-rank{artifact.settings.rank}"
         assert artifact.provenance.training["steps"] == 2
         assert f": {name}" in Path("ablation/cells", name, "README.md").read_text()
@@ -61,7 +61,7 @@ def test_the_modules_that_get_a_lora_can_vary(keepsight: CommandLine, data: Path
     assert [*parameters] == [f"targets{name}" for name in names]
     assert parameters["targetsnone"] == 4 * 32 < parameters["targetsqv"] < parameters["targetsall"]
     for name, expected in names.items():
-        artifact = load_lookahead(Path("ablation/cells", f"targets{name}"))
+        artifact = LookaheadAdapter.load(Path("ablation/cells", f"targets{name}"))
         assert name == "+".join(artifact.settings.targets)
         adapted = {tensor.rpartition(".lora_")[0].rpartition(".")[2] for tensor in artifact.lora}
         assert len(adapted) == 7 if expected is None else adapted == expected

@@ -4,10 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from keepsight.models.draft_head_files import save_draft_head
-from keepsight.models.lookahead_files import Provenance
+from keepsight.models.card import Provenance
 from keepsight.models.retrieval_head import RetrievalHead
-from keepsight.models.retrieval_head_files import save_retrieval_head
 from tests.commands.commands import CommandLine
 from tests.runtime.retrieval.heads import tiny_head
 
@@ -18,9 +16,9 @@ SMALL = ("bench", "retrieve", *TINY, "lengths=[200]", "budgets=[40,64]", "repeat
 @pytest.fixture
 def head(here: Path) -> None:
     draft = tiny_head(512)
-    save_draft_head(draft, here / "draft", Provenance("tiny"), "# Card\n")
+    draft.save(here / "draft", Provenance("tiny"), "# Card\n")
     made = RetrievalHead.from_draft(draft, "previous-step")
-    save_retrieval_head(made, here / "head", Provenance("tiny"), "# Card\n")
+    made.save(here / "head", Provenance("tiny"), "# Card\n")
 
 
 @pytest.mark.usefixtures("head")

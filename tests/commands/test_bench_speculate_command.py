@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from keepsight.models.draft_head_files import save_draft_head
-from keepsight.models.lookahead_files import Provenance
+from keepsight.models.card import Provenance
 from tests.commands.commands import DATA, NEEDLES, CommandLine
 from tests.runtime.retrieval.heads import tiny_head
 
@@ -15,7 +14,7 @@ SMALL = ("bench", "speculate", *TINY, "tokens=320", "answer_tokens=6", "samples=
 
 @pytest.fixture(autouse=True)
 def head(here: Path) -> Path:
-    save_draft_head(tiny_head(512), here / "head", Provenance("tiny"), "# Card\n")
+    tiny_head(512).save(here / "head", Provenance("tiny"), "# Card\n")
     return here / "head"
 
 

@@ -17,7 +17,7 @@ from keepsight.commands import inspect as inspection
 from keepsight.commands.config import Recipe, parse
 from keepsight.commands.config_keys import describe
 from keepsight.errors import UserError
-from keepsight.models.licenses import LICENSES
+from keepsight.models.card import LICENSES
 from keepsight.train import settings
 from tests.commands.commands import ALL_COMMANDS, WITHOUT_RECIPE
 

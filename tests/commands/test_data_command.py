@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 
 from keepsight.data_gen import shard_writer
-from keepsight.files import append_lines, read_json, read_jsonl
-from keepsight.locks import one_writer
-from keepsight.models import locate
+from keepsight.files import append_lines, one_writer, read_json, read_jsonl
+from keepsight.models import model_files
 from tests.commands.commands import DATA, CommandLine, tree
 from tests.launch import launch
 
@@ -156,7 +155,7 @@ def test_a_packaged_file_stands_for_its_own_id_alone(
 ) -> None:
     """Another model's answers would be written under the name that was asked for."""
     before = tree(here)
-    monkeypatch.setattr(locate, "hub_answers", lambda: False)
+    monkeypatch.setattr(model_files, "hub_answers", lambda: False)
     keys = {"data": ["out=data"], "eval": ["out=eval", "tasks=[niah_single]"], "plan": ["memory=24GiB"]}[command]
     complaint = keepsight.fails(command, "model.id=ada/other", *keys)
     assert complaint.startswith(

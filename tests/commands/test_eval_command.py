@@ -17,8 +17,7 @@ from keepsight.commands.cli import main
 from keepsight.commands.config import parse
 from keepsight.commands.variants import variants_of
 from keepsight.eval.tasks.task_files import RULER_METRIC
-from keepsight.files import append_lines, read_jsonl, write_json, write_lines
-from keepsight.locks import one_writer
+from keepsight.files import append_lines, one_writer, read_jsonl, write_json, write_lines
 from keepsight.models.chat import chat_text
 from keepsight.runtime import methods as known
 from keepsight.runtime.allocate import Adaptive

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from keepsight import LookaheadKV
-from keepsight.models.lookahead_files import ADAPTER, CONFIG, TOKENS, load_lookahead
+from keepsight.models.lookahead import ADAPTER, CONFIG, TOKENS, LookaheadAdapter
 from keepsight.models.targets import load_target
 from keepsight.runtime.state import prefill
 from tests.commands.commands import CommandLine
@@ -23,7 +23,7 @@ def test_tensors_and_weights_learn_and_every_command_takes_the_adapter(keepsight
     keepsight(*WEIGHTS, *LEARN)
     printed = keepsight(*GIVEN, *TUNE, "adapter=weighted")
     assert "adapter after step 2 in finetuned: excess_nll_at_6" in printed
-    before, after = load_lookahead(Path("weighted")), load_lookahead(Path("finetuned"))
+    before, after = LookaheadAdapter.load(Path("weighted")), LookaheadAdapter.load(Path("finetuned"))
     assert before.head_weights != after.head_weights and not torch.equal(before.tokens, after.tokens)
     assert {*before.lora} == {*after.lora}
     assert any(not torch.equal(each, after.lora[name]) for name, each in before.lora.items())

@@ -12,7 +12,7 @@ from keepsight.commands import eval as evaluation
 from keepsight.data_gen.shard_writer import ShardWriter
 from keepsight.files import file_digest, read_json, read_jsonl, write_lines
 from keepsight.models.hub import plan_upload
-from keepsight.models.lookahead_files import FILES, load_lookahead
+from keepsight.models.lookahead import LookaheadAdapter
 from keepsight.models.targets import Target
 from keepsight.train.lookahead.objective import LookaheadObjective
 from tests.close import assert_close
@@ -76,7 +76,7 @@ def test_stopped_in_every_stage_it_ends_as_if_it_had_not_been(
     card = (fitted / "README.md").read_text()
     assert card.count("## Evaluation") == 1 and "| LookaheadKV |" in card.replace("lookaheadkv", "LookaheadKV")
     upload = plan_upload(fitted, "ada/tiny")
-    assert {*FILES, "README.md", "evaluation.png", "training.png"} == {*upload.files}
+    assert {*LookaheadAdapter.files, "README.md", "evaluation.png", "training.png"} == {*upload.files}
     monkeypatch.setattr(evaluation, "run", lambda _: None)
     keepsight(*FIT, "out=fitted")
     assert (fitted / "README.md").read_text() == card
@@ -111,7 +111,7 @@ def test_two_processes_do_what_one_does(keepsight: CommandLine, here: Path) -> N
     assert result.returncode == 0, result.stderr[-4000:]
     keepsight(*given, "out=one")
     assert read_json(here / "two/adapter/training/settings.json")["launch.processes"] == 2
-    one, two = (load_lookahead(here / name / "adapter") for name in ("one", "two"))
+    one, two = (LookaheadAdapter.load(here / name / "adapter") for name in ("one", "two"))
     assert_close(two.tokens, one.tokens)
     for name, value in one.lora.items():
         assert_close(two.lora[name], value)

@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 
 from keepsight.files import read_jsonl
-from keepsight.models.draft_head_files import save_draft_head
-from keepsight.models.lookahead_files import Provenance
-from keepsight.models.retrieval_head_files import load_retrieval_head, save_retrieval_head
+from keepsight.models.card import Provenance
+from keepsight.models.retrieval_head import RetrievalHead
 from keepsight.models.targets import load_target
 from tests.commands.commands import CommandLine
 from tests.models.retrieval_heads import tiny_draft_head, tiny_retrieval_head
@@ -22,8 +21,8 @@ def heads(here: Path) -> Path:
     """`retrieval`, a retrieval head for `tiny`, and `draft`, a draft head for it."""
     vocabulary = load_target(str(here / "tiny"), device="cpu").model.config.vocab_size
     shape = {"vocab_size": vocabulary, "max_position_embeddings": 4096}
-    save_retrieval_head(tiny_retrieval_head(**shape), here / "retrieval", Provenance("tiny"), "# Card\n")
-    save_draft_head(tiny_draft_head(**shape), here / "draft", Provenance("tiny"), "# Card\n")
+    tiny_retrieval_head(**shape).save(here / "retrieval", Provenance("tiny"), "# Card\n")
+    tiny_draft_head(**shape).save(here / "draft", Provenance("tiny"), "# Card\n")
     return here
 
 
@@ -42,8 +41,8 @@ def test_methods_heads_and_bounds_have_a_row_each(keepsight: CommandLine, here: 
 
 
 def test_groups_of_layers_have_a_bound_of_their_own(keepsight: CommandLine, here: Path, heads: Path) -> None:
-    head = load_retrieval_head(heads / "retrieval").grouped(2)
-    save_retrieval_head(head, heads / "groups", Provenance("tiny"), "# Card\n")
+    head = RetrievalHead.load(heads / "retrieval").grouped(2)
+    head.save(heads / "groups", Provenance("tiny"), "# Card\n")
     options = "methods=[specontext]", "retrieval=retrieval", "heads={groups: groups}", "budgets=[64]", *SHORT
     keepsight("hits", *TINY, *options)
     rows = {row["name"]: row for row in read_jsonl(here / "out" / "hits.jsonl")}

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from keepsight.files import read_jsonl
+from keepsight.models.card import Provenance
 from keepsight.models.lookahead import Lookahead
-from keepsight.models.lookahead_files import Provenance, save_lookahead
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.models.targets import load_target
 from tests.commands.commands import CommandLine
@@ -19,7 +19,7 @@ def test_milebench(keepsight: CommandLine, tmp_path: Path, monkeypatch: pytest.M
     save_pictured_target(Path("vl"))
     save_pictured_target(Path("draft"), seed=7)
     module = Lookahead(load_target("vl", device="cpu").model, LookaheadSettings(tokens=4, rank=2))
-    save_lookahead(module, Path("adapter"), Provenance("vl"), "# Card\n")
+    module.adapter().save(Path("adapter"), Provenance("vl"), "# Card\n")
     rows = [row(0, "{image#1}{image#2}What is new?", ["a.png", "b2.png"], "a tree", ["a tree", "a house"])]
     write_data_set(Path("data"), "MovingDirection", "multi-choice", rows)
     run = ("model.id=vl", "model.device=cpu", "adapter=adapter", "draft.layers=null", "draft.id=draft", "out=out")

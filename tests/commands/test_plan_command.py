@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig
 
 from keepsight.commands import plan as command
-from keepsight.models import locate
+from keepsight.models import model_files
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.runtime.retrieval.memory_plan import MemoryPlan
 from keepsight.train.lookahead.plan import plan_step
@@ -123,7 +123,7 @@ def test_bad_input(keepsight: CommandLine, here: Path, monkeypatch: pytest.Monke
 
 
 def test_no_hub(keepsight: CommandLine, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(locate, "hub_answers", lambda: False)
+    monkeypatch.setattr(model_files, "hub_answers", lambda: False)
     message = keepsight.fails("plan", "recipe=llama8b", "memory=24GiB", "model.id=nobody/nothing")
     words = (
         "model 'nobody/nothing' is no folder, is not in the Hub's cache, and the Hub does not answer; give a folder "

@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 
 from keepsight.files import read_json, read_jsonl, write_json
-from keepsight.models.draft_head_files import save_draft_head
-from keepsight.models.lookahead_files import Provenance
-from keepsight.models.retrieval_head_files import CONFIG, save_retrieval_head
+from keepsight.models.card import Provenance
+from keepsight.models.retrieval_head import CONFIG
 from keepsight.models.targets import load_target
 from tests.commands.commands import CommandLine
 from tests.models.retrieval_heads import tiny_draft_head, tiny_retrieval_head
@@ -22,7 +21,7 @@ def head(here: Path) -> Path:
     """A retrieval head for `tiny`."""
     vocabulary = load_target(str(here / "tiny"), device="cpu").model.config.vocab_size
     made = tiny_retrieval_head(vocab_size=vocabulary, max_position_embeddings=4096)
-    save_retrieval_head(made, here / "head", Provenance("tiny"), "# Card\n")
+    made.save(here / "head", Provenance("tiny"), "# Card\n")
     return here / "head"
 
 
@@ -58,8 +57,8 @@ def test_bad_heads_are_named(keepsight: CommandLine, here: Path, head: Path) -> 
     assert "method 'specontext': shipped:nothing: keepsight ships no such artifact" in keepsight.fails(
         "eval", *specontext, "retrieval=shipped:nothing"
     )
-    save_retrieval_head(tiny_retrieval_head(), here / "other", Provenance("other"), "# Card\n")
-    assert "this retrieval head is for another target than" in keepsight.fails("eval", *specontext, "retrieval=other")
+    tiny_retrieval_head().save(here / "other", Provenance("other"), "# Card\n")
+    assert "this retrieval head is for another model than" in keepsight.fails("eval", *specontext, "retrieval=other")
     values = read_json(head / CONFIG)
     write_json(head / CONFIG, values | {"digests": {}})
     assert "head" in keepsight.fails("eval", *specontext, "retrieval=head")
@@ -68,7 +67,7 @@ def test_bad_heads_are_named(keepsight: CommandLine, here: Path, head: Path) -> 
 
 def test_a_draft_head_is_a_draft(keepsight: CommandLine, here: Path) -> None:
     vocabulary = load_target(str(here / "tiny"), device="cpu").model.config.vocab_size
-    save_draft_head(tiny_draft_head(vocab_size=vocabulary), here / "draft", Provenance("tiny"), "# Card\n")
+    tiny_draft_head(vocab_size=vocabulary).save(here / "draft", Provenance("tiny"), "# Card\n")
     speckv = *TINY, "methods=[speckv]", "budgets=[40]", "samples=1", "max_new_tokens=4", "draft.head=draft"
     keepsight("eval", *speckv, "draft.layers=null")
     assert [row["method"] for row in read_jsonl(here / "out" / "results.jsonl")] == ["full", "speckv"]

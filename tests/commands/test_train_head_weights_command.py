@@ -8,7 +8,7 @@ import torch
 from keepsight import LookaheadKV
 from keepsight.errors import UserError
 from keepsight.files import read_json, write_json
-from keepsight.models.lookahead_files import ADAPTER, CONFIG, TOKENS, load_lookahead
+from keepsight.models.lookahead import ADAPTER, CONFIG, TOKENS, LookaheadAdapter
 from keepsight.models.targets import load_target
 from keepsight.runtime.allocate import Global
 from keepsight.runtime.state import prefill
@@ -33,7 +33,7 @@ def adapter(keepsight: CommandLine, here: Path) -> Path:
 def test_the_adapter_gets_weights_that_every_command_takes(keepsight: CommandLine, adapter: Path) -> None:
     printed = keepsight(*GIVEN, *LEARN)
     assert "adapter after step 2 in weighted: excess_nll_at_6" in printed
-    plain, weighted = load_lookahead(adapter), load_lookahead(Path("weighted"))
+    plain, weighted = LookaheadAdapter.load(adapter), LookaheadAdapter.load(Path("weighted"))
     assert plain.head_weights is None and weighted.head_weights is not None
     weights = torch.tensor(weighted.head_weights)
     assert weights.shape == (3, 2) and weights.std() > 0.01
@@ -100,7 +100,7 @@ def test_bad_input_is_one_line(keepsight: CommandLine, adapter: Path) -> None:
 def test_damaged_weights_are_named(adapter: Path, weights: object, problem: str) -> None:
     write_json(adapter / CONFIG, read_json(adapter / CONFIG) | {"head_weights": weights})
     with pytest.raises(UserError, match=problem) as refused:
-        load_lookahead(adapter)
+        LookaheadAdapter.load(adapter)
     assert str(adapter / CONFIG) in str(refused.value) and "\n" not in str(refused.value)
 
 

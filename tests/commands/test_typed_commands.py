@@ -14,9 +14,7 @@ import pytest
 
 from keepsight.commands.lm_eval import run_harness
 from keepsight.files import write_lines, write_text
-from keepsight.models.draft_head_files import save_draft_head
-from keepsight.models.lookahead_files import Provenance
-from keepsight.models.retrieval_head_files import save_retrieval_head
+from keepsight.models.card import Provenance
 from keepsight.models.targets import load_target
 from keepsight.runtime.methods import METHODS
 from tests.commands.commands import CommandLine
@@ -81,8 +79,8 @@ def make_models() -> None:
     for adapter in ("runs/adapter", "runs/weighted"):
         save(random_on(target.model, shape), Path(adapter), "runs/model")
     size = {"vocab_size": target.model.config.vocab_size, "max_position_embeddings": 4096}
-    save_draft_head(tiny_draft_head(**size), Path("runs/draft-head"), Provenance("runs/model"), "# Card\n")
-    save_retrieval_head(tiny_retrieval_head(**size), Path("runs/retrieval"), Provenance("runs/model"), "# Card\n")
+    tiny_draft_head(**size).save(Path("runs/draft-head"), Provenance("runs/model"), "# Card\n")
+    tiny_retrieval_head(**size).save(Path("runs/retrieval"), Provenance("runs/model"), "# Card\n")
     write_data(Path("runs/data"), target)
     save_pictured_target(Path("runs/vl"))
     save_pictured_target(Path("runs/vl-draft"), seed=7)

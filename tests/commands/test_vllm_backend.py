@@ -10,7 +10,7 @@ import torch
 
 from keepsight.commands import data
 from keepsight.files import read_json, read_jsonl, write_json
-from keepsight.models import locate
+from keepsight.models import model_files
 from keepsight.models.targets import load_target
 from tests.commands.commands import DATA, CommandLine
 
@@ -111,9 +111,9 @@ def test_a_packaged_target_is_read_from_its_folder(
     keepsight: CommandLine, here: Path, engine: Vllm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM knows nothing of the package, and would ask the Hub for the id."""
-    monkeypatch.setattr(locate, "hub_answers", lambda: False)
-    monkeypatch.setattr(locate, "packaged_file", Path)
-    monkeypatch.setattr(locate, "dequantised", lambda path, digest: (here / "tiny", "sha256:packed"))
+    monkeypatch.setattr(model_files, "hub_answers", lambda: False)
+    monkeypatch.setattr(model_files, "packaged_file", Path)
+    monkeypatch.setattr(model_files, "dequantised", lambda path, digest: (here / "tiny", "sha256:packed"))
     packaged = ("model.id=ada/tiny", "model.packaged=package/tiny.gguf", "model.packaged_id=ada/tiny", "adapter=null")
     keepsight("data", *packaged, *DATA, "backend=vllm", "out=vllm")
     assert [each["model"] for each in engine.made] == [str(here / "tiny")]

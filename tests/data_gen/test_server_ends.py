@@ -16,8 +16,7 @@ from keepsight.data_gen.generate import generate_data
 from keepsight.data_gen.mixture import Mixture
 from keepsight.errors import UserError
 from keepsight.files import read_json, read_jsonl
-from keepsight.models.outline import outline_target
-from keepsight.models.targets import Target
+from keepsight.models.targets import Target, outline_target
 from tests.data_gen.served import Heard, Reply, client, server, speaks
 
 pytestmark = pytest.mark.usefixtures("no_waiting")

@@ -18,8 +18,7 @@ from keepsight.data_gen.mixture import Mixture
 from keepsight.data_gen.server import Server, ServerSettings
 from keepsight.errors import UserError
 from keepsight.files import read_jsonl
-from keepsight.models.outline import outline_target
-from keepsight.models.targets import load_target
+from keepsight.models.targets import load_target, outline_target
 from tests.data_gen.serving import free_port, serving
 from tests.tiny import save_tiny_target
 

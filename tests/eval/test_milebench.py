@@ -17,12 +17,11 @@ from keepsight.eval.tasks.benchmark import TaskRequest
 from keepsight.eval.tasks.milebench import MileBench
 from keepsight.eval.tasks.registry import Benchmarks, make_all
 from keepsight.eval.tasks.samples import RenderedSample, render_apart
+from keepsight.models.card import Provenance
 from keepsight.models.draft_sources import load_draft
 from keepsight.models.lookahead import Lookahead
-from keepsight.models.lookahead_files import Provenance, save_lookahead
 from keepsight.models.lookahead_settings import LookaheadSettings
-from keepsight.models.processors import processor_of
-from keepsight.models.targets import Target, load_target
+from keepsight.models.targets import Target, load_target, processor_of
 from keepsight.runtime.drafting.observer import DraftObserver
 from keepsight.runtime.generate import generate
 from keepsight.runtime.generate import FullCache
@@ -107,7 +106,7 @@ def test_the_digest_depends_on_the_files(target: Target, folder: Path) -> None:
 def variants(target: Target, tmp_path_factory: pytest.TempPathFactory) -> list[Variant]:
     adapter, draft = tmp_path_factory.mktemp("adapter"), save_pictured_target(tmp_path_factory.mktemp("draft"), seed=7)
     module = Lookahead(load_target(target.name, device="cpu").model, LookaheadSettings(tokens=4, rank=2))
-    save_lookahead(module, adapter, Provenance(target.name), "# Card\n")
+    module.adapter().save(adapter, Provenance(target.name), "# Card\n")
     source = load_draft(str(draft), target, dtype="float32", device="cpu")
     return [
         Variant("snapkv", SnapKV(24, window=8)),

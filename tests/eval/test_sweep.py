@@ -17,8 +17,8 @@ from keepsight.eval.rows import Variant
 from keepsight.eval.run_samples import check_samples, run_sample
 from keepsight.eval.sweep import sweep
 from keepsight.eval.tasks.samples import Sample, render
+from keepsight.models.card import Provenance
 from keepsight.models.lookahead import Lookahead
-from keepsight.models.lookahead_files import Provenance, save_lookahead
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.models.targets import Target, load_target
 from keepsight.runtime.state import cache_bytes
@@ -45,7 +45,7 @@ OTHER = replace(SAMPLE, id="two", prompt=TEXT[:170] + "for i in range(10): print
 def variants(target: Target, tmp_path_factory: pytest.TempPathFactory) -> list[Variant]:
     folder = tmp_path_factory.mktemp("adapter")
     module = Lookahead(load_target(target.name, device="cpu").model, LookaheadSettings(tokens=4, rank=2))
-    save_lookahead(module, folder, Provenance(target.name), "# Card\n")
+    module.adapter().save(folder, Provenance(target.name), "# Card\n")
     return [
         Variant("oracle", Oracle(16)),
         Variant("oracle", Oracle(0.5)),

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from keepsight.files import file_digest, write_json
-from keepsight.signed_json import from_json, to_json
+from keepsight.files import file_digest, from_json, to_json, write_json
 
 _OTHER: tuple[Any, ...] = (None, -1, 10**13, 1.5, "text", [], {}, {"a": [1]}, True, "=1+1", "\x1b[2J")
 _NO_JSON = ("", "{", "[" * 100_000, '{"a": ' * 100_000, '"\\ud800"', "\x80\x04N.", "nan", '{"a": 1} {}')

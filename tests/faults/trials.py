@@ -10,7 +10,6 @@ from tests.faults import damage
 from tests.faults.child import Disturbance, Outcome, Run, run
 from tests.faults.world import (
     COMPARE,
-    CONVERT,
     DATA,
     DRAFT_HEAD,
     EVAL,
@@ -120,7 +119,7 @@ def damaged_files(world: World, rng: Random, count: int) -> Iterator[Verdict]:
         while not path.stat().st_size or kind(path, rng) is False:
             path, kind = work / rng.choice(paths).relative_to(here), rng.choice(damage.KINDS)
         word, said = _end(run(scene.arguments, work), work, scene, world)
-        is_anyones = scene in (FOREIGN, CONVERT, SOURCES) or kind in damage.FORGED or path.name == _OPTIONAL
+        is_anyones = scene in (FOREIGN, SOURCES) or kind in damage.FORGED or path.name == _OPTIONAL
         if word == "other result" and is_anyones:
             word = "as it says"
         yield word, f"{scene.name}: {path.relative_to(work)} {kind.__name__}: {said}"
@@ -129,7 +128,7 @@ def damaged_files(world: World, rng: Random, count: int) -> Iterator[Verdict]:
 def _places(world: World) -> Iterator[tuple[Path, Scene, tuple[str, ...]]]:
     """A folder, a command to run there, and the files there that are damaged."""
     trained = TRAIN, HEAD_WEIGHTS, FINETUNE, DRAFT_HEAD, RETRIEVAL_HEAD
-    for scene in (*trained, INSPECT, REPORT, COMPARE, FOREIGN, CONVERT, SOURCES, *PUSHES):
+    for scene in (*trained, INSPECT, REPORT, COMPARE, FOREIGN, SOURCES, *PUSHES):
         place = world.folder
         if scene.out:
             place = world.copy(world.folder.with_name(f"for {scene.name}"), without=scene.out)

@@ -9,7 +9,6 @@ from typing import Any
 
 from keepsight.files import write_lines
 from tests.faults.child import Disturbance, Run, run
-from tests.models.public_heads import write_pickled_head
 from tests.tiny import save_tiny_target
 
 TINY = ("model.id=tiny", "model.device=cpu", "draft.layers=null", "adapter=null")
@@ -108,7 +107,6 @@ REPORT = Scene("report", ("report", "eval", "out=report"), "report", _RUN)
 COMPARE = Scene("compare", ("compare", "eval", "other", "out=compare"), "compare", _RUN)
 FOREIGN = Scene("a target", ("inspect", *TINY, "method=snapkv", "compare=tova", *INSPECT.arguments[-3:]), "page.html",
                 ("tiny/*", "text.txt"))  # fmt: skip
-CONVERT = Scene("convert", ("convert", "pickled", "out=converted"), "converted", ("pickled/*",))
 SOURCES = Scene("sources", DATA.arguments, "data", ("mixture.yaml", "rows.jsonl"))
 
 
@@ -134,13 +132,12 @@ class World:
         (self.folder / "mixture.yaml").write_text(_MIXTURE)
         write_lines(self.folder / "rows.jsonl", [{"prompt": f"Say {number}."} for number in range(9)])
         (self.folder / "text.txt").write_text("A word and another word. " * 30)
-        write_pickled_head(self.folder / "pickled")
         for scene in MAKERS:
             outcome = Run(scene.arguments, self.folder, scene.out).wait()
             assert outcome.code == 0, f"{scene.name}: {outcome.errors}"
             self.seconds[scene.name], self.events[scene.name] = outcome.seconds, outcome.events
         shutil.copytree(self.folder / EVAL.out, self.folder / "other")
-        for scene in (*MAKERS, INSPECT, REPORT, COMPARE, *PUSHES, FOREIGN, CONVERT, SOURCES):
+        for scene in (*MAKERS, INSPECT, REPORT, COMPARE, *PUSHES, FOREIGN, SOURCES):
             if scene not in MAKERS:
                 outcome = run(scene.arguments, self.folder)
                 assert outcome.code == 0, f"{scene.name}: {outcome.errors}"

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
+from keepsight.models.card import Provenance
 from keepsight.models.lookahead import Lookahead
-from keepsight.models.lookahead_files import Provenance, save_lookahead
 from keepsight.models.lookahead_settings import LookaheadSettings
 from tests.models.fake_hub import FakeHub
 from tests.tiny import tiny_model
@@ -39,7 +39,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An adapter as training leaves it, with things beside it that are nobody else's business."""
     folder = tmp_path_factory.mktemp("runs") / "adapter"
     module = Lookahead(tiny_model(), LookaheadSettings(tokens=4, rank=2))
-    save_lookahead(module, folder, Provenance("ada/tiny"), "---\nlicense: apache-2.0\n---\n# Card\n")
+    module.adapter().save(folder, Provenance("ada/tiny"), "---\nlicense: apache-2.0\n---\n# Card\n")
     (folder / "loss.png").write_bytes(PNG)
     (folder / "secret.txt").write_text("password")
     (folder / "pytorch_model.bin").write_bytes(b"\x80\x04N.")

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from keepsight.models.lookahead import Lookahead
-from keepsight.models.lookahead_files import Artifact, Provenance, save_lookahead
+from keepsight.models.card import Provenance
+from keepsight.models.lookahead import Lookahead, LookaheadAdapter
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.runtime.observe import observe
 from keepsight.runtime.state import State
@@ -42,12 +42,12 @@ def importance(module: Lookahead, state: State) -> Tensor:
         return torch.stack(observe(module.model, state.cache, state.mask, module.observers(2)))
 
 
-def importance_of(artifact: Artifact, model: Any, state: State) -> Tensor:
+def importance_of(artifact: LookaheadAdapter, model: Any, state: State) -> Tensor:
     """The same, of a saved module."""
     with torch.no_grad(), artifact.attached(model) as tokens:
         return torch.stack(observe(model, state.cache, state.mask, tokens.expand(2, -1, -1)))
 
 
 def save(module: Lookahead, folder: Path, base: str = "ada/tiny") -> Path:
-    save_lookahead(module, folder, Provenance(base), "---\nlicense: apache-2.0\n---\n# Card\n")
+    module.adapter().save(folder, Provenance(base), "---\nlicense: apache-2.0\n---\n# Card\n")
     return folder

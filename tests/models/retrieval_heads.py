@@ -7,10 +7,9 @@ import torch
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig
 
 from keepsight.files import read_json
+from keepsight.models.card import Provenance
 from keepsight.models.draft_head import DraftHead
-from keepsight.models.lookahead_files import Provenance
-from keepsight.models.retrieval_head import RetrievalHead
-from keepsight.models.retrieval_head_files import CONFIG
+from keepsight.models.retrieval_head import CONFIG, RetrievalHead
 from tests.tiny import tiny_model
 
 LAYERS = (0, 1, 2)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from keepsight.errors import UserError
-from keepsight.models.processes import check_builds, launched
+from keepsight.models.distributed import check_builds, launched
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from keepsight.errors import UserError
 from keepsight.models.decoder import require_supported
 from keepsight.runtime.generate import generate
 from keepsight.runtime.methods.dapq import DapQ
-from keepsight.runtime.methods.snapkv import SnapKV
+from keepsight.runtime.methods.window import SnapKV
 from keepsight.runtime.methods.truncation import Truncation
 from keepsight.runtime.state import context_of
 from tests.families import fresh_model
@@ -35,11 +35,11 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "falcon": ({}, INTERFACE),
     "mpt": ({"d_model": 32, "n_heads": 4, "n_layers": 2}, INTERFACE),
     "stablelm": ({}, OWN_WAY),
-    "recurrent_gemma": ({"head_dim": 8, "lru_width": 32, "attention_window_size": 16}, "keeps a cache of its own"),
+    "recurrent_gemma": ({"head_dim": 8, "lru_width": 32, "attention_window_size": 16}, "has its own kind of cache"),
     "diffllama": ({}, "shares its KV heads among query heads in its own way"),
     "jetmoe": ({"num_local_experts": 2, "num_experts_per_tok": 2, "kv_channels": 8}, "in its own way"),
     "mamba": ({}, "has no attention, and so no KV entries"),
-    "minimax": ({"num_local_experts": 2, "head_dim": 8, "block_size": 8}, "keeps a cache of its own"),
+    "minimax": ({"num_local_experts": 2, "head_dim": 8, "block_size": 8}, "has its own kind of cache"),
 }
 
 

@@ -116,5 +116,5 @@ def test_the_feature_layers_are_the_named_ones_or_those_that_enter_layers_2_half
 
 @pytest.mark.parametrize("layers", [1, 3, 6])
 def test_a_target_too_shallow_for_three_layers_is_refused(layers):
-    with pytest.raises(UserError, match=f"a target of {layers} layers is too shallow"):
+    with pytest.raises(UserError, match=f"a model of {layers} layers is too shallow"):
         default_feature_layers(layers)

@@ -14,10 +14,8 @@ from transformers import LlamaConfig
 
 from keepsight.errors import UserError
 from keepsight.files import file_digest, write_json
-from keepsight.models.draft_head import DraftHead
-from keepsight.models.draft_head_files import load_draft_head, save_draft_head
-from keepsight.models.feature_head import FeatureHead
-from keepsight.models.lookahead_files import Provenance
+from keepsight.models.card import Provenance
+from keepsight.models.draft_head import DraftHead, EagleHead, FeatureHead
 from keepsight.runtime.drafting.eagle import ChainDrafter
 from tests.close import assert_close
 from tests.models import slow_heads
@@ -35,7 +33,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def loaded_eagle3(folder: Path, target: Any = None) -> DraftHead:
-    head = load_draft_head(folder, target)
+    head = EagleHead.load(folder, target)
     assert isinstance(head, DraftHead)
     return head
 
@@ -55,7 +53,7 @@ def configure(folder: Path, **changes: Any) -> None:
 
 def refused(folder: Path, *said: str, target: Any = None) -> None:
     with pytest.raises(UserError) as caught:
-        load_draft_head(folder, target)
+        EagleHead.load(folder, target)
     message = str(caught.value)
     assert "\n" not in message
     assert all(each in message for each in said), message
@@ -94,7 +92,7 @@ def test_an_eagle3_head_whose_layer_is_numbered_loads(tmp_path):
 def test_an_embedding_that_repeats_the_targets_is_left_out(tmp_path, make, dtype):
     target, config = tiny_model(), LLAMA3 if make is eagle3_tensors else EAGLE1
     repeated = {"embed_tokens.weight": target.get_input_embeddings().weight.detach().to(dtype)}
-    head = load_draft_head(write_head(tmp_path, config, make(config) | repeated), target)
+    head = EagleHead.load(write_head(tmp_path, config, make(config) | repeated), target)
     assert head.own_embedding is None
     assert head.embedding(target) is target.get_input_embeddings()
 
@@ -104,7 +102,7 @@ def test_an_embedding_of_its_own_is_kept_and_drafts(tmp_path, make):
     target, config = tiny_model(), LLAMA3 if make is eagle3_tensors else EAGLE1
     own = target.get_input_embeddings().weight.detach().clone()
     own[7] += 0.5
-    head = load_draft_head(write_head(tmp_path, config, make(config) | {"embed_tokens.weight": own}), target)
+    head = EagleHead.load(write_head(tmp_path, config, make(config) | {"embed_tokens.weight": own}), target)
     assert torch.equal(head.embedding(target)(torch.tensor([[7, 8]])), own[[7, 8]][None])
     assert not [each for each in head.parameters() if each.shape == own.shape]
     features = torch.randn(1, 3, 32 * len(head.layers_of(tiny_model(num_hidden_layers=8))))
@@ -122,7 +120,7 @@ def test_an_embedding_of_its_own_is_kept_and_drafts(tmp_path, make):
 def test_an_embedding_of_its_own_is_saved(tmp_path):
     target, own = tiny_model(), torch.randn(128, 32)
     head = loaded_eagle3(write_head(tmp_path, LLAMA3, eagle3_tensors(LLAMA3) | {"embed_tokens.weight": own}), target)
-    save_draft_head(head, tmp_path / "ours", Provenance("ada/tiny"), "# Card\n")
+    head.save(tmp_path / "ours", Provenance("ada/tiny"), "# Card\n")
     again = loaded_eagle3(tmp_path / "ours", target)
     assert again.own_embedding is not None and torch.equal(again.own_embedding, own)
     assert json.loads((tmp_path / "ours/config.json").read_text())["target_hidden_size"] == 32  # EAGLE's code reads it
@@ -130,13 +128,13 @@ def test_an_embedding_of_its_own_is_saved(tmp_path):
 
 def test_an_embedding_of_another_vocabulary_is_refused(folder):
     change(folder, embed_tokens__weight=torch.zeros(96, 32))
-    refused(folder, "tensor 'embed_tokens.weight' has shape [96, 32], the target's is [128, 32]", target=tiny_model())
+    refused(folder, "tensor 'embed_tokens.weight' has shape [96, 32], the model's is [128, 32]", target=tiny_model())
 
 
 @pytest.mark.parametrize("config", [EAGLE1, VICUNA], ids=["without bias", "with bias"])
 def test_a_public_eagle1_head_computes_what_its_tensors_say(tmp_path, config):
     tensors, target = eagle1_tensors(config), tiny_model()
-    head = load_draft_head(write_head(tmp_path, config, tensors), target)
+    head = EagleHead.load(write_head(tmp_path, config, tensors), target)
     assert isinstance(head, FeatureHead)
     torch.manual_seed(1)
     embeddings, features = torch.randn(2, 1, 6, 32).unbind()
@@ -162,7 +160,7 @@ def test_every_way_to_state_rope_is_read_and_comes_back(tmp_path, rope, expected
     config = LLAMA3 | {"max_position_embeddings": 8192} | rope
     head = loaded_eagle3(write_head(tmp_path / "public", config, eagle3_tensors(config)))
     assert head.config.rope_parameters == expected
-    save_draft_head(head, tmp_path / "ours", Provenance("ada/tiny"), "# Card\n")
+    head.save(tmp_path / "ours", Provenance("ada/tiny"), "# Card\n")
     again = loaded_eagle3(tmp_path / "ours")
     assert again.config.rope_parameters == expected
     ours, theirs = (each.rotary_emb(torch.zeros(1), POSITIONS) for each in (again, head))
@@ -186,7 +184,7 @@ def test_a_saved_head_comes_back_as_it_was(tmp_path, changes):
     config = LLAMA3 | changes
     head = DraftHead(LlamaConfig.from_dict(config))
     head.load_state_dict(eagle3_tensors(config))
-    save_draft_head(head, tmp_path, Provenance("ada/tiny", training={"steps": 3}), "# Card\n")
+    head.save(tmp_path, Provenance("ada/tiny", training={"steps": 3}), "# Card\n")
     again = loaded_eagle3(tmp_path)
     state = head.state_dict()
     assert again.state_dict().keys() == state.keys()
@@ -202,7 +200,7 @@ def test_a_saved_head_comes_back_as_it_was(tmp_path, changes):
 
 def test_a_saved_head_has_public_names(tmp_path):
     head = DraftHead(LlamaConfig.from_dict(LLAMA3)).to(torch.bfloat16)
-    save_draft_head(head, tmp_path, Provenance("ada/tiny", training={"steps": 3}), "# Card\n")
+    head.save(tmp_path, Provenance("ada/tiny", training={"steps": 3}), "# Card\n")
     assert {path.name for path in tmp_path.iterdir()} == {
         "config.json", "model.safetensors", "keepsight.json", "README.md"
     }  # fmt: skip
@@ -222,15 +220,15 @@ def test_a_saved_head_has_public_names(tmp_path):
 
 def test_a_write_that_fails_leaves_the_head_as_it_was(tmp_path, monkeypatch):
     head = DraftHead(LlamaConfig.from_dict(LLAMA3))
-    save_draft_head(head, tmp_path, Provenance("ada/tiny"), "# Card\n")
+    head.save(tmp_path, Provenance("ada/tiny"), "# Card\n")
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
 
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("keepsight.models.draft_head_files.write_json", full)
+    monkeypatch.setattr("keepsight.models.draft_head.write_json", full)
     with pytest.raises(OSError, match="No space left"):
-        save_draft_head(DraftHead(LlamaConfig.from_dict(LLAMA3)), tmp_path, Provenance("ada/tiny"), "# Other\n")
+        DraftHead(LlamaConfig.from_dict(LLAMA3)).save(tmp_path, Provenance("ada/tiny"), "# Other\n")
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
@@ -238,7 +236,7 @@ def test_a_write_that_fails_leaves_the_head_as_it_was(tmp_path, monkeypatch):
 def test_the_head_takes_its_targets_dtype_and_else_its_files(folder, dtype):
     half = {name: each.half() for name, each in eagle3_tensors(LLAMA3).items() if name not in ("d2t", "t2d")}
     save_file(half | {name: eagle3_tensors(LLAMA3)[name] for name in ("d2t", "t2d")}, folder / "model.safetensors")
-    assert {each.dtype for each in load_draft_head(folder).parameters()} == {torch.float16}
+    assert {each.dtype for each in EagleHead.load(folder).parameters()} == {torch.float16}
     head = loaded_eagle3(folder, tiny_model().to(dtype))
     assert {each.dtype for each in head.parameters()} == {dtype}
     assert (head.d2t.dtype, head.t2d.dtype) == (torch.int64, torch.bool)
@@ -318,7 +316,7 @@ def test_maps_that_disagree_are_refused(folder, spoil: Callable[[Tensor], Tensor
     ],
 )
 def test_a_head_for_another_target_is_refused(folder, changes, said):
-    refused(folder, str(folder), said, "choose the target's own head", target=tiny_model(**changes))
+    refused(folder, str(folder), said, "choose the model's own head", target=tiny_model(**changes))
 
 
 def test_a_head_for_features_of_another_width_is_refused(folder):
@@ -330,14 +328,7 @@ def test_a_head_for_features_of_another_width_is_refused(folder):
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
 def test_a_missing_file_is_named(folder, name):
     (folder / name).unlink()
-    refused(folder, f"{name} is missing; a draft head needs config.json and model.safetensors")
-
-
-def test_a_pickle_is_refused_with_the_command_that_converts_it(folder):
-    tensors = load_file(folder / "model.safetensors")
-    torch.save(tensors, folder / "pytorch_model.bin")
-    (folder / "model.safetensors").unlink()
-    refused(folder, "pytorch_model.bin is a pickle", f"convert it, once: keepsight convert {folder} out=HEAD")
+    refused(folder, f"{name} is missing; a draft head needs model.safetensors, config.json")
 
 
 @pytest.mark.parametrize("content", [b"\x80\x04N.", b""])
@@ -347,7 +338,7 @@ def test_a_file_that_is_no_safetensors_is_named(folder, content):
 
 
 def test_one_changed_bit_of_our_own_head_is_noticed(tmp_path):
-    save_draft_head(DraftHead(LlamaConfig.from_dict(LLAMA3)), tmp_path, Provenance("ada/tiny"), "# Card\n")
+    DraftHead(LlamaConfig.from_dict(LLAMA3)).save(tmp_path, Provenance("ada/tiny"), "# Card\n")
     content = bytearray((tmp_path / "model.safetensors").read_bytes())
     content[-1] ^= 1
     (tmp_path / "model.safetensors").write_bytes(content)

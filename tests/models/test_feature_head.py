@@ -5,7 +5,7 @@ import torch
 from transformers import LlamaConfig
 
 from keepsight.errors import UserError
-from keepsight.models.feature_head import FeatureHead
+from keepsight.models.draft_head import FeatureHead
 from keepsight.runtime.features import RecordFeatures
 from tests.close import assert_close
 from tests.models import slow_heads
@@ -55,5 +55,5 @@ def test_the_targets_lm_head_is_no_part_of_it():
 
 
 def test_without_its_target_there_are_no_logits():
-    with pytest.raises(UserError, match="no lm_head of its own; load it together with its target"):
+    with pytest.raises(UserError, match="no lm_head of its own; load it together with its model"):
         head_of(EAGLE1)[0].logits(torch.zeros(1, 1, 32))

@@ -7,26 +7,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from huggingface_hub import constants
 from transformers import LlamaConfig
 
 from keepsight.commands import push as push_command
 from keepsight.commands.config import parse
 from keepsight.errors import UserError
-from keepsight.models.card import CardBasics
+from keepsight.models.artifacts import fetch
+from keepsight.models.card import CardBasics, Provenance
 from keepsight.models.draft_head import DraftHead
-from keepsight.models.draft_head_card import draft_head_card
-from keepsight.models.draft_head_files import save_draft_head
-from keepsight.models.hub import Upload, fetch, kind_of, plan_upload, push
-from keepsight.models.lookahead_card import lookahead_card
-from keepsight.models.lookahead_files import FILES, Provenance, load_lookahead
-from keepsight.models.lookahead_settings import LookaheadSettings
+from keepsight.models.hub import Upload, kind_of, plan_upload, push
+from keepsight.models.lookahead import LookaheadAdapter
 from keepsight.models.retrieval_head import RetrievalHead
-from keepsight.models.retrieval_head_files import save_retrieval_head
 from keepsight.runtime.methods import LookaheadKV, SpeContext
 from tests.models.conftest import PNG, TOKEN
 from tests.models.fake_hub import COMMIT, REPO, FakeHub
-from tests.models.public_heads import EAGLE1, LLAMA3, eagle1_tensors, eagle3_tensors, write_head
+from tests.models.public_heads import EAGLE1, LLAMA3, eagle1_tensors, eagle3_tensors, write_head, write_pickled_head
+
+FILES = LookaheadAdapter.files
 
 
 @pytest.fixture
@@ -76,7 +75,7 @@ def test_private_push_refuses_a_public_repository(hub: FakeHub, saved: Path) -> 
 
 
 def test_the_card_that_is_sent_names_the_repository(hub: FakeHub, adapter: Path) -> None:
-    card = lookahead_card(CardBasics("Tiny", Provenance("ada/tiny")), LookaheadSettings(), {})
+    card = LookaheadAdapter.load(adapter).card(CardBasics("Tiny", Provenance("ada/tiny")))
     (adapter / "README.md").write_text(card)
     assert 'LookaheadKV.from_pretrained("FOLDER_OR_HUB_ID", budget=128)' in card
     upload = plan_upload(adapter, REPO)
@@ -104,8 +103,11 @@ def test_push_makes_private_repositories_unless_told_otherwise(hub: FakeHub, ada
         ("target", None, ["license: other", "license_name: license-of-the-base-model"]),
     ],
 )
-def test_the_card_has_the_licence_of_the_base_model(base: str, given: str | None, lines: list[str]) -> None:
-    card = lookahead_card(CardBasics("Tiny", Provenance(base), license=given), LookaheadSettings(), {}).splitlines()
+def test_the_card_has_the_licence_of_the_base_model(
+    saved: Path, base: str, given: str | None, lines: list[str]
+) -> None:
+    adapter = LookaheadAdapter.load(saved)
+    card = adapter.card(CardBasics("Tiny", Provenance(base), license=given)).splitlines()
     assert set(lines) <= set(card)
     assert sum(line.startswith("license: ") for line in card) == 1
     assert any(line.startswith("base_model: ") for line in card) == ("/" in base)
@@ -134,7 +136,7 @@ def test_links_hidden_files_and_what_is_no_picture_are_left_out(adapter: Path, t
 def test_a_link_in_place_of_an_adapters_file_is_refused(adapter: Path, tmp_path: Path, name: str) -> None:
     (adapter / name).rename(tmp_path / "elsewhere")
     (adapter / name).symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(UserError, match=f"{re.escape(name)}: a link, and only regular files are sent"):
+    with pytest.raises(UserError, match=f"{re.escape(name)}: only regular files are sent"):
         plan_upload(adapter, REPO)
 
 
@@ -191,7 +193,7 @@ def test_what_was_pushed_is_fetched(hub: FakeHub, saved: Path) -> None:
 
     names = (*FILES, "README.md")
     assert {path.name: path.read_bytes() for path in fetched.iterdir()} == {n: (saved / n).read_bytes() for n in names}
-    assert load_lookahead(fetched).digest == load_lookahead(saved).digest
+    assert LookaheadAdapter.load(fetched).digest == LookaheadAdapter.load(saved).digest
 
 
 def test_fetched_names_stay_in_their_folder(hub: FakeHub, saved: Path, tmp_path: Path) -> None:
@@ -243,16 +245,16 @@ def head_folder(kind: str, folder: Path) -> tuple[Path, tuple[str, ...]]:
     if kind == "public draft head":
         write_head(folder, EAGLE1, eagle1_tensors(EAGLE1))
         (folder / "README.md").write_text("# Card")
-        names: tuple[str, ...] = ("config.json", "model.safetensors", "README.md")
+        names: tuple[str, ...] = ("model.safetensors", "config.json", "README.md")
     elif kind == "draft head":
         provenance = Provenance("ada/tiny", training={"steps": 3})
         basics = CardBasics("Tiny", provenance, {"essays": 7}, "Public domain.", "apache-2.0")
-        card = draft_head_card(basics, {"eval_acceptance_length": 2.5})
-        save_draft_head(DraftHead(LlamaConfig.from_dict(LLAMA3)), folder, provenance, card)
-        names = ("config.json", "model.safetensors", "keepsight.json", "README.md")
+        head = DraftHead(LlamaConfig.from_dict(LLAMA3))
+        head.save(folder, provenance, head.card(basics, {"eval_acceptance_length": 2.5}))
+        names = ("model.safetensors", "config.json", "keepsight.json", "README.md")
     else:
-        head = RetrievalHead.from_draft(DraftHead(LlamaConfig.from_dict(LLAMA3)), "none")
-        save_retrieval_head(head, folder, Provenance("ada/tiny"), "# Card")
+        retrieval = RetrievalHead.from_draft(DraftHead(LlamaConfig.from_dict(LLAMA3)), "none")
+        retrieval.save(folder, Provenance("ada/tiny"), "# Card")
         names = ("retrieval_head.safetensors", "retrieval_config.json", "README.md")
     (folder / "pytorch_model.bin").write_bytes(b"\x80\x04N.")
     (folder / "training").mkdir()
@@ -263,7 +265,7 @@ def head_folder(kind: str, folder: Path) -> tuple[Path, tuple[str, ...]]:
 def test_heads_are_pushed_and_fetched_too(hub: FakeHub, tmp_path: Path, kind: str) -> None:
     folder, names = head_folder(kind, tmp_path / "head")
     upload = plan_upload(folder, REPO)
-    assert kind.endswith(kind_of(folder).name)
+    assert kind.endswith(kind_of(folder).kind)
     assert upload.files == names
     assert upload.left_out == ("pytorch_model.bin", "training")
     push(upload)
@@ -271,14 +273,16 @@ def test_heads_are_pushed_and_fetched_too(hub: FakeHub, tmp_path: Path, kind: st
     assert hub.files == {name: (folder / name).read_bytes() for name in names} | {"README.md": upload.card().encode()}
     fetched = fetch(REPO)
     assert {path.name: path.read_bytes() for path in fetched.iterdir()} == hub.files
-    kind_of(fetched).check(fetched)
+    kind_of(fetched).load(fetched)
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "README.md"])
 def test_an_incomplete_head_is_refused(tmp_path: Path, name: str) -> None:
     folder, _ = head_folder("draft head", tmp_path)
     (folder / name).unlink()
-    with pytest.raises(UserError, match=re.escape("pytorch_model.bin" if name.startswith("model") else name)):
+    if name.startswith("model"):
+        (folder / "pytorch_model.bin").unlink()
+    with pytest.raises(UserError, match=re.escape(name)):
         plan_upload(folder, REPO)
 
 
@@ -294,25 +298,42 @@ def test_a_spoilt_head_is_refused(tmp_path: Path) -> None:
 def test_a_folder_of_no_kind_is_refused(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("# Card")
     with pytest.raises(
-        UserError, match=r"holds nothing that can be pushed .*draft head: config\.json, model\.safetens"
+        UserError, match=r"holds nothing that can be pushed .*draft head: model\.safetensors, config\.json"
     ):
         plan_upload(tmp_path, REPO)
 
 
-def test_a_head_that_is_a_pickle_on_the_hub_is_refused_with_what_to_do(hub: FakeHub) -> None:
-    hub.files = {"config.json": json.dumps(LLAMA3).encode(), "pytorch_model.bin": b"\x80\x04N."}
-    with pytest.raises(
-        UserError, match=f"{REPO}: has no model.safetensors.*keepsight convert {REPO} out=HEAD"
-    ) as caught:
-        fetch(REPO)
-    assert "\n" not in str(caught.value)
-    assert not [request for request in hub.requests if "pytorch_model.bin" in request]
+def test_a_head_that_is_a_pickle_on_the_hub_is_fetched_and_read(hub: FakeHub, tmp_path: Path) -> None:
+    folder = write_pickled_head(tmp_path / "pickled")
+    hub.files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    head = DraftHead.from_pretrained(REPO)
+    assert torch.equal(head.lm_head.weight, eagle3_tensors(LLAMA3)["lm_head.weight"])
+
+
+@pytest.mark.parametrize("kind", ["lookahead adapter", "draft head", "retrieval head"])
+def test_every_artifact_is_saved_loaded_and_pushed_by_the_mixin(
+    hub: FakeHub, saved: Path, tmp_path: Path, kind: str
+) -> None:
+    folder = saved if kind == "lookahead adapter" else head_folder(kind, tmp_path / "head")[0]
+    artifact = kind_of(folder).from_pretrained(folder)
+    artifact.save_pretrained(tmp_path / "again")
+    names = {*artifact.files, *artifact.optional, "README.md"}
+    assert names <= {path.name for path in (tmp_path / "again").iterdir()} <= names | {"loss.png"}
+    for name in artifact.files:
+        if name.endswith(".safetensors"):
+            assert (tmp_path / "again" / name).read_bytes() == (folder / name).read_bytes()
+    again = type(artifact).from_pretrained(str(tmp_path / "again"))
+    assert again.provenance == artifact.provenance
+    again.push_to_hub(REPO)
+    assert hub.created["visibility"] == "private"
+    assert names <= hub.files.keys() and "FOLDER_OR_HUB_ID" not in hub.files["README.md"].decode()
+    assert type(artifact).from_pretrained(REPO).provenance == artifact.provenance
 
 
 def test_the_card_of_a_draft_head_says_what_it_is_and_how_it_fares(tmp_path: Path) -> None:
     folder, _ = head_folder("draft head", tmp_path)
     lines = (folder / "README.md").read_text().splitlines()
-    assert lines[:2] == ["---", "base_model: ada/tiny"]
+    assert "base_model: ada/tiny" in lines[: lines.index("---", 1)]
     measured = "| acceptance_length | 2.5000 |"
     for line in ("# Tiny", "license: apache-2.0", "- steps: 3", "| essays | 7 |", "Public domain.", measured):
         assert line in lines

@@ -8,12 +8,14 @@ import torch
 
 from keepsight import LookaheadKV
 from keepsight.errors import UserError
-from keepsight.models.hub import fetch, plan_upload, push
-from keepsight.models.lookahead_files import FILES
+from keepsight.models.artifacts import fetch
+from keepsight.models.hub import plan_upload, push
+from keepsight.models.lookahead import LookaheadAdapter
 from tests.models.conftest import TOKEN
 from tests.models.fake_hub import REPO, FakeHub
 from tests.tiny import prompt_ids, tiny_model
 
+FILES = LookaheadAdapter.files
 COMMIT_ROUTE = "POST /api/models/.*/commit/"
 
 

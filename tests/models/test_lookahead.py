@@ -5,8 +5,7 @@ import torch
 from peft import PeftModel
 
 from keepsight.files import file_digest
-from keepsight.models.lookahead import Lookahead
-from keepsight.models.lookahead_files import ADAPTER, load_lookahead
+from keepsight.models.lookahead import ADAPTER, Lookahead, LookaheadAdapter
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.models.lora import PREFIX
 from keepsight.runtime.state import entries
@@ -91,7 +90,7 @@ def test_half_precision_targets_get_weights_in_float32():
 def test_a_saved_adapter_predicts_the_same_when_loaded(family, rank, tmp_path):
     module = random_module(family, LookaheadSettings(tokens=5, rank=rank, alpha=8, group="max", kernel=3))
     folder = save(module, tmp_path / "adapter")
-    artifact = load_lookahead(folder)
+    artifact = LookaheadAdapter.load(folder)
     assert (artifact.settings, artifact.provenance.base_model) == (module.settings, "ada/tiny")
     model = tiny_model(family)
     prefilled = prefill(model, *prompt_ids(30, 17))
@@ -134,7 +133,7 @@ def test_two_adapters_on_one_model_do_not_disturb_each_other(tmp_path):
     modules = [random_module(seed=seed) for seed in (7, 8)]
     expected = [importance(module, prefill(module.model, ids, mask)) for module in modules]
     model = tiny_model()
-    artifacts = [load_lookahead(save(module, tmp_path / str(number))) for number, module in enumerate(modules)]
+    artifacts = [LookaheadAdapter.load(save(module, tmp_path / str(number))) for number, module in enumerate(modules)]
     prefilled = prefill(model, ids, mask)
     for number in (0, 1, 0):
         assert_close(importance_of(artifacts[number], model, prefilled), expected[number])
@@ -153,7 +152,7 @@ def test_adapters_that_share_their_lora_are_told_apart(change, tmp_path):
     model = tiny_model()
     prefilled = prefill(model, *prompt_ids(30, 17))
     for folder, own in zip(folders, (first, second), strict=True):
-        artifact = load_lookahead(folder)
+        artifact = LookaheadAdapter.load(folder)
         with artifact.attached(model) as tokens:
             assert torch.equal(tokens, own.tokens)
         expected = importance(own, prefill(own.model, *prompt_ids(30, 17)))

@@ -11,9 +11,11 @@ from torch import Tensor
 from keepsight.errors import UserError
 from keepsight.files import file_digest, read_json, write_json
 from keepsight.models.hub import plan_upload
-from keepsight.models.lookahead_files import ADAPTER, CONFIG, FILES, TOKENS, load_lookahead
+from keepsight.models.lookahead import ADAPTER, CONFIG, TOKENS, LookaheadAdapter
 from tests.models.modules import random_module, save
 from tests.tiny import prompt_ids, tiny_model
+
+FILES = LookaheadAdapter.files
 
 
 @pytest.fixture
@@ -39,7 +41,7 @@ def test_saving_again_replaces_the_adapter_and_keeps_what_lies_beside_it(adapter
     (adapter / "training.png").write_bytes(b"picture")
     other = random_module(seed=8)
     save(other, adapter)
-    assert torch.equal(load_lookahead(adapter).tokens, other.tokens)
+    assert torch.equal(LookaheadAdapter.load(adapter).tokens, other.tokens)
     assert (adapter / "training.png").read_bytes() == b"picture"
 
 
@@ -48,7 +50,7 @@ def test_a_write_that_fails_leaves_no_adapter_that_loads(adapter, monkeypatch):
         raise OSError(28, "No space left on device")
 
     before = {path.name: path.read_bytes() for path in adapter.iterdir()}
-    monkeypatch.setattr("keepsight.models.lookahead_files.write_json", full)
+    monkeypatch.setattr("keepsight.models.lookahead.write_json", full)
     with pytest.raises(OSError, match="No space left"):
         save(random_module(seed=8), adapter)
     assert {path.name: path.read_bytes() for path in adapter.iterdir()} == before
@@ -171,12 +173,12 @@ def test_a_refused_adapter_is_refused_again(adapter):
 
 
 def attach(folder: Path, model: Any) -> Tensor:
-    with load_lookahead(folder).attached(model) as tokens:
+    with LookaheadAdapter.load(folder).attached(model) as tokens:
         return tokens
 
 
 def refused(folder: Path, *said: str) -> None:
-    one_line(lambda: load_lookahead(folder), *said)
+    one_line(lambda: LookaheadAdapter.load(folder), *said)
 
 
 def one_line(action, *said: str) -> None:

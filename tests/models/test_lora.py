@@ -4,8 +4,7 @@ import pytest
 from safetensors.torch import load_file
 
 from keepsight.errors import UserError
-from keepsight.models.lookahead import Lookahead
-from keepsight.models.lookahead_files import load_lookahead
+from keepsight.models.lookahead import Lookahead, LookaheadAdapter
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.models.lora import chosen_targets, lora_targets
 from keepsight.runtime.state import prefill
@@ -99,7 +98,7 @@ def test_targets_that_say_nothing_or_two_things_are_refused(targets):
 def test_an_adapter_remembers_its_targets(targets, tensors, tmp_path):
     module = random_on(family_model("Llama 3"), LookaheadSettings(tokens=4, rank=2, targets=targets))
     assert len(load_file(save(module, tmp_path) / "adapter_model.safetensors")) == tensors
-    artifact = load_lookahead(tmp_path)
+    artifact = LookaheadAdapter.load(tmp_path)
     assert artifact.settings.targets == targets
     with artifact.attached(fresh_model("Llama 3")) as tokens:
         assert tokens.shape == module.tokens.shape
@@ -121,7 +120,7 @@ def test_every_trained_parameter_gets_a_gradient(family):
 @pytest.mark.parametrize("family", ["Gemma 3 (multimodal class, text)", "Phi-3, Phi-4", "DeepSeek-V3", "Qwen3-Next"])
 def test_an_adapter_lists_its_modules_and_fits_the_model_it_was_saved_for(family, tmp_path):
     module = random_on(family_model(family))
-    artifact = load_lookahead(save(module, tmp_path))
+    artifact = LookaheadAdapter.load(save(module, tmp_path))
     assert isinstance(module, Lookahead) and module.lora is not None
     assert {name.split(".lora_")[0].removeprefix("base_model.model.") for name in artifact.lora} == set(
         module.lora.names

@@ -15,7 +15,7 @@ from huggingface_hub import constants
 
 from keepsight import recipes
 from keepsight.models.chat import chat_text
-from keepsight.models.packaged import packaged_file
+from keepsight.models.model_files import packaged_file
 from keepsight.models.targets import Target, load_target
 
 RECIPE = yaml.safe_load((Path(recipes.__file__).parent / "recipe" / "smollm2-135m.yaml").read_text("utf-8"))

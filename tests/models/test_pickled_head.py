@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from keepsight.errors import UserError
-from keepsight.models.draft_head_files import load_draft_head
-from keepsight.models.pickled_head import convert_head
+from keepsight.models.draft_head import EagleHead
 from tests.models.public_heads import LLAMA3, eagle3_tensors, write_pickled_head
 from tests.tiny import tiny_model
 
@@ -30,24 +29,25 @@ def pickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("legacy", [False, True])
-@pytest.mark.parametrize("beside", [False, True])
-def test_a_converted_head_is_the_pickles(pickled: Path, tmp_path: Path, beside: bool, legacy: bool) -> None:
-    tensors, out = eagle3_tensors(LLAMA3), pickled if beside else tmp_path / "out"
+def test_a_pickled_head_is_read_and_can_be_saved(pickled: Path, tmp_path: Path, caplog: Any, legacy: bool) -> None:
+    tensors = eagle3_tensors(LLAMA3)
     torch.save(tensors, pickled / "pytorch_model.bin", _use_new_zipfile_serialization=not legacy)
-    assert convert_head(pickled, out) == sorted(tensors)
-    state = load_draft_head(out, tiny_model()).state_dict()
-    assert state.keys() == tensors.keys()
-    assert all(torch.equal(value, tensors[name]) for name, value in state.items())
-    assert (out / "config.json").read_bytes() == (pickled / "config.json").read_bytes()
+    head = EagleHead.load(pickled)
+    assert [f"{pickled / 'pytorch_model.bin'}: a pickle" in line for line in caplog.messages] == [True]
+    head.save_pretrained(tmp_path / "out")
+    for folder in (pickled, tmp_path / "out"):
+        state = EagleHead.load(folder, tiny_model()).state_dict()
+        assert state.keys() == tensors.keys()
+        assert all(torch.equal(value, tensors[name]) for name, value in state.items())
 
 
 @pytest.mark.parametrize("write", [torch.save, lambda value, path: path.write_bytes(pickle.dumps(value))])
 def test_a_pickle_that_runs_something_does_not(pickled: Path, write: Any) -> None:
     write({"fc.weight": Trap()}, pickled / "pytorch_model.bin")
     with pytest.raises(UserError, match=r"pytorch_model.bin: not a pickle of tensors alone") as caught:
-        convert_head(pickled, pickled)
+        EagleHead.load(pickled)
     assert "\n" not in str(caught.value)
-    assert not Path("trapped").exists() and not (pickled / "model.safetensors").exists()
+    assert not Path("trapped").exists()
     torch.load(pickled / "pytorch_model.bin", weights_only=False) if write is torch.save else None
     assert Path("trapped").exists() == (write is torch.save), "the trap is none"
 
@@ -56,35 +56,25 @@ def test_a_pickle_that_runs_something_does_not(pickled: Path, write: Any) -> Non
 def test_what_is_no_pickle_is_named(pickled: Path, content: bytes) -> None:
     (pickled / "pytorch_model.bin").write_bytes(content)
     with pytest.raises(UserError, match=r"pytorch_model.bin: "):
-        convert_head(pickled, pickled)
-    assert not (pickled / "model.safetensors").exists()
+        EagleHead.load(pickled)
 
 
 @pytest.mark.parametrize("value", [[torch.zeros(2)], {"fc.weight": 3}, torch.zeros(2)])
 def test_tensors_without_names_are_refused(pickled: Path, value: Any) -> None:
     torch.save(value, pickled / "pytorch_model.bin")
     with pytest.raises(UserError, match="expected tensors by name"):
-        convert_head(pickled, pickled)
+        EagleHead.load(pickled)
 
 
-@pytest.mark.parametrize("name", ["config.json", "pytorch_model.bin"])
-def test_a_missing_file_is_named(pickled: Path, name: str) -> None:
-    (pickled / name).unlink()
-    with pytest.raises(UserError, match=f"{name} is missing; a head to convert has config.json and pytorch_model.bin"):
-        convert_head(pickled, pickled)
-
-
-def test_tensors_that_are_no_head_leave_nothing(pickled: Path, tmp_path: Path) -> None:
+def test_tensors_that_are_no_head_are_named(pickled: Path) -> None:
     torch.save({"weight": torch.zeros(2)}, pickled / "pytorch_model.bin")
-    with pytest.raises(UserError, match=r"head/pytorch_model.bin: no EAGLE head") as caught:
-        convert_head(pickled, tmp_path / "out")
-    assert ".unfinished" not in str(caught.value)
-    assert [*(tmp_path / "out").glob("*")] == []
+    with pytest.raises(UserError, match=r"head/pytorch_model.bin: no EAGLE head"):
+        EagleHead.load(pickled)
 
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 @pytest.mark.parametrize("legacy", [False, True])
-def test_whatever_a_damaged_pickle_raises_is_one_line(pickled: Path, tmp_path: Path, legacy: bool) -> None:
+def test_whatever_a_damaged_pickle_raises_is_one_line(pickled: Path, legacy: bool) -> None:
     path, rng = pickled / "pytorch_model.bin", random.Random(0)
     torch.save({"a": torch.ones(3, 4), "b.c": torch.ones(2)}, path, _use_new_zipfile_serialization=not legacy)
     whole = path.read_bytes()
@@ -94,6 +84,5 @@ def test_whatever_a_damaged_pickle_raises_is_one_line(pickled: Path, tmp_path: P
             damaged[rng.randrange(len(damaged))] = rng.randrange(256)
         path.write_bytes(bytes(damaged[: rng.choice((len(damaged), rng.randrange(len(damaged))))]))
         with pytest.raises(UserError) as refused:
-            convert_head(pickled, tmp_path / "out")
+            EagleHead.load(pickled)
         assert "\n" not in str(refused.value)
-    assert not [*(tmp_path / "out").glob("*")]

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from keepsight.models import processes
+from keepsight.models import distributed
 
 
 def as_processes(monkeypatch: pytest.MonkeyPatch, count: int, parts: list[int]) -> tuple[list[list[int]], list[Any]]:
@@ -14,9 +14,9 @@ def as_processes(monkeypatch: pytest.MonkeyPatch, count: int, parts: list[int]) 
     results: list[Any] = []
 
     def as_process(index: int, own: list[int], gathered: list[int]) -> Any:
-        monkeypatch.setattr(processes, "launched", lambda: SimpleNamespace(num_processes=count, process_index=index))
-        monkeypatch.setattr(processes, "gather_object", lambda _: gathered)
-        return processes.divided(lambda part: own.append(part), parts)
+        monkeypatch.setattr(distributed, "launched", lambda: SimpleNamespace(num_processes=count, process_index=index))
+        monkeypatch.setattr(distributed, "gather_object", lambda _: gathered)
+        return distributed.divided(lambda part: own.append(part), parts)
 
     for index in range(count):
         as_process(index, done[index], [0] * 100)
@@ -37,5 +37,5 @@ def test_each_process_does_its_share_and_all_get_everything_in_order(
 
 def test_one_process_does_everything_once() -> None:
     seen: list[int] = []
-    assert processes.divided(lambda part: seen.append(part) or -part, iter([3, 1, 2])) == [-3, -1, -2]  # type: ignore[func-returns-value]
+    assert distributed.divided(lambda part: seen.append(part) or -part, iter([3, 1, 2])) == [-3, -1, -2]  # type: ignore[func-returns-value]
     assert seen == [3, 1, 2]

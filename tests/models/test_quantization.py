@@ -11,8 +11,8 @@ from keepsight.commands import train
 from keepsight.commands.config import ModelConfig
 from keepsight.commands.from_recipe import training_target
 from keepsight.errors import UserError
-from keepsight.models import quantization, targets
-from keepsight.models.lookahead_files import load_lookahead
+from keepsight.models import targets
+from keepsight.models.lookahead import LookaheadAdapter
 from keepsight.models.targets import Target, load_target
 from keepsight.runtime.generate import generate
 from tests.tiny import prompt_ids, save_tiny_target
@@ -51,7 +51,7 @@ def test_a_module_is_trained_on_a_quantised_target(
     assert 0 < (exact - rounded).norm() / exact.norm() < off  # unrelated logits: 1.4
     write_data(tmp_path / "data", target)
     train.run(config)
-    assert load_lookahead(tmp_path / "out").provenance.base_version == target.version
+    assert LookaheadAdapter.load(tmp_path / "out").provenance.base_version == target.version
     method = LookaheadKV.from_pretrained(str(tmp_path / "out"), budget=60)
     whole: Any = target.model
     full = whole.generate(prompt, max_new_tokens=5, do_sample=False)[:, 40:]
@@ -67,10 +67,10 @@ def test_all_devices_of_a_machine_with_one(folder: Path) -> None:
 
 
 def test_a_target_is_divided_over_the_gpus_that_its_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantization, "get_max_memory", lambda: {0: 5, 1: 6, "cpu": 7})
-    placed = quantization.placement(None, "auto", ["cuda:1"], torch.float32)
+    monkeypatch.setattr(targets, "get_max_memory", lambda: {0: 5, 1: 6, "cpu": 7})
+    placed = targets.placement(None, "auto", ["cuda:1"], torch.float32)
     assert placed == {"device_map": "auto", "max_memory": {1: 6, "cpu": 7}}
-    placed = quantization.placement(None, "auto", ["cuda:0", "cuda:1"], torch.float32)
+    placed = targets.placement(None, "auto", ["cuda:0", "cuda:1"], torch.float32)
     assert placed == {"device_map": "auto", "max_memory": {0: 5, 1: 6, "cpu": 7}}
 
 
@@ -90,6 +90,6 @@ def test_what_cannot_be_done_is_said_in_one_line(folder: Path, monkeypatch: pyte
         load_target(str(folder), quantize="int3")
     with pytest.raises(UserError, match=r"model\.device_map=both is unknown here; choose auto"):
         load_target(str(folder), device_map="both")
-    monkeypatch.setattr(quantization, "find_spec", lambda _: None)
+    monkeypatch.setattr(targets, "find_spec", lambda _: None)
     with pytest.raises(UserError, match=r"model\.quantize=nf4 needs the package bitsandbytes; run `pip install"):
         load_target(str(folder), quantize="nf4")

@@ -8,26 +8,19 @@ from safetensors.torch import load_file, save_file
 
 from keepsight.errors import UserError
 from keepsight.files import file_digest, read_json, write_json
-from keepsight.models.card import CardBasics
-from keepsight.models.lookahead_files import Provenance
-from keepsight.models.retrieval_card import comparison, retrieval_card
-from keepsight.models.retrieval_head_files import (
-    CONFIG,
-    FILES,
-    WEIGHTS,
-    load_retrieval_head,
-    save_retrieval_head,
-)
+from keepsight.models.card import CardBasics, Provenance
+from keepsight.models.retrieval_head import CONFIG, WEIGHTS, RetrievalHead, comparison
 from keepsight.train.retrieval_head.measure import MEASURES
 from tests.models.retrieval_heads import provenance_of, tiny_retrieval_head
 from tests.tiny import tiny_model
 
+FILES = RetrievalHead.files
 ORIGIN = Provenance("ada/tiny", "v1", "sha256:t", "sha256:d", {"steps": 3}, "0.1.0")
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    save_retrieval_head(tiny_retrieval_head(), tmp_path / "head", ORIGIN, "# A card\n")
+    tiny_retrieval_head().save(tmp_path / "head", ORIGIN, "# A card\n")
     return tmp_path / "head"
 
 
@@ -50,8 +43,8 @@ def edit_head(folder: Path, **changes: object) -> None:
 def test_a_head_comes_back_as_it_was_saved(tmp_path, variant, dtype):
     head = tiny_retrieval_head(variant, fc_norm=True, qkv_bias=True).to(dtype)
     for saved in (head, head.extended(500)):
-        save_retrieval_head(saved, tmp_path, ORIGIN, "# A card\n")
-        loaded = load_retrieval_head(tmp_path)
+        saved.save(tmp_path, ORIGIN, "# A card\n")
+        loaded = RetrievalHead.load(tmp_path)
         assert loaded.config == saved.config
         inputs = torch.randn(1, 4, 32), torch.randn(1, 4, 96), torch.arange(4)[None]
         for own, its in zip(loaded.project(*inputs), saved.project(*inputs), strict=True):
@@ -73,7 +66,7 @@ def test_the_folder_holds_the_documented_files_and_nothing_pickled(folder):
 
 
 def test_a_head_takes_its_targets_dtype(folder):
-    assert load_retrieval_head(folder, tiny_model().bfloat16()).q_proj.weight.dtype == torch.bfloat16
+    assert RetrievalHead.load(folder, tiny_model().bfloat16()).q_proj.weight.dtype == torch.bfloat16
 
 
 def test_a_write_that_fails_leaves_what_was_there(folder, monkeypatch):
@@ -81,15 +74,15 @@ def test_a_write_that_fails_leaves_what_was_there(folder, monkeypatch):
         raise OSError(28, "No space left on device")
 
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    monkeypatch.setattr("keepsight.models.retrieval_head_files.write_json", full)
+    monkeypatch.setattr("keepsight.models.retrieval_head.write_json", full)
     with pytest.raises(OSError, match="No space left"):
-        save_retrieval_head(tiny_retrieval_head(seed=1), folder, ORIGIN, "# Another\n")
+        tiny_retrieval_head(seed=1).save(folder, ORIGIN, "# Another\n")
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
 def refused(folder: Path, message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
-        load_retrieval_head(folder, tiny_model())
+        RetrievalHead.load(folder, tiny_model())
     assert str(folder) in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -97,7 +90,7 @@ def refused(folder: Path, message: str) -> None:
 @pytest.mark.parametrize("name", FILES)
 def test_a_missing_file_is_named(folder, name):
     (folder / name).unlink()
-    refused(folder, f"{name} is missing; a retrieval head needs {WEIGHTS} and {CONFIG}")
+    refused(folder, f"{name} is missing; a retrieval head needs {WEIGHTS}, {CONFIG}")
 
 
 def test_changed_weights_are_refused(folder):
@@ -155,8 +148,8 @@ def test_a_configuration_without_a_head_is_refused(folder):
 
 
 def test_another_target_is_refused(folder):
-    with pytest.raises(UserError, match=f"{folder}: this retrieval head is for another target"):
-        load_retrieval_head(folder, tiny_model(num_key_value_heads=1))
+    with pytest.raises(UserError, match=f"{folder}: this retrieval head is for another model"):
+        RetrievalHead.load(folder, tiny_model(num_key_value_heads=1))
 
 
 def test_the_card_says_what_was_measured():
@@ -167,9 +160,9 @@ def test_the_card_says_what_was_measured():
     assert "| 64 | 3 | 0.250 | 0.750 | 0.400 | 0.250 | 0.250 | 0.250 | 0.250 | 0.250 | 0.250 |" in table
     assert "pruned only 2.000, distilled 0.500" in table
     assert comparison({}, {}, "pruned only") == "Not measured."
-    config = tiny_retrieval_head("none").config
-    card = retrieval_card(CardBasics("Title", ORIGIN, {"needles": 7}, "From nowhere.", "mit"), config, 12345, table)
-    for text in ("# Title", "license: mit", "12,345 parameters", "token embeddings alone", "up to 64 tokens", table):
+    head = tiny_retrieval_head("none")
+    card = head.card(CardBasics("Title", ORIGIN, {"needles": 7}, "From nowhere.", "mit"), table)
+    for text in ("# Title", "license: mit", "1,568 parameters", "token embeddings alone", "up to 64 tokens", table):
         assert text in card
     assert "| needles | 7 |" in card
     assert "- steps: 3" in card

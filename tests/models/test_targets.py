@@ -14,10 +14,10 @@ from transformers import BloomConfig, BloomForCausalLM
 
 from keepsight.errors import UserError
 from keepsight.files import text_digest
-from keepsight.models import locate
+from keepsight.models import model_files
 from keepsight.models.chat import chat_text
 from keepsight.models.decoder import full_attention_layers
-from keepsight.models.packaged import cache_folder, packaged_file
+from keepsight.models.model_files import cache_folder, packaged_file
 from keepsight.models.targets import load_target
 from tests.tiny import FAMILIES, save_tiny_target, tiny_tokenizer
 
@@ -194,7 +194,7 @@ def test_what_computes_attention_in_its_own_way_is_refused(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("model_id", ["./not/there", "two words", "a/b/c"])
 def test_neither_a_folder_nor_a_hub_id(model_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(locate, "hub_answers", lambda: pytest.fail("the Hub was asked"))
+    monkeypatch.setattr(model_files, "hub_answers", lambda: pytest.fail("the Hub was asked"))
     with pytest.raises(UserError, match="is neither a folder nor a Hub id; a Hub id looks like user/name"):
         load_target(model_id)
 

@@ -10,11 +10,12 @@ from safetensors.torch import load_file, save_file
 
 from keepsight.errors import UserError
 from keepsight.files import read_json, write_json
-from keepsight.models.lookahead import Lookahead
-from keepsight.models.lookahead_files import Provenance, load_lookahead, save_lookahead
+from keepsight.models.card import Provenance
+from keepsight.models.chat import template_digest, vocabulary_digest
+from keepsight.models.lookahead import Lookahead, LookaheadAdapter
 from keepsight.models.lookahead_settings import LookaheadSettings
+from keepsight.models.model_files import folder_version, record_version, version_of
 from keepsight.models.targets import load_target
-from keepsight.models.versions import folder_version, record_version, template_digest, version_of, vocabulary_digest
 from keepsight.runtime.methods import LookaheadKV, make_method
 from keepsight.runtime.methods.resources import Later, Resources, ResourcesLater, bind
 from tests.tiny import save_tiny_target, tiny_model, tiny_tokenizer
@@ -65,8 +66,8 @@ def test_a_quantised_model_is_another():
 def test_an_adapter_on_other_weights_gets_one_line_that_names_both(folder, tmp_path, caplog):
     target = load_target(str(folder), device="cpu")
     module = Lookahead(target.model, LookaheadSettings(tokens=4, rank=2))
-    save_lookahead(module, tmp_path / "adapter", Provenance(target.name, target.version), "# Card\n")
-    artifact = load_lookahead(tmp_path / "adapter")
+    module.adapter().save(tmp_path / "adapter", Provenance(target.name, target.version), "# Card\n")
+    artifact = LookaheadAdapter.load(tmp_path / "adapter")
     same = load_target(str(folder), device="cpu").model
     with caplog.at_level(logging.WARNING, "keepsight"), artifact.attached(same):
         pass
@@ -85,8 +86,8 @@ def test_an_adapter_on_other_weights_gets_one_line_that_names_both(folder, tmp_p
 
 def test_nothing_is_said_of_what_is_unknown(tmp_path, caplog):
     module = Lookahead(tiny_model(), LookaheadSettings(tokens=4, rank=2))
-    save_lookahead(module, tmp_path / "adapter", Provenance("ada/tiny"), "# Card\n")
-    artifact = load_lookahead(tmp_path / "adapter")
+    module.adapter().save(tmp_path / "adapter", Provenance("ada/tiny"), "# Card\n")
+    artifact = LookaheadAdapter.load(tmp_path / "adapter")
     with torch.no_grad(), caplog.at_level(logging.WARNING, "keepsight"), artifact.attached(tiny_model(seed=1)):
         pass
     assert caplog.messages == []
@@ -106,7 +107,7 @@ def test_prompts_made_in_another_way_get_one_line(tmp_path, caplog, spoil, said,
     tokenizer = tiny_tokenizer()
     made = Provenance("ada/tiny", "", template_digest(tokenizer), vocabulary_digest=vocabulary_digest(tokenizer))
     folder = tmp_path / "adapter"
-    save_lookahead(Lookahead(tiny_model(), LookaheadSettings(tokens=4, rank=2)), folder, made, "# Card\n")
+    Lookahead(tiny_model(), LookaheadSettings(tokens=4, rank=2)).adapter().save(folder, made, "# Card\n")
     spoil(tokenizer)
     with caplog.at_level(logging.WARNING, "keepsight"):
         for budget in (8, 9):
@@ -124,7 +125,7 @@ def test_prompts_made_in_another_way_get_one_line(tmp_path, caplog, spoil, said,
 
 def test_nothing_is_said_of_a_tokenizer_that_is_not_recorded(tmp_path, caplog):
     module = Lookahead(tiny_model(), LookaheadSettings(tokens=4, rank=2))
-    save_lookahead(module, tmp_path / "adapter", Provenance("ada/tiny"), "# Card\n")
+    module.adapter().save(tmp_path / "adapter", Provenance("ada/tiny"), "# Card\n")
     with caplog.at_level(logging.WARNING, "keepsight"):
         LookaheadKV.from_pretrained(tmp_path / "adapter", 8, tokenizer=tiny_tokenizer())
     assert caplog.messages == []

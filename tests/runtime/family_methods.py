@@ -7,7 +7,7 @@ from typing import Any
 
 from keepsight.models.decoder import has_latents, layer_kinds
 from keepsight.models.draft_sources import LoadedDraft
-from keepsight.models.lookahead_files import load_lookahead
+from keepsight.models.lookahead import LookaheadAdapter
 from keepsight.runtime.methods import METHODS
 from keepsight.runtime.methods.lookaheadkv import LookaheadKV, parts_of
 from keepsight.runtime.methods.make import make_method
@@ -61,7 +61,7 @@ def adapter(family: str, folder: Path) -> Any:
     module = random_on(
         family_model(family), replace(SHAPE, queries="max", floor=0.25, sharing="model", value_norm=True)
     )
-    return load_lookahead(save(module, folder / family.replace("/", " ")))
+    return LookaheadAdapter.load(save(module, folder / family.replace("/", " ")))
 
 
 def kv_heads_of(family: str) -> int:

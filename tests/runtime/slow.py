@@ -5,8 +5,8 @@ from transformers import AttentionInterface
 
 from keepsight.runtime.methods.lookaheadkv import LookaheadKV
 from keepsight.runtime.methods.oracle import Oracle
-from keepsight.runtime.methods.snapkv import PromptWindow
-from keepsight.runtime.methods.streamingllm import StreamingLLM
+from keepsight.runtime.methods.window import PromptWindow
+from keepsight.runtime.methods.positions import StreamingLLM
 from tests.runtime.dividing import divide
 
 

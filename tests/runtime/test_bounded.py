@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from keepsight.runtime.generate import Conversation
-from keepsight.runtime.methods.adakv import AdaKV
-from keepsight.runtime.methods.snapkv import SnapKV
+from keepsight.runtime.methods.window import AdaKV
+from keepsight.runtime.methods.window import SnapKV
 from keepsight.runtime.state import prefill, read
 from keepsight.runtime.saved import load_state, save_state
 from keepsight.runtime.together import Rows

@@ -12,7 +12,7 @@ from keepsight.runtime.generate import Conversation as AnyConversation
 from keepsight.runtime.importance import NO_POOL, Pool
 from keepsight.runtime.generate import FullCache
 from keepsight.runtime.methods import SnapKV, StreamingLLM
-from keepsight.runtime.methods.snapkv import PromptWindow
+from keepsight.runtime.methods.window import PromptWindow
 from tests.close import assert_close
 from tests.runtime.slow import Slow
 from tests.tiny import FAMILIES, prompt_ids, tiny_model

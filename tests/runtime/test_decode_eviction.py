@@ -7,7 +7,7 @@ import torch
 
 import keepsight.runtime.decode
 from keepsight import generate
-from keepsight.models.lookahead_files import load_lookahead
+from keepsight.models.lookahead import LookaheadAdapter
 from keepsight.runtime.allocate import Adaptive, Global, Uniform
 from keepsight.runtime.generate import decode, stop_after
 from keepsight.runtime.drafting.observer import DraftObserver
@@ -15,7 +15,7 @@ from keepsight.runtime.importance import NO_POOL, Pool
 from keepsight.runtime.methods import LookaheadKV, Oracle, SnapKV, StreamingLLM
 from keepsight.runtime.methods.lookaheadkv import SoftTokens
 from keepsight.runtime.methods.oracle import OwnAnswer
-from keepsight.runtime.methods.snapkv import PromptWindow
+from keepsight.runtime.methods.window import PromptWindow
 from keepsight.runtime.allocate import Pyramid
 from tests.close import assert_close
 from tests.models.modules import random_module, save
@@ -30,7 +30,7 @@ METHODS = ["snapkv", "streamingllm", "oracle", "lookaheadkv"]
 @pytest.fixture(scope="module")
 def artifacts(tmp_path_factory):
     folder = tmp_path_factory.mktemp("adapters")
-    return {family: load_lookahead(save(random_module(family), folder / family)) for family in FAMILIES}
+    return {family: LookaheadAdapter.load(save(random_module(family), folder / family)) for family in FAMILIES}
 
 
 @pytest.fixture

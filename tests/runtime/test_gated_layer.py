@@ -9,7 +9,7 @@ from keepsight.runtime.observe import as_observed
 from keepsight.runtime.state import entries
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.observe import GatedLayer
-from keepsight.runtime.methods.random_entries import RandomScores
+from keepsight.runtime.methods.positions import RandomScores
 from keepsight.runtime.state import prefill, read
 from keepsight.runtime.state import State
 from tests.close import assert_close

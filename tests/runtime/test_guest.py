@@ -18,7 +18,7 @@ from keepsight.errors import UserError
 from keepsight.models.decoder import decoder_of
 from keepsight.models.draft_sources import LoadedDraft
 from keepsight.runtime.generate import generate
-from keepsight.runtime.methods.snapkv import SnapKV
+from keepsight.runtime.methods.window import SnapKV
 from keepsight.runtime.state import prefill
 from tests.close import assert_close
 from tests.families import FAMILIES, family_model, fresh_model

@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 
 from keepsight.errors import UserError
+from keepsight.models.card import Provenance
 from keepsight.models.draft_sources import LayerSubset
 from keepsight.models.lookahead import Lookahead
-from keepsight.models.lookahead_files import Provenance, save_lookahead
 from keepsight.models.lookahead_settings import LookaheadSettings
-from keepsight.models.retrieval_head_files import save_retrieval_head
 from keepsight.runtime.allocate import Adaptive, Uniform
 from keepsight.runtime.drafting.observer import DraftObserver
 from keepsight.runtime.evict import Evict
@@ -44,7 +43,7 @@ from keepsight.runtime.methods.laq import QueryCache
 from keepsight.runtime.methods.lookaheadkv import SoftTokens
 from keepsight.runtime.methods.make import takes
 from keepsight.runtime.methods.oracle import OwnAnswer
-from keepsight.runtime.methods.snapkv import PromptWindow
+from keepsight.runtime.methods.window import PromptWindow
 from keepsight.runtime.methods.speckv import ModelDrafter
 from keepsight.runtime.allocate import Pyramid
 from keepsight.runtime.sparse_prefill import SparsePrefill
@@ -62,7 +61,7 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of max over soft tokens and heads, mean pooling over 3 and heads that share their layer's budget."""
     folder = tmp_path_factory.mktemp("adapter")
     settings = LookaheadSettings(tokens=4, rank=2, queries="max", group="max", pooling="avg", kernel=3, floor=0.4)
-    save_lookahead(Lookahead(tiny_model(), settings), folder, Provenance("tiny"), "# Card\n")
+    Lookahead(tiny_model(), settings).adapter().save(folder, Provenance("tiny"), "# Card\n")
     return folder
 
 
@@ -219,7 +218,7 @@ def test_a_retrieval_head_is_loaded_once_and_checked(tmp_path: Path) -> None:
     """With the target at hand, the layers of its features are named, which a prefill must record."""
     head = tiny_retrieval_head()
     head.config = dataclasses.replace(head.config, feature_layers=None)
-    save_retrieval_head(head, tmp_path, Provenance("tiny"), "# Card\n")
+    head.save(tmp_path, Provenance("tiny"), "# Card\n")
     target = tiny_model(num_hidden_layers=8)
     resources = Resources(retrieval=tmp_path, target=target)
     made = make_method("specontext", 64, resources, sinks=2, window=8)

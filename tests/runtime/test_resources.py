@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from keepsight.errors import UserError
+from keepsight.models.card import Provenance
 from keepsight.models.draft_sources import LayerSubset
 from keepsight.models.lookahead import Lookahead, LookaheadSettings
-from keepsight.models.lookahead_files import Provenance, save_lookahead
-from keepsight.models.retrieval_head_files import save_retrieval_head
 from keepsight.runtime.methods import METHODS, Resources, SpeContext, make_method
 from keepsight.runtime.methods.resources import Later, ResourcesLater, bind
 from tests.models.retrieval_heads import tiny_retrieval_head
@@ -19,8 +18,8 @@ from tests.tiny import tiny_model, tiny_tokenizer
 @pytest.mark.parametrize("name", METHODS)
 def test_a_bound_method_is_the_method_made_with_everything_at_hand(name: str, tmp_path: Path) -> None:
     target = tiny_model(num_hidden_layers=8)
-    save_lookahead(Lookahead(tiny_model(), LookaheadSettings(tokens=4, rank=2)), tmp_path, Provenance("tiny"), "# Card")
-    save_retrieval_head(tiny_retrieval_head(), tmp_path, Provenance("tiny"), "# Card\n")
+    Lookahead(tiny_model(), LookaheadSettings(tokens=4, rank=2)).adapter().save(tmp_path, Provenance("tiny"), "# Card")
+    tiny_retrieval_head().save(tmp_path, Provenance("tiny"), "# Card\n")
     loaded = Resources(tmp_path, LayerSubset((0, 2)), tiny_tokenizer(), tmp_path, target)
     later = ResourcesLater(tmp_path, Later("draft"), Later("tokenizer"), tmp_path)
     options = {"observer": {"name": "draft_tokens", "drafter": "draft_model"}} if name == "evict" else {}
@@ -46,7 +45,7 @@ def test_what_is_missing_or_wrong_is_named_early(tmp_path: Path) -> None:
             make_method(name, 64, ResourcesLater())
     with pytest.raises(UserError, match=r"retrieval_head\.safetensors is missing"):
         make_method("specontext", 64, ResourcesLater(retrieval=tmp_path))
-    save_retrieval_head(tiny_retrieval_head(), tmp_path, Provenance("tiny"), "# Card\n")
+    tiny_retrieval_head().save(tmp_path, Provenance("tiny"), "# Card\n")
     made = make_method("specontext", 64, ResourcesLater(retrieval=tmp_path), sinks=2)
     assert isinstance(made, SpeContext) and made.head == Later("head", str(tmp_path))
     other = Resources(retrieval=tmp_path, target=tiny_model(num_key_value_heads=4))
@@ -59,8 +58,8 @@ def test_methods_may_name_adapters_and_heads_of_their_own(tmp_path: Path) -> Non
     for seed, folder in enumerate((tmp_path / "default", own)):
         torch.manual_seed(seed)
         lookahead = Lookahead(tiny_model(), LookaheadSettings(tokens=4 + seed, rank=2))
-        save_lookahead(lookahead, folder, Provenance("tiny"), "# Card")
-        save_retrieval_head(tiny_retrieval_head(), folder, Provenance("tiny"), "# Card\n")
+        lookahead.adapter().save(folder, Provenance("tiny"), "# Card")
+        tiny_retrieval_head().save(folder, Provenance("tiny"), "# Card\n")
     loaded = Resources(tmp_path / "default", retrieval=tmp_path / "default", target=target)
     later = ResourcesLater(tmp_path / "default", retrieval=tmp_path / "default")
     for resources in (loaded, later):

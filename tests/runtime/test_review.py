@@ -13,9 +13,9 @@ from keepsight.runtime.evict import Evict
 from keepsight.runtime.importance import Reduce
 from keepsight.runtime.methods import H2O, LAQ, SnapKV
 from keepsight.runtime.methods.kivi import Kivi
-from keepsight.runtime.methods.lacache import LaCache, Ladder
+from keepsight.runtime.methods.positions import LaCache, Ladder
 from keepsight.runtime.methods.laq import QueryCache
-from keepsight.runtime.methods.snapkv import PromptWindow
+from keepsight.runtime.methods.window import PromptWindow
 from keepsight.runtime.methods.specache import SpeCache
 from keepsight.runtime.methods.speckv import ModelDrafter
 from keepsight.runtime.state import prefill, read

@@ -18,7 +18,7 @@ from keepsight.runtime.importance import Pool, Reduce
 from keepsight.runtime.generate import FullCache
 from keepsight.runtime.methods import Oracle, SnapKV, StreamingLLM, make_method
 from keepsight.runtime.methods.oracle import OwnAnswer
-from keepsight.runtime.methods.snapkv import PromptWindow
+from keepsight.runtime.methods.window import PromptWindow
 from keepsight.runtime.observe import Observer
 from keepsight.runtime.state import prefill
 from keepsight.runtime.read_layer import read_layers

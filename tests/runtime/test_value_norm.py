@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from keepsight.models.lookahead_files import load_lookahead
+from keepsight.models.lookahead import LookaheadAdapter
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.importance import NO_POOL
 from keepsight.runtime.latents import holds_latents
@@ -62,6 +62,6 @@ def test_other_entries_stay() -> None:
 def test_a_module_says_whether_its_importance_is_weighed(tmp_path: Any) -> None:
     shape = replace(SHAPE, value_norm=True)
     folder = save(random_on(tiny_model(), shape), tmp_path / "adapter")
-    assert load_lookahead(folder).settings.value_norm
+    assert LookaheadAdapter.load(folder).settings.value_norm
     assert LookaheadKV.from_pretrained(folder, 12).value_norm
     assert not LookaheadKV.from_pretrained(folder, 12, value_norm=False).value_norm

@@ -15,17 +15,17 @@ from keepsight.runtime.layer import RaggedLayer
 from keepsight.runtime.generate import decode, stop_after
 from keepsight.runtime.drafting.observer import DraftObserver
 from keepsight.runtime.importance import Pool, Reduce
-from keepsight.runtime.methods.adakv import AdaKV
-from keepsight.runtime.methods.h2o import H2O
-from keepsight.runtime.methods.key_norm import KeyNorm
-from keepsight.runtime.methods.lacache import LaCache, Ladder
+from keepsight.runtime.methods.window import AdaKV
+from keepsight.runtime.methods.window import H2O
+from keepsight.runtime.methods.positions import KeyNorm
+from keepsight.runtime.methods.positions import LaCache, Ladder
 from keepsight.runtime.methods.lookaheadkv import LookaheadKV
 from keepsight.runtime.methods.oracle import Oracle, OwnAnswer
-from keepsight.runtime.methods.pyramidkv import PyramidKV
-from keepsight.runtime.methods.random_entries import RandomEntries, RandomScores
-from keepsight.runtime.methods.snapkv import SnapKV
-from keepsight.runtime.methods.streamingllm import Earliness, StreamingLLM
-from keepsight.runtime.methods.tova import TOVA
+from keepsight.runtime.methods.window import PyramidKV
+from keepsight.runtime.methods.positions import RandomEntries, RandomScores
+from keepsight.runtime.methods.window import SnapKV
+from keepsight.runtime.methods.positions import Earliness, StreamingLLM
+from keepsight.runtime.methods.window import TOVA
 from keepsight.runtime.state import prefill
 from keepsight.runtime.allocate import Pyramid
 from keepsight.runtime.state import Needs

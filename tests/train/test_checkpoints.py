@@ -11,8 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from keepsight.errors import UserError
-from keepsight.files import file_digest, read_json, whole_lines, write_json
-from keepsight.locks import one_writer
+from keepsight.files import file_digest, one_writer, read_json, whole_lines, write_json
 from keepsight.train.lookahead.trainer import LookaheadTrainer
 from keepsight.train.resume import SEAL, check_seal, last_checkpoint, sealing
 from keepsight.train.run import TrainingRun

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from keepsight.files import read_json
-from keepsight.models.lookahead_files import load_lookahead
+from keepsight.models.lookahead import LookaheadAdapter
 from keepsight.models.targets import load_target
 from tests.data_gen.serving import free_port, serving
 from tests.tiny import save_tiny_target
@@ -48,7 +48,7 @@ def test_a_training(name: str, place: Path) -> None:
     type_in(COMMANDS[name], place, "model.device=cpu", *SHORT)
     processes = 1 if name == "nf4" else 2
     assert read_json(place / "runs" / name / "training/settings.json")["launch.processes"] == processes
-    trained = load_lookahead(place / "runs" / name)
+    trained = LookaheadAdapter.load(place / "runs" / name)
     assert trained.provenance.training["steps"] == 2
     assert trained.tokens.shape == (4, 64)
     assert trained.lora and all(each.count_nonzero() for each in trained.lora.values())

@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import load_file
 
 from keepsight.errors import UserError
+from keepsight.files import read_bytes
 from keepsight.train.dataset import Batch, SampleDataset, Use, collate
 from keepsight.train.lookahead.objective import LookaheadObjective
 from keepsight.train.lookahead.trainer import LookaheadTrainer
 from keepsight.train.replay import Reading, ReadingBuffer, ReplaySampler, replay_order
 from keepsight.train.run import TrainingRun
 from keepsight.train.settings import ReplaySettings
-from keepsight.units import read_bytes
 from tests.train import runs
 from tests.train.runs import crash, disturbed, objective, same, samples, tensors
 

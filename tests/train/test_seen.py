@@ -11,7 +11,7 @@ from keepsight.commands import train as command
 from keepsight.commands.config import ModelConfig
 from keepsight.errors import UserError
 from keepsight.files import read_json, write_json
-from keepsight.models.lookahead_files import CONFIG, load_lookahead
+from keepsight.models.lookahead import CONFIG, LookaheadAdapter
 from keepsight.models.targets import load_target
 from keepsight.train.dataset import hold_out
 from keepsight.train.seen import NOTHING, as_text, from_text, held_out_text, prompt_digest, seen_in
@@ -81,7 +81,7 @@ def stage(place: Path, out: Path, init: Path | None = None, **changes: Any) -> t
             **given,
         )
     )
-    provenance = load_lookahead(out).provenance
+    provenance = LookaheadAdapter.load(out).provenance
     card = (out / "README.md").read_text()
     assert f"- held-out samples: {provenance.training['held-out samples']}\n" in card
     return provenance.training["held-out samples"], from_text(provenance.trained_on)
@@ -91,7 +91,7 @@ def test_stages_on_the_same_data_share_their_held_out_samples(
     place: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows = numbered(samples())
-    first = from_text(load_lookahead(place / "first").provenance.trained_on)
+    first = from_text(LookaheadAdapter.load(place / "first").provenance.trained_on)
     assert first == seen_in(hold_out(rows, 2)[0].samples)
     with caplog.at_level(logging.WARNING, "keepsight"):
         said, seen = stage(place, tmp_path / "second", place / "first")

@@ -16,7 +16,7 @@ from keepsight.commands import train as command
 from keepsight.commands.cli import main
 from keepsight.commands.config import ModelConfig
 from keepsight.models.hub import plan_upload
-from keepsight.models.lookahead_files import load_lookahead
+from keepsight.models.lookahead import LookaheadAdapter
 from keepsight.models.targets import load_target
 from tests.close import assert_close
 from tests.launch import ROOT, launch
@@ -113,7 +113,7 @@ def test_two_processes_stop_together_go_on_and_train_what_one_trains(
     training = tmp_path / "two/training"
     assert json.loads((training / "settings.json").read_text())["launch.processes"] == 2
     alone = place / ("cuts" if more == CUTS else "one")
-    one, two = (load_lookahead(folder) for folder in (alone, tmp_path / "two"))
+    one, two = (LookaheadAdapter.load(folder) for folder in (alone, tmp_path / "two"))
     assert two.provenance.training["samples a step"] == one.provenance.training["samples a step"] == 2
     assert config is not None or torch.equal(two.tokens, one.tokens), "bit for bit without DeepSpeed"
     assert_close(two.tokens, one.tokens)
@@ -166,7 +166,7 @@ def test_two_processes_ablate_what_one_trains(more: list[str], place: Path, tmp_
     given = [*arguments(place, tmp_path / "two"), *more, "lookahead.tokens=[4,6]"]
     result = launch(tmp_path, "-m", "keepsight", "ablate", *(each for each in given if each != "lookahead.tokens=4"))
     assert result.returncode == 0, result.stderr[-4000:]
-    one, cell = (load_lookahead(folder) for folder in (place / "one", tmp_path / "two/cells/tokens4"))
+    one, cell = (LookaheadAdapter.load(folder) for folder in (place / "one", tmp_path / "two/cells/tokens4"))
     assert json.loads((tmp_path / "two/training/settings.json").read_text())["launch.processes"] == 2
     assert_close(cell.tokens, one.tokens)
     for name, value in one.lora.items():
@@ -177,7 +177,7 @@ def test_two_processes_keep_readings_of_their_own(place: Path, tmp_path: Path):
     given = arguments(place, tmp_path / "two", **{"train.replays": 3, "train.held_out": 3, "replay.dir": "readings"})
     result = launch(tmp_path, str(ROOT / "train_lookahead.py"), *given)
     assert result.returncode == 0, result.stderr[-4000:]
-    assert load_lookahead(tmp_path / "two").provenance.training["steps on each reading of the target"] == 3
+    assert LookaheadAdapter.load(tmp_path / "two").provenance.training["steps on each reading of the target"] == 3
     measured = rows(tmp_path / "two/training/fidelity.jsonl")
     assert measured[-1]["step"] == 5
     assert measured[-1]["eval_kl"] < measured[0]["eval_kl"]
@@ -217,7 +217,7 @@ def test_two_processes_finetune_what_one_does(place: Path, tmp_path: Path):
     assert main([*given, f"out={tmp_path / 'one'}"]) == 0
     result = launch(tmp_path, "-m", "keepsight", *given, f"out={tmp_path / 'two'}")
     assert result.returncode == 0, result.stderr[-4000:]
-    before, one, two = (load_lookahead(tmp_path / name) for name in ("adapter", "one", "two"))
+    before, one, two = (LookaheadAdapter.load(tmp_path / name) for name in ("adapter", "one", "two"))
     assert not torch.equal(one.tokens, before.tokens)
     assert_close(two.tokens, one.tokens)
     assert_close(torch.tensor(two.head_weights), torch.tensor(one.head_weights))

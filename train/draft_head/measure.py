@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from keepsight.models.processes import divided
+from keepsight.models.distributed import divided
 from keepsight.train.dataset import Batch
 from keepsight.train.draft_head.objective import DraftHeadObjective
 

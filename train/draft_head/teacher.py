@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from keepsight.models.decoder import decoder_of, logits_of
-from keepsight.models.offloaded import on_each
+from keepsight.models.decoder import decoder_of, logits_of, on_each
 from keepsight.runtime.features import RecordFeatures
 
 

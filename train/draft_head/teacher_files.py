@@ -14,11 +14,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from keepsight.atomic import atomic_file
 from keepsight.errors import UserError, require_same
-from keepsight.files import file_digest, read_json, write_json
-from keepsight.locks import one_writer
-from keepsight.models.processes import launched
+from keepsight.files import atomic_file, file_digest, one_writer, read_json, write_json
+from keepsight.models.distributed import launched
 from keepsight.train.draft_head.teacher import TargetReader, TargetReading
 
 _MANIFEST, _SHARD = "manifest.json", 32

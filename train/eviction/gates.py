@@ -4,15 +4,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from keepsight.runtime.importance import top_mask
+
 _HALVINGS = 40
 
 
 def soft_gates(scores: Tensor, real: Tensor, budget: int, floor: float, temperature: float) -> Tensor:
     """Logarithms of gates that keep as much as `Global` allocates.
 
-    An entry's gate is sigmoid((score - threshold) / temperature), and 1 for those that `floor` guarantees their head.
-    The threshold is where the gates of a row sum to the budget; gradients account for how it moves with the scores. A
-    row with no more real entries than its budget keeps them all.
+    An entry's gate is sigmoid((score - threshold) / temperature), and 1 for the entries that `floor` guarantees their
+    head: of equal ones the first, as in eviction, whatever the padding. The threshold is where the gates of a row sum
+    to the budget; gradients account for how it moves with the scores. A row with no more real entries than its budget
+    keeps them all.
 
     Args:
         scores: [L, B, K, N] float32, logarithms of importance.
@@ -25,7 +28,7 @@ def soft_gates(scores: Tensor, real: Tensor, budget: int, floor: float, temperat
         [L, B, K, N] float32.
     """
     least = torch.finfo(scores.dtype).min
-    promised = _promised(scores.masked_fill(~real, least), min(int(budget * floor), scores.shape[-1])) & real
+    promised = top_mask(scores.detach().masked_fill(~real, least), min(int(budget * floor), scores.shape[-1])) & real
     free = real & ~promised
     wanted = budget * scores.shape[0] * scores.shape[2] - _by_row(promised)
     with torch.no_grad():
@@ -37,12 +40,6 @@ def soft_gates(scores: Tensor, real: Tensor, budget: int, floor: float, temperat
     gates = functional.logsigmoid((scores - threshold) / temperature)
     whole = _by_row(free) <= wanted
     return gates.masked_fill(promised | whole, 0.0).masked_fill(~real, least)
-
-
-def _promised(scores: Tensor, count: int) -> Tensor:
-    """[L, B, K, N] bool: the `count` best of each head."""
-    best = scores.topk(count, dim=-1).indices
-    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True)
 
 
 def _threshold(scores: Tensor, free: Tensor, wanted: Tensor, temperature: float) -> Tensor:

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from keepsight.errors import UserError
-from keepsight.models.processes import divided
+from keepsight.models.distributed import divided
 from keepsight.train.dataset import Batch
 from keepsight.train.distributed import target_is_divided
 from keepsight.train.eviction.finetune import FinetuneObjective

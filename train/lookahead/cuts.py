@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache
 
 from keepsight.errors import UserError
 from keepsight.models.decoder import FULL, layer_kinds
-from keepsight.models.offloaded import on_each
+from keepsight.models.decoder import on_each
 from keepsight.runtime.state import full_layers
 from keepsight.train.dataset import Batch
 

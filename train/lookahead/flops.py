@@ -5,8 +5,8 @@ import re
 from transformers import PreTrainedModel
 
 from keepsight.models.decoder import decoder_of, full_attention_layers, head_width
+from keepsight.models.distributed import whole_shape
 from keepsight.models.lora import linears
-from keepsight.models.zero3 import whole_shape
 
 _EXPERTS = re.compile(r"(^|\.)experts(\.|$)")
 

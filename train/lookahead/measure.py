@@ -9,8 +9,8 @@ import torch
 from scipy.stats import kendalltau
 from torch import Tensor
 
+from keepsight.models.distributed import divided
 from keepsight.models.lookahead import Lookahead
-from keepsight.models.processes import divided
 from keepsight.runtime.importance import reduce_group, top_entries
 from keepsight.train.dataset import Batch
 from keepsight.train.lookahead.objective import Importances, LookaheadObjective, importance_divergence

@@ -17,9 +17,8 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from typing_extensions import override
 
-from keepsight.models.decoder import decoder_of, full_attention_layers, require_full_attention
+from keepsight.models.decoder import decoder_of, full_attention_layers, on_each, require_full_attention
 from keepsight.models.lookahead import Lookahead
-from keepsight.models.offloaded import on_each
 from keepsight.runtime.attention import recording, run
 from keepsight.runtime.state import empty_cache, has_recurrent, record_past, share
 from keepsight.runtime.observe import AttentionRecorder, observe

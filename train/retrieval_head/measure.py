@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from keepsight.models.processes import divided
+from keepsight.models.distributed import divided
 from keepsight.runtime.importance import top_mask
 from keepsight.train.dataset import Batch
 from keepsight.train.retrieval_head.objective import RetrievalObjective, divergence

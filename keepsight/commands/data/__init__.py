@@ -30,10 +30,9 @@ from keepsight.data_gen.pinned import pinned
 from keepsight.data_gen.server import Server, ServerSettings
 from keepsight.data_gen.vllm_engine import VllmEngine
 from keepsight.errors import UserError
-from keepsight.files import require_writable
-from keepsight.models.processes import launched
+from keepsight.files import from_json, require_writable
+from keepsight.models.distributed import launched
 from keepsight.models.targets import Target
-from keepsight.signed_json import from_json
 
 COMMANDS = {"stats": "what a data folder holds: counts, lengths, duplicates, truncated answers, as a table and a plot"}
 

@@ -27,11 +27,10 @@ from keepsight.commands.from_recipe import outline_of
 from keepsight.errors import UserError
 from keepsight.eval.report.panels import GRID, look
 from keepsight.eval.report.styles import STYLES
-from keepsight.files import write_png
+from keepsight.files import read_bytes, size_text, write_png
 from keepsight.models.retrieval_head import RetrievalHead
 from keepsight.runtime.state import context_of
 from keepsight.runtime.retrieval.memory_plan import MemoryPlan, plan_for
-from keepsight.units import read_bytes, size_text
 
 COMMANDS = {"train": "memory and time of a training, by part, before anything is loaded"}
 

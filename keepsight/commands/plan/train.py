@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from keepsight.commands.config import Recipe, at_least_one
 from keepsight.commands.from_recipe import outline_of
 from keepsight.errors import UserError
-from keepsight.models.quantization import QUANTIZE
+from keepsight.files import read_bytes, size_text
+from keepsight.models.targets import QUANTIZE
 from keepsight.train.distributed import DIVIDED
 from keepsight.train.lookahead.plan import StepPlan, plan_step
-from keepsight.units import read_bytes, size_text
 
 
 @dataclass

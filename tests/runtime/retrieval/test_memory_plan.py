@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from keepsight.errors import UserError
 from keepsight.runtime.retrieval.memory_plan import MemoryPlan, plan_for
-from keepsight.units import read_bytes
 from tests.tiny import tiny_model
 
 GIB = 2**30
@@ -165,17 +164,3 @@ def test_latent_attention_is_refused():
     model.config.kv_lora_rank = 4
     with pytest.raises(UserError, match="llama, whose attention is latent; give no limit"):
         plan_for(model, limit=10**6, requests=2, budget=16)
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [("24GiB", 24 * GIB), ("24 GB", 24 * 10**9), ("1.5KiB", 1536), ("80B", 80), ("12345", 12345), ("2TB", 2 * 10**12)],
-)
-def test_amounts_of_memory(text, size):
-    assert read_bytes(text) == size
-
-
-@pytest.mark.parametrize("text", ["", "GiB", "24gb", "24 G", "-3GB", "0GiB", "1e9", "0.1B"])
-def test_what_is_no_amount_of_memory_is_refused(text):
-    with pytest.raises(UserError, match="is no amount of memory; write it as 24GiB, 24GB or a number of bytes"):
-        read_bytes(text)

@@ -12,7 +12,7 @@ from keepsight.runtime.generate import decode, stop_after
 from keepsight.runtime.generate import FullCache, Method
 from keepsight.runtime.methods.exact_topk import ExactTopK
 from keepsight.runtime.methods.quest import Quest
-from keepsight.runtime.methods.snapkv import SnapKV
+from keepsight.runtime.methods.window import SnapKV
 from keepsight.runtime.methods.specontext import SpeContext
 from keepsight.runtime.state import prefill, read
 from keepsight.runtime.retrieval.reader import retrieval_cache

@@ -12,8 +12,7 @@ from safetensors.torch import load_file
 from keepsight.commands import train_draft_head as command
 from keepsight.commands.config import ModelConfig
 from keepsight.errors import UserError
-from keepsight.models.draft_head import DraftHead
-from keepsight.models.draft_head_files import load_draft_head
+from keepsight.models.draft_head import DraftHead, EagleHead
 from keepsight.models.targets import load_target
 from keepsight.train.draft_head import teacher_files
 from keepsight.train.draft_head.teacher import RunTarget
@@ -54,7 +53,7 @@ def test_the_command_leaves_a_head_that_loads(place, trained):
     names = {"config.json", "model.safetensors", "keepsight.json", "README.md", "training.png", "training"}
     assert {path.name for path in trained.iterdir()} == names
     target = load_target(str(place / "target"), device="cpu")
-    head = load_draft_head(trained, target.model)
+    head = EagleHead.load(trained, target.model)
     assert isinstance(head, DraftHead)
     assert same(head.state_dict(), load_file(trained / "training" / "checkpoint-6" / "draft_head.safetensors"))
     origin = json.loads((trained / "keepsight.json").read_text())["provenance"]
@@ -172,4 +171,4 @@ def test_two_processes_divide_the_features_and_train_one_head(config, place, tmp
     origin = json.loads((tmp_path / "head" / "keepsight.json").read_text())
     assert origin["provenance"]["training"]["samples a step"] == 2
     assert result.stdout.count("head after step 2") == 1
-    assert isinstance(load_draft_head(tmp_path / "head"), DraftHead)
+    assert isinstance(EagleHead.load(tmp_path / "head"), DraftHead)

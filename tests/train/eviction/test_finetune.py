@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file
 
 from keepsight import LookaheadKV
+from keepsight.models.card import Provenance
 from keepsight.models.lookahead import Lookahead
-from keepsight.models.lookahead_files import Provenance, save_lookahead
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.runtime.allocate import Global
 from keepsight.runtime.evict import Evict
@@ -75,7 +75,7 @@ def test_the_module_in_training_scores_as_its_adapter_does(tmp_path: Path):
     made, batch = objective(tiny_model()), Batch(**batch_of(samples((40, 5))))
     settings = LookaheadSettings(**{**vars(SHAPE), "sharing": "model", "value_norm": True})
     made.lookahead.settings = settings
-    save_lookahead(made.lookahead, tmp_path / "adapter", Provenance("tiny"), "# tiny\n")
+    made.lookahead.adapter().save(tmp_path / "adapter", Provenance("tiny"), "# tiny\n")
     method = LookaheadKV.from_pretrained(tmp_path / "adapter", budget=12)
     assert parts_of(method.observer.artifact)["allocate"] == Global(0.25)  # type: ignore[attr-defined]
     with torch.no_grad():

@@ -67,3 +67,14 @@ def test_gradients_are_those_of_the_gates_with_the_threshold_that_moves():
             expected = (value(moved) - value(-moved)) / 2e-4
         assert shift.grad[place].item() == pytest.approx(expected.item(), abs=2e-3)
     assert shift.grad.sum().item() == pytest.approx(0, abs=1e-3), "a shift of all scores selects nothing else"
+
+
+@pytest.mark.parametrize("padding", [0, 37])
+def test_of_equal_entries_those_are_guaranteed_that_eviction_keeps(padding):
+    """Pooling makes plateaus; padding must not change which of their entries are guaranteed."""
+    importance = torch.randint(1, 4, SHAPE, generator=torch.Generator().manual_seed(2)).float()
+    counts = Global(1.0)(Held.of(np.full(SHAPE[:3], SHAPE[3]), 0), [10, 10], [*importance])
+    chosen = torch.stack(select_top([*importance], counts))
+    padded = torch.nn.functional.pad(importance.log(), (padding, 0), value=-80.0)
+    gates = soft_gates(padded, torch.nn.functional.pad(REAL, (padding, 0)), 10, 1.0, 0.5)
+    assert torch.equal(gates[..., padding:] == 0, chosen)

@@ -9,7 +9,7 @@ from keepsight.errors import UserError
 from keepsight.runtime.allocate import Global
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.importance import NO_POOL
-from keepsight.runtime.methods.random_entries import RandomScores
+from keepsight.runtime.methods.positions import RandomScores
 from keepsight.runtime.state import read
 from keepsight.train.dataset import Batch
 from keepsight.train.eviction.head_weights import HeadWeightsObjective

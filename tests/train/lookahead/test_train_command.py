@@ -15,7 +15,7 @@ from keepsight.commands import train as command
 from keepsight.commands.config import ModelConfig
 from keepsight.commands.from_recipe import training_target
 from keepsight.errors import UserError
-from keepsight.models.lookahead_files import ADAPTER, FILES, TOKENS, load_lookahead
+from keepsight.models.lookahead import ADAPTER, TOKENS, LookaheadAdapter
 from keepsight.models.targets import load_target
 from tests.tiny import save_tiny_target
 from tests.train.runs import SHAPE, Disturbed, press_ctrl_c, rows, same, settings, spoil, write_data
@@ -67,8 +67,13 @@ def test_one_process_has_nothing_to_divide_the_target_over(place, tmp_path):
 
 
 def test_the_command_leaves_an_adapter_that_loads(place, trained):
-    assert {path.name for path in trained.iterdir()} == {*FILES, "README.md", "training.png", "training"}
-    artifact = load_lookahead(trained)
+    assert {path.name for path in trained.iterdir()} == {
+        *LookaheadAdapter.files,
+        "README.md",
+        "training.png",
+        "training",
+    }
+    artifact = LookaheadAdapter.load(trained)
     target = load_target(str(place / "target"), device="cpu")
     with artifact.attached(target.model) as tokens:
         assert tokens.shape == (4, 32)
@@ -101,7 +106,7 @@ def test_an_interrupted_command_leaves_an_adapter_and_goes_on(place, trained, tm
     with pytest.raises(UserError, match=r"interrupted at step 4; .*run the same command again") as caught:
         command.run(config(place, tmp_path / "adapter"))
     assert str(tmp_path / "adapter") in str(caught.value)
-    assert load_lookahead(tmp_path / "adapter").provenance.training["steps"] == 4
+    assert LookaheadAdapter.load(tmp_path / "adapter").provenance.training["steps"] == 4
     monkeypatch.undo()
     command.run(config(place, tmp_path / "adapter"))
     for name in (ADAPTER, TOKENS):
@@ -125,14 +130,14 @@ def test_the_seed_decides_everything(place, trained, tmp_path):
 
 def test_the_card_says_at_how_many_cuts_a_module_was_trained(place, trained, tmp_path):
     command.run(config(place, tmp_path / "adapter", train=settings(steps=1, cuts=3)))
-    assert load_lookahead(tmp_path / "adapter").provenance.training["cuts of each answer"] == 3
+    assert LookaheadAdapter.load(tmp_path / "adapter").provenance.training["cuts of each answer"] == 3
     assert "- cuts of each answer: 3\n" in (tmp_path / "adapter" / "README.md").read_text()
-    assert "cuts of each answer" not in load_lookahead(trained).provenance.training
+    assert "cuts of each answer" not in LookaheadAdapter.load(trained).provenance.training
 
 
 def test_longer_prompts_are_left_out(place, tmp_path):
     command.run(config(place, tmp_path / "adapter", max_prompt_tokens=20, train=settings(steps=1)))
-    training = load_lookahead(tmp_path / "adapter").provenance.training
+    training = LookaheadAdapter.load(tmp_path / "adapter").provenance.training
     assert training["samples"] == 8
     assert training["prompt tokens (shortest, median, longest)"] == [12, 17, 20]
     with pytest.raises(UserError, match="max_prompt_tokens=11 leaves no sample"):
@@ -142,7 +147,7 @@ def test_longer_prompts_are_left_out(place, tmp_path):
 
 def test_without_held_out_samples_nothing_is_measured(place, tmp_path):
     command.run(config(place, tmp_path / "adapter", train=settings(steps=2, held_out=0)))
-    assert load_lookahead(tmp_path / "adapter").provenance.training["steps"] == 2
+    assert LookaheadAdapter.load(tmp_path / "adapter").provenance.training["steps"] == 2
     assert "Not measured." in (tmp_path / "adapter" / "README.md").read_text()
     assert not (tmp_path / "adapter" / "training" / "fidelity.jsonl").exists()
 

@@ -257,3 +257,9 @@ def test_training_works_outside_the_main_thread(tmp_path):
     worker.join()
     assert len(results) == 1
     assert results[0][1]
+
+
+@pytest.mark.parametrize(("warmup", "steps"), [(0.0, 0), (0.5, 4), (1.0, 8)])
+def test_warmup_is_a_share_of_the_steps(warmup, steps, tmp_path):
+    trainer = LookaheadTrainer(objective(), settings(warmup=warmup), TrainingRun(tmp_path, samples()))
+    assert trainer.args.get_warmup_steps(8) == steps

@@ -12,11 +12,8 @@ from safetensors.torch import load_file
 from keepsight.commands import train_retrieval_head as command
 from keepsight.commands.config import ModelConfig
 from keepsight.errors import UserError
-from keepsight.models.draft_head_files import save_draft_head
-from keepsight.models.lookahead_files import Provenance
-from keepsight.models.pruning import parameters
-from keepsight.models.retrieval_head import RetrievalHead
-from keepsight.models.retrieval_head_files import CONFIG, FILES, WEIGHTS, load_retrieval_head
+from keepsight.models.card import Provenance
+from keepsight.models.retrieval_head import CONFIG, WEIGHTS, RetrievalHead, parameters
 from keepsight.models.targets import load_target
 from keepsight.train.dataset import Batch, cut
 from keepsight.train.head_settings import RetrievalHeadSettings
@@ -54,7 +51,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("place")
     save_tiny_target(folder / "target")
     target = load_target(str(folder / "target"), device="cpu")
-    save_draft_head(tiny_draft_head(vocab_size=512), folder / "head", Provenance(target.name), "# A draft head\n")
+    tiny_draft_head(vocab_size=512).save(folder / "head", Provenance(target.name), "# A draft head\n")
     write_data(folder / "data", target)
     return folder
 
@@ -74,9 +71,9 @@ def trained(place: Path) -> Path:
 
 
 def test_the_command_leaves_a_head_that_loads(place, trained):
-    assert {path.name for path in trained.iterdir()} == {*FILES, "README.md", "training.png", "training"}
+    assert {path.name for path in trained.iterdir()} == {*RetrievalHead.files, "README.md", "training.png", "training"}
     target = load_target(str(place / "target"), device="cpu")
-    head = load_retrieval_head(trained, target.model)
+    head = RetrievalHead.load(trained, target.model)
     assert load_file(trained / WEIGHTS)["q_proj.weight"].dtype == torch.bfloat16
     assert (head.config.trained, head.config.feature_layers) == (64, LAYERS)
     origin, manifest = provenance_of(trained), json.loads((place / "data" / "manifest.json").read_text())
@@ -105,7 +102,7 @@ def test_a_retrieval_head_is_distilled_further_in_groups(place, trained, tmp_pat
     again.retrieval_head.groups = 3
     command.run(again)
     target = load_target(str(place / "target"), device="cpu")
-    head = load_retrieval_head(tmp_path / "groups", target.model)
+    head = RetrievalHead.load((tmp_path / "groups"), target.model)
     assert (head.config.groups, head.kv_heads) == (3, 6)
     before = load_file(trained / WEIGHTS)["q_proj.weight"]
     parts = load_file(tmp_path / "groups" / WEIGHTS)["q_proj.weight"].chunk(3)
@@ -121,8 +118,8 @@ def test_a_retrieval_head_is_distilled_further_in_groups(place, trained, tmp_pat
     ("changes", "message"),
     [
         ({"features": "none"}, "head=.*retrieval: it was distilled with features previous-step; give retrieval_head"),
-        ({"groups": 4}, r"^retrieval_head\.groups=4: the target has 3 layers with full attention; give no more "),
-        ({"groups": 10**8}, r"^retrieval_head\.groups=100000000: the target has 3 layers"),
+        ({"groups": 4}, r"^retrieval_head\.groups=4: the model has 3 layers with full attention"),
+        ({"groups": 10**8}, r"^retrieval_head\.groups=100000000: the model has 3 layers"),
         ({"groups": 0}, "retrieval_head.groups=0 must be at least 1"),
     ],
 )
@@ -136,14 +133,14 @@ def test_a_head_that_does_not_fit_the_settings_is_refused(place, trained, tmp_pa
 def test_a_new_head_has_no_more_groups_than_the_target_layers(place, tmp_path):
     wrong = config(place, tmp_path / "head", "none", head=None)
     wrong.retrieval_head.groups = 4
-    with pytest.raises(UserError, match=r"^retrieval_head\.groups=4: the target has 3 layers with full attention"):
+    with pytest.raises(UserError, match=r"^retrieval_head\.groups=4: the model has 3 layers with full attention"):
         command.run(wrong)
 
 
-@pytest.mark.parametrize("lost", FILES)
+@pytest.mark.parametrize("lost", RetrievalHead.files)
 def test_half_a_retrieval_head_is_not_taken_for_a_draft_head(place, trained, tmp_path, lost):
     (half := tmp_path / "half").mkdir()
-    for name in {*FILES} - {lost}:
+    for name in {*RetrievalHead.files} - {lost}:
         (half / name).write_bytes((trained / name).read_bytes())
     with pytest.raises(UserError, match=rf"head=.*half: .*half: {lost} is missing; a retrieval head needs"):
         command.run(config(place, tmp_path / "head", head=str(half)))
@@ -185,7 +182,7 @@ def test_a_loss_that_is_no_number_leaves_no_head(place, tmp_path, monkeypatch):
 def test_without_a_draft_head_the_projections_are_random(place, tmp_path, capsys):
     command.run(config(place, tmp_path / "head", "none", settings(steps=2), head=None))
     assert "no head= is given: the retrieval head starts from random projections" in capsys.readouterr().out
-    head = load_retrieval_head(tmp_path / "head")
+    head = RetrievalHead.load(tmp_path / "head")
     assert (head.config.features, head.config.trained, head.kv_heads) == ("none", 39, 2)
     assert "began with random projections" in provenance_of(tmp_path / "head").training["pruned from"]
     assert "hit rate, random" in (tmp_path / "head" / "README.md").read_text()
@@ -193,10 +190,10 @@ def test_without_a_draft_head_the_projections_are_random(place, tmp_path, capsys
 
 def test_training_on_longer_samples_is_remembered(place, tmp_path):
     short = tiny_draft_head(vocab_size=512, max_position_embeddings=32)
-    save_draft_head(short, tmp_path / "draft", Provenance("x"), "# A draft head\n")
+    short.save(tmp_path / "draft", Provenance("x"), "# A draft head\n")
     changed = config(place, tmp_path / "head", train=settings(steps=1, held_out=0), head=str(tmp_path / "draft"))
     command.run(changed)
-    assert load_retrieval_head(tmp_path / "head").config.trained == 39
+    assert RetrievalHead.load(tmp_path / "head").config.trained == 39
     assert "Not measured." in (tmp_path / "head" / "README.md").read_text()
 
 
@@ -228,14 +225,14 @@ def test_settings_out_of_range_are_named(place, tmp_path, changes, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"kv_heads": 1}, "head=.*: this retrieval head is for another target than .*: KV heads 1 against 2"),
+        ({"kv_heads": 1}, "head=.*: this retrieval head is for another model than .*: KV heads 1 against 2"),
         ({"hidden_size": 16}, "hidden size 16 against 32"),
         ({"vocab_size": 99}, "vocabulary 99 against 512"),
     ],
 )
 def test_a_draft_head_of_another_target_is_refused(place, tmp_path, changes, message):
     other = tiny_draft_head(**{"vocab_size": 512} | changes)
-    save_draft_head(other, tmp_path / "draft", Provenance("x"), "# A draft head\n")
+    other.save(tmp_path / "draft", Provenance("x"), "# A draft head\n")
     with pytest.raises(UserError, match=message):
         command.run(config(place, tmp_path / "head", head=str(tmp_path / "draft")))
     assert not (tmp_path / "head").exists()

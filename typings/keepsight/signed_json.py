@@ -1,1 +1,0 @@
-../../keepsight/signed_json.py
