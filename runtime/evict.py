@@ -194,13 +194,11 @@ class Evict(CacheMethod):
         real = self._sizes(state).real
         return not real.size or bool((real.mean(axis=(0, 2)) <= self.budgets(state)).all())
 
+    @override
     def budgets(self, state: State) -> list[int]:
-        """The budget of each row, for its own number of tokens."""
-        if not Budget(self.budget).is_ratio:
-            return [self.budget_for(0)] * len(state.lengths)
-        batch, width = state.tokens.shape
-        lengths = [width] * batch if state.tokens_mask is None else state.lengths.tolist()
-        return [self.budget_for(length) for length in lengths]
+        if Budget(self.budget).is_ratio:
+            return super().budgets(state)
+        return [self.budget_for(0)] * len(state.lengths)
 
     @torch.no_grad()
     def importance(self, model: PreTrainedModel, state: State, scores: Scores | None = None) -> list[Tensor]:

@@ -399,6 +399,12 @@ class Method(CustomGenerate):
         """The budget for a prompt of `length` tokens, in entries per layer and KV head; `length` without a budget."""
         return length
 
+    def budgets(self, state: State) -> list[int]:
+        """The budget of each row, for its own number of tokens."""
+        batch, width = state.tokens.shape
+        lengths = [width] * batch if state.tokens_mask is None else state.lengths.tolist()
+        return [self.budget_for(length) for length in lengths]
+
     def needs(self) -> Needs:
         """What the prefill has to record."""
         return Needs()

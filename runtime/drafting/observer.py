@@ -16,7 +16,6 @@ from keepsight.errors import require_whole
 from keepsight.runtime.generate import decode, end_ids, stop_after
 from keepsight.runtime.importance import Reduce
 from keepsight.runtime.observe import Observer, look_back
-from keepsight.runtime.read_layer import read_layers
 from keepsight.runtime.state import Needs, State
 from keepsight.runtime.observe import combine, recorded_queries, window_attention
 
@@ -87,9 +86,9 @@ class DraftObserver(Observer):
         look = functools.partial(look_back, model, state, embeddings, reduce=reduce, observer_mask=draft.mask)
         if not self.window:
             return look()
-        rows = held_rows(next(iter(state.trace.queries), None), self.window)
+        layers = state.layers
+        rows = min(recorded_queries(layer, self.window).queries.shape[2] for layer in layers) if layers else 0
         real = draft.mask if draft.mask is not None else torch.ones_like(draft.ids, dtype=torch.bool)
-        layers = [*read_layers(model, state)]
 
         def with_window(place: int, of_draft: Tensor) -> Tensor:
             of_window = window_attention(layers[place], rows, reduce.queries)

@@ -19,16 +19,17 @@ from typing_extensions import override
 from keepsight.errors import UserError, require_whole
 from keepsight.models.decoder import has_latents
 from keepsight.models.draft_sources import DraftHeadSource, DraftSource
+from keepsight.runtime.images import Images
 from keepsight.runtime.attention import OwnAttention, run
 from keepsight.runtime.state import empty_cache, full_layers, record_past, roll_back, with_full_layers
-from keepsight.runtime.layer import KeptLayer
+from keepsight.runtime.layer import KeptLayer, Recorded
 from keepsight.runtime.drafting.observer import Drafter, DraftIds, DraftObserver, GivenDraft, greedy_draft
 from keepsight.runtime.drafting.speculative import head_answer
 from keepsight.runtime.evict import Evict
-from keepsight.runtime.importance import Pool, Reduce, observed_attention, reduce_group, top_entries
+from keepsight.runtime.importance import Pool, Reduce, observed_attention, protected, reduce_group, top_entries
 from keepsight.runtime.state import context_of, prefill
 from keepsight.runtime.attention import Softmax, grouped_attention
-from keepsight.runtime.state import Needs, State, Trace
+from keepsight.runtime.state import Needs, State
 
 BLOCK = 64
 """Queries that share a local band; as in the paper's kernel."""
@@ -146,12 +147,11 @@ class SparsePrefill:
         cache = with_full_layers(cache, layers)
         record_past(cache)
         output = run(model, cache, input_ids=ids, logits_to_keep=draft_ids.shape[1] + 1)
-        queries = tuple(layer.queries for layer in layers) if needs.window else ()
-        trace = Trace(Needs(window=needs.window), queries, softmax=tuple(layer.softmax for layer in layers))
         lengths = torch.full((len(input_ids),), length, device=input_ids.device)
         roll_back(cache, draft_ids.shape[1])
         cache = with_full_layers(cache, [layer.first_entries(length) for layer in layers])
-        state = State(cache, None, output.logits[:, 0].float(), input_ids, lengths, trace)
+        logits, recorded = output.logits[:, 0].float(), Needs(window=needs.window)
+        state = State(cache, logits, input_ids, lengths, recorded, padded=False)
         return state, [layer.importance for layer in layers]
 
 
@@ -173,19 +173,21 @@ class _SparseLayer(DynamicLayer, OwnAttention):
     def __init__(self, sparse: SparsePrefill, score: Score, length: int, candidates: int, window: int) -> None:
         super().__init__()
         self.sparse, self.score = sparse, score
-        self.length, self.candidates, self.recorded = length, candidates, window
+        self.length, self.candidates, self.window = length, candidates, window
 
     @override
     def attend(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
         self.importance, self.softmax = self.score(query, key, softmax), softmax
-        self.queries = query[:, :, max(self.length - self.recorded, 0) : self.length].clone()
+        self.queries = query[:, :, max(self.length - self.window, 0) : self.length].clone()
         columns = top_entries(self.importance[..., : self.candidates], min(self.sparse.vertical, self.candidates))
         return sparse_attention(query, key, value, columns, self.sparse.band, softmax)
 
     def first_entries(self, length: int) -> KeptLayer:
         """A layer of the first `length` entries alone."""
         keys, values = (each[:, :, :length].contiguous() for each in (self.keys, self.values))
-        return KeptLayer(keys, values, length)
+        layer = KeptLayer(keys, values, length)
+        layer.recorded = Recorded(self.softmax, self.queries if self.window else None)
+        return layer
 
 
 def sparse_attention(query: Tensor, key: Tensor, value: Tensor, columns: Tensor, band: int, softmax: Softmax) -> Tensor:
@@ -282,11 +284,17 @@ class SpecKV(Evict):
 
     @override
     def start(
-        self, model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None = None, *, chunk: int | None = None
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        mask: Tensor | None = None,
+        *,
+        chunk: int | None = None,
+        images: Images | None = None,
     ) -> State:
         drafter, length = self._drafter(), input_ids.shape[1]
         if drafter is None or self.sparse is None or self.shares_prefill(length):
-            return super().start(model, input_ids, mask, chunk=chunk)
+            return super().start(model, input_ids, mask, chunk=chunk, images=images)
         if chunk is not None and chunk < length:
             raise UserError(
                 f"SpecKV: sparse reads the prompt of {length} tokens in one pass, not in chunks of {chunk}; "
@@ -299,7 +307,10 @@ class SpecKV(Evict):
             dense = replace(self, sparse=None, observer=replace(self.observer, drafter=GivenDraft(draft)))  # type: ignore[type-var]
             return dense.start(model, input_ids)
         score = self._score(draft, length)
-        return self.keep(*self.sparse(model, input_ids, draft.ids, score, needs=self.needs(), window=self.window))
+        state, importance = self.sparse(
+            model, input_ids, draft.ids, score, needs=self.needs(), window=self.window
+        )
+        return self.keep(state, self.select(state, importance))
 
     def _drafter(self) -> ModelDrafter | None:
         drafter = self.observer.drafter if isinstance(self.observer, DraftObserver) else None
@@ -316,6 +327,7 @@ class SpecKV(Evict):
             observed = observed_attention(
                 query[:, :, -rows:], key, softmax, length, query_mask=real, reduction=self.reduce.queries
             )
-            return self.protect(reduce_group(observed, key.shape[1], self.reduce.heads), None)
+            scores = reduce_group(observed, key.shape[1], self.reduce.heads)
+            return protected(scores, None, self.pool, self.sinks, self.window)
 
         return score

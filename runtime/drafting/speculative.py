@@ -32,7 +32,7 @@ from keepsight.runtime.generate import GenerateRequest
 from keepsight.runtime.generate import CacheMethod, FullCache
 from keepsight.runtime.state import context_of, positions_of, prefill, read
 from keepsight.runtime.attention import Softmax, grouped_attention
-from keepsight.runtime.state import Needs, State, Trace
+from keepsight.runtime.state import Needs, State
 
 _ROWS_AT_ONCE = 1024  # bounds the memory of a long prompt's mask and hidden layer
 
@@ -195,7 +195,7 @@ def unread_rows(state: State, layers: tuple[int, ...], newest: Tensor) -> tuple[
     """The rows that a head can read of a state, as `ChainDrafter.read` takes them.
 
     Args:
-        state: State of M tokens, the last m of which have features in its trace.
+        state: State of M tokens, the last m of which have recorded features.
         layers: The head's feature layers.
         newest: [B, 1] int64: the token after all that the state has read.
 
@@ -205,12 +205,12 @@ def unread_rows(state: State, layers: tuple[int, ...], newest: Tensor) -> tuple[
     Raises:
         UserError: the features were not recorded.
     """
-    if not state.trace.features or not set(layers) <= set(state.trace.needs.features):
+    if not state.features or not set(layers) <= set(state.needs.features):
         raise UserError(
             f"the features of layers {list(layers)} that the draft head reads were not recorded: prefill with "
             f"needs=Needs(features={layers})"
         )
-    features = state.trace.features_of(layers)
+    features = state.features_of(layers)
     return features, torch.cat([state.tokens, newest], dim=1)[:, -features.shape[1] :]
 
 
@@ -222,7 +222,7 @@ def head_answer(
 
     Args:
         model: The base model.
-        state: State of M >= 2 tokens, with the head's features in its trace.
+        state: State of M >= 2 tokens, with the head's features recorded.
         drafting: The head.
         lookahead: Length of the draft in tokens; those after an end token are padding.
         window: Number of last prompt tokens whose queries the cache keeps, beside those of the draft.
@@ -264,7 +264,7 @@ class Round:
 
 @dataclass(frozen=True)
 class Speculated(Decoded):
-    """An answer, the state after it (without a trace), and the outcome of each pass."""
+    """An answer, the state after it (nothing recorded), and the outcome of each pass."""
 
     rounds: tuple[Round, ...]
 
@@ -300,7 +300,7 @@ def decode_speculatively(
 
     Args:
         model: The base model, without adapters.
-        state: State of one prompt, evicted or not, with the head's features in its trace: prefill with
+        state: State of one prompt, evicted or not, with the head's features recorded: prefill with
             `needs=Needs(features=head.layers_of(model))`. Its cache grows.
         head: Drafts for the model.
         tokens: Tokens per draft; fewer near the answer's maximum length and the end of the model's context.
@@ -324,15 +324,15 @@ def decode_speculatively(
         if count:
             drafted = drafter.draft(*unread_rows(state, layers, newest), count)
         # Only the new tokens' features are recorded: the head has read the others.
-        state = replace(state, trace=Trace(Needs(features=layers)))
+        state = replace(state, needs=Needs(features=layers), features=())
         state, logits = read(model, state, torch.cat([newest, drafted], dim=1))
         each = _verify(answer, drafted, logits)
-        state = _forget_last(state, count + 1 - each.emitted, logits[:, each.emitted - 1])
+        state = state.crop(count + 1 - each.emitted, logits[:, each.emitted - 1])
         rounds.append(each)
         place += each.emitted
     if streamer is not None:
         streamer.end()
-    return Speculated(answer.ids, replace(state, trace=Trace()), tuple(rounds))
+    return Speculated(answer.ids, replace(state, needs=Needs(), features=()), tuple(rounds))
 
 
 class _Answer:
@@ -377,20 +377,6 @@ def _verify(answer: _Answer, drafted: Tensor, logits: Tensor) -> Round:
             return Round(place + 1, place + 1, place + 1)
     answer.add(logits[:, -1])
     return Round(len(guesses), len(guesses), len(guesses) + 1)
-
-
-def _forget_last(state: State, count: int, logits: Tensor) -> State:
-    """Roll the state back by `count` tokens; `logits` [1, V] are those of its last token then."""
-    state.cache.crop(-count)
-    features = tuple(each[:, : each.shape[1] - count] for each in state.trace.features)
-    return replace(
-        state,
-        mask=None if state.mask is None else state.mask[:, : state.mask.shape[1] - count],
-        logits=logits,
-        tokens=state.tokens[:, : state.tokens.shape[1] - count],
-        lengths=state.lengths - count,
-        trace=replace(state.trace, features=features),
-    )
 
 
 def _require_single(ids: Tensor) -> None:

@@ -20,7 +20,7 @@ from typing_extensions import override
 from keepsight.errors import UserError, require_whole
 from keepsight.runtime.allocate import Budget
 from keepsight.runtime.images import Images
-from keepsight.runtime.generate import Method, Observe, Shared
+from keepsight.runtime.generate import Method
 from keepsight.runtime.state import context_of, prefill
 from keepsight.runtime.state import Needs, State
 
@@ -85,11 +85,6 @@ class ShortenPrompt(Method):
             )
 
     @override
-    def compress_shared(self, model: PreTrainedModel, state: State, observe: Observe) -> Shared | None:
-        length = state.tokens.shape[1]
-        return (state, state.select_all()) if self.budget_for(length) == length else None
-
-    @override
     @torch.no_grad()
     def tokens_to_read(self, model: PreTrainedModel, prompt: Tensor, images: Images | None = None) -> Tensor | None:
         return None if self.budget_for(len(prompt)) == len(prompt) else self.select(model, prompt, images)
@@ -104,7 +99,13 @@ class ShortenPrompt(Method):
 
     @override
     def start(
-        self, model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None = None, *, chunk: int | None = None
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        mask: Tensor | None = None,
+        *,
+        chunk: int | None = None,
+        images: Images | None = None,
     ) -> State:
         short, short_mask = pad_left(self.shorten(model, input_ids, mask))
         return prefill(model, short, short_mask, chunk=chunk, needs=Needs())

@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from keepsight.errors import UserError
 from keepsight.models.decoder import has_latents
+from keepsight.runtime.images import Images
 from keepsight.runtime.attention import OwnAttention, run
 from keepsight.runtime.state import cache_bytes, empty_cache, entries, full_layers, with_full_layers
 from keepsight.runtime.attention import is_bounded
@@ -24,7 +25,7 @@ from keepsight.runtime.generate import CacheMethod
 from keepsight.runtime.quantized.kernel import attend_packed
 from keepsight.runtime.quantized.packing import PackedEntries, Quantizer
 from keepsight.runtime.attention import Softmax
-from keepsight.runtime.state import Needs, State, Trace
+from keepsight.runtime.state import Needs, State
 
 
 class PackedLayer(OwnAttention, KeptLayer):
@@ -106,7 +107,7 @@ class PackedState(State):
         return sum(layer.bytes for layer in packed_layers(self.cache)) + cache_bytes(bounded)
 
     @override
-    def held(self) -> Tensor:
+    def counts(self) -> Tensor:
         layers = packed_layers(self.cache)
         return torch.stack([layer.keys.new_full(layer.keys.shape[:2], layer.packed.length).long() for layer in layers])
 
@@ -188,7 +189,13 @@ class Kivi(PackedMethod):
 
     @override
     def start(
-        self, model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None = None, *, chunk: int | None = None
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        mask: Tensor | None = None,
+        *,
+        chunk: int | None = None,
+        images: Images | None = None,
     ) -> State:
         require_packable(model, mask)
         if self.inner is not None:
@@ -197,7 +204,7 @@ class Kivi(PackedMethod):
 
     @override
     def compress(self, model: PreTrainedModel, state: State) -> State:
-        require_packable(model, state.mask)
+        require_packable(model, state.tokens_mask)
         return pack_state(state if self.inner is None else self.inner.compress(model, state), self._pack_layer)
 
     def _pack_layer(self, keys: Tensor, values: Tensor, seen: int) -> PackedLayer:
@@ -205,13 +212,13 @@ class Kivi(PackedMethod):
 
 
 def pack_state(state: State, pack: PackLayer) -> PackedState:
-    """A packed copy of a state, without a trace.
+    """A packed copy of a state, without what was recorded.
 
     Raises:
         UserError: the number of entries differs between the KV heads of a layer.
     """
     layers: list[KeptLayer] = []
-    for keys, values, real in entries(state.cache):
+    for keys, values, real in state.entries():
         if real is not None and not real.all():
             raise UserError(
                 "KV heads with different numbers of entries cannot be packed; use an allocation that keeps the same "
@@ -219,7 +226,7 @@ def pack_state(state: State, pack: PackLayer) -> PackedState:
             )
         layers.append(pack(keys, values, state.cache.get_seq_length()))
     cache = with_full_layers(state.cache, layers)
-    return PackedState(cache, None, state.logits, state.tokens, state.lengths, Trace(), state.shift)
+    return state.as_kind(PackedState, cache)
 
 
 @torch.no_grad()
@@ -237,7 +244,7 @@ def prefill_packed(model: PreTrainedModel, input_ids: Tensor, chunk: int | None,
         output = run(model, cache, input_ids=ids, position_ids=at, logits_to_keep=1)
     lengths = torch.full((len(input_ids),), length, device=input_ids.device)
     packed = with_full_layers(cache, [layer.packed for layer in arriving])
-    return PackedState(packed, None, output.logits[:, -1].float(), input_ids, lengths)
+    return PackedState(packed, output.logits[:, -1].float(), input_ids, lengths, padded=False)
 
 
 class _ArrivingLayer(DynamicLayer):

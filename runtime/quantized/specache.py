@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from keepsight.errors import UserError, require_whole
 from keepsight.models.decoder import head_width
+from keepsight.runtime.images import Images
 from keepsight.runtime.attention import Reader, run
 from keepsight.runtime.state import record_past, roll_back, with_full_layers
 from keepsight.runtime.layer import LayerEntries
@@ -78,14 +79,20 @@ class SpeCache(PackedMethod):
 
     @override
     def start(
-        self, model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None = None, *, chunk: int | None = None
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        mask: Tensor | None = None,
+        *,
+        chunk: int | None = None,
+        images: Images | None = None,
     ) -> State:
         self._require(model, input_ids, mask)
         return prefill_packed(model, input_ids, chunk, self._pack_layer())
 
     @override
     def compress(self, model: PreTrainedModel, state: State) -> State:
-        self._require(model, state.tokens, state.mask)
+        self._require(model, state.tokens, state.tokens_mask)
         return pack_state(state, self._pack_layer())
 
     def _require(self, model: PreTrainedModel, tokens: Tensor, mask: Tensor | None) -> None:

@@ -18,7 +18,7 @@ from keepsight.errors import UserError
 from keepsight.files import size_text
 from keepsight.models.decoder import head_width
 from keepsight.runtime.layer import GROWTH, ROOM
-from keepsight.units import size_text
+from keepsight.files import size_text
 
 
 @dataclass(frozen=True)

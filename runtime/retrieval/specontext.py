@@ -23,11 +23,11 @@ from keepsight.models.retrieval_config import NONE
 from keepsight.models.retrieval_head import RetrievalHead, of_the_token_before
 from keepsight.models.retrieval_head_files import load_retrieval_head
 from keepsight.models.retrieval_target import check_target
+from keepsight.runtime.images import Images
 from keepsight.runtime.attention import Reader, run
 from keepsight.runtime.state import full_layers, share, with_full_layers
 from keepsight.runtime.layer import KeptLayer
 from keepsight.runtime.features import RecordFeatures
-from keepsight.runtime.latents import expansions, holds_latents
 from keepsight.runtime.state import positions_of, prefill
 from keepsight.runtime.retrieval.elastic import Placement
 from keepsight.runtime.retrieval.memory_plan import plan_for
@@ -41,10 +41,10 @@ from keepsight.runtime.sparse_read.cache import (
     layer_parts,
 )
 from keepsight.runtime.sparse_read.selection import StepBudget, most_attended
-from keepsight.runtime.state import Needs, State, Trace
+from keepsight.runtime.state import Needs, State
 from keepsight.runtime.token_reader import TokenReader
 from keepsight.runtime.turn import TurnReader
-from keepsight.units import read_bytes
+from keepsight.files import read_bytes
 
 _BLOCK = 4096
 """Prompt tokens whose features are concatenated at a time."""
@@ -117,7 +117,13 @@ class SpeContext(SparseRead):
 
     @override
     def start(
-        self, model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None = None, *, chunk: int | None = None
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        mask: Tensor | None = None,
+        *,
+        chunk: int | None = None,
+        images: Images | None = None,
     ) -> State:
         self._require(model)
         self._placement(model, *input_ids.shape).on_cpu(*input_ids.shape)  # refuses what can never fit
@@ -130,15 +136,15 @@ class SpeContext(SparseRead):
         self._require(model)
         parts = layer_parts(state)
         selected: list[SelectedLayer] = (
-            [LatentLayer(expansion, *each) for expansion, each in zip(expansions(model), parts, strict=True)]
-            if holds_latents(model, state)
+            [LatentLayer(layer.expansion, *each) for layer, each in zip(state.layers, parts, strict=True)]
+            if any(layer.expansion for layer in state.layers)
             else [SelectedLayer(*each) for each in parts]
         )
         layers = with_full_layers(state.cache, selected).layers
         placement = self._placement(model, *state.tokens.shape)
         placement.place(layers, state.tokens.shape[1])
         cache = RetrievalCache(layers, self._selector(model, state), placement)
-        return RetrievalState(cache, None, state.logits, state.tokens, state.lengths, Trace(), state.shift)
+        return state.as_kind(RetrievalState, cache)
 
     @override
     def make_layer(self, index: int, budgets: tuple[int, ...], *parts: Any) -> KeptLayer:
@@ -172,7 +178,7 @@ class SpeContext(SparseRead):
         length, mask = state.tokens.shape[1], state.tokens_mask
         head = self.head.to(model.device).reaching(length)
         layers = head.layers_of(model)
-        if missing := sorted(set(layers) - set(state.trace.needs.features)):
+        if missing := sorted(set(layers) - set(state.needs.features)):
             raise UserError(
                 f"SpeContext: the prefill did not record layer {missing[0]}; give it needs=method.needs(), or call "
                 "method.start"
@@ -181,7 +187,7 @@ class SpeContext(SparseRead):
             head,
             layers,
             torch.cat([*_prompt_keys(head, layers, model, state)], dim=2),
-            state.trace.features_of(layers, slice(-1, None)) if layers else None,
+            state.features_of(layers, slice(-1, None)) if layers else None,
             None if mask is None else length - state.lengths,
             StepBudget(tuple(self.budgets(state)), self.sinks, self.window),
         )
@@ -202,7 +208,7 @@ def _prompt_keys(
         features = None
         if layers:
             before = slice(max(start - 1, 0), start + _BLOCK)
-            recorded = state.trace.features_of(layers, before)
+            recorded = state.features_of(layers, before)
             features = of_the_token_before(recorded, None if mask is None else mask[:, before])
             features = features[:, start - before.start :]
         inputs = head.inputs(embed(state.tokens[:, block]), features)
@@ -344,7 +350,7 @@ class RetrievalState(SelectedState):
         return super().kv_bytes + retrieval_cache(self.cache).selector.bytes
 
     @override
-    def held(self) -> Tensor:
+    def counts(self) -> Tensor:
         layers = retrieval_cache(self.cache).selected_layers
         return self.lengths[:, None].expand(len(layers), -1, layers[0].keys.shape[1])
 

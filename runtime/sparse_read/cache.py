@@ -21,12 +21,12 @@ from typing_extensions import override
 from keepsight.errors import UserError
 from keepsight.runtime.attention import OwnAttention, Reader
 from keepsight.runtime.allocate import Budget
-from keepsight.runtime.state import cache_bytes, entries, with_full_layers
+from keepsight.runtime.state import cache_bytes, with_full_layers
 from keepsight.runtime.layer import KeptLayer, LayerEntries
-from keepsight.runtime.latents import Expansion, attended_entries, holds_latents
+from keepsight.runtime.latents import Expansion
 from keepsight.runtime.generate import CacheMethod
 from keepsight.runtime.attention import Softmax, grouped_attention, visible
-from keepsight.runtime.state import State, Trace
+from keepsight.runtime.state import State
 from keepsight.runtime.turn import TurnReader
 
 
@@ -270,7 +270,7 @@ class SparseRead(CacheMethod):
         budgets = tuple(self.budgets(state))
         layers = [self.make_layer(index, budgets, *parts) for index, parts in enumerate(layer_parts(state))]
         cache = with_full_layers(state.cache, layers)
-        return SelectedState(cache, None, state.logits, state.tokens, state.lengths, Trace(), state.shift)
+        return state.as_kind(SelectedState, cache)
 
     @override
     def turn_reader(self, model: PreTrainedModel) -> Reader:
@@ -297,7 +297,7 @@ def layer_parts(state: State) -> Iterator[tuple[Tensor, Tensor, int, Tensor | No
     Raises:
         UserError: entries were evicted.
     """
-    tokens, layers = state.tokens.shape[1], entries(state.cache)
+    tokens, layers = state.tokens.shape[1], state.entries()
     if evicted := {keys.shape[2] for keys, _, _ in layers} - {tokens}:
         raise UserError(
             f"a step selects among all {tokens} tokens, and the cache has {max(evicted)} of them; give a state from "
@@ -313,10 +313,11 @@ def expanded(model: PreTrainedModel, state: State) -> State:
 
     For methods that select by keys. It can be compressed, not read: the model appends latents.
     """
-    if not holds_latents(model, state):
+    if not any(layer.expansion for layer in state.layers):
         return state
-    seen = state.cache.get_seq_length()
-    layers = [KeptLayer(each.keys, each.values, seen, each.real) for each in attended_entries(model, state)]
+    layers = [KeptLayer(*layer.attended()[:2], layer.seen) for layer in state.layers]
+    for layer in layers:
+        layer.token_mask = state.tokens_mask
     return replace(state, cache=with_full_layers(state.cache, layers))
 
 
