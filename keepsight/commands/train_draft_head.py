@@ -23,8 +23,7 @@ from keepsight.commands.training import (
     require_finished,
     run_of,
 )
-from keepsight.data_gen.finished import read_training_samples
-from keepsight.data_gen.shards import TrainingSample
+from keepsight.data_gen.store import TrainingSample, read_training_samples
 from keepsight.errors import UserError
 from keepsight.files import require_writable
 from keepsight.models.draft_head import DraftHead

@@ -7,7 +7,7 @@ from typing import Any
 
 from keepsight import __version__
 from keepsight.commands.config import Recipe
-from keepsight.data_gen.shards import TrainingSample
+from keepsight.data_gen.store import TrainingSample
 from keepsight.errors import UserError
 from keepsight.files import file_digest, read_json
 from keepsight.models.card import CardBasics

@@ -12,7 +12,7 @@ from pathlib import Path
 from keepsight.commands.bench.shared import print_lines
 from keepsight.commands.config import Recipe, at_least_one
 from keepsight.commands.from_recipe import draft_of, target_of
-from keepsight.data_gen.finished import read_training_samples
+from keepsight.data_gen.store import read_training_samples
 from keepsight.errors import UserError
 from keepsight.eval.bench.speculative import bench_speculate
 from keepsight.eval.tasks.niah import make_samples

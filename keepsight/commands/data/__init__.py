@@ -23,12 +23,10 @@ from yaml import YAMLError
 from keepsight import recipes
 from keepsight.commands.config import Recipe, at_least_one
 from keepsight.commands.from_recipe import answered_elsewhere, training_dtype, training_target
-from keepsight.data_gen.answers import Backend, InThisProcess
+from keepsight.data_gen.backends import Backend, InThisProcess, Server, ServerSettings, VllmEngine
 from keepsight.data_gen.generate import generate_data
 from keepsight.data_gen.mixture import Mixture
-from keepsight.data_gen.pinned import pinned
-from keepsight.data_gen.server import Server, ServerSettings
-from keepsight.data_gen.vllm_engine import VllmEngine
+from keepsight.data_gen.user_data import pinned
 from keepsight.errors import UserError
 from keepsight.files import from_json, require_writable
 from keepsight.models.processes import launched
@@ -47,6 +45,7 @@ class DataKeys(Recipe):
         mixture: Name of a file in recipes/mixtures/, or a path to a YAML file of your own.
         limit: Number of samples.
         max_new_tokens: Longest answer of the data in tokens.
+        skip: Bad rows of your data to skip at most, in this run and process; 0 makes one an error, null skips any number.
         backend: Who answers: transformers, in this process; vllm, in this process; or server, at server.url.
         server: The server of backend=server.
         vllm: Arguments of vLLM's engine, such as {gpu_memory_utilization: 0.5, max_model_len: 4096}.
@@ -55,6 +54,7 @@ class DataKeys(Recipe):
     mixture: str = "offline"
     limit: int = 200
     max_new_tokens: int = 128
+    skip: int | None = None
     backend: str = "transformers"
     server: ServerSettings = field(default_factory=ServerSettings)
     vllm: dict[str, Any] = field(default_factory=dict)
@@ -96,6 +96,7 @@ def run(config: Config) -> None:
             max_new_tokens=config.max_new_tokens,
             shard_size=config.shard_size,
             backend=backend,
+            skip=config.skip,
         )
     if launched().is_main_process:
         print(

@@ -10,8 +10,8 @@ prompt an earlier one has, and the answers that were cut off at the longest leng
 from dataclasses import dataclass
 from pathlib import Path
 
-from keepsight.data_gen.finished import finished_manifest, finished_samples
 from keepsight.data_gen.stats import stats_figure, stats_of, stats_table
+from keepsight.data_gen.store import finished_manifest, finished_samples
 from keepsight.files import write_png
 
 POSITIONAL = ("folder",)
