@@ -29,9 +29,9 @@ NEEDLE_TOKENS = 16
 
 def export(keys: list[str]) -> None:
     """Write `model/`, and `samples.jsonl` with {task, length, prompt, answer, needle} a line, ids of tokens."""
-    from keepsight.commands.config import parse
     from keepsight.commands.eval import Config, samples_of
     from keepsight.commands.from_recipe import target_of
+    from keepsight.commands.parse import parse
     from keepsight.eval.results import FULL
 
     config = parse(Config, keys)

@@ -1,44 +1,31 @@
-"""The command line: `keepsight COMMAND key=value ...`, and what every command does with bad input."""
+"""The command line: `keepsight COMMAND key=value ...`, its help, and errors in one line."""
 
 import errno
 import importlib
+import inspect
 import logging
 import os
+import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from keepsight import __version__
-from keepsight.commands.terminal import printable
 from keepsight.errors import UserError
 
-COMMANDS = {
-    "data": "training data: prompts of a mixture and the target's answers, in resumable shards",
-    "train": "train a lookahead module (the same as train_lookahead.py)",
-    "ablate": "train lookahead modules of several shapes or settings side by side, and compare them",
-    "train_draft_head": "train an EAGLE-3 draft head (the same as train_draft_head.py)",
-    "train_head_weights": "learn how the heads of a lookahead module share one budget",
-    "finetune": "train a lookahead module further, on what evicting with it costs answers",
-    "train_retrieval_head": "prune and distil a retrieval head (the same as train_retrieval_head.py)",
-    "eval": "score methods and KV budgets on needle tasks or real samples; table, plots, report",
-    "report": "the page, plots and tables of one evaluation or of several as one",
-    "compare": "evaluations side by side, with paired differences",
-    "hits": "top-k hit rate of retrieval heads, Quest and exact top-k, step by step",
-    "inspect": "an HTML page that shows which prompt tokens a method keeps",
-    "convert": "make a public draft head that is a pickle one that keepsight loads",
-    "push": "upload an adapter, a draft head or a retrieval head to the Hugging Face Hub",
-    "bench": "measure speed and memory; keepsight bench --help lists the benchmarks",
-    "fit": "data, training, evaluation and card of a lookahead module in one command",
-    "demo": "data, training and evaluation on a small model",
-    "plan": "how many layers' KV entries must lie in CPU memory, by length",
-    "draft": "search the target's layers for those that make a good draft",
-}
 BAD_INPUT, STOPPED = 2, 141
 """Exit statuses: an error the user can fix, and what a shell reports when a pipe's reader is gone."""
+MOVED = {
+    "ablate": "train, with several values for a key, such as 'lookahead.tokens=[8,16]'",
+    "convert": "draft.head=, which converts a pickled head when it is loaded",
+    "draft": "bench draft",
+    "hits": "bench hits",
+}
+"""Commands of before, and what does their work now."""
 _HELP = ("-h", "--help")
 _FULL_DISK = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
+_STEERING = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -49,51 +36,74 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # tells every command what is slow on a CPU
-    about = "keepsight keeps the KV-cache entries that a language model's coming answer will read."
-    return _guard(lambda: _dispatch("keepsight", "keepsight.commands", about, COMMANDS, given))
+    return _guard(lambda: _dispatch(given))
 
 
-def _dispatch(usage: str, package: str, about: str, commands: Mapping[str, str], given: Sequence[str]) -> None:
-    """Run the command that the first argument names; of a package of commands, the one that the next argument names."""
-    if not given or given[0] in _HELP:
-        _show(_overview(usage, about, commands))
-        return
-    if given[0] == "--version":
-        _show(f"keepsight {__version__}")
-        return
-    name = given[0].replace("-", "_")
-    if name not in commands:
-        raise UserError(f"{given[0]!r} is no command of {usage}; choose one of {', '.join(commands)}")
-    module = importlib.import_module(f"{package}.{name}")
-    further = getattr(module, "COMMANDS", {})
-    if (further and not hasattr(module, "run")) or {*given[1:2]} & {*further}:
-        _dispatch(f"{usage} {name}", module.__name__, module.__doc__ or "", further, given[1:])
+def printable(text: str) -> str:
+    """The text with control characters (but tabs and line breaks), changes of direction and lone surrogates escaped."""
+    return _STEERING.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def _dispatch(given: list[str]) -> None:
+    if given[:1] == ["--version"]:
+        print(f"keepsight {__version__}", flush=True)
+    elif not given or given[0] in _HELP:
+        print(_overview("keepsight"), flush=True)
+    elif given[0] == "bench" and (len(given) == 1 or given[1] in _HELP):
+        print(_overview("keepsight bench"), flush=True)
     else:
-        _execute(module, given[1:])
+        name, arguments = command_of(given)
+        if {*_HELP} & {*arguments}:
+            print(_help(name, [each for each in arguments if "=" in each], whole="all" in arguments), flush=True)
+        else:
+            execute(name, arguments)
 
 
-def _execute(command: Any, arguments: Sequence[str]) -> None:
-    logging.basicConfig(format="%(message)s")
-    if {*_HELP} & {*arguments}:
-        _show(_help(command, whole="all" in arguments))
-    else:
-        command.run(configuration(command, arguments))
+def command_of(given: Sequence[str]) -> tuple[str, list[str]]:
+    """The command that the first or the first two words name, and the other arguments.
 
-
-def configuration(command: Any, arguments: Sequence[str]) -> Any:
-    """A command's `Config` of its arguments; what its `configure` makes of them, where it has one."""
-    from keepsight.commands.config import parse  # takes half a second
-
-    overrides = _positional(command, arguments)
-    return command.configure(overrides) if hasattr(command, "configure") else parse(command.Config, overrides)
-
-
-def _positional(command: Any, arguments: Sequence[str]) -> list[str]:
-    """Arguments without `=` in the order of the command's POSITIONAL keys, or all of them as its POSITIONAL_LIST.
-
-    `--dry-run` means `dry_run=true`.
+    Raises:
+        UserError: there is no such command.
     """
-    keys, many = iter(getattr(command, "POSITIONAL", ())), getattr(command, "POSITIONAL_LIST", None)
+    from keepsight.commands.config import COMMANDS
+
+    words = [word.replace("-", "_") for word in given[:2]]
+    if words[0] == "demo":
+        return "fit", ["recipe=demo", *given[1:]]
+    for count in (2, 1):
+        if (name := " ".join(words[:count])) in COMMANDS:
+            return name, list(given[count:])
+    if words[0] in MOVED:
+        raise UserError(f"keepsight {words[0]} is now {MOVED[words[0]]}")
+    known = [name.removeprefix("bench ") for name in COMMANDS if (words[0] == "bench") == name.startswith("bench ")]
+    named = f"{given[1]!r} is no command of keepsight bench" if words[0] == "bench" else f"{given[0]!r} is no command"
+    raise UserError(f"{named}; choose one of {', '.join(known)}")
+
+
+def execute(name: str, arguments: Sequence[str]) -> None:
+    """Run a command."""
+    from keepsight.commands.config import COMMANDS
+
+    logging.basicConfig(format="%(message)s")
+    config = configuration(name, arguments)
+    module, _, function = COMMANDS[name][1].partition(":")
+    getattr(importlib.import_module(f"keepsight.commands.{module}"), function)(config)
+
+
+def configuration(name: str, arguments: Sequence[str]) -> object:
+    """A command's configuration, or the cells of an ablation: those of all combinations of several values."""
+    from keepsight.commands.config import COMMANDS
+    from keepsight.commands.parse import parse, parse_cells
+
+    schema = COMMANDS[name][0]
+    overrides = _as_keys(schema, arguments)
+    cells = parse_cells(schema, overrides) if hasattr(schema, "VARIED") else {}
+    return cells or parse(schema, overrides)
+
+
+def _as_keys(schema: type, arguments: Sequence[str]) -> list[str]:
+    """Arguments without `=` as the schema's POSITIONAL keys, or its POSITIONAL_LIST; `--dry-run` is `dry_run=true`."""
+    keys, many = iter(getattr(schema, "POSITIONAL", ())), getattr(schema, "POSITIONAL_LIST", None)
     overrides, listed = [], []
     for argument in arguments:
         if argument.startswith("--"):
@@ -112,7 +122,7 @@ def _positional(command: Any, arguments: Sequence[str]) -> list[str]:
 
 
 def _guard(action: Callable[[], None]) -> int:
-    """Run it; what the user can mend ends in one line."""
+    """Run it; what the user can fix ends in one line."""
     try:
         action()
         sys.stdout.flush()
@@ -120,7 +130,7 @@ def _guard(action: Callable[[], None]) -> int:
         return _fail(str(error))
     except KeyboardInterrupt:
         return _fail("interrupted; what was done is kept: run the same command again to resume")
-    except BrokenPipeError:  # whoever read what is printed, such as head, has gone
+    except BrokenPipeError:  # whoever read the output, such as head, has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return STOPPED
     except OSError as error:
@@ -128,9 +138,10 @@ def _guard(action: Callable[[], None]) -> int:
     except UnicodeError as error:
         return _fail(f"a text that is no Unicode cannot be written or read ({error}); look for lone surrogates in it")
     except Exception as error:
-        if _memory_ran_out(error):
+        kind = type(error).__name__
+        if kind == "OutOfMemoryError" or "can't allocate memory" in str(error) or isinstance(error, MemoryError):
             return _fail(f"memory ran out ({error}); lower what is read or answered at a time")
-        if type(error).__name__ != "SafetensorError":  # whose module takes a while to import
+        if kind != "SafetensorError":  # whose module takes a while to import
             raise
         return _fail(f"{error}{_advice(error)}")
     return 0
@@ -141,11 +152,6 @@ def _advice(error: Exception) -> str:
     return "; free some space and run the same command again, what was done is kept" if full else ""
 
 
-def _memory_ran_out(error: Exception) -> bool:
-    is_torchs = type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)
-    return is_torchs or isinstance(error, MemoryError)
-
-
 def _fail(message: str) -> int:
     if "tqdm" in sys.modules:
         for bar in [*sys.modules["tqdm"].tqdm._instances]:
@@ -154,36 +160,52 @@ def _fail(message: str) -> int:
     return BAD_INPUT
 
 
-def _show(text: str) -> None:
-    """Print help; a reader that closes the pipe early is no error."""
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _overview(usage: str) -> str:
+    """The commands, each with the first line of its docstring."""
+    from keepsight.commands.config import COMMANDS
 
-
-def _overview(usage: str, about: str, commands: Mapping[str, str]) -> str:
-    width = max(map(len, commands))
-    rows = "\n".join(f"  {name:<{width}}  {note}" for name, note in commands.items())
+    about = "keepsight keeps the KV-cache entries that a language model's coming answer will read."
+    rows = {
+        name: (schema.__doc__ or "").partition("\n")[0].partition(": ")[2] for name, (schema, _) in COMMANDS.items()
+    }
+    if usage.endswith("bench"):
+        about = "Benchmarks of speed, memory and choices on this machine."
+        rows = {name.removeprefix("bench "): note for name, note in rows.items() if name.startswith("bench ")}
+    else:
+        rows = {name: note for name, note in rows.items() if " " not in name}
+        rows |= {"bench": "measure speed and memory; keepsight bench --help lists the benchmarks"}
+        rows |= {"demo": "data, training and evaluation on a small model: keepsight fit recipe=demo"}
+    width = max(map(len, rows))
+    listed = "\n".join(f"  {name:<{width}}  {note}" for name, note in rows.items())
     return (
-        f"{about}\n\nusage: {usage} COMMAND key=value ...\n\n{rows}\n\n{usage} COMMAND --help shows a command's keys."
+        f"{about}\n\nusage: {usage} COMMAND key=value ...\n\n{listed}\n\n{usage} COMMAND --help shows a command's keys."
     )
 
 
-def _help(command: Any, whole: bool) -> str:
-    """A command's docstring and its own keys, then those that the recipe sets: by group, or all of them."""
-    from keepsight.commands.config import Recipe
-    from keepsight.commands.config_keys import describe, groups
+def _help(name: str, arguments: list[str], whole: bool) -> str:
+    """A command's docstring, its keys with the values that it would use, and its sections, or all keys of these."""
+    from omegaconf import OmegaConf
 
-    is_recipe = issubclass(command.Config, Recipe)
-    shared = {key for key, _, _ in describe(Recipe)} if is_recipe else set()
-    keys = [(f"{key}={default}", note) for key, default, note in describe(command.Config)]
-    own = [(key, note) for key, note in keys if key.partition("=")[0] not in shared]
-    parts = [command.__doc__ or "", "keys (key=value) and their defaults:", *_listed(own)]
-    if is_recipe and whole:
-        parts += ["\nkeys that the recipe sets:", *_listed([key for key in keys if key not in own])]
-    elif is_recipe:
-        parts += ["\nkeys that the recipe sets (--help all shows each):", *_listed(groups(Recipe))]
+    from keepsight.commands.config import COMMANDS
+    from keepsight.commands.parse import compose_config, keys_of, notes_of
+
+    schema = COMMANDS[name][0]
+    composed = compose_config(schema, arguments)
+    missing = OmegaConf.missing_keys(composed)
+    keys = [
+        (f"{key.name}={'required' if key.name in missing else OmegaConf.select(composed, key.name)}", key.note)
+        for key in keys_of(schema)
+    ]
+    own = [row for row in keys if whole or "." not in row[0].partition("=")[0]]
+    sections = dict.fromkeys(key.name.partition(".")[0] for key in keys_of(schema) if "." in key.name)
+    parts = [inspect.cleandoc(schema.__doc__ or "").partition("\nAttributes:")[0]]
+    parts += ["keys (key=value) and the values they have now:", *_listed(own)]
+    if sections and not whole:
+        notes = notes_of(schema)
+        parts += [
+            "\nsections (--help all shows their keys):",
+            *_listed((f"{each}.*", notes[each]) for each in sections),
+        ]
     return "\n".join(parts)
 
 

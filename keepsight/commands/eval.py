@@ -1,40 +1,29 @@
-"""keepsight eval: score methods and KV budgets from one prefill per sample.
+"""keepsight eval: score methods and KV budgets from one prefill per sample."""
 
-    keepsight eval adapter=runs/adapter tasks=niah_single lengths=512,1024 budgets=64,128 samples=20 out=runs/eval
-    keepsight eval tasks=jsonl jsonl.dir=DIR max_tokens=2048 methods=full,snapkv,lookaheadkv out=runs/real
-
-    keepsight eval "methods=[snapkv,{name: snapkv, allocate: adakv},{name: evict, observer: short_keys}]" ...
-    accelerate launch -m keepsight eval ...                    # samples divided over processes, results merged once
-
-Tasks: niah_single, niah_multikey, niah_multivalue, niah_multiquery (niah: all four), jsonl. Methods: a name (the
-README has the table), or one with options. An option is a field of the method, such as window, sinks, every (evict
-while decoding too), or a part: observer, reduce, pool, allocate. question=unseen compresses the context before the
-question arrives, question=multi asks several questions of one compressed cache. `out` gets results.jsonl (a row per
-sample, method and budget), summary.csv, report.html, plots/, tables/ and samples/, a page for each of the first samples
-with what every method kept. A stopped run resumes when the same command is run again; with more samples, tasks,
-lengths, methods or budgets it is extended, and only what is missing is run. reuse=DIR takes what another run has
-measured on the same inputs.
-"""
-
+import platform
+import re
+import shlex
+import sys
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from accelerate import PartialState
 from tqdm import tqdm
 
-from keepsight.commands.config import Recipe
+from keepsight import __version__
+from keepsight.commands.cli import printable
+from keepsight.commands.config import Eval as Config
+from keepsight.commands.config import ModelConfig, TaskKeys
 from keepsight.commands.from_recipe import resources_later, resources_of, target_of
-from keepsight.commands.plugins import import_plugins
-from keepsight.commands.provenance import settings_of
-from keepsight.commands.terminal import printable
-from keepsight.commands.variants import bound, variants_of
+from keepsight.commands.variants import bound, import_plugins, variants_of
 from keepsight.errors import UserError
 from keepsight.eval.answers import default_batch_tokens
-from keepsight.eval.judge import Judge
 from keepsight.eval.kept_tokens import KeptTokens, first_of_each
 from keepsight.eval.report.report import write_outputs
 from keepsight.eval.report.summary import summarize, summary_table
@@ -46,70 +35,17 @@ from keepsight.eval.runs import read_run
 from keepsight.eval.sweep import groups_of, sweep
 from keepsight.eval.tasks.benchmark import TaskRequest
 from keepsight.eval.tasks.protocols import protocol_named
-from keepsight.eval.tasks.registry import Benchmarks, make_all, tasks_of
+from keepsight.eval.tasks.registry import make_all, tasks_of
 from keepsight.eval.tasks.samples import RenderedSample, render_apart
-from keepsight.files import append_lines, one_writer, require_writable, whole_lines
+from keepsight.files import append_lines, file_digest, one_writer, require_writable, whole_lines
+from keepsight.models.hub import fetch
 from keepsight.models.processors import processor_of
+from keepsight.models.retrieval_head_files import WEIGHTS
 from keepsight.models.targets import Target
 from keepsight.runtime.prefill import context_of
-from keepsight.runtime.saved import QUESTIONS
 
-
-@dataclass
-class EvalKeys(Recipe):
-    """What is compared on what.
-
-    Attributes:
-        tasks: Benchmarks, such as niah, ruler, longbench, jsonl, or their tasks, such as ruler_vt.
-        lengths: Prompt lengths of generated tasks, in tokens of the target's tokenizer.
-        methods: Names, or {name: NAME, option: value}.
-        budgets: KV budgets: entries per layer and KV head, or ratios of the prompt such as 0.1.
-    """
-
-    tasks: list[str] = field(default_factory=lambda: ["niah_single"])
-    lengths: list[int] = field(default_factory=lambda: [512, 1024])
-    methods: list[Any] = field(default_factory=lambda: ["full", "oracle", "lookaheadkv", "snapkv", "streamingllm"])
-    budgets: list[Any] = field(default_factory=lambda: [64, 128])
-
-
-@dataclass
-class Config(Benchmarks, EvalKeys):
-    """Keys of `keepsight eval`.
-
-    Attributes:
-        out: Folder for results and report.
-        bits: Bit widths for the methods that quantize entries, a row for each; the method's default when empty.
-        samples: Number of samples per task and length; per file of tasks that are read from files (0 for all).
-        seed: Seed of generated tasks.
-        protocol: Whose prompts, truncation and post-processing RULER and LongBench follow: reference, kvcache-factory,
-            kvpress or draft-based.
-        max_tokens: Longest prompt of the jsonl task in tokens; longer ones are dropped and counted.
-        max_new_tokens: Shortens every answer to this many tokens; 0 for each task's own limit.
-        judge: Who scores MT-Bench and LongBench-Write.
-        question: What methods see while they compress: seen (the whole prompt), unseen (only what stands before the
-            question), multi (the same, and every question about a context is asked of one compressed cache).
-        max_batch_tokens: Max KV entries per head in one decoding batch over all variants; 0 for a quarter of the free
-            memory.
-        pages: Samples of each task and length whose kept tokens are stored, and shown on a page of their own.
-        reuse: Folders of earlier runs. A row that depends on the same target, sample, method and options is taken from
-            there instead of being measured again, its times included.
-        plugins: Modules of your own, or entry points of the group keepsight, that are imported first: what they add to
-            METHODS can be named in `methods`.
-    """
-
-    out: str = "???"
-    bits: list[int] = field(default_factory=list)
-    samples: int = 20
-    seed: int = 1000
-    protocol: str = "reference"
-    max_tokens: int = 2048
-    max_new_tokens: int = 0
-    judge: Judge = field(default_factory=Judge)
-    question: str = "seen"
-    max_batch_tokens: int = 0
-    pages: int = 1
-    reuse: list[str] = field(default_factory=list)
-    plugins: list[str] = field(default_factory=list)
+_OF_NO_RESULT = ("out", "max_batch_tokens", "reuse", "pages")
+"""Keys that no answer depends on."""
 
 
 def run(config: Config) -> None:
@@ -145,22 +81,13 @@ def run(config: Config) -> None:
             (out / EARLIER).unlink(missing_ok=True)
 
 
-def check(config: Config) -> None:
-    """Import the plugins, and refuse bad values.
+def check(config: TaskKeys) -> None:
+    """Import the plugins, and check the tasks and the folder.
 
     Raises:
-        UserError: a value is out of range, a task is unknown, or `out` cannot be written to.
+        UserError: a task is unknown, or `out` cannot be written to.
     """
     import_plugins(config.plugins)
-    for key in ("max_new_tokens", "max_batch_tokens"):
-        if getattr(config, key) < 0:
-            raise UserError(f"{key}={getattr(config, key)} must be at least 0, which leaves it to keepsight")
-    for key in ("samples", "pages"):
-        if getattr(config, key) < 0:
-            raise UserError(f"{key}={getattr(config, key)} must be at least 0")
-    if config.question not in QUESTIONS:
-        raise UserError(f"question={config.question} is unknown; choose one of {', '.join(QUESTIONS)}")
-    config.judge.check()
     for name in config.tasks:
         tasks_of(config, name, protocol_named(config.protocol))
     require_writable(Path(config.out))
@@ -203,7 +130,7 @@ def write_all(out: Path) -> None:
     print(f"{summary_table(summarize(run.rows))}\n\nreport: {out / 'report.html'}")
 
 
-def samples_of(config: Config, target: Target) -> tuple[list[RenderedSample], dict[str, str]]:
+def samples_of(config: TaskKeys, target: Target) -> tuple[list[RenderedSample], dict[str, str]]:
     """The samples of all tasks, and notes on them."""
     request = TaskRequest(
         tokenizer=target.tokenizer,
@@ -235,3 +162,61 @@ def _show(sample: RenderedSample, target: Target) -> None:
     cut = "its middle cut out" if sample.is_cut else "nothing cut"
     print(f"first prompt, {sample.task} {sample.id}: {len(ids)} tokens, {cut}")
     print(printable(f"--- head\n{head}\n--- tail\n{tail}\n---"))
+
+
+def settings_of(config: Config, target: Target, variants: list[Variant]) -> dict[str, Any]:
+    """What the results depend on: configuration, base model, trained weights, hardware and library versions."""
+    given = asdict(config)
+    kept = {key: given[key] for key in given if key not in _OF_NO_RESULT}
+    digests = dict.fromkeys(filter(None, (variant.method.adapter_digest for variant in variants)))
+    versions = {
+        "keepsight": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "device": _device(target),
+    }
+    return kept | {
+        "target": {
+            "name": target.name,
+            "version": target.version,
+            "dtype": str(target.model.dtype).removeprefix("torch."),
+            "quantization": _quantization(config.model, target),
+            "attention": target.model.config._attn_implementation,
+        },
+        "adapter": config.adapter,
+        "adapter_digest": ", ".join(digests) or None,
+        "retrieval": config.retrieval,
+        "retrieval_digest": ", ".join(_head_digests(config, variants)) or None,
+        "versions": versions,
+        "command": shlex.join([Path(sys.argv[0]).name.replace("__main__.py", "keepsight"), *sys.argv[1:]]),
+    }
+
+
+def _head_digests(config: Config, variants: list[Variant]) -> Iterator[str]:
+    """Digests of the retrieval heads that methods use: `retrieval`, and those that methods name themselves."""
+    if not any(variant.method.uses_retrieval_head for variant in variants):
+        return
+    own = [given.get("retrieval") for given in config.methods if isinstance(given, Mapping)]
+    for named in dict.fromkeys(filter(None, [config.retrieval, *own])):
+        yield file_digest(fetch(named) / WEIGHTS)
+
+
+def _quantization(model: ModelConfig, target: Target) -> str:
+    """How the weights are quantized, or were before they were loaded; `none`."""
+    quantized: Any = getattr(target.model.config, "quantization_config", None)
+    if quantized is not None:
+        settings = quantized if isinstance(quantized, dict) else quantized.to_dict()
+        return str(settings.get("quant_method", "unknown"))
+    if model.packaged is not None and target.version.startswith("sha256:") and not Path(model.id).is_dir():
+        name = Path(model.packaged).stem
+        kind = re.search(r"I?Q\d\w*|B?F\d+", name, flags=re.IGNORECASE)
+        return f"GGUF {kind[0] if kind else name}, dequantized"
+    return "none"
+
+
+def _device(target: Target) -> str:
+    if target.model.device.type == "cuda":
+        return torch.cuda.get_device_name(target.model.device)
+    threads = torch.get_num_threads()
+    return f"{platform.processor() or platform.machine()} CPU, {threads} thread{'s' * (threads > 1)}"

@@ -1,4 +1,4 @@
-"""From a recipe to a loaded target, the adapter, the retrieval head and the draft it names."""
+"""From a configuration to the loaded base model, and the adapter, retrieval head and draft that it names."""
 
 import functools
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from keepsight.commands.config import ModelConfig, Recipe
+from keepsight.commands.config import ModelConfig, UsesMethods, UsesModel
 from keepsight.errors import UserError
 from keepsight.models.draft_sources import DraftHeadSource, DraftSource, LayerSubset, load_draft, load_head
 from keepsight.models.hub import fetch
@@ -17,9 +17,9 @@ from keepsight.models.targets import Target, load_target
 from keepsight.runtime.methods.resources import Later, Resources, ResourcesLater
 
 
-def target_of(recipe: Recipe, device_map: Mapping[str, str] | None = None) -> Target:
-    """Load the recipe's target; a `device_map` goes before the recipe's."""
-    model = recipe.model
+def target_of(config: UsesModel, device_map: Mapping[str, str] | None = None) -> Target:
+    """Load the base model; a `device_map` takes precedence over the configuration's."""
+    model = config.model
     return load_target(
         **_files_of(model),
         dtype=model.dtype,
@@ -31,13 +31,13 @@ def target_of(recipe: Recipe, device_map: Mapping[str, str] | None = None) -> Ta
     )
 
 
-def training_target(recipe: Recipe, device_map: Mapping[str, str] | None = None) -> Target:
-    """The recipe's target in its `training_dtype`, for data and training."""
-    return target_of(replace(recipe, model=replace(recipe.model, dtype=training_dtype(recipe.model))), device_map)
+def training_target(config: UsesModel, device_map: Mapping[str, str] | None = None) -> Target:
+    """Load the base model in its `training_dtype`, for data and training."""
+    return target_of(replace(config, model=replace(config.model, dtype=training_dtype(config.model))), device_map)
 
 
 def training_dtype(model: ModelConfig) -> str:
-    """The target's dtype; `auto` is bfloat16 also on CPUs with AMX, which read three times faster in it.
+    """The base model's dtype; `auto` is bfloat16 also on CPUs with AMX, which read three times faster in it.
 
     CPUs without it whose vector instructions know bfloat16 multiply matrices in it at half the speed of float32.
     """
@@ -47,18 +47,18 @@ def training_dtype(model: ModelConfig) -> str:
     return "float32" if on_cpu and not torch.cpu.get_capabilities().get("amx_bf16") else "bfloat16"
 
 
-def outline_of(recipe: Recipe) -> PreTrainedModel:
-    """The recipe's target without its weights, from its configuration alone."""
-    return outline_model(**_files_of(recipe.model), dtype=recipe.model.dtype)
+def outline_of(config: UsesModel) -> PreTrainedModel:
+    """The base model without its weights, from its configuration alone."""
+    return outline_model(**_files_of(config.model), dtype=config.model.dtype)
 
 
-def answered_elsewhere(recipe: Recipe) -> Target:
-    """The recipe's target without its weights, for answers that do not come from this process."""
-    return outline_target(**_files_of(recipe.model), template=recipe.model.template)
+def answered_elsewhere(config: UsesModel) -> Target:
+    """The base model without its weights, for answers that another process gives."""
+    return outline_target(**_files_of(config.model), template=config.model.template)
 
 
 def _files_of(model: ModelConfig) -> dict[str, Any]:
-    """Where the files of a target come from, as every loader takes it."""
+    """Where the files of a model come from, as every loader takes it."""
     return {
         "model_id": model.id,
         "revision": model.revision,
@@ -68,13 +68,13 @@ def _files_of(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def draft_of(recipe: Recipe, target: Target) -> DraftSource | DraftHeadSource | None:
-    """The recipe's draft, found to fit the target; None when the recipe names none.
+def draft_of(config: UsesMethods, target: Target) -> DraftSource | DraftHeadSource | None:
+    """The draft, checked to fit the base model; None if the configuration names none.
 
     Raises:
-        UserError: several kinds of draft are named, or the one that is named does not fit the target.
+        UserError: several kinds of draft are named, or the draft does not fit the base model.
     """
-    named, model = recipe.draft, recipe.model
+    named, model = config.draft, config.model
     kinds = {"draft.layers": named.layers, "draft.id": named.id, "draft.head": named.head}
     given = [key for key, value in kinds.items() if value is not None]
     if len(given) > 1:
@@ -94,14 +94,14 @@ def draft_of(recipe: Recipe, target: Target) -> DraftSource | DraftHeadSource | 
     return draft
 
 
-def resources_of(recipe: Recipe, target: Target) -> Resources:
-    """What methods may need: the recipe's adapter, draft and retrieval head, and the target's tokenizer."""
-    draft = functools.cache(lambda: draft_of(recipe, target))
-    return Resources(recipe.adapter, draft, target.tokenizer, recipe.retrieval, target.model)
+def resources_of(config: UsesMethods, target: Target) -> Resources:
+    """What methods may need: adapter, draft and retrieval head, and the base model's tokenizer."""
+    draft = functools.cache(lambda: draft_of(config, target))
+    return Resources(config.adapter, draft, target.tokenizer, config.retrieval, target.model)
 
 
-def resources_later(recipe: Recipe) -> Resources:
-    """The same before the target is loaded, for methods that `bind` then completes."""
-    named = recipe.draft
+def resources_later(config: UsesMethods) -> Resources:
+    """The same before the base model is loaded, for methods that `bind` then completes."""
+    named = config.draft
     draft = Later("draft") if any(each is not None for each in (named.layers, named.id, named.head)) else None
-    return ResourcesLater(recipe.adapter, draft, Later("tokenizer"), recipe.retrieval)
+    return ResourcesLater(config.adapter, draft, Later("tokenizer"), config.retrieval)

@@ -1,17 +1,11 @@
-"""keepsight inspect: an HTML page that shows which prompt tokens a method keeps, by layer, and what it then answers.
+"""keepsight inspect: an HTML page of the prompt tokens that a method keeps."""
 
-keepsight inspect prompt=@file.txt method=lookaheadkv budget=64 out=runs/kept.html
-keepsight inspect "prompt=What is the capital of France?" method=snapkv budget=40
-"""
-
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
-from keepsight.commands.config import Recipe, at_least_one
+from keepsight.commands.config import Inspect as Config
 from keepsight.commands.from_recipe import resources_later, resources_of, target_of
 from keepsight.commands.variants import require_evict
 from keepsight.errors import UserError
@@ -30,35 +24,9 @@ from keepsight.runtime.prompt_compression.text import token_texts
 from keepsight.runtime.state import State
 
 
-@dataclass
-class Config(Recipe):
-    """Keys of `keepsight inspect`.
-
-    Attributes:
-        prompt: The user's turn as text, or @FILE.
-        method: The method to look at.
-        compare: The method beside it.
-        budget: KV budget: entries per layer and KV head.
-        options: Options of the method, such as {pool: {kernel: 5}}.
-        template: Whether the chat template is applied.
-        max_new_tokens: Length limit of the answers that the page shows.
-        out: HTML file to write.
-    """
-
-    prompt: str = "???"
-    method: str = "lookaheadkv"
-    compare: str = "snapkv"
-    budget: int = 64
-    options: dict[str, Any] = field(default_factory=dict)
-    template: bool = True
-    max_new_tokens: int = 64
-    out: str = "runs/inspect.html"
-
-
 def run(config: Config) -> None:
     """Write the page."""
     _require_page(Path(config.out))
-    at_least_one(config, "max_new_tokens")
     resources = resources_later(config)
     methods = {name: _method(name, config, resources) for name in (config.method, config.compare)}
     text = _read(config.prompt)  # bad values end here, before anything loads

@@ -1,34 +1,29 @@
-"""keepsight train: train a lookahead module to predict which prompt entries the target's answers attend to.
-
-    accelerate launch train_lookahead.py recipe=smollm2-135m data=runs/data out=runs/adapter
-    python train_lookahead.py recipe=smollm2-135m data=runs/data out=runs/adapter train.steps=50 train.held_out=4
-
-Writes the adapter, its model card and training curves to `out`. A training that was stopped resumes from its last
-checkpoint when the same command is run again.
-"""
+"""keepsight train: train a lookahead module, or several side by side."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from transformers import set_seed
 from transformers.integrations import is_deepspeed_zero3_enabled
 
+from keepsight.commands.config import Train as Config
 from keepsight.commands.from_recipe import training_dtype, training_target
 from keepsight.commands.training import (
-    TrainingConfig,
     basics_of,
+    check_paths,
     length_summary,
     metrics_text,
+    read_samples,
     require_finished,
     run_of,
 )
-from keepsight.data_gen.finished import read_training_samples
 from keepsight.data_gen.shards import TrainingSample
 from keepsight.errors import UserError, require_same
-from keepsight.files import require_writable
+from keepsight.eval.report.tables import Column, Table
+from keepsight.files import write_png
 from keepsight.models.hub import fetch
 from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_card import lookahead_card
@@ -37,50 +32,66 @@ from keepsight.models.processes import launched
 from keepsight.models.quantization import keep_gradients
 from keepsight.models.targets import Target
 from keepsight.models.zero3 import created_divided
-from keepsight.train.dataset import no_longer_than
 from keepsight.train.distributed import DIVIDED, divide_layers
+from keepsight.train.lookahead.ablation import AblationTrainer, Cell
 from keepsight.train.lookahead.objective import LookaheadObjective
-from keepsight.train.lookahead.plots import lookahead_figure
+from keepsight.train.lookahead.plots import ablation_figure, lookahead_figure
 from keepsight.train.lookahead.trainer import LookaheadTrainer
 from keepsight.train.trained import Trained
 
 _SHAPE = ("tokens", "rank", "targets", "alpha", "group")
-"""Of a module's settings, those that its weights were trained with."""
+"""Settings of a module that its weights depend on."""
 
 
-@dataclass
-class Config(TrainingConfig):
-    """Keys of `keepsight train`.
-
-    Attributes:
-        init: Adapter to start from, a folder, a Hub id or shipped:NAME; random soft tokens by default.
-        max_prompt_tokens: Leaves out longer prompts; 0 keeps all.
-    """
-
-    title: str = "keepsight lookahead adapter"
-    init: str | None = None
-    max_prompt_tokens: int = 0
+Cells = dict[str, tuple[dict[str, str], Config]]
+"""For each cell of an ablation by name, the values of the keys that have several, and its configuration."""
 
 
-def run(config: Config) -> None:
-    """Train, then write the adapter, its card and the training curves."""
-    require_writable(out := Path(config.out))
+def run(config: Config | Cells) -> None:
+    """Train, then write the adapters, their cards and the training curves."""
+    if not isinstance(config, Config):
+        _run_cells(config)
+        return
+    check_paths(config)
     target = placed_target(config)
-    samples, manifest = training_samples(config, target, config.max_prompt_tokens)
+    samples, manifest = read_samples(config, target, config.max_prompt_tokens)
     objective = new_objective(config, target)
     trainer = LookaheadTrainer(objective, config.train, run_of(config, target, samples, "init", CONFIG))
     finished = trainer.fit()
     if trainer.is_world_process_zero():
-        save(config, out, target, objective.lookahead, trainer.trained(), samples, manifest)
-        print(f"adapter after step {trainer.state.global_step} in {out}: {metrics_text(trainer.metrics)}")
+        save(config, Path(config.out), target, objective.lookahead, trainer.trained(), samples, manifest)
+        print(f"adapter after step {trainer.state.global_step} in {config.out}: {metrics_text(trainer.metrics)}")
     require_finished(finished, config, trainer)
 
 
+def _run_cells(cells: Cells) -> None:
+    """Train all cells, then write their adapters, the table and the plot."""
+    configs = {name: config for name, (_, config) in cells.items()}
+    first = next(iter(configs.values()))
+    check_paths(first)
+    out, target = Path(first.out), placed_target(first)
+    samples, manifest = read_samples(first, target, first.max_prompt_tokens)
+    modules = [Cell(name, new_objective(each, target), each.train) for name, each in configs.items()]
+    trainer = AblationTrainer(modules, run_of(first, target, samples, "init", CONFIG))
+    finished = trainer.fit()
+    if trainer.is_world_process_zero():
+        trained = dict(zip(configs, trainer.trained_cells(), strict=True))
+        for cell in modules:
+            config = replace(configs[cell.name], title=f"{first.title}: {cell.name}")
+            folder = out / "cells" / cell.name
+            save(config, folder, target, cell.objective.lookahead, trained[cell.name], samples, manifest)
+        table = _table(cells, modules, trained)
+        table.save(out)
+        write_png(out / "ablation.png", ablation_figure({name: each.log for name, each in trained.items()}))
+        print(table.markdown())
+    require_finished(finished, first, trainer)
+
+
 def placed_target(config: Config) -> Target:
-    """The target; divided over the processes of the launch where ZeRO-3 or `model.device_map` asks for that.
+    """The base model; sharded over the processes of the launch by ZeRO-3 or `model.device_map=fsdp2`.
 
     Raises:
-        UserError: it cannot be loaded, or is to be divided over one process or though it is quantised.
+        UserError: it cannot be loaded, there is one process, or sharded weights are to be quantised.
     """
     dtype = training_dtype(config.model)
     if config.model.device_map != DIVIDED:
@@ -102,24 +113,8 @@ def placed_target(config: Config) -> Target:
     return target
 
 
-def training_samples(
-    config: TrainingConfig, target: Target, max_prompt_tokens: int
-) -> tuple[Sequence[TrainingSample], dict[str, Any]]:
-    """The data's samples but for those with longer prompts, and its manifest.
-
-    Raises:
-        UserError: none is left, or the data is not what the target answered.
-    """
-    samples, manifest = read_training_samples(Path(config.data), target.name, target.template_digest, target.vocabulary)
-    if max_prompt_tokens:
-        samples = no_longer_than(samples, max_prompt_tokens)
-    if not samples:
-        raise UserError(f"max_prompt_tokens={max_prompt_tokens} leaves no sample of {config.data}; raise it")
-    return samples, manifest
-
-
 def new_objective(config: Config, target: Target) -> LookaheadObjective:
-    """A new module beside the target, which the seed decides, or one that begins with the weights of `init`."""
+    """A new module, initialised by the seed or with the weights of `init`."""
     set_seed(config.train.seed)
     lookahead = Lookahead(target.model, config.lookahead)
     if config.init:
@@ -154,9 +149,33 @@ def _counted(names: Iterable[str]) -> str:
 
 
 def _start_from(init: str, lookahead: Lookahead) -> None:
-    """Load an adapter's weights into a new module, which must have been trained as it is to be."""
+    """Load an adapter's weights into a new module of the same shape."""
     artifact = load_lookahead(fetch(init))
     artifact.check_base(lookahead.model)
     was, now = ({name: getattr(each.settings, name) for name in _SHAPE} for each in (artifact, lookahead))
     require_same(f"init={init}: this adapter was trained", was, now, "give the values that it was trained with")
     lookahead.load_state(artifact.lora, artifact.tokens)
+
+
+def _table(cells: Cells, modules: list[Cell], trained: dict[str, Trained]) -> Table:
+    varied, config = next(iter(cells.values()))
+    columns = [
+        Column("cell", "cell", is_text=True),
+        *(Column(key, key.partition(".")[2].replace("_", " "), is_text=True) for key in varied),
+        Column("parameters", "parameters"),
+        Column("kl", "KL (nats)", digits=4),
+        Column("recall", f"recall at {config.train.budget}"),
+        Column("tau", "Kendall's tau"),
+    ]
+    rows = [
+        {
+            "cell": cell.name,
+            **cells[cell.name][0],
+            "parameters": sum(each.numel() for each in cell.objective.parameters() if each.requires_grad),
+            **{name: trained[cell.name].metrics.get(f"eval_{name}") for name in ("kl", "recall", "tau")},
+        }
+        for cell in modules
+    ]
+    first = next(iter(trained.values()))
+    title = f"Fidelity after {first.steps} steps on held-out samples ({first.held_out})."
+    return Table("ablation", title, columns, rows)

@@ -1,32 +1,23 @@
-r"""keepsight train_draft_head: train an EAGLE-3 head to draft what the target says next.
-
-    accelerate launch train_draft_head.py recipe=smollm2-135m data=runs/data out=runs/draft_head
-    python train_draft_head.py recipe=smollm2-135m data=runs/data out=runs/draft_head model.dtype=bfloat16 \
-        draft_head.train.precision=bf16 draft_head.vocabulary=24576
-
-Writes the head, its model card and training curves to `out`. A training that was stopped resumes from its last
-checkpoint when the same command is run again.
-"""
+"""keepsight train_draft_head: train an EAGLE-3 draft head."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from transformers import set_seed
 
+from keepsight.commands.config import TrainDraftHead as Config
 from keepsight.commands.from_recipe import target_of
 from keepsight.commands.training import (
-    TrainingConfig,
     basics_of,
+    check_paths,
     length_summary,
     metrics_text,
+    read_samples,
     require_finished,
     run_of,
 )
-from keepsight.data_gen.finished import read_training_samples
 from keepsight.data_gen.shards import TrainingSample
 from keepsight.errors import UserError
-from keepsight.files import require_writable
 from keepsight.models.draft_head import DraftHead
 from keepsight.models.draft_head_card import draft_head_card
 from keepsight.models.draft_head_files import WEIGHTS, load_draft_head, save_draft_head
@@ -40,28 +31,13 @@ from keepsight.train.draft_head.teacher_files import StoredReadings, write_readi
 from keepsight.train.draft_head.trainer import DraftHeadTrainer
 
 
-@dataclass
-class Config(TrainingConfig):
-    """Keys of `keepsight train_draft_head`.
-
-    Attributes:
-        features: Folder for the target's hidden states over the data, written if absent and then read instead of
-            running the target; worth it over several epochs, for about 4 * hidden size * 2 bytes per token.
-        init: EAGLE-3 head to start from, a folder or a Hub id; a new one by default.
-    """
-
-    title: str = "keepsight draft head"
-    features: str | None = None
-    init: str | None = None
-
-
 def run(config: Config) -> None:
     """Train, then write the head, its card and the training curves."""
     settings = config.draft_head
     settings.check()
-    require_writable(out := Path(config.out))
-    target = target_of(config)
-    samples, manifest = read_training_samples(Path(config.data), target.name, target.template_digest, target.vocabulary)
+    check_paths(config)
+    out, target = Path(config.out), target_of(config)
+    samples, manifest = read_samples(config, target)
     set_seed(settings.train.seed)
     head = _head(config, target, samples)
     reader = _reader(config, target, head, samples, manifest["digest"])

@@ -1,30 +1,14 @@
-"""keepsight train_retrieval_head: prune a draft head to a retrieval head, and distil the target's attention into it.
+"""keepsight train_retrieval_head: prune a draft head to a retrieval head, and distil attention into it."""
 
-    accelerate launch train_retrieval_head.py recipe=smollm2-135m head=runs/head data=runs/data out=runs/retrieval
-    python train_retrieval_head.py head=runs/head data=runs/data out=runs/retrieval retrieval_head.features=none
-    python train_retrieval_head.py head=runs/retrieval data=runs/data out=runs/further retrieval_head.groups=2
-
-Writes the head, its model card and training curves to `out`. A training that was stopped resumes from its last
-checkpoint when the same command is run again. Without `head=` it starts from random projections; a retrieval head is
-distilled further, and may get groups of layers that select for themselves.
-"""
-
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from transformers import set_seed
 
+from keepsight.commands.config import TrainRetrievalHead as Config
 from keepsight.commands.from_recipe import training_target
-from keepsight.commands.training import (
-    TrainingConfig,
-    basics_of,
-    require_finished,
-    run_of,
-)
-from keepsight.data_gen.finished import read_training_samples
+from keepsight.commands.training import basics_of, check_paths, read_samples, require_finished, run_of
 from keepsight.errors import UserError
-from keepsight.files import require_writable
 from keepsight.models.card import CardBasics
 from keepsight.models.decoder import require_layers_for
 from keepsight.models.draft_head import DraftHead
@@ -45,26 +29,13 @@ from keepsight.train.retrieval_head.plots import retrieval_figure
 from keepsight.train.retrieval_head.trainer import RetrievalTrainer
 
 
-@dataclass
-class Config(TrainingConfig):
-    """Keys of `keepsight train_retrieval_head`.
-
-    Attributes:
-        head: Draft head to prune, or retrieval head to distil further, a folder or a Hub id; random projections by
-            default.
-    """
-
-    title: str = "keepsight retrieval head"
-    head: str | None = None
-
-
 def run(config: Config) -> None:
     """Prune, distil, then write the head, its card and the training curves."""
     settings = config.retrieval_head
     settings.check()
-    require_writable(Path(config.out))
+    check_paths(config)
     target = training_target(config)
-    samples, manifest = read_training_samples(Path(config.data), target.name, target.template_digest, target.vocabulary)
+    samples, manifest = read_samples(config, target)
     samples = cut(samples, settings.max_tokens)
     set_seed(settings.train.seed)
     longest = max(len(sample.prompt_ids) + len(sample.answer_ids) for sample in samples)

@@ -1,15 +1,15 @@
-"""What the training commands share: their keys, what a training is given, its provenance, and how it ends."""
+"""Shared by the training commands: the model and data, the state that a training resumes from, provenance, the end."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from keepsight import __version__
-from keepsight.commands.config import Recipe
+from keepsight.commands.config import CardKeys, Training
+from keepsight.data_gen.finished import finished_manifest, read_training_samples
 from keepsight.data_gen.shards import TrainingSample
 from keepsight.errors import UserError
-from keepsight.files import file_digest, read_json
+from keepsight.files import file_digest, read_json, require_writable
 from keepsight.models.card import CardBasics
 from keepsight.models.draft_head_files import ORIGIN
 from keepsight.models.hub import check_repo_id, fetch
@@ -17,48 +17,50 @@ from keepsight.models.lookahead_files import CONFIG, Provenance
 from keepsight.models.retrieval_head_files import CONFIG as RETRIEVAL_CONFIG
 from keepsight.models.targets import Target
 from keepsight.models.versions import vocabulary_digest
+from keepsight.train.dataset import no_longer_than
 from keepsight.train.module_trainer import ModuleTrainer
 from keepsight.train.run import TrainingRun
 from keepsight.train.seen import NOTHING, Seen, as_text, from_text
 from keepsight.train.trained import Trained
 
 
-@dataclass
-class TrainingConfig(Recipe):
-    """Keys of every training command.
+def read_samples(
+    config: Training, target: Target, max_prompt_tokens: int = 0
+) -> tuple[Sequence[TrainingSample], dict[str, Any]]:
+    """The data's samples without those with longer prompts (0 keeps all), and the data's manifest.
 
-    Attributes:
-        data: Folder made by `keepsight data`.
-        out: Folder for the trained weights and their model card; checkpoints and logs go to `training` in it.
-        title: Title of the model card.
-        base: Hub id of the target for the card, where model.id is a folder; no folder's path is published.
-        license: Licence of the trained weights, as an identifier the Hub knows; the base model's by default.
-        data_notes: Text for the model card on the origin and licences of the data.
+    Raises:
+        UserError: no sample is left, or another model has answered.
     """
-
-    data: str = "???"
-    out: str = "???"
-    title: str = "keepsight module"
-    base: str | None = None
-    license: str | None = None
-    data_notes: str = ""
-
-    def __post_init__(self) -> None:
-        if self.base is not None:
-            check_repo_id(self.base)
+    samples, manifest = read_training_samples(Path(config.data), target.name, target.template_digest, target.vocabulary)
+    if max_prompt_tokens:
+        samples = no_longer_than(samples, max_prompt_tokens)
+    if not samples:
+        raise UserError(f"max_prompt_tokens={max_prompt_tokens} leaves no sample of {config.data}; raise it")
+    return samples, manifest
 
 
-def run_of(
-    config: TrainingConfig, target: Target, samples: Sequence[TrainingSample], key: str, *weights: str
-) -> TrainingRun:
-    """What a training is given; one that is resumed must have begun with the same target and the same module.
+def check_paths(config: Training) -> None:
+    """Check the folders and the Hub id that a training names, before anything is loaded.
+
+    Raises:
+        UserError: `out` cannot be written to, there is no finished data, or `base` is no Hub id.
+    """
+    require_writable(Path(config.out))
+    if isinstance(config, CardKeys) and config.base is not None:
+        check_repo_id(config.base)
+    finished_manifest(Path(config.data))
+
+
+def run_of(config: Training, target: Target, samples: Sequence[TrainingSample], key: str, *weights: str) -> TrainingRun:
+    """What a training runs on; a training can be resumed only with the same base model and the same initial module.
 
     Args:
-        config: The command's.
+        config: The command's configuration.
         target: The base model.
-        samples: Training and held-out ones together.
-        key: The command's key that names the module it begins with; null there begins with a new one.
-        weights: Files that only such modules have, one for each kind of them.
+        samples: Training and held-out samples.
+        key: The command's key that names the initial module; null for a new one.
+        weights: File names of which only such a module has one.
     """
     given = getattr(config, key)
     folder = fetch(given) if given else None
@@ -75,10 +77,10 @@ def _digest_of(folder: Path, weights: Sequence[str]) -> str:
 
 
 def _seen_by(folder: Path | None) -> Seen | None:
-    """The prompts that an artifact's module was trained on, where it says so; none where a training begins anew.
+    """The prompts that an artifact's module was trained on, if it names them; none for a new module.
 
     Raises:
-        UserError: what it says is damaged.
+        UserError: the list of prompts is damaged.
     """
     if folder is None:
         return NOTHING
@@ -89,7 +91,7 @@ def _seen_by(folder: Path | None) -> Seen | None:
 
 
 def basics_of(
-    config: TrainingConfig,
+    config: CardKeys,
     target: Target,
     manifest: Mapping[str, Any],
     trained: Trained,
@@ -102,7 +104,7 @@ def basics_of(
         config: Title, licence and notes.
         target: The base model.
         manifest: The data folder's manifest.
-        trained: What it came to.
+        trained: The training's result.
         described: Further facts about the training, by name.
         loss: Name and unit of the loss.
     """
@@ -133,7 +135,7 @@ def basics_of(
 
 
 def _origins(manifest: Mapping[str, Any]) -> str:
-    """The data sets that a mixture's prompts came from, with their licences; no folder's path is published."""
+    """The data sets of a mixture's prompts, with their licences; no folder's path is published."""
     named = [source for source in manifest["settings"]["mixture"].get("sources", []) if "license" in source]
     listed = [f"- {_public(source['id'])} ({source['license']})" for source in named]
     return "\n".join(["Prompts from data sets:", "", *listed]) if listed else ""
@@ -145,8 +147,8 @@ def _public(data_set: str) -> str:
     )
 
 
-def _weights_origin(config: TrainingConfig, target: Target) -> dict[str, str]:
-    """The packaged, quantised file that the base model's weights came from, if any, and their dtype."""
+def _weights_origin(config: CardKeys, target: Target) -> dict[str, str]:
+    """The packaged, quantised file of the base model's weights, or their dtype."""
     dtype = str(target.model.dtype).removeprefix("torch.")
     packaged, digest = config.model.packaged, config.model.packaged_digest
     if packaged is None or digest is None or not target.version.startswith(digest):
@@ -165,11 +167,11 @@ def metrics_text(metrics: Mapping[str, float]) -> str:
     return ", ".join(f"{name.removeprefix('eval_')} {value:.3f}" for name, value in metrics.items()) or "not measured"
 
 
-def require_finished(finished: bool, config: TrainingConfig, trainer: ModuleTrainer[Any]) -> None:
-    """End the command of a training that was interrupted, once every process has written what it writes.
+def require_finished(finished: bool, config: Training, trainer: ModuleTrainer[Any]) -> None:
+    """End the command if its training was interrupted, once every process has written its files.
 
     Raises:
-        UserError: it was.
+        UserError: it was interrupted.
     """
     if not finished:
         trainer.accelerator.wait_for_everyone()  # a launcher ends all processes when the first has failed

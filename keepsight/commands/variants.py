@@ -1,7 +1,11 @@
-"""The methods that an evaluation run compares: `methods=`, `budgets=` and `bits=` of the command line."""
+"""The methods that a command compares: `methods=`, `budgets=`, `bits=` and `plugins=` of the command line."""
 
-from collections.abc import Iterator
+import importlib
+import os
+import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from importlib.metadata import entry_points
 from typing import Any
 
 from keepsight.errors import UserError
@@ -32,6 +36,27 @@ def variants_of(methods: list[Any], budgets: list[Any], bits: list[int], resourc
     if not variants:
         raise UserError("methods= and budgets= must name at least one method that evicts, and one budget")
     return variants
+
+
+def import_plugins(names: Iterable[str]) -> None:
+    """Import modules, of the working folder too, or entry points of the group keepsight; they may add to METHODS.
+
+    Raises:
+        UserError: one cannot be imported.
+    """
+    for name in names:
+        points = entry_points(group="keepsight", name=name)
+        sys.path.append(os.getcwd())
+        try:
+            for point in points:
+                point.load()
+            if not points:
+                importlib.import_module(name)
+        except Exception as error:  # whatever that code raises
+            said = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            raise UserError(f"plugins={name} cannot be imported ({said}); name a module or an entry point") from error
+        finally:
+            sys.path.remove(os.getcwd())
 
 
 def bound(variants: list[Variant], resources: Resources) -> list[Variant]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
-from keepsight.commands.config import DraftConfig, ModelConfig, Recipe
+from keepsight.commands.config import DraftConfig, ModelConfig, UsesMethods
 from keepsight.commands.from_recipe import draft_of
 from keepsight.errors import UserError
 from keepsight.models.draft_sources import LayerSubset, LoadedDraft, load_draft
@@ -194,7 +194,7 @@ WRONG_LAYERS: dict[tuple[Any, ...], str] = {
 def test_layers_that_are_refused(layers: tuple[int, ...]) -> None:
     model = deep()
     model.forward = lambda **_: pytest.fail("a model ran")
-    recipe = Recipe(model=ModelConfig(id="tiny"), draft=DraftConfig(layers=list(layers)))
+    recipe = UsesMethods(model=ModelConfig(id="tiny"), draft=DraftConfig(layers=list(layers)))
     target = Target(model, tiny_tokenizer(), "tiny", "1")
     with pytest.raises(UserError) as caught:
         draft_of(recipe, target)
@@ -252,7 +252,7 @@ def test_a_draft_with_more_tokens_or_other_ids(tmp_path: Path, loaded: Target) -
 
 
 def test_the_draft_of_a_recipe(folder: Path, loaded: Target) -> None:
-    recipe = Recipe(model=ModelConfig(id=str(folder), device="cpu", dtype="bfloat16"))
+    recipe = UsesMethods(model=ModelConfig(id=str(folder), device="cpu", dtype="bfloat16"))
     assert draft_of(recipe, loaded) is None
     subset = draft_of(replace(recipe, draft=DraftConfig(layers=[0, 2])), loaded)
     assert subset == LayerSubset((0, 2))

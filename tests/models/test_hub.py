@@ -10,8 +10,9 @@ import pytest
 from huggingface_hub import constants
 from transformers import LlamaConfig
 
-from keepsight.commands import push as push_command
-from keepsight.commands.config import parse
+from keepsight.commands import report
+from keepsight.commands.config import Push
+from keepsight.commands.parse import parse
 from keepsight.errors import UserError
 from keepsight.models.card import CardBasics
 from keepsight.models.draft_head import DraftHead
@@ -90,7 +91,7 @@ def test_the_card_that_is_sent_names_the_repository(hub: FakeHub, adapter: Path)
 
 
 def test_push_makes_private_repositories_unless_told_otherwise(hub: FakeHub, adapter: Path) -> None:
-    push_command.run(parse(push_command.Config, [f"folder={adapter}", f"repo={REPO}"]))
+    report.push(parse(Push, [f"folder={adapter}", f"repo={REPO}"]))
     assert hub.created["visibility"] == "private"
 
 

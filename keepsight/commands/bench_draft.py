@@ -1,18 +1,10 @@
-"""keepsight draft: search for the layers of a target that make a good draft.
-
-    keepsight draft recipe=smollm2-135m keep=26,20 out=runs/draft
-    keepsight draft recipe=qwen3-8b data=runs/data keep=24,18 out=runs/draft
-
-Removes layers one by one, always the one whose absence changes the target's answers least, and compares the subsets of
-the sizes in `keep` with the target on held-out texts. Prints a table and the line for the recipe; writes draft.json and
-draft.png to `out`. A search that was stopped resumes when the same command is run again.
-"""
+"""keepsight bench draft: search for the layers of a model that make a good draft."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 
-from keepsight.commands.config import Recipe, at_least_one
+from keepsight.commands.config import BenchDraft as Config
 from keepsight.commands.data import read_mixture
 from keepsight.commands.from_recipe import target_of
 from keepsight.data_gen.answers import InThisProcess
@@ -28,42 +20,12 @@ from keepsight.train.dataset import no_longer_than
 from keepsight.train.draft_layers import Subset, Text, closeness, draft_figure, read_answer, relative_time, search
 
 
-@dataclass
-class Config(Recipe):
-    """Keys of `keepsight draft`.
-
-    Attributes:
-        out: Folder for the results.
-        keep: Numbers of layers for which drafts are reported.
-        data: Folder made by `keepsight data`; by default texts are made under `out`.
-        mixture: Mixture of these texts: a file in recipes/mixtures/, or a path to a YAML file of your own.
-        prompt_tokens: Shortest and longest prompt in tokens; longer ones in `data` are left out.
-        samples: Number of texts for the search.
-        held_out: Number of held-out texts for the table.
-        answer_tokens: Number of tokens compared, from the start of each answer.
-        seed: Random seed of the mixture's draws.
-    """
-
-    out: str = "???"
-    keep: list[int] = field(default_factory=lambda: [20, 16, 12])
-    data: str | None = None
-    mixture: str = "offline"
-    prompt_tokens: list[int] = field(default_factory=lambda: [128, 512])
-    samples: int = 16
-    held_out: int = 32
-    answer_tokens: int = 32
-    seed: int = 0
-
-
 def run(config: Config) -> None:
     """Search, compare, print and write."""
-    at_least_one(config, "samples", "held_out", "answer_tokens")
-    if len(config.prompt_tokens) != 2:
-        raise UserError(f"prompt_tokens={config.prompt_tokens}: expected the shortest and the longest, as [128,512]")
     target, out = target_of(config), Path(config.out)
     layers = target.model.config.get_text_config().num_hidden_layers
-    if not config.keep or not all(1 <= size < layers for size in config.keep):
-        raise UserError(f"keep={config.keep}: expected sizes from 1 to {layers - 1}, the target has {layers} layers")
+    if not all(size < layers for size in config.keep):
+        raise UserError(f"keep={config.keep}: expected sizes from 1 to {layers - 1}, the model has {layers} layers")
     samples, digest = _samples(config, target)
     texts = _texts(target, samples[: config.samples], config.answer_tokens)
     searched = search(target.model, texts, min(config.keep), out / "search.jsonl")

@@ -1,25 +1,12 @@
-"""keepsight hits: top-k hit rate of the methods that read a part of the cache, step by step.
+"""keepsight bench hits: top-k hit rate of the methods that read a part of the cache, step by step."""
 
-    keepsight hits retrieval=runs/retrieval tasks=niah_single lengths=2048 budgets=64,256,1024 out=runs/hits
-    keepsight hits tasks=jsonl jsonl.dir=DIR max_tokens=4096 methods=specontext,quest,exact_topk out=runs/hits
-
-The full cache answers; at each token of the answer a method selects what it would read. `hit` is the top-k hit rate:
-the share of the layer's k entries with the most attention that are read, k being the budget. `mass` is the share of
-the attention that falls on what is read, `overlap` what neighbouring steps have in common and need not load again.
-`best shared` reads the same entries in all layers, those with the most attention on average: no such set has a larger
-`mass`; where a retrieval head selects for groups of layers, a second such row does too. `exact_topk` selects by each
-layer's own attention. `heads` compares several retrieval heads, such as one that was pruned only beside one that was
-distilled. Writes hits.jsonl (a row per sample), hits.csv and hits.png to `out`. A stopped run resumes when the same
-command is run again.
-"""
-
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from keepsight.commands.eval import Config as EvalConfig
+from keepsight.commands.config import BenchHits as Config
 from keepsight.commands.eval import check, samples_of
 from keepsight.commands.from_recipe import resources_later, resources_of, target_of
 from keepsight.commands.variants import bound, variants_of
@@ -54,28 +41,9 @@ class _Row(Hits):
     sample: str
 
 
-@dataclass
-class Config(EvalConfig):
-    """Keys of `keepsight hits`: those of `keepsight eval`, and these.
-
-    Attributes:
-        methods: Methods that read a part of the cache: specontext, quest, exact_topk; with options as for keepsight
-            eval.
-        budgets: KV entries read per step and KV head.
-        heads: Further retrieval heads under names of their own, {NAME: FOLDER_OR_HUB_ID}. A draft head is pruned first,
-            with the features of the step before, and not distilled.
-    """
-
-    methods: list[Any] = field(default_factory=lambda: ["specontext", "quest", "exact_topk"])
-    budgets: list[Any] = field(default_factory=lambda: [64, 256, 1024])
-    heads: dict[str, str] = field(default_factory=dict)
-
-
 def run(config: Config) -> None:
     """Measure, print the table and write it with its plot."""
     check(config)
-    if not all(type(budget) is int for budget in config.budgets):
-        raise UserError(f"budgets={config.budgets}: expected whole numbers of entries")
     variants = variants_of(config.methods, config.budgets, config.bits, resources_later(config))
     for variant in variants:
         if not variant.method.selects_each_step:

@@ -1,20 +1,5 @@
-"""keepsight plan: how many layers must keep their KV entries in CPU memory, for a model, a GPU and a load.
+"""keepsight plan: memory of a method that keeps KV entries on the CPU, and of training a lookahead module."""
 
-    keepsight plan recipe=llama8b memory=24GiB requests=4 budget=2048
-    keepsight plan recipe=qwen3-8b memory=40GB out=runs/plan.png
-    keepsight plan model.id=path/to/a/folder/with/config.json memory=24GiB
-    keepsight plan train recipe=llama8b tokens=16384 gpus=8 gpu=80GB
-
-A method that reads a few KV entries per step, chosen by a retrieval head, needs few of them on the GPU: a layer whose
-entries lie in CPU memory has `budget` slots there. For each number of such layers the table gives the longest request
-that fits; as an answer grows past these lengths, layers move to the CPU one at a time, the last one first. The GPU also
-holds the weights of the target and of a retrieval head of its shape, 30 % of both for activations, and the head's keys.
-The last column is the formula of SpeContext (arXiv 2512.00722, algorithm 1, its line 3 corrected), which counts the
-head's values and repeated KV heads as well. Only the model's configuration is fetched, no weights. `plan train` plans
-the training of a lookahead module instead.
-"""
-
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -22,39 +7,23 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from transformers import PreTrainedModel
 
-from keepsight.commands.config import Recipe, at_least_one
+from keepsight.commands.config import Plan as Config
+from keepsight.commands.config import PlanTrain
 from keepsight.commands.from_recipe import outline_of
 from keepsight.errors import UserError
 from keepsight.eval.report.panels import GRID, look
 from keepsight.eval.report.styles import STYLES
 from keepsight.files import read_bytes, size_text, write_png
+from keepsight.models.quantization import QUANTIZE
 from keepsight.models.retrieval_head import RetrievalHead
 from keepsight.runtime.prefill import context_of
 from keepsight.runtime.retrieval.memory_plan import MemoryPlan, plan_for
-
-COMMANDS = {"train": "memory and time of a training, by part, before anything is loaded"}
-
-
-@dataclass
-class Config(Recipe):
-    """Keys of `keepsight plan`; `model.dtype=auto` means bfloat16 here.
-
-    Attributes:
-        memory: GPU memory: 24GiB, 24GB or a number of bytes; by default that of this machine's GPU.
-        requests: Number of requests decoded together.
-        budget: KV entries that each KV head reads per token.
-        out: PNG file for a plot of the table; none by default.
-    """
-
-    memory: str | None = None
-    requests: int = 1
-    budget: int = 2048
-    out: str | None = None
+from keepsight.train.distributed import DIVIDED
+from keepsight.train.lookahead.plan import StepPlan, plan_step
 
 
 def run(config: Config) -> None:
     """Print the table, and plot it."""
-    at_least_one(config, "requests", "budget")
     memory = _memory(config.memory)
     model = outline_of(config)
     shape = config.retrieval_head
@@ -144,3 +113,88 @@ def _figure(plan: MemoryPlan, name: str, context: int) -> Figure:
     panel.yaxis.set_major_locator(MaxNLocator(integer=True))
     look(panel)
     return figure
+
+
+def run_training(config: PlanTrain) -> None:
+    """Print the plan."""
+    memory, quantize = read_bytes(config.gpu), config.model.quantize
+    if quantize not in (None, *QUANTIZE):
+        raise UserError(f"model.quantize={quantize} is unknown; choose one of {', '.join(QUANTIZE)}, or null")
+    _check_placement(config)
+    if config.train.batch_size > 1:
+        raise UserError(f"train.batch_size={config.train.batch_size}: a plan is for one sample a GPU at a time")
+    model, by_layer = outline_of(config), config.model.device_map == DIVIDED
+    plan = plan_step(
+        model.config,
+        model.dtype,
+        config.lookahead,
+        config.train.far,
+        config.tokens,
+        config.answer,
+        recomputes=config.train.gradient_checkpointing,
+        cuts=config.train.cuts,
+        quantize=quantize,
+        shards=config.gpus if config.shard or by_layer else 1,
+        layers_alone=by_layer,
+    )
+    dtype = quantize or str(model.dtype).removeprefix("torch.")
+    print(
+        f"{config.model.id} in {dtype}, a prompt of {config.tokens} and an answer of {config.answer} tokens on each GPU"
+    )
+    print("\n".join([*_training_memory(plan, memory, config), "", *_time(plan, config)]))
+
+
+def _check_placement(config: PlanTrain) -> None:
+    placed = config.model.device_map
+    if placed == "auto":
+        raise UserError("model.device_map=auto: where layers go is decided when the target is loaded; leave it out")
+    if placed not in (None, DIVIDED):
+        raise UserError(f"model.device_map={placed} is unknown here; choose {DIVIDED}, or null for whole targets")
+    if placed and config.shard:
+        raise UserError(f"shard=true is ZeRO-3, model.device_map={placed} is FSDP2: give one of them")
+    if (placed or config.shard) and config.model.quantize:
+        key = f"model.device_map={placed}" if placed else "shard=true"
+        raise UserError(f"{key}: quantised weights cannot be divided; leave out model.quantize")
+
+
+def _training_memory(plan: StepPlan, memory: int, config: PlanTrain) -> list[str]:
+    divided = f", divided over {config.gpus} GPUs" if config.shard or config.model.device_map else ""
+    fits = "fits" if plan.peak <= memory else "does not fit: lower tokens=, or try shard=true or model.quantize=nf4"
+    rows = {
+        f"target's weights{divided}": plan.weights,
+        "module, its gradients and Adam's moments": plan.module,
+        "first pass": plan.first,
+        "second pass and gradients": plan.second,
+    }
+    listed = [f"  {name:<58} {size_text(size):>12}" for name, size in rows.items()]
+    listed.insert(3, f"    of which KV entries and importance stay {size_text(plan.reading):>31}")
+    return [*listed, f"  at the worst moment, of {size_text(memory)} a GPU {size_text(plan.peak):>31}: {fits}"]
+
+
+def _time(plan: StepPlan, config: PlanTrain) -> list[str]:
+    reached, uses = config.flops * 1e12 * config.utilisation, config.train.replays
+    first, second = plan.first_flops / reached, plan.second_flops / reached
+    step = max(1, config.train.samples_per_step or config.gpus)
+    gpus = f"{config.gpus} GPU{'s' if config.gpus > 1 else ''}"
+    times = {
+        f"first pass, {plan.first_flops / 1e12:.1f} TFLOP": first,
+        f"second pass and gradients, {plan.second_flops / 1e12:.1f} TFLOP": second,
+        f"a step of {step} samples on {gpus}": -(-step // config.gpus) * (first / uses + second),
+        f"{config.samples} samples, each read once and used {_times(uses)}": (first + uses * second)
+        * config.samples
+        / config.gpus,
+    }
+    return [
+        f"at an assumed {config.utilisation:.0%} of {config.flops:g} TFLOP/s:",
+        *(f"  {name:<58} {_duration(seconds):>12}" for name, seconds in times.items()),
+    ]
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.2g} s"
+    return f"{seconds / 60:.1f} min" if seconds < 3600 else f"{seconds / 3600:.1f} h"

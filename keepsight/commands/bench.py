@@ -1,0 +1,157 @@
+"""keepsight bench: speed and memory on this machine. Each prints medians of repeated timings, and writes nothing."""
+
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from tqdm import tqdm
+
+from keepsight.commands.config import (
+    BenchDecode,
+    Benched,
+    BenchEval,
+    BenchEvict,
+    BenchOps,
+    BenchRetrieve,
+    BenchSpeCache,
+    BenchSpeculate,
+    BenchTrain,
+)
+from keepsight.commands.from_recipe import draft_of, resources_of, target_of
+from keepsight.commands.variants import require_evict, variants_of
+from keepsight.data_gen.finished import read_training_samples
+from keepsight.errors import UserError
+from keepsight.eval.bench.decode import bench_decode
+from keepsight.eval.bench.elastic import text_prompts, traffic_lines
+from keepsight.eval.bench.eviction import bench_evict
+from keepsight.eval.bench.operators import bench_operators
+from keepsight.eval.bench.retrieval import size_lines, step_lines
+from keepsight.eval.bench.specache import bench_specache
+from keepsight.eval.bench.speculative import bench_speculate
+from keepsight.eval.bench.sweep import bench_sweep
+from keepsight.eval.tasks.niah import make_samples
+from keepsight.models.draft_head import DraftHead
+from keepsight.models.draft_sources import DraftHeadSource
+from keepsight.models.lookahead import Lookahead
+from keepsight.models.retrieval_head import RetrievalHead
+from keepsight.models.targets import Target
+from keepsight.runtime.method import Method
+from keepsight.runtime.methods import SpeCache
+from keepsight.runtime.prefill import context_of
+from keepsight.train.lookahead.bench import bench_step
+
+
+def train(config: BenchTrain) -> None:
+    """Measure a training step."""
+    model = target_of(config).model
+    cells = [Lookahead(model, config.lookahead) for _ in range(config.cells)]
+    _print(bench_step(cells, config.tokens, config.answer_tokens, config.repeats, config.train))
+
+
+def sweep(config: BenchEval) -> None:
+    """Measure the sweep of an evaluation."""
+    target, methods = _methods(config)
+    _print(bench_sweep(target, methods, config.tokens, config.answer_tokens, config.samples))
+
+
+def evict(config: BenchEvict) -> None:
+    """Measure scoring and selecting."""
+    target, methods = _methods(config)
+    evicting = {
+        name: require_evict(method, f"method {name.split()[0]!r} evicts nothing from the cache; name methods that do")
+        for name, method in methods.items()
+    }
+    _print(bench_evict(target, evicting, config.lengths, config.repeats))
+
+
+def decode(config: BenchDecode) -> None:
+    """Measure decoding steps."""
+    target, methods = _methods(config)
+    _print(bench_decode(target.model, methods, config.tokens, config.batch, config.answer_tokens))
+
+
+def ops(config: BenchOps) -> None:
+    """Count operators and syncs."""
+    target, methods = _methods(config)
+    _print(bench_operators(target.model, methods, config.tokens))
+
+
+def specache(config: BenchSpeCache) -> None:
+    """Measure decoding steps of SpeCache."""
+    target = target_of(config)
+    for bits in config.bits:
+        _print(bench_specache(target, SpeCache(bits), config.tokens, config.batch, config.answer_tokens))
+
+
+def speculate(config: BenchSpeculate) -> None:
+    """Measure speculative decoding."""
+    if config.draft.head is None:
+        raise UserError("bench speculate measures a draft head; name it: draft.head=FOLDER_OR_HUB_ID draft.layers=null")
+    target = target_of(config)
+    draft = draft_of(config, target)
+    assert isinstance(draft, DraftHeadSource)
+    prompts = _data_prompts(config, target) if config.data else _needle_prompts(config, target)
+    _print(bench_speculate(target, draft.head, prompts, config.answer_tokens, config.draft_tokens))
+
+
+def _needle_prompts(config: BenchSpeculate, target: Target) -> list[list[int]]:
+    samples = make_samples("single", config.tokens, config.samples, 0, target.tokenizer)
+    return [sample.prompt_ids.tolist() for sample in samples]
+
+
+def _data_prompts(config: BenchSpeculate, target: Target) -> list[list[int]]:
+    """The last prompts of a data folder that are short enough."""
+    assert config.data is not None
+    samples, _ = read_training_samples(Path(config.data), target.name, target.template_digest, target.vocabulary)
+    prompts = [sample.prompt_ids for sample in samples if len(sample.prompt_ids) <= config.tokens]
+    if len(prompts) < config.samples:
+        raise UserError(
+            f"data={config.data}: {len(prompts)} prompts have at most {config.tokens} tokens, samples= needs "
+            f"{config.samples}; lower it, or raise tokens="
+        )
+    return prompts[-config.samples :]
+
+
+def retrieve(config: BenchRetrieve) -> None:
+    """Measure a retrieval head."""
+    _print(_retrieval_lines(config, target_of(config)))
+
+
+def _retrieval_lines(config: BenchRetrieve, target: Target) -> Iterator[str]:
+    if config.retrieval is None:
+        yield "retrieval= is not given: this head has random weights, and takes as long as a trained one"
+        context = context_of(target.model)
+        shape = config.retrieval_head
+        head = RetrievalHead.untrained(target.model, shape.features, context, shape.groups).to(target.model.dtype)
+    else:
+        head = resources_of(config, target).head
+    yield from size_lines(target, head, _pruned_draft(config, target))
+    yield from step_lines(target, head, max(config.budgets), config.lengths, config.batch, config.repeats)
+    if config.retrieval is None:
+        yield "bytes moved are not measured: what a random head chooses says nothing; give retrieval=FOLDER_OR_HUB_ID"
+        return
+    prompts = text_prompts(target, config.tokens, config.samples)
+    yield from traffic_lines(target, head, config.budgets, prompts, config.answer_tokens)
+
+
+def _pruned_draft(config: BenchRetrieve, target: Target) -> DraftHead | None:
+    """The EAGLE-3 head that the recipe names, if it names one."""
+    if config.draft.head is None:
+        return None
+    draft = draft_of(config, target)
+    return draft.head if isinstance(draft, DraftHeadSource) and isinstance(draft.head, DraftHead) else None
+
+
+def _methods(config: Benched) -> tuple[Target, dict[str, Method]]:
+    """The base model, and every method at every budget by `LABEL BUDGET`."""
+    target = target_of(config)
+    variants = variants_of(config.methods, config.budgets, [], resources_of(config, target))
+    named = {each.name if each.budget is None else f"{each.name} {each.budget}": each.method for each in variants}
+    return target, named
+
+
+def _print(lines: Iterable[str]) -> None:
+    """Print each line as soon as it is measured."""
+    for line in lines:
+        tqdm.write(line)
+        sys.stdout.flush()
