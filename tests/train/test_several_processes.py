@@ -164,7 +164,7 @@ def test_a_divided_target_answers_as_a_whole_one(kind: str, tmp_path: Path):
 @pytest.mark.parametrize("more", [[], ["model.device_map=fsdp2"]], ids=["ddp", "fsdp2"])
 def test_two_processes_ablate_what_one_trains(more: list[str], place: Path, tmp_path: Path):
     given = [*arguments(place, tmp_path / "two"), *more, "lookahead.tokens=[4,6]"]
-    result = launch(tmp_path, "-m", "keepsight", "ablate", *(each for each in given if each != "lookahead.tokens=4"))
+    result = launch(tmp_path, "-m", "keepsight", "train", *(each for each in given if each != "lookahead.tokens=4"))
     assert result.returncode == 0, result.stderr[-4000:]
     one, cell = (LookaheadAdapter.load(folder) for folder in (place / "one", tmp_path / "two/cells/tokens4"))
     assert json.loads((tmp_path / "two/training/settings.json").read_text())["launch.processes"] == 2
