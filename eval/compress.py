@@ -20,7 +20,7 @@ from keepsight.runtime.evict import Evict
 from keepsight.runtime.generate import CacheMethod, Method
 from keepsight.runtime.images import Images
 from keepsight.runtime.importance import Reduce, reduce_group
-from keepsight.runtime.methods.oracle import OwnAnswer
+from keepsight.runtime.methods.drafts import OwnAnswer
 from keepsight.runtime.observe import Observer
 from keepsight.runtime.prompt_compression.method import ShortenPrompt
 from keepsight.runtime.state import Needs, State, prefill

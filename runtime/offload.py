@@ -1,12 +1,11 @@
-"""The full cache in CPU memory, and entries fetched back from it while the model computes.
-
-The background thread gathers the rows of a fetch and, where there is a GPU, sends them on a side CUDA stream. A reader
-waits on the CPU until they are gathered and on their way, and lets the device wait for the rest.
-"""
+"""The full cache in CPU memory, work in the background and on a side stream, and entries fetched meanwhile."""
 
 import time
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import NamedTuple, TypeVar
 
 import psutil
@@ -14,9 +13,75 @@ import torch
 from torch import Tensor
 
 from keepsight.errors import UserError
-from keepsight.runtime.streams import Begun, FromDevice, in_background, on_side_stream
 
 Result = TypeVar("Result")
+
+
+class FromDevice:
+    """A tensor on its way to the CPU; a thread can wait for it, and for all device work enqueued before it.
+
+    Args:
+        tensor: On any device.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor.to("cpu", non_blocking=True)
+        self._begun = Begun(tensor.device)
+
+    def get(self) -> Tensor:
+        """Wait for the tensor."""
+        self._begun.wait()
+        return self._tensor
+
+
+class Begun:
+    """All the work that a device's current stream was given so far.
+
+    Args:
+        device: The device; on a CPU there is nothing to wait for.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._event = torch.cuda.Event() if device.type == "cuda" else None
+        if self._event is not None:
+            self._event.record(torch.cuda.current_stream(device))
+
+    def wait(self) -> None:
+        """Block the calling thread until it is done."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def precede(self) -> None:
+        """Let what the current stream is given from now on wait for it; the calling thread does not."""
+        if self._event is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._event)
+
+
+@contextmanager
+def on_side_stream(device: torch.device) -> Iterator[None]:
+    """Work enqueued inside runs beside the model."""
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.stream(_side_stream(device)):
+        yield
+
+
+def in_background(function: Callable[..., Result], *arguments: object) -> "Future[Result]":
+    """Call a function in the fetching thread, after the earlier calls."""
+    return _worker().submit(function, *arguments)
+
+
+@cache
+def _worker() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="keepsight-fetch")
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
 
 _SPARE = 256
 """Spare tokens in a new buffer."""

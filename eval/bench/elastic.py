@@ -13,9 +13,9 @@ from keepsight.eval.tasks.niah import read_haystack
 from keepsight.eval.tasks.samples import Sample, render
 from keepsight.models.retrieval_head import RetrievalHead
 from keepsight.models.targets import Target
-from keepsight.runtime.methods.specontext import SpeContext
 from keepsight.runtime.offload import Traffic
-from keepsight.runtime.retrieval.placement import elastic_layers
+from keepsight.runtime.retrieval.elastic import elastic_layers
+from keepsight.runtime.retrieval.specontext import SpeContext
 from keepsight.runtime.state import State, context_of, prefill
 
 _QUESTION = "\n\nSummarize the text above."

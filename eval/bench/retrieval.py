@@ -14,10 +14,9 @@ from keepsight.models.retrieval_head import RetrievalHead, parameters, pruning
 from keepsight.models.targets import Target
 from keepsight.runtime.generate import CacheMethod, FullCache
 from keepsight.runtime.layer import KeptLayer
-from keepsight.runtime.methods.quest import Quest
-from keepsight.runtime.methods.specontext import SpeContext
-from keepsight.runtime.retrieval.placement import elastic_layers
-from keepsight.runtime.retrieval.reader import RetrievalCache
+from keepsight.runtime.retrieval.elastic import elastic_layers
+from keepsight.runtime.retrieval.specontext import RetrievalCache, SpeContext
+from keepsight.runtime.sparse_read.selection import Quest
 from keepsight.runtime.state import Needs, State, context_of, prefill
 
 

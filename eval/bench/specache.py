@@ -11,10 +11,9 @@ from keepsight.eval.bench.timing import median_seconds, random_ids, read_greedil
 from keepsight.models.targets import Target
 from keepsight.runtime.attention import Softmax
 from keepsight.runtime.generate import FullCache, Method
-from keepsight.runtime.methods.kivi import Kivi
-from keepsight.runtime.methods.specache import SpeCache
-from keepsight.runtime.quantized.attend import attend_packed
-from keepsight.runtime.quantized.specache import specache_layers
+from keepsight.runtime.quantized.kernel import attend_packed
+from keepsight.runtime.quantized.kivi import Kivi
+from keepsight.runtime.quantized.specache import SpeCache, specache_layers
 
 
 def bench_specache(target: Target, method: SpeCache, tokens: int, batch: int, steps: int) -> Iterator[str]:

@@ -10,13 +10,13 @@ from tqdm import tqdm
 from transformers.generation import StoppingCriteriaList
 
 from keepsight.models.targets import Target
-from keepsight.runtime.drafting.decode import (
+from keepsight.runtime.drafting.speculative import (
+    DraftingHead,
     Speculated,
     acceptance_by_position,
     acceptance_length,
     decode_speculatively,
 )
-from keepsight.runtime.drafting.eagle import DraftingHead
 from keepsight.runtime.generate import decode, end_ids, stop_after
 from keepsight.runtime.state import Needs, prefill
 

@@ -1,4 +1,4 @@
-"""Methods from names and plain values, as YAML and the command line give them.
+"""Every method by name, and methods from names and plain values, as YAML and the command line give them.
 
 `{name: snapkv, window: 16, pool: {kernel: 5}, allocate: adakv}`: an option is a field of the method, and a part (an
 observer, drafter, reduction, pooling or allocation) is its name, a mapping with its name and options, or a mapping of
@@ -12,16 +12,91 @@ from collections.abc import Mapping
 from typing import Any
 
 from keepsight.errors import UserError
-from keepsight.runtime.drafting.observer import DraftObserver
-from keepsight.runtime.generate import Method
+from keepsight.runtime.allocate import Adaptive, Allocation, Global, Pyramid, Uniform
+from keepsight.runtime.drafting.observer import Drafter, DraftObserver
+from keepsight.runtime.drafting.speckv import ModelDrafter, SparsePrefill, SpecKV
+from keepsight.runtime.evict import Evict
+from keepsight.runtime.generate import FullCache, Method
 from keepsight.runtime.importance import NO_POOL, Pool, Reduce
-from keepsight.runtime.methods.llmlingua import Package
-from keepsight.runtime.methods.lookaheadkv import LookaheadKV, parts_of
-from keepsight.runtime.methods.registry import ALLOCATIONS, DRAFTERS, METHODS, OBSERVERS
+from keepsight.runtime.methods.drafts import ConstantText, DapQ, Oracle, OwnAnswer, PromptEnds, RandomTokens
+from keepsight.runtime.methods.laq import LAQ, LAQPlus, QueryCache
+from keepsight.runtime.methods.lookaheadkv import LookaheadKV, SoftTokens, parts_of
+from keepsight.runtime.methods.positions import (
+    Earliness,
+    KeyNorm,
+    LaCache,
+    Ladder,
+    RandomEntries,
+    RandomScores,
+    Recency,
+    ShortKeys,
+    StreamingLLM,
+)
 from keepsight.runtime.methods.resources import Resources
-from keepsight.runtime.methods.sentence_similarity import Cosine
-from keepsight.runtime.methods.speckv import ModelDrafter, SpecKV
-from keepsight.runtime.sparse_prefill import SparsePrefill
+from keepsight.runtime.methods.window import H2O, TOVA, AdaKV, PromptWindow, PyramidKV, ReceivedAttention, SnapKV
+from keepsight.runtime.observe import Observer
+from keepsight.runtime.prompt_compression.specpc import SpecKVPC, SpecPC
+from keepsight.runtime.prompt_compression.text import Cosine, LLMLingua2, Package, SentenceSimilarity, Truncation
+from keepsight.runtime.quantized.kivi import Kivi
+from keepsight.runtime.quantized.specache import SpeCache
+from keepsight.runtime.retrieval.specontext import SpeContext
+from keepsight.runtime.sparse_read.selection import ExactTopK, Quest
+
+METHODS: dict[str, type[Method]] = {
+    "full": FullCache,
+    "oracle": Oracle,
+    "lookaheadkv": LookaheadKV,
+    "laq": LAQ,
+    "laq++": LAQPlus,
+    "speckv": SpecKV,
+    "dapq": DapQ,
+    "snapkv": SnapKV,
+    "pyramidkv": PyramidKV,
+    "adakv": AdaKV,
+    "h2o": H2O,
+    "tova": TOVA,
+    "streamingllm": StreamingLLM,
+    "lacache": LaCache,
+    "key_norm": KeyNorm,
+    "random": RandomEntries,
+    "specpc": SpecPC,
+    "speckvpc": SpecKVPC,
+    "llmlingua2": LLMLingua2,
+    "sentence_similarity": SentenceSimilarity,
+    "truncation": Truncation,
+    "kivi": Kivi,
+    "specache": SpeCache,
+    "specontext": SpeContext,
+    "quest": Quest,
+    "exact_topk": ExactTopK,
+    "evict": Evict,
+}
+OBSERVERS: dict[str, type[Observer]] = {
+    "soft_tokens": SoftTokens,
+    "draft_tokens": DraftObserver,
+    "query_cache": QueryCache,
+    "prompt_window": PromptWindow,
+    "received_attention": ReceivedAttention,
+    "short_keys": ShortKeys,
+    "recency": Recency,
+    "earliness": Earliness,
+    "ladder": Ladder,
+    "random_scores": RandomScores,
+}
+DRAFTERS: dict[str, type[Drafter]] = {
+    "own_answer": OwnAnswer,
+    "draft_model": ModelDrafter,
+    "prompt_ends": PromptEnds,
+    "random_tokens": RandomTokens,
+    "constant_text": ConstantText,
+}
+ALLOCATIONS: dict[str, type[Allocation]] = {
+    "uniform": Uniform,
+    "pyramidkv": Pyramid,
+    "adakv": Adaptive,
+    "global": Global,
+}
+
 
 _RESOURCES = ("artifact", "head", "draft", "tokenizer")
 _TRAINED = ("adapter", "retrieval")

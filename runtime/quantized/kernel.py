@@ -1,9 +1,6 @@
-"""Attention to packed entries in one kernel, which unpacks them in registers: for CUDA, where Triton is installed.
+"""Attention to packed entries: a Triton kernel on a GPU (experimental), the same in torch elsewhere."""
 
-A program attends to a part of one KV head's entries; the parts are joined by their softmax's denominators.
-"""
-
-from __future__ import annotations  # those of the kernel name Triton, which may be missing
+from __future__ import annotations
 
 import functools
 from importlib.util import find_spec
@@ -12,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from keepsight.runtime.attention import Softmax
+from keepsight.runtime.attention import Softmax, later
 from keepsight.runtime.offload import FetchedEntries
-from keepsight.runtime.quantized.entries import PackedEntries
+from keepsight.runtime.quantized.packing import PackedEntries
 
 if HAS_TRITON := find_spec("triton") is not None:
     import triton
@@ -36,7 +33,7 @@ def usable(query: Tensor) -> bool:
 def attend_in_kernel(
     query: Tensor, held: PackedEntries, softmax: Softmax, fetched: FetchedEntries | None, watched: int
 ) -> tuple[Tensor, Tensor]:
-    """See `keepsight.runtime.quantized.attend.attend_packed`."""
+    """See `keepsight.runtime.quantized.kernel.attend_packed`."""
     batch, heads, rows, width = query.shape
     kv_heads, length, quantizer = held.recent_keys.shape[1], held.length, held.quantizer
     grouped = query.reshape(batch, kv_heads, -1, width)
@@ -222,3 +219,40 @@ def attend_part(  # type: ignore[no-untyped-def]
         outputs + at[:, None] * WIDTH + columns[None, :], summed / tl.where(seen, total, 1.0)[:, None], mask=of_rows
     )
     tl.store(totals + at, tl.where(seen, best + tl.log(total), float("-inf")), mask=asking)
+
+
+def attend_packed(
+    query: Tensor,
+    held: PackedEntries,
+    softmax: Softmax,
+    fetched: FetchedEntries | None = None,
+    watched: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Causal attention of the last q of T tokens; but for the kernel, all entries of the layer are unpacked at once.
+
+    Args:
+        query: [B, H, q, d].
+        held: T entries of K KV heads.
+        softmax: The layer's.
+        fetched: Read in full precision in place of the packed entries with their indices.
+        watched: Number n of first entries whose attention is returned, at least the fetched ones; the packed ones
+            by default.
+
+    Returns:
+        The output [B, q, H, d], and the attention of the last query to the watched entries, [B, K, H / K, n] float32.
+    """
+    watched = held.packed_length if watched is None else watched
+    if usable(query):
+        return attend_in_kernel(query, held, softmax, fetched, watched)
+    batch, heads, rows, width = query.shape
+    keys, values = held.keys(), held.values()
+    if fetched is not None:
+        places = fetched.indices[..., None].expand(-1, -1, -1, width)
+        keys.scatter_(2, places, fetched.keys)
+        values.scatter_(2, places, fetched.values)
+    logits = softmax.logits(query.reshape(batch, keys.shape[1], -1, width), keys).unflatten(2, (-1, rows))
+    if rows > 1:
+        logits[..., -rows:].masked_fill_(later(rows, query.device), -torch.inf)
+    weights = softmax.normalised(logits)
+    output = (weights.flatten(2, 3).to(values.dtype) @ values).view(batch, heads, rows, width)
+    return output.transpose(1, 2).contiguous(), weights[..., -1, :watched]

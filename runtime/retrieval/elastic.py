@@ -1,23 +1,131 @@
-"""Elastic loading: a layer's entries are in CPU memory, those that a step selects in slots on the device.
-
-SpeContext (arXiv 2512.00722), section 5.4. What is newly selected is copied into the slots of what no longer is
-(`keepsight.runtime.retrieval.arrangement`), while earlier layers still compute.
-"""
+"""Elastic loading (SpeContext, arXiv 2512.00722, section 5): selected entries on the device, all of them on the CPU."""
 
 import time
+import weakref
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 from typing_extensions import override
 
+from keepsight.errors import UserError
+from keepsight.runtime.attention import is_bounded
 from keepsight.runtime.layer import LayerEntries
-from keepsight.runtime.offload import FullEntries, Traffic, await_counted
-from keepsight.runtime.retrieval.arrangement import Arrangement, Change
+from keepsight.runtime.offload import (
+    Begun,
+    FromDevice,
+    FullEntries,
+    Traffic,
+    await_counted,
+    flat_rows,
+    in_background,
+    on_side_stream,
+)
+from keepsight.runtime.retrieval.memory_plan import MemoryPlan
 from keepsight.runtime.sparse_read.cache import SelectedLayer, Selection, real_mask
-from keepsight.runtime.streams import Begun, in_background, on_side_stream
+
+_NONE, _STAYS = -1, -2
+
+
+class Moves(NamedTuple):
+    """What a change copies.
+
+    Attributes:
+        entries: [n] int64 on the CPU: flat indices into the entries [S, B, K] of a layer.
+        slots: [n] int64 on the CPU: flat indices into slots [B, K, budget].
+        reused: Number of entries that stay in their slots.
+    """
+
+    entries: Tensor
+    slots: Tensor
+    reused: int
+
+
+class Change:
+    """The change from what the slots hold to what a step selects, the same for all layers.
+
+    Args:
+        after: What the slots hold after it.
+        arriving: [B, K, budget] int64: the entry to be copied into each slot, -1 where none is held, -2 where it stays.
+    """
+
+    def __init__(self, after: "Arrangement", arriving: Tensor) -> None:
+        self.after, self._arriving = after, FromDevice(arriving)
+
+    @cached_property
+    def moves(self) -> Moves:
+        """What it copies; for the fetching thread, because it waits for the device."""
+        arriving = self._arriving.get()
+        slots = (arriving.flatten() >= 0).nonzero()[:, 0]
+        return Moves(flat_rows(arriving).flatten()[slots], slots, int((arriving == _STAYS).sum()))
+
+
+class Arrangement:
+    """Which entry each slot of a layer holds; immutable, and shared by the layers that hold the same.
+
+    Args:
+        held: [B, K, budget] int64, -1 for none.
+    """
+
+    def __init__(self, held: Tensor) -> None:
+        self.held = held
+        self._asked: Selection | None = None
+        self._answered: weakref.ref[Change] | None = None  # an old state would keep all later ones alive
+
+    @classmethod
+    def empty(cls, batch: int, kv_heads: int, budget: int, device: torch.device) -> "Arrangement":
+        """Empty slots."""
+        return cls(torch.full((batch, kv_heads, budget), _NONE, device=device))
+
+    def to(self, chosen: Selection, length: int) -> Change:
+        """The change to what a step selects among `length` entries, which the first slots then hold.
+
+        It is computed once for all layers of a step, as long as one of them keeps it.
+
+        Raises:
+            UserError: more is selected than there are slots.
+        """
+        known = self._answered() if self._answered is not None and self._asked is chosen else None
+        if known is None:
+            known = self._change(chosen, length)
+            self._asked, self._answered = chosen, weakref.ref(known)
+        return known
+
+    def cropped(self, length: int) -> "Arrangement":
+        """The arrangement without entries from `length` on: other tokens will take their places."""
+        gone = self.held >= length
+        return Arrangement(self.held.masked_fill(gone, _NONE)) if bool(gone.any()) else self
+
+    def _change(self, chosen: Selection, length: int) -> Change:
+        now, budget = chosen.indices, self.held.shape[2]
+        if now.shape[2] > budget:
+            raise UserError(f"{now.shape[2]} entries are selected, and a layer on the CPU has slots for {budget}")
+        if chosen.real is not None:
+            now = now.masked_fill(~chosen.real, _NONE)
+        held = self.held[:, :, : now.shape[2]]
+        stays = _is_among(held, now, length)
+        lacking = ~_is_among(now, held, length) & (now != _NONE)
+        # Per head, the first lacking entry goes into the first free slot, and so on.
+        queue = now.new_full((*now.shape[:2], now.shape[2] + 1), _NONE)
+        queue.scatter_(2, torch.where(lacking, lacking.cumsum(dim=2) - 1, now.shape[2]), now)
+        queue[:, :, -1] = _NONE
+        incoming = queue.gather(2, ((~stays).cumsum(dim=2) - 1).clamp(min=0))
+        after = torch.where(stays, held, incoming)
+        free = 0, budget - now.shape[2]
+        arriving = functional.pad(incoming.masked_fill(stays, _STAYS), free, value=_NONE)
+        return Change(Arrangement(functional.pad(after, free, value=_NONE)), arriving)
+
+
+def _is_among(wanted: Tensor, given: Tensor, length: int) -> Tensor:
+    """[B, K, n] bool: which of `wanted` [B, K, n] are among their head's `given` [B, K, m]; -1 never is."""
+    marks = torch.zeros(*given.shape[:2], length + 1, dtype=torch.bool, device=given.device)
+    marks.scatter_(2, torch.where(given < 0, length, given), True)
+    marks[:, :, -1] = False  # where -1 was marked
+    return marks.gather(2, torch.where(wanted < 0, length, wanted))
 
 
 @dataclass
@@ -177,3 +285,58 @@ def _load(full: FullEntries, rows: Tensor, change: Change, begun: Begun) -> Begu
     traffic.selections += 1
     traffic.fetching += time.perf_counter() - start
     return copying
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which layers are on the CPU at which length.
+
+    Attributes:
+        budget: Slots per KV head and row of each layer on the CPU.
+        device: The model's device.
+        least: Number of last layers that are on the CPU at any length.
+        plan: The plan that moves further layers; None without a memory limit.
+    """
+
+    budget: int
+    device: torch.device
+    least: int = 0
+    plan: MemoryPlan | None = None
+
+    def on_cpu(self, rows: int, length: int) -> int:
+        """Number of layers on the CPU when each of `rows` rows has `length` entries, padding included.
+
+        Raises:
+            UserError: they do not fit at all.
+        """
+        return max(self.least, self.plan.layers_on_cpu(rows * length) if self.plan is not None else 0)
+
+    def place(self, layers: list[Any], length: int) -> None:
+        """Move layers with full attention to the CPU, in place in their list, before a step.
+
+        Args:
+            layers: Layers of a cache, on the device or on the CPU.
+            length: Entries per row after the step.
+
+        Raises:
+            UserError: they do not fit with all layers on the CPU either, or a layer selects for itself.
+        """
+        places = [index for index, layer in enumerate(layers) if not is_bounded(layer)]
+        moving = self.on_cpu(len(layers[places[0]].keys), length) if places else 0
+        for index in reversed(places[max(len(places) - moving, 0) :]):
+            if not isinstance(layers[index], ElasticLayer):
+                layers[index] = self._moved(layers[index], next(iter(elastic_layers(layers)), None))
+
+    def _moved(self, layer: SelectedLayer, other: ElasticLayer | None) -> ElasticLayer:
+        """The layer on the CPU, with the same entries in its slots as another one."""
+        if layer.selector is not None:
+            raise UserError("a layer that reads its own keys to select has to have them on the device; offload none")
+        if other is not None:
+            return ElasticLayer.from_layer(layer, other.slots.arrangement, other.full.traffic)
+        batch, kv_heads, _, _ = layer.keys.shape
+        return ElasticLayer.from_layer(layer, Arrangement.empty(batch, kv_heads, self.budget, self.device), Traffic())
+
+
+def elastic_layers(layers: list[Any]) -> list[ElasticLayer]:
+    """The layers whose entries are in CPU memory."""
+    return [layer for layer in layers if isinstance(layer, ElasticLayer)]

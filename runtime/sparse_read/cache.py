@@ -1,26 +1,25 @@
-"""A cache that keeps every entry and reads a few of them per step, selected for every token.
-
-A step reads what was selected among the entries before its token, and the token's own entry, which the budget does not
-count. Entries keep their places: padding stays on the left, generated tokens follow the prompt's and are selected like
-them. Keys are stored after RoPE, so that gathered entries may be in any order, and one query needs no causal mask over
-them. Several tokens read in one pass are read one by one, but for a further turn (`keepsight.runtime.turn`).
-"""
+"""Sparse reading: a cache that keeps every entry, of which each step reads a few; base of the methods that do so."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from typing_extensions import override
 
 from keepsight.errors import UserError
-from keepsight.runtime.attention import OwnAttention, Softmax, grouped_attention, visible
+from keepsight.runtime.allocate import Budget
+from keepsight.runtime.attention import OwnAttention, Reader, Softmax, grouped_attention, visible
+from keepsight.runtime.generate import CacheMethod
+from keepsight.runtime.latents import Expansion
 from keepsight.runtime.layer import KeptLayer, LayerEntries
-from keepsight.runtime.state import State, cache_bytes
+from keepsight.runtime.readers import TurnReader
+from keepsight.runtime.state import State, cache_bytes, with_full_layers
 
 
 class Selection(NamedTuple):
@@ -143,7 +142,7 @@ class SelectedLayer(OwnAttention, KeptLayer):
         self.seen += keys.shape[2]
 
     def read_turn(self, keys: Tensor, values: Tensor) -> LayerEntries:
-        """Append entries [B, K, q, d] and return all, for tokens that attend to all; see `keepsight.runtime.turn`."""
+        """Append entries [B, K, q, d] and return all, for tokens that attend to all of them."""
         self.append(keys, values)
         return self.entries()
 
@@ -217,3 +216,133 @@ def selected_layers(state: State, make: MakeLayer) -> list[KeptLayer]:
 def real_mask(padding: Tensor, length: int) -> Tensor:
     """Numbers [B] of padding entries on the left -> [B, length] bool, False for padding."""
     return torch.arange(length, device=padding.device) >= padding[:, None]
+
+
+class LatentLayer(SelectedLayer):
+    """A cache layer that holds latents and expands, for each head, those that a step reads.
+
+    Its `keys` are the latents after their norm, [B, 1, C, rank], and its `values` the keys' part with RoPE,
+    [B, 1, C, rope]: what transformers caches. Selections have H heads.
+
+    Args:
+        expand: The layer's expansion.
+        latents: [B, 1, C, rank].
+        rotated: [B, 1, C, rope].
+        seen: Logical length.
+        padding: See `SelectedLayer`.
+    """
+
+    def __init__(
+        self, expand: Expansion, latents: Tensor, rotated: Tensor, seen: int, padding: Tensor | None = None
+    ) -> None:
+        super().__init__(latents, rotated, seen, padding)
+        self.expand = expand
+
+    @override
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> Any:
+        self._new = key_states, value_states
+        return key_states, value_states
+
+    @override
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
+        return super().attend(query, *self._new, softmax)
+
+    @override
+    def gather(self, chosen: Selection) -> LayerEntries:
+        latents, rotated, real = super().gather(chosen)
+        return LayerEntries(*self.expand(latents, rotated), real)
+
+    @override
+    def read_turn(self, keys: Tensor, values: Tensor) -> LayerEntries:
+        latents, rotated, real = super().read_turn(*self._new)
+        return LayerEntries(*self.expand(latents, rotated), real)
+
+    @override
+    def share(self) -> "LatentLayer":
+        return LatentLayer(self.expand, self.keys, self.values, self.seen, self.padding)
+
+
+def expanded(model: PreTrainedModel, state: State) -> State:
+    """A state of latents with every head's keys and values in their place; any other state unchanged.
+
+    For methods that select by keys. It can be compressed, not read: the model appends latents.
+    """
+    if not any(layer.expansion for layer in state.layers):
+        return state
+    layers = [KeptLayer(*layer.attended()[:2], layer.seen) for layer in state.layers]
+    for layer in layers:
+        layer.token_mask = state.tokens_mask
+    return replace(state, cache=with_full_layers(state.cache, layers))
+
+
+def layers_of(model: PreTrainedModel, state: State, make: MakeLayer) -> MakeLayer:
+    """Makes layers of latents for a state that holds them; `make` for any other state."""
+    each: list[Any] = [layer.expansion for layer in state.layers]
+    if not any(each):
+        return make
+    return lambda index, *held: LatentLayer(each[index], *held)
+
+
+@dataclass(frozen=True)
+class SparseRead(CacheMethod):
+    """Reads `budget` entries of the cache for every token; see the module for what the budget counts.
+
+    Attributes:
+        budget: Entries per KV head and step, or a ratio.
+
+    Raises:
+        UserError: a value is out of range; one line names it.
+    """
+
+    budget: int | float
+    selects_each_step = True
+
+    def __post_init__(self) -> None:
+        budget = Budget(self.budget)
+        budget.check(self._name)
+        if not budget.is_ratio:
+            self._check_budget(budget.entries(0))
+
+    @property
+    def _name(self) -> str:
+        return type(self).__name__
+
+    def least(self) -> tuple[int, str]:
+        """The smallest budget that leaves something to select, and why."""
+        return 1, "one entry to choose"
+
+    @override
+    def budget_for(self, length: int) -> int:
+        return Budget(self.budget).entries(length)
+
+    @override
+    def check(self, length: int, context: int) -> None:
+        if length > context:
+            raise UserError(
+                f"{self._name}: a prompt of {length} tokens does not fit the context of {context}; shorten it"
+            )
+        if (budget := self.budget_for(length)) < length:
+            self._check_budget(budget)
+
+    @override
+    @torch.no_grad()
+    def compress(self, model: PreTrainedModel, state: State) -> State:
+        state = expanded(model, state)
+        cache = with_full_layers(state.cache, selected_layers(state, self.layers_for(state)))
+        return state.as_kind(SelectedState, cache)
+
+    @override
+    def turn_reader(self, model: PreTrainedModel) -> Reader:
+        return TurnReader(model)
+
+    @abstractmethod
+    def layers_for(self, state: State) -> MakeLayer:
+        """What makes the layers of a state, in their order."""
+
+    def _check_budget(self, budget: int) -> None:
+        least, reason = self.least()
+        if budget < least:
+            given = "" if budget == self.budget else f" leaves {budget} entries, which"
+            raise UserError(
+                f"{self._name}: budget {self.budget}{given} is below {least} ({reason}); give a larger budget"
+            )

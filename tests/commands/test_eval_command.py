@@ -25,7 +25,7 @@ from keepsight.runtime.drafting.observer import DraftObserver
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.importance import NO_POOL, Reduce
 from keepsight.runtime.methods import H2O, Resources, SnapKV
-from keepsight.runtime.methods.dapq import PromptEnds
+from keepsight.runtime.methods.drafts import PromptEnds
 from tests.commands.commands import NEEDLES, RUN_FILES, CommandLine, files_of_run, last_of_each_key, tree
 from tests.eval.judging import endpoint
 from tests.eval.rows import CLOCKS, comparable

@@ -13,6 +13,7 @@ from keepsight.eval.kept import recall
 from keepsight.models.draft_sources import LayerSubset
 from keepsight.runtime.allocate import Adaptive
 from keepsight.runtime.drafting.observer import Drafter, DraftIds, DraftObserver, GivenDraft
+from keepsight.runtime.drafting.speckv import SparsePrefill
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.generate import CacheMethod, FullCache, Method, decode, stop_after
 from keepsight.runtime.importance import NO_POOL, Reduce
@@ -31,10 +32,8 @@ from keepsight.runtime.methods import (
     StreamingLLM,
     Truncation,
 )
-from keepsight.runtime.methods.dapq import PromptEnds
-from keepsight.runtime.methods.oracle import OwnAnswer
+from keepsight.runtime.methods.drafts import OwnAnswer, PromptEnds
 from keepsight.runtime.observe import observe
-from keepsight.runtime.sparse_prefill import SparsePrefill
 from keepsight.runtime.state import State, prefill
 from tests.close import assert_close
 from tests.runtime.recording import recorded

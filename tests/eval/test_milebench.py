@@ -25,8 +25,8 @@ from keepsight.models.targets import Target, load_target, processor_of
 from keepsight.runtime.drafting.observer import DraftObserver
 from keepsight.runtime.generate import FullCache, generate
 from keepsight.runtime.methods import LookaheadKV, Oracle, SnapKV, SpecPC
-from keepsight.runtime.methods.oracle import OwnAnswer
-from keepsight.runtime.methods.quest import Quest
+from keepsight.runtime.methods.drafts import OwnAnswer
+from keepsight.runtime.sparse_read.selection import Quest
 from tests.eval.pictured import row, save_pictured_target, without_videos, write_data_set
 from tests.tiny import save_tiny_target
 

@@ -26,7 +26,7 @@ from keepsight.runtime.evict import Evict
 from keepsight.runtime.generate import FullCache, generate
 from keepsight.runtime.importance import Reduce
 from keepsight.runtime.methods import H2O, AdaKV, LookaheadKV, Oracle, SnapKV, StreamingLLM, Truncation
-from keepsight.runtime.methods.oracle import OwnAnswer
+from keepsight.runtime.methods.drafts import OwnAnswer
 from keepsight.runtime.observe import Observer
 from keepsight.runtime.state import Needs, State, cache_bytes, prefill
 from tests.eval.rows import CLOCKS, comparable

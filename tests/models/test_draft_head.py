@@ -16,7 +16,7 @@ from transformers import LlamaConfig
 from keepsight.errors import UserError
 from keepsight.models.card import Provenance
 from keepsight.models.draft_head import DraftHead, EagleHead, FeatureHead, default_feature_layers
-from keepsight.runtime.drafting.eagle import ChainDrafter
+from keepsight.runtime.drafting.speculative import ChainDrafter
 from keepsight.runtime.features import RecordFeatures
 from tests.close import assert_close
 from tests.models import slow_heads

@@ -12,7 +12,7 @@ from keepsight.runtime.methods import METHODS
 from keepsight.runtime.methods.lookaheadkv import LookaheadKV, parts_of
 from keepsight.runtime.methods.make import make_method
 from keepsight.runtime.methods.resources import Resources
-from keepsight.runtime.methods.specontext import SpeContext
+from keepsight.runtime.retrieval.specontext import SpeContext
 from tests.families import FAMILIES, family_model
 from tests.models.modules import SHAPE, random_on, save
 from tests.models.retrieval_heads import tiny_retrieval_head

@@ -3,8 +3,8 @@
 import torch
 from transformers import AttentionInterface
 
+from keepsight.runtime.methods.drafts import Oracle
 from keepsight.runtime.methods.lookaheadkv import LookaheadKV
-from keepsight.runtime.methods.oracle import Oracle
 from keepsight.runtime.methods.positions import StreamingLLM
 from keepsight.runtime.methods.window import PromptWindow
 from tests.runtime.dividing import divide

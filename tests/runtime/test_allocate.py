@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from keepsight.errors import UserError
 from keepsight.runtime.allocate import Adaptive, Global, Pyramid, Uniform, adjust_to_sum, blended, pyramid_schedule
 from keepsight.runtime.importance import top_mask
-from keepsight.runtime.methods.registry import ALLOCATIONS
+from keepsight.runtime.methods.make import ALLOCATIONS
 from tests.runtime.dividing import divide
 
 ALL = [

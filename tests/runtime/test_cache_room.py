@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from keepsight.runtime.layer import GROWTH, ROOM, KeptLayer, RaggedLayer
-from keepsight.runtime.retrieval.selector import HeadKeys
+from keepsight.runtime.retrieval.specontext import HeadKeys
 from keepsight.runtime.sparse_read.cache import SelectedLayer
-from keepsight.runtime.sparse_read.quest_pages import TopPages
+from keepsight.runtime.sparse_read.selection import TopPages
 
 
 def kept(entries: int = 5) -> KeptLayer:

@@ -13,8 +13,8 @@ from keepsight.runtime.drafting.observer import DraftObserver
 from keepsight.runtime.generate import decode, stop_after
 from keepsight.runtime.importance import NO_POOL, Pool
 from keepsight.runtime.methods import LookaheadKV, Oracle, SnapKV, StreamingLLM
+from keepsight.runtime.methods.drafts import OwnAnswer
 from keepsight.runtime.methods.lookaheadkv import SoftTokens
-from keepsight.runtime.methods.oracle import OwnAnswer
 from keepsight.runtime.methods.window import PromptWindow
 from tests.close import assert_close
 from tests.models.modules import random_module, save

@@ -11,8 +11,8 @@ from transformers.cache_utils import DynamicCache
 from keepsight.errors import UserError
 from keepsight.models.decoder import full_attention_layers
 from keepsight.runtime.evict import Evict
-from keepsight.runtime.methods.speckvpc import SpecKVPC
 from keepsight.runtime.prompt_compression.method import ShortenPrompt
+from keepsight.runtime.prompt_compression.specpc import SpecKVPC
 from keepsight.runtime.state import State, full_layers, prefill, read
 from tests.close import assert_close
 from tests.families import FAMILIES, family_model

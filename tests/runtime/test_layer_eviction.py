@@ -16,7 +16,7 @@ from keepsight.runtime.generate import generate
 from keepsight.runtime.importance import Pool
 from keepsight.runtime.layer import KeptLayer
 from keepsight.runtime.methods import H2O, TOVA, AdaKV, KeyNorm, PyramidKV, RandomEntries, SnapKV, StreamingLLM
-from keepsight.runtime.methods.dapq import PromptEnds
+from keepsight.runtime.methods.drafts import PromptEnds
 from keepsight.runtime.methods.positions import Earliness
 from keepsight.runtime.state import State, cache_bytes, full_layers, read
 from tests.families import FAMILIES, family_model, fresh_model

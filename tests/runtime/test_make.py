@@ -13,6 +13,7 @@ from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.runtime.allocate import Adaptive, Pyramid, Uniform
 from keepsight.runtime.drafting.observer import DraftObserver
+from keepsight.runtime.drafting.speckv import ModelDrafter, SparsePrefill
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.generate import FullCache, Method, generate
 from keepsight.runtime.importance import NO_POOL, Pool, Reduce
@@ -37,14 +38,11 @@ from keepsight.runtime.methods import (
     SpecPC,
     make_method,
 )
-from keepsight.runtime.methods.dapq import ConstantText, PromptEnds, RandomTokens
+from keepsight.runtime.methods.drafts import ConstantText, OwnAnswer, PromptEnds, RandomTokens
 from keepsight.runtime.methods.laq import QueryCache
 from keepsight.runtime.methods.lookaheadkv import SoftTokens
 from keepsight.runtime.methods.make import takes
-from keepsight.runtime.methods.oracle import OwnAnswer
-from keepsight.runtime.methods.speckv import ModelDrafter
 from keepsight.runtime.methods.window import PromptWindow
-from keepsight.runtime.sparse_prefill import SparsePrefill
 from keepsight.runtime.state import Needs
 from tests.models.retrieval_heads import tiny_retrieval_head
 from tests.tiny import prompt_ids, tiny_model, tiny_tokenizer

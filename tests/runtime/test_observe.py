@@ -11,7 +11,7 @@ from keepsight.runtime import importance, observe
 from keepsight.runtime.drafting.observer import DraftObserver
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.methods import LAQ, DapQ, LAQPlus, LookaheadKV, Oracle, SnapKV, laq
-from keepsight.runtime.methods.dapq import PromptEnds
+from keepsight.runtime.methods.drafts import PromptEnds
 from keepsight.runtime.state import prefill
 from tests.models.modules import random_module, save
 from tests.tiny import prompt_ids, tiny_model

@@ -9,7 +9,7 @@ import torch
 from keepsight import generate
 from keepsight.errors import UserError
 from keepsight.runtime.methods import LaCache, SnapKV, StreamingLLM
-from keepsight.runtime.methods.exact_topk import ExactTopK
+from keepsight.runtime.sparse_read.selection import ExactTopK
 from keepsight.runtime.state import read
 from tests.close import assert_close
 from tests.runtime.drafting.test_draft_methods import METHODS as DRAFTED

@@ -6,19 +6,19 @@ import pytest
 import torch
 
 from keepsight.errors import UserError
+from keepsight.runtime.drafting.speckv import ModelDrafter
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.generate import Conversation, decode, stop_after
 from keepsight.runtime.importance import Reduce
 from keepsight.runtime.methods import H2O, LAQ, SnapKV
-from keepsight.runtime.methods.kivi import Kivi
 from keepsight.runtime.methods.laq import QueryCache
 from keepsight.runtime.methods.positions import LaCache, Ladder
-from keepsight.runtime.methods.specache import SpeCache
-from keepsight.runtime.methods.speckv import ModelDrafter
 from keepsight.runtime.methods.window import PromptWindow
+from keepsight.runtime.quantized.kivi import Kivi
+from keepsight.runtime.quantized.specache import SpeCache
+from keepsight.runtime.readers import TurnReader
 from keepsight.runtime.saved import save_state
 from keepsight.runtime.state import entries, prefill, read
-from keepsight.runtime.turn import TurnReader
 from tests.close import assert_close
 from tests.runtime.prompt_compression.prompts import small_cascade, small_specpc, tiny_draft
 from tests.runtime.test_ragged import random_cache

@@ -16,7 +16,7 @@ from keepsight.runtime.generate import FullCache, decode, stop_after
 from keepsight.runtime.importance import Pool, Reduce
 from keepsight.runtime.join import join
 from keepsight.runtime.methods import Oracle, SnapKV, StreamingLLM, make_method
-from keepsight.runtime.methods.oracle import OwnAnswer
+from keepsight.runtime.methods.drafts import OwnAnswer
 from keepsight.runtime.methods.window import PromptWindow
 from keepsight.runtime.observe import Observer
 from keepsight.runtime.state import Needs, cache_bytes, entries, prefill

@@ -8,14 +8,13 @@ import torch
 from keepsight import generate
 from keepsight.errors import UserError
 from keepsight.models.draft_sources import LayerSubset
-from keepsight.runtime import sparse_attention as attention
 from keepsight.runtime.allocate import Adaptive
 from keepsight.runtime.attention import Softmax
+from keepsight.runtime.drafting import speckv as attention
 from keepsight.runtime.drafting.observer import DraftObserver
+from keepsight.runtime.drafting.speckv import ModelDrafter, SparsePrefill, SpecKV
 from keepsight.runtime.generate import decode, stop_after
-from keepsight.runtime.methods.dapq import PromptEnds
-from keepsight.runtime.methods.speckv import ModelDrafter, SpecKV
-from keepsight.runtime.sparse_prefill import SparsePrefill
+from keepsight.runtime.methods.drafts import PromptEnds
 from keepsight.runtime.state import entries
 from tests.close import assert_close
 from tests.runtime.dense import best, observed, pooled, run_dense

@@ -7,7 +7,7 @@ import torch
 
 from keepsight.runtime.generate import Conversation, Method
 from keepsight.runtime.methods import Kivi, SpeCache, SpeContext
-from keepsight.runtime.retrieval.reader import retrieval_cache
+from keepsight.runtime.retrieval.specontext import retrieval_cache
 from keepsight.runtime.state import read
 from tests.close import assert_close
 from tests.models.retrieval_heads import tiny_retrieval_head

@@ -15,8 +15,8 @@ from keepsight.runtime.drafting.observer import DraftObserver
 from keepsight.runtime.generate import decode, stop_after
 from keepsight.runtime.importance import Pool, Reduce
 from keepsight.runtime.layer import RaggedLayer
+from keepsight.runtime.methods.drafts import Oracle, OwnAnswer
 from keepsight.runtime.methods.lookaheadkv import LookaheadKV
-from keepsight.runtime.methods.oracle import Oracle, OwnAnswer
 from keepsight.runtime.methods.positions import (
     Earliness,
     KeyNorm,

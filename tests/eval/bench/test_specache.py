@@ -2,7 +2,7 @@
 
 from keepsight.eval.bench.specache import bench_specache
 from keepsight.models.targets import Target
-from keepsight.runtime.methods.specache import SpeCache
+from keepsight.runtime.quantized.specache import SpeCache
 from tests.tiny import tiny_model, tiny_tokenizer
 
 

@@ -10,11 +10,11 @@ from keepsight.errors import UserError
 from keepsight.models.draft_sources import LayerSubset
 from keepsight.runtime.allocate import Adaptive
 from keepsight.runtime.drafting.observer import DraftIds, DraftObserver, GivenDraft
+from keepsight.runtime.drafting.speckv import ModelDrafter, SpecKV
 from keepsight.runtime.generate import decode, stop_after
 from keepsight.runtime.importance import Pool, Reduce
-from keepsight.runtime.methods.dapq import ConstantText, DapQ, PromptEnds, RandomTokens
+from keepsight.runtime.methods.drafts import ConstantText, DapQ, PromptEnds, RandomTokens
 from keepsight.runtime.methods.laq import LAQ, LAQPlus, QueryCache
-from keepsight.runtime.methods.speckv import ModelDrafter, SpecKV
 from keepsight.runtime.state import prefill
 from tests.close import assert_close
 from tests.runtime.dense import best, observed, pooled, run_dense

@@ -14,11 +14,16 @@ from transformers.generation import (
 from keepsight import Kivi, PyramidKV, SnapKV, SpecKV, Truncation, generate
 from keepsight.errors import UserError
 from keepsight.models.draft_sources import LayerSubset
-from keepsight.runtime.drafting.decode import Round, acceptance_by_position, acceptance_length, decode_speculatively
-from keepsight.runtime.drafting.eagle import ChainDrafter
-from keepsight.runtime.drafting.speculative import Speculative
+from keepsight.runtime.drafting.speckv import SparsePrefill
+from keepsight.runtime.drafting.speculative import (
+    ChainDrafter,
+    Round,
+    Speculative,
+    acceptance_by_position,
+    acceptance_length,
+    decode_speculatively,
+)
 from keepsight.runtime.generate import FullCache, decode, stop_after
-from keepsight.runtime.sparse_prefill import SparsePrefill
 from keepsight.runtime.state import Needs, prefill
 from tests.close import assert_close
 from tests.runtime.retrieval.heads import LAYERS, Oracle, slow_chain, tiny_head
@@ -203,7 +208,7 @@ def test_generate_with_a_head_on_top_of_a_method(method, chunk):
 @torch.no_grad()
 @pytest.mark.parametrize("rows", [7, 1024])
 def test_a_chain_equals_a_pass_over_all_rows_for_each_token(rows, monkeypatch):
-    monkeypatch.setattr("keepsight.runtime.drafting.eagle._ROWS_AT_ONCE", rows)
+    monkeypatch.setattr("keepsight.runtime.drafting.speculative._ROWS_AT_ONCE", rows)
     model, head, (ids, mask) = tiny_model(num_hidden_layers=4), tiny_head(), prompt_ids(40, 23)
     state = prefill(model, ids, mask, needs=Needs(features=LAYERS))
     drafter = ChainDrafter(head, model, state.tokens_mask)

@@ -5,11 +5,8 @@ from typing import Any
 
 import torch
 
-from keepsight.runtime.methods.llmlingua import LLMLingua2
-from keepsight.runtime.methods.sentence_similarity import SentenceSimilarity
-from keepsight.runtime.methods.speckvpc import SpecKVPC
-from keepsight.runtime.methods.specpc import SpecPC
-from keepsight.runtime.prompt_compression.text import ShortenText
+from keepsight.runtime.prompt_compression.specpc import SpecKVPC, SpecPC
+from keepsight.runtime.prompt_compression.text import LLMLingua2, SentenceSimilarity, ShortenText
 from tests.tiny import tiny_model, tiny_tokenizer
 
 

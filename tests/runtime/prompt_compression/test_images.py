@@ -10,8 +10,7 @@ from keepsight.errors import UserError
 from keepsight.models.draft_sources import DraftHeadSource
 from keepsight.runtime.generate import FullCache, generate
 from keepsight.runtime.images import Images
-from keepsight.runtime.methods.specpc import SpecPC
-from keepsight.runtime.prompt_compression.neighborhood import select_tokens
+from keepsight.runtime.prompt_compression.specpc import SpecPC, select_tokens
 from tests.close import assert_close
 from tests.families import family_model, fresh_model
 from tests.models.retrieval_heads import LAYERS, tiny_draft_head

@@ -5,10 +5,9 @@ import torch
 
 from keepsight import generate
 from keepsight.errors import UserError
-from keepsight.runtime.methods import llmlingua
-from keepsight.runtime.methods.llmlingua import LLMLingua2
-from keepsight.runtime.methods.truncation import Truncation
+from keepsight.runtime.prompt_compression import text
 from keepsight.runtime.prompt_compression.method import pad_left, unpadded
+from keepsight.runtime.prompt_compression.text import LLMLingua2, Truncation
 from tests.close import assert_close
 from tests.runtime.prompt_compression.prompts import (
     PROSE,
@@ -155,7 +154,7 @@ def test_prompts_shorter_than_the_window_are_refused(method):
         (lambda: small_cascade(budget=9), "budget 9 must be above the 9 protected entries"),
         (lambda: small_cascade(prompt_budget=0.5), "prompt_budget 0.5 must be a whole number"),
         (lambda: small_cascade(lookahead=0), "lookahead 0 must"),
-        (lambda: llmlingua.Package("some-encoder"), "model 'some-encoder' must have xlm-roberta-large or"),
+        (lambda: text.Package("some-encoder"), "model 'some-encoder' must have xlm-roberta-large or"),
         (lambda: text_methods(budget=4), "LLMLingua2: budget 4 must be above the window of 5"),
         (lambda: small_specpc(4), "SpecPC: budget 4 must be above the window of 4 tokens that are always kept"),
         (lambda: LLMLingua2(64, tokenizer=tiny_tokenizer()), "LLMLingua2: budget 64 must be above the window of 64"),

@@ -10,7 +10,7 @@ from keepsight import generate
 from keepsight.errors import UserError
 from keepsight.runtime.allocate import Adaptive
 from keepsight.runtime.generate import FullCache
-from keepsight.runtime.prompt_compression.neighborhood import select_tokens
+from keepsight.runtime.prompt_compression.specpc import select_tokens
 from tests.close import assert_close
 from tests.runtime.prompt_compression.prompts import Fixed, small_cascade, small_specpc, tiny_draft
 from tests.tiny import FAMILIES, prompt_ids, tiny_model

@@ -10,10 +10,14 @@ import pytest
 import torch
 
 from keepsight.errors import UserError
-from keepsight.runtime.methods import llmlingua, sentence_similarity
-from keepsight.runtime.methods.llmlingua import LLMLingua2, kept_tokens
-from keepsight.runtime.methods.sentence_similarity import SentenceSimilarity, split_sentences
-from keepsight.runtime.prompt_compression.text import token_texts
+from keepsight.runtime.prompt_compression import text
+from keepsight.runtime.prompt_compression.text import (
+    LLMLingua2,
+    SentenceSimilarity,
+    kept_tokens,
+    split_sentences,
+    token_texts,
+)
 from tests.runtime.prompt_compression.prompts import PROSE, by_word_length, text_ids, text_methods, wide_model
 from tests.tiny import tiny_tokenizer
 
@@ -119,21 +123,21 @@ def test_llmlingua_models_that_cannot_be_had_are_named(monkeypatch):
         raise OSError("no such folder\nand more lines")
 
     monkeypatch.setitem(sys.modules, "llmlingua", SimpleNamespace(PromptCompressor=fail))
-    llmlingua._compressor.cache_clear()
+    text._compressor.cache_clear()
     with pytest.raises(UserError, match=r"model '.*meetingbank' cannot be loaded.*: no such folder$"):
-        llmlingua.Package()("some text", 0.5)
+        text.Package()("some text", 0.5)
 
 
 def test_llmlingua_package_is_called_with_its_own_interface(monkeypatch):
     monkeypatch.setitem(sys.modules, "llmlingua", SimpleNamespace(PromptCompressor=FakeCompressor))
-    llmlingua._compressor.cache_clear()
+    text._compressor.cache_clear()
     FakeCompressor.made.clear()
     model, ids, tokenizer = wide_model(), text_ids(PROSE), tiny_tokenizer()
     method, plain = (LLMLingua2(40, 5, tokenizer=tokenizer, **label) for label in ({}, {"label": by_word_length}))
     before = generators()
     kept = [method.select(model, ids).tolist() for _ in range(2)]
     assert generators() == before
-    llmlingua._compressor.cache_clear()
+    text._compressor.cache_clear()
     assert kept == [plain.select(model, ids).tolist()] * 2
     (made,) = FakeCompressor.made
     assert made["model_config"] == {"trust_remote_code": False, "use_safetensors": True}
@@ -157,21 +161,21 @@ class FakeEncoder:
 
 def test_sentence_transformers_package_is_called_with_its_own_interface(monkeypatch):
     monkeypatch.setitem(sys.modules, "sentence_transformers", SimpleNamespace(SentenceTransformer=FakeEncoder))
-    sentence_similarity._encoder.cache_clear()
-    cosine = sentence_similarity.Cosine()
+    text._encoder.cache_clear()
+    cosine = text.Cosine()
     close, far = cosine(["which block", "something else"], "which block is it").tolist()
     assert close == pytest.approx(2 / 8**0.5)
     assert far == 0
     with pytest.raises(UserError, match=r"model 'nowhere' cannot be loaded.*: no such folder$"):
-        sentence_similarity.Cosine("nowhere")(["a"], "b")
-    sentence_similarity._encoder.cache_clear()
+        text.Cosine("nowhere")(["a"], "b")
+    text._encoder.cache_clear()
 
 
 @pytest.mark.parametrize(
     ("module", "extra", "kind", "cached"),
     [
-        ("llmlingua", "llmlingua", LLMLingua2, llmlingua._compressor),
-        ("sentence_transformers", "sentences", SentenceSimilarity, sentence_similarity._encoder),
+        ("llmlingua", "llmlingua", LLMLingua2, text._compressor),
+        ("sentence_transformers", "sentences", SentenceSimilarity, text._encoder),
     ],
 )
 def test_a_missing_package_is_named(monkeypatch, module, extra, kind, cached):

@@ -4,7 +4,7 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from keepsight.runtime.attention import run
-from keepsight.runtime.quantized.codec import Quantizer
+from keepsight.runtime.quantized.packing import Quantizer
 from tests.runtime.asked import answer_with, asking
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from keepsight.errors import UserError
-from keepsight.runtime.quantized.codec import BITS, Quantizer, pack_codes, unpack_codes
+from keepsight.runtime.quantized.packing import BITS, Quantizer, pack_codes, unpack_codes
 from tests.close import assert_close
 
 

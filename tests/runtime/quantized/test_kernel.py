@@ -12,13 +12,12 @@ from torch import Tensor
 
 from keepsight.runtime.attention import Softmax
 from keepsight.runtime.generate import CacheMethod
-from keepsight.runtime.methods.kivi import Kivi
-from keepsight.runtime.methods.specache import SpeCache
 from keepsight.runtime.offload import FetchedEntries
 from keepsight.runtime.quantized import kernel
-from keepsight.runtime.quantized.attend import attend_packed
-from keepsight.runtime.quantized.codec import Quantizer
-from keepsight.runtime.quantized.entries import PackedEntries
+from keepsight.runtime.quantized.kernel import attend_packed
+from keepsight.runtime.quantized.kivi import Kivi
+from keepsight.runtime.quantized.packing import PackedEntries, Quantizer
+from keepsight.runtime.quantized.specache import SpeCache
 from tests.close import assert_close
 from tests.package_files import ROOT
 from tests.runtime.scoring import score_answer

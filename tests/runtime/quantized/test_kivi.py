@@ -9,10 +9,8 @@ from keepsight.runtime.attention import Softmax
 from keepsight.runtime.generate import FullCache, decode, stop_after
 from keepsight.runtime.layer import ROOM
 from keepsight.runtime.methods import AdaKV, PyramidKV, SnapKV
-from keepsight.runtime.methods.kivi import Kivi
-from keepsight.runtime.quantized.cache import PackedLayer, packed_layers
-from keepsight.runtime.quantized.codec import Quantizer
-from keepsight.runtime.quantized.entries import PackedEntries
+from keepsight.runtime.quantized.kivi import Kivi, PackedLayer, packed_layers
+from keepsight.runtime.quantized.packing import PackedEntries, Quantizer
 from keepsight.runtime.state import prefill, read
 from tests.close import assert_close
 from tests.runtime.quantized.slow_specache import dequantised

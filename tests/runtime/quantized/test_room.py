@@ -4,9 +4,7 @@ import pytest
 import torch
 
 from keepsight.runtime.layer import ROOM
-from keepsight.runtime.quantized.codec import Packed, Quantizer
-from keepsight.runtime.quantized.entries import PackedEntries
-from keepsight.runtime.quantized.room import PackedRoom
+from keepsight.runtime.quantized.packing import Packed, PackedEntries, PackedRoom, Quantizer
 
 QUANTIZER = Quantizer(2, 8)
 

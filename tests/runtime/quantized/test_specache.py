@@ -12,11 +12,9 @@ from keepsight import generate
 from keepsight.errors import UserError
 from keepsight.runtime.generate import FullCache, decode, stop_after
 from keepsight.runtime.join import join
-from keepsight.runtime.methods.kivi import Kivi
-from keepsight.runtime.methods.specache import SpeCache
 from keepsight.runtime.offload import FullEntries, Traffic
-from keepsight.runtime.quantized.cache import PackedState
-from keepsight.runtime.quantized.specache import PairReader, specache_layers
+from keepsight.runtime.quantized.kivi import Kivi, PackedState
+from keepsight.runtime.quantized.specache import PairReader, SpeCache, specache_layers
 from keepsight.runtime.state import prefill, read
 from tests.close import assert_close
 from tests.runtime.quantized.slow_specache import SlowSpeCache

@@ -11,12 +11,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from keepsight.errors import UserError
 from keepsight.runtime.methods import SpeCache, SpeContext
-from keepsight.runtime.offload import Traffic
-from keepsight.runtime.retrieval.arrangement import Arrangement
-from keepsight.runtime.retrieval.elastic import ElasticLayer
+from keepsight.runtime.offload import Begun, Traffic
+from keepsight.runtime.retrieval.elastic import Arrangement, ElasticLayer
 from keepsight.runtime.sparse_read.cache import Selection
 from keepsight.runtime.state import read
-from keepsight.runtime.streams import Begun
 from tests.close import assert_close
 from tests.models.retrieval_heads import tiny_retrieval_head
 from tests.runtime.retrieval.walks import WIDTH, Walk, by_loops, step

@@ -8,11 +8,9 @@ import torch
 from transformers.cache_utils import Cache
 
 from keepsight.errors import UserError
-from keepsight.runtime.methods.specontext import SpeContext
-from keepsight.runtime.retrieval.elastic import ElasticLayer
+from keepsight.runtime.retrieval.elastic import ElasticLayer, Placement, elastic_layers
 from keepsight.runtime.retrieval.memory_plan import plan_for
-from keepsight.runtime.retrieval.placement import Placement, elastic_layers
-from keepsight.runtime.retrieval.reader import retrieval_cache
+from keepsight.runtime.retrieval.specontext import SpeContext, retrieval_cache
 from keepsight.runtime.sparse_read.cache import LayerSelector, SelectedLayer, SelectedState, Selection, real_mask
 from keepsight.runtime.state import prefill, read
 from tests.close import assert_close

@@ -9,12 +9,10 @@ import torch
 from keepsight import generate
 from keepsight.errors import UserError
 from keepsight.runtime.generate import FullCache, Method, decode, stop_after
-from keepsight.runtime.methods.exact_topk import ExactTopK
-from keepsight.runtime.methods.quest import Quest
-from keepsight.runtime.methods.specontext import SpeContext
 from keepsight.runtime.methods.window import SnapKV
-from keepsight.runtime.retrieval.reader import retrieval_cache
+from keepsight.runtime.retrieval.specontext import SpeContext, retrieval_cache
 from keepsight.runtime.sparse_read.cache import SelectedLayer, Selection
+from keepsight.runtime.sparse_read.selection import ExactTopK, Quest
 from keepsight.runtime.state import Needs, prefill, read
 from tests.close import assert_close
 from tests.models.retrieval_heads import grouped_retrieval_head, tiny_retrieval_head

@@ -12,12 +12,16 @@ from keepsight.errors import UserError
 from keepsight.runtime.generate import FullCache, decode, stop_after
 from keepsight.runtime.latents import Expansion
 from keepsight.runtime.layer import KeptLayer
-from keepsight.runtime.methods.exact_topk import ExactTopK
-from keepsight.runtime.methods.quest import Quest
-from keepsight.runtime.methods.specontext import SpeContext
-from keepsight.runtime.retrieval.reader import retrieval_cache
-from keepsight.runtime.sparse_read.cache import SelectedLayer, Selection, selected_layers
-from keepsight.runtime.sparse_read.mla import LatentLayer, expanded, layers_of
+from keepsight.runtime.retrieval.specontext import SpeContext, retrieval_cache
+from keepsight.runtime.sparse_read.cache import (
+    LatentLayer,
+    SelectedLayer,
+    Selection,
+    expanded,
+    layers_of,
+    selected_layers,
+)
+from keepsight.runtime.sparse_read.selection import ExactTopK, Quest
 from keepsight.runtime.state import Needs, cache_bytes, prefill, read
 from tests.close import assert_close
 from tests.models.retrieval_heads import tiny_deepseek, tiny_retrieval_head

@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from keepsight.runtime.attention import Softmax
-from keepsight.runtime.retrieval.selector import HeadKeys
+from keepsight.runtime.retrieval.specontext import HeadKeys
 from keepsight.runtime.sparse_read.cache import Selection
-from keepsight.runtime.sparse_read.quest_pages import TopPages
-from keepsight.runtime.sparse_read.top_k import StepBudget, TopAttention
+from keepsight.runtime.sparse_read.selection import StepBudget, TopAttention, TopPages
 from tests.close import assert_close, rounding
 from tests.runtime.sparse_read.slow_selection import page_bound, top_attention, top_pages
 

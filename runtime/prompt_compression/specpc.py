@@ -1,34 +1,72 @@
-"""SpecPC (arXiv 2506.08373): a draft model's attention decides which prompt tokens the target reads.
-
-Section 5, algorithm 2 and table 8, with the details of the released code where it differs from the text: the window's
-own keys are scored too, pooling takes an even kernel, and neighbours are added until the budget is full.
-
-A draft head of the target can replace the draft model, a variant the paper does not have. It needs the target's
-features of the whole prompt, so that the target reads the prompt twice, whole and shortened: this saves KV memory and
-decoding time, but costs more prefill than the full cache.
-"""
+"""SpecPC and SpecKV-PC (arXiv 2506.08373): a draft model's attention decides which prompt tokens the model reads."""
 
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 from typing_extensions import override
 
 from keepsight.errors import UserError, require_whole
 from keepsight.models.decoder import full_attention_layers
 from keepsight.models.draft_sources import DraftHeadSource, DraftSource
+from keepsight.runtime.allocate import Allocation, Budget, Uniform
 from keepsight.runtime.attention import Softmax
-from keepsight.runtime.generate import decode, end_ids, stop_after
+from keepsight.runtime.drafting.observer import DraftIds, DraftObserver, GivenDraft
+from keepsight.runtime.drafting.speckv import SpecKV, require_draft_fits
+from keepsight.runtime.drafting.speculative import head_answer
+from keepsight.runtime.generate import Method, decode, end_ids, stop_after
 from keepsight.runtime.images import Images
 from keepsight.runtime.importance import observed_attention
-from keepsight.runtime.methods.head_answer import head_answer
-from keepsight.runtime.methods.speckv import require_draft_fits
 from keepsight.runtime.observe import recorded_queries
-from keepsight.runtime.prompt_compression.method import ShortenPrompt
-from keepsight.runtime.prompt_compression.neighborhood import select_tokens
-from keepsight.runtime.state import Needs, State, prefill
+from keepsight.runtime.prompt_compression.method import ShortenPrompt, pad_left, unpadded
+from keepsight.runtime.state import Needs, State, context_of, prefill
+
+
+def select_tokens(
+    scores: Tensor, budget: int, window: int, kernel: int, neighbors: int, pooling: str = "max"
+) -> Tensor:
+    """Select tokens by their scores.
+
+    The last tokens come first; then the tokens by their pooled scores, the highest first, each followed by its
+    neighbours, the nearest first; until the budget is full. Ties go to the lowest index.
+
+    Args:
+        scores: [N] float, of all tokens, those of the window included; not negative.
+        budget: Tokens to keep.
+        window: Last tokens that are always kept; at most `budget`.
+        kernel: Tokens pooled: of an even number one more follows a token than precedes it. Zeros pad both ends.
+        neighbors: Size of a token's neighbourhood, itself included, of the same shape as the kernel; 0 for none.
+        pooling: `max`, or `avg` that always divides by `kernel`.
+
+    Returns:
+        [min(budget, N)] int64, ascending.
+    """
+    length = len(scores)
+    if budget >= length:
+        return torch.arange(length, device=scores.device)
+    ranked = _pool(scores, kernel, pooling).argsort(descending=True, stable=True)[:budget]
+    wanted = (ranked[:, None] + _nearest_first(neighbors).to(scores.device)).clamp(0, length - 1).flatten()
+    wanted = torch.cat([torch.arange(length - window, length, device=scores.device), wanted])
+    place = torch.arange(len(wanted), device=scores.device)
+    first_place = torch.full_like(scores, len(wanted), dtype=torch.long).scatter_reduce(0, wanted, place, "amin")
+    return first_place.argsort(stable=True)[:budget].sort().values
+
+
+def _pool(scores: Tensor, kernel: int, pooling: str) -> Tensor:
+    before = (kernel - 1) // 2
+    padded = functional.pad(scores[None], (before, kernel - 1 - before))
+    pool = functional.max_pool1d if pooling == "max" else functional.avg_pool1d
+    return pool(padded, kernel, stride=1)[0]
+
+
+def _nearest_first(neighbors: int) -> Tensor:
+    """Offsets of a token's neighbours: 0, -1, 1, -2, 2, ..."""
+    offsets = torch.arange(max(neighbors, 1)) - (max(neighbors, 1) - 1) // 2
+    return offsets[offsets.abs().argsort(stable=True)]
+
 
 _FIRST_LAYER = 8  # of the published configurations, whose drafts have 16 and 24 layers
 
@@ -209,3 +247,103 @@ def require_room(name: str, length: int, lookahead: int, context: int) -> None:
             f"{name}: {lookahead} drafted tokens after a prompt of {length} do not fit the context of {context}; "
             "shorten the draft (lookahead) or the prompt"
         )
+
+
+@dataclass(frozen=True)
+class SpecKVPC(Method):
+    """Shortens the prompt by a draft model's attention, then evicts by the draft model's answer (arXiv 2506.08373).
+
+    Attributes:
+        budget: Entries per layer and KV head, or a ratio of the whole prompt; see `keepsight.runtime.evict`.
+        draft: Source of the draft model, or a draft head.
+        prompt_budget: Tokens that SpecPC keeps; never fewer than `budget`, so that the budget is always used.
+        lookahead: Maximum length of the draft in tokens, its end token included; all of them observe.
+        kernel: SpecPC's pooling and neighbourhood, in tokens (as published, for every model).
+        first_layer: SpecPC's first scoring layer; see `SpecPC`.
+        prompt_window: SpecPC's window: the last prompt tokens that are kept and that the draft observes with.
+        window: Last tokens of the short prompt that are kept and observe too. The published window of 32 does not
+            count the last prompt token, which is here an entry like any other: 33.
+        allocate: Divides the budget over layers and KV heads.
+
+    Raises:
+        UserError: a value is out of range; one line names it.
+    """
+
+    budget: int | float
+    draft: DraftSource | DraftHeadSource = field(kw_only=True)
+    prompt_budget: int = 2048
+    lookahead: int = 20
+    kernel: int = 32
+    first_layer: int | None = None
+    prompt_window: int = 64
+    window: int = 33
+    allocate: Allocation = Uniform()
+
+    def __post_init__(self) -> None:
+        require_whole(type(self).__name__, 1, prompt_budget=self.prompt_budget)
+        self._evict(DraftIds(torch.empty(1, 0, dtype=torch.long)))
+        self._shorten(0)
+
+    @override
+    def check(self, length: int, context: int) -> None:
+        self._shorten(0).check(length, context)
+        require_room(type(self).__name__, length, self.lookahead, context)
+
+    @override
+    @torch.no_grad()
+    def start(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        mask: Tensor | None = None,
+        *,
+        chunk: int | None = None,
+        images: Images | None = None,
+    ) -> State:
+        prompts = unpadded(input_ids, mask)
+        short, drafted = [], []
+        for prompt in prompts:
+            self.check(len(prompt), context_of(model))
+            shorten = self._shorten(self.budget_for(len(prompt)))
+            scores, generated = shorten.look(model, prompt)
+            short.append(prompt[shorten.select_by(scores)])
+            drafted.append(generated)
+        evict = self._evict(_pad_right(drafted), tuple(len(prompt) for prompt in prompts))
+        state = prefill(model, *pad_left(short), chunk=chunk, needs=evict.needs())
+        return evict.compress(model, state)
+
+    @override
+    def budget_for(self, length: int) -> int:
+        return Budget(self.budget).entries(length)
+
+    def _shorten(self, entries: int) -> SpecPC:
+        return SpecPC(
+            max(self.prompt_budget, entries),
+            self.prompt_window,
+            draft=self.draft,
+            lookahead=self.lookahead,
+            kernel=self.kernel,
+            first_layer=self.first_layer,
+        )
+
+    def _evict(self, draft: DraftIds, lengths: tuple[int, ...] = ()) -> SpecKV:
+        observer = DraftObserver(GivenDraft(draft), self.window)
+        return _OfWholePrompt(self.budget, observer, allocate=self.allocate, window=self.window, lengths=lengths)
+
+
+@dataclass(frozen=True)
+class _OfWholePrompt(SpecKV):
+    """SpecKV on shortened prompts, whose budgets are those for prompts of `lengths` tokens."""
+
+    lengths: tuple[int, ...] = ()
+
+    @override
+    def budgets(self, state: State) -> list[int]:
+        return [self.budget_for(length) for length in self.lengths]
+
+
+def _pad_right(drafted: list[Tensor]) -> DraftIds:
+    ids = pad_sequence(drafted, batch_first=True)
+    lengths = torch.tensor([len(each) for each in drafted], device=ids.device)
+    mask = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
+    return DraftIds(ids, None if bool(mask.all()) else mask)

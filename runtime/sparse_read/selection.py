@@ -1,13 +1,134 @@
-"""Select whole pages of entries by a bound on their dot products with a query (Quest, arXiv 2406.10774)."""
+"""Selecting what a step reads: exact top-k attention, and Quest (arXiv 2406.10774), which bounds it page by page."""
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 from typing_extensions import override
 
+from keepsight.errors import require_whole
 from keepsight.runtime.attention import Softmax, products
-from keepsight.runtime.layer import GROWTH
-from keepsight.runtime.sparse_read.cache import LayerSelector, Selection
+from keepsight.runtime.importance import attention_weights, reduce_group
+from keepsight.runtime.layer import GROWTH, KeptLayer
+from keepsight.runtime.sparse_read.cache import (
+    DenseLayer,
+    LayerSelector,
+    MakeLayer,
+    SelectedLayer,
+    Selection,
+    SparseRead,
+    real_mask,
+)
+from keepsight.runtime.state import State
+
+
+@dataclass(frozen=True)
+class StepBudget:
+    """How many entries a KV head reads per step, beside the token's own.
+
+    Attributes:
+        entries: Entries to read; all where there are fewer. One number, or one for each row.
+        sinks: Number of first entries that are always read, within the budget.
+        window: Number of last entries that are always read, within the budget.
+    """
+
+    entries: int | tuple[int, ...]
+    sinks: int = 0
+    window: int = 0
+
+    def top(self, importance: Tensor, padding: Tensor | None) -> Selection:
+        """The most important of C entries.
+
+        Args:
+            importance: [B, K, C] float, at least 0; it may be written to.
+            padding: [B] int64, number of padding entries on the left; None for none.
+
+        Returns:
+            k = min(entries, C) different entries per head, of the row that reads most; rows that read fewer, or have
+            fewer real ones, are filled up with what is not real.
+        """
+        length = importance.shape[2]
+        importance[..., max(length - self.window, 0) :] = torch.inf
+        if padding is None:
+            importance[..., : self.sinks] = torch.inf
+        else:
+            real = real_mask(padding, length)[:, None]
+            first = ~real_mask(padding + self.sinks, length)[:, None]
+            importance = importance.masked_fill(first, torch.inf).masked_fill(~real, -1.0)
+        counts = self.entries if isinstance(self.entries, tuple) else (self.entries,)
+        alike = min(counts) == max(counts)
+        indices = importance.topk(min(max(counts), length), dim=-1, sorted=not alike).indices
+        if padding is None:
+            return Selection(indices, None)
+        real = indices >= padding[:, None, None]
+        if not alike:
+            real &= torch.arange(indices.shape[2], device=indices.device) < indices.new_tensor(counts)[:, None, None]
+        return Selection(indices, real)
+
+
+def most_attended(
+    query: Tensor, keys: Tensor, softmax: Softmax, padding: Tensor | None, budget: StepBudget
+) -> Selection:
+    """Select the entries that one token attends to most.
+
+    Args:
+        query: [B, H, 1, d] after RoPE.
+        keys: [B, K, C + 1, d] after RoPE, the token's own key last.
+        softmax: The layer's.
+        padding: [B] int64, number of padding entries on the left; None for none.
+        budget: How many entries to select.
+    """
+    mask = None if padding is None else real_mask(padding, keys.shape[2])
+    weights = attention_weights(query, keys, softmax, mask)[:, :, 0, :-1]
+    return budget.top(reduce_group(weights, keys.shape[1], "max"), padding)
+
+
+@dataclass(frozen=True)
+class TopAttention(LayerSelector):
+    """Selects what a layer's own attention weighs most, an upper bound: all keys are read to select.
+
+    Attributes:
+        budget: How many entries to select.
+    """
+
+    budget: StepBudget
+
+    @override
+    def select(self, query: Tensor, softmax: Softmax, keys: Tensor, padding: Tensor | None) -> Selection:
+        return most_attended(query, keys, softmax, padding, self.budget)
+
+
+@dataclass(frozen=True)
+class ExactTopK(SparseRead):
+    """The upper bound of methods that read a few entries per step: selecting them takes all keys.
+
+    Attributes:
+        sinks: Number of first entries that are always read.
+        window: Number of last entries that are always read.
+    """
+
+    sinks: int = 0
+    window: int = 0
+
+    @override
+    def __post_init__(self) -> None:
+        require_whole("ExactTopK", sinks=self.sinks, window=self.window)
+        super().__post_init__()
+
+    @override
+    def least(self) -> tuple[int, str]:
+        return self.sinks + self.window + 1, "sinks + window + one entry to choose"
+
+    @override
+    def layers_for(self, state: State) -> MakeLayer:
+        selection = TopAttention(StepBudget(tuple(self.budgets(state)), self.sinks, self.window))
+
+        def make(index: int, keys: Tensor, values: Tensor, seen: int, padding: Tensor | None) -> KeptLayer:
+            return SelectedLayer(keys, values, seen, padding, selection)
+
+        return make
+
 
 _ROOM = 16
 """Least room, in pages, that is added when more are made."""
@@ -122,3 +243,40 @@ class TopPages(LayerSelector):
 def _starts(padding: Tensor | None) -> list[int]:
     """First real entry of each row, or of all rows."""
     return [0] if padding is None else padding.tolist()
+
+
+@dataclass(frozen=True)
+class Quest(SparseRead):
+    """Reads whole pages, selected by the channel-wise extremes of their keys (Quest, arXiv 2406.10774, section 3).
+
+    Attributes:
+        page: Entries per page.
+        dense_layers: Number of first layers that read all entries (2 in the paper, section 4.1).
+    """
+
+    page: int = 16
+    dense_layers: int = 2
+
+    @override
+    def __post_init__(self) -> None:
+        require_whole("Quest", 1, page=self.page)
+        require_whole("Quest", dense_layers=self.dense_layers)
+        super().__post_init__()
+
+    @override
+    def least(self) -> tuple[int, str]:
+        return 2 * self.page - 1, "a page to choose and one that is not full"
+
+    @override
+    def layers_for(self, state: State) -> MakeLayer:
+        budget = tuple(self.budgets(state))
+
+        def make(index: int, keys: Tensor, values: Tensor, seen: int, padding: Tensor | None) -> KeptLayer:
+            pages = TopPages(budget, self.page)
+            layer = SelectedLayer(keys, values, seen, padding, pages)
+            if index < self.dense_layers:
+                return DenseLayer(keys, values, seen, layer.entries().real)
+            pages.summarise(keys, padding)
+            return layer
+
+        return make

@@ -1,0 +1,413 @@
+"""SpecKV (arXiv 2506.08373, section 4): a draft's tokens observe; long prompts may be read in a sparse prefill."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+from typing_extensions import override
+
+from keepsight.errors import UserError, require_whole
+from keepsight.models.decoder import has_latents
+from keepsight.models.draft_sources import DraftHeadSource, DraftSource
+from keepsight.runtime.attention import OwnAttention, Softmax, grouped_attention, run
+from keepsight.runtime.drafting.observer import Drafter, DraftIds, DraftObserver, GivenDraft, greedy_draft
+from keepsight.runtime.drafting.speculative import head_answer
+from keepsight.runtime.evict import Evict
+from keepsight.runtime.images import Images
+from keepsight.runtime.importance import Pool, Reduce, observed_attention, protected, reduce_group, top_entries
+from keepsight.runtime.layer import KeptLayer, Recorded
+from keepsight.runtime.state import (
+    Needs,
+    State,
+    context_of,
+    empty_cache,
+    full_layers,
+    prefill,
+    record_past,
+    roll_back,
+    with_full_layers,
+)
+
+BLOCK = 64
+_FLEX_BLOCK = 128
+_FLEX_LEAST_WIDTH = 16  # FlexAttention's kernels take no smaller head dimension
+
+
+def sparse_attention(query: Tensor, key: Tensor, value: Tensor, columns: Tensor, band: int, softmax: Softmax) -> Tensor:
+    """Attention of N queries to N keys under the module's mask; no N x N tensor is made.
+
+    On CUDA FlexAttention computes it, which has not been run on a GPU.
+
+    Args:
+        query: [B, H, N, d].
+        key: [B, K, N, d].
+        value: [B, K, N, d].
+        columns: [B, K, V] int64, ascending: each KV head's vertical columns.
+        band: Multiple of 64.
+        softmax: The layer's.
+
+    Returns:
+        [B, N, H, d], contiguous.
+    """
+    plain = softmax.softcap is None and softmax.sinks is None
+    if plain and query.is_cuda and query.shape[-1] >= _FLEX_LEAST_WIDTH:
+        return by_flex(query, key, value, columns, band, softmax.scaling, _compiled())
+    return by_blocks(query, key, value, columns, band, softmax)
+
+
+def by_blocks(query: Tensor, key: Tensor, value: Tensor, columns: Tensor, band: int, softmax: Softmax) -> Tensor:
+    """`sparse_attention`, 64 queries at a time over nothing but their band and the columns before it."""
+    length = query.shape[2]
+    first_keys, first_values = _at_columns(key, columns), _at_columns(value, columns)
+    later = torch.ones(BLOCK, BLOCK, dtype=torch.bool, device=query.device).triu(1)
+    blocks = []
+    for start in range(0, length, BLOCK):
+        end, left = min(start + BLOCK, length), max(start - band, 0)
+        before = columns < left  # [B, K, V]; columns ascend, so these come first
+        count = int(before.sum(dim=-1).max())
+        keys, values = (
+            torch.cat([each[:, :, :count], every[:, :, left:end]], dim=2)
+            for each, every in ((first_keys, key), (first_values, value))
+        )
+        # Added to the logits, not a bool mask: sdpa on a CPU takes twice as long with one.
+        hidden = query.new_zeros(*columns.shape[:2], end - start, keys.shape[2])
+        hidden[..., :count].masked_fill_(~before[:, :, None, :count], -torch.inf)
+        hidden[..., count + start - left :].masked_fill_(later[: end - start, : end - start], -torch.inf)
+        blocks.append(grouped_attention(query[:, :, start:end], keys, values, hidden, softmax))
+    return torch.cat(blocks, dim=1)
+
+
+def by_flex(
+    query: Tensor, key: Tensor, value: Tensor, columns: Tensor, band: int, scaling: float, flex: Any = flex_attention
+) -> Tensor:
+    """`sparse_attention` as one FlexAttention over the columns' keys followed by all keys.
+
+    Gathered and ascending, the columns that a query block sees are the first ones, so that whole blocks of them can be
+    skipped; left among the other keys, hardly any block of the prompt would be without one.
+    """
+    mask = block_mask(columns, query.shape[1], query.shape[2], band)
+    keys, values = (torch.cat([_at_columns(each, columns), each], dim=2) for each in (key, value))
+    output: Tensor = flex(query, keys, values, block_mask=mask, scale=scaling, enable_gqa=True)
+    return output.transpose(1, 2).contiguous()
+
+
+def block_mask(columns: Tensor, heads: int, length: int, band: int) -> BlockMask:
+    """The mask of `by_flex`, made from the columns alone: neither N x N nor slow to build.
+
+    Args:
+        columns: See `sparse_attention`.
+        heads: H.
+        length: N.
+        band: See `sparse_attention`.
+    """
+    count, group = columns.shape[-1], heads // columns.shape[1]
+    keys = count + length
+
+    def seen(batch: Tensor, head: Tensor, row: Tensor, place: Tensor) -> Tensor:
+        left = row // BLOCK * BLOCK - band
+        position = place - count
+        vertical = columns[batch, head // group, place.clamp(max=count - 1)] < left
+        return torch.where(place < count, vertical, (position >= left) & (position <= row))
+
+    first_row = torch.arange(0, length, _FLEX_BLOCK, device=columns.device)[:, None]
+    last_row = (first_row + _FLEX_BLOCK - 1).clamp(max=length - 1)
+    first_place = torch.arange(0, keys, _FLEX_BLOCK, device=columns.device)
+    last_place = (first_place + _FLEX_BLOCK - 1).clamp(max=keys - 1)
+    local = (first_place - count <= last_row) & (last_place - count >= first_row // BLOCK * BLOCK - band)
+    local = local & (last_place >= count)
+    smallest = columns[..., first_place.clamp(max=count - 1)][..., None, :]  # [B, K, 1, key blocks]
+    vertical = (smallest < last_row // BLOCK * BLOCK - band) & (first_place < count)
+    needed = (local | vertical).repeat_interleave(group, dim=1)
+    return BlockMask.from_kv_blocks(
+        needed.sum(dim=-1, dtype=torch.int32),
+        needed.int().argsort(dim=-1, descending=True, stable=True).int(),
+        BLOCK_SIZE=_FLEX_BLOCK,
+        mask_mod=seen,
+        seq_lengths=(length, keys),
+    )
+
+
+def _at_columns(tensor: Tensor, columns: Tensor) -> Tensor:
+    return tensor.gather(2, columns[..., None].expand(-1, -1, -1, tensor.shape[-1]))
+
+
+@cache
+def _compiled() -> Any:
+    return torch.compile(flex_attention)
+
+
+Score = Callable[[Tensor, Tensor, Softmax], Tensor]
+"""Scores the prompt's entries, [B, K, N] float32, from a layer's queries [B, H, N + L, d], its keys [B, K, N + L, d]
+and its softmax."""
+
+
+@dataclass(frozen=True)
+class SparsePrefill:
+    """How a long prompt is read (SpecKV, section 4.2 and table 8).
+
+    Attributes:
+        vertical: Number of columns that every query of a KV head sees, selected by importance.
+        band: Number of most recent keys that a query sees; a multiple of 64.
+
+    Raises:
+        UserError: a value is out of range.
+    """
+
+    vertical: int = 2048
+    band: int = 2048
+
+    def __post_init__(self) -> None:
+        require_whole("sparse prefill", 1, vertical=self.vertical)
+        if type(self.band) is not int or self.band < BLOCK or self.band % BLOCK:
+            raise UserError(f"sparse prefill: band {self.band!r} must be a multiple of {BLOCK}, at least {BLOCK}")
+
+    def active(self, length: int) -> bool:
+        """Whether a prompt and its draft, `length` tokens together, are read sparsely."""
+        return length > self.vertical + self.band
+
+    @torch.no_grad()
+    def __call__(
+        self, model: PreTrainedModel, input_ids: Tensor, draft_ids: Tensor, score: Score, *, needs: Needs, window: int
+    ) -> tuple[State, list[Tensor]]:
+        """Read a prompt and its draft.
+
+        Args:
+            model: The target.
+            input_ids: [B, N] int64, without padding.
+            draft_ids: [B, L] int64, padded on the right.
+            score: Scores the prompt's entries.
+            needs: What to record of the prompt; only the window is.
+            window: Number of last prompt entries that are never columns.
+
+        Returns:
+            The state of the prompt alone, and the importance [B, K, N] of each layer's entries.
+        """
+        if has_latents(model):
+            raise UserError(f"SpecKV: sparse does not read the latents of {model.config.model_type}; leave out sparse")
+        length = input_ids.shape[1]
+        cache = empty_cache(model)
+        layers = [_SparseLayer(self, score, length, length - window, needs.window) for _ in full_layers(cache)]
+        cache = with_full_layers(cache, layers)
+        record_past(cache)
+        output = run(
+            model,
+            cache,
+            input_ids=torch.cat([input_ids, draft_ids], dim=1),
+            logits_to_keep=draft_ids.shape[1] + 1,
+        )
+        lengths = torch.full((len(input_ids),), length, device=input_ids.device)
+        roll_back(cache, draft_ids.shape[1])
+        cache = with_full_layers(cache, [layer.first_entries(length) for layer in layers])
+        logits, recorded = output.logits[:, 0].float(), Needs(window=needs.window)
+        state = State(cache, logits, input_ids, lengths, recorded, padded=False)
+        return state, [layer.importance for layer in layers]
+
+
+class _SparseLayer(DynamicLayer, OwnAttention):
+    """A layer of the pass, which scores its entries and attends to some of them.
+
+    Attributes:
+        importance: [B, K, N] float32.
+        queries: [B, H, w, d] of the prompt's last tokens.
+        softmax: The layer's.
+    """
+
+    keys: Tensor
+    values: Tensor
+    importance: Tensor
+    queries: Tensor
+    softmax: Softmax
+
+    def __init__(self, sparse: SparsePrefill, score: Score, length: int, candidates: int, window: int) -> None:
+        super().__init__()
+        self.sparse, self.score = sparse, score
+        self.length, self.candidates, self.window = length, candidates, window
+
+    @override
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
+        self.importance, self.softmax = self.score(query, key, softmax), softmax
+        self.queries = query[:, :, max(self.length - self.window, 0) : self.length].clone()
+        columns = top_entries(self.importance[..., : self.candidates], min(self.sparse.vertical, self.candidates))
+        return sparse_attention(query, key, value, columns, self.sparse.band, softmax)
+
+    def first_entries(self, length: int) -> KeptLayer:
+        """A layer of the first `length` entries alone."""
+        keys, values = (each[:, :, :length].contiguous() for each in (self.keys, self.values))
+        layer = KeptLayer(keys, values, length)
+        layer.recorded = Recorded(self.softmax, self.queries if self.window else None)
+        return layer
+
+
+@dataclass(frozen=True)
+class ModelDrafter(Drafter):
+    """A draft's greedy answer to everything the target has read.
+
+    A draft model reads all of it again. A draft head reads the features that the prefill recorded, in one layer, and
+    continues from the target's own first token.
+
+    Attributes:
+        draft: Source of the draft model, or a draft head.
+        lookahead: Maximum length of the draft in tokens, its end token included. The paper lets the draft finish its
+            answer: give the task's answer length for that.
+    """
+
+    draft: DraftSource | DraftHeadSource
+    lookahead: int = 32
+
+    def __post_init__(self) -> None:
+        require_whole("SpecKV", 1, lookahead=self.lookahead)
+
+    @override
+    def __call__(self, model: PreTrainedModel, state: State) -> DraftIds:
+        if isinstance(self.draft, DraftHeadSource):
+            return head_answer(model, state, self.draft, self.lookahead).draft
+        return self.write(model, state.tokens, state.tokens_mask)
+
+    @override
+    def needs(self) -> Needs:
+        return Needs(features=self.draft.layers) if isinstance(self.draft, DraftHeadSource) else Needs()
+
+    @override
+    def longest(self) -> int:
+        return self.lookahead
+
+    def write(self, model: PreTrainedModel, tokens: Tensor, mask: Tensor | None = None) -> DraftIds:
+        """The draft for tokens [B, M] that `model`, the target, need not have read; `mask` is False for padding.
+
+        Raises:
+            UserError: prompt and draft do not fit the draft model's context, or the draft is a head.
+        """
+        if isinstance(self.draft, DraftHeadSource):
+            raise UserError("SpecKV: a draft head reads what the target has read; give a draft model to write before")
+        drafting = self.draft.of(model)
+        require_draft_fits("SpecKV", tokens.shape[1], self.lookahead, drafting)
+        return greedy_draft(drafting, prefill(drafting, tokens, mask, needs=Needs()), self.lookahead)
+
+
+@dataclass(frozen=True)
+class SpecKV(Evict):
+    """Keeps what the draft or the last 33 prompt tokens attend to most (arXiv 2506.08373, section 4 and table 8).
+
+    The published budget C and window W leave out the last prompt token, which is read again before the answer: they
+    are budget C + 1 and window W + 1 here. That token's entry and the first answer token come from the prefill.
+
+    Ada-SpecKV is `allocate=Adaptive()`: the paper names it, its code does not have it, and this is a reconstruction
+    (the importance of SpecKV, the allocation of AdaKV).
+
+    Attributes:
+        sparse: Sparse prefill of prompts longer than its `vertical + band` tokens; None to read all prompts densely.
+            It applies to `start` alone: a prompt that `compress` is given has been read already.
+    """
+
+    reduce: Reduce = Reduce("max", "max")
+    pool: Pool = Pool("max", 7)
+    window: int = 33
+    sparse: SparsePrefill | None = None
+    reads_images = False  # the draft would not see them
+
+    @override
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.sparse is None:
+            return
+        if self._drafter() is None:
+            raise UserError(
+                "SpecKV: sparse needs an observer that is DraftObserver of a ModelDrafter, and a draft that is a "
+                "model: a draft head reads what the target has read"
+            )
+        most = self.sparse.vertical + self.sparse.band
+        if not isinstance(self.budget, int) or self.budget > most:
+            raise UserError(
+                f"SpecKV: sparse needs a budget of at most {most} entries (vertical + band), not {self.budget}"
+            )
+
+    @classmethod
+    def with_draft(
+        cls, draft: DraftSource | DraftHeadSource, budget: int | float, lookahead: int = 32, **parts: Any
+    ) -> "SpecKV":
+        """The method with a draft; `parts` are other fields.
+
+        Raises:
+            UserError: a value is out of range.
+        """
+        return cls(budget, DraftObserver(ModelDrafter(draft, lookahead), window=None), **parts)
+
+    @override
+    def shares_prefill(self, length: int) -> bool:
+        drafter = self._drafter()
+        if self.sparse is None or drafter is None or length <= self.budget_for(length):
+            return True
+        return not self.sparse.active(length + drafter.lookahead)
+
+    @override
+    def start(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        mask: Tensor | None = None,
+        *,
+        chunk: int | None = None,
+        images: Images | None = None,
+    ) -> State:
+        drafter, length = self._drafter(), input_ids.shape[1]
+        if drafter is None or self.sparse is None or self.shares_prefill(length):
+            return super().start(model, input_ids, mask, chunk=chunk, images=images)
+        _refuse(length, mask, chunk)
+        draft = drafter.write(model, input_ids)
+        if not self.sparse.active(length + draft.ids.shape[1]):
+            given = replace(self, sparse=None, observer=replace(self.observer, drafter=GivenDraft(draft)))  # type: ignore[type-var]
+            return given.start(model, input_ids)
+        score = self._score(draft, length)
+        read = self.sparse(model, input_ids, draft.ids, score, needs=self.needs(), window=self.window)
+        return self.keep(read[0], self.select(*read))
+
+    def _drafter(self) -> ModelDrafter | None:
+        drafter = self.observer.drafter if isinstance(self.observer, DraftObserver) else None
+        return drafter if isinstance(drafter, ModelDrafter) and not isinstance(drafter.draft, DraftHeadSource) else None
+
+    def _score(self, draft: DraftIds, length: int) -> Score:
+        """What `reduced` says of a prompt of `length` tokens, for one layer of a pass over prompt and draft."""
+        observer = self.bound_observer
+        window = min(getattr(observer, "window", 0), length)
+        rows, real = window + draft.ids.shape[1], draft.mask
+        if real is not None:
+            real = functional.pad(real, (window, 0), value=True)
+
+        def score(query: Tensor, key: Tensor, softmax: Softmax) -> Tensor:
+            observed = observed_attention(
+                query[:, :, -rows:], key, softmax, length, query_mask=real, reduction=self.reduce.queries
+            )
+            scores = reduce_group(observed, key.shape[1], self.reduce.heads)
+            return protected(scores, None, self.pool, self.sinks, self.window)
+
+        return score
+
+
+def require_draft_fits(name: str, length: int, lookahead: int, drafting: PreTrainedModel) -> None:
+    """Refuse prompts that a draft model cannot read and answer.
+
+    Raises:
+        UserError: with one line that names the numbers.
+    """
+    if length + lookahead > (context := context_of(drafting)):
+        raise UserError(
+            f"{name}: a prompt of {length} tokens and a draft of {lookahead} do not fit the draft model's context of "
+            f"{context}; shorten the draft (lookahead) or the prompt, or take another draft model"
+        )
+
+
+def _refuse(length: int, mask: Tensor | None, chunk: int | None) -> None:
+    if chunk is not None and chunk < length:
+        raise UserError(
+            f"SpecKV: sparse reads the prompt of {length} tokens in one pass, not in chunks of {chunk}; "
+            "leave out chunk or sparse"
+        )
+    if mask is not None and not bool(mask.bool().all()):
+        raise UserError("SpecKV: sparse reads prompts without padding; give prompts one by one, or leave out sparse")

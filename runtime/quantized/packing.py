@@ -1,0 +1,248 @@
+"""Packed KV entries: codes of 1 to 8 bits with scales and zero points, in groups, and memory that they grow in."""
+
+import functools
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from keepsight.errors import UserError
+from keepsight.runtime.layer import spare
+
+BITS = (1, 2, 4)
+LEVELS = ("middles", "extremes")
+
+
+class Packed(NamedTuple):
+    """Quantised groups.
+
+    Attributes:
+        codes: [..., g * bits / 8] uint8. Element e of a group is in the bits from bits * e on, little-endian.
+        scale: [...], in the dtype of what was quantised.
+        zero: [...], the value of code 0; the same dtype.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all three."""
+        return sum(each.nbytes for each in self)
+
+
+@dataclass(frozen=True)
+class Quantizer:
+    """How keys and values become codes and come back.
+
+    Attributes:
+        bits: Bits per code: 1, 2 or 4.
+        group: Number of neighbours that share a zero point and a scale.
+        one_bit: Levels at 1 bit: `middles` of the group's halves (SpeCache), or its `extremes` (KIVI).
+
+    Raises:
+        UserError: a value is not offered; one line names it.
+    """
+
+    bits: int = 2
+    group: int = 32
+    one_bit: str = "middles"
+
+    def __post_init__(self) -> None:
+        if type(self.bits) is not int or self.bits not in BITS:
+            raise UserError(f"bits {self.bits!r} is not offered; choose one of {', '.join(map(str, BITS))}")
+        if type(self.group) is not int or self.group < 8 or self.group % 8:
+            raise UserError(f"group {self.group!r} must be a multiple of 8, such as 32 or 64")
+        if self.one_bit not in LEVELS:
+            raise UserError(f"one_bit {self.one_bit!r} is unknown; choose one of {', '.join(LEVELS)}")
+
+    def check_head(self, width: int) -> None:
+        """Refuse a head dimension that groups do not divide.
+
+        Raises:
+            UserError: with one line that says why.
+        """
+        if width % self.group:
+            fitting = [str(each) for each in range(8, width + 1, 8) if width % each == 0]
+            hint = f"choose a group of {', '.join(fitting)}" if fitting else "this model's values cannot be quantised"
+            raise UserError(f"group {self.group} does not divide the head dimension {width}; {hint}")
+
+    def pack_keys(self, keys: Tensor) -> Packed:
+        """[B, K, T, d] with T a multiple of the group -> groups [B, K, T / g, d]."""
+        return self.pack(keys.unflatten(2, (-1, self.group)).transpose(-1, -2))
+
+    def unpack_keys(self, packed: Packed, out: Tensor | None = None) -> Tensor:
+        """Groups [B, K, T / g, d] -> [B, K, T, d], in `out` where it is given."""
+        groups = None if out is None else out.unflatten(2, (-1, self.group)).transpose(-1, -2)
+        return self.unpack(packed, groups).transpose(-1, -2).flatten(2, 3)
+
+    def pack_values(self, values: Tensor) -> Packed:
+        """[B, K, T, d] -> groups [B, K, T, d / g]."""
+        return self.pack(values.unflatten(3, (-1, self.group)))
+
+    def unpack_values(self, packed: Packed, out: Tensor | None = None) -> Tensor:
+        """Groups [B, K, T, d / g] -> [B, K, T, d], in `out` where it is given."""
+        return self.unpack(packed, None if out is None else out.unflatten(3, (-1, self.group))).flatten(3, 4)
+
+    def pack(self, groups: Tensor) -> Packed:
+        """Quantise groups [..., g] of any float dtype. Ties round to even; a constant group comes back exactly."""
+        low, high = (each.float() for each in torch.aminmax(groups, dim=-1))
+        if self.bits == 1 and self.one_bit == "middles":
+            zero, scale = low + (high - low) / 4, (high - low) / 2
+        else:
+            zero, scale = low, (high - low) / (2**self.bits - 1)
+        zero, scale = zero.to(groups.dtype), scale.to(groups.dtype)
+        # A constant group has the scale 0, and is 0 above its zero point.
+        step = scale.float().clamp(min=torch.finfo(torch.float32).tiny)[..., None]
+        # Under `middles` the largest element is at 1.5, which rounds to 2: codes are clamped.
+        codes = ((groups.float() - zero.float()[..., None]) / step).round_().clamp_(0, 2**self.bits - 1)
+        return Packed(pack_codes(codes.to(torch.uint8), self.bits), scale, zero)
+
+    def unpack(self, packed: Packed, out: Tensor | None = None) -> Tensor:
+        """[..., g], in the dtype of the scale, and in `out` where it is given."""
+        codes = unpack_codes(packed.codes, self.bits)
+        return torch.addcmul(packed.zero[..., None], codes, packed.scale[..., None], out=out)
+
+
+def pack_codes(codes: Tensor, bits: int) -> Tensor:
+    """[..., n] uint8 below 2 ** bits -> [..., n * bits / 8] uint8, little-endian."""
+    return (codes.unflatten(-1, (-1, 8 // bits)) << _shifts(bits, codes.device)).sum(dim=-1, dtype=torch.uint8)
+
+
+def unpack_codes(packed: Tensor, bits: int) -> Tensor:
+    """The inverse of `pack_codes`."""
+    return ((packed[..., None] >> _shifts(bits, packed.device)) & (2**bits - 1)).flatten(-2)
+
+
+@functools.lru_cache(maxsize=8)
+@torch.inference_mode(False)  # a cached tensor may be used in any mode
+def _shifts(bits: int, device: torch.device) -> Tensor:
+    return torch.arange(0, 8, bits, dtype=torch.uint8, device=device)
+
+
+class PackedRoom:
+    """Memory to which groups are appended; whoever holds some of them holds a view, which stays valid.
+
+    Only what follows the longest view is written. What is appended to a shorter one moves to a room of its own.
+    """
+
+    def __init__(self) -> None:
+        self._rows: tuple[Tensor, ...] = ()
+        self._filled = 0
+
+    def append(self, held: Packed, new: Packed) -> tuple["PackedRoom", Packed]:
+        """Groups of this room and more after them, along dimension 2, and the room that these are in."""
+        before, after = held.scale.shape[2], held.scale.shape[2] + new.scale.shape[2]
+        fits = bool(self._rows) and before == self._filled and after <= self._rows[0].shape[2]
+        room = self if fits else _moved(held, after)
+        for rows, part in zip(room._rows, new, strict=True):
+            rows[:, :, before:after] = part
+        room._filled = after
+        return room, Packed(*(rows[:, :, :after] for rows in room._rows))
+
+
+def _moved(held: Packed, after: int) -> PackedRoom:
+    """A new room that begins with `held`, for `after` groups and, where there were some before, a share more."""
+    room, before = PackedRoom(), held.scale.shape[2]
+    capacity = after + (spare(after) if before else 0)
+    room._rows = tuple(part.new_empty(*part.shape[:2], capacity, *part.shape[3:]) for part in held)
+    for rows, part in zip(room._rows, held, strict=True):
+        rows[:, :, :before] = part
+    return room
+
+
+@dataclass(frozen=True)
+class PackedEntries:
+    """The entries of one layer; immutable, and what is appended to shares what is packed.
+
+    Attributes:
+        quantizer: Bits and groups.
+        residual: R, a multiple of the group.
+        packed_keys: Groups [B, K, n / g, d] of the first n tokens.
+        packed_values: Groups [B, K, m, d / g] of the first m tokens; m is at most n.
+        recent_keys: [B, K, T - n, d].
+        recent_values: [B, K, T - m, d].
+        key_room: Where the packed keys are, and more can follow.
+        value_room: The same for values.
+    """
+
+    quantizer: Quantizer
+    residual: int
+    packed_keys: Packed
+    packed_values: Packed
+    recent_keys: Tensor
+    recent_values: Tensor
+    key_room: PackedRoom = field(default_factory=PackedRoom, repr=False)
+    value_room: PackedRoom = field(default_factory=PackedRoom, repr=False)
+
+    @classmethod
+    def pack(cls, quantizer: Quantizer, residual: int, keys: Tensor, values: Tensor) -> "PackedEntries":
+        """Pack the entries [B, K, T, d] of a prompt."""
+        none = keys[:, :, :0]
+        return cls(quantizer, residual, quantizer.pack_keys(none), quantizer.pack_values(none), keys, values).settled()
+
+    @property
+    def packed_length(self) -> int:
+        """Number of tokens whose keys are packed; no other values are."""
+        return self.packed_keys.scale.shape[2] * self.quantizer.group
+
+    @property
+    def length(self) -> int:
+        """Number of entries per KV head."""
+        return self.packed_length + self.recent_keys.shape[2]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of codes, scales, zero points and recent entries."""
+        recent = (each.nbytes for each in (self.recent_keys, self.recent_values))
+        return self.packed_keys.bytes + self.packed_values.bytes + sum(recent)
+
+    def with_recent(self, keys: Tensor, values: Tensor) -> "PackedEntries":
+        """The entries with more [B, K, q, d] in full precision; nothing is packed yet."""
+        return replace(
+            self,
+            recent_keys=torch.cat([self.recent_keys, keys], dim=2),
+            recent_values=torch.cat([self.recent_values, values], dim=2),
+        )
+
+    def settled(self) -> "PackedEntries":
+        """The entries with whatever exceeds the residual packed."""
+        recent, old = self.recent_keys.shape[2], max(self.recent_values.shape[2] - self.residual, 0)
+        full, packed = recent - recent % self.residual, self
+        if full:
+            keys = self.quantizer.pack_keys(self.recent_keys[:, :, :full])
+            rest = self.recent_keys[:, :, full:].clone()  # a slice would keep the whole prompt alive
+            room, joined = self.key_room.append(self.packed_keys, keys)
+            packed = replace(packed, packed_keys=joined, key_room=room, recent_keys=rest)
+        if old:
+            values = self.quantizer.pack_values(self.recent_values[:, :, :old])
+            rest = self.recent_values[:, :, old:].clone()
+            room, joined = self.value_room.append(self.packed_values, values)
+            packed = replace(packed, packed_values=joined, value_room=room, recent_values=rest)
+        return packed
+
+    def keys(self) -> Tensor:
+        """All keys [B, K, T, d], a copy."""
+        keys = _room(self.recent_keys, packed := self.packed_length)
+        self.quantizer.unpack_keys(self.packed_keys, keys[:, :, :packed])
+        keys[:, :, packed:] = self.recent_keys
+        return keys
+
+    def values(self) -> Tensor:
+        """All values [B, K, T, d], a copy."""
+        values = _room(self.recent_values, packed := self.packed_values.scale.shape[2])
+        self.quantizer.unpack_values(self.packed_values, values[:, :, :packed])
+        values[:, :, packed:] = self.recent_values
+        return values
+
+    def recent(self) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, K, T - n, d] of the tokens whose keys are not packed."""
+        packed = self.packed_length - self.packed_values.scale.shape[2]
+        return self.recent_keys, self.recent_values[:, :, packed:]
+
+
+def _room(recent: Tensor, packed: int) -> Tensor:
+    """Room for `packed` entries and, after them, the recent ones."""
+    return recent.new_empty(*recent.shape[:2], packed + recent.shape[2], recent.shape[3])

@@ -1,0 +1,430 @@
+"""SpeContext (arXiv 2512.00722): a retrieval head selects for all layers what the next step reads, before it runs."""
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+from typing_extensions import override
+
+from keepsight.errors import UserError, require_whole
+from keepsight.files import read_bytes
+from keepsight.models.decoder import has_latents, require_one_device
+from keepsight.models.retrieval_head import NONE, RetrievalHead, of_the_token_before
+from keepsight.runtime.attention import Reader, Softmax, run
+from keepsight.runtime.features import RecordFeatures
+from keepsight.runtime.images import Images
+from keepsight.runtime.layer import spare
+from keepsight.runtime.readers import TokenReader, TurnReader
+from keepsight.runtime.retrieval.elastic import Placement
+from keepsight.runtime.retrieval.memory_plan import plan_for
+from keepsight.runtime.sparse_read.cache import (
+    MakeLayer,
+    SelectedLayer,
+    SelectedState,
+    Selection,
+    SparseRead,
+    layers_of,
+    selected_layers,
+)
+from keepsight.runtime.sparse_read.selection import StepBudget, most_attended
+from keepsight.runtime.state import Needs, State, full_layers, positions_of, prefill, share, with_full_layers
+
+
+class HeadKeys:
+    """Keys that grow in place; copies are independent.
+
+    Args:
+        keys: [B, K, C, d].
+    """
+
+    def __init__(self, keys: Tensor) -> None:
+        self._room, self.length = keys, keys.shape[2]
+
+    @property
+    def keys(self) -> Tensor:
+        """[B, K, C, d]."""
+        return self._room[:, :, : self.length]
+
+    def append(self, keys: Tensor) -> None:
+        """Append keys [B, K, q, d]."""
+        end = self.length + keys.shape[2]
+        if end > self._room.shape[2]:
+            self._room = functional.pad(self.keys, (0, 0, 0, end + spare(end) - self.length))
+        self._room[:, :, self.length : end] = keys
+        self.length = end
+
+    def crop(self, length: int) -> None:
+        """Keep the first `length` keys."""
+        if length < self.length:
+            self._room, self.length = self._room[:, :, :length], length  # no room: a copy may share what follows
+
+
+class HeadSelector:
+    """Selects for all layers before the model runs, by the attention of a retrieval head over its own keys.
+
+    Args:
+        head: The retrieval head, for as many positions as there are keys; it is extended as they grow.
+        layers: The target's layers whose outputs are the head's features; empty when it reads embeddings alone.
+        keys: [B, K, C, d], the head's keys of all tokens so far; K counts the KV heads of all groups.
+        features: [B, 1, w], the target's features of the last token; None when the head reads none.
+        padding: [B] int64, number of padding tokens on the left; None for none.
+        budget: How many entries to select.
+    """
+
+    def __init__(
+        self,
+        head: RetrievalHead,
+        layers: tuple[int, ...],
+        keys: Tensor,
+        features: Tensor | None,
+        padding: Tensor | None,
+        budget: StepBudget,
+    ) -> None:
+        self.head, self.layers, self.features = head, layers, features
+        self.padding, self.budget = padding, budget
+        self.keys = HeadKeys(keys)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of its keys."""
+        return self.keys.keys.nbytes
+
+    def select(self, embeddings: Tensor, positions: Tensor) -> Selection:
+        """Select what the target reads for a token, group after group; its key is appended to the head's.
+
+        Args:
+            embeddings: [B, 1, hidden], the target's embedding of the token.
+            positions: [B or 1, 1] int64.
+        """
+        self._reach(self.keys.length + 1)
+        query, key = self.head.project(embeddings, self.features, positions)
+        self.keys.append(key)
+        return most_attended(query, self.keys.keys, Softmax(self.head.scaling), self.padding, self.budget)
+
+    def read(self, embeddings: Tensor, features: Tensor | None, positions: Tensor) -> None:
+        """Append the keys of tokens that the target has read without it.
+
+        Args:
+            embeddings: [B, q, hidden], the target's embeddings of the tokens.
+            features: [B, q, w], the target's features of these tokens; None when the head reads none.
+            positions: [B or 1, q] int64.
+        """
+        self._reach(self.keys.length + embeddings.shape[1])
+        before = None
+        if features is not None and self.features is not None:
+            before = torch.cat([self.features, features[:, :-1]], dim=1)
+            self.features = features[:, -1:]
+        self.keys.append(self.head.keys(self.head.inputs(embeddings, before), positions))
+
+    def _reach(self, length: int) -> None:
+        """Extend the head, and turn its keys to the angles that it then has."""
+        if (head := self.head.reaching(length)) is not self.head:
+            places = torch.arange(self.keys.length, device=self.keys.keys.device)[None]
+            positions = places if self.padding is None else (places - self.padding[:, None]).clamp(min=0)
+            self.keys, self.head = HeadKeys(head.turned(self.keys.keys, positions, self.head)), head
+
+    def share(self) -> "HeadSelector":
+        """An independent copy."""
+        return HeadSelector(self.head, self.layers, self.keys.keys, self.features, self.padding, self.budget)
+
+
+class RetrievalCache(Cache):
+    """Layers that read what is announced to them, and the selector that announces it.
+
+    Args:
+        layers: One for each layer of the target.
+        selector: Selector that has seen as many tokens as the layers.
+        placement: Decides which layers' entries are on the CPU.
+    """
+
+    def __init__(self, layers: list[Any], selector: HeadSelector, placement: Placement) -> None:
+        super().__init__(layers=layers)
+        self.selector, self.placement = selector, placement
+
+    @property
+    def selected_layers(self) -> list[SelectedLayer]:
+        """The layers with full attention."""
+        return [layer for layer in self.layers if isinstance(layer, SelectedLayer)]
+
+    def by_layer(self, chosen: Selection) -> list[tuple[SelectedLayer, Selection]]:
+        """Each layer with full attention, and what the retrieval head selected for it, on its device."""
+        layers, config = self.selected_layers, self.selector.head.config
+
+        @functools.cache
+        def part(group: int, device: torch.device) -> Selection:
+            return chosen.part(group, config.groups).on(device)
+
+        groups = [config.group_of(place, len(layers)) for place in range(len(layers))]
+        return [(layer, part(group, layer.keys.device)) for layer, group in zip(layers, groups, strict=True)]
+
+    def announce(self, chosen: Selection) -> None:
+        """Tell every layer what the next step reads."""
+        for layer, part in self.by_layer(chosen):
+            layer.prepare(part)
+
+    def forget_after(self, length: int) -> None:
+        """Drop what any layer holds of tokens beyond the first `length`."""
+        self.selector.keys.crop(length)
+        for layer in self.selected_layers:
+            if layer.seen > length:
+                layer.crop(length - layer.seen)
+
+
+@dataclass(frozen=True)
+class RetrievalState(SelectedState):
+    """A state whose entries a retrieval head selects; its cache is a `RetrievalCache`."""
+
+    @property
+    @override
+    def length(self) -> int:
+        return self.tokens.shape[1]
+
+    @property
+    @override
+    def kv_bytes(self) -> int:
+        """Bytes on the device: keys and values there, and the retrieval head's keys."""
+        return super().kv_bytes + retrieval_cache(self.cache).selector.bytes
+
+    @override
+    def counts(self) -> Tensor:
+        layers = retrieval_cache(self.cache).selected_layers
+        return self.lengths[:, None].expand(len(layers), -1, layers[0].keys.shape[1])
+
+    @override
+    def copy(self) -> State:
+        own = retrieval_cache(self.cache)
+        return replace(self, cache=RetrievalCache(list(share(own).layers), own.selector.share(), own.placement))
+
+
+def retrieval_cache(cache: Cache) -> RetrievalCache:
+    """The cache, if it is one.
+
+    Raises:
+        UserError: it is another one.
+    """
+    if not isinstance(cache, RetrievalCache):
+        raise UserError("a retrieval head's reader reads states of its own method; give the state of method.start")
+    return cache
+
+
+class RetrievalTurnReader:
+    """A model that reads a further turn after a `RetrievalState`; the retrieval head reads it too.
+
+    Args:
+        model: The target.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model, self.config = model, model.config
+        self._reader = TurnReader(model)
+
+    def __call__(self, *, input_ids: Tensor, position_ids: Tensor, past_key_values: Cache, **options: Any) -> Any:
+        """Append tokens to a `RetrievalCache`: see the model's own call."""
+        cache = retrieval_cache(past_key_values)
+        selector = cache.selector
+        cache.placement.place(cache.layers, cache.get_seq_length() + input_ids.shape[1])
+        with RecordFeatures(self._model, selector.layers) as recorded:
+            output = self._reader(input_ids=input_ids, position_ids=position_ids, past_key_values=cache, **options)
+        features = torch.cat(recorded.outputs(), dim=-1) if selector.layers else None
+        selector.read(self._model.get_input_embeddings()(input_ids), features, position_ids)
+        return output
+
+
+class RetrievalReader(TokenReader):
+    """A model that reads each token of a `RetrievalState` after the retrieval head has selected the entries."""
+
+    @override
+    def step(self, token: Tensor, position: Tensor, attention_mask: Tensor | None, cache: Cache) -> Tensor:
+        cache = retrieval_cache(cache)
+        before, selector = cache.get_seq_length(), cache.selector
+        cache.placement.place(cache.layers, before + 1)
+        layers = with_full_layers(cache, full_layers(cache)).layers
+        try:
+            chosen = selector.select(self._model.get_input_embeddings()(token), position)
+            cache.announce(chosen)
+            with RecordFeatures(self._model, selector.layers) as recorded:
+                output = run(
+                    self._model,
+                    cache,
+                    input_ids=token,
+                    attention_mask=attention_mask,
+                    position_ids=position,
+                    logits_to_keep=1,
+                )
+            if selector.layers:
+                selector.features = torch.cat(recorded.outputs(), dim=-1)
+        except BaseException:
+            cache.layers[:] = layers
+            cache.forget_after(before)
+            raise
+        return output.logits
+
+
+_BLOCK = 4096
+"""Prompt tokens whose features are concatenated at a time."""
+
+
+@dataclass(frozen=True)
+class SpeContext(SparseRead):
+    """Reads what a retrieval head selects before the target runs: the same entries in all layers of a group.
+
+    SpeContext (arXiv 2512.00722), section 4.3, where all layers are one group.
+
+    Where the longest prompt of a batch and its answer, which grows, exceed what the head was trained with, YaRN extends
+    it to twice that length, four times, and so on.
+
+    Attributes:
+        head: The retrieval head; it is moved to the target's device.
+        sinks: Number of first entries that are always read; none in the paper.
+        window: Number of last entries that are always read; none in the paper.
+        offload: Number of last layers whose entries are in CPU memory from the start.
+        memory_limit: Device memory for weights and entries, such as 24GiB or a number of bytes: before they would
+            exceed it, layers move to the CPU one at a time. None for no limit. It holds from the first decoding step
+            on: the prefill has all layers on the device.
+    """
+
+    head: RetrievalHead = field(repr=False)
+    sinks: int = 0
+    window: int = 0
+    offload: int = 0
+    memory_limit: int | str | None = None
+    uses_retrieval_head = True
+
+    @override
+    def __post_init__(self) -> None:
+        require_whole("SpeContext", sinks=self.sinks, window=self.window, offload=self.offload)
+        if self.memory_limit is not None:
+            read_bytes(str(self.memory_limit))
+        super().__post_init__()
+
+    @classmethod
+    def from_pretrained(
+        cls, head: str | Path, budget: int | float, revision: str | None = None, **options: Any
+    ) -> "SpeContext":
+        """The method with a retrieval head (a folder, a Hub id or `shipped:NAME`); `options` are other fields.
+
+        Raises:
+            UserError: the head cannot be had, is corrupt, or an option is out of range.
+        """
+        return cls(budget, RetrievalHead.from_pretrained(head, revision=revision), **options)
+
+    @override
+    def least(self) -> tuple[int, str]:
+        return self.sinks + self.window + 1, "sinks + window + one entry to choose"
+
+    @override
+    def needs(self) -> Needs:
+        if self.head.config.features == NONE:
+            return Needs()
+        if self.head.config.feature_layers is None:
+            raise UserError("SpeContext: this retrieval head does not name the layers of its features; call `start`")
+        return _needs(self.head.config.feature_layers)
+
+    @override
+    def reader(self, model: PreTrainedModel) -> Reader:
+        return RetrievalReader(model)
+
+    @override
+    def turn_reader(self, model: PreTrainedModel) -> Reader:
+        return RetrievalTurnReader(model)
+
+    @override
+    def start(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        mask: Tensor | None = None,
+        *,
+        chunk: int | None = None,
+        images: Images | None = None,
+    ) -> State:
+        self._require(model)
+        self._placement(model, *input_ids.shape).on_cpu(*input_ids.shape)  # what can never fit ends here
+        needs = _needs(self.head.layers_of(model))
+        return self.compress(model, prefill(model, input_ids, mask, chunk=chunk, needs=needs))
+
+    @override
+    @torch.no_grad()
+    def compress(self, model: PreTrainedModel, state: State) -> State:
+        self._require(model)
+        selected = selected_layers(state, layers_of(model, state, self.layers_for(state)))
+        layers = with_full_layers(state.cache, selected).layers
+        placement = self._placement(model, *state.tokens.shape)
+        placement.place(layers, state.tokens.shape[1])
+        cache = RetrievalCache(layers, self._selector(model, state), placement)
+        return state.as_kind(RetrievalState, cache)
+
+    @override
+    def layers_for(self, state: State) -> MakeLayer:
+        return lambda index, *entries: SelectedLayer(*entries)
+
+    def _require(self, model: PreTrainedModel) -> None:
+        self.head.check_model(model)
+        if self.offload or self.memory_limit is not None:
+            require_one_device(model)
+        if self.offload and has_latents(model):
+            raise UserError(
+                f"SpeContext: offload {self.offload} does not apply to {model.config.model_type}: all heads share its "
+                "latents, which stay on the device; give offload 0"
+            )
+
+    def _placement(self, model: PreTrainedModel, rows: int, length: int) -> Placement:
+        budget, plan = self.budget_for(length), None
+        if self.memory_limit is not None:
+            plan = plan_for(
+                model,
+                limit=read_bytes(str(self.memory_limit)),
+                requests=rows,
+                budget=budget,
+                head=sum(each.nbytes for each in self.head.parameters()),
+                head_keys=self.head.key_bytes,
+                groups=self.head.config.groups,
+            )
+        return Placement(budget, model.device, self.offload, plan)
+
+    def _selector(self, model: PreTrainedModel, state: State) -> HeadSelector:
+        length, mask = state.tokens.shape[1], state.tokens_mask
+        head = self.head.to(model.device).reaching(length)
+        layers = head.layers_of(model)
+        if missing := sorted(set(layers) - set(state.needs.features)):
+            raise UserError(
+                f"SpeContext: the prefill did not record layer {missing[0]}; give it needs=method.needs(), or call "
+                "method.start"
+            )
+        return HeadSelector(
+            head,
+            layers,
+            torch.cat([*_prompt_keys(head, layers, model, state)], dim=2),
+            state.features_of(layers, slice(-1, None)) if layers else None,
+            None if mask is None else length - state.lengths,
+            StepBudget(tuple(self.budgets(state)), self.sinks, self.window),
+        )
+
+
+def _needs(layers: tuple[int, ...]) -> Needs:
+    return Needs(features=tuple(sorted(layers)))
+
+
+def _prompt_keys(
+    head: RetrievalHead, layers: tuple[int, ...], model: PreTrainedModel, state: State
+) -> Iterator[Tensor]:
+    """The head's keys [B, K, n, d] of everything read, block after block."""
+    embed, mask, length = model.get_input_embeddings(), state.tokens_mask, state.tokens.shape[1]
+    positions = positions_of(mask, length, state.tokens.device)
+    for start in range(0, length, _BLOCK):
+        block = slice(start, start + _BLOCK)
+        features = None
+        if layers:
+            before = slice(max(start - 1, 0), start + _BLOCK)
+            recorded = state.features_of(layers, before)
+            features = of_the_token_before(recorded, None if mask is None else mask[:, before])
+            features = features[:, start - before.start :]
+        inputs = head.inputs(embed(state.tokens[:, block]), features)
+        yield head.keys(inputs, positions[:, block])
