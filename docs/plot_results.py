@@ -9,8 +9,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
 
-from keepsight.eval.report.panels import look
-from keepsight.eval.report.styles import STYLES, Style
+from keepsight.eval.report.figures import STYLES, Style, look
 
 DOCS = Path(__file__).parent
 ROWS = {  # a row of the table, as it is labelled and drawn

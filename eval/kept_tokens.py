@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from keepsight.eval.results import Key, Row, key_of
-from keepsight.eval.rows import Variant
+from keepsight.eval.sweep import Variant
 from keepsight.eval.tasks.samples import RenderedSample, Sample
 from keepsight.files import read_json, write_json
 from keepsight.models.targets import Target

@@ -1,21 +1,166 @@
-"""Time and memory of eviction, against the prefill."""
+"""What eviction costs: time and memory against the prefill; operators and syncs, counted on any device."""
 
 import functools
 import operator
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import NamedTuple
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm import tqdm
 from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache
+from typing_extensions import override
 
-from keepsight.eval.bench.memory import peak_bytes, peak_kv_bytes
-from keepsight.eval.bench.timing import median_seconds, random_ids, seconds_of
+from keepsight.eval.bench.measure import median_seconds, peak_bytes, peak_kv_bytes, random_ids, seconds_of
 from keepsight.models.targets import Target
 from keepsight.runtime.evict import Evict, call
-from keepsight.runtime.state import State, context_of, prefill
+from keepsight.runtime.generate import Method
+from keepsight.runtime.state import State, context_of, prefill, read
+
+_NO_WORK = {"_unsafe_view", "_reshape_alias", "lift_fresh", "detach"}
+"""Operators that only describe memory in another way, beside those whose result is declared to be a view."""
+_SYNCS = {"_local_scalar_dense", "equal", "nonzero", "masked_select"}
+_SYNCS |= {"_unique2", "unique_consecutive", "repeat_interleave"}
+"""Operators whose result, or its shape, the CPU has to wait for."""
+_READS = {Tensor.tolist, Tensor.numpy, Tensor.cpu}
+"""What reads a tensor on the CPU without an operator when it lies there already."""
+
+
+STEPS = ("observe", "select", "gather", "decode")
+"""What is counted of a method: of those that evict all, of others a decoding step alone."""
+
+
+@dataclass
+class Counts:
+    """What ran within a block.
+
+    Attributes:
+        operators: Operators, without views and allocations: on a GPU, about one kernel each.
+        syncs: Times that the CPU had to wait for a tensor's values: `item`, `tolist`, `nonzero`, a boolean index.
+    """
+
+    operators: int = 0
+    syncs: int = 0
+
+
+@contextmanager
+def counting() -> Iterator[Counts]:
+    """Count what runs within the block, on the CPU as it would be on a GPU."""
+    counts = Counts()
+    with _Reads(counts), _Operators(counts):
+        yield counts
+
+
+def count(step: Callable[[], object]) -> Counts:
+    """What a call runs."""
+    with counting() as counts:
+        step()
+    return counts
+
+
+class _Operators(TorchDispatchMode):
+    def __init__(self, counts: Counts) -> None:
+        super().__init__()
+        self.counts = counts
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, result = func.overloadpacket.__name__, func(*args, **(kwargs or {}))
+        free = name in _NO_WORK or name.startswith(("empty", "new_empty"))
+        self.counts.operators += not (free or (_is_view(func) and _shares_memory(result, args)))
+        self.counts.syncs += name in _SYNCS or (name.startswith("index") and _has_mask(args[1:2]))
+        return result
+
+
+class _Reads(TorchFunctionMode):
+    def __init__(self, counts: Counts) -> None:
+        super().__init__()
+        self.counts = counts
+
+    @override
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts.syncs += func in _READS
+        return func(*args, **(kwargs or {}))
+
+
+def _is_view(func: Any) -> bool:
+    returned = [each.alias_info for each in func._schema.returns]
+    return any(alias is not None and not alias.is_write for alias in returned)
+
+
+def _shares_memory(result: Any, given: Any) -> bool:
+    """Whether what may be a view is one: `to`, `contiguous` and `reshape` copy where they must."""
+    first = result[0] if isinstance(result, list | tuple) and result else result
+    places = {each.untyped_storage().data_ptr() for each in given if isinstance(each, Tensor)}
+    return not isinstance(first, Tensor) or first.untyped_storage().data_ptr() in places
+
+
+def _has_mask(given: Any) -> bool:
+    indices = given[0] if given and isinstance(given[0], list | tuple) else ()
+    return any(isinstance(each, Tensor) and each.dtype in (torch.bool, torch.uint8) for each in indices)
+
+
+@torch.no_grad()
+def operators_of(model: PreTrainedModel, method: Method, ids: Tensor) -> dict[str, Counts]:
+    """What a method runs in each of its `STEPS`, over all layers, for a prompt [1, N]; caches of masks are warm."""
+    counts = {}
+    if isinstance(method, Evict):
+        evict, state = method, prefill(model, ids, needs=method.needs())
+        evict.compress(model, state)
+        observe = functools.partial(call, evict.bound_observer, model, state, evict.reduce)
+        scores = observe()
+        selected = evict.select(state, evict.importance(model, state, lambda *_: scores))
+        counts = {
+            "observe": count(lambda: evict.fits(state) or observe()),
+            "select": count(lambda: evict.select(state, evict.importance(model, state, lambda *_: scores))),
+            "gather": count(lambda: evict.keep(state, selected)),
+        }
+    reader, token = method.reader(model), ids[:, -1:]
+    kept, _ = read(reader, method.start(model, ids).unrecorded(), token)  # makes room for more
+    return counts | {"decode": count(lambda: read(reader, kept, token))}
+
+
+@torch.no_grad()
+def operators_of_plain_step(model: PreTrainedModel, ids: Tensor) -> Counts:
+    """What the model itself runs to decode a token after a prompt [1, N]."""
+    cache = DynamicCache(config=model.config)
+    model(ids, past_key_values=cache, logits_to_keep=1)
+    return count(lambda: model(ids[:, -1:], past_key_values=cache))
+
+
+def bench_operators(model: PreTrainedModel, methods: Mapping[str, Method], tokens: int) -> Iterator[str]:
+    """A line for each method: operators and syncs a layer in each step.
+
+    Args:
+        model: The target.
+        methods: Methods by the name to print.
+        tokens: Length of the prompt, which is random tokens.
+    """
+    layers = model.config.get_text_config().num_hidden_layers
+    ids = random_ids(model, 1, tokens)
+    for method in methods.values():
+        method.check(tokens, context_of(model))
+    yield f"operators / syncs a layer; {layers} layers, {tokens} prompt tokens; decode: a layer and token"
+    width = max(18, *(len(name) + 2 for name in methods))
+    yield f"{'method':<{width}}" + "".join(f"{step:>14}" for step in STEPS)
+    yield _line("plain model".ljust(width), {"decode": operators_of_plain_step(model, ids)}, layers)
+    for name, method in methods.items():
+        yield _line(name.ljust(width), operators_of(model, method, ids), layers)
+
+
+def _line(name: str, counts: Mapping[str, Counts], layers: int) -> str:
+    cells = [
+        f"{counts[step].operators / layers:.0f} / {counts[step].syncs / layers:.2g}" if step in counts else ""
+        for step in STEPS
+    ]
+    return name + "".join(f"{cell:>14}" for cell in cells)
+
 
 _LEAST_SECONDS = 0.4
 """A turn of observing or selecting, which are short, takes at least these."""

@@ -8,10 +8,8 @@ import torch
 from transformers import PreTrainedModel
 
 from keepsight.eval.answers import default_batch_tokens
-from keepsight.eval.bench.timing import seconds_of
-from keepsight.eval.rows import Variant
-from keepsight.eval.run_samples import run_sample
-from keepsight.eval.sweep import sweep
+from keepsight.eval.bench.measure import seconds_of
+from keepsight.eval.sweep import Variant, run_sample, sweep
 from keepsight.eval.tasks.niah import make_samples
 from keepsight.eval.tasks.samples import RenderedSample
 from keepsight.models.targets import Target

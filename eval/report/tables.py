@@ -1,12 +1,24 @@
-"""Tables as values: a page shows them sortable, and they are saved as Markdown, LaTeX and CSV."""
+"""The tables of an evaluation, which a page shows sortable, and which are saved as Markdown, LaTeX and CSV."""
 
 import re
+import statistics
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from keepsight.eval.report.figures import in_order
 from keepsight.eval.report.intervals import Estimate
-from keepsight.eval.results import FULL
+from keepsight.eval.report.summary import (
+    MEANS,
+    MEASURES,
+    SummaryRow,
+    by_task_and_length,
+    differences,
+    mean_over_tasks,
+    share_of_full,
+)
+from keepsight.eval.results import FULL, Row
 from keepsight.files import write_csv, write_text
 
 
@@ -169,3 +181,111 @@ def _latex(text: str) -> str:
 def _latex_cell(row: Cells, column: Column) -> str:
     text, ends = _latex(value_text(row, column)), interval_text(row, column)
     return rf"{text} {{\scriptsize [{ends}]}}" if ends else text
+
+
+PLACE = (Column("task", "task", is_text=True), Column("length", "length"))
+VARIANT = (Column("budget", "budget"), Column("method", "method", is_text=True))
+_SCORES = (
+    Column("score", "score"),
+    Column("of_full", "of full", digits=2),
+    Column("excess_nll", "excess NLL"),
+    Column("agreement", "top-1 agreement"),
+    Column("recall", "recall@k", digits=2),
+    Column("mass", "attention mass", digits=2),
+    Column("tau", "τ", digits=2),
+    Column("same_tokens", "same tokens", digits=1),
+    Column("n", "n"),
+)
+_DIFFERENCES = (
+    *VARIANT,
+    Column("against", "minus", is_text=True),
+    Column("score", "score", is_signed=True),
+    Column("excess_nll", "excess NLL", is_signed=True),
+    Column("agreement", "top-1 agreement", is_signed=True),
+    Column("n", "n"),
+)
+
+
+def overall_table(summary: Sequence[SummaryRow]) -> Table:
+    """The mean over tasks of every method and budget."""
+    mean = mean_over_tasks(summary)
+    title = f"{mean[0].task}, all lengths" if mean else "no results"
+    caption = f"Score and fidelity with 95 % intervals over samples: {title}."
+    return Table("overall", caption, (*VARIANT, *_SCORES), _score_rows(mean))
+
+
+def task_table(summary: Sequence[SummaryRow]) -> Table:
+    """Every method and budget at each task and length."""
+    rows = [
+        {"task": task, "length": length, **row}
+        for (task, length), group in by_task_and_length(summary).items()
+        for row in _score_rows(group)
+    ]
+    caption = "Score and fidelity by task and prompt length, with 95 % intervals over samples."
+    return Table("by_task", caption, (*PLACE, *VARIANT, *_SCORES), rows)
+
+
+def difference_table(summary: Sequence[SummaryRow]) -> Table:
+    """Every pair of methods at equal budget, and each against the full cache, over all tasks."""
+    rows: list[Cells] = [
+        {
+            "budget": each.row.budget,
+            "method": each.row.method,
+            "against": each.against.method,
+            **each.estimates,
+            "n": each.row.n,
+        }
+        for each in differences(mean_over_tasks(summary))
+    ]
+    caption = "Paired differences of methods over the same samples, with 95 % intervals."
+    return Table("differences", caption, _DIFFERENCES, rows)
+
+
+def _score_rows(rows: Sequence[SummaryRow]) -> list[Cells]:
+    return [
+        {
+            "budget": row.budget,
+            "method": row.method,
+            **{name: row.estimates[name] for name in MEASURES},
+            "of_full": share_of_full(row, rows),
+            **{name: row.means[name] for name in MEANS},
+            "n": row.n,
+        }
+        for row in rows
+    ]
+
+
+_PHASES = ("prefill", "draft", "observe", "select")
+_COLUMNS = (
+    Column("budget", "budget"),
+    Column("method", "method", is_text=True),
+    *(Column(phase, f"{phase} (s)") for phase in _PHASES),
+    Column("time_to_first_token", "time to first token (s)"),
+    Column("question", "question (s)"),
+    Column("tokens_per_second", "tokens/s of its batch", digits=1),
+    Column("rows", "batch size", digits=1),
+    Column("kept", "KV entries kept", digits=1),
+    Column("kv_mib", "KV cache (MiB)", digits=2),
+)
+
+
+def cost_table(rows: Sequence[Row]) -> Table:
+    """Means over all samples of every method and budget, the full cache first."""
+    order = {method: place for place, method in enumerate(in_order(row["method"] for row in rows))}
+    variants: dict[tuple[float, int], list[Row]] = defaultdict(list)
+    for row in rows:
+        variants[row["budget"] or 0, order[row["method"]]].append(row)
+    cells = [_cells(variants[key]) for key in sorted(variants)]
+    return Table("costs", "Time and memory, means over samples.", _COLUMNS, cells)
+
+
+def _cells(rows: list[Row]) -> Cells:
+    speeds = [row["tokens_per_second"] for row in rows if row["tokens_per_second"] is not None]
+    return {
+        "budget": rows[0]["budget"],
+        "method": rows[0]["method"],
+        **{phase: statistics.fmean(row["seconds"][phase] for row in rows) for phase in (*_PHASES, "question")},
+        **{name: statistics.fmean(row[name] for row in rows) for name in ("time_to_first_token", "rows", "kept")},
+        "tokens_per_second": statistics.fmean(speeds) if speeds else None,
+        "kv_mib": statistics.fmean(row["kv_bytes"] for row in rows) / 2**20,
+    }

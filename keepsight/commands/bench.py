@@ -21,13 +21,9 @@ from keepsight.commands.from_recipe import draft_of, resources_of, target_of
 from keepsight.commands.variants import require_evict, variants_of
 from keepsight.data_gen.finished import read_training_samples
 from keepsight.errors import UserError
-from keepsight.eval.bench.decode import bench_decode
-from keepsight.eval.bench.elastic import text_prompts, traffic_lines
-from keepsight.eval.bench.eviction import bench_evict
-from keepsight.eval.bench.operators import bench_operators
-from keepsight.eval.bench.retrieval import size_lines, step_lines
-from keepsight.eval.bench.specache import bench_specache
-from keepsight.eval.bench.speculative import bench_speculate
+from keepsight.eval.bench.decoding import bench_decode, bench_speculate
+from keepsight.eval.bench.eviction import bench_evict, bench_operators
+from keepsight.eval.bench.offload import bench_specache, size_lines, step_lines, text_prompts, traffic_lines
 from keepsight.eval.bench.sweep import bench_sweep
 from keepsight.eval.tasks.niah import make_samples
 from keepsight.models.draft_head import DraftHead

@@ -12,9 +12,8 @@ from keepsight.commands.from_recipe import resources_later, resources_of, target
 from keepsight.commands.variants import bound, variants_of
 from keepsight.errors import UserError, require_same
 from keepsight.eval.hits import SHARED, Hits, answering, best_shared, choices, compare, mean_of
-from keepsight.eval.report.hits_plot import hits_plot
-from keepsight.eval.rows import Variant
-from keepsight.eval.run_samples import check_samples
+from keepsight.eval.report.plots import hits_plot
+from keepsight.eval.sweep import Variant, check_samples
 from keepsight.eval.tasks.registry import Benchmarks
 from keepsight.eval.tasks.samples import RenderedSample
 from keepsight.files import append_lines, one_writer, read_json, whole_lines, write_csv, write_json, write_png

@@ -25,14 +25,11 @@ from keepsight.commands.variants import bound, import_plugins, variants_of
 from keepsight.errors import UserError
 from keepsight.eval.answers import default_batch_tokens
 from keepsight.eval.kept_tokens import KeptTokens, first_of_each
-from keepsight.eval.report.report import write_outputs
+from keepsight.eval.report.pages import write_outputs
 from keepsight.eval.report.summary import summarize, summary_table
-from keepsight.eval.results import EARLIER, Measured, finished, merge, part_of
+from keepsight.eval.results import EARLIER, Measured, finished, merge, part_of, read_run
 from keepsight.eval.reuse import Earlier
-from keepsight.eval.rows import Variant
-from keepsight.eval.run_samples import check_samples
-from keepsight.eval.runs import read_run
-from keepsight.eval.sweep import groups_of, sweep
+from keepsight.eval.sweep import Variant, check_samples, groups_of, sweep
 from keepsight.eval.tasks.benchmark import TaskRequest, protocol_named
 from keepsight.eval.tasks.registry import make_all, tasks_of
 from keepsight.eval.tasks.samples import RenderedSample, render_apart

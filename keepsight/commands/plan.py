@@ -11,8 +11,7 @@ from keepsight.commands.config import Plan as Config
 from keepsight.commands.config import PlanTrain
 from keepsight.commands.from_recipe import outline_of
 from keepsight.errors import UserError
-from keepsight.eval.report.panels import GRID, look
-from keepsight.eval.report.styles import STYLES
+from keepsight.eval.report.figures import GRID, STYLES, look
 from keepsight.files import read_bytes, size_text, write_png
 from keepsight.models.retrieval_head import RetrievalHead
 from keepsight.models.targets import QUANTIZE

@@ -10,7 +10,7 @@ from typing import Any
 
 from keepsight.errors import UserError
 from keepsight.eval.results import FULL
-from keepsight.eval.rows import Variant
+from keepsight.eval.sweep import Variant
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.generate import Method
 from keepsight.runtime.methods import Resources, make_method

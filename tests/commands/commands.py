@@ -8,7 +8,7 @@ import pytest
 
 from keepsight.commands.cli import main
 from keepsight.commands.config import COMMANDS, UsesModel
-from keepsight.eval.report.panels import FORMATS
+from keepsight.eval.report.figures import FORMATS
 from keepsight.models.card import Provenance
 from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_settings import LookaheadSettings

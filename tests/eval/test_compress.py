@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from keepsight.eval.compress import Compressed, SharedPrompt, needs_of_all
-from keepsight.eval.kept import recall
+from keepsight.eval.compress import Compressed, SharedPrompt, needs_of_all, recall
 from keepsight.models.draft_sources import LayerSubset
 from keepsight.runtime.allocate import Adaptive
 from keepsight.runtime.drafting.observer import Drafter, DraftIds, DraftObserver, GivenDraft

@@ -11,8 +11,7 @@ import torch
 
 from keepsight.errors import UserError
 from keepsight.eval.reuse import sample_digest
-from keepsight.eval.rows import Variant
-from keepsight.eval.run_samples import check_samples, run_sample
+from keepsight.eval.sweep import Variant, check_samples, run_sample
 from keepsight.eval.tasks.benchmark import TaskRequest
 from keepsight.eval.tasks.milebench import MileBench
 from keepsight.eval.tasks.registry import Benchmarks, make_all

@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 
 from keepsight.errors import UserError
-from keepsight.eval import run_samples as run_samples_module
+from keepsight.eval import sweep as sweep_module
 from keepsight.eval.compress import SharedPrompt
-from keepsight.eval.rows import Variant
-from keepsight.eval.run_samples import run_sample, run_samples
-from keepsight.eval.sweep import groups_of, sweep
+from keepsight.eval.sweep import Variant, groups_of, run_sample, run_samples, sweep
 from keepsight.eval.tasks.samples import RenderedSample, Sample, render, render_apart
 from keepsight.models.draft_sources import LayerSubset
 from keepsight.models.targets import Target
@@ -119,7 +117,7 @@ def test_unseen_compresses_the_context_and_reads_the_question(target: Target) ->
 
 
 def test_multi_asks_all_questions_of_one_cache(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    prefills, compressed, compress, plain = [], [], SharedPrompt.compress, run_samples_module.prefill
+    prefills, compressed, compress, plain = [], [], SharedPrompt.compress, sweep_module.prefill
 
     def noted(self: SharedPrompt, method: Any) -> Any:
         compressed.append(method)
@@ -130,7 +128,7 @@ def test_multi_asks_all_questions_of_one_cache(target: Target, monkeypatch: pyte
         return plain(*arguments, **options)
 
     monkeypatch.setattr(SharedPrompt, "compress", noted)
-    monkeypatch.setattr(run_samples_module, "prefill", counted)
+    monkeypatch.setattr(sweep_module, "prefill", counted)
     made = list(sweep(target, all_apart(target), VARIANTS, set(), MANY, "multi"))
     assert compressed == [variant.method for variant in VARIANTS] and len(prefills) == 1
     assert [{row["sample"] for row in rows} for rows in made] == [{word} for word in WORDS]

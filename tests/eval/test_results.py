@@ -7,11 +7,10 @@ import pytest
 
 from keepsight.errors import UserError
 from keepsight.eval.kept_tokens import path_of
-from keepsight.eval.report.report import write_outputs
-from keepsight.eval.report.sample_pages import write_sample_pages
-from keepsight.eval.results import Measured, Row, finished, merge, part_of
+from keepsight.eval.report.kept_pages import write_sample_pages
+from keepsight.eval.report.pages import write_outputs
+from keepsight.eval.results import Measured, Row, Run, finished, merge, part_of, read_run
 from keepsight.eval.reuse import Earlier
-from keepsight.eval.runs import Run, read_run
 from keepsight.files import append_lines, read_json, read_jsonl, whole_lines, write_json, write_lines
 from tests.eval.report.results import row
 

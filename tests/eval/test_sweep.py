@@ -12,10 +12,8 @@ from transformers import PreTrainedModel
 
 from keepsight.errors import UserError
 from keepsight.eval import answers as answers_module
-from keepsight.eval import run_samples as run_samples_module
-from keepsight.eval.rows import Variant
-from keepsight.eval.run_samples import check_samples, run_sample
-from keepsight.eval.sweep import sweep
+from keepsight.eval import sweep as sweep_module
+from keepsight.eval.sweep import Variant, check_samples, run_sample, sweep
 from keepsight.eval.tasks.samples import Sample, render
 from keepsight.models.card import Provenance
 from keepsight.models.lookahead import Lookahead
@@ -182,7 +180,7 @@ def test_one_prefill_a_sample_and_one_observation_a_method(target: Target, monke
         prefills.append(ids.shape[1])
         return prefill(model, ids, needs=needs, images=images)
 
-    monkeypatch.setattr(run_samples_module, "prefill", noted)
+    monkeypatch.setattr(sweep_module, "prefill", noted)
     budgets = (8, 16, 0.5, 9999)
     mixed = [Variant(str(id(each)), Evict(budget, each)) for budget in budgets for each in (one, two)]
     for sample in (SAMPLE, OTHER):

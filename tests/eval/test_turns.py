@@ -7,9 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from keepsight.eval.rows import Variant
-from keepsight.eval.run_samples import run_samples
-from keepsight.eval.sweep import groups_of, sweep
+from keepsight.eval.sweep import Variant, groups_of, run_samples, sweep
 from keepsight.eval.tasks.samples import RenderedSample, Sample, render_turns
 from keepsight.models.targets import Target
 from keepsight.runtime.generate import decode, stop_after

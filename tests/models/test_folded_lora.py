@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from keepsight.eval.bench.operators import count
+from keepsight.eval.bench.eviction import count
 from keepsight.models.folded_lora import FoldedLora
 from keepsight.models.lora import Lora
 from keepsight.runtime.methods import LookaheadKV

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from keepsight.eval.bench.memory import peak_bytes
+from keepsight.eval.bench.measure import peak_bytes
 from keepsight.runtime.attention import Softmax, products
 
 SHAPES = [(1, 3, 3, 32, 97), (2, 1, 4, 1, 4128), (1, 2, 1, 5, 1), (1, 8, 4, 32, 1033)]

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from keepsight.eval.bench.memory import peak_kv_bytes
+from keepsight.eval.bench.measure import peak_kv_bytes
 from keepsight.runtime.generate import FullCache
 from keepsight.runtime.methods import SnapKV
 from tests.tiny import prompt_ids, tiny_model

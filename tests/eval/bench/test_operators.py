@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from keepsight.eval.bench.operators import STEPS, bench_operators, count, operators_of, operators_of_plain_step
+from keepsight.eval.bench.eviction import STEPS, bench_operators, count, operators_of, operators_of_plain_step
 from keepsight.runtime.allocate import Global
 from keepsight.runtime.importance import Reduce
 from keepsight.runtime.layer import RaggedLayer

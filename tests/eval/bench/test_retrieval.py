@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from keepsight.errors import UserError
-from keepsight.eval.bench.elastic import text_prompts, traffic_lines
-from keepsight.eval.bench.retrieval import size_lines, step_lines
+from keepsight.eval.bench.offload import size_lines, step_lines, text_prompts, traffic_lines
 from keepsight.models.retrieval_head import RetrievalHead
 from keepsight.models.targets import Target
 from tests.runtime.retrieval.heads import tiny_head

@@ -1,6 +1,6 @@
 """The measurement of SpeCache's steps on a tiny model: every line is there, and its bytes are right."""
 
-from keepsight.eval.bench.specache import bench_specache
+from keepsight.eval.bench.offload import bench_specache
 from keepsight.models.targets import Target
 from keepsight.runtime.quantized.specache import SpeCache
 from tests.tiny import tiny_model, tiny_tokenizer

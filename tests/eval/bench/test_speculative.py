@@ -1,6 +1,6 @@
 """The measurement of a draft head on a tiny model, where what it must say is known."""
 
-from keepsight.eval.bench.speculative import bench_speculate
+from keepsight.eval.bench.decoding import bench_speculate
 from keepsight.models.targets import Target
 from keepsight.runtime.generate import decode, stop_after
 from keepsight.runtime.state import prefill

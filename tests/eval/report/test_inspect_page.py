@@ -10,8 +10,8 @@ import pytest
 from numpy.typing import NDArray
 
 from keepsight.eval.kept_tokens import encode_counts
-from keepsight.eval.report.inspect_page import write_inspect_page
-from keepsight.eval.report.styles import styles_of
+from keepsight.eval.report.figures import styles_of
+from keepsight.eval.report.kept_pages import write_inspect_page
 
 TOKENS = ["<|im_start|>", "user", "\n", "\t", " the", " </script><script>alert(1)</script>", "�", " 4711", "  "]
 

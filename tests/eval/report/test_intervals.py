@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from keepsight.eval.report.differences import difference, differences
 from keepsight.eval.report.intervals import estimate, weighted, wilson_interval
-from keepsight.eval.report.summary import mean_over_tasks, summarize
+from keepsight.eval.report.summary import difference, differences, mean_over_tasks, summarize
 from keepsight.eval.results import Row
 from tests.eval.report.results import row
 

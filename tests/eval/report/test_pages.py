@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 
 from keepsight.eval.kept_tokens import encode_counts, path_of
-from keepsight.eval.report.comparison import write_comparison
-from keepsight.eval.report.inspect_page import write_inspect_page
-from keepsight.eval.report.report import write_report
-from keepsight.eval.report.sample_pages import write_sample_pages
-from keepsight.eval.runs import Run
+from keepsight.eval.report.kept_pages import write_inspect_page, write_sample_pages
+from keepsight.eval.report.pages import write_comparison, write_report
+from keepsight.eval.results import Run
 from keepsight.files import write_json
 from tests.browser import Page, browser
 from tests.eval.report.results import row

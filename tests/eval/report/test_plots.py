@@ -8,8 +8,9 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from keepsight.eval.report import panels, plots, styles, summary
-from keepsight.eval.report.depth_plot import depth_plot
+from keepsight.eval.report import figures as drawing
+from keepsight.eval.report import plots, summary
+from keepsight.eval.report.plots import depth_plot
 from keepsight.eval.results import Row
 from keepsight.files import DPI
 from tests.eval.report.results import row
@@ -70,8 +71,8 @@ def test_a_method_has_one_colour_in_every_figure(rows: list[Row]) -> None:
             if line.get_label() == method
         ]
         assert len(drawn) >= 5
-        assert set(drawn) == {styles.styles_of(line.method for line in lines)[method].colour}
-    assert len({style.colour for style in styles.STYLES.values()}) == len(styles.STYLES)
+        assert set(drawn) == {drawing.styles_of(line.method for line in lines)[method].colour}
+    assert len({style.colour for style in drawing.STYLES.values()}) == len(drawing.STYLES)
 
 
 def test_negative_excess_nll_stays_inside_the_panel() -> None:
@@ -90,7 +91,7 @@ def test_plots_are_saved_as_png_svg_and_pdf(rows: list[Row], tmp_path: Path) -> 
         assert struct.unpack(">II", content[16:24]) == (int(width), int(height))
         assert (tmp_path / "plots" / f"{plot.name}.pdf").read_bytes().startswith(b"%PDF")
         assert "</svg>" in (tmp_path / "plots" / f"{plot.name}.svg").read_text(encoding="utf-8")
-    names = {f"{name}.{kind}" for name in ("scores", "excess_nll") for kind in panels.FORMATS}
+    names = {f"{name}.{kind}" for name in ("scores", "excess_nll") for kind in drawing.FORMATS}
     assert {path.name for path in (tmp_path / "plots").iterdir()} == names
 
 
@@ -98,15 +99,15 @@ def test_svg_takes_the_colours_of_the_page(rows: list[Row]) -> None:
     svg = plots.overview_plot(summary.summarize(rows)).drawings()[0]
     assert svg.startswith("<svg")
     assert "currentColor" in svg
-    assert panels.TEXT not in svg
-    assert styles.STYLES["snapkv"].colour.lower() in svg.lower()
+    assert drawing.TEXT not in svg
+    assert drawing.STYLES["snapkv"].colour.lower() in svg.lower()
 
 
 def test_many_methods_have_looks_of_their_own_and_a_legend_that_fits() -> None:
     methods = [f"snapkv pool(kernel={number}) window=32 reduce=max" for number in range(40)]
-    looks = styles.styles_of(["full", "snapkv", *methods])
+    looks = drawing.styles_of(["full", "snapkv", *methods])
     assert len({(style.colour, style.marker, style.line) for style in looks.values()}) == 42
-    few = styles.styles_of(["lookaheadkv", "snapkv", *methods[:8]])
+    few = drawing.styles_of(["lookaheadkv", "snapkv", *methods[:8]])
     assert len({style.colour for style in few.values()}) == 10
     lines = summary.summarize([row(method, 64, 0.5) for method in methods[:9]])
     figure = plots.scores_plot(lines).figure()
@@ -154,7 +155,7 @@ def test_tradeoffs_are_drawn_against_time_and_memory(rows: list[Row]) -> None:
 
 def test_any_character_may_stand_in_a_title_and_a_label(tmp_path: Path) -> None:
     method, title = "costs $x^$", "my $\\frac task$, 1"
-    plot = panels.Plot("odd", [panels.Panel(title, panels.look)], {method: styles.Style("#000000", "o")})
+    plot = drawing.Plot("odd", [drawing.Panel(title, drawing.look)], {method: drawing.Style("#000000", "o")})
     plot.save(tmp_path)
     drawn = (tmp_path / "odd.svg").read_text("utf-8")
     assert title in drawn and method in drawn

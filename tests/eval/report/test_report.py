@@ -5,12 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from keepsight.eval.report import report
-from keepsight.eval.report.costs import cost_table
-from keepsight.eval.report.examples import choose_examples
-from keepsight.eval.report.tables import interval_text
-from keepsight.eval.results import Row
-from keepsight.eval.runs import Run
+from keepsight.eval.report import pages as report
+from keepsight.eval.report.kept_pages import choose_examples
+from keepsight.eval.report.tables import cost_table, interval_text
+from keepsight.eval.results import Row, Run
 from tests.eval.report.results import row
 
 

@@ -5,8 +5,7 @@ from statistics import fmean
 from keepsight.commands.eval import Config
 from keepsight.commands.from_recipe import resources_of, target_of
 from keepsight.commands.parse import parse
-from keepsight.eval.rows import Variant
-from keepsight.eval.run_samples import run_sample
+from keepsight.eval.sweep import Variant, run_sample
 from keepsight.eval.tasks.niah import make_samples
 from keepsight.runtime.methods import make_method
 

@@ -1,15 +1,63 @@
-"""Peak memory: of an action, on the GPU or on the CPU, and of the KV entries while a prompt is read."""
+"""Seconds and bytes of an action, random prompts, and greedy steps."""
 
 import os
+import statistics
+import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from keepsight.runtime.state import State, cache_bytes, full_layers
+from keepsight.runtime.attention import Reader
+from keepsight.runtime.state import State, cache_bytes, full_layers, read
+
+
+def random_ids(model: PreTrainedModel, batch: int, length: int) -> Tensor:
+    """Random token ids [batch, length] int64 on the model's device, the same ones each time."""
+    vocabulary = model.config.get_text_config().vocab_size
+    ids = torch.randint(3, vocabulary - 1, (batch, length), generator=torch.Generator().manual_seed(0))
+    return ids.to(model.device)
+
+
+def read_greedily(reader: Reader, state: State, steps: int) -> State:
+    """The state after `steps` of its own greedy tokens."""
+    for _ in range(steps):
+        state, _ = read(reader, state, state.logits.argmax(dim=-1, keepdim=True))
+    return state
+
+
+def seconds_of(action: Callable[[], object]) -> float:
+    """Seconds that an action takes, including what it leaves to a GPU."""
+    _synchronize()
+    start = time.perf_counter()
+    action()
+    _synchronize()
+    return time.perf_counter() - start
+
+
+@torch.no_grad()
+def median_seconds(action: Callable[[], object], repeats: int, least: float = 0.0) -> float:
+    """Median seconds of an action, after one run to warm up.
+
+    Args:
+        action: What is timed.
+        repeats: Minimum number of runs.
+        least: Minimum seconds that all runs take together, so that short actions are run more often.
+    """
+    action()
+    times: list[float] = []
+    while len(times) < repeats or sum(times) < least:
+        times.append(seconds_of(action))
+    return statistics.median(times)
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def peak_bytes(action: Callable[[], object]) -> int:

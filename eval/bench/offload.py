@@ -1,0 +1,281 @@
+"""Methods that offload entries or read a part of them: step times, traffic, and time that fetches hide."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from keepsight.eval.bench.measure import median_seconds, random_ids, read_greedily, seconds_of
+from keepsight.eval.tasks.niah import read_haystack
+from keepsight.eval.tasks.samples import Sample, render
+from keepsight.models.draft_head import DraftHead
+from keepsight.models.retrieval_head import RetrievalHead, parameters, pruning
+from keepsight.models.targets import Target
+from keepsight.runtime.attention import Softmax
+from keepsight.runtime.generate import CacheMethod, FullCache, Method
+from keepsight.runtime.layer import KeptLayer
+from keepsight.runtime.offload import Traffic
+from keepsight.runtime.quantized.kernel import attend_packed
+from keepsight.runtime.quantized.kivi import Kivi
+from keepsight.runtime.quantized.specache import SpeCache, specache_layers
+from keepsight.runtime.retrieval.elastic import elastic_layers
+from keepsight.runtime.retrieval.specontext import RetrievalCache, SpeContext
+from keepsight.runtime.sparse_read.selection import Quest
+from keepsight.runtime.state import Needs, State, context_of, prefill
+
+
+def size_lines(target: Target, head: RetrievalHead, draft: DraftHead | None) -> Iterator[str]:
+    """The head's parameters and bytes; given the draft head it was pruned from, the share that pruning removed."""
+    own, whole = parameters(head), parameters(target.model)
+    size = sum(each.nbytes for each in head.parameters())
+    yield (
+        f"retrieval head (features: {head.config.features}): {own:,} parameters, {size:,} bytes as "
+        f"{_dtype(head.q_proj.weight)}, {own / whole:.2%} of the target's {whole:,}; {head.key_bytes} bytes of keys a "
+        "token"
+    )
+    if draft is not None:
+        yield f"draft head: {pruning(head, draft)}"
+
+
+def step_lines(
+    target: Target, head: RetrievalHead, budget: int, lengths: Sequence[int], batch: int, repeats: int
+) -> Iterator[str]:
+    """A line for each length and method, with the parts of a step that reads with the head.
+
+    `head` is the time of its projections and selection, `gather` that of gathering in all layers, each measured alone;
+    `rest` is the remainder of the step. With entries in CPU memory both overlap with the model, and only the whole step
+    is measured.
+
+    Args:
+        target: The model; KV entries, tokens and features are random, and no prompt is read.
+        head: The retrieval head.
+        budget: KV entries that a KV head reads per step.
+        lengths: KV entries in the cache; more than the model's context are timed all the same.
+        batch: Batch size.
+        repeats: Timed steps, after one to warm up; medians are printed.
+    """
+    model = target.model
+    methods: dict[str, CacheMethod] = {
+        "full": FullCache(),
+        "quest": Quest(budget),
+        "specontext": SpeContext(budget, head),
+        "specontext, offloaded": SpeContext(budget, head, offload=model.config.get_text_config().num_hidden_layers),
+    }
+    threads = torch.get_num_threads()
+    yield f"{batch} rows of random entries, budget {budget}, {_dtype(model)}, {repeats} steps, {threads} threads"
+    yield (
+        f"{'entries':<9}{'method':<22}{'ms a step':>10}{'tokens/s':>10}{'speed-up':>9}{'head':>8}{'gather':>8}"
+        f"{'rest':>8}{'loaded MB':>11}"
+    )
+    for length in lengths:
+        full = None
+        for name, method in methods.items():
+            seconds, parts = _step(model, method, _random_state(model, head, batch, length), repeats)
+            full = full or seconds
+            speed = f"{seconds * 1000:>10.2f}{batch / seconds:>10.1f}{full / seconds:>9.2f}"
+            yield f"{length:<9}{name:<22}{speed}{parts}"
+        if length > context_of(model):
+            yield f"{'':<9}beyond the model's context of {context_of(model)}; the time is the same as within one"
+
+
+def _random_state(model: PreTrainedModel, head: RetrievalHead, rows: int, length: int) -> State:
+    """A state of random tokens, KV entries and features; all layers share the same entries until they append."""
+    generator = torch.Generator().manual_seed(0)
+    ids = random_ids(model, rows, length)
+    start = prefill(model, ids[:, :1], needs=feature_needs(model, head))
+
+    def like(given: Tensor, shape: tuple[int, ...]) -> Tensor:
+        return torch.randn(shape, generator=generator).to(given.device, given.dtype)
+
+    keys, values, _ = start.entries()[0]
+    keys, values = (like(each, (*each.shape[:2], length, each.shape[3])) for each in (keys, values))
+    features = tuple(like(each, (rows, length, each.shape[2])) for each in start.features)
+    layers: list[Any] = [KeptLayer(keys, values, length) for _ in start.cache.layers]
+    lengths = torch.full_like(start.lengths, length)
+    return State(Cache(layers=layers), start.logits, ids, lengths, start.needs, features)
+
+
+@torch.no_grad()
+def _step(model: PreTrainedModel, method: CacheMethod, state: State, repeats: int) -> tuple[float, str]:
+    """Seconds of a step, and the columns with its parts."""
+    state = method.compress(model, state).unrecorded()
+    reader = method.reader(model)
+
+    def step() -> None:
+        nonlocal state
+        state = read_greedily(reader, state, 1)
+
+    seconds = median_seconds(step, repeats)
+    if not isinstance(state.cache, RetrievalCache):
+        return seconds, ""
+    if on_cpu := elastic_layers(state.cache.layers):
+        traffic = on_cpu[0].full.traffic
+        return seconds, f"{'':24}{traffic.fetched * len(on_cpu) / traffic.selections / 1e6:>11.3f}"
+    embeddings = model.get_input_embeddings()(state.logits.argmax(dim=-1, keepdim=True))
+    selector, positions = state.cache.selector.share(), state.lengths[:, None]
+    chosen = state.cache.by_layer(selector.select(embeddings, positions))
+    choosing = median_seconds(lambda: selector.select(embeddings, positions), repeats)
+    gathering = median_seconds(lambda: [layer.gather(part) for layer, part in chosen], repeats)
+    parts = choosing, gathering, seconds - choosing - gathering
+    return seconds, "".join(f"{part * 1000:>8.2f}" for part in parts)
+
+
+def feature_needs(model: PreTrainedModel, head: RetrievalHead) -> Needs:
+    """What a prefill records for the head."""
+    return Needs(features=tuple(sorted(head.layers_of(model))))
+
+
+def _dtype(of: Any) -> str:
+    return str(of.dtype).removeprefix("torch.")
+
+
+_QUESTION = "\n\nSummarize the text above."
+
+
+def text_prompts(target: Target, tokens: int, count: int) -> list[list[int]]:
+    """Prompts of about `tokens` tokens: the evaluation part of Python's documentation, with a task at the end."""
+    hay = read_haystack(None, target.tokenizer)
+    bare = len(_rendered("", target))
+    starts = [len(hay.sentences) * each // count for each in range(count)]
+    return [_rendered(" ".join(hay.cut(start, hay.count_in(start, tokens - bare))), target) for start in starts]
+
+
+def traffic_lines(
+    target: Target, head: RetrievalHead, budgets: Sequence[int], prompts: Sequence[Sequence[int]], steps: int
+) -> Iterator[str]:
+    """The bytes a step loads when all layers' KV entries lie in CPU memory, a line for each budget.
+
+    The first step of an answer, which fills the slots, is left out. `saved` is also the share of its entries that a
+    step has in common with the one before. `sent` is each new token's own entry, sent to the CPU.
+
+    Args:
+        target: The model.
+        head: A trained retrieval head: what a random one selects says nothing.
+        budgets: KV entries that a KV head reads per step.
+        prompts: Token ids of each prompt.
+        steps: Greedy tokens after each prompt; end tokens are ignored.
+
+    Raises:
+        UserError: a prompt does not fit the model's context.
+    """
+    model, needs = target.model, feature_needs(target.model, head)
+    layers = model.config.get_text_config().num_hidden_layers
+    methods = {budget: SpeContext(budget, head, offload=layers) for budget in budgets}
+    moved: dict[int, list[Traffic]] = {budget: [] for budget in budgets}
+    for prompt in tqdm(prompts, desc="texts"):
+        for method in methods.values():
+            method.check(len(prompt), context_of(model))
+        state = prefill(model, torch.tensor([prompt], device=model.device), needs=needs)
+        for budget, method in methods.items():
+            moved[budget].append(_traffic(model, method, state, steps))
+    lengths = [len(each) for each in prompts]
+    yield f"{len(prompts)} texts of {min(lengths)} to {max(lengths)} tokens, {steps} steps each, all layers on the CPU"
+    yield f"{'budget':<9}{'elastic MB a step':>19}{'reloading MB a step':>21}{'saved':>8}{'sent MB a step':>16}"
+    for budget, each in moved.items():
+        sums = [sum(getattr(one, name) for one in each) for name in ("fetched", "asked", "offloaded")]
+        loaded, asked, sent = (total / steps / len(prompts) / 1e6 for total in sums)
+        yield f"{budget:<9}{loaded:>19.3f}{asked:>21.3f}{1 - loaded / asked:>8.1%}{sent:>16.3f}"
+
+
+def _traffic(model: PreTrainedModel, method: SpeContext, state: State, steps: int) -> Traffic:
+    """Traffic of the steps after the one that fills the slots."""
+    reader = method.reader(model)
+    state = read_greedily(reader, method.compress(model, state), 1)
+    traffic = elastic_layers(state.cache.layers)[0].full.traffic
+    before = replace(traffic)
+    read_greedily(reader, state, steps)
+    return Traffic(*(getattr(traffic, name) - value for name, value in vars(before).items()))
+
+
+def _rendered(text: str, target: Target) -> list[int]:
+    sample = Sample("text", "documentation", 0, text + _QUESTION, (), "", 1, question=_QUESTION)
+    return render(sample, target.tokenizer).prompt_ids.tolist()
+
+
+def bench_specache(target: Target, method: SpeCache, tokens: int, batch: int, steps: int) -> Iterator[str]:
+    """A line for each cache and for each part of a step, in milliseconds.
+
+    SpeCache, with its speculative token and without, is compared with the full cache and KIVI. `waited` is the time for
+    which the model waited for entries being fetched, `hidden` the share of the fetches' time in which it did not.
+
+    Args:
+        target: The model; prompts are random tokens.
+        method: SpeCache with its options.
+        tokens: Prompt length in tokens.
+        batch: Batch size.
+        steps: Timed steps, after three to warm up.
+    """
+    model = target.model
+    ids = random_ids(model, batch, tokens)
+    yield f"{batch} rows of {tokens} tokens, {steps} steps, {torch.get_num_threads()} threads; {method}"
+    yield (
+        f"{'cache':<22}{'ms a step':>11}{'tokens/s':>10}{'KV MB':>9}{'moved MB a step':>17}{'waited ms':>11}"
+        f"{'hidden':>8}"
+    )
+    kivi = Kivi(method.bits, method.group, method.residual, one_bit=method.one_bit)
+    guessing, waiting = (replace(method, speculative=each) for each in (True, False))
+    methods = {"full": FullCache(), "KIVI": kivi, "SpeCache": guessing, "no guess": waiting}
+    for name, each in methods.items():
+        yield _cache_line(name, model, each, ids, steps)
+    yield from _part_lines(model, guessing, ids, steps)
+
+
+def _cache_line(name: str, model: PreTrainedModel, method: Method, ids: Tensor, steps: int) -> str:
+    state = method.start(model, ids)
+    reader = method.reader(model)
+    state = read_greedily(reader, state, 3)
+    layers = specache_layers(state.cache)
+    traffic = layers[0].full.traffic if layers else None
+    if traffic is not None:
+        traffic.fetched = traffic.offloaded = 0
+        traffic.fetching = traffic.waited = 0.0
+
+    def decode() -> None:
+        nonlocal state
+        state = read_greedily(reader, state, steps)
+
+    seconds = seconds_of(decode) / steps
+    line = f"{name:<22}{seconds * 1000:>11.1f}{len(ids) / seconds:>10.1f}{state.kv_bytes / 1e6:>9.2f}"
+    if traffic is None:
+        return line
+    moved = (traffic.fetched + traffic.offloaded) / steps / 1e6
+    hidden = 1 - traffic.waited / traffic.fetching if traffic.fetching else 1.0
+    return f"{line}{moved:>17.2f}{traffic.waited / steps * 1000:>11.2f}{max(hidden, 0):>8.0%}"
+
+
+@torch.no_grad()
+def _part_lines(model: PreTrainedModel, method: SpeCache, ids: Tensor, repeats: int) -> Iterator[str]:
+    """Parts measured one by one on the first layer; a real step runs all layers, its fetches in parallel."""
+    state = read_greedily(method.reader(model), method.start(model, ids), 1)
+    layer, config = specache_layers(state.cache)[0], model.config.get_text_config()
+    held, heads = layer.held, config.num_attention_heads
+    query = held.recent_values[:, :, -2:].repeat_interleave(heads // held.recent_values.shape[1], dim=1)
+    attention = attend_packed(query, held, Softmax(1.0))[1]
+
+    def fetch() -> None:
+        if (coming := layer.begin_fetch(attention)) is not None:
+            coming.wait()
+
+    def select() -> Tensor:
+        return layer.selector.select(attention)
+
+    def dequantise() -> tuple[Tensor, Tensor]:
+        return held.keys(), held.values()
+
+    def attend() -> Tensor:
+        return attend_packed(query, held, Softmax(1.0))[0]
+
+    parts: dict[str, Callable[[], object]] = {
+        "dequantise": dequantise,
+        "attention, with it": attend,
+        "select": select,
+        "select and fetch": fetch,
+    }
+    for name, part in parts.items():
+        seconds = median_seconds(part, repeats)
+        yield f"{name:<22}{seconds * 1000 * config.num_hidden_layers:>11.1f}  in {config.num_hidden_layers} layers"
