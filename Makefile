@@ -1,4 +1,4 @@
-# make setup | demo | test | test-slow | test-cpus | faults | size | lint | docs | clean
+# make setup | demo | test | test-slow | test-grid | test-cpus | faults | size | lint | docs | clean
 #
 #   VENV=path         the folder of the environment (default .venv)
 #   PYTHON=python3    the interpreter it is made with, 3.10 or later
@@ -24,7 +24,7 @@ SETUP_KEY := $(shell (pwd; echo '$(TORCH) $(TORCH_INDEX)'; cat $(SETUP_INPUTS)) 
 STAMP := $(VENV)/keepsight-setup-$(SETUP_KEY)
 
 .DELETE_ON_ERROR:
-.PHONY: setup demo test test-slow test-cpus faults size lint docs clean
+.PHONY: setup demo test test-slow test-grid test-cpus faults size lint docs clean
 
 setup: $(STAMP)
 
@@ -75,6 +75,10 @@ test-slow: $(STAMP)-slow
 $(STAMP)-slow: $(STAMP)
 	$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[dev,bitsandbytes,deepspeed,serving,trackers]'
 	touch $@
+
+# Every family with every method: a change of the attention, of a cache layer or of transformers' version wants them all.
+test-grid: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m grid $(PYTEST_FLAGS)
 
 # What compares floats, with the kernels of older processors and this one's, and with one thread and two.
 test-cpus: setup

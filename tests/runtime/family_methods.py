@@ -1,9 +1,12 @@
 """The methods, made so that they work on a short prompt of any family."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from keepsight.models.decoder import has_latents, layer_kinds
 from keepsight.models.draft_sources import LoadedDraft
@@ -16,6 +19,7 @@ from keepsight.runtime.retrieval.specontext import SpeContext
 from tests.families import FAMILIES, family_model
 from tests.models.modules import SHAPE, random_on, save
 from tests.models.retrieval_heads import tiny_retrieval_head
+from tests.pairwise import cover
 from tests.tiny import prompt_ids, tiny_model
 
 LENGTH, BUDGET = 41, 16
@@ -48,6 +52,67 @@ WITH_IMAGE = {
     "Gemma 3 (multimodal class, text)": "Gemma 3 with an image",
 }
 """Families of models that read images, and what they are called where there is one in the prompt."""
+
+
+_LOOK_BACK, _SPARSE, _SHORTER = {"look-back"}, {"sparse read"}, {"prompt compression"}
+KINDS: dict[str, set[str]] = {
+    "full": {"all entries"},
+    "oracle": _LOOK_BACK,
+    "lookaheadkv": _LOOK_BACK,
+    "laq": {"draft"},
+    "laq++": {"draft"},
+    "speckv": {"draft"},
+    "dapq": _LOOK_BACK,
+    "snapkv": {"window"},
+    "pyramidkv": {"window"},
+    "adakv": {"window"},
+    "h2o": {"accumulated"},
+    "tova": {"window"},
+    "streamingllm": {"positions"},
+    "lacache": {"positions"},
+    "key_norm": {"positions"},
+    "random": {"positions"},
+    "specpc": _SHORTER,
+    "speckvpc": _SHORTER,
+    "truncation": _SHORTER,
+    "kivi": {"packed"},
+    "specache": {"packed"},
+    "specontext": _SPARSE,
+    "quest": _SPARSE,
+    "exact_topk": _SPARSE,
+}
+"""What a method does with the cache, or scores entries by; methods of one kind share code that a family can break."""
+
+
+def family_kinds(family: str) -> set[str]:
+    """What keepsight's code depends on in a family's attention."""
+    model = family_model(family)
+    config = model.config.get_text_config()
+    kinds = {
+        *layer_kinds(model.config),
+        f"{config.num_attention_heads // config.num_key_value_heads} queries a KV head",
+    }
+    found = {
+        "every layer full": {*layer_kinds(model.config)} == {"full_attention"},
+        "no layer full": "full_attention" not in kinds,
+        "latents": has_latents(model),
+        "sinks": any(name.endswith("sinks") for name, _ in model.named_parameters()),
+        "softcap": getattr(config, "attn_logit_softcapping", None) is not None,
+        "M-RoPE": "mrope_section" in str(config.rope_parameters),
+        "Mamba": "mamba" in model.config.model_type or "hybrid" in model.config.model_type,
+    }
+    return kinds | {kind for kind, holds in found.items() if holds}
+
+
+def grid(names: Iterable[str] = NAMES, families: Iterable[str] = FAMILIES) -> list[Any]:
+    """Every (family, method) as parameters: a pairwise cover of their kinds, and all others under the mark `grid`."""
+    rows, columns = {family: family_kinds(family) for family in families}, {name: KINDS[name] for name in names}
+    fast = cover(rows, columns)
+    return [
+        pytest.param(family, name, marks=() if (family, name) in fast else pytest.mark.grid, id=f"{family}-{name}")
+        for family in rows
+        for name in columns
+    ]
 
 
 def reads_images(family: str, name: str) -> bool:

@@ -20,9 +20,9 @@ from tests.models.modules import random_on
 from tests.runtime.family_methods import (
     BUDGET,
     LENGTH,
-    NAMES,
     PROMPT,
     REFUSED,
+    grid,
     kv_heads_of,
     method_of,
     table,
@@ -40,8 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("adapters")
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "name"), grid())
 def test_a_method_answers_as_masked_eager_attention_does(family, name, folder):
     model, method = family_model(family), method_of(name, family, folder)
     if (family, name) in REFUSED:
@@ -88,8 +87,10 @@ def _compare_packed(model: Any, state: State) -> None:
     assert_close(logits[:, 0], expected)
 
 
-@pytest.mark.parametrize("name", ["snapkv", "h2o", "dapq", "lookaheadkv"])
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "Mistral with a window"])
+@pytest.mark.parametrize(
+    ("family", "name"),
+    grid(["snapkv", "h2o", "dapq", "lookaheadkv"], [name for name in FAMILIES if name != "Mistral with a window"]),
+)
 def test_observers_score_by_the_models_own_attention(family, name, folder):
     model, method = family_model(family), method_of(name, family, folder)
     state = prefill(model, PROMPT, needs=method.needs())

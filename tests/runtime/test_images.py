@@ -21,7 +21,7 @@ from keepsight.runtime.state import State, prefill, read
 from tests.close import assert_close
 from tests.families import family_model, fresh_model
 from tests.models.modules import random_on
-from tests.runtime.family_methods import BUDGET, LENGTH, NAMES, WITH_IMAGE, method_of
+from tests.runtime.family_methods import BUDGET, LENGTH, NAMES, WITH_IMAGE, grid, method_of
 from tests.runtime.scoring import observed_by_query_head
 from tests.runtime.slow_families import hiding, slow_pass, soft_token_attention
 
@@ -75,8 +75,7 @@ def test_the_prompt_is_read_at_the_models_own_positions(family: str) -> None:
     assert (blind.logits - state.logits).abs().max() > 0.1, "the pixels matter"
 
 
-@both
-@pytest.mark.parametrize("name", EVICTING)
+@pytest.mark.parametrize(("family", "name"), grid(EVICTING, WITH_IMAGE))
 def test_answers_see_what_was_kept(family: str, name: str, tmp_path: Path) -> None:
     model, inputs = family_model(family), prompt(family)
     method = method_of(name, family, tmp_path)
@@ -208,8 +207,9 @@ def test_a_further_turn_goes_on_at_the_images_positions() -> None:
     assert torch.equal(second, model.generate(**whole, max_new_tokens=4, do_sample=False))
 
 
-@both
-@pytest.mark.parametrize("name", [name for name in NAMES if not METHODS[name].reads_images])
+@pytest.mark.parametrize(
+    ("family", "name"), grid([name for name in NAMES if not METHODS[name].reads_images], WITH_IMAGE)
+)
 def test_a_method_that_reads_no_images_says_so(family: str, name: str, tmp_path: Path) -> None:
     model, inputs, method = family_model(family), prompt(family), method_of(name, family, tmp_path)
     with pytest.raises(UserError, match=f"{type(method).__name__} reads no images"):

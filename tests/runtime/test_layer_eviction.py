@@ -8,18 +8,18 @@ import pytest
 import torch
 
 from keepsight.errors import UserError
-from keepsight.models.decoder import decoder_of, full_attention_layers
+from keepsight.models.decoder import decoder_of
 from keepsight.runtime.allocate import Adaptive, Global
 from keepsight.runtime.drafting.observer import DraftObserver
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.generate import generate
 from keepsight.runtime.importance import Pool
-from keepsight.runtime.layer import KeptLayer
 from keepsight.runtime.methods import H2O, TOVA, AdaKV, KeyNorm, PyramidKV, RandomEntries, SnapKV, StreamingLLM
 from keepsight.runtime.methods.drafts import PromptEnds
 from keepsight.runtime.methods.positions import Earliness
-from keepsight.runtime.state import State, cache_bytes, full_layers, read
-from tests.families import FAMILIES, family_model, fresh_model
+from keepsight.runtime.state import State, cache_bytes, read
+from tests.families import family_model, fresh_model
+from tests.runtime.family_methods import grid
 from tests.runtime.recording import recorded
 from tests.runtime.test_images import QWEN, prompt
 from tests.tiny import prompt_ids, tiny_model
@@ -39,7 +39,6 @@ METHODS = {
     "adakv": AdaKV(20, window=6),
     "adakv of kvpress": AdaKV(20, window=6, allocate=Adaptive(blend=False, floor=0.5)),
 }
-PROMPTS: dict[str, tuple[int, ...]] = {"alone": (70,), "padded": (70, 41, 15), "all within the budget": (12, 9)}
 
 
 def assert_same(one: State, other: State) -> None:
@@ -60,8 +59,7 @@ def assert_same(one: State, other: State) -> None:
     assert (one.attention_mask() is None) == (other.attention_mask() is None)
 
 
-@pytest.mark.parametrize("chunk", [None, 16])
-@pytest.mark.parametrize("lengths", PROMPTS.values(), ids=PROMPTS)
+@pytest.mark.parametrize(("lengths", "chunk"), [((70, 41, 15), 16), ((70,), None), ((12, 9), None)])
 @pytest.mark.parametrize("name", METHODS)
 def test_the_same_entries_stay(name: str, lengths: tuple[int, ...], chunk: int | None) -> None:
     model, method, (ids, mask) = tiny_model(), METHODS[name], prompt_ids(*lengths)
@@ -74,8 +72,7 @@ def test_the_same_entries_stay(name: str, lengths: tuple[int, ...], chunk: int |
     assert_same(replace(during, logits=after.logits), after)
 
 
-@pytest.mark.parametrize("name", ["h2o", "adakv"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "name"), grid(["h2o", "adakv"]))
 def test_the_same_entries_stay_in_every_family(family: str, name: str) -> None:
     model, method, (ids, mask) = family_model(family), METHODS[name], prompt_ids(70, 41)
     padded = not any("linear" in kind for kind in getattr(model.config.get_text_config(), "layer_types", None) or [])
@@ -147,10 +144,3 @@ def test_a_budget_that_all_layers_share_is_divided_after_the_prefill() -> None:
     assert watched.whole == [1, 2, 3]
     with pytest.raises(UserError, match=r"SnapKV: during_prefill evicts .* Global shares the budget between[^\n]*$"):
         SnapKV(20, window=6, allocate=Global(), during_prefill=True)
-
-
-def test_full_attention_alone_is_evicted_from() -> None:
-    model = family_model("Gemma 3 (text)")
-    state = METHODS["snapkv"].start(model, prompt_ids(70)[0])
-    assert len(full_layers(state.cache)) == len(full_attention_layers(model.config)) == 2
-    assert [type(layer) is KeptLayer for layer in state.cache.layers] == [False, True] * 2
