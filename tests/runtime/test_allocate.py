@@ -5,25 +5,22 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from keepsight.errors import UserError
 from keepsight.runtime.allocate import Adaptive, Global, Pyramid, Uniform, adjust_to_sum, blended, pyramid_schedule
 from keepsight.runtime.importance import top_mask
-from keepsight.runtime.methods.make import ALLOCATIONS
 from tests.runtime.dividing import divide
 
 ALL = [
     Uniform(),
-    Pyramid(),
     Pyramid(beta=3),
     Adaptive(),
     Adaptive(blend=False),
     Adaptive(normalize=True),
     Adaptive(floor=0.5, blend=False, normalize=True),
     Global(),
-    Global(floor=0.0),
 ]
 
 
@@ -86,18 +83,14 @@ def _check(allocate, importance, budget):
 
 
 @pytest.mark.parametrize("allocate", ALL, ids=repr)
-@given(prompt=prompts())
-def test_totals_are_exact_and_protected_entries_stay(allocate, prompt):
-    _check(allocate, *prompt)
-
-
-@pytest.mark.parametrize("allocate", ALL, ids=repr)
+@settings(max_examples=50)
 @given(cache=prompts(ragged=True))
-def test_heads_with_less_than_their_share_leave_it_to_others(allocate, cache):
+def test_totals_are_exact_protected_entries_stay_and_short_heads_leave_their_share_to_others(allocate, cache):
     _check(allocate, *cache)
 
 
 @pytest.mark.parametrize("allocate", ALL, ids=repr)
+@settings(max_examples=30)
 @given(prompt=prompts())
 def test_a_row_gets_what_it_would_alone(allocate, prompt):
     importance, budget = prompt
@@ -106,24 +99,6 @@ def test_a_row_gets_what_it_would_alone(allocate, prompt):
         real = (importance[0][row, 0] != -torch.inf).sum()
         alone = divide(allocate, [layer[row : row + 1, :, -real:] for layer in importance], budget)
         assert torch.equal(together[:, row], torch.stack(alone)[:, 0])
-
-
-@given(prompt=prompts())
-def test_uniform_is_the_budget_everywhere(prompt):
-    importance, budget = prompt
-    real = torch.stack([(layer != -torch.inf).sum(-1) for layer in importance])
-    assert torch.equal(torch.stack(divide(Uniform(), importance, budget)), real.clamp(max=budget))
-
-
-@pytest.mark.parametrize("normalize", [False, True])
-@given(seed=st.integers(0, 999), heads=st.integers(2, 5), entries=st.integers(8, 40), budget=st.integers(2, 8))
-def test_permuted_heads_get_permuted_budgets(normalize, seed, heads, entries, budget):
-    importance = _importance(1, 1, heads, entries, seed)
-    order = torch.randperm(heads, generator=torch.Generator().manual_seed(seed))
-    for allocate in (Adaptive(blend=False, normalize=normalize), Adaptive(floor=0.0, normalize=normalize)):
-        counts = divide(allocate, importance, budget)[0][0]
-        permuted = divide(allocate, [importance[0][:, order]], budget)[0][0]
-        assert torch.equal(permuted, counts[order])
 
 
 # PyramidKV: check vector 5 of KVCache-Factory's schedule.
@@ -167,15 +142,6 @@ def test_pyramid_by_length_of_prompt():
     assert pyramid_schedule(224, 416, layers) == [416 - 12 * layer for layer in range(layers)]
 
 
-@pytest.mark.parametrize(("beta", "protected"), [(20, 2), (3, 0)])
-def test_pyramid_while_decoding_keeps_its_shape(beta, protected):
-    """Every layer has appended 4 entries; the schedule gives back what it gave before."""
-    allocate = Pyramid(beta)
-    before = torch.stack(divide(allocate, _importance(6, 1, 2, 100, 0, protected=protected), 20))
-    appended = _importance(6, 1, 2, int(before.max()) + 4, 1, real=before + 4, protected=protected)
-    assert torch.equal(torch.stack(divide(allocate, appended, 20)), before)
-
-
 # AdaKV: check vector 6.
 
 
@@ -193,21 +159,6 @@ def test_adaptive_rounding_as_published():
     importance = _with_top([17, 7, 0], 8)
     assert divide(Adaptive(floor=0.0), [importance], 8)[0].tolist() == [[17, 7, 0]]
     assert divide(Adaptive(), [importance], 8)[0].tolist() == [[15, 7, 2]]
-
-
-def test_adaptive_hard_floor():
-    importance = _with_top([17, 7, 0], 8)
-    hard = divide(Adaptive(blend=False), [importance], 8)[0][0]
-    assert int(hard[2]) == 1
-    assert int(hard.sum()) == 24
-    assert hard.tolist() == [17, 6, 1]  # the lowest of what heads 1 and 2 had among the top
-
-
-def test_the_hard_floor_counts_protected_entries():
-    """As kvpress does: int(10 * 0.5) of each head, its window of 4 among them."""
-    importance = _with_top([24, 0, 0], 8)
-    importance[..., -4:] = torch.inf
-    assert divide(Adaptive(floor=0.5, blend=False), [importance], 10)[0].tolist() == [[20, 5, 5]]
 
 
 @given(prompt=prompts(), floor=st.sampled_from([0.0, 0.2, 0.5, 1.0]))
@@ -275,15 +226,6 @@ def test_no_head_is_left_without_entries(allocate, seed, budget, concentrated):
     assert int(torch.stack(divide(allocate, importance, budget)).min()) >= 1
 
 
-def test_normalizing_scales_heads_by_what_their_top_holds():
-    """Head 1: top 2 hold 8 of 10, so 4 -> 3.2; head 2: 6 of 9, so 3.5 -> 2.33 and 2.5 -> 1.67 < 3.2."""
-    importance = torch.tensor([[[4.0, 4.0, 1.0, 1.0], [3.5, 2.5, 2.0, 1.0]]])
-    assert divide(Adaptive(floor=0.0, normalize=True), [importance], 2)[0].tolist() == [[2, 2]]
-    spread = torch.tensor([[[4.0, 4.0, 0.0, 0.0], [4.5, 4.2, 4.1, 4.1]]])
-    assert divide(Adaptive(floor=0.0), [spread], 2)[0].tolist() == [[0, 4]]
-    assert divide(Adaptive(floor=0.0, normalize=True), [spread], 2)[0].tolist() == [[2, 2]]
-
-
 def test_ties_go_to_the_first_head():
     equal = [torch.zeros(1, 3, 9)]
     assert divide(Adaptive(floor=0.0), equal, 4)[0].tolist() == [[9, 3, 0]]
@@ -321,9 +263,6 @@ def test_settling_changes_the_furthest_one_by_one(wanted, spare, share):
         (lambda: Adaptive().check(4, 0), "adakv: budget 4 with floor 0.2 can leave a head without entries"),
         (lambda: Global(-1), "global: floor -1 must be between 0 and 1"),
         (lambda: Global(weights=[[1.0], [1.0, 2.0]]), "global: weights must be a row for each layer"),  # type: ignore
-        (lambda: Global(weights=[["a"]]), "global: weights must be a row for each layer"),  # type: ignore
-        (lambda: Global(weights="high"), "global: weights must be a row for each layer"),  # type: ignore
-        (lambda: Global(weights=((0.0,),)), "global: weights must be a row for each layer"),
         (lambda: Global(weights=((float("nan"),),)), "global: weights must be a row for each layer"),
         (lambda: Global().check(4, 0), "global: budget 4 with floor 0.2 can leave a head without entries"),
     ],
@@ -331,7 +270,3 @@ def test_settling_changes_the_furthest_one_by_one(wanted, spare, share):
 def test_bad_values_are_named(make, said):
     with pytest.raises(UserError, match=said):
         make()
-
-
-def test_every_allocation_is_known_by_name():
-    assert set(ALLOCATIONS) == {"uniform", "pyramidkv", "adakv", "global"}

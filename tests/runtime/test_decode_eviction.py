@@ -24,6 +24,10 @@ from tests.tiny import FAMILIES, prompt_ids, tiny_model
 BUDGET, EVERY, TOKENS, PROMPT = 14, 4, 11, 30
 ALLOCATIONS = [Uniform(), Pyramid(beta=4), Adaptive(), Global()]
 METHODS = ["snapkv", "streamingllm", "oracle", "lookaheadkv"]
+PAIRS = [*zip(METHODS, ALLOCATIONS, strict=True), *zip(METHODS, reversed(ALLOCATIONS), strict=True)]
+each_pair = pytest.mark.parametrize(
+    ("name", "allocate"), PAIRS, ids=lambda part: part if isinstance(part, str) else type(part).__name__
+)
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +72,7 @@ def held(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize("allocate", ALLOCATIONS, ids=lambda part: type(part).__name__)
-@pytest.mark.parametrize("name", METHODS)
+@each_pair
 def test_the_budget_is_never_exceeded_and_always_used(make, held, name, allocate):
     """Steps of the oracle's own draft are read too: they belong to a copy that is dropped, and are left out here."""
     model, method = tiny_model(), make(name, allocate=allocate)
@@ -95,8 +98,7 @@ def test_the_budget_is_never_exceeded_and_always_used(make, held, name, allocate
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("allocate", ALLOCATIONS, ids=lambda part: type(part).__name__)
-@pytest.mark.parametrize("name", METHODS)
+@each_pair
 def test_decoding_equals_a_model_that_hides_what_was_evicted(make, name, allocate, family):
     model, method, ids = tiny_model(family), make(name, family=family, allocate=allocate), prompt_ids(PROMPT)[0]
     slow = Slow(model, method)
@@ -106,7 +108,10 @@ def test_decoding_equals_a_model_that_hides_what_was_evicted(make, name, allocat
     slow.evict()
     expected = slow.answer(TOKENS, EVERY)
     decoded = answer(model, method, ids)
+    options: dict[str, Any] = {"max_new_tokens": TOKENS, "do_sample": False, "eos_token_id": None}
+    assert torch.equal(generate(model, ids, method, **options), decoded.ids)
     assert decoded.ids[0, 0] == first[0]
+
     assert decoded.ids.tolist() == expected.tolist()
     assert_close(decoded.state.logits, slow.logits())
     kept = torch.stack([layer.sum(1) for layer in slow.alive])
@@ -127,51 +132,7 @@ def test_queries_whose_entries_may_be_evicted_no_longer_observe(every):
     assert_close(decoded.state.logits, slow.logits())
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_until_the_first_eviction_the_answer_is_that_of_the_smaller_budget(make, name):
-    model, ids = tiny_model(), prompt_ids(PROMPT, seed=3)[0]
-    once = answer(model, make(name, BUDGET - EVERY, every=0), ids).ids
-    again = answer(model, make(name), ids).ids
-    assert again[:, : EVERY + 1].tolist() == once[:, : EVERY + 1].tolist()
-
-
-def test_later_evictions_change_the_answer(make):
-    """Or the tests here would compare nothing."""
-    model, ids = tiny_model(), prompt_ids(PROMPT)[0]
-    for name in METHODS:
-        once, again = (answer(model, make(name, BUDGET - EVERY + every, every=every), ids) for every in (0, EVERY))
-        assert not torch.allclose(once.state.logits, again.state.logits, atol=0.01), name
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_nothing_changes_where_all_fits(make, name):
-    """`every` entries are free after each eviction: prompt, answer and those must fit."""
-    model, ids = tiny_model(), prompt_ids(PROMPT)[0]
-    method = make(name, PROMPT + TOKENS + EVERY)
-    decoded = answer(model, method, ids)
-    full = generate(model, ids, max_new_tokens=TOKENS, do_sample=False, eos_token_id=None)
-    assert torch.equal(decoded.ids, full)
-    assert decoded.state.counts().unique().tolist() == [PROMPT + TOKENS - 1]
-
-
-def test_soft_tokens_look_from_the_current_position(make):
-    model, ids = tiny_model(), prompt_ids(PROMPT)[0]
-    method = make("lookaheadkv")
-    seen = []
-
-    def spy(module, args, options):
-        if options.get("inputs_embeds") is not None:
-            seen.append(options["position_ids"].flatten().tolist())
-
-    model.base_model.register_forward_pre_hook(spy, with_kwargs=True)
-    answer(model, method, ids)
-    starts = range(PROMPT, PROMPT + TOKENS - 1, EVERY)
-    assert seen == [list(range(start, start + 5)) for start in starts]
-    assert len(seen) == 3
-
-
-@pytest.mark.parametrize("allocate", ALLOCATIONS, ids=lambda part: type(part).__name__)
-@pytest.mark.parametrize("name", METHODS)
+@each_pair
 def test_batches_equal_singles(make, name, allocate):
     """Rows of 30, 19 and 7 tokens: the last one is shorter than what is kept, and is first evicted from later."""
     model, method = tiny_model(), make(name, allocate=allocate)
@@ -181,30 +142,3 @@ def test_batches_equal_singles(make, name, allocate):
         alone = answer(model, method, ids[row : row + 1, -length:])
         assert batch.ids[row].tolist() == alone.ids[0].tolist()
         assert_close(batch.state.logits[row], alone.state.logits[0])
-
-
-def test_a_row_that_fits_observes_as_it_does_alone():
-    model, method = tiny_model(), SnapKV(BUDGET, PromptWindow(8), window=0, pool=NO_POOL, every=3)
-    ids, mask = prompt_ids(PROMPT, 10)
-    batch, alone = answer(model, method, ids, mask), answer(model, method, ids[1:, -10:])
-    assert batch.ids[1].tolist() == alone.ids[0].tolist()
-    assert_close(batch.state.logits[1], alone.state.logits[0])
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_both_entrances_evict_while_decoding(make, name):
-    model, ids, method = tiny_model(), prompt_ids(PROMPT)[0], make(name)
-    options: dict[str, Any] = {"max_new_tokens": TOKENS, "do_sample": False, "eos_token_id": None}
-    expected = answer(model, method, ids).ids
-    assert torch.equal(generate(model, ids, method, **options), expected)
-    whole = model.generate(ids, custom_generate=method, **options)
-    assert torch.equal(whole, torch.cat([ids, expected], dim=1))
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_a_method_that_evicts_while_decoding_is_stateless(make, name):
-    model, method = tiny_model(), make(name)
-    first, second = prompt_ids(PROMPT, seed=1)[0], prompt_ids(23, seed=2)[0]
-    before = answer(model, method, first).ids
-    answer(model, method, second)
-    assert torch.equal(answer(model, method, first).ids, before)

@@ -27,7 +27,6 @@ from keepsight.runtime.methods import (
     DapQ,
     Kivi,
     LookaheadKV,
-    Oracle,
     PyramidKV,
     Resources,
     SnapKV,
@@ -35,10 +34,9 @@ from keepsight.runtime.methods import (
     SpecKV,
     SpecKVPC,
     SpeContext,
-    SpecPC,
     make_method,
 )
-from keepsight.runtime.methods.drafts import ConstantText, OwnAnswer, PromptEnds, RandomTokens
+from keepsight.runtime.methods.drafts import ConstantText, PromptEnds, RandomTokens
 from keepsight.runtime.methods.laq import QueryCache
 from keepsight.runtime.methods.lookaheadkv import SoftTokens
 from keepsight.runtime.methods.make import takes
@@ -89,19 +87,11 @@ def test_full_needs_no_budget() -> None:
 COMPOSED: dict[str, tuple[str, dict[str, Any], Method]] = {
     "an option": ("snapkv", {"window": 16, "sinks": 2, "every": 4}, SnapKV(64, window=16, sinks=2, every=4)),
     "a part by its name": ("snapkv", {"allocate": "adakv"}, SnapKV(64, allocate=Adaptive())),
-    "a part with options": (
-        "snapkv",
-        {"allocate": {"name": "pyramidkv", "beta": 5}},
-        SnapKV(64, allocate=Pyramid(5)),
-    ),
     "options alone": ("adakv", {"allocate": {"floor": 0.5}}, AdaKV(64, allocate=Adaptive(0.5))),
     "another part": ("adakv", {"allocate": "uniform"}, AdaKV(64, allocate=Uniform())),
-    "pool by kind": ("snapkv", {"pool": "avg"}, SnapKV(64, pool=Pool("avg"))),
     "no pool": ("snapkv", {"pool": "none"}, SnapKV(64, pool=NO_POOL)),
     "pool's options": ("snapkv", {"pool": {"kernel": 5}}, SnapKV(64, pool=Pool("max", 5))),
     "reduce by one word": ("snapkv", {"reduce": "max"}, SnapKV(64, reduce=Reduce("max", "max"))),
-    "reduce's options": ("snapkv", {"reduce": {"heads": "max"}}, SnapKV(64, reduce=Reduce("mean", "max"))),
-    "observer's options": ("snapkv", {"observer": {"size": 8}}, SnapKV(64, PromptWindow(8))),
     "parts of parts": (
         "dapq",
         {"observer": {"drafter": {"first": 2}, "window": 3}},
@@ -117,15 +107,10 @@ COMPOSED: dict[str, tuple[str, dict[str, Any], Method]] = {
         {"observer": {"drafter": {"name": "constant_text", "ids": [1, 2]}}},
         DapQ(64, DraftObserver(ConstantText([1, 2]))),
     ),
-    "laq's guess": (
+    "options three deep": (
         "laq",
         {"observer": {"lookahead": 3, "first_pool": {"kernel": 5}, "budget": 48}},
         LAQ(64, QueryCache(lookahead=3, first_pool=Pool("max", 5), budget=48)),
-    ),
-    "the oracle's answer": (
-        "oracle",
-        {"observer": {"drafter": {"max_new_tokens": 9}}},
-        Oracle(64, DraftObserver(OwnAnswer(9))),
     ),
     "speckv's draft": (
         "speckv",
@@ -155,7 +140,6 @@ COMPOSED: dict[str, tuple[str, dict[str, Any], Method]] = {
         {"pool": Pool("avg", 3), "allocate": Pyramid()},
         SnapKV(64, pool=Pool("avg", 3), allocate=Pyramid()),
     ),
-    "prompts": ("specpc", {"window": 8, "neighbors": 0}, SpecPC(64, 8, draft=DRAFT, neighbors=0)),
     "the cascade": ("speckvpc", {"allocate": "adakv"}, SpecKVPC(64, draft=DRAFT, allocate=Adaptive())),
 }
 
@@ -184,12 +168,11 @@ def test_every_observer_and_drafter_can_be_composed() -> None:
     composed += [{"name": "draft_tokens", "drafter": {"name": name, **drafters.get(name, {})}} for name in DRAFTERS]
     answers = set()
     for observer in composed:
-        for allocate in ("uniform", "pyramidkv", "adakv"):
-            method = make_method("evict", 40, AT_HAND, observer=observer, pool="none", allocate=allocate, window=2)
-            assert isinstance(method, Evict)
-            state = method.start(model, ids)
-            assert int(state.counts().sum()) == 40 * 3 * 2, observer
-            answers.add(tuple(generate(model, ids, method, max_new_tokens=6, do_sample=False)[0].tolist()))
+        method = make_method("evict", 40, AT_HAND, observer=observer, pool="none", allocate="adakv", window=2)
+        assert isinstance(method, Evict)
+        state = method.start(model, ids)
+        assert int(state.counts().sum()) == 40 * 3 * 2, observer
+        answers.add(tuple(generate(model, ids, method, max_new_tokens=6, do_sample=False)[0].tolist()))
     assert len(answers) > 5
 
 
@@ -234,13 +217,10 @@ def test_resources_are_looked_for_only_where_they_are_needed() -> None:
     assert make_method("h2o", 0.5) == H2O(0.5)
     assert make_method("pyramidkv", 64, None, observer=PromptWindow(4)) == PyramidKV(64, PromptWindow(4))
     for name, said in {
-        "lookaheadkv": "needs adapter=FOLDER_OR_HUB_ID",
-        "speckv": r"needs a draft: set draft\.layers=",
-        "specpc": "needs a draft",
+        "lookaheadkv": "needs adapter=",
         "speckvpc": "needs a draft",
         "llmlingua2": "needs the target's tokenizer",
-        "sentence_similarity": "needs the target's tokenizer",
-        "specontext": r"needs retrieval=FOLDER_OR_HUB_ID; train one with train_retrieval_head\.py",
+        "specontext": "needs retrieval=",
     }.items():
         with pytest.raises(UserError, match=f"^method {name!r}: {said}"):
             make_method(name, 128)
@@ -252,45 +232,41 @@ def test_resources_are_looked_for_only_where_they_are_needed() -> None:
 
 WRONG: list[tuple[str, Any, dict[str, Any], str]] = [
     ("snapkvv", 64, {}, "method 'snapkvv' is unknown; choose one of full, .*; did you mean 'snapkv'"),
-    ("zzz", 64, {}, "method 'zzz' is unknown; choose one of full, .*, evict$"),
-    ("snapkv", None, {}, "method 'snapkv' needs a budget"),
-    ("snapkv", 0, {}, "SnapKV: budget 0 is below 1"),
-    ("snapkv", "64", {}, "SnapKV: budget '64' must be a whole number"),
-    ("snapkv", True, {}, "SnapKV: budget True must be a whole number"),
-    ("snapkv", float("nan"), {}, "SnapKV: budget nan is not a ratio"),
-    ("snapkv", 64, {"windows": 8}, "method 'snapkv': there is no option 'windows'; it takes observer, reduce, pool, "),
-    ("snapkv", 64, {"artifact": 8}, "method 'snapkv': there is no option 'artifact'"),
-    ("specpc", 64, {"draft": "x"}, "method 'specpc': there is no option 'draft'"),
-    ("snapkv", 64, {"window": 64}, "SnapKV: budget 64 must be above the 64 protected"),
-    ("snapkv", 64, {"window": -1}, "SnapKV: window -1 must be a whole number"),
-    ("snapkv", 64, {"every": 32}, "SnapKV: budget 64 must be above the 32 protected .* and the 32 of every"),
-    ("snapkv", 0.5, {"every": 4}, "SnapKV: every 4 needs a budget in entries"),
-    ("snapkv", 64, {"pool": {"kernel": 4}}, "method 'snapkv': pool: kernel 4 must be odd"),
-    ("snapkv", 64, {"pool": {"size": 5}}, "method 'snapkv': pool: there is no option 'size'; it takes kind, kernel"),
-    ("snapkv", 64, {"pool": "min"}, "method 'snapkv': pool: kind 'min' is unknown"),
-    ("snapkv", 64, {"reduce": "sum"}, "method 'snapkv': reduce: queries 'sum' is unknown"),
-    ("snapkv", 64, {"allocate": "ada"}, "method 'snapkv': allocate: 'ada' is unknown; choose one of uniform, "),
-    ("snapkv", 64, {"allocate": {"floor": 1}}, "method 'snapkv': allocate: there is no option 'floor'; it takes none"),
-    ("adakv", 64, {"allocate": {"floor": 2}}, "method 'adakv': allocate: adakv: floor 2 must be between 0 and 1"),
-    (
-        "adakv",
-        4,
-        {"window": 0, "observer": {"size": 4}},
-        "adakv: budget 4 with floor 0.2 can leave a head without entries",
-    ),
-    ("pyramidkv", 9, {"window": 0, "observer": {"size": 4}}, "pyramidkv: budget 9 with beta 20 leaves"),
-    ("evict", 64, {}, "method 'evict': option 'observer' is missing, one of soft_tokens, "),
-    ("evict", 64, {"observer": "window"}, "method 'evict': observer: 'window' is unknown; choose one of "),
-    ("evict", 64, {"observer": {"size": 4}}, "method 'evict': observer: give it a name, one of "),
-    ("evict", 64, {"observer": "draft_tokens"}, "method 'evict': observer: option 'drafter' is missing"),
-    ("dapq", 64, {"observer": {"drafter": "it"}}, "method 'dapq': observer: drafter: 'it' is unknown; choose one of "),
+    ("snapkv", None, {}, "needs a budget"),
+    ("snapkv", 0, {}, "budget 0 is below 1"),
+    ("snapkv", True, {}, "budget True must be a whole number"),
+    ("snapkv", 1.5, {}, "budget 1.5 is not a ratio"),
+    ("snapkv", float("nan"), {}, "budget nan is not a ratio"),
+    ("snapkv", 64, {"windows": 8}, "there is no option 'windows'; it takes observer, reduce, pool, "),
+    ("snapkv", 64, {"budget": 3}, "there is no option 'budget'"),
+    ("specpc", 64, {"draft": "x"}, "there is no option 'draft'"),
+    ("full", 64, {"window": 3}, "there is no option 'window'; it takes none"),
+    ("snapkv", 64, {"window": 64}, "budget 64 must be above the 64 protected"),
+    ("snapkv", 64, {"window": -1}, "window -1 must be a whole number"),
+    ("snapkv", 64, {"window": [1]}, r"window \[1\] must be a whole number"),
+    ("snapkv", 64, {"window": 0}, "a window of 0 cannot observe"),
+    ("snapkv", 64, {"every": 32}, "budget 64 must be above the 32 protected .* and the 32 of every"),
+    ("snapkv", 0.5, {"every": 4}, "every 4 needs a budget in entries"),
+    ("snapkv", 64, {"value_norm": 3}, "value_norm: 3 must be true or false"),
+    ("snapkv", 64, {"during_prefill": "no"}, "during_prefill: 'no' must be true or false"),
+    ("snapkv", 64, {"pool": {"kernel": 4}}, "pool: kernel 4 must be odd"),
+    ("snapkv", 64, {"pool": "min"}, "pool: kind 'min' is unknown"),
+    ("snapkv", 64, {"pool": None}, "pool: None must be a name, or a mapping"),
+    ("snapkv", 64, {"reduce": "sum"}, "reduce: queries 'sum' is unknown"),
+    ("snapkv", 64, {"allocate": "ada"}, "allocate: 'ada' is unknown; choose one of uniform, "),
+    ("snapkv", 64, {"allocate": {"floor": 1}}, "allocate: there is no option 'floor'; it takes none"),
+    ("adakv", 64, {"allocate": {"floor": "x"}}, "allocate: adakv: floor 'x' must be between 0 and 1"),
+    ("adakv", 4, {"window": 0, "observer": {"size": 4}}, "budget 4 with floor 0.2 can leave a head without entries"),
+    ("evict", 64, {}, "option 'observer' is missing, one of soft_tokens, "),
+    ("evict", 64, {"observer": {"size": 4}}, "observer: give it a name, one of "),
+    ("evict", 64, {"observer": "draft_tokens"}, "observer: option 'drafter' is missing"),
     ("dapq", 64, {"observer": {"drafter": {"first": "a"}}}, "observer: drafter: DapQ: first 'a' must be a whole"),
-    ("laq", 16, {}, "LAQ: budget 16 must be above the first_window 32"),
-    ("laq", 64, {"observer": {"lookahead": 0}}, "observer: LAQ: lookahead 0 must be a whole number of at least 1"),
-    ("speckv", 64, {"sparse": {"vertical": 9}}, "method 'speckv': sparse: give it a name, one of vertical_slash"),
-    ("specpc", 128, {"kernel": 0}, "SpecPC: kernel 0 must be a whole number of at least 1"),
-    ("specpc", 32, {}, "SpecPC: budget 32 must be above the window of 64"),
-    ("streamingllm", 4, {}, "StreamingLLM: budget 4 must be above the 4 protected"),
+    ("dapq", 64, {"observer": {"window": -1}}, "observer: draft tokens: window -1 must be a whole"),
+    ("laq", 16, {}, "budget 16 must be above the first_window 32"),
+    ("laq", 64, {"observer": {"budget": "x"}}, "observer: LAQ: budget 'x' must be a whole number"),
+    ("oracle", 64, {"observer": {"drafter": {"max_new_tokens": 0}}}, "max_new_tokens 0 must be a whole number"),
+    ("speckv", 64, {"sparse": {"vertical": 9}}, "sparse: give it a name, one of vertical_slash"),
+    ("specpc", 32, {}, "budget 32 must be above the window of 64"),
 ]
 
 
@@ -298,35 +274,4 @@ WRONG: list[tuple[str, Any, dict[str, Any], str]] = [
 def test_bad_values_are_named(name: str, budget: Any, options: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said) as error:
         make_method(name, budget, AT_HAND, **options)
-    assert "\n" not in str(error.value)
-
-
-LATE: list[tuple[str, Any, dict[str, Any], str]] = [
-    ("snapkv", 64, {"window": "x"}, "SnapKV: window 'x' must be a whole number"),
-    ("snapkv", 64, {"window": [1]}, r"SnapKV: window \[1\] must be a whole number"),
-    ("snapkv", 64, {"window": 0}, "SnapKV: a window of 0 cannot observe"),
-    ("snapkv", 64, {"value_norm": 3}, "method 'snapkv': value_norm: 3 must be true or false"),
-    ("snapkv", 64, {"value_norm": None}, "method 'snapkv': value_norm: None must be true or false"),
-    ("snapkv", 64, {"during_prefill": "no"}, "method 'snapkv': during_prefill: 'no' must be true or false"),
-    ("adakv", 64, {"allocate": {"blend": 1}}, "method 'adakv': allocate: blend: 1 must be true or false"),
-    ("snapkv", 64, {"reduce": 3}, "method 'snapkv': reduce: 3 must be a name, or a mapping with a name and options"),
-    ("snapkv", 64, {"pool": 5}, "method 'snapkv': pool: 5 must be a name, or a mapping"),
-    ("snapkv", 64, {"pool": None}, "method 'snapkv': pool: None must be a name, or a mapping"),
-    ("snapkv", 64, {"observer": 5}, "method 'snapkv': observer: 5 must be a name, or a mapping"),
-    ("snapkv", 64, {"allocate": ["adakv"]}, r"method 'snapkv': allocate: \['adakv'\] must be a name, or a mapping"),
-    ("snapkv", 64, {"observer": {"size": -3}}, "method 'snapkv': observer: SnapKV: a window of -3 cannot observe"),
-    ("snapkv", 64, {"budget": 3}, "method 'snapkv': there is no option 'budget'"),
-    ("snapkv", 64, {"resources": 3}, "method 'snapkv': there is no option 'resources'"),
-    ("full", 64, {"window": 3}, "method 'full': there is no option 'window'; it takes none"),
-    ("adakv", 64, {"allocate": {"floor": "x"}}, "method 'adakv': allocate: adakv: floor 'x' must be between 0 and 1"),
-    ("laq", 64, {"observer": {"budget": "x"}}, "method 'laq': observer: LAQ: budget 'x' must be a whole number"),
-    ("dapq", 64, {"observer": {"window": -1}}, "method 'dapq': observer: draft tokens: window -1 must be a whole"),
-    ("dapq", 64, {"observer": {"drafter": {"name": "constant_text", "ids": 5}}}, "DapQ: ids 5 must be a list of token"),
-    ("oracle", 64, {"observer": {"drafter": {"max_new_tokens": 0}}}, "oracle: max_new_tokens 0 must be a whole number"),
-]
-
-
-@pytest.mark.parametrize(("name", "budget", "options", "said"), LATE)
-def test_values_that_would_fail_late_are_named(name: str, budget: Any, options: dict[str, Any], said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        make_method(name, budget, AT_HAND, **options)
+    assert "\n" not in str(error.value) and name.split("+")[0] in str(error.value).lower()

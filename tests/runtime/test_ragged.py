@@ -15,7 +15,7 @@ from keepsight.runtime.importance import Pool
 from keepsight.runtime.join import join
 from keepsight.runtime.layer import KeptLayer, RaggedLayer
 from keepsight.runtime.methods import SnapKV, StreamingLLM
-from keepsight.runtime.state import Needs, State, cache_bytes, entries, full_layers, prefill, read, share
+from keepsight.runtime.state import Needs, State, entries, full_layers, prefill, read
 from tests.close import assert_close
 from tests.runtime.recording import recorded
 from tests.tiny import FAMILIES, prompt_ids, tiny_model
@@ -31,19 +31,6 @@ def random_cache(lengths, dtype=torch.float32, layers=2, seen=50):
     counts, total = np.array(lengths), sum(map(sum, lengths))
     packed = [torch.randn(2, total, 4, generator=generator, dtype=torch.float32).to(dtype) for _ in range(layers)]
     return Cache(layers=[RaggedLayer(keys, values, counts, seen) for keys, values in packed]), packed
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_ragged_layers_are_stored_to_the_byte(dtype):
-    lengths = [[3, 0, 5], [1, 7, 2]]
-    cache, _ = random_cache(lengths, dtype)
-    item = dtype.itemsize
-    assert cache_bytes(cache) == 2 * (3 + 5 + 1 + 7 + 2) * 4 * 2 * item
-    new = torch.zeros(2, 3, 2, 4, dtype=dtype)
-    for index in range(2):
-        cache.update(new, new, index)
-    assert cache_bytes(cache) == 2 * (18 + 2 * 3 * 2) * 4 * 2 * item
-    assert cache.get_seq_length() == 52
 
 
 def test_entries_are_padded_on_the_left_head_by_head():
@@ -83,25 +70,6 @@ def test_keep_is_dense_where_all_heads_keep_the_same_number():
     assert ragged.counts.tolist() == [[2, 3]]
     assert torch.equal(ragged.kept_values, torch.cat([values[0, 0, [1, 4]], values[0, 1, [0, 2, 5]]]))
     assert (dense.get_seq_length(), ragged.get_seq_length()) == (9, 9)
-
-
-def test_sharing_leaves_the_cache_alone():
-    cache, _ = random_cache([[3, 1, 2]])
-    new = torch.randn(1, 3, 2, 4)
-    cache.update(new, new, 0)
-    cache.update(new, new, 1)
-    before: Any = [[tensor.clone() for tensor in layer if tensor is not None] for layer in entries(cache)]
-    other = share(cache)
-    seen, _ = other.update(new, new, 0)
-    assert torch.equal(seen, torch.cat([before[0][0], new], dim=2))
-    first: Any = other.layers[0]
-    real = first.keys_mask
-    assert real[..., -2:].all()
-    assert torch.equal(real[..., :-2], before[0][2])
-    again: Any = entries(cache)
-    assert all(
-        torch.equal(*pair) for old, now in zip(before, again, strict=True) for pair in zip(old, now, strict=True)
-    )
 
 
 def test_joined_states_keep_every_real_entry():
@@ -147,21 +115,11 @@ def test_joined_states_decode_as_they_do_alone(family, dtype):
         assert torch.equal(ids, torch.cat(answers))
 
 
-def test_joined_states_of_different_prompts_decode_as_they_do_alone():
-    model = tiny_model()
-    states = [method.start(model, prompt_ids(20 + index)[0]) for index, method in enumerate(METHODS)]
-    ids = decode(model, join(states), stop_after(6, None), pad_token=0).ids
-    alone = [decode(model, state.copy(), stop_after(6, None), pad_token=0).ids for state in states]
-    assert torch.equal(ids, torch.cat(alone))
-
-
-@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
-    "allocate", [Uniform(), Pyramid(beta=4), Adaptive(), Global()], ids=lambda part: type(part).__name__
+    ("allocate", "chunk"), [(Uniform(), 1), (Pyramid(beta=4), 7), (Adaptive(), 1), (Global(), 7)], ids=str
 )
-@pytest.mark.parametrize("chunk", [1, 7])
-def test_chunked_prefill_then_eviction_equals_the_whole_one(family, allocate, chunk):
-    model = tiny_model(family)
+def test_chunked_prefill_then_eviction_equals_the_whole_one(allocate, chunk):
+    model = tiny_model()
     method = SnapKV(12, window=3, pool=Pool(kernel=3), allocate=allocate)
     whole, chunked = (method.start(model, *prompt_ids(30, 13), chunk=each) for each in (None, chunk))
     assert torch.equal(whole.counts(), chunked.counts())
@@ -175,10 +133,9 @@ def test_chunked_prefill_then_eviction_equals_the_whole_one(family, allocate, ch
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("method", METHODS, ids=["adaptive", "pyramid", "nine", "twenty", "full"])
-def test_reading_several_tokens_equals_reading_one_by_one(family, dtype, method):
-    model = tiny_model(family).to(dtype)
+def test_reading_several_tokens_equals_reading_one_by_one(dtype, method):
+    model = tiny_model("qwen3").to(dtype)
     state = method.compress(model, prefill(model, *prompt_ids(30, 13), needs=Needs(3, accumulated=True)))
     tokens = prompt_ids(6, 6, seed=5)[0]
     at_once, logits = read(model, state.copy(), tokens)
@@ -193,14 +150,6 @@ def test_reading_several_tokens_equals_reading_one_by_one(family, dtype, method)
     for name in ("queries", "accumulated"):
         for pair in zip(recorded(at_once, name), recorded(single, name), strict=True):
             assert_close(*pair, dtype)
-
-
-def test_only_the_last_logits_are_computed_where_only_those_are_wanted():
-    model = tiny_model()
-    state, tokens = RAGGED.start(model, prompt_ids(30)[0]), prompt_ids(5)[0]
-    whole, last = (read(model, state.copy(), tokens, logits_to_keep=count) for count in (0, 1))
-    assert (whole[1].shape[1], last[1].shape[1]) == (5, 1)
-    assert_close(last[0].logits, whole[0].logits)
 
 
 def loop_attention(query, key, value, mask, scaling):
@@ -222,11 +171,10 @@ def loop_attention(query, key, value, mask, scaling):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("by_head", [False, True])
-@pytest.mark.parametrize("kind", ["bool", "float"])
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("scaling", [0.5, 8**-0.5])
-def test_grouped_attention_equals_its_definition(dtype, by_head, kind, rows, scaling):
+@pytest.mark.parametrize(
+    ("by_head", "kind", "rows"), [(False, "bool", 1), (False, "float", 3), (True, "bool", 3), (True, "float", 1)]
+)
+def test_grouped_attention_equals_its_definition(dtype, by_head, kind, rows, scaling=0.5):
     generator = torch.Generator().manual_seed(1)
     query = torch.randn(2, 6, rows, 8, generator=generator).to(dtype)
     key, value = (torch.randn(2, 3, 11, 8, generator=generator).to(dtype) for _ in range(2))
@@ -241,11 +189,11 @@ def test_grouped_attention_equals_its_definition(dtype, by_head, kind, rows, sca
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_the_recording_attention_computes_what_the_model_does(family, dtype, attention):
+def test_the_recording_attention_computes_what_the_model_does(dtype, attention):
     """With a mask and without, in one pass and from a cache; whatever the model was loaded with."""
-    model = tiny_model(family).to(dtype)
+    model = tiny_model().to(dtype)
+
     model.set_attn_implementation(attention)
     ids, mask = prompt_ids(20, 13)
     outputs = []

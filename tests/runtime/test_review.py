@@ -7,9 +7,7 @@ import torch
 
 from keepsight.errors import UserError
 from keepsight.runtime.drafting.speckv import ModelDrafter
-from keepsight.runtime.evict import Evict
 from keepsight.runtime.generate import Conversation, decode, stop_after
-from keepsight.runtime.importance import Reduce
 from keepsight.runtime.methods import H2O, LAQ, SnapKV
 from keepsight.runtime.methods.laq import QueryCache
 from keepsight.runtime.methods.positions import LaCache, Ladder
@@ -18,7 +16,7 @@ from keepsight.runtime.quantized.kivi import Kivi
 from keepsight.runtime.quantized.specache import SpeCache
 from keepsight.runtime.readers import TurnReader
 from keepsight.runtime.saved import save_state
-from keepsight.runtime.state import entries, prefill, read
+from keepsight.runtime.state import entries, read
 from tests.close import assert_close
 from tests.runtime.prompt_compression.prompts import small_cascade, small_specpc, tiny_draft
 from tests.runtime.test_ragged import random_cache
@@ -39,10 +37,6 @@ def test_a_draft_that_does_not_fit_the_context_is_refused(method):
     method.check(95, 100)
     with pytest.raises(UserError, match="5 drafted tokens after a prompt of 96 do not fit the context of 100"):
         method.check(96, 100)
-
-
-def test_a_prompt_that_is_not_shortened_needs_no_room_for_a_draft():
-    small_specpc(100, lookahead=5).check(100, 100)
 
 
 def test_a_draft_model_of_a_short_context_is_refused():
@@ -86,27 +80,6 @@ def test_a_conversation_goes_on_with_packed_entries(method):
         assert conversation.state is not None
         assert torch.equal(conversation.state.counts(), state.counts())
         assert_close(conversation.state.logits, state.logits)
-
-
-def test_ladders_take_the_sinks_of_their_method():
-    model, ids = tiny_model(), prompt_ids(50)[0]
-    assert LaCache(8, Ladder(sinks=2), sinks=0).bound_observer == Ladder(sinks=2)
-    for sinks in (0, 3):
-        method = LaCache(8, sinks=sinks)
-        assert method.bound_observer == Ladder(sinks=sinks)
-        state = prefill(model, ids, needs=method.needs())
-        # A span over all layers leaves nothing but age.
-        expected = [*range(sinks), *range(42 + sinks, 50)]
-        for layer in method.select(state, method.importance(model, state)):
-            assert [head.nonzero()[:, 0].tolist() for head in layer[0]] == [expected] * 2
-
-
-def test_a_guess_takes_the_budget_of_its_method():
-    model, ids = tiny_model(), prompt_ids(50)[0]
-    with pytest.raises(UserError, match="LAQ: the observer has no budget"):
-        QueryCache()(model, prefill(model, ids), Reduce())
-    assert Evict(64, QueryCache()).bound_observer == LAQ(64).bound_observer == QueryCache(budget=64)
-    assert Evict(64, QueryCache(budget=48)).bound_observer == LAQ(64, QueryCache(budget=48)).bound_observer
 
 
 def test_a_replaced_field_reaches_what_the_observer_leaves_open():

@@ -11,21 +11,19 @@ from safetensors.torch import load_file, save_file
 
 from keepsight.errors import UserError
 from keepsight.runtime.allocate import Adaptive
-from keepsight.runtime.generate import Conversation, FullCache, decode, stop_after
+from keepsight.runtime.generate import Conversation, decode, stop_after
 from keepsight.runtime.join import join
 from keepsight.runtime.layer import RaggedLayer
 from keepsight.runtime.methods import SnapKV
-from keepsight.runtime.saved import load_state, save_state, weights_digest
+from keepsight.runtime.saved import load_state, save_state
 from keepsight.runtime.state import Needs, prefill, read
-from tests.models.modules import random_module
 from tests.runtime.recording import recorded
-from tests.tiny import FAMILIES, prompt_ids, tiny_model
+from tests.tiny import prompt_ids, tiny_model
 
 DENSE, RAGGED = SnapKV(12, window=4), SnapKV(12, window=4, allocate=Adaptive())
 STATES: dict[str, Any] = {
     "dense": lambda model: DENSE.start(model, prompt_ids(30)[0]),
     "ragged": lambda model: RAGGED.start(model, prompt_ids(30)[0]),
-    "padded": lambda model: FullCache().compress(model, prefill(model, *prompt_ids(30, 11), needs=Needs(3))),
     "ragged batch": lambda model: RAGGED.start(model, *prompt_ids(30, 11)),
     "whole prompt": lambda model: prefill(model, prompt_ids(30)[0], needs=Needs(4, accumulated=True)),
     "appended": lambda model: read(model, RAGGED.start(model, prompt_ids(30)[0]), prompt_ids(5)[0])[0],
@@ -58,8 +56,7 @@ def same(first, second):
     return first.dtype == second.dtype and torch.equal(first, second)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", STATES)
+@pytest.mark.parametrize(("kind", "dtype"), [*((kind, torch.float32) for kind in STATES), ("ragged", torch.bfloat16)])
 def test_a_round_trip_is_equal_to_the_bit(tmp_path, kind, dtype):
     model = tiny_model().to(dtype)
     state = STATES[kind](model)
@@ -73,10 +70,9 @@ def test_a_round_trip_is_equal_to_the_bit(tmp_path, kind, dtype):
     assert loaded.kv_bytes == state.kv_bytes
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("kind", STATES)
-def test_a_fresh_model_answers_several_questions_from_a_loaded_state(tmp_path, kind, family):
-    model, fresh = tiny_model(family), tiny_model(family)
+@pytest.mark.parametrize("kind", ["ragged", "appended", "joined"])
+def test_a_fresh_model_answers_several_questions_from_a_loaded_state(tmp_path, kind):
+    model, fresh = tiny_model("qwen3"), tiny_model("qwen3")
     state = STATES[kind](model)
     loaded = load_state(save_state(state, tmp_path, model=model, question="multi"), fresh)
     assert loaded.question == "multi"
@@ -105,7 +101,7 @@ def test_a_loaded_state_is_evicted_from_as_the_saved_one(tmp_path, method):
     assert all(torch.equal(*pair) for pair in zip(*(recorded(talk.state, "queries") for talk in talks), strict=True))
 
 
-@pytest.mark.parametrize("kind", STATES)
+@pytest.mark.parametrize("kind", ["dense", "ragged batch", "received"])
 def test_the_file_holds_the_entries_and_a_small_rest(tmp_path, kind):
     model = tiny_model()
     state = STATES[kind](model)
@@ -149,18 +145,10 @@ def test_a_failed_save_leaves_what_was_there(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ["state.safetensors"]
 
 
-def test_an_attached_adapter_does_not_make_another_target():
-    module = random_module()
-    assert weights_digest(module.model) == weights_digest(tiny_model())
-    assert weights_digest(tiny_model(seed=1)) != weights_digest(tiny_model())
-
-
 @pytest.mark.parametrize(
     ("other", "said"),
     [
         ({"num_hidden_layers": 2}, "with layers 3, but the model has 2"),
-        ({"num_key_value_heads": 4}, "with kv_heads 2, but the model has 4"),
-        ({"head_dim": 16}, "with head_dim 8, but the model has 16"),
         ({"vocab_size": 64}, "with vocabulary 128, but the model has 64"),
         ({"seed": 1}, "the same shape but other weights"),
     ],
@@ -173,23 +161,11 @@ def test_another_target_is_refused(tmp_path, other, said):
         load_state(tmp_path, tiny_model(**other))
     assert str(file) in str(refused.value)
     assert "'ada/tiny'" in str(refused.value)
+    with pytest.raises(UserError, match="with dtype float32, but the model has bfloat16"):
+        load_state(tmp_path, tiny_model().bfloat16())
     if "seed" not in other:
         with pytest.raises(UserError, match="the state is not of this model"):
             save_state(STATES["ragged"](model), tmp_path, model=tiny_model(**other))
-
-
-def test_another_dtype_is_refused(tmp_path):
-    model = tiny_model()
-    save_state(STATES["dense"](model), tmp_path, model=model)
-    with pytest.raises(UserError, match="with dtype float32, but the model has bfloat16"):
-        load_state(tmp_path, tiny_model().bfloat16())
-
-
-def test_the_name_of_the_target_is_only_a_note(tmp_path):
-    model, moved = tiny_model(), tiny_model()
-    model.config.name_or_path, moved.config.name_or_path = "ada/tiny", "elsewhere"
-    save_state(STATES["dense"](model), tmp_path, model=model)
-    assert load_state(tmp_path, moved).target == "ada/tiny"
 
 
 def test_the_chat_template_is_compared_where_both_are_known(tmp_path):
@@ -199,13 +175,6 @@ def test_the_chat_template_is_compared_where_both_are_known(tmp_path):
     assert load_state(tmp_path, model, template_digest="sha256:aa").question == "seen"
     with pytest.raises(UserError, match="chat template sha256:aa, but now it is sha256:bb"):
         load_state(tmp_path, model, template_digest="sha256:bb")
-
-
-def test_an_unknown_question_is_refused(tmp_path):
-    model = tiny_model()
-    with pytest.raises(UserError, match="question 'later' is unknown; choose one of seen, unseen, multi"):
-        save_state(STATES["dense"](model), tmp_path, model=model, question="later")
-    assert not os.listdir(tmp_path)
 
 
 def header_of(file):
@@ -248,21 +217,15 @@ def drop_key(file):
     [
         (lambda file: file.unlink(), "no such file"),
         (cut, "not a whole safetensors file"),
-        (lambda file: file.write_bytes(b""), "not a whole safetensors file"),
         (lambda file: file.write_bytes(b"\x80\x04pickled" * 9), "not a whole safetensors file"),
         (flip, "its contents differ from the digest"),
         (lambda file: rewrite(file, seen=31), "its contents differ from the digest"),
-        (lambda file: rewrite(file, load_file(file) | {"extra": torch.ones(1)}), "surplus tensor 'extra'"),
         (drop_tensor, "missing or surplus tensor 'layers.1.values'"),
         (lambda file: rewrite(file, version=1), "of format 1, but this release reads format 2"),
         (lambda file: save_file(load_file(file), file), "not a saved state"),
         (lambda file: save_file(load_file(file), file, metadata={"keepsight_state": "{"}), "is corrupt"),
-        (lambda file: save_file(load_file(file), file, metadata={"keepsight_state": "[]"}), "is corrupt"),
-        (lambda file: rewrite(file, more=1), "is corrupt"),
         (drop_key, "is corrupt"),
         (lambda file: rewrite(file, shape=[3]), r"is corrupt \(shape: expected an object"),
-        (lambda file: rewrite(file, needs={"window": "4"}), r"is corrupt \(needs\.window: "),
-        (lambda file: rewrite(file, softmax=[7]), r"is corrupt \(softmax\.0: "),
     ],
 )
 def test_what_is_wrong_with_a_file_is_said_in_one_line(tmp_path, harm, said):

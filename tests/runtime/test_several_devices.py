@@ -12,21 +12,20 @@ from keepsight.errors import UserError
 from keepsight.runtime.generate import Conversation
 from keepsight.runtime.join import join
 from keepsight.runtime.methods.make import make_method
-from keepsight.runtime.saved import _tensors_of as tensors_of
 from keepsight.runtime.saved import load_state, save_state
 from keepsight.runtime.state import read
 from tests.close import assert_close
 from tests.devices import FIRST, HOST, SECOND, device_of, in_halves, several_devices
 from tests.families import fresh_model
 from tests.models.retrieval_heads import tiny_retrieval_head
-from tests.runtime.family_methods import DRAFT, NAMES, method_of
+from tests.runtime.family_methods import DRAFT, KINDS, NAMES, method_of
 from tests.runtime.recording import recorded
 from tests.tiny import prompt_ids
 
 FAMILY = "Llama 3"
 IDS, MASK = prompt_ids(60, 44)
 UNPADDED = {"kivi", "specache"}
-OTHERS = ["Gemma 2", "GPT-OSS", "Llama 4 (text)", "Qwen3-Next", "Granite 4 (Mamba-2)"]
+OTHERS = ["GPT-OSS", "Granite 4 (Mamba-2)"]
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +55,7 @@ def answer(model: Any, method: Any, **options: Any) -> list[list[int]]:
     return answered
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if KINDS[name] != {"positions"} or name == "lacache"])
 def test_a_method(whole: Any, halves: Any, folder: Path, name: str) -> None:
     expected = answer(whole, method_of(name, FAMILY, folder), prefill_chunk_size=16)
     with several_devices():
@@ -70,18 +69,6 @@ def test_another_family(folder: Path, family: str) -> None:
     with several_devices():
         model = in_halves(fresh_model(family))
         assert [answer(model, method) for method in methods] == expected
-
-
-@pytest.mark.parametrize("name", ["lookaheadkv", "snapkv", "adakv", "h2o", "tova", "streamingllm", "laq++", "oracle"])
-def test_the_kept_entries(whole: Any, halves: Any, folder: Path, name: str) -> None:
-    method = method_of(name, FAMILY, folder)
-    expected = tensors_of(method.start(whole, IDS, MASK))
-    with several_devices():
-        state = method.start(halves, IDS.to(FIRST), MASK.to(FIRST))
-        assert [each.keys.device for each in state.entries()] == [FIRST, FIRST, SECOND, SECOND]
-        found = tensors_of(state)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[key], expected[key]) for key in expected)
 
 
 def test_further_turns_and_eviction_while_decoding(whole: Any, halves: Any) -> None:

@@ -32,8 +32,9 @@ def passes(model: Any) -> list[int]:
     return seen
 
 
-@each_method
-@pytest.mark.parametrize("chunk", [None, 128])
+@pytest.mark.parametrize(
+    ("method", "chunk"), [*((each, 128) for each in METHODS.values()), (METHODS["quest"], None), (Kivi(2, 8, 16), None)]
+)
 def test_a_turn_of_300_tokens_is_few_passes(method: Method, chunk: int | None) -> None:
     model = tiny_model(max_position_embeddings=512)
     options: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
@@ -47,9 +48,8 @@ def test_a_turn_of_300_tokens_is_few_passes(method: Method, chunk: int | None) -
 
 
 @each_method
-@pytest.mark.parametrize("chunk", [25, 7])
-def test_a_prompt_in_two_turns_is_the_same_prompt(method: Method, chunk: int) -> None:
-    model, (ids, _), answer = tiny_model(), prompt_ids(75), prompt_ids(30, seed=1)[0]
+def test_a_prompt_in_two_turns_is_the_same_prompt(method: Method, chunk: int = 12) -> None:
+    model, (ids, _), answer = tiny_model(), prompt_ids(75), prompt_ids(12, seed=1)[0]
     state = method.start(model, ids[:, :50])
     before = state.copy()
     for part in ids[:, 50:].split(chunk, dim=1):
@@ -73,16 +73,7 @@ def test_turns_of_a_batch(name: str) -> None:
     assert_close(read(method.reader(model), state, answer)[1], read(method.reader(model), whole, answer)[1])
 
 
-def test_after_packed_entries_a_turn_is_one_pass() -> None:
-    model, seen = tiny_model(), []
-    state = Kivi(2, 8, 16).start(model, prompt_ids(40)[0])
-    seen = passes(model)
-    read(Kivi(2, 8, 16).turn_reader(model), state, prompt_ids(60, seed=2)[0])
-    assert seen == [60]
-
-
-@pytest.mark.parametrize("features", FEATURES)
-@pytest.mark.parametrize("turn", [1, 100], ids=["answer", "turn"])
+@pytest.mark.parametrize(("turn", "features"), [*zip([1, 100], FEATURES, strict=True)], ids=["answer", "turn"])
 def test_a_head_is_extended_while_the_answer_grows(turn: int, features: str) -> None:
     """Made for 64 positions, it is then what it would have been for the whole, and so are its keys."""
     model, (ids, mask), more = tiny_model(), prompt_ids(50, 33), prompt_ids(200, 200, seed=1)[0]

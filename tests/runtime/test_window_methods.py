@@ -210,8 +210,7 @@ REFERENCES = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "dtype"), [*zip(FAMILIES, [torch.float32, torch.bfloat16], strict=True)], ids=str)
 def test_methods_keep_what_their_definitions_say(family, dtype):
     model, ids = tiny_model(family).to(dtype), prompt_ids(61, seed=2)[0]  # a prompt without scores 1e-7 apart
     for name, weight in model.named_parameters():
@@ -226,25 +225,17 @@ def test_methods_keep_what_their_definitions_say(family, dtype):
 
 
 @pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_row_of_a_padded_batch_keeps_what_it_would_alone(name, dtype):
-    """Rows of 50, 33 and 9 tokens; the last one is shorter than the budget and loses nothing."""
-    model, (ids, mask) = tiny_model().to(dtype), prompt_ids(50, 33, 9)
-    together = _selected(METHODS[name], model, ids, mask)
+def test_a_row_of_a_padded_batch_keeps_what_it_would_alone(name):
+    """Rows of 50, 33 and 9 tokens; the last one is shorter than the budget and loses nothing. Read in chunks, too."""
+    model, (ids, mask) = tiny_model(), prompt_ids(50, 33, 9)
+    together = _selected(METHODS[name], model, ids, mask, chunk=7)
     for row, length in enumerate([50, 33]):
         alone = _selected(METHODS[name], model, ids[row : row + 1, -length:])
         assert [layer[row] for layer in together] == [layer[0] for layer in alone]
     assert all(layer[2] == [list(range(9))] * 2 for layer in together)
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_chunked_prefill_keeps_the_same(name):
-    model, (ids, mask) = tiny_model(), prompt_ids(50, 33)
-    assert _selected(METHODS[name], model, ids, mask, chunk=7) == _selected(METHODS[name], model, ids, mask)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("chunk", [None, 7])
+@pytest.mark.parametrize(("family", "chunk"), [*zip(FAMILIES, [None, 7], strict=True)])
 def test_received_attention_is_the_sum_over_all_queries(family, chunk):
     model, ids = tiny_model(family), prompt_ids(200)[0]
     received = prefill(model, ids, chunk=chunk, needs=Needs(accumulated=True))
@@ -255,32 +246,22 @@ def test_received_attention_is_the_sum_over_all_queries(family, chunk):
 @pytest.mark.parametrize("name", [*METHODS, *RAGGED[-3:]])
 def test_budget_and_bytes_are_exact(name, methods):
     """Layers x KV heads x budget entries, and those x head dim x 2 x item size bytes; bytes have no padding."""
-    for dtype in (torch.float32, torch.bfloat16):
-        model = tiny_model().to(dtype)
-        state = prefill(model, prompt_ids(50)[0], needs=methods[name].needs())
-        kept = methods[name].compress(model, state)
-        assert int(kept.counts().sum()) == 3 * 2 * BUDGET
-        assert kept.kv_bytes == 3 * 2 * BUDGET * 8 * 2 * dtype.itemsize
+    model, (ids, mask) = tiny_model().to(torch.bfloat16), prompt_ids(50, 33, 9)
+    kept = methods[name].compress(model, prefill(model, ids, mask, needs=methods[name].needs()))
+    assert kept.counts().sum(dim=(0, 2)).tolist() == [6 * BUDGET, 6 * BUDGET, 6 * 9]
+    assert kept.kv_bytes == 6 * (BUDGET + BUDGET + 9) * 8 * 2 * 2
 
 
-def test_bytes_of_a_batch_count_no_padding():
-    model, (ids, mask) = tiny_model(), prompt_ids(50, 33, 9)
-    for name in ("snapkv", "adakv", "pyramidkv"):
-        kept = METHODS[name].compress(model, prefill(model, ids, mask, needs=METHODS[name].needs()))
-        assert kept.counts().sum(dim=(0, 2)).tolist() == [6 * BUDGET, 6 * BUDGET, 6 * 9]
-        assert kept.kv_bytes == 6 * (BUDGET + BUDGET + 9) * 8 * 2 * 4
-
-
-@pytest.mark.parametrize(("name", "family"), [*((name, "llama") for name in RAGGED), ("adakv", "qwen3")])
-def test_ragged_decoding_equals_masked_dense_attention(name, family, methods):
-    model, method, (ids, _) = tiny_model(family), methods[name], prompt_ids(50)
+@pytest.mark.parametrize("name", ["snapkv", *RAGGED])
+def test_decoding_equals_masked_dense_attention(name, methods):
+    model, method, (ids, _) = tiny_model("qwen3" if name == "adakv" else "llama"), methods[name], prompt_ids(50)
     answer = torch.randint(3, 128, (1, 6), generator=torch.Generator().manual_seed(1))
     state = prefill(model, ids, needs=method.needs())
     selected = method.select(state, method.importance(model, state))
     kept = method.compress(model, state)
     ragged = [isinstance(layer, RaggedLayer) for layer in kept.cache.layers]
     assert any(ragged) == isinstance(method.allocate, Adaptive)
-    assert all(each.real is not None for each in kept.entries())
+    assert name == "snapkv" or all(each.real is not None for each in kept.entries())
     nll, _ = score_answer(model, kept.copy(), answer)
     logits = _masked_logits(model, torch.cat([ids, answer], 1), 50, selected)[:, 49:-1]
     expected = functional.cross_entropy(logits.transpose(1, 2), answer, reduction="none")
@@ -305,42 +286,13 @@ def _masked_logits(model, ids, prompt_length, selected):
     return run_dense(model, ids, see)[1][None]
 
 
-@pytest.mark.parametrize("name", RAGGED)
-def test_ragged_batches_decode_as_single_prompts_do(name, methods):
+@pytest.mark.parametrize("name", ["snapkv", *RAGGED])
+def test_batches_decode_as_single_prompts_do(name, methods):
     model, (ids, mask) = tiny_model(), prompt_ids(50, 33, 9)
     together = generate(model, ids, methods[name], attention_mask=mask, max_new_tokens=6, do_sample=False)
     for row, length in enumerate([50, 33, 9]):
         alone = generate(model, ids[row : row + 1, -length:], methods[name], max_new_tokens=6, do_sample=False)[0]
         assert together[row, : len(alone)].tolist() == alone.tolist()
-
-
-def test_heads_differ_under_adakv_and_layers_under_pyramidkv():
-    model, (ids, _) = tiny_model(), prompt_ids(50)
-    for name, of_layers in (("pyramidkv", [50, 32, 14]), ("adakv", [32, 32, 32])):
-        held = METHODS[name].compress(model, prefill(model, ids, needs=METHODS[name].needs())).counts()[:, 0]
-        assert held.sum(dim=1).tolist() == of_layers
-        assert bool((held[:, 0] != held[:, 1]).any()) == (name == "adakv")
-
-
-def test_evicting_while_decoding_never_exceeds_the_budget():
-    model, (ids, _) = tiny_model(), prompt_ids(50)
-    for method in (
-        H2O(20, window=4, every=4),
-        TOVA(20, every=1),
-        KeyNorm(20, every=3),
-        LaCache(20, observer=LADDER, every=4),
-        PyramidKV(20, window=4, every=4, allocate=Pyramid(beta=4)),
-        AdaKV(20, window=4, every=4),
-        RandomEntries(20, every=4),
-    ):
-        state = method.start(model, ids)
-        for tokens in range(1, 15):
-            written = decode(
-                model, state.copy(), stop_after(tokens, None), pad_token=0, reapply=method.reapply(model)
-            ).state
-            assert int(written.counts().sum()) <= 3 * 2 * 20
-            assert written.counts().sum(dim=2).min() > 0
-        assert int(written.counts().sum()) > 3 * 2 * (20 - method.every)
 
 
 def test_random_entries_depend_on_seed_place_layer_and_head_alone():
@@ -359,15 +311,7 @@ def test_random_entries_depend_on_seed_place_layer_and_head_alone():
     assert torch.equal(torch.rand(1), before)
 
 
-@pytest.mark.parametrize(
-    ("span", "overlap", "layers", "ladder", "kept"),
-    [(16, 0, 32, 2, 1), (8, 4, 32, 7, 2), (9, 3, 32, 5, 2), (14, 0, 28, 2, 1), (16, 0, 30, 2, 1), (16, 8, 3, 1, 1)],
-)
-def test_shapes_of_ladders(span, overlap, layers, ladder, kept):
-    assert Ladder(span, overlap).shape(layers) == (ladder, kept)
-
-
-@pytest.mark.parametrize("observer", [Ladder(1), Ladder(2), Ladder(3, 1), Ladder(2, 1), Ladder(9)], ids=repr)
+@pytest.mark.parametrize("observer", [Ladder(1), Ladder(3, 1), Ladder(9)], ids=repr)
 def test_ladders_stop_at_any_budget(observer):
     ladder, kept = observer.shape(6)
     for length in (5, 11, 30, 47):
@@ -378,8 +322,7 @@ def test_ladders_stop_at_any_budget(observer):
                 assert sorted(_best(ranks, budget)) == expected, (length, layer, budget)
 
 
-@pytest.mark.parametrize("observer", [Ladder(1), Ladder(2, 1), Ladder(3, 2), Ladder(4, 3)], ids=repr)
-@pytest.mark.parametrize("layers", [3, 6])
+@pytest.mark.parametrize(("observer", "layers"), [(Ladder(1), 3), (Ladder(2, 1), 6), (Ladder(4, 3), 6)], ids=repr)
 def test_ladders_leave_each_layer_a_part_of_every_pass(observer, layers):
     """After one pass, layers together hold all entries if the ladder shifts through it."""
     ladder, kept = observer.shape(layers)
@@ -417,10 +360,7 @@ def test_named_methods_are_one_composition_with_the_published_defaults():
     [
         (lambda: Ladder(0), "span 0 must be a whole number of at least 1"),
         (lambda: Ladder(4, 4), "overlap 4 must be a whole number below the span of 4"),
-        (lambda: Ladder(4, -1), "overlap -1 must be"),
-        (lambda: Ladder(sinks=-1), "sinks -1 must be"),
         (lambda: RandomScores(-1), "seed -1 must be"),
-        (lambda: H2O(32), "budget 32 must be above the 32 protected"),
         (lambda: TOVA(1), "budget 1 must be above the 1 protected"),
         (lambda: KeyNorm(19, allocate=Pyramid()), "leaves the last layer without entries"),
     ],

@@ -19,7 +19,6 @@ from keepsight.runtime.drafting.speculative import (
     ChainDrafter,
     Round,
     Speculative,
-    acceptance_by_position,
     acceptance_length,
     decode_speculatively,
 )
@@ -27,7 +26,7 @@ from keepsight.runtime.generate import FullCache, decode, stop_after
 from keepsight.runtime.state import Needs, prefill
 from tests.close import assert_close
 from tests.runtime.retrieval.heads import LAYERS, Oracle, slow_chain, tiny_head
-from tests.tiny import FAMILIES, prompt_ids, tiny_model
+from tests.tiny import prompt_ids, tiny_model
 
 METHODS = {"full": FullCache(), "snapkv": SnapKV(20, window=8), "pyramidkv": PyramidKV(20, window=8)}
 each_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
@@ -64,26 +63,26 @@ def require_same(plain, ours):
 
 
 @each_method
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_random_head_changes_nothing(family, method):
-    model, ids = tiny_model(family), prompt_ids(50)[0]
+def test_a_random_head_changes_nothing(method):
+    model, ids = tiny_model(), prompt_ids(50)[0]
     plain, ours = both(model, tiny_head(), ids, method)
     require_same(plain, ours)
     assert acceptance_length(ours.rounds) < 1.5
 
 
 @each_method
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_head_that_knows_the_answer_is_accepted(family, method):
-    model, ids = tiny_model(family), prompt_ids(50)[0]
+def test_a_head_that_knows_the_answer_is_accepted(method):
+    model, ids = tiny_model("qwen3"), prompt_ids(50)[0]
     plain, ours = both(model, Oracle(answer_of(model, ids, method)), ids, method)
     require_same(plain, ours)
     # 27 tokens after the first: four rounds of 5 + 1, and 2 drafted and accepted before the last token.
     assert ours.rounds == (Round(5, 5, 6),) * 4 + (Round(2, 2, 3),)
 
 
-@each_method
-@pytest.mark.parametrize(("tokens", "wrong"), [(1, {2, 9, 10}), (2, set(range(1, 28, 3))), (7, {0, 12, 13, 27})])
+@pytest.mark.parametrize(
+    ("method", "tokens", "wrong"),
+    [*zip(METHODS.values(), [1, 2, 7], [{2, 9, 10}, set(range(1, 28, 3)), {0, 12, 13, 27}], strict=True)],
+)
 def test_a_head_that_is_wrong_now_and_then(method, wrong, tokens):
     model, ids = tiny_model(), prompt_ids(50)[0]
     answer = answer_of(model, ids, method)
@@ -98,10 +97,9 @@ def test_a_head_that_is_wrong_now_and_then(method, wrong, tokens):
         place += each.emitted
 
 
-@each_method
 @pytest.mark.parametrize("stop", [0, 3, 5, 6])
-def test_an_end_token_anywhere_in_an_accepted_draft(method, stop):
-    model, ids = tiny_model(), prompt_ids(50)[0]
+def test_an_end_token_anywhere_in_an_accepted_draft(stop):
+    model, ids, method = tiny_model(), prompt_ids(50)[0], METHODS["snapkv"]
     answer = answer_of(model, ids, method)
     end = int(answer[stop])
     plain, ours = both(model, Oracle(answer), ids, method, end=end)
@@ -109,15 +107,7 @@ def test_an_end_token_anywhere_in_an_accepted_draft(method, stop):
     assert ours.ids.shape[1] == answer.tolist().index(end) + 1
 
 
-def test_what_counts_when_the_answer_ends_within_a_draft():
-    model, ids = tiny_model(), prompt_ids(50)[0]
-    answer = answer_of(model, ids)
-    stop = next(place for place in range(2, 6) if answer.tolist().index(int(answer[place])) == place)
-    ours = both(model, Oracle(answer), ids, tokens=8, end=int(answer[stop]))[1]
-    assert ours.rounds == (Round(stop, stop, stop),)
-
-
-@pytest.mark.parametrize("length", [1, 2, 4, 6, 7])
+@pytest.mark.parametrize("length", [1, 4, 7])
 def test_the_longest_length_is_reached_within_a_draft(length):
     model, ids = tiny_model(), prompt_ids(50)[0]
     answer = answer_of(model, ids)
@@ -135,7 +125,7 @@ class After(StoppingCriteria):
         return torch.full((len(input_ids),), input_ids.shape[1] >= self.tokens)
 
 
-@pytest.mark.parametrize(("length", "after"), [(9, 0), (13, 0), (14, 1), (15, 1), (17, 3)])
+@pytest.mark.parametrize(("length", "after"), [(13, 0), (14, 1), (17, 3)])
 def test_no_draft_is_read_beyond_the_targets_context(length, after):
     """A context of 64 has room for 14 tokens; what plain decoding reads beyond it is read one by one."""
     model, ids = tiny_model(max_position_embeddings=64), prompt_ids(50)[0]
@@ -192,8 +182,7 @@ def test_logits_processors_and_streamers_see_what_they_see_in_plain_decoding():
     assert streams[0].tokens == streams[1].tokens == [ids[0].tolist(), *answer[0].tolist(), -1]
 
 
-@each_method
-@pytest.mark.parametrize("chunk", [None, 16])
+@pytest.mark.parametrize(("method", "chunk"), [(METHODS["snapkv"], None), (METHODS["pyramidkv"], 16)])
 def test_generate_with_a_head_on_top_of_a_method(method, chunk):
     model, ids = tiny_model(eos_token_id=None), prompt_ids(50)[0]
     options: Any = {"max_new_tokens": 20, "do_sample": False, "prefill_chunk_size": chunk}
@@ -228,13 +217,6 @@ def test_a_chain_equals_a_pass_over_all_rows_for_each_token(rows, monkeypatch):
     assert drafter.draft(features, tail, 4)[0].tolist() == slow_chain(head, model, more, newest[0], 4)[0]
 
 
-def test_the_statistics():
-    rounds = [Round(3, 3, 4), Round(3, 1, 2), Round(3, 0, 1), Round(1, 1, 1)]
-    assert acceptance_length(rounds) == 2.0
-    assert acceptance_by_position(rounds) == [3 / 4, 1 / 3, 1 / 3]
-    assert acceptance_by_position([]) == [] and acceptance_length([]) == 0.0
-
-
 # Bad input
 
 
@@ -262,8 +244,6 @@ def test_what_speculative_decoding_refuses():
     state = prefill(model, ids[:1])
     with pytest.raises(UserError, match=r"features of layers \[0, 1, 2\] that the draft head reads were not recorded"):
         decode_speculatively(model, state, head, stop_after(4, None))
-    with pytest.raises(UserError, match="tokens 0 must be"):
-        decode_speculatively(model, state, head, stop_after(4, None), tokens=0)
 
 
 def test_a_conversation_answers_from_the_methods_states():

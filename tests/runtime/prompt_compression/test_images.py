@@ -87,23 +87,6 @@ def test_a_prompt_within_the_budget_is_read_whole(family: str) -> None:
     assert torch.equal(generate(model, method=small(LENGTH), **inputs, **GREEDY), expected)
 
 
-def test_a_prompt_without_images_is_shortened_as_ever() -> None:
-    ids = prompt(QWEN)["input_ids"].clamp(max=119)
-    model = family_model(QWEN)
-    short = small().start(model, ids)
-    text = small(draft=Fixed(DRAFT.model))
-    expected = generate(model, short.tokens, FullCache(), **GREEDY)
-    assert torch.equal(generate(model, ids, text, **GREEDY), expected)
-
-
-def test_a_pass_that_ended_early_leaves_nothing_behind() -> None:
-    model, inputs = family_model(QWEN), prompt(QWEN)
-    before = model(**inputs).logits
-    generate(model, method=small(), **inputs, **GREEDY)
-    assert torch.equal(model(**inputs).logits, before)
-    assert not model.get_decoder()._forward_pre_hooks
-
-
 def test_a_draft_scores_in_its_layers_with_full_attention() -> None:
     """In Gemma the second and the last of four, so that the third on means the last alone."""
     ids, draft = prompt_ids(LENGTH)[0], family_model("Gemma 3 (text)")

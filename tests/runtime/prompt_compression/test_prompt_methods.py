@@ -6,7 +6,7 @@ import torch
 from keepsight import generate
 from keepsight.errors import UserError
 from keepsight.runtime.prompt_compression import text
-from keepsight.runtime.prompt_compression.method import pad_left, unpadded
+from keepsight.runtime.prompt_compression.method import pad_left
 from keepsight.runtime.prompt_compression.text import LLMLingua2, Truncation
 from tests.close import assert_close
 from tests.runtime.prompt_compression.prompts import (
@@ -18,7 +18,7 @@ from tests.runtime.prompt_compression.prompts import (
     tiny_draft,
     wide_model,
 )
-from tests.tiny import prompt_ids, tiny_model, tiny_tokenizer
+from tests.tiny import prompt_ids, tiny_model
 
 
 @pytest.mark.parametrize(
@@ -55,14 +55,6 @@ def test_answers_follow_the_short_prompt(method):
     assert torch.equal(whole, torch.cat([ids, expected[:, len(short) :]], dim=1))
 
 
-@pytest.mark.parametrize("method", all_methods(), ids=lambda method: type(method).__name__)
-def test_short_prompts_are_left_alone(method):
-    model, ids = wide_model(), text_ids(PROSE)[None, :20]
-    (short,) = method.shorten(model, ids)
-    assert torch.equal(short, ids[0])
-    assert torch.equal(generate(model, ids, method, max_new_tokens=4), generate(model, ids, max_new_tokens=4))
-
-
 @pytest.mark.parametrize(
     "method",
     [*all_methods(), small_cascade(draft=tiny_draft(vocab_size=512))],
@@ -82,16 +74,6 @@ def test_padded_batch_equals_singles(method):
         assert torch.equal(together.counts()[:, row], alone.counts()[:, 0])
         kept = slice(len(together.tokens[row]) - int(alone.lengths[0]), None)
         assert torch.equal(together.tokens[row, kept], alone.tokens[0])
-
-
-def test_padding_comes_and_goes():
-    ids, mask = prompt_ids(7, 4, 1)
-    prompts = unpadded(ids, mask)
-    assert [len(prompt) for prompt in prompts] == [7, 4, 1]
-    again, again_mask = pad_left(prompts)
-    assert again_mask is not None
-    assert torch.equal(again_mask, mask.bool())
-    assert torch.equal(again * mask, ids * mask)
 
 
 class Failing:
@@ -138,26 +120,14 @@ def test_prompts_shorter_than_the_window_are_refused(method):
     ("make", "message"),
     [
         (lambda: Truncation(0), "Truncation: budget 0 is below 1"),
-        (lambda: Truncation(1.5), "budget 1.5 is not a ratio"),
-        (
-            lambda: Truncation("many"),  # type: ignore[arg-type]
-            "budget 'many' must be a whole number of tokens",
-        ),
-        (lambda: small_specpc(3), "SpecPC: budget 3 must be above the window of 4"),
         (lambda: small_specpc(window=0), "window 0 must be a whole number of at least 1"),
-        (lambda: small_specpc(lookahead=0), "lookahead 0 must"),
-        (lambda: small_specpc(kernel=0), "kernel 0 must"),
         (lambda: small_specpc(neighbors=-1), "neighbors -1 must"),
         (lambda: small_specpc(first_layer=-1), "first_layer -1 must"),
         (lambda: small_specpc(reduction="mean"), "reduction 'mean' is unknown; choose max or sum"),
-        (lambda: small_specpc(pooling="min"), "pooling 'min' is unknown; choose max or avg"),
         (lambda: small_cascade(budget=9), "budget 9 must be above the 9 protected entries"),
         (lambda: small_cascade(prompt_budget=0.5), "prompt_budget 0.5 must be a whole number"),
-        (lambda: small_cascade(lookahead=0), "lookahead 0 must"),
         (lambda: text.Package("some-encoder"), "model 'some-encoder' must have xlm-roberta-large or"),
-        (lambda: text_methods(budget=4), "LLMLingua2: budget 4 must be above the window of 5"),
         (lambda: small_specpc(4), "SpecPC: budget 4 must be above the window of 4 tokens that are always kept"),
-        (lambda: LLMLingua2(64, tokenizer=tiny_tokenizer()), "LLMLingua2: budget 64 must be above the window of 64"),
     ],
 )
 def test_values_out_of_range_are_refused(make, message):

@@ -12,8 +12,8 @@ from keepsight.runtime.allocate import Adaptive
 from keepsight.runtime.generate import FullCache
 from keepsight.runtime.prompt_compression.specpc import select_tokens
 from tests.close import assert_close
-from tests.runtime.prompt_compression.prompts import Fixed, small_cascade, small_specpc, tiny_draft
-from tests.tiny import FAMILIES, prompt_ids, tiny_model
+from tests.runtime.prompt_compression.prompts import small_cascade, small_specpc, tiny_draft
+from tests.tiny import prompt_ids, tiny_model
 
 
 def slow_selection(scores, budget, window, kernel, neighbors, pooling):
@@ -48,7 +48,7 @@ def test_published_check_vectors(budget, expected):
     assert select_tokens(scores, budget, 4, 4, 4).tolist() == expected
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(25))
 def test_selection_equals_slow_reference(seed):
     draw = random.Random(seed)
     length, window = draw.randint(6, 60), draw.randint(1, 6)
@@ -80,9 +80,9 @@ def slow_scores(draft, ids, window, generated, first_layer, reduction):
     return best
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("reduction", ["max", "sum"])
-@pytest.mark.parametrize("lookahead", [1, 5])
+@pytest.mark.parametrize(
+    ("family", "reduction", "lookahead"), [("llama", "max", 1), ("llama", "sum", 5), ("qwen3", "max", 5)]
+)
 def test_specpc_scores_equal_dense_attention(family, reduction, lookahead):
     draft = tiny_draft(family, eos_token_id=None)
     method = small_specpc(draft=draft, lookahead=lookahead, reduction=reduction, first_layer=1)
@@ -95,36 +95,7 @@ def test_specpc_scores_equal_dense_attention(family, reduction, lookahead):
     assert method.select(tiny_model(family), ids).tolist() == slow_selection(slow.tolist(), 20, 4, 4, 4, "max")
 
 
-def test_specpc_in_bfloat16():
-    draft = Fixed(tiny_model(seed=7).bfloat16())
-    method, ids = small_specpc(draft=draft, first_layer=0), prompt_ids(50)[0][0]
-    scores, _ = method.look(draft.model, ids)
-    assert_close(scores, slow_scores(draft.model, ids, 4, ids[:0], 0, "max"), torch.bfloat16)
-    assert generate(draft.model, ids[None], method, max_new_tokens=3, do_sample=False).shape[0] == 1
-
-
-def test_a_draft_that_stops_observes_with_what_it_wrote():
-    """The end token is the last of the generated tokens, and is not read."""
-    draft, ids = tiny_draft(eos_token_id=None), prompt_ids(50)[0][0]
-    free = draft.model.generate(ids[None], max_new_tokens=6, do_sample=False)[0, 50:]
-    end = int(free[3])
-    stop = free.tolist().index(end) + 1
-    draft.model.generation_config.eos_token_id = end
-    scores, generated = small_specpc(draft=draft, lookahead=6, first_layer=0).look(tiny_model(), ids)
-    assert torch.equal(generated, free[:stop])
-    slow = slow_scores(draft.model, ids, 4, free[: stop - 1], 0, "max")
-    assert_close(scores, slow)
-
-
-def test_first_window_query_has_no_influence():
-    """A window of 2 weighs its queries 0 and 1: the scores are the attention of the last token alone."""
-    draft, ids = tiny_draft(), prompt_ids(30)[0][0]
-    scores, _ = small_specpc(draft=draft, window=2, first_layer=2).look(tiny_model(), ids)
-    alone, _ = small_specpc(draft=draft, window=1, first_layer=2).look(tiny_model(), ids)
-    assert_close(scores, alone)
-
-
-@pytest.mark.parametrize(("layers", "first"), [(3, 1), (1, 0), (12, 6), (16, 8), (24, 8)])
+@pytest.mark.parametrize(("layers", "first"), [(1, 0), (12, 6), (24, 8)])
 def test_first_layer_is_8_or_half_of_a_small_draft(layers, first):
     draft, ids = tiny_draft(num_hidden_layers=layers), prompt_ids(12)[0][0]
     scores, _ = small_specpc(draft=draft).look(tiny_model(), ids)

@@ -47,14 +47,6 @@ def test_the_closest_sentences_are_kept_in_order():
     assert kept == sorted(set(kept))
 
 
-def test_equally_close_sentences_are_taken_from_the_first_on():
-    method, ids = text_methods(budget=30, window=12)[1], text_ids(PROSE)
-    same = SentenceSimilarity(
-        30, 12, tokenizer=method.tokenizer, similarity=lambda sentences, _: torch.ones(len(sentences))
-    )
-    assert same.select(wide_model(), ids).tolist() == [*range(18), *range(len(ids) - 12, len(ids))]
-
-
 def test_kept_words_find_their_tokens():
     texts = ["The", " qui", "ck", " fox", ",", "\n", "  ", "the", " ", "end"]
     words = [
@@ -116,16 +108,6 @@ class FakeCompressor:
 def generators():
     """Where the process's random number generators stand."""
     return random.getstate(), str(np.random.get_state(legacy=False)), torch.random.get_rng_state().tolist()
-
-
-def test_llmlingua_models_that_cannot_be_had_are_named(monkeypatch):
-    def fail(**options):
-        raise OSError("no such folder\nand more lines")
-
-    monkeypatch.setitem(sys.modules, "llmlingua", SimpleNamespace(PromptCompressor=fail))
-    text._compressor.cache_clear()
-    with pytest.raises(UserError, match=r"model '.*meetingbank' cannot be loaded.*: no such folder$"):
-        text.Package()("some text", 0.5)
 
 
 def test_llmlingua_package_is_called_with_its_own_interface(monkeypatch):
