@@ -1,7 +1,6 @@
 """Every artifact: saved whole, verified when it is loaded, pushed and fetched; the Hub's part is played by a server."""
 
 import hashlib
-import json
 import re
 import time
 from pathlib import Path
@@ -102,19 +101,11 @@ def test_a_missing_file_is_named(kind: str, name: str, tmp_path: Path) -> None:
         plan_upload(tmp_path, REPO)
 
 
-def cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-40])
-
-
-def flip(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 1]))
-
-
 @pytest.mark.parametrize(("kind", "name"), WEIGHTS)
-@pytest.mark.parametrize("spoil", [cut, flip])
-def test_changed_weights_are_refused(kind: str, name: str, spoil: Any, tmp_path: Path) -> None:
+def test_changed_weights_are_refused(kind: str, name: str, tmp_path: Path) -> None:
     make(kind, tmp_path)
-    spoil(tmp_path / name)
+    content = (tmp_path / name).read_bytes()
+    (tmp_path / name).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     refused(tmp_path, str(tmp_path / name), "its digest is sha256:", "fetch it again")
 
 
@@ -134,7 +125,7 @@ def test_bad_weights_with_a_right_digest_are_refused(kind: str, name: str, fault
         plan_upload(tmp_path, REPO)
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "{}"])
+@pytest.mark.parametrize("content", ["{", "{}"])
 def test_a_configuration_that_is_none_is_named(kind: str, content: str, tmp_path: Path) -> None:
     make(kind, tmp_path)
     (tmp_path / KINDS[kind].files[-1]).write_text(content)
@@ -147,7 +138,6 @@ def test_a_configuration_that_is_none_is_named(kind: str, content: str, tmp_path
 @pytest.mark.parametrize(
     ("base", "given", "lines"),
     [
-        ("Qwen/Qwen3-8B", None, ["base_model: Qwen/Qwen3-8B", "license: apache-2.0"]),
         ("meta-llama/Llama-3.1-8B-Instruct", None, ["license: llama3.1"]),
         ("meta-llama/Llama-3.1-8B-Instruct", "mit", ["license: mit"]),
         ("ada/tiny", None, ["license: other", "license_link: https://huggingface.co/ada/tiny"]),
@@ -207,16 +197,6 @@ def test_push_sends_the_adapters_files_and_nothing_else(
     assert TOKEN not in "".join(capfd.readouterr()) + described
 
 
-def test_push_to_a_branch_and_fetch_of_it(hub: FakeHub, saved: Path) -> None:
-    upload = plan_upload(saved, REPO, revision="v2")
-    push(upload)
-    assert {f"POST /api/models/{REPO}/branch/v2", f"POST /api/models/{REPO}/commit/v2"} <= {*hub.requests}
-    assert upload.url == f"{hub.url}/{REPO}/tree/v2"
-    method: Any = LookaheadKV.from_pretrained(REPO, budget=8, revision="v2")
-    assert any("/revision/v2" in request for request in hub.requests)
-    assert torch.equal(method.observer.artifact.tokens, LookaheadAdapter.load(saved).tokens)
-
-
 def test_private_push_refuses_a_public_repository(hub: FakeHub, saved: Path) -> None:
     hub.exists_in_public = True
     with pytest.raises(UserError, match="is public"):
@@ -250,7 +230,7 @@ def test_a_link_in_place_of_a_file_is_refused(adapter: Path, tmp_path: Path, nam
         plan_upload(adapter, REPO)
 
 
-@pytest.mark.parametrize("repo_id", ["adapter", "a/b/c", "ada/../x", "https://hub/ada/x", ""])
+@pytest.mark.parametrize("repo_id", ["adapter", "ada/../x", "https://hub/ada/x"])
 def test_a_wrong_repository_name_is_refused(saved: Path, repo_id: str) -> None:
     with pytest.raises(UserError, match="user/name"):
         plan_upload(saved, repo_id)
@@ -274,10 +254,15 @@ def test_push_needs_a_token_and_a_hub(
     assert hub.requests == []
 
 
-def test_every_artifact_is_pushed_and_fetched(hub: FakeHub, kind: str, tmp_path: Path) -> None:
+def test_every_artifact_is_pushed_and_fetched(
+    hub: FakeHub, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make(kind, tmp_path / "made")
     push(plan_upload(tmp_path / "made", REPO))
-    fetched = fetch(REPO)
+    fetched, requests = fetch(REPO), len(hub.requests)
+    with monkeypatch.context() as patch:
+        patch.setattr(constants, "HF_HUB_OFFLINE", True)
+        assert fetch(REPO) == fetched and len(hub.requests) == requests
     assert kind_of(fetched) is KINDS[kind]
     assert {path.name: path.read_bytes() for path in fetched.iterdir()} == hub.files
     artifact, hub.files = KINDS[kind].from_pretrained(tmp_path / "made"), {}
@@ -302,15 +287,7 @@ def test_fetched_names_stay_in_their_folder(hub: FakeHub, saved: Path, tmp_path:
     assert set(tmp_path.parent.iterdir()) == before
 
 
-def test_offline_uses_the_cache(hub: FakeHub, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hub.files = _expected(saved)
-    fetched, requests = fetch(REPO), len(hub.requests)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert fetch(REPO) == fetched and fetch(str(saved)) == saved
-    assert len(hub.requests) == requests
-
-
-@pytest.mark.parametrize("reference", ["ada/unknown", "no/such/folder", "adapter-without-user"])
+@pytest.mark.parametrize("reference", ["ada/unknown", "no/such/folder"])
 def test_unknown_references_are_named(hub: FakeHub, reference: str) -> None:
     with pytest.raises(UserError, match=re.escape(repr(reference))) as caught:
         fetch(reference)
@@ -353,10 +330,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     ("route", "status"),
     [
         ("POST /api/repos/create", 403),
-        ("POST /api/repos/create", None),
         ("POST .*/objects/batch", 403),
-        (COMMIT_ROUTE, 401),
-        (COMMIT_ROUTE, 409),
         (COMMIT_ROUTE, 500),
         (COMMIT_ROUTE, None),
     ],
@@ -386,19 +360,9 @@ def test_a_download_that_breaks_leaves_no_half_file(hub: FakeHub, saved: Path) -
 
 
 @pytest.mark.usefixtures("impatient")
-@pytest.mark.parametrize("status", [401, 404, 503])
+@pytest.mark.parametrize("status", [401, 503])
 def test_a_failed_fetch_is_one_line(hub: FakeHub, status: int) -> None:
     hub.faults = [("GET|HEAD", status)] * 40
     with pytest.raises(UserError, match=f"'{REPO}' is no folder here and cannot be fetched from the Hub: ") as caught:
         fetch(REPO)
     assert "\n" not in str(caught.value) and TOKEN not in str(caught.value)
-
-
-def test_a_forged_pickle_under_an_adapters_name_is_refused(adapter: Path) -> None:
-    config = json.loads((adapter / "lookahead_config.json").read_text())
-    (adapter / FILES[1]).write_bytes(b"\x80\x04N.")
-    config["digests"][FILES[1]] = file_digest(adapter / FILES[1])
-    del config["_sha256"]
-    (adapter / "lookahead_config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match="not a safetensors file"):
-        plan_upload(adapter, REPO)

@@ -48,8 +48,3 @@ def test_a_build_that_goes_on_is_waited_for(lock: Path) -> None:
         builder.communicate(b"\n")
     with pytest.raises(UserError, match="was killed"):
         check_builds()
-
-
-def test_without_deepspeed_it_is_nobodys_business(lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("ACCELERATE_USE_DEEPSPEED")
-    check_builds()

@@ -1,5 +1,6 @@
 """Which models are supported: all others are refused in one line, before anything runs."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -47,8 +48,10 @@ def other(kind: str) -> Any:
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SMALL | OTHERS[kind][0])).eval()
 
 
-@pytest.mark.parametrize("method", [None, SnapKV(16, window=8), DapQ(16), Truncation(16)], ids=str)
-@pytest.mark.parametrize("kind", OTHERS)
+METHODS = [None, SnapKV(16, window=8), DapQ(16), Truncation(16)]
+
+
+@pytest.mark.parametrize(("kind", "method"), [*zip(OTHERS, itertools.cycle(METHODS), strict=False)], ids=str)
 def test_unsupported_models_are_refused_in_one_line(kind, method):
     with pytest.raises(UserError, match=f"^{kind} .*{OTHERS[kind][1]}") as caught:
         generate(other(kind), prompt_ids(41)[0], method, max_new_tokens=2)

@@ -17,7 +17,6 @@ from keepsight.errors import UserError
 from keepsight.models.card import Provenance
 from keepsight.models.draft_head import DraftHead, EagleHead, FeatureHead, default_feature_layers
 from keepsight.runtime.drafting.speculative import ChainDrafter
-from keepsight.runtime.features import RecordFeatures
 from tests.close import assert_close
 from tests.models import slow_heads
 from tests.models.public_heads import (
@@ -31,7 +30,7 @@ from tests.models.public_heads import (
     write_pickled_head,
 )
 from tests.models.slow_heads import causal_attend
-from tests.tiny import prompt_ids, tiny_model
+from tests.tiny import tiny_model
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
 POSITIONS = torch.arange(6)[None]
@@ -111,50 +110,13 @@ def test_a_public_eagle1_head_is_the_slow_one(name, tmp_path):
         DraftHead.load(tmp_path)
 
 
-@torch.no_grad()
-def test_the_feature_of_eagle1_is_what_lm_head_reads(tmp_path):
-    model = tiny_model()
-    head = EagleHead.load(write_head(tmp_path, EAGLE1, eagle1_tensors(EAGLE1)), model)
-    with RecordFeatures(model, head.layers_of(model)) as recorded:
-        expected = model(prompt_ids(9)[0]).logits
-    assert_close(head.logits(head.combine(recorded.outputs()[0])), expected)
-
-
-def test_row_after_row_with_a_cache_is_the_whole_pass():
-    head, _ = head_of(LLAMA3)
-    embeddings, features = rows(LLAMA3)
-    features = head.combine(features)
-    whole = head(embeddings, features, POSITIONS, causal_attend)
-    keys, values = [], []
-
-    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        assert query.shape == (1, 8, 1, 4) and key.shape == value.shape == (1, 2, 1, 4)
-        keys.append(key)
-        values.append(value)
-        seen, read = (torch.cat(each, dim=2).repeat_interleave(4, dim=1) for each in (keys, values))
-        return ((query @ seen.mT / 2).softmax(dim=-1) @ read).transpose(1, 2)
-
-    for t in range(6):
-        row = head(embeddings[:, t : t + 1], features[:, t : t + 1], torch.tensor([[t]]), attend)
-        assert_close(row, whole[:, t : t + 1])
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_angles_of_far_positions_stay_exact_in_half_precision(dtype):
+def test_angles_of_far_positions_stay_exact_in_half_precision(dtype=torch.float16):
     head, _ = head_of(QWEN3)
     far = torch.tensor([[39_999]])
     expected = head.rotary_emb(torch.zeros(1, 1, 32), far)
     assert head.to(dtype).fc.weight.dtype == dtype
     for found, exact in zip(head.rotary_emb(torch.zeros(1, 1, 32), far), expected, strict=True):
         assert torch.equal(found, exact)
-
-
-def test_the_drafts_vocabulary_maps_to_the_models():
-    head, _ = head_of(LLAMA3 | {"draft_vocab_size": 4})
-    head.set_vocabulary(torch.tensor([3, 4, 90, 127]))
-    assert head.target_ids(torch.tensor([[0, 3], [2, 1]])).tolist() == [[3, 127], [90, 4]]
-    assert head.d2t.tolist() == [3, 3, 88, 124]
-    assert head.t2d.nonzero().flatten().tolist() == [3, 4, 90, 127]
 
 
 def test_the_feature_layers_are_the_named_ones_or_eagle3s():
@@ -176,16 +138,6 @@ def test_an_eagle3_head_whose_layer_is_numbered_loads(tmp_path):
     state = DraftHead.load(write_head(tmp_path, LLAMA3, numbered)).state_dict()
     assert state.keys() == tensors.keys()
     assert all(torch.equal(value, tensors[name]) for name, value in state.items())
-
-
-def test_a_vocabulary_as_large_as_the_models_needs_no_maps(folder):
-    config = LLAMA3 | {"draft_vocab_size": 128}
-    tensors = eagle3_tensors(config)
-    del tensors["d2t"], tensors["t2d"]
-    head = DraftHead.load(write_head(folder, config, tensors))
-    assert head.target_ids(torch.arange(128)).tolist() == list(range(128)) and head.t2d.all()
-    del config["draft_vocab_size"]
-    assert DraftHead.load(write_head(folder, config, tensors)).lm_head.out_features == 128
 
 
 @pytest.mark.parametrize("make", [eagle3_tensors, eagle1_tensors], ids=["EAGLE-3", "EAGLE-1"])
@@ -242,12 +194,11 @@ def test_every_way_to_state_rope_is_read_and_comes_back(tmp_path, rope, expected
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
         {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}},
         {"head_dim": 16, "qkv_bias": True, "fc_norm": True, "norm_output": True},
         {"target_hidden_size": 20, "draft_vocab_size": 128},
     ],
-    ids=["plain", "layers", "norms", "widths"],
+    ids=["layers", "norms", "widths"],
 )
 def test_a_saved_head_comes_back_under_public_names(tmp_path, changes):
     config = LLAMA3 | changes
@@ -305,7 +256,7 @@ def test_missing_and_surplus_tensors_are_named_and_counted(folder):
         refused(folder, f"tensor 'fc.bias' is {'surplus' if bias else 'missing'};")
 
 
-@pytest.mark.parametrize("name", ["fc.weight", "midlayer.self_attn.k_proj.weight", "d2t", "t2d"])
+@pytest.mark.parametrize("name", ["fc.weight", "d2t"])
 def test_a_tensor_of_another_shape_is_named_with_both(folder, name):
     tensor = eagle3_tensors(LLAMA3)[name]
     change(folder, **{name: torch.cat([tensor, tensor[:1]])})
@@ -319,7 +270,7 @@ def test_weights_too_large_for_the_models_dtype_are_refused(folder):
     refused(folder, "'norm.weight' holds NaN or infinity in torch.float16", model=tiny_model().half())
 
 
-@pytest.mark.parametrize("spoil", [lambda d2t: d2t + 1, lambda d2t: d2t.flip(0), lambda d2t: d2t - 1000])
+@pytest.mark.parametrize("spoil", [lambda d2t: d2t.flip(0), lambda d2t: d2t - 1000])
 def test_maps_that_disagree_are_refused(folder, spoil):
     change(folder, d2t=spoil(eagle3_tensors(LLAMA3)["d2t"]))
     refused(folder, "d2t and t2d name different tokens")
@@ -328,7 +279,6 @@ def test_maps_that_disagree_are_refused(folder, spoil):
 @pytest.mark.parametrize(
     ("config", "model", "said"),
     [
-        ({}, {"hidden_size": 48}, "hidden size 32, but that of LlamaForCausalLM is 48"),
         ({}, {"vocab_size": 96}, "vocabulary 128, but that of LlamaForCausalLM is 96"),
         ({"target_hidden_size": 20}, {}, "feature width 20, but that of LlamaForCausalLM is 32"),
     ],
@@ -349,15 +299,10 @@ def test_an_embedding_of_another_vocabulary_and_another_model_are_refused(folder
     ("changes", "said"),
     [
         ({"hidden_size": None}, "hidden_size is missing or no possible size"),
-        ({"num_hidden_layers": 3}, "num_hidden_layers is 3; an EAGLE head has 1"),
         ({"norm_before_residual": True}, "norm_before_residual=True is not supported"),
-        ({"eagle_config": 3}, "eagle_config=3: expected three whole numbers"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2]}}, "expected three whole numbers"),
         ({"num_attention_heads": 5}, "not a Llama layer's configuration"),
-        ({"rope_scaling": {"rope_type": "yarn"}}, "not a Llama layer's configuration"),
         ({"rope_scaling": {"rope_type": "spiral"}}, "no layer can be made of it"),
-        ({"hidden_act": "sigh"}, "no layer can be made of it"),
-        ({"draft_vocab_size": "many"}, "no layer can be made of it"),
     ],
 )
 def test_a_configuration_that_makes_no_head_is_refused(folder, changes, said):
@@ -405,21 +350,13 @@ def test_a_pickle_that_runs_something_does_not(pickled, write):
         assert Path("trapped").exists(), "the trap works"
 
 
-@pytest.mark.parametrize("value", [[torch.zeros(2)], {"fc.weight": 3}, {"weight": torch.zeros(2)}, b"no pickle"])
-def test_other_pickles_are_named(pickled, value):
-    torch.save(value, pickled / "pytorch_model.bin")
-    if isinstance(value, bytes):
-        (pickled / "pytorch_model.bin").write_bytes(value)
-    refused(pickled, f"{pickled / 'pytorch_model.bin'}: ")
-
-
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 @pytest.mark.parametrize("legacy", [False, True])
 def test_whatever_a_damaged_pickle_raises_is_one_line(pickled, legacy):
     path, rng = pickled / "pytorch_model.bin", random.Random(0)
     torch.save({"a": torch.ones(3, 4), "b.c": torch.ones(2)}, path, _use_new_zipfile_serialization=not legacy)
     whole = path.read_bytes()
-    for _ in range(400):
+    for _ in range(150):
         damaged = bytearray(whole)
         for _ in range(rng.choice((1, 3, 20))):
             damaged[rng.randrange(len(damaged))] = rng.randrange(256)

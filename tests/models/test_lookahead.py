@@ -15,17 +15,14 @@ from keepsight.files import file_digest, read_json, write_json
 from keepsight.models.lookahead import ADAPTER, CONFIG, NO_TOKEN, PEFT_CONFIG, TOKENS, Lookahead, LookaheadAdapter
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.models.lora import PREFIX
-from keepsight.runtime.methods import LookaheadKV
-from keepsight.runtime.state import entries, prefill
+from keepsight.runtime.state import prefill
 from keepsight.train.lookahead.objective import LookaheadObjective
 from tests.close import assert_close
-from tests.families import family_model
 from tests.models.modules import SHAPE, importance, importance_of, lora_parameters, random_module, save
 from tests.tiny import FAMILIES, prompt_ids, tiny_model
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_an_adapter_that_is_off_leaves_logits_alone_bit_for_bit(family):
+def test_an_adapter_that_is_off_leaves_logits_alone_bit_for_bit(family="llama"):
     ids, mask = prompt_ids(30, 17)
     with torch.no_grad():
         expected = tiny_model(family)(ids, attention_mask=mask).logits
@@ -37,26 +34,6 @@ def test_an_adapter_that_is_off_leaves_logits_alone_bit_for_bit(family):
     assert torch.equal(off, expected)
     assert torch.equal(off_again, expected)
     assert not torch.allclose(on, expected, atol=1e-2)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_observing_leaves_prompt_and_model_alone_bit_for_bit(family, tmp_path):
-    ids, mask = prompt_ids(30, 17)
-    method = LookaheadKV.from_pretrained(save(random_module(family), tmp_path / "adapter"), 8)
-    model = tiny_model(family)
-    with torch.no_grad():
-        expected = model(ids, attention_mask=mask).logits
-        prefilled = prefill(model, ids, mask)
-        before = [tensor.clone() for each in entries(prefilled.cache) for tensor in each[:2]]
-        kept = method.compress(model, prefilled)
-        after = model(ids, attention_mask=mask).logits
-    assert kept.length == 8
-    assert torch.equal(after, expected)
-    assert all(
-        torch.equal(*pair)
-        for pair in zip(before, [t for each in entries(prefilled.cache) for t in each[:2]], strict=True)
-    )
-    assert prefilled.length == 30
 
 
 def test_only_tokens_and_lora_are_trainable_and_in_float32():
@@ -72,8 +49,7 @@ def test_only_tokens_and_lora_are_trainable_and_in_float32():
     assert module.observers(3).shape == (3, 5, 32)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize(("family", "rank"), [*zip(FAMILIES, [0, 2], strict=True)])
 def test_a_saved_adapter_predicts_the_same_when_loaded(family, rank, tmp_path):
     module = random_module(family, LookaheadSettings(tokens=5, rank=rank, alpha=8, group="max", kernel=3))
     artifact = LookaheadAdapter.load(save(module, tmp_path / "adapter"))
@@ -86,8 +62,7 @@ def test_a_saved_adapter_predicts_the_same_when_loaded(family, rank, tmp_path):
         assert tokens is again and not tokens.requires_grad
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_plain_peft_loads_it_and_leaves_the_base_model_as_it_is(family, tmp_path):
+def test_plain_peft_loads_it_and_leaves_the_base_model_as_it_is(tmp_path, family="llama"):
     """Also where the user has added tokens, whose first id was once the invocation token."""
     module = random_module(family)
     folder = save(module, tmp_path / "adapter")
@@ -122,8 +97,7 @@ def test_an_invocation_token_that_the_model_has_is_named(tmp_path, caplog):
     assert "plain PEFT would apply this LoRA where token 128 occurs" in said
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_plain_peft_with_the_lora_forced_on_applies_the_same_lora(family, tmp_path):
+def test_plain_peft_with_the_lora_forced_on_applies_the_same_lora(tmp_path, family="qwen3"):
     """The saved LoRA is an activated one of PEFT: told how many rows it is for, it does what our second pass does."""
     module = random_module(family)
     embeddings = torch.randn(1, 5, 32, generator=torch.Generator().manual_seed(1))
@@ -154,14 +128,6 @@ def test_two_adapters_on_one_model_are_told_apart(change, tmp_path):
         assert_close(importance_of(artifacts[number], model, prefilled), expected)
 
 
-@pytest.mark.parametrize("family", ["Llama 3", "Gemma 3 (text)"])
-def test_soft_tokens_start_at_the_scale_of_the_embeddings(family):
-    model = family_model(family)
-    module = Lookahead(model, LookaheadSettings(tokens=64, rank=2))
-    embedded = model.get_input_embeddings()(torch.arange(128))
-    assert module.tokens.std().item() == pytest.approx(embedded.std().item(), rel=0.1)
-
-
 # What is refused; `test_artifacts.py` has what all artifacts refuse
 
 
@@ -179,24 +145,14 @@ def reseal(folder: Path, **changes: object) -> None:
     "changed",
     [
         {"tokens": 10**13},
-        {"rank": 10**9},
-        {"tokens": -1},
         {"alpha": 0.0},
-        {"floor": 2.0},
-        {"sharing": "head"},
         {"sharing": "model"},
-        {"value_norm": "no"},
         {"tokens": 1000},
     ],
 )
 def test_settings_out_of_bounds_allocate_nothing(adapter, changed):
     reseal(adapter, settings=read_json(adapter / CONFIG)["settings"] | changed)
     one_line(lambda: LookaheadAdapter.load(adapter), str(adapter), *changed)
-
-
-@pytest.mark.parametrize("targets", [[], [""], ["all", "q_proj"], ["qv", "none"]])
-def test_targets_that_say_nothing_or_two_things_are_refused(targets):
-    one_line(LookaheadSettings(targets=targets).check, "lookahead.targets=")
 
 
 def test_files_of_another_kind_are_named(adapter):

@@ -4,7 +4,7 @@ import pytest
 from safetensors.torch import load_file
 
 from keepsight.errors import UserError
-from keepsight.models.lookahead import Lookahead, LookaheadAdapter
+from keepsight.models.lookahead import LookaheadAdapter
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.models.lora import chosen_targets, lora_targets
 from keepsight.runtime.state import prefill
@@ -68,12 +68,6 @@ def test_queries_and_values_alone(family):
     assert _of_layer(names, 3) == _named(last)
 
 
-def test_every_family_has_queries_and_values_by_name():
-    for family in sorted({*FAMILIES} - {"Mistral with a window"}):
-        chosen = chosen_targets(family_model(family), ["qv"])
-        assert 0 < len(chosen) < len(lora_targets(family_model(family))), family
-
-
 def test_targets_are_chosen_by_name():
     model = family_model("Llama 3")
     every = lora_targets(model)
@@ -94,7 +88,7 @@ def test_targets_that_say_nothing_or_two_things_are_refused(targets):
         LookaheadSettings(targets=targets).check()
 
 
-@pytest.mark.parametrize(("targets", "tensors"), [(["qv"], 2 * (4 * 2 - 1)), (["none"], 0), (["down_proj"], 2 * 3)])
+@pytest.mark.parametrize(("targets", "tensors"), [(["qv"], 2 * (4 * 2 - 1)), (["none"], 0)])
 def test_an_adapter_remembers_its_targets(targets, tensors, tmp_path):
     module = random_on(family_model("Llama 3"), LookaheadSettings(tokens=4, rank=2, targets=targets))
     assert len(load_file(save(module, tmp_path) / "adapter_model.safetensors")) == tensors
@@ -115,15 +109,3 @@ def test_every_trained_parameter_gets_a_gradient(family):
     trained = {name: each for name, each in objective.named_parameters() if each.requires_grad}
     assert len(trained) == 1 + 2 * len(lora_targets(objective.lookahead.model))
     assert [name for name, each in trained.items() if each.grad is None or not each.grad.any()] == []
-
-
-@pytest.mark.parametrize("family", ["Gemma 3 (multimodal class, text)", "Phi-3, Phi-4", "DeepSeek-V3", "Qwen3-Next"])
-def test_an_adapter_lists_its_modules_and_fits_the_model_it_was_saved_for(family, tmp_path):
-    module = random_on(family_model(family))
-    artifact = LookaheadAdapter.load(save(module, tmp_path))
-    assert isinstance(module, Lookahead) and module.lora is not None
-    assert {name.split(".lora_")[0].removeprefix("base_model.model.") for name in artifact.lora} == set(
-        module.lora.names
-    )
-    with artifact.attached(fresh_model(family)) as tokens:
-        assert tokens.shape == module.tokens.shape

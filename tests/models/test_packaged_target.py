@@ -18,6 +18,7 @@ from keepsight.models.chat import chat_text
 from keepsight.models.model_files import packaged_file
 from keepsight.models.targets import Target, load_target
 
+pytestmark = pytest.mark.slow  # half a minute
 RECIPE = yaml.safe_load((Path(recipes.__file__).parent / "recipe" / "smollm2-135m.yaml").read_text("utf-8"))
 OPTIONS: dict[str, Any] = {key: RECIPE["model"][key] for key in ("packaged", "packaged_digest")}
 

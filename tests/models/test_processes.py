@@ -33,9 +33,3 @@ def test_each_process_does_its_share_and_all_get_everything_in_order(
     assert [len(own) for own in done] == shares
     assert {part for own in done for part in own} == {1, 2, 3, 4, 5}
     assert results == [[10, 20, 30, 40, 50]] * count
-
-
-def test_one_process_does_everything_once() -> None:
-    seen: list[int] = []
-    assert distributed.divided(lambda part: seen.append(part) or -part, iter([3, 1, 2])) == [-3, -1, -2]  # type: ignore[func-returns-value]
-    assert seen == [3, 1, 2]

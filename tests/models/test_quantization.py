@@ -74,17 +74,6 @@ def test_a_target_is_divided_over_the_gpus_that_its_process_may_use(monkeypatch:
     assert placed == {"device_map": "auto", "max_memory": {0: 5, 1: 6, "cpu": 7}}
 
 
-def test_the_gpus_that_a_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    assert targets._devices("auto") == ["cuda:0", "cuda:1", "cuda:2"]
-    assert targets._devices("cpu") == ["cpu"]
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    assert targets._devices("auto") == ["cuda:1"]
-
-
 def test_what_cannot_be_done_is_said_in_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r"model\.quantize=int3 is unknown; choose one of nf4, int8, or null"):
         load_target(str(folder), quantize="int3")

@@ -8,11 +8,9 @@ from torch.nn import functional
 
 from keepsight.errors import UserError
 from keepsight.models.decoder import cached_kv_heads
-from keepsight.models.draft_head import FeatureHead
-from keepsight.models.retrieval_head import RetrievalHead, of_the_token_before, parameters, pruning
+from keepsight.models.retrieval_head import RetrievalHead, of_the_token_before
 from tests.close import assert_close
 from tests.models.retrieval_heads import (
-    LAYERS,
     grouped_retrieval_head,
     target_for,
     tiny_deepseek,
@@ -56,8 +54,7 @@ def slow(draft, features_used, embedding, features, position, kind):
     return torch.stack([rotated(head, position, frequencies()) for head in (weight @ inputs).view(-1, 8)])
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize(("variant", "kv_heads"), [(VARIANTS[0], 2), (VARIANTS[1], 1)])
 @torch.no_grad()
 def test_queries_and_keys_are_those_of_the_formulas(variant, kv_heads):
     draft = tiny_draft_head(kv_heads=kv_heads)
@@ -91,44 +88,6 @@ def test_a_pruned_head_has_the_draft_heads_own_queries_and_keys(shape):
         assert torch.equal(own, its)
 
 
-@torch.no_grad()
-def test_without_features_the_half_of_the_embedding_is_kept():
-    draft = tiny_draft_head()
-    draft.midlayer.self_attn.q_proj.weight[:, 32:] = 0
-    draft.midlayer.self_attn.k_proj.weight[:, 32:] = 0
-    embeddings, features, positions = torch.randn(1, 6, 32), torch.randn(1, 6, 96), torch.arange(6)[None]
-    alone = RetrievalHead.from_draft(draft, "none").project(embeddings, None, positions)
-    both = RetrievalHead.from_draft(draft, "previous-step").project(embeddings, features, positions)
-    for own, its in zip(alone, both, strict=True):
-        assert_close(own, its)
-
-
-def test_pruning_copies_and_counts():
-    draft = tiny_draft_head()
-    head = RetrievalHead.from_draft(draft, "previous-step")
-    kept, whole = 64 * 32 + 64 * 16 + 96 * 32 + 32 + 32, sum(value.numel() for value in draft.parameters())
-    assert parameters(head) == kept
-    shares = f"{1 - kept / whole:.1%} are gone, {1 - kept / (whole + 128 * 32):.1%} counted with the embedding"
-    assert f"{kept:,} of the draft head's {whole:,} parameters stay: {shares}" in pruning(head, draft)
-    assert parameters(RetrievalHead.from_draft(draft, "none")) == 32 * 32 + 32 * 16 + 32
-    with torch.no_grad():
-        head.q_proj.weight.zero_()
-    assert draft.midlayer.self_attn.q_proj.weight.any()
-
-
-def test_only_layers_of_eagle_3_are_pruned():
-    config = tiny_draft_head().config
-    with pytest.raises(UserError, match="only EAGLE-3 draft heads can be pruned"):
-        RetrievalHead.from_draft(FeatureHead(config), "none")
-    with pytest.raises(UserError, match="features='all' is unknown; choose one of previous-step, none"):
-        tiny_retrieval_head("all")
-
-
-def test_features_that_are_needed_must_be_given():
-    with pytest.raises(ValueError, match="needs the features of the token before"):
-        tiny_retrieval_head().project(torch.zeros(1, 1, 32), None, torch.zeros(1, 1).long())
-
-
 def test_features_move_on_by_one_token_and_padding_gives_none():
     features = torch.randn(2, 4, 3)
     mask = torch.tensor([[True] * 4, [False, False, True, True]])
@@ -152,7 +111,7 @@ def yarn_frequencies(theta, width, factor, trained, fast=32, slow_beta=1):
     return result
 
 
-@pytest.mark.parametrize("context", [65, 256, 2000])
+@pytest.mark.parametrize("context", [65, 2000])
 @torch.no_grad()
 def test_yarn_beyond_the_trained_length(context):
     head = tiny_retrieval_head("none")
@@ -192,22 +151,13 @@ def test_frequencies_stay_exact_in_half_precision():
     assert head.rotary_emb.inv_freq.tolist() == pytest.approx(frequencies())
 
 
-def test_feature_layers_are_the_draft_heads():
-    assert tiny_retrieval_head().layers_of(tiny_model()) == LAYERS
-    assert tiny_retrieval_head("none").layers_of(tiny_model()) == ()
-    unnamed = tiny_retrieval_head(eagle_config=None)
-    assert unnamed.layers_of(tiny_model(num_hidden_layers=8)) == (1, 3, 4)
-    with pytest.raises(UserError, match="too shallow"):
-        unnamed.layers_of(tiny_model())
-
-
-@pytest.mark.parametrize("kv_heads", [4, 2, 1])
-def test_a_head_fits_a_target_with_as_many_kv_heads(kv_heads):
-    head = tiny_retrieval_head(kv_heads=kv_heads)
-    head.check_model(target_for(kv_heads))
-    other = 1 if kv_heads == 4 else 4
-    with pytest.raises(UserError, match=f"for another model .*: KV heads {kv_heads} against {other}; choose its own"):
-        head.check_model(target_for(other))
+def test_a_head_fits_a_target_with_as_many_kv_heads():
+    head = tiny_retrieval_head(kv_heads=2)
+    head.check_model(target_for(2))
+    with pytest.raises(UserError, match=r"for another model .*: KV heads 2 against 1; choose its own"):
+        head.check_model(target_for(1))
+    with pytest.raises(UserError, match=r"hidden size 32 against 16, .*, vocabulary 128 against 99"):
+        head.check_model(tiny_model(hidden_size=16, vocab_size=99))
 
 
 def test_latent_attention_caches_keys_of_every_head():
@@ -216,13 +166,6 @@ def test_latent_attention_caches_keys_of_every_head():
     tiny_retrieval_head(kv_heads=4).check_model(deepseek)
     with pytest.raises(UserError, match="KV heads 2 against 4"):
         tiny_retrieval_head(kv_heads=2).check_model(deepseek)
-
-
-def test_all_that_differs_is_named():
-    with pytest.raises(
-        UserError, match="hidden size 32 against 16, feature width 32 against 16, vocabulary 128 against 99"
-    ):
-        tiny_retrieval_head().check_model(tiny_model(hidden_size=16, vocab_size=99))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -268,24 +211,7 @@ def test_groups_are_split_into_groups_that_select_for_the_same_layers(shape):
             assert split.config.group_of(place, layers) // 2 == head.config.group_of(place, layers)
 
 
-@torch.no_grad()
-def test_a_longer_context_keeps_the_groups():
-    head = grouped_retrieval_head(2)
-    longer = head.reaching(200)
-    assert (longer.config.groups, longer.config.max_position_embeddings) == (2, 256)
-    assert longer.q_proj.weight.data_ptr() == head.q_proj.weight.data_ptr()
-
-
 def test_more_groups_than_layers_do_not_fit():
     grouped_retrieval_head(3).check_model(tiny_model())
     with pytest.raises(UserError, match="4 groups of layers, and the model 3 layers with full attention"):
         grouped_retrieval_head(4).check_model(tiny_model())
-
-
-@pytest.mark.parametrize(("groups", "layers"), [(1, 4), (2, 5), (4, 30), (3, 3)])
-def test_groups_are_runs_of_neighbouring_layers_of_nearly_equal_size(groups, layers):
-    config = grouped_retrieval_head(groups).config
-    of = [config.group_of(place, layers) for place in range(layers)]
-    assert of == sorted(of)
-    sizes = [of.count(group) for group in range(groups)]
-    assert min(sizes) >= layers // groups and max(sizes) - min(sizes) <= 1

@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from keepsight.errors import UserError
-from keepsight.runtime.allocate import Adaptive, Global, Pyramid, Uniform, adjust_to_sum, blended, pyramid_schedule
+from keepsight.runtime.allocate import Adaptive, Global, Pyramid, Uniform, blended, pyramid_schedule
 from keepsight.runtime.importance import top_mask
 from tests.runtime.dividing import divide
 
@@ -232,26 +232,6 @@ def test_ties_go_to_the_first_head():
     assert divide(Adaptive(floor=0.25, blend=False), equal, 4)[0].tolist() == [[9, 2, 1]]
     both = torch.stack(divide(Global(floor=0.25), equal * 2, 4))
     assert both[:, 0].tolist() == [[9, 9, 3], [1, 1, 1]]
-
-
-@given(
-    wanted=st.lists(st.floats(0, 20), min_size=1, max_size=6),
-    spare=st.lists(st.integers(0, 9), min_size=6, max_size=6),
-    share=st.floats(0, 1),
-)
-def test_settling_changes_the_furthest_one_by_one(wanted, spare, share):
-    counts = [round(each) for each in wanted]
-    most = [max(0, count + extra - 3) for count, extra in zip(counts, spare, strict=False)]
-    total = round(share * sum(most))
-    settled = adjust_to_sum(np.array(counts), np.array(wanted), total, np.array(most))
-    assert int(settled.sum()) == total
-    expected = [min(pair) for pair in zip(counts, most, strict=True)]
-    while sum(expected) != total:
-        step = 1 if sum(expected) < total else -1
-        free = [i for i, count in enumerate(expected) if (count < most[i] if step > 0 else count > 0)]
-        furthest = max(free, key=lambda i: (round((wanted[i] - expected[i]) * step, 6), -i))
-        expected[furthest] += step
-    assert settled.tolist() == expected
 
 
 @pytest.mark.parametrize(

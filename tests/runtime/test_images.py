@@ -14,7 +14,6 @@ from keepsight.runtime import importance
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.generate import Conversation, FullCache, generate
 from keepsight.runtime.images import Images
-from keepsight.runtime.importance import NO_POOL
 from keepsight.runtime.methods import H2O, METHODS, SnapKV, StreamingLLM
 from keepsight.runtime.saved import load_state, save_state
 from keepsight.runtime.state import State, prefill, read
@@ -139,26 +138,6 @@ def test_an_image_read_earlier_observes_as_it_did(tmp_path: Path) -> None:
         state, _ = read(model, state, token)
     weights, _ = slow_pass(model, **longer(inputs, ANSWER))
     assert_observed(model, method, state, [each[0, :, -window:].mean(dim=1) for each in weights])
-
-
-@both
-@pytest.mark.parametrize("method", [SnapKV(17, window=12, pool=NO_POOL), H2O(BUDGET, window=4)], ids=["snapkv", "h2o"])
-def test_layers_evicted_from_while_they_are_read_keep_what_the_models_own_attention_says(
-    family: str, method: Evict
-) -> None:
-    model, inputs, free = family_model(family), prompt(family, seed=24), LENGTH - method.window
-    kept = []
-    for weights in slow_pass(model, **inputs)[0]:
-        observing = weights[0, :, 0 if isinstance(method, H2O) else free :]
-        scores = observing.sum(dim=1).unflatten(0, (2, -1)).mean(dim=1)
-        best = scores[:, :free].topk(method.budget_for(LENGTH) - method.window).indices
-        stays = (torch.arange(LENGTH) >= free).repeat(2, 1).scatter(1, best, True)
-        kept.append(stays[None])
-    _, expected = slow_pass(model, hiding(kept), **longer(inputs, ANSWER))
-    state = method.start(model, inputs["input_ids"], images=Images.among(inputs))
-    for place in range(ANSWER.shape[1]):
-        state, logits = read(model, state, ANSWER[:, place : place + 1])
-        assert_close(logits[:, 0], expected[:, LENGTH + place])
 
 
 @both

@@ -1,95 +1,21 @@
 """Importance and selection against written-out definitions."""
 
-import math
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.nn.attention.flex_attention import create_block_mask
 
-from keepsight.runtime import importance as importance_module
-from keepsight.runtime.attention import Softmax, later
+from keepsight.runtime.attention import Softmax
 from keepsight.runtime.importance import (
-    observed_attention,
     pool,
     reduce_group,
-    seen_ahead,
-    select_top,
     top_entries,
     top_mask,
 )
 from keepsight.runtime.layer import LayerEntries
 from keepsight.runtime.observe import ObservedLayer
 from tests.close import assert_close
-
-
-def _reference(query, key, scaling, length, key_mask=None, query_mask=None, reduction="mean"):
-    """One entry at a time, as the definition reads."""
-    batch, heads, rows, _ = query.shape
-    keys, group = key.shape[2], heads // key.shape[1]
-    result = torch.zeros(batch, heads, length)
-    for b in range(batch):
-        real_rows = [i for i in range(rows) if query_mask is None or query_mask[b, i]]
-        for h in range(heads):
-            weights = torch.zeros(len(real_rows), length)
-            for row, i in enumerate(real_rows):
-                mask = None if key_mask is None else key_mask[b]
-                if mask is not None and mask.dim() == 2:
-                    mask = mask[h // group]
-                seen = [j for j in range(keys - rows + i + 1) if mask is None or mask[j]]
-                logits = torch.stack([query[b, h, i] @ key[b, h // group, j] * scaling for j in seen])
-                for j, weight in zip(seen, logits.softmax(0), strict=True):
-                    if j < length:
-                        weights[row, j] = weight
-            over = {"mean": weights.mean(0), "sum": weights.sum(0), "max": weights.amax(0)}
-            result[b, h] = over[reduction]
-    return result
-
-
-@pytest.mark.parametrize("reduction", ["mean", "max", "sum"])
-def test_observed_attention_equals_its_definition(reduction):
-    torch.manual_seed(0)
-    query, key = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 10, 8)
-    key_mask = torch.ones(2, 10, dtype=torch.bool)
-    key_mask[1, :4] = False
-    query_mask = torch.tensor([[True, True, True], [True, True, False]])
-    masks = {"key_mask": key_mask, "query_mask": query_mask, "reduction": reduction}
-    assert_close(observed_attention(query, key, Softmax(0.3), 7, **masks), _reference(query, key, 0.3, 7, **masks))
-    query, key = torch.randn(1, 2, 150, 4), torch.randn(1, 2, 160, 4)  # more rows than are computed at once
-    got = observed_attention(query, key, Softmax(0.5), 10, reduction=reduction)
-    assert_close(got, _reference(query, key, 0.5, 10, reduction=reduction))
-
-
-def test_padding_may_differ_by_head():
-    torch.manual_seed(0)
-    query, key = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 10, 8)
-    key_mask = torch.arange(10) >= torch.tensor([[0, 5], [2, 6]])[..., None]
-    got = observed_attention(query, key, Softmax(0.3), 7, key_mask=key_mask)
-    assert_close(got, _reference(query, key, 0.3, 7, key_mask))
-
-
-def test_what_is_seen_ahead_is_read_off_any_mask():
-    images = torch.tensor([[-1, 0, 0, -1, 1, 1, 1, -1], [-1, -1, -1, -1, 0, 0, 0, 0]])
-
-    def sees(batch, head, query, key):
-        return (key <= query) | ((images[batch, query] == images[batch, key]) & (images[batch, query] >= 0))
-
-    index = torch.arange(8)
-    dense = sees(torch.arange(2)[:, None, None, None], 0, index[:, None], index)
-    expected = torch.tensor([[0, 1, 0, 0, 2, 1, 0, 0], [0, 0, 0, 0, 3, 2, 1, 0]])
-    for mask in (
-        dense,
-        torch.zeros(dense.shape).masked_fill_(~dense, torch.finfo(torch.float32).min),
-        create_block_mask(sees, 2, None, 8, 8, device="cpu"),
-    ):
-        for rows in (8, 3):
-            ahead = seen_ahead(mask, rows)
-            assert ahead is not None and torch.equal(ahead, expected[:, -rows:])
-        assert seen_ahead(mask, 1) is None
-    for causal in (None, torch.ones(2, 8), ~later(8, index.device)[None, None]):
-        assert seen_ahead(causal, 8) is None
 
 
 def test_group_reductions_and_pooling():
@@ -218,17 +144,3 @@ def test_observers_see_no_padding(reduction):
         assert_close(
             [each[row] for each in found], [each[0] for each in torch.autograd.grad(alone, (query, key, value), upward)]
         )
-
-
-@pytest.mark.parametrize("count", [2, np.array([[1, 3]])])
-def test_layers_together_keep_what_each_keeps_alone(monkeypatch, count):
-    """Ties, +inf and -inf among them; counts that differ by layer and head, and one for all."""
-    torch.manual_seed(0)
-    layers = [torch.randint(0, 4, (1, 2, 9)).float().masked_fill(torch.rand(1, 2, 9) < 0.2, math.inf) for _ in range(5)]
-    more = [0 if isinstance(count, int) else place % 2 for place in range(5)]
-    counts = np.stack([np.broadcast_to(count, (1, 2)) + each for each in more])
-    alone = [top_mask(layer, each) for layer, each in zip(layers, counts, strict=True)]
-    for most in (18, 40, 1000):
-        monkeypatch.setattr(importance_module, "STACKED", most)
-        together = select_top(layers, counts)
-        assert len(together) == 5 and all(map(torch.equal, together, alone))

@@ -1,7 +1,6 @@
 """Cache layers whose KV heads hold different numbers of entries: bytes, joining, reading, attention."""
 
 from contextlib import nullcontext
-from typing import Any
 
 import numpy as np
 import pytest
@@ -9,13 +8,13 @@ import torch
 from transformers.cache_utils import Cache, DynamicCache
 
 from keepsight.runtime.allocate import Adaptive, Global, Pyramid, Uniform
-from keepsight.runtime.attention import Softmax, grouped_attention, recording
+from keepsight.runtime.attention import recording
 from keepsight.runtime.generate import FullCache, decode, stop_after
 from keepsight.runtime.importance import Pool
 from keepsight.runtime.join import join
 from keepsight.runtime.layer import KeptLayer, RaggedLayer
 from keepsight.runtime.methods import SnapKV, StreamingLLM
-from keepsight.runtime.state import Needs, State, entries, full_layers, prefill, read
+from keepsight.runtime.state import Needs, prefill, read
 from tests.close import assert_close
 from tests.runtime.recording import recorded
 from tests.tiny import FAMILIES, prompt_ids, tiny_model
@@ -33,30 +32,6 @@ def random_cache(lengths, dtype=torch.float32, layers=2, seen=50):
     return Cache(layers=[RaggedLayer(keys, values, counts, seen) for keys, values in packed]), packed
 
 
-def test_entries_are_padded_on_the_left_head_by_head():
-    lengths = [[3, 0, 5], [1, 7, 2]]
-    cache, packed = random_cache(lengths)
-    seen: Any
-    new = torch.randn(2, 3, 2, 4)
-    for index, (keys, values) in enumerate(packed):
-        seen, seen_values = cache.update(new, new + 1, index)
-        layer: Any = entries(cache)[index]
-        stored: Any = cache.layers[index]
-        assert torch.equal(seen, layer.keys)
-        assert torch.equal(stored.keys_mask, layer.real)
-        assert torch.equal(seen_values, layer.values)
-        start = 0
-        for row in range(2):
-            for head in range(3):
-                count = lengths[row][head]
-                expected = torch.cat([keys[start : start + count], new[row, head]])
-                of_values = torch.cat([values[start : start + count], new[row, head] + 1])
-                assert layer.real[row, head].tolist() == [False] * (7 - count) + [True] * (count + 2)
-                assert torch.equal(layer.keys[row, head][layer.real[row, head]], expected)
-                assert torch.equal(layer.values[row, head][layer.real[row, head]], of_values)
-                start += count
-
-
 def test_keep_is_dense_where_all_heads_keep_the_same_number():
     keys, values = torch.randn(2, 1, 2, 6, 4)
     mask = torch.zeros(1, 2, 6).bool()
@@ -70,29 +45,6 @@ def test_keep_is_dense_where_all_heads_keep_the_same_number():
     assert ragged.counts.tolist() == [[2, 3]]
     assert torch.equal(ragged.kept_values, torch.cat([values[0, 0, [1, 4]], values[0, 1, [0, 2, 5]]]))
     assert (dense.get_seq_length(), ragged.get_seq_length()) == (9, 9)
-
-
-def test_joined_states_keep_every_real_entry():
-    """A dense cache, a padded one and a ragged one: what a mask of the batch says must reach every head."""
-    ragged, _ = random_cache([[3, 1, 2]])
-    dense, padded = (
-        Cache(layers=[KeptLayer(torch.randn(shape), torch.randn(shape), 50) for _ in range(2)])
-        for shape in ((1, 3, 5, 4), (2, 3, 6, 4))
-    )
-    for layer in full_layers(padded):
-        layer.token_mask = torch.tensor([[True] * 6, [False] * 4 + [True] * 2])
-    states = [
-        State(cache, torch.zeros(rows, 9), torch.zeros(rows, 50, dtype=torch.long), torch.full((rows,), 50))
-        for cache, rows in ((dense, 1), (padded, 2), (ragged, 1))
-    ]
-    for order in (states, states[:2]):
-        joined = join(order)
-        real: Any = entries(joined.cache)[1].real
-        assert joined.tokens_mask is None or joined.attention_mask() is None
-        counts = [[5, 5, 5], [6, 6, 6], [2, 2, 2], [3, 1, 2]]
-        assert real.sum(-1).tolist() == counts[: len(real)]
-        assert torch.equal(entries(joined.cache)[1].keys[0, 2][real[0, 2]], entries(dense)[1].keys[0, 2])
-        assert torch.equal(entries(joined.cache)[1].keys[2, 1][real[2, 1]], entries(padded)[1].keys[1, 1, 4:])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -150,42 +102,6 @@ def test_reading_several_tokens_equals_reading_one_by_one(dtype, method):
     for name in ("queries", "accumulated"):
         for pair in zip(recorded(at_once, name), recorded(single, name), strict=True):
             assert_close(*pair, dtype)
-
-
-def loop_attention(query, key, value, mask, scaling):
-    """One query head, row and key at a time, in float64."""
-    batch, heads, rows, width = query.shape
-    group = heads // key.shape[1]
-    result = torch.zeros(batch, rows, heads, width, dtype=torch.float64)
-    for b in range(batch):
-        for h in range(heads):
-            of_head = mask[b, h // group if mask.shape[1] > 1 else 0]
-            for i in range(rows):
-                logits = key[b, h // group].double() @ query[b, h, i].double() * scaling
-                if mask.dtype == torch.bool:
-                    logits = logits.masked_fill(~of_head[i], -torch.inf)
-                else:
-                    logits = logits + of_head[i].double()
-                result[b, i, h] = logits.softmax(0) @ value[b, h // group].double()
-    return result
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("by_head", "kind", "rows"), [(False, "bool", 1), (False, "float", 3), (True, "bool", 3), (True, "float", 1)]
-)
-def test_grouped_attention_equals_its_definition(dtype, by_head, kind, rows, scaling=0.5):
-    generator = torch.Generator().manual_seed(1)
-    query = torch.randn(2, 6, rows, 8, generator=generator).to(dtype)
-    key, value = (torch.randn(2, 3, 11, 8, generator=generator).to(dtype) for _ in range(2))
-    mask = torch.rand(2, 3 if by_head else 1, rows, 11, generator=generator) > 0.4
-    mask[..., 0] = True
-    if kind == "float":
-        mask = torch.where(mask, torch.randn(mask.shape, generator=generator), torch.finfo(dtype).min).to(dtype)
-    got = grouped_attention(query, key, value, mask, Softmax(scaling))
-    assert (got.shape, got.dtype) == ((2, rows, 6, 8), dtype)
-    expected = loop_attention(query, key, value, mask, scaling)
-    assert_close(got.double(), expected, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

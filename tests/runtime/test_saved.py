@@ -129,22 +129,6 @@ def test_a_folder_or_a_file_is_named_and_replaced_whole(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["new", "one.safetensors"]
 
 
-def test_a_failed_save_leaves_what_was_there(tmp_path, monkeypatch):
-    model = tiny_model()
-    file = save_state(STATES["dense"](model), tmp_path, model=model)
-    before = file.read_bytes()
-
-    def fail(tensors, path, metadata):
-        path.write_bytes(b"half")
-        raise OSError("disk full")
-
-    monkeypatch.setattr("keepsight.runtime.saved.save_file", fail)
-    with pytest.raises(OSError, match="disk full"):
-        save_state(STATES["ragged"](model), tmp_path, model=model)
-    assert file.read_bytes() == before
-    assert os.listdir(tmp_path) == ["state.safetensors"]
-
-
 @pytest.mark.parametrize(
     ("other", "said"),
     [

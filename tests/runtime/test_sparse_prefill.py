@@ -54,35 +54,6 @@ def test_attention_equals_dense_attention_under_the_mask(compute, length, count,
         assert_close(output[row].transpose(0, 1), expected)
 
 
-def test_the_block_mask_holds_every_visible_key_and_skips_others():
-    length, count, band = 1100, 150, 64
-    columns = random_attention(length, count)[3]
-    dense = attention.block_mask(columns, 4, length, band).to_dense().bool()[0]
-    left = torch.arange(length)[:, None] // 64 * 64 - band
-    local = torch.arange(length)
-    local = (local >= left) & (local <= torch.arange(length)[:, None])
-    for head in range(4):
-        needed = torch.cat([columns[0, head // 2] < left, local], dim=1)
-        rows, places = needed.nonzero().unbind(1)
-        assert dense[head, rows // 128, places // 128].all()
-    assert dense.float().mean() < 0.5
-
-
-def test_blocks_read_no_more_than_band_and_columns(monkeypatch):
-    """Over 2048 queries: fewer than a quarter of the 2048 x 2048 / 2 products of dense attention."""
-    products = []
-    grouped = attention.grouped_attention
-
-    def counted(query, key, *rest):
-        products.append(query.shape[2] * key.shape[2])
-        return grouped(query, key, *rest)
-
-    monkeypatch.setattr(attention, "grouped_attention", counted)
-    query, key, value, columns = random_attention(2048, 64)
-    attention.by_blocks(query, key, value, columns, 64, Softmax(0.25))
-    assert sum(products) <= 2048 * (64 + 64 + 64) < 2048 * 2048 / 2 / 4
-
-
 def reference(model, ids, draft, capacity, window, vertical=64, band=64):
     """One dense pass under the mask, in which each layer's scores choose its columns (facts 2.3 and 3).
 

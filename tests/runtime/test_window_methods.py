@@ -5,16 +5,13 @@ The references take a tiny model's own queries and keys, make the whole attentio
 
 import pytest
 import torch
-from torch.nn import functional
 
 from keepsight import generate
 from keepsight.errors import UserError
 from keepsight.runtime.allocate import Adaptive, Pyramid
 from keepsight.runtime.attention import recording
 from keepsight.runtime.drafting.observer import DraftObserver
-from keepsight.runtime.generate import decode, stop_after
 from keepsight.runtime.importance import Pool, Reduce
-from keepsight.runtime.layer import RaggedLayer
 from keepsight.runtime.methods.drafts import Oracle, OwnAnswer
 from keepsight.runtime.methods.lookaheadkv import LookaheadKV
 from keepsight.runtime.methods.positions import (
@@ -30,9 +27,7 @@ from keepsight.runtime.methods.window import H2O, TOVA, AdaKV, PyramidKV, SnapKV
 from keepsight.runtime.state import Needs, prefill
 from tests.close import assert_close
 from tests.models.modules import random_module, save
-from tests.runtime.dense import run_dense
 from tests.runtime.recording import recorded
-from tests.runtime.scoring import score_answer
 from tests.tiny import FAMILIES, prompt_ids, tiny_model
 
 BUDGET, WINDOW = 16, 4
@@ -137,11 +132,6 @@ def _streamingllm(weights, keys, head, layer):
     return [0, 1, 2, 3, *range(length - BUDGET + 4, length)]
 
 
-def _streamingllm_factory(weights, keys, head, layer):
-    length = weights.shape[1]
-    return [*range(BUDGET - WINDOW), *range(length - WINDOW, length)]
-
-
 def _lacache(weights, keys, head, layer):
     """3 layers and a span of 1: ladders of 3 entries, of which each layer keeps its own one."""
     return _compacted(weights.shape[1], BUDGET, layer, 3, 3, 1)
@@ -202,7 +192,6 @@ REFERENCES = {
     "snapkv": _snapkv,
     "key_norm": _key_norm,
     "streamingllm": _streamingllm,
-    "streamingllm of KVCache-Factory": _streamingllm_factory,
     "lacache": _lacache,
     "pyramidkv": _pyramidkv,
     "adakv": _adakv,
@@ -253,40 +242,6 @@ def test_budget_and_bytes_are_exact(name, methods):
 
 
 @pytest.mark.parametrize("name", ["snapkv", *RAGGED])
-def test_decoding_equals_masked_dense_attention(name, methods):
-    model, method, (ids, _) = tiny_model("qwen3" if name == "adakv" else "llama"), methods[name], prompt_ids(50)
-    answer = torch.randint(3, 128, (1, 6), generator=torch.Generator().manual_seed(1))
-    state = prefill(model, ids, needs=method.needs())
-    selected = method.select(state, method.importance(model, state))
-    kept = method.compress(model, state)
-    ragged = [isinstance(layer, RaggedLayer) for layer in kept.cache.layers]
-    assert any(ragged) == isinstance(method.allocate, Adaptive)
-    assert name == "snapkv" or all(each.real is not None for each in kept.entries())
-    nll, _ = score_answer(model, kept.copy(), answer)
-    logits = _masked_logits(model, torch.cat([ids, answer], 1), 50, selected)[:, 49:-1]
-    expected = functional.cross_entropy(logits.transpose(1, 2), answer, reduction="none")
-    assert_close(nll, expected)
-    # Token by token, greedily.
-    written = decode(model, kept.copy(), stop_after(6, None), pad_token=0).ids
-    expected_ids = ids
-    for _ in range(6):
-        logits = _masked_logits(model, expected_ids, 50, selected)
-        expected_ids = torch.cat([expected_ids, logits[:, -1:].argmax(-1)], dim=1)
-    assert torch.equal(written, expected_ids[:, 50:])
-
-
-def _masked_logits(model, ids, prompt_length, selected):
-    """Dense attention where rows after the prompt see only the selected prompt entries of their KV head."""
-
-    def see(layer, query, key):
-        visible = torch.ones(len(key), query.shape[1], query.shape[1]).tril().bool()
-        visible[:, prompt_length:, :prompt_length] &= selected[layer][0][:, None]
-        return visible
-
-    return run_dense(model, ids, see)[1][None]
-
-
-@pytest.mark.parametrize("name", ["snapkv", *RAGGED])
 def test_batches_decode_as_single_prompts_do(name, methods):
     model, (ids, mask) = tiny_model(), prompt_ids(50, 33, 9)
     together = generate(model, ids, methods[name], attention_mask=mask, max_new_tokens=6, do_sample=False)
@@ -320,28 +275,6 @@ def test_ladders_stop_at_any_budget(observer):
             for budget in range(4, length):
                 expected = _compacted(length, budget, layer, 6, ladder, kept)
                 assert sorted(_best(ranks, budget)) == expected, (length, layer, budget)
-
-
-@pytest.mark.parametrize(("observer", "layers"), [(Ladder(1), 3), (Ladder(2, 1), 6), (Ladder(4, 3), 6)], ids=repr)
-def test_ladders_leave_each_layer_a_part_of_every_pass(observer, layers):
-    """After one pass, layers together hold all entries if the ladder shifts through it."""
-    ladder, kept = observer.shape(layers)
-    length = 4 + 5 * ladder + layers
-    left = {layer: set(range(length)) for layer in range(layers)}
-    for layer in range(layers):
-        ranks = observer._ranks(length, layer, layers)
-        assert sorted(ranks.tolist()) == list(range(length))
-        if ladder > kept:
-            left[layer] = set((ranks >= 5 * (ladder - kept)).nonzero()[:, 0].tolist())
-            assert len(left[layer]) == 4 + 5 * kept + layers
-        assert set(range(4)) | set(range(length - layers, length)) <= left[layer]
-        assert bool((ranks[:4] >= length - 4).all())
-    assert set().union(*left.values()) == set(range(length))
-
-
-def test_a_span_over_all_layers_is_streamingllm():
-    model, (ids, mask) = tiny_model(), prompt_ids(50, 33)
-    assert _selected(LaCache(BUDGET), model, ids, mask) == _selected(METHODS["streamingllm"], model, ids, mask)
 
 
 def test_named_methods_are_one_composition_with_the_published_defaults():

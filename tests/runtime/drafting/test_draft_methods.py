@@ -5,13 +5,11 @@ from typing import Any
 import pytest
 import torch
 
-from keepsight import generate
 from keepsight.errors import UserError
 from keepsight.models.draft_sources import LayerSubset
 from keepsight.runtime.allocate import Adaptive
 from keepsight.runtime.drafting.observer import DraftIds, DraftObserver, GivenDraft
 from keepsight.runtime.drafting.speckv import ModelDrafter, SpecKV
-from keepsight.runtime.generate import decode, stop_after
 from keepsight.runtime.importance import Pool, Reduce
 from keepsight.runtime.methods.drafts import ConstantText, DapQ, PromptEnds, RandomTokens
 from keepsight.runtime.methods.laq import LAQ, LAQPlus, QueryCache
@@ -77,24 +75,6 @@ def test_speckv_keeps_the_published_set(family, drafted):
     assert max(window) == 58
     for ours, theirs in zip(kept(method, model, ids), selected, strict=True):
         assert ours == [head | window | {59} for head in theirs]
-
-
-def test_speckv_pools_after_the_reduction():
-    model, ids, draft = tiny_model(), prompt_ids(60)[0], prompt_ids(7, seed=5)[0]
-    method = SpecKV(21, DraftObserver(GivenDraft(DraftIds(draft)), window=None), window=9, reduce=Reduce())
-    state = prefill(model, ids, needs=method.needs())
-    importance = method.importance(model, state)
-    layers = run_dense(model, torch.cat([ids, draft], dim=1))[0]
-    rows = range(51, 67)
-    for ours, (queries, keys) in zip(importance, layers, strict=True):
-        single = [
-            observed([queries[[head], row] for row in rows], [range(row + 1) for row in rows], keys[[head // 2]], 51)
-            for head in range(4)
-        ]
-        after = pooled(torch.stack([torch.cat(single[:2]).mean(0), torch.cat(single[2:]).mean(0)]))
-        before = torch.stack([pooled(torch.cat(single[:2])).mean(0), pooled(torch.cat(single[2:])).mean(0)])
-        assert_close(ours[0, :, :51], after)
-        assert not torch.allclose(after, before, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -222,55 +202,9 @@ def test_padded_batches_equal_single_prompts(method):
         assert_close(together[row : row + 1], alone)
 
 
-@each_method
-def test_methods_are_stateless(method):
-    """Prompts A, B, A; then A again after the model failed in the middle of a pass."""
-    model, first, second = tiny_model(), prompt_ids(60, seed=1)[0], prompt_ids(45, seed=2)[0]
-    before = generate(model, first, method, max_new_tokens=5, do_sample=False)
-    generate(model, second, method, max_new_tokens=5, do_sample=False)
-    assert torch.equal(generate(model, first, method, max_new_tokens=5, do_sample=False), before)
-    calls = []
-
-    def fail(*_):
-        calls.append(1)
-        if len(calls) == 2:
-            raise RuntimeError("out of memory")
-
-    hook = model.model.layers[1].register_forward_pre_hook(fail)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        method.start(model, second)
-    hook.remove()
-    assert torch.equal(generate(model, first, method, max_new_tokens=5, do_sample=False), before)
-
-
-@each_method
-def test_bfloat16_keeps_the_same_number(method):
-    model, ids = tiny_model().to(torch.bfloat16), prompt_ids(60, 60)[0]
-    state = method.start(model, ids)
-    assert (state.counts().sum(dim=2) == 32).all()
-    assert state.kv_bytes == 2 * 3 * 2 * 16 * 8 * 2 * 2
-    nll, _ = score_answer(model, state, ids[:, :4])
-    assert nll.isfinite().all()
-
-
-@pytest.mark.parametrize("method", [METHODS[name] for name in ("laq++", "dapq", "ada-speckv")], ids=repr)
-def test_reapplied_methods_hold_the_budget(method):
-    """With `every`, prompt and answer together never exceed the budget, and are evicted several times."""
-    options = {name: getattr(method, name) for name in ("observer", "reduce", "pool", "allocate", "window")}
-    method, model, ids = type(method)(20, every=4, **options), tiny_model(), prompt_ids(60)[0]
-    held = []
-    for tokens in range(1, 15):
-        start, reapply = method.start(model, ids), method.reapply(model)
-        after = decode(model, start, stop_after(tokens, None), pad_token=0, reapply=reapply).state
-        held.append(int(after.counts().sum(dim=2).max()))
-        assert after.lengths.tolist() == [60 + tokens - 1]
-    assert held == [2 * (16 + count) for count in [0, 1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 3, 4, 1]]
-
-
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: LAQ(24), "budget 24 must be above the first_window 32"),
         (lambda: QueryCache(mask="none"), "mask 'none' is unknown; choose one of corrected, published"),
         (lambda: PromptEnds(0, 0), "no pseudo token"),
         (lambda: ConstantText([]), "at least one"),

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from keepsight import SpecKV, SpecKVPC, SpecPC, generate
+from keepsight import SpecKV, SpecPC, generate
 from keepsight.errors import UserError
 from keepsight.models.draft_sources import DraftHeadSource
 from keepsight.runtime.drafting.observer import DraftIds, DraftObserver, GivenDraft
@@ -99,17 +99,6 @@ def test_specpc_scores_are_the_heads_attention(reduction, lookahead):
         assert torch.equal(generated, cut)
         expected = slow_scores(model, ids, 4, cut.tolist(), reduction)
         assert_close(scores, expected)
-
-
-def test_prompts_are_shortened_with_a_head_and_the_cascade_too():
-    model, (ids, mask) = four_layers(), prompt_ids(50, 33)
-    state = SpecPC(20, 4, draft=HEAD, kernel=4).start(model, ids, mask)
-    assert state.tokens.shape == (2, 20) and state.lengths.tolist() == [20, 20]
-    assert torch.equal(state.tokens[:, -4:], ids[:, -4:])
-    draft: Any = HEAD
-    cascade = SpecKVPC(16, draft=draft, prompt_budget=30, lookahead=5, kernel=4, prompt_window=6, window=9)
-    held = cascade.start(model, ids, mask)
-    assert held.tokens.shape == (2, 30) and (held.counts() == 16).all()
 
 
 def test_what_a_head_cannot_do():

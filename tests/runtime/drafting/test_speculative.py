@@ -11,10 +11,8 @@ from transformers.generation import (
     StoppingCriteriaList,
 )
 
-from keepsight import Kivi, PyramidKV, SnapKV, SpecKV, Truncation, generate
+from keepsight import Kivi, PyramidKV, SnapKV, Truncation, generate
 from keepsight.errors import UserError
-from keepsight.models.draft_sources import LayerSubset
-from keepsight.runtime.drafting.speckv import SparsePrefill
 from keepsight.runtime.drafting.speculative import (
     ChainDrafter,
     Round,
@@ -235,24 +233,7 @@ def test_what_speculative_decoding_refuses():
     inner: Any = Truncation(20)
     with pytest.raises(UserError, match="Truncation shortens prompts; give a method that evicts from the cache"):
         Speculative(head, inner)
-    with pytest.raises(UserError, match="tokens 0 must be a whole number of at least 1"):
-        Speculative(head, tokens=0)
-    ids = prompt_ids(90, 90)[0]
-    sparse = SpecKV.with_draft(LayerSubset((0, 2)), 20, 4, window=4, sparse=SparsePrefill(16, 64))
-    with pytest.raises(UserError, match="reads this prompt of 90 tokens sparsely"):
-        generate(model, ids[:1], Speculative(head, sparse), **greedy)
+
     state = prefill(model, ids[:1])
     with pytest.raises(UserError, match=r"features of layers \[0, 1, 2\] that the draft head reads were not recorded"):
         decode_speculatively(model, state, head, stop_after(4, None))
-
-
-def test_a_conversation_answers_from_the_methods_states():
-    from keepsight import Conversation
-
-    model, ids = tiny_model(eos_token_id=None), prompt_ids(90)[0]
-    options: Any = {"max_new_tokens": 10, "do_sample": False}
-    plain, ours = (
-        Conversation(model, each) for each in (METHODS["snapkv"], Speculative(tiny_head(), METHODS["snapkv"]))
-    )
-    for turn in (ids[:, :60], ids[:, 60:]):
-        assert torch.equal(plain.say(turn, **options), ours.say(turn, **options))

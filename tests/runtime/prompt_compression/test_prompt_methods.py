@@ -76,36 +76,6 @@ def test_padded_batch_equals_singles(method):
         assert torch.equal(together.tokens[row, kept], alone.tokens[0])
 
 
-class Failing:
-    """A draft that cannot be had at its second use."""
-
-    name = "failing"
-
-    def __init__(self):
-        self.model, self.used = tiny_model(seed=7, vocab_size=512), 0
-
-    def of(self, target):
-        self.used += 1
-        if self.used == 2:
-            raise RuntimeError("no draft now")
-        return self.model
-
-
-@pytest.mark.parametrize("make", [small_specpc, small_cascade])
-def test_methods_keep_no_state(make):
-    """A, B (which fails), B, A: what a prompt leaves behind changes nothing."""
-    model, method = wide_model(), make(draft=Failing())
-    first, second = text_ids(PROSE)[None, :90], text_ids(PROSE[30:])[None, :80]
-    once = method.start(model, first)
-    with pytest.raises(RuntimeError, match="no draft now"):
-        method.start(model, second)
-    method.start(model, second)
-    again = method.start(model, first)
-    assert torch.equal(once.logits, again.logits)
-    for one, other in zip(once.entries(), again.entries(), strict=True):
-        assert torch.equal(one.keys, other.keys)
-
-
 @pytest.mark.parametrize("method", [small_specpc(window=30, budget=40), small_cascade(prompt_window=30)])
 def test_prompts_shorter_than_the_window_are_refused(method):
     """By `check`, before any model runs, and by `start`."""
@@ -134,13 +104,3 @@ def test_values_out_of_range_are_refused(make, message):
     with pytest.raises(UserError, match=message) as caught:
         make()
     assert "\n" not in str(caught.value)
-
-
-def test_a_ratio_below_the_window_is_refused():
-    method = small_specpc(0.5)
-    assert [method.budget_for(length) for length in (4, 6, 100, 1001)] == [2, 3, 50, 500]
-    with pytest.raises(UserError, match=r"budget 0\.5 \(here 3 tokens\) must be above the window of 4 tokens"):
-        method.check(6, 256)
-    with pytest.raises(UserError, match=r"budget 0\.5 \(here 4 tokens\) must be above the window of 4 tokens"):
-        method.check(8, 256)
-    method.check(10, 256)

@@ -64,13 +64,6 @@ def test_kept_words_find_their_tokens():
     assert kept_tokens(["", "", "€", " 5", "", "é", ""], [("€", True), ("5", False), ("é", True)]) == [0, 1, 2, 4, 5]
 
 
-def test_words_the_encoder_rewrites_do_not_lose_the_place():
-    """A hundred words that the text does not have, then some that it has, and one that is too far away to be meant."""
-    texts = [*("…" * 100), " word", " a", " word", "-" * 50, " far"]
-    words = [("...", True)] * 100 + [("word", True), ("a", False), ("word", True), ("far", True)]
-    assert kept_tokens(texts, words) == [100, 102]
-
-
 def test_too_many_kept_words_are_asked_for_again():
     """A compressor that keeps twice what it is asked for."""
     asked = []

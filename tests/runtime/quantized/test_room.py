@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from keepsight.runtime.layer import ROOM
-from keepsight.runtime.quantized.packing import Packed, PackedEntries, PackedRoom, Quantizer
+from keepsight.runtime.quantized.packing import Packed, PackedRoom, Quantizer
 
 QUANTIZER = Quantizer(2, 8)
 
@@ -46,18 +46,3 @@ def test_views_from_before_stay_valid_and_can_be_appended_to(count: int) -> None
     assert same(other, joined(first, groups(2, 2)))
     assert same(again, joined(one, groups(1, 3)))
     assert other_room is not one_room and again_room is one_room
-
-
-def test_entries_that_were_shared_grow_apart() -> None:
-    keys, values = torch.randn(2, 1, 2, 60, 16, generator=torch.Generator().manual_seed(0)).unbind()
-    held = PackedEntries.pack(QUANTIZER, 16, keys[:, :, :40], values[:, :, :40])
-    one = other = held
-    for token in range(40, 60):
-        one = one.with_recent(keys[:, :, token : token + 1], values[:, :, token : token + 1]).settled()
-        other = other.with_recent(-keys[:, :, token : token + 1], -values[:, :, token : token + 1]).settled()
-    assert torch.equal(one.values()[:, :, :40], other.values()[:, :, :40])
-    for each, added in (one, values), (other, -values):
-        expected = QUANTIZER.unpack_values(QUANTIZER.pack_values(added[:, :, 40:44]))
-        assert torch.equal(each.values()[:, :, 40:44], expected)
-    assert torch.equal(one.keys()[:, :, 48:], keys[:, :, 48:])
-    assert torch.equal(other.keys()[:, :, 48:], -keys[:, :, 48:])

@@ -1,13 +1,11 @@
 """Elastic loading against layers on the device, against reloading everything, and against set arithmetic."""
 
 import threading
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn.functional import scaled_dot_product_attention
 
 from keepsight.errors import UserError
 from keepsight.runtime.methods import SpeCache, SpeContext
@@ -57,7 +55,7 @@ def walks(draw):
     )
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(walk=walks(), count=st.integers(1, 30))
 def test_elastic_loading_equals_reloading_everything_and_a_layer_on_the_device(walk, count):
     """Also while the cache is shorter than the budget, and with rows that are shorter than others."""
@@ -71,6 +69,7 @@ def test_elastic_loading_equals_reloading_everything_and_a_layer_on_the_device(w
         assert_close(step(reloading, chosen, states), expected)
     for mine, its in zip(elastic.entries(), resident.entries(), strict=True):
         torch.testing.assert_close(mine, its, atol=0, rtol=0)
+    assert elastic.bytes == walk.batch * walk.kv_heads * (walk.budget + 1) * ENTRY, "of the slots"
     assert elastic.get_seq_length() == resident.get_seq_length()
     assert elastic.get_mask_sizes(1) == resident.get_mask_sizes(1)
     traffic, all_of_it = elastic.full.traffic, reloading.full.traffic
@@ -79,7 +78,7 @@ def test_elastic_loading_equals_reloading_everything_and_a_layer_on_the_device(w
     assert traffic.selections == count
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 @given(walk=walks(), count=st.integers(2, 12))
 def test_only_the_set_difference_is_copied(walk, count):
     """Head by head: what is copied is what was not there; what stays keeps its slot."""
@@ -105,38 +104,6 @@ def test_only_the_set_difference_is_copied(walk, count):
         assert torch.equal(flat, change.moves.entries // heads)
 
 
-def test_a_walk_with_four_of_five_entries_kept_moves_a_fifth():
-    walk = Walk(2, 2, 64, 2000, fresh=0.2)
-    layer, counted = _elastic(walk), 0.0
-    last = None
-    for chosen, states in walk.steps(50):
-        step(layer, chosen, states)
-        here = [set(head.tolist()) for head in chosen.indices.flatten(0, 1)]
-        if last is not None:
-            counted += sum(len(now & before) / 64 for now, before in zip(here, last, strict=True)) / 4
-        last = here
-    traffic = layer.full.traffic
-    assert traffic.asked == 50 * 4 * 64 * ENTRY
-    assert traffic.overlap == pytest.approx(counted / 50)
-    assert traffic.fetched == pytest.approx(traffic.asked * (1 - counted / 50))
-    assert traffic.fetching > 0 and traffic.waited > 0
-
-
-def test_layers_share_one_change_and_what_moves_later_joins_them():
-    """A layer that moves in the middle has the others' entries in its slots: nothing is fetched for it."""
-    walks_ = [Walk(1, 2, 4, 9, seed=seed) for seed in (1, 2)]
-    first, plain = _elastic(walks_[0]), walks_[1].layer()
-    second: Any = _same_walk(walks_[1]).layer()
-    for number, (chosen, states) in enumerate(walks_[0].steps(12)):
-        if number == 5:
-            second = ElasticLayer.from_layer(second, first.slots.arrangement, Traffic())
-        step(first, chosen, states)
-        assert_close(step(second, chosen, states), step(plain, chosen, states))
-        if number >= 5:
-            assert second.slots.arrangement is first.slots.arrangement
-    assert second.full.traffic.fetched < 4 * 2 * 7 * ENTRY
-
-
 def test_a_copy_goes_its_own_way():
     walk = Walk(2, 2, 6, 10, padding=[0, 3])
     layer, plain = _elastic(walk), _same_walk(walk).layer()
@@ -150,8 +117,7 @@ def test_a_copy_goes_its_own_way():
             assert_close(step(pair[0], chosen, states), step(pair[1], chosen, states))
 
 
-@pytest.mark.parametrize("removed", [1, 4])
-def test_tokens_that_were_taken_back_leave_no_trace(removed):
+def test_tokens_that_were_taken_back_leave_no_trace(removed=4):
     """Their places are taken by other tokens, whose entries must not be mistaken for those in the slots."""
     walk = Walk(1, 2, 8, 10)
     layer, plain = _elastic(walk), _same_walk(walk).layer()
@@ -166,46 +132,10 @@ def test_tokens_that_were_taken_back_leave_no_trace(removed):
         layer.prepare(Selection(torch.arange(held - 7, held + 1).expand(1, 2, -1), None))  # announced, and not read
 
 
-def test_bytes_on_the_device_are_those_of_the_slots():
-    walk = Walk(3, 2, 5, 200)
-    layer = _elastic(walk)
-    assert layer.bytes == 3 * 2 * (5 + 1) * ENTRY
-    assert layer.full.traffic.offloaded == 3 * 2 * 200 * ENTRY
-
-
 def test_more_entries_than_slots_are_refused():
     layer = _elastic(Walk(1, 1, 3, 8))
     with pytest.raises(UserError, match="4 entries are selected, and a layer on the CPU has slots for 3"):
         layer.prepare(Selection(torch.arange(4).view(1, 1, 4), None))
-
-
-def test_what_was_announced_and_not_read_is_of_no_matter():
-    walk = Walk(1, 2, 4, 9)
-    layer, plain = _elastic(walk), _same_walk(walk).layer()
-    for chosen, states in walk.steps(8):
-        layer.prepare(Selection(torch.tensor([[[0, 1], [2, 3]]]), None))
-        layer.append(*states[1:])
-        plain.append(*states[1:])
-        gathered, expected = (each.gather(chosen)[:2] for each in (layer, plain))
-        attended = [scaled_dot_product_attention(states[0][:, :2], *each) for each in (gathered, expected)]
-        assert_close(attended[0], attended[1])
-
-
-def test_keys_and_values_of_different_widths():
-    """As latent attention has them."""
-    walk = Walk(1, 2, 4, 9)
-    held = walk.layer()
-    held.values = torch.cat([held.values, -held.values], dim=3)
-    elastic = ElasticLayer.from_layer(held, Arrangement.empty(1, 2, 4, torch.device("cpu")), Traffic())
-    keys, values = held.keys, held.values
-    for chosen, (query, key, value) in walk.steps(5):
-        places = torch.cat([chosen.indices, torch.full((1, 2, 1), keys.shape[2])], dim=2)[..., None]
-        value = torch.cat([value, -value], dim=3)
-        keys, values = torch.cat([keys, key], dim=2), torch.cat([values, value], dim=2)
-        elastic.append(key, value)
-        expected = query[:, :2], keys.take_along_dim(places, dim=2), values.take_along_dim(places, dim=2)
-        gathered = query[:, :2], *elastic.gather(chosen)[:2]
-        assert_close(scaled_dot_product_attention(*gathered), scaled_dot_product_attention(*expected))
 
 
 def test_only_the_fetching_thread_waits_for_the_device(monkeypatch):
