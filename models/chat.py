@@ -35,8 +35,8 @@ def load_tokenizer(source: str | Path, **options: Any) -> "PreTrainedTokenizerBa
     return tokenizer
 
 
-def chat_text(tokenizer: Any, turns: Sequence[dict[str, Any]]) -> str:
-    """The turns as text by the chat template, ending where the model's answer begins.
+def chat_text(tokenizer: Any, turns: Sequence[dict[str, Any]], **variables: Any) -> str:
+    """The turns as text by the chat template, ending where the model's answer begins; `variables` are the template's.
 
     Raises:
         UserError: the tokenizer has no chat template, or the template refuses these turns.
@@ -45,7 +45,7 @@ def chat_text(tokenizer: Any, turns: Sequence[dict[str, Any]]) -> str:
     if not tokenizer.chat_template:
         raise UserError(f"model {name!r} has no chat template; choose an instruction-tuned model")
     try:
-        return str(tokenizer.apply_chat_template(list(turns), tokenize=False, add_generation_prompt=True))
+        return str(tokenizer.apply_chat_template(list(turns), tokenize=False, add_generation_prompt=True, **variables))
     except TemplateError as error:
         roles = ", ".join(turn["role"] for turn in turns)
         raise UserError(f"the chat template of {name!r} refuses the turns {roles}: {error}") from None
