@@ -16,6 +16,7 @@ import tempfile
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -42,6 +43,7 @@ from keepsight.files import (
 logger = logging.getLogger("keepsight")
 
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 31)]], Field(min_length=1)]
+_CONVERTING = "%s: converting the samples of an earlier version to Arrow"
 _EXCHANGED = "its shards are not those that manifest.json names"
 
 
@@ -133,6 +135,10 @@ class Manifest:
     skipped: list[Skipped] = field(default_factory=list)
 
 
+class _Damaged(UserError):
+    """A shard of an earlier version is missing, or some of its lines are no samples."""
+
+
 class LazySamples(Sequence[TrainingSample]):
     """A sequence of samples that are read when they are asked for; a slice is a list."""
 
@@ -180,14 +186,14 @@ class StoredSamples(LazySamples):
 
 
 class ShardWriter:
-    """Writes samples in shards. Several may write different shards of one folder at a time.
+    """Writes samples in shards; several processes may write different shards of one folder at a time.
 
     Raises:
         UserError: the folder holds data made with other settings, or shards without a manifest.
     """
 
     def __init__(self, folder: Path, settings: DataSettings) -> None:
-        self.folder, self._has_written = folder, False
+        self.folder, self._is_marked = folder, False
         path, has_shards = folder / "manifest.json", any(folder.glob("shard-*"))
         if has_shards and not path.exists():
             raise UserError(f"{folder}: manifest.json is missing; restore it, or delete the folder")
@@ -198,10 +204,15 @@ class ShardWriter:
             same = asdict(replace(earlier.settings, limit=settings.limit, date=settings.date))
             advice = "choose another out=, or delete the folder"
             require_same(f"{folder}: this data was made", same, asdict(settings), advice)
+        if earlier and earlier.complete:
+            with suppress(_Damaged):  # `missing` uses the other samples of that shard
+                earlier = _converted(folder, earlier, folder)
+        elif any(folder.glob("shard-*.jsonl")):
+            logger.warning(_CONVERTING, folder)
         self.settings = settings
         self._before = earlier if earlier and earlier.complete and earlier.settings == settings else None
         if self._before is None:
-            write_json(path, {"complete": False, "settings": asdict(settings)})
+            self._mark_unfinished()
 
     def missing(self, shard: range) -> list[int]:
         """Indices of a shard that no earlier run has answered. An unfinished one is reopened for `append`."""
@@ -223,7 +234,7 @@ class ShardWriter:
 
     def append(self, shard: range, samples: Iterable[TrainingSample | Skipped]) -> None:
         """Add samples to the shard in work."""
-        self._has_written = True
+        self._mark_unfinished()
         append_lines(self._journal(shard), map(asdict, samples))
 
     def finish(self, shard: range) -> None:
@@ -248,20 +259,27 @@ class ShardWriter:
         shards = {path: shard for shard in self.settings.shards() for path in self._finished(shard)}
         if len(shards) != len([*self.settings.shards()]):
             raise UserError(f"{self.folder}: shards are missing; run the same command again")
-        made = _counted(self.settings, shards)
+        made, path = _counted(self.settings, shards), self.folder / "manifest.json"
         if self._before and made.shards == self._before.shards:
             made = replace(made, digest=self._before.digest)
-        elif self._before and not self._has_written and all(name.endswith(".arrow") for name in self._before.shards):
+        elif read_json(path, Manifest).complete:  # no process has changed a shard
             raise UserError(f"{self.folder}: {_EXCHANGED}; restore its files, or delete the folder")
-        write_json(self.folder / "manifest.json", asdict(made))
+        write_json(path, asdict(made))
+        shutil.rmtree(self.folder / ".arrow", ignore_errors=True)
         return asdict(made)
+
+    def _mark_unfinished(self) -> None:
+        """Say in the manifest that shards change, until `complete` writes it anew."""
+        if not self._is_marked:
+            write_json(self.folder / "manifest.json", {"complete": False, "settings": asdict(self.settings)})
+            self._is_marked = True
 
     def _finished(self, shard: range) -> list[Path]:
         """The Arrow files of a shard, usually one. A damaged one is put aside."""
         paths = sorted(self.folder.glob(f"{_name(self._number(shard))}-*.arrow"))
         damaged = [path for path in paths if not _is_sound(path)]
         for path in damaged:
-            self._has_written = True
+            self._mark_unfinished()
             logger.warning("%s: changed since it was written; its samples are made again", path)
             path.rename(path.with_name(f"{path.name}.damaged-{file_digest(path)[7:15]}"))
         return [path for path in paths if path not in damaged]
@@ -273,10 +291,10 @@ class ShardWriter:
         samples, faults = sound_lines(path, TrainingSample | Skipped)
         if faults:
             aside = path.with_name(f"{path.name}.damaged-{file_digest(path)[7:15]}")
+            self._mark_unfinished()
             logger.warning("%s; it is kept as %s, and what its place lacks is made again", faults[0], aside.name)
             shutil.copyfile(path, aside)
             write_lines(path, map(asdict, samples))
-            self._has_written = True
         return samples
 
     def _number(self, shard: range) -> int:
@@ -378,7 +396,7 @@ def _converted(folder: Path, manifest: Manifest, out: Path) -> Manifest:
     earlier = [folder / Path(name).name for name in manifest.shards]
     if not any(path.suffix == ".jsonl" for path in earlier):
         return manifest  # another process was faster
-    logger.warning("%s: converting the samples of an earlier version to Arrow", folder)
+    logger.warning(_CONVERTING, folder)
     digest = hashlib.sha256()
     shards: dict[Path, range] = {}
     for path, shard in zip(earlier, manifest.settings.shards(), strict=False):
@@ -389,7 +407,7 @@ def _converted(folder: Path, manifest: Manifest, out: Path) -> Manifest:
             if [row.index for row in rows] != [*shard]:
                 raise UserError(f"{path}: does not hold the samples {shard.start} to {shard.stop - 1} in order")
         except UserError as error:
-            raise UserError(f"{error}; {_again(folder)}, which keeps a damaged file aside and mends it") from None
+            raise _Damaged(f"{error}; {_again(folder)}, which keeps a damaged file aside and mends it") from None
         digest.update(path.read_bytes())
         shards[_write_shard(out, shard.start // manifest.settings.shard_size, rows)] = shard
     if f"sha256:{digest.hexdigest()}" != manifest.digest:

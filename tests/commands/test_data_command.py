@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from keepsight.data_gen import shard_writer
+from keepsight.data_gen import store
 from keepsight.files import append_lines, one_writer, read_json, read_jsonl
 from keepsight.models import model_files
 from tests.commands.commands import DATA, CommandLine, last_of_each_key, tree
@@ -112,7 +112,7 @@ def test_a_full_disk_keeps_what_is_done(keepsight: CommandLine, here: Path, monk
             append_lines(path, [row])
 
     with monkeypatch.context() as patch:
-        patch.setattr(shard_writer, "append_lines", limited)
+        patch.setattr(store, "append_lines", limited)
         message = keepsight.fails("data", *TINY, *DATA)
     assert "No space left on device: 'data/shard-00001.jsonl.partial'; free some space and run the same" in message
     assert [path.name for path in (here / "data").glob("shard-*.jsonl")] == ["shard-00000.jsonl"]

@@ -175,7 +175,7 @@ def made(keepsight: CommandLine, here: Path) -> list[dict[str, Any]]:
 def test_processes_of_one_launch_do_not_share_an_engine(
     keepsight: CommandLine, engine: Vllm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("keepsight.data_gen.vllm_engine.launched", lambda: SimpleNamespace(num_processes=2))
+    monkeypatch.setattr("keepsight.data_gen.backends.launched", lambda: SimpleNamespace(num_processes=2))
     said = keepsight.fails("data", *ASKED)
     assert said == (
         "backend=vllm uses all GPUs from one process; start keepsight data without accelerate launch or torchrun"

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from keepsight.data_gen.answers import Rendered, answer
-from keepsight.data_gen.server import Server, ServerSettings
+from keepsight.data_gen.backends import Rendered, Server, ServerSettings, answer
 from keepsight.models.targets import Target
 
 Reply = tuple[int, dict[str, Any]] | None

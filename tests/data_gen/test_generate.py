@@ -15,7 +15,7 @@ import pytest
 import torch
 import yaml
 
-from keepsight.data_gen.answers import (
+from keepsight.data_gen.backends import (
     AnsweredPrompts,
     Backend,
     InThisProcess,

@@ -15,7 +15,7 @@ from keepsight.data_gen import pinned as module
 from keepsight.data_gen.hub_dataset import HubDataset
 from keepsight.data_gen.pinned import commit_of, pinned
 from keepsight.data_gen.prompts import Request
-from keepsight.data_gen.shards import DataSettings
+from keepsight.data_gen.store import DataSettings
 from keepsight.errors import UserError
 
 OLD, NEW = "c0ffee" * 6 + "c0ff", "beef" * 10

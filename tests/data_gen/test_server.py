@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from keepsight.data_gen.answers import Rendered, answer
-from keepsight.data_gen.server import ServerSettings
+from keepsight.data_gen.backends import Rendered, ServerSettings, answer
 from keepsight.errors import UserError
 from keepsight.models.targets import Target
 from tests.data_gen.served import Reply, answered, client, prompts, server, speaks

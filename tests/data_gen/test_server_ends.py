@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from keepsight.data_gen.answers import Rendered, answer
+from keepsight.data_gen.backends import Rendered, answer
 from keepsight.data_gen.generate import generate_data
 from keepsight.data_gen.mixture import Mixture
 from keepsight.errors import UserError

@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from keepsight.commands.cli import main
-from keepsight.data_gen.shard_writer import ShardWriter
-from keepsight.data_gen.shards import DataSettings, TrainingSample
 from keepsight.data_gen.stats import ALL, SourceStats, stats_of
+from keepsight.data_gen.store import DataSettings, ShardWriter, TrainingSample
 
 END, LIMIT = 2, 4
 SAMPLES = [

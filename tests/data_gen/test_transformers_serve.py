@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 import yaml
 
-from keepsight.data_gen.answers import AnsweredPrompts, Rendered, answer
+from keepsight.data_gen.backends import AnsweredPrompts, Rendered, Server, ServerSettings, answer
 from keepsight.data_gen.generate import generate_data
 from keepsight.data_gen.mixture import Mixture
-from keepsight.data_gen.server import Server, ServerSettings
 from keepsight.errors import UserError
 from keepsight.files import read_jsonl
 from keepsight.models.targets import load_target, outline_target
