@@ -4,7 +4,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from datetime import date, datetime
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from keepsight.data_gen.prompts import BadRow, CountTokens, Prompt
 from keepsight.data_gen.store import DataSettings, ShardWriter, Skipped, TrainingSample
 from keepsight.errors import UserError
 from keepsight.files import free_bytes, one_writer, read_json
-from keepsight.models.chat import chat_text
+from keepsight.models.chat import chat_text, with_date
 from keepsight.models.distributed import launched
 from keepsight.models.targets import Target
 
@@ -151,16 +151,16 @@ def render_prompt(index: int, prompt: Prompt, tokenizer: PreTrainedTokenizerBase
         index: Position in the data set.
         prompt: The prompt.
         tokenizer: The base model's.
-        day: Date (ISO 8601) that a template with a clock tells; today by default.
+        day: Date (ISO 8601) for a chat template with a clock; today by default.
 
     Raises:
         BadRow: the chat template refuses it.
     """
     text = prompt.messages[0]["content"]
     if prompt.template:
-        clock = {"strftime_now": datetime.fromisoformat(day).strftime} if day else {}
+        dated = with_date(str(tokenizer.get_chat_template()), date.fromisoformat(day)) if day else None
         try:
-            text = chat_text(tokenizer, prompt.messages, **clock)
+            text = chat_text(tokenizer, prompt.messages, dated)
         except UserError as error:
             if not tokenizer.chat_template:
                 raise
