@@ -121,6 +121,8 @@ class Endpoint:
             request = Request(f"{self.url.rstrip('/')}/{path}", data, self._headers)
             with build_opener(_NoRedirects).open(request, timeout=self.patience) as response:
                 reply = bytes(response.read(_LARGEST + 1))
+                if len(reply) <= _LARGEST and response.length:
+                    return ValueError("the reply is cut off")
                 return reply if len(reply) <= _LARGEST else ValueError("the reply is too large")
         except HTTPError as refusal:
             return self._refused(refusal)
