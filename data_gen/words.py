@@ -13,18 +13,19 @@ import yaml
 
 
 @lru_cache(maxsize=1)
-def _texts() -> dict[str, Any]:
+def texts() -> dict[str, Any]:
+    """The content of wordings.yaml."""
     return dict(yaml.safe_load((files("keepsight.data_gen") / "wordings.yaml").read_text(encoding="utf-8")))
 
 
 def wordings(name: str) -> list[Any]:
     """A list of wordings.yaml, such as `one_value`."""
-    return list(_texts()[name])
+    return list(texts()[name])
 
 
 def words(kind: str) -> list[str]:
     """The words of a kind in wordings.yaml, such as `city`."""
-    return list(_texts()["words"][kind])
+    return list(texts()["words"][kind])
 
 
 def draw(kind: str, rng: random.Random) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import date, datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -110,10 +111,10 @@ def test_given_responses_are_used_and_nothing_is_generated(target: Target, monke
         return [ids for ready in answers(InThisProcess(target, 400), asked, longest) for _, ids in ready]
 
     first, second = answered(prompts, 16)
-    assert target.tokenizer.decode(first) == "So be it.<|end|>"
+    assert isinstance(first, list) and target.tokenizer.decode(first) == "So be it.<|end|>"
     assert second == answer(target, prompts[1:], 16)[0] != first
     monkeypatch.setattr(type(target.model), "generate", None)
-    assert answered(prompts[:1], 16) == [first] and isinstance(first, list)
+    assert answered(prompts[:1], 16) == [first]
     assert answered(prompts[:1], 3) == [first[:3]]
 
 
@@ -184,7 +185,7 @@ def test_lengths_beyond_the_context_and_sizes_beyond_the_disk_are_refused(
     assert not list(tmp_path.glob("shard-*"))
 
 
-BAD = {
+BAD: dict[str, tuple[dict[str, Any], str]] = {
     "role": ({"messages": [{"role": "tool", "content": "4"}]}, "needs a role"),
     "null": ({"prompt": None}, "expected a text in prompt"),
     "template": ({"messages": [{"role": "user", "content": "refused"}]}, "the chat template of .* refuses the turns"),
@@ -221,17 +222,13 @@ def test_a_bad_row_is_skipped_counted_and_named(
 def test_a_template_with_a_clock_tells_the_date_on_which_the_data_was_begun(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Tomorrow(date):
-        @classmethod
-        def today(cls) -> date:
-            return date(2031, 2, 3)
-
     target = load(folder)
     target.tokenizer.chat_template = "{{ strftime_now('%d %b %Y, %-m') }}" + target.tokenizer.chat_template
     write_lines(tmp_path / "rows.jsonl", [{"prompt": f"Say {number}."} for number in range(6)])
     values = mixture_of(tmp_path / "rows.jsonl")
     day = make(target, values, tmp_path / "data", limit=3, max_new_tokens=4)["settings"]["date"]
-    monkeypatch.setattr(generate, "date", Tomorrow)
+    later = SimpleNamespace(today=lambda: date(2031, 2, 3), fromisoformat=date.fromisoformat)
+    monkeypatch.setattr(generate, "date", later)
     manifest = make(target, values, tmp_path / "data", limit=6, max_new_tokens=4)
     assert manifest["settings"]["date"] == day != "2031-02-03"
     begun = datetime.fromisoformat(day).strftime("%d %b %Y, %-m")
