@@ -1,25 +1,29 @@
-"""Make training data: a mixture's prompts, answered by the target, in resumable shards."""
+"""Make training data: a mixture's prompts, answered by the base model, in resumable shards."""
 
-from collections.abc import Callable
+import logging
+from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from keepsight.data_gen.answers import Backend, Rendered, answers, render_prompt
+from keepsight.data_gen.backends import Answers, Backend, Rendered
 from keepsight.data_gen.mixture import Mixture
-from keepsight.data_gen.prompts import CountTokens
-from keepsight.data_gen.shard_writer import ShardWriter
-from keepsight.data_gen.shards import DataSettings, TrainingSample
+from keepsight.data_gen.prompts import BadRow, CountTokens, Prompt
+from keepsight.data_gen.store import DataSettings, ShardWriter, Skipped, TrainingSample
 from keepsight.errors import UserError
 from keepsight.files import free_bytes, one_writer, read_json
+from keepsight.models.chat import chat_text, with_date
 from keepsight.models.distributed import launched
 from keepsight.models.targets import Target
 
+logger = logging.getLogger("keepsight")
+
 _BYTES_A_TOKEN = 4
-"""What a token takes in a shard at least: its number, a comma, a space, and a letter of the text."""
 
 
 def generate_data(
@@ -33,13 +37,14 @@ def generate_data(
     max_new_tokens: int,
     shard_size: int,
     backend: Backend,
+    skip: int | None = None,
 ) -> dict[str, Any]:
     """Answer `limit` prompts and write them to `out`, resuming where an earlier run stopped.
 
     Several processes of one launch divide the shards among themselves.
 
     Args:
-        target: Model that answers, greedily; only its tokenizer and configuration are used here.
+        target: Base model that answers, greedily; only its tokenizer and configuration are used here.
         mixture: Draws prompt i from (seed, i) alone.
         mixture_values: The mixture as plain values, for the manifest.
         out: Data folder.
@@ -48,98 +53,154 @@ def generate_data(
         max_new_tokens: Longest answer in tokens.
         shard_size: Samples per shard.
         backend: Who answers.
+        skip: Bad rows at most, in this run and process; None for any number.
 
     Returns:
         The manifest.
 
     Raises:
-        UserError: a prompt and its answer do not fit the target's context, the samples do not fit the disk, or `out`
-            holds other data or is being written to.
+        UserError: prompts and answers do not fit the model's context, the samples do not fit the disk, more rows than
+            `skip` are bad, or `out` holds other data or is being written to.
     """
+    clock = "strftime_now" in str(target.tokenizer.chat_template)
     settings = DataSettings(
-        target.name, target.version, target.template_digest, mixture_values, seed, limit, shard_size, max_new_tokens
+        *(target.name, target.version, target.template_digest, mixture_values, seed, limit, shard_size, max_new_tokens),
+        date=date.today().isoformat() if clock else "",
     )
-    _check_context(target, mixture, max_new_tokens)
-    _check_room(out, mixture, limit)
-    processes, count_tokens = launched(), _counter(target.tokenizer)
-
-    def prompts(indices: list[int]) -> list[Rendered]:
-        drawn = (render_prompt(index, mixture.prompt(seed, index, count_tokens), target.tokenizer) for index in indices)
-        return [_checked(prompt, target, max_new_tokens) for prompt in drawn]
-
+    _check_lengths(target, mixture, max_new_tokens)
+    _check_disk(out, mixture, limit)
+    processes = launched()
     with one_writer(out) if processes.is_main_process else nullcontext():
         with processes.main_process_first():
-            writer = ShardWriter(out, settings)
+            run = _Run(target, mixture, ShardWriter(out, settings), backend, skip)
         with tqdm(total=limit, desc="answers", unit="sample", disable=not processes.is_main_process) as progress:
             for number, shard in enumerate(settings.shards()):
                 if number % processes.num_processes == processes.process_index:
-                    _fill(writer, shard, target, prompts, backend, progress)
+                    run.fill(shard, progress)
                 else:
                     progress.update(len(shard))
         processes.wait_for_everyone()
         with processes.main_process_first():
-            return writer.complete() if processes.is_main_process else read_json(out / "manifest.json")
+            manifest = run.writer.complete() if processes.is_main_process else read_json(out / "manifest.json")
+    if processes.is_main_process and (skipped := manifest["skipped"]):
+        shown = f"such as {skipped[0]['index']}: {skipped[0]['reason']}"
+        logger.warning("%s: %d of %d samples were skipped, %s; see manifest.json", out, len(skipped), limit, shown)
+    return dict(manifest)
 
 
-def _fill(
-    writer: ShardWriter,
-    shard: range,
-    target: Target,
-    prompts: Callable[[list[int]], list[Rendered]],
-    backend: Backend,
-    progress: "tqdm[Any]",
-) -> None:
-    """Answer what a shard lacks."""
-    missing = writer.missing(shard)
-    progress.update(len(shard) - len(missing))
-    for ready in answers(backend, prompts(missing), writer.settings.max_new_tokens):
-        writer.append(shard, [_training_sample(prompt, ids, target) for prompt, ids in ready])
-        progress.update(len(ready))
-    writer.finish(shard)
+@dataclass
+class _Run:
+    target: Target
+    mixture: Mixture
+    writer: ShardWriter
+    backend: Backend
+    skip: int | None
+    skipped: int = 0
+    count_tokens: CountTokens = field(init=False)
+
+    def __post_init__(self) -> None:
+        tokenizer = self.target.tokenizer  # sources keep the counter, so it must not hold the model
+        self.count_tokens = lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def fill(self, shard: range, progress: "tqdm[Any]") -> None:
+        """Answer what a shard lacks."""
+        missing = self.writer.missing(shard)
+        progress.update(len(shard) - len(missing))
+        prompts: list[Rendered] = []
+        for index in missing:
+            try:
+                prompts.append(self._rendered(index))
+            except BadRow as error:
+                self.writer.append(shard, [self._bad(index, error)])
+                progress.update()
+        for ready in answers(self.backend, prompts, self.writer.settings.max_new_tokens):
+            self.writer.append(shard, [self._sample(prompt, made) for prompt, made in ready])
+            progress.update(len(ready))
+        self.writer.finish(shard)
+
+    def _rendered(self, index: int) -> Rendered:
+        settings = self.writer.settings
+        prompt = self.mixture.prompt(settings.seed, index, self.count_tokens)
+        rendered = render_prompt(index, prompt, self.target.tokenizer, settings.date)
+        context = _context(self.target)
+        if len(rendered.ids) + settings.max_new_tokens > context:
+            raise BadRow(
+                f"prompt {index} ({prompt.source}) has {len(rendered.ids)} tokens, with {settings.max_new_tokens} for "
+                f"the answer more than the context of {context}; lower the mixture's max_tokens"
+            )
+        return rendered
+
+    def _sample(self, prompt: Rendered, made: list[int] | BadRow) -> TrainingSample | Skipped:
+        if isinstance(made, BadRow):
+            return self._bad(prompt.index, made)
+        decode = self.target.tokenizer.decode
+        text, answer = str(decode(prompt.ids)), str(decode(made, skip_special_tokens=True))
+        return TrainingSample(prompt.index, prompt.source, prompt.ids, made, text, answer)
+
+    def _bad(self, index: int, error: BadRow) -> Skipped:
+        self.skipped += 1
+        if self.skip is not None and self.skipped > self.skip:
+            raise UserError(f"{error}; mend it, or raise skip={self.skip}")
+        return Skipped(index, str(error))
 
 
-def _counter(tokenizer: PreTrainedTokenizerBase) -> CountTokens:
-    """What counts tokens; sources keep it, so it must not hold the model."""
-    return lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"])
+def render_prompt(index: int, prompt: Prompt, tokenizer: PreTrainedTokenizerBase, day: str = "") -> Rendered:
+    """Apply the chat template (raw text stays raw) and tokenise.
+
+    Args:
+        index: Position in the data set.
+        prompt: The prompt.
+        tokenizer: The base model's.
+        day: Date (ISO 8601) for a chat template with a clock; today by default.
+
+    Raises:
+        BadRow: the chat template refuses it.
+    """
+    text = prompt.messages[0]["content"]
+    if prompt.template:
+        dated = with_date(str(tokenizer.get_chat_template()), date.fromisoformat(day)) if day else None
+        try:
+            text = chat_text(tokenizer, prompt.messages, dated)
+        except UserError as error:
+            if not tokenizer.chat_template:
+                raise
+            raise BadRow(f"prompt {index} ({prompt.source}): {error}") from None
+    ids = tokenizer(text + prompt.answer_prefix, add_special_tokens=not prompt.template)["input_ids"]
+    response = None
+    if prompt.response is not None:
+        response = [*tokenizer(prompt.response, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    return Rendered(index, prompt.source, list(ids), response)
 
 
-def _training_sample(prompt: Rendered, ids: list[int], target: Target) -> TrainingSample:
-    decode = target.tokenizer.decode
-    return TrainingSample(
-        prompt.index,
-        prompt.source,
-        prompt.ids,
-        ids,
-        str(decode(prompt.ids)),
-        str(decode(ids, skip_special_tokens=True)),
-    )
+def answers(backend: Backend, prompts: list[Rendered], max_new_tokens: int) -> Iterator[Answers]:
+    """The responses that prompts come with, then a backend's answers; each of at most `max_new_tokens`."""
+    ready: Answers = [(prompt, prompt.response[:max_new_tokens]) for prompt in prompts if prompt.response is not None]
+    if ready:
+        yield ready
+    if asked := [prompt for prompt in prompts if prompt.response is None]:
+        yield from backend(asked, max_new_tokens)
 
 
-def _checked(prompt: Rendered, target: Target, max_new_tokens: int) -> Rendered:
-    context = target.model.config.get_text_config().max_position_embeddings
-    if len(prompt.ids) + max_new_tokens > context:
-        raise UserError(
-            f"prompt {prompt.index} ({prompt.source}) has {len(prompt.ids)} tokens, with {max_new_tokens} for the "
-            f"answer more than the context of {context}; lower the mixture's max_tokens"
-        )
-    return prompt
+def _context(target: Target) -> int:
+    return int(target.model.config.get_text_config().max_position_embeddings)
 
 
-def _check_context(target: Target, mixture: Mixture, max_new_tokens: int) -> None:
-    """Refuse answers so long that not even the shortest prompts fit the context with them."""
-    context = target.model.config.get_text_config().max_position_embeddings
-    shortest = min(entry.min_tokens for entry in mixture.entries)
-    if shortest + max_new_tokens > context:
-        raise UserError(
-            f"max_new_tokens={max_new_tokens} and prompts of {shortest} tokens are together more than the context of "
-            f"{context}; lower the mixture's max_tokens, or max_new_tokens="
-        )
+def _check_lengths(target: Target, mixture: Mixture, max_new_tokens: int) -> None:
+    """Refuse prompts that are filled to lengths which do not fit the context with their answers."""
+    context = _context(target)
+    for entry in mixture.entries:
+        longest = entry.lengths.max_tokens if entry.fills else entry.lengths.min_tokens
+        if longest + max_new_tokens > context:
+            raise UserError(
+                f"{entry.kind}: prompts of {longest} tokens with max_new_tokens={max_new_tokens} are more than the "
+                f"context of {context}; lower the mixture's max_tokens, or max_new_tokens="
+            )
 
 
-def _check_room(out: Path, mixture: Mixture, limit: int) -> None:
+def _check_disk(out: Path, mixture: Mixture, limit: int) -> None:
     """Refuse a limit that would fill the disk even if every prompt were as short as the mixture allows."""
-    weights = [entry.weight for entry in mixture.entries]
-    shortest = sum(entry.weight * entry.min_tokens for entry in mixture.entries) / sum(weights)
+    lengths = [entry.lengths for entry in mixture.entries]
+    shortest = sum(each.weight * each.min_tokens for each in lengths) / sum(each.weight for each in lengths)
     needed, there = limit * shortest * _BYTES_A_TOKEN, sum(path.stat().st_size for path in out.glob("shard-*"))
     if needed > (free := free_bytes(out)) + there:
         raise UserError(

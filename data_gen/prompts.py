@@ -3,33 +3,31 @@
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Annotated, Protocol
+
+from pydantic import Field
 
 from keepsight.errors import UserError
 
 CountTokens = Callable[[str], int]
+Share = Annotated[float, Field(ge=0, le=1)]
 
-ROLES = ("system", "user", "assistant")
-BYTES_PER_TOKEN = 32
-"""No tokenizer packs more bytes of real text into a token on average; longer texts are not even counted."""
-
-ATTEMPTS = 8
+_ATTEMPTS = 8
 CHARACTERS_PER_TOKEN = 4.0
-FULL_ENOUGH = 0.93
+_FULL_ENOUGH = 0.93
 """A prompt of this share of the wanted length is accepted; a closer fit is not worth further tokenising."""
-
-AIM = 0.965
+_AIM = 0.965
 """The share of the wanted length that the next attempt aims at."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt for the target.
+    """One prompt for the base model.
 
     Attributes:
         source: Kind of prompt, for the manifest.
         messages: The turns of the conversation, ending with the user's; each has `role` and `content`.
-        response: The answer to use instead of the target's own.
+        response: The answer to use instead of the model's own.
         template: Whether the chat template is applied; otherwise the first message's content is continued as it is.
         answer_prefix: Beginning of the assistant's turn that counts as prompt; empty for most.
     """
@@ -66,6 +64,10 @@ class DoesNotFit(UserError):
     """A draw is too long for the wanted length even without filling; another may fit."""
 
 
+class BadRow(UserError):
+    """A row of the user's data, or its answer, that cannot be used; the run goes on without it."""
+
+
 class Source(Protocol):
     """A kind of prompts; its fields are the options of a mixture's entry."""
 
@@ -74,22 +76,18 @@ class Source(Protocol):
 
         Raises:
             DoesNotFit: what was drawn needs more tokens.
+            BadRow: what was drawn cannot be used.
         """
         ...
 
 
-def user_prompt(source: str, text: str, *, answer_prefix: str = "") -> Prompt:
-    """A prompt of one user turn."""
-    return Prompt(source, ({"role": "user", "content": text},), answer_prefix=answer_prefix)
-
-
-def raw_prompt(source: str, text: str) -> Prompt:
-    """A text to be continued without the chat template."""
-    return Prompt(source, ({"role": "user", "content": text},), template=False)
+def user_prompt(source: str, text: str, *, template: bool = True, answer_prefix: str = "") -> Prompt:
+    """A prompt of one user turn, or a text to be continued without the chat template."""
+    return Prompt(source, ({"role": "user", "content": text},), template=template, answer_prefix=answer_prefix)
 
 
 @dataclass(frozen=True)
-class Attempt:
+class _Attempt:
     """A text made with `characters` of filling: its length in characters and its count of tokens."""
 
     characters: int
@@ -110,23 +108,23 @@ def fit(build: Callable[[int], str], request: Request) -> str:
     wanted, best = request.tokens, ""
     fitting, too_long = None, None
     characters = int(wanted * CHARACTERS_PER_TOKEN * 0.9)
-    for _ in range(ATTEMPTS):
+    for _ in range(_ATTEMPTS):
         text = build(characters)
-        tried = Attempt(characters, len(text), request.count_tokens(text))
+        tried = _Attempt(characters, len(text), request.count_tokens(text))
         exhausted = bool(text) and text == best
         if tried.count > wanted:
             too_long = tried
         else:
             fitting, best = tried, max(best, text, key=len)
-        if exhausted or FULL_ENOUGH * wanted <= tried.count <= wanted or (tried is too_long and characters == 0):
+        if exhausted or _FULL_ENOUGH * wanted <= tried.count <= wanted or (tried is too_long and characters == 0):
             break
-        characters = _next_filling(tried, fitting, too_long, AIM * wanted)
+        characters = _next_filling(tried, fitting, too_long, _AIM * wanted)
     if not best:
         raise DoesNotFit(f"a mixture's prompt does not fit {wanted} tokens; raise its min_tokens")
     return best
 
 
-def _next_filling(tried: Attempt, fitting: Attempt | None, too_long: Attempt | None, aim: float) -> int:
+def _next_filling(tried: _Attempt, fitting: _Attempt | None, too_long: _Attempt | None, aim: float) -> int:
     """Characters that should give `aim` tokens: interpolated between two attempts, or by the density of one."""
     if fitting is None or too_long is None:
         return max(0, tried.characters + int((aim - tried.count) * tried.length / max(tried.count, 1)))
@@ -140,9 +138,3 @@ def cut_at_word(text: str, characters: int) -> str:
         return text.rstrip()
     words = text[: max(characters, 80)]
     return words[: words.rfind(" ")].rstrip() if " " in words else words
-
-
-def length_up_to(limit: int, text: str, count_tokens: CountTokens) -> int:
-    """Tokens of a text; `limit + 1` for one that is certainly longer than `limit`, without counting."""
-    too_long = len(text.encode()) > limit * BYTES_PER_TOKEN
-    return limit + 1 if too_long else count_tokens(text)

@@ -1,95 +1,56 @@
 """What a data folder holds: counts, lengths, duplicates and truncated answers, by source."""
 
 import hashlib
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import chain
-from typing import NamedTuple
+from collections.abc import Iterable
 
+import pandas as pd
 from matplotlib.figure import Figure
 
-from keepsight.data_gen.shards import TrainingSample
-
-ALL = "all"
-_COLUMNS = ("source", "samples", "prompt tokens", "answer tokens", "duplicates", "truncated")
+from keepsight.data_gen.store import TrainingSample
 
 
-@dataclass(frozen=True)
-class SourceStats:
-    """Of the samples of one source.
-
-    Attributes:
-        prompts: Their prompts' tokens, ascending.
-        answers: Their answers' tokens, ascending.
-        duplicates: Samples whose prompt an earlier one has, of whatever source.
-        truncated: Answers that reached the longest length allowed before they ended.
-    """
-
-    prompts: tuple[int, ...]
-    answers: tuple[int, ...]
-    duplicates: int
-    truncated: int
-
-
-class _Counted(NamedTuple):
-    """What counts of a sample."""
-
-    prompt: int
-    answer: int
-    last: int
-    is_duplicate: bool
-
-
-def stats_of(samples: Iterable[TrainingSample], max_new_tokens: int) -> dict[str, SourceStats]:
-    """Statistics by source, the largest first, and of all samples under `all`, last.
+def stats_of(samples: Iterable[TrainingSample], max_new_tokens: int) -> pd.DataFrame:
+    """A row for each sample, with the columns source, prompt and answer (tokens), duplicate and truncated (bool).
 
     Args:
-        samples: A data folder's; one at least.
+        samples: A data folder's; one at least. A sample is a duplicate if an earlier one has its prompt.
         max_new_tokens: Longest answer allowed. The tokens that end shorter answers are those that end an answer.
     """
-    by_source, prompts = defaultdict[str, list[_Counted]](list), set[bytes]()
-    for sample in samples:
-        prompt = hashlib.sha256(str(sample.prompt_ids).encode()).digest()
-        lengths = len(sample.prompt_ids), len(sample.answer_ids)
-        by_source[sample.source].append(_Counted(*lengths, sample.answer_ids[-1], prompt in prompts))
-        prompts.add(prompt)
-    every = [*chain.from_iterable(by_source.values())]
-    ends = {each.last for each in every if each.answer < max_new_tokens}
-
-    def stats(own: Sequence[_Counted]) -> SourceStats:
-        return SourceStats(
-            tuple(sorted(each.prompt for each in own)),
-            tuple(sorted(each.answer for each in own)),
-            sum(each.is_duplicate for each in own),
-            sum(each.answer >= max_new_tokens and each.last not in ends for each in own),
-        )
-
-    ordered = sorted(by_source.items(), key=lambda pair: (-len(pair[1]), pair[0]))
-    return {source: stats(own) for source, own in ordered} | {ALL: stats(every)}
+    rows = [
+        (each.source, len(each.prompt_ids), len(each.answer_ids), each.answer_ids[-1], _digest(each.prompt_ids))
+        for each in samples
+    ]
+    frame = pd.DataFrame(rows, columns=["source", "prompt", "answer", "last", "digest"])
+    ends = frame["last"][frame["answer"] < max_new_tokens]
+    frame["truncated"] = (frame["answer"] >= max_new_tokens) & ~frame["last"].isin(ends)
+    frame["duplicate"] = frame["digest"].duplicated()
+    return frame.drop(columns=["last", "digest"])
 
 
-def stats_table(stats: dict[str, SourceStats]) -> str:
-    """A table in columns; lengths as shortest / median / longest."""
-    rows = [_COLUMNS, *((source, *_cells(own)) for source, own in stats.items())]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-    return "\n".join(line.rstrip() for line in lines)
+def _digest(ids: list[int]) -> bytes:
+    return hashlib.sha256(str(ids).encode()).digest()
 
 
-def _cells(own: SourceStats) -> tuple[str, ...]:
-    spans = (f"{each[0]} / {each[len(each) // 2]} / {each[-1]}" for each in (own.prompts, own.answers))
-    return (str(len(own.prompts)), *spans, str(own.duplicates), str(own.truncated))
+def stats_table(frame: pd.DataFrame) -> str:
+    """A table of the sources, the largest first, and of all samples; lengths as shortest / median / longest."""
+    groups = sorted(frame.groupby("source"), key=lambda pair: (-len(pair[1]), str(pair[0])))
+    rows = [
+        (name, len(own), _span(own["prompt"]), _span(own["answer"]), own["duplicate"].sum(), own["truncated"].sum())
+        for name, own in [*groups, ("all", frame)]
+    ]
+    columns = ["source", "samples", "prompt tokens", "answer tokens", "duplicates", "truncated"]
+    return pd.DataFrame(rows, columns=columns).to_string(index=False)
 
 
-def stats_figure(stats: dict[str, SourceStats]) -> Figure:
+def _span(lengths: "pd.Series[int]") -> str:
+    return f"{lengths.min()} / {lengths.quantile(0.5, interpolation='higher'):.0f} / {lengths.max()}"
+
+
+def stats_figure(frame: pd.DataFrame) -> Figure:
     """Histograms of the lengths of prompts and answers."""
     figure = Figure(figsize=(9, 3.4), layout="constrained")
-    panels = figure.subplots(1, 2)
-    for panel, lengths, label in zip(
-        panels, (stats[ALL].prompts, stats[ALL].answers), ("prompt", "answer"), strict=True
-    ):
-        panel.hist(lengths, bins=40, color="#0072B2")
-        panel.set(xlabel=f"{label} tokens", ylabel="samples")
+    for panel, name in zip(figure.subplots(1, 2), ("prompt", "answer"), strict=True):
+        panel.hist(frame[name], bins=40, color="#0072B2")
+        panel.set(xlabel=f"{name} tokens", ylabel="samples")
         panel.spines[["top", "right"]].set_visible(False)
     return figure

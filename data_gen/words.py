@@ -1,77 +1,57 @@
-"""Words of which training prompts make their keys, values and stories. The evaluation has a list of its own."""
+"""Words and wordings of the training prompts, read from wordings.yaml, and keys and values drawn from them."""
 
 import random
+import re
 import string
 import uuid
 from collections.abc import Callable
+from functools import lru_cache
+from importlib.resources import files
+from typing import Any
+
+import yaml
 
 
-def _listed(text: str, separator: str = " ") -> tuple[str, ...]:
-    return tuple(text.split(separator))
+@lru_cache(maxsize=1)
+def texts() -> dict[str, Any]:
+    """The content of wordings.yaml."""
+    return dict(yaml.safe_load((files("keepsight.data_gen") / "wordings.yaml").read_text(encoding="utf-8")))
 
 
-FIRST_NAMES = _listed(
-    "Alice Amir Anna Arturo Beatriz Bela Camille Carlos Chen Clara Dario Deepa Dmitri Elena Elias Emeka Erik Esther "
-    "Farid Fatima Felix Gabriela Giorgos Greta Hamid Hanna Haruto Ines Isaac Ivana Jonas Julia Kamal Karin Kenji Laila "
-    "Leon Lucia Magnus Malik Maria Mateo Mei Milan Nadia Nina Noah Olga Omar Oscar Paula Pedro Priya Rafael Rosa Samir "
-    "Sofia Stefan Tariq Teresa Tomas Ulla Viktor Wanda Yara Yusuf Zeynep"
-)
-LAST_NAMES = _listed(
-    "Abara Almeida Andersen Baptiste Becker Castillo Chandra Dubois Eriksen Ferrari Fischer Garcia Haddad Hoffmann "
-    "Ibarra Ivanov Jansen Kaya Kim Kovacs Larsen Lindqvist Lopez Mbeki Moreau Nakamura Novak Nowak Okafor Olsen Patel "
-    "Petrov Quinn Rahman Romano Santos Schmidt Silva Singh Tanaka Torres Usman Varga Vega Weber Wong Yilmaz Zhang"
-)
-ADJECTIVES = _listed(
-    "amber ancient autumn brisk bronze calm cedar clever coastal copper cosmic crimson crystal dusty eager early "
-    "eastern emerald famous foggy frozen gentle golden granite green hidden hollow humble icy inner ivory jolly "
-    "lunar marble mellow misty modern narrow noble northern olive orange outer pale patient polar proud purple "
-    "quick royal rustic sandy scarlet silent silver smooth snowy solar southern steady summer swift tall tidal upper "
-    "velvet violet western wooden"
-)
-NOUNS = _listed(
-    "anchor antenna basket beacon blanket bottle bridge bucket cabin candle canyon carpet castle cellar chimney "
-    "clock compass cottage curtain desert engine falcon feather ferry forest fountain garden glacier hammer harbor "
-    "helmet hill island jacket kettle ladder lantern library lighthouse market meadow mirror mountain museum needle "
-    "notebook ocean orchard oven palace pebble pencil piano pillow planet pocket quarry rabbit ribbon river rocket "
-    "saddle sailboat shelter spoon stable statue telescope temple tower tractor tunnel umbrella valley village violin "
-    "wagon waterfall whistle window"
-)
-CITIES = _listed(
-    "Accra Athens Bergen Bogota Boston Busan Cairo Chennai Cusco Dakar Denver Dublin Genoa Graz Hanoi Havana Izmir "
-    "Jakarta Kyoto Lagos Leeds Lima Lisbon Lyon Malaga Manila Nairobi Oslo Perth Porto Prague Quito Riga Seville Split "
-    "Sydney Tallinn Tampa Tunis Turin Utrecht Valencia Vienna Warsaw Zagreb"
-)
-PLACES = _listed(
-    "warehouse,boiler room,main gate,archive,parking garage,roof terrace,server room,guest house,workshop,greenhouse,"
-    "staff kitchen,loading dock,reading room,storage unit,back office,music room,laboratory,conference hall,pump house",
-    ",",
-)
-DEVICES = _listed(
-    "printer,router,scanner,projector,thermostat,camera,laptop,sensor,freezer,elevator,vending machine", ","
-)
-JOBS = _listed(
-    "nurse,carpenter,pilot,translator,baker,geologist,lawyer,violinist,plumber,bookkeeper,journalist,veterinarian,"
-    "gardener,watchmaker,chemist,bus driver,librarian,photographer,tailor,mechanic,history teacher,chef",
-    ",",
-)
-HOBBIES = _listed(
-    "chess,rock climbing,pottery,birdwatching,salsa dancing,astronomy,baking bread,restoring bicycles,knitting,"
-    "long-distance swimming,collecting stamps,playing the cello,writing poems,keeping bees,fishing,origami",
-    ",",
-)
-PETS = _listed("parrot,tortoise,greyhound,hamster,goldfish,black cat,pony,gecko,shaggy sheepdog,pair of canaries", ",")
-FOODS = _listed(
-    "lentil soup,mushroom risotto,fish tacos,apple pie,dumplings,shakshuka,paella,ramen,falafel,pancakes", ","
-)
-COLORS = _listed("blue,dark red,turquoise,yellow,light grey,pink,navy,lime green,beige,magenta,black,white", ",")
-DAYS = _listed("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
-MONTHS = _listed("January February March April May June July August September October November December")
-
-Maker = Callable[[random.Random], str]
+def wordings(name: str) -> list[Any]:
+    """A list of wordings.yaml, such as `one_value`."""
+    return list(texts()[name])
 
 
-def _person(rng: random.Random) -> str:
-    return f"{rng.choice(FIRST_NAMES)} {rng.choice(LAST_NAMES)}"
+def words(kind: str) -> list[str]:
+    """The words of a kind in wordings.yaml, such as `city`."""
+    return list(texts()["words"][kind])
+
+
+def draw(kind: str, rng: random.Random) -> str:
+    """A random word, key or value of a kind: one of `_MAKERS`, or a list of words of wordings.yaml."""
+    return _MAKERS[kind](rng) if kind in _MAKERS else rng.choice(words(kind))
+
+
+def distinct(kind: str, count: int, rng: random.Random) -> list[str]:
+    """`count` different strings of a kind; a number is appended where the kind's words run out."""
+    drawn: dict[str, None] = {}
+    for attempt in range(20 * count):
+        text = draw(kind, rng)
+        drawn[text if attempt < 10 * count else f"{text} {attempt}"] = None
+        if len(drawn) == count:
+            break
+    return list(drawn)
+
+
+def filled(template: str, rng: random.Random, **fixed: str) -> str:
+    """A template in which each `{kind}` becomes a random word of that kind, or what `fixed` says."""
+    return re.sub(r"\{(\w+)\}", lambda found: fixed.get(found[1]) or draw(found[1], rng), template)
+
+
+def told(name: str, rng: random.Random, **fixed: str) -> str:
+    """One of a list's templates, filled; all are filled before one is chosen."""
+    return rng.choice([filled(template, rng, **fixed) for template in wordings(name)])
 
 
 def _digits(rng: random.Random) -> str:
@@ -84,50 +64,19 @@ def _code(rng: random.Random) -> str:
     return f"{letters}-{rng.randrange(100, 100000)}"
 
 
-def _mixed(rng: random.Random) -> str:
-    return "".join(rng.choices(string.ascii_letters + string.digits, k=rng.randint(6, 12)))
-
-
-def _uuid(rng: random.Random) -> str:
-    return str(uuid.UUID(int=rng.getrandbits(128), version=4))
-
-
-def _pair(rng: random.Random) -> str:
-    return f"{rng.choice(ADJECTIVES)}-{rng.choice(NOUNS)}"
-
-
-def _date(rng: random.Random) -> str:
-    return f"{rng.randint(1, 28)} {rng.choice(MONTHS)} {rng.randint(1950, 2030)}"
-
-
-MAKERS: dict[str, Maker] = {
-    "person": _person,
-    "place": lambda rng: f"the {rng.choice(ADJECTIVES)} {rng.choice(PLACES)}",
-    "project": lambda rng: f"Project {rng.choice(ADJECTIVES).title()} {rng.choice(NOUNS).title()}",
-    "device": lambda rng: f"{rng.choice(DEVICES)} {rng.choice(string.ascii_uppercase)}{rng.randint(1, 99)}",
+_MAKERS: dict[str, Callable[[random.Random], str]] = {
+    "person": lambda rng: f"{draw('first_names', rng)} {draw('last_names', rng)}",
+    "place": lambda rng: f"the {draw('adjectives', rng)} {draw('spot', rng)}",
+    "project": lambda rng: f"Project {draw('adjectives', rng).title()} {draw('word', rng).title()}",
+    "device": lambda rng: f"{rng.choice(words('device'))} {rng.choice(string.ascii_uppercase)}{rng.randint(1, 99)}",
     "order": lambda rng: f"order {rng.randrange(1000, 1000000)}",
-    "word": lambda rng: rng.choice(NOUNS),
-    "pair": _pair,
-    "city": lambda rng: rng.choice(CITIES),
-    "color": lambda rng: rng.choice(COLORS),
-    "food": lambda rng: rng.choice(FOODS),
+    "pair": lambda rng: f"{draw('adjectives', rng)}-{draw('word', rng)}",
     "digits": _digits,
     "code": _code,
-    "mixed": _mixed,
-    "uuid": _uuid,
-    "date": _date,
+    "mixed": lambda rng: "".join(rng.choices(string.ascii_letters + string.digits, k=rng.randint(6, 12))),
+    "uuid": lambda rng: str(uuid.UUID(int=rng.getrandbits(128), version=4)),
+    "date": lambda rng: f"{rng.randint(1, 28)} {draw('month', rng)} {rng.randint(1950, 2030)}",
     "time": lambda rng: f"{rng.randint(0, 23):02}:{rng.choice((0, 5, 10, 15, 20, 30, 40, 45, 50)):02}",
     "price": lambda rng: f"${rng.randrange(1, 9000)}.{rng.randrange(100):02}",
 }
-"""How a key or a value of each kind is drawn."""
-
-
-def distinct(kind: str, count: int, rng: random.Random) -> list[str]:
-    """`count` different strings of a kind; a number is appended where the kind's words run out."""
-    drawn: dict[str, None] = {}
-    for attempt in range(20 * count):
-        text = MAKERS[kind](rng)
-        drawn[text if attempt < 10 * count else f"{text} {attempt}"] = None
-        if len(drawn) == count:
-            break
-    return list(drawn)
+"""How keys and values that are no plain words are drawn."""

@@ -1,23 +1,35 @@
-"""Requests to an OpenAI-compatible endpoint: JSON in, JSON out, tried again while that may help."""
+"""Requests to an OpenAI-compatible endpoint: JSON in, JSON out, retried while that may help."""
 
 import json
 import os
+import socket
 import threading
+import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from http.client import HTTPException
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 from urllib.error import HTTPError
-from urllib.request import HTTPRedirectHandler, Request, build_opener
+from urllib.parse import urlsplit
+from urllib.request import HTTPRedirectHandler, Request, build_opener, getproxies, proxy_bypass
 
-from keepsight.errors import UserError
-from keepsight.watched import WatchedHTTP, WatchedHTTPS
+import pydantic_core
+
+from keepsight.errors import UserError, require_whole
 
 FIRST_WAIT = 2.0
 """Seconds before the second try; doubled for each further one."""
 LONGEST_WAIT = 60.0
 """Seconds between two tries at most."""
+LOOK = 10.0
+"""Seconds after which a pending request checks that the server still listens: vLLM's, when it ends, keeps open
+connections and never replies."""
 _BUSY = (408, 425, 429)
 """Statuses below 500 after which another try may succeed."""
+_LARGEST = 64 << 20
+"""Bytes of a reply at most."""
 
 Reply = TypeVar("Reply")
 
@@ -26,16 +38,17 @@ class EndpointError(Exception):
     """No usable reply.
 
     Attributes:
-        status: The HTTP status of a request that was refused for good; 0 where nobody answered, or only nonsense.
+        status: HTTP status of a request that was refused for good; 0 where there was no reply, or a malformed one.
+        wait: Seconds that the server asks to wait before the next try.
     """
 
-    def __init__(self, reason: str, status: int = 0) -> None:
+    def __init__(self, reason: str, status: int = 0, wait: float = 0.0) -> None:
         super().__init__(reason)
-        self.status = status
+        self.status, self.wait = status, wait
 
 
 class _NoRedirects(HTTPRedirectHandler):
-    """urllib would send the API key on to whatever host an answer names."""
+    """urllib would send the API key on to whatever host a redirect names."""
 
     def redirect_request(self, *_: object) -> None:
         return None
@@ -49,7 +62,7 @@ class Endpoint:
         url: Such as http://localhost:8000/v1.
         key: Environment variable that holds the API key; none is sent where it is not set.
         tries: How often a request is sent before it is given up.
-        patience: Seconds for one reply.
+        patience: Seconds for one whole reply.
     """
 
     url: str
@@ -58,18 +71,14 @@ class Endpoint:
     patience: float = 600.0
 
     def post(
-        self,
-        path: str,
-        body: Mapping[str, Any],
-        read: Callable[[Any], Reply],
-        stopped: threading.Event | None = None,
+        self, path: str, body: Mapping[str, Any], read: Callable[[Any], Reply], stopped: threading.Event | None = None
     ) -> Reply:
-        """What `read` finds in the reply to a request.
+        """Send a request and read its reply.
 
         Args:
             path: Appended to the URL.
             body: The request.
-            read: Takes the reply's JSON; a reply on which it fails as on one of another form is asked for again.
+            read: Takes the reply's JSON and returns what is needed of it; a reply on which it fails is asked for again.
             stopped: Ends the waiting between tries.
 
         Raises:
@@ -77,41 +86,84 @@ class Endpoint:
         """
         data, error = json.dumps(body).encode(), EndpointError("not asked")
         for attempt in range(self.tries):
-            wait = FIRST_WAIT * 2**attempt
             try:
-                request = Request(f"{self.url.rstrip('/')}/{path}", data, self._headers)
-                with build_opener(_NoRedirects, WatchedHTTP, WatchedHTTPS).open(
-                    request, timeout=self.patience
-                ) as response:
-                    return read(json.load(response))
-            except HTTPError as refusal:
-                error = self._refused(refusal)
+                return read(pydantic_core.from_json(self._reply(path, data)))
+            except EndpointError as refused:
+                error = refused
                 if error.status:
-                    raise error from None
-                wait = max(wait, _seconds(refusal.headers.get("Retry-After")))
-            except (OSError, ValueError, KeyError, IndexError, TypeError) as problem:
-                error = EndpointError(self._without_key(f"{type(problem).__name__}: {problem}"))
-            if attempt + 1 < self.tries and (stopped or threading.Event()).wait(min(wait, LONGEST_WAIT)):
+                    raise
+            except (OSError, HTTPException, ValueError, LookupError, TypeError, AttributeError) as problem:
+                error = EndpointError(self._shown(f"{type(problem).__name__}: {problem}"))
+            wait = min(max(FIRST_WAIT * 2**attempt, error.wait), LONGEST_WAIT)
+            if attempt + 1 < self.tries and (stopped or threading.Event()).wait(wait):
                 break
         raise error
 
-    def _refused(self, refusal: HTTPError) -> EndpointError:
-        try:
-            said = refusal.read(2000).decode(errors="replace")
-        except OSError:
-            said = ""
-        reason = self._without_key(" ".join(f"HTTPError: {refusal} {said}".split())[:300])
-        return EndpointError(reason, refusal.code if refusal.code < 500 and refusal.code not in _BUSY else 0)
+    def _reply(self, path: str, data: bytes) -> bytes:
+        """One reply, within `patience` and while the server listens."""
+        box = SimpleQueue[bytes | Exception]()
+        threading.Thread(target=lambda: box.put(self._sent(path, data)), daemon=True).start()
+        deadline = time.monotonic() + self.patience
+        while True:
+            try:
+                reply = box.get(timeout=LOOK)
+            except Empty:
+                if time.monotonic() > deadline:
+                    raise TimeoutError("timed out") from None
+                self._check_listens()
+                continue
+            if isinstance(reply, Exception):
+                raise reply
+            return reply
 
-    def _without_key(self, text: str) -> str:
-        """Some servers repeat the key in what they say of it."""
-        secret = os.environ.get(self.key)
-        return text.replace(secret, "***") if secret else text
+    def _sent(self, path: str, data: bytes) -> bytes | Exception:
+        try:
+            request = Request(f"{self.url.rstrip('/')}/{path}", data, self._headers)
+            with build_opener(_NoRedirects).open(request, timeout=self.patience) as response:
+                reply = bytes(response.read(_LARGEST + 1))
+                if len(reply) <= _LARGEST and response.length:
+                    return ValueError("the reply is cut off")
+                return reply if len(reply) <= _LARGEST else ValueError("the reply is too large")
+        except HTTPError as refusal:
+            return self._refused(refusal)
+        except Exception as error:  # raised where the reply is waited for
+            return error
+
+    def _check_listens(self) -> None:
+        host = urlsplit(self.url)
+        if host.scheme in getproxies() and not proxy_bypass(host.hostname or ""):
+            return
+        port = host.port or {"http": 80, "https": 443}[host.scheme]
+        with suppress(TimeoutError):  # it is busy
+            socket.create_connection((host.hostname, port), timeout=LOOK).close()
+
+    def _refused(self, refusal: HTTPError) -> EndpointError:
+        said = ""
+        with suppress(OSError, HTTPException):
+            said = refusal.read(2000).decode(errors="replace")
+        wait = 0.0
+        with suppress(ValueError):  # a date
+            wait = float(refusal.headers.get("Retry-After") or 0)
+        passing = refusal.code >= 500 or refusal.code in _BUSY
+        return EndpointError(self._shown(f"HTTPError: {refusal} {said}"), 0 if passing else refusal.code, wait)
+
+    def _shown(self, text: str) -> str:
+        """At most 300 characters on one line, without the key, which some servers repeat."""
+        secret = self._secret
+        for written in filter(None, (secret, json.dumps(secret)[1:-1])):
+            text = text.replace(written, "***")
+        return " ".join(text.split())[:300]
+
+    @property
+    def _secret(self) -> str:
+        return os.environ.get(self.key, "").strip()
 
     @property
     def _headers(self) -> dict[str, str]:
-        secret = os.environ.get(self.key)
-        return {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {secret}"} if secret else {})
+        if not self._secret.isprintable():
+            raise EndpointError(f"the key in {self.key} has control characters", 400)
+        authorization = {"Authorization": f"Bearer {self._secret}"} if self._secret else {}
+        return {"Content-Type": "application/json"} | authorization
 
 
 @dataclass
@@ -141,24 +193,20 @@ class ServerSettings:
         if self.url is None:
             raise UserError("backend=server needs server.url=, such as http://localhost:8000/v1")
         check_url("server.url", self.url)
-        for name in ("parallel", "tries"):
-            if getattr(self, name) < 1:
-                raise UserError(f"server.{name}={getattr(self, name)} must be at least 1")
+        require_whole("server", 1, parallel=self.parallel, tries=self.tries)
 
 
 def check_url(key: str, url: str) -> None:
-    """Refuse what is no URL of an endpoint.
+    """Refuse a text that is no URL of an endpoint.
 
     Raises:
-        UserError: it begins with something else.
+        UserError: it begins with something else, or its port is no number.
     """
     if not url.startswith(("http://", "https://")):
         raise UserError(f"{key}={url} must begin with http:// or https://")
-
-
-def _seconds(text: str | None) -> float:
-    """What a Retry-After header asks for; 0 where it is absent or a date."""
     try:
-        return max(0.0, float(text or 0))
-    except ValueError:
-        return 0.0
+        port = urlsplit(url).port
+    except ValueError as error:
+        raise UserError(f"{key}={url}: {error}") from None
+    if port == 0 or not urlsplit(url).hostname:
+        raise UserError(f"{key}={url} must name a host, and a port above 0 if any")

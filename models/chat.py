@@ -1,7 +1,9 @@
 """Tokenizers: loading, chat templates, and the digests by which artifacts recognise them."""
 
 import json
+import string
 from collections.abc import Mapping, Sequence
+from datetime import date, datetime, time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,8 +37,8 @@ def load_tokenizer(source: str | Path, **options: Any) -> "PreTrainedTokenizerBa
     return tokenizer
 
 
-def chat_text(tokenizer: Any, turns: Sequence[dict[str, Any]]) -> str:
-    """The turns as text by the chat template, ending where the model's answer begins.
+def chat_text(tokenizer: Any, turns: Sequence[dict[str, Any]], chat_template: str | None = None) -> str:
+    """The turns as text by the chat template (the tokenizer's by default), ending where the model's answer begins.
 
     Raises:
         UserError: the tokenizer has no chat template, or the template refuses these turns.
@@ -45,8 +47,9 @@ def chat_text(tokenizer: Any, turns: Sequence[dict[str, Any]]) -> str:
     if not tokenizer.chat_template:
         raise UserError(f"model {name!r} has no chat template; choose an instruction-tuned model")
     try:
-        return str(tokenizer.apply_chat_template(list(turns), tokenize=False, add_generation_prompt=True))
-    except TemplateError as error:
+        options = {"tokenize": False, "add_generation_prompt": True, "chat_template": chat_template}
+        return str(tokenizer.apply_chat_template(list(turns), **options))
+    except (TemplateError, TypeError, ValueError) as error:
         roles = ", ".join(turn["role"] for turn in turns)
         raise UserError(f"the chat template of {name!r} refuses the turns {roles}: {error}") from None
 
@@ -63,6 +66,18 @@ def with_arguments(template: Any, arguments: Mapping[str, Any]) -> str:
         if not name.isidentifier() or not isinstance(value, str | int | float | bool):
             raise UserError(f"model.template: {name}={value!r} must be a name with a text, a number, true or false")
     return "".join(f"{{% set {name} = {json.dumps(value)} %}}" for name, value in arguments.items()) + template
+
+
+def with_date(template: str, day: date) -> str:
+    """A chat template whose `strftime_now` gives the time 00:00 of a day; transformers' own gives the present time."""
+    directives = [*(f"%{flag}{letter}" for letter in string.ascii_letters for flag in ("", "-")), "%%"]
+    texts = {each: datetime.combine(day, time()).strftime(each) for each in directives}
+    known = {each: text for each, text in texts.items() if text != each}
+    return (
+        f"{{%- macro strftime_now(format) -%}}{{%- set made = namespace(text=format) -%}}"
+        f"{{%- for each, text in {json.dumps(known)}.items() -%}}"
+        "{%- set made.text = made.text.replace(each, text) -%}{%- endfor -%}{{ made.text }}{%- endmacro -%}" + template
+    )
 
 
 def template_digest(tokenizer: "PreTrainedTokenizerBase") -> str:

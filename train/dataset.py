@@ -12,8 +12,7 @@ from torch.utils.data import Dataset, Sampler
 from transformers.trainer_pt_utils import get_length_grouped_indices
 from typing_extensions import override
 
-from keepsight.data_gen.lazy_samples import LazySamples
-from keepsight.data_gen.shards import TrainingSample
+from keepsight.data_gen.store import LazySamples, TrainingSample
 from keepsight.errors import UserError
 from keepsight.train.seen import Seen, prompt_digest
 

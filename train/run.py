@@ -7,7 +7,7 @@ from typing import Any
 
 from typing_extensions import Self
 
-from keepsight.data_gen.shards import TrainingSample
+from keepsight.data_gen.store import TrainingSample
 from keepsight.train.seen import NOTHING, Seen
 from keepsight.train.settings import ReplaySettings
 

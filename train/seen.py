@@ -5,7 +5,7 @@ import hashlib
 from array import array
 from collections.abc import Iterable
 
-from keepsight.data_gen.shards import TrainingSample
+from keepsight.data_gen.store import TrainingSample
 from keepsight.errors import UserError
 
 Seen = frozenset[bytes]

@@ -19,7 +19,7 @@ from keepsight.commands.config import (
 )
 from keepsight.commands.from_recipe import draft_of, resources_of, target_of
 from keepsight.commands.variants import require_evict, variants_of
-from keepsight.data_gen.finished import read_training_samples
+from keepsight.data_gen.store import read_training_samples
 from keepsight.errors import UserError
 from keepsight.eval.bench.decoding import bench_decode, bench_speculate
 from keepsight.eval.bench.eviction import bench_evict, bench_operators

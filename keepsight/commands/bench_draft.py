@@ -7,11 +7,10 @@ from pathlib import Path
 from keepsight.commands.config import BenchDraft as Config
 from keepsight.commands.data import read_mixture
 from keepsight.commands.from_recipe import target_of
-from keepsight.data_gen.answers import InThisProcess
-from keepsight.data_gen.finished import read_training_samples
+from keepsight.data_gen.backends import InThisProcess
 from keepsight.data_gen.generate import generate_data
 from keepsight.data_gen.mixture import Mixture
-from keepsight.data_gen.shards import TrainingSample
+from keepsight.data_gen.store import TrainingSample, read_training_samples
 from keepsight.errors import UserError
 from keepsight.files import write_json, write_png
 from keepsight.models.draft_sources import keep_layers

@@ -133,6 +133,7 @@ class DataKeys(UsesModel):
         backend: Who answers: transformers, in this process; vllm, in this process; or server, at server.url.
         server: The server of backend=server.
         vllm: Arguments of vLLM's engine, such as {gpu_memory_utilization: 0.5, max_model_len: 4096}.
+        skip: Bad rows and refused prompts at most, in a run; null skips any number, 0 ends the run at the first.
     """
 
     mixture: str = "offline"
@@ -141,6 +142,7 @@ class DataKeys(UsesModel):
     backend: Annotated[str, one_of("transformers", "vllm", "server")] = "transformers"
     server: ServerSettings = field(default_factory=ServerSettings)
     vllm: dict[str, Any] = field(default_factory=dict)
+    skip: NonNegativeInt | None = None
 
 
 @dataclass

@@ -14,14 +14,12 @@ from keepsight import recipes
 from keepsight.commands.config import Data as Config
 from keepsight.commands.config import DataStats
 from keepsight.commands.from_recipe import answered_elsewhere, training_dtype, training_target
-from keepsight.data_gen.answers import Backend, InThisProcess
-from keepsight.data_gen.finished import finished_manifest, finished_samples
+from keepsight.data_gen.backends import Backend, InThisProcess, Server, VllmEngine
 from keepsight.data_gen.generate import generate_data
 from keepsight.data_gen.mixture import Mixture
-from keepsight.data_gen.pinned import pinned
-from keepsight.data_gen.server import Server
 from keepsight.data_gen.stats import stats_figure, stats_of, stats_table
-from keepsight.data_gen.vllm_engine import VllmEngine
+from keepsight.data_gen.store import finished_manifest, finished_samples
+from keepsight.data_gen.user_data import pinned
 from keepsight.errors import UserError
 from keepsight.files import from_json, require_writable, write_png
 from keepsight.models.distributed import launched
@@ -46,6 +44,7 @@ def run(config: Config) -> None:
             max_new_tokens=config.max_new_tokens,
             shard_size=config.shard_size,
             backend=backend,
+            skip=config.skip,
         )
     if launched().is_main_process:
         print(

@@ -20,7 +20,7 @@ from keepsight.commands.training import (
     require_finished,
     run_of,
 )
-from keepsight.data_gen.shards import TrainingSample
+from keepsight.data_gen.store import TrainingSample
 from keepsight.errors import UserError, require_same
 from keepsight.eval.report.tables import Column, Table
 from keepsight.files import write_png

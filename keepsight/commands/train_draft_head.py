@@ -16,7 +16,7 @@ from keepsight.commands.training import (
     require_finished,
     run_of,
 )
-from keepsight.data_gen.shards import TrainingSample
+from keepsight.data_gen.store import TrainingSample
 from keepsight.errors import UserError
 from keepsight.models.draft_head import WEIGHTS, DraftHead
 from keepsight.models.targets import Target

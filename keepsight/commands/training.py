@@ -6,8 +6,7 @@ from typing import Any
 
 from keepsight import __version__
 from keepsight.commands.config import CardKeys, Training
-from keepsight.data_gen.finished import finished_manifest, read_training_samples
-from keepsight.data_gen.shards import TrainingSample
+from keepsight.data_gen.store import TrainingSample, finished_manifest, read_training_samples
 from keepsight.errors import UserError
 from keepsight.files import file_digest, read_json, require_writable
 from keepsight.models.artifacts import check_repo_id, fetch

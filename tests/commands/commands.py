@@ -8,6 +8,7 @@ import pytest
 
 from keepsight.commands.cli import main
 from keepsight.commands.config import COMMANDS, UsesModel
+from keepsight.data_gen.store import TrainingSample, finished_manifest, finished_samples
 from keepsight.eval.report.figures import FORMATS
 from keepsight.models.card import Provenance
 from keepsight.models.lookahead import Lookahead
@@ -34,6 +35,11 @@ def last_of_each_key(arguments: Sequence[str]) -> list[str]:
     """The arguments without those whose key a later one gives again, which commands refuse."""
     last = {argument.partition("=")[0]: place for place, argument in enumerate(arguments)}
     return [each for place, each in enumerate(arguments) if "=" not in each or last[each.partition("=")[0]] == place]
+
+
+def samples_of(folder: Path) -> list[TrainingSample]:
+    """The samples of a finished data folder."""
+    return [*finished_samples(folder, finished_manifest(folder))]
 
 
 class CommandLine:

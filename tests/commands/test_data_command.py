@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from keepsight.data_gen import shard_writer
-from keepsight.files import append_lines, one_writer, read_json, read_jsonl
+from keepsight.data_gen import store
+from keepsight.files import append_lines, one_writer, read_json
 from keepsight.models import model_files
-from tests.commands.commands import DATA, CommandLine, last_of_each_key, tree
+from tests.commands.commands import DATA, CommandLine, last_of_each_key, samples_of, tree
 from tests.launch import launch
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -24,12 +24,14 @@ ROOT = Path(__file__).parents[2]
 TINY = ("model.id=tiny", "model.device=cpu")
 
 
-def test_a_local_source_with_a_cut_line(keepsight: CommandLine, here: Path) -> None:
+def test_a_local_source_with_a_cut_line(keepsight: CommandLine, here: Path, caplog: pytest.LogCaptureFixture) -> None:
     rows = (here / "rows.jsonl").read_bytes()
     (here / "rows.jsonl").write_bytes(rows[:-6])
-    assert "rows.jsonl:9: changed or cut off since it was written" in keepsight.fails("data", *TINY, *DATA)
-    (here / "rows.jsonl").write_bytes(rows)
-    assert keepsight("data", *TINY, *DATA).startswith("6 samples in data: ")
+    message = keepsight.fails("data", *TINY, *DATA, "skip=0", "limit=30")
+    assert "rows.jsonl:9: changed or cut off since it was written" in message and message.endswith("raise skip=0")
+    assert keepsight("data", *TINY, *DATA, "limit=30").startswith("2")
+    skipped = read_json(here / "data" / "manifest.json")["skipped"]
+    assert skipped and f"{len(skipped)} of 30 samples were skipped, such as {skipped[0]['index']}: " in caplog.text
 
 
 def test_a_mixture_that_is_no_mixture(keepsight: CommandLine, here: Path) -> None:
@@ -69,11 +71,7 @@ def test_two_processes_share_the_shards(keepsight: CommandLine, here: Path) -> N
     result = launch(here, "-m", "keepsight", "data", *TINY, *DATA)
     assert result.returncode == 0, result.stderr[-2000:]
     keepsight("data", *TINY, *DATA, "out=one")
-    one, two = (
-        {path.name: [row["answer_ids"] for row in read_jsonl(path)] for path in (here / name).glob("shard-*.jsonl")}
-        for name in ("one", "data")
-    )
-    assert one == two and len(one) > 1
+    assert samples_of(here / "one") == samples_of(here / "data") and len([*(here / "data").glob("*.arrow")]) == 3
     assert read_json(here / "one" / "manifest.json") == read_json(here / "data" / "manifest.json")
 
 
@@ -112,15 +110,15 @@ def test_a_full_disk_keeps_what_is_done(keepsight: CommandLine, here: Path, monk
             append_lines(path, [row])
 
     with monkeypatch.context() as patch:
-        patch.setattr(shard_writer, "append_lines", limited)
+        patch.setattr(store, "append_lines", limited)
         message = keepsight.fails("data", *TINY, *DATA)
     assert "No space left on device: 'data/shard-00001.jsonl.partial'; free some space and run the same" in message
-    assert [path.name for path in (here / "data").glob("shard-*.jsonl")] == ["shard-00000.jsonl"]
+    assert [path.name[:11] for path in (here / "data").glob("*.arrow")] == ["shard-00000"]
     keepsight("data", *TINY, *DATA)
-    stopped = [list(read_jsonl(path)) for path in sorted((here / "data").glob("shard-*"))]
+    stopped = samples_of(here / "data")
     shutil.rmtree(here / "data")
     keepsight("data", *TINY, *DATA)
-    assert stopped == [list(read_jsonl(path)) for path in sorted((here / "data").glob("shard-*"))]
+    assert samples_of(here / "data") == stopped
 
 
 def test_an_interrupted_process_says_so_and_goes_on(keepsight: CommandLine, here: Path) -> None:
@@ -142,11 +140,10 @@ def test_an_interrupted_process_says_so_and_goes_on(keepsight: CommandLine, here
     assert process.returncode == 2 and "Traceback" not in errors
     last = errors.rstrip("\n").splitlines()[-1]
     assert last == "keepsight: error: interrupted; what was done is kept: run the same command again to resume"
-    assert (here / "data" / "shard-00000.jsonl").exists()
+    assert len([*(here / "data").glob("shard-00000-*.arrow")]) == 1
     assert read_json(here / "data" / "manifest.json")["complete"] is False
     assert keepsight(*given).startswith("24 samples in data: ")
-    rows = [row["index"] for path in sorted((here / "data").glob("shard-*")) for row in read_jsonl(path)]
-    assert rows == list(range(24))
+    assert [row.index for row in samples_of(here / "data")] == list(range(24))
 
 
 @pytest.mark.parametrize("command", ["data", "eval", "plan"])

@@ -9,7 +9,7 @@ import pytest
 
 from keepsight.commands import data, from_recipe, train
 from keepsight.commands import eval as evaluation
-from keepsight.data_gen.shard_writer import ShardWriter
+from keepsight.data_gen.store import ShardWriter
 from keepsight.files import file_digest, read_json, read_jsonl, write_lines
 from keepsight.models.hub import plan_upload
 from keepsight.models.lookahead import LookaheadAdapter

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from keepsight.commands import data
-from keepsight.files import read_json, read_jsonl, write_json
+from keepsight.data_gen.store import TrainingSample
+from keepsight.files import read_json, write_json
 from keepsight.models import model_files
 from keepsight.models.targets import load_target
-from tests.commands.commands import DATA, CommandLine
+from tests.commands.commands import DATA, CommandLine, samples_of
 
 pytestmark = pytest.mark.usefixtures("here")
 TINY = ("model.id=tiny", "model.device=cpu", "model.dtype=float32")
@@ -104,7 +105,7 @@ def test_a_models_own_repetition_penalty(keepsight: CommandLine, here: Path, eng
 
 
 def answers(out: Path) -> list[list[int]]:
-    return [row["answer_ids"] for path in sorted(out.glob("shard-*.jsonl")) for row in read_jsonl(path)]
+    return [row.answer_ids for row in samples_of(out)]
 
 
 def test_a_packaged_target_is_read_from_its_folder(
@@ -152,7 +153,7 @@ def test_an_engine_that_dies_is_one_line_and_is_gone_on_with(keepsight: CommandL
         "backend=vllm: no answer (EngineCore encountered an issue. See stack trace (above) for the root cause.); what "
         "was answered is kept: run the same command again to go on"
     )
-    assert len(answers(here / "data")) == 2
+    assert len([*(here / "data").glob("*.arrow")]) == 1  # of two samples
     assert keepsight("data", *ASKED).startswith("6 samples in data: ")
     assert len(engine.made) == 2
     assert keepsight("data", *ASKED).startswith("6 samples in data: ")
@@ -160,22 +161,22 @@ def test_an_engine_that_dies_is_one_line_and_is_gone_on_with(keepsight: CommandL
 
 
 def test_an_answer_that_was_cut_for_want_of_room_is_refused(keepsight: CommandLine, here: Path, engine: Vllm) -> None:
-    longest = max(len(row["prompt_ids"]) for row in made(keepsight, here))
+    longest = max(len(row.prompt_ids) for row in made(keepsight, here))
     for room, message in ((longest + 2, "which leaves no room for 4 more; raise max_model_len in vllm="),
                           (longest, f"This model's maximum context length is {longest} tokens.")):  # fmt: skip
         assert message in keepsight.fails("data", *ASKED, f"vllm={{max_model_len:{room}}}", f"out=data-{room}")
     assert len(engine.made) == 2
 
 
-def made(keepsight: CommandLine, here: Path) -> list[dict[str, Any]]:
+def made(keepsight: CommandLine, here: Path) -> list[TrainingSample]:
     keepsight("data", *TINY, *DATA, "out=own")
-    return [row for path in sorted((here / "own").glob("shard-*.jsonl")) for row in read_jsonl(path)]
+    return samples_of(here / "own")
 
 
 def test_processes_of_one_launch_do_not_share_an_engine(
     keepsight: CommandLine, engine: Vllm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("keepsight.data_gen.vllm_engine.launched", lambda: SimpleNamespace(num_processes=2))
+    monkeypatch.setattr("keepsight.data_gen.backends.launched", lambda: SimpleNamespace(num_processes=2))
     said = keepsight.fails("data", *ASKED)
     assert said == (
         "backend=vllm uses all GPUs from one process; start keepsight data without accelerate launch or torchrun"

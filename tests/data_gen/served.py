@@ -1,17 +1,24 @@
-"""A server of completions on the loopback, played by a test, and keepsight's client of it."""
+"""Servers of completions on the loopback: one played by a test, with keepsight's client of it, and a real one."""
 
 import json
+import os
+import socket
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
+from urllib.error import URLError
+from urllib.request import urlopen
 
 import torch
 
-from keepsight.data_gen.answers import Rendered, answer
-from keepsight.data_gen.server import Server, ServerSettings
+from keepsight.data_gen.backends import Rendered, Server, ServerSettings, answer
 from keepsight.models.targets import Target
 
 Reply = tuple[int, dict[str, Any]] | None
@@ -111,6 +118,33 @@ def client(target: Target, heard: Heard, **changes: Any) -> Server:
 
 
 def answered(backend: Server, asked: list[Rendered], longest: int = 12) -> dict[int, list[int]]:
-    pairs = [(prompt.index, ids) for ready in backend(asked, longest) for prompt, ids in ready]
+    pairs = [(prompt.index, ids) for ready in backend(asked, longest) for prompt, ids in ready if isinstance(ids, list)]
     assert len(dict(pairs)) == len(pairs) == len(asked)
     return dict(pairs)
+
+
+@contextmanager
+def serving(model: Path, port: int, folder: Path | None = None) -> Iterator["subprocess.Popen[bytes]"]:
+    """`transformers serve` of a model's folder, which is named as from a working directory."""
+    command = [sys.executable, "-m", "transformers.cli.transformers", "serve", str(model), "--device", "cpu"]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([*command, "--dtype", "float32", "--port", str(port)], env=environment, cwd=folder)
+    try:
+        deadline = time.monotonic() + 180
+        while process.poll() is None and time.monotonic() < deadline:
+            try:
+                urlopen(f"http://127.0.0.1:{port}/health", timeout=2).close()
+                break
+            except (URLError, OSError):
+                time.sleep(0.3)
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def free_port() -> int:
+    """A port of the loopback that nobody listens at."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

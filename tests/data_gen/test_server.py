@@ -1,24 +1,42 @@
-"""Answers from a server that speaks the completions protocol: forms of prompts, retries, what is refused."""
+"""Answers from a server that speaks the completions protocol: forms of prompts, retries, refusals, kills."""
 
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from keepsight.data_gen.answers import Rendered, answer
-from keepsight.data_gen.server import ServerSettings
+from keepsight.data_gen.backends import Rendered, answer
+from keepsight.data_gen.generate import generate_data
+from keepsight.data_gen.mixture import Mixture
+from keepsight.data_gen.prompts import BadRow
+from keepsight.data_gen.store import TrainingSample, finished_manifest, finished_samples
+from keepsight.endpoint import ServerSettings
 from keepsight.errors import UserError
-from keepsight.models.targets import Target
-from tests.data_gen.served import Reply, answered, client, prompts, server, speaks
+from keepsight.files import read_json
+from keepsight.models.targets import Target, outline_target
+from tests.data_gen.served import Heard, Reply, answered, client, prompts, server, speaks
 
 pytestmark = pytest.mark.usefixtures("no_waiting")
+ROOT = Path(__file__).parents[2]
+MIXTURE = {"min_tokens": 100, "max_tokens": 200, "sources": [{"kind": "key_values"}]}
 
 
-def test_ids_there_and_back_are_the_targets_own(target: Target) -> None:
+def own(target: Target, asked: list[Rendered]) -> dict[int, list[int]]:
+    """The model's own answers."""
+    return {prompt.index: answer(target, [prompt], 12)[0] for prompt in asked}
+
+
+def test_ids_there_and_back_are_the_models_own(target: Target) -> None:
     asked = prompts(*range(8, 28))
     with server(speaks(target)) as heard:
-        made = answered(client(target, heard, parallel=4), asked)
-    assert made == {prompt.index: answer(target, [prompt], 12)[0] for prompt in asked}
+        assert answered(client(target, heard, parallel=4), asked) == own(target, asked)
     assert 1 < heard.most_at_once <= 4 and len(heard.bodies) == 20
     assert "Authorization" not in heard.headers[0]
 
@@ -35,59 +53,67 @@ def test_a_server_that_returns_text(target: Target, takes: str) -> None:
     forms = Counter(("return_token_ids" in body, type(body["prompt"]).__name__) for body in heard.bodies)
     assert forms == ({(True, "list"): 1, (False, "list"): 12} if takes == "ids"
                      else {(True, "list"): 1, (False, "list"): 1, (False, "str"): 12})  # fmt: skip
-    for prompt in asked:
-        ids = answer(target, [prompt], 12)[0]
+    for index, ids in own(target, asked).items():
         again = target.tokenizer(target.tokenizer.decode(ids, skip_special_tokens=True))["input_ids"]
-        end = [2] if ids[-1] in target.end_tokens else []
-        assert made[prompt.index] == [*again, *end][:12]
+        assert made[index] == [*again, *([2] if ids[-1] in target.end_tokens else [])][:12]
 
 
 def test_ids_that_no_text_stands_for_are_not_sent_as_text(target: Target) -> None:
     ids = [token for letter in "opened" for token in target.tokenizer(letter)["input_ids"]]
-    broken = Rendered(7, "test", ids, None)
-    with (
-        server(speaks(target, "text")) as heard,
-        pytest.raises(UserError, match="it takes no token ids, and no text stands for the ids of prompt 7"),
-    ):
-        answered(client(target, heard), [broken])
+    message = "it takes no token ids, and no text stands for the ids of prompt 7"
+    with server(speaks(target, "text")) as heard, pytest.raises(UserError, match=message):
+        answered(client(target, heard), [Rendered(7, "test", ids, None)])
     assert all(isinstance(body["prompt"], list) for body in heard.bodies)
 
 
-def test_passing_faults_are_tried_again(target: Target) -> None:
-    say = speaks(target)
-    faults: list[Reply] = [(503, {}), None, (429, {}), (200, {"choices": []})]
-
-    def unsteady(body: dict[str, Any]) -> Reply:
-        return faults.pop() if faults else say(body)
-
-    asked = prompts(9, 10, 11)
-    with server(unsteady) as heard:
-        made = answered(client(target, heard, parallel=1, tries=6), asked)
-    assert made == {prompt.index: answer(target, [prompt], 12)[0] for prompt in asked}
-    assert len(heard.bodies) == 7
+def choice(**changes: Any) -> Reply:
+    return 200, {"choices": [{"text": "a", "token_ids": [7], "finish_reason": "stop", **changes}]}
 
 
-def test_an_answer_that_a_server_aborts_is_asked_for_again(target: Target) -> None:
-    """A server of vLLM that ends gives back what it has so far, with status 200."""
-    say, cut = speaks(target), [3]
+MALFORMED: list[Reply] = [
+    *((503, {}), None, (429, {}), (200, {"choices": []}), (200, {})),
+    *(choice(text=text) for text in (None, 7)),
+    *(choice(token_ids=ids) for ids in ([7.9], [True], "789", [-1], [1 << 40], [[7]])),
+    (200, {"choices": [{"text": "a"}], "usage": "n/a"}),
+    choice(token_ids=[7], finish_reason="abort"),
+]
+"""Replies with a passing fault, or of another form; vLLM aborts answers, with status 200, when it ends."""
 
-    def ends(body: dict[str, Any]) -> Reply:
-        status, reply = say(body) or (0, {})
-        if cut[0] > 0:
-            cut[0] -= 1
-            choice = reply["choices"][0]
-            choice |= {"token_ids": choice["token_ids"][:2], "finish_reason": "abort"}
-        return status, reply
 
-    asked = prompts(9, 10, 11)
-    with server(ends) as heard:
-        made = answered(client(target, heard, parallel=1, tries=4), asked)
-        cut[0] = 9
-        with pytest.raises(
-            UserError, match=r"no answer \(ValueError: the answer is cut: finish_reason=abort\); what was"
-        ):
-            answered(client(target, heard), asked)
-    assert made == {prompt.index: answer(target, [prompt], 12)[0] for prompt in asked}
+@pytest.mark.parametrize("fault", MALFORMED, ids=str)
+def test_malformed_replies_are_asked_for_again_and_never_stored(target: Target, fault: Reply) -> None:
+    say, asked, left = speaks(target), prompts(9, 10), [fault]
+    with server(lambda body: left.pop() if left else say(body)) as heard:
+        assert answered(client(target, heard, parallel=1), asked) == own(target, asked)
+        assert len(heard.bodies) == 3
+    with server(lambda _: fault) as heard, pytest.raises(UserError, match=r"no answer to prompt 0 \(") as caught:
+        answered(client(target, heard), asked)
+    assert len(heard.bodies) == 3 and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("reason", ["eos_token", "stop_sequence", "", None])
+def test_other_names_of_a_finished_answer(target: Target, reason: str | None) -> None:
+    reply = choice(text="open", token_ids=None, finish_reason=reason)
+    with server(lambda _: reply) as heard:
+        (ids,) = answered(client(target, heard), prompts(9)).values()
+    text = target.tokenizer("open")["input_ids"]
+    assert ids == ([*text, 2] if reason else text) and len(heard.bodies) == 1
+
+
+@pytest.mark.parametrize("status", [200, 400])
+def test_what_a_content_filter_refuses_is_skipped(target: Target, status: int) -> None:
+    say, refused = speaks(target), prompts(9, 10, 11)[1]
+
+    def filtered(body: dict[str, Any]) -> Reply:
+        if body["prompt"] != refused.ids:
+            return say(body)
+        return choice(finish_reason="content_filter") if status == 200 else (400, {"error": {"code": "content_filter"}})
+
+    with server(filtered) as heard:
+        made = dict(pair for ready in client(target, heard)(prompts(9, 10, 11), 12) for pair in
+                    [(prompt.index, ids) for prompt, ids in ready])  # fmt: skip
+    assert isinstance(made[1], BadRow) and "prompt 1 (test)" in str(made[1])
+    assert {0: made[0], 2: made[2]} == own(target, [prompts(9, 10, 11)[index] for index in (0, 2)])
 
 
 def test_a_server_with_too_short_a_context_is_refused(target: Target) -> None:
@@ -101,10 +127,8 @@ def test_a_server_with_too_short_a_context_is_refused(target: Target) -> None:
             reply["choices"][0]["finish_reason"] = "length"
         return status, reply
 
-    with (
-        server(short) as heard,
-        pytest.raises(UserError, match="prompt 0 has 9 tokens, which leaves no room for 12 more; serve it with a long"),
-    ):
+    message = "prompt 0 .*has 9 tokens, which leaves no room for 12 more; serve it with a long"
+    with server(short) as heard, pytest.raises(UserError, match=message):
         answered(client(target, heard), prompts(9))
 
 
@@ -112,30 +136,12 @@ def test_what_a_server_refuses_is_to_be_mended_first(target: Target) -> None:
     """Of a later prompt that is too long vLLM says so with status 400; the same command would meet it again."""
     say = speaks(target)
     too_long = {"message": "This model's maximum context length is 10 tokens."}
-
-    def short(body: dict[str, Any]) -> Reply:
-        return say(body) if len(body["prompt"]) < 10 else (400, {"error": too_long})
-
-    refused = (
-        r"HTTP Error 400: Bad Request .*maximum context length is 10 tokens.*once this is mended, run the same com"
-    )
-    with server(short) as heard, pytest.raises(UserError, match=refused):
-        answered(client(target, heard), prompts(9, 11))
-
-
-def test_a_key_is_sent_to_the_server_alone_and_never_shown(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MY_KEY", "s3cret-key")
-    unauthorised = r"no answer \(HTTPError: HTTP Error 401: Unauthorized"
+    refused = r"HTTP Error 400: Bad Request .*maximum context length is 10 tokens.*once this is mended, run the same"
     with (
-        server(lambda _: (401, {"error": "no key like s3cret-key"})) as heard,
-        pytest.raises(UserError, match=unauthorised) as refused,
+        server(lambda body: say(body) if len(body["prompt"]) < 10 else (400, {"error": too_long})) as heard,
+        pytest.raises(UserError, match=refused),
     ):
-        answered(client(target, heard, key="MY_KEY"), prompts(9))
-    assert [each["Authorization"] for each in heard.headers] == ["Bearer s3cret-key"]
-    assert "s3cret-key" not in str(refused.value) and "***" in str(refused.value)
-    with server(lambda _: (307, {})) as heard, pytest.raises(UserError, match="HTTP Error 307"):
-        answered(client(target, heard, key="MY_KEY"), prompts(9))
-    assert len(heard.bodies) == 1
+        answered(client(target, heard), prompts(9, 11))
 
 
 @pytest.mark.parametrize(
@@ -143,9 +149,10 @@ def test_a_key_is_sent_to_the_server_alone_and_never_shown(target: Target, monke
     [
         ({"choices": [{"text": "a", "token_ids": [7]}], "usage": {"prompt_tokens": 10}}, "as 10 tokens, not as 9"),
         ({"choices": [{"text": "a", "token_ids": [99999]}]}, "has tokens outside the vocabulary; it must serve"),
-        ({"choices": [{"text": "", "token_ids": []}]}, "its answer to prompt 0 is empty"),
+        ({"choices": [{"text": "", "token_ids": []}]}, "no answer"),
+        ({"choices": [{"text": ""}]}, "its answer to prompt 0 .*is empty"),
     ],
-)  # fmt: skip
+)
 def test_a_server_of_another_model_is_refused(target: Target, reply: dict[str, Any], message: str) -> None:
     with server(lambda _: (200, reply)) as heard, pytest.raises(UserError, match=message):
         answered(client(target, heard), prompts(9))
@@ -156,10 +163,75 @@ def test_a_server_of_another_model_is_refused(target: Target, reply: dict[str, A
     [
         ({}, "backend=server needs server.url="),
         ({"url": "localhost:8000"}, "server.url=localhost:8000 must begin with"),
-        ({"url": "http://a", "parallel": 0}, "server.parallel=0 must be at least 1"),
-        ({"url": "http://a", "tries": 0}, "server.tries=0 must be at least 1"),
+        ({"url": "http://a:eight"}, "server.url=http://a:eight: Port"),
+        ({"url": "http://a", "parallel": 0}, "parallel 0 must be a whole number of at least 1"),
     ],
 )
 def test_bad_keys(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         ServerSettings(**settings).check()
+
+
+def make(outline: Target, heard: Heard, out: Path) -> dict[str, Any]:
+    backend, mixture = client(outline, heard, parallel=3), Mixture.from_config(MIXTURE)
+    made: dict[str, Any] = {"limit": 20, "seed": 3, "max_new_tokens": 8, "shard_size": 8}
+    return generate_data(outline, mixture, MIXTURE, out, backend=backend, **made)
+
+
+def samples(out: Path) -> list[TrainingSample]:
+    return [*finished_samples(out, finished_manifest(out))]
+
+
+def test_a_server_that_dies_ends_the_run_clearly_and_nothing_is_lost_or_doubled(
+    target: Target, folder: Path, tmp_path: Path
+) -> None:
+    """The weights are never loaded: the outline has none."""
+    outline = outline_target(str(folder))
+    assert outline.model.device.type == "meta"
+    say, left = speaks(target), [11]
+
+    def dies(body: dict[str, Any]) -> Reply:
+        left[0] -= 1
+        return say(body) if left[0] >= 0 else None
+
+    with server(dies) as heard:
+        with pytest.raises(UserError, match=r"no answer .*what was answered is kept: run the same command again"):
+            make(outline, heard, tmp_path / "data")
+        assert read_json(tmp_path / "data" / "manifest.json")["complete"] is False
+    assert len([*(tmp_path / "data").glob("*.arrow")]) == 1
+    (partial,) = (tmp_path / "data").glob("*.partial")
+    assert partial.read_bytes().count(b"\n") == 3
+    with server(say) as heard:
+        manifest = make(outline, heard, tmp_path / "data")
+        assert len(heard.bodies) == 9
+        assert make(outline, heard, tmp_path / "once")["digest"] == manifest["digest"]
+    rows = samples(tmp_path / "data")
+    assert [row.index for row in rows] == list(range(20))
+    assert all(row.answer_ids == answer(target, [Rendered(0, "", row.prompt_ids, None)], 8)[0] for row in rows)
+
+
+def test_a_client_that_is_killed_resumes(target: Target, folder: Path, tmp_path: Path) -> None:
+    mixture, out, say = tmp_path / "mixture.yaml", tmp_path / "data", speaks(target)
+    mixture.write_text(yaml.safe_dump(MIXTURE))
+
+    def slowly(body: dict[str, Any]) -> Reply:
+        time.sleep(0.05)
+        return say(body)
+
+    with server(slowly) as heard:
+        given = ["data", f"model.id={folder}", f"mixture={mixture}", f"out={out}", "limit=20", "seed=3"]
+        given += ["max_new_tokens=8", "shard_size=8", "backend=server", f"server.url={heard.url}"]
+        given += ["server.model=served", "server.parallel=3"]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen([sys.executable, "-m", "keepsight", *given], env=environment)
+        deadline = time.monotonic() + 90
+        while process.poll() is None and len(heard.bodies) < 10 and time.monotonic() < deadline:
+            time.sleep(0.002)
+        process.send_signal(signal.SIGKILL)
+        assert process.wait(30) == -signal.SIGKILL
+    outline = outline_target(str(folder))
+    with server(say) as heard:
+        make(outline, heard, out)
+        assert 0 < len(heard.bodies) < 20
+        make(outline, heard, tmp_path / "once")
+    assert samples(out) == samples(tmp_path / "once") and len(samples(out)) == 20

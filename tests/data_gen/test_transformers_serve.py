@@ -12,14 +12,15 @@ from typing import Any
 import pytest
 import yaml
 
-from keepsight.data_gen.answers import AnsweredPrompts, Rendered, answer
+from keepsight.data_gen.backends import Answers, Rendered, Server, answer
 from keepsight.data_gen.generate import generate_data
 from keepsight.data_gen.mixture import Mixture
-from keepsight.data_gen.server import Server, ServerSettings
+from keepsight.data_gen.store import finished_manifest, finished_samples
+from keepsight.endpoint import ServerSettings
 from keepsight.errors import UserError
 from keepsight.files import read_jsonl
 from keepsight.models.targets import load_target, outline_target
-from tests.data_gen.serving import free_port, serving
+from tests.data_gen.served import free_port, serving
 from tests.tiny import save_tiny_target
 
 for package in ("fastapi", "openai", "uvicorn"):
@@ -59,7 +60,7 @@ def test_a_real_server_and_a_client_that_are_killed_and_started_again(
     backend = Server(outline, ServerSettings(url=f"http://127.0.0.1:{port}/v1", parallel=2, tries=3))
     killed: list[subprocess.Popen[bytes]] = []
 
-    def until_it_is_killed(prompts: list[Rendered], max_new_tokens: int) -> Iterator[AnsweredPrompts]:
+    def until_it_is_killed(prompts: list[Rendered], max_new_tokens: int) -> Iterator[Answers]:
         for number, ready in enumerate(backend(prompts, max_new_tokens)):
             yield ready
             if number == 3:
@@ -79,10 +80,10 @@ def test_a_real_server_and_a_client_that_are_killed_and_started_again(
     assert before + 4 <= len(list(read_jsonl(partial))) < 16
     with serving(folder, port):
         assert make(backend)["samples"] == 16
-    rows = list(read_jsonl(tmp_path / "data" / "shard-00000.jsonl"))
-    assert [row["index"] for row in rows] == list(range(16))
+    rows = [*finished_samples(tmp_path / "data", finished_manifest(tmp_path / "data"))]
+    assert [row.index for row in rows] == list(range(16))
     target = load_target(str(folder), dtype="float32", device="cpu")
     for row in rows:  # the server gives texts, whose ids may differ from those that were generated
-        ids = answer(target, [Rendered(0, "", row["prompt_ids"], None)], 6)[0]
+        ids = answer(target, [Rendered(0, "", row.prompt_ids, None)], 6)[0]
         text = target.tokenizer.decode(ids, skip_special_tokens=True)
-        assert row["answer_ids"] == target.tokenizer(text)["input_ids"][:6]
+        assert row.answer_ids == target.tokenizer(text)["input_ids"][:6]

@@ -55,19 +55,19 @@ TRAIN = Scene(
     "train",
     _train("train", "train", "adapter", "lookahead.tokens=4", "lookahead.rank=2", *_SHARED),
     "adapter",
-    ("data/*.json*", "data/.arrow/samples.*"),
+    ("data/*.json*", "data/*.arrow"),
 )
 HEAD_WEIGHTS = Scene(
     "train_head_weights",
     _train("train_head_weights", "head_weights.train", "weighted", "adapter=adapter", "head_weights.budgets=[8]"),
     "weighted",
-    ("data/*.json*", "data/.arrow/samples.*", *(f"adapter/{name}" for name in _MODULE)),
+    ("data/*.json*", "data/*.arrow", *(f"adapter/{name}" for name in _MODULE)),
 )
 FINETUNE = Scene(
     "finetune",
     _train("finetune", "finetune.train", "finetuned", "adapter=weighted", "finetune.budgets=[8]"),
     "finetuned",
-    ("data/*.json*", "data/.arrow/samples.*", *(f"weighted/{name}" for name in _MODULE)),
+    ("data/*.json*", "data/*.arrow", *(f"weighted/{name}" for name in _MODULE)),
 )
 DRAFT_HEAD = Scene(
     "train_draft_head",

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from keepsight.data_gen.shard_writer import ShardWriter
-from keepsight.data_gen.shards import DataSettings, TrainingSample
+from keepsight.data_gen.store import DataSettings, ShardWriter, TrainingSample
 from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.models.targets import Target

@@ -12,7 +12,7 @@ import yaml
 from keepsight.files import read_json
 from keepsight.models.lookahead import LookaheadAdapter
 from keepsight.models.targets import load_target
-from tests.data_gen.serving import free_port, serving
+from tests.data_gen.served import free_port, serving
 from tests.tiny import save_tiny_target
 from tests.train.runs import write_data
 from tests.typed import ROOT, lines, type_in

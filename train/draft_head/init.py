@@ -9,7 +9,7 @@ from accelerate.utils import align_module_device
 from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel
 
-from keepsight.data_gen.shards import TrainingSample
+from keepsight.data_gen.store import TrainingSample
 from keepsight.errors import UserError
 from keepsight.models.draft_head import DraftHead, default_feature_layers
 

@@ -5,7 +5,6 @@ import re
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from keepsight.corpus import evaluation_paragraphs, sentences, source_documents, topic_documents
-from keepsight.data_gen import code, documentation, everyday, haystacks, key_values, phrases, words
+from keepsight.data_gen.words import texts
 from keepsight.errors import UserError
 from keepsight.eval.tasks import niah
 from keepsight.eval.tasks.benchmark import TaskRequest
@@ -227,13 +226,13 @@ def test_evaluation_prose_occurs_in_no_training_document() -> None:
     assert [sentence for sentence in held_out if sentence in training] == []
 
 
-def strings(*modules: ModuleType) -> Iterator[str]:
-    """Every text in the modules' constants."""
-    for module in modules:
-        for name, value in vars(module).items():
-            if name.isupper() and name[0] != "_" and isinstance(value, tuple):
-                for item in value:
-                    yield from (item,) if isinstance(item, str) else (item.noun, item.plural)
+def strings(value: Any) -> Iterator[str]:
+    """Every text in a value of the training prompts' wordings."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from strings(each)
 
 
 def plain(phrase: str) -> str:
@@ -242,7 +241,7 @@ def plain(phrase: str) -> str:
 
 
 def test_phrases_are_not_shared_with_training() -> None:
-    training = {plain(text) for text in strings(phrases, key_values, documentation, everyday, code, haystacks)}
+    training = {plain(text) for text in strings({**texts(), "words": []})}
     wordings = [getattr(niah, name) for name in ("NEEDLE", "ONE", "SOME", "ONE_PREFIX", "SOME_PREFIX")]
     evaluation = {plain(part) for phrase in wordings for part in re.split(r"(?<=[.?])\s|\n", phrase)} - {""}
     assert len(training) > 150
@@ -252,7 +251,7 @@ def test_phrases_are_not_shared_with_training() -> None:
 
 
 def test_key_words_are_not_shared_with_training() -> None:
-    training = {word.lower() for text in strings(words, phrases, haystacks) for word in re.findall(r"\w+", text)}
+    training = {word.lower() for text in strings(texts()) for word in re.findall(r"\w+", text)}
     assert {"lantern", "copper"} <= training
     evaluation = {*niah.ADJECTIVES, *niah.NOUNS}
     assert len(evaluation) == len(niah.ADJECTIVES) + len(niah.NOUNS) > 100

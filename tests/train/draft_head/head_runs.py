@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from keepsight.data_gen.shards import TrainingSample
+from keepsight.data_gen.store import TrainingSample
 from keepsight.models.draft_head import DraftHead
 from keepsight.train.draft_head.init import frequent_tokens, new_draft_head
 from keepsight.train.draft_head.objective import DraftHeadObjective

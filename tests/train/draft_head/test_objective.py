@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from keepsight.data_gen.shards import TrainingSample
+from keepsight.data_gen.store import TrainingSample
 from keepsight.errors import UserError
 from keepsight.models.draft_head import DraftHead
 from keepsight.train.dataset import collate

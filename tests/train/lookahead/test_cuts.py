@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from keepsight.data_gen.shards import TrainingSample
+from keepsight.data_gen.store import TrainingSample
 from keepsight.errors import UserError
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.runtime import observe

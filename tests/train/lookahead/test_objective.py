@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Categorical, kl_divergence
 
-from keepsight.data_gen.shards import TrainingSample
+from keepsight.data_gen.store import TrainingSample
 from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.models.lora import PREFIX

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import TrainerCallback, TrainingArguments
 
-from keepsight.data_gen.shards import TrainingSample
+from keepsight.data_gen.store import TrainingSample
 from keepsight.errors import UserError
 from keepsight.train import module_trainer
 from keepsight.train.dataset import GroupedByLength, hold_out

@@ -1,0 +1,324 @@
+"""Who answers prompts greedily: transformers in this process, a server, or vLLM's offline engine."""
+
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from multiprocessing.pool import ThreadPool
+from typing import Any, Protocol
+
+import torch
+from pydantic import TypeAdapter
+from typing_extensions import NotRequired, TypedDict
+
+from keepsight.data_gen.prompts import BadRow
+from keepsight.data_gen.store import TokenIds
+from keepsight.endpoint import Endpoint, EndpointError, ServerSettings
+from keepsight.errors import UserError
+from keepsight.models.distributed import launched
+from keepsight.models.targets import Target
+
+_UNKNOWN_FORM = (400, 404, 422)
+"""Statuses with which servers refuse prompts in a form that they do not know; 404 is also an unknown model."""
+_ENDED = ("stop", "eos_token", "stop_sequence")
+_AGAIN = "run the same command again to go on"
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A prompt as token ids.
+
+    Attributes:
+        index: Position in the data set.
+        source: Kind of prompt, such as `needles/single`.
+        ids: Token ids, chat template included.
+        response: Token ids of the response that the prompt comes with; None when the model answers.
+    """
+
+    index: int
+    source: str
+    ids: list[int]
+    response: list[int] | None
+
+
+Answers = list[tuple[Rendered, list[int] | BadRow]]
+"""Prompts with the token ids of their answers, end token included, or with the reason why there is none."""
+
+
+class Backend(Protocol):
+    """Something that answers as the base model does, greedily."""
+
+    def __call__(self, prompts: list[Rendered], max_new_tokens: int) -> Iterator[Answers]:
+        """Answer prompts that have no response of their own; yields what is ready, in any order."""
+        ...
+
+
+@dataclass(frozen=True)
+class InThisProcess:
+    """The model itself, in batches of at most `batch_tokens` prompt tokens, padding included."""
+
+    target: Target
+    batch_tokens: int
+
+    def __call__(self, prompts: list[Rendered], max_new_tokens: int) -> Iterator[Answers]:
+        """See `Backend`."""
+        for batch in batches(prompts, self.batch_tokens):
+            yield list(zip(batch, answer(self.target, batch, max_new_tokens), strict=True))
+
+
+def batches(prompts: list[Rendered], max_tokens: int) -> Iterator[list[Rendered]]:
+    """Batches of prompts of similar length, at most `max_tokens` tokens each, padding included (or one prompt)."""
+    batch: list[Rendered] = []
+    for prompt in sorted(prompts, key=lambda rendered: len(rendered.ids)):
+        if batch and len(prompt.ids) * (len(batch) + 1) > max_tokens:
+            yield batch
+            batch = []
+        batch.append(prompt)
+    if batch:
+        yield batch
+
+
+@torch.no_grad()
+def answer(target: Target, batch: list[Rendered], max_new_tokens: int) -> list[list[int]]:
+    """Greedy answers of at most `max_new_tokens` tokens, end token included."""
+    inputs = target.tokenizer.pad({"input_ids": [prompt.ids for prompt in batch]}, return_tensors="pt")
+    generate: Any = target.model.generate
+    output = generate(**inputs.to(target.model.device), max_new_tokens=max_new_tokens, do_sample=False)
+    return [_until(target.end_tokens, row) for row in output[:, inputs["input_ids"].shape[1] :].tolist()]
+
+
+def _until(ends: list[int], ids: list[int]) -> list[int]:
+    """Up to and including the first end token; what follows is padding."""
+    first = next((place for place, token in enumerate(ids) if token in ends), len(ids))
+    return ids[: first + 1]
+
+
+class _Choice(TypedDict):
+    text: str
+    token_ids: NotRequired[TokenIds | None]
+    finish_reason: NotRequired[str | None]
+
+
+class _Usage(TypedDict):
+    prompt_tokens: NotRequired[int | None]
+    completion_tokens: NotRequired[int | None]
+
+
+class _Completion(TypedDict):
+    choices: list[_Choice]
+    usage: NotRequired[_Usage | None]
+
+
+class Server:
+    """Any endpoint of OpenAI's completions protocol, such as those of vLLM, SGLang or llama.cpp.
+
+    Prompts are sent as token ids, or as text to a server that takes no ids. vLLM returns the answer's token ids; the
+    text that others return is tokenised, which gives the ids that were generated, except for rare words that the model
+    spelt in an unusual way.
+    """
+
+    def __init__(self, target: Target, settings: ServerSettings) -> None:
+        settings.check()
+        assert settings.url is not None
+        self._target, self._settings = target, settings
+        self._endpoint = Endpoint(settings.url, settings.key, settings.tries)
+        self._forms = [self._ids_both_ways, self._ids, self._text]
+
+    def __call__(self, prompts: list[Rendered], max_new_tokens: int) -> Iterator[Answers]:
+        """See `Backend`; when the server fails, no further prompt is sent.
+
+        Raises:
+            UserError: the server is gone, refuses a prompt, or reads it as other tokens.
+        """
+        first, *others = prompts
+        stopped, failure = threading.Event(), None
+        yield [(first, self._ask(first, max_new_tokens, stopped))]
+
+        def ask(prompt: Rendered) -> Answers:
+            return [] if stopped.is_set() else [(prompt, self._ask(prompt, max_new_tokens, stopped))]
+
+        if not others:
+            return
+        pool = ThreadPool(min(self._settings.parallel, len(others)))  # Ctrl-C does not wait for its threads
+        replies = pool.imap_unordered(ask, others)
+        try:
+            for _ in others:
+                try:
+                    if answered := next(replies):
+                        yield answered
+                except UserError as error:
+                    failure = failure or error
+                    stopped.set()  # what the others have asked is still waited for
+        finally:
+            stopped.set()
+            pool.close()
+        if failure:
+            raise failure
+
+    def _ask(self, prompt: Rendered, max_new_tokens: int, stopped: threading.Event) -> list[int] | BadRow:
+        """The answer, in the first of the forms that the server takes; the forms that it refuses are forgotten."""
+        while True:
+            form = self._forms[0]
+            try:
+                return self._post(prompt, max_new_tokens, form, stopped)
+            except BadRow as error:
+                return error
+            except EndpointError as error:
+                if any(name in str(error).lower() for name in ("content_filter", "content filter", "content_policy")):
+                    return BadRow(f"prompt {prompt.index} ({prompt.source}): {error}")
+                if error.status not in _UNKNOWN_FORM or len(self._forms) == 1 or self._known:
+                    after = f"once this is mended, {_AGAIN}" if error.status else _AGAIN
+                    raise UserError(
+                        f"server.url={self._endpoint.url}: no answer to prompt {prompt.index} ({error}); what was "
+                        f"answered is kept: {after}"
+                    ) from None
+                if form is self._forms[0]:  # no other thread has met the refusal before
+                    self._forms.pop(0)
+
+    def _post(self, prompt: Rendered, max_new_tokens: int, form: Any, stopped: threading.Event) -> list[int]:
+        body = {"model": self._settings.model or self._target.name, "max_tokens": max_new_tokens, "temperature": 0.0}
+        reply = self._endpoint.post("completions", body | form(prompt), _completion, stopped)
+        choice, usage = reply["choices"][0], reply.get("usage") or {}
+        url, said = f"server.url={self._endpoint.url}", f"prompt {prompt.index} ({prompt.source})"
+        reason = choice.get("finish_reason")
+        if reason == "content_filter":
+            raise BadRow(f"{said}: the server's content filter refuses it")
+        if usage.get("prompt_tokens") not in (None, len(prompt.ids)):
+            raise UserError(
+                f"{url}: it read {said} as {usage['prompt_tokens']} tokens, not as {len(prompt.ids)}; it must serve "
+                f"{self._target.name!r}"
+            )
+        if reason == "length" and (usage.get("completion_tokens") or max_new_tokens) < max_new_tokens:
+            raise UserError(
+                f"{url}: {said} has {len(prompt.ids)} tokens, which leaves no room for {max_new_tokens} more; serve it "
+                "with a longer context"
+            )
+        ids = choice.get("token_ids") or self._tokenised(choice["text"], reason)
+        if not ids or max(ids) >= self._target.vocabulary:
+            raise UserError(
+                f"{url}: its answer to {said} is empty or has tokens outside the vocabulary; it must serve "
+                f"{self._target.name!r}"
+            )
+        self._known = True
+        return ids[:max_new_tokens]
+
+    _known = False
+    """Whether a prompt has been answered in `_forms[0]`."""
+
+    def _tokenised(self, text: str, reason: str | None) -> list[int]:
+        """The ids of a text, and the end token that is taken to have ended it."""
+        ids = list(self._target.tokenizer(text, add_special_tokens=False)["input_ids"])
+        ends, usual = self._target.end_tokens, self._target.tokenizer.eos_token_id
+        return [*ids, usual if usual in ends else ends[0]] if reason in _ENDED else ids
+
+    def _ids_both_ways(self, prompt: Rendered) -> dict[str, Any]:
+        return {"prompt": prompt.ids, "return_token_ids": True}
+
+    def _ids(self, prompt: Rendered) -> dict[str, Any]:
+        return {"prompt": prompt.ids}
+
+    def _text(self, prompt: Rendered) -> dict[str, Any]:
+        """The text from which the tokenizer, with the special tokens that it adds by itself, makes the prompt's ids."""
+        tokenizer = self._target.tokenizer
+        for ids in (prompt.ids, prompt.ids[1:]):
+            text = str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+            if list(tokenizer(text)["input_ids"]) == prompt.ids:
+                return {"prompt": text}
+        raise UserError(
+            f"server.url={self._endpoint.url}: it takes no token ids, and no text stands for the ids of prompt "
+            f"{prompt.index}; use a server that takes ids, such as vLLM's"
+        )
+
+
+def _completion(reply: Any) -> _Completion:
+    """A reply of the completions protocol; nothing is converted.
+
+    Raises:
+        ValueError: it has another form, or its answer is cut.
+    """
+    read = TypeAdapter(_Completion).validate_python(reply, strict=True)
+    reason = read["choices"][0].get("finish_reason")
+    if reason not in (*_ENDED, "length", "content_filter", "", None):
+        raise ValueError(f"the answer is cut: finish_reason={reason}")  # vLLM and SGLang abort it when they end
+    return read
+
+
+class VllmEngine:
+    """vLLM's offline engine on all GPUs of the machine (optional extra `vllm`); it starts with the first prompts.
+
+    Args:
+        target: The model that answers; only its tokenizer and configuration are used here.
+        options: Arguments of `vllm.LLM`, such as `gpu_memory_utilization`.
+
+    Raises:
+        UserError: vLLM is not installed, or this process is one of several.
+    """
+
+    def __init__(self, target: Target, options: Mapping[str, Any]) -> None:
+        if launched().num_processes > 1:
+            raise UserError(
+                "backend=vllm uses all GPUs from one process; start keepsight data without accelerate launch or "
+                "torchrun"
+            )
+        os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # commands print their results to stdout
+        try:
+            self._vllm: Any = import_module("vllm")
+        except ImportError:
+            raise UserError(
+                "backend=vllm needs the package vllm (pip install vllm); or start a server with it elsewhere and use "
+                "backend=server server.url="
+            ) from None
+        self._target, self._options = target, options
+        self._engine: Any = None
+
+    def __call__(self, prompts: list[Rendered], max_new_tokens: int) -> Iterator[Answers]:
+        """See `Backend`.
+
+        Raises:
+            UserError: the engine does not start, ends, or its context is too short for an answer.
+        """
+        ends, config = self._target.end_tokens, self._target.model.generation_config
+        greedy = self._vllm.SamplingParams(
+            temperature=0.0,
+            max_tokens=max_new_tokens,
+            stop_token_ids=ends,
+            repetition_penalty=getattr(config, "repetition_penalty", None) or 1.0,  # vLLM reads it for servers alone
+        )
+        if self._engine is None:
+            self._engine = self._start()
+        try:
+            replies = self._engine.generate(
+                [{"prompt_token_ids": each.ids} for each in prompts], greedy, use_tqdm=False
+            )
+        except Exception as error:  # its own have no class in common
+            said = f"no answer ({_said(error)}); what was answered is kept: {_AGAIN}"
+            raise UserError(f"backend=vllm: {said}") from error
+        answers = [reply.outputs[0] for reply in replies]
+        for prompt, made in zip(prompts, answers, strict=True):
+            if made.finish_reason == "length" and len(made.token_ids) < max_new_tokens:
+                raise UserError(
+                    f"backend=vllm: prompt {prompt.index} has {len(prompt.ids)} tokens, which leaves no room for "
+                    f"{max_new_tokens} more; raise max_model_len in vllm="
+                )
+        yield [(prompt, _until(ends, list(made.token_ids))) for prompt, made in zip(prompts, answers, strict=True)]
+
+    def close(self) -> None:
+        """End the engine's processes, which would otherwise hold their memory as long as this one runs."""
+        if self._engine is not None:
+            self._engine.llm_engine.engine_core.shutdown()
+            self._engine = None
+
+    def _start(self) -> Any:
+        gpus = max(1, torch.cuda.device_count())
+        try:
+            return self._vllm.LLM(**{"model": self._target.source, "tensor_parallel_size": gpus, **self._options})
+        except Exception as error:  # whatever its workers raise
+            raise UserError(
+                f"backend=vllm: the engine does not start ({_said(error)}); see vLLM's messages above; "
+                "with 'vllm={gpu_memory_utilization:0.5,max_model_len:4096}' it takes less memory"
+            ) from error
+
+
+def _said(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]

@@ -1,0 +1,202 @@
+"""Prompts over the text that comes with Python: its language reference, docstrings and source files."""
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from itertools import accumulate
+
+from keepsight.corpus import Document, docstrings, source_documents, topic_documents
+from keepsight.data_gen.prompts import CHARACTERS_PER_TOKEN, Prompt, Request, Share, cut_at_word, fit, user_prompt
+from keepsight.data_gen.words import wordings
+
+Entries = tuple[tuple[str, str], ...]
+"""Names and texts of docstrings."""
+
+
+@dataclass(frozen=True)
+class Documentation:
+    """One document with a question or a task about the whole of it, or about one of its names.
+
+    Attributes:
+        topics: Share of prompts over the language reference; the others are over docstrings.
+        about_name: Share of docstring prompts that ask about one object.
+    """
+
+    topics: Share = 0.5
+    about_name: Share = 0.6
+
+    def sample(self, request: Request) -> Prompt:
+        """Draw one prompt; see `Source`."""
+        rng = request.rng
+        opening, whole, place = rng.choice(wordings("openings")), rng.choice(wordings("whole_passage")), rng.random()
+        if rng.random() < self.topics:
+            text = _long_enough(topic_documents("training"), request).text
+
+            def build(characters: int) -> str:
+                return str(opening.format(text=paragraphs_from(text, place, characters), task=whole))
+
+            return user_prompt("documentation/topic", fit(build, request))
+        entries = _rich_entries()
+        about = rng.choice(wordings("about_name")) if rng.random() < self.about_name else whole
+        manual = partial(_manual, entries, int(place * len(entries)), opening, about, rng.random())
+        return user_prompt("documentation/docstrings", fit(manual, request))
+
+
+@dataclass(frozen=True)
+class Passages:
+    """Several numbered passages and a question that needs one of them.
+
+    Attributes:
+        quoted: Share of prompts that quote a passage; the others ask about an object by its name.
+    """
+
+    quoted: Share = 0.5
+
+    def sample(self, request: Request) -> Prompt:
+        """Draw one prompt; see `Source`."""
+        rng = request.rng
+        entries = _rich_entries()
+        chosen = [rng.choice(entries) for _ in range(2 + request.tokens // 30)]
+        questions = wordings("which_passage" if rng.random() < self.quoted else "about_name")
+        frame = (rng.choice(wordings("numberings")), rng.choice(questions), rng.choice(wordings("openings")))
+        return user_prompt("documentation/passages", fit(partial(_numbered, chosen, *frame, rng.random()), request))
+
+
+@lru_cache(maxsize=1)
+def _rich_entries() -> Entries:
+    """Name and text of the training part's longer docstrings, in the order of the library."""
+    documents = source_documents("training")
+    named = ((entry.name, entry.text.strip()) for document in documents for entry in docstrings(document))
+    return tuple((name, text) for name, text in named if len(text) >= 150)
+
+
+def paragraphs_from(text: str, place: float, characters: int) -> str:
+    """Whole paragraphs of `text`, about `characters` characters, from a paragraph at `place` (0 to 1) or earlier."""
+    paragraphs = text.strip().split("\n\n")
+    first = int(place * len(paragraphs))
+    while first > 0 and len("\n\n".join(paragraphs[first:])) < characters:
+        first -= 1
+    last = first + 1
+    while last < len(paragraphs) and len("\n\n".join(paragraphs[first : last + 1])) <= characters:
+        last += 1
+    return "\n\n".join(paragraphs[first:last])[: max(characters, 80)]
+
+
+def _manual(entries: Entries, start: int, opening: str, task: str, place: float, characters: int) -> str:
+    """Consecutive docstrings, as a manual would print them, and the task about one of them or about all."""
+    shown: list[tuple[str, str]] = []
+    length = 0
+    for name, text in entries[start:] + entries[:start]:
+        length += len(name) + len(text) + 4
+        if shown and length > characters:
+            break
+        shown.append((name, text))
+    manual = "\n\n".join(f"{name}\n{text}" for name, text in shown)[: max(characters, 80)]
+    name = shown[int(place * len(shown))][0]
+    return opening.format(text=manual, task=task.format(name=name))
+
+
+def _numbered(
+    chosen: list[tuple[str, str]], numbering: str, wording: str, opening: str, place: float, characters: int
+) -> str:
+    share = max(120, characters // max(1, min(len(chosen), characters // 400)))
+    texts = [text[:share] for _, text in chosen[: max(1, characters // share)]]
+    asked = int(place * len(texts))
+    words = texts[asked].split()
+    task = wording.format(name=chosen[asked][0], quote=" ".join(words[: min(9, len(words))]))
+    body = "\n\n".join(numbering.format(number=number, text=text) for number, text in enumerate(texts, 1))
+    return opening.format(text=body, task=task)
+
+
+@dataclass(frozen=True)
+class CodeCompletion:
+    """A file of the library up to a random line, to be continued.
+
+    Attributes:
+        raw: Share of prompts that are the code alone, without the chat template.
+    """
+
+    raw: Share = 0.5
+
+    def sample(self, request: Request) -> Prompt:
+        """Draw one prompt; see `Source`."""
+        rng = request.rng
+        document = _long_enough(source_documents("training"), request)
+        lines = document.text.splitlines()
+        place = rng.randrange(_first_cut(lines, request.tokens), len(lines) + 1)
+        if rng.random() < self.raw:
+            text = fit(partial(_lines_before, lines, place), request)
+            return user_prompt("code/completion_raw", text, template=False)
+        frame = rng.choice(wordings("complete"))
+
+        def build(characters: int) -> str:
+            return str(frame.format(name=document.name, code=_lines_before(lines, place, characters).rstrip("\n")))
+
+        return user_prompt("code/completion", fit(build, request))
+
+
+@dataclass(frozen=True)
+class CodeQuestions:
+    """A stretch of a library file and a question about it."""
+
+    def sample(self, request: Request) -> Prompt:
+        """Draw one prompt; see `Source`."""
+        rng = request.rng
+        document = _long_enough(source_documents("training"), request)
+        lines = document.text.splitlines()
+        start = rng.randrange(len(lines))
+        frame, task = rng.choice(wordings("code_frames")), rng.choice(wordings("ask"))
+
+        def build(characters: int) -> str:
+            code = _lines_from(lines, start, characters)
+            functions = re.findall(r"(?:def|class) (\w+)", code)
+            function = functions[start % len(functions)] if functions else "this"
+            code = code[: max(characters, 80)].rstrip()
+            return str(frame.format(code=code, name=document.name, task=task.format(function=function)))
+
+        return user_prompt("code/questions", fit(build, request))
+
+
+def _first_cut(lines: list[str], tokens: int) -> int:
+    """The first line with enough text before it to fill a prompt of `tokens` tokens, or else the middle one."""
+    lengths = accumulate(len(line) + 1 for line in lines)
+    enough = (row for row, length in enumerate(lengths, start=1) if length >= CHARACTERS_PER_TOKEN * tokens)
+    return next(enough, len(lines) // 2)
+
+
+def _lines_before(lines: list[str], end: int, characters: int) -> str:
+    """The lines before line `end`, about `characters` characters of them (at least one line)."""
+    start, length = end - 1, len(lines[end - 1])
+    while start > 0 and (length := length + len(lines[start - 1]) + 1) <= characters:
+        start -= 1
+    return "\n".join(lines[start:end])[: max(characters, 80)] + "\n"
+
+
+def _lines_from(lines: list[str], start: int, characters: int) -> str:
+    """About `characters` characters of lines from line `start` on, or the last ones where it has too few."""
+    end = start + 1
+    while end < len(lines) and len("\n".join(lines[start : end + 1])) <= characters:
+        end += 1
+    return "\n".join(lines[start:end]) if end < len(lines) else _lines_before(lines, len(lines), characters)
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """A document of the training part from a random line on, cut at any word; without the chat template."""
+
+    def sample(self, request: Request) -> Prompt:
+        """Draw one prompt; see `Source`."""
+        part = topic_documents if request.rng.random() < 0.5 else source_documents
+        text = _long_enough(part("training"), request).text
+        start = request.rng.randint(0, max(0, len(text) - 5 * request.tokens))
+        start = text.find("\n", start) + 1 if start else 0
+        text = fit(partial(cut_at_word, text[start:].lstrip("\n")), request)
+        return user_prompt("text", text, template=False)
+
+
+def _long_enough(documents: tuple[Document, ...], request: Request) -> Document:
+    """A random document that can fill the wanted length, or the longest of some tries."""
+    tries = [request.rng.choice(documents) for _ in range(12)]
+    characters = int(CHARACTERS_PER_TOKEN * request.tokens)
+    long = (document for document in tries if len(document.text) >= characters)
+    return next(long, max(tries, key=lambda document: len(document.text)))

@@ -1,0 +1,388 @@
+"""Prompts from the user's data: a JSON Lines file, or a data set of the Hugging Face Hub read with `datasets`.
+
+Rows are drawn in a shuffled order, each once before any comes again. Rows that are too long or too short are left out;
+a row that cannot be read is a `BadRow` when it is drawn.
+"""
+
+import codecs
+import gzip
+import logging
+import random
+import re
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi
+
+from keepsight.data_gen.prompts import BadRow, CountTokens, Prompt, Request, cut_at_word, fit, user_prompt
+from keepsight.data_gen.store import earlier_settings
+from keepsight.errors import UserError
+from keepsight.files import Row, from_json
+
+logger = logging.getLogger("keepsight")
+
+_ROLES = {"system": "system", "user": "user", "assistant": "assistant", "human": "user", "gpt": "assistant"}
+_COLUMNS = ("prompt", "messages", "text")
+_FORMATS = ("arrow", "csv", "json", "parquet", "text")
+"""Builders of `datasets` that read plain data; others may run code."""
+_BYTES_PER_TOKEN = 32
+"""No tokenizer packs more bytes of real text into a token on average; longer texts are not even counted."""
+_BUFFER = 1000
+"""Rows among which a stream is shuffled; its files are shuffled too."""
+_COMMIT = re.compile(r"(.*@)?[0-9a-f]{40}")
+_START = re.compile(r"[0-9a-f]{7,39}")  # as the Hub's pages show commits; its files are fetched by whole ones alone
+_TRIES = 10
+"""Rows in a row that may be bad before a data set is refused."""
+
+
+class _OtherTurns(BadRow):
+    """A conversation with turns that are not read, such as those of tools."""
+
+
+@dataclass(frozen=True)
+class LocalJsonl:
+    """Rows `{"prompt": ...}` or `{"messages": [...]}` of a file: UTF-8 or UTF-16, plain or gzipped.
+
+    Attributes:
+        path: The file.
+        response_field: The field whose text, where a row has it, is used instead of the model's answer.
+        include: Keep only rows whose `source` is one of these or begins with one of these; all when empty.
+        exclude: Drop rows whose `source` is one of these or begins with one of these.
+        template: Whether the chat template is applied to `prompt` rows; otherwise they are continued as they are.
+        shortest: Rows with fewer tokens than this are left out, and those with more than `max_tokens`.
+    """
+
+    path: str
+    response_field: str = "response"
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    template: bool = True
+    shortest: int = 0
+
+    def __post_init__(self) -> None:
+        if not Path(self.path).is_file():
+            raise UserError(f"{self.path}: no such file; a mixture's local_jsonl names its rows with path")
+
+    def sample(self, request: Request) -> Prompt:
+        """Row `request.number` of a shuffling by `request.seed`; see `Source`."""
+        rows = _fitting_rows(self, request.limit, request.count_tokens)
+        turn, position = divmod(request.number, len(rows))
+        row = rows[_shuffled(f"{request.seed}:{self.path}:{turn}", len(rows))[position]]
+        if isinstance(row, BadRow):
+            raise row
+        return row
+
+    def rows(self) -> Iterator[Prompt | BadRow]:
+        """The rows that `include` and `exclude` leave, in the file's order."""
+        for number, row in _json_rows(Path(self.path)):
+            if isinstance(row, BadRow):
+                yield row
+            elif self._is_chosen(str(row.get("source", ""))):
+                try:
+                    yield self._prompt(row)
+                except BadRow as error:
+                    yield BadRow(f"{self.path}: row {number}: {error}")
+
+    def _is_chosen(self, source: str) -> bool:
+        included = not self.include or source.startswith(self.include)
+        return included and not (self.exclude and source.startswith(self.exclude))
+
+    def _prompt(self, row: Row) -> Prompt:
+        response, source = row.get(self.response_field), str(row.get("source") or Path(self.path).stem)
+        if response is not None and not isinstance(response, str):
+            raise BadRow(f"{self.response_field} must be a string, got {type(response).__name__}")
+        if "messages" in row:
+            turns = _turns(row["messages"])
+            if turns[-1]["role"] != "user":
+                raise BadRow(f"messages must end with the user's turn, not with the {turns[-1]['role']}'s")
+            return Prompt(source, turns, response)
+        if not isinstance(row.get("prompt"), str) or not row["prompt"].strip():
+            raise BadRow(f"expected a text in prompt, or a list in messages; got the fields {sorted(row)}")
+        return replace(user_prompt(source, row["prompt"], template=self.template), response=response)
+
+
+def _json_rows(path: Path) -> Iterator[tuple[int, Row | BadRow]]:
+    """The number of each line that is not empty, from 1, and its object."""
+    data = path.read_bytes()
+    try:
+        data = gzip.decompress(data) if data.startswith(b"\x1f\x8b") else data
+        if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            data = data.decode("utf-16").encode()
+    except (OSError, EOFError, zlib.error, UnicodeError) as error:
+        raise UserError(f"{path}: neither JSON Lines nor gzip of it ({error})") from None
+    for number, line in enumerate(data.removeprefix(codecs.BOM_UTF8).split(b"\n"), start=1):
+        if line.strip():
+            try:
+                yield number, from_json(line, Row)
+            except ValueError as error:
+                yield number, BadRow(f"{path}:{number}: {error}")
+
+
+def _turns(value: Any) -> tuple[dict[str, str], ...]:
+    """A conversation as `role` and `content`, also from `from` and `value`, and from lists of text parts."""
+    if not isinstance(value, list) or not value or not all(isinstance(turn, dict) for turn in value):
+        raise BadRow("messages must be a list of turns that is not empty")
+    return tuple({"role": _role(turn), "content": _content(turn)} for turn in value)
+
+
+def _role(turn: dict[str, Any]) -> str:
+    role = turn.get("role") or turn.get("from")
+    if role not in _ROLES:
+        raise _OtherTurns(f"each of messages needs a role ({', '.join(_ROLES)}), got {role!r}")
+    return _ROLES[role]
+
+
+def _content(turn: dict[str, Any]) -> str:
+    content = turn["content"] if turn.get("content") is not None else turn.get("value")
+    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        content = "".join(str(part.get("text", "")) for part in content)
+    if not isinstance(content, str):
+        raise _OtherTurns(f"each of messages needs a text in content, got {type(content).__name__}")
+    return content
+
+
+@lru_cache(maxsize=16)
+def _fitting_rows(source: LocalJsonl, limit: int, count_tokens: CountTokens) -> tuple[Prompt | BadRow, ...]:
+    """The rows of at most `limit` tokens and the bad ones; counted once for each `count_tokens` function."""
+    rows = [row for row in source.rows() if isinstance(row, BadRow) or _fits(source, row, limit, count_tokens)]
+    if all(isinstance(row, BadRow) for row in rows):
+        message = f"{source.path}: no row has {source.shortest} to {limit} tokens; raise the mixture's max_tokens"
+        raise UserError(rows[0] if rows else message)
+    return tuple(rows)
+
+
+def _fits(source: "LocalJsonl | HubDataset", prompt: Prompt, limit: int, count_tokens: CountTokens) -> bool:
+    text = "\n".join(turn["content"] for turn in prompt.messages)
+    too_long = len(text.encode(errors="replace")) > limit * _BYTES_PER_TOKEN
+    return not too_long and source.shortest <= count_tokens(text) <= limit
+
+
+@lru_cache(maxsize=8)
+def _shuffled(name: str, count: int) -> list[int]:
+    """The numbers below `count` in an order that the name decides."""
+    order = list(range(count))
+    random.Random(name).shuffle(order)
+    return order
+
+
+@dataclass(frozen=True)
+class HubDataset:
+    """Rows of a data set without its own answers: assistant turns at the end of a conversation are dropped.
+
+    Exactly one of `prompt`, `messages` and `text` names the column that is read.
+
+    Attributes:
+        id: Hub id of the data set, or a folder with the same files.
+        license: Its licence, for the manifest and the model card.
+        revision: Commit, tag or branch; `branch@commit`, as a manifest says it, is that commit.
+        subset: Its configuration; the only one by default.
+        split: Its split.
+        files: Patterns of the files to read; by default those that the data set's card names.
+        prompt: Column of texts, each the one turn of a user.
+        messages: Column of lists of turns with role and content; rows with turns of other roles are left out.
+        text: Column of documents, which are cut at a random point and continued without the chat template.
+        strip: What is cut off a prompt's ends, such as the words that separate speakers.
+        rows: Streams that many rows, evenly from each of `files`, where the whole is too large; 0 downloads all of it.
+        template: Whether the chat template is applied to `prompt`s; otherwise they are continued as they are.
+        shortest: Rows with fewer tokens than this are left out, and those with more than `max_tokens`.
+    """
+
+    id: str
+    license: str
+    revision: str = "main"
+    subset: str = ""
+    split: str = "train"
+    files: tuple[str, ...] = ()
+    prompt: str = ""
+    messages: str = ""
+    text: str = ""
+    strip: tuple[str, ...] = ()
+    rows: int = 0
+    template: bool = True
+    shortest: int = 0
+
+    def __post_init__(self) -> None:
+        if sum(bool(getattr(self, name)) for name in _COLUMNS) != 1:
+            raise UserError(f"{self.id}: a mixture's hub_dataset names one column, as one of {', '.join(_COLUMNS)}")
+
+    @property
+    def column(self) -> str:
+        """The column that is read."""
+        return self.prompt or self.messages or self.text
+
+    @property
+    def name(self) -> str:
+        """What the manifest calls its prompts."""
+        return "/".join(part for part in (self.id.rstrip("/").rpartition("/")[2], self.subset) if part)
+
+    def sample(self, request: Request) -> Prompt:
+        """Row `request.number` of those that fit, in an order that depends on `request.seed`; see `Source`."""
+        prompt = _fitting(self, request.limit, request.count_tokens, request.seed).prompt(request.number)
+        if not self.text:
+            return prompt
+        document = prompt.messages[0]["content"]
+        part = document[: round(request.rng.uniform(0.1, 1) * len(document))]
+        text = fit(partial(cut_at_word, part), replace(request, tokens=request.limit))
+        return user_prompt(self.name, text, template=False)
+
+    def row_prompt(self, value: Any) -> Prompt | None:
+        """The prompt in a row's column; None where there is none, as in a row without a turn of the user.
+
+        Raises:
+            BadRow: the column holds something else.
+        """
+        if self.messages:
+            turns = list(value) if isinstance(value, list) else value
+            while isinstance(turns, list) and turns and _role(turns[-1]) == "assistant":
+                turns.pop()
+            read = () if turns == [] else _turns(turns)
+            return Prompt(self.name, read) if read and read[-1]["role"] == "user" else None
+        if not isinstance(value, str):
+            raise BadRow(f"expected a text, got {type(value).__name__}")
+        for end in self.strip:
+            value = value.removeprefix(end).rstrip().removesuffix(end).rstrip()
+        return user_prompt(self.name, value, template=self.template and not self.text) if value.strip() else None
+
+
+class _Fitting:
+    """The rows of a data set that fit, in a shuffled order; found only as far as they are asked for."""
+
+    def __init__(self, source: HubDataset, limit: int, count_tokens: CountTokens, seed: int) -> None:
+        self._source, self._limit, self._count_tokens = source, limit, count_tokens
+        self._rows = _loaded(source)
+        self._name = f"{seed}:{source.id}:{source.subset}"
+        self._waiting = _shuffled(f"{self._name}:0", len(self._rows))[::-1]
+        self._found: list[int] = []
+        self._good, self._reason = 0, ""
+
+    def prompt(self, number: int) -> Prompt:
+        """Prompt `number`; when all rows were drawn they come again in another order."""
+        while len(self._found) <= number and self._waiting:
+            self._try(self._waiting.pop())
+        if not self._found or (not self._good and (len(self._found) >= _TRIES or not self._waiting)):
+            source, longest = self._source, f"no row has {self._source.shortest} to {self._limit} tokens"
+            raise UserError(self._reason or f"{source.id}: {longest}; raise the mixture's max_tokens")
+        turn, place = divmod(number, len(self._found))
+        place = _shuffled(f"{self._name}:{turn}", len(self._found))[place] if turn else place
+        prompt = self._at(self._found[place])
+        assert prompt is not None
+        return prompt
+
+    def _try(self, row: int) -> None:
+        """Note a row that fits, or that is bad; a conversation with other roles is left out."""
+        longest = 1 << 60 if self._source.text else self._limit  # a document is cut
+        try:
+            prompt = self._at(row)
+        except BadRow as error:
+            self._reason = self._reason or str(error)
+            if not isinstance(error, _OtherTurns):
+                self._found.append(row)
+            return
+        if prompt and _fits(self._source, prompt, longest, self._count_tokens):
+            self._found.append(row)
+            self._good += 1
+
+    def _at(self, row: int) -> Prompt | None:
+        column = self._source.column
+        try:
+            return self._source.row_prompt(self._rows[row][column])
+        except BadRow as error:
+            raise type(error)(f"{self._source.id}: row {row}: column {column!r}: {error}") from None
+
+
+@lru_cache(maxsize=32)
+def _fitting(source: HubDataset, limit: int, count_tokens: CountTokens, seed: int) -> _Fitting:
+    return _Fitting(source, limit, count_tokens, seed)
+
+
+@lru_cache(maxsize=32)
+def _loaded(source: HubDataset) -> Any:
+    """The rows, in memory-mapped files of the cache of `datasets`.
+
+    Raises:
+        UserError: the data set cannot be had, is no plain data, or has no such configuration, split or column.
+    """
+    from datasets import Dataset, load_dataset_builder  # takes seconds
+    from datasets.exceptions import DatasetsError
+
+    revision = None if Path(source.id).is_dir() else commit_of(source.revision)
+    options = {"path": source.id, "name": source.subset or None, "revision": revision}
+    try:
+        builder = load_dataset_builder(**options, data_files=list(source.files) or None)
+        kind = type(builder).__module__.split(".")[2]
+        if kind not in _FORMATS:
+            raise UserError(f"it is read by {kind}, which is none of {', '.join(_FORMATS)}")
+        if source.rows:
+            given = {**options, "split": source.split, "column": source.column, "rows": source.rows}
+            return Dataset.from_generator(_streamed, gen_kwargs={**given, "patterns": source.files or (None,)})
+        builder.download_and_prepare()
+        rows = builder.as_dataset(split=source.split)
+    except (OSError, ValueError, KeyError, RuntimeError, DatasetsError) as error:
+        reason = " ".join(str(error.__cause__ or error).split())[:300]
+        gated = "; accept its terms on the Hub and log in with `hf auth login`" if "gated" in reason.lower() else ""
+        raise UserError(f"data set {source.id!r} cannot be read: {reason}{gated}") from None
+    if source.column not in rows.column_names:
+        names = ", ".join(rows.column_names)
+        raise UserError(f"data set {source.id!r} has no column {source.column!r}; it has {names}")
+    return rows
+
+
+def _streamed(column: str, patterns: tuple[str | None, ...], rows: int, **options: Any) -> Iterator[dict[str, Any]]:
+    """The first rows of each pattern's files, in a shuffled order that is always the same."""
+    from datasets import load_dataset
+
+    for pattern in patterns:
+        stream = load_dataset(**options, data_files=pattern, streaming=True)
+        for row in stream.shuffle(seed=0, buffer_size=_BUFFER).take(-(-rows // len(patterns))):
+            if column not in row:
+                raise ValueError(f"it has no column {column!r}; it has {', '.join(row)}")
+            yield {column: row[column]}
+
+
+def pinned(mixture: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """A mixture whose data sets of the Hub are named by a commit: `main` becomes `main@COMMIT`, and so does `48e268d`.
+
+    Args:
+        mixture: Plain values that `Mixture.from_config` accepts.
+        folder: Where the data is made. The commits of data that is there, of a run to be resumed, stay.
+
+    Returns:
+        The mixture. A revision stays a branch or tag, with a warning, where the Hub does not say its commit.
+
+    Raises:
+        UserError: the folder's manifest is damaged.
+    """
+    earlier = earlier_settings(folder)
+    before = earlier.mixture["sources"] if earlier else []
+    return {**mixture, "sources": [_pinned(source, before) for source in mixture["sources"]]}
+
+
+def commit_of(revision: str) -> str:
+    """The revision to fetch: the commit of `main@COMMIT`, or the revision itself."""
+    return revision.rpartition("@")[2] if _COMMIT.fullmatch(revision) else revision
+
+
+def _pinned(source: dict[str, Any], before: list[dict[str, Any]]) -> dict[str, Any]:
+    revision = source.get("revision", "main")
+    if source["kind"] != "hub_dataset" or Path(source["id"]).is_dir() or _COMMIT.fullmatch(revision):
+        return source
+    known = (each["revision"] for each in before if each.get("id") == source["id"] and "revision" in each)
+    same = (each for each in known if each == revision or each.startswith(f"{revision}@"))
+    return {**source, "revision": next(same, None) or _asked(source["id"], revision)}
+
+
+def _asked(name: str, revision: str) -> str:
+    api = HfApi()
+    try:
+        history = api.list_repo_commits(name, repo_type="dataset") if _START.fullmatch(revision) else []
+        commits = (each.commit_id for each in history if each.commit_id.startswith(revision))
+        commit = next(commits, None) or api.dataset_info(name, revision=revision, timeout=20).sha
+    except Exception as error:  # of the Hub, its client and the network; reading the data set says what is missing
+        reason = " ".join(str(error).split())[:200]
+        logger.warning("data set %s: the commit of %s is unknown, its rows may change (%s)", name, revision, reason)
+        return revision
+    return f"{revision}@{commit}" if commit else revision

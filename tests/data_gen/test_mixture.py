@@ -1,0 +1,200 @@
+"""The sources of training prompts: lengths, determinism, what their questions need, and the mixture's bookkeeping."""
+
+import hashlib
+import math
+import random
+import re
+from collections import Counter
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import pytest
+import yaml
+
+from keepsight import recipes
+from keepsight.corpus import docstrings, document_part, source_documents, topic_documents
+from keepsight.data_gen import synthetic
+from keepsight.data_gen.mixture import SOURCES, Mixture
+from keepsight.data_gen.prompts import DoesNotFit, Prompt, Request, fit
+from keepsight.errors import UserError
+
+OFFLINE = sorted(set(SOURCES) - {"local_jsonl", "hub_dataset"})
+MIXTURES = sorted(path for path in Path(recipes.__file__).parent.glob("mixtures/*.yaml") if path.stem != "paper")
+
+
+DIGESTS = {"needles": "1fffdf9d62623010", "key_values": "a228d00a5c86d45e", "everyday": "60c402c32295fc37"}
+"""Of the tree of 2026-11-24."""
+
+
+def count_tokens(text: str) -> int:
+    return len(re.findall(r"\w{1,4}|[^\w ]", text))
+
+
+def mixture(kind: str, low: int = 200, high: int = 200, **options: Any) -> Mixture:
+    return Mixture.from_config({"min_tokens": low, "max_tokens": high, "sources": [{"kind": kind, **options}]})
+
+
+def content(prompt: Prompt) -> str:
+    return prompt.messages[-1]["content"]
+
+
+@pytest.mark.parametrize("kind", OFFLINE)
+def test_prompts_fill_their_length_and_depend_on_seed_and_index_alone(kind: str) -> None:
+    for tokens in (120, 900):
+        made = [mixture(kind, tokens, tokens).prompt(1, index, count_tokens) for index in range(12)]
+        lengths = [count_tokens(content(prompt)) for prompt in made]
+        assert max(lengths) <= tokens and mean(lengths) > 0.7 * tokens
+        assert len({content(prompt) for prompt in made}) == 12
+        assert all(prompt.messages[-1]["role"] == "user" and prompt.response is None for prompt in made)
+        assert not any("{" in prompt.answer_prefix for prompt in made)
+    fresh = mixture(kind, 900, 900)
+    assert made == [fresh.prompt(1, index, count_tokens) for index in reversed(range(12))][::-1]
+    assert made != [fresh.prompt(2, index, count_tokens) for index in range(12)]
+
+
+def test_prompts_for_a_seed_are_those_of_earlier_versions() -> None:
+    """Or resumed runs mix two data sets. Sources over the standard library's text depend on the version of Python."""
+    made = {}
+    for kind, options in (("needles", {"haystacks": [0, 1, 1, 1, 0]}), ("key_values", {}), ("everyday", {})):
+        source = mixture(kind, 100, 800, **options)
+        drawn = [source.prompt(3, index, count_tokens) for index in range(40)]
+        text = repr([(each.source, content(each), each.answer_prefix, each.response) for each in drawn])
+        made[kind] = hashlib.sha256(text.encode()).hexdigest()[:16]
+    assert made == DIGESTS
+
+
+def test_needles_and_question_are_in_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    quizzes = []
+    make_quiz = synthetic.make_quiz
+
+    def recorded(form: str, rng: random.Random) -> synthetic.Quiz:
+        quizzes.append((form, make_quiz(form, rng)))
+        return quizzes[-1][1]
+
+    monkeypatch.setattr(synthetic, "make_quiz", recorded)
+    source = mixture("needles", 500, 500)
+    for index in range(60):
+        text = content(source.prompt(0, index, count_tokens))
+        form, quiz = quizzes[-1]
+        assert quiz.question in text and all(needle in text for needle in quiz.needles)
+        assert (len(quiz.needles) == 1) == (form == "single")
+    assert {form for form, _ in quizzes} == set(synthetic.FORMS)
+    hay = [f"{row} " for row in range(100)]
+    words = synthetic.with_needles(["late", "first", "middle"], [0.9, 0.0, 0.5], hay).split()
+    assert [words.index(needle) for needle in ("first", "middle", "late")] == [0, 51, 92]
+    assert [word for word in words if word.isdigit()] == [str(row) for row in range(100)]
+
+
+@pytest.mark.parametrize("kind", sorted(synthetic.STREAMS))
+def test_haystacks_have_no_end(kind: str) -> None:
+    taken = synthetic.take(synthetic.STREAMS[kind](random.Random(0)), 20_000)
+    assert 18_000 < len("".join(taken)) <= 20_000
+    assert all(piece[-1] in " \n" for piece in taken)
+
+
+def test_options_of_needles() -> None:
+    for share, expected in ((0.0, {False}), (1.0, {True})):
+        source = mixture("needles", forms=[1, 0, 0, 0], haystacks=[0, 1, 0, 0, 0], prefixed=share, truthful=True)
+        made = [source.prompt(0, index, count_tokens) for index in range(10)]
+        assert {bool(prompt.answer_prefix) for prompt in made} == expected
+        assert all((prompt.response or "?").split()[-1].rstrip(".") in content(prompt) for prompt in made)
+
+
+@pytest.mark.parametrize("form", sorted(synthetic.FORMATS))
+def test_asked_pairs_stand_in_the_list(form: str) -> None:
+    pairs = [(f"k{row}x", f"v{row}y") for row in range(40)]
+    text = synthetic._listed(pairs, synthetic.FORMATS[form], "Q {key} {value} {other}", (0.99, 0.0), 3, 200)
+    asked = re.search(r"Q k(\d+)x v(\d+)y k(\d+)x", text)
+    assert asked is not None and asked[1] == asked[2]
+    for row in (asked[1], asked[3]):
+        assert re.search(rf"k{row}x\W+(value\W+)?v{row}y", text)
+    assert 3 <= len(set(re.findall(r"k\d+x", text))) < 40
+
+
+def test_raw_prompts_are_verbatim_training_text() -> None:
+    documents = [document.text for document in topic_documents("training") + source_documents("training")]
+    made = [mixture("continuation").prompt(0, index, count_tokens) for index in range(5)]
+    for prompt in (*made, mixture("code_completion", raw=1.0).prompt(0, 0, count_tokens)):
+        assert not prompt.template
+        assert any(content(prompt) in text for text in documents)
+
+
+def test_fit_reaches_the_length_from_either_side() -> None:
+    request = Request(random.Random(0), 100, 100, str.__len__)
+    assert 93 <= len(fit(lambda characters: "x" * (characters * 3), request)) <= 100
+    assert 93 <= len(fit(lambda characters: "x" * (characters // 3), request)) <= 100
+    assert fit(lambda _: "short", request) == "short"
+    with pytest.raises(DoesNotFit):
+        fit(lambda characters: "x" * (101 + characters), request)
+
+
+def test_what_does_not_fit_is_drawn_again_and_at_last_refused() -> None:
+    text = content(mixture("needles", 64, 64, forms=[0, 0, 1, 0]).prompt(0, 0, count_tokens))
+    assert count_tokens(text) <= 64
+    with pytest.raises(UserError, match="no prompt of everyday fits 64 tokens; raise max_tokens"):
+        mixture("everyday", 64, 64).prompt(0, 0, lambda text: 10 * len(text))
+
+
+def test_draws_follow_the_weights_and_lengths() -> None:
+    weights = {"needles": 5.0, "key_values": 3.0, "everyday": 2.0}
+    sources = [{"kind": kind, "weight": weight} for kind, weight in weights.items()]
+    made = Mixture.from_config({"min_tokens": 64, "max_tokens": 100, "sources": sources})
+    drawn = Counter(made.prompt(0, index, count_tokens).source.split("/")[0] for index in range(1000))
+    assert drawn == {"needles": 500, "key_values": 300, "everyday": 200}
+    made = mixture("key_values", 100, 1600)
+    lengths = [count_tokens(content(made.prompt(0, index, count_tokens))) for index in range(300)]
+    assert max(lengths) <= 1600
+    assert 0.35 < mean(length < math.sqrt(100 * 1600) for length in lengths) < 0.65  # log-uniform
+    own = [{"kind": "everyday", "min_tokens": 300, "max_tokens": 320}]
+    made = Mixture.from_config({"min_tokens": 64, "max_tokens": 64, "sources": own})
+    assert 200 < count_tokens(content(made.prompt(0, 0, count_tokens))) <= 320
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"source": []}, "unknown key 'source'; did you mean sources"),
+        ({"sources": []}, "sources must be a list of at least one"),
+        ({"sources": ["needles"]}, r"sources\[0\]: expected \{kind: \.\.\., weight: \.\.\.\}, got 'needles'"),
+        ({"sources": [{"kind": "needle"}]}, "unknown kind 'needle'; did you mean needles"),
+        ({"sources": [{"kind": "everyday", "lang": "de"}]}, r"\(everyday\): unknown option 'lang' \(known: none\)"),
+        ({"sources": [{"kind": "needles", "prefixed": 2}]}, "prefixed: expected less than or equal to 1, got 2|pref"),
+        ({"sources": [{"kind": "needles", "forms": [1, 2]}]}, r"forms needs 4 weights .*got \[1"),
+        ({"sources": [{"kind": "needles", "forms": "all"}]}, "forms: .*got 'all'"),
+        ({"sources": [{"kind": "needles", "weight": 0}]}, "weight: .*got 0"),
+        ({"sources": [{"kind": "needles", "weight": float("nan")}]}, "weight: |NaN|finite"),
+        ({"min_tokens": 8, "sources": [{"kind": "needles"}]}, "min_tokens: .*64, got 8"),
+        ({"max_tokens": 100, "sources": [{"kind": "needles"}]}, "min_tokens=200 is more than max_tokens=100"),
+        ({"sources": [{"kind": "local_jsonl"}]}, r"\(local_jsonl\): path: .*required|missing"),
+        ({"sources": [{"kind": "local_jsonl", "path": "no.jsonl"}]}, r"no.jsonl: no such file"),
+    ],
+)
+def test_bad_mixtures(config: dict[str, Any], expected: str) -> None:
+    with pytest.raises(UserError, match=expected) as error:
+        Mixture.from_config(config)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("path", MIXTURES, ids=lambda path: path.stem)
+def test_shipped_mixtures(path: Path) -> None:
+    values = yaml.safe_load(path.read_text())
+    made = Mixture.from_config(values)
+    assert len({made.prompt(0, index, count_tokens).source.split("/")[0] for index in range(40)}) >= 3
+    if path.stem == "offline":  # every source that needs no file
+        assert sorted(source["kind"] for source in values["sources"]) == OFFLINE
+
+
+def test_documents_belong_to_one_part_as_a_whole() -> None:
+    training = {document.name for document in topic_documents("training") + source_documents("training")}
+    evaluation = {document.name for document in topic_documents("evaluation") + source_documents("evaluation")}
+    assert not training & evaluation
+    assert 0.1 < len(evaluation) / len(training | evaluation) < 0.35
+    parts = {"evaluation": ("topics/try", "logging/handlers.py", "logging/__init__.py"),
+             "training": ("topics/assert", "decimal.py", "_pydecimal.py")}  # fmt: skip
+    assert all({document_part(name) for name in names} == {part} for part, names in parts.items())
+    assert not any(name.startswith(("test/", "site-packages/")) for name in training | evaluation)
+    (document,) = (document for document in source_documents("training") if document.name == "json/decoder.py")
+    names = [entry.name for entry in docstrings(document)]
+    assert names[:2] == ["json.decoder", "json.decoder.JSONDecodeError"]
+    assert "json.decoder.JSONDecoder.decode" in names

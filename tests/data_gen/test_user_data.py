@@ -1,0 +1,408 @@
+"""Prompts from the user's rows: a JSON Lines file, or a data set of the Hub, here as a folder with the same files."""
+
+import gzip
+import json
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from keepsight import recipes
+from keepsight.data_gen import user_data
+from keepsight.data_gen.mixture import Mixture
+from keepsight.data_gen.prompts import BadRow, Prompt, Request
+from keepsight.data_gen.store import DataSettings
+from keepsight.data_gen.user_data import HubDataset, LocalJsonl, commit_of, pinned
+from keepsight.errors import UserError
+
+PAPER = yaml.safe_load((Path(recipes.__file__).parent / "mixtures" / "paper.yaml").read_text())
+SOURCES = {source["id"].rpartition("/")[2]: source for source in PAPER["sources"]}
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def count_tokens(text: str) -> int:
+    return len(text.split())
+
+
+def write(path: Path, *rows: object) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def mixture(path: str, max_tokens: int = 200, **options: Any) -> Mixture:
+    source = {"kind": "local_jsonl", "path": path, **options}
+    return Mixture.from_config({"min_tokens": 64, "max_tokens": max_tokens, "sources": [source]})
+
+
+def prompts(source: dict[str, Any], count: int, seed: int = 0, **bounds: int) -> list[Prompt]:
+    made = Mixture.from_config({"min_tokens": 64, "max_tokens": 16384, **bounds, "sources": [source]})
+    return [made.prompt(seed, index, count_tokens) for index in range(count)]
+
+
+def texts(made: list[Prompt]) -> list[str]:
+    return [prompt.messages[-1]["content"] for prompt in made]
+
+
+def test_local_rows_come_once_before_any_comes_again(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", *({"prompt": f"row {row}"} for row in range(50)))
+    made = Mixture.from_config({"sources": [{"kind": "local_jsonl", "path": path}, {"kind": "key_values"}]})
+    drawn = texts([each for index in range(400) if (each := made.prompt(3, index, count_tokens)).source == "rows"])
+    assert len(drawn) > 150 and drawn[:50] != drawn[50:100]
+    for turn in range(3):
+        assert len(set(drawn[50 * turn : 50 * turn + 50])) == 50
+
+
+def test_local_rows_keep_their_fields(tmp_path: Path) -> None:
+    chat = [{"role": "system", "content": "Be brief."}, user("Hello")]
+    path = write(tmp_path / "mine.jsonl", {"messages": chat, "source": "book"}, {"prompt": "Hi", "reference": "Ho"})
+    made = mixture(path, response_field="reference", template=False)
+    by_source = {prompt.source: prompt for prompt in (made.prompt(0, index, count_tokens) for index in range(2))}
+    assert by_source["book"] == Prompt("book", tuple(chat))
+    assert by_source["mine"] == Prompt("mine", (user("Hi"),), "Ho", template=False)
+
+
+def test_local_rows_are_chosen_by_source_and_length(tmp_path: Path) -> None:
+    names = ["P3/a", "P3/b", "news", "newsreel", "long"]
+    rows = [{"prompt": "long " * 300 if name == "long" else name, "source": name} for name in names]
+    path = write(tmp_path / "rows.jsonl", *rows)
+
+    def sources(**options: Any) -> set[str]:
+        made = mixture(path, **options)
+        return {made.prompt(0, index, count_tokens).source for index in range(5)}
+
+    assert sources() == {"P3/a", "P3/b", "news", "newsreel"}
+    assert sources(max_tokens=700) == set(names)
+    assert sources(max_tokens=700, shortest=250) == {"long"}
+    assert sources(include=["P3", "news"], exclude=["P3/b", "newsreel"]) == {"P3/a", "news"}
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"text": "x"}, r"row 1: expected a text in prompt, or a list in messages; got the fields \['text'\]"),
+        ({"prompt": "  "}, "row 1: expected a text in prompt"),
+        ({"prompt": "x", "response": 3}, "row 1: response must be a string, got int"),
+        ({"messages": []}, "messages must be a list of turns"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "each of messages needs a role"),
+        ({"messages": [{"role": "user", "content": None}]}, "each of messages needs a text in content, got NoneType"),
+        ({"messages": [assistant("x")]}, "must end with the user's turn, not with the"),
+        ({"prompt": "word " * 1000}, "no row has 0 to 200 tokens; raise the mixture"),
+        ([1], ":1: expected an object|:1: .*dict"),
+    ],
+)
+def test_rows_that_are_all_bad_end_in_one_line(tmp_path: Path, row: object, expected: str) -> None:
+    path = write(tmp_path / "rows.jsonl", row)
+    with pytest.raises(UserError, match=expected) as error:
+        mixture(path).prompt(0, 0, count_tokens)
+    assert str(error.value).startswith(path) and "\n" not in str(error.value)
+
+
+def test_one_bad_row_is_named_when_it_is_drawn_and_the_others_are_used(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "a"}\n{"prompt": null}\n{"prompt": "c"}\n{"prompt": "d')
+    made, drawn, reasons = mixture(str(path)), list[str](), list[str]()
+    for index in range(4):
+        try:
+            drawn += texts([made.prompt(0, index, count_tokens)])
+        except BadRow as error:
+            reasons.append(str(error))
+    assert sorted(drawn) == ["a", "c"]
+    null, cut = sorted(reasons)
+    assert null.startswith(f"{path}: row 2: expected a text") and "rows.jsonl:4: not valid" in cut
+
+
+def test_encodings_and_forms_of_conversations(tmp_path: Path) -> None:
+    rows = [
+        {"messages": [{"from": "human", "value": "Hé"}, {"from": "gpt", "value": "Ho"}, user("?")]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]},
+    ]
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    expected = [(user("Hé"), assistant("Ho"), user("?")), (user("ab"),)]
+    for number, data in enumerate(
+        (text.encode(), text.encode("utf-8-sig"), text.encode("utf-16"), gzip.compress(text.encode()))
+    ):
+        path = tmp_path / f"{number}.jsonl"
+        path.write_bytes(data)
+        read = [*LocalJsonl(str(path)).rows()]
+        assert [row.messages for row in read if isinstance(row, Prompt)] == expected
+    path.write_bytes(gzip.compress(text.encode())[:20])
+    with pytest.raises(UserError, match="neither JSON Lines nor gzip"):
+        [*LocalJsonl(str(path)).rows()]
+
+
+def test_drawing_from_many_rows_takes_no_time_for_each(tmp_path: Path) -> None:
+    """Shuffling 200,000 rows at every draw took 0.6 s a prompt."""
+    made = mixture(write(tmp_path / "rows.jsonl", *({"prompt": f"row {row}"} for row in range(40_000))))
+    made.prompt(0, 0, count_tokens)
+    began = time.process_time()
+    for index in range(200):
+        made.prompt(0, index, count_tokens)
+    assert time.process_time() - began < 1
+
+
+ROWS: dict[str, tuple[str, list[dict[str, Any]]]] = {
+    "ChatQA2-Long-SFT-data": (
+        "long_sft/long_sft_QA_train.json",
+        [{"question": f"User: Book {row}.\n\nQ: Which?\n\nAssistant:", "answer": [f"{row}"]} for row in range(12)],
+    ),
+    "tulu-3-sft-olmo-2-mixture": (
+        "data/train-00000-of-00001.jsonl",
+        [{"messages": [user(f"Hello {row}"), assistant("Yes?"), user("Go on"), assistant("No")]} for row in range(12)],
+    ),
+    "the-stack-dedup": (
+        "data/python/data-00000-of-00001.jsonl",
+        [{"content": f"x = {row}\n" + "def f(x): return x + 1\n" * 200} for row in range(12)],
+    ),
+    "ARC_DPO_FewShot": (
+        "data/train-00000-of-00001.jsonl",
+        [{"prompt": f"Q: {row}\nA: 1\nQ: 2\nA:", "chosen": "3", "rejected": "4"} for row in range(12)],
+    ),
+}
+LONG_SFT = """---
+configs:
+- config_name: long_sft
+  data_files:
+    - split: train
+      path: long_sft/long_sft_QA_train.json
+    - split: test
+      path: long_sft/long_sft_QA_dev.json
+---
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
+
+
+def local(name: str, folder: Path, **changes: Any) -> dict[str, Any]:
+    """A source of the paper's mixture that reads a folder in the repository's layout, of JSON instead of Parquet."""
+    file, rows = ROWS[name]
+    path = folder / name / file
+    write(path, *rows)
+    if path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+        (folder / name / "README.md").write_text(LONG_SFT)
+        (path.parent / "long_sft_QA_dev.json").write_text(json.dumps(rows[:1]))
+    given = {**SOURCES[name], "id": str(folder / name), **changes}
+    files = [each.replace("parquet", "jsonl") for each in given.get("files", []) if "python" in each]
+    return given | ({"files": files} if files else {})
+
+
+def test_the_counts_of_the_paper() -> None:
+    assert [source["weight"] for source in PAPER["sources"]] == [50, 20, 7, 3, 3, 3]
+    assert all(source["license"] and source["revision"] for source in SOURCES.values())
+
+
+def test_what_becomes_of_the_papers_rows(tmp_path: Path) -> None:
+    asked = prompts(local("ChatQA2-Long-SFT-data", tmp_path), 12)
+    assert sorted(texts(asked)) == sorted(f"Book {row}.\n\nQ: Which?" for row in range(12))
+    assert {prompt.source for prompt in asked} == {"ChatQA2-Long-SFT-data/long_sft"}
+    assert all(prompt.template and prompt.response is None for prompt in asked)
+    chats = prompts(local("tulu-3-sft-olmo-2-mixture", tmp_path), 12)
+    assert all(prompt.messages[1:] == (assistant("Yes?"), user("Go on")) for prompt in chats)
+    assert len({prompt.messages[0]["content"] for prompt in chats}) == 12
+    few = prompts(local("ARC_DPO_FewShot", tmp_path), 12)
+    assert all(not prompt.template and text.endswith("A:") for prompt, text in zip(few, texts(few), strict=True))
+
+
+@pytest.mark.parametrize("rows", [0, 12])
+def test_a_document_is_cut_at_a_random_point(rows: int, tmp_path: Path) -> None:
+    source = local("the-stack-dedup", tmp_path, rows=rows)
+    documents = [row["content"] for row in ROWS["the-stack-dedup"][1]]
+    made = prompts(source, 24)
+    assert not any(prompt.template for prompt in made)
+    assert all(any(document.startswith(text) for document in documents) for text in texts(made))
+    lengths = [count_tokens(text) for text in texts(made)]
+    assert min(lengths) < 400 < 900 < max(lengths) and len(set(lengths)) > 20
+    assert max(map(count_tokens, texts(prompts(source, 12, max_tokens=100)))) <= 100
+
+
+def test_each_row_comes_once_before_any_comes_again_and_in_the_same_order(tmp_path: Path) -> None:
+    source = local("ARC_DPO_FewShot", tmp_path)
+    drawn = texts(prompts(source, 36))
+    for turn in range(3):
+        assert len(set(drawn[12 * turn : 12 * turn + 12])) == 12
+    assert drawn[:12] != drawn[12:24]
+    assert drawn == texts(prompts(source, 36)) != texts(prompts(source, 36, seed=1))
+    made = Mixture.from_config({"min_tokens": 64, "sources": [source]})
+    assert texts([made.prompt(0, index, count_tokens) for index in (30, 2, 17)]) == [drawn[i] for i in (30, 2, 17)]
+    assert Counter(Counter(texts(prompts({**source, "rows": 5}, 20))).values()) == {4: 5}  # streamed
+
+
+def test_rows_without_a_user_or_too_long_are_left_out_and_bad_ones_named(tmp_path: Path) -> None:
+    rows = [
+        {"messages": [assistant("Hello")]},
+        {"messages": [user("Call it"), {"role": "tool", "content": "4"}, user("And?")]},
+        {"messages": [user("long " * 300)]},
+        {"messages": [user("Hello"), assistant("a"), assistant("b")]},
+    ]
+    write(tmp_path / "rows.jsonl", *rows)
+    source = {"kind": "hub_dataset", "id": str(tmp_path), "license": "mit", "messages": "messages"}
+    assert texts(prompts(source, 3, max_tokens=200)) == ["Hello"] * 3
+    with pytest.raises(UserError, match=r"row 1: column 'messages': each of messages needs a role .*got 'tool'"):
+        prompts(source | {"shortest": 2}, 1, max_tokens=64)
+    write(tmp_path / "null" / "rows.jsonl", {"text": "a b"}, {"text": None})
+    source = {"kind": "hub_dataset", "id": str(tmp_path / "null"), "license": "mit", "prompt": "text"}
+    made = Mixture.from_config({"sources": [source]})
+    with pytest.raises(BadRow, match="row 1: column 'text': expected a text, got NoneType"):
+        [made.prompt(0, index, count_tokens) for index in range(2)]
+    write(tmp_path / "short" / "rows.jsonl", {"text": "a b"})
+    with pytest.raises(UserError, match="no row has 3 to 64 tokens; raise the mixture's max_tokens"):
+        prompts(source | {"id": str(tmp_path / "short"), "shortest": 3}, 1, max_tokens=64)
+
+
+@pytest.mark.parametrize("rows", [0, 3])
+def test_missing_columns_and_splits_are_named(rows: int, tmp_path: Path) -> None:
+    source = local("ARC_DPO_FewShot", tmp_path, rows=rows)
+    with pytest.raises(UserError, match="has no column 'promt'; it has prompt, chosen, rejected"):
+        prompts(source | {"prompt": "promt"}, 1)
+    with pytest.raises(UserError, match=r"cannot be read: .* split.*tset"):
+        prompts(source | {"split": "tset"}, 1)
+    with pytest.raises(UserError, match="names one column, as one of prompt, messages, text"):
+        HubDataset("ada/none", "mit")
+
+
+def test_a_data_set_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match="data set 'ada/none' cannot be read: Couldn't reach"):
+        prompts({"kind": "hub_dataset", "id": "ada/none", "license": "mit", "text": "text"}, 1)
+
+
+@pytest.mark.parametrize("name", ["pandas", "rows"])
+def test_data_that_may_run_code_is_not_read(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pickles, by the name of a builder of `datasets` or in a folder; and a script in a folder."""
+
+    class Touch:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return Path.touch, (tmp_path / "ran",)
+
+    import pickle
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "x.pkl").write_bytes(pickle.dumps(Touch()))
+    (tmp_path / "rows" / "rows.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    source = {"kind": "hub_dataset", "id": name, "license": "mit", "text": "text", "files": ["rows/x.pkl"]}
+    for rows in (0, 3):
+        for files in (source["files"], ["x.pkl"], []):
+            with pytest.raises(UserError, match=r"cannot be read: "):
+                prompts({**source, "files": files, "rows": rows}, 1)
+    assert not (tmp_path / "ran").exists()
+
+
+OLD, NEW = "c0ffee" * 6 + "c0ff", "beef" * 10
+SOURCE = {"kind": "hub_dataset", "id": "ada/rows", "license": "mit", "prompt": "question"}
+
+
+class Hub(ThreadingHTTPServer):
+    """Says the commit of each branch of one data set, and its history, through the Hub's own interface."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Answer)
+        self.commits, self.asked = {"main": OLD, "v1": "1" * 40}, list[str]()
+
+
+class Answer(BaseHTTPRequestHandler):
+    server: Hub
+
+    def do_GET(self) -> None:
+        self.server.asked.append(self.path)
+        name = self.path.removeprefix("/api/datasets/ada/rows/").partition("?")[0]
+        commit = self.server.commits.get(name.removeprefix("revision/"))
+        found: Any = {"id": "ada/rows", "sha": commit} if commit else None
+        if name == "commits/main":
+            date = "2026-01-01T00:00:00.000Z"
+            found = [{"id": each, "title": "", "message": "", "date": date, "authors": []} for each in (NEW, OLD)]
+        body = json.dumps(found or {"error": "Revision Not Found"}).encode()
+        self.send_response(200 if found else 404)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    with Hub() as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        api = user_data.HfApi
+        monkeypatch.setattr(user_data, "HfApi", lambda: api(endpoint=f"http://127.0.0.1:{server.server_port}"))
+        yield server
+        server.shutdown()
+
+
+def begun(folder: Path, mixture: dict[str, Any]) -> None:
+    settings = DataSettings("model", "version", "template", mixture, 0, 1, 1, 1)
+    (folder / "manifest.json").write_text(json.dumps({"complete": False, "settings": asdict(settings)}))
+
+
+def revisions(*sources: dict[str, Any], folder: Path) -> list[str | None]:
+    return [source.get("revision") for source in pinned({"sources": list(sources)}, folder)["sources"]]
+
+
+def test_branches_tags_and_starts_of_commits_become_commits(hub: Hub, tmp_path: Path) -> None:
+    sources = [SOURCE, {**SOURCE, "revision": "v1"}, {**SOURCE, "revision": NEW}, {"kind": "needles"}]
+    assert revisions(*sources, folder=tmp_path) == [f"main@{OLD}", f"v1@{'1' * 40}", NEW, None]
+    assert len(hub.asked) == 2
+    assert revisions({**SOURCE, "revision": OLD[:7]}, folder=tmp_path) == [f"{OLD[:7]}@{OLD}"]
+    hub.commits["20260101"] = NEW  # a tag that looks like the start of a commit
+    assert revisions({**SOURCE, "revision": "20260101"}, folder=tmp_path) == [f"20260101@{NEW}"]
+    folder = {**SOURCE, "id": str(tmp_path), "revision": "main"}
+    hub.asked.clear()
+    assert revisions(folder, folder=tmp_path) == ["main"] and not hub.asked
+
+
+def test_a_run_that_resumes_reads_the_rows_it_began_with(hub: Hub, tmp_path: Path) -> None:
+    mixture = {"sources": [SOURCE, {**SOURCE, "revision": "v1"}, {**SOURCE, "revision": OLD[:7]}]}
+    first = pinned(mixture, tmp_path)
+    begun(tmp_path, first)
+    hub.commits["main"] = NEW
+    hub.asked.clear()
+    assert pinned(mixture, tmp_path) == first and not hub.asked
+    assert revisions(SOURCE, folder=tmp_path / "other") == [f"main@{NEW}"]
+    hub.asked.clear()
+    begun(tmp_path, {"sources": [{**SOURCE, "revision": "main"}]})  # without the Hub
+    assert revisions(SOURCE, folder=tmp_path) == ["main"] and not hub.asked
+
+
+def test_a_revision_that_the_hub_does_not_know_stays_with_a_warning(
+    hub: Hub, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert revisions({**SOURCE, "revision": "v9"}, folder=tmp_path) == ["v9"]
+    assert "data set ada/rows: the commit of v9 is unknown, its rows may change" in caplog.text
+
+
+@pytest.mark.parametrize(("revision", "asked"), [(f"main@{OLD}", OLD), (OLD, OLD), ("release@2", "release@2")])
+def test_the_commit_is_read(revision: str, asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+
+    def load_dataset_builder(**options: Any) -> Any:
+        given.update(options)
+        raise ValueError("enough")
+
+    monkeypatch.setattr("datasets.load_dataset_builder", load_dataset_builder)
+    source = HubDataset("ada/rows", "mit", revision=revision, prompt=f"column of {revision}")
+    with pytest.raises(UserError, match="enough"):
+        source.sample(Request(random.Random(0), 10, 10, len, 0, 0))
+    assert given["revision"] == asked == commit_of(revision)

@@ -1,0 +1,158 @@
+"""Requests to a server that stops listening, takes long, or replies with anything but JSON."""
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from keepsight import endpoint
+from keepsight.endpoint import Endpoint, EndpointError, check_url
+from keepsight.errors import UserError
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nConnection: close\r\n"
+REPLY = HEAD + b"Content-Length: 2\r\n\r\n{}"
+
+
+@pytest.fixture(autouse=True)
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint, "FIRST_WAIT", 0.0)
+    monkeypatch.setattr(endpoint, "LOOK", 0.1)
+
+
+@contextmanager
+def serving(
+    *parts: bytes, listens: bool = True, pause: float = 0.0, requests: list[bytes] | None = None
+) -> Iterator[int]:
+    """A port whose server replies to every request with some parts, each after a pause; it may stop listening."""
+    done = threading.Event()
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def reply(connection: socket.socket) -> None:
+        with connection:
+            try:
+                request = connection.recv(65536)
+                if request and requests is not None:
+                    requests.append(request)
+                for part in parts if request else ():
+                    done.wait(pause)
+                    connection.sendall(part)
+            except OSError:
+                pass
+
+    def serve() -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            if not listens:
+                listener.close()
+            threading.Thread(target=reply, args=(connection,), daemon=True).start()
+
+    threading.Thread(target=serve, daemon=True).start()
+    try:
+        yield int(listener.getsockname()[1])
+    finally:
+        done.set()
+        listener.close()
+
+
+def ask(port: int, patience: float = 30.0, tries: int = 1, key: str = "NO_KEY") -> object:
+    made = Endpoint(f"http://127.0.0.1:{port}", key, tries=tries, patience=patience)
+    return made.post("x", {}, lambda reply: reply)
+
+
+def test_a_server_that_keeps_a_request_and_stops_listening() -> None:
+    """As vLLM's on SIGTERM: its engine is gone, it waits for its connections to close, and no reply comes."""
+    began = time.monotonic()
+    with serving(REPLY, listens=False, pause=30) as port, pytest.raises(EndpointError, match="Connection refused"):
+        ask(port)
+    assert time.monotonic() - began < 10
+
+
+def test_a_server_that_takes_long_is_waited_for_while_patience_lasts() -> None:
+    with serving(REPLY, pause=0.6) as port:
+        assert ask(port) == {}
+    with serving(REPLY, pause=30) as port, pytest.raises(EndpointError, match="timed out"):
+        ask(port, patience=0.3)
+
+
+def test_patience_is_for_the_whole_reply() -> None:
+    """A body that drips never lets one read time out."""
+    began = time.monotonic()
+    with (
+        serving(HEAD + b"Content-Length: 1000\r\n\r\n", *[b" "] * 1000, pause=0.05) as port,
+        pytest.raises(EndpointError, match="timed out"),
+    ):
+        ask(port, patience=0.5)
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        HEAD + b"Content-Length: 1000\r\n\r\n{}",  # IncompleteRead
+        b"HTTP/1.1 abc\r\n\r\n",
+        b"not http at all\r\n\r\n",
+        HEAD + b"X-Long: " + b"a" * 70_000 + b"\r\n\r\n{}",
+        HEAD + b"".join(b"X-%d: a\r\n" % number for number in range(200)) + b"\r\n{}",
+        HEAD + b"\r\n" + b"[" * 100_000,
+        HEAD + b"\r\n\xff\xfe",
+        HEAD + b"\r\n<html>",
+        b"HTTP/1.1 503 Busy\r\nRetry-After: tomorrow\r\nContent-Length: 99\r\n\r\nshort",
+    ],
+    ids=["cut", "status", "no http", "long header", "many headers", "deep", "bytes", "html", "busy"],
+)
+def test_malformed_replies_are_retried_and_end_in_one_line(reply: bytes) -> None:
+    requests: list[bytes] = []
+    with serving(reply, requests=requests) as port, pytest.raises(EndpointError) as caught:
+        ask(port, tries=3)
+    assert len(requests) == 3 and caught.value.status == 0
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+
+
+def test_a_reply_has_a_largest_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint, "_LARGEST", 1000)
+    with serving(HEAD + b"\r\n" + b" " * 2000) as port, pytest.raises(EndpointError, match="too large"):
+        ask(port)
+
+
+@pytest.mark.parametrize("key", ["s3cret-key", "s3cret\"-'key", "s3cret-key\n"])
+@pytest.mark.parametrize("filling", [0, 285])
+def test_a_key_is_sent_and_never_shown(key: str, filling: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers repeat it, also escaped as JSON; the message's end may cut it."""
+    monkeypatch.setenv("MY_KEY", key)
+    requests: list[bytes] = []
+    said = "x" * filling + json.dumps({"error": f"no key like {key.strip()}"})
+    with (
+        serving(f"HTTP/1.1 401 No\r\nContent-Length: {len(said)}\r\n\r\n{said}".encode(), requests=requests) as port,
+        pytest.raises(EndpointError) as refused,
+    ):
+        ask(port, key="MY_KEY", tries=3)
+    assert f"Authorization: Bearer {key.strip()}\r\n".encode() in requests[0] and len(requests) == 1
+    assert "s3c" not in str(refused.value) and refused.value.status == 401
+
+
+def test_a_redirect_is_refused_and_a_key_with_control_characters_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests: list[bytes] = []
+    moved = b"HTTP/1.1 307 Moved\r\nLocation: http://127.0.0.1:9/x\r\nContent-Length: 0\r\n\r\n"
+    with serving(moved, requests=requests) as port:
+        with pytest.raises(EndpointError, match="307"):
+            ask(port)
+        monkeypatch.setenv("MY_KEY", "a\nb")
+        with pytest.raises(EndpointError, match="control characters"):
+            ask(port, key="MY_KEY")
+    assert len(requests) == 1
+
+
+@pytest.mark.parametrize(
+    "url", ["localhost:8000", "http://a:eight", "http://a:99999", "http://a:0", "http://", "http://[::1"]
+)
+def test_malformed_urls(url: str) -> None:
+    with pytest.raises(UserError) as caught:
+        check_url("server.url", url)
+    assert str(caught.value).startswith(f"server.url={url}") and "\n" not in str(caught.value)

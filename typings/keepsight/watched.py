@@ -1,1 +1,0 @@
-../../keepsight/watched.py
