@@ -1,4 +1,4 @@
-"""Training in several processes: weights gathered from where DeepSpeed keeps them, and a stop that all agree on."""
+"""Training in several processes: sharded base models, weights gathered from DeepSpeed, and a common stop."""
 
 import signal
 import threading
@@ -28,7 +28,7 @@ DIVIDED = "fsdp2"
 """The `model.device_map` that asks for `divide_layers`."""
 
 
-def make_whole(module: nn.Module) -> None:
+def gather_weights(module: nn.Module) -> None:
     """Gather the whole value of every trainable parameter in float32; all processes must call this.
 
     DeepSpeed computes with copies in the dtype of its mixed precision, which ZeRO-3 divides over the processes; the
@@ -40,10 +40,10 @@ def make_whole(module: nn.Module) -> None:
 
 
 @contextmanager
-def whole(module: nn.Module) -> Iterator[None]:
-    """`make_whole` within the block; afterwards the parameters are what DeepSpeed expects."""
+def gathered(module: nn.Module) -> Iterator[None]:
+    """`gather_weights` within the block; afterwards the parameters are what DeepSpeed expects."""
     before = [(parameter, parameter.data) for parameter in module.parameters() if parameter.requires_grad]
-    make_whole(module)
+    gather_weights(module)
     try:
         yield
     finally:
@@ -84,19 +84,19 @@ def divide_layers(model: PreTrainedModel) -> None:
 
 
 def leave_to_fsdp(module: nn.Module) -> None:
-    """Tell DDP to leave what `divide_layers` divided as it is."""
+    """Tell DDP to ignore the parameters that `divide_layers` has sharded."""
     divided = [name for name, each in module.named_parameters() if isinstance(each, DTensor)]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, divided)
 
 
-def target_is_divided(accelerator: Accelerator, module: nn.Module) -> bool:
-    """Whether each process holds a part of the target alone, so that it runs on all of them or on none."""
+def model_is_divided(accelerator: Accelerator, module: nn.Module) -> bool:
+    """Whether the base model is sharded over the processes, so that it runs on all of them or on none."""
     plugin = accelerator.state.deepspeed_plugin
     is_zero3 = plugin is not None and plugin.zero_stage == 3
     return is_zero3 or any(isinstance(each, DTensor) for each in module.parameters())
 
 
-class StopTogether(TrainerCallback):
+class StopAllProcesses(TrainerCallback):
     """When a signal stops one process, all stop after the same step."""
 
     @override

@@ -145,10 +145,8 @@ def draft_figure(searched: Sequence[Subset], held_out: Sequence[Subset]) -> Figu
     ):
         sizes, values = [len(subset.layers) for subset in subsets], [subset.agreement for subset in subsets]
         draw_line(panel, sizes, values, label, colour, line)
-    panel.set_title("Top-1 agreement of draft and target", fontsize=10)
-    panel.set_xlabel("layers kept", fontsize=9)
     panel.set_ylim(0, 1)
-    tidy(panel)
+    tidy(panel, "Top-1 agreement of draft and model", "layers kept")
     return figure
 
 
@@ -160,7 +158,7 @@ def _logged(log: Path, target: PreTrainedModel, texts: Sequence[Text]) -> list[S
     if not rows:
         write_lines(log, [asdict(search)])
     elif rows[0] != search:
-        raise UserError(f"{log}: this search began with another target or other texts; choose another out=")
+        raise UserError(f"{log}: this search began with another model or other texts; choose another out=")
     return [row for row in rows if isinstance(row, Subset)]
 
 
@@ -171,7 +169,7 @@ def _embedded(model: PreTrainedModel, texts: Sequence[Text]) -> list[Tensor]:
 
 @torch.no_grad()
 def _closeness(model: PreTrainedModel, texts: Sequence[Text], hidden: Sequence[Tensor]) -> Closeness:
-    """`closeness` of a draft whose last layers these are, given their inputs `hidden` [1, N + T - 1, hidden size]."""
+    """`closeness` of a draft of these layers, from their inputs `hidden` [1, N + T - 1, hidden size]."""
     divergences, agreements, accepted = [], [], []
     for text, states in zip(texts, hidden, strict=True):
         logits = model(inputs_embeds=states, use_cache=False, logits_to_keep=len(text.expected)).logits[0]

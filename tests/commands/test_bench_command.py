@@ -5,9 +5,9 @@ import logging
 import pytest
 
 from keepsight.eval.bench import eviction
+from keepsight.train.ablation import SideBySide
 from keepsight.train.dataset import Batch
-from keepsight.train.lookahead.side_by_side import SideBySide
-from keepsight.train.replay import Reading
+from keepsight.train.replay import TeacherOutputs
 from tests.commands.commands import CommandLine
 
 TINY = ("model.id=tiny", "model.device=cpu", "adapter=adapter")
@@ -33,7 +33,7 @@ def test_a_training_step_at_several_cuts(keepsight: CommandLine) -> None:
 def test_modules_that_learn_side_by_side(keepsight: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     cells, read = list[int](), SideBySide.read
 
-    def noted(self: SideBySide, batch: Batch) -> Reading:
+    def noted(self: SideBySide, batch: Batch) -> TeacherOutputs:
         cells.append(len(self.cells))
         return read(self, batch)
 

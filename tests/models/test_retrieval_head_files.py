@@ -10,7 +10,7 @@ from keepsight.errors import UserError
 from keepsight.files import file_digest, read_json, write_json
 from keepsight.models.card import CardBasics, Provenance
 from keepsight.models.retrieval_head import CONFIG, WEIGHTS, RetrievalHead, comparison
-from keepsight.train.retrieval_head.measure import MEASURES
+from keepsight.train.retrieval_head import MEASURES
 from tests.models.retrieval_heads import provenance_of, tiny_retrieval_head
 from tests.tiny import tiny_model
 

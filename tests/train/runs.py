@@ -17,10 +17,9 @@ from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.models.targets import Target
 from keepsight.train.dataset import SampleDataset, collate
-from keepsight.train.lookahead.objective import LookaheadObjective
-from keepsight.train.lookahead.trainer import LookaheadTrainer
-from keepsight.train.run import TrainingRun
+from keepsight.train.importance import ImportanceObjective
 from keepsight.train.settings import LookaheadTrainSettings, TrainSettings
+from keepsight.train.trainer import ModuleTrainer, TrainingRun
 from tests.tiny import tiny_model
 
 SHAPE = LookaheadSettings(tokens=4, rank=2, alpha=8)
@@ -67,21 +66,21 @@ def write_data(folder: Path, target: Target) -> None:
     writer.complete()
 
 
-def objective(family: str = "llama", shape: LookaheadSettings = SHAPE) -> LookaheadObjective:
+def objective(family: str = "llama", shape: LookaheadSettings = SHAPE) -> ImportanceObjective:
     model = tiny_model(family)
     torch.manual_seed(0)
-    return LookaheadObjective(Lookahead(model, shape))
+    return ImportanceObjective(Lookahead(model, shape))
 
 
 def train(
-    objective: LookaheadObjective, settings: TrainSettings, work: Path, samples: list[TrainingSample]
-) -> tuple[LookaheadTrainer, bool]:
+    objective: ImportanceObjective, settings: TrainSettings, work: Path, samples: list[TrainingSample]
+) -> tuple[ModuleTrainer, bool]:
     """The trainer, and whether the training ran to its end."""
-    trainer = LookaheadTrainer(objective, settings, TrainingRun(work, samples))
+    trainer = ModuleTrainer(objective, settings, TrainingRun(work, samples))
     return trainer, trainer.fit()
 
 
-class Disturbed(LookaheadObjective):
+class Disturbed(ImportanceObjective):
     """An objective to which something happens at the n-th training batch."""
 
     def __init__(self, at: int, action: Callable[["Disturbed"], object], lookahead: Lookahead, *given: Any) -> None:
@@ -121,7 +120,7 @@ def collated(dataset: SampleDataset) -> dict:
     return collate([dataset[place] for place in range(len(dataset))])
 
 
-def tensors(each: LookaheadObjective) -> dict[str, Tensor]:
+def tensors(each: ImportanceObjective) -> dict[str, Tensor]:
     return each.lookahead.lora_state() | {"tokens": each.lookahead.tokens.detach().clone()}
 
 

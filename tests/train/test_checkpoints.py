@@ -12,9 +12,8 @@ from torch import Tensor
 
 from keepsight.errors import UserError
 from keepsight.files import file_digest, one_writer, read_json, whole_lines, write_json
-from keepsight.train.lookahead.trainer import LookaheadTrainer
-from keepsight.train.resume import SEAL, check_seal, last_checkpoint, sealing
-from keepsight.train.run import TrainingRun
+from keepsight.train.checkpoints import SEAL, check_seal, last_checkpoint, sealing
+from keepsight.train.trainer import ModuleTrainer, TrainingRun
 from tests.train.runs import checkpoints, crash, disturbed, objective, same, samples, settings, tensors, train
 
 FILES = (
@@ -122,9 +121,9 @@ def test_another_number_of_processes_is_refused(work):
 
 
 def test_another_target_dtype_or_start_is_refused(tmp_path):
-    def begun(**changes: object) -> LookaheadTrainer:
+    def begun(**changes: object) -> ModuleTrainer:
         start = {"model.version": "a", "model.dtype": "float32", "command.init": None} | changes
-        return LookaheadTrainer(objective(), settings(steps=3), TrainingRun(tmp_path, samples(), start))
+        return ModuleTrainer(objective(), settings(steps=3), TrainingRun(tmp_path, samples(), start))
 
     begun().fit()
     for name, other in {"model.version": "b", "model.dtype": "bfloat16", "command.init": "sha256:1"}.items():

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from keepsight.train.dataset import Batch, SampleDataset, Use, collate
-from keepsight.train.lookahead.objective import LookaheadObjective
+from keepsight.train.importance import ImportanceObjective
 from keepsight.train.objective import ReplayedObjective
-from keepsight.train.replay import ReadingBuffer, pack, unpack
-from keepsight.train.retrieval_head.objective import RetrievalObjective
+from keepsight.train.replay import ReplayBuffer, pack, unpack
+from keepsight.train.retrieval_head import RetrievalObjective
 from keepsight.train.settings import ReplaySettings
 from tests.models.retrieval_heads import tiny_retrieval_head
 from tests.tiny import tiny_model
@@ -29,7 +29,7 @@ def long_batch() -> Batch:
     return Batch(**collate([dataset[Use(place, 0, True)] for place in (0, 2)]))
 
 
-def with_target_in(dtype: torch.dtype, one: LookaheadObjective) -> None:
+def with_target_in(dtype: torch.dtype, one: ImportanceObjective) -> None:
     target: Any = one.lookahead.model  # transformers hides the types of `to`
     target.to(dtype)
 
@@ -37,7 +37,7 @@ def with_target_in(dtype: torch.dtype, one: LookaheadObjective) -> None:
 def fresh_and_replayed(one: ReplayedObjective, batch: Batch, dtype: str) -> list[tuple[float, torch.Tensor]]:
     """Loss, and the gradients in one, of a reading as it is and of one that was packed."""
     found = []
-    for buffer in (None, ReadingBuffer(ReplaySettings(dtype=dtype))):
+    for buffer in (None, ReplayBuffer(ReplaySettings(dtype=dtype))):
         one.buffer = buffer
         one.zero_grad()
         loss = one.loss(batch)

@@ -12,11 +12,10 @@ from safetensors.torch import load_file
 from keepsight.errors import UserError
 from keepsight.files import read_bytes
 from keepsight.train.dataset import Batch, SampleDataset, Use, collate
-from keepsight.train.lookahead.objective import LookaheadObjective
-from keepsight.train.lookahead.trainer import LookaheadTrainer
-from keepsight.train.replay import Reading, ReadingBuffer, ReplaySampler, replay_order
-from keepsight.train.run import TrainingRun
+from keepsight.train.importance import ImportanceObjective
+from keepsight.train.replay import ReplayBuffer, ReplaySampler, TeacherOutputs, replay_order
 from keepsight.train.settings import ReplaySettings
+from keepsight.train.trainer import ModuleTrainer, TrainingRun
 from tests.train import runs
 from tests.train.runs import crash, disturbed, objective, same, samples, tensors
 
@@ -87,7 +86,7 @@ def batch_of(places: list[int], last: bool = True) -> Batch:
 def test_a_reading_is_made_once_and_dropped_after_its_last_use(on_disk: bool, tmp_path: Path) -> None:
     (tmp_path / "process-0").mkdir()
     (tmp_path / "process-0" / "7.safetensors").write_bytes(b"left by a killed run")
-    buffer = ReadingBuffer(ReplaySettings(dir=str(tmp_path) if on_disk else None))
+    buffer = ReplayBuffer(ReplaySettings(dir=str(tmp_path) if on_disk else None))
     calls = []
 
     def read() -> dict[str, torch.Tensor]:
@@ -105,21 +104,21 @@ def test_a_reading_is_made_once_and_dropped_after_its_last_use(on_disk: bool, tm
         assert list(tmp_path.rglob("*.safetensors")) == []
 
 
-def trained(work: Path, make=objective, **changes) -> tuple[LookaheadTrainer, bool]:
+def trained(work: Path, make=objective, **changes) -> tuple[ModuleTrainer, bool]:
     replay = ReplaySettings(memory="60KB", dir=changes.pop("dir", None))
-    trainer = LookaheadTrainer(make(), runs.settings(replays=3, **changes), TrainingRun(work, samples(), replay=replay))
+    trainer = ModuleTrainer(make(), runs.settings(replays=3, **changes), TrainingRun(work, samples(), replay=replay))
     return trainer, trainer.fit()
 
 
 def test_a_run_that_was_killed_goes_on_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From a checkpoint at step 6, in the middle of the uses of several readings."""
-    uses, take = list[tuple[int, ...]](), ReadingBuffer.take
+    uses, take = list[tuple[int, ...]](), ReplayBuffer.take
 
-    def noting(self: ReadingBuffer, batch: Batch, read: Callable[[], Reading]) -> Reading:
+    def noting(self: ReplayBuffer, batch: Batch, read: Callable[[], TeacherOutputs]) -> TeacherOutputs:
         uses.extend([tuple(batch.indices)] * torch.is_grad_enabled())
         return take(self, batch, read)
 
-    monkeypatch.setattr(ReadingBuffer, "take", noting)
+    monkeypatch.setattr(ReplayBuffer, "take", noting)
     whole, _ = trained(tmp_path / "whole", steps=14)
     assert [each < 3 for each in Counter(uses[:6]).values()].count(True) >= 2
     with pytest.raises(RuntimeError, match="power failure"):
@@ -140,7 +139,7 @@ def test_the_target_is_read_once_a_sample_and_held_out_ones_once(tmp_path: Path)
     one, calls = objective(), list[tuple[int, ...]]()
     read = one.read
 
-    def counted_read(batch: Batch) -> Reading:
+    def counted_read(batch: Batch) -> TeacherOutputs:
         calls.append(tuple(batch.indices))
         return read(batch)
 
@@ -163,27 +162,27 @@ def test_a_training_holds_no_more_than_its_memory(
     held_out: int, memory: str, on_disk: bool, cuts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bytes that are really held after each use, those of held-out samples included."""
-    held, take = list[int](), ReadingBuffer.take
+    held, take = list[int](), ReplayBuffer.take
 
-    def noting(self: ReadingBuffer, batch: Batch, read: Callable[[], Reading]) -> Reading:
+    def noting(self: ReplayBuffer, batch: Batch, read: Callable[[], TeacherOutputs]) -> TeacherOutputs:
         taken = take(self, batch, read)
         kept = [load_file(each) if isinstance(each, Path) else each for each in self._held.values()]
         held.append(sum(tensor.nbytes for each in kept for tensor in each.values()))
         return taken
 
-    monkeypatch.setattr(ReadingBuffer, "take", noting)
+    monkeypatch.setattr(ReplayBuffer, "take", noting)
     replay = ReplaySettings(memory, str(tmp_path / "readings") if on_disk else None)
     settings = runs.settings(replays=4, steps=24, held_out=held_out, cuts=cuts)
-    each = LookaheadObjective(objective().lookahead, cuts=cuts)
-    LookaheadTrainer(each, settings, TrainingRun(tmp_path / "work", samples(40), replay=replay)).fit()
+    each = ImportanceObjective(objective().lookahead, cuts=cuts)
+    ModuleTrainer(each, settings, TrainingRun(tmp_path / "work", samples(40), replay=replay)).fit()
     assert 0.6 * read_bytes(memory) < max(held) <= read_bytes(memory)
 
 
 def test_what_keeps_no_readings_says_so(tmp_path: Path) -> None:
-    from keepsight.train.draft_head.trainer import DraftHeadTrainer
+    from keepsight.train.trainer import ModuleTrainer
     from tests.train.draft_head.head_runs import head_objective, head_settings
 
     settings = head_settings()
     settings.train.replays = 2
     with pytest.raises(UserError, match=r"draft_head\.train\.replays=2: this training keeps no readings"):
-        DraftHeadTrainer(head_objective(), settings, TrainingRun(tmp_path, samples())).fit()
+        ModuleTrainer(head_objective(), settings, TrainingRun(tmp_path, samples())).fit()

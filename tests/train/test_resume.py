@@ -9,9 +9,9 @@ from torch import Tensor
 
 from keepsight.errors import UserError
 from keepsight.models.lookahead_settings import LookaheadSettings
+from keepsight.train.checkpoints import SEAL
 from keepsight.train.dataset import hold_out
-from keepsight.train.lookahead.measure import measure_lookahead
-from keepsight.train.resume import SEAL
+from keepsight.train.fidelity import measure_lookahead
 from tests.train.runs import (
     SHAPE,
     checkpoints,

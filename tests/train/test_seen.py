@@ -13,20 +13,27 @@ from keepsight.errors import UserError
 from keepsight.files import read_json, write_json
 from keepsight.models.lookahead import CONFIG, LookaheadAdapter
 from keepsight.models.targets import load_target
-from keepsight.train.dataset import hold_out
-from keepsight.train.seen import NOTHING, as_text, from_text, held_out_text, prompt_digest, seen_in
+from keepsight.train.dataset import (
+    NOTHING,
+    held_out_text,
+    hold_out,
+    prompt_digest,
+    prompts_as_text,
+    prompts_from_text,
+    prompts_of,
+)
 from tests.tiny import save_tiny_target
 from tests.train.runs import SHAPE, numbered, samples, settings, write_data
 
 
 def test_what_was_seen_is_written_and_read() -> None:
-    seen = seen_in(samples())
+    seen = prompts_of(samples())
     assert len(seen) == 14
-    assert from_text(as_text(seen)) == seen
-    assert len(as_text(seen)) == 14 * 8
-    assert as_text(None) == "" and from_text("") is None
+    assert prompts_from_text(prompts_as_text(seen)) == seen
+    assert len(prompts_as_text(seen)) == 14 * 8
+    assert prompts_as_text(None) == "" and prompts_from_text("") is None
     with pytest.raises(UserError, match=r"trained_on='!!'... is no base64"):
-        from_text("!!")
+        prompts_from_text("!!")
 
 
 def test_the_answer_and_the_number_of_a_sample_do_not_make_another_prompt() -> None:
@@ -37,7 +44,7 @@ def test_the_answer_and_the_number_of_a_sample_do_not_make_another_prompt() -> N
 def test_a_later_stage_holds_out_what_the_earlier_held_out() -> None:
     rows = samples()
     trained, held_out = hold_out(rows, 4)
-    seen = seen_in(trained.samples)
+    seen = prompts_of(trained.samples)
     for count in (3, 9):  # the earlier stage held out three
         again = hold_out(rows, count, seen=seen)
         assert [[*each.samples] for each in again] == [[*trained.samples], [*held_out.samples]]
@@ -50,7 +57,7 @@ def test_a_later_stage_holds_out_what_the_earlier_held_out() -> None:
     ("seen", "said", "is_new"),
     [
         (NOTHING, "4, none of them trained on before", True),
-        (seen_in(samples()[:2]), "4, 2 of them trained on before", False),
+        (prompts_of(samples()[:2]), "4, 2 of them trained on before", False),
         (None, "4; whether an earlier stage was trained on them is not recorded", False),
     ],
 )
@@ -84,15 +91,15 @@ def stage(place: Path, out: Path, init: Path | None = None, **changes: Any) -> t
     provenance = LookaheadAdapter.load(out).provenance
     card = (out / "README.md").read_text()
     assert f"- held-out samples: {provenance.training['held-out samples']}\n" in card
-    return provenance.training["held-out samples"], from_text(provenance.trained_on)
+    return provenance.training["held-out samples"], prompts_from_text(provenance.trained_on)
 
 
 def test_stages_on_the_same_data_share_their_held_out_samples(
     place: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows = numbered(samples())
-    first = from_text(LookaheadAdapter.load(place / "first").provenance.trained_on)
-    assert first == seen_in(hold_out(rows, 2)[0].samples)
+    first = prompts_from_text(LookaheadAdapter.load(place / "first").provenance.trained_on)
+    assert first == prompts_of(hold_out(rows, 2)[0].samples)
     with caplog.at_level(logging.WARNING, "keepsight"):
         said, seen = stage(place, tmp_path / "second", place / "first")
         assert (said, seen) == ("2, none of them trained on before", first)

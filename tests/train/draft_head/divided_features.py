@@ -6,16 +6,16 @@ from torch import Tensor
 
 from keepsight.commands.cli import main
 from keepsight.train.draft_head import teacher_files
-from keepsight.train.draft_head.teacher import RunTarget, TargetReading
+from keepsight.train.draft_teacher import HiddenStates, RunModel
 
 if __name__ == "__main__":
-    read, texts = RunTarget.__call__, list[int]()
+    read, texts = RunModel.__call__, list[int]()
 
-    def counted(self: RunTarget, ids: Tensor) -> TargetReading:
+    def counted(self: RunModel, ids: Tensor) -> HiddenStates:
         texts.append(len(ids))
         return read(self, ids)
 
-    RunTarget.__call__ = counted  # type: ignore[method-assign]
+    RunModel.__call__ = counted  # type: ignore[method-assign]
     teacher_files._SHARD = 4
     status = main(["train_draft_head", *sys.argv[1:]])
     print(f"texts read: {len(texts)}", flush=True)

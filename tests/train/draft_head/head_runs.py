@@ -7,12 +7,10 @@ import torch
 
 from keepsight.data_gen.shards import TrainingSample
 from keepsight.models.draft_head import DraftHead
-from keepsight.train.draft_head.init import frequent_tokens, new_draft_head
-from keepsight.train.draft_head.objective import DraftHeadObjective
-from keepsight.train.draft_head.teacher import RunTarget
-from keepsight.train.draft_head.trainer import DraftHeadTrainer
-from keepsight.train.head_settings import DraftHeadSettings
-from keepsight.train.run import TrainingRun
+from keepsight.train.draft_head import DraftHeadObjective, frequent_tokens, new_draft_head
+from keepsight.train.draft_teacher import RunModel
+from keepsight.train.settings import DraftHeadSettings
+from keepsight.train.trainer import ModuleTrainer, TrainingRun
 from tests.tiny import tiny_model
 from tests.train.runs import samples
 from tests.train.runs import settings as train_settings
@@ -38,13 +36,13 @@ def head_objective(family: str = "llama", settings: DraftHeadSettings | None = N
 
 
 def objective_of(head: DraftHead, model: Any, settings: DraftHeadSettings) -> DraftHeadObjective:
-    reader = RunTarget(model, head.layers_of(model))
+    reader = RunModel(model, head.layers_of(model))
     return DraftHeadObjective(head, model, reader, settings.unroll, settings.decay, settings.max_tokens)
 
 
 def train_draft_head(
     objective: DraftHeadObjective, settings: DraftHeadSettings, work: Path, samples: list[TrainingSample]
-) -> tuple[DraftHeadTrainer, bool]:
+) -> tuple[ModuleTrainer, bool]:
     """The trainer, and whether the training ran to its end."""
-    trainer = DraftHeadTrainer(objective, settings, TrainingRun(work, samples))
+    trainer = ModuleTrainer(objective, settings, TrainingRun(work, samples))
     return trainer, trainer.fit()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from keepsight.train.draft_head import chunked_loss as module
-from keepsight.train.draft_head.chunked_loss import chunked_loss
+from keepsight.train.draft_ops import chunked_loss
 from tests.close import assert_close
 
 ROWS = [12, 11, 7]

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from keepsight.train.draft_head.teacher import RunTarget, teacher_of
+from keepsight.train.draft_teacher import RunModel, next_tokens
 from tests.close import assert_close
 from tests.families import FAMILIES, fresh_model
 from tests.tiny import prompt_ids
@@ -23,6 +23,6 @@ def test_the_teacher_says_what_the_model_says(family: str) -> None:
     model, ids, words = fresh_model(family, **LOGITS.get(family, {})), prompt_ids(20)[0], torch.arange(3, 90)
     with torch.no_grad():
         logits = model(ids).logits[0]
-    teacher = teacher_of(RunTarget(model, [0, 1, 2])(ids[0]).hidden, model, words, torch.float32)
+    teacher = next_tokens(RunModel(model, [0, 1, 2])(ids[0]).hidden, model, words, torch.float32)
     assert_close(teacher.probabilities, logits[:, words].softmax(dim=-1))
     assert torch.equal(teacher.known, torch.isin(logits.argmax(dim=-1), words))

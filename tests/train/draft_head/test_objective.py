@@ -10,9 +10,7 @@ from keepsight.data_gen.shards import TrainingSample
 from keepsight.errors import UserError
 from keepsight.models.draft_head import DraftHead
 from keepsight.train.dataset import collate
-from keepsight.train.draft_head.init import frequent_tokens, new_draft_head
-from keepsight.train.draft_head.measure import measure_draft_head
-from keepsight.train.draft_head.objective import DraftHeadObjective
+from keepsight.train.draft_head import DraftHeadObjective, frequent_tokens, measure_draft_head, new_draft_head
 from tests.close import assert_close
 from tests.tiny import FAMILIES
 from tests.train.draft_head.head_runs import deep_model, head_objective, head_settings, objective_of

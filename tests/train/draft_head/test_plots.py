@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from keepsight.files import write_png
-from keepsight.train.draft_head.plots import draft_head_figure
+from keepsight.train.plots import draft_head_figure
 
 
 def evaluation(step: int, value: float) -> dict:

@@ -15,7 +15,7 @@ from keepsight.errors import UserError
 from keepsight.models.draft_head import DraftHead, EagleHead
 from keepsight.models.targets import load_target
 from keepsight.train.draft_head import teacher_files
-from keepsight.train.draft_head.teacher import RunTarget
+from keepsight.train.draft_teacher import RunModel
 from tests.launch import ROOT, launch
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.train.draft_head.head_runs import head_settings
@@ -86,7 +86,7 @@ def test_the_seed_decides_everything(place, trained, tmp_path):
 
 def test_teacher_files_train_the_same_head_without_running_the_target(place, trained, tmp_path, monkeypatch):
     command.run(config(place, tmp_path / "first", features=str(tmp_path / "features")))
-    monkeypatch.setattr(RunTarget, "__call__", lambda *_: crash(None))
+    monkeypatch.setattr(RunModel, "__call__", lambda *_: crash(None))
     command.run(config(place, tmp_path / "second", features=str(tmp_path / "features")))
     first = (trained / "model.safetensors").read_bytes()
     for name in ("first", "second"):

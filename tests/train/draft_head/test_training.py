@@ -9,10 +9,8 @@ from torch import Tensor
 
 from keepsight.errors import UserError
 from keepsight.train.dataset import hold_out
-from keepsight.train.draft_head.measure import measure_draft_head
-from keepsight.train.draft_head.objective import DraftHeadObjective
-from keepsight.train.draft_head.trainer import DraftHeadTrainer
-from keepsight.train.run import TrainingRun
+from keepsight.train.draft_head import DraftHeadObjective, measure_draft_head
+from keepsight.train.trainer import ModuleTrainer, TrainingRun
 from tests.tiny import FAMILIES
 from tests.train.draft_head.head_runs import head_objective, head_settings, train_draft_head
 from tests.train.runs import checkpoints, collated, crash, press_ctrl_c, rows, same, samples
@@ -116,7 +114,7 @@ def test_other_settings_are_refused_on_resume(straight, changes, said):
 
 def test_too_few_samples_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"draft_head.train.held_out=14 needs more than the 14 samples"):
-        DraftHeadTrainer(head_objective(), head_settings(held_out=14), TrainingRun(tmp_path, samples()))
+        ModuleTrainer(head_objective(), head_settings(held_out=14), TrainingRun(tmp_path, samples()))
 
 
 def test_mixed_precision_trains_and_measures(tmp_path):
@@ -130,4 +128,4 @@ def test_mixed_precision_trains_and_measures(tmp_path):
 def test_a_head_is_not_divided(tmp_path, monkeypatch):
     monkeypatch.setattr("keepsight.train.head_trainer.target_is_divided", lambda accelerator, objective: True)
     with pytest.raises(UserError, match=r"ZeRO-3 .*zero2.yaml, or where no GPU holds the target model.device_map=auto"):
-        DraftHeadTrainer(head_objective(), head_settings(), TrainingRun(tmp_path, samples()))
+        ModuleTrainer(head_objective(), head_settings(), TrainingRun(tmp_path, samples()))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from keepsight.train.draft_head.unrolled_attention import UnrolledAttention, merged_attention
+from keepsight.train.draft_ops import UnrolledAttention, merged_attention
 from tests.close import assert_close
 
 

@@ -17,12 +17,10 @@ from keepsight.runtime.importance import NO_POOL, Reduce
 from keepsight.runtime.methods.lookaheadkv import parts_of
 from keepsight.runtime.state import prefill
 from keepsight.train.dataset import Batch
-from keepsight.train.eviction.finetune import FinetuneObjective, InTraining
-from keepsight.train.eviction.trainer import FinetuneTrainer
-from keepsight.train.head_settings import FinetuneSettings
-from keepsight.train.replay import ReadingBuffer
-from keepsight.train.run import TrainingRun
-from keepsight.train.settings import ReplaySettings, TrainSettings
+from keepsight.train.eviction import EvictionObjective, TokensInTraining
+from keepsight.train.replay import ReplayBuffer
+from keepsight.train.settings import FinetuneSettings, ReplaySettings, TrainSettings
+from keepsight.train.trainer import ModuleTrainer, TrainingRun
 from tests.close import assert_close
 from tests.families import family_model
 from tests.tiny import tiny_model
@@ -35,22 +33,22 @@ STEP = 3e-3
 FAMILIES = ["Llama 3", "Gemma 3 (text)", "GPT-OSS", "Qwen3-Next"]
 
 
-def objective(model, budgets: tuple[int, ...] = (12,)) -> FinetuneObjective:
+def objective(model, budgets: tuple[int, ...] = (12,)) -> EvictionObjective:
     torch.manual_seed(7)
     lookahead = Lookahead(model, SHAPE)
     assert lookahead.lora is not None
     with torch.no_grad():
         for weight in lookahead.lora.parameters():  # LoRA begins with B = 0, where A has no gradient
             weight.normal_(std=0.2)
-    method = Evict(1, InTraining(lookahead), reduce=Reduce("max"), value_norm=True, pool=NO_POOL)
-    return FinetuneObjective(lookahead, method, Global(0.25), [*budgets], 0.5)
+    method = Evict(1, TokensInTraining(lookahead), reduce=Reduce("max"), value_norm=True, pool=NO_POOL)
+    return EvictionObjective(lookahead, method, Global(0.25), [*budgets], 0.5)
 
 
-def learned(made: FinetuneObjective) -> dict[str, torch.Tensor]:
+def learned(made: EvictionObjective) -> dict[str, torch.Tensor]:
     return {name: each for name, each in made.named_parameters() if each.requires_grad}
 
 
-def gradient(made: FinetuneObjective) -> torch.Tensor:
+def gradient(made: EvictionObjective) -> torch.Tensor:
     """Of everything that learns, as one vector; 0 where there is none."""
     parts = [torch.zeros_like(each) if each.grad is None else each.grad for each in learned(made).values()]
     return torch.cat([each.flatten() for each in parts])
@@ -63,7 +61,7 @@ def test_what_is_measured_is_what_evicting_with_the_module_costs(family):
     with torch.no_grad():
         measured = made.excess_nll(batch)
     weights = tuple(map(tuple, made.weights().tolist()))
-    parts: dict[str, Any] = {"observer": InTraining(made.lookahead), "reduce": Reduce("max"), "value_norm": True}
+    parts: dict[str, Any] = {"observer": TokensInTraining(made.lookahead), "reduce": Reduce("max"), "value_norm": True}
     full = nats(model, Evict(200, **parts, pool=NO_POOL), batch)
     for budget in (12, 30):
         method = Evict(budget, **parts, pool=NO_POOL, allocate=Global(0.25, weights))
@@ -79,7 +77,7 @@ def test_the_module_in_training_scores_as_its_adapter_does(tmp_path: Path):
     method = LookaheadKV.from_pretrained(tmp_path / "adapter", budget=12)
     assert parts_of(method.observer.artifact)["allocate"] == Global(0.25)  # type: ignore[attr-defined]
     with torch.no_grad():
-        importance = made.importance(made.reading(batch), batch)
+        importance = made.importance(made.teacher_outputs(batch), batch)
         state = prefill(made.target, batch.prompt_ids)
     for ours, theirs in zip(importance, method.importance(made.target, state), strict=True):
         assert_close(ours, theirs)
@@ -140,7 +138,7 @@ def test_a_kept_reading_gives_the_fresh_loss_and_gradients():
     made, batch = objective(tiny_model()), batch_of(samples((40, 9)))
     made(**batch)["loss"].backward()
     fresh = {name: each.grad.clone() for name, each in learned(made).items() if each.grad is not None}
-    with ReadingBuffer(ReplaySettings(dtype="int8")) as buffer:
+    with ReplayBuffer(ReplaySettings(dtype="int8")) as buffer:
         made.buffer = buffer
         for turn in (0, 1):
             made.zero_grad()
@@ -160,13 +158,13 @@ def test_where_nothing_can_be_learned_every_gradient_is_zero():
         assert each.grad is not None and not each.grad.any()
 
 
-def trained(work: Path, made: FinetuneObjective | None = None) -> FinetuneObjective:
+def trained(work: Path, made: EvictionObjective | None = None) -> EvictionObjective:
     made = made or objective(tiny_model())
     often: dict[str, Any] = {"measure_every": 4, "save_every": 3, "report_to": []}
     train = TrainSettings(steps=6, held_out=2, replays=3, learning_rate=0.01, **often)
     settings = FinetuneSettings(budgets=[12], head_weights_rate=0.1, train=train)
     rows = samples(*((30 + 2 * number, 6) for number in range(8)))
-    trainer = FinetuneTrainer(made, settings, TrainingRun(work, rows, replay=ReplaySettings(memory="1MiB")))
+    trainer = ModuleTrainer(made, settings, TrainingRun(work, rows, replay=ReplaySettings(memory="1MiB")))
     assert trainer.fit()
     optimizer: Any = trainer.optimizer
     assert not any(group["weight_decay"] for group in optimizer.param_groups)
@@ -175,7 +173,7 @@ def trained(work: Path, made: FinetuneObjective | None = None) -> FinetuneObject
     return made
 
 
-class Crashing(FinetuneObjective):
+class Crashing(EvictionObjective):
     """Its fifth loss is its last: in the second use of readings that are kept."""
 
     calls = 0

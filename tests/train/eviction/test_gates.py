@@ -6,7 +6,7 @@ import torch
 
 from keepsight.runtime.allocate import Global, HeadSizes
 from keepsight.runtime.importance import select_top
-from keepsight.train.eviction.gates import soft_gates
+from keepsight.train.eviction import soft_gates
 from tests.close import assert_close
 
 SHAPE = (3, 2, 2, 50)  # layers, rows, KV heads, entries

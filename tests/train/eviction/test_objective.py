@@ -12,8 +12,8 @@ from keepsight.runtime.importance import NO_POOL
 from keepsight.runtime.methods.positions import RandomScores
 from keepsight.runtime.state import read
 from keepsight.train.dataset import Batch
-from keepsight.train.eviction.head_weights import HeadWeightsObjective
-from keepsight.train.replay import ReadingBuffer
+from keepsight.train.eviction import EvictionObjective
+from keepsight.train.replay import ReplayBuffer
 from keepsight.train.settings import ReplaySettings
 from tests.close import assert_close
 from tests.families import family_model
@@ -24,8 +24,8 @@ METHOD = Evict(1, RandomScores(seed=5), pool=NO_POOL)
 FAMILIES = ["Llama 3", "Gemma 3 (text)", "GPT-OSS", "Qwen3-Next"]
 
 
-def objective(model, budgets: tuple[int, ...] = (12,), floor: float = 0.25) -> HeadWeightsObjective:
-    made = HeadWeightsObjective(model, METHOD, Global(floor), [*budgets], 0.5)
+def objective(model, budgets: tuple[int, ...] = (12,), floor: float = 0.25) -> EvictionObjective:
+    made = EvictionObjective(model, METHOD, Global(floor), [*budgets], 0.5)
     torch.manual_seed(2)
     with torch.no_grad():
         made.log_weights.normal_()
@@ -101,13 +101,13 @@ def test_answers_of_one_token_cost_nothing():
 
 def test_the_target_stays_in_evaluation_mode_and_weights_go_on_where_they_were():
     start = tuple((1.0, 2.0) for _ in range(3))
-    made = HeadWeightsObjective(tiny_model(), METHOD, Global(0.25, start), [12], 0.5).train()
+    made = EvictionObjective(tiny_model(), METHOD, Global(0.25, start), [12], 0.5).train()
     assert made.training and not made.target.training
     assert torch.allclose(made.weights()[:, 1] / made.weights()[:, 0], torch.tensor(2.0))
     with pytest.raises(UserError, match=r"weights of heads have shape \[1, 2\], this model's is \[3, 2\]$"):
-        HeadWeightsObjective(tiny_model(), METHOD, Global(0.25, start[:1]), [12], 0.5)
+        EvictionObjective(tiny_model(), METHOD, Global(0.25, start[:1]), [12], 0.5)
     with pytest.raises(UserError, match=r"budget 2 with floor 0\.25 can leave a head without entries"):
-        HeadWeightsObjective(tiny_model(), METHOD, Global(0.25), [2], 0.5)
+        EvictionObjective(tiny_model(), METHOD, Global(0.25), [2], 0.5)
 
 
 def test_only_the_weights_learn_and_the_loss_falls():
@@ -130,7 +130,7 @@ def test_only_the_weights_learn_and_the_loss_falls():
 def test_a_kept_reading_gives_the_fresh_loss():
     made, batch = objective(tiny_model()), batch_of(samples((40, 9)))
     fresh = made(**batch)["loss"]
-    with ReadingBuffer(ReplaySettings(dtype="int8")) as buffer:
+    with ReplayBuffer(ReplaySettings(dtype="int8")) as buffer:
         made.buffer = buffer
         kept = [made(**batch | {"indices": [4], "turn": turn, "last": turn == 1})["loss"] for turn in (0, 1)]
     assert kept[0] == kept[1]

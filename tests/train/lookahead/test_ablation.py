@@ -11,14 +11,12 @@ from torch import nn
 
 from keepsight.errors import UserError
 from keepsight.models.lookahead import Lookahead
+from keepsight.train.ablation import AblationTrainer, Cell, SideBySide
 from keepsight.train.dataset import Batch, SampleDataset
-from keepsight.train.lookahead.ablation import AblationTrainer, Cell
-from keepsight.train.lookahead.objective import LookaheadObjective
-from keepsight.train.lookahead.side_by_side import SideBySide
-from keepsight.train.lookahead.trainer import LookaheadTrainer
-from keepsight.train.replay import Reading
-from keepsight.train.run import TrainingRun
+from keepsight.train.importance import ImportanceObjective
+from keepsight.train.replay import TeacherOutputs
 from keepsight.train.settings import LookaheadTrainSettings
+from keepsight.train.trainer import ModuleTrainer, TrainingRun
 from tests.tiny import tiny_model
 from tests.train.runs import SHAPE, collated, crash, same, samples, settings, tensors
 
@@ -29,9 +27,9 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def objective_of(name: str, model: nn.Module, learning: LookaheadTrainSettings) -> LookaheadObjective:
+def objective_of(name: str, model: nn.Module, learning: LookaheadTrainSettings) -> ImportanceObjective:
     torch.manual_seed(0)
-    return LookaheadObjective(Lookahead(model, replace(SHAPE, **CHANGES[name][0])), learning.far)  # type: ignore[arg-type]
+    return ImportanceObjective(Lookahead(model, replace(SHAPE, **CHANGES[name][0])), learning.far)  # type: ignore[arg-type]
 
 
 def learning_of(name: str, **changes: Any) -> LookaheadTrainSettings:
@@ -45,9 +43,9 @@ def ablation(work: Path, **changes: Any) -> AblationTrainer:
     return AblationTrainer(cells, TrainingRun(work, samples()))
 
 
-def alone(name: str, work: Path, **changes: Any) -> LookaheadTrainer:
+def alone(name: str, work: Path, **changes: Any) -> ModuleTrainer:
     given = learning_of(name, **changes)
-    return LookaheadTrainer(objective_of(name, tiny_model(), given), given, TrainingRun(work, samples()))
+    return ModuleTrainer(objective_of(name, tiny_model(), given), given, TrainingRun(work, samples()))
 
 
 @pytest.mark.parametrize("changes", [{}, {"replays": 3, "batch_size": 1, "samples_per_step": 2}, {"precision": "bf16"}])
@@ -94,13 +92,13 @@ def _at_batch(number: int, objective: SideBySide, action: Callable[[], None]) ->
 
 def test_the_target_reads_each_sample_once_for_all_cells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[list[int]] = []
-    read = LookaheadObjective.read
+    read = ImportanceObjective.read
 
-    def counted(self: LookaheadObjective, batch: Batch) -> Reading:
+    def counted(self: ImportanceObjective, batch: Batch) -> TeacherOutputs:
         reads.append([*batch.indices])
         return read(self, batch)
 
-    monkeypatch.setattr(LookaheadObjective, "read", counted)
+    monkeypatch.setattr(ImportanceObjective, "read", counted)
     trainer = ablation(tmp_path, steps=0, epochs=1.0, replays=3, measure_every=100)
     assert trainer.fit()
     assert trainer.state.global_step == 18

@@ -13,15 +13,14 @@ from keepsight.data_gen.shards import TrainingSample
 from keepsight.errors import UserError
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.runtime import observe
+from keepsight.train.ablation import SideBySide
+from keepsight.train.cuts import Cuts, spread
 from keepsight.train.dataset import Batch, SampleDataset, collate
-from keepsight.train.lookahead.cuts import Cuts, spread
-from keepsight.train.lookahead.measure import measure_lookahead
-from keepsight.train.lookahead.objective import LookaheadObjective
-from keepsight.train.lookahead.side_by_side import SideBySide
-from keepsight.train.lookahead.trainer import LookaheadTrainer
-from keepsight.train.replay import ReadingBuffer
-from keepsight.train.run import TrainingRun
+from keepsight.train.fidelity import measure_lookahead
+from keepsight.train.importance import ImportanceObjective
+from keepsight.train.replay import ReplayBuffer
 from keepsight.train.settings import ReplaySettings
+from keepsight.train.trainer import ModuleTrainer, TrainingRun
 from tests.close import assert_close
 from tests.families import FAMILIES, fresh_model
 from tests.models.modules import random_on
@@ -43,9 +42,9 @@ LENGTHS = {"one": [(50, 9)], "padded": [(50, 3), (44, 14), (61, 8)], "short": [(
 LEARNED = tuple[Tensor, dict[str, Tensor]]
 
 
-def objective(family: str = "Llama 3", cuts: int = 1, **options: Any) -> LookaheadObjective:
+def objective(family: str = "Llama 3", cuts: int = 1, **options: Any) -> ImportanceObjective:
     lookahead = random_on(fresh_model(family), options.pop("shape", SHAPE))
-    return LookaheadObjective(lookahead, far=0.4, cuts=cuts, **options)
+    return ImportanceObjective(lookahead, far=0.4, cuts=cuts, **options)
 
 
 def rows_of(lengths: list[tuple[int, int]]) -> list[TrainingSample]:
@@ -69,7 +68,7 @@ def divided(row: TrainingSample, cuts: int) -> list[TrainingSample]:
     ]
 
 
-def learned(each: LookaheadObjective | SideBySide, batch: Batch) -> LEARNED:
+def learned(each: ImportanceObjective | SideBySide, batch: Batch) -> LEARNED:
     each.zero_grad()
     loss = each.loss(batch)
     loss.backward()
@@ -82,7 +81,7 @@ def mean(found: list[LEARNED]) -> LEARNED:
     return torch.stack(losses).mean(), means
 
 
-def apart(each: LookaheadObjective, rows: list[TrainingSample], cuts: int) -> LEARNED:
+def apart(each: ImportanceObjective, rows: list[TrainingSample], cuts: int) -> LEARNED:
     """What is learned of the samples at their cuts, each read alone."""
     return mean([mean([learned(each, batch_of([part])) for part in divided(row, cuts)]) for row in rows])
 
@@ -95,16 +94,16 @@ def test_cuts_are_spread_over_the_answer(length: int, cuts: int, expected: list[
     assert spread(length, cuts) == expected
 
 
-@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("checkpoints", [False, True])
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 @pytest.mark.parametrize("family", sorted({*FAMILIES} - {*FORGETFUL, "Mistral with a window"}))
 def test_cuts_equal_separate_samples(
-    family: str, lengths: list[tuple[int, int]], recomputes: bool, monkeypatch: pytest.MonkeyPatch
+    family: str, lengths: list[tuple[int, int]], checkpoints: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = rows_of(lengths)
     expected, slow = apart(objective(family), rows, 4)
-    monkeypatch.setattr(observe, "RECOMPUTED", 1 if recomputes else 2**40)
-    loss, found = learned(objective(family, 4, recomputes=recomputes), batch_of(rows))
+    monkeypatch.setattr(observe, "RECOMPUTED", 1 if checkpoints else 2**40)
+    loss, found = learned(objective(family, 4, checkpoints=checkpoints), batch_of(rows))
     assert abs(expected - learned(objective(family), batch_of(rows))[0]) > 1e-3
     assert_close(loss, expected)
     assert len(found) > 1
@@ -133,7 +132,7 @@ def test_cuts_of_a_kept_reading(lengths: list[tuple[int, int]], dtype: str, off:
     """All uses learn the same, as near to a fresh reading as rounded entries allow."""
     each, rows = objective(cuts=4), rows_of(lengths)
     expected, slow = apart(objective(), rows, 4)
-    each.buffer, reads = ReadingBuffer(ReplaySettings(dtype=dtype)), list[Batch]()
+    each.buffer, reads = ReplayBuffer(ReplaySettings(dtype=dtype)), list[Batch]()
     read: Callable[[Batch], Any] = each.read
     each.read = lambda batch: reads.append(batch) or read(batch)  # type: ignore[method-assign, func-returns-value]
     uses = [learned(each, batch_of(rows, turn=turn, last=turn == 2)) for turn in range(3)]
@@ -149,9 +148,9 @@ def test_cuts_of_a_kept_reading(lengths: list[tuple[int, int]], dtype: str, off:
 def test_a_replayed_bfloat16_reading_is_the_fresh_one(lengths: list[tuple[int, int]]) -> None:
     batch = batch_of(rows_of(lengths))
     module = random_on(fresh_model("Llama 3").bfloat16(), SHAPE)
-    fresh = learned(LookaheadObjective(module, 0.4, cuts=3), batch)
-    replayed = LookaheadObjective(module, 0.4, cuts=3)
-    replayed.buffer = ReadingBuffer(ReplaySettings(dtype="bfloat16"))
+    fresh = learned(ImportanceObjective(module, 0.4, cuts=3), batch)
+    replayed = ImportanceObjective(module, 0.4, cuts=3)
+    replayed.buffer = ReplayBuffer(ReplaySettings(dtype="bfloat16"))
     again = learned(replayed, batch)
     assert torch.equal(again[0], fresh[0])
     assert same(again[1], fresh[1])
@@ -169,7 +168,7 @@ def test_the_loss_is_float32_under_autocast() -> None:
 
 def test_modules_side_by_side_learn_what_they_would_alone() -> None:
     model, batch = fresh_model("Llama 3"), batch_of(rows_of(LENGTHS["padded"]))
-    cells = [LookaheadObjective(random_on(model, SHAPE, seed), 0.4, cuts=3) for seed in (7, 8)]
+    cells = [ImportanceObjective(random_on(model, SHAPE, seed), 0.4, cuts=3) for seed in (7, 8)]
     alone = [learned(cell, batch) for cell in cells]
     loss, together = learned(SideBySide(cells), batch)
     assert_close(loss, alone[0][0] + alone[1][0])
@@ -208,11 +207,11 @@ def test_wrong_values_are_refused(cuts: int) -> None:
         settings(cuts=cuts).check("train")
 
 
-def trained(work: Path, at: int = 0, replays: int = 3) -> LookaheadTrainer:
+def trained(work: Path, at: int = 0, replays: int = 3) -> ModuleTrainer:
     learning = new_objective()
     each = Disturbed(at, crash, learning.lookahead, 0.5, False, 3)
     run = TrainingRun(work, samples(), replay=ReplaySettings(memory="90KB"))
-    trainer = LookaheadTrainer(each, settings(replays=replays, steps=14, cuts=3), run)
+    trainer = ModuleTrainer(each, settings(replays=replays, steps=14, cuts=3), run)
     trainer.fit()
     return trainer
 
@@ -231,7 +230,7 @@ def test_a_run_that_was_killed_goes_on_bit_for_bit(replays: int, tmp_path: Path)
 def test_a_training_is_not_resumed_with_other_cuts(tmp_path: Path) -> None:
     trained(tmp_path)
     with pytest.raises(UserError, match=r"train\.cuts=3, now it is 1"):
-        LookaheadTrainer(
+        ModuleTrainer(
             new_objective(),
             settings(replays=3, steps=14),
             TrainingRun(tmp_path, samples(), replay=ReplaySettings("90KB")),

@@ -5,7 +5,7 @@ import torch
 
 from keepsight.errors import UserError
 from keepsight.train.dataset import Batch
-from keepsight.train.lookahead.objective import LookaheadObjective
+from keepsight.train.importance import ImportanceObjective
 from tests.close import assert_close
 from tests.families import FAMILIES, fresh_model
 from tests.models.modules import random_on
@@ -20,7 +20,7 @@ def test_importances_are_the_models_own_attention(family: str) -> None:
     lookahead = random_on(fresh_model(family))
     (ids, mask), answer = prompt_ids(30, 17), prompt_ids(5, 5, seed=1)[0]
     with torch.no_grad():
-        layers = LookaheadObjective(lookahead).importances(Batch(ids, answer, mask.bool()))
+        layers = ImportanceObjective(lookahead).importances(Batch(ids, answer, mask.bool()))
     for row, length in enumerate((30, 17)):
         prompt = ids[row : row + 1, 30 - length :]
         weights, _ = slow_pass(lookahead.model, input_ids=torch.cat([prompt, answer[row : row + 1]], dim=1))
@@ -33,4 +33,4 @@ def test_importances_are_the_models_own_attention(family: str) -> None:
 
 def test_a_model_that_forgets_by_itself_is_refused() -> None:
     with pytest.raises(UserError, match="mistral has no layer with full attention, so that there is nothing to choose"):
-        LookaheadObjective(random_on(fresh_model(WINDOWED)))
+        ImportanceObjective(random_on(fresh_model(WINDOWED)))

@@ -9,12 +9,12 @@ from torch import Tensor
 from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.train.dataset import Batch, collate
-from keepsight.train.lookahead.measure import Fidelity, measure_lookahead
-from keepsight.train.lookahead.objective import LookaheadObjective
+from keepsight.train.fidelity import Fidelity, measure_lookahead
+from keepsight.train.importance import ImportanceObjective
 from tests.tiny import tiny_model
 
 
-class Given(LookaheadObjective):
+class Given(ImportanceObjective):
     """An objective whose importances are given, for as many batches as it is asked."""
 
     def __init__(self, *answers: tuple[list[Tensor], list[Tensor]]) -> None:
@@ -126,7 +126,7 @@ def test_a_level_prediction_has_a_finite_tau():
 
 def test_measuring_leaves_no_gradient_and_the_lora_on():
     torch.manual_seed(0)
-    objective = LookaheadObjective(Lookahead(tiny_model(), LookaheadSettings(tokens=2, rank=2)))
+    objective = ImportanceObjective(Lookahead(tiny_model(), LookaheadSettings(tokens=2, rank=2)))
     fidelity = measure_lookahead(objective, [prompts(12), prompts(9, 5)], budget=4)
     assert all(0 <= value <= 1 for value in fidelity.recall)
     assert all(-1 <= value <= 1 for value in fidelity.tau)

@@ -12,21 +12,22 @@ from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.models.lora import PREFIX
 from keepsight.train.dataset import Batch, SampleDataset, collate
-from keepsight.train.lookahead.objective import LookaheadObjective, far_divergence, importance_divergence
+from keepsight.train.fidelity import far_divergence, importance_divergence
+from keepsight.train.importance import ImportanceObjective
 from tests.close import assert_close
 from tests.tiny import FAMILIES, tiny_model
 
 SHAPE = LookaheadSettings(tokens=5, rank=2, alpha=8)
 
 
-def random_objective(family: str = "llama") -> LookaheadObjective:
+def random_objective(family: str = "llama") -> ImportanceObjective:
     """With LoRA as training leaves it: it starts with B = 0, where A has no gradient."""
     lookahead = Lookahead(tiny_model(family), SHAPE)
     torch.manual_seed(7)
     with torch.no_grad():
         for parameter in lora(lookahead).values():
             parameter.normal_(std=0.2)
-    return LookaheadObjective(lookahead)
+    return ImportanceObjective(lookahead)
 
 
 def lora(lookahead: Lookahead) -> dict[str, nn.Parameter]:
@@ -69,7 +70,7 @@ class TailLora(nn.Module):
         return self.base(hidden) + update * gate[:, None]
 
 
-def one_pass(objective: LookaheadObjective, family: str, sample: TrainingSample) -> tuple[Tensor, dict[str, Tensor]]:
+def one_pass(objective: ImportanceObjective, family: str, sample: TrainingSample) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss of one sample and its gradients: eager attention over [X; Y] for the target, over [X; P] for the guess."""
     prompt, whole = torch.tensor([sample.prompt_ids]), torch.tensor([sample.prompt_ids + sample.answer_ids])
     size = len(sample.prompt_ids)
@@ -106,7 +107,7 @@ def gradients(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.grad for name, value in parameters.items() if value.grad is not None}
 
 
-def two_pass(objective: LookaheadObjective, rows: list[TrainingSample]) -> tuple[Tensor, dict[str, Tensor]]:
+def two_pass(objective: ImportanceObjective, rows: list[TrainingSample]) -> tuple[Tensor, dict[str, Tensor]]:
     objective.zero_grad()
     loss = objective(**batch_of(rows))["loss"]
     loss.backward()
@@ -188,7 +189,7 @@ def test_samples_carry_their_length_in_tokens():
 def test_no_trainable_weight_is_dead_and_no_base_weight_has_a_gradient(family):
     """From the usual start, where B = 0 keeps A's gradient at zero for the first step."""
     torch.manual_seed(0)
-    objective = LookaheadObjective(Lookahead(tiny_model(family), SHAPE))
+    objective = ImportanceObjective(Lookahead(tiny_model(family), SHAPE))
     trainable = [weight for weight in objective.parameters() if weight.requires_grad]
     optimizer = torch.optim.Adam(trainable, lr=1e-2)
     batch = batch_of(samples((40, 9), (23, 5)))

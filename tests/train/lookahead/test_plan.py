@@ -11,8 +11,8 @@ from torch.profiler import ProfilerActivity, profile
 from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.train.dataset import Batch
-from keepsight.train.lookahead.objective import LookaheadObjective
-from keepsight.train.lookahead.plan import StepPlan, plan_step, stored_bytes
+from keepsight.train.importance import ImportanceObjective
+from keepsight.train.plan import StepPlan, plan_step, stored_bytes
 from tests.families import fresh_model
 
 FLOAT, HALF = torch.float32, torch.bfloat16
@@ -20,13 +20,13 @@ SETTINGS = LookaheadSettings(tokens=16, rank=4)
 SHAPE = {"hidden_size": 64, "intermediate_size": 192, "head_dim": 16, "max_position_embeddings": 4096}
 
 
-def planned(family: str, dtype: torch.dtype, tokens: int, answer: int, recomputes: bool, cuts: int) -> StepPlan:
+def planned(family: str, dtype: torch.dtype, tokens: int, answer: int, checkpoints: bool, cuts: int) -> StepPlan:
     config = fresh_model(family, **SHAPE).config
-    return plan_step(config, dtype, SETTINGS, 0.5, tokens, answer, recomputes=recomputes, cuts=cuts)
+    return plan_step(config, dtype, SETTINGS, 0.5, tokens, answer, checkpoints=checkpoints, cuts=cuts)
 
 
 def measured(
-    family: str, dtype: torch.dtype, tokens: int, answer: int, recomputes: bool, cuts: int
+    family: str, dtype: torch.dtype, tokens: int, answer: int, checkpoints: bool, cuts: int
 ) -> tuple[int, int, int]:
     """Most bytes that torch's CPU allocator has given out at a time.
 
@@ -35,7 +35,7 @@ def measured(
         which the reading is.
     """
     model = fresh_model(family, **SHAPE).to(dtype).requires_grad_(False)
-    objective = LookaheadObjective(Lookahead(model, SETTINGS), 0.5, recomputes, cuts)
+    objective = ImportanceObjective(Lookahead(model, SETTINGS), 0.5, checkpoints, cuts)
     trained = [weight for weight in objective.parameters() if weight.requires_grad]
     optimizer = torch.optim.Adam(trained)
     ids = torch.randint(3, 100, (1, tokens + answer), generator=torch.Generator().manual_seed(0))
@@ -69,16 +69,16 @@ def most_bytes(run: Callable[[], object]) -> int:
 @pytest.mark.parametrize(
     ("family", "dtype"), [("Llama 3", FLOAT), ("Gemma 3 (text)", FLOAT), ("GPT-OSS", HALF), ("Qwen3-MoE", HALF)]
 )
-@pytest.mark.parametrize(("tokens", "answer", "recomputes"), [(300, 40, False), (1500, 100, False), (1500, 20, True)])
+@pytest.mark.parametrize(("tokens", "answer", "checkpoints"), [(300, 40, False), (1500, 100, False), (1500, 20, True)])
 def test_the_plan_is_within_10_percent_of_what_is_measured(
-    family: str, dtype: torch.dtype, tokens: int, answer: int, recomputes: bool
+    family: str, dtype: torch.dtype, tokens: int, answer: int, checkpoints: bool
 ) -> None:
-    _check(family, dtype, tokens, answer, recomputes, 1)
+    _check(family, dtype, tokens, answer, checkpoints, 1)
 
 
-@pytest.mark.parametrize("recomputes", [False, True])
-def test_also_with_several_cuts(recomputes: bool) -> None:
-    _check("Llama 3", FLOAT, 1500, 100, recomputes, 3)
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_also_with_several_cuts(checkpoints: bool) -> None:
+    _check("Llama 3", FLOAT, 1500, 100, checkpoints, 3)
 
 
 def _check(*given: Any) -> None:

@@ -8,8 +8,7 @@ import pytest
 from matplotlib.axes import Axes
 
 from keepsight.files import DPI, write_png
-from keepsight.train.lookahead.plots import lookahead_figure
-from keepsight.train.plots import running_mean, series
+from keepsight.train.plots import lookahead_figure, running_mean, series
 
 LAYERS = 4
 

@@ -15,10 +15,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from keepsight.models.decoder import decoder_of
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.runtime import observe
+from keepsight.train.ablation import SideBySide
 from keepsight.train.dataset import Batch
-from keepsight.train.lookahead.objective import LookaheadObjective
-from keepsight.train.lookahead.plan import plan_step
-from keepsight.train.lookahead.side_by_side import SideBySide
+from keepsight.train.importance import ImportanceObjective
+from keepsight.train.plan import plan_step
 from tests.close import assert_close
 from tests.families import FAMILIES, fresh_model
 from tests.models.modules import random_on
@@ -29,8 +29,8 @@ from tests.train.runs import same, samples, settings, tensors, train
 SHAPE = LookaheadSettings(tokens=4, rank=2, alpha=8)
 
 
-def objective(family: str, recomputes: bool, shape: LookaheadSettings = SHAPE, **changes: Any) -> LookaheadObjective:
-    return LookaheadObjective(random_on(fresh_model(family, **changes), shape), far=0.5, recomputes=recomputes)
+def objective(family: str, checkpoints: bool, shape: LookaheadSettings = SHAPE, **changes: Any) -> ImportanceObjective:
+    return ImportanceObjective(random_on(fresh_model(family, **changes), shape), far=0.5, checkpoints=checkpoints)
 
 
 def padded() -> Batch:
@@ -39,7 +39,7 @@ def padded() -> Batch:
     return Batch(ids, prompt_ids(5, 5, seed=1)[0], mask.bool())
 
 
-def learned(each: LookaheadObjective | SideBySide, autocast: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
+def learned(each: ImportanceObjective | SideBySide, autocast: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
     """A batch's loss, and the gradients by name."""
     torch.manual_seed(1)  # for dropout
     with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
@@ -50,7 +50,7 @@ def learned(each: LookaheadObjective | SideBySide, autocast: bool = False) -> tu
 
 @pytest.mark.parametrize("family", sorted({*FAMILIES} - {"Mistral with a window"}))
 def test_the_gradients_are_the_same_in_every_family(family: str) -> None:
-    plain, recomputed = (learned(objective(family, recomputes)) for recomputes in (False, True))
+    plain, recomputed = (learned(objective(family, checkpoints)) for checkpoints in (False, True))
     assert torch.equal(recomputed[0], plain[0])
     assert len(plain[1]) > 1
     assert_close(recomputed[1], plain[1])
@@ -71,8 +71,8 @@ def test_also_with(shape: dict[str, Any], autocast: bool) -> None:
 def test_modules_side_by_side_learn_the_same() -> None:
     model = fresh_model("Llama 3")
     sides = [
-        SideBySide([LookaheadObjective(random_on(model, SHAPE, seed), 0.5, recomputes) for seed in (7, 8)])
-        for recomputes in (False, True)
+        SideBySide([ImportanceObjective(random_on(model, SHAPE, seed), 0.5, checkpoints) for seed in (7, 8)])
+        for checkpoints in (False, True)
     ]
     (loss, plain), (again, recomputed) = map(learned, sides)
     assert torch.equal(again, loss)
@@ -100,22 +100,22 @@ def test_no_layers_attention_is_kept() -> None:
     """Without it 4 heads x 4 tokens x 65 entries of 4 bytes stay for each of 4 layers, and much else."""
     batch = padded()
     bytes_of = {}
-    for recomputes in (False, True):
-        each = objective("Llama 3", recomputes)
+    for checkpoints in (False, True):
+        each = objective("Llama 3", checkpoints)
         reading = each.read(batch)
         known = [*each.parameters(), *reading.values()]
-        bytes_of[recomputes] = kept_bytes(partial(each.compared, reading, batch), known)
+        bytes_of[checkpoints] = kept_bytes(partial(each.compared, reading, batch), known)
     assert bytes_of[True] < 0.2 * bytes_of[False], bytes_of
 
 
 @pytest.mark.parametrize("family", sorted({*FAMILIES} - {"Mistral with a window"}))
-@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("checkpoints", [False, True])
 def test_large_attention_weights_alone_may_be_computed_again(
-    family: str, recomputes: bool, monkeypatch: pytest.MonkeyPatch
+    family: str, checkpoints: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = learned(objective(family, recomputes))
+    plain = learned(objective(family, checkpoints))
     monkeypatch.setattr(observe, "RECOMPUTED", 1)
-    again = learned(objective(family, recomputes))
+    again = learned(objective(family, checkpoints))
     assert torch.equal(again[0], plain[0])
     assert_close(again[1], plain[1])
 
@@ -127,7 +127,7 @@ def test_large_attention_weights_are_not_kept(monkeypatch: pytest.MonkeyPatch) -
     kept = []
     for least in (weights + 1, weights):
         monkeypatch.setattr(observe, "RECOMPUTED", least)
-        each = objective("Llama 3", recomputes=False)
+        each = objective("Llama 3", checkpoints=False)
         reading = each.read(batch)
         kept.append(kept_bytes(partial(each.compared, reading, batch), [*each.parameters(), *reading.values()]))
     layers = len(decoder_of(each.lookahead.model).layers)
@@ -139,7 +139,7 @@ def test_the_peak_of_a_long_prompt_falls() -> None:
     config = fresh_model("Llama 3", max_position_embeddings=4096, num_hidden_layers=6).config
     shape = LookaheadSettings(tokens=32, rank=2)
     plain, recomputed = (
-        plan_step(config, torch.float32, shape, 0.5, 2000, 50, recomputes=recomputes) for recomputes in (False, True)
+        plan_step(config, torch.float32, shape, 0.5, 2000, 50, checkpoints=checkpoints) for checkpoints in (False, True)
     )
     above = [plan.second - plan.reading for plan in (plain, recomputed)]
     assert above[1] < 0.6 * above[0], above
@@ -148,7 +148,7 @@ def test_the_peak_of_a_long_prompt_falls() -> None:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_model_is_as_it_was(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    each = objective("Llama 3", recomputes=True)
+    each = objective("Llama 3", checkpoints=True)
     layers = decoder_of(each.lookahead.model).layers
     own = layers[1].forward  # such as accelerate gives a layer that lies elsewhere
     layers[1].forward = own
@@ -164,10 +164,10 @@ def test_the_model_is_as_it_was(fails: bool, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_training_ends_as_one_without_and_may_change_to_it_when_resumed(tmp_path: Path) -> None:
     ended = []
-    for recomputes in (False, True):
+    for checkpoints in (False, True):
         each = new_objective()
-        each.recomputes = recomputes
-        train(each, settings(steps=4, gradient_checkpointing=recomputes), tmp_path / str(recomputes), samples())
+        each.recomputes = checkpoints
+        train(each, settings(steps=4, gradient_checkpointing=checkpoints), tmp_path / str(checkpoints), samples())
         ended.append(tensors(each))
     assert same(*ended)
     train(new_objective(), settings(steps=4, gradient_checkpointing=True), tmp_path / "False", samples())

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from keepsight.models.lookahead import Lookahead
+from keepsight.train.ablation import SideBySide
 from keepsight.train.dataset import Batch, hold_out
+from keepsight.train.importance import ImportanceObjective
 from keepsight.train.lookahead import objective as objective_module
-from keepsight.train.lookahead.objective import LookaheadObjective
-from keepsight.train.lookahead.side_by_side import SideBySide
-from keepsight.train.lookahead.trainer import LookaheadTrainer
+from keepsight.train.trainer import ModuleTrainer
 from tests.close import assert_close
 from tests.devices import FIRST, HOST, SECOND, in_halves, several_devices
 from tests.families import fresh_model
@@ -23,9 +23,9 @@ LONG = [replace(each, prompt_ids=each.prompt_ids * 2) for each in samples()]
 """With far entries."""
 
 
-def learning(model: Any, recomputes: bool = False, cuts: int = 1) -> LookaheadObjective:
+def learning(model: Any, checkpoints: bool = False, cuts: int = 1) -> ImportanceObjective:
     torch.manual_seed(0)
-    return LookaheadObjective(Lookahead(model, SHAPE), far=0.3, recomputes=recomputes, cuts=cuts)
+    return ImportanceObjective(Lookahead(model, SHAPE), far=0.3, checkpoints=checkpoints, cuts=cuts)
 
 
 def padded(device: torch.device = HOST) -> Batch:
@@ -34,22 +34,22 @@ def padded(device: torch.device = HOST) -> Batch:
     return Batch(**batch)
 
 
-def logged(trainer: LookaheadTrainer) -> list[dict[str, Any]]:
+def logged(trainer: ModuleTrainer) -> list[dict[str, Any]]:
     clocks = ("train_runtime", "train_samples_per_second", "train_steps_per_second")
-    return [{key: row[key] for key in row if key not in clocks} for row in trainer.log_rows()]
+    return [{key: row[key] for key in row if key not in clocks} for row in trainer.trained().log]
 
 
 @pytest.mark.parametrize(
-    ("changes", "recomputes"),
+    ("changes", "checkpoints"),
     [({}, False), ({"replays": 2}, False), ({}, True), ({"cuts": 3}, False)],
     ids=["plain", "replayed", "twice", "cuts"],
 )
-def test_losses_measurements_and_weights(tmp_path: Path, changes: dict[str, Any], recomputes: bool) -> None:
+def test_losses_measurements_and_weights(tmp_path: Path, changes: dict[str, Any], checkpoints: bool) -> None:
     cuts = settings(**changes).cuts
-    whole = learning(tiny_model(), recomputes, cuts)
+    whole = learning(tiny_model(), checkpoints, cuts)
     expected, _ = train(whole, settings(**changes), tmp_path / "whole", LONG)
     with several_devices():
-        halves = learning(in_halves(tiny_model()), recomputes, cuts)
+        halves = learning(in_halves(tiny_model()), checkpoints, cuts)
         trained, finished = train(halves, settings(**changes), tmp_path / "halves", LONG)
         assert finished
         assert {each.device for each in halves.parameters() if each.requires_grad} == {FIRST, SECOND}

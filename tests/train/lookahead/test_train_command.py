@@ -102,7 +102,7 @@ def _checkpoint(adapter: Path, step: int) -> dict[str, Tensor]:
 
 
 def test_an_interrupted_command_leaves_an_adapter_and_goes_on(place, trained, tmp_path, monkeypatch):
-    monkeypatch.setattr(command, "LookaheadObjective", lambda *given: Disturbed(4, press_ctrl_c, *given))
+    monkeypatch.setattr(command, "ImportanceObjective", lambda *given: Disturbed(4, press_ctrl_c, *given))
     with pytest.raises(UserError, match=r"interrupted at step 4; .*run the same command again") as caught:
         command.run(config(place, tmp_path / "adapter"))
     assert str(tmp_path / "adapter") in str(caught.value)
@@ -114,7 +114,7 @@ def test_an_interrupted_command_leaves_an_adapter_and_goes_on(place, trained, tm
 
 
 def test_a_command_whose_loss_is_no_number_leaves_no_adapter(place, tmp_path, monkeypatch):
-    monkeypatch.setattr(command, "LookaheadObjective", lambda *given: Disturbed(5, spoil, *given))
+    monkeypatch.setattr(command, "ImportanceObjective", lambda *given: Disturbed(5, spoil, *given))
     with pytest.raises(UserError, match="the loss is nan at step 5"):
         command.run(config(place, tmp_path / "adapter"))
     assert {path.name for path in (tmp_path / "adapter").iterdir()} == {"training"}

@@ -17,10 +17,9 @@ from keepsight.data_gen.shards import TrainingSample
 from keepsight.errors import UserError
 from keepsight.train import module_trainer
 from keepsight.train.dataset import GroupedByLength, hold_out
-from keepsight.train.lookahead.measure import measure_lookahead
-from keepsight.train.lookahead.objective import LookaheadObjective
-from keepsight.train.lookahead.trainer import LookaheadTrainer
-from keepsight.train.run import TrainingRun
+from keepsight.train.fidelity import measure_lookahead
+from keepsight.train.importance import ImportanceObjective
+from keepsight.train.trainer import ModuleTrainer, TrainingRun
 from tests.close import assert_close
 from tests.tiny import FAMILIES
 from tests.train.runs import (
@@ -104,7 +103,7 @@ def test_held_out_samples_are_spread_and_never_trained_on():
 class KeepGradients(TrainerCallback):
     """What the first optimiser step is given."""
 
-    def __init__(self, model: LookaheadObjective) -> None:
+    def __init__(self, model: ImportanceObjective) -> None:
         self.model = model
         self.gradients: dict[str, Tensor] = {}
 
@@ -125,7 +124,7 @@ def first_step(work: Path, **changes) -> tuple[float, dict[str, Tensor]]:
     few = samples(5)
     values = settings(steps=1, held_out=1, clip=1e9, **changes)
     work.mkdir()
-    trainer = LookaheadTrainer(model, values, TrainingRun(work, few))
+    trainer = ModuleTrainer(model, values, TrainingRun(work, few))
     keeper = KeepGradients(model)
     trainer.add_callback(keeper)
     return trainer.train().training_loss, keeper.gradients
@@ -150,7 +149,7 @@ def test_prompts_of_similar_length_share_a_batch(tmp_path):
         work = tmp_path / str(grouped)
         work.mkdir()
         values = settings(batch_size=2, group_by_length=grouped, held_out=1)
-        trainer = LookaheadTrainer(objective(), values, TrainingRun(work, many))
+        trainer = ModuleTrainer(objective(), values, TrainingRun(work, many))
         batches = [batch["indices"] for batch in trainer.get_train_dataloader()]
         assert sorted(itertools.chain(*batches)) == list(range(48))
         spreads[grouped] = sum(max(batch) - min(batch) for batch in batches)
@@ -168,25 +167,23 @@ def test_samples_per_step_are_accumulated_and_refused_where_they_do_not_divide(p
 
 
 def test_a_trainer_accumulates_what_a_step_needs(tmp_path):
-    trainer = LookaheadTrainer(
-        objective(), settings(batch_size=2, samples_per_step=6), TrainingRun(tmp_path, samples())
-    )
+    trainer = ModuleTrainer(objective(), settings(batch_size=2, samples_per_step=6), TrainingRun(tmp_path, samples()))
     assert trainer.args.gradient_accumulation_steps == 3
     assert trainer.samples_per_step == 6
     with pytest.raises(UserError, match=r"train.samples_per_step=3 .*choose a multiple of 2"):
-        LookaheadTrainer(objective(), settings(batch_size=2, samples_per_step=3), TrainingRun(tmp_path, samples()))
+        ModuleTrainer(objective(), settings(batch_size=2, samples_per_step=3), TrainingRun(tmp_path, samples()))
 
 
 @pytest.mark.parametrize(("given", "processes", "grouped"), [(None, 1, False), (None, 2, True), (False, 2, False)])
 def test_several_processes_group_samples_by_length_by_default(given, processes, grouped, tmp_path, monkeypatch):
     monkeypatch.setattr(TrainingArguments, "world_size", processes)
-    trainer = LookaheadTrainer(objective(), settings(group_by_length=given), TrainingRun(tmp_path, samples()))
+    trainer = ModuleTrainer(objective(), settings(group_by_length=given), TrainingRun(tmp_path, samples()))
     assert isinstance(trainer._get_train_sampler(), GroupedByLength) == grouped
 
 
 def test_a_process_with_several_gpus_uses_one_and_says_how_to_use_all(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(TrainingArguments, "n_gpu", property(lambda self: getattr(self, "_n_gpu", 0) or 4))
-    trainer = LookaheadTrainer(objective(), settings(), TrainingRun(tmp_path, samples()))
+    trainer = ModuleTrainer(objective(), settings(), TrainingRun(tmp_path, samples()))
     assert trainer.args.n_gpu == 1
     assert not isinstance(trainer._wrap_model(trainer.objective), torch.nn.DataParallel)
     assert "one of 4 GPUs" in (said := capsys.readouterr().out)
@@ -195,35 +192,35 @@ def test_a_process_with_several_gpus_uses_one_and_says_how_to_use_all(tmp_path, 
 
 def test_tf32_is_asked_of_the_devices_that_have_it(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"train.tf32=true needs an Nvidia GPU of the generation Ampere"):
-        LookaheadTrainer(objective(), settings(tf32=True), TrainingRun(tmp_path, samples()))
+        ModuleTrainer(objective(), settings(tf32=True), TrainingRun(tmp_path, samples()))
     asked: list[bool] = []
     monkeypatch.setattr("keepsight.train.arguments.is_torch_tf32_available", lambda: True)
     monkeypatch.setattr("transformers.training_args.is_torch_tf32_available", lambda: True)
     monkeypatch.setattr("transformers.training_args.enable_tf32", asked.append)
     for given in (None, True, False):
-        LookaheadTrainer(objective(), settings(tf32=given), TrainingRun(tmp_path, samples()))
+        ModuleTrainer(objective(), settings(tf32=given), TrainingRun(tmp_path, samples()))
     assert asked == [True, False]
 
 
 def test_readings_are_not_kept_where_the_target_is_divided(tmp_path, monkeypatch):
     """One process would read the target where another does not, and wait for it forever."""
-    monkeypatch.setattr(module_trainer, "target_is_divided", lambda accelerator, objective: True)
+    monkeypatch.setattr(module_trainer, "model_is_divided", lambda accelerator, objective: True)
     with pytest.raises(UserError, match=r"train.replays=2: with ZeRO-3 .*zero2"):
-        LookaheadTrainer(objective(), settings(replays=2), TrainingRun(tmp_path, samples()))
-    LookaheadTrainer(objective(), settings(), TrainingRun(tmp_path, samples()))
+        ModuleTrainer(objective(), settings(replays=2), TrainingRun(tmp_path, samples()))
+    ModuleTrainer(objective(), settings(), TrainingRun(tmp_path, samples()))
 
 
 def test_fsdp_of_the_launcher_is_refused(tmp_path, monkeypatch):
     """It would divide what is trained; on CPUs accelerate starts none."""
-    create = LookaheadTrainer.create_accelerator_and_postprocess
+    create = ModuleTrainer.create_accelerator_and_postprocess
 
-    def launched(trainer: LookaheadTrainer) -> None:
+    def launched(trainer: ModuleTrainer) -> None:
         create(trainer)
         trainer.is_fsdp_enabled = True
 
-    monkeypatch.setattr(LookaheadTrainer, "create_accelerator_and_postprocess", launched)
+    monkeypatch.setattr(ModuleTrainer, "create_accelerator_and_postprocess", launched)
     with pytest.raises(UserError, match=r"fsdp2.yaml and give model.device_map=fsdp2"):
-        LookaheadTrainer(objective(), settings(), TrainingRun(tmp_path, samples()))
+        ModuleTrainer(objective(), settings(), TrainingRun(tmp_path, samples()))
 
 
 def test_several_processes_refuse_a_target_in_parts(tmp_path, monkeypatch):
@@ -231,7 +228,7 @@ def test_several_processes_refuse_a_target_in_parts(tmp_path, monkeypatch):
     each.lookahead.model.hf_device_map = {"model.layers.0": 0, "model.layers.1": "cpu"}  # type: ignore[assignment]
     monkeypatch.setattr(TrainingArguments, "world_size", 2)
     with pytest.raises(UserError, match=r"model\.device_map=auto is for one process; for several take recipes/"):
-        LookaheadTrainer(each, settings(), TrainingRun(tmp_path, samples()))
+        ModuleTrainer(each, settings(), TrainingRun(tmp_path, samples()))
 
 
 def test_sigterm_saves_like_ctrl_c(tmp_path):
@@ -261,5 +258,5 @@ def test_training_works_outside_the_main_thread(tmp_path):
 
 @pytest.mark.parametrize(("warmup", "steps"), [(0.0, 0), (0.5, 4), (1.0, 8)])
 def test_warmup_is_a_share_of_the_steps(warmup, steps, tmp_path):
-    trainer = LookaheadTrainer(objective(), settings(warmup=warmup), TrainingRun(tmp_path, samples()))
+    trainer = ModuleTrainer(objective(), settings(warmup=warmup), TrainingRun(tmp_path, samples()))
     assert trainer.args.get_warmup_steps(8) == steps

@@ -5,8 +5,7 @@ import torch
 
 from keepsight.errors import UserError
 from keepsight.train.dataset import Batch
-from keepsight.train.retrieval_head.objective import RetrievalObjective
-from keepsight.train.retrieval_head.reading import left_padded, read_target
+from keepsight.train.retrieval_head import RetrievalObjective, left_padded, run_teacher
 from tests.close import assert_close
 from tests.families import FAMILIES, family_model, fresh_model
 from tests.models.retrieval_heads import tiny_retrieval_head
@@ -22,7 +21,7 @@ def test_importance_is_the_models_own_attention(family: str) -> None:
     model, kv_heads = family_model(family), kv_heads_of(family)
     (ids, mask), answer = prompt_ids(30, 17), prompt_ids(5, 5, seed=1)[0]
     head = tiny_retrieval_head("none", kv_heads=kv_heads)
-    found = read_target(model, head, left_padded(Batch(ids, answer, mask.bool())), 10).importance
+    found = run_teacher(model, head, left_padded(Batch(ids, answer, mask.bool())), 10).importance
     for row, length in enumerate((30, 17)):
         text = torch.cat([ids[row : row + 1, 30 - length :], answer[row : row + 1]], dim=1)
         weights = torch.stack(slow_pass(model, input_ids=text)[0])[:, 0, :, -10:]

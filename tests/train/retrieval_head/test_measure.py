@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from keepsight.train.dataset import SampleDataset, collate
-from keepsight.train.retrieval_head.measure import MEASURES, at_budget, measure_retrieval_head
-from keepsight.train.retrieval_head.objective import RetrievalObjective
+from keepsight.train.retrieval_head import MEASURES, RetrievalObjective, at_budget, measure_retrieval_head
 from tests.models.retrieval_heads import tiny_retrieval_head
 from tests.tiny import tiny_model
 from tests.train.runs import samples

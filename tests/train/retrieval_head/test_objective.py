@@ -7,15 +7,16 @@ import torch
 
 from keepsight.models.retrieval_head import RetrievalHead
 from keepsight.train.dataset import Batch, SampleDataset, collate
-from keepsight.train.replay import ReadingBuffer
-from keepsight.train.retrieval_head import reading as reading_module
-from keepsight.train.retrieval_head.objective import (
+from keepsight.train.replay import ReplayBuffer
+from keepsight.train.retrieval_head import (
     RetrievalObjective,
     divergence,
     head_scores,
+    left_padded,
+    run_teacher,
     soften,
 )
-from keepsight.train.retrieval_head.reading import left_padded, read_target
+from keepsight.train.retrieval_head import reading as reading_module
 from keepsight.train.settings import ReplaySettings
 from tests.close import assert_close
 from tests.models.retrieval_heads import LAYERS, grouped_retrieval_head, target_for, tiny_deepseek, tiny_retrieval_head
@@ -64,7 +65,7 @@ KV_HEADS = {"llama": 2, "qwen3": 2, "MHA": 4, "MQA": 1, "MLA": 4}
 def test_importance_is_that_of_dense_attention(name, queries):
     values, ids = batch_of()
     kv_heads = KV_HEADS[name]
-    read = read_target(
+    read = run_teacher(
         MODELS[name](), tiny_retrieval_head("none", kv_heads=kv_heads), left_padded(Batch(**values)), queries
     )
     rows, length = read.importance.shape[2:]
@@ -79,7 +80,7 @@ def test_importance_is_that_of_dense_attention(name, queries):
 
 def test_importance_of_groups_is_that_of_their_layers():
     values, ids = batch_of()
-    read = read_target(tiny_model(), grouped_retrieval_head(2, "none"), left_padded(Batch(**values)), 40)
+    read = run_teacher(tiny_model(), grouped_retrieval_head(2, "none"), left_padded(Batch(**values)), 40)
     length = read.importance.shape[3]
     for row, tokens in enumerate(ids):
         expected = torch.cat([slow_importance(tiny_model(), tokens, 2, layers) for layers in (slice(2), slice(2, 3))])
@@ -92,7 +93,7 @@ def test_the_loss_of_groups_is_the_mean_of_heads_alone():
     head, model = grouped_retrieval_head(3), tiny_model()
     values, _ = batch_of(1)
     batch = left_padded(Batch(**values))
-    read = read_target(model, head, batch, 6)
+    read = run_teacher(model, head, batch, 6)
     scores = head_scores(head, batch, read)
     for group in range(3):
         alone = tiny_retrieval_head()
@@ -151,7 +152,7 @@ def test_scores_and_loss_are_those_of_loops(kv_heads, features):
     values, ids = batch_of()
     objective = RetrievalObjective(head, model, 6)
     batch = left_padded(Batch(**values))
-    scores = head_scores(head, batch, read_target(model, head, batch, 6))
+    scores = head_scores(head, batch, run_teacher(model, head, batch, 6))
     losses = []
     for row, tokens in enumerate(ids):
         expected = slow_scores(head, target_for(kv_heads), tokens)[:, -6:]
@@ -193,7 +194,7 @@ def test_softening_is_a_power_of_the_weights(temperature):
     model, head = tiny_model(), tiny_retrieval_head()
     values, _ = batch_of()
     batch = left_padded(Batch(**values))
-    read = read_target(model, head, batch, 6)
+    read = run_teacher(model, head, batch, 6)
     expected = divergence(*soften(read.importance, head_scores(head, batch, read), temperature), batch.real(6))
     assert RetrievalObjective(head, model, 6, temperature)(**values)["loss"] == expected
     assert expected.isfinite()
@@ -205,7 +206,7 @@ def test_a_share_of_the_loss_is_of_the_answers_and_of_far_entries(monkeypatch):
     model, head = tiny_model(), tiny_retrieval_head()
     values, ids = batch_of()
     texts = left_padded(Batch(**values))
-    read = read_target(model, head, texts, 30)
+    read = run_teacher(model, head, texts, 30)
     scores = head_scores(head, texts, read).detach()
     rows, length = scores.shape[2:]
     near, far = [], []
@@ -231,7 +232,7 @@ def test_texts_without_far_entries_have_a_loss():
 @pytest.mark.parametrize("features", ["previous-step", "none"])
 def test_readings_that_are_kept_give_nearly_the_same_loss_and_gradients(features):
     values, losses, gradients = batch_of()[0], [], []
-    for buffer in (None, ReadingBuffer(ReplaySettings())):
+    for buffer in (None, ReplayBuffer(ReplaySettings())):
         objective = RetrievalObjective(tiny_retrieval_head(features), tiny_model(), 8, 2.0, 0.5)
         objective.buffer = buffer
         objective(**values | {"indices": [0, 1, 2], "last": False})["loss"]
@@ -272,6 +273,6 @@ def test_distillation_lowers_the_loss(name):
 def test_a_long_context_does_not_change_scores_within_the_trained_length():
     head = tiny_retrieval_head("none")
     batch = left_padded(Batch(**batch_of()[0]))
-    read = read_target(tiny_model(), head, batch, 5)
+    read = run_teacher(tiny_model(), head, batch, 5)
     assert torch.equal(head_scores(head, batch, read), head_scores(head.extended(64), batch, read))
     assert not torch.equal(head_scores(head, batch, read), head_scores(head.extended(640), batch, read))

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from keepsight.train.retrieval_head.plots import retrieval_figure
+from keepsight.train.plots import retrieval_figure
 
 
 def test_a_divergence_that_falls_far_stays_readable() -> None:

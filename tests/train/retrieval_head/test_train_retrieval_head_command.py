@@ -16,8 +16,8 @@ from keepsight.models.card import Provenance
 from keepsight.models.retrieval_head import CONFIG, WEIGHTS, RetrievalHead, parameters
 from keepsight.models.targets import load_target
 from keepsight.train.dataset import Batch, cut
-from keepsight.train.head_settings import RetrievalHeadSettings
-from keepsight.train.retrieval_head.objective import RetrievalObjective
+from keepsight.train.retrieval_head import RetrievalObjective
+from keepsight.train.settings import RetrievalHeadSettings
 from tests.models.retrieval_heads import LAYERS, provenance_of, tiny_draft_head
 from tests.tiny import save_tiny_target
 from tests.train.runs import numbered, press_ctrl_c, samples, settings, write_data

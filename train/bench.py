@@ -8,10 +8,10 @@ import torch
 
 from keepsight.models.lookahead import Lookahead
 from keepsight.runtime.state import prefill
+from keepsight.train.ablation import Cell, SideBySide
 from keepsight.train.dataset import Batch
-from keepsight.train.lookahead.objective import LookaheadObjective
-from keepsight.train.lookahead.side_by_side import SideBySide
-from keepsight.train.replay import ReadingBuffer
+from keepsight.train.importance import ImportanceObjective
+from keepsight.train.replay import ReplayBuffer
 from keepsight.train.settings import LookaheadTrainSettings, ReplaySettings
 from keepsight.train.tracking import peak_memory
 
@@ -22,19 +22,20 @@ def bench_step(
     """Time steps on one batch (forward, backward, optimiser) and its prefill in turn, as a few lines of text.
 
     Args:
-        cells: Modules on one target; several learn side by side from each of its readings, as in an ablation.
+        cells: Modules on one base model; several learn side by side, as in an ablation.
         tokens: Prompt length in tokens.
         answer_tokens: Answer length in tokens; the prefill runs over prompt and answer.
         repeats: Timed repetitions of each, after one to warm up.
-        settings: The loss, the batch size, and how many steps use one reading of the target: their mean is shown.
+        settings: The loss, the batch size, and `replays`: the mean of so many steps is shown.
     """
     model, replays = cells[0].model, settings.replays
     shape = settings.batch_size, tokens + answer_tokens
     ids = torch.randint(3, model.config.get_text_config().vocab_size - 1, shape, device=model.device)
-    alone = [LookaheadObjective(cell, settings.far, settings.gradient_checkpointing, settings.cuts) for cell in cells]
-    objective = SideBySide(alone) if len(alone) > 1 else alone[0]
-    objective.buffer = ReadingBuffer(ReplaySettings()) if replays > 1 else None
-    learned = [weight for weight in objective.parameters() if weight.requires_grad]
+    options = settings.far, settings.gradient_checkpointing, settings.cuts
+    alone = [Cell(str(place), ImportanceObjective(cell, *options), settings) for place, cell in enumerate(cells)]
+    objective = SideBySide(alone) if len(alone) > 1 else alone[0].objective
+    objective.buffer = ReplayBuffer(ReplaySettings()) if replays > 1 else None
+    learned = objective.trained_parameters()
     optimizer = torch.optim.AdamW(learned, lr=1e-4, weight_decay=0.0, fused=True)  # the trainer's
 
     def steps() -> None:
@@ -57,8 +58,8 @@ def bench_step(
     counted = f", {len(cells)} modules" if len(cells) > 1 else ""
     cut = f" at {settings.cuts} cuts" if settings.cuts > 1 else ""
     yield (
-        f"{shape[0]} x {tokens} prompt + {answer_tokens} answer tokens{counted}, {replays} steps a reading{cut}, "
-        f"{repeats} repeats"
+        f"{shape[0]} x {tokens} prompt + {answer_tokens} answer tokens{counted}, "
+        f"{replays} steps a pass of the model{cut}, {repeats} repeats"
     )
     for name, values in times.items():
         span = f"{statistics.median(values):7.3f} s ({min(values):.3f} to {max(values):.3f})"

@@ -1,7 +1,7 @@
 """Memory and FLOPs of training a lookahead module, found by running a step on fake tensors.
 
-The objective itself runs on tensors that have shapes but no values: each operation's output counts from when it is made
-until nothing refers to it. So the plan follows the training code, and needs no memory.
+The objective itself runs on tensors that have shapes but no values, so that the plan follows the training code and
+needs no memory. Each operation's output counts from when it is made until nothing refers to it.
 """
 
 import weakref
@@ -23,7 +23,7 @@ from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.runtime.attention import later
 from keepsight.train.dataset import Batch
-from keepsight.train.lookahead.objective import LookaheadObjective
+from keepsight.train.importance import ImportanceObjective
 
 _COPIES = 4
 """Of each trained value: itself, its gradient, and Adam's two moments."""
@@ -36,10 +36,10 @@ class StepPlan:
     """One sample's part of a training step, on one device; bytes and floating-point operations.
 
     Attributes:
-        weights: The target's weights that the device holds.
+        weights: Weights of the base model that the device holds.
         module: The module's weights, their gradients and Adam's moments.
-        reading: What the first pass leaves: the KV entries and the target importance.
-        first: Peak of the first pass above weights and module, its reading included.
+        outputs: Teacher outputs, which the first pass leaves: the KV entries and the target importance.
+        first: Peak of the first pass above weights and module, teacher outputs included.
         second: The same of the second pass and its gradients.
         first_flops: Of the first pass.
         second_flops: Of the second pass and its gradients.
@@ -47,7 +47,7 @@ class StepPlan:
 
     weights: int
     module: int
-    reading: int
+    outputs: int
     first: int
     second: int
     first_flops: int
@@ -67,7 +67,7 @@ def plan_step(
     tokens: int,
     answer: int,
     *,
-    recomputes: bool = False,
+    checkpoints: bool = False,
     cuts: int = 1,
     quantize: str | None = None,
     shards: int = 1,
@@ -76,44 +76,44 @@ def plan_step(
     """Plan a step on one sample.
 
     Args:
-        config: The target's configuration.
-        dtype: The target's.
+        config: The base model's configuration.
+        dtype: The base model's dtype.
         settings: The module's shape.
-        far: See `LookaheadObjective`.
-        recomputes: See `LookaheadObjective`.
-        cuts: See `LookaheadObjective`.
+        far: See `ImportanceObjective`.
+        checkpoints: See `ImportanceObjective`.
+        cuts: See `ImportanceObjective`.
         tokens: Prompt length in tokens.
         answer: Answer length in tokens.
-        quantize: `nf4` or `int8`: how the target's linear layers are stored; None for its dtype.
-        shards: Number of devices over which the target is divided, each gathering one layer after another.
-        layers_alone: Whether only its layers are divided, as by `model.device_map=fsdp2`.
+        quantize: `nf4` or `int8`: how the linear layers are stored; None for the dtype.
+        shards: Number of devices over which the model is sharded, each gathering one layer after another.
+        layers_alone: Whether only its layers are sharded, as by `model.device_map=fsdp2`.
     """
-    with _nothing_held():
+    with _fake_tensors():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
         weights = stored_bytes(model, quantize)
         layers = [_bytes_of(layer) for layer in decoder_of(model).layers]
         whole = weights - sum(layers) if layers_alone else 0
         gathered = 0 if shards == 1 else 2 * max(layers)
         unpacked = 0 if quantize is None else max(weight.nbytes for weight in _linear_weights(model))
-        objective = LookaheadObjective(Lookahead(model, settings), far, recomputes, cuts)
-        trained = [weight for weight in objective.parameters() if weight.requires_grad]
+        objective = ImportanceObjective(Lookahead(model, settings), far, checkpoints, cuts)
+        trained = objective.trained_parameters()
         for weight in trained:
             weight.grad = torch.zeros_like(weight)
         ids = torch.zeros(1, tokens + answer, dtype=torch.long)
         batch = Batch(ids[:, :tokens], ids[:, tokens:])
         with _LiveBytes() as live:
-            reading = objective.read(batch)
-            first, held = live.most(), live.now
-            objective.loss_of(reading, batch).backward()
+            outputs = objective.run_teacher(batch)
+            first, outputs_bytes = live.most(), live.now
+            objective.loss_of(outputs, batch).backward()
             second = live.most()
     return StepPlan(
         whole - (whole - weights) // shards + gathered + unpacked,
         _COPIES * sum(weight.nbytes for weight in trained),
-        held,
+        outputs_bytes,
         first,
         second,
-        round(objective.flops_of_reading(batch)),
-        round(objective.flops_of_looking(batch)),
+        round(objective.teacher_flops(batch)),
+        round(objective.module_flops(batch)),
     )
 
 
@@ -137,7 +137,7 @@ def _bytes_of(module: nn.Module) -> int:
 
 
 @contextmanager
-def _nothing_held() -> Iterator[None]:
+def _fake_tensors() -> Iterator[None]:
     """Tensors made within the block hold no values; what is cached of them is forgotten afterwards."""
     later.cache_clear()
     try:
@@ -157,7 +157,7 @@ class _LiveBytes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.now, self._most = 0, 0
-        self._held: dict[int, int] = {}
+        self._alive: dict[int, int] = {}
 
     def most(self) -> int:
         """Peak bytes since the last call."""
@@ -179,12 +179,12 @@ class _LiveBytes(TorchDispatchMode):
 
     def _note(self, storage: torch.UntypedStorage, known: set[int]) -> None:
         key = storage._cdata
-        if key in self._held or key in known:  # a view, or changed in place
+        if key in self._alive or key in known:  # a view, or changed in place
             return
-        self._held[key] = storage.nbytes()
-        self.now += self._held[key]
+        self._alive[key] = storage.nbytes()
+        self.now += self._alive[key]
         self._most = max(self._most, self.now)
         weakref.finalize(storage, self._forget, key)
 
     def _forget(self, key: int) -> None:
-        self.now -= self._held.pop(key)
+        self.now -= self._alive.pop(key)

@@ -1,12 +1,11 @@
-"""Cuts: where training divides an answer into what has come and what comes.
+"""Cuts: the places in an answer from which training predicts the rest of it.
 
-Behind the c-th token of an answer, prompt and answer[:c] are a prompt, and answer[c:] is its answer. One reading of the
-target shows what each such answer attends to, so that it gives several training pairs. The cuts of a sample are spread
-evenly over its answer, and the first stands before it: they need no random state, every use of a kept reading and every
-resumed training finds the same ones, and one cut is a training without any.
+Behind the c-th token of an answer, prompt and answer[:c] are a prompt, and answer[c:] is its answer. One pass of the
+base model shows what each such answer attends to, so that it gives several training pairs. The cuts of a sample are
+spread evenly over its answer, the first before it, and depend on nothing else: replays and resumed trainings use the
+same ones.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -24,14 +23,14 @@ from keepsight.train.dataset import Batch
 class Cuts:
     """The cuts of a batch of B samples, K of each. A row is a sample at a cut: R = B x K, those of a sample in order.
 
-    Samples whose answers have fewer tokens than K have fewer cuts; the others of their rows have no share of the loss.
+    An answer of fewer tokens than K has fewer cuts; the rows that it lacks have no weight in the loss.
 
     Attributes:
-        length: M, number of entries that are kept of each sample: all before its last cut, padded on the left.
-        mask: [R, M] bool: which entries come before the cut; None where all do.
-        queries: [B, T] or [B, K, T] bool: which of the answer's tokens come after each cut; None where all do.
-        places: [B, M] int64: which of the tokens of prompt and answer the entries are; None for the first ones.
-        shares: [R] float32: each row's share of the loss; None where all have the same.
+        length: M, entries of each sample that are kept: all before its last cut, padded on the left.
+        mask: [R, M] bool: which entries precede the cut; None where all do.
+        queries: [B, T] or [B, K, T] bool: which of the answer's tokens follow each cut; None where all do.
+        places: [B, M] int64: the entries' places among the tokens of prompt and answer; None for the first ones.
+        shares: [R] float32: each row's weight in the loss; None for equal weights.
     """
 
     length: int
@@ -59,40 +58,35 @@ class Cuts:
         return cls(length, real.flatten(0, 1), queries, places.clamp(min=0), torch.tensor(shares, device=device))
 
     def crop(self, cache: Cache, read: int) -> None:
-        """Leave of a cache, which has read `read` tokens, the entries that are kept."""
+        """Drop what follows the last cut from a cache of `read` tokens."""
         if self.places is None:
             cache.crop(self.length - read)
             return
         places = on_each(self.places[:, None, :, None])
         for layer in full_layers(cache):
-            held = layer.keys, layer.values
-            layer.keys, layer.values = (each.take_along_dim(places(each.device), dim=2) for each in held)
+            tensors = layer.keys, layer.values
+            layer.keys, layer.values = (each.take_along_dim(places(each.device), dim=2) for each in tensors)
 
     def importance(self, recorded: list[Tensor]) -> list[Tensor]:
-        """For each layer [R, H, M], from what its answer's tokens attend to: [B, H, N], or [B, K, H, N + T]."""
-        return recorded if self.places is None else list(self._chosen(recorded))
-
-    def _chosen(self, recorded: list[Tensor]) -> Iterator[Tensor]:
-        assert self.places is not None and self.mask is not None
+        """For each layer [R, H, M], from the mean attention of the answers' tokens: [B, H, N], or [B, K, H, N + T]."""
+        if self.places is None or self.mask is None:
+            return recorded
         places, mask = on_each(self.places[:, None, None]), on_each(self.mask[:, None])
-        for layer in recorded:
-            yield layer.take_along_dim(places(layer.device), dim=-1).flatten(0, 1) * mask(layer.device)
+        return [
+            layer.take_along_dim(places(layer.device), dim=-1).flatten(0, 1) * mask(layer.device) for layer in recorded
+        ]
 
 
 def spread(length: int, count: int) -> list[int]:
-    """After how many of an answer's tokens the cuts stand: `count` of them, or as many as the answer has tokens."""
+    """The number of an answer's tokens before each cut: `count` cuts, or as many as the answer has tokens."""
     distinct = max(1, min(length, count))
     return [place * length // distinct for place in range(distinct)]
 
 
 def require_cuts(model: PreTrainedModel, count: int) -> None:
-    """Refuse several cuts where what a layer keeps at one of them is lost at the next.
-
-    Raises:
-        UserError: a layer has a window or a recurrent state.
-    """
+    """Raise a UserError for several cuts of a model in which a layer has a sliding window or a recurrent state."""
     if count > 1 and (odd := sorted({*layer_kinds(model.config)} - {FULL})):
         raise UserError(
-            f"train.cuts={count}: {model.config.model_type} has layers of {', '.join(odd)}, which forget what they "
-            "held at an earlier cut; use train.cuts=1"
+            f"train.cuts={count}: {model.config.model_type} has layers of {', '.join(odd)}, which forget what "
+            "precedes an earlier cut; use train.cuts=1"
         )

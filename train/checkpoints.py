@@ -1,4 +1,4 @@
-"""Stopping and resuming a training: checkpoints, settings that must not change, and Ctrl-C."""
+"""Checkpoints: sealed with digests, resumed under the same settings only, and written on Ctrl-C."""
 
 import re
 import shutil
@@ -93,27 +93,22 @@ def state_of(checkpoint: Path) -> TrainerState:
     return TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
 
 
-def check_same_settings(work: Path, settings: dict[str, Any], key: str = "train") -> None:
+def check_same_settings(work: Path, settings: dict[str, Any]) -> None:
     """Write the settings when a training begins; compare them when there is a checkpoint to resume from.
 
     Args:
         work: Folder of the checkpoints.
-        settings: Values by name; a name without a dot is a field of `key` in the recipe.
-        key: See `settings`.
+        settings: Values by their names in a recipe.
 
     Raises:
         UserError: the training began with other settings; all that differ are listed.
     """
-    path, now = work / SETTINGS, {_full(name, key): value for name, value in settings.items()}
+    path = work / SETTINGS
     if last_checkpoint(work) is None:
         write_json(path, settings)
-        return
-    began = {_full(name, key): value for name, value in read_json(path, dict[str, Any]).items()}
-    require_same(f"{path}: this training began", began, now, "choose another out=, or delete the folder")
-
-
-def _full(name: str, key: str) -> str:
-    return name if "." in name else f"{key}.{name}"
+    else:
+        advice = "choose another out=, or delete the folder"
+        require_same(f"{path}: this training began", read_json(path, dict[str, Any]), settings, advice)
 
 
 class StopOnInterrupt(TrainerCallback):
