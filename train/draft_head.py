@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,6 +31,8 @@ _FROM_MODEL = (
     "rms_norm_eps",
     "initializer_range",
 )
+_ROWS = 512
+"""Rows of which logits are computed at once in a measurement."""
 _FIRST_LOGITS = 0.5
 """Standard deviation of a new head's logits."""
 
@@ -116,10 +117,6 @@ class DraftHeadObjective(HeadObjective):
         self._teacher = teacher
 
     @override
-    def decisive(self) -> dict[str, Any]:
-        return {f"draft_head.{name}": value for name, value in vars(self.settings).items() if name != "train"}
-
-    @override
     def loss(self, batch: Batch) -> Tensor:
         texts = zip(batch.texts(), batch.prompt_lengths(), strict=True)
         return torch.stack([self.text_loss(ids, prompt) for ids, prompt in texts]).mean()
@@ -138,7 +135,7 @@ class DraftHeadObjective(HeadObjective):
 
     @override
     def measure(self, batches: Iterable[dict[str, Any]], budget: int) -> dict[str, Any]:
-        return measure_draft_head(self, batches).metrics()
+        return measure_draft_head(self, batches)
 
     def next_tokens(self, hidden: Tensor, dtype: torch.dtype) -> NextTokens:
         """The base model's next-token distributions from the input of its lm_head; see `draft_teacher.next_tokens`."""
@@ -176,42 +173,7 @@ def _product_dtype(tensor: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
 
 
-_ROWS = 512
-
-
-@dataclass(frozen=True)
-class HeadFidelity:
-    """Means over the answer tokens of held-out samples, for each of S unrolled steps.
-
-    Attributes:
-        kl: KL(model || head) over the draft vocabulary, in nats, where the model's top-1 token lies in it.
-        agreement: Top-1 agreement of head and base model over the model's vocabulary.
-        acceptance: Share of greedy drafts whose i-th token is accepted, among those whose earlier tokens are.
-    """
-
-    kl: list[float]
-    agreement: list[float]
-    acceptance: list[float]
-
-    def accepted_length(self) -> float:
-        """Mean number of accepted tokens of a greedy draft of length S."""
-        shares = torch.tensor(self.acceptance, dtype=torch.float64)
-        return float(shares.cumprod(0).sum())
-
-    def metrics(self) -> dict[str, Any]:
-        """Means over steps and the accepted length, then the values of every step, by their names in logs."""
-        count = max(1, len(self.kl))
-        return {
-            "eval_kl": sum(self.kl) / count,
-            "eval_agreement": sum(self.agreement) / count,
-            "eval_accepted_length": self.accepted_length(),
-            "eval_kl_by_step": self.kl,
-            "eval_agreement_by_step": self.agreement,
-            "eval_acceptance_by_position": self.acceptance,
-        }
-
-
-def measure_draft_head(objective: DraftHeadObjective, batches: Iterable[dict[str, Any]]) -> HeadFidelity:
+def measure_draft_head(objective: DraftHeadObjective, batches: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """Compare a head with its base model on the answers of held-out samples.
 
     The answers are the model's greedy ones, so while the tokens of a draft are right, the steps unrolled over the
@@ -220,6 +182,13 @@ def measure_draft_head(objective: DraftHeadObjective, batches: Iterable[dict[str
     Args:
         objective: Holds the head and the base model.
         batches: Made by `keepsight.train.dataset.collate`; the same on every process.
+
+    Returns:
+        Lists of a value for each unrolled step, and their means `eval_kl` and `eval_agreement`: `eval_kl_by_step`,
+        KL(model || head) over the draft vocabulary, in nats, where the model's top-1 token lies in it;
+        `eval_agreement_by_step`, top-1 agreement of head and base model over the model's vocabulary;
+        `eval_acceptance_by_position`, the share of greedy drafts whose i-th token is accepted, among those whose
+        earlier tokens are. `eval_accepted_length` is the mean number of accepted tokens of a draft.
 
     Raises:
         FloatingPointError: a logit of the head is NaN or infinite.
@@ -233,8 +202,16 @@ def measure_draft_head(objective: DraftHeadObjective, batches: Iterable[dict[str
     with objective.measuring():
         sums = divided(lambda values: sums_of(Batch(**values)), batches)
     kl, known, agreeing, rows, right, tried = torch.stack(sums).sum(0).T
-    shares = [kl / known.clamp(min=1), agreeing / rows.clamp(min=1), right / tried.clamp(min=1)]
-    return HeadFidelity(*(share.tolist() for share in shares))
+    acceptance = right / tried.clamp(min=1)
+    kls, agreements = (kl / known.clamp(min=1)).tolist(), (agreeing / rows.clamp(min=1)).tolist()
+    return {
+        "eval_kl": sum(kls) / len(kls),
+        "eval_agreement": sum(agreements) / len(kls),
+        "eval_accepted_length": float(acceptance.cumprod(0).sum()),
+        "eval_kl_by_step": kls,
+        "eval_agreement_by_step": agreements,
+        "eval_acceptance_by_position": acceptance.tolist(),
+    }
 
 
 def _sums(objective: DraftHeadObjective, ids: Tensor, prompt_length: int) -> Tensor:

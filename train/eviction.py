@@ -83,7 +83,6 @@ class EvictionObjective(ReplayedObjective):
 
     weights_file = "finetuned.safetensors"
     settings_key = "finetune.train"
-    launchers = ()  # in a test, ZeRO-2 gave the last of the weights of heads other gradients
 
     def __init__(
         self,
@@ -108,6 +107,8 @@ class EvictionObjective(ReplayedObjective):
             raise UserError(f"weights of heads have shape {[*start.shape]}, this model's is {[*shape]}")
         self.log_weights = nn.Parameter(start.log().to(model.device))
         self.lookahead = lookahead
+        # With a module in training, ZeRO-2 gave the last of the weights of heads other gradients in a test.
+        self.launchers = () if lookahead else ("zero2",)
 
     @override
     def train(self, mode: bool = True) -> Self:

@@ -26,7 +26,7 @@ class Objective(nn.Module, ABC):
 
     weights_file: ClassVar[str]
     settings_key: ClassVar[str] = "train"
-    launchers: ClassVar[tuple[str, ...]] = ("zero2", "zero3")
+    launchers: tuple[str, ...] = ("zero2", "zero3")
     measures_autocast: ClassVar[bool] = False
 
     def forward(self, **values: Any) -> dict[str, Tensor]:
@@ -102,10 +102,17 @@ class HeadObjective(Objective):
 
     Attributes:
         head: The head in training.
+        settings: Its settings, with those of the optimisation as `train`.
     """
 
     head: nn.Module
+    settings: Any
     launchers = ("zero2",)
+
+    @override
+    def decisive(self) -> dict[str, Any]:
+        section = self.settings_key.removesuffix(".train")
+        return {f"{section}.{name}": value for name, value in vars(self.settings).items() if name != "train"}
 
     @override
     def weights(self) -> dict[str, Tensor]:

@@ -8,7 +8,6 @@ tokens alone, and half of that over distant entries: what an answer looks up is 
 SpeContext (arXiv 2512.00722) prunes without any training; this distillation is keepsight's own.
 """
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -255,11 +254,7 @@ class RetrievalObjective(ReplayedObjective, HeadObjective):
 
     @override
     def measure(self, batches: Iterable[dict[str, Any]], budget: int) -> dict[str, Any]:
-        return measure_retrieval_head(self, batches, sorted({*BUDGETS, budget})).metrics()
-
-    @override
-    def decisive(self) -> dict[str, Any]:
-        return {f"retrieval_head.{name}": value for name, value in vars(self.settings).items() if name != "train"}
+        return measure_retrieval_head(self, batches, sorted({*BUDGETS, budget}))
 
     def compared(self, outputs: TeacherOutputs, batch: Batch) -> tuple[Texts, Tensor, Tensor]:
         """The texts of a batch, the base model's importance and the head's scores; see `head_scores`."""
@@ -275,40 +270,9 @@ BUDGETS = (64, 256, 1024)
 MEASURES = ("hit", "window_hit", "mass", "window_mass", "best_mass", "overlap")
 
 
-@dataclass(frozen=True)
-class Retrieved:
-    """Means over held-out samples. Only steps with more entries than the budget count.
-
-    Attributes:
-        kl: KL(model || head) in nats.
-        hit: Top-B hit rate by budget B: share of the model's top-B entries of a step and KV head in the head's top-B.
-        window_hit: The same for the first 4 and the last B - 4 entries in place of a head's.
-        mass: The share of the model's importance on the head's top-B entries.
-        window_mass: The share on the first 4 and the last B - 4 entries.
-        best_mass: The share on the model's own top-B entries: the upper bound of `mass`.
-        overlap: The share of the head's top-B entries of a step that are in the next step's top-B too.
-        samples: Held-out samples that counted.
-    """
-
-    kl: float
-    hit: dict[int, float]
-    window_hit: dict[int, float]
-    mass: dict[int, float]
-    window_mass: dict[int, float]
-    best_mass: dict[int, float]
-    overlap: dict[int, float]
-    samples: dict[int, int]
-
-    def metrics(self) -> dict[str, float]:
-        """By the names in logs: `eval_kl`, `eval_hit_64`, `eval_mass_64`, ..."""
-        named = {f"eval_{name}_{budget}": value for name in MEASURES for budget, value in getattr(self, name).items()}
-        counted = {f"eval_samples_{budget}": count for budget, count in self.samples.items()}
-        return {"eval_kl": self.kl, **named, **counted}
-
-
 def measure_retrieval_head(
     objective: RetrievalObjective, batches: Iterable[dict[str, Any]], budgets: Sequence[int]
-) -> Retrieved:
+) -> dict[str, float]:
     """Compare a head's selection with the base model's attention; the processes divide the batches among themselves.
 
     Args:
@@ -316,30 +280,33 @@ def measure_retrieval_head(
         batches: Made by `keepsight.train.dataset.collate`; the same on every process.
         budgets: KV entries per head.
 
+    Returns:
+        Means over held-out samples: `eval_kl`, KL(model || head) in nats; `eval_NAME_BUDGET` for the measures of
+        `at_budget`; `eval_samples_BUDGET`, the number of samples with more entries than the budget, which alone count.
+
     Raises:
         FloatingPointError: a score is NaN or infinite.
     """
 
-    def compare(values: dict[str, Any]) -> list[tuple[float, dict[int, dict[str, float]]]]:
+    def compare(values: dict[str, Any]) -> list[tuple[float, list[dict[str, float]]]]:
         return [
             (
                 divergence(target[None], guess[None], real[None]).item(),
-                {budget: at_budget(target, guess, budget) for budget in budgets},
+                [at_budget(target, guess, budget) for budget in budgets],
             )
             for target, guess, real in _by_sample(objective, Batch(**values))
         ]
 
     with objective.measuring():
         compared = [*chain.from_iterable(divided(compare, batches))]
-    found: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for _, measured in compared:
-        for budget, values in measured.items():
-            for name, value in values.items():
-                found[name][budget].append(value)
-    means = {name: {budget: fmean(each) for budget, each in found[name].items()} for name in MEASURES}
-    return Retrieved(
-        fmean(kl for kl, _ in compared), **means, samples={budget: len(each) for budget, each in found["hit"].items()}
-    )
+    by_budget = [[each for each in rows if each] for rows in zip(*(rows for _, rows in compared), strict=True)]
+    counted = {budget: rows for budget, rows in zip(budgets, by_budget, strict=True) if rows}
+    metrics = {"eval_kl": fmean(kl for kl, _ in compared)}
+    for name in MEASURES:
+        for budget, rows in counted.items():
+            if values := [row[name] for row in rows if name in row]:
+                metrics[f"eval_{name}_{budget}"] = fmean(values)
+    return metrics | {f"eval_samples_{budget}": len(rows) for budget, rows in counted.items()}
 
 
 def _by_sample(objective: RetrievalObjective, batch: Batch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
@@ -354,7 +321,12 @@ def _by_sample(objective: RetrievalObjective, batch: Batch) -> Iterator[tuple[Te
 
 
 def at_budget(target: Tensor, guess: Tensor, budget: int) -> dict[str, float]:
-    """The measures of `Retrieved` for one sample and budget; empty if it has no more entries than the budget.
+    """Measures of one sample at budget B, by name; empty if it has no more than B entries.
+
+    Means over steps and KV heads: `hit`, the share of the model's top-B entries that are in the head's; `mass`, the
+    share of the model's importance on the head's top-B entries; `window_hit` and `window_mass`, the same for the first
+    4 and the last B - 4 entries in place of the head's; `best_mass`, the share on the model's own top-B entries;
+    `overlap`, the share of the head's top-B entries that are in the next step's too.
 
     Args:
         target: [K, T, S] float32, the importance of S entries to each of the last T tokens.

@@ -1,5 +1,6 @@
 """Settings of every training. Nothing heavy is imported: configurations read this file."""
 
+import re
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from typing import Annotated, Any
@@ -18,14 +19,6 @@ _MAY_CHANGE = ("checkpoints", "flops", "gradient_checkpointing")
 Count = Annotated[int, Ge(1)]
 Share = Annotated[float, Ge(0), Le(1)]
 Positive = Annotated[float, Gt(0), Lt(float("inf"))]
-_LIMITS = {
-    "greater_than_equal": "must be at least {ge:g}",
-    "greater_than": "must be above {gt:g}",
-    "less_than_equal": "must be at most {le:g}",
-    "less_than": "must be below {lt:g}",
-    "too_short": "must hold at least {min_length} value",
-}
-"""What each of pydantic's errors says of a value."""
 
 
 def check_ranges(settings: object, key: str) -> None:
@@ -39,9 +32,8 @@ def check_ranges(settings: object, key: str) -> None:
     try:
         TypeAdapter(type(settings)).validate_python(vars(settings))
     except ValidationError as error:
-        wrong = error.errors(include_url=False)[0]
-        name = str(wrong["loc"][0])
-        limit = _LIMITS.get(wrong["type"], wrong["msg"]).format(**wrong.get("ctx", {}))
+        first = error.errors()[0]
+        name, limit = str(first["loc"][0]), re.sub("^(Input|List|Value) should", "must", first["msg"])
         raise UserError(f"{key}.{name}={getattr(settings, name)} {limit}") from None
 
 

@@ -10,14 +10,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from keepsight.data_gen.shard_writer import ShardWriter
 from keepsight.data_gen.shards import DataSettings, TrainingSample
 from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.models.targets import Target
+from keepsight.train.ablation import Cell, SideBySide
 from keepsight.train.dataset import SampleDataset, collate
+from keepsight.train.fidelity import Fidelity
 from keepsight.train.importance import ImportanceObjective
+from keepsight.train.replay import TeacherOutputs
 from keepsight.train.settings import LookaheadTrainSettings, TrainSettings
 from keepsight.train.trainer import ModuleTrainer, TrainingRun
 from tests.tiny import tiny_model
@@ -126,6 +130,20 @@ def tensors(each: ImportanceObjective) -> dict[str, Tensor]:
 
 def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
     return set(first) == set(second) and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def measured(objective: ImportanceObjective, batches: list[dict[str, Any]], budget: int) -> Fidelity:
+    """The fidelity by layer that the objective measures."""
+    found = objective.measure(batches, budget)
+    return Fidelity(*(found[f"eval_{name}_by_layer"] for name in ("kl", "recall", "tau")))
+
+
+def side_by_side(objectives: list[ImportanceObjective]) -> SideBySide:
+    return SideBySide([Cell(str(place), each, settings()) for place, each in enumerate(objectives)])
+
+
+def tensors_of(outputs: TeacherOutputs) -> list[Tensor]:
+    return tree_leaves(vars(outputs))
 
 
 def checkpoints(work: Path) -> list[str]:

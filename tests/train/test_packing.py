@@ -10,9 +10,9 @@ import torch
 from keepsight.train.dataset import Batch, SampleDataset, Use, collate
 from keepsight.train.importance import ImportanceObjective
 from keepsight.train.objective import ReplayedObjective
-from keepsight.train.replay import ReplayBuffer, pack, unpack
+from keepsight.train.replay import ReplayBuffer, TeacherOutputs, pack, unpack
 from keepsight.train.retrieval_head import RetrievalObjective
-from keepsight.train.settings import ReplaySettings
+from keepsight.train.settings import ReplaySettings, RetrievalHeadSettings
 from tests.models.retrieval_heads import tiny_retrieval_head
 from tests.tiny import tiny_model
 from tests.train.runs import objective, samples
@@ -67,7 +67,9 @@ def lookahead_with_far() -> ReplayedObjective:
 
 
 def retrieval_with_answers() -> ReplayedObjective:
-    return RetrievalObjective(tiny_retrieval_head(), tiny_model().to(torch.bfloat16), 12, 2.0, answers=0.5)
+    return RetrievalObjective(
+        tiny_retrieval_head(), tiny_model().to(torch.bfloat16), RetrievalHeadSettings(queries=12, answers=0.5)
+    )
 
 
 @pytest.mark.parametrize("make", [lookahead_with_far, retrieval_with_answers])
@@ -80,11 +82,12 @@ def test_in_the_targets_dtype_replayed_loss_and_gradients_are_the_fresh_ones(
 
 
 def test_int8_rounds_by_half_a_step_of_each_head_and_token() -> None:
-    reading = {"keys.0": torch.randn(2, 3, 5, 8) * torch.logspace(-3, 3, 5)[:, None], "places": torch.arange(4)}
-    packed = pack(reading, int8=True)
-    assert packed["keys.0"].dtype == torch.int8
-    back = unpack(packed, dict.fromkeys(reading, torch.device("cpu")))
-    assert set(back) == set(reading)
-    assert torch.equal(back["places"], reading["places"])
-    step = reading["keys.0"].abs().amax(dim=-1, keepdim=True) / 127
-    assert ((back["keys.0"] - reading["keys.0"]).abs() <= 0.501 * step).all()
+    keys, cpu = torch.randn(2, 3, 5, 8) * torch.logspace(-3, 3, 5)[:, None], torch.device("cpu")
+    outputs = TeacherOutputs([{"keys": keys, "places": torch.arange(4)}], [keys[..., 0]])
+    packed = pack(outputs, int8=True)
+    assert packed.layers[0]["keys"][0].dtype == torch.int8
+    devices: Any = TeacherOutputs([{"keys": cpu, "places": cpu}], [cpu])  # type: ignore[dict-item, list-item]
+    back = unpack(packed, devices)
+    assert torch.equal(back.layers[0]["places"], torch.arange(4)) and torch.equal(back.importance[0], keys[..., 0])
+    step = keys.abs().amax(dim=-1, keepdim=True) / 127
+    assert ((back.layers[0]["keys"] - keys).abs() <= 0.501 * step).all()

@@ -89,14 +89,14 @@ def test_a_reading_is_made_once_and_dropped_after_its_last_use(on_disk: bool, tm
     buffer = ReplayBuffer(ReplaySettings(dir=str(tmp_path) if on_disk else None))
     calls = []
 
-    def read() -> dict[str, torch.Tensor]:
+    def read() -> TeacherOutputs:
         calls.append(1)
-        return {"keys.0": torch.arange(8.0).view(1, 1, 2, 4)}
+        return TeacherOutputs([{"keys": torch.arange(8.0).view(1, 1, 2, 4)}])
 
     first = buffer.take(batch_of([0], last=False), read)
     assert len(list(tmp_path.rglob("*.safetensors"))) == 1
     second = buffer.take(batch_of([0]), read)
-    assert torch.equal(first["keys.0"], second["keys.0"])
+    assert torch.equal(first.layers[0]["keys"], second.layers[0]["keys"])
     assert len(calls) == 1
     buffer.take(batch_of([0]), read)
     assert len(calls) == 2
@@ -137,13 +137,13 @@ def test_files_hold_what_memory_would_and_are_gone_in_the_end(tmp_path: Path) ->
 
 def test_the_target_is_read_once_a_sample_and_held_out_ones_once(tmp_path: Path) -> None:
     one, calls = objective(), list[tuple[int, ...]]()
-    read = one.read
+    read = one.run_teacher
 
     def counted_read(batch: Batch) -> TeacherOutputs:
         calls.append(tuple(batch.indices))
         return read(batch)
 
-    one.read = counted_read  # type: ignore[method-assign]
+    one.run_teacher = counted_read  # type: ignore[method-assign]
     trainer, _ = trained(tmp_path, lambda: one, steps=18)  # 6 batches, each used 3 times
     held_out = {tuple(batch["indices"]) for batch in trainer.held_out_batches()}
     counted = Counter(calls[1:])  # the first one tells how many bytes a reading takes
@@ -166,8 +166,8 @@ def test_a_training_holds_no_more_than_its_memory(
 
     def noting(self: ReplayBuffer, batch: Batch, read: Callable[[], TeacherOutputs]) -> TeacherOutputs:
         taken = take(self, batch, read)
-        kept = [load_file(each) if isinstance(each, Path) else each for each in self._held.values()]
-        held.append(sum(tensor.nbytes for each in kept for tensor in each.values()))
+        kept = [[*load_file(each).values()] if isinstance(each, Path) else each for each, _ in self._kept.values()]
+        held.append(sum(tensor.nbytes for each in kept for tensor in each))
         return taken
 
     monkeypatch.setattr(ReplayBuffer, "take", noting)
@@ -184,5 +184,5 @@ def test_what_keeps_no_readings_says_so(tmp_path: Path) -> None:
 
     settings = head_settings()
     settings.train.replays = 2
-    with pytest.raises(UserError, match=r"draft_head\.train\.replays=2: this training keeps no readings"):
-        ModuleTrainer(head_objective(), settings, TrainingRun(tmp_path, samples())).fit()
+    with pytest.raises(UserError, match=r"draft_head\.train\.replays=2: this training keeps no teacher outputs"):
+        ModuleTrainer(head_objective(), settings.train, TrainingRun(tmp_path, samples())).fit()

@@ -11,7 +11,6 @@ from keepsight.errors import UserError
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.train.checkpoints import SEAL
 from keepsight.train.dataset import hold_out
-from keepsight.train.fidelity import measure_lookahead
 from tests.train.runs import (
     SHAPE,
     checkpoints,
@@ -28,6 +27,7 @@ from tests.train.runs import (
     tensors,
     train,
 )
+from tests.train.runs import measured as fidelity_of
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def test_dropout_resumes_alike_and_is_off_while_measuring(tmp_path):
     resumed = objective(shape=shape)
     train(resumed, settings(), tmp_path / "parts", samples())
     assert same(tensors(resumed), tensors(whole))
-    measured = measure_lookahead(whole.eval(), [collated(hold_out(samples(), 2)[1])], budget=6)
+    measured = fidelity_of(whole.eval(), [collated(hold_out(samples(), 2)[1])], budget=6)
     assert trainer.measurements()[-1]["eval_kl_by_layer"] == pytest.approx(measured.kl, abs=1e-5)
 
 

@@ -14,7 +14,6 @@ from keepsight.files import read_json, write_json
 from keepsight.models.lookahead import CONFIG, LookaheadAdapter
 from keepsight.models.targets import load_target
 from keepsight.train.dataset import (
-    NOTHING,
     held_out_text,
     hold_out,
     prompt_digest,
@@ -46,17 +45,17 @@ def test_a_later_stage_holds_out_what_the_earlier_held_out() -> None:
     trained, held_out = hold_out(rows, 4)
     seen = prompts_of(trained.samples)
     for count in (3, 9):  # the earlier stage held out three
-        again = hold_out(rows, count, seen=seen)
+        again = hold_out(rows, count, trained=seen)
         assert [[*each.samples] for each in again] == [[*trained.samples], [*held_out.samples]]
-    fewer = hold_out(rows, 2, seen=seen)[1].samples
+    fewer = hold_out(rows, 2, trained=seen)[1].samples
     assert [*fewer] == held_out.samples[1::2]
-    assert [*hold_out(trained.samples, 4, seen=seen)[1].samples] == [*hold_out(trained.samples, 4)[1].samples]
+    assert [*hold_out(trained.samples, 4, trained=seen)[1].samples] == [*hold_out(trained.samples, 4)[1].samples]
 
 
 @pytest.mark.parametrize(
     ("seen", "said", "is_new"),
     [
-        (NOTHING, "4, none of them trained on before", True),
+        (frozenset(), "4, none of them trained on before", True),
         (prompts_of(samples()[:2]), "4, 2 of them trained on before", False),
         (None, "4; whether an earlier stage was trained on them is not recorded", False),
     ],

@@ -5,7 +5,7 @@ import sys
 from torch import Tensor
 
 from keepsight.commands.cli import main
-from keepsight.train.draft_head import teacher_files
+from keepsight.train import draft_teacher
 from keepsight.train.draft_teacher import HiddenStates, RunModel
 
 if __name__ == "__main__":
@@ -16,7 +16,7 @@ if __name__ == "__main__":
         return read(self, ids)
 
     RunModel.__call__ = counted  # type: ignore[method-assign]
-    teacher_files._SHARD = 4
+    draft_teacher._SHARD = 4
     status = main(["train_draft_head", *sys.argv[1:]])
     print(f"texts read: {len(texts)}", flush=True)
     sys.exit(status)

@@ -36,13 +36,12 @@ def head_objective(family: str = "llama", settings: DraftHeadSettings | None = N
 
 
 def objective_of(head: DraftHead, model: Any, settings: DraftHeadSettings) -> DraftHeadObjective:
-    reader = RunModel(model, head.layers_of(model))
-    return DraftHeadObjective(head, model, reader, settings.unroll, settings.decay, settings.max_tokens)
+    return DraftHeadObjective(head, model, RunModel(model, head.layers_of(model)), settings)
 
 
 def train_draft_head(
-    objective: DraftHeadObjective, settings: DraftHeadSettings, work: Path, samples: list[TrainingSample]
+    objective: DraftHeadObjective, work: Path, samples: list[TrainingSample]
 ) -> tuple[ModuleTrainer, bool]:
     """The trainer, and whether the training ran to its end."""
-    trainer = ModuleTrainer(objective, settings, TrainingRun(work, samples))
+    trainer = ModuleTrainer(objective, objective.settings.train, TrainingRun(work, samples))
     return trainer, trainer.fit()

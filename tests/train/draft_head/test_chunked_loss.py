@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from keepsight.train.draft_head import chunked_loss as module
+from keepsight.train import draft_ops as module
 from keepsight.train.draft_ops import chunked_loss
 from tests.close import assert_close
 

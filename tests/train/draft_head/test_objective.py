@@ -11,6 +11,7 @@ from keepsight.errors import UserError
 from keepsight.models.draft_head import DraftHead
 from keepsight.train.dataset import collate
 from keepsight.train.draft_head import DraftHeadObjective, frequent_tokens, measure_draft_head, new_draft_head
+from keepsight.train.draft_teacher import RunModel
 from tests.close import assert_close
 from tests.tiny import FAMILIES
 from tests.train.draft_head.head_runs import deep_model, head_objective, head_settings, objective_of
@@ -78,7 +79,7 @@ def reference_loss(model, head: DraftHead, ids: Tensor, unroll: int, decay: floa
 @pytest.mark.parametrize("family", FAMILIES)
 def test_loss_and_gradients_equal_drafting_row_by_row(family, prompt):
     objective = head_objective(family)
-    model, head = objective._target[0], objective.head
+    model, head = objective._model[0], objective.head
     ids = torch.tensor(samples()[1].prompt_ids)
     found = objective.text_loss(ids, prompt)
     expected = reference_loss(model, head, ids, unroll=4, decay=0.8, prompt=prompt)
@@ -95,7 +96,7 @@ def test_loss_and_gradients_equal_drafting_row_by_row(family, prompt):
 def test_texts_shorter_than_the_unrolling(length):
     objective = head_objective()
     ids = torch.tensor(samples()[0].prompt_ids[:length])
-    expected = reference_loss(objective._target[0], objective.head, ids, unroll=4, decay=0.8)
+    expected = reference_loss(objective._model[0], objective.head, ids, unroll=4, decay=0.8)
     assert_close(objective.text_loss(ids), expected)
 
 
@@ -119,10 +120,10 @@ def test_long_texts_are_cut_at_the_end():
 def test_places_whose_first_choice_is_outside_the_vocabulary_teach_nothing():
     objective = head_objective()
     head, ids = objective.head, torch.tensor(samples()[0].prompt_ids)
-    greedy = taps(objective._target[0], head, ids)[1].argmax(-1)
+    greedy = taps(objective._model[0], head, ids)[1].argmax(-1)
     outside = torch.tensor([token for token in range(128) if token not in greedy.tolist()])[:20]
-    small = new_draft_head(objective._target[0], outside)
-    cut = objective_of(small, objective._target[0], head_settings())
+    small = new_draft_head(objective._model[0], outside)
+    cut = objective_of(small, objective._model[0], head_settings())
     assert cut.text_loss(ids).item() == 0
     assert head.t2d[greedy].any()
 
@@ -131,7 +132,7 @@ def test_the_target_is_neither_trained_nor_part_of_the_module():
     objective = head_objective()
     assert {name.split(".")[0] for name, _ in objective.named_parameters()} == {"head"}
     objective(**{k: v for k, v in collate([_row(samples()[0])]).items() if k != "indices"})["loss"].backward()
-    assert all(value.grad is None for value in objective._target[0].parameters())
+    assert all(value.grad is None for value in objective._model[0].parameters())
     assert all(value.grad is not None for value in objective.parameters())
 
 
@@ -141,7 +142,7 @@ def _row(sample: TrainingSample) -> dict:
 
 def test_bfloat16_targets_and_autocast_stay_close_and_leave_the_head_in_float32():
     exact, rough = head_objective(), head_objective()
-    rough._target[0].bfloat16()
+    rough._model[0].bfloat16()
     ids = torch.tensor(samples()[0].prompt_ids)
     with torch.autocast("cpu", torch.bfloat16):
         loss = rough.text_loss(ids)
@@ -163,7 +164,7 @@ class Oracle(DraftHeadObjective):
         head = self.head
         place = {token: index for index, token in enumerate(head.t2d.nonzero()[:, 0].tolist())}
         steps = []
-        for step in range(min(self.unroll, len(ids) - 1)):
+        for step in range(min(self.settings.unroll, len(ids) - 1)):
             chosen = torch.tensor([place[token] for token in self.said[step][: len(ids) - 1 - step]])
             steps.append(torch.nn.functional.one_hot(chosen, head.lm_head.out_features).float())
         return steps, read
@@ -175,7 +176,7 @@ def test_acceptance_is_counted_draft_by_draft():
     head = new_draft_head(model, torch.arange(128))
     head.lm_head = torch.nn.Linear(128, 128, bias=False)
     head.lm_head.weight.data.copy_(10 * torch.eye(128))
-    oracle = Oracle(head, model, objective_of(head, model, head_settings())._read, 3, 0.8, 99)
+    oracle = Oracle(head, model, RunModel(model, head.layers_of(model)), head_settings(unroll=3))
     prompt, answer = [9, 8, 7, 6], [20, 21, 22, 23, 24, 25]
     ids = prompt + answer
     oracle.said = [[*ids[2 + step :], 5, 5, 5] for step in range(3)]
@@ -186,8 +187,8 @@ def test_acceptance_is_counted_draft_by_draft():
     batch = collate([{"index": 0, "prompt_ids": prompt, "answer_ids": answer}])
     found = measure_draft_head(oracle, [batch])
     # First tokens: 6 drafts, 5 right. Second: of 20 to 24 without 21, 4 drafts, 3 right. Third: 20 and 23; 20 fails.
-    assert found.acceptance == pytest.approx([5 / 6, 3 / 4, 1 / 2])
-    assert found.accepted_length() == pytest.approx(5 / 6 * (1 + 3 / 4 * (1 + 1 / 2)))
+    assert found["eval_acceptance_by_position"] == pytest.approx([5 / 6, 3 / 4, 1 / 2])
+    assert found["eval_accepted_length"] == pytest.approx(5 / 6 * (1 + 3 / 4 * (1 + 1 / 2)))
 
 
 def test_divergence_and_agreement_equal_counting_row_by_row():
@@ -197,8 +198,8 @@ def test_divergence_and_agreement_equal_counting_row_by_row():
     sums = torch.zeros(4, 3)
     for row in rows:
         ids = torch.tensor(row["prompt_ids"] + row["answer_ids"])
-        _, target = taps(objective._target[0], objective.head, ids)
-        for place, logits in enumerate(reference_steps(objective._target[0], objective.head, ids, 4)):
+        _, target = taps(objective._model[0], objective.head, ids)
+        for place, logits in enumerate(reference_steps(objective._model[0], objective.head, ids, 4)):
             if place >= len(row["prompt_ids"]) - 2:
                 for step, guess in enumerate(logits):
                     expected = target[place + 1 + step]
@@ -206,8 +207,8 @@ def test_divergence_and_agreement_equal_counting_row_by_row():
                         guess.log_softmax(-1), expected.log_softmax(-1), log_target=True, reduction="sum"
                     )
                     sums[step] += torch.tensor([kl.item(), float(guess.argmax() == expected.argmax()), 1.0])
-    assert found.kl == pytest.approx((sums[:, 0] / sums[:, 2]).tolist(), rel=1e-4)
-    assert found.agreement == pytest.approx((sums[:, 1] / sums[:, 2]).tolist())
+    assert found["eval_kl_by_step"] == pytest.approx((sums[:, 0] / sums[:, 2]).tolist(), rel=1e-4)
+    assert found["eval_agreement_by_step"] == pytest.approx((sums[:, 1] / sums[:, 2]).tolist())
 
 
 def test_the_vocabulary_holds_the_answers_most_frequent_tokens_and_the_end_tokens():

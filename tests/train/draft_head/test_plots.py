@@ -32,7 +32,7 @@ def test_curves_over_steps_and_lists_by_place_in_a_draft(tmp_path):
     assert both["top-1 agreement"] == pytest.approx([0, 0.1, 2, 0.4])
     right = drawn["Accepted, given that all before are"]
     assert right == {"step 0": pytest.approx([1, 0.1, 2, 0.05]), "step 2": pytest.approx([1, 0.4, 2, 0.2])}
-    assert drawn["Top-1 agreement with the target"]["step 2"] == pytest.approx([1, 0.4, 2, 0.4 / 3])
+    assert drawn["Top-1 agreement with the model"]["step 2"] == pytest.approx([1, 0.4, 2, 0.4 / 3])
     assert "training (running mean)" in drawn["Loss (nats)"]
     write_png(tmp_path / "training.png", draft_head_figure(LOG))
     assert (tmp_path / "training.png").read_bytes().startswith(b"\x89PNG")

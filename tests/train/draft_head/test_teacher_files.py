@@ -11,7 +11,7 @@ from torch import Tensor
 
 from keepsight.errors import UserError
 from keepsight.files import file_digest, read_json, write_json
-from keepsight.train.draft_head import teacher_files
+from keepsight.train import draft_teacher
 from keepsight.train.draft_teacher import HiddenStates, StoredStates, write_states
 
 TEXTS = [[number, number + 1] for number in range(100)]  # four files
@@ -30,7 +30,7 @@ def test_processes_divide_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         told.extend(own)
         return told
 
-    monkeypatch.setattr(teacher_files, "gather_object", gathered)
+    monkeypatch.setattr(draft_teacher, "gather_object", gathered)
     for index in (1, 0):
 
         def reader(ids: Tensor, index: int = index) -> HiddenStates:
@@ -40,7 +40,7 @@ def test_processes_divide_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         fake: Any = SimpleNamespace(
             num_processes=2, process_index=index, is_main_process=index == 0, wait_for_everyone=lambda: None
         )
-        monkeypatch.setattr(teacher_files, "launched", lambda fake=fake: fake)
+        monkeypatch.setattr(draft_teacher, "launched", lambda fake=fake: fake)
         write_states(tmp_path, reader, TEXTS, {"data": "d"})
     assert read_by[1] == [*range(32, 64), *range(96, 100)]
     assert read_by[0] == [*range(32), *range(64, 96)]
@@ -61,5 +61,5 @@ def test_a_reading_that_is_not_whole_is_refused(tmp_path: Path, kind: str) -> No
     tensors |= {name: torch.ones(4, 2)} if kind == "doubled" else {"other": tensors.pop(name)}
     save_file(tensors, path)
     write_json(manifest, read_json(manifest) | {"digests": {path.name: file_digest(path)}})
-    with pytest.raises(UserError, match=r"readings-00000\.safetensors: the reading of a sample of 2 tokens"):
+    with pytest.raises(UserError, match=r"readings-00000\.safetensors: a sample of 2 tokens is incomplete"):
         StoredStates(tmp_path)(ids)

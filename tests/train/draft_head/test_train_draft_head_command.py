@@ -14,7 +14,7 @@ from keepsight.commands.config import ModelConfig
 from keepsight.errors import UserError
 from keepsight.models.draft_head import DraftHead, EagleHead
 from keepsight.models.targets import load_target
-from keepsight.train.draft_head import teacher_files
+from keepsight.train import draft_teacher
 from keepsight.train.draft_teacher import RunModel
 from tests.launch import ROOT, launch
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -101,7 +101,7 @@ def test_teacher_files_train_the_same_head_without_running_the_target(place, tra
 
 
 def test_teacher_files_are_made_on_where_a_killed_run_stopped(place, trained, tmp_path, monkeypatch):
-    monkeypatch.setattr(teacher_files, "_SHARD", 4)
+    monkeypatch.setattr(draft_teacher, "_SHARD", 4)
     command.run(config(place, tmp_path / "first", features=str(tmp_path / "features")))
     shards = sorted((tmp_path / "features").glob("readings-*"))
     assert [path.name for path in shards] == [f"readings-0000{number}.safetensors" for number in range(4)]
@@ -123,10 +123,10 @@ def test_a_vocabulary_larger_than_the_targets_is_refused(place, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"unroll": 0}, "draft_head.unroll=0 must be at least 1"),
-        ({"max_tokens": 1}, "draft_head.max_tokens=1 must be at least 3"),
-        ({"decay": 0.0}, "draft_head.decay=0.0 must lie above 0"),
-        ({"decay": 1.5}, "draft_head.decay=1.5 must lie above 0"),
+        ({"unroll": 0}, "draft_head.unroll=0 must be greater than or equal to 1"),
+        ({"max_tokens": 1}, "draft_head.max_tokens=1 must be greater than or equal to 3"),
+        ({"decay": 0.0}, "draft_head.decay=0.0 must be greater than 0"),
+        ({"decay": 1.5}, "draft_head.decay=1.5 must be less than or equal to 1"),
     ],
 )
 def test_settings_that_train_nothing_are_refused(place, tmp_path, changes, said):

@@ -36,22 +36,22 @@ def spoil(objective: DraftHeadObjective) -> None:
 def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Tensor], Path]:
     work = tmp_path_factory.mktemp("straight")
     objective = head_objective()
-    _, finished = train_draft_head(objective, head_settings(), work, samples())
+    _, finished = train_draft_head(objective, work, samples())
     assert finished
     return tensors(objective), work
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_it_learns_a_few_samples(family, tmp_path):
-    few, objective = samples(6), head_objective(family)
+    few = samples(6)
+    objective = head_objective(family, head_settings(steps=60, batch_size=4, measure_every=60, clip=1.0))
     before = tensors(objective)
     batch = collated(hold_out(few, 2)[0])
     start = measure_draft_head(objective, [batch])
-    settings = head_settings(steps=60, batch_size=4, measure_every=60, clip=1.0)
-    trainer, _ = train_draft_head(objective, settings, tmp_path, few)
+    trainer, _ = train_draft_head(objective, tmp_path, few)
     end = measure_draft_head(objective, [batch])
-    assert sum(end.kl) < 0.4 * sum(start.kl)
-    assert sum(end.agreement) > sum(start.agreement) + 0.5
+    assert sum(end["eval_kl_by_step"]) < 0.4 * sum(start["eval_kl_by_step"])
+    assert sum(end["eval_agreement_by_step"]) > sum(start["eval_agreement_by_step"]) + 0.5
     logged = [row["loss"] for row in trainer.state.log_history if "loss" in row]
     assert logged[-1] < logged[0] - 0.8  # of which the target's own entropy is the larger part
     unmoved = [name for name, value in tensors(objective).items() if torch.equal(value, before[name])]
@@ -61,9 +61,9 @@ def test_it_learns_a_few_samples(family, tmp_path):
 @pytest.mark.parametrize("at", [2, 5])
 def test_a_resumed_training_equals_an_uninterrupted_one(straight, at, tmp_path):
     with pytest.raises(RuntimeError, match="power failure"):
-        train_draft_head(happens(head_objective(), at, crash), head_settings(), tmp_path, samples())
+        train_draft_head(happens(head_objective(), at, crash), tmp_path, samples())
     resumed = head_objective()
-    _, finished = train_draft_head(resumed, head_settings(), tmp_path, samples())
+    _, finished = train_draft_head(resumed, tmp_path, samples())
     assert finished
     assert same(tensors(resumed), straight[0])
     assert rows(tmp_path / "fidelity.jsonl")[-1] == rows(straight[1] / "fidelity.jsonl")[-1]
@@ -71,13 +71,13 @@ def test_a_resumed_training_equals_an_uninterrupted_one(straight, at, tmp_path):
 
 def test_ctrl_c_keeps_a_checkpoint_of_the_head_alone(straight, tmp_path):
     interrupted = happens(head_objective(), 4, press_ctrl_c)
-    _, finished = train_draft_head(interrupted, head_settings(), tmp_path, samples())
+    _, finished = train_draft_head(interrupted, tmp_path, samples())
     assert not finished
     assert checkpoints(tmp_path) == ["checkpoint-3", "checkpoint-4"]
     state = load_file(tmp_path / "checkpoint-4" / "draft_head.safetensors")
     assert same(state, tensors(interrupted))
     resumed = head_objective()
-    train_draft_head(resumed, head_settings(), tmp_path, samples())
+    train_draft_head(resumed, tmp_path, samples())
     assert same(tensors(resumed), straight[0])
 
 
@@ -92,7 +92,7 @@ def test_measurements_hold_what_each_place_of_a_draft_is_worth(straight):
 
 def test_a_loss_that_is_no_number_is_refused(tmp_path):
     with pytest.raises(UserError) as caught:
-        train_draft_head(happens(head_objective(), 5, spoil), head_settings(), tmp_path, samples())
+        train_draft_head(happens(head_objective(), 5, spoil), tmp_path, samples())
     message = str(caught.value)
     assert "\n" not in message
     assert "the loss is nan at step 5 on samples [" in message
@@ -108,18 +108,18 @@ def test_a_loss_that_is_no_number_is_refused(tmp_path):
 )
 def test_other_settings_are_refused_on_resume(straight, changes, said):
     with pytest.raises(UserError) as caught:
-        train_draft_head(head_objective(), head_settings(**changes), straight[1], samples())
+        train_draft_head(head_objective(settings=head_settings(**changes)), straight[1], samples())
     assert said in str(caught.value)
 
 
 def test_too_few_samples_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"draft_head.train.held_out=14 needs more than the 14 samples"):
-        ModuleTrainer(head_objective(), head_settings(held_out=14), TrainingRun(tmp_path, samples()))
+        ModuleTrainer(head_objective(), head_settings(held_out=14).train, TrainingRun(tmp_path, samples()))
 
 
 def test_mixed_precision_trains_and_measures(tmp_path):
-    objective = head_objective()
-    trainer, finished = train_draft_head(objective, head_settings(steps=2, precision="bf16"), tmp_path, samples())
+    objective = head_objective(settings=head_settings(steps=2, precision="bf16"))
+    trainer, finished = train_draft_head(objective, tmp_path, samples())
     assert finished
     assert trainer.metrics["eval_kl"] > 0
     assert {value.dtype for value in objective.head.parameters()} == {torch.float32}
@@ -127,5 +127,5 @@ def test_mixed_precision_trains_and_measures(tmp_path):
 
 def test_a_head_is_not_divided(tmp_path, monkeypatch):
     monkeypatch.setattr("keepsight.train.head_trainer.target_is_divided", lambda accelerator, objective: True)
-    with pytest.raises(UserError, match=r"ZeRO-3 .*zero2.yaml, or where no GPU holds the target model.device_map=auto"):
-        ModuleTrainer(head_objective(), head_settings(), TrainingRun(tmp_path, samples()))
+    with pytest.raises(UserError, match=r"ZeRO-3 .*zero2.yaml, or where no GPU holds it model.device_map=auto"):
+        ModuleTrainer(head_objective(), head_settings().train, TrainingRun(tmp_path, samples()))

@@ -15,9 +15,10 @@ from keepsight.runtime.allocate import Global
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.importance import NO_POOL, Reduce
 from keepsight.runtime.methods.lookaheadkv import parts_of
+from keepsight.runtime.methods.positions import RandomScores
 from keepsight.runtime.state import prefill
 from keepsight.train.dataset import Batch
-from keepsight.train.eviction import EvictionObjective, TokensInTraining
+from keepsight.train.eviction import EvictionObjective
 from keepsight.train.replay import ReplayBuffer
 from keepsight.train.settings import FinetuneSettings, ReplaySettings, TrainSettings
 from keepsight.train.trainer import ModuleTrainer, TrainingRun
@@ -40,8 +41,9 @@ def objective(model, budgets: tuple[int, ...] = (12,)) -> EvictionObjective:
     with torch.no_grad():
         for weight in lookahead.lora.parameters():  # LoRA begins with B = 0, where A has no gradient
             weight.normal_(std=0.2)
-    method = Evict(1, TokensInTraining(lookahead), reduce=Reduce("max"), value_norm=True, pool=NO_POOL)
-    return EvictionObjective(lookahead, method, Global(0.25), [*budgets], 0.5)
+    method = Evict(1, RandomScores(seed=0), reduce=Reduce("max"), value_norm=True, pool=NO_POOL)
+    settings = FinetuneSettings(budgets=[*budgets], head_weights_rate=0.1)
+    return EvictionObjective(model, method, Global(0.25), settings, lookahead)
 
 
 def learned(made: EvictionObjective) -> dict[str, torch.Tensor]:
@@ -60,8 +62,8 @@ def test_what_is_measured_is_what_evicting_with_the_module_costs(family):
     made, batch = objective(model, (12, 30)), Batch(**batch_of(samples((40, 5), (25, 9))))
     with torch.no_grad():
         measured = made.excess_nll(batch)
-    weights = tuple(map(tuple, made.weights().tolist()))
-    parts: dict[str, Any] = {"observer": TokensInTraining(made.lookahead), "reduce": Reduce("max"), "value_norm": True}
+    weights = tuple(map(tuple, made.head_weights().tolist()))
+    parts: dict[str, Any] = {"observer": made.method.observer, "reduce": Reduce("max"), "value_norm": True}
     full = nats(model, Evict(200, **parts, pool=NO_POOL), batch)
     for budget in (12, 30):
         method = Evict(budget, **parts, pool=NO_POOL, allocate=Global(0.25, weights))
@@ -72,14 +74,15 @@ def test_what_is_measured_is_what_evicting_with_the_module_costs(family):
 def test_the_module_in_training_scores_as_its_adapter_does(tmp_path: Path):
     made, batch = objective(tiny_model()), Batch(**batch_of(samples((40, 5))))
     settings = LookaheadSettings(**{**vars(SHAPE), "sharing": "model", "value_norm": True})
+    assert made.lookahead is not None
     made.lookahead.settings = settings
     made.lookahead.adapter().save(tmp_path / "adapter", Provenance("tiny"), "# tiny\n")
     method = LookaheadKV.from_pretrained(tmp_path / "adapter", budget=12)
     assert parts_of(method.observer.artifact)["allocate"] == Global(0.25)  # type: ignore[attr-defined]
     with torch.no_grad():
         importance = made.importance(made.teacher_outputs(batch), batch)
-        state = prefill(made.target, batch.prompt_ids)
-    for ours, theirs in zip(importance, method.importance(made.target, state), strict=True):
+        state = prefill(made.model, batch.prompt_ids)
+    for ours, theirs in zip(importance, method.importance(made.model, state), strict=True):
         assert_close(ours, theirs)
 
 
@@ -119,7 +122,7 @@ def test_gradients_are_those_of_the_loss():
 
 def test_everything_but_the_target_learns_and_the_loss_falls():
     made, batch = objective(tiny_model()), batch_of(samples((40, 9), (37, 6)))
-    target = {name: each.clone() for name, each in made.target.state_dict().items()}
+    target = {name: each.clone() for name, each in made.model.state_dict().items()}
     kinds = {name.split(".")[0] + name.rpartition(".")[2] for name in learned(made)}
     assert kinds == {"log_weights" * 2, "lookaheadlora_A", "lookaheadlora_B", "lookaheadweight"}
     optimizer = torch.optim.Adam(learned(made).values(), lr=0.02)
@@ -131,7 +134,7 @@ def test_everything_but_the_target_learns_and_the_loss_falls():
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.8 * losses[0]
-    assert all(torch.equal(each, target[name]) for name, each in made.target.state_dict().items())
+    assert all(torch.equal(each, target[name]) for name, each in made.model.state_dict().items())
 
 
 def test_a_kept_reading_gives_the_fresh_loss_and_gradients():
@@ -162,9 +165,8 @@ def trained(work: Path, made: EvictionObjective | None = None) -> EvictionObject
     made = made or objective(tiny_model())
     often: dict[str, Any] = {"measure_every": 4, "save_every": 3, "report_to": []}
     train = TrainSettings(steps=6, held_out=2, replays=3, learning_rate=0.01, **often)
-    settings = FinetuneSettings(budgets=[12], head_weights_rate=0.1, train=train)
     rows = samples(*((30 + 2 * number, 6) for number in range(8)))
-    trainer = ModuleTrainer(made, settings, TrainingRun(work, rows, replay=ReplaySettings(memory="1MiB")))
+    trainer = ModuleTrainer(made, train, TrainingRun(work, rows, replay=ReplaySettings(memory="1MiB")))
     assert trainer.fit()
     optimizer: Any = trainer.optimizer
     assert not any(group["weight_decay"] for group in optimizer.param_groups)

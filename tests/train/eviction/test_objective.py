@@ -14,18 +14,19 @@ from keepsight.runtime.state import read
 from keepsight.train.dataset import Batch
 from keepsight.train.eviction import EvictionObjective
 from keepsight.train.replay import ReplayBuffer
-from keepsight.train.settings import ReplaySettings
+from keepsight.train.settings import FinetuneSettings, ReplaySettings
 from tests.close import assert_close
 from tests.families import family_model
 from tests.tiny import tiny_model
 from tests.train.lookahead.test_objective import batch_of, samples
 
 METHOD = Evict(1, RandomScores(seed=5), pool=NO_POOL)
+SETTINGS = FinetuneSettings(budgets=[12])
 FAMILIES = ["Llama 3", "Gemma 3 (text)", "GPT-OSS", "Qwen3-Next"]
 
 
 def objective(model, budgets: tuple[int, ...] = (12,), floor: float = 0.25) -> EvictionObjective:
-    made = EvictionObjective(model, METHOD, Global(floor), [*budgets], 0.5)
+    made = EvictionObjective(model, METHOD, Global(floor), FinetuneSettings(budgets=[*budgets]))
     torch.manual_seed(2)
     with torch.no_grad():
         made.log_weights.normal_()
@@ -53,7 +54,7 @@ def test_what_is_measured_is_what_the_method_costs(family):
     """In a padded batch, each row as alone; a prompt within the budget loses nothing."""
     model = family_model(family)
     made, batch = objective(model, (12, 30)), Batch(**batch_of(samples((40, 5), (25, 9))))
-    weights = tuple(map(tuple, made.weights().tolist()))
+    weights = tuple(map(tuple, made.head_weights().tolist()))
     full = nats(model, replace(METHOD, budget=200), batch)
     measured = made.excess_nll(batch)
     for budget in (12, 30):
@@ -72,7 +73,7 @@ def test_the_weights_decide_what_is_measured():
     assert made.excess_nll(batch)[12] != first
     with torch.no_grad():
         made.log_weights.add_(3)
-    assert made.weights().log().mean().item() == pytest.approx(0, abs=1e-6)
+    assert made.head_weights().log().mean().item() == pytest.approx(0, abs=1e-6)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -101,13 +102,13 @@ def test_answers_of_one_token_cost_nothing():
 
 def test_the_target_stays_in_evaluation_mode_and_weights_go_on_where_they_were():
     start = tuple((1.0, 2.0) for _ in range(3))
-    made = EvictionObjective(tiny_model(), METHOD, Global(0.25, start), [12], 0.5).train()
-    assert made.training and not made.target.training
-    assert torch.allclose(made.weights()[:, 1] / made.weights()[:, 0], torch.tensor(2.0))
+    made = EvictionObjective(tiny_model(), METHOD, Global(0.25, start), SETTINGS).train()
+    assert made.training and not made.model.training
+    assert torch.allclose(made.head_weights()[:, 1] / made.head_weights()[:, 0], torch.tensor(2.0))
     with pytest.raises(UserError, match=r"weights of heads have shape \[1, 2\], this model's is \[3, 2\]$"):
-        EvictionObjective(tiny_model(), METHOD, Global(0.25, start[:1]), [12], 0.5)
+        EvictionObjective(tiny_model(), METHOD, Global(0.25, start[:1]), SETTINGS)
     with pytest.raises(UserError, match=r"budget 2 with floor 0\.25 can leave a head without entries"):
-        EvictionObjective(tiny_model(), METHOD, Global(0.25), [2], 0.5)
+        EvictionObjective(tiny_model(), METHOD, Global(0.25), FinetuneSettings(budgets=[2]))
 
 
 def test_only_the_weights_learn_and_the_loss_falls():

@@ -18,7 +18,7 @@ from keepsight.train.replay import TeacherOutputs
 from keepsight.train.settings import LookaheadTrainSettings
 from keepsight.train.trainer import ModuleTrainer, TrainingRun
 from tests.tiny import tiny_model
-from tests.train.runs import SHAPE, collated, crash, same, samples, settings, tensors
+from tests.train.runs import SHAPE, collated, crash, same, samples, settings, side_by_side, tensors
 
 CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "small": ({}, {}),
@@ -52,7 +52,7 @@ def alone(name: str, work: Path, **changes: Any) -> ModuleTrainer:
 def test_each_cell_learns_bit_for_bit_what_it_learns_alone(changes: dict[str, Any], tmp_path: Path) -> None:
     together = ablation(tmp_path / "together", **changes)
     assert together.fit()
-    for cell, trained in zip(together.cells, together.trained_cells(), strict=True):
+    for cell, trained in zip(together.objective.cells, together.trained_cells(), strict=True):
         single = alone(cell.name, tmp_path / cell.name, **changes)
         assert single.fit()
         assert same(tensors(cell.objective), tensors(single.objective)), cell.name
@@ -74,7 +74,7 @@ def test_a_killed_ablation_goes_on_bit_for_bit(tmp_path: Path) -> None:
     resumed = ablation(tmp_path / "killed", replays=2)
     assert resumed.fit()
     assert resumed.trained_cells() == whole.trained_cells()
-    for first, second in zip(whole.cells, resumed.cells, strict=True):
+    for first, second in zip(whole.objective.cells, resumed.objective.cells, strict=True):
         assert same(tensors(first.objective), tensors(second.objective)), first.name
 
 
@@ -92,13 +92,13 @@ def _at_batch(number: int, objective: SideBySide, action: Callable[[], None]) ->
 
 def test_the_target_reads_each_sample_once_for_all_cells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[list[int]] = []
-    read = ImportanceObjective.read
+    read = ImportanceObjective.run_teacher
 
     def counted(self: ImportanceObjective, batch: Batch) -> TeacherOutputs:
         reads.append([*batch.indices])
         return read(self, batch)
 
-    monkeypatch.setattr(ImportanceObjective, "read", counted)
+    monkeypatch.setattr(ImportanceObjective, "run_teacher", counted)
     trainer = ablation(tmp_path, steps=0, epochs=1.0, replays=3, measure_every=100)
     assert trainer.fit()
     assert trainer.state.global_step == 18
@@ -111,7 +111,7 @@ def test_the_target_reads_each_sample_once_for_all_cells(tmp_path: Path, monkeyp
 def test_what_a_cell_computed_is_freed_before_the_next_begins() -> None:
     """Behind the loss are its gradients alone, however many cells there are."""
     model = tiny_model()
-    objective = SideBySide([objective_of("small", model, learning_of("small")) for _ in range(3)])
+    objective = side_by_side([objective_of("small", model, learning_of("small")) for _ in range(3)])
     behind, waiting = set[str](), [objective(**collated(SampleDataset(samples(2))))["loss"].grad_fn]
     while waiting:
         node = waiting.pop()

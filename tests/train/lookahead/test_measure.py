@@ -9,9 +9,10 @@ from torch import Tensor
 from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.train.dataset import Batch, collate
-from keepsight.train.fidelity import Fidelity, measure_lookahead
+from keepsight.train.fidelity import Fidelity
 from keepsight.train.importance import ImportanceObjective
 from tests.tiny import tiny_model
+from tests.train.runs import measured as fidelity_of
 
 
 class Given(ImportanceObjective):
@@ -43,7 +44,7 @@ def ranks(count: int, seed: int) -> Tensor:
 
 def test_a_perfect_prediction_scores_perfectly():
     layers = [ranks(30, seed) for seed in (1, 2, 3)]
-    fidelity = measure_lookahead(Given((layers, [layer * 0.5 for layer in layers])), [prompts(30)], budget=8)
+    fidelity = fidelity_of(Given((layers, [layer * 0.5 for layer in layers])), [prompts(30)], budget=8)
     assert fidelity.recall == pytest.approx([1, 1, 1])
     assert fidelity.tau == pytest.approx([1, 1, 1])
     assert fidelity.kl == pytest.approx([0, 0, 0], abs=1e-6)
@@ -51,7 +52,7 @@ def test_a_perfect_prediction_scores_perfectly():
 
 def test_the_opposite_order_scores_worst():
     layer = heads([0.1, 0.2, 0.3, 0.4], [0.4, 0.3, 0.2, 0.1])
-    fidelity = measure_lookahead(Given(([layer], [0.5 - layer])), [prompts(4)], budget=2)
+    fidelity = fidelity_of(Given(([layer], [0.5 - layer])), [prompts(4)], budget=2)
     assert (fidelity.recall, fidelity.tau) == ([0.0], pytest.approx([-1.0]))
 
 
@@ -59,7 +60,7 @@ def test_recall_and_tau_by_hand():
     """Of the true top 2, {0, 1} and {2, 3}, the prediction keeps 0 and 3; pairs in the wrong order: 2 and 1 of 6."""
     target = heads([0.4, 0.3, 0.2, 0.1], [0.1, 0.2, 0.3, 0.4])
     predicted = heads([0.4, 0.1, 0.3, 0.2], [0.1, 0.3, 0.2, 0.4])
-    fidelity = measure_lookahead(Given(([target], [predicted])), [prompts(4)], budget=2)
+    fidelity = fidelity_of(Given(([target], [predicted])), [prompts(4)], budget=2)
     assert fidelity.recall == [pytest.approx((1 / 2 + 1 / 2) / 2)]
     assert fidelity.tau == [pytest.approx(((6 - 2 * 2) / 6 + (6 - 2 * 1) / 6) / 2)]
 
@@ -68,13 +69,13 @@ def test_query_heads_are_averaged_before_entries_are_ranked():
     """Each query head of a KV head prefers another entry; their mean prefers a third."""
     target = torch.tensor([[[0.5, 0.0, 0.4], [0.0, 0.5, 0.4]] * 2])
     predicted = torch.tensor([[[0.1, 0.1, 0.7]] * 4])
-    fidelity = measure_lookahead(Given(([target], [predicted])), [prompts(3)], budget=1)
+    fidelity = fidelity_of(Given(([target], [predicted])), [prompts(3)], budget=1)
     assert fidelity.recall == [1.0]
 
 
 def test_tau_counts_concordant_pairs():
     target, predicted = ranks(12, 1), ranks(12, 2)
-    fidelity = measure_lookahead(Given(([target], [predicted])), [prompts(12)], budget=3)
+    fidelity = fidelity_of(Given(([target], [predicted])), [prompts(12)], budget=3)
     taus = []
     for true, guess in zip(*(each.view(2, 2, 12).mean(1) for each in (target, predicted)), strict=True):
         signs = [
@@ -93,8 +94,7 @@ def test_padding_does_not_count():
     rows = [[(ranks(size, seed), ranks(size, seed + 9)) for seed in (1, 2)] for size in (30, 12, 21)]
     single = [Given(([true for true, _ in row], [guess for _, guess in row])) for row in rows]
     alone = [
-        measure_lookahead(given, [prompts(row[0][0].shape[-1])], budget=5)
-        for given, row in zip(single, rows, strict=True)
+        fidelity_of(given, [prompts(row[0][0].shape[-1])], budget=5) for given, row in zip(single, rows, strict=True)
     ]
 
     def padded(which: int) -> list[Tensor]:
@@ -102,7 +102,7 @@ def test_padding_does_not_count():
         return [torch.cat([rows[0][layer][which], torch.cat([pad, rows[1][layer][which]], -1)]) for layer in (0, 1)]
 
     third = ([true for true, _ in rows[2]], [guess for _, guess in rows[2]])
-    together = measure_lookahead(Given((padded(0), padded(1)), third), [prompts(30, 12), prompts(21)], budget=5)
+    together = fidelity_of(Given((padded(0), padded(1)), third), [prompts(30, 12), prompts(21)], budget=5)
     for name in ("kl", "recall", "tau"):
         expected = torch.tensor([getattr(each, name) for each in alone]).mean(dim=0).tolist()
         assert getattr(together, name) == pytest.approx(expected, abs=1e-6)
@@ -110,24 +110,24 @@ def test_padding_does_not_count():
 
 def test_a_prompt_no_longer_than_the_budget_counts_as_recalled():
     given = Given(([ranks(6, 1)], [ranks(6, 2)]))
-    assert measure_lookahead(given, [prompts(6)], budget=64).recall == [1.0]
+    assert fidelity_of(given, [prompts(6)], budget=64).recall == [1.0]
 
 
 def test_ties_are_broken_alike_on_both_sides():
     level = torch.full((1, 4, 10), 0.05)
-    assert measure_lookahead(Given(([level], [level.clone()])), [prompts(10)], budget=4).recall == [1.0]
+    assert fidelity_of(Given(([level], [level.clone()])), [prompts(10)], budget=4).recall == [1.0]
 
 
 def test_a_level_prediction_has_a_finite_tau():
     """Importance that underflows or is uniform has no ranking: tau must not poison the mean with NaN."""
-    fidelity = measure_lookahead(Given(([ranks(10, 1)], [torch.full((1, 4, 10), 0.05)])), [prompts(10)], budget=4)
+    fidelity = fidelity_of(Given(([ranks(10, 1)], [torch.full((1, 4, 10), 0.05)])), [prompts(10)], budget=4)
     assert fidelity.tau == [0.0]
 
 
 def test_measuring_leaves_no_gradient_and_the_lora_on():
     torch.manual_seed(0)
     objective = ImportanceObjective(Lookahead(tiny_model(), LookaheadSettings(tokens=2, rank=2)))
-    fidelity = measure_lookahead(objective, [prompts(12), prompts(9, 5)], budget=4)
+    fidelity = fidelity_of(objective, [prompts(12), prompts(9, 5)], budget=4)
     assert all(0 <= value <= 1 for value in fidelity.recall)
     assert all(-1 <= value <= 1 for value in fidelity.tau)
     assert (len(fidelity.kl), min(fidelity.kl) > 0) == (3, True)
@@ -137,8 +137,8 @@ def test_measuring_leaves_no_gradient_and_the_lora_on():
 
 def test_metrics_are_means_over_layers_under_the_names_that_are_logged():
     fidelity = Fidelity(kl=[1.0, 3.0], recall=[0.5, 0.7], tau=[0.0, -0.5])
-    assert fidelity.metrics() == pytest.approx({"eval_kl": 2.0, "eval_recall": 0.6, "eval_tau": -0.25})
-    assert fidelity.by_layer() == {
+    assert fidelity.metrics() == {
+        **{"eval_kl": 2.0, "eval_recall": pytest.approx(0.6), "eval_tau": -0.25},
         "eval_kl_by_layer": [1.0, 3.0],
         "eval_recall_by_layer": [0.5, 0.7],
         "eval_tau_by_layer": [0.0, -0.5],

@@ -14,6 +14,7 @@ from keepsight.train.dataset import Batch
 from keepsight.train.importance import ImportanceObjective
 from keepsight.train.plan import StepPlan, plan_step, stored_bytes
 from tests.families import fresh_model
+from tests.train.runs import tensors_of
 
 FLOAT, HALF = torch.float32, torch.bfloat16
 SETTINGS = LookaheadSettings(tokens=16, rank=4)
@@ -44,12 +45,12 @@ def measured(
         weight.grad = torch.zeros_like(weight)
     optimizer.step()
     before = sum(weight.nbytes for weight in model.parameters()) + 4 * sum(weight.nbytes for weight in trained)
-    reading = objective.read(batch)
-    objective.loss_of(reading, batch).backward()  # what is cached once is there
+    outputs = objective.run_teacher(batch)
+    objective.loss_of(outputs, batch).backward()  # what is cached once is there
     gc.collect()
-    held = sum(tensor.untyped_storage().nbytes() for tensor in reading.values())
-    second = held + most_bytes(lambda: objective.loss_of(reading, batch).backward())
-    return before, most_bytes(lambda: objective.read(batch)), second
+    held = sum(tensor.untyped_storage().nbytes() for tensor in tensors_of(outputs))
+    second = held + most_bytes(lambda: objective.loss_of(outputs, batch).backward())
+    return before, most_bytes(lambda: objective.run_teacher(batch)), second
 
 
 def most_bytes(run: Callable[[], object]) -> int:

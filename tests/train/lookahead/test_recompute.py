@@ -24,7 +24,7 @@ from tests.families import FAMILIES, fresh_model
 from tests.models.modules import random_on
 from tests.tiny import prompt_ids
 from tests.train.runs import objective as new_objective
-from tests.train.runs import same, samples, settings, tensors, train
+from tests.train.runs import same, samples, settings, side_by_side, tensors, tensors_of, train
 
 SHAPE = LookaheadSettings(tokens=4, rank=2, alpha=8)
 
@@ -71,7 +71,7 @@ def test_also_with(shape: dict[str, Any], autocast: bool) -> None:
 def test_modules_side_by_side_learn_the_same() -> None:
     model = fresh_model("Llama 3")
     sides = [
-        SideBySide([ImportanceObjective(random_on(model, SHAPE, seed), 0.5, checkpoints) for seed in (7, 8)])
+        side_by_side([ImportanceObjective(random_on(model, SHAPE, seed), 0.5, checkpoints) for seed in (7, 8)])
         for checkpoints in (False, True)
     ]
     (loss, plain), (again, recomputed) = map(learned, sides)
@@ -102,8 +102,8 @@ def test_no_layers_attention_is_kept() -> None:
     bytes_of = {}
     for checkpoints in (False, True):
         each = objective("Llama 3", checkpoints)
-        reading = each.read(batch)
-        known = [*each.parameters(), *reading.values()]
+        reading = each.run_teacher(batch)
+        known = [*each.parameters(), *tensors_of(reading)]
         bytes_of[checkpoints] = kept_bytes(partial(each.compared, reading, batch), known)
     assert bytes_of[True] < 0.2 * bytes_of[False], bytes_of
 
@@ -128,8 +128,8 @@ def test_large_attention_weights_are_not_kept(monkeypatch: pytest.MonkeyPatch) -
     for least in (weights + 1, weights):
         monkeypatch.setattr(observe, "RECOMPUTED", least)
         each = objective("Llama 3", checkpoints=False)
-        reading = each.read(batch)
-        kept.append(kept_bytes(partial(each.compared, reading, batch), [*each.parameters(), *reading.values()]))
+        reading = each.run_teacher(batch)
+        kept.append(kept_bytes(partial(each.compared, reading, batch), [*each.parameters(), *tensors_of(reading)]))
     layers = len(decoder_of(each.lookahead.model).layers)
     assert kept[0] - kept[1] >= layers * weights, kept
 
@@ -141,9 +141,9 @@ def test_the_peak_of_a_long_prompt_falls() -> None:
     plain, recomputed = (
         plan_step(config, torch.float32, shape, 0.5, 2000, 50, checkpoints=checkpoints) for checkpoints in (False, True)
     )
-    above = [plan.second - plan.reading for plan in (plain, recomputed)]
+    above = [plan.second - plan.outputs for plan in (plain, recomputed)]
     assert above[1] < 0.6 * above[0], above
-    assert recomputed.reading == plain.reading
+    assert recomputed.outputs == plain.reading
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -166,7 +166,7 @@ def test_a_training_ends_as_one_without_and_may_change_to_it_when_resumed(tmp_pa
     ended = []
     for checkpoints in (False, True):
         each = new_objective()
-        each.recomputes = checkpoints
+        each.checkpoints = checkpoints
         train(each, settings(steps=4, gradient_checkpointing=checkpoints), tmp_path / str(checkpoints), samples())
         ended.append(tensors(each))
     assert same(*ended)

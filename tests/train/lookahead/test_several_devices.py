@@ -8,16 +8,15 @@ import pytest
 import torch
 
 from keepsight.models.lookahead import Lookahead
-from keepsight.train.ablation import SideBySide
+from keepsight.train import cuts, fidelity
 from keepsight.train.dataset import Batch, hold_out
 from keepsight.train.importance import ImportanceObjective
-from keepsight.train.lookahead import objective as objective_module
 from keepsight.train.trainer import ModuleTrainer
 from tests.close import assert_close
 from tests.devices import FIRST, HOST, SECOND, in_halves, several_devices
 from tests.families import fresh_model
 from tests.tiny import tiny_model
-from tests.train.runs import SHAPE, Disturbed, collated, crash, same, samples, settings, tensors, train
+from tests.train.runs import SHAPE, Disturbed, collated, crash, same, samples, settings, side_by_side, tensors, train
 
 LONG = [replace(each, prompt_ids=each.prompt_ids * 2) for each in samples()]
 """With far entries."""
@@ -72,7 +71,7 @@ def test_a_training_is_resumed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["Llama 3", "Gemma 2", "GPT-OSS"])
 def test_gradients_of_cells_side_by_side(family: str) -> None:
     def gradients(model: Any, batch: Batch) -> list[torch.Tensor]:
-        cells = SideBySide([learning(model), learning(model)])
+        cells = side_by_side([learning(model), learning(model)])
         cells.loss(batch).backward()
         return [each.grad.cpu() for each in cells.parameters() if each.grad is not None]
 
@@ -86,6 +85,7 @@ def test_gradients_of_cells_side_by_side(family: str) -> None:
 
 def test_what_stays_on_another_device_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the tests above could not fail."""
-    monkeypatch.setattr(objective_module, "on_each", lambda tensor: lambda device: tensor)
+    for module in (cuts, fidelity):
+        monkeypatch.setattr(module, "on_each", lambda tensor: lambda device: tensor)
     with several_devices(), pytest.raises(RuntimeError, match="tensors on cpu:0, cpu:1"):
         learning(in_halves(tiny_model())).loss(padded(FIRST))

@@ -15,9 +15,8 @@ from transformers import TrainerCallback, TrainingArguments
 
 from keepsight.data_gen.shards import TrainingSample
 from keepsight.errors import UserError
-from keepsight.train import module_trainer
+from keepsight.train import trainer as module
 from keepsight.train.dataset import GroupedByLength, hold_out
-from keepsight.train.fidelity import measure_lookahead
 from keepsight.train.importance import ImportanceObjective
 from keepsight.train.trainer import ModuleTrainer, TrainingRun
 from tests.close import assert_close
@@ -32,6 +31,7 @@ from tests.train.runs import (
     spoil,
     train,
 )
+from tests.train.runs import measured as fidelity_of
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -39,9 +39,9 @@ def test_it_learns_a_few_samples_and_moves_every_trainable_tensor_and_no_other(f
     few, learning = samples(6), objective(family)
     before = {name: value.detach().clone() for name, value in learning.named_parameters()}
     batch = hold_out(few, 2)[0]
-    start = measure_lookahead(learning, [collated(batch)], budget=6)
+    start = fidelity_of(learning, [collated(batch)], budget=6)
     trainer, _ = train(learning, settings(steps=40, batch_size=4, measure_every=40, save_every=40), tmp_path, few)
-    end = measure_lookahead(learning, [collated(batch)], budget=6)
+    end = fidelity_of(learning, [collated(batch)], budget=6)
     assert sum(end.kl) < 0.75 * sum(start.kl)
     assert sum(end.recall) > sum(start.recall)
     logged = [row["loss"] for row in trainer.state.log_history if "loss" in row]
@@ -202,9 +202,9 @@ def test_tf32_is_asked_of_the_devices_that_have_it(tmp_path, monkeypatch):
     assert asked == [True, False]
 
 
-def test_readings_are_not_kept_where_the_target_is_divided(tmp_path, monkeypatch):
+def test_readings_are_not_kept_where_the_model_is_divided(tmp_path, monkeypatch):
     """One process would read the target where another does not, and wait for it forever."""
-    monkeypatch.setattr(module_trainer, "model_is_divided", lambda accelerator, objective: True)
+    monkeypatch.setattr(module, "model_is_divided", lambda accelerator, objective: True)
     with pytest.raises(UserError, match=r"train.replays=2: with ZeRO-3 .*zero2"):
         ModuleTrainer(objective(), settings(replays=2), TrainingRun(tmp_path, samples()))
     ModuleTrainer(objective(), settings(), TrainingRun(tmp_path, samples()))

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from keepsight.train.dataset import SampleDataset, collate
-from keepsight.train.retrieval_head import MEASURES, RetrievalObjective, at_budget, measure_retrieval_head
+from keepsight.train.retrieval_head import MEASURES, at_budget, measure_retrieval_head
 from tests.models.retrieval_heads import tiny_retrieval_head
 from tests.tiny import tiny_model
+from tests.train.retrieval_head.heads import objective_of
 from tests.train.runs import samples
 
 
@@ -67,20 +68,19 @@ def test_samples_within_the_budget_do_not_count():
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_batches_measure_what_single_samples_do(size):
-    objective = RetrievalObjective(tiny_retrieval_head(), tiny_model(), 6).train()
+    objective = objective_of(tiny_retrieval_head(), tiny_model(), 6).train()
     rows = SampleDataset(samples(6))
     batches = [collate([rows[place] for place in range(start, start + size)]) for start in range(0, 6, size)]
-    measured = measure_retrieval_head(objective, batches, [4, 30, 500])
-    metrics = measured.metrics()
+    metrics = measure_retrieval_head(objective, batches, [4, 30, 500])
     assert (metrics["eval_samples_4"], metrics["eval_samples_30"]) == (6, 1)
     assert "eval_hit_500" not in metrics
-    single = measure_retrieval_head(objective, [collate([rows[place]]) for place in range(6)], [4, 30, 500]).metrics()
+    single = measure_retrieval_head(objective, [collate([rows[place]]) for place in range(6)], [4, 30, 500])
     assert metrics == pytest.approx(single, rel=1e-4)
     assert objective.training and objective.head.training
 
 
 def test_scores_that_are_no_numbers_are_refused():
-    objective = RetrievalObjective(tiny_retrieval_head(), tiny_model(), 6)
+    objective = objective_of(tiny_retrieval_head(), tiny_model(), 6)
     with torch.no_grad():
         objective.head.q_proj.weight[0, 0] = torch.nan
     with pytest.raises(FloatingPointError, match="scores of held-out samples are not finite"):

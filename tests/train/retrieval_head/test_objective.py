@@ -6,21 +6,20 @@ import pytest
 import torch
 
 from keepsight.models.retrieval_head import RetrievalHead
+from keepsight.train import retrieval_head as module
 from keepsight.train.dataset import Batch, SampleDataset, collate
 from keepsight.train.replay import ReplayBuffer
 from keepsight.train.retrieval_head import (
-    RetrievalObjective,
     divergence,
-    head_scores,
     left_padded,
     run_teacher,
     soften,
 )
-from keepsight.train.retrieval_head import reading as reading_module
 from keepsight.train.settings import ReplaySettings
 from tests.close import assert_close
 from tests.models.retrieval_heads import LAYERS, grouped_retrieval_head, target_for, tiny_deepseek, tiny_retrieval_head
 from tests.tiny import tiny_model
+from tests.train.retrieval_head.heads import objective_of, scores_of
 from tests.train.runs import samples
 
 
@@ -68,24 +67,26 @@ def test_importance_is_that_of_dense_attention(name, queries):
     read = run_teacher(
         MODELS[name](), tiny_retrieval_head("none", kv_heads=kv_heads), left_padded(Batch(**values)), queries
     )
-    rows, length = read.importance.shape[2:]
-    assert rows == min(queries, length) and read.features is None
+    (importance,) = read.importance
+    rows, length = importance.shape[2:]
+    assert rows == min(queries, length) and not read.features
     for row, tokens in enumerate(ids):
         expected = slow_importance(MODELS[name](), tokens, kv_heads)
         shown = min(rows, len(tokens))
-        measured = read.importance[row, :, -shown:, length - len(tokens) :]
+        measured = importance[row, :, -shown:, length - len(tokens) :]
         assert_close(measured, expected[:, -shown:])
-        assert (read.importance[row, :, -shown:, : length - len(tokens)] == 0).all()
+        assert (importance[row, :, -shown:, : length - len(tokens)] == 0).all()
 
 
 def test_importance_of_groups_is_that_of_their_layers():
     values, ids = batch_of()
     read = run_teacher(tiny_model(), grouped_retrieval_head(2, "none"), left_padded(Batch(**values)), 40)
-    length = read.importance.shape[3]
+    (importance,) = read.importance
+    length = importance.shape[3]
     for row, tokens in enumerate(ids):
         expected = torch.cat([slow_importance(tiny_model(), tokens, 2, layers) for layers in (slice(2), slice(2, 3))])
         shown = min(40, len(tokens))
-        assert_close(read.importance[row, :, -shown:, length - len(tokens) :], expected[:, -shown:])
+        assert_close(importance[row, :, -shown:, length - len(tokens) :], expected[:, -shown:])
 
 
 def test_the_loss_of_groups_is_the_mean_of_heads_alone():
@@ -94,14 +95,14 @@ def test_the_loss_of_groups_is_the_mean_of_heads_alone():
     values, _ = batch_of(1)
     batch = left_padded(Batch(**values))
     read = run_teacher(model, head, batch, 6)
-    scores = head_scores(head, batch, read)
+    scores = scores_of(head, model, batch, read)
     for group in range(3):
         alone = tiny_retrieval_head()
         for name in ("q_proj", "k_proj"):
             own = getattr(head, name).weight.chunk(3)[group]
             getattr(alone, name).weight.data.copy_(own)
-        of_group = replace(read, importance=read.importance[:, 2 * group : 2 * group + 2])
-        assert_close(scores[:, 2 * group : 2 * group + 2], head_scores(alone, batch, of_group))
+        of_group = replace(read, importance=[read.importance[0][:, 2 * group : 2 * group + 2]])
+        assert_close(scores[:, 2 * group : 2 * group + 2], scores_of(alone, model, batch, of_group))
 
 
 def test_a_batch_is_joined_without_holes():
@@ -150,9 +151,9 @@ def test_scores_and_loss_are_those_of_loops(kv_heads, features):
     with torch.no_grad():
         head.q_proj.weight.mul_(0.3)  # weights far from one-hot
     values, ids = batch_of()
-    objective = RetrievalObjective(head, model, 6)
+    objective = objective_of(head, model, 6)
     batch = left_padded(Batch(**values))
-    scores = head_scores(head, batch, run_teacher(model, head, batch, 6))
+    scores = scores_of(head, model, batch, run_teacher(model, head, batch, 6))
     losses = []
     for row, tokens in enumerate(ids):
         expected = slow_scores(head, target_for(kv_heads), tokens)[:, -6:]
@@ -195,45 +196,45 @@ def test_softening_is_a_power_of_the_weights(temperature):
     values, _ = batch_of()
     batch = left_padded(Batch(**values))
     read = run_teacher(model, head, batch, 6)
-    expected = divergence(*soften(read.importance, head_scores(head, batch, read), temperature), batch.real(6))
-    assert RetrievalObjective(head, model, 6, temperature)(**values)["loss"] == expected
+    expected = divergence(*soften(read.importance[0], scores_of(head, model, batch, read), temperature), batch.real(6))
+    assert objective_of(head, model, 6, temperature)(**values)["loss"] == expected
     assert expected.isfinite()
 
 
 def test_a_share_of_the_loss_is_of_the_answers_and_of_far_entries(monkeypatch):
-    monkeypatch.setattr(reading_module, "SINKS", 2)
-    monkeypatch.setattr(reading_module, "RECENT", 3)
+    monkeypatch.setattr(module, "SINKS", 2)
+    monkeypatch.setattr(module, "RECENT", 3)
     model, head = tiny_model(), tiny_retrieval_head()
     values, ids = batch_of()
     texts = left_padded(Batch(**values))
     read = run_teacher(model, head, texts, 30)
-    scores = head_scores(head, texts, read).detach()
+    scores = scores_of(head, model, texts, read).detach()
     rows, length = scores.shape[2:]
     near, far = [], []
     for row, sample in enumerate(samples(3)):
         start, answer = length - len(ids[row]), len(sample.answer_ids)
         for kv_head in range(2):
             for query in range(length - min(answer, rows), length):
-                p, q = (each[row, kv_head, query - length + rows] for each in (read.importance, scores.exp()))
+                p, q = (each[row, kv_head, query - length + rows] for each in (read.importance[0], scores.exp()))
                 near.append((p[start : query + 1] * (p / q)[start : query + 1].log()).sum())
                 p, q = (each[start + 2 : query - 3 + 1] / each[start + 2 : query - 3 + 1].sum() for each in (p, q))
                 far.append((p * (p / q).log()).sum())
     answers = (torch.stack(near).mean() + torch.stack(far).mean()) / 2
-    whole = RetrievalObjective(head, model, 30, 2.0)(**values)["loss"]
-    mixed = RetrievalObjective(head, model, 30, 2.0, 0.6)(**values)["loss"]
+    whole = objective_of(head, model, 30, 2.0)(**values)["loss"]
+    mixed = objective_of(head, model, 30, 2.0, 0.6)(**values)["loss"]
     assert_close(mixed, 0.4 * whole + 0.6 * answers)
 
 
 def test_texts_without_far_entries_have_a_loss():
     values, _ = batch_of()
-    assert RetrievalObjective(tiny_retrieval_head(), tiny_model(), 6, answers=1.0)(**values)["loss"].isfinite()
+    assert objective_of(tiny_retrieval_head(), tiny_model(), 6, answers=1.0)(**values)["loss"].isfinite()
 
 
 @pytest.mark.parametrize("features", ["previous-step", "none"])
 def test_readings_that_are_kept_give_nearly_the_same_loss_and_gradients(features):
     values, losses, gradients = batch_of()[0], [], []
     for buffer in (None, ReplayBuffer(ReplaySettings())):
-        objective = RetrievalObjective(tiny_retrieval_head(features), tiny_model(), 8, 2.0, 0.5)
+        objective = objective_of(tiny_retrieval_head(features), tiny_model(), 8, 2.0, 0.5)
         objective.buffer = buffer
         objective(**values | {"indices": [0, 1, 2], "last": False})["loss"]
         losses.append(objective(**values | {"indices": [0, 1, 2]})["loss"])
@@ -246,7 +247,7 @@ def test_readings_that_are_kept_give_nearly_the_same_loss_and_gradients(features
 @pytest.mark.parametrize("features", ["previous-step", "none"])
 def test_gradients_reach_every_weight_of_the_head_and_none_of_the_target(features):
     model, head = tiny_model(), tiny_retrieval_head(features)
-    objective = RetrievalObjective(head, model, 8).train()
+    objective = objective_of(head, model, 8).train()
     objective(**batch_of()[0])["loss"].backward()
     assert all(parameter.grad is not None and parameter.grad.any() for parameter in head.parameters())
     assert all(parameter.grad is None and not parameter.requires_grad for parameter in model.parameters())
@@ -258,7 +259,7 @@ def test_distillation_lowers_the_loss(name):
     torch.manual_seed(0)
     model = MODELS[name]()
     head = RetrievalHead.untrained(model, "none", 64)
-    objective = RetrievalObjective(head, model, 8)
+    objective = objective_of(head, model, 8)
     optimiser = torch.optim.Adam(head.parameters(), lr=1e-2)
     values, losses = batch_of()[0], []
     for _ in range(60):
@@ -273,6 +274,7 @@ def test_distillation_lowers_the_loss(name):
 def test_a_long_context_does_not_change_scores_within_the_trained_length():
     head = tiny_retrieval_head("none")
     batch = left_padded(Batch(**batch_of()[0]))
-    read = run_teacher(tiny_model(), head, batch, 5)
-    assert torch.equal(head_scores(head, batch, read), head_scores(head.extended(64), batch, read))
-    assert not torch.equal(head_scores(head, batch, read), head_scores(head.extended(640), batch, read))
+    model = tiny_model()
+    read = run_teacher(model, head, batch, 5)
+    assert torch.equal(scores_of(head, model, batch, read), scores_of(head.extended(64), model, batch, read))
+    assert not torch.equal(scores_of(head, model, batch, read), scores_of(head.extended(640), model, batch, read))

@@ -20,6 +20,7 @@ from keepsight.train.retrieval_head import RetrievalObjective
 from keepsight.train.settings import RetrievalHeadSettings
 from tests.models.retrieval_heads import LAYERS, provenance_of, tiny_draft_head
 from tests.tiny import save_tiny_target
+from tests.train.retrieval_head.heads import objective_of
 from tests.train.runs import numbered, press_ctrl_c, samples, settings, write_data
 
 
@@ -120,7 +121,7 @@ def test_a_retrieval_head_is_distilled_further_in_groups(place, trained, tmp_pat
         ({"features": "none"}, "head=.*retrieval: it was distilled with features previous-step; give retrieval_head"),
         ({"groups": 4}, r"^retrieval_head\.groups=4: the model has 3 layers with full attention"),
         ({"groups": 10**8}, r"^retrieval_head\.groups=100000000: the model has 3 layers"),
-        ({"groups": 0}, "retrieval_head.groups=0 must be at least 1"),
+        ({"groups": 0}, "retrieval_head.groups=0 must be greater than or equal to 1"),
     ],
 )
 def test_a_head_that_does_not_fit_the_settings_is_refused(place, trained, tmp_path, changes, message):
@@ -148,7 +149,7 @@ def test_half_a_retrieval_head_is_not_taken_for_a_draft_head(place, trained, tmp
 
 def test_the_first_measurement_is_of_the_pruned_draft_head(place, trained):
     target = load_target(str(place / "target"), device="cpu")
-    objective = RetrievalObjective(
+    objective = objective_of(
         RetrievalHead.from_draft(tiny_draft_head(vocab_size=512), "previous-step"), target.model, 8
     )
     rows = numbered(samples())
@@ -207,11 +208,11 @@ def test_other_settings_do_not_go_on(place, trained, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"features": "all"}, "features='all' is unknown; choose one of previous-step, none"),
-        ({"queries": 0}, "retrieval_head.queries=0 must be at least 1"),
-        ({"temperature": 0.0}, r"retrieval_head\.temperature=0\.0 must be above 0"),
-        ({"answers": 1.5}, r"retrieval_head\.answers=1\.5 must be between 0 and 1"),
-        ({"max_tokens": 1}, "retrieval_head.max_tokens=1 must be at least 2"),
+        ({"features": "all"}, "features=all is unknown; choose one of previous-step, none"),
+        ({"queries": 0}, "retrieval_head.queries=0 must be greater than or equal to 1"),
+        ({"temperature": 0.0}, r"retrieval_head\.temperature=0\.0 must be greater than 0"),
+        ({"answers": 1.5}, r"retrieval_head\.answers=1\.5 must be less than or equal to 1"),
+        ({"max_tokens": 1}, "retrieval_head.max_tokens=1 must be greater than or equal to 2"),
     ],
 )
 def test_settings_out_of_range_are_named(place, tmp_path, changes, message):

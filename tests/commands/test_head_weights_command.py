@@ -1,4 +1,4 @@
-"""`keepsight train_head_weights` as a user types it: an adapter with weights of heads, and what bad input gets."""
+"""`keepsight finetune` with the module frozen: an adapter with weights of heads, and weights that are damaged."""
 
 from pathlib import Path
 
@@ -19,8 +19,9 @@ from tests.train.runs import write_data
 TARGET = ["model.id=tiny", "model.dtype=float32", "data=data"]
 STEPS = [f"{{key}}.{each}" for each in ("steps=2", "held_out=2", "report_to=[]")]
 SHARED = ["lookahead.floor=0.25", "lookahead.sharing=model", "lookahead.tokens=4", "lookahead.rank=2"]
-GIVEN = ["train_head_weights", *TARGET, "adapter=adapter", "out=weighted", "head_weights.budgets=[6,9]"]
-LEARN = [each.format(key="head_weights.train") for each in [*STEPS, "{key}.learning_rate=0.5"]]
+FROZEN = ["finetune.freeze_module=true", "finetune.head_weights_rate=0.5"]
+GIVEN = ["finetune", *TARGET, "adapter=adapter", "out=weighted", "finetune.budgets=[6,9]", *FROZEN]
+LEARN = [each.format(key="finetune.train") for each in STEPS]
 
 
 @pytest.fixture
@@ -67,21 +68,7 @@ def test_a_finished_training_is_not_done_again_and_another_is_refused(keepsight:
     first = Path("weighted", CONFIG).read_bytes()
     keepsight(*GIVEN, *LEARN)
     assert Path("weighted", CONFIG).read_bytes() == first
-    assert "head_weights.temperature" in keepsight.fails(*GIVEN, *LEARN, "head_weights.temperature=1")
-
-
-def test_bad_input_is_one_line(keepsight: CommandLine, adapter: Path) -> None:
-    assert "adapter= is required" in keepsight.fails(*GIVEN, "adapter=null")
-    assert "'title' is no key of this command" in keepsight.fails(*GIVEN, "title=Mine")
-    assert "the longest prompt has 31 tokens" in keepsight.fails(*GIVEN, "head_weights.budgets=[64]")
-    assert "must hold numbers" in keepsight.fails(*GIVEN, f"head_weights.budgets=[{10**10}]")
-    assert "head_weights.budgets=[] must hold numbers" in keepsight.fails(*GIVEN, "head_weights.budgets=[]")
-    assert "head_weights.temperature=0.0 must be above 0" in keepsight.fails(*GIVEN, "head_weights.temperature=0")
-    config = read_json(adapter / CONFIG)
-    write_json(adapter / CONFIG, config | {"settings": config["settings"] | {"sharing": "layer"}})
-    said = keepsight.fails(*GIVEN)
-    assert "do not share one budget" in said and "lookahead.sharing=model" in said
-    assert not Path("weighted").exists() or not any(Path("weighted").iterdir())
+    assert "finetune.temperature" in keepsight.fails(*GIVEN, *LEARN, "finetune.temperature=1")
 
 
 @pytest.mark.parametrize(
