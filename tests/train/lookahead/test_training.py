@@ -194,7 +194,7 @@ def test_tf32_is_asked_of_the_devices_that_have_it(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"train.tf32=true needs an Nvidia GPU of the generation Ampere"):
         ModuleTrainer(objective(), settings(tf32=True), TrainingRun(tmp_path, samples()))
     asked: list[bool] = []
-    monkeypatch.setattr("keepsight.train.arguments.is_torch_tf32_available", lambda: True)
+    monkeypatch.setattr("keepsight.train.trainer.is_torch_tf32_available", lambda: True)
     monkeypatch.setattr("transformers.training_args.is_torch_tf32_available", lambda: True)
     monkeypatch.setattr("transformers.training_args.enable_tf32", asked.append)
     for given in (None, True, False):
