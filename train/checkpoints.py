@@ -10,9 +10,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
+from accelerate.utils import reduce
 from safetensors import SafetensorError
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer import TRAINER_STATE_NAME
 from typing_extensions import override
 
 from keepsight.errors import UserError, require_same
@@ -49,8 +50,13 @@ def sealing(checkpoint: Path, kept: int) -> Iterator[None]:
     try:
         shutil.rmtree(checkpoint, ignore_errors=True)  # what a kill has left
         yield
-        _seal(checkpoint)
-        _delete_all_but_newest(checkpoint.parent, kept)
+        paths = [path for path in sorted(checkpoint.rglob("*")) if path.is_file()]
+        sync(*paths, *{path.parent for path in paths})
+        write_json(checkpoint / SEAL, {path.relative_to(checkpoint).as_posix(): file_digest(path) for path in paths})
+        newest = [*checkpoints(checkpoint.parent).values()][-kept:]
+        for other in checkpoint.parent.glob("checkpoint-*"):
+            if _NAME.match(other.name) and other not in newest:
+                shutil.rmtree(other, ignore_errors=True)
     except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have errors of their own
         shutil.rmtree(checkpoint, ignore_errors=True)
         said = " ".join(str(error).split())[:200]
@@ -58,19 +64,6 @@ def sealing(checkpoint: Path, kept: int) -> Iterator[None]:
             f"{checkpoint}: the checkpoint cannot be written ({said}); once that is mended, the same command goes on "
             "from the checkpoint before"
         ) from error
-
-
-def _seal(checkpoint: Path) -> None:
-    paths = [path for path in sorted(checkpoint.rglob("*")) if path.is_file()]
-    sync(*paths, *{path.parent for path in paths})
-    write_json(checkpoint / SEAL, {path.relative_to(checkpoint).as_posix(): file_digest(path) for path in paths})
-
-
-def _delete_all_but_newest(work: Path, kept: int) -> None:
-    newest = [*checkpoints(work).values()][-kept:]
-    for other in work.glob("checkpoint-*"):
-        if _NAME.match(other.name) and other not in newest:
-            shutil.rmtree(other, ignore_errors=True)
 
 
 def check_seal(checkpoint: Path) -> None:
@@ -86,11 +79,6 @@ def check_seal(checkpoint: Path) -> None:
             raise UserError(
                 f"{path}: {fault} since it was written; delete this checkpoint's folder to resume from the one before"
             )
-
-
-def state_of(checkpoint: Path) -> TrainerState:
-    """The Trainer's state when it wrote a checkpoint."""
-    return TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
 
 
 def check_same_settings(work: Path, settings: dict[str, Any]) -> None:
@@ -112,26 +100,35 @@ def check_same_settings(work: Path, settings: dict[str, Any]) -> None:
 
 
 class StopOnInterrupt(TrainerCallback):
-    """The first Ctrl-C finishes the step, saves a checkpoint and ends the training; a second one ends it at once."""
+    """The first Ctrl-C finishes the step, saves a checkpoint and ends the training; a second one ends it at once.
+
+    The first SIGTERM, by which Slurm announces the end of a job, does what Ctrl-C does; further ones are ignored, as a
+    launcher passes on those that Slurm sends to every process anyway. All processes stop after the same step.
+    """
 
     def __init__(self) -> None:
         self.interrupted = False
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Catch Ctrl-C within the block; without effect outside the main thread, which alone receives signals."""
+        """Catch signals within the block; without effect outside the main thread, which alone receives them."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = signal.signal(signal.SIGINT, self._interrupt)
+        before = signal.signal(signal.SIGINT, self._interrupt), signal.signal(signal.SIGTERM, self._terminate)
         try:
             yield
         finally:
-            signal.signal(signal.SIGINT, before)
+            signal.signal(signal.SIGINT, before[0])
+            signal.signal(signal.SIGTERM, before[1])
 
     @override
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        if self.interrupted:
+        stops = self.interrupted or control.should_training_stop
+        if args.world_size > 1:
+            summed: Any = reduce(torch.tensor(float(stops), device=args.device))
+            stops = bool(summed.item())
+        if stops:
             control.should_save = control.should_training_stop = True
         if control.should_save:  # the mean since the last logged loss is in no checkpoint
             control.should_log = True
@@ -140,3 +137,7 @@ class StopOnInterrupt(TrainerCallback):
         if self.interrupted:
             raise KeyboardInterrupt
         self.interrupted = True
+
+    def _terminate(self, number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        self._interrupt(number, frame)

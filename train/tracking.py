@@ -81,12 +81,7 @@ class Throughput(TrainerCallback):
 
     @override
     def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **_: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **_: Any
     ) -> None:
         if logs is not None and "loss" in logs and self._seconds:
             own = [float(self._tokens), self._flops, self._seconds, float(peak_memory())]

@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainingArguments
-from transformers.trainer import SCHEDULER_NAME
+from transformers import Trainer, TrainerState, TrainingArguments
+from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.utils import is_torch_tf32_available
 from typing_extensions import override
 
@@ -32,7 +32,6 @@ from keepsight.train.checkpoints import (
     check_seal,
     last_checkpoint,
     sealing,
-    state_of,
 )
 from keepsight.train.dataset import (
     Batch,
@@ -45,12 +44,10 @@ from keepsight.train.dataset import (
     samples_digest,
 )
 from keepsight.train.distributed import (
-    StopAllProcesses,
     gather_weights,
     gathered,
     leave_to_fsdp,
     model_is_divided,
-    sigterm_as_interrupt,
 )
 from keepsight.train.objective import Objective, ReplayedObjective
 from keepsight.train.replay import ReplayBuffer, ReplaySampler
@@ -115,19 +112,19 @@ class ModuleTrainer(Trainer, Generic[ObjectiveT]):
     """Trains a module, saves it alone, measures it on held-out samples, and stops at a loss that is NaN or infinite.
 
     Args:
-        objective: The module in training and its base model.
-        settings: Optimisation.
+        objective: The module in training and its base model; kept as an attribute.
+        settings: Optimisation; kept as an attribute.
         run: Where it is trained, and on what.
 
     Attributes:
-        objective: The same.
-        settings: The same.
         work: Folder for checkpoints and measurements.
         metrics: Numbers of the latest measurement, by name.
 
     Raises:
         UserError: a setting is out of range or does not fit the launcher, or there are too few samples.
     """
+
+    objective: ObjectiveT
 
     def __init__(self, objective: ObjectiveT, settings: TrainSettings, run: TrainingRun) -> None:
         key = objective.settings_key
@@ -209,11 +206,10 @@ class ModuleTrainer(Trainer, Generic[ObjectiveT]):
         """
         stopper = StopOnInterrupt()
         self.add_callback(stopper)
-        self.add_callback(StopAllProcesses())
         with one_writer(self.work) if self.is_world_process_zero() else nullcontext():
             if self.is_world_process_zero():
                 check_same_settings(self.work, self._decisive)
-            with stopper.watching(), sigterm_as_interrupt(), self._replaying():
+            with stopper.watching(), self._replaying():
                 self._resume(last_checkpoint(self.work))
         gather_weights(self.objective)
         return self.state.global_step >= self.state.max_steps
@@ -224,7 +220,8 @@ class ModuleTrainer(Trainer, Generic[ObjectiveT]):
         if self._replay is None or not isinstance(self.objective, ReplayedObjective):
             yield
             return
-        with ReplayBuffer(self._replay, self.args.process_index) as self.objective.buffer:
+        with ReplayBuffer(self._replay, self.args.process_index) as buffer:
+            self.objective.buffer = buffer
             yield
         self.objective.buffer = None
 
@@ -243,7 +240,7 @@ class ModuleTrainer(Trainer, Generic[ObjectiveT]):
             self.train()
             return
         print(f"resuming from {checkpoint}")
-        state = state_of(checkpoint)
+        state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
         if state.global_step < state.max_steps:
             self.train(resume_from_checkpoint=str(checkpoint))
         else:  # the Trainer would take one more step

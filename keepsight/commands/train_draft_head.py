@@ -20,8 +20,15 @@ from keepsight.data_gen.shards import TrainingSample
 from keepsight.errors import UserError
 from keepsight.models.draft_head import WEIGHTS, DraftHead
 from keepsight.models.targets import Target
-from keepsight.train.draft_head import DraftHeadObjective, frequent_tokens, new_draft_head
-from keepsight.train.draft_teacher import RunModel, StoredStates, Teacher, write_states
+from keepsight.train.draft_head import (
+    DraftHeadObjective,
+    RunModel,
+    StoredStates,
+    Teacher,
+    frequent_tokens,
+    new_draft_head,
+    write_states,
+)
 from keepsight.train.plots import draft_head_figure
 from keepsight.train.trainer import ModuleTrainer
 

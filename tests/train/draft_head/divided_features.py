@@ -5,8 +5,8 @@ import sys
 from torch import Tensor
 
 from keepsight.commands.cli import main
-from keepsight.train import draft_teacher
-from keepsight.train.draft_teacher import HiddenStates, RunModel
+from keepsight.train import draft_head as module
+from keepsight.train.draft_head import HiddenStates, RunModel
 
 if __name__ == "__main__":
     read, texts = RunModel.__call__, list[int]()
@@ -16,7 +16,7 @@ if __name__ == "__main__":
         return read(self, ids)
 
     RunModel.__call__ = counted  # type: ignore[method-assign]
-    draft_teacher._SHARD = 4
+    module._SHARD = 4
     status = main(["train_draft_head", *sys.argv[1:]])
     print(f"texts read: {len(texts)}", flush=True)
     sys.exit(status)

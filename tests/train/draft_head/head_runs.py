@@ -7,8 +7,7 @@ import torch
 
 from keepsight.data_gen.shards import TrainingSample
 from keepsight.models.draft_head import DraftHead
-from keepsight.train.draft_head import DraftHeadObjective, frequent_tokens, new_draft_head
-from keepsight.train.draft_teacher import RunModel
+from keepsight.train.draft_head import DraftHeadObjective, RunModel, frequent_tokens, new_draft_head
 from keepsight.train.settings import DraftHeadSettings
 from keepsight.train.trainer import ModuleTrainer, TrainingRun
 from tests.tiny import tiny_model

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from keepsight.train.draft_teacher import RunModel, next_tokens
+from keepsight.train.draft_head import RunModel, next_tokens
 from tests.close import assert_close
 from tests.families import FAMILIES, fresh_model
 from tests.tiny import prompt_ids

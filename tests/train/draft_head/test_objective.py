@@ -10,8 +10,7 @@ from keepsight.data_gen.shards import TrainingSample
 from keepsight.errors import UserError
 from keepsight.models.draft_head import DraftHead
 from keepsight.train.dataset import collate
-from keepsight.train.draft_head import DraftHeadObjective, frequent_tokens, measure_draft_head, new_draft_head
-from keepsight.train.draft_teacher import RunModel
+from keepsight.train.draft_head import DraftHeadObjective, RunModel, frequent_tokens, measure_draft_head, new_draft_head
 from tests.close import assert_close
 from tests.tiny import FAMILIES
 from tests.train.draft_head.head_runs import deep_model, head_objective, head_settings, objective_of
@@ -234,5 +233,7 @@ def test_samples_cut_before_their_answer_count_nothing():
     long, short = (head_objective(settings=head_settings(max_tokens=length)) for length in (4096, 26))
     whole = [row for row in rows if len(row["prompt_ids"]) <= 20]
     cut = measure_draft_head(short, [collate([row]) for row in rows if len(row["prompt_ids"]) > 26])
-    assert (cut.kl, cut.agreement, cut.acceptance) == ([0.0] * 4,) * 3
+    assert [cut[f"eval_{name}"] for name in ("kl_by_step", "agreement_by_step", "acceptance_by_position")] == [
+        [0.0] * 4
+    ] * 3
     assert measure_draft_head(long, [collate(whole)]) == measure_draft_head(short, [collate(whole)])

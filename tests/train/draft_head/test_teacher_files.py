@@ -11,8 +11,8 @@ from torch import Tensor
 
 from keepsight.errors import UserError
 from keepsight.files import file_digest, read_json, write_json
-from keepsight.train import draft_teacher
-from keepsight.train.draft_teacher import HiddenStates, StoredStates, write_states
+from keepsight.train import draft_head as module
+from keepsight.train.draft_head import HiddenStates, StoredStates, write_states
 
 TEXTS = [[number, number + 1] for number in range(100)]  # four files
 
@@ -30,7 +30,7 @@ def test_processes_divide_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         told.extend(own)
         return told
 
-    monkeypatch.setattr(draft_teacher, "gather_object", gathered)
+    monkeypatch.setattr(module, "gather_object", gathered)
     for index in (1, 0):
 
         def reader(ids: Tensor, index: int = index) -> HiddenStates:
@@ -40,7 +40,7 @@ def test_processes_divide_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         fake: Any = SimpleNamespace(
             num_processes=2, process_index=index, is_main_process=index == 0, wait_for_everyone=lambda: None
         )
-        monkeypatch.setattr(draft_teacher, "launched", lambda fake=fake: fake)
+        monkeypatch.setattr(module, "launched", lambda fake=fake: fake)
         write_states(tmp_path, reader, TEXTS, {"data": "d"})
     assert read_by[1] == [*range(32, 64), *range(96, 100)]
     assert read_by[0] == [*range(32), *range(64, 96)]

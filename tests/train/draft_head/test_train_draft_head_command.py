@@ -14,8 +14,8 @@ from keepsight.commands.config import ModelConfig
 from keepsight.errors import UserError
 from keepsight.models.draft_head import DraftHead, EagleHead
 from keepsight.models.targets import load_target
-from keepsight.train import draft_teacher
-from keepsight.train.draft_teacher import RunModel
+from keepsight.train import draft_head as module
+from keepsight.train.draft_head import RunModel
 from tests.launch import ROOT, launch
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.train.draft_head.head_runs import head_settings
@@ -101,7 +101,7 @@ def test_teacher_files_train_the_same_head_without_running_the_target(place, tra
 
 
 def test_teacher_files_are_made_on_where_a_killed_run_stopped(place, trained, tmp_path, monkeypatch):
-    monkeypatch.setattr(draft_teacher, "_SHARD", 4)
+    monkeypatch.setattr(module, "_SHARD", 4)
     command.run(config(place, tmp_path / "first", features=str(tmp_path / "features")))
     shards = sorted((tmp_path / "features").glob("readings-*"))
     assert [path.name for path in shards] == [f"readings-0000{number}.safetensors" for number in range(4)]

@@ -14,9 +14,8 @@ from keepsight.errors import UserError
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.runtime import observe
 from keepsight.train.ablation import SideBySide
-from keepsight.train.cuts import Cuts, spread
 from keepsight.train.dataset import Batch, SampleDataset, collate
-from keepsight.train.importance import ImportanceObjective
+from keepsight.train.importance import Cuts, ImportanceObjective, spread
 from keepsight.train.replay import ReplayBuffer
 from keepsight.train.settings import ReplaySettings
 from keepsight.train.trainer import ModuleTrainer, TrainingRun

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from keepsight.models.lookahead import Lookahead
-from keepsight.train import cuts, fidelity
+from keepsight.train import fidelity, importance
 from keepsight.train.dataset import Batch, hold_out
 from keepsight.train.importance import ImportanceObjective
 from keepsight.train.trainer import ModuleTrainer
@@ -85,7 +85,7 @@ def test_gradients_of_cells_side_by_side(family: str) -> None:
 
 def test_what_stays_on_another_device_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the tests above could not fail."""
-    for module in (cuts, fidelity):
+    for module in (importance, fidelity):
         monkeypatch.setattr(module, "on_each", lambda tensor: lambda device: tensor)
     with several_devices(), pytest.raises(RuntimeError, match="tensors on cpu:0, cpu:1"):
         learning(in_halves(tiny_model())).loss(padded(FIRST))
