@@ -124,9 +124,9 @@ class StopOnInterrupt(TrainerCallback):
 
     @override
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        stops = self.interrupted or control.should_training_stop
+        stops = self.interrupted
         if args.world_size > 1:
-            summed: Any = reduce(torch.tensor(float(stops), device=args.device))
+            summed: Any = reduce(torch.tensor(float(stops or control.should_training_stop), device=args.device))
             stops = bool(summed.item())
         if stops:
             control.should_save = control.should_training_stop = True

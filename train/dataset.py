@@ -74,13 +74,7 @@ def _lengths(ids: Tensor, mask: Tensor | None) -> list[int]:
 
 
 class Use(NamedTuple):
-    """One of several uses of a sample in training.
-
-    Attributes:
-        place: The sample's place in the data set.
-        turn: How many times it has been used before.
-        last: Whether this is its last use.
-    """
+    """One of several uses of the sample at a place of the data set; `turn` and `last` as in `Batch`."""
 
     place: int
     turn: int

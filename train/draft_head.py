@@ -196,7 +196,7 @@ def _name(start: int) -> str:
 
 
 def _tensors(teacher: Teacher, texts: Sequence[list[int]]) -> dict[str, Tensor]:
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
     for ids in texts:
         states = teacher(torch.tensor(ids))
         tensors |= {f"{_key(ids)}.{name}": each.cpu().contiguous() for name, each in vars(states).items()}

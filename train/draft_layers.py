@@ -57,11 +57,7 @@ class Closeness:
 
 @dataclass(frozen=True)
 class Subset(Closeness):
-    """Some of the model's layers, and how closely they follow it.
-
-    Attributes:
-        layers: Indices of the kept layers, ascending.
-    """
+    """How closely a draft of the model's `layers`, indices in ascending order, follows it."""
 
     layers: list[int]
 

@@ -10,14 +10,14 @@ prompt, and answer[c:] is its answer. The cuts of a sample are spread evenly ove
 depend on nothing else: replays and resumed trainings use the same ones.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
@@ -108,15 +108,6 @@ def spread(length: int, count: int) -> list[int]:
     return [place * length // distinct for place in range(distinct)]
 
 
-def require_cuts(model: PreTrainedModel, count: int) -> None:
-    """Raise a UserError for several cuts of a model in which a layer has a sliding window or a recurrent state."""
-    if count > 1 and (odd := sorted({*layer_kinds(model.config)} - {FULL})):
-        raise UserError(
-            f"train.cuts={count}: {model.config.model_type} has layers of {', '.join(odd)}, which forget what "
-            "precedes an earlier cut; use train.cuts=1"
-        )
-
-
 _TOKENS = "tokens"
 
 
@@ -171,7 +162,12 @@ class ImportanceObjective(ReplayedObjective):
     def __init__(self, lookahead: Lookahead, far: float = 0.0, checkpoints: bool = False, cuts: int = 1) -> None:
         super().__init__()
         require_full_attention(lookahead.model)
-        require_cuts(lookahead.model, cuts)
+        config = lookahead.model.config
+        if cuts > 1 and (odd := sorted({*layer_kinds(config)} - {FULL})):
+            raise UserError(
+                f"train.cuts={cuts}: {config.model_type} has layers of {', '.join(odd)}, which forget what precedes an "
+                "earlier cut; use train.cuts=1"
+            )
         self.lookahead, self.far, self.checkpoints, self._cuts = lookahead, far, checkpoints, cuts
         lookahead.model.requires_grad_(False)
         self._weights = weights_per_token(lookahead.model)
@@ -248,18 +244,36 @@ class ImportanceObjective(ReplayedObjective):
             _unshard_for_gradients(lookahead.model, predicted)
         return outputs.importance, predicted
 
-    def _checkpointing(self) -> AbstractContextManager[None]:
-        """Where it is asked for, gradient checkpointing of the layers with full attention within the block."""
-        if not (self.checkpoints and torch.is_grad_enabled()):
-            return nullcontext()
-        layers, places = decoder_of(self.lookahead.model).layers, full_attention_layers(self.lookahead.model.config)
-        return _checkpointed([layers[place] for place in places], self._observing)
-
     @contextmanager
-    def _observing(self) -> Iterator[None]:
-        """Within the block the model runs as it does in the second pass."""
-        with self.lookahead.active(), recording(decoder_of(self.lookahead.model)):
+    def _checkpointing(self) -> Iterator[None]:
+        """Where it is asked for, gradient checkpointing of the layers with full attention within the block.
+
+        transformers' own goes without a cache. These layers read one and do not write to it. Hooks around a layer are
+        not run again (FSDP2's gather its weights), hooks inside it are.
+        """
+        if not (self.checkpoints and torch.is_grad_enabled()):
             yield
+            return
+        decoder = decoder_of(self.lookahead.model)
+        layers = [decoder.layers[place] for place in full_attention_layers(self.lookahead.model.config)]
+
+        @contextmanager
+        def again() -> Iterator[None]:
+            with self.lookahead.active(), recording(decoder):
+                yield
+
+        before = [vars(layer).get("forward") for layer in layers]
+        try:
+            for layer in layers:
+                run_again = partial(checkpoint, layer.forward, use_reentrant=False)
+                layer.forward = partial(run_again, context_fn=lambda: (nullcontext(), again()))
+            yield
+        finally:
+            for layer, own in zip(layers, before, strict=True):
+                if own is None:
+                    vars(layer).pop("forward", None)
+                else:
+                    layer.forward = own
 
 
 def module_weights(lookahead: Lookahead) -> dict[str, Tensor]:
@@ -270,35 +284,6 @@ def module_weights(lookahead: Lookahead) -> dict[str, Tensor]:
 def load_module_weights(lookahead: Lookahead, weights: dict[str, Tensor]) -> None:
     """The inverse of `module_weights`."""
     lookahead.load_state(weights, weights.pop(_TOKENS).to(lookahead.tokens.device))
-
-
-@contextmanager
-def _checkpointed(layers: list[nn.Module], again: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """Gradient checkpointing, within the block, of layers that read a cache and do not write to it.
-
-    transformers' own goes without a cache. Hooks around a layer are not run again (FSDP2's gather its weights), hooks
-    inside it are.
-
-    Args:
-        layers: The layers.
-        again: A context in which they run again for their gradients.
-    """
-
-    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return nullcontext(), again()
-
-    before = [vars(layer).get("forward") for layer in layers]
-    try:
-        for layer in layers:
-            twice: Any = partial(checkpoint, layer.forward, use_reentrant=False, context_fn=contexts)
-            layer.forward = twice
-        yield
-    finally:
-        for layer, own in zip(layers, before, strict=True):
-            if own is None:
-                vars(layer).pop("forward", None)
-            else:
-                layer.forward = own
 
 
 def _unshard_for_gradients(model: PreTrainedModel, predicted: list[Tensor]) -> None:

@@ -144,7 +144,11 @@ class ReplayBuffer:
             outputs = run()
             self._devices = _map(lambda _, tensor: tensor.device, outputs)
             stored, spec = tree_flatten(vars(pack(outputs, self._int8)))
-        tensors = _read(stored) if isinstance(stored, Path) else stored
+        if isinstance(stored, Path):
+            read = load_file(stored)
+            tensors = [read[str(place)] for place in range(len(read))]
+        else:
+            tensors = stored
         if not batch.last:
             self._kept[key] = (stored if isinstance(stored, Path) else self._keep(tensors)), spec
         elif isinstance(stored, Path):
@@ -171,11 +175,6 @@ class ReplayBuffer:
         path = self._folder / f"{self._files}.safetensors"
         save_file({str(place): each for place, each in enumerate(tensors)}, path)
         return path
-
-
-def _read(path: Path) -> list[Tensor]:
-    stored = load_file(path)
-    return [stored[str(place)] for place in range(len(stored))]
 
 
 def _outside_heap(tensors: list[Tensor]) -> list[Tensor]:

@@ -139,13 +139,8 @@ def run_teacher(model: PreTrainedModel, head: RetrievalHead, batch: Texts, queri
     groups = {layer: head.config.group_of(place, len(layers)) for place, layer in enumerate(layers)}
     recorder = StepRecorder(rows, batch.mask, groups)
     with recording(model), RecordFeatures(model, head.layers_of(model)) as record:
-        decoder_of(model)(
-            input_ids=batch.ids,
-            attention_mask=batch.mask,
-            position_ids=batch.positions,
-            use_cache=False,
-            recorder=recorder,
-        )
+        inputs = {"input_ids": batch.ids, "attention_mask": batch.mask, "position_ids": batch.positions}
+        decoder_of(model)(**inputs, use_cache=False, recorder=recorder)
         outputs = record.outputs()
     features = [of_the_token_before(torch.cat(outputs, dim=-1), batch.mask)] if outputs else []
     return TeacherOutputs(importance=[recorder.importance()], features=features)
@@ -289,13 +284,11 @@ def measure_retrieval_head(
     """
 
     def compare(values: dict[str, Any]) -> list[tuple[float, list[dict[str, float]]]]:
-        return [
-            (
-                divergence(target[None], guess[None], real[None]).item(),
-                [at_budget(target, guess, budget) for budget in budgets],
-            )
-            for target, guess, real in _by_sample(objective, Batch(**values))
-        ]
+        found = []
+        for target, guess, real in _by_sample(objective, Batch(**values)):
+            kl = divergence(target[None], guess[None], real[None]).item()
+            found.append((kl, [at_budget(target, guess, budget) for budget in budgets]))
+        return found
 
     with objective.measuring():
         compared = [*chain.from_iterable(divided(compare, batches))]

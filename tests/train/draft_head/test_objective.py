@@ -233,7 +233,6 @@ def test_samples_cut_before_their_answer_count_nothing():
     long, short = (head_objective(settings=head_settings(max_tokens=length)) for length in (4096, 26))
     whole = [row for row in rows if len(row["prompt_ids"]) <= 20]
     cut = measure_draft_head(short, [collate([row]) for row in rows if len(row["prompt_ids"]) > 26])
-    assert [cut[f"eval_{name}"] for name in ("kl_by_step", "agreement_by_step", "acceptance_by_position")] == [
-        [0.0] * 4
-    ] * 3
+    lists = ("kl_by_step", "agreement_by_step", "acceptance_by_position")
+    assert [cut[f"eval_{name}"] for name in lists] == [[0.0] * 4] * 3
     assert measure_draft_head(long, [collate(whole)]) == measure_draft_head(short, [collate(whole)])
