@@ -20,8 +20,8 @@ from keepsight.train.retrieval_head import RetrievalObjective
 from keepsight.train.settings import RetrievalHeadSettings
 from tests.models.retrieval_heads import LAYERS, provenance_of, tiny_draft_head
 from tests.tiny import save_tiny_target
-from tests.train.retrieval_head.heads import objective_of
 from tests.train.runs import numbered, press_ctrl_c, samples, settings, write_data
+from tests.train.test_retrieval_head import objective_of
 
 
 class Disturbed(RetrievalObjective):

@@ -1,26 +1,50 @@
-"""The distillation of retrieval heads against dense attention and slow loops, on tiny random models."""
+"""The distillation of retrieval heads against dense attention and slow loops; its measures against sets."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from keepsight.errors import UserError
 from keepsight.models.retrieval_head import RetrievalHead
 from keepsight.train import retrieval_head as module
 from keepsight.train.dataset import Batch, SampleDataset, collate
-from keepsight.train.replay import ReplayBuffer
+from keepsight.train.replay import ReplayBuffer, TeacherOutputs
 from keepsight.train.retrieval_head import (
+    MEASURES,
+    RetrievalObjective,
+    Texts,
+    at_budget,
     divergence,
+    head_scores,
     left_padded,
+    measure_retrieval_head,
     run_teacher,
     soften,
 )
-from keepsight.train.settings import ReplaySettings
+from keepsight.train.settings import ReplaySettings, RetrievalHeadSettings
 from tests.close import assert_close
+from tests.families import FAMILIES, family_model, fresh_model
 from tests.models.retrieval_heads import LAYERS, grouped_retrieval_head, target_for, tiny_deepseek, tiny_retrieval_head
-from tests.tiny import tiny_model
-from tests.train.retrieval_head.heads import objective_of, scores_of
+from tests.runtime.family_methods import kv_heads_of
+from tests.runtime.slow_families import slow_pass
+from tests.tiny import prompt_ids, tiny_model
 from tests.train.runs import samples
+
+
+def objective_of(
+    head: RetrievalHead, model: Any, queries: int, temperature: float = 1.0, answers: float = 0.0
+) -> RetrievalObjective:
+    settings = RetrievalHeadSettings(queries=queries, temperature=temperature, answers=answers)
+    return RetrievalObjective(head, model, settings)
+
+
+def scores_of(head: RetrievalHead, model: Any, texts: Texts, outputs: TeacherOutputs) -> Tensor:
+    embeddings = model.get_input_embeddings()(texts.ids).detach()
+    features = outputs.features[0] if outputs.features else None
+    return head_scores(head, texts, outputs.importance[0].shape[2], embeddings, features)
 
 
 def batch_of(count=3):
@@ -278,3 +302,107 @@ def test_a_long_context_does_not_change_scores_within_the_trained_length():
     read = run_teacher(model, head, batch, 5)
     assert torch.equal(scores_of(head, model, batch, read), scores_of(head.extended(64), model, batch, read))
     assert not torch.equal(scores_of(head, model, batch, read), scores_of(head.extended(640), model, batch, read))
+
+
+WINDOWED = "Mistral with a window"
+
+
+@pytest.mark.parametrize("family", sorted({*FAMILIES} - {WINDOWED}))
+def test_importance_is_the_models_own_attention(family: str) -> None:
+    model, kv_heads = family_model(family), kv_heads_of(family)
+    (ids, mask), answer = prompt_ids(30, 17), prompt_ids(5, 5, seed=1)[0]
+    head = tiny_retrieval_head("none", kv_heads=kv_heads)
+    found = run_teacher(model, head, left_padded(Batch(ids, answer, mask.bool())), 10).importance[0]
+    for row, length in enumerate((30, 17)):
+        text = torch.cat([ids[row : row + 1, 30 - length :], answer[row : row + 1]], dim=1)
+        weights = torch.stack(slow_pass(model, input_ids=text)[0])[:, 0, :, -10:]
+        mean = weights.unflatten(1, (kv_heads, -1)).mean(dim=(0, 2))
+        assert_close(found[row, ..., 30 - length :], mean / mean.sum(dim=-1, keepdim=True))
+
+
+def test_sinks_of_padded_rows_leave_gradients_finite() -> None:
+    (ids, mask), answer = prompt_ids(30, 3), prompt_ids(5, 5, seed=1)[0]
+    head = tiny_retrieval_head("none")
+    objective_of(head, fresh_model("GPT-OSS"), 20, answers=0.5).loss(Batch(ids, answer, mask.bool())).backward()
+    assert all(each.grad is not None and each.grad.isfinite().all() for each in head.parameters())
+
+
+def test_a_model_that_forgets_by_itself_is_refused() -> None:
+    with pytest.raises(UserError, match="mistral has no layer with full attention"):
+        objective_of(tiny_retrieval_head("none"), fresh_model(WINDOWED), 10)
+
+
+def causal(kv_heads, rows, length, seed):
+    """Random weights of the last `rows` of `length` tokens, that add up to 1."""
+    torch.manual_seed(seed)
+    logits = torch.randn(kv_heads, rows, length)
+    hidden = torch.ones(rows, length).bool().triu(length - rows + 1)
+    return logits.masked_fill(hidden, -torch.inf).softmax(-1)
+
+
+def top(weights, budget):
+    order = sorted(range(len(weights)), key=lambda place: -weights[place])
+    return set(order[:budget])
+
+
+def slow(target, guess, budget):
+    """The measures by sets, step by step."""
+    kv_heads, rows, length = target.shape
+    found: dict[str, list[float]] = {name: [] for name in MEASURES}
+    for head in range(kv_heads):
+        before = None
+        for row in range(rows):
+            last = length - rows + row
+            if last + 1 <= budget:
+                continue
+            true, chosen = top(target[head, row].tolist(), budget), top(guess[head, row].tolist(), budget)
+            window = {*range(min(4, budget)), *range(last, last - max(budget - 4, 0), -1)}
+            found["hit"].append(len(true & chosen) / budget)
+            found["window_hit"].append(len(true & window) / budget)
+            found["mass"].append(sum(target[head, row, place].item() for place in chosen))
+            found["window_mass"].append(sum(target[head, row, place].item() for place in window))
+            found["best_mass"].append(sum(target[head, row, place].item() for place in true))
+            if before is not None:
+                found["overlap"].append(len(before & chosen) / budget)
+            before = chosen
+    return {name: sum(values) / len(values) for name, values in found.items() if values}
+
+
+@pytest.mark.parametrize(("rows", "budget"), [(6, 5), (30, 7), (30, 3), (6, 29), (30, 30)])
+def test_measures_are_those_of_sets(rows, budget):
+    target, guess = causal(2, rows, 30, 0), causal(2, rows, 30, 1)
+    assert at_budget(target, guess, budget) == pytest.approx(slow(target, guess, budget), rel=1e-4)
+
+
+def test_a_head_that_is_right_finds_everything():
+    target = causal(2, 10, 30, 0)
+    measured = at_budget(target, target.log(), 6)
+    assert measured["hit"] == 1
+    assert measured["mass"] == measured["best_mass"]
+
+
+def test_samples_within_the_budget_do_not_count():
+    target = causal(2, 10, 30, 0)
+    assert at_budget(target, target, 30) == at_budget(target, target, 64) == {}
+    assert set(at_budget(target, target, 29)) == set(MEASURES) - {"overlap"}
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_batches_measure_what_single_samples_do(size):
+    objective = objective_of(tiny_retrieval_head(), tiny_model(), 6).train()
+    rows = SampleDataset(samples(6))
+    batches = [collate([rows[place] for place in range(start, start + size)]) for start in range(0, 6, size)]
+    metrics = measure_retrieval_head(objective, batches, [4, 30, 500])
+    assert (metrics["eval_samples_4"], metrics["eval_samples_30"]) == (6, 1)
+    assert "eval_hit_500" not in metrics
+    single = measure_retrieval_head(objective, [collate([rows[place]]) for place in range(6)], [4, 30, 500])
+    assert metrics == pytest.approx(single, rel=1e-4)
+    assert objective.training and objective.head.training
+
+
+def test_scores_that_are_no_numbers_are_refused():
+    objective = objective_of(tiny_retrieval_head(), tiny_model(), 6)
+    with torch.no_grad():
+        objective.head.q_proj.weight[0, 0] = torch.nan
+    with pytest.raises(FloatingPointError, match="scores of held-out samples are not finite"):
+        measure_retrieval_head(objective, [collate([SampleDataset(samples(1))[0]])], [4])

@@ -1,19 +1,37 @@
-"""The objective against a reference that drafts row by row, with a growing list of keys for each row."""
+"""The objective of draft heads against a reference that drafts row by row; its teacher outputs."""
 
 import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from keepsight.data_gen.shards import TrainingSample
 from keepsight.errors import UserError
+from keepsight.files import file_digest, read_json, write_json
 from keepsight.models.draft_head import DraftHead
+from keepsight.train import draft_head as module
 from keepsight.train.dataset import collate
-from keepsight.train.draft_head import DraftHeadObjective, RunModel, frequent_tokens, measure_draft_head, new_draft_head
+from keepsight.train.draft_head import (
+    DraftHeadObjective,
+    HiddenStates,
+    RunModel,
+    StoredStates,
+    frequent_tokens,
+    measure_draft_head,
+    new_draft_head,
+    next_tokens,
+    write_states,
+)
+from tests import families
 from tests.close import assert_close
-from tests.tiny import FAMILIES
-from tests.train.draft_head.head_runs import deep_model, head_objective, head_settings, objective_of
+from tests.families import fresh_model
+from tests.tiny import FAMILIES, prompt_ids
+from tests.train.head_runs import deep_model, head_objective, head_settings, objective_of
 from tests.train.runs import samples
 
 
@@ -236,3 +254,72 @@ def test_samples_cut_before_their_answer_count_nothing():
     lists = ("kl_by_step", "agreement_by_step", "acceptance_by_position")
     assert [cut[f"eval_{name}"] for name in lists] == [[0.0] * 4] * 3
     assert measure_draft_head(long, [collate(whole)]) == measure_draft_head(short, [collate(whole)])
+
+
+LOGITS: dict[str, dict[str, Any]] = {
+    "Gemma 2": {"final_logit_softcapping": 1.0},
+    "Gemma 3 (text)": {"final_logit_softcapping": 1.0},
+    "Granite": {"logits_scaling": 8.0},
+    "Granite 4 (Mamba-2)": {"logits_scaling": 8.0},
+}
+
+
+@pytest.mark.parametrize("family", families.FAMILIES)
+def test_the_teacher_says_what_the_model_says(family: str) -> None:
+    model, ids, words = fresh_model(family, **LOGITS.get(family, {})), prompt_ids(20)[0], torch.arange(3, 90)
+    with torch.no_grad():
+        logits = model(ids).logits[0]
+    teacher = next_tokens(RunModel(model, [0, 1, 2])(ids[0]).hidden, model, words, torch.float32)
+    assert_close(teacher.probabilities, logits[:, words].softmax(dim=-1))
+    assert torch.equal(teacher.known, torch.isin(logits.argmax(dim=-1), words))
+
+
+TEXTS = [[number, number + 1] for number in range(100)]  # four files
+
+
+def read(ids: Tensor) -> HiddenStates:
+    return HiddenStates(ids[:, None] * torch.ones(2, 3), ids[:, None] * torch.ones(2, 2))
+
+
+def test_processes_divide_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other: the second, which is not the main one, then the first, which finds what the second wrote."""
+    read_by: list[list[int]] = [[], []]
+    told: list[dict[str, str]] = []
+
+    def gathered(own: list[dict[str, str]]) -> list[dict[str, str]]:
+        told.extend(own)
+        return told
+
+    monkeypatch.setattr(module, "gather_object", gathered)
+    for index in (1, 0):
+
+        def reader(ids: Tensor, index: int = index) -> HiddenStates:
+            read_by[index].append(int(ids[0]))
+            return read(ids)
+
+        fake: Any = SimpleNamespace(
+            num_processes=2, process_index=index, is_main_process=index == 0, wait_for_everyone=lambda: None
+        )
+        monkeypatch.setattr(module, "launched", lambda fake=fake: fake)
+        write_states(tmp_path, reader, TEXTS, {"data": "d"})
+    assert read_by[1] == [*range(32, 64), *range(96, 100)]
+    assert read_by[0] == [*range(32), *range(64, 96)]
+    stored = StoredStates(tmp_path)
+    for ids in map(torch.tensor, TEXTS):
+        assert torch.equal(stored(ids).features, read(ids).features)
+
+
+@pytest.mark.parametrize("kind", ["removed", "doubled"])
+def test_a_reading_that_is_not_whole_is_refused(tmp_path: Path, kind: str) -> None:
+    """Whatever its digest says."""
+    ids = torch.tensor([3, 5])
+    write_states(tmp_path, read, [[3, 5]], {})
+    path, manifest = tmp_path / "readings-00000.safetensors", tmp_path / "manifest.json"
+    assert StoredStates(tmp_path)(ids).hidden.shape == (2, 2)
+    tensors = load_file(path)
+    name = next(name for name in tensors if name.endswith("hidden"))
+    tensors |= {name: torch.ones(4, 2)} if kind == "doubled" else {"other": tensors.pop(name)}
+    save_file(tensors, path)
+    write_json(manifest, read_json(manifest) | {"digests": {path.name: file_digest(path)}})
+    with pytest.raises(UserError, match=r"readings-00000\.safetensors: a sample of 2 tokens is incomplete"):
+        StoredStates(tmp_path)(ids)
