@@ -174,7 +174,8 @@ def write_states(folder: Path, teacher: Teacher, texts: Sequence[list[int]], mad
     def write(start: int) -> dict[str, str]:
         path = folder / _name(start)
         with atomic_file(path) as unfinished:
-            save_file(_tensors(teacher, texts[start : start + _SHARD]), unfinished)
+            states = ((_key(ids), vars(teacher(torch.tensor(ids)))) for ids in texts[start : start + _SHARD])
+            save_file({f"{k}.{n}": each.cpu().contiguous() for k, own in states for n, each in own.items()}, unfinished)
         return {path.name: file_digest(path)}
 
     processes = launched()
@@ -193,14 +194,6 @@ def write_states(folder: Path, teacher: Teacher, texts: Sequence[list[int]], mad
 
 def _name(start: int) -> str:
     return f"readings-{start // _SHARD:05d}.safetensors"
-
-
-def _tensors(teacher: Teacher, texts: Sequence[list[int]]) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {}
-    for ids in texts:
-        states = teacher(torch.tensor(ids))
-        tensors |= {f"{_key(ids)}.{name}": each.cpu().contiguous() for name, each in vars(states).items()}
-    return tensors
 
 
 def _key(ids: list[int]) -> str:

@@ -2,8 +2,7 @@
 
 Backward elimination: of the remaining layers, the one is removed without which the draft stays closest to the model.
 Nothing is trained. Which layers can go depends on the model: in large ones most lie late in the middle (Men et al.
-2024, "ShortGPT", arXiv 2403.03853). "Draft & Verify" (Zhang et al. 2023, arXiv 2309.08168) searches for the layers that
-self-speculative decoding skips by Bayesian optimisation.
+2024, "ShortGPT", arXiv 2403.03853).
 """
 
 import time

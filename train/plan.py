@@ -225,13 +225,10 @@ def bench_step(
             optimizer.step()
             optimizer.zero_grad()
 
-    def infer() -> None:
-        prefill(model, ids)
-
     times: dict[str, list[float]] = {"prefill": [], "step": []}
     peaks = {}
     for repeat in range(repeats + 1):
-        for name, action in (("prefill", infer), ("step", steps)):
+        for name, action in (("prefill", lambda: prefill(model, ids)), ("step", steps)):
             seconds, peaks[name] = _measure(action)
             if repeat:
                 times[name].append(seconds / (replays if name == "step" else 1))
@@ -248,7 +245,7 @@ def bench_step(
     yield f"a step takes {ratio:.3f} prefills"
 
 
-def _measure(action: Callable[[], None]) -> tuple[float, float]:
+def _measure(action: Callable[[], object]) -> tuple[float, float]:
     """Seconds, and peak memory so far in MiB: of the GPU, or of the process where there is none."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
