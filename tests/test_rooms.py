@@ -19,10 +19,6 @@ BELOW: dict[str, set[str]] = {
     "runtime.prompt_compression": {"models", "runtime", "runtime.drafting"},
     "runtime.methods": {"models", "runtime", *(f"runtime.{room}" for room in RUNTIME_ROOMS)},
     "train": {"models", "data_gen", "runtime"},
-    "train.lookahead": {"models", "data_gen", "runtime", "train"},
-    "train.draft_head": {"models", "data_gen", "runtime", "train"},
-    "train.eviction": {"models", "data_gen", "runtime", "train", "train.lookahead"},
-    "train.retrieval_head": {"models", "data_gen", "runtime", "train"},
     "eval.tasks": {"models"},
 }
 BELOW["eval"] = {"eval.tasks", "runtime.methods", *BELOW["runtime.methods"]}

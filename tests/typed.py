@@ -40,7 +40,6 @@ SMALL = {
     "train_draft_head": f"{_MODEL} draft_head.vocabulary=64 {_short('draft_head.train')}",
     "train_retrieval_head": f"{_MODEL} retrieval_head.queries=8 retrieval_head.groups=2"
     f" {_short('retrieval_head.train')}",
-    "train_head_weights": f"{_MODEL} head_weights.budgets=[6] {_short('head_weights.train')}",
     "finetune": f"{_MODEL} finetune.budgets=[6] {_short('finetune.train')}",
     "eval": f"{_MODEL} adapter=runs/adapter draft.layers=[0,2] {_SAMPLES} max_new_tokens=4 pages=0",
     "bench hits": f"{_MODEL} {_SAMPLES} max_new_tokens=4",

@@ -1,7 +1,9 @@
-"""Samples as batches: which are held out, how they are ordered, and how they are padded."""
+"""Samples as batches: which are held out, how they are ordered and padded, and which prompts were trained on."""
 
+import base64
 import hashlib
 import math
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -14,7 +16,11 @@ from typing_extensions import override
 
 from keepsight.data_gen.store import LazySamples, TrainingSample
 from keepsight.errors import UserError
-from keepsight.train.seen import Seen, prompt_digest
+
+Prompts = frozenset[bytes]
+"""Digests of trained prompts."""
+_DIGEST = 6
+"""Bytes of a digest: between a million prompts and a million others, the chance of a collision is 1 in 250."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +50,8 @@ class Batch:
         ids, masks = (self.prompt_ids, self.answer_ids), (self.prompt_mask, self.answer_mask)
         if masks == (None, None):
             return torch.cat(ids, dim=1), None
-        real = [
-            torch.ones_like(each, dtype=torch.bool) if mask is None else mask
-            for each, mask in zip(ids, masks, strict=True)
-        ]
+        pairs = zip(ids, masks, strict=True)
+        real = [torch.ones_like(each, dtype=torch.bool) if mask is None else mask for each, mask in pairs]
         return torch.cat(ids, dim=1), torch.cat(real, dim=1)
 
     def texts(self) -> list[Tensor]:
@@ -57,23 +61,19 @@ class Batch:
 
     def prompt_lengths(self) -> list[int]:
         """For each sample, its prompt's tokens without padding."""
-        batch, length = self.prompt_ids.shape
-        return [length] * batch if self.prompt_mask is None else self.prompt_mask.sum(dim=1).tolist()
+        return _lengths(self.prompt_ids, self.prompt_mask)
 
     def answer_lengths(self) -> list[int]:
         """For each sample, its answer's tokens without padding."""
-        batch, length = self.answer_ids.shape
-        return [length] * batch if self.answer_mask is None else self.answer_mask.sum(dim=1).tolist()
+        return _lengths(self.answer_ids, self.answer_mask)
+
+
+def _lengths(ids: Tensor, mask: Tensor | None) -> list[int]:
+    return [ids.shape[1]] * len(ids) if mask is None else mask.sum(dim=1).tolist()
 
 
 class Use(NamedTuple):
-    """One of several uses of a sample in training.
-
-    Attributes:
-        place: The sample's place in the data set.
-        turn: How many times it has been used before.
-        last: Whether this is its last use.
-    """
+    """One of several uses of the sample at a place of the data set; `turn` and `last` as in `Batch`."""
 
     place: int
     turn: int
@@ -101,9 +101,13 @@ class SampleDataset(Dataset[dict[str, Any]]):
             "last": use.last,
         }
 
+    def lengths(self) -> list[int]:
+        """Tokens of each sample."""
+        return [self[place]["length"] for place in range(len(self))]
+
 
 class Chosen(LazySamples):
-    """Samples at some places of a data set, each read when it is asked for.
+    """Samples at some places of a data set, read when they are accessed.
 
     Args:
         samples: The data set.
@@ -120,7 +124,11 @@ class Chosen(LazySamples):
     @override
     def read(self, place: int) -> TrainingSample:
         sample = self._samples[self._places[place]]
-        return sample if self._max_tokens is None else _cut(sample, self._max_tokens)
+        if self._max_tokens is None:
+            return sample
+        ids = [*sample.prompt_ids, *sample.answer_ids][: self._max_tokens]
+        prompt = min(len(sample.prompt_ids), len(ids) - 1)
+        return replace(sample, prompt_ids=ids[:prompt], answer_ids=ids[prompt:])
 
 
 def no_longer_than(samples: Sequence[TrainingSample], prompt_tokens: int) -> Chosen:
@@ -133,14 +141,8 @@ def cut(samples: Sequence[TrainingSample], max_tokens: int) -> Chosen:
     return Chosen(samples, range(len(samples)), max_tokens)
 
 
-def _cut(sample: TrainingSample, max_tokens: int) -> TrainingSample:
-    ids = [*sample.prompt_ids, *sample.answer_ids][:max_tokens]
-    prompt = min(len(sample.prompt_ids), len(ids) - 1)
-    return replace(sample, prompt_ids=ids[:prompt], answer_ids=ids[prompt:])
-
-
 def hold_out(
-    samples: Sequence[TrainingSample], held_out: int, key: str = "train", seen: Seen | None = None
+    samples: Sequence[TrainingSample], held_out: int, key: str = "train", trained: Prompts | None = None
 ) -> tuple[SampleDataset, SampleDataset]:
     """Training samples and held-out ones: every k-th sample, so that all parts of the mixture are measured.
 
@@ -148,19 +150,19 @@ def hold_out(
         samples: The whole data set.
         held_out: Number of held-out samples, at most.
         key: Name of the settings in a recipe, for the message.
-        seen: Prompts that an earlier stage was trained on; they are held out only if there are no others.
+        trained: Prompts that an earlier stage was trained on; they are held out only if there are no others.
 
     Raises:
         UserError: too few samples for both.
     """
     if len(samples) <= held_out:
         raise UserError(f"{key}.held_out={held_out} needs more than the {len(samples)} samples of the data; lower it")
-    new = [place for place, each in enumerate(samples) if prompt_digest(each) not in seen] if seen else []
+    new = [place for place, each in enumerate(samples) if prompt_digest(each) not in trained] if trained else []
     among = new or range(len(samples))
     step = math.ceil(len(among) / held_out) if held_out else len(among) + 1
     measured = {*among[step - 1 :: step]}
-    trained = [place for place in range(len(samples)) if place not in measured]
-    return SampleDataset(Chosen(samples, trained)), SampleDataset(Chosen(samples, sorted(measured)))
+    rest = [place for place in range(len(samples)) if place not in measured]
+    return SampleDataset(Chosen(samples, rest)), SampleDataset(Chosen(samples, sorted(measured)))
 
 
 def samples_digest(samples: Iterable[TrainingSample]) -> str:
@@ -176,8 +178,7 @@ class GroupedByLength(Sampler[int]):
     """Groups samples of similar length; seed and epoch decide the order."""
 
     def __init__(self, samples: SampleDataset, group: int, seed: int) -> None:
-        self.lengths = [samples[place]["length"] for place in range(len(samples))]
-        self.group, self.seed, self.epoch = group, seed, 0
+        self.lengths, self.group, self.seed, self.epoch = samples.lengths(), group, seed, 0
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -215,3 +216,40 @@ def _pad(rows: list[list[int]], left: bool) -> tuple[Tensor, Tensor | None]:
     lengths = torch.tensor([len(row) for row in rows])[:, None]
     order = torch.arange(longest)
     return ids, order >= longest - lengths if left else order < lengths
+
+
+def prompt_digest(sample: TrainingSample) -> bytes:
+    """A digest that identifies a sample's prompt."""
+    return hashlib.sha256(array("q", sample.prompt_ids).tobytes()).digest()[:_DIGEST]
+
+
+def prompts_of(samples: Iterable[TrainingSample]) -> Prompts:
+    """The prompts of samples."""
+    return frozenset(map(prompt_digest, samples))
+
+
+def prompts_as_text(prompts: Prompts | None) -> str:
+    """How an artifact records the prompts it was trained on; empty where they are not known."""
+    return base64.b64encode(b"".join(sorted(prompts or ()))).decode()
+
+
+def prompts_from_text(text: str) -> Prompts | None:
+    """The inverse of `prompts_as_text`.
+
+    Raises:
+        UserError: the text is damaged.
+    """
+    try:
+        joined = base64.b64decode(text, validate=True)
+    except ValueError:
+        raise UserError(f"trained_on={text[:20]!r}... is no base64; fetch the artifact again") from None
+    return frozenset(joined[start : start + _DIGEST] for start in range(0, len(joined), _DIGEST)) or None
+
+
+def held_out_text(held_out: Iterable[TrainingSample], trained: Prompts | None) -> tuple[str, bool]:
+    """What a card says of held-out samples, and whether all of them are known to be new to the module."""
+    digests = [prompt_digest(sample) for sample in held_out]
+    if trained is None:
+        return f"{len(digests)}; whether an earlier stage was trained on them is not recorded", not digests
+    again = sum(digest in trained for digest in digests)
+    return f"{len(digests)}, {again or 'none'} of them trained on before", not again

@@ -1,24 +1,19 @@
-"""Training in several processes: weights gathered from where DeepSpeed keeps them, and a stop that all agree on."""
+"""Training in several processes: sharded base models, and weights gathered from DeepSpeed."""
 
-import signal
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import reduce
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from typing_extensions import override
+from transformers import PreTrainedModel
 
 from keepsight.errors import UserError
 from keepsight.models.decoder import decoder_of
@@ -28,7 +23,7 @@ DIVIDED = "fsdp2"
 """The `model.device_map` that asks for `divide_layers`."""
 
 
-def make_whole(module: nn.Module) -> None:
+def gather_weights(module: nn.Module) -> None:
     """Gather the whole value of every trainable parameter in float32; all processes must call this.
 
     DeepSpeed computes with copies in the dtype of its mixed precision, which ZeRO-3 divides over the processes; the
@@ -40,10 +35,10 @@ def make_whole(module: nn.Module) -> None:
 
 
 @contextmanager
-def whole(module: nn.Module) -> Iterator[None]:
-    """`make_whole` within the block; afterwards the parameters are what DeepSpeed expects."""
+def gathered(module: nn.Module) -> Iterator[None]:
+    """`gather_weights` within the block; afterwards the parameters are what DeepSpeed expects."""
     before = [(parameter, parameter.data) for parameter in module.parameters() if parameter.requires_grad]
-    make_whole(module)
+    gather_weights(module)
     try:
         yield
     finally:
@@ -84,46 +79,13 @@ def divide_layers(model: PreTrainedModel) -> None:
 
 
 def leave_to_fsdp(module: nn.Module) -> None:
-    """Tell DDP to leave what `divide_layers` divided as it is."""
+    """Tell DDP to ignore the parameters that `divide_layers` has sharded."""
     divided = [name for name, each in module.named_parameters() if isinstance(each, DTensor)]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, divided)
 
 
-def target_is_divided(accelerator: Accelerator, module: nn.Module) -> bool:
-    """Whether each process holds a part of the target alone, so that it runs on all of them or on none."""
+def model_is_divided(accelerator: Accelerator, module: nn.Module) -> bool:
+    """Whether the base model is sharded over the processes, so that it runs on all of them or on none."""
     plugin = accelerator.state.deepspeed_plugin
     is_zero3 = plugin is not None and plugin.zero_stage == 3
     return is_zero3 or any(isinstance(each, DTensor) for each in module.parameters())
-
-
-class StopTogether(TrainerCallback):
-    """When a signal stops one process, all stop after the same step."""
-
-    @override
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        if args.world_size > 1:
-            stops: Any = reduce(torch.tensor(float(control.should_training_stop), device=args.device))
-            if stops.item():
-                control.should_save = control.should_training_stop = True
-
-
-@contextmanager
-def sigterm_as_interrupt() -> Iterator[None]:
-    """Within the block the first SIGTERM, by which Slurm announces the end of a job, does what Ctrl-C does.
-
-    Further ones are ignored: a launcher passes on those that Slurm sends to every process anyway. Without effect
-    outside the main thread, which alone receives signals.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        signal.raise_signal(signal.SIGINT)
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

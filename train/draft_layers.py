@@ -1,9 +1,8 @@
-"""Which of a target's layers make a good draft, found by measurement.
+"""Which of a model's layers make a good draft, found by measurement.
 
-Backward elimination: of the remaining layers, the one is removed without which the draft stays closest to the target.
+Backward elimination: of the remaining layers, the one is removed without which the draft stays closest to the model.
 Nothing is trained. Which layers can go depends on the model: in large ones most lie late in the middle (Men et al.
-2024, "ShortGPT", arXiv 2403.03853). "Draft & Verify" (Zhang et al. 2023, arXiv 2309.08168) searches for the layers that
-self-speculative decoding skips by Bayesian optimisation.
+2024, "ShortGPT", arXiv 2403.03853).
 """
 
 import time
@@ -29,11 +28,11 @@ from keepsight.train.plots import BLUE, VERMILLION, draw_line, tidy
 
 @dataclass(frozen=True)
 class Text:
-    """A prompt of N tokens with an answer of T, as the target reads them.
+    """A prompt of N tokens with an answer of T, as the base model reads them.
 
     Attributes:
         ids: [1, N + T - 1] int64: the prompt and the answer but for its last token.
-        expected: [T, V] float32: the target's log-probabilities of the answer's tokens.
+        expected: [T, V] float32: the model's log-probabilities of the answer's tokens.
     """
 
     ids: Tensor
@@ -42,11 +41,11 @@ class Text:
 
 @dataclass(frozen=True)
 class Closeness:
-    """How closely a draft follows the target, both reading the target's answers (teacher-forced).
+    """How closely a draft follows the base model, both reading the model's answers (teacher-forced).
 
     Attributes:
-        kl: KL(target || draft) in nats, the mean over all answer tokens.
-        agreement: Top-1 agreement of draft and target over the answer tokens.
+        kl: KL(model || draft) in nats, the mean over all answer tokens.
+        agreement: Top-1 agreement of draft and model over the answer tokens.
         accepted: Mean number of tokens from an answer's start to the first disagreement.
     """
 
@@ -57,45 +56,55 @@ class Closeness:
 
 @dataclass(frozen=True)
 class Subset(Closeness):
-    """Some of the target's layers, and how closely they follow it.
-
-    Attributes:
-        layers: Indices of the kept layers, ascending.
-    """
+    """How closely a draft of the model's `layers`, indices in ascending order, follows it."""
 
     layers: list[int]
 
 
 @dataclass(frozen=True)
 class _Search:
-    """The first line of a log: which search it is of."""
+    """The first line of a log, by which a search is recognised."""
 
     target: str
     texts: str
 
 
 @torch.no_grad()
-def read_answer(target: PreTrainedModel, prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> Text:
-    """Read a given answer with the target."""
-    ids = torch.tensor([[*prompt_ids, *answer_ids[:-1]]], device=target.device)
-    logits = target(input_ids=ids, use_cache=False, logits_to_keep=len(answer_ids)).logits[0]
+def read_answer(model: PreTrainedModel, prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> Text:
+    """Read a given answer with the model."""
+    ids = torch.tensor([[*prompt_ids, *answer_ids[:-1]]], device=model.device)
+    logits = model(input_ids=ids, use_cache=False, logits_to_keep=len(answer_ids)).logits[0]
     return Text(ids, logits.float().log_softmax(-1))
 
 
-def closeness(draft: PreTrainedModel, texts: Sequence[Text]) -> Closeness:
-    """How closely a draft follows the target over some texts."""
-    return _closeness(draft, texts, _embedded(draft, texts))
+@torch.no_grad()
+def closeness(draft: PreTrainedModel, texts: Sequence[Text], hidden: Sequence[Tensor] | None = None) -> Closeness:
+    """How closely a draft follows the model over some texts.
+
+    Args:
+        draft: The draft, or its last layers.
+        texts: The texts.
+        hidden: For each text, the inputs of these layers, [1, N + T - 1, hidden size]; its embeddings by default.
+    """
+    divergences, agreements, accepted = [], [], []
+    for text, states in zip(texts, hidden or _embedded(draft, texts), strict=True):
+        logits = draft(inputs_embeds=states, use_cache=False, logits_to_keep=len(text.expected)).logits[0]
+        guess = logits.float().log_softmax(-1)
+        divergences.append(functional.kl_div(guess, text.expected, reduction="none", log_target=True).sum(-1))
+        agreements.append(guess.argmax(-1) == text.expected.argmax(-1))
+        accepted.append(int(agreements[-1].long().cumprod(0).sum()))
+    return Closeness(float(torch.cat(divergences).mean()), float(torch.cat(agreements).float().mean()), mean(accepted))
 
 
 @torch.no_grad()
-def search(target: PreTrainedModel, texts: Sequence[Text], keep: int, log: Path) -> list[Subset]:
+def search(model: PreTrainedModel, texts: Sequence[Text], keep: int, log: Path) -> list[Subset]:
     """Remove layers one by one until `keep` are left.
 
     The outputs of the layers before the one on trial are computed once for all trials.
 
     Args:
-        target: The target; it is not changed.
-        texts: Texts on which draft and target are compared.
+        model: The base model; it is not changed.
+        texts: Texts on which draft and model are compared.
         keep: Number of layers in the last subset.
         log: JSON Lines file, a line per removal, from which a search that was stopped resumes.
 
@@ -103,34 +112,32 @@ def search(target: PreTrainedModel, texts: Sequence[Text], keep: int, log: Path)
         The subsets, largest first.
 
     Raises:
-        UserError: `log` belongs to a search with another target or other texts.
+        UserError: `log` belongs to a search with another model or other texts.
     """
-    found = _logged(log, target, texts)
-    layers = found[-1].layers if found else list(range(target.config.get_text_config().num_hidden_layers))
-    inputs = _inputs(keep_layers(target, layers), _embedded(target, texts))
+    found = _logged(log, model, texts)
+    layers = found[-1].layers if found else list(range(model.config.get_text_config().num_hidden_layers))
+    inputs = _inputs(keep_layers(model, layers), _embedded(model, texts))
     with tqdm(total=sum(range(keep + 1, len(layers) + 1)), desc="layers on trial", unit="trial") as progress:
         while len(layers) > keep:
             trials = []
             for place in range(len(layers)):
-                trials.append(_closeness(keep_layers(target, layers[place + 1 :]), texts, inputs[place]))
+                trials.append(closeness(keep_layers(model, layers[place + 1 :]), texts, inputs[place]))
                 progress.update()
             place = min(range(len(layers)), key=lambda place: trials[place].kl)
             layers = [*layers[:place], *layers[place + 1 :]]
-            inputs = [*inputs[:place], *_inputs(keep_layers(target, layers[place:]), inputs[place])]
+            inputs = [*inputs[:place], *_inputs(keep_layers(model, layers[place:]), inputs[place])]
             found.append(Subset(**asdict(trials[place]), layers=layers))
             append_lines(log, [asdict(found[-1])])
     return found
 
 
 @torch.no_grad()
-def relative_time(
-    draft: PreTrainedModel, target: PreTrainedModel, prompt_ids: Sequence[int], tokens: int = 64
-) -> float:
-    """Time of a draft's greedy decoding step relative to the target's: the ratio of the medians.
+def relative_time(draft: PreTrainedModel, model: PreTrainedModel, prompt_ids: Sequence[int], tokens: int = 64) -> float:
+    """Time of a draft's greedy decoding step relative to the model's: the ratio of the medians.
 
     The two take turns, so that other load on the machine slows both.
     """
-    turns = zip(_decoding(draft, prompt_ids), _decoding(target, prompt_ids), strict=True)
+    turns = zip(_decoding(draft, prompt_ids), _decoding(model, prompt_ids), strict=True)
     seconds = list(islice(turns, 1, tokens + 1))  # the prompts come first
     return median(own for own, _ in seconds) / median(theirs for _, theirs in seconds)
 
@@ -145,41 +152,26 @@ def draft_figure(searched: Sequence[Subset], held_out: Sequence[Subset]) -> Figu
     ):
         sizes, values = [len(subset.layers) for subset in subsets], [subset.agreement for subset in subsets]
         draw_line(panel, sizes, values, label, colour, line)
-    panel.set_title("Top-1 agreement of draft and target", fontsize=10)
-    panel.set_xlabel("layers kept", fontsize=9)
     panel.set_ylim(0, 1)
-    tidy(panel)
+    tidy(panel, "Top-1 agreement of draft and model", "layers kept")
     return figure
 
 
-def _logged(log: Path, target: PreTrainedModel, texts: Sequence[Text]) -> list[Subset]:
+def _logged(log: Path, model: PreTrainedModel, texts: Sequence[Text]) -> list[Subset]:
     """The subsets of an earlier run of the same search; the log's first line says which search it is."""
     ids = text_digest(str([(text.ids.tolist(), len(text.expected)) for text in texts]))
-    search = _Search(str(target.config.name_or_path), ids)
+    search = _Search(str(model.config.name_or_path), ids)
     rows: list[_Search | Subset] = whole_lines(log, _Search | Subset)
     if not rows:
         write_lines(log, [asdict(search)])
     elif rows[0] != search:
-        raise UserError(f"{log}: this search began with another target or other texts; choose another out=")
+        raise UserError(f"{log}: this search began with another model or other texts; choose another out=")
     return [row for row in rows if isinstance(row, Subset)]
 
 
 @torch.no_grad()
 def _embedded(model: PreTrainedModel, texts: Sequence[Text]) -> list[Tensor]:
     return [model.get_input_embeddings()(text.ids) for text in texts]
-
-
-@torch.no_grad()
-def _closeness(model: PreTrainedModel, texts: Sequence[Text], hidden: Sequence[Tensor]) -> Closeness:
-    """`closeness` of a draft whose last layers these are, given their inputs `hidden` [1, N + T - 1, hidden size]."""
-    divergences, agreements, accepted = [], [], []
-    for text, states in zip(texts, hidden, strict=True):
-        logits = model(inputs_embeds=states, use_cache=False, logits_to_keep=len(text.expected)).logits[0]
-        guess = logits.float().log_softmax(-1)
-        divergences.append(functional.kl_div(guess, text.expected, reduction="none", log_target=True).sum(-1))
-        agreements.append(guess.argmax(-1) == text.expected.argmax(-1))
-        accepted.append(int(agreements[-1].long().cumprod(0).sum()))
-    return Closeness(float(torch.cat(divergences).mean()), float(torch.cat(agreements).float().mean()), mean(accepted))
 
 
 def _inputs(model: PreTrainedModel, hidden: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:

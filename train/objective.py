@@ -1,20 +1,33 @@
-"""What the objectives of all trainers share: a batch goes in, a loss comes out."""
+"""The interface of everything that is trained: a batch goes in, a loss comes out."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
 from keepsight.train.dataset import Batch
-from keepsight.train.replay import Reading, ReadingBuffer
+from keepsight.train.replay import ReplayBuffer, TeacherOutputs
+from keepsight.train.settings import TrainSettings
 
 
 class Objective(nn.Module, ABC):
-    """A small module in training beside its frozen target, as the Trainer wraps it."""
+    """A small module in training beside its frozen base model, as the Trainer wraps it.
+
+    Attributes:
+        weights_file: Name of the module's weights in a checkpoint.
+        settings_key: Name of the optimisation's settings in a recipe.
+        launchers: What it may be trained with beside DDP: `zero2`, `zero3`, which here stands for FSDP2 too.
+        measures_autocast: Whether it is measured under the mixed precision of the training.
+    """
+
+    weights_file: ClassVar[str]
+    settings_key: ClassVar[str] = "train"
+    launchers: tuple[str, ...] = ("zero2", "zero3")
+    measures_autocast: ClassVar[bool] = False
 
     def forward(self, **values: Any) -> dict[str, Tensor]:
         """The fields of a `Batch`, as `collate` makes them -> `{"loss": scalar}`."""
@@ -23,6 +36,41 @@ class Objective(nn.Module, ABC):
     @abstractmethod
     def loss(self, batch: Batch) -> Tensor:
         """The mean loss over the samples of a batch, a scalar; gradients flow to the trained module alone."""
+
+    @abstractmethod
+    def measure(self, batches: Iterable[dict[str, Any]], budget: int) -> dict[str, Any]:
+        """Measure the module on held-out batches, which the processes divide among themselves.
+
+        Args:
+            batches: Made by `keepsight.train.dataset.collate`; the same on every process.
+            budget: KV entries per head at which entries are selected, where that is measured.
+
+        Returns:
+            Numbers to log, and lists that are written to fidelity.jsonl and sent to trackers only.
+
+        Raises:
+            FloatingPointError: a value is NaN or infinite.
+        """
+
+    @abstractmethod
+    def weights(self) -> dict[str, Tensor]:
+        """The module's own tensors, as a checkpoint holds them."""
+
+    @abstractmethod
+    def load_weights(self, weights: dict[str, Tensor]) -> None:
+        """The inverse of `weights`."""
+
+    def decisive(self) -> dict[str, Any]:
+        """Settings beside the optimisation that must be the same when a training is resumed, by their recipe keys."""
+        return {}
+
+    def parameter_groups(self, settings: TrainSettings) -> list[dict[str, Any]]:
+        """The optimiser's parameter groups."""
+        return [{"params": self.trained_parameters(), "lr": settings.learning_rate}]
+
+    def trained_parameters(self) -> list[nn.Parameter]:
+        """What is trained."""
+        return [each for each in self.parameters() if each.requires_grad]
 
     def flops(self, batch: Batch) -> float | None:
         """Floating-point operations of the loss of a batch and its gradients; None where they are not known."""
@@ -50,46 +98,64 @@ class Objective(nn.Module, ABC):
 
 
 class HeadObjective(Objective):
-    """An objective that trains a head.
+    """An objective that trains a head, which is too small to be divided over processes.
 
     Attributes:
         head: The head in training.
+        settings: Its settings, with those of the optimisation as `train`.
     """
 
     head: nn.Module
+    settings: Any
+    launchers = ("zero2",)
+
+    @override
+    def decisive(self) -> dict[str, Any]:
+        section = self.settings_key.removesuffix(".train")
+        return {f"{section}.{name}": value for name, value in vars(self.settings).items() if name != "train"}
+
+    @override
+    def weights(self) -> dict[str, Tensor]:
+        return {name: value.detach().cpu() for name, value in self.head.state_dict().items()}
+
+    @override
+    def load_weights(self, weights: dict[str, Tensor]) -> None:
+        self.head.load_state_dict(weights)
 
 
 class ReplayedObjective(Objective):
-    """An objective whose pass over the target can be kept and used several times; see `keepsight.train.replay`.
+    """An objective whose teacher outputs can be kept for several steps; see `keepsight.train.replay`.
 
     Attributes:
-        buffer: Where readings are kept; None where the target is read anew for each batch.
+        buffer: Where teacher outputs are kept; None where they are computed for each step.
     """
 
-    buffer: ReadingBuffer | None = None
+    buffer: ReplayBuffer | None = None
 
     @override
     def loss(self, batch: Batch) -> Tensor:
-        return self.loss_of(self.reading(batch), batch)
+        return self.loss_of(self.teacher_outputs(batch), batch)
 
     @abstractmethod
-    def read(self, batch: Batch) -> Reading:
-        """What the target shows of a batch, without gradients; it does not depend on the module."""
+    def run_teacher(self, batch: Batch) -> TeacherOutputs:
+        """Run the base model over a batch without gradients; the outputs do not depend on the module."""
 
     @abstractmethod
-    def loss_of(self, reading: Reading, batch: Batch) -> Tensor:
-        """`loss`, given what the target shows; all of `reading` is in float32 or the target's dtype."""
+    def loss_of(self, outputs: TeacherOutputs, batch: Batch) -> Tensor:
+        """The loss, from teacher outputs in float32 or the base model's dtype."""
 
-    def reading(self, batch: Batch) -> Reading:
-        """The reading of a batch: the one that was kept, where readings are."""
-        return self.read(batch) if self.buffer is None else self.buffer.take(batch, lambda: self.read(batch))
+    def teacher_outputs(self, batch: Batch) -> TeacherOutputs:
+        """The teacher outputs of a batch: those that were kept, where they are."""
+        return (
+            self.run_teacher(batch) if self.buffer is None else self.buffer.take(batch, lambda: self.run_teacher(batch))
+        )
 
     def token_bytes(self, batch: Batch) -> float:
-        """Bytes that a reading takes, when it is kept, per token; measured on a batch of one sample."""
+        """Bytes of kept teacher outputs per token, measured on a batch of one sample."""
         assert self.buffer is not None
-        return self.buffer.bytes_of(self.read(batch)) / self.kept_tokens(batch)
+        return self.buffer.bytes_of(self.run_teacher(batch)) / self.kept_tokens(batch)
 
     def kept_tokens(self, batch: Batch) -> int:
-        """Number of tokens that the reading of a batch tells of, padding included."""
+        """Number of tokens of a batch that its teacher outputs cover, padding included."""
         ids, _ = batch.joined()
         return ids.numel()

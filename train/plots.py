@@ -1,11 +1,14 @@
-"""What the training curves of all trainers share: colours, lines, and the look of a panel."""
+"""Training curves."""
 
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
+from torch import Tensor
 
 BLUE, VERMILLION, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#8A8A8A"  # Okabe-Ito: apart for colour-blind readers
 CYCLE = (BLUE, VERMILLION, GREEN, "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -14,6 +17,7 @@ LINES = ("o-", "s--", "^:")
 SMOOTHING = 0.95
 """Weight of the past in the running mean of the loss."""
 
+_FIDELITY = {"kl": "KL divergence (nats)", "recall": "recall at the budget", "tau": "Kendall's tau"}
 Log = Sequence[Mapping[str, Any]]
 """Rows of a trainer's log, each with `step`, in the order of the steps; values that are not finite are not drawn."""
 
@@ -64,8 +68,10 @@ def log_scale(panel: Axes, values: Sequence[float]) -> None:
         panel.yaxis.set_minor_formatter(NullFormatter())
 
 
-def tidy(panel: Axes) -> None:
-    """The look of all panels; one that is empty says so."""
+def tidy(panel: Axes, title: str, axis: str = "step") -> None:
+    """Title, label of the horizontal axis and the look of a panel; an empty one says so."""
+    panel.set_title(title, fontsize=10)
+    panel.set_xlabel(axis, fontsize=9)
     panel.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
     panel.grid(axis="y", color="#d4d4d4", linewidth=0.6)
     panel.set_axisbelow(True)
@@ -76,3 +82,118 @@ def tidy(panel: Axes) -> None:
     else:
         panel.set(xticks=[], yticks=[])
         panel.text(0.5, 0.5, "nothing logged", transform=panel.transAxes, ha="center", va="center", color=GREY)
+
+
+def _draw_loss_and_kl(panel: Axes, log: Log) -> None:
+    draw_loss(panel, log)
+    draw_line(panel, *series(log, "eval_kl"), "held-out KL", VERMILLION, "s-")
+    log_scale(panel, series(log, "loss")[1] + series(log, "eval_kl")[1])
+    tidy(panel, "Training loss, and KL divergence of held-out samples (nats)")
+
+
+def lookahead_figure(log: Log) -> Figure:
+    """Five panels: KL and ranking over steps; KL, recall and tau by layer at the first and the last measurement.
+
+    Args:
+        log: Rows with `step` and any of `loss`, `eval_kl`, `eval_recall`, `eval_tau` (floats; KL in nats, the others
+            1 at best) and `eval_kl_by_layer`, `eval_recall_by_layer`, `eval_tau_by_layer` (a float for each layer).
+    """
+    figure = Figure(figsize=(10.5, 6.2), layout="constrained")
+    panels = figure.subplot_mosaic("LLLPPP;kkrrtt")
+    _draw_loss_and_kl(panels["L"], log)
+    ranks = panels["P"]
+    draw_line(ranks, *series(log, "eval_recall"), "recall at the budget", BLUE, "o-")
+    draw_line(ranks, *series(log, "eval_tau"), "Kendall's tau", GREEN, "^-")
+    ranks.set_ylim(top=1.0)
+    tidy(ranks, "Predicted against true importance, held-out")
+    for name, label in _FIDELITY.items():
+        draw_ends(panels[name[0]], log, f"eval_{name}_by_layer", 0)
+        tidy(panels[name[0]], f"{label}, by layer", "layer")
+    return figure
+
+
+def ablation_figure(logs: Mapping[str, Log]) -> Figure:
+    """Held-out KL, recall and tau over steps, a line for each cell.
+
+    Args:
+        logs: For each cell by name, rows as for `lookahead_figure`.
+    """
+    figure = Figure(figsize=(12, 3.6), layout="constrained")
+    panels = figure.subplots(1, len(_FIDELITY))
+    for panel, (name, label) in zip(panels, _FIDELITY.items(), strict=True):
+        for place, (cell, log) in enumerate(logs.items()):
+            colour, line = CYCLE[place % len(CYCLE)], LINES[place // len(CYCLE) % len(LINES)]
+            draw_line(panel, *series(log, f"eval_{name}"), cell, colour, line)
+        tidy(panel, f"Held-out {label}")
+    log_scale(panels[0], [value for log in logs.values() for value in series(log, "eval_kl")[1]])
+    return figure
+
+
+def eviction_figure(log: Log, weights: Tensor, budgets: Sequence[int]) -> Figure:
+    """Three panels: the loss and held-out excess NLL over steps, a line for each budget, and the weight of each head.
+
+    Args:
+        log: Rows with `step` and any of `loss` and `eval_excess_nll_at_BUDGET` in nats.
+        weights: [L, K].
+        budgets: Entries per layer and KV head.
+    """
+    figure = Figure(figsize=(13, 3.6), layout="constrained")
+    losses, curves, heads = figure.subplots(1, 3)
+    draw_loss(losses, log)
+    log_scale(losses, series(log, "loss")[1])
+    tidy(losses, "Training loss: KL divergence of the answers (nats)")
+    for place, budget in enumerate(budgets):
+        line = series(log, f"eval_excess_nll_at_{budget}")
+        draw_line(curves, *line, f"{budget} entries", CYCLE[place % len(CYCLE)], LINES[0])
+    tidy(curves, "Held-out excess NLL (nats)")
+    logarithms = np.log2(weights.numpy()).T
+    most = max(float(abs(logarithms).max()), 0.1)
+    image = heads.imshow(logarithms, aspect="auto", cmap="RdBu_r", vmin=-most, vmax=most)
+    figure.colorbar(image, ax=heads, label="log2 of the weight")
+    heads.set_title("Weight of each head in the shared budget", fontsize=10)
+    heads.set_xlabel("layer", fontsize=9)
+    heads.set_ylabel("KV head", fontsize=9)
+    heads.set_yticks(range(logarithms.shape[0]))
+    return figure
+
+
+def draft_head_figure(log: Log) -> Figure:
+    """Five panels: loss, KL and agreement, accepted length over steps; acceptance and agreement by position.
+
+    Args:
+        log: Rows with `step` and any of `loss`, `eval_kl`, `eval_agreement`, `eval_accepted_length`, and the lists
+            `eval_acceptance_by_position`, `eval_agreement_by_step`.
+    """
+    figure = Figure(figsize=(10.5, 6.2), layout="constrained")
+    panels = figure.subplot_mosaic("LLKKAA;pppggg")
+    draw_loss(panels["L"], log)
+    tidy(panels["L"], "Loss (nats)")
+    draw_line(panels["K"], *series(log, "eval_kl"), "KL (nats)", VERMILLION, "s-")
+    draw_line(panels["K"], *series(log, "eval_agreement"), "top-1 agreement", GREEN, "^-")
+    tidy(panels["K"], "Held-out answers, mean over a draft")
+    draw_line(panels["A"], *series(log, "eval_accepted_length"), "greedy drafts", BLUE, "o-")
+    tidy(panels["A"], "Accepted tokens of a draft, held-out")
+    draw_ends(panels["p"], log, "eval_acceptance_by_position", 1)
+    tidy(panels["p"], "Accepted, given that all before are", "position in the draft")
+    draw_ends(panels["g"], log, "eval_agreement_by_step", 1)
+    tidy(panels["g"], "Top-1 agreement with the model", "position in the draft")
+    return figure
+
+
+def retrieval_figure(log: Log) -> Figure:
+    """Two panels: the KL divergence and the hit rates over steps.
+
+    Args:
+        log: Rows with `step` and any of `loss`, `eval_kl` (nats), and `eval_hit_B`, `eval_window_hit_B` (shares) for
+            each budget B.
+    """
+    figure = Figure(figsize=(10.5, 3.6), layout="constrained")
+    loss, hits = figure.subplots(1, 2)
+    _draw_loss_and_kl(loss, log)
+    budgets = dict.fromkeys(key for row in log for key in row if key.startswith("eval_hit_"))
+    for key, colour in zip(budgets, (BLUE, GREEN, VERMILLION, GREY), strict=False):
+        budget = key.removeprefix("eval_hit_")
+        draw_line(hits, *series(log, key), f"{budget} entries", colour, "o-")
+        hits.plot(*series(log, f"eval_window_hit_{budget}"), ":", color=colour)
+    tidy(hits, "hit rate, held-out (dotted: first and latest entries)")
+    return figure

@@ -1,44 +1,200 @@
-"""Replay: what a pass of the target shows is kept, and used in several training steps.
+"""Replay: the teacher outputs of a batch are kept and used in several training steps.
 
-The pass over prompt and answer does not depend on the module in training, and costs several times what the module's
-own step does. So each reading is kept, packed, and used `replays` times in a shuffled order before it is dropped. That
-order is a function of the seed and of the readings' sizes alone: a training that is resumed reads again what it held,
-and goes on bit for bit.
+The base model's pass over prompt and answer does not depend on the module in training, and costs several times what the
+module's own step does. So its outputs are kept, packed, and used `replays` times in a shuffled order before they are
+dropped. That order is a function of the seed and of the outputs' sizes alone, so that a resumed training recomputes
+what was kept and continues bit for bit.
 """
 
 import random
-import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate, chain
 from mmap import mmap
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.data import Sampler
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
 from transformers.trainer_pt_utils import get_length_grouped_indices
 from typing_extensions import Self
 
+from keepsight.runtime.saved import layer_of_tensors, layer_tensors
+from keepsight.runtime.state import empty_cache
 from keepsight.train.dataset import Batch, Use
 from keepsight.train.settings import ReplaySettings, TrainSettings
 
-Reading = dict[str, Tensor]
-"""What the target shows of a batch, as named tensors: KV entries are `keys.LAYER` and `values.LAYER`."""
-
-_ENTRIES = ("keys.", "values.")
-_COMPARED = "importance"
-"""What losses compare with is not rounded: in bfloat16, a bfloat16 target's replayed loss is exactly the fresh one."""
-_SCALE = "scale."
 _ALIGNED = 64
 """Bytes, at multiples of which tensors begin that share a piece of memory."""
 
 
-def replay_order(sizes: Sequence[float], replays: int, memory: int, rng: random.Random) -> Iterator[tuple[int, int]]:
-    """The order in which readings are used: (number of the reading, how many times it was used before).
+@dataclass(frozen=True)
+class TeacherOutputs:
+    """What a pass of the frozen base model over a batch shows, without gradients.
 
-    As many readings as fit into `memory` bytes, at least one, are in use at a time, and any of them may come next.
-    After `replays` uses a reading is dropped, and the next ones take its place.
+    Attributes:
+        layers: The tensors of each layer of its cache by their names, see `layer_tensors`: `keys` and `values`, or the
+            states of a recurrent layer; empty where the loss needs no cache.
+        importance: Tensors in float32 that the loss compares with; kept without rounding.
+        features: Hidden states.
+    """
+
+    layers: list[dict[str, Tensor]] = field(default_factory=list)
+    importance: list[Tensor] = field(default_factory=list)
+    features: list[Tensor] = field(default_factory=list)
+
+    @classmethod
+    def of_cache(cls, cache: Cache, importance: Sequence[Tensor] = ()) -> Self:
+        """The tensors of a cache, with importance."""
+        layers = [
+            {name: each for name, each in layer_tensors(layer).items() if each is not None} for layer in cache.layers
+        ]
+        return cls(layers, [*importance])
+
+    def cache(self, model: PreTrainedModel, length: int) -> Cache:
+        """A cache of the base model with these layers, after `length` tokens."""
+        layers = []
+        for empty, tensors in zip(empty_cache(model).layers, self.layers, strict=True):
+            # A recurrent state is in float32 in models of any dtype.
+            cast = {
+                name: each if name.startswith("recurrent") else each.to(model.dtype) for name, each in tensors.items()
+            }
+            layers.append(layer_of_tensors(empty, cast, length))
+        return Cache(layers=layers)
+
+
+def _map(change: Callable[..., Any], *outputs: TeacherOutputs) -> TeacherOutputs:
+    """Teacher outputs with `change(name, tensor of each of the outputs)` in place of each tensor."""
+    layers = [
+        {name: change(name, *(each[name] for each in layer)) for name in layer[0]}
+        for layer in zip(*(each.layers for each in outputs), strict=True)
+    ]
+    importance = zip(*(each.importance for each in outputs), strict=True)
+    features = zip(*(each.features for each in outputs), strict=True)
+    return TeacherOutputs(
+        layers, [change("importance", *each) for each in importance], [change("features", *each) for each in features]
+    )
+
+
+def pack(outputs: TeacherOutputs, int8: bool) -> TeacherOutputs:
+    """Teacher outputs on the CPU: keys and values in int8, as pairs with float32 scales [..., 1], the rest in bfloat16.
+
+    Importance stays exact: in bfloat16, a bfloat16 base model's replayed loss equals the one without replay.
+    """
+
+    def packed(name: str, tensor: Tensor) -> Tensor | tuple[Tensor, ...]:
+        if int8 and name in ("keys", "values"):
+            scale = tensor.float().abs().amax(dim=-1, keepdim=True).clamp(min=1e-30) / 127
+            return tuple(each.contiguous().cpu() for each in ((tensor / scale).round().to(torch.int8), scale))
+        rounded = tensor.is_floating_point() and name != "importance"
+        return (tensor.to(torch.bfloat16) if rounded else tensor).contiguous().cpu()
+
+    return _map(packed, outputs)
+
+
+def unpack(packed: TeacherOutputs, devices: TeacherOutputs) -> TeacherOutputs:
+    """The inverse of `pack` up to rounding, in float32; `devices` holds each tensor's device in its place."""
+
+    def unpacked(_: str, stored: Any, device: torch.device) -> Tensor:
+        if isinstance(stored, tuple):
+            values, scale = (each.to(device, non_blocking=True) for each in stored)
+            return values * scale
+        moved: Tensor = stored.to(device, non_blocking=True)
+        return moved.float() if moved.is_floating_point() else moved
+
+    return _map(unpacked, packed, devices)
+
+
+class ReplayBuffer:
+    """Keeps packed teacher outputs that are used again, in memory or as files, and drops them after its last use.
+
+    Args:
+        settings: How they are packed, and where they are kept.
+        process: Number of this process; each has a folder of its own.
+    """
+
+    def __init__(self, settings: ReplaySettings, process: int = 0) -> None:
+        self._int8 = settings.dtype == "int8"
+        self._kept: dict[tuple[int, ...], tuple[list[Tensor] | Path, TreeSpec]] = {}
+        self._devices = TeacherOutputs()  # of each tensor, alike for all batches
+        self._files = 0
+        self._folder = Path(settings.dir) / f"process-{process}" if settings.dir else None
+        if self._folder is not None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._delete_files()
+
+    def bytes_of(self, outputs: TeacherOutputs) -> int:
+        """Bytes of packed teacher outputs."""
+        return sum(each.nbytes for each in tree_flatten(vars(pack(outputs, self._int8)))[0])
+
+    def take(self, batch: Batch, run: Callable[[], TeacherOutputs]) -> TeacherOutputs:
+        """A batch's teacher outputs: the kept ones, or else those that `run` computes.
+
+        They are packed and unpacked also before their first use, so that all uses see the same values.
+        """
+        key = tuple(batch.indices)
+        stored, spec = self._kept.pop(key, (None, None))
+        if stored is None or spec is None:
+            outputs = run()
+            self._devices = _map(lambda _, tensor: tensor.device, outputs)
+            stored, spec = tree_flatten(vars(pack(outputs, self._int8)))
+        if isinstance(stored, Path):
+            read = load_file(stored)
+            tensors = [read[str(place)] for place in range(len(read))]
+        else:
+            tensors = stored
+        if not batch.last:
+            self._kept[key] = (stored if isinstance(stored, Path) else self._keep(tensors)), spec
+        elif isinstance(stored, Path):
+            stored.unlink()
+        return unpack(TeacherOutputs(**tree_unflatten(tensors, spec)), self._devices)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._kept.clear()
+        self._delete_files()
+
+    def _delete_files(self) -> None:
+        """Delete what this or a killed run has kept in the folder, and nothing else."""
+        for path in self._folder.iterdir() if self._folder else ():
+            if re.fullmatch(r"\d+\.safetensors", path.name):
+                path.unlink()
+
+    def _keep(self, tensors: list[Tensor]) -> list[Tensor] | Path:
+        if self._folder is None:
+            return _outside_heap(tensors)
+        self._files += 1
+        path = self._folder / f"{self._files}.safetensors"
+        save_file({str(place): each for place, each in enumerate(tensors)}, path)
+        return path
+
+
+def _outside_heap(tensors: list[Tensor]) -> list[Tensor]:
+    """Copies outside the heap, whose memory returns to the system when they are dropped.
+
+    In the heap they fragment what training steps allocate: of a buffer of 0.7 GB, 1.8 GB stayed, against 0.5 GB.
+    """
+    ends = list(accumulate(-(-each.nbytes // _ALIGNED) * _ALIGNED for each in tensors))
+    memory = torch.frombuffer(mmap(-1, ends[-1]), dtype=torch.uint8)
+    return [
+        memory[start : start + each.nbytes].view(each.dtype).view(each.shape).copy_(each)
+        for each, start in zip(tensors, [0, *ends], strict=False)
+    ]
+
+
+def replay_order(sizes: Sequence[float], replays: int, memory: int, rng: random.Random) -> Iterator[tuple[int, int]]:
+    """The order in which teacher outputs are used: (number of the batch, how many times it was used before).
+
+    As many as fit into `memory` bytes, at least one, are in use at a time, and any of them may come next. After
+    `replays` uses one is dropped, and the next ones take its place.
     """
     waiting, turns = list(range(len(sizes)))[::-1], dict[int, int]()
     while waiting or turns:
@@ -54,14 +210,13 @@ def replay_order(sizes: Sequence[float], replays: int, memory: int, rng: random.
 class ReplaySampler(Sampler[Use]):
     """Every sample `replays` times an epoch, batch after batch; seed and epoch decide the order.
 
-    A batch keeps its samples through all its uses. Several processes have readings of their own: of every `processes`
-    batches the n-th is the n-th process's, as accelerate deals them out. What does not fill a batch for each process is
-    left out of an epoch, by chance something else each time.
+    A batch keeps its samples through all its uses. Of every `processes` batches the n-th is the n-th process's, as
+    accelerate distributes them. Samples that do not fill a batch for each process are left out of an epoch.
 
     Args:
         lengths: Tokens of each sample.
-        token_bytes: Bytes of a packed reading per token.
-        memory: Bytes that the readings of one process may take.
+        token_bytes: Bytes of packed teacher outputs per token.
+        memory: Bytes that the teacher outputs of one process may take.
         settings: Batch size, replays, seed, and whether samples of similar length are batched.
         processes: Number of processes.
     """
@@ -101,107 +256,5 @@ class ReplaySampler(Sampler[Use]):
     def _order(self, batches: list[list[int]], process: int) -> Iterator[tuple[list[int], int]]:
         rng = random.Random(f"{self.settings.seed}:{self.epoch}:{process}")
         sizes = [self.token_bytes * len(batch) * max(self.lengths[place] for place in batch) for batch in batches]
-        return (
-            (batches[number], turn) for number, turn in replay_order(sizes, self.settings.replays, self.memory, rng)
-        )
-
-
-class ReadingBuffer:
-    """Holds the packed readings that are used again, in memory or as files; leaving it as a context drops them.
-
-    Args:
-        settings: How they are packed, and where they are held.
-        process: Number of this process; each has a folder of its own.
-    """
-
-    def __init__(self, settings: ReplaySettings, process: int = 0) -> None:
-        self._int8 = settings.dtype == "int8"
-        self._held: dict[tuple[int, ...], Reading | Path] = {}
-        self._devices = dict[str, torch.device]()  # of each tensor, by its name, alike in all readings
-        self._files = 0
-        self._folder = Path(settings.dir) / f"process-{process}" if settings.dir else None
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)  # what a killed run left
-            self._folder.mkdir(parents=True)
-
-    def bytes_of(self, reading: Reading) -> int:
-        """Bytes that a reading takes."""
-        return sum(each.nbytes for each in pack(reading, self._int8).values())
-
-    def take(self, batch: Batch, read: Callable[[], Reading]) -> Reading:
-        """A batch's reading, unpacked: the one that is held, or else a new one.
-
-        It is packed also before its first use, so that all uses are of the same values.
-        """
-        key = tuple(batch.indices)
-        held = self._held.pop(key, None)
-        packed = load_file(held) if isinstance(held, Path) else held
-        if packed is None:
-            reading = read()
-            self._devices = {name: tensor.device for name, tensor in reading.items()}
-            packed = pack(reading, self._int8)
-        if not batch.last:
-            self._held[key] = held if isinstance(held, Path) else self._hold(packed)
-        elif isinstance(held, Path):
-            held.unlink()
-        return unpack(packed, self._devices)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._held.clear()
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _hold(self, packed: Reading) -> Reading | Path:
-        if self._folder is None:
-            return in_own_memory(packed)
-        self._files += 1
-        path = self._folder / f"{self._files}.safetensors"
-        save_file(packed, path)
-        return path
-
-
-def in_own_memory(packed: Reading) -> Reading:
-    """Copies outside the heap, whose memory goes back to the system when they are dropped.
-
-    In the heap they stand between what training steps allocate, and leave holes: of a buffer that held 0.7 GB and then
-    nothing, 1.8 GB stayed, against 0.5 GB.
-    """
-    ends = list(accumulate(-(-each.nbytes // _ALIGNED) * _ALIGNED for each in packed.values()))
-    room = torch.frombuffer(mmap(-1, ends[-1]), dtype=torch.uint8)
-    held: Reading = {}
-    for (name, tensor), start in zip(packed.items(), [0, *ends], strict=False):
-        size = tensor.nbytes
-        held[name] = room[start : start + size].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-    return held
-
-
-def pack(reading: Mapping[str, Tensor], int8: bool) -> Reading:
-    """On the CPU, KV entries in int8 with a float32 scale for each head and token, or with all else in bfloat16.
-
-    Importance stays as it is.
-    """
-    packed: Reading = {}
-    for name, tensor in reading.items():
-        if int8 and name.startswith(_ENTRIES):
-            scale = tensor.float().abs().amax(dim=-1, keepdim=True).clamp(min=1e-30) / 127
-            packed[name], packed[_SCALE + name] = (tensor / scale).round().to(torch.int8), scale
-        else:
-            rounded = tensor.is_floating_point() and not name.startswith(_COMPARED)
-            packed[name] = tensor.to(torch.bfloat16) if rounded else tensor
-    return {name: tensor.contiguous().cpu() for name, tensor in packed.items()}
-
-
-def unpack(packed: Mapping[str, Tensor], devices: Mapping[str, torch.device]) -> Reading:
-    """What `pack` was given, as far as rounding left it, each tensor on its device; floats in float32."""
-    moved = {name: tensor.to(devices[name.removeprefix(_SCALE)], non_blocking=True) for name, tensor in packed.items()}
-    whole = {name: tensor for name, tensor in moved.items() if not name.startswith(_SCALE)}
-    return {name: _unpacked(tensor, moved.get(_SCALE + name)) for name, tensor in whole.items()}
-
-
-def _unpacked(tensor: Tensor, scale: Tensor | None) -> Tensor:
-    if scale is not None:
-        return tensor * scale
-    return tensor.float() if tensor.is_floating_point() else tensor
+        order = replay_order(sizes, self.settings.replays, self.memory, rng)
+        return ((batches[number], turn) for number, turn in order)

@@ -1,18 +1,46 @@
-"""Settings of the optimiser, shared by all trainers. Nothing heavy is imported: configurations read this file."""
+"""Settings of every training. Nothing heavy is imported: configurations read this file."""
 
-from collections.abc import Mapping
+import re
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
-from typing import Any
+from typing import Annotated, Any
 
-from typing_extensions import override
+from annotated_types import Ge, Gt, Le, Lt, MinLen
 
 from keepsight.errors import UserError
 from keepsight.files import read_bytes
 
 PRECISIONS = ("no", "bf16", "fp16")
 TRACKERS = ("tensorboard", "trackio", "wandb")
-_FREE = ("checkpoints", "flops", "gradient_checkpointing")
+LARGEST_BUDGET = 1 << 24
+_MAY_CHANGE = ("checkpoints", "flops", "gradient_checkpointing")
+"""Fields that do not decide what is learned: they may differ when a training is resumed."""
+
+Count = Annotated[int, Ge(1)]
+Share = Annotated[float, Ge(0), Le(1)]
+Positive = Annotated[float, Gt(0), Lt(float("inf"))]
+
+
+def check_ranges(settings: object, key: str) -> None:
+    """Check the fields of a dataclass against the bounds in their type annotations; `key` is its name in a recipe.
+
+    Raises:
+        UserError: a value is out of range.
+    """
+    from pydantic import TypeAdapter, ValidationError  # takes a while
+
+    try:
+        TypeAdapter(type(settings)).validate_python(vars(settings))
+    except ValidationError as error:
+        first = error.errors()[0]
+        name, limit = str(first["loc"][0]), re.sub("^(Input|List|Value) should", "must", first["msg"])
+        raise UserError(f"{key}.{name}={getattr(settings, name)} {limit}") from None
+
+
+def check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
+    """Raise a UserError unless the value of a key is one of the known ones."""
+    if value not in known:
+        raise UserError(f"{name}={value} is unknown; choose one of {', '.join(known)}")
 
 
 @dataclass
@@ -23,86 +51,76 @@ class TrainSettings:
         steps: Optimiser steps; 0 for `epochs` passes over the data.
         epochs: Passes over the data when `steps` is 0.
         batch_size: Samples per device and forward pass.
-        samples_per_step: Samples per optimiser step, all devices together: each accumulates gradients until they are
-            reached. 0 for one batch of each device.
+        samples_per_step: Samples per optimiser step over all devices, reached by gradient accumulation; 0 for one batch
+            of each device.
         learning_rate: Peak learning rate.
         warmup: Share of the steps in which the learning rate rises to its peak.
         min_learning_rate: Final learning rate of the cosine schedule, as a share of the peak.
         clip: Maximum gradient norm.
         precision: Mixed precision: `no`, `bf16` or `fp16`.
         seed: Random seed for initialisation and data order.
-        held_out: Number of samples held out to be measured, never trained on.
+        held_out: Number of samples that are measured and never trained on.
         measure_every: Steps between measurements on the held-out samples.
         save_every: Steps between checkpoints.
-        checkpoints: Newest checkpoints that are kept.
+        checkpoints: Number of newest checkpoints to keep.
         budget: KV entries per head at which recall or hit rate is measured.
         report_to: Experiment trackers: tensorboard, trackio, wandb.
-        flops: Peak of a device in 1e12 operations a second, of which trackers show the share that is reached (`mfu`).
-            By default the bfloat16 peak of a GPU that keepsight knows; trackers show none for others.
-        group_by_length: Batch samples of similar length, which saves padding and, where several processes wait for one
-            another, time. By default with several processes alone.
-        replays: Uses of each reading of the target; above 1 the readings are kept, see the recipe's `replay`.
-        tf32: Whether GPUs multiply float32 matrices in TensorFloat-32, faster and rounded to 10 bits; by default what
-            torch chooses.
+        flops: Peak of a device in 1e12 operations a second, for the model FLOPs utilisation (`mfu`) that trackers show;
+            by default the bfloat16 peak of known GPUs.
+        group_by_length: Batch samples of similar length, which saves padding; by default only with several processes.
+        replays: Training steps on each sample's teacher outputs; above 1 they are kept, see the recipe's `replay`.
+        tf32: Whether GPUs multiply float32 matrices in TensorFloat-32, faster and rounded to 10 bits; torch's setting
+            by default.
     """
 
-    steps: int = 0
-    epochs: float = 1.0
-    batch_size: int = 1
-    samples_per_step: int = 0
-    learning_rate: float = 1e-3
-    warmup: float = 0.03
-    min_learning_rate: float = 0.1
-    clip: float = 1.0
+    steps: Annotated[int, Ge(0)] = 0
+    epochs: Annotated[float, Gt(0), Le(1e6)] = 1.0
+    batch_size: Count = 1
+    samples_per_step: Annotated[int, Ge(0)] = 0
+    learning_rate: Annotated[float, Gt(0), Le(100)] = 1e-3
+    warmup: Share = 0.03
+    min_learning_rate: Share = 0.1
+    clip: Annotated[float, Gt(0), Le(1e9)] = 1.0
     precision: str = "no"
-    seed: int = 0
-    held_out: int = 16
-    measure_every: int = 100
-    save_every: int = 100
-    checkpoints: int = 2
-    budget: int = 64
+    seed: Annotated[int, Ge(0), Lt(2**32)] = 0
+    held_out: Annotated[int, Ge(0)] = 16
+    measure_every: Count = 100
+    save_every: Count = 100
+    checkpoints: Count = 2
+    budget: Count = 64
     report_to: list[str] = field(default_factory=lambda: ["tensorboard"])
-    flops: float = 0.0
+    flops: Annotated[float, Ge(0), Le(1e6)] = 0.0
     group_by_length: bool | None = None
-    replays: int = 1
+    replays: Count = 1
     tf32: bool | None = None
 
     def check(self, key: str) -> None:
-        """Refuse settings that no training can run with; `key` is their name in a recipe.
-
-        Raises:
-            UserError: a value is out of range.
-        """
-        counts = ("batch_size", "measure_every", "save_every", "checkpoints", "budget", "replays")
-        least = dict.fromkeys(counts, 1)
-        require_at_least(self, key, {**least, "steps": 0, "held_out": 0, "samples_per_step": 0})
-        require_within(self, key, learning_rate=(0, 100), epochs=(0, 1e6), clip=(0, 1e9), above=True)
-        require_within(self, key, warmup=(0, 1), min_learning_rate=(0, 1), seed=(0, 2**32 - 1), flops=(0, 1e6))
-        if self.precision not in PRECISIONS:
-            raise UserError(f"{key}.precision={self.precision} is unknown; choose one of {', '.join(PRECISIONS)}")
+        """Raise a UserError for a value that is out of range; `key` names the settings in a recipe."""
+        check_ranges(self, key)
+        check_choice(f"{key}.precision", self.precision, PRECISIONS)
         for tracker in self.report_to:
             if tracker not in TRACKERS:
                 raise UserError(f"{key}.report_to names {tracker!r}; choose from {', '.join(TRACKERS)}, or [] for none")
             if find_spec(tracker) is None:
                 raise UserError(f"{key}.report_to: {tracker} is not installed; run `pip install {tracker}`")
 
-    def deciding(self) -> dict[str, Any]:
-        """The settings that decide what is learned; the others may change when a training is resumed."""
-        return {name: value for name, value in asdict(self).items() if name not in _FREE}
+    def decisive(self) -> dict[str, Any]:
+        """The settings that decide what is learned, and so must be the same when a training is resumed."""
+        return {name: value for name, value in asdict(self).items() if name not in _MAY_CHANGE}
 
     def accumulation(self, processes: int, key: str) -> int:
         """Gradient accumulation steps of each process.
 
         Raises:
-            UserError: `samples_per_step` cannot be divided into batches of all of them; `key` as for `check`.
+            UserError: `samples_per_step` is not a multiple of the samples in a batch of every process.
         """
-        together = self.batch_size * processes
-        if self.samples_per_step % together:
+        at_once = self.batch_size * processes
+        if self.samples_per_step % at_once:
             raise UserError(
                 f"{key}.samples_per_step={self.samples_per_step} does not divide into {key}.batch_size="
-                f"{self.batch_size} samples of {processes} processes: choose a multiple of {together}"
+                f"{self.batch_size} samples of {processes} processes: choose a multiple of {at_once}"
             )
-        return max(1, self.samples_per_step // together)
+        return max(1, self.samples_per_step // at_once)
 
 
 @dataclass
@@ -110,37 +128,28 @@ class LookaheadTrainSettings(TrainSettings):
     """Optimisation of a lookahead module.
 
     Attributes:
-        far: Share of the loss that is a KL divergence over the far entries alone: without the first 4 and the last 32,
+        far: Share of the loss that is a KL divergence over distant entries alone: without the first 4 and the last 32,
             which hold most of the mass and are learned at once. 0 is the paper's loss.
-        cuts: Places in an answer from which one reading of the target is used: a module that is to look ahead from the
-            end of the prompt also learns to look ahead from behind parts of the answer. They are spread evenly over the
-            answer, the first before it; 1 for that one alone, up to 64.
-        gradient_checkpointing: Run each layer of the pass with gradients twice and keep nothing for them between: long
-            prompts take less memory, and steps a little more time.
+        cuts: Number of places in an answer from which the module learns to predict the rest of it, spread evenly, the
+            first before the answer: one pass of the base model yields that many training pairs.
+        gradient_checkpointing: Recompute each layer's activations in the backward pass: long prompts take less memory,
+            and steps a little more time.
     """
 
-    far: float = 0.5
-    cuts: int = 1
+    far: Share = 0.5
+    cuts: Annotated[int, Ge(1), Le(64)] = 1
     gradient_checkpointing: bool = False
-
-    @override
-    def check(self, key: str) -> None:
-        super().check(key)
-        if not 0 <= self.far <= 1:
-            raise UserError(f"{key}.far={self.far} must be between 0 and 1")
-        require_within(self, key, cuts=(1, 64))
 
 
 @dataclass
 class ReplaySettings:
-    """Where the target's readings are kept in a training with `replays` above 1.
+    """Where teacher outputs are kept in a training with `replays` above 1.
 
     Attributes:
-        memory: Memory that they may take per process, such as 4GiB, those of held-out samples included; more of it
-            mixes more samples.
-        dir: Folder on a fast disk that holds them in place of memory.
+        memory: Memory for them per process, such as 4GiB, held-out samples included; more of it mixes more samples.
+        dir: Folder on a fast disk that keeps them instead of memory.
         dtype: KV entries are kept in `int8`, which changes a loss by half a percent at most, or in `bfloat16`, which
-            changes nothing where the target is in bfloat16.
+            changes nothing where the base model is in bfloat16.
     """
 
     memory: str = "4GiB"
@@ -148,40 +157,98 @@ class ReplaySettings:
     dtype: str = "int8"
 
     def check(self) -> None:
-        """Refuse settings that no training can run with.
-
-        Raises:
-            UserError: a value is out of range.
-        """
+        """Raise a UserError for a value that is out of range."""
         read_bytes(self.memory)
-        if self.dtype not in (known := ("int8", "bfloat16")):
-            raise UserError(f"replay.dtype={self.dtype} is unknown; choose one of {', '.join(known)}")
+        check_choice("replay.dtype", self.dtype, ("int8", "bfloat16"))
 
 
-def require_at_least(settings: object, key: str, least: Mapping[str, int]) -> None:
-    """Check fields of the settings that a recipe calls `key` against their lowest allowed values.
+@dataclass
+class DraftHeadSettings:
+    """Shape and training of an EAGLE-3 draft head.
 
-    Raises:
-        UserError: a value is lower.
+    Attributes:
+        vocabulary: Size of the draft vocabulary: the most frequent tokens of the training data's answers.
+        unroll: Steps for which the head is unrolled over its own features in training (training-time test).
+        decay: Weight of an unrolled step's loss relative to the step before.
+        max_tokens: Longest sample in tokens; longer ones are truncated at the end.
+        train: Optimisation.
     """
-    for name, lowest in least.items():
-        if (value := getattr(settings, name)) < lowest:
-            raise UserError(f"{key}.{name}={value} must be at least {lowest}")
+
+    vocabulary: Count = 32000
+    unroll: Count = 7
+    decay: Annotated[float, Gt(0), Le(1)] = 0.8
+    max_tokens: Annotated[int, Ge(3)] = 4096
+    train: TrainSettings = field(default_factory=lambda: TrainSettings(learning_rate=1e-4, clip=0.5))
+
+    def check(self) -> None:
+        """Raise a UserError for a value that is out of range."""
+        check_ranges(self, "draft_head")
+        self.train.check("draft_head.train")
 
 
-def require_within(settings: object, key: str, *, above: bool = False, **bounds: tuple[float, float]) -> None:
-    """Check fields of the settings that a recipe calls `key` against their lowest and highest allowed values.
+@dataclass
+class RetrievalHeadSettings:
+    """Variant and distillation of a retrieval head.
 
-    Args:
-        settings: What holds the fields.
-        key: Its name in a recipe.
-        above: Whether the lowest value itself is not allowed.
-        bounds: By field.
-
-    Raises:
-        UserError: a value lies outside, or is no number.
+    Attributes:
+        features: What the head reads beside token embeddings: `previous-step`, the base model's features of the token
+            before, or `none`.
+        groups: Groups of neighbouring layers of the base model for which the head selects, each with queries and keys
+            of its own. 1 is SpeContext's: the same entries in all layers.
+        queries: Number of a sample's last tokens whose attention is distilled.
+        temperature: Softens the distillation loss: attention weights count to the power of 1 / temperature, so that
+            above 1 the entries beyond the few with the largest weights are learned too.
+        answers: Share of the loss over the answers' tokens alone, half of it over distant entries.
+        max_tokens: Longest sample in tokens; longer ones are truncated at the end.
+        train: Optimisation; `train.budget` adds a budget at which the hit rate is measured.
     """
-    for name, (lowest, highest) in bounds.items():
-        value = getattr(settings, name)
-        if not lowest <= value <= highest or (above and value == lowest):
-            raise UserError(f"{key}.{name}={value} must be {'above' if above else 'from'} {lowest} and up to {highest}")
+
+    features: str = "previous-step"
+    groups: Count = 1
+    queries: Count = 128
+    temperature: Positive = 2.0
+    answers: Share = 0.67
+    max_tokens: Annotated[int, Ge(2)] = 4096
+    train: TrainSettings = field(default_factory=TrainSettings)
+
+    def check(self) -> None:
+        """Raise a UserError for a value that is out of range."""
+        check_ranges(self, "retrieval_head")
+        check_choice("retrieval_head.features", self.features, ("previous-step", "none"))
+        self.train.check("retrieval_head.train")
+
+
+@dataclass
+class FinetuneSettings:
+    """Training of a lookahead module and of its heads' weights on the KL divergence that evicting with them causes.
+
+    Attributes:
+        freeze_module: Whether only the weights of heads learn.
+        budgets: KV entries per layer and head on average: each training step is at one of them, and all are measured.
+        temperature: Width of the soft selection in nats: lower is closer to hard selection, with less smooth gradients.
+        head_weights_rate: Peak learning rate of the weights of heads; by default 0.015, or 0.06 where the module is
+            frozen.
+        train: Optimisation; `train.learning_rate` is the module's.
+    """
+
+    freeze_module: bool = False
+    budgets: Annotated[list[Annotated[int, Ge(1), Le(LARGEST_BUDGET)]], MinLen(1)] = field(
+        default_factory=lambda: [64, 128, 256]
+    )
+    temperature: Positive = 0.5
+    head_weights_rate: Annotated[float, Gt(0), Le(100)] | None = None
+    train: TrainSettings = field(
+        default_factory=lambda: TrainSettings(
+            learning_rate=5e-4, min_learning_rate=0.05, samples_per_step=4, replays=6, measure_every=50
+        )
+    )
+
+    @property
+    def weights_rate(self) -> float:
+        """Peak learning rate of the weights of heads."""
+        return self.head_weights_rate or (0.06 if self.freeze_module else 0.015)
+
+    def check(self) -> None:
+        """Raise a UserError for a value that is out of range."""
+        check_ranges(self, "finetune")
+        self.train.check("finetune.train")

@@ -1,4 +1,4 @@
-"""What experiment trackers are told beside the loss: tokens a second, the share of the device's peak, memory, layers.
+"""What experiment trackers get beside the loss: tokens per second, model FLOPs utilisation, memory, values by layer.
 
 transformers' own counters do not fit: its tokens are those of one input and its time has measuring and saving in it
 (`include_num_input_tokens_seen`), and its memory metrics come once, at the end.
@@ -15,6 +15,7 @@ import torch
 from accelerate.utils import gather
 from torch import nn
 from transformers import (
+    PreTrainedModel,
     PrinterCallback,
     ProgressCallback,
     Trainer,
@@ -25,6 +26,9 @@ from transformers import (
 )
 from typing_extensions import override
 
+from keepsight.models.decoder import decoder_of, full_attention_layers, head_width
+from keepsight.models.distributed import whole_shape
+from keepsight.models.lora import linears
 from keepsight.train.dataset import Batch
 from keepsight.train.objective import Objective
 from keepsight.train.settings import TrainSettings
@@ -32,6 +36,7 @@ from keepsight.train.settings import TrainSettings
 _HOPPER = {"H100": 989, "H100 NVL": 835, "H100 PCIe": 756, "H200": 989, "H200 NVL": 835}
 _PEAKS = {"A100": 312, **_HOPPER, "B200": 2250, "L4": 121, "L40S": 362}
 """Peaks of Nvidia's GPUs in bfloat16 without sparsity, in 1e12 operations a second (its data sheets)."""
+_EXPERTS = re.compile(r"(^|\.)experts(\.|$)")
 
 
 class Throughput(TrainerCallback):
@@ -76,12 +81,7 @@ class Throughput(TrainerCallback):
 
     @override
     def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **_: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **_: Any
     ) -> None:
         if logs is not None and "loss" in logs and self._seconds:
             own = [float(self._tokens), self._flops, self._seconds, float(peak_memory())]
@@ -127,3 +127,35 @@ def log_lists(trainer: Trainer, measured: Mapping[str, Any]) -> None:
     for callback in trainer.callback_handler.callbacks:
         if not isinstance(callback, PrinterCallback | ProgressCallback):
             callback.on_log(trainer.args, trainer.state, trainer.control, logs=dict(values), model=trainer.model)
+
+
+def pass_flops(model: PreTrainedModel, weights: float, tokens: int, before: int = 0) -> float:
+    """Operations of a pass: 2 for each weight and token, and 4 for each entry that a channel of a query sees.
+
+    Sliding windows and recurrent states, whose share is small where prompts are long, are not counted, nor are logits.
+
+    Args:
+        model: The base model.
+        weights: See `weights_per_token`.
+        tokens: Tokens of the pass, causal among themselves.
+        before: Entries in the cache.
+    """
+    config = model.config.get_text_config(decoder=True)
+    channels = config.num_attention_heads * head_width(config) * len(full_attention_layers(model.config))
+    return 2 * tokens * weights + 4 * tokens * (before + tokens / 2) * channels
+
+
+def weights_per_token(model: PreTrainedModel) -> float:
+    """Weights of a model's layers that a token is multiplied with: of experts only those that it is routed to."""
+    config = model.config.get_text_config(decoder=True)
+    counts = (getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    experts = next(filter(None, counts), None)
+    share = config.num_experts_per_tok / experts if experts else 1.0
+
+    def counted(name: str, size: int) -> float:
+        return size * share if _EXPERTS.search(name) else size
+
+    layers = decoder_of(model).layers
+    single = sum(counted(name, linear.in_features * linear.out_features) for name, linear in linears(layers))
+    shapes = ((name, whole_shape(weight)) for name, weight in layers.named_parameters())
+    return single + sum(counted(name, shape.numel()) for name, shape in shapes if len(shape) == 3)  # of all experts

@@ -34,7 +34,7 @@ from keepsight.models.targets import Target
 from keepsight.runtime.generate import Method
 from keepsight.runtime.methods import SpeCache
 from keepsight.runtime.state import context_of
-from keepsight.train.lookahead.bench import bench_step
+from keepsight.train.plan import bench_step
 
 
 def train(config: BenchTrain) -> None:

@@ -14,13 +14,13 @@ from keepsight.endpoint import ServerSettings
 from keepsight.eval.judge import Judge
 from keepsight.eval.tasks.registry import Benchmarks
 from keepsight.models.lookahead_settings import LookaheadSettings
-from keepsight.train.head_settings import (
+from keepsight.train.settings import (
     DraftHeadSettings,
     FinetuneSettings,
-    HeadWeightsSettings,
+    LookaheadTrainSettings,
+    ReplaySettings,
     RetrievalHeadSettings,
 )
-from keepsight.train.settings import LookaheadTrainSettings, ReplaySettings
 
 
 def one_of(*known: str) -> AfterValidator:
@@ -265,12 +265,14 @@ class Finetune(Training):
         keepsight finetune recipe=smollm2-135m adapter=runs/adapter data=runs/data out=runs/finetuned
         accelerate launch -m keepsight finetune recipe=llama3.1-8b adapter=DIR data=DIR out=DIR
         keepsight finetune adapter=runs/adapter data=runs/data out=runs/finetuned max_prompt_tokens=4096
+        keepsight finetune adapter=runs/adapter data=runs/data out=runs/weighted finetune.freeze_module=true
 
     `keepsight train` teaches a module to attend to what answers attend to. This continues from there: the base model
     reads its own answer again behind a soft form of the selection, and the gradient of the KL divergence from its
     predictions with the full cache flows through the selection to the soft tokens, the LoRA and one weight per KV
     head, by which the head's importance is multiplied before the heads compete for the budget. The answer's attention
-    to the whole prompt is stored for gradients: max_prompt_tokens= bounds the memory.
+    to the whole prompt is stored for gradients: max_prompt_tokens= bounds the memory. With finetune.freeze_module=true
+    only the weights of heads learn, in minutes.
 
     The heads of all layers of the adapter must share one budget (lookahead.floor=0.2 lookahead.sharing=model). Its
     shape stays, and its model card gets a section. A training that was stopped resumes from its last checkpoint when
@@ -285,25 +287,6 @@ class Finetune(Training):
     adapter: str | None = None
     max_prompt_tokens: NonNegativeInt = 0
     finetune: FinetuneSettings = field(default_factory=FinetuneSettings)
-
-
-@dataclass
-class TrainHeadWeights(Training):
-    """keepsight train_head_weights: learn how the heads of a lookahead module share one budget.
-
-        keepsight train_head_weights recipe=smollm2-135m adapter=runs/adapter data=runs/data out=runs/weighted
-
-    As `keepsight finetune`, with the module frozen.
-
-    Attributes:
-        adapter: The lookahead adapter to start from: a folder, a Hub id, or shipped:NAME.
-        max_prompt_tokens: Leaves out longer prompts; 0 keeps all.
-        head_weights: Optimisation.
-    """
-
-    adapter: str | None = None
-    max_prompt_tokens: NonNegativeInt = 0
-    head_weights: HeadWeightsSettings = field(default_factory=HeadWeightsSettings)
 
 
 @dataclass
@@ -890,7 +873,6 @@ COMMANDS: dict[str, tuple[type, str]] = {
     "data stats": (DataStats, "data:stats"),
     "train": (Train, "train:run"),
     "finetune": (Finetune, "finetune:run"),
-    "train_head_weights": (TrainHeadWeights, "finetune:run_head_weights"),
     "train_draft_head": (TrainDraftHead, "train_draft_head:run"),
     "train_retrieval_head": (TrainRetrievalHead, "train_retrieval_head:run"),
     "eval": (Eval, "eval:run"),

@@ -25,7 +25,7 @@ from pydantic import TypeAdapter, ValidationError
 from keepsight.errors import UserError
 
 DEFAULT_RECIPE = "smollm2-135m"
-_SETTINGS = ("lookahead", "train", "replay", "finetune", "head_weights", "draft_head", "retrieval_head")
+_SETTINGS = ("lookahead", "train", "replay", "finetune", "draft_head", "retrieval_head")
 """Sections that do not depend on a model's weights."""
 _LARGEST = 1 << 40
 """Largest whole number that a key takes; larger ones overflow where sizes are computed from them."""

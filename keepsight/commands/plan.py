@@ -18,7 +18,7 @@ from keepsight.models.targets import QUANTIZE
 from keepsight.runtime.retrieval.memory_plan import MemoryPlan, plan_for
 from keepsight.runtime.state import context_of
 from keepsight.train.distributed import DIVIDED
-from keepsight.train.lookahead.plan import StepPlan, plan_step
+from keepsight.train.plan import StepPlan, plan_step
 
 
 def run(config: Config) -> None:
@@ -130,7 +130,7 @@ def run_training(config: PlanTrain) -> None:
         config.train.far,
         config.tokens,
         config.answer,
-        recomputes=config.train.gradient_checkpointing,
+        checkpoints=config.train.gradient_checkpointing,
         cuts=config.train.cuts,
         quantize=quantize,
         shards=config.gpus if config.shard or by_layer else 1,
@@ -166,7 +166,7 @@ def _training_memory(plan: StepPlan, memory: int, config: PlanTrain) -> list[str
         "second pass and gradients": plan.second,
     }
     listed = [f"  {name:<58} {size_text(size):>12}" for name, size in rows.items()]
-    listed.insert(3, f"    of which KV entries and importance stay {size_text(plan.reading):>31}")
+    listed.insert(3, f"    of which KV entries and importance stay {size_text(plan.outputs):>31}")
     return [*listed, f"  at the worst moment, of {size_text(memory)} a GPU {size_text(plan.peak):>31}: {fits}"]
 
 

@@ -27,12 +27,11 @@ from keepsight.files import write_png
 from keepsight.models.distributed import created_divided, launched
 from keepsight.models.lookahead import CONFIG, Lookahead, LookaheadAdapter
 from keepsight.models.targets import Target, keep_gradients
+from keepsight.train.ablation import AblationTrainer, Cell
 from keepsight.train.distributed import DIVIDED, divide_layers
-from keepsight.train.lookahead.ablation import AblationTrainer, Cell
-from keepsight.train.lookahead.objective import LookaheadObjective
-from keepsight.train.lookahead.plots import ablation_figure, lookahead_figure
-from keepsight.train.lookahead.trainer import LookaheadTrainer
-from keepsight.train.trained import Trained
+from keepsight.train.importance import ImportanceObjective
+from keepsight.train.plots import ablation_figure, lookahead_figure
+from keepsight.train.trainer import ModuleTrainer, Trained
 
 _SHAPE = ("tokens", "rank", "targets", "alpha", "group")
 """Settings of a module that its weights depend on."""
@@ -51,7 +50,7 @@ def run(config: Config | Cells) -> None:
     target = placed_target(config)
     samples, manifest = read_samples(config, target, config.max_prompt_tokens)
     objective = new_objective(config, target)
-    trainer = LookaheadTrainer(objective, config.train, run_of(config, target, samples, "init", CONFIG))
+    trainer = ModuleTrainer(objective, config.train, run_of(config, target, samples, "init", CONFIG))
     finished = trainer.fit()
     if trainer.is_world_process_zero():
         save(config, Path(config.out), target, objective.lookahead, trainer.trained(), samples, manifest)
@@ -108,13 +107,13 @@ def placed_target(config: Config) -> Target:
     return target
 
 
-def new_objective(config: Config, target: Target) -> LookaheadObjective:
+def new_objective(config: Config, target: Target) -> ImportanceObjective:
     """A new module, initialised by the seed or with the weights of `init`."""
     set_seed(config.train.seed)
     lookahead = Lookahead(target.model, config.lookahead)
     if config.init:
         _start_from(config.init, lookahead)
-    return LookaheadObjective(lookahead, config.train.far, config.train.gradient_checkpointing, config.train.cuts)
+    return ImportanceObjective(lookahead, config.train.far, config.train.gradient_checkpointing, config.train.cuts)
 
 
 def save(

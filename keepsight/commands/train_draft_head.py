@@ -20,12 +20,17 @@ from keepsight.data_gen.store import TrainingSample
 from keepsight.errors import UserError
 from keepsight.models.draft_head import WEIGHTS, DraftHead
 from keepsight.models.targets import Target
-from keepsight.train.draft_head.init import frequent_tokens, new_draft_head
-from keepsight.train.draft_head.objective import DraftHeadObjective
-from keepsight.train.draft_head.plots import draft_head_figure
-from keepsight.train.draft_head.teacher import RunTarget, TargetReader
-from keepsight.train.draft_head.teacher_files import StoredReadings, write_readings
-from keepsight.train.draft_head.trainer import DraftHeadTrainer
+from keepsight.train.draft_head import (
+    DraftHeadObjective,
+    RunModel,
+    StoredStates,
+    Teacher,
+    frequent_tokens,
+    new_draft_head,
+    write_states,
+)
+from keepsight.train.plots import draft_head_figure
+from keepsight.train.trainer import ModuleTrainer
 
 
 def run(config: Config) -> None:
@@ -37,14 +42,14 @@ def run(config: Config) -> None:
     samples, manifest = read_samples(config, target)
     set_seed(settings.train.seed)
     head = _head(config, target, samples)
-    reader = _reader(config, target, head, samples, manifest["digest"])
-    objective = DraftHeadObjective(head, target.model, reader, settings.unroll, settings.decay, settings.max_tokens)
-    trainer = DraftHeadTrainer(objective, settings, run_of(config, target, samples, "init", WEIGHTS))
+    teacher = _teacher(config, target, head, samples, manifest["digest"])
+    objective = DraftHeadObjective(head, target.model, teacher, settings)
+    trainer = ModuleTrainer(objective, settings.train, run_of(config, target, samples, "init", WEIGHTS))
     finished = trainer.fit()
     if trainer.is_world_process_zero():
         lengths = [len(each.prompt_ids) + len(each.answer_ids) for each in samples]
         basics = basics_of(config, target, manifest, trainer.trained(), length_summary("tokens of a sample", lengths))
-        card, curves = head.card(basics, trainer.metrics), draft_head_figure(trainer.log_rows())
+        card, curves = head.card(basics, trainer.metrics), draft_head_figure(trainer.trained().log)
         head.save(out, basics.provenance, card, {"training.png": curves})
         print(f"head after step {trainer.state.global_step} in {out}: {metrics_text(trainer.metrics)}")
     require_finished(finished, config, trainer)
@@ -63,13 +68,13 @@ def _head(config: Config, target: Target, samples: Sequence[TrainingSample]) -> 
     return head.float().train()
 
 
-def _reader(
+def _teacher(
     config: Config, target: Target, head: DraftHead, samples: Sequence[TrainingSample], digest: str
-) -> TargetReader:
+) -> Teacher:
     layers = head.layers_of(target.model)
-    run_target = RunTarget(target.model, layers)
+    run_model = RunModel(target.model, layers)
     if config.features is None:
-        return run_target
+        return run_model
     length = config.draft_head.max_tokens
     made_of = {
         "data": digest,
@@ -80,5 +85,5 @@ def _reader(
         "max_tokens": length,
     }
     texts = [(sample.prompt_ids + sample.answer_ids)[:length] for sample in samples]
-    write_readings(Path(config.features), run_target, texts, made_of)
-    return StoredReadings(Path(config.features))
+    write_states(Path(config.features), run_model, texts, made_of)
+    return StoredStates(Path(config.features))

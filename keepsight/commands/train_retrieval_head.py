@@ -23,10 +23,10 @@ from keepsight.models.retrieval_head import (
 )
 from keepsight.models.targets import Target
 from keepsight.train.dataset import cut
-from keepsight.train.head_settings import RetrievalHeadSettings
-from keepsight.train.retrieval_head.objective import RetrievalObjective
-from keepsight.train.retrieval_head.plots import retrieval_figure
-from keepsight.train.retrieval_head.trainer import RetrievalTrainer
+from keepsight.train.plots import retrieval_figure
+from keepsight.train.retrieval_head import RetrievalObjective
+from keepsight.train.settings import RetrievalHeadSettings
+from keepsight.train.trainer import ModuleTrainer
 
 
 def run(config: Config) -> None:
@@ -40,8 +40,9 @@ def run(config: Config) -> None:
     set_seed(settings.train.seed)
     longest = max(len(sample.prompt_ids) + len(sample.answer_ids) for sample in samples)
     head, pruned = _first_head(config, target, longest)
-    objective = RetrievalObjective(head, target.model, settings.queries, settings.temperature, settings.answers)
-    trainer = RetrievalTrainer(objective, settings, run_of(config, target, samples, "head", WEIGHTS, DRAFT_WEIGHTS))
+    objective = RetrievalObjective(head, target.model, settings)
+    run = run_of(config, target, samples, "head", WEIGHTS, DRAFT_WEIGHTS)
+    trainer = ModuleTrainer(objective, settings.train, run)
     finished = trainer.fit()
     if trainer.is_world_process_zero():
         described = pruned | {
@@ -93,13 +94,14 @@ def _pruned(folder: Path, features: str) -> tuple[RetrievalHead, str]:
     return head, text
 
 
-def _write(config: Config, trainer: RetrievalTrainer, basics: CardBasics, longest: int) -> None:
+def _write(config: Config, trainer: ModuleTrainer[RetrievalObjective], basics: CardBasics, longest: int) -> None:
     out, objective = Path(config.out), trainer.objective
-    head = RetrievalHead(objective.head.config.trained_on(longest, objective.head.layers_of(objective.target)))
-    head.load_state_dict(trainer.weights())
+    head = RetrievalHead(objective.head.config.trained_on(longest, objective.head.layers_of(objective.model)))
+    head.load_state_dict(objective.weights())
     first = ("pruned only" if "pruning" in basics.provenance.training else "before") if config.head else "random"
-    measured = comparison(*trainer.first_and_last(), first)
+    rows = trainer.measurements()
+    measured = comparison(*((rows[0], rows[-1]) if rows else ({}, {})), first)
     card = head.card(basics, measured)
-    curves = retrieval_figure(trainer.log_rows())
+    curves = retrieval_figure(trainer.trained().log)
     head.to(torch.bfloat16).save(out, basics.provenance, card, {"training.png": curves})
     print(f"retrieval head ({head.config.features}) after step {trainer.state.global_step} in {out}\n{measured}")

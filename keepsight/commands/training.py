@@ -16,11 +16,8 @@ from keepsight.models.draft_head import ORIGIN
 from keepsight.models.lookahead import CONFIG
 from keepsight.models.retrieval_head import CONFIG as RETRIEVAL_CONFIG
 from keepsight.models.targets import Target
-from keepsight.train.dataset import no_longer_than
-from keepsight.train.module_trainer import ModuleTrainer
-from keepsight.train.run import TrainingRun
-from keepsight.train.seen import NOTHING, Seen, as_text, from_text
-from keepsight.train.trained import Trained
+from keepsight.train.dataset import Prompts, no_longer_than, prompts_as_text, prompts_from_text
+from keepsight.train.trainer import ModuleTrainer, Trained, TrainingRun
 
 
 def read_samples(
@@ -68,24 +65,24 @@ def run_of(config: Training, target: Target, samples: Sequence[TrainingSample], 
         "model.dtype": str(target.model.dtype).removeprefix("torch."),
         f"command.{key}": _digest_of(folder, weights) if folder else None,
     }
-    return TrainingRun(Path(config.out) / "training", samples, start, config.replay, _seen_by(folder))
+    return TrainingRun(Path(config.out) / "training", samples, start, config.replay, _prompts_of(folder))
 
 
 def _digest_of(folder: Path, weights: Sequence[str]) -> str:
     return file_digest(next((path for name in weights if (path := folder / name).is_file()), folder / weights[0]))
 
 
-def _seen_by(folder: Path | None) -> Seen | None:
-    """The prompts that an artifact's module was trained on, if it names them; none for a new module.
+def _prompts_of(folder: Path | None) -> Prompts | None:
+    """The prompts that an artifact's module was trained on, None if it does not record them; empty for a new module.
 
     Raises:
         UserError: the list of prompts is damaged.
     """
     if folder is None:
-        return NOTHING
+        return frozenset()
     for path in (folder / CONFIG, folder / ORIGIN, folder / RETRIEVAL_CONFIG):
         if path.is_file():
-            return from_text(read_json(path, dict[str, Any])["provenance"].get("trained_on", ""))
+            return prompts_from_text(read_json(path, dict[str, Any])["provenance"].get("trained_on", ""))
     return None
 
 
@@ -115,7 +112,7 @@ def basics_of(
         "held-out samples": trained.held_out,
         **described,
         "learning rate": settings.learning_rate,
-        **({"steps on each reading of the target": settings.replays} if settings.replays > 1 else {}),
+        **({"steps on each teacher output": settings.replays} if settings.replays > 1 else {}),
         "samples a step": trained.samples_per_step,
         f"first and last logged loss ({loss})": [round(losses[0], 4), round(losses[-1], 4)] if losses else [],
     }
@@ -127,7 +124,7 @@ def basics_of(
         training,
         __version__,
         vocabulary_digest(target.tokenizer),
-        as_text(trained.seen),
+        prompts_as_text(trained.prompts),
     )
     notes = "\n\n".join(note for note in (_origins(manifest), config.data_notes) if note)
     return CardBasics(config.title, provenance, manifest["sources"], notes, config.license)

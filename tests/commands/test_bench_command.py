@@ -5,9 +5,9 @@ import logging
 import pytest
 
 from keepsight.eval.bench import eviction
+from keepsight.train.ablation import SideBySide
 from keepsight.train.dataset import Batch
-from keepsight.train.lookahead.side_by_side import SideBySide
-from keepsight.train.replay import Reading
+from keepsight.train.replay import TeacherOutputs
 from tests.commands.commands import CommandLine
 
 TINY = ("model.id=tiny", "model.device=cpu", "adapter=adapter")
@@ -19,28 +19,28 @@ def test_a_training_step_against_a_prefill(keepsight: CommandLine) -> None:
     lines = keepsight(
         "bench", "train", *TINY[:2], "train.replays=1", "tokens=60", "answer_tokens=5", "repeats=1"
     ).splitlines()
-    assert lines[0] == "1 x 60 prompt + 5 answer tokens, 1 steps a reading, 1 repeats"
+    assert lines[0] == "1 x 60 prompt + 5 answer tokens, 1 steps a pass of the model, 1 repeats"
     assert [line.split()[0] for line in lines[1:]] == ["prefill", "step", "a"]
 
 
 def test_a_training_step_at_several_cuts(keepsight: CommandLine) -> None:
     small = ("train.replays=2", "train.cuts=3", "tokens=60", "answer_tokens=5", "repeats=1")
     lines = keepsight("bench", "train", *TINY[:2], *small).splitlines()
-    assert lines[0] == "1 x 60 prompt + 5 answer tokens, 2 steps a reading at 3 cuts, 1 repeats"
+    assert lines[0] == "1 x 60 prompt + 5 answer tokens, 2 steps a pass of the model at 3 cuts, 1 repeats"
     assert lines[-1].startswith("a step takes ")
 
 
 def test_modules_that_learn_side_by_side(keepsight: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
-    cells, read = list[int](), SideBySide.read
+    cells, read = list[int](), SideBySide.run_teacher
 
-    def noted(self: SideBySide, batch: Batch) -> Reading:
+    def noted(self: SideBySide, batch: Batch) -> TeacherOutputs:
         cells.append(len(self.cells))
         return read(self, batch)
 
-    monkeypatch.setattr(SideBySide, "read", noted)
+    monkeypatch.setattr(SideBySide, "run_teacher", noted)
     small = ("train.replays=2", "cells=3", "tokens=60", "answer_tokens=5", "repeats=1")
     lines = keepsight("bench", "train", *TINY[:2], *small).splitlines()
-    assert lines[0] == "1 x 60 prompt + 5 answer tokens, 3 modules, 2 steps a reading, 1 repeats"
+    assert lines[0] == "1 x 60 prompt + 5 answer tokens, 3 modules, 2 steps a pass of the model, 1 repeats"
     assert cells == [3, 3], "a reading to warm up and a timed one, for all modules"
     assert keepsight.fails("bench", "train", *TINY[:2], "cells=0") == "cells=0 must be greater than 0"
 

@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from keepsight import LookaheadKV
+from keepsight.files import read_json, write_json
 from keepsight.models.lookahead import ADAPTER, CONFIG, TOKENS, LookaheadAdapter
 from keepsight.models.targets import load_target
 from keepsight.runtime.state import prefill
 from tests.commands.commands import CommandLine
-from tests.commands.test_train_head_weights_command import GIVEN as WEIGHTS
-from tests.commands.test_train_head_weights_command import LEARN, STEPS, TARGET, adapter  # noqa: F401  a fixture
+from tests.commands.test_head_weights_command import GIVEN as WEIGHTS
+from tests.commands.test_head_weights_command import LEARN, STEPS, TARGET, adapter  # noqa: F401  a fixture
 from tests.tiny import prompt_ids
 
 GIVEN = ["finetune", *TARGET, "adapter=adapter", "out=finetuned", "finetune.budgets=[6,9]"]
@@ -73,12 +74,16 @@ def test_a_finished_training_is_not_done_again_and_another_is_refused(keepsight:
     assert "finetune.budgets" in keepsight.fails(*GIVEN, *TUNE, "finetune.budgets=[6]")
 
 
-@pytest.mark.usefixtures("adapter")
-def test_bad_input_is_one_line(keepsight: CommandLine) -> None:
+def test_bad_input_is_one_line(keepsight: CommandLine, adapter: Path) -> None:  # noqa: F811
+    assert "'title' is no key of this command" in keepsight.fails(*GIVEN, "title=Mine")
     assert "adapter= is required" in keepsight.fails(*GIVEN, "adapter=null")
     assert "the longest prompt has 31 tokens" in keepsight.fails(*GIVEN, "finetune.budgets=[64]")
-    assert "finetune.budgets=[] must hold numbers" in keepsight.fails(*GIVEN, "finetune.budgets=[]")
-    assert "finetune.temperature=0.0 must be above 0" in keepsight.fails(*GIVEN, "finetune.temperature=0")
-    assert "finetune.head_weights_rate=0.0 must be above 0" in keepsight.fails(*GIVEN, "finetune.head_weights_rate=0")
-    assert "out=adapter holds the adapter that the training begins with" in keepsight.fails(*GIVEN, "out=adapter")
+    for wrong in (f"budgets=[{10**9}]", "budgets=[]", "temperature=0", "head_weights_rate=0"):
+        said = keepsight.fails(*GIVEN, f"finetune.{wrong}")
+        assert said.startswith(f"finetune.{wrong.partition('=')[0]}=") and " must " in said, said
+    assert "out=adapter is the folder of the adapter" in keepsight.fails(*GIVEN, "out=adapter")
+    config = read_json(adapter / CONFIG)
+    write_json(adapter / CONFIG, config | {"settings": config["settings"] | {"sharing": "layer"}})
+    said = keepsight.fails(*GIVEN)
+    assert "do not share one budget" in said and "lookahead.sharing=model" in said
     assert not Path("finetuned").exists() or not any(Path("finetuned").iterdir())

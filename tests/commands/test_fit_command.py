@@ -14,7 +14,7 @@ from keepsight.files import file_digest, read_json, read_jsonl, write_lines
 from keepsight.models.hub import plan_upload
 from keepsight.models.lookahead import LookaheadAdapter
 from keepsight.models.targets import Target
-from keepsight.train.lookahead.objective import LookaheadObjective
+from keepsight.train.importance import ImportanceObjective
 from tests.close import assert_close
 from tests.commands.commands import CommandLine
 from tests.launch import launch
@@ -30,7 +30,7 @@ FIT = [
 ]
 STAGES: dict[str, tuple[Any, str, int, str]] = {
     "answers": (ShardWriter, "append", 1, "fitted/data/shard-00000.jsonl.partial"),
-    "training": (LookaheadObjective, "forward", 2, "fitted/adapter/training/checkpoint-1/trainer_state.json"),
+    "training": (ImportanceObjective, "forward", 2, "fitted/adapter/training/checkpoint-1/trainer_state.json"),
     "evaluation": (evaluation, "append_lines", 1, "fitted/eval/results.jsonl"),
 }
 """What is interrupted in each: the owner and name of a function, at which call, and what is there by then."""

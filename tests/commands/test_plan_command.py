@@ -12,7 +12,7 @@ from keepsight.commands import plan as command
 from keepsight.models import model_files
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.runtime.retrieval.memory_plan import MemoryPlan
-from keepsight.train.lookahead.plan import plan_step
+from keepsight.train.plan import plan_step
 from tests.commands.commands import CommandLine, tree
 
 # Names, not weights: the shape of Llama-3.1-8B.

@@ -58,8 +58,11 @@ TRAIN = Scene(
     ("data/*.json*", "data/*.arrow"),
 )
 HEAD_WEIGHTS = Scene(
-    "train_head_weights",
-    _train("train_head_weights", "head_weights.train", "weighted", "adapter=adapter", "head_weights.budgets=[8]"),
+    "finetune",
+    _train(
+        *("finetune", "finetune.train", "weighted", "adapter=adapter"),
+        *("finetune.budgets=[8]", "finetune.freeze_module=true"),
+    ),
     "weighted",
     ("data/*.json*", "data/*.arrow", *(f"adapter/{name}" for name in _MODULE)),
 )

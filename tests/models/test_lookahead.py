@@ -16,7 +16,7 @@ from keepsight.models.lookahead import ADAPTER, CONFIG, NO_TOKEN, PEFT_CONFIG, T
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.models.lora import PREFIX
 from keepsight.runtime.state import prefill
-from keepsight.train.lookahead.objective import LookaheadObjective
+from keepsight.train.importance import ImportanceObjective
 from tests.close import assert_close
 from tests.models.modules import SHAPE, importance, importance_of, lora_parameters, random_module, save
 from tests.tiny import FAMILIES, prompt_ids, tiny_model
@@ -40,7 +40,7 @@ def test_only_tokens_and_lora_are_trainable_and_in_float32():
     module = random_module()
     adapted = {name.split(".lora_")[0].removeprefix(PREFIX) for name in lora_parameters(module)}
     assert len(adapted) == 7 + 7 + 2 and "model.layers.2.self_attn.v_proj" not in adapted
-    LookaheadObjective(module)
+    ImportanceObjective(module)
     trainable = {id(value) for value in module.parameters() if value.requires_grad}
     assert trainable == {id(value) for value in [module.tokens, *lora_parameters(module).values()]}
     module = Lookahead(tiny_model().bfloat16(), SHAPE)

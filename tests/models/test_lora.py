@@ -9,7 +9,7 @@ from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.models.lora import chosen_targets, lora_targets
 from keepsight.runtime.state import prefill
 from keepsight.train.dataset import Batch
-from keepsight.train.lookahead.objective import LookaheadObjective
+from keepsight.train.importance import ImportanceObjective
 from tests.close import assert_close
 from tests.families import FAMILIES, family_model, fresh_model
 from tests.models.modules import importance, importance_of, random_on, save
@@ -104,7 +104,7 @@ def test_an_adapter_remembers_its_targets(targets, tensors, tmp_path):
 def test_every_trained_parameter_gets_a_gradient(family):
     """Also of a batch whose prompts have different lengths."""
     ids, mask = prompt_ids(30, 17)
-    objective = LookaheadObjective(random_on(fresh_model(family), LookaheadSettings(tokens=4, rank=2)))
+    objective = ImportanceObjective(random_on(fresh_model(family), LookaheadSettings(tokens=4, rank=2)))
     objective.loss(Batch(ids, prompt_ids(5, 5, seed=1)[0], mask.bool())).backward()
     trained = {name: each for name, each in objective.named_parameters() if each.requires_grad}
     assert len(trained) == 1 + 2 * len(lora_targets(objective.lookahead.model))

@@ -10,16 +10,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from keepsight.data_gen.store import DataSettings, ShardWriter, TrainingSample
 from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.models.targets import Target
+from keepsight.train.ablation import Cell, SideBySide
 from keepsight.train.dataset import SampleDataset, collate
-from keepsight.train.lookahead.objective import LookaheadObjective
-from keepsight.train.lookahead.trainer import LookaheadTrainer
-from keepsight.train.run import TrainingRun
+from keepsight.train.fidelity import Fidelity
+from keepsight.train.importance import ImportanceObjective
+from keepsight.train.replay import TeacherOutputs
 from keepsight.train.settings import LookaheadTrainSettings, TrainSettings
+from keepsight.train.trainer import ModuleTrainer, TrainingRun
 from tests.tiny import tiny_model
 
 SHAPE = LookaheadSettings(tokens=4, rank=2, alpha=8)
@@ -66,21 +69,21 @@ def write_data(folder: Path, target: Target) -> None:
     writer.complete()
 
 
-def objective(family: str = "llama", shape: LookaheadSettings = SHAPE) -> LookaheadObjective:
+def objective(family: str = "llama", shape: LookaheadSettings = SHAPE) -> ImportanceObjective:
     model = tiny_model(family)
     torch.manual_seed(0)
-    return LookaheadObjective(Lookahead(model, shape))
+    return ImportanceObjective(Lookahead(model, shape))
 
 
 def train(
-    objective: LookaheadObjective, settings: TrainSettings, work: Path, samples: list[TrainingSample]
-) -> tuple[LookaheadTrainer, bool]:
+    objective: ImportanceObjective, settings: TrainSettings, work: Path, samples: list[TrainingSample]
+) -> tuple[ModuleTrainer, bool]:
     """The trainer, and whether the training ran to its end."""
-    trainer = LookaheadTrainer(objective, settings, TrainingRun(work, samples))
+    trainer = ModuleTrainer(objective, settings, TrainingRun(work, samples))
     return trainer, trainer.fit()
 
 
-class Disturbed(LookaheadObjective):
+class Disturbed(ImportanceObjective):
     """An objective to which something happens at the n-th training batch."""
 
     def __init__(self, at: int, action: Callable[["Disturbed"], object], lookahead: Lookahead, *given: Any) -> None:
@@ -120,12 +123,26 @@ def collated(dataset: SampleDataset) -> dict:
     return collate([dataset[place] for place in range(len(dataset))])
 
 
-def tensors(each: LookaheadObjective) -> dict[str, Tensor]:
+def tensors(each: ImportanceObjective) -> dict[str, Tensor]:
     return each.lookahead.lora_state() | {"tokens": each.lookahead.tokens.detach().clone()}
 
 
 def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
     return set(first) == set(second) and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def measured(objective: ImportanceObjective, batches: list[dict[str, Any]], budget: int) -> Fidelity:
+    """The fidelity by layer that the objective measures."""
+    found = objective.measure(batches, budget)
+    return Fidelity(*(found[f"eval_{name}_by_layer"] for name in ("kl", "recall", "tau")))
+
+
+def side_by_side(objectives: list[ImportanceObjective]) -> SideBySide:
+    return SideBySide([Cell(str(place), each, settings()) for place, each in enumerate(objectives)])
+
+
+def tensors_of(outputs: TeacherOutputs) -> list[Tensor]:
+    return tree_leaves(vars(outputs))
 
 
 def checkpoints(work: Path) -> list[str]:

@@ -18,7 +18,7 @@ from keepsight.commands import train
 from keepsight.commands.cli import main
 from keepsight.models.lookahead import Lookahead
 from keepsight.train.distributed import divide_layers
-from keepsight.train.lookahead.objective import LookaheadObjective
+from keepsight.train.importance import ImportanceObjective
 from tests.train.runs import Disturbed
 
 
@@ -32,10 +32,10 @@ def _divided(model: PreTrainedModel) -> None:
     divide_layers(model)
 
 
-def _stopped(lookahead: Lookahead, *given: Any) -> LookaheadObjective:
+def _stopped(lookahead: Lookahead, *given: Any) -> ImportanceObjective:
     print(f"weights held: {_held(lookahead.model)}", flush=True)
     if os.environ["RANK"] == "0":
-        return LookaheadObjective(lookahead, *given)
+        return ImportanceObjective(lookahead, *given)
     return Disturbed(3, lambda _: os.kill(os.getpid(), signal.SIGTERM), lookahead, *given)
 
 
@@ -48,7 +48,7 @@ if __name__ == "__main__":
     _save = train.save
     train.save = _saved  # type: ignore[assignment]
     train.divide_layers = _divided
-    train.LookaheadObjective = _stopped  # type: ignore[assignment, misc]
+    train.ImportanceObjective = _stopped  # type: ignore[assignment, misc]
     status = main(["train", *sys.argv[1:]])
     if os.environ["RANK"] != "0":
         time.sleep(0.5)  # for the first to say that it stopped, before its launcher ends it too

@@ -119,7 +119,7 @@ def test_a_stopped_search_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert search(target, texts(target), 3, log) == whole[:2]
     log.write_bytes(log.read_bytes()[:-10])  # as a kill may leave it
     trials: list[int] = []
-    monkeypatch.setattr(draft_layers, "_closeness", counted(trials))
+    monkeypatch.setattr(draft_layers, "closeness", counted(trials))
     resumed = search(target, texts(target), 1, log)
     assert [subset.layers for subset in resumed] == [subset.layers for subset in whole]
     assert len(trials) == 4 + 3 + 2
@@ -129,7 +129,7 @@ def test_a_stopped_search_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def counted(calls: list[int]) -> Any:
-    measured = draft_layers._closeness
+    measured = draft_layers.closeness
 
     def counting(*arguments: Any) -> Any:
         calls.append(1)
@@ -142,7 +142,7 @@ def test_a_log_of_another_search_is_refused(tmp_path: Path) -> None:
     target, log = tiny_model(num_hidden_layers=3), tmp_path / "log.jsonl"
     search(target, texts(target), 2, log)
     before = log.read_text()
-    with pytest.raises(UserError, match=r"log.jsonl: this search began with another target or other texts; choose"):
+    with pytest.raises(UserError, match=r"log.jsonl: this search began with another model or other texts; choose"):
         search(target, texts(target)[:2], 1, log)
     assert log.read_text() == before
     assert [len(json.loads(line).get("layers", [])) for line in before.splitlines()] == [0, 2]

@@ -1,9 +1,11 @@
-"""Readings that are kept: their order, where they are held, and that resuming changes nothing."""
+"""Teacher outputs that are kept: their order, their memory, what packing costs, and that resuming changes nothing."""
 
 import random
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,11 +14,14 @@ from safetensors.torch import load_file
 from keepsight.errors import UserError
 from keepsight.files import read_bytes
 from keepsight.train.dataset import Batch, SampleDataset, Use, collate
-from keepsight.train.lookahead.objective import LookaheadObjective
-from keepsight.train.lookahead.trainer import LookaheadTrainer
-from keepsight.train.replay import Reading, ReadingBuffer, ReplaySampler, replay_order
-from keepsight.train.run import TrainingRun
-from keepsight.train.settings import ReplaySettings
+from keepsight.train.importance import ImportanceObjective
+from keepsight.train.objective import ReplayedObjective
+from keepsight.train.replay import ReplayBuffer, ReplaySampler, TeacherOutputs, pack, replay_order, unpack
+from keepsight.train.retrieval_head import RetrievalObjective
+from keepsight.train.settings import ReplaySettings, RetrievalHeadSettings
+from keepsight.train.trainer import ModuleTrainer, TrainingRun
+from tests.models.retrieval_heads import tiny_retrieval_head
+from tests.tiny import tiny_model
 from tests.train import runs
 from tests.train.runs import crash, disturbed, objective, same, samples, tensors
 
@@ -87,17 +92,17 @@ def batch_of(places: list[int], last: bool = True) -> Batch:
 def test_a_reading_is_made_once_and_dropped_after_its_last_use(on_disk: bool, tmp_path: Path) -> None:
     (tmp_path / "process-0").mkdir()
     (tmp_path / "process-0" / "7.safetensors").write_bytes(b"left by a killed run")
-    buffer = ReadingBuffer(ReplaySettings(dir=str(tmp_path) if on_disk else None))
+    buffer = ReplayBuffer(ReplaySettings(dir=str(tmp_path) if on_disk else None))
     calls = []
 
-    def read() -> dict[str, torch.Tensor]:
+    def read() -> TeacherOutputs:
         calls.append(1)
-        return {"keys.0": torch.arange(8.0).view(1, 1, 2, 4)}
+        return TeacherOutputs([{"keys": torch.arange(8.0).view(1, 1, 2, 4)}])
 
     first = buffer.take(batch_of([0], last=False), read)
     assert len(list(tmp_path.rglob("*.safetensors"))) == 1
     second = buffer.take(batch_of([0]), read)
-    assert torch.equal(first["keys.0"], second["keys.0"])
+    assert torch.equal(first.layers[0]["keys"], second.layers[0]["keys"])
     assert len(calls) == 1
     buffer.take(batch_of([0]), read)
     assert len(calls) == 2
@@ -105,21 +110,21 @@ def test_a_reading_is_made_once_and_dropped_after_its_last_use(on_disk: bool, tm
         assert list(tmp_path.rglob("*.safetensors")) == []
 
 
-def trained(work: Path, make=objective, **changes) -> tuple[LookaheadTrainer, bool]:
+def trained(work: Path, make=objective, **changes) -> tuple[ModuleTrainer, bool]:
     replay = ReplaySettings(memory="60KB", dir=changes.pop("dir", None))
-    trainer = LookaheadTrainer(make(), runs.settings(replays=3, **changes), TrainingRun(work, samples(), replay=replay))
+    trainer = ModuleTrainer(make(), runs.settings(replays=3, **changes), TrainingRun(work, samples(), replay=replay))
     return trainer, trainer.fit()
 
 
 def test_a_run_that_was_killed_goes_on_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From a checkpoint at step 6, in the middle of the uses of several readings."""
-    uses, take = list[tuple[int, ...]](), ReadingBuffer.take
+    uses, take = list[tuple[int, ...]](), ReplayBuffer.take
 
-    def noting(self: ReadingBuffer, batch: Batch, read: Callable[[], Reading]) -> Reading:
+    def noting(self: ReplayBuffer, batch: Batch, read: Callable[[], TeacherOutputs]) -> TeacherOutputs:
         uses.extend([tuple(batch.indices)] * torch.is_grad_enabled())
         return take(self, batch, read)
 
-    monkeypatch.setattr(ReadingBuffer, "take", noting)
+    monkeypatch.setattr(ReplayBuffer, "take", noting)
     whole, _ = trained(tmp_path / "whole", steps=14)
     assert [each < 3 for each in Counter(uses[:6]).values()].count(True) >= 2
     with pytest.raises(RuntimeError, match="power failure"):
@@ -138,13 +143,13 @@ def test_files_hold_what_memory_would_and_are_gone_in_the_end(tmp_path: Path) ->
 
 def test_the_target_is_read_once_a_sample_and_held_out_ones_once(tmp_path: Path) -> None:
     one, calls = objective(), list[tuple[int, ...]]()
-    read = one.read
+    read = one.run_teacher
 
-    def counted_read(batch: Batch) -> Reading:
+    def counted_read(batch: Batch) -> TeacherOutputs:
         calls.append(tuple(batch.indices))
         return read(batch)
 
-    one.read = counted_read  # type: ignore[method-assign]
+    one.run_teacher = counted_read  # type: ignore[method-assign]
     trainer, _ = trained(tmp_path, lambda: one, steps=18)  # 6 batches, each used 3 times
     held_out = {tuple(batch["indices"]) for batch in trainer.held_out_batches()}
     counted = Counter(calls[1:])  # the first one tells how many bytes a reading takes
@@ -163,27 +168,102 @@ def test_a_training_holds_no_more_than_its_memory(
     held_out: int, memory: str, on_disk: bool, cuts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bytes that are really held after each use, those of held-out samples included."""
-    held, take = list[int](), ReadingBuffer.take
+    held, take = list[int](), ReplayBuffer.take
 
-    def noting(self: ReadingBuffer, batch: Batch, read: Callable[[], Reading]) -> Reading:
+    def noting(self: ReplayBuffer, batch: Batch, read: Callable[[], TeacherOutputs]) -> TeacherOutputs:
         taken = take(self, batch, read)
-        kept = [load_file(each) if isinstance(each, Path) else each for each in self._held.values()]
-        held.append(sum(tensor.nbytes for each in kept for tensor in each.values()))
+        kept = [[*load_file(each).values()] if isinstance(each, Path) else each for each, _ in self._kept.values()]
+        held.append(sum(tensor.nbytes for each in kept for tensor in each))
         return taken
 
-    monkeypatch.setattr(ReadingBuffer, "take", noting)
+    monkeypatch.setattr(ReplayBuffer, "take", noting)
     replay = ReplaySettings(memory, str(tmp_path / "readings") if on_disk else None)
     settings = runs.settings(replays=4, steps=24, held_out=held_out, cuts=cuts)
-    each = LookaheadObjective(objective().lookahead, cuts=cuts)
-    LookaheadTrainer(each, settings, TrainingRun(tmp_path / "work", samples(40), replay=replay)).fit()
+    each = ImportanceObjective(objective().lookahead, cuts=cuts)
+    ModuleTrainer(each, settings, TrainingRun(tmp_path / "work", samples(40), replay=replay)).fit()
     assert 0.6 * read_bytes(memory) < max(held) <= read_bytes(memory)
 
 
 def test_what_keeps_no_readings_says_so(tmp_path: Path) -> None:
-    from keepsight.train.draft_head.trainer import DraftHeadTrainer
-    from tests.train.draft_head.head_runs import head_objective, head_settings
+    from keepsight.train.trainer import ModuleTrainer
+    from tests.train.head_runs import head_objective, head_settings
 
     settings = head_settings()
     settings.train.replays = 2
-    with pytest.raises(UserError, match=r"draft_head\.train\.replays=2: this training keeps no readings"):
-        DraftHeadTrainer(head_objective(), settings, TrainingRun(tmp_path, samples())).fit()
+    with pytest.raises(UserError, match=r"draft_head\.train\.replays=2: this training keeps no teacher outputs"):
+        ModuleTrainer(head_objective(), settings.train, TrainingRun(tmp_path, samples())).fit()
+
+
+def _gradients(module: torch.nn.Module) -> list[torch.Tensor]:
+    return [weight.grad.clone() for weight in module.parameters() if weight.grad is not None]
+
+
+def long_batch() -> Batch:
+    """Prompts with far entries."""
+    rows = [replace(each, prompt_ids=each.prompt_ids * 3) for each in samples(3)]
+    dataset = SampleDataset(rows)
+    return Batch(**collate([dataset[Use(place, 0, True)] for place in (0, 2)]))
+
+
+def with_target_in(dtype: torch.dtype, one: ImportanceObjective) -> None:
+    target: Any = one.lookahead.model  # transformers hides the types of `to`
+    target.to(dtype)
+
+
+def fresh_and_replayed(one: ReplayedObjective, batch: Batch, dtype: str) -> list[tuple[float, torch.Tensor]]:
+    """Loss, and the gradients in one, of a reading as it is and of one that was packed."""
+    found = []
+    for buffer in (None, ReplayBuffer(ReplaySettings(dtype=dtype))):
+        one.buffer = buffer
+        one.zero_grad()
+        loss = one.loss(batch)
+        loss.backward()
+        found.append((loss.item(), torch.cat([each.flatten() for each in _gradients(one)])))
+    return found
+
+
+@pytest.mark.parametrize("far", [0.0, 0.5])
+@pytest.mark.parametrize("target", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
+def test_packing_changes_loss_and_gradients_by_next_to_nothing(dtype: str, target: torch.dtype, far: float) -> None:
+    one = objective()
+    with_target_in(target, one)
+    one.far = far
+    (exact, gradient), (packed, of_packed) = fresh_and_replayed(one, long_batch(), dtype)
+    assert packed == pytest.approx(exact, rel=0.005)
+    assert packed != exact or dtype == "bfloat16"
+    assert torch.cosine_similarity(gradient, of_packed, dim=0) > 0.999
+
+
+def lookahead_with_far() -> ReplayedObjective:
+    one = objective()
+    with_target_in(torch.bfloat16, one)
+    one.far = 0.5
+    return one
+
+
+def retrieval_with_answers() -> ReplayedObjective:
+    return RetrievalObjective(
+        tiny_retrieval_head(), tiny_model().to(torch.bfloat16), RetrievalHeadSettings(queries=12, answers=0.5)
+    )
+
+
+@pytest.mark.parametrize("make", [lookahead_with_far, retrieval_with_answers])
+def test_in_the_targets_dtype_replayed_loss_and_gradients_are_the_fresh_ones(
+    make: Callable[[], ReplayedObjective],
+) -> None:
+    (exact, gradient), (packed, of_packed) = fresh_and_replayed(make(), long_batch(), "bfloat16")
+    assert packed == exact
+    assert torch.equal(gradient, of_packed)
+
+
+def test_int8_rounds_by_half_a_step_of_each_head_and_token() -> None:
+    keys, cpu = torch.randn(2, 3, 5, 8) * torch.logspace(-3, 3, 5)[:, None], torch.device("cpu")
+    outputs = TeacherOutputs([{"keys": keys, "places": torch.arange(4)}], [keys[..., 0]])
+    packed = pack(outputs, int8=True)
+    assert packed.layers[0]["keys"][0].dtype == torch.int8
+    devices: Any = TeacherOutputs([{"keys": cpu, "places": cpu}], [cpu])  # type: ignore[dict-item, list-item]
+    back = unpack(packed, devices)
+    assert torch.equal(back.layers[0]["places"], torch.arange(4)) and torch.equal(back.importance[0], keys[..., 0])
+    step = keys.abs().amax(dim=-1, keepdim=True) / 127
+    assert ((back.layers[0]["keys"] - keys).abs() <= 0.501 * step).all()

@@ -18,11 +18,9 @@ from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.train import tracking
 from keepsight.train.dataset import Batch
-from keepsight.train.lookahead.flops import weights_of_a_token
-from keepsight.train.lookahead.objective import LookaheadObjective
-from keepsight.train.lookahead.trainer import LookaheadTrainer
-from keepsight.train.run import TrainingRun
-from keepsight.train.tracking import peak_memory, peak_of
+from keepsight.train.importance import ImportanceObjective
+from keepsight.train.tracking import peak_memory, peak_of, weights_per_token
+from keepsight.train.trainer import ModuleTrainer, TrainingRun
 from tests.families import fresh_model
 from tests.train.runs import objective, samples, settings, train
 
@@ -37,11 +35,11 @@ class Logged(TrainerCallback):
         self.rows.append({**logs, "step": state.global_step})
 
 
-def logged(work: Path, **changes: Any) -> tuple[list[dict[str, Any]], list[Batch], LookaheadObjective]:
+def logged(work: Path, **changes: Any) -> tuple[list[dict[str, Any]], list[Batch], ImportanceObjective]:
     """The logged losses of a training whose clock shows a second more each time it is looked at, and its batches."""
     learning, batches, given = objective(), list[Batch](), settings(**changes)
     learning.register_forward_pre_hook(lambda _, __, values: batches.append(Batch(**values)), with_kwargs=True)
-    trainer, tracker = LookaheadTrainer(learning, given, TrainingRun(work, samples())), Logged()
+    trainer, tracker = ModuleTrainer(learning, given, TrainingRun(work, samples())), Logged()
     trainer.add_callback(tracker)
     assert trainer.fit()
     assert all("tokens_per_second" not in row for row in trainer.state.log_history)  # differs from run to run
@@ -144,7 +142,7 @@ def causal_attention(model: Any, length: int) -> int:
 def test_a_steps_operations_are_those_that_torch_counts(family: str, cuts: int) -> None:
     shape = {"hidden_size": 64, "intermediate_size": 192, "moe_intermediate_size": 96, "head_dim": 16}
     model = fresh_model(family, **shape, max_position_embeddings=4096)
-    counted = LookaheadObjective(Lookahead(model, LookaheadSettings(tokens=16, rank=1)), cuts=cuts)
+    counted = ImportanceObjective(Lookahead(model, LookaheadSettings(tokens=16, rank=1)), cuts=cuts)
     ids = torch.randint(3, 100, (1, 640), generator=torch.Generator().manual_seed(0))
     batch = Batch(ids[:, :600], ids[:, 600:])
     with FlopCounterMode(display=False) as counter:
@@ -159,7 +157,7 @@ def test_a_steps_operations_are_those_that_torch_counts(family: str, cuts: int) 
 def test_a_token_is_sent_to_some_experts_alone(family: str, expert: int) -> None:
     """To two of four, which torch's counter does not see."""
     attention, layers, model = 2 * 32 * (32 + 16), 4, fresh_model(family)
-    assert weights_of_a_token(model) == layers * (attention + 2 * expert)
+    assert weights_per_token(model) == layers * (attention + 2 * expert)
     for weight in model.parameters():  # as ZeRO-3 leaves them
         weight.ds_shape, weight.data = weight.shape, torch.empty(0)
-    assert weights_of_a_token(model) == layers * (attention + 2 * expert)
+    assert weights_per_token(model) == layers * (attention + 2 * expert)

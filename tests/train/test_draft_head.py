@@ -1,0 +1,325 @@
+"""The objective of draft heads against a reference that drafts row by row; its teacher outputs."""
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from keepsight.data_gen.store import TrainingSample
+from keepsight.errors import UserError
+from keepsight.files import file_digest, read_json, write_json
+from keepsight.models.draft_head import DraftHead
+from keepsight.train import draft_head as module
+from keepsight.train.dataset import collate
+from keepsight.train.draft_head import (
+    DraftHeadObjective,
+    HiddenStates,
+    RunModel,
+    StoredStates,
+    frequent_tokens,
+    measure_draft_head,
+    new_draft_head,
+    next_tokens,
+    write_states,
+)
+from tests import families
+from tests.close import assert_close
+from tests.families import fresh_model
+from tests.tiny import FAMILIES, prompt_ids
+from tests.train.head_runs import deep_model, head_objective, head_settings, objective_of
+from tests.train.runs import samples
+
+
+class RowKeys:
+    """Keys and values that one row of one step sees: those of step 0 up to it, and its own of the steps since."""
+
+    def __init__(self, keys: list[Tensor], values: list[Tensor]) -> None:
+        self.keys, self.values = keys, values
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        self.keys.append(key)
+        self.values.append(value)
+        group = query.shape[1] // key.shape[1]
+        keys, values = (torch.cat(each, dim=2).repeat_interleave(group, dim=1) for each in (self.keys, self.values))
+        shares = (query @ keys.transpose(2, 3) / math.sqrt(query.shape[-1])).softmax(-1)
+        return (shares @ values).transpose(1, 2)
+
+
+def taps(model, head: DraftHead, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """[1, n, 3 * hidden] and the logits [n, vocab], by transformers' own output."""
+    output = model(ids[None], output_hidden_states=True)
+    chosen = [output.hidden_states[1 + layer] for layer in head.layers_of(model)]
+    return torch.cat(chosen, dim=-1), output.logits[0]
+
+
+def reference_steps(model, head: DraftHead, ids: Tensor, unroll: int) -> list[list[Tensor]]:
+    """For each row t, the head's logits of its steps."""
+    features, _ = taps(model, head, ids)
+    embeddings = model.get_input_embeddings()(ids[None])
+    found: list[list[Tensor]] = []
+    first = own = RowKeys([], [])
+    for row in range(len(ids) - 1):
+        state, logits = head.combine(features[:, row : row + 1]), []
+        for step in range(min(unroll, len(ids) - 1 - row)):
+            attend = first if step == 0 else own
+            place = torch.tensor([[row + step]])
+            state = head(embeddings[:, row + 1 + step : row + 2 + step], state, place, attend)
+            logits.append(head.logits(state)[0, 0])
+            if step == 0:
+                own = RowKeys(list(first.keys), list(first.values))
+        found.append(logits)
+    return found
+
+
+def reference_loss(model, head: DraftHead, ids: Tensor, unroll: int, decay: float, prompt: int = 0) -> Tensor:
+    _, target = taps(model, head, ids)
+    words = head.t2d.nonzero()[:, 0]
+    rows, total = reference_steps(model, head, ids, unroll), torch.zeros(())
+    for step in range(unroll):
+        entropies = []
+        for row, logits in enumerate(rows):
+            answers = row + 2 + step >= prompt  # the token that this row guesses
+            if answers and step < len(logits) and head.t2d[target[row + 1 + step].argmax()]:
+                expected = target[row + 1 + step][words].softmax(-1)
+                entropies.append(-(expected * logits[step].log_softmax(-1)).sum())
+        if entropies:
+            total = total + decay**step * torch.stack(entropies).mean()
+    return total
+
+
+@pytest.mark.parametrize("prompt", [0, 9])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loss_and_gradients_equal_drafting_row_by_row(family, prompt):
+    objective = head_objective(family)
+    model, head = objective._model[0], objective.head
+    ids = torch.tensor(samples()[1].prompt_ids)
+    found = objective.text_loss(ids, prompt)
+    expected = reference_loss(model, head, ids, unroll=4, decay=0.8, prompt=prompt)
+    assert_close(found, expected)
+    learned = dict(head.named_parameters())
+    ours = torch.autograd.grad(found, list(learned.values()))
+    theirs = torch.autograd.grad(expected, list(learned.values()))
+    for name, first, second in zip(learned, ours, theirs, strict=True):
+        assert second.abs().max() > 1e-6, name
+        assert_close(first, second)
+
+
+@pytest.mark.parametrize("length", [2, 3, 4])
+def test_texts_shorter_than_the_unrolling(length):
+    objective = head_objective()
+    ids = torch.tensor(samples()[0].prompt_ids[:length])
+    expected = reference_loss(objective._model[0], objective.head, ids, unroll=4, decay=0.8)
+    assert_close(objective.text_loss(ids), expected)
+
+
+def test_a_batch_is_the_mean_of_its_samples_whatever_their_lengths():
+    objective = head_objective()
+    few = [_row(row) for row in samples(5)]
+    batch = collate(few)
+    assert batch.pop("indices") == [0, 3, 6, 9, 12]
+    texts = [(torch.tensor(row["prompt_ids"] + row["answer_ids"]), len(row["prompt_ids"])) for row in few]
+    alone = [objective.text_loss(*text) for text in texts]
+    assert_close(objective(**batch)["loss"], torch.stack(alone).mean())
+
+
+def test_long_texts_are_cut_at_the_end():
+    objective = head_objective(settings=head_settings(max_tokens=10))
+    ids = torch.tensor(samples()[0].prompt_ids)
+    assert_close(objective.text_loss(ids), head_objective().text_loss(ids[:10]))
+    assert not torch.equal(objective.text_loss(ids), head_objective().text_loss(ids))
+
+
+def test_places_whose_first_choice_is_outside_the_vocabulary_teach_nothing():
+    objective = head_objective()
+    head, ids = objective.head, torch.tensor(samples()[0].prompt_ids)
+    greedy = taps(objective._model[0], head, ids)[1].argmax(-1)
+    outside = torch.tensor([token for token in range(128) if token not in greedy.tolist()])[:20]
+    small = new_draft_head(objective._model[0], outside)
+    cut = objective_of(small, objective._model[0], head_settings())
+    assert cut.text_loss(ids).item() == 0
+    assert head.t2d[greedy].any()
+
+
+def test_the_target_is_neither_trained_nor_part_of_the_module():
+    objective = head_objective()
+    assert {name.split(".")[0] for name, _ in objective.named_parameters()} == {"head"}
+    objective(**{k: v for k, v in collate([_row(samples()[0])]).items() if k != "indices"})["loss"].backward()
+    assert all(value.grad is None for value in objective._model[0].parameters())
+    assert all(value.grad is not None for value in objective.parameters())
+
+
+def _row(sample: TrainingSample) -> dict:
+    return {"index": sample.index, "prompt_ids": sample.prompt_ids, "answer_ids": sample.answer_ids}
+
+
+def test_bfloat16_targets_and_autocast_stay_close_and_leave_the_head_in_float32():
+    exact, rough = head_objective(), head_objective()
+    rough._model[0].bfloat16()
+    ids = torch.tensor(samples()[0].prompt_ids)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = rough.text_loss(ids)
+    loss.backward()
+    exact.text_loss(ids).backward()
+    for (name, ours), theirs in zip(rough.head.named_parameters(), exact.head.parameters(), strict=True):
+        assert ours.grad is not None and theirs.grad is not None
+        assert ours.grad.dtype == torch.float32
+        assert torch.cosine_similarity(ours.grad.flatten(), theirs.grad.flatten(), dim=0) > 0.9, name
+
+
+class Oracle(DraftHeadObjective):
+    """A head whose first choice is what it is told: `said[step][row]` in the target's ids."""
+
+    said: list[list[int]]
+
+    def states(self, ids: Tensor):
+        _, read = super().states(ids)
+        head = self.head
+        place = {token: index for index, token in enumerate(head.t2d.nonzero()[:, 0].tolist())}
+        steps = []
+        for step in range(min(self.settings.unroll, len(ids) - 1)):
+            chosen = torch.tensor([place[token] for token in self.said[step][: len(ids) - 1 - step]])
+            steps.append(torch.nn.functional.one_hot(chosen, head.lm_head.out_features).float())
+        return steps, read
+
+
+def test_acceptance_is_counted_draft_by_draft():
+    """An answer of six tokens, a head that is right but for three places; counted by hand."""
+    model = deep_model()
+    head = new_draft_head(model, torch.arange(128))
+    head.lm_head = torch.nn.Linear(128, 128, bias=False)
+    head.lm_head.weight.data.copy_(10 * torch.eye(128))
+    oracle = Oracle(head, model, RunModel(model, head.layers_of(model)), head_settings(unroll=3))
+    prompt, answer = [9, 8, 7, 6], [20, 21, 22, 23, 24, 25]
+    ids = prompt + answer
+    oracle.said = [[*ids[2 + step :], 5, 5, 5] for step in range(3)]
+    # The drafts begin in the rows 2 to 7, with the tokens 20 to 25.
+    oracle.said[0][3] = 0  # the draft that begins with 21 fails at once
+    oracle.said[1][4] = 0  # the one with 22 at its second token
+    oracle.said[2][2] = 0  # the one with 20 at its third
+    batch = collate([{"index": 0, "prompt_ids": prompt, "answer_ids": answer}])
+    found = measure_draft_head(oracle, [batch])
+    # First tokens: 6 drafts, 5 right. Second: of 20 to 24 without 21, 4 drafts, 3 right. Third: 20 and 23; 20 fails.
+    assert found["eval_acceptance_by_position"] == pytest.approx([5 / 6, 3 / 4, 1 / 2])
+    assert found["eval_accepted_length"] == pytest.approx(5 / 6 * (1 + 3 / 4 * (1 + 1 / 2)))
+
+
+def test_divergence_and_agreement_equal_counting_row_by_row():
+    objective = head_objective(settings=head_settings(vocabulary=128))
+    rows = [_row(row) for row in samples(3)]
+    found = measure_draft_head(objective, [collate(rows)])
+    sums = torch.zeros(4, 3)
+    for row in rows:
+        ids = torch.tensor(row["prompt_ids"] + row["answer_ids"])
+        _, target = taps(objective._model[0], objective.head, ids)
+        for place, logits in enumerate(reference_steps(objective._model[0], objective.head, ids, 4)):
+            if place >= len(row["prompt_ids"]) - 2:
+                for step, guess in enumerate(logits):
+                    expected = target[place + 1 + step]
+                    kl = torch.nn.functional.kl_div(
+                        guess.log_softmax(-1), expected.log_softmax(-1), log_target=True, reduction="sum"
+                    )
+                    sums[step] += torch.tensor([kl.item(), float(guess.argmax() == expected.argmax()), 1.0])
+    assert found["eval_kl_by_step"] == pytest.approx((sums[:, 0] / sums[:, 2]).tolist(), rel=1e-4)
+    assert found["eval_agreement_by_step"] == pytest.approx((sums[:, 1] / sums[:, 2]).tolist())
+
+
+def test_the_vocabulary_holds_the_answers_most_frequent_tokens_and_the_end_tokens():
+    row = TrainingSample(0, "test", [5, 5, 5, 9, 9, 3, 4], [9, 7], "", "")
+    assert frequent_tokens([row], 4, [2], 16).tolist() == [2, 5, 7, 9]
+    assert frequent_tokens([row], 16, [2], 16).tolist() == list(range(16))
+    with pytest.raises(UserError, match=r"draft_head.vocabulary=17 must lie between 1 and 16"):
+        frequent_tokens([row], 17, [2], 16)
+
+
+def test_a_new_head_has_the_targets_shape():
+    model = deep_model("qwen3", head_dim=16, rope_theta=5e5)
+    head = new_draft_head(model, torch.arange(50))
+    assert head.midlayer.self_attn.q_proj.weight.shape == (64, 64)
+    assert head.config.rope_parameters == model.config.rope_parameters
+    assert head.config.max_position_embeddings == model.config.max_position_embeddings
+    assert head.feature_layers == (1, 2, 3) == head.layers_of(model)
+    assert {value.dtype for value in head.parameters()} == {torch.float32}
+
+
+def test_samples_cut_before_their_answer_count_nothing():
+    rows = [_row(row) for row in samples(3)]
+    long, short = (head_objective(settings=head_settings(max_tokens=length)) for length in (4096, 26))
+    whole = [row for row in rows if len(row["prompt_ids"]) <= 20]
+    cut = measure_draft_head(short, [collate([row]) for row in rows if len(row["prompt_ids"]) > 26])
+    lists = ("kl_by_step", "agreement_by_step", "acceptance_by_position")
+    assert [cut[f"eval_{name}"] for name in lists] == [[0.0] * 4] * 3
+    assert measure_draft_head(long, [collate(whole)]) == measure_draft_head(short, [collate(whole)])
+
+
+LOGITS: dict[str, dict[str, Any]] = {
+    "Gemma 2": {"final_logit_softcapping": 1.0},
+    "Gemma 3 (text)": {"final_logit_softcapping": 1.0},
+    "Granite": {"logits_scaling": 8.0},
+    "Granite 4 (Mamba-2)": {"logits_scaling": 8.0},
+}
+
+
+@pytest.mark.parametrize("family", families.FAMILIES)
+def test_the_teacher_says_what_the_model_says(family: str) -> None:
+    model, ids, words = fresh_model(family, **LOGITS.get(family, {})), prompt_ids(20)[0], torch.arange(3, 90)
+    with torch.no_grad():
+        logits = model(ids).logits[0]
+    teacher = next_tokens(RunModel(model, [0, 1, 2])(ids[0]).hidden, model, words, torch.float32)
+    assert_close(teacher.probabilities, logits[:, words].softmax(dim=-1))
+    assert torch.equal(teacher.known, torch.isin(logits.argmax(dim=-1), words))
+
+
+TEXTS = [[number, number + 1] for number in range(100)]  # four files
+
+
+def read(ids: Tensor) -> HiddenStates:
+    return HiddenStates(ids[:, None] * torch.ones(2, 3), ids[:, None] * torch.ones(2, 2))
+
+
+def test_processes_divide_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other: the second, which is not the main one, then the first, which finds what the second wrote."""
+    read_by: list[list[int]] = [[], []]
+    told: list[dict[str, str]] = []
+
+    def gathered(own: list[dict[str, str]]) -> list[dict[str, str]]:
+        told.extend(own)
+        return told
+
+    monkeypatch.setattr(module, "gather_object", gathered)
+    for index in (1, 0):
+
+        def reader(ids: Tensor, index: int = index) -> HiddenStates:
+            read_by[index].append(int(ids[0]))
+            return read(ids)
+
+        fake: Any = SimpleNamespace(
+            num_processes=2, process_index=index, is_main_process=index == 0, wait_for_everyone=lambda: None
+        )
+        monkeypatch.setattr(module, "launched", lambda fake=fake: fake)
+        write_states(tmp_path, reader, TEXTS, {"data": "d"})
+    assert read_by[1] == [*range(32, 64), *range(96, 100)]
+    assert read_by[0] == [*range(32), *range(64, 96)]
+    stored = StoredStates(tmp_path)
+    for ids in map(torch.tensor, TEXTS):
+        assert torch.equal(stored(ids).features, read(ids).features)
+
+
+@pytest.mark.parametrize("kind", ["removed", "doubled"])
+def test_a_reading_that_is_not_whole_is_refused(tmp_path: Path, kind: str) -> None:
+    """Whatever its digest says."""
+    ids = torch.tensor([3, 5])
+    write_states(tmp_path, read, [[3, 5]], {})
+    path, manifest = tmp_path / "readings-00000.safetensors", tmp_path / "manifest.json"
+    assert StoredStates(tmp_path)(ids).hidden.shape == (2, 2)
+    tensors = load_file(path)
+    name = next(name for name in tensors if name.endswith("hidden"))
+    tensors |= {name: torch.ones(4, 2)} if kind == "doubled" else {"other": tensors.pop(name)}
+    save_file(tensors, path)
+    write_json(manifest, read_json(manifest) | {"digests": {path.name: file_digest(path)}})
+    with pytest.raises(UserError, match=r"readings-00000\.safetensors: a sample of 2 tokens is incomplete"):
+        StoredStates(tmp_path)(ids)

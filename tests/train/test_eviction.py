@@ -1,0 +1,398 @@
+"""The soft selection, the loss that eviction causes, and training with it, against methods that evict."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from keepsight import LookaheadKV
+from keepsight.errors import UserError
+from keepsight.models.card import Provenance
+from keepsight.models.lookahead import Lookahead
+from keepsight.models.lookahead_settings import LookaheadSettings
+from keepsight.runtime.allocate import Global, HeadSizes
+from keepsight.runtime.evict import Evict
+from keepsight.runtime.importance import NO_POOL, Reduce, select_top
+from keepsight.runtime.methods.lookaheadkv import parts_of
+from keepsight.runtime.methods.positions import RandomScores
+from keepsight.runtime.state import prefill, read
+from keepsight.train.dataset import Batch
+from keepsight.train.eviction import EvictionObjective, soft_gates
+from keepsight.train.replay import ReplayBuffer
+from keepsight.train.settings import FinetuneSettings, ReplaySettings, TrainSettings
+from keepsight.train.trainer import ModuleTrainer, TrainingRun
+from tests.close import assert_close
+from tests.families import family_model
+from tests.tiny import tiny_model
+from tests.train.runs import crash, same
+from tests.train.test_importance import batch_of, samples
+
+SHAPE = (3, 2, 2, 50)  # layers, rows, KV heads, entries
+
+
+def scores(seed: int = 0) -> torch.Tensor:
+    return torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed)) * 2
+
+
+def gates_of(scores: torch.Tensor, budget: int, floor: float, temperature: float, real=None) -> torch.Tensor:
+    """The gates of logarithms of importance, with equal weights of heads."""
+    importance = scores.exp() if real is None else scores.exp().masked_fill(~real, -torch.inf)
+    return soft_gates(importance, torch.zeros(3, 2), budget, floor, temperature)
+
+
+@pytest.mark.parametrize("temperature", [0.1, 0.5, 2.0])
+@pytest.mark.parametrize("floor", [0.0, 0.2, 1.0])
+def test_the_gates_of_a_row_sum_to_the_budget(temperature, floor):
+    gates = gates_of(scores(), 10, floor, temperature).exp()
+    assert ((gates >= 0) & (gates <= 1)).all()
+    assert gates.sum(dim=(0, 2, 3)).tolist() == pytest.approx([60, 60], abs=0.05 + 60 * (floor == 1) * temperature)
+    assert ((gates == 1).sum(dim=-1) >= int(10 * floor)).all()
+
+
+@pytest.mark.parametrize("floor", [0.0, 0.3])
+def test_at_a_low_temperature_they_are_what_the_shared_budget_keeps(floor):
+    importance = scores().exp()
+    real = np.full(SHAPE[:3], SHAPE[3])
+    counts = Global(floor)(HeadSizes.of(real, 0), [10, 10], [*importance])
+    chosen = torch.stack(select_top([*importance], counts))
+    assert torch.equal(gates_of(importance.log(), 10, floor, 1e-3).exp() > 0.5, chosen)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 50.0])
+@pytest.mark.parametrize(("budget", "floor", "padding"), [(10, 0.2, 20), (10, 0.2, 42), (30, 0.9, 40), (60, 1.0, 40)])
+def test_a_padded_row_has_the_gates_of_the_row_alone(budget, floor, padding, temperature):
+    """Also where it has fewer entries than the budget, or than the floor promises: then it keeps them all."""
+    real = (torch.arange(50) >= torch.tensor([0, padding])[None, :, None, None]).expand(SHAPE)
+    gates = gates_of(scores(), budget, floor, temperature, real)
+    alone = [gates_of(scores()[:, :1], budget, floor, temperature)]
+    alone += [gates_of(scores()[:, 1:, :, padding:], budget, floor, temperature)]
+    assert not gates[:, 1, :, :padding].exp().any()
+    assert_close(gates[:, 0].exp(), alone[0][:, 0].exp())
+    assert_close(gates[:, 1, :, padding:].exp(), alone[1][:, 0].exp())
+    if 50 - padding <= budget:
+        assert (gates[:, 1, :, padding:] == 0).all()
+
+
+def test_gradients_are_those_of_the_gates_with_the_threshold_that_moves():
+    """Against central differences, in which the threshold is found anew."""
+    weights = torch.randn(SHAPE, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+    def value(shift: torch.Tensor) -> torch.Tensor:
+        return (soft_gates(scores().double().exp(), shift, 10, 0.2, 0.5).exp() * weights).sum()
+
+    shift = torch.zeros(3, 2, dtype=torch.float64, requires_grad=True)
+    value(shift).backward()
+    assert shift.grad is not None
+    for place in np.ndindex(3, 2):
+        moved = torch.zeros_like(shift)
+        moved[place] = 1e-4
+        with torch.no_grad():
+            expected = (value(moved) - value(-moved)) / 2e-4
+        assert shift.grad[place].item() == pytest.approx(expected.item(), abs=2e-3)
+    assert shift.grad.sum().item() == pytest.approx(0, abs=1e-3), "a shift of all scores selects nothing else"
+
+
+@pytest.mark.parametrize("padding", [0, 37])
+def test_of_equal_entries_those_are_guaranteed_that_eviction_keeps(padding):
+    """Pooling makes plateaus; padding must not change which of their entries are guaranteed."""
+    importance = torch.randint(1, 4, SHAPE, generator=torch.Generator().manual_seed(2)).float()
+    counts = Global(1.0)(HeadSizes.of(np.full(SHAPE[:3], SHAPE[3]), 0), [10, 10], [*importance])
+    chosen = torch.stack(select_top([*importance], counts))
+    padded = torch.nn.functional.pad(importance, (padding, 0), value=-torch.inf)
+    gates = soft_gates(padded, torch.zeros(3, 2), 10, 1.0, 0.5)
+    assert torch.equal(gates[..., padding:] == 0, chosen)
+
+
+METHOD = Evict(1, RandomScores(seed=5), pool=NO_POOL)
+SETTINGS = FinetuneSettings(budgets=[12])
+FAMILIES = ["Llama 3", "Gemma 3 (text)", "GPT-OSS", "Qwen3-Next"]
+
+
+def objective(model, budgets: tuple[int, ...] = (12,), floor: float = 0.25) -> EvictionObjective:
+    made = EvictionObjective(model, METHOD, Global(floor), FinetuneSettings(budgets=[*budgets]))
+    torch.manual_seed(2)
+    with torch.no_grad():
+        made.log_weights.normal_()
+    return made
+
+
+def nats(model, method: Evict, batch: Batch) -> torch.Tensor:
+    """Of each sample alone: the cross-entropy of its answer after the first token, from a state as methods make it."""
+    losses = []
+    for prompt, answer in batch_rows(batch):
+        with torch.no_grad():
+            state = method.start(model, prompt[None])
+            logits = read(model, state, answer[None, :-1], logits_to_keep=len(answer) - 1)[1]
+        losses.append(torch.nn.functional.cross_entropy(logits[0].float(), answer[1:]))
+    return torch.stack(losses)
+
+
+def batch_rows(batch: Batch) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    pairs = zip(batch.prompt_ids, batch.prompt_lengths(), batch.answer_ids, batch.answer_lengths(), strict=True)
+    return [(prompt[-n:], answer[:t]) for prompt, n, answer, t in pairs]
+
+
+def test_what_is_measured_is_what_the_method_costs():
+    """In a padded batch, each row as alone; a prompt within the budget loses nothing."""
+    model = tiny_model()
+    made, batch = objective(model, (12, 30)), Batch(**batch_of(samples((40, 5), (25, 9))))
+    weights = tuple(map(tuple, made.head_weights().tolist()))
+    full = nats(model, replace(METHOD, budget=200), batch)
+    measured = made.excess_nll(batch)
+    for budget in (12, 30):
+        method = replace(METHOD, budget=budget, allocate=Global(0.25, weights))
+        assert_close(torch.tensor(measured[budget]) + full, nats(model, method, batch))
+    assert abs(measured[12][0]) > 1e-4
+    assert measured[30][1] == pytest.approx(0, abs=1e-5)
+
+
+def test_the_weights_decide_what_is_measured():
+    model, batch = tiny_model(), Batch(**batch_of(samples((40, 9))))
+    made = objective(model)
+    first = made.excess_nll(batch)[12]
+    with torch.no_grad():
+        made.log_weights.mul_(-1)
+    assert made.excess_nll(batch)[12] != first
+    with torch.no_grad():
+        made.log_weights.add_(3)
+    assert made.head_weights().log().mean().item() == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.parametrize("lengths", [(40, 20), (40, 5)])
+def test_a_row_within_the_budget_or_its_floor_is_read_as_alone(lengths):
+    made = objective(tiny_model(), (30,), floor=0.8)
+    rows = samples(*((prompt, 6) for prompt in lengths))
+    alone = torch.stack([made(**batch_of([row]))["loss"] for row in rows])
+    assert alone[1] == 0 and alone[0] > 1e-4
+    assert_close(made(**batch_of(rows))["loss"], alone.mean())
+
+
+def test_answers_of_one_token_cost_nothing():
+    made = objective(tiny_model(), (12, 30))
+    assert made.excess_nll(Batch(**batch_of(samples((40, 1), (25, 1))))) == {12: [0.0, 0.0], 30: [0.0, 0.0]}
+
+
+def test_the_target_stays_in_evaluation_mode_and_weights_go_on_where_they_were():
+    start = tuple((1.0, 2.0) for _ in range(3))
+    made = EvictionObjective(tiny_model(), METHOD, Global(0.25, start), SETTINGS).train()
+    assert made.training and not made.model.training
+    assert torch.allclose(made.head_weights()[:, 1] / made.head_weights()[:, 0], torch.tensor(2.0))
+    with pytest.raises(UserError, match=r"weights of heads have shape \[1, 2\], this model's is \[3, 2\]$"):
+        EvictionObjective(tiny_model(), METHOD, Global(0.25, start[:1]), SETTINGS)
+    with pytest.raises(UserError, match=r"budget 2 with floor 0\.25 can leave a head without entries"):
+        EvictionObjective(tiny_model(), METHOD, Global(0.25), FinetuneSettings(budgets=[2]))
+
+
+def test_only_the_weights_learn_and_the_loss_falls():
+    model = tiny_model()
+    made = objective(model)
+    batch = batch_of(samples((40, 9), (37, 6)))
+    assert [name for name, each in made.named_parameters() if each.requires_grad] == ["log_weights"]
+    optimizer = torch.optim.Adam([made.log_weights], lr=0.1)
+    losses = []
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = made(**batch)["loss"]
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.9 * losses[0]
+    assert made.log_weights.shape == (3, 2)
+
+
+def test_samples_and_turns_decide_on_the_budget():
+    batch = batch_of(samples((40, 9)))
+    single = {budget: objective(tiny_model(), (budget,))(**batch)["loss"].item() for budget in (12, 30)}
+    made = objective(tiny_model(), (12, 30))
+    losses = [made(**batch | {"indices": [4], "turn": turn})["loss"].item() for turn in (*range(8), *range(8))]
+    assert losses[:8] == losses[8:] and {*losses} == {*single.values()}
+
+
+def test_latents_are_refused():
+    with pytest.raises(UserError, match=r"deepseek_v3 caches latents: heads that share a budget need keys and values$"):
+        objective(family_model("DeepSeek-V3"))
+
+
+def test_the_methods_own_budget_and_allocation_do_not_matter():
+    batch = batch_of(samples((40, 9)))
+    losses = []
+    for method in (METHOD, replace(METHOD, budget=30, allocate=Global(0.5))):
+        made = objective(tiny_model())
+        made.method = method
+        losses.append(made(**batch)["loss"].item())
+    assert losses[0] == losses[1]
+
+
+MODULE = LookaheadSettings(tokens=4, rank=2, alpha=8, queries="max", kernel=1, pooling="avg", floor=0.25)
+STEP = 3e-3
+
+
+def finetuned(model, budgets: tuple[int, ...] = (12,)) -> EvictionObjective:
+    torch.manual_seed(7)
+    lookahead = Lookahead(model, MODULE)
+    assert lookahead.lora is not None
+    with torch.no_grad():
+        for weight in lookahead.lora.parameters():  # LoRA begins with B = 0, where A has no gradient
+            weight.normal_(std=0.2)
+    method = Evict(1, RandomScores(seed=0), reduce=Reduce("max"), value_norm=True, pool=NO_POOL)
+    settings = FinetuneSettings(budgets=[*budgets], head_weights_rate=0.1)
+    return EvictionObjective(model, method, Global(0.25), settings, lookahead)
+
+
+def learned(made: EvictionObjective) -> dict[str, torch.Tensor]:
+    return {name: each for name, each in made.named_parameters() if each.requires_grad}
+
+
+def gradient(made: EvictionObjective) -> torch.Tensor:
+    """Of everything that learns, as one vector; 0 where there is none."""
+    parts = [torch.zeros_like(each) if each.grad is None else each.grad for each in learned(made).values()]
+    return torch.cat([each.flatten() for each in parts])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_measured_is_what_evicting_with_the_module_costs(family):
+    model = family_model(family)
+    made, batch = finetuned(model, (12, 30)), Batch(**batch_of(samples((40, 5), (25, 9))))
+    with torch.no_grad():
+        measured = made.excess_nll(batch)
+    weights = tuple(map(tuple, made.head_weights().tolist()))
+    parts: dict[str, Any] = {"observer": made.method.observer, "reduce": Reduce("max"), "value_norm": True}
+    full = nats(model, Evict(200, **parts, pool=NO_POOL), batch)
+    for budget in (12, 30):
+        method = Evict(budget, **parts, pool=NO_POOL, allocate=Global(0.25, weights))
+        assert_close(torch.tensor(measured[budget]) + full, nats(model, method, batch))
+    assert abs(measured[12][0]) > 1e-4
+
+
+def test_the_module_in_training_scores_as_its_adapter_does(tmp_path: Path):
+    made, batch = finetuned(tiny_model()), Batch(**batch_of(samples((40, 5))))
+    settings = LookaheadSettings(**{**vars(MODULE), "sharing": "model", "value_norm": True})
+    assert made.lookahead is not None
+    made.lookahead.settings = settings
+    made.lookahead.adapter().save(tmp_path / "adapter", Provenance("tiny"), "# tiny\n")
+    method = LookaheadKV.from_pretrained(tmp_path / "adapter", budget=12)
+    assert parts_of(method.observer.artifact)["allocate"] == Global(0.25)  # type: ignore[attr-defined]
+    with torch.no_grad():
+        importance = made.importance(made.teacher_outputs(batch), batch)
+        state = prefill(made.model, batch.prompt_ids)
+    for ours, theirs in zip(importance, method.importance(made.model, state), strict=True):
+        assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_padded_batch_has_the_mean_loss_and_gradients_of_its_rows(family):
+    rows = samples((40, 5), (25, 9), (33, 7))
+    made = finetuned(family_model(family))
+    loss = made(**batch_of(rows))["loss"]
+    loss.backward()
+    together = gradient(made)
+    made.zero_grad()
+    alone = torch.stack([made(**batch_of([row]))["loss"] for row in rows])
+    alone.mean().backward()
+    assert loss.item() > 1e-3
+    assert_close(loss, alone.mean())
+    assert (together - gradient(made)).norm() < 1e-3 * together.norm(), "terms cancel, so that rounding is larger"
+
+
+def test_gradients_are_those_of_the_loss():
+    """Against central differences, along a direction of everything that learns."""
+    made = finetuned(tiny_model())
+    batch = batch_of(samples((40, 9)))
+    made(**batch)["loss"].backward()
+    generator = torch.Generator().manual_seed(1)
+    moved = {n: torch.randn(each.shape, generator=generator, dtype=each.dtype) for n, each in learned(made).items()}
+    slope = sum((each.grad * moved[name]).sum() for name, each in learned(made).items() if each.grad is not None)
+    losses = []
+    for step in (STEP, -STEP):
+        with torch.no_grad():
+            for name, each in learned(made).items():
+                each.add_(moved[name], alpha=step)
+            losses.append(made(**batch)["loss"])
+            for name, each in learned(made).items():
+                each.sub_(moved[name], alpha=step)
+    assert float(slope) == pytest.approx(((losses[0] - losses[1]) / (2 * STEP)).item(), rel=0.05)
+
+
+def test_everything_but_the_target_learns_and_the_loss_falls():
+    made, batch = finetuned(tiny_model()), batch_of(samples((40, 9), (37, 6)))
+    target = {name: each.clone() for name, each in made.model.state_dict().items()}
+    kinds = {name.split(".")[0] + name.rpartition(".")[2] for name in learned(made)}
+    assert kinds == {"log_weights" * 2, "lookaheadlora_A", "lookaheadlora_B", "lookaheadweight"}
+    optimizer = torch.optim.Adam(learned(made).values(), lr=0.02)
+    losses = []
+    for _ in range(15):
+        optimizer.zero_grad()
+        loss = made(**batch)["loss"]
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.8 * losses[0]
+    assert all(torch.equal(each, target[name]) for name, each in made.model.state_dict().items())
+
+
+def test_a_kept_reading_gives_the_fresh_loss_and_gradients():
+    made, batch = finetuned(tiny_model()), batch_of(samples((40, 9)))
+    made(**batch)["loss"].backward()
+    fresh = {name: each.grad.clone() for name, each in learned(made).items() if each.grad is not None}
+    with ReplayBuffer(ReplaySettings(dtype="int8")) as buffer:
+        made.buffer = buffer
+        for turn in (0, 1):
+            made.zero_grad()
+            made(**batch | {"indices": [4], "turn": turn, "last": turn == 1})["loss"].backward()
+            for name, each in learned(made).items():
+                if each.grad is not None:
+                    cosine = torch.cosine_similarity(each.grad.flatten(), fresh[name].flatten(), dim=0)
+                    assert cosine > 0.98 or fresh[name].norm() < 1e-5
+
+
+@pytest.mark.parametrize("lengths", [(10, 5), (40, 1)])
+def test_where_nothing_can_be_learned_every_gradient_is_zero(lengths):
+    made = finetuned(tiny_model())
+    loss = made(**batch_of(samples(lengths)))["loss"]
+    loss.backward()
+    assert loss.item() == 0
+    for each in learned(made).values():
+        assert each.grad is not None and not each.grad.any()
+
+
+def trained(work: Path, made: EvictionObjective | None = None) -> EvictionObjective:
+    made = made or finetuned(tiny_model())
+    often: dict[str, Any] = {"measure_every": 4, "save_every": 3, "report_to": []}
+    train = TrainSettings(steps=6, held_out=2, replays=3, learning_rate=0.01, **often)
+    rows = samples(*((30 + 2 * number, 6) for number in range(8)))
+    trainer = ModuleTrainer(made, train, TrainingRun(work, rows, replay=ReplaySettings(memory="1MiB")))
+    assert trainer.fit()
+    optimizer: Any = trainer.optimizer
+    assert not any(group["weight_decay"] for group in optimizer.param_groups)
+    rates = [group["lr"] for group in optimizer.param_groups]
+    assert rates[-1] == pytest.approx(10 * rates[0])
+    return made
+
+
+class Crashing(EvictionObjective):
+    """Its fifth loss is its last: in the second use of readings that are kept."""
+
+    calls = 0
+
+    def loss(self, batch: Batch) -> torch.Tensor:
+        Crashing.calls += 1
+        if Crashing.calls == 5:
+            crash(batch)
+        return super().loss(batch)
+
+
+def test_a_training_that_is_killed_in_a_replay_resumes_bit_for_bit(tmp_path: Path):
+    whole = learned(trained(tmp_path / "whole"))
+    broken = finetuned(tiny_model())
+    broken.__class__ = Crashing
+    with pytest.raises(RuntimeError, match="power failure"):
+        trained(tmp_path / "parts", broken)
+    again = learned(trained(tmp_path / "parts"))
+    assert same(again, whole)
+    saved = load_file(tmp_path / "parts" / "checkpoint-6" / "finetuned.safetensors")
+    assert torch.equal(saved["log_weights"], again["log_weights"])
+    assert torch.equal(saved["tokens"], again["lookahead.soft_tokens.weight"])

@@ -1,0 +1,184 @@
+"""`keepsight train` on a tiny target that was saved to a folder."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from keepsight.commands import train as command
+from keepsight.commands.config import ModelConfig
+from keepsight.commands.from_recipe import training_target
+from keepsight.errors import UserError
+from keepsight.models.lookahead import ADAPTER, TOKENS, LookaheadAdapter
+from keepsight.models.targets import load_target
+from tests.tiny import save_tiny_target
+from tests.train.runs import SHAPE, Disturbed, press_ctrl_c, rows, same, settings, spoil, write_data
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a target and data that it answered."""
+    folder = tmp_path_factory.mktemp("place")
+    save_tiny_target(folder / "target")
+    target = load_target(str(folder / "target"), device="cpu")
+    write_data(folder / "data", target)
+    return folder
+
+
+def config(place: Path, out: Path, **changes) -> command.Config:
+    values: dict[str, Any] = {
+        "data": str(place / "data"),
+        "out": str(out),
+        "train": settings(steps=10),
+        "lookahead": SHAPE,
+    } | changes
+    return command.Config(model=ModelConfig(id=str(place / "target"), device="cpu", dtype="float32"), **values)
+
+
+@pytest.fixture(scope="module")
+def trained(place: Path) -> Path:
+    command.run(config(place, place / "adapter", title="A tiny adapter", data_notes="From nowhere."))
+    return place / "adapter"
+
+
+def test_quantised_weights_are_not_divided(place, tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "is_deepspeed_zero3_enabled", lambda: True)
+    given = config(place, tmp_path / "adapter")
+    given = replace(given, model=replace(given.model, quantize="nf4"))
+    with pytest.raises(
+        UserError, match=r"model\.quantize=nf4: ZeRO-3 cannot divide quantised weights; start with .*ddp"
+    ):
+        command.run(given)
+    assert not (tmp_path / "adapter").exists()
+
+
+def test_one_process_has_nothing_to_divide_the_target_over(place, tmp_path):
+    given = config(place, tmp_path / "adapter")
+    with pytest.raises(
+        UserError, match=r"model\.device_map=fsdp2: there is one process; start with recipes/accelerate/"
+    ):
+        command.run(replace(given, model=replace(given.model, device_map="fsdp2")))
+
+
+def test_the_command_leaves_an_adapter_that_loads(place, trained):
+    assert {path.name for path in trained.iterdir()} == {
+        *LookaheadAdapter.files,
+        "README.md",
+        "training.png",
+        "training",
+    }
+    artifact = LookaheadAdapter.load(trained)
+    target = load_target(str(place / "target"), device="cpu")
+    with artifact.attached(target.model) as tokens:
+        assert tokens.shape == (4, 32)
+    provenance, manifest = artifact.provenance, json.loads((place / "data" / "manifest.json").read_text())
+    assert (provenance.base_model, provenance.base_version) == ("target", target.version)
+    assert (provenance.template_digest, provenance.data_digest) == (target.template_digest, manifest["digest"])
+    assert (provenance.training["steps"], provenance.training["samples"]) == (10, 14)
+    assert provenance.training["prompt tokens (shortest, median, longest)"] == [12, 20, 31]
+    assert same(artifact.lora | {"tokens": artifact.tokens}, _checkpoint(trained, 10))
+    card = (trained / "README.md").read_text()
+    assert "# A tiny adapter" in card
+    assert "From nowhere." in card
+    assert "- [ada/books](https://huggingface.co/datasets/ada/books) (odc-by)" in card
+    assert "| test | 14 |" in card
+    assert f"| recall | {rows(trained / 'training' / 'fidelity.jsonl')[-1]['eval_recall']:.4f} |" in card
+    assert re.search(
+        r"^- modules with a LoRA: self_attn.q_proj (\d), self_attn.k_proj \1, self_attn.v_proj \d, ", card, re.MULTILINE
+    )
+    published = [card, *((trained / name).read_text() for name in ("adapter_config.json", "lookahead_config.json"))]
+    assert not [text for text in published if str(place) in text], "a private path would be published"
+    assert (trained / "training.png").read_bytes().startswith(b"\x89PNG")
+
+
+def _checkpoint(adapter: Path, step: int) -> dict[str, Tensor]:
+    return load_file(adapter / "training" / f"checkpoint-{step}" / "lookahead.safetensors")
+
+
+def test_an_interrupted_command_leaves_an_adapter_and_goes_on(place, trained, tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "ImportanceObjective", lambda *given: Disturbed(4, press_ctrl_c, *given))
+    with pytest.raises(UserError, match=r"interrupted at step 4; .*run the same command again") as caught:
+        command.run(config(place, tmp_path / "adapter"))
+    assert str(tmp_path / "adapter") in str(caught.value)
+    assert LookaheadAdapter.load(tmp_path / "adapter").provenance.training["steps"] == 4
+    monkeypatch.undo()
+    command.run(config(place, tmp_path / "adapter"))
+    for name in (ADAPTER, TOKENS):
+        assert (tmp_path / "adapter" / name).read_bytes() == (trained / name).read_bytes()
+
+
+def test_a_command_whose_loss_is_no_number_leaves_no_adapter(place, tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "ImportanceObjective", lambda *given: Disturbed(5, spoil, *given))
+    with pytest.raises(UserError, match="the loss is nan at step 5"):
+        command.run(config(place, tmp_path / "adapter"))
+    assert {path.name for path in (tmp_path / "adapter").iterdir()} == {"training"}
+
+
+def test_the_seed_decides_everything(place, trained, tmp_path):
+    torch.manual_seed(99)
+    command.run(config(place, tmp_path / "same"))
+    command.run(config(place, tmp_path / "other", train=settings(steps=10, seed=1)))
+    digests = [(folder / TOKENS).read_bytes() for folder in (trained, tmp_path / "same", tmp_path / "other")]
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_the_card_says_at_how_many_cuts_a_module_was_trained(place, trained, tmp_path):
+    command.run(config(place, tmp_path / "adapter", train=settings(steps=1, cuts=3)))
+    assert LookaheadAdapter.load(tmp_path / "adapter").provenance.training["cuts of each answer"] == 3
+    assert "- cuts of each answer: 3\n" in (tmp_path / "adapter" / "README.md").read_text()
+    assert "cuts of each answer" not in LookaheadAdapter.load(trained).provenance.training
+
+
+def test_longer_prompts_are_left_out(place, tmp_path):
+    command.run(config(place, tmp_path / "adapter", max_prompt_tokens=20, train=settings(steps=1)))
+    training = LookaheadAdapter.load(tmp_path / "adapter").provenance.training
+    assert training["samples"] == 8
+    assert training["prompt tokens (shortest, median, longest)"] == [12, 17, 20]
+    with pytest.raises(UserError, match="max_prompt_tokens=11 leaves no sample"):
+        command.run(config(place, tmp_path / "none", max_prompt_tokens=11))
+    assert not (tmp_path / "none").exists()
+
+
+def test_without_held_out_samples_nothing_is_measured(place, tmp_path):
+    command.run(config(place, tmp_path / "adapter", train=settings(steps=2, held_out=0)))
+    assert LookaheadAdapter.load(tmp_path / "adapter").provenance.training["steps"] == 2
+    assert "Not measured." in (tmp_path / "adapter" / "README.md").read_text()
+    assert not (tmp_path / "adapter" / "training" / "fidelity.jsonl").exists()
+
+
+def test_an_adapter_to_start_from_must_have_been_trained_as_this_one_is(place, trained, tmp_path):
+    other = config(place, tmp_path / "more", init=str(trained), lookahead=replace(SHAPE, alpha=32.0, tokens=5))
+    with pytest.raises(UserError, match=r"trained with tokens=4, now it is 5; alpha=8\.0, now it is 32\.0"):
+        command.run(other)
+    assert not (tmp_path / "more").exists()
+
+
+def test_data_of_another_target_is_refused(place, tmp_path):
+    save_tiny_target(tmp_path / "other", "qwen3")
+    wrong = config(place, tmp_path / "adapter")
+    wrong.model.id = str(tmp_path / "other")
+    with pytest.raises(UserError, match="this data was answered by") as caught:
+        command.run(wrong)
+    assert str(place / "data") in str(caught.value)
+    assert not (tmp_path / "adapter").exists()
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "dtype", "expected"),
+    [
+        ({"amx_bf16": True}, "auto", torch.bfloat16),
+        ({"avx512_bf16": True, "amx_bf16": False}, "auto", torch.float32),  # half the speed of float32 there
+        ({"avx2": True}, "auto", torch.float32),
+        ({"amx_bf16": True}, "float32", torch.float32),
+    ],
+)
+def test_a_cpu_that_computes_in_bfloat16_reads_the_target_in_it(place, monkeypatch, capabilities, dtype, expected):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    model = ModelConfig(id=str(place / "target"), device="cpu", dtype=dtype)
+    assert training_target(command.Config(model=model)).model.dtype == expected

@@ -1,0 +1,292 @@
+"""Training draft heads, by the trainer and by the command."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from keepsight.commands import train_draft_head as command
+from keepsight.commands.config import ModelConfig
+from keepsight.errors import UserError
+from keepsight.models.draft_head import DraftHead, EagleHead
+from keepsight.models.targets import load_target
+from keepsight.train import draft_head as module
+from keepsight.train.dataset import hold_out
+from keepsight.train.draft_head import DraftHeadObjective, RunModel, measure_draft_head
+from keepsight.train.trainer import ModuleTrainer, TrainingRun
+from tests.launch import ROOT, launch
+from tests.tiny import FAMILIES, tiny_model, tiny_tokenizer
+from tests.train.head_runs import head_objective, head_settings, train_draft_head
+from tests.train.runs import checkpoints, collated, crash, press_ctrl_c, rows, same, samples, write_data
+
+
+def tensors(objective: DraftHeadObjective) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in objective.head.state_dict().items()}
+
+
+def happens(objective: DraftHeadObjective, at: int, action) -> DraftHeadObjective:
+    """The objective, to which something happens at the n-th training batch."""
+    calls = iter(range(1, 1000))
+    objective.register_forward_pre_hook(lambda *_: action(objective) if next(calls) == at else None)
+    return objective
+
+
+def spoil(objective: DraftHeadObjective) -> None:
+    with torch.no_grad():
+        objective.head.norm.weight.fill_(torch.nan)
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Tensor], Path]:
+    work = tmp_path_factory.mktemp("straight")
+    objective = head_objective()
+    _, finished = train_draft_head(objective, work, samples())
+    assert finished
+    return tensors(objective), work
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_it_learns_a_few_samples(family, tmp_path):
+    few = samples(6)
+    objective = head_objective(family, head_settings(steps=60, batch_size=4, measure_every=60, clip=1.0))
+    before = tensors(objective)
+    batch = collated(hold_out(few, 2)[0])
+    start = measure_draft_head(objective, [batch])
+    trainer, _ = train_draft_head(objective, tmp_path, few)
+    end = measure_draft_head(objective, [batch])
+    assert sum(end["eval_kl_by_step"]) < 0.4 * sum(start["eval_kl_by_step"])
+    assert sum(end["eval_agreement_by_step"]) > sum(start["eval_agreement_by_step"]) + 0.5
+    logged = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    assert logged[-1] < logged[0] - 0.8  # of which the target's own entropy is the larger part
+    unmoved = [name for name, value in tensors(objective).items() if torch.equal(value, before[name])]
+    assert sorted(unmoved) == ["d2t", "t2d"]
+
+
+@pytest.mark.parametrize("at", [2, 5])
+def test_a_resumed_training_equals_an_uninterrupted_one(straight, at, tmp_path):
+    with pytest.raises(RuntimeError, match="power failure"):
+        train_draft_head(happens(head_objective(), at, crash), tmp_path, samples())
+    resumed = head_objective()
+    _, finished = train_draft_head(resumed, tmp_path, samples())
+    assert finished
+    assert same(tensors(resumed), straight[0])
+    assert rows(tmp_path / "fidelity.jsonl")[-1] == rows(straight[1] / "fidelity.jsonl")[-1]
+
+
+def test_ctrl_c_keeps_a_checkpoint_of_the_head_alone(straight, tmp_path):
+    interrupted = happens(head_objective(), 4, press_ctrl_c)
+    _, finished = train_draft_head(interrupted, tmp_path, samples())
+    assert not finished
+    assert checkpoints(tmp_path) == ["checkpoint-3", "checkpoint-4"]
+    state = load_file(tmp_path / "checkpoint-4" / "draft_head.safetensors")
+    assert same(state, tensors(interrupted))
+    resumed = head_objective()
+    train_draft_head(resumed, tmp_path, samples())
+    assert same(tensors(resumed), straight[0])
+
+
+def test_measurements_hold_what_each_place_of_a_draft_is_worth(straight):
+    measured = rows(straight[1] / "fidelity.jsonl")
+    assert [row["step"] for row in measured] == [0, 4, 8]
+    for row in measured:
+        for name in ("kl_by_step", "agreement_by_step", "acceptance_by_position"):
+            assert len(row[f"eval_{name}"]) == 4
+        assert row["eval_kl"] == pytest.approx(sum(row["eval_kl_by_step"]) / 4)
+
+
+def test_a_loss_that_is_no_number_is_refused(tmp_path):
+    with pytest.raises(UserError) as caught:
+        train_draft_head(happens(head_objective(), 5, spoil), tmp_path, samples())
+    message = str(caught.value)
+    assert "\n" not in message
+    assert "the loss is nan at step 5 on samples [" in message
+    assert f"the last good checkpoint: {tmp_path / 'checkpoint-3'}; lower draft_head.train.learning_rate" in message
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"unroll": 3}, "draft_head.unroll=4, now it is 3"),
+        ({"learning_rate": 2e-2}, "draft_head.train.learning_rate=0.01, now it is 0.02"),
+    ],
+)
+def test_other_settings_are_refused_on_resume(straight, changes, said):
+    with pytest.raises(UserError) as caught:
+        train_draft_head(head_objective(settings=head_settings(**changes)), straight[1], samples())
+    assert said in str(caught.value)
+
+
+def test_too_few_samples_are_refused(tmp_path):
+    with pytest.raises(UserError, match=r"draft_head.train.held_out=14 needs more than the 14 samples"):
+        ModuleTrainer(head_objective(), head_settings(held_out=14).train, TrainingRun(tmp_path, samples()))
+
+
+def test_mixed_precision_trains_and_measures(tmp_path):
+    objective = head_objective(settings=head_settings(steps=2, precision="bf16"))
+    trainer, finished = train_draft_head(objective, tmp_path, samples())
+    assert finished
+    assert trainer.metrics["eval_kl"] > 0
+    assert {value.dtype for value in objective.head.parameters()} == {torch.float32}
+
+
+def test_a_head_is_not_divided(tmp_path, monkeypatch):
+    monkeypatch.setattr("keepsight.train.trainer.model_is_divided", lambda accelerator, objective: True)
+    with pytest.raises(UserError, match=r"ZeRO-3 .*zero2.yaml, or where no GPU holds it model.device_map=auto"):
+        ModuleTrainer(head_objective(), head_settings().train, TrainingRun(tmp_path, samples()))
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a target deep enough for a head and data that it answered."""
+    folder = tmp_path_factory.mktemp("place")
+    tokenizer = tiny_tokenizer()
+    tiny_model(vocab_size=len(tokenizer), num_hidden_layers=7, pad_token_id=0).save_pretrained(folder / "target")
+    tokenizer.save_pretrained(str(folder / "target"))
+    target = load_target(str(folder / "target"), device="cpu")
+    write_data(folder / "data", target)
+    return folder
+
+
+def config(place: Path, out: Path, **changes: Any) -> command.Config:
+    values: dict[str, Any] = {
+        "data": str(place / "data"),
+        "out": str(out),
+        "draft_head": head_settings(steps=6),
+    } | changes
+    return command.Config(model=ModelConfig(id=str(place / "target"), device="cpu"), **values)
+
+
+@pytest.fixture(scope="module")
+def trained(place: Path) -> Path:
+    command.run(config(place, place / "head", title="A tiny head", data_notes="From nowhere."))
+    return place / "head"
+
+
+def test_the_command_leaves_a_head_that_loads(place, trained):
+    names = {"config.json", "model.safetensors", "keepsight.json", "README.md", "training.png", "training"}
+    assert {path.name for path in trained.iterdir()} == names
+    target = load_target(str(place / "target"), device="cpu")
+    head = EagleHead.load(trained, target.model)
+    assert isinstance(head, DraftHead)
+    assert same(head.state_dict(), load_file(trained / "training" / "checkpoint-6" / "draft_head.safetensors"))
+    origin = json.loads((trained / "keepsight.json").read_text())["provenance"]
+    assert (origin["base_model"], origin["base_version"]) == ("target", target.version)
+    assert origin["training"]["steps"] == 6
+    assert head.t2d.sum() == 96
+    assert head.t2d[target.end_tokens].all()
+    card = (trained / "README.md").read_text()
+    assert "# A tiny head" in card
+    assert "From nowhere." in card
+    assert f"{rows(trained / 'training' / 'fidelity.jsonl')[-1]['eval_accepted_length']:.4f}" in card
+    assert (trained / "training.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_training_can_start_from_a_head(place, trained, tmp_path):
+    command.run(config(place, tmp_path / "more", init=str(trained), draft_head=head_settings(steps=1)))
+    first, last = (rows(folder / "training" / "fidelity.jsonl") for folder in (tmp_path / "more", trained))
+    assert first[0]["eval_kl"] == pytest.approx(last[-1]["eval_kl"], rel=1e-5)
+
+
+def test_the_seed_decides_everything(place, trained, tmp_path):
+    torch.manual_seed(99)
+    command.run(config(place, tmp_path / "same"))
+    command.run(config(place, tmp_path / "other", draft_head=head_settings(steps=6, seed=1)))
+    weights = [
+        (folder / "model.safetensors").read_bytes() for folder in (trained, tmp_path / "same", tmp_path / "other")
+    ]
+    assert weights[0] == weights[1] != weights[2]
+
+
+def test_teacher_files_train_the_same_head_without_running_the_target(place, trained, tmp_path, monkeypatch):
+    command.run(config(place, tmp_path / "first", features=str(tmp_path / "features")))
+    monkeypatch.setattr(RunModel, "__call__", lambda *_: crash(None))
+    command.run(config(place, tmp_path / "second", features=str(tmp_path / "features")))
+    first = (trained / "model.safetensors").read_bytes()
+    for name in ("first", "second"):
+        assert (tmp_path / name / "model.safetensors").read_bytes() == first
+    wrong = config(place, tmp_path / "third", features=str(tmp_path / "features"))
+    wrong.draft_head.max_tokens = 20
+    with pytest.raises(UserError, match=r"these features were made with max_tokens=4096, now it is 20"):
+        command.run(wrong)
+    wrong.draft_head.max_tokens, wrong.model.dtype = 4096, "bfloat16"
+    with pytest.raises(UserError, match=r"made with dtype='torch.float32', now it is 'torch.bfloat16'"):
+        command.run(wrong)
+
+
+def test_teacher_files_are_made_on_where_a_killed_run_stopped(place, trained, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_SHARD", 4)
+    command.run(config(place, tmp_path / "first", features=str(tmp_path / "features")))
+    shards = sorted((tmp_path / "features").glob("readings-*"))
+    assert [path.name for path in shards] == [f"readings-0000{number}.safetensors" for number in range(4)]
+    kept = [path.read_bytes() for path in shards]
+    shards[2].unlink()
+    command.run(config(place, tmp_path / "second", features=str(tmp_path / "features")))
+    assert [path.read_bytes() for path in shards] == kept
+    shards[1].write_bytes(b"torn")
+    with pytest.raises(UserError, match=r"readings-00001.safetensors: changed since it was written; delete it"):
+        command.run(config(place, tmp_path / "third", features=str(tmp_path / "features")))
+
+
+def test_a_vocabulary_larger_than_the_targets_is_refused(place, tmp_path):
+    with pytest.raises(UserError, match=r"draft_head.vocabulary=600 must lie between 1 and 512"):
+        command.run(config(place, tmp_path / "head", draft_head=head_settings(vocabulary=600)))
+    assert not (tmp_path / "head").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"unroll": 0}, "draft_head.unroll=0 must be greater than or equal to 1"),
+        ({"max_tokens": 1}, "draft_head.max_tokens=1 must be greater than or equal to 3"),
+        ({"decay": 0.0}, "draft_head.decay=0.0 must be greater than 0"),
+        ({"decay": 1.5}, "draft_head.decay=1.5 must be less than or equal to 1"),
+    ],
+)
+def test_settings_that_train_nothing_are_refused(place, tmp_path, changes, said):
+    with pytest.raises(UserError) as caught:
+        command.run(config(place, tmp_path / "head", draft_head=head_settings(**changes)))
+    assert said in str(caught.value)
+
+
+def test_more_held_out_samples_than_there_are_is_refused(place, tmp_path):
+    with pytest.raises(UserError, match=r"draft_head.train.held_out=14 needs more than the 14 samples"):
+        command.run(config(place, tmp_path / "head", draft_head=head_settings(held_out=14)))
+
+
+def test_missing_data_is_refused(place, tmp_path):
+    with pytest.raises(UserError, match=r"no manifest.json; make the data with"):
+        command.run(config(place, tmp_path / "head", data=str(tmp_path / "none")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [None, "zero2"])
+def test_two_processes_divide_the_features_and_train_one_head(config, place, tmp_path):
+    """Each reads texts of its own with the target and takes its own samples; the head is saved once."""
+    given = {
+        "model.id": place / "target",
+        "model.device": "cpu",
+        "data": place / "data",
+        "features": tmp_path / "features",
+        "out": tmp_path / "head",
+        "draft_head.vocabulary": 96,
+        "draft_head.unroll": 3,
+        "draft_head.train.steps": 2,
+        "draft_head.train.held_out": 2,
+        "draft_head.train.report_to": "[]",
+    }
+    if config is not None:
+        pytest.importorskip("deepspeed")
+    script = str(ROOT / "tests/train/divided_features.py")
+    result = launch(tmp_path, script, *(f"{key}={value}" for key, value in given.items()), config=config)
+    assert result.returncode == 0, result.stderr
+    assert sorted(re.findall(r"texts read: (\d+)", result.stdout)) == ["6", "8"], "of 14, in files of 4, 4, 4 and 2"
+    assert len([*(tmp_path / "features").glob("readings-*")]) == 4
+    origin = json.loads((tmp_path / "head" / "keepsight.json").read_text())
+    assert origin["provenance"]["training"]["samples a step"] == 2
+    assert result.stdout.count("head after step 2") == 1
+    assert isinstance(EagleHead.load(tmp_path / "head"), DraftHead)

@@ -1,0 +1,347 @@
+"""Training on tiny random models: it learns, it counts samples alike, and it says what went wrong."""
+
+import itertools
+import json
+import os
+import signal
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import TrainerCallback, TrainingArguments
+
+from keepsight.data_gen.store import TrainingSample
+from keepsight.errors import UserError
+from keepsight.models.lookahead import Lookahead
+from keepsight.train import fidelity, importance
+from keepsight.train import trainer as module
+from keepsight.train.dataset import Batch, GroupedByLength, hold_out
+from keepsight.train.importance import ImportanceObjective
+from keepsight.train.trainer import ModuleTrainer, TrainingRun
+from tests.close import assert_close
+from tests.devices import FIRST, HOST, SECOND, in_halves, several_devices
+from tests.families import fresh_model
+from tests.tiny import FAMILIES, tiny_model
+from tests.train.runs import (
+    SHAPE,
+    Disturbed,
+    checkpoints,
+    collated,
+    crash,
+    disturbed,
+    objective,
+    same,
+    samples,
+    settings,
+    side_by_side,
+    spoil,
+    tensors,
+    train,
+)
+from tests.train.runs import measured as fidelity_of
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_it_learns_a_few_samples_and_moves_every_trainable_tensor_and_no_other(family, tmp_path):
+    few, learning = samples(6), objective(family)
+    before = {name: value.detach().clone() for name, value in learning.named_parameters()}
+    batch = hold_out(few, 2)[0]
+    start = fidelity_of(learning, [collated(batch)], budget=6)
+    trainer, _ = train(learning, settings(steps=40, batch_size=4, measure_every=40, save_every=40), tmp_path, few)
+    end = fidelity_of(learning, [collated(batch)], budget=6)
+    assert sum(end.kl) < 0.75 * sum(start.kl)
+    assert sum(end.recall) > sum(start.recall)
+    logged = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    assert len(logged) == 4
+    assert logged[-1] < 0.9 * logged[0]
+    for name, value in learning.named_parameters():
+        assert torch.equal(value, before[name]) != value.requires_grad, name
+    assert sum(value.requires_grad for value in learning.parameters()) == 1 + 2 * (7 + 7 + 2)
+
+
+@pytest.mark.parametrize(("at", "checkpoint"), [(2, None), (5, "checkpoint-3")])
+def test_a_loss_that_is_no_number_is_refused(at, checkpoint, tmp_path):
+    with pytest.raises(UserError) as caught:
+        train(disturbed(at, spoil), settings(), tmp_path, samples())
+    message = str(caught.value)
+    assert "\n" not in message
+    assert f"the loss is nan at step {at} on samples [" in message
+    named = json.loads(message.partition("on samples ")[2].partition(";")[0])
+    assert len(named) == 2
+    assert set(named) <= {sample.index for sample in samples()}
+    assert (str(tmp_path / checkpoint) if checkpoint else "there is no checkpoint yet") in message
+
+
+def test_the_samples_of_the_loss_that_is_no_number_are_the_right_ones(tmp_path):
+    """Every sample of the training is in one batch, so that the named ones are known."""
+    few = samples(5)
+    with pytest.raises(UserError) as caught:
+        train(disturbed(1, spoil), settings(batch_size=4, held_out=1), tmp_path, few)
+    named = json.loads(str(caught.value).partition("on samples ")[2].partition(";")[0])
+    assert sorted(named) == sorted(row.index for row in hold_out(few, 1)[0].samples) == [0, 3, 6, 9]
+
+
+@pytest.mark.parametrize("rate", [1e30, 1e38])
+def test_weights_that_explode_are_named_and_never_saved(rate, tmp_path):
+    """Measured and saved after every step: neither must trip over, or keep, weights that are no numbers."""
+    often = settings(measure_every=1, save_every=1, learning_rate=rate, warmup=0.0)
+    with pytest.raises(UserError, match="learning_rate") as caught:
+        train(objective(), often, tmp_path, samples())
+    assert "\n" not in str(caught.value)
+    for name in checkpoints(tmp_path):
+        state = load_file(tmp_path / name / "lookahead.safetensors")
+        assert all(torch.isfinite(value).all() for value in state.values()), name
+
+
+def test_too_few_samples_are_refused(tmp_path):
+    with pytest.raises(UserError, match=r"train.held_out=14 needs more than the 14 samples"):
+        train(objective(), settings(held_out=14), tmp_path, samples())
+
+
+def test_held_out_samples_are_spread_and_never_trained_on():
+    train_set, held_out = hold_out(samples(14), 4)
+    trained, measured = ({row.index for row in each.samples} for each in (train_set, held_out))
+    assert not trained & measured
+    assert trained | measured == {3 * number for number in range(14)}
+    assert 3 <= len(measured) <= 4
+    assert len(hold_out(samples(14), 0)[1]) == 0
+
+
+class KeepGradients(TrainerCallback):
+    """What the first optimiser step is given."""
+
+    def __init__(self, model: ImportanceObjective) -> None:
+        self.model = model
+        self.gradients: dict[str, Tensor] = {}
+
+    def on_pre_optimizer_step(self, *_, **__) -> None:
+        if not self.gradients:
+            named = self.model.named_parameters()
+            self.gradients = {name: value.grad.clone() for name, value in named if value.grad is not None}
+
+
+def first_step(work: Path, **changes) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients of one step over the same four samples."""
+    model = objective()
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if ".lora_B" in name:
+                value.normal_(std=0.2)
+    few = samples(5)
+    values = settings(steps=1, held_out=1, clip=1e9, **changes)
+    work.mkdir()
+    trainer = ModuleTrainer(model, values, TrainingRun(work, few))
+    keeper = KeepGradients(model)
+    trainer.add_callback(keeper)
+    return trainer.train().training_loss, keeper.gradients
+
+
+def test_accumulated_batches_equal_one_batch(tmp_path):
+    """Samples of different lengths: each counts the same, whatever batch it is in."""
+    loss, gradients = first_step(tmp_path / "whole", batch_size=4)
+    for batch in (1, 2):
+        split_loss, split_gradients = first_step(tmp_path / f"by {batch}", batch_size=batch, samples_per_step=4)
+        assert split_loss == pytest.approx(loss, abs=1e-5)
+        assert set(split_gradients) == set(gradients)
+        for name, value in gradients.items():
+            assert value.abs().max() > 1e-5, name
+            assert_close(split_gradients[name], value)
+
+
+def test_prompts_of_similar_length_share_a_batch(tmp_path):
+    many = [TrainingSample(number, "test", [7] * (10 + number), [8, 9], "", "") for number in range(49)]
+    spreads = {}
+    for grouped in (True, False):
+        work = tmp_path / str(grouped)
+        work.mkdir()
+        values = settings(batch_size=2, group_by_length=grouped, held_out=1)
+        trainer = ModuleTrainer(objective(), values, TrainingRun(work, many))
+        batches = [batch["indices"] for batch in trainer.get_train_dataloader()]
+        assert sorted(itertools.chain(*batches)) == list(range(48))
+        spreads[grouped] = sum(max(batch) - min(batch) for batch in batches)
+    assert spreads[True] < spreads[False] / 2
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_samples_per_step_are_accumulated_and_refused_where_they_do_not_divide(processes):
+    made = settings(batch_size=2, samples_per_step=16)
+    assert made.accumulation(processes, "train") == 8 // processes
+    assert settings(batch_size=2).accumulation(processes, "train") == 1
+    wrong = settings(batch_size=3, samples_per_step=16)
+    with pytest.raises(UserError, match=rf"train.samples_per_step=16 .*choose a multiple of {3 * processes}"):
+        wrong.accumulation(processes, "train")
+
+
+def test_a_trainer_accumulates_what_a_step_needs(tmp_path):
+    trainer = ModuleTrainer(objective(), settings(batch_size=2, samples_per_step=6), TrainingRun(tmp_path, samples()))
+    assert trainer.args.gradient_accumulation_steps == 3
+    assert trainer.samples_per_step == 6
+    with pytest.raises(UserError, match=r"train.samples_per_step=3 .*choose a multiple of 2"):
+        ModuleTrainer(objective(), settings(batch_size=2, samples_per_step=3), TrainingRun(tmp_path, samples()))
+
+
+@pytest.mark.parametrize(("given", "processes", "grouped"), [(None, 1, False), (None, 2, True), (False, 2, False)])
+def test_several_processes_group_samples_by_length_by_default(given, processes, grouped, tmp_path, monkeypatch):
+    monkeypatch.setattr(TrainingArguments, "world_size", processes)
+    trainer = ModuleTrainer(objective(), settings(group_by_length=given), TrainingRun(tmp_path, samples()))
+    assert isinstance(trainer._get_train_sampler(), GroupedByLength) == grouped
+
+
+def test_a_process_with_several_gpus_uses_one_and_says_how_to_use_all(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(TrainingArguments, "n_gpu", property(lambda self: getattr(self, "_n_gpu", 0) or 4))
+    trainer = ModuleTrainer(objective(), settings(), TrainingRun(tmp_path, samples()))
+    assert trainer.args.n_gpu == 1
+    assert not isinstance(trainer._wrap_model(trainer.objective), torch.nn.DataParallel)
+    assert "one of 4 GPUs" in (said := capsys.readouterr().out)
+    assert "accelerate launch --multi_gpu --num_processes 4" in said
+
+
+def test_tf32_is_asked_of_the_devices_that_have_it(tmp_path, monkeypatch):
+    with pytest.raises(UserError, match=r"train.tf32=true needs an Nvidia GPU of the generation Ampere"):
+        ModuleTrainer(objective(), settings(tf32=True), TrainingRun(tmp_path, samples()))
+    asked: list[bool] = []
+    monkeypatch.setattr("keepsight.train.trainer.is_torch_tf32_available", lambda: True)
+    monkeypatch.setattr("transformers.training_args.is_torch_tf32_available", lambda: True)
+    monkeypatch.setattr("transformers.training_args.enable_tf32", asked.append)
+    for given in (None, True, False):
+        ModuleTrainer(objective(), settings(tf32=given), TrainingRun(tmp_path, samples()))
+    assert asked == [True, False]
+
+
+def test_readings_are_not_kept_where_the_model_is_divided(tmp_path, monkeypatch):
+    """One process would read the target where another does not, and wait for it forever."""
+    monkeypatch.setattr(module, "model_is_divided", lambda accelerator, objective: True)
+    with pytest.raises(UserError, match=r"train.replays=2: with ZeRO-3 .*zero2"):
+        ModuleTrainer(objective(), settings(replays=2), TrainingRun(tmp_path, samples()))
+    ModuleTrainer(objective(), settings(), TrainingRun(tmp_path, samples()))
+
+
+def test_fsdp_of_the_launcher_is_refused(tmp_path, monkeypatch):
+    """It would divide what is trained; on CPUs accelerate starts none."""
+    create = ModuleTrainer.create_accelerator_and_postprocess
+
+    def launched(trainer: ModuleTrainer) -> None:
+        create(trainer)
+        trainer.is_fsdp_enabled = True
+
+    monkeypatch.setattr(ModuleTrainer, "create_accelerator_and_postprocess", launched)
+    with pytest.raises(UserError, match=r"fsdp2.yaml and give model.device_map=fsdp2"):
+        ModuleTrainer(objective(), settings(), TrainingRun(tmp_path, samples()))
+
+
+def test_several_processes_refuse_a_target_in_parts(tmp_path, monkeypatch):
+    each = objective()
+    each.lookahead.model.hf_device_map = {"model.layers.0": 0, "model.layers.1": "cpu"}  # type: ignore[assignment]
+    monkeypatch.setattr(TrainingArguments, "world_size", 2)
+    with pytest.raises(UserError, match=r"model\.device_map=auto is for one process; for several take recipes/"):
+        ModuleTrainer(each, settings(), TrainingRun(tmp_path, samples()))
+
+
+def test_sigterm_saves_like_ctrl_c(tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
+
+    def end_of_the_job(_: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)  # a launcher's, after Slurm's
+
+    trainer, finished = train(disturbed(5, end_of_the_job), settings(), tmp_path, samples())
+    assert not finished
+    assert trainer.state.global_step == 5
+    assert "checkpoint-5" in checkpoints(tmp_path)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_training_works_outside_the_main_thread(tmp_path):
+    """A notebook's or a server's worker: there signals cannot be caught."""
+    results: list = []
+    values = settings(steps=1, save_every=1)
+    worker = threading.Thread(target=lambda: results.append(train(objective(), values, tmp_path, samples())))
+    worker.start()
+    worker.join()
+    assert len(results) == 1
+    assert results[0][1]
+
+
+@pytest.mark.parametrize(("warmup", "steps"), [(0.0, 0), (0.5, 4), (1.0, 8)])
+def test_warmup_is_a_share_of_the_steps(warmup, steps, tmp_path):
+    trainer = ModuleTrainer(objective(), settings(warmup=warmup), TrainingRun(tmp_path, samples()))
+    assert trainer.args.get_warmup_steps(8) == steps
+
+
+LONG = [replace(each, prompt_ids=each.prompt_ids * 2) for each in samples()]
+"""With far entries."""
+
+
+def learning(model: Any, checkpoints: bool = False, cuts: int = 1) -> ImportanceObjective:
+    torch.manual_seed(0)
+    return ImportanceObjective(Lookahead(model, SHAPE), far=0.3, checkpoints=checkpoints, cuts=cuts)
+
+
+def padded(device: torch.device = HOST) -> Batch:
+    batch: dict[str, Any] = collated(hold_out(LONG[:6], 2)[0])
+    batch |= {name: each.to(device) for name, each in batch.items() if isinstance(each, torch.Tensor)}
+    return Batch(**batch)
+
+
+def logged(trainer: ModuleTrainer) -> list[dict[str, Any]]:
+    clocks = ("train_runtime", "train_samples_per_second", "train_steps_per_second")
+    return [{key: row[key] for key in row if key not in clocks} for row in trainer.trained().log]
+
+
+@pytest.mark.parametrize(
+    ("changes", "checkpoints"),
+    [({}, False), ({"replays": 2}, False), ({}, True), ({"cuts": 3}, False)],
+    ids=["plain", "replayed", "twice", "cuts"],
+)
+def test_losses_measurements_and_weights(tmp_path: Path, changes: dict[str, Any], checkpoints: bool) -> None:
+    cuts = settings(**changes).cuts
+    whole = learning(tiny_model(), checkpoints, cuts)
+    expected, _ = train(whole, settings(**changes), tmp_path / "whole", LONG)
+    with several_devices():
+        halves = learning(in_halves(tiny_model()), checkpoints, cuts)
+        trained, finished = train(halves, settings(**changes), tmp_path / "halves", LONG)
+        assert finished
+        assert {each.device for each in halves.parameters() if each.requires_grad} == {FIRST, SECOND}
+    assert logged(trained) == logged(expected)
+    assert same(tensors(halves), tensors(whole))
+
+
+def test_a_training_is_resumed(tmp_path: Path) -> None:
+    whole = learning(tiny_model())
+    train(whole, settings(), tmp_path / "whole", LONG)
+    with several_devices():
+        with pytest.raises(RuntimeError, match="power failure"):
+            failing = Disturbed(6, crash, learning(in_halves(tiny_model())).lookahead, 0.3)
+            train(failing, settings(), tmp_path / "halves", LONG)
+        halves = learning(in_halves(tiny_model()))
+        train(halves, settings(), tmp_path / "halves", LONG)
+    assert same(tensors(halves), tensors(whole))
+
+
+@pytest.mark.parametrize("family", ["Llama 3", "Gemma 2", "GPT-OSS"])
+def test_gradients_of_cells_side_by_side(family: str) -> None:
+    def gradients(model: Any, batch: Batch) -> list[torch.Tensor]:
+        cells = side_by_side([learning(model), learning(model)])
+        cells.loss(batch).backward()
+        return [each.grad.cpu() for each in cells.parameters() if each.grad is not None]
+
+    expected = gradients(fresh_model(family), padded())
+    with several_devices():
+        found = gradients(in_halves(fresh_model(family)), padded(FIRST))
+    assert len(found) == len(expected) > 2
+    for pair in zip(found, expected, strict=True):
+        assert_close(*pair)
+
+
+def test_what_stays_on_another_device_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the tests above could not fail."""
+    for each in (importance, fidelity):
+        monkeypatch.setattr(each, "on_each", lambda tensor: lambda device: tensor)
+    with several_devices(), pytest.raises(RuntimeError, match="tensors on cpu:0, cpu:1"):
+        learning(in_halves(tiny_model())).loss(padded(FIRST))

@@ -1,0 +1,143 @@
+"""Checkpoints: sealed with digests, resumed under the same settings only, and written on Ctrl-C."""
+
+import re
+import shutil
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from accelerate.utils import reduce
+from safetensors import SafetensorError
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from typing_extensions import override
+
+from keepsight.errors import UserError, require_same
+from keepsight.files import file_digest, read_json, sync, write_json
+
+SETTINGS, SEAL = "settings.json", "digests.json"
+_NAME = re.compile(r"checkpoint-\d{1,18}\Z")
+
+
+def checkpoints(work: Path) -> dict[int, Path]:
+    """The complete checkpoints in `work` by step, in order; one without a seal is what a kill has left."""
+    named = {int(path.name.rpartition("-")[2]): path for path in work.glob("checkpoint-*") if _NAME.match(path.name)}
+    return {step: named[step] for step in sorted(named) if (named[step] / SEAL).is_file()}
+
+
+def last_checkpoint(work: Path, before: int | None = None) -> Path | None:
+    """The newest complete checkpoint in `work`; if `before` is given, the newest of an earlier step."""
+    return next((path for step, path in reversed(checkpoints(work).items()) if before is None or step < before), None)
+
+
+@contextmanager
+def sealing(checkpoint: Path, kept: int) -> Iterator[None]:
+    """Seal the checkpoint written within the block with digests of its files, then delete all but the newest.
+
+    transformers' `save_total_limit` would delete the one before while the new one is not yet whole.
+
+    Args:
+        checkpoint: Its folder, among those of the others.
+        kept: Checkpoints that stay, at least 1.
+
+    Raises:
+        UserError: it cannot be written; the checkpoint before it stays.
+    """
+    try:
+        shutil.rmtree(checkpoint, ignore_errors=True)  # what a kill has left
+        yield
+        paths = [path for path in sorted(checkpoint.rglob("*")) if path.is_file()]
+        sync(*paths, *{path.parent for path in paths})
+        write_json(checkpoint / SEAL, {path.relative_to(checkpoint).as_posix(): file_digest(path) for path in paths})
+        newest = [*checkpoints(checkpoint.parent).values()][-kept:]
+        for other in checkpoint.parent.glob("checkpoint-*"):
+            if _NAME.match(other.name) and other not in newest:
+                shutil.rmtree(other, ignore_errors=True)
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have errors of their own
+        shutil.rmtree(checkpoint, ignore_errors=True)
+        said = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"{checkpoint}: the checkpoint cannot be written ({said}); once that is mended, the same command goes on "
+            "from the checkpoint before"
+        ) from error
+
+
+def check_seal(checkpoint: Path) -> None:
+    """Compare a checkpoint's files with their digests.
+
+    Raises:
+        UserError: a file is missing or was changed.
+    """
+    for name, expected in read_json(checkpoint / SEAL, dict[str, str]).items():
+        path = checkpoint / name
+        fault = "missing" if not path.is_file() else "changed or cut off" if file_digest(path) != expected else None
+        if fault is not None:
+            raise UserError(
+                f"{path}: {fault} since it was written; delete this checkpoint's folder to resume from the one before"
+            )
+
+
+def check_same_settings(work: Path, settings: dict[str, Any]) -> None:
+    """Write the settings when a training begins; compare them when there is a checkpoint to resume from.
+
+    Args:
+        work: Folder of the checkpoints.
+        settings: Values by their names in a recipe.
+
+    Raises:
+        UserError: the training began with other settings; all that differ are listed.
+    """
+    path = work / SETTINGS
+    if last_checkpoint(work) is None:
+        write_json(path, settings)
+    else:
+        advice = "choose another out=, or delete the folder"
+        require_same(f"{path}: this training began", read_json(path, dict[str, Any]), settings, advice)
+
+
+class StopOnInterrupt(TrainerCallback):
+    """The first Ctrl-C finishes the step, saves a checkpoint and ends the training; a second one ends it at once.
+
+    The first SIGTERM, by which Slurm announces the end of a job, does what Ctrl-C does; further ones are ignored, as a
+    launcher passes on those that Slurm sends to every process anyway. All processes stop after the same step.
+    """
+
+    def __init__(self) -> None:
+        self.interrupted = False
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Catch signals within the block; without effect outside the main thread, which alone receives them."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = signal.signal(signal.SIGINT, self._interrupt), signal.signal(signal.SIGTERM, self._terminate)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before[0])
+            signal.signal(signal.SIGTERM, before[1])
+
+    @override
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        stops = self.interrupted
+        if args.world_size > 1:
+            summed: Any = reduce(torch.tensor(float(stops or control.should_training_stop), device=args.device))
+            stops = bool(summed.item())
+        if stops:
+            control.should_save = control.should_training_stop = True
+        if control.should_save:  # the mean since the last logged loss is in no checkpoint
+            control.should_log = True
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        if self.interrupted:
+            raise KeyboardInterrupt
+        self.interrupted = True
+
+    def _terminate(self, number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        self._interrupt(number, frame)

@@ -1,0 +1,425 @@
+"""Draft heads: unrolled over its own outputs, a head learns the base model's next-token distributions."""
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import align_module_device, gather_object
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from tqdm import tqdm
+from transformers import LlamaConfig, PreTrainedModel
+from typing_extensions import override
+
+from keepsight.data_gen.store import TrainingSample
+from keepsight.errors import UserError, require_same
+from keepsight.files import atomic_file, file_digest, one_writer, read_json, write_json
+from keepsight.models.decoder import decoder_of, logits_of, on_each
+from keepsight.models.distributed import divided, launched
+from keepsight.models.draft_head import DraftHead, default_feature_layers
+from keepsight.runtime.features import RecordFeatures
+from keepsight.train.dataset import Batch
+from keepsight.train.draft_ops import UnrolledAttention, chunked_loss
+from keepsight.train.objective import HeadObjective
+from keepsight.train.settings import DraftHeadSettings
+
+
+@dataclass(frozen=True)
+class HiddenStates:
+    """The base model's hidden states of a text of n tokens.
+
+    Attributes:
+        features: [n, 3 * hidden], the outputs of three layers side by side.
+        hidden: [n, hidden], the input of its lm_head.
+    """
+
+    features: Tensor
+    hidden: Tensor
+
+
+Teacher = Callable[[Tensor], HiddenStates]
+"""The token ids of a text, [n] int64 -> the base model's hidden states."""
+
+
+class RunModel:
+    """A teacher that runs the base model, without gradients.
+
+    Args:
+        model: In evaluation mode.
+        layers: Indices of the layers whose outputs are the features.
+    """
+
+    def __init__(self, model: PreTrainedModel, layers: Sequence[int]) -> None:
+        self._model, self._layers = model, tuple(layers)
+
+    @torch.no_grad()
+    def __call__(self, ids: Tensor) -> HiddenStates:
+        """See `Teacher`."""
+        with RecordFeatures(self._model, self._layers) as features:
+            output = decoder_of(self._model)(input_ids=ids[None].to(self._model.device), use_cache=False)
+        joined = torch.cat(features.outputs(), dim=-1)[0]
+        return HiddenStates(joined, output.last_hidden_state[0].to(joined.device))
+
+
+@dataclass(frozen=True)
+class NextTokens:
+    """The base model's next-token distributions after n tokens, over a draft vocabulary of V tokens.
+
+    Attributes:
+        probabilities: [n, V], each row sums to 1.
+        known: [n] bool, whether the base model's top-1 token lies in the draft vocabulary.
+    """
+
+    probabilities: Tensor
+    known: Tensor
+
+
+_TEACHER_ROWS = 256
+
+
+@torch.no_grad()
+def next_tokens(hidden: Tensor, model: PreTrainedModel, vocabulary: Tensor, dtype: torch.dtype) -> NextTokens:
+    """The next-token distributions, computed a few rows at a time.
+
+    Args:
+        hidden: [n, hidden], the input of the lm_head.
+        model: The base model.
+        vocabulary: [V] int64, the draft vocabulary in the base model's ids.
+        dtype: Dtype of the probabilities.
+    """
+    probabilities = hidden.new_empty(len(hidden), len(vocabulary), dtype=dtype)
+    known, vocabulary_on = torch.empty(len(hidden), dtype=torch.bool, device=hidden.device), on_each(vocabulary)
+    for start in range(0, len(hidden), _TEACHER_ROWS):
+        chunk = slice(start, start + _TEACHER_ROWS)
+        logits = logits_of(model, hidden[chunk])
+        drafted = logits.index_select(1, vocabulary_on(logits.device))
+        probabilities[chunk] = drafted.softmax(-1, dtype=torch.float32)
+        known[chunk] = drafted.amax(-1) == logits.amax(-1)  # an argmax takes a CPU ten times as long
+    return NextTokens(probabilities, known)
+
+
+_MANIFEST, _SHARD = "manifest.json", 32
+"""The second: texts per file, about 150 MB for a small model and texts of 1K tokens."""
+
+
+@dataclass(frozen=True)
+class _Manifest:
+    """The content of manifest.json.
+
+    Attributes:
+        made_of: The settings on which the hidden states depend, by name.
+        digests: `sha256:...` of the complete files, by name.
+    """
+
+    made_of: dict[str, Any]
+    digests: dict[str, str] = field(default_factory=dict)
+
+
+class StoredStates:
+    """A teacher that reads a folder that `write_states` has filled; texts are found by their token ids."""
+
+    def __init__(self, folder: Path) -> None:
+        self._shards: dict[str, Path] = {}
+        made: _Manifest = read_json(folder / _MANIFEST, _Manifest)
+        for name, digest in made.digests.items():
+            path = folder / Path(name).name
+            if file_digest(path) != digest:
+                raise UserError(f"{path}: changed since it was written; delete it to have it computed again")
+            with safe_open(path, framework="pt") as tensors:
+                self._shards |= {key.partition(".")[0]: path for key in tensors.keys()}  # noqa: SIM118
+
+    def __call__(self, ids: Tensor) -> HiddenStates:
+        """[n] int64 -> the hidden states, on the device of `ids`.
+
+        Raises:
+            UserError: the folder lacks this text or a part of its hidden states.
+        """
+        key = _key(ids.tolist())
+        if key not in self._shards:
+            raise UserError(f"a sample of {len(ids)} tokens is not in features=; delete that folder to make it again")
+        path, names = self._shards[key], (f"{key}.features", f"{key}.hidden")
+        with safe_open(path, framework="pt", device=str(ids.device)) as tensors:
+            found = [tensors.get_tensor(name) for name in names if name in tensors.keys()]  # noqa: SIM118
+        if [len(each) for each in found] != [len(ids)] * 2:
+            raise UserError(f"{path}: a sample of {len(ids)} tokens is incomplete; delete that file")
+        return HiddenStates(*found)
+
+
+def write_states(folder: Path, teacher: Teacher, texts: Sequence[list[int]], made_of: Mapping[str, Any]) -> None:
+    """Write the hidden states of all texts that the folder lacks, so that a run that was killed resumes.
+
+    Several processes of one launch divide the files among themselves.
+
+    Args:
+        folder: Folder for the files; created if absent.
+        teacher: Runs the base model.
+        texts: Token ids of each text.
+        made_of: The settings on which the hidden states depend, by name: data, model, layers.
+
+    Raises:
+        UserError: the folder was written with other settings.
+    """
+    made = _Manifest(dict(made_of))
+    if (folder / _MANIFEST).exists():
+        made = read_json(folder / _MANIFEST, _Manifest)
+        advice = "choose another features=, or delete the folder"
+        require_same(f"{folder}: these features were made", made.made_of, made_of, advice)
+
+    def write(start: int) -> dict[str, str]:
+        path = folder / _name(start)
+        with atomic_file(path) as unfinished:
+            states = ((_key(ids), vars(teacher(torch.tensor(ids)))) for ids in texts[start : start + _SHARD])
+            save_file({f"{k}.{n}": each.cpu().contiguous() for k, own in states for n, each in own.items()}, unfinished)
+        return {path.name: file_digest(path)}
+
+    processes = launched()
+    with one_writer(folder) if processes.is_main_process else nullcontext():
+        starts = range(0, len(texts), _SHARD)
+        lacking = [each for each in starts if _name(each) not in made.digests or not (folder / _name(each)).is_file()]
+        processes.wait_for_everyone()
+        for first in tqdm(range(0, len(lacking), processes.num_processes), desc="features", unit="round", disable=None):
+            own = lacking[first : first + processes.num_processes][processes.process_index :][:1]
+            for written in gather_object([write(start) for start in own]):
+                made.digests.update(written)
+            if processes.is_main_process:
+                write_json(folder / _MANIFEST, asdict(made))
+        processes.wait_for_everyone()
+
+
+def _name(start: int) -> str:
+    return f"readings-{start // _SHARD:05d}.safetensors"
+
+
+def _key(ids: list[int]) -> str:
+    return hashlib.sha256(str(ids).encode()).hexdigest()[:32]
+
+
+_FROM_MODEL = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "initializer_range",
+)
+_ROWS = 512
+"""Rows of which logits are computed at once in a measurement."""
+_FIRST_LOGITS = 0.5
+"""Standard deviation of a new head's logits."""
+
+
+def frequent_tokens(
+    samples: Iterable[TrainingSample], count: int, end_tokens: Iterable[int], vocabulary: int
+) -> Tensor:
+    """The most frequent tokens of answers and, in any case, the end tokens.
+
+    Ties, as of all tokens that no answer holds, go to the one that is more frequent in prompts, then to the lower id.
+
+    Returns:
+        [count] int64, ascending.
+
+    Raises:
+        UserError: the base model has fewer tokens.
+    """
+    if not 0 < count <= vocabulary:
+        raise UserError(f"draft_head.vocabulary={count} must lie between 1 and {vocabulary}, the model's vocabulary")
+    answers, prompts, ends = Counter[int](), Counter[int](), set(end_tokens)
+    for sample in samples:
+        answers.update(sample.answer_ids)
+        prompts.update(sample.prompt_ids)
+    order = sorted(range(vocabulary), key=lambda token: (token not in ends, -answers[token], -prompts[token], token))
+    return torch.tensor(sorted(order[:count]))
+
+
+def new_draft_head(model: PreTrainedModel, vocabulary: Tensor, trained: int | None = None) -> DraftHead:
+    """A random head of the base model's width, in float32 on its device; its lm_head starts as the model's.
+
+    The last norm starts small, so that the first logits are no larger than those of a random lm_head.
+
+    Args:
+        model: The base model.
+        vocabulary: [V] int64, the draft vocabulary in the base model's ids, ascending.
+        trained: Tokens of the longest training sample, the head's `max_position_embeddings`, beyond which YaRN has to
+            extend it; the base model's by default.
+    """
+    text = model.config.get_text_config()
+    values: dict[str, Any] = {name: getattr(text, name) for name in _FROM_MODEL if hasattr(text, name)}
+    if trained is not None:
+        values["max_position_embeddings"] = min(trained, text.max_position_embeddings)
+    layers = default_feature_layers(text.num_hidden_layers)
+    values |= {"draft_vocab_size": len(vocabulary), "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(layers)}}
+    config = LlamaConfig(**values, rope_parameters=text.rope_parameters, num_hidden_layers=1, tie_word_embeddings=False)
+    head = DraftHead(config)
+    for module in head.modules():
+        if isinstance(module, torch.nn.Linear):
+            torch.nn.init.normal_(module.weight, std=config.initializer_range)
+    head.set_vocabulary(vocabulary)
+    lm_head: Any = model.get_output_embeddings()
+    with torch.no_grad(), align_module_device(lm_head):
+        head.lm_head.weight.copy_(lm_head.weight[vocabulary.to(lm_head.weight.device)])
+        head.norm.weight.fill_(_FIRST_LOGITS / head.lm_head.weight.norm(dim=1).mean().item())
+    return head.to(model.device)
+
+
+class DraftHeadObjective(HeadObjective):
+    """The training-time test of EAGLE-3 (arXiv 2503.01840, section 3.2).
+
+    At step i, row t of a text has two inputs: the output of step i - 1 in row t (at step 0 the base model's features of
+    token t) and the embedding of token t + 1 + i. It predicts token t + 2 + i, with the base model's probabilities as
+    labels, normalised over the draft vocabulary. Rows count where the base model's top-1 token lies in that vocabulary,
+    and the predicted token in the answer: prompts are never drafted.
+
+    Args:
+        head: The head in training, in float32.
+        model: Gives embeddings and the lm_head; not a submodule: it is neither trained, saved nor moved.
+        teacher: Gives the base model's hidden states.
+        settings: Number of unrolled steps, their weights, and the length at which texts are truncated.
+    """
+
+    head: DraftHead
+    weights_file = "draft_head.safetensors"
+    settings_key = "draft_head.train"
+    measures_autocast = True
+
+    def __init__(self, head: DraftHead, model: PreTrainedModel, teacher: Teacher, settings: DraftHeadSettings) -> None:
+        super().__init__()
+        self.head, self.settings = head, settings
+        self._model = (model,)  # in a tuple: torch would register the model as a submodule
+        self._teacher = teacher
+
+    @override
+    def loss(self, batch: Batch) -> Tensor:
+        texts = zip(batch.texts(), batch.prompt_lengths(), strict=True)
+        return torch.stack([self.text_loss(ids, prompt) for ids, prompt in texts]).mean()
+
+    def text_loss(self, ids: Tensor, prompt: int = 0) -> Tensor:
+        """The loss of one text, [n] int64: the sum over steps of decay^i times the mean cross entropy of its rows.
+
+        Only rows count that predict a token after the first `prompt`.
+        """
+        steps, hidden = self.states(ids)
+        teacher = self.next_tokens(hidden, _product_dtype(steps[0]))
+        answer = torch.arange(1, len(hidden) + 1, device=ids.device) >= prompt  # the model's row j predicts j + 1
+        known = [(teacher.known & answer)[1 + step :].float() for step in range(len(steps))]
+        weights = [self.settings.decay**step * rows / rows.sum().clamp(min=1) for step, rows in enumerate(known)]
+        return chunked_loss(steps, self.head.lm_head.weight, teacher.probabilities, weights)
+
+    @override
+    def measure(self, batches: Iterable[dict[str, Any]], budget: int) -> dict[str, Any]:
+        return measure_draft_head(self, batches)
+
+    def next_tokens(self, hidden: Tensor, dtype: torch.dtype) -> NextTokens:
+        """The base model's next-token distributions from the input of its lm_head; see `draft_teacher.next_tokens`."""
+        return next_tokens(hidden, self._model[0], self.head.t2d.nonzero()[:, 0], dtype)
+
+    def states(self, ids: Tensor) -> tuple[list[Tensor], Tensor]:
+        """Unroll the head over a text.
+
+        Args:
+            ids: [n] int64.
+
+        Returns:
+            For each step i, the input of the head's lm_head, [n - 1 - i, hidden] (a text shorter than the unrolling has
+            fewer steps), and that of the base model's, [n, hidden]: row t of step i learns from row t + 1 + i.
+        """
+        ids = ids[: self.settings.max_tokens]
+        head, (model,) = self.head, self._model
+        states = self._teacher(ids)
+        dtype = head.fc.weight.dtype
+        embeddings = head.embedding(model)(ids[None]).detach().to(dtype)
+        positions = torch.arange(len(ids), device=ids.device)[None]
+        attend, steps = UnrolledAttention(), []
+        features = head.combine(states.features[None].to(dtype))
+        for step in range(min(self.settings.unroll, len(ids) - 1)):
+            rows = len(ids) - 1 - step
+            following, places = embeddings[:, 1 + step :], positions[:, step : step + rows]
+            features = head(following, features[:, :rows], places, attend)
+            steps.append((features if head.norm_output else head.norm(features))[0])
+        return steps, states.hidden
+
+
+def _product_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype of matrix products under mixed precision; the tensor's own without it."""
+    kind = tensor.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
+
+
+def measure_draft_head(objective: DraftHeadObjective, batches: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Compare a head with its base model on the answers of held-out samples.
+
+    The answers are the model's greedy ones, so while the tokens of a draft are right, the steps unrolled over the
+    answer are those of the draft. The processes divide the batches among themselves.
+
+    Args:
+        objective: Holds the head and the base model.
+        batches: Made by `keepsight.train.dataset.collate`; the same on every process.
+
+    Returns:
+        Lists of a value for each unrolled step, and their means `eval_kl` and `eval_agreement`: `eval_kl_by_step`,
+        KL(model || head) over the draft vocabulary, in nats, where the model's top-1 token lies in it;
+        `eval_agreement_by_step`, top-1 agreement of head and base model over the model's vocabulary;
+        `eval_acceptance_by_position`, the share of greedy drafts whose i-th token is accepted, among those whose
+        earlier tokens are. `eval_accepted_length` is the mean number of accepted tokens of a draft.
+
+    Raises:
+        FloatingPointError: a logit of the head is NaN or infinite.
+    """
+
+    def sums_of(batch: Batch) -> Tensor:
+        texts = zip(batch.texts(), batch.prompt_lengths(), strict=True)
+        longest = objective.settings.max_tokens
+        return torch.stack([_sums(objective, ids[:longest], length) for ids, length in texts]).sum(0)
+
+    with objective.measuring():
+        sums = divided(lambda values: sums_of(Batch(**values)), batches)
+    kl, known, agreeing, rows, right, tried = torch.stack(sums).sum(0).T
+    acceptance = right / tried.clamp(min=1)
+    kls, agreements = (kl / known.clamp(min=1)).tolist(), (agreeing / rows.clamp(min=1)).tolist()
+    return {
+        "eval_kl": sum(kls) / len(kls),
+        "eval_agreement": sum(agreements) / len(kls),
+        "eval_accepted_length": float(acceptance.cumprod(0).sum()),
+        "eval_kl_by_step": kls,
+        "eval_agreement_by_step": agreements,
+        "eval_acceptance_by_position": acceptance.tolist(),
+    }
+
+
+def _sums(objective: DraftHeadObjective, ids: Tensor, prompt_length: int) -> Tensor:
+    """[S, 6] for one sample: KL sum, rows it is over; agreeing rows, all rows; accepted drafts, drafts tried."""
+    sums = torch.zeros(objective.settings.unroll, 6, dtype=torch.float64)
+    steps, hidden = objective.states(ids)
+    start = max(0, prompt_length - 2)  # the row that predicts the answer's first token
+    teacher = objective.next_tokens(hidden[start + 1 :], torch.float32)
+    choices = objective.head.target_ids(teacher.probabilities.argmax(-1))  # the base model's, where it is known
+    alive = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
+    for step, rows in enumerate(steps):
+        guessed, divergence = _guess(objective, rows[start:], teacher.probabilities[step:])
+        known, actual = teacher.known[step:], ids[start + 2 + step :]
+        agreeing = known & (guessed == choices[step:])
+        tried = alive[: len(actual)]
+        alive = tried & (guessed[: len(actual)] == actual)
+        counts = (divergence[known].sum(), known.sum(), agreeing.sum(), len(known), alive.sum(), tried.sum())
+        sums[step] = torch.tensor([float(count) for count in counts])
+    return sums
+
+
+def _guess(objective: DraftHeadObjective, hidden: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
+    """The head's top-1 tokens in the base model's ids, and KL(model || head) of each row."""
+    choices, divergences = [hidden.new_zeros(0, dtype=torch.long)], [hidden.new_zeros(0, dtype=torch.float32)]
+    for rows, expected in zip(hidden.split(_ROWS), probabilities.split(_ROWS), strict=True):
+        logits = objective.head.lm_head(rows).float()
+        if not torch.isfinite(logits).all():
+            raise FloatingPointError("the head's logits on held-out samples are not finite")
+        choices.append(objective.head.target_ids(logits.argmax(-1)))
+        divergences.append(torch.nn.functional.kl_div(logits.log_softmax(-1), expected, reduction="none").sum(-1))
+    return torch.cat(choices), torch.cat(divergences)

@@ -1,0 +1,309 @@
+"""The eviction objective of a lookahead module and of its heads' weights: what evicting costs the model's answers.
+
+Importance says which of a head's entries the answer attends to, not how much the answer loses without them. So the
+model reads its own answer again and sees the prompt through gates, a soft form of the selection under one budget for
+the heads of all layers. The loss is the KL divergence of its next-token distributions behind the gates from those with
+all entries; gradients flow through gates and importance to the weights of heads, the soft tokens and the LoRA.
+"""
+
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+from typing_extensions import Self, override
+
+from keepsight.errors import UserError
+from keepsight.models.decoder import cached_kv_heads, full_attention_layers, has_latents, require_full_attention
+from keepsight.models.distributed import divided
+from keepsight.models.lookahead import Lookahead
+from keepsight.runtime.allocate import Global, HeadSizes
+from keepsight.runtime.attention import run
+from keepsight.runtime.evict import Evict
+from keepsight.runtime.importance import Reduce, select_top, top_mask
+from keepsight.runtime.observe import GatedLayer, Observer, as_observed, look_back
+from keepsight.runtime.state import State, entries, prefill
+from keepsight.train.dataset import Batch
+from keepsight.train.importance import load_module_weights, module_weights
+from keepsight.train.objective import ReplayedObjective
+from keepsight.train.replay import TeacherOutputs
+from keepsight.train.settings import FinetuneSettings, TrainSettings
+
+_HALVINGS = 40
+_WEIGHTS = "log_weights"
+
+
+@dataclass(frozen=True, eq=False)
+class TokensInTraining(Observer):
+    """The soft tokens of a module in training, to which gradients flow.
+
+    Attributes:
+        lookahead: The module.
+    """
+
+    lookahead: Lookahead
+
+    @override
+    def __call__(self, model: PreTrainedModel, state: State, reduce: Reduce) -> list[Tensor]:
+        with self.lookahead.active():
+            return look_back(model, state, self.lookahead.observers(len(state.tokens)), reduce=reduce)
+
+    @override
+    def positions(self) -> int:
+        return self.lookahead.settings.tokens
+
+
+class EvictionObjective(ReplayedObjective):
+    """The KL divergence that a soft eviction causes; weights of heads and, where it is given, the module learn.
+
+    Args:
+        model: The base model; frozen.
+        method: How entries are scored, with importance that is not negative; its budget and allocation are not used.
+        allocate: Divides the budget: its floor counts, and its weights are the initial ones.
+        settings: Budgets, temperature, and the learning rate of the weights. Samples and turn decide which of the
+            budgets a loss is at.
+        lookahead: The module in training, whose soft tokens then score in place of the method's observer; None where
+            only the weights of heads learn.
+
+    Attributes:
+        log_weights: [L, K] float32, logarithms of the weights by which the importance of a KV head's entries is
+            multiplied before heads are compared.
+
+    Raises:
+        UserError: no layer has full attention, those that have cache latents, or a budget can leave a head without
+            entries.
+    """
+
+    weights_file = "finetuned.safetensors"
+    settings_key = "finetune.train"
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        method: Evict,
+        allocate: Global,
+        settings: FinetuneSettings,
+        lookahead: Lookahead | None = None,
+    ) -> None:
+        super().__init__()
+        require_full_attention(model)
+        if has_latents(model):
+            raise UserError(f"{model.config.model_type} caches latents: heads that share a budget need keys and values")
+        model.requires_grad_(False)
+        for budget in settings.budgets:
+            allocate.check(budget, 0)
+        self.model, self.floor, self.settings = model, allocate.floor, settings
+        self.method = replace(method, observer=TokensInTraining(lookahead)) if lookahead else method
+        shape = len(full_attention_layers(model.config)), cached_kv_heads(model)
+        start = torch.ones(shape) if allocate.weights is None else torch.tensor(allocate.weights)
+        if start.shape != shape:
+            raise UserError(f"weights of heads have shape {[*start.shape]}, this model's is {[*shape]}")
+        self.log_weights = nn.Parameter(start.log().to(model.device))
+        self.lookahead = lookahead
+        # With a module in training, ZeRO-2 gave the last of the weights of heads other gradients in a test.
+        self.launchers = () if lookahead else ("zero2",)
+
+    @override
+    def train(self, mode: bool = True) -> Self:
+        super().train(mode)
+        self.model.eval()
+        return self
+
+    @override
+    def decisive(self) -> dict[str, Any]:
+        return {
+            "finetune.freeze_module": self.lookahead is None,
+            "finetune.budgets": self.settings.budgets,
+            "finetune.temperature": self.settings.temperature,
+            "finetune.head_weights_rate": self.settings.weights_rate,
+        }
+
+    @override
+    def parameter_groups(self, settings: TrainSettings) -> list[dict[str, Any]]:
+        module = [each for each in self.trained_parameters() if each is not self.log_weights]
+        weights = {"params": [self.log_weights], "lr": self.settings.weights_rate}
+        return [{"params": module, "lr": settings.learning_rate}, weights] if module else [weights]
+
+    @override
+    def weights(self) -> dict[str, Tensor]:
+        module = module_weights(self.lookahead) if self.lookahead else {}
+        return {_WEIGHTS: self.log_weights.detach().cpu()} | module
+
+    @override
+    def load_weights(self, weights: dict[str, Tensor]) -> None:
+        with torch.no_grad():
+            self.log_weights.copy_(weights.pop(_WEIGHTS))
+        if self.lookahead:
+            load_module_weights(self.lookahead, weights)
+
+    def head_weights(self) -> Tensor:
+        """[L, K] float32: the weights, with a geometric mean of 1; a common factor selects nothing else."""
+        logarithms = self.log_weights.detach().cpu()
+        return (logarithms - logarithms.mean()).exp()
+
+    @override
+    @torch.no_grad()
+    def run_teacher(self, batch: Batch) -> TeacherOutputs:
+        state = prefill(self.model, batch.prompt_ids, batch.prompt_mask, needs=self.method.needs())
+        return TeacherOutputs.of_cache(state.cache, [] if self.lookahead else self.method.importance(self.model, state))
+
+    @override
+    def kept_tokens(self, batch: Batch) -> int:
+        return batch.prompt_ids.numel()
+
+    def importance(self, outputs: TeacherOutputs, batch: Batch) -> list[Tensor]:
+        """For each layer, the importance [B, K, N] float32 of a prompt's entries; -inf for padding."""
+        if self.lookahead is None:
+            return outputs.importance
+        ids, lengths = batch.prompt_ids, torch.tensor(batch.prompt_lengths(), device=batch.prompt_ids.device)
+        cache = outputs.cache(self.model, ids.shape[1])
+        state = State(cache, torch.empty(len(ids), 0), ids, lengths)
+        for layer in state.layers:
+            layer.token_mask = batch.prompt_mask
+        scores = self.method.observer(self.model, state, self.method.reduce)
+        return [self.method.layer_importance(*pair) for pair in zip(scores, state.layers, strict=True)]
+
+    @override
+    def loss_of(self, outputs: TeacherOutputs, batch: Batch) -> Tensor:
+        longer = [budget for budget in self.settings.budgets if budget < batch.prompt_ids.shape[1]]
+        if not longer or batch.answer_ids.shape[1] < 2:
+            return self._zero()  # nothing is evicted, or no token is read after the eviction
+        budget = random.Random(f"{[*batch.indices]}:{batch.turn}").choice(longer)
+        importance = torch.stack([each.to(self.log_weights.device) for each in self.importance(outputs, batch)])
+        gates = soft_gates(importance, self.log_weights, budget, self.floor, self.settings.temperature)
+        with torch.no_grad():
+            full = self._log_probabilities(outputs, batch, _hard_gates(~torch.isneginf(importance)))
+        gated = self._log_probabilities(outputs, batch, gates)
+        nats = functional.kl_div(gated, full, reduction="none", log_target=True).sum(dim=-1)
+        return _answer_means(nats, batch).mean()
+
+    @override
+    def measure(self, batches: Iterable[dict[str, Any]], budget: int) -> dict[str, Any]:
+        with self.measuring():
+            by_batch = divided(lambda values: self.excess_nll(Batch(**values)), batches)
+        return {
+            f"eval_excess_nll_at_{budget}": fmean(each for batch in by_batch for each in batch[budget])
+            for budget in self.settings.budgets
+        }
+
+    def excess_nll(self, batch: Batch) -> dict[int, list[float]]:
+        """For each budget, how much evicting increases the cross-entropy of each sample's answer, in nats.
+
+        Of an answer's tokens after the first, which follows the whole prompt. 0 where a prompt is within the budget, or
+        an answer has one token.
+        """
+        if batch.answer_ids.shape[1] < 2:
+            return {budget: [0.0] * len(batch.answer_ids) for budget in self.settings.budgets}
+        outputs = self.teacher_outputs(batch)
+        importance = self.importance(outputs, batch)
+        full = self._cross_entropy(outputs, batch, [~torch.isneginf(each) for each in importance])
+        excess = {}
+        for budget in self.settings.budgets:
+            selected = self._selected(importance, budget)
+            excess[budget] = (self._cross_entropy(outputs, batch, selected) - full).tolist()
+        return excess
+
+    def _zero(self) -> Tensor:
+        """A loss whose gradients are 0; processes that train together expect one of every parameter."""
+        device = self.log_weights.device
+        return torch.stack([each.sum().to(device) for each in self.trained_parameters()]).sum() * 0
+
+    def _selected(self, importance: list[Tensor], budget: int) -> list[Tensor]:
+        """For each layer, the entries [B, K, N] bool that an eviction keeps."""
+        real = np.array([(~torch.isneginf(each)).sum(dim=-1).tolist() for each in importance])
+        allocate = Global(self.floor, tuple(map(tuple, self.head_weights().tolist())))
+        return select_top(importance, allocate(HeadSizes.of(real, 0), [budget] * real.shape[1], importance))
+
+    def _cross_entropy(self, outputs: TeacherOutputs, batch: Batch, selected: list[Tensor]) -> Tensor:
+        """[B], in nats: the mean over an answer's tokens but the first, after the selected entries."""
+        log_probabilities = self._log_probabilities(outputs, batch, [*map(_hard_gates, selected)])
+        nats = -log_probabilities.gather(-1, batch.answer_ids[:, 1:, None])[..., 0]
+        return _answer_means(nats, batch)
+
+    def _log_probabilities(self, outputs: TeacherOutputs, batch: Batch, gates: Tensor | list[Tensor]) -> Tensor:
+        """[B, T - 1, V] float32: of an answer's tokens but the first, after the prompt behind gates."""
+        cache = outputs.cache(self.model, batch.prompt_ids.shape[1])
+        pairs = zip(entries(cache), gates, strict=True)
+        layers = [GatedLayer(each.keys, each.values, gate.to(each.keys.device)) for each, gate in pairs]
+        logits = self._answer_logits(batch, as_observed(cache, layers), len(layers) < len(cache.layers))
+        return logits.float().log_softmax(dim=-1)
+
+    def _answer_logits(self, batch: Batch, cache: Cache, has_bounded: bool) -> Tensor:
+        """Logits [B, T - 1, V] of an answer's tokens but the first."""
+        ids = batch.answer_ids[:, :-1]
+        first = torch.tensor(batch.prompt_lengths(), device=ids.device)
+        mask = batch.prompt_mask if has_bounded else None  # in the others the gates hide padding
+        seen = None if mask is None else functional.pad(mask, (0, ids.shape[1]), value=True)
+        positions = first[:, None] + torch.arange(ids.shape[1], device=ids.device)
+        return run(self.model, cache, input_ids=ids, position_ids=positions, attention_mask=seen).logits
+
+
+def _answer_means(nats: Tensor, batch: Batch) -> Tensor:
+    """[B]: the mean of [B, T - 1] over the real tokens."""
+    real = torch.ones_like(nats) if batch.answer_mask is None else batch.answer_mask[:, 1:]
+    return (nats * real).sum(dim=1) / real.sum(dim=1).clamp(min=1)
+
+
+def _hard_gates(selected: Tensor) -> Tensor:
+    """Logarithms of the gates of a selection: 0 for the selected entries, very low for the others."""
+    gates = torch.zeros_like(selected, dtype=torch.float32)
+    return gates.masked_fill_(~selected, torch.finfo(torch.float32).min)
+
+
+def soft_gates(importance: Tensor, log_weights: Tensor, budget: int, floor: float, temperature: float) -> Tensor:
+    """Logarithms of gates that keep as much as `Global` allocates: its selection, softened.
+
+    An entry's score is the logarithm of its weighted importance, its gate sigmoid((score - threshold) / temperature),
+    and 1 for the entries that `floor` guarantees their head, the same ones as in `Global`. The threshold is where the
+    gates of a row sum to the budget; gradients account for how it moves with the scores. A row with no more real
+    entries than its budget keeps them all.
+
+    Args:
+        importance: [L, B, K, N] float32, not negative, -inf for padding, whose gates are closed.
+        log_weights: [L, K] float32, logarithms of the weights of heads.
+        budget: Entries per layer and KV head on average.
+        floor: See `Global`.
+        temperature: In nats; towards 0 the selection becomes hard.
+
+    Returns:
+        [L, B, K, N] float32.
+    """
+    real = ~torch.isneginf(importance)
+    least, tiny = torch.finfo(importance.dtype).min, torch.finfo(importance.dtype).tiny
+    scores = importance.clamp(min=tiny).log() + log_weights[:, None, :, None]
+    guaranteed = top_mask(importance.detach(), min(int(budget * floor), importance.shape[-1])) & real
+    free = real & ~guaranteed
+    wanted = budget * scores.shape[0] * scores.shape[2] - _by_row(guaranteed)
+    with torch.no_grad():
+        threshold = _threshold(scores, free, wanted, temperature)
+    opened = torch.sigmoid((scores - threshold) / temperature) * free
+    slope = _by_row(opened * (1 - opened)).detach().clamp(min=1e-6) / temperature
+    kept = _by_row(opened)
+    threshold = threshold + (kept - kept.detach()) / slope  # the value stays; its gradient is the implicit function's
+    gates = functional.logsigmoid((scores - threshold) / temperature)
+    whole = _by_row(free) <= wanted
+    return gates.masked_fill(guaranteed | whole, 0.0).masked_fill(~real, least)
+
+
+def _threshold(scores: Tensor, free: Tensor, wanted: Tensor, temperature: float) -> Tensor:
+    """[1, B, 1, 1]: where the gates of each row's free entries sum to `wanted`, by bisection."""
+    among = scores.masked_fill(~free, torch.nan)
+    low = among.nan_to_num(nan=torch.inf).amin(dim=(0, 2, 3), keepdim=True) - 20 * temperature
+    high = among.nan_to_num(nan=-torch.inf).amax(dim=(0, 2, 3), keepdim=True) + 20 * temperature
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        over = _by_row(torch.sigmoid((scores - middle) / temperature) * free) > wanted
+        low, high = torch.where(over, middle, low), torch.where(over, high, middle)
+    return ((low + high) / 2).nan_to_num()  # a row without free entries has none
+
+
+def _by_row(gates: Tensor) -> Tensor:
+    """Sums over all heads, [1, B, 1, 1]."""
+    return gates.sum(dim=(0, 2, 3), keepdim=True)

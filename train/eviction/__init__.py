@@ -1,1 +1,0 @@
-"""Training on what evicting costs the target's answers."""

@@ -1,0 +1,257 @@
+"""The cost of training a lookahead module: planned on fake tensors, and measured against an inference prefill.
+
+The plan runs the objective itself on tensors that have shapes but no values, so that it follows the training code and
+needs no memory. Each operation's output counts from when it is made until nothing refers to it.
+"""
+
+import statistics
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from typing_extensions import override
+
+from keepsight.models.decoder import decoder_of
+from keepsight.models.lookahead import Lookahead
+from keepsight.models.lookahead_settings import LookaheadSettings
+from keepsight.runtime.attention import later
+from keepsight.runtime.state import prefill
+from keepsight.train.ablation import Cell, SideBySide
+from keepsight.train.dataset import Batch
+from keepsight.train.importance import ImportanceObjective
+from keepsight.train.replay import ReplayBuffer
+from keepsight.train.settings import LookaheadTrainSettings, ReplaySettings
+from keepsight.train.tracking import peak_memory
+
+_COPIES = 4
+"""Of each trained value: itself, its gradient, and Adam's two moments."""
+_QUANTISED = {"nf4": 0.5 + 1 / 64 + 4 / (64 * 256), "int8": 1.0}
+"""Bytes of a quantised weight: nf4 has an 8-bit scale for 64 weights, and a float32 one for 256 of these."""
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One sample's part of a training step, on one device; bytes and floating-point operations.
+
+    Attributes:
+        weights: Weights of the base model that the device holds.
+        module: The module's weights, their gradients and Adam's moments.
+        outputs: Teacher outputs, which the first pass leaves: the KV entries and the target importance.
+        first: Peak of the first pass above weights and module, teacher outputs included.
+        second: The same of the second pass and its gradients.
+        first_flops: Of the first pass.
+        second_flops: Of the second pass and its gradients.
+    """
+
+    weights: int
+    module: int
+    outputs: int
+    first: int
+    second: int
+    first_flops: int
+    second_flops: int
+
+    @property
+    def peak(self) -> int:
+        """Peak memory."""
+        return self.weights + self.module + max(self.first, self.second)
+
+
+def plan_step(
+    config: Any,
+    dtype: torch.dtype,
+    settings: LookaheadSettings,
+    far: float,
+    tokens: int,
+    answer: int,
+    *,
+    checkpoints: bool = False,
+    cuts: int = 1,
+    quantize: str | None = None,
+    shards: int = 1,
+    layers_alone: bool = False,
+) -> StepPlan:
+    """Plan a step on one sample.
+
+    Args:
+        config: The base model's configuration.
+        dtype: The base model's dtype.
+        settings: The module's shape.
+        far: See `ImportanceObjective`.
+        checkpoints: See `ImportanceObjective`.
+        cuts: See `ImportanceObjective`.
+        tokens: Prompt length in tokens.
+        answer: Answer length in tokens.
+        quantize: `nf4` or `int8`: how the linear layers are stored; None for the dtype.
+        shards: Number of devices over which the model is sharded, each gathering one layer after another.
+        layers_alone: Whether only its layers are sharded, as by `model.device_map=fsdp2`.
+    """
+    with _fake_tensors():
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
+        weights = stored_bytes(model, quantize)
+        layers = [_bytes_of(layer) for layer in decoder_of(model).layers]
+        whole = weights - sum(layers) if layers_alone else 0
+        gathered = 0 if shards == 1 else 2 * max(layers)
+        unpacked = 0 if quantize is None else max(weight.nbytes for weight in _linear_weights(model))
+        objective = ImportanceObjective(Lookahead(model, settings), far, checkpoints, cuts)
+        trained = objective.trained_parameters()
+        for weight in trained:
+            weight.grad = torch.zeros_like(weight)
+        ids = torch.zeros(1, tokens + answer, dtype=torch.long)
+        batch = Batch(ids[:, :tokens], ids[:, tokens:])
+        with _LiveBytes() as live:
+            outputs = objective.run_teacher(batch)
+            first, outputs_bytes = live.most(), live.now
+            objective.loss_of(outputs, batch).backward()
+            second = live.most()
+    return StepPlan(
+        whole - (whole - weights) // shards + gathered + unpacked,
+        _COPIES * sum(weight.nbytes for weight in trained),
+        outputs_bytes,
+        first,
+        second,
+        round(objective.teacher_flops(batch)),
+        round(objective.module_flops(batch)),
+    )
+
+
+def stored_bytes(model: PreTrainedModel, quantize: str | None) -> int:
+    """Bytes of a model's weights, whose linear layers may be quantised; those that make logits never are."""
+    whole = _bytes_of(model)
+    if quantize is None:
+        return whole
+    linear = list(_linear_weights(model))
+    kept = round(sum(weight.numel() for weight in linear) * _QUANTISED[quantize])
+    return whole - sum(weight.nbytes for weight in linear) + kept
+
+
+def _linear_weights(model: PreTrainedModel) -> Iterator[Tensor]:
+    for layer in decoder_of(model).layers:
+        yield from (module.weight for module in layer.modules() if isinstance(module, nn.Linear))
+
+
+def _bytes_of(module: nn.Module) -> int:
+    return sum(weight.nbytes for weight in {id(each): each for each in module.parameters()}.values())
+
+
+@contextmanager
+def _fake_tensors() -> Iterator[None]:
+    """Tensors made within the block hold no values; what is cached of them is forgotten afterwards."""
+    later.cache_clear()
+    try:
+        with FakeTensorMode():
+            yield
+    finally:
+        later.cache_clear()
+
+
+class _LiveBytes(TorchDispatchMode):
+    """Counts the storages that operations within the block have made and that something still refers to.
+
+    Attributes:
+        now: Bytes of these.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now, self._most = 0, 0
+        self._alive: dict[int, int] = {}
+
+    def most(self) -> int:
+        """Peak bytes since the last call."""
+        most, self._most = self._most, self.now
+        return most
+
+    @override
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        known = {
+            tensor.untyped_storage()._cdata for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)
+        }
+        output = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor):
+                self._note(tensor.untyped_storage(), known)
+        return output
+
+    def _note(self, storage: torch.UntypedStorage, known: set[int]) -> None:
+        key = storage._cdata
+        if key in self._alive or key in known:  # a view, or changed in place
+            return
+        self._alive[key] = storage.nbytes()
+        self.now += self._alive[key]
+        self._most = max(self._most, self.now)
+        weakref.finalize(storage, self._forget, key)
+
+    def _forget(self, key: int) -> None:
+        self.now -= self._alive.pop(key)
+
+
+def bench_step(
+    cells: Sequence[Lookahead], tokens: int, answer_tokens: int, repeats: int, settings: LookaheadTrainSettings
+) -> Iterator[str]:
+    """Time steps on one batch (forward, backward, optimiser) and its prefill in turn, as a few lines of text.
+
+    Args:
+        cells: Modules on one base model; several learn side by side, as in an ablation.
+        tokens: Prompt length in tokens.
+        answer_tokens: Answer length in tokens; the prefill runs over prompt and answer.
+        repeats: Timed repetitions of each, after one to warm up.
+        settings: The loss, the batch size, and `replays`: the mean of so many steps is shown.
+    """
+    model, replays = cells[0].model, settings.replays
+    shape = settings.batch_size, tokens + answer_tokens
+    ids = torch.randint(3, model.config.get_text_config().vocab_size - 1, shape, device=model.device)
+    options = settings.far, settings.gradient_checkpointing, settings.cuts
+    alone = [Cell(str(place), ImportanceObjective(cell, *options), settings) for place, cell in enumerate(cells)]
+    objective = SideBySide(alone) if len(alone) > 1 else alone[0].objective
+    objective.buffer = ReplayBuffer(ReplaySettings()) if replays > 1 else None
+    learned = objective.trained_parameters()
+    optimizer = torch.optim.AdamW(learned, lr=1e-4, weight_decay=0.0, fused=True)  # the trainer's
+
+    def steps() -> None:
+        for turn in range(replays):
+            objective.loss(Batch(ids[:, :tokens], ids[:, tokens:], last=turn == replays - 1)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    times: dict[str, list[float]] = {"prefill": [], "step": []}
+    peaks = {}
+    for repeat in range(repeats + 1):
+        for name, action in (("prefill", lambda: prefill(model, ids)), ("step", steps)):
+            seconds, peaks[name] = _measure(action)
+            if repeat:
+                times[name].append(seconds / (replays if name == "step" else 1))
+    ratio = statistics.median(times["step"]) / statistics.median(times["prefill"])
+    counted = f", {len(cells)} modules" if len(cells) > 1 else ""
+    cut = f" at {settings.cuts} cuts" if settings.cuts > 1 else ""
+    yield (
+        f"{shape[0]} x {tokens} prompt + {answer_tokens} answer tokens{counted}, "
+        f"{replays} steps a pass of the model{cut}, {repeats} repeats"
+    )
+    for name, values in times.items():
+        span = f"{statistics.median(values):7.3f} s ({min(values):.3f} to {max(values):.3f})"
+        yield f"{name:<8} {span}, peak memory {peaks[name]:.0f} MiB"
+    yield f"a step takes {ratio:.3f} prefills"
+
+
+def _measure(action: Callable[[], object]) -> tuple[float, float]:
+    """Seconds, and peak memory so far in MiB: of the GPU, or of the process where there is none."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    action()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - start, peak_memory() / 2**20

@@ -1,0 +1,347 @@
+"""Distillation of a retrieval head: its attention learns what the base model attends to, step by step.
+
+One pass of the base model over prompt and answer, without gradients, records how important every KV entry is to each of
+the last tokens: the mean over layers, and over the query heads of a KV head, of the attention weights. The head scores
+the same tokens, and the loss is KL(model || head), both softened by a temperature (Hinton et al. 2015, arXiv
+1503.02531), or else only the few entries with the largest weights would count. A part of the loss is over the answer's
+tokens alone, and half of that over distant entries: what an answer looks up is distant and has little of the mass.
+SpeContext (arXiv 2512.00722) prunes without any training; this distillation is keepsight's own.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from typing_extensions import Self, override
+
+from keepsight.models.decoder import decoder_of, full_attention_layers, require_full_attention
+from keepsight.models.distributed import divided
+from keepsight.models.retrieval_head import RetrievalHead, of_the_token_before
+from keepsight.runtime.attention import Softmax, recording
+from keepsight.runtime.features import RecordFeatures
+from keepsight.runtime.importance import attention_weights, reduce_group, top_mask
+from keepsight.runtime.state import positions_of
+from keepsight.train.dataset import Batch
+from keepsight.train.objective import HeadObjective, ReplayedObjective
+from keepsight.train.replay import TeacherOutputs
+from keepsight.train.settings import RetrievalHeadSettings
+
+SINKS, RECENT = 4, 64
+"""Near entries: the first of a text, and the latest before each token."""
+_ROWS = 32
+"""Queries whose attention weights are in memory at once: B x H x 32 x S float32."""
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Prompts with their answers, padded on the left.
+
+    Attributes:
+        ids: [B, S] int64.
+        mask: [B, S] bool, False for padding; None when nothing is padded.
+        positions: [B or 1, S] int64, RoPE positions.
+        answers: [B] int64, the answers' lengths: the last tokens of each row.
+    """
+
+    ids: Tensor
+    mask: Tensor | None
+    positions: Tensor
+    answers: Tensor
+
+    def real(self, rows: int) -> Tensor:
+        """[B, rows] bool: which of the last tokens are not padding."""
+        if self.mask is None:
+            return torch.ones(len(self.ids), rows, dtype=torch.bool, device=self.ids.device)
+        return self.mask[:, -rows:]
+
+    def answered(self, rows: int) -> Tensor:
+        """[B, rows] bool: which of the last tokens belong to an answer."""
+        return torch.arange(rows, 0, -1, device=self.ids.device) <= self.answers[:, None]
+
+    def far(self, rows: int) -> Tensor:
+        """[B, rows, S] bool: entries that are far from each of the last tokens: neither sinks nor recent."""
+        length = self.ids.shape[1]
+        places = torch.arange(length, device=self.ids.device).expand_as(self.ids)
+        start = 0 if self.mask is None else (~self.mask).sum(dim=1, keepdim=True)
+        queries = torch.arange(length - rows, length, device=self.ids.device)
+        return (places >= start + SINKS)[:, None] & (places[:, None] <= queries[:, None] - RECENT)
+
+
+def left_padded(batch: Batch) -> Texts:
+    """Move the padding behind answers to the front of their prompts."""
+    ids, mask = batch.joined()
+    length, answers = ids.shape[1], torch.full_like(ids[:, 0], batch.answer_ids.shape[1])
+    if mask is not None and batch.answer_mask is not None:
+        answers = batch.answer_mask.sum(dim=1)
+        order = torch.arange(length, device=ids.device) - (~batch.answer_mask).sum(dim=1, keepdim=True)
+        ids, mask = ids.gather(1, order % length), mask.gather(1, order % length)
+    return Texts(ids, mask, positions_of(mask, length, ids.device), answers)
+
+
+class StepRecorder:
+    """Sums over the layers of each group how important every KV entry is to each of the last queries.
+
+    Args:
+        rows: Number of queries.
+        mask: [B, S] bool over the KV entries, False for padding; None when nothing is padded.
+        groups: The group of each layer that counts, by its index.
+    """
+
+    def __init__(self, rows: int, mask: Tensor | None, groups: Mapping[int, int]) -> None:
+        self.rows, self.mask, self.groups = rows, mask, groups
+        self._total: Tensor | None = None
+
+    def __call__(
+        self, layer: int, query: Tensor, key: Tensor, softmax: Softmax, real: Tensor | None, mask: Any
+    ) -> None:
+        """See `keepsight.runtime.attention.Recorder`."""
+        if layer not in self.groups:
+            return
+        batch, kv_heads, length, _ = key.shape
+        if self._total is None:
+            all_heads = kv_heads * len({*self.groups.values()})
+            self._total = torch.zeros(batch, all_heads, self.rows, length, device=key.device)
+        total = self._total.narrow(1, self.groups[layer] * kv_heads, kv_heads)
+        first = length - self.rows
+        for start in range(0, self.rows, _ROWS):
+            stop = min(start + _ROWS, self.rows)
+            seen = first + stop
+            mask = None if self.mask is None else self.mask[:, :seen].to(key.device)
+            weights = attention_weights(query[:, :, first + start : seen], key[:, :, :seen], softmax, mask)
+            total[:, :, start:stop, :seen] += reduce_group(weights, kv_heads).to(total.device)
+
+    def importance(self) -> Tensor:
+        """The mean over a group's layers: causal, each row sums to 1 (what sinks take is left out).
+
+        Returns:
+            [B, K, rows, S] float32; K counts the KV heads of all groups, group after group.
+        """
+        assert self._total is not None
+        return self._total / self._total.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+
+
+@torch.no_grad()
+def run_teacher(model: PreTrainedModel, head: RetrievalHead, batch: Texts, queries: int) -> TeacherOutputs:
+    """Run the base model over texts and record the importance to the last `queries` tokens.
+
+    Returns:
+        `importance`: [B, K, T, S] float32, that of every KV entry to each of the last T tokens; each row sums to 1, and
+        K counts the KV heads of all groups of layers. `features`: [B, S, 3 * hidden], those of the token before; none
+        where the head reads none.
+    """
+    rows = min(queries, batch.ids.shape[1])
+    layers = full_attention_layers(model.config)
+    groups = {layer: head.config.group_of(place, len(layers)) for place, layer in enumerate(layers)}
+    recorder = StepRecorder(rows, batch.mask, groups)
+    with recording(model), RecordFeatures(model, head.layers_of(model)) as record:
+        inputs = {"input_ids": batch.ids, "attention_mask": batch.mask, "position_ids": batch.positions}
+        decoder_of(model)(**inputs, use_cache=False, recorder=recorder)
+        outputs = record.outputs()
+    features = [of_the_token_before(torch.cat(outputs, dim=-1), batch.mask)] if outputs else []
+    return TeacherOutputs(importance=[recorder.importance()], features=features)
+
+
+_LEAST = torch.finfo(torch.float32).min
+"""Stands in for minus infinity, which times a weight of zero would be NaN."""
+
+
+def head_scores(head: RetrievalHead, batch: Texts, rows: int, embeddings: Tensor, features: Tensor | None) -> Tensor:
+    """The head's scores for the last T tokens, T = `rows`; gradients flow to its weights.
+
+    The softmax of every query head, then the maximum over the query heads of a KV head (SpeContext, section 4.3; the
+    weights have no hidden dimension, the maximum is over the group), then normalised over the entries.
+
+    Returns:
+        [B, K, T, S] float32, logarithms of weights that sum to 1; very low where the causal mask hides an entry.
+    """
+    length = batch.ids.shape[1]
+    inputs = head.inputs(embeddings, features)
+    query = head.queries(inputs[:, -rows:], batch.positions[:, -rows:]).unflatten(1, (head.kv_heads, -1))
+    key = head.keys(inputs, batch.positions)
+    logits = (query @ key[:, :, None].transpose(-1, -2)).float() * head.scaling
+    hidden = torch.ones(rows, length, dtype=torch.bool, device=key.device).triu(length - rows + 1)
+    if batch.mask is not None:
+        hidden = hidden | ~batch.mask[:, None, None, None]
+    logits = logits.masked_fill(hidden, _LEAST)
+    return logits.log_softmax(dim=-1).amax(dim=2).log_softmax(dim=-1)
+
+
+def divergence(importance: Tensor, scores: Tensor, real: Tensor) -> Tensor:
+    """KL(model || head) in nats, the mean over KV heads and steps.
+
+    Args:
+        importance: [B, K, T, S] float32, the base model's, each row sums to 1.
+        scores: [B, K, T, S] float32, from `head_scores`.
+        real: [B, T] bool, False for padding.
+    """
+    known = torch.xlogy(importance, importance).sum(dim=-1) - (importance * scores).sum(dim=-1)
+    return known.transpose(1, 2)[real].mean()
+
+
+def soften(importance: Tensor, scores: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """The arguments of `divergence` with all weights raised to the power of 1 / temperature and normalised again."""
+    powers = importance.pow(1 / temperature)
+    return powers / powers.sum(dim=-1, keepdim=True), (scores / temperature).clamp(min=_LEAST).log_softmax(dim=-1)
+
+
+def far_steps_divergence(importance: Tensor, scores: Tensor, far: Tensor, counted: Tensor) -> Tensor:
+    """`divergence` over the far entries alone, both sides normalised there; 0 where there are none.
+
+    Args:
+        importance: [B, K, T, S] float32, the base model's.
+        scores: [B, K, T, S] float32, from `head_scores`.
+        far: [B, T, S] bool, see `Texts.far`.
+        counted: [B, T] bool, the steps that count.
+    """
+    counted = counted & far.any(dim=-1)
+    if not counted.any():
+        return scores.new_zeros(())
+    expected = importance * far[:, None]
+    expected = expected / expected.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+    return divergence(expected, scores.masked_fill(~far[:, None], _LEAST).log_softmax(dim=-1), counted)
+
+
+class RetrievalObjective(ReplayedObjective, HeadObjective):
+    """Distils the base model's importance into a retrieval head.
+
+    Args:
+        head: The head in training.
+        model: The base model; frozen.
+        settings: Number of queries, temperature (see `soften`), and the share of the loss on answers.
+    """
+
+    head: RetrievalHead
+    weights_file = "retrieval_head.safetensors"
+    settings_key = "retrieval_head.train"
+
+    def __init__(self, head: RetrievalHead, model: PreTrainedModel, settings: RetrievalHeadSettings) -> None:
+        super().__init__()
+        require_full_attention(model)
+        self.head, self.settings = head, settings
+        self.model = model.requires_grad_(False)
+
+    @override
+    def train(self, mode: bool = True) -> Self:
+        super().train(mode)
+        self.model.eval()
+        return self
+
+    @override
+    def run_teacher(self, batch: Batch) -> TeacherOutputs:
+        return run_teacher(self.model, self.head, left_padded(batch), self.settings.queries)
+
+    @override
+    def loss_of(self, outputs: TeacherOutputs, batch: Batch) -> Tensor:
+        texts, importance, scores = self.compared(outputs, batch)
+        rows = scores.shape[2]
+        whole = divergence(*soften(importance, scores, self.settings.temperature), texts.real(rows))
+        if not self.settings.answers:
+            return whole
+        answered = texts.answered(rows)
+        near = divergence(importance, scores, answered)
+        far = far_steps_divergence(importance, scores, texts.far(rows), answered)
+        return torch.lerp(whole, (near + far) / 2, self.settings.answers)
+
+    @override
+    def measure(self, batches: Iterable[dict[str, Any]], budget: int) -> dict[str, Any]:
+        return measure_retrieval_head(self, batches, sorted({*BUDGETS, budget}))
+
+    def compared(self, outputs: TeacherOutputs, batch: Batch) -> tuple[Texts, Tensor, Tensor]:
+        """The texts of a batch, the base model's importance and the head's scores; see `head_scores`."""
+        texts, (importance,) = left_padded(batch), outputs.importance
+        with torch.no_grad():
+            embeddings = self.model.get_input_embeddings()(texts.ids)
+        features = outputs.features[0] if outputs.features else None
+        return texts, importance, head_scores(self.head, texts, importance.shape[2], embeddings, features)
+
+
+BUDGETS = (64, 256, 1024)
+"""KV entries per head, as in SpeContext's and Quest's tables."""
+MEASURES = ("hit", "window_hit", "mass", "window_mass", "best_mass", "overlap")
+
+
+def measure_retrieval_head(
+    objective: RetrievalObjective, batches: Iterable[dict[str, Any]], budgets: Sequence[int]
+) -> dict[str, float]:
+    """Compare a head's selection with the base model's attention; the processes divide the batches among themselves.
+
+    Args:
+        objective: Holds the head and the base model.
+        batches: Made by `keepsight.train.dataset.collate`; the same on every process.
+        budgets: KV entries per head.
+
+    Returns:
+        Means over held-out samples: `eval_kl`, KL(model || head) in nats; `eval_NAME_BUDGET` for the measures of
+        `at_budget`; `eval_samples_BUDGET`, the number of samples with more entries than the budget, which alone count.
+
+    Raises:
+        FloatingPointError: a score is NaN or infinite.
+    """
+
+    def compare(values: dict[str, Any]) -> list[tuple[float, list[dict[str, float]]]]:
+        found = []
+        for target, guess, real in _by_sample(objective, Batch(**values)):
+            kl = divergence(target[None], guess[None], real[None]).item()
+            found.append((kl, [at_budget(target, guess, budget) for budget in budgets]))
+        return found
+
+    with objective.measuring():
+        compared = [*chain.from_iterable(divided(compare, batches))]
+    by_budget = [[each for each in rows if each] for rows in zip(*(rows for _, rows in compared), strict=True)]
+    counted = {budget: rows for budget, rows in zip(budgets, by_budget, strict=True) if rows}
+    metrics = {"eval_kl": fmean(kl for kl, _ in compared)}
+    for name in MEASURES:
+        for budget, rows in counted.items():
+            if values := [row[name] for row in rows if name in row]:
+                metrics[f"eval_{name}_{budget}"] = fmean(values)
+    return metrics | {f"eval_samples_{budget}": len(rows) for budget, rows in counted.items()}
+
+
+def _by_sample(objective: RetrievalObjective, batch: Batch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """For each sample, the model's importance and the head's scores, [K, T, S] without padding, and T times True."""
+    texts, importance, scores = objective.compared(objective.teacher_outputs(batch), batch)
+    if not torch.isfinite(scores).all():
+        raise FloatingPointError("the scores of held-out samples are not finite")
+    for row, real in enumerate(texts.real(scores.shape[2])):
+        shown = slice(None) if texts.mask is None else texts.mask[row]
+        target, guess = (each[row][:, real][..., shown] for each in (importance, scores))
+        yield target, guess, real[real]
+
+
+def at_budget(target: Tensor, guess: Tensor, budget: int) -> dict[str, float]:
+    """Measures of one sample at budget B, by name; empty if it has no more than B entries.
+
+    Means over steps and KV heads: `hit`, the share of the model's top-B entries that are in the head's; `mass`, the
+    share of the model's importance on the head's top-B entries; `window_hit` and `window_mass`, the same for the first
+    4 and the last B - 4 entries in place of the head's; `best_mass`, the share on the model's own top-B entries;
+    `overlap`, the share of the head's top-B entries that are in the next step's too.
+
+    Args:
+        target: [K, T, S] float32, the importance of S entries to each of the last T tokens.
+        guess: [K, T, S], scores that rank them.
+        budget: KV entries per head.
+    """
+    _, rows, length = target.shape
+    first = max(length - rows, budget)  # row i is position length - rows + i, and sees that many entries and itself
+    if first >= length:
+        return {}
+    target, guess = (each[:, first - (length - rows) :] for each in (target, guess))
+    true, chosen = top_mask(target, budget), top_mask(guess, budget)
+    places = torch.arange(length, device=target.device)
+    last = torch.arange(first, length, device=target.device)[:, None]
+    sinks = min(SINKS, budget)
+    window = ((places < sinks) | (places > last - (budget - sinks))) & (places <= last)
+    measured = {
+        "hit": (true & chosen).sum(-1) / budget,
+        "window_hit": (true & window).sum(-1) / budget,
+        "mass": (target * chosen).sum(-1),
+        "window_mass": (target * window).sum(-1),
+        "best_mass": (target * true).sum(-1),
+        "overlap": (chosen[:, 1:] & chosen[:, :-1]).sum(-1) / budget,
+    }
+    return {name: value.float().mean().item() for name, value in measured.items() if value.numel()}

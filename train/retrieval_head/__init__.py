@@ -1,1 +1,0 @@
-"""Distillation of retrieval heads."""

@@ -1,0 +1,421 @@
+"""The trainer of a small module beside a frozen base model, on transformers' Trainer."""
+
+import logging
+import math
+import os
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainerState, TrainingArguments
+from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.utils import is_torch_tf32_available
+from typing_extensions import override
+
+from keepsight.data_gen.store import TrainingSample
+from keepsight.errors import UserError
+from keepsight.files import append_lines, one_writer, read_bytes, whole_lines, write_lines
+from keepsight.models.artifacts import check_names_and_shapes, read_tensors
+from keepsight.models.decoder import is_spread
+from keepsight.models.distributed import check_builds
+from keepsight.train.checkpoints import (
+    StopOnInterrupt,
+    check_same_settings,
+    check_seal,
+    last_checkpoint,
+    sealing,
+)
+from keepsight.train.dataset import (
+    Batch,
+    GroupedByLength,
+    Prompts,
+    collate,
+    held_out_text,
+    hold_out,
+    prompts_of,
+    samples_digest,
+)
+from keepsight.train.distributed import (
+    gather_weights,
+    gathered,
+    leave_to_fsdp,
+    model_is_divided,
+)
+from keepsight.train.objective import Objective, ReplayedObjective
+from keepsight.train.replay import ReplayBuffer, ReplaySampler
+from keepsight.train.settings import ReplaySettings, TrainSettings
+from keepsight.train.tracking import Throughput, log_lists
+
+logger = logging.getLogger("keepsight")
+ObjectiveT = TypeVar("ObjectiveT", bound=Objective)
+MEASUREMENTS = "fidelity.jsonl"
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """Where a module is trained, and on what.
+
+    Attributes:
+        work: Folder for checkpoints, logs and measurements.
+        samples: Training and held-out ones.
+        start: What must be the same when the training is resumed, beside its settings, by its name in a recipe.
+        replay: How teacher outputs are kept, where the settings' `replays` is above 1.
+        trained: Prompts that the module was trained on in earlier stages; None where that is not known.
+    """
+
+    work: Path
+    samples: Sequence[TrainingSample]
+    start: Mapping[str, Any] = field(default_factory=dict)
+    replay: ReplaySettings = field(default_factory=ReplaySettings)
+    trained: Prompts | None = frozenset()
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The result of a training, for cards, tables and plots.
+
+    Attributes:
+        settings: Its optimisation.
+        steps: Optimiser steps taken.
+        samples: Number of samples, held-out ones included.
+        samples_per_step: Samples per optimiser step, all processes added.
+        log: Rows with `step` and `loss`, then the measurements: rows with `step`, numbers and lists.
+        metrics: Numbers of the latest measurement, by name; empty where nothing was measured.
+        held_out: What a card says of the held-out samples.
+        prompts: All prompts that the module was trained on, also in earlier stages; None where that is not known.
+    """
+
+    settings: TrainSettings
+    steps: int
+    samples: int
+    samples_per_step: int
+    log: list[dict[str, Any]] = field(default_factory=list)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    held_out: str = ""
+    prompts: Prompts | None = None
+
+    @property
+    def losses(self) -> list[float]:
+        """The logged losses."""
+        return [row["loss"] for row in self.log if "loss" in row]
+
+
+class ModuleTrainer(Trainer, Generic[ObjectiveT]):
+    """Trains a module, saves it alone, measures it on held-out samples, and stops at a loss that is NaN or infinite.
+
+    Args:
+        objective: The module in training and its base model; kept as an attribute.
+        settings: Optimisation; kept as an attribute.
+        run: Where it is trained, and on what.
+
+    Attributes:
+        work: Folder for checkpoints and measurements.
+        metrics: Numbers of the latest measurement, by name.
+
+    Raises:
+        UserError: a setting is out of range or does not fit the launcher, or there are too few samples.
+    """
+
+    objective: ObjectiveT
+
+    def __init__(self, objective: ObjectiveT, settings: TrainSettings, run: TrainingRun) -> None:
+        key = objective.settings_key
+        settings.check(key)
+        arguments = training_arguments(settings, run.work, key)
+        if arguments.n_gpu > 1 and not is_spread(objective):
+            print(
+                f"this training uses one of {arguments.n_gpu} GPUs; to use all, begin the command with "
+                f"`accelerate launch --multi_gpu --num_processes {arguments.n_gpu}` in place of `python`"
+            )
+        arguments._n_gpu = 1  # nn.DataParallel would copy the model to every GPU at each step
+        if settings.group_by_length is None:
+            settings = replace(settings, group_by_length=arguments.world_size > 1)
+        train, held_out = hold_out(run.samples, settings.held_out, key, run.trained)
+        super().__init__(
+            model=objective, args=arguments, data_collator=collate, train_dataset=train, eval_dataset=held_out
+        )
+        self.model_accepts_loss_kwargs = False
+        self.objective, self.settings, self.work = objective, settings, run.work
+        self.metrics: dict[str, float] = {}
+        self._key, self._indices = key, list[int]()  # numbers of the samples in the latest batch
+        self._train_samples, self._held_out_samples = train, held_out
+        self._check_launcher()
+        leave_to_fsdp(objective)
+        data = {"data.samples": len(run.samples), "data.digest": samples_digest(run.samples)}
+        start = {**objective.decisive(), **run.start, **data, "launch.processes": self.args.world_size}
+        self._decisive = {f"{key}.{name}": value for name, value in settings.decisive().items()} | start
+        self._trained_prompts = None if run.trained is None else run.trained | prompts_of(train.samples)
+        self._sample_count, (self._held_out, is_new) = len(run.samples), held_out_text(held_out.samples, run.trained)
+        if not is_new and self.is_world_process_zero():
+            logger.warning("held-out samples: %s, so that their fidelity may flatter the module", self._held_out)
+        self.callback_handler.callbacks.insert(0, Throughput(objective, settings))  # before what sends the logs
+        self._replay, self._held_out_kept = run.replay if settings.replays > 1 else None, 0
+        if self._replay is not None:
+            self._check_replay(self._replay)
+            self._decisive |= {"replay.memory": self._replay.memory, "replay.dtype": self._replay.dtype}
+
+    def _check_launcher(self) -> None:
+        fsdp2 = "take recipes/accelerate/fsdp2.yaml and give model.device_map=fsdp2"
+        if self.is_fsdp_enabled:
+            raise UserError(f"the launcher's FSDP would divide what is trained; {fsdp2}")
+        if self.args.world_size > 1 and is_spread(self.objective):
+            raise UserError(f"model.device_map=auto is for one process; for several {fsdp2}")
+        launchers = self.objective.launchers
+        if "zero2" not in launchers and self.is_deepspeed_enabled:
+            raise UserError(f"{self._key}: this training is not for DeepSpeed; take recipes/accelerate/ddp.yaml")
+        if "zero3" not in launchers and model_is_divided(self.accelerator, self.objective):
+            files = " or ".join(f"recipes/accelerate/{name}.yaml" for name in ("ddp", *launchers))
+            raise UserError(
+                f"{self._key}: this training needs the whole model on each process, not ZeRO-3 or FSDP2: take {files}, "
+                "or where no GPU holds it model.device_map=auto in one process"
+            )
+
+    def _check_replay(self, replay: ReplaySettings) -> None:
+        setting = f"{self._key}.replays={self.settings.replays}"
+        if not isinstance(self.objective, ReplayedObjective):
+            raise UserError(f"{setting}: this training keeps no teacher outputs, use 1")
+        replay.check()
+        if model_is_divided(self.accelerator, self.objective):
+            raise UserError(
+                f"{setting}: with ZeRO-3 or FSDP2 all processes run the base model at the same time, so that none can "
+                "reuse its outputs; use 1, or recipes/accelerate/zero2.yaml"
+            )
+
+    @property
+    def samples_per_step(self) -> int:
+        """Samples per optimiser step, all processes added."""
+        return self.settings.batch_size * self.args.gradient_accumulation_steps * self.args.world_size
+
+    def fit(self) -> bool:
+        """Train, resuming from the last checkpoint in `work` if there is one; then gather the module's weights.
+
+        Returns:
+            Whether the training ran to its end (False after Ctrl-C or SIGTERM).
+
+        Raises:
+            UserError: other settings or data than the checkpoint's, a checkpoint that is damaged or cannot be written,
+                another process that trains in `work`, or a loss that is NaN or infinite.
+        """
+        stopper = StopOnInterrupt()
+        self.add_callback(stopper)
+        with one_writer(self.work) if self.is_world_process_zero() else nullcontext():
+            if self.is_world_process_zero():
+                check_same_settings(self.work, self._decisive)
+            with stopper.watching(), self._replaying():
+                self._resume(last_checkpoint(self.work))
+        gather_weights(self.objective)
+        return self.state.global_step >= self.state.max_steps
+
+    @contextmanager
+    def _replaying(self) -> Iterator[None]:
+        """Within the block teacher outputs are kept, if each is used several times."""
+        if self._replay is None or not isinstance(self.objective, ReplayedObjective):
+            yield
+            return
+        with ReplayBuffer(self._replay, self.args.process_index) as buffer:
+            self.objective.buffer = buffer
+            yield
+        self.objective.buffer = None
+
+    def _resume(self, checkpoint: Path | None) -> None:
+        """Train from a checkpoint to the end, or from the beginning where there is none."""
+        if checkpoint is not None:
+            check_seal(checkpoint)
+        if self.is_world_process_zero():
+            measured = whole_lines(checkpoint / MEASUREMENTS) if checkpoint else []
+            (self.work / MEASUREMENTS).unlink(missing_ok=True)
+            if measured:
+                append_lines(self.work / MEASUREMENTS, measured)
+                self.metrics = numbers(measured[-1])
+        self.args.eval_on_start = checkpoint is None
+        if checkpoint is None:
+            self.train()
+            return
+        print(f"resuming from {checkpoint}")
+        state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
+        if state.global_step < state.max_steps:
+            self.train(resume_from_checkpoint=str(checkpoint))
+        else:  # the Trainer would take one more step
+            self._load_from_checkpoint(str(checkpoint))
+            self.state = state
+
+    def held_out_batches(self) -> Iterator[dict[str, Any]]:
+        """The held-out samples in batches made by `collate`, on the model's device."""
+        loader = DataLoader(self._held_out_samples, self.args.per_device_train_batch_size, collate_fn=collate)
+        for number, batch in enumerate(loader):
+            yield self._prepare_inputs(batch | {"last": number >= self._held_out_kept})
+
+    def measurements(self) -> list[dict[str, Any]]:
+        """All measurements so far: rows with `step`, the numbers and the lists."""
+        return whole_lines(self.work / MEASUREMENTS)
+
+    def trained(self) -> Trained:
+        """The result of the training."""
+        log = [row for row in self.state.log_history if "loss" in row] + self.measurements()
+        counts = self.state.global_step, self._sample_count, self.samples_per_step
+        return Trained(self.settings, *counts, log, self.metrics, self._held_out, self._trained_prompts)
+
+    def not_finite(self, what: str) -> UserError:
+        """The error for a value that is NaN or infinite; a checkpoint of its own step does not count as good."""
+        good = last_checkpoint(self.work, before=self.state.global_step) or "none, there is no checkpoint yet"
+        return UserError(
+            f"{what} on samples {self._indices}; the last good checkpoint: {good}; "
+            f"lower {self._key}.learning_rate and train again under another out="
+        )
+
+    @override
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        if self.optimizer is None:
+            kind, options = self.get_optimizer_cls_and_kwargs(self.args, model)
+            groups = self.objective.parameter_groups(self.settings)
+            self.optimizer = kind(groups, weight_decay=self.args.weight_decay, **options)
+        return self.optimizer
+
+    @override
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        if self._replay is not None:
+            return self._replay_sampler(self._replay)
+        if not self.settings.group_by_length:
+            return super()._get_train_sampler(train_dataset)
+        return GroupedByLength(self._train_samples, self.samples_per_step, self.settings.seed)
+
+    def _replay_sampler(self, replay: ReplaySettings) -> ReplaySampler:
+        """At most half of the memory keeps outputs for held-out samples; training has the rest."""
+        assert isinstance(self.objective, ReplayedObjective)
+        lengths, held_out = self._train_samples.lengths(), self._held_out_samples.lengths()
+        longest: Any = self._prepare_inputs(collate([self._train_samples[lengths.index(max(lengths))]]))
+        token_bytes = self.objective.token_bytes(Batch(**longest))
+        memory, size = read_bytes(replay.memory), self.args.per_device_train_batch_size
+        batches = [held_out[start : start + size] for start in range(0, len(held_out), size)]
+        taken = [0, *accumulate(math.ceil(token_bytes * len(each) * max(each)) for each in batches)]
+        self._held_out_kept = bisect_right(taken, memory // 2) - 1
+        left = memory - taken[self._held_out_kept]
+        return ReplaySampler(lengths, token_bytes, left, self.settings, self.args.world_size)
+
+    @override
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        if not is_spread(model):  # parts of a model on several devices stay where they are
+            super()._move_model_to_device(model, device)
+
+    @override
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        self._indices = inputs["indices"]
+        output = model(**inputs)
+        if not torch.isfinite(output["loss"]):
+            raise self.not_finite(f"the loss is {output['loss'].item()} at step {self.state.global_step + 1}")
+        return (output["loss"], output) if return_outputs else output["loss"]
+
+    @override
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        if not self.settings.held_out:
+            return {}
+        try:
+            with self.accelerator.autocast() if self.objective.measures_autocast else nullcontext():
+                measured = self.objective.measure(self.held_out_batches(), self.settings.budget)
+        except FloatingPointError as error:
+            raise self.not_finite(f"{error} after step {self.state.global_step}") from None
+        self.metrics = numbers(measured)
+        self.log(dict(self.metrics))
+        log_lists(self, measured)
+        if self.is_world_process_zero():
+            append_lines(self.work / MEASUREMENTS, [{"step": self.state.global_step, **measured}])
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, self.metrics)
+        return self.metrics
+
+    @override
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        with gathered(self.objective):
+            state = self.objective.weights()
+        if self.args.should_save:
+            folder = Path(output_dir or self.work)
+            folder.mkdir(parents=True, exist_ok=True)
+            if broken := [name for name, value in state.items() if not torch.isfinite(value).all()]:
+                raise self.not_finite(f"weight {broken[0]!r} is not finite after step {self.state.global_step}")
+            save_file(state, folder / self.objective.weights_file)
+
+    @override
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        checkpoint = self.work / f"checkpoint-{self.state.global_step}"
+        with sealing(checkpoint, self.settings.checkpoints) if self.is_world_process_zero() else nullcontext():
+            self.accelerator.wait_for_everyone()
+            super()._save_checkpoint(model, trial)
+            if self.is_world_process_zero():
+                write_lines(checkpoint / MEASUREMENTS, self.measurements())
+            self.accelerator.wait_for_everyone()
+
+    @override
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not self.is_deepspeed_enabled:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        engine: Any = self.model_wrapped
+        engine.save_checkpoint(output_dir, exclude_frozen_parameters=True)
+        scheduler: Any = self.lr_scheduler
+        if self.args.should_save and scheduler is not None:
+            torch.save(scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
+
+    @override
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        path = Path(resume_from_checkpoint) / self.objective.weights_file
+        saved = read_tensors(path)
+        with gathered(self.objective):
+            check_names_and_shapes(path, saved, self.objective.weights())
+        self.objective.load_weights(saved)
+
+
+def numbers(measured: Mapping[str, Any]) -> dict[str, float]:
+    """A measurement without its lists and its step."""
+    return {name: value for name, value in measured.items() if name != "step" and not isinstance(value, list)}
+
+
+def training_arguments(settings: TrainSettings, work: Path, key: str = "train") -> TrainingArguments:
+    """The Trainer's arguments for these settings; `work` takes checkpoints and logs, `key` names them in a recipe.
+
+    Raises:
+        UserError: the samples of a step do not divide into the batches of all processes, no device supports
+            TensorFloat-32, or see `check_builds`.
+    """
+    check_builds()
+    if settings.tf32 and not is_torch_tf32_available():
+        raise UserError(f"{key}.tf32=true needs an Nvidia GPU of the generation Ampere or later; leave it out")
+    os.environ["ACCELERATE_MIXED_PRECISION"] = settings.precision  # DeepSpeed takes the launcher's, which may differ
+    arguments = TrainingArguments(
+        output_dir=str(work),
+        max_steps=settings.steps or -1,
+        num_train_epochs=settings.epochs,
+        per_device_train_batch_size=settings.batch_size,
+        learning_rate=settings.learning_rate,
+        weight_decay=0.0,
+        lr_scheduler_type="cosine_with_min_lr",
+        lr_scheduler_kwargs={"min_lr_rate": settings.min_learning_rate},
+        warmup_steps=min(settings.warmup, math.nextafter(1, 0)),  # the Trainer reads 1.0 as one step
+        max_grad_norm=settings.clip,
+        bf16=settings.precision == "bf16",
+        fp16=settings.precision == "fp16",
+        seed=settings.seed,
+        eval_strategy="steps",
+        eval_steps=settings.measure_every,
+        eval_on_start=True,
+        save_steps=settings.save_every,
+        logging_steps=10,
+        logging_nan_inf_filter=False,
+        report_to=settings.report_to,
+        tf32=settings.tf32,
+        remove_unused_columns=False,
+        label_names=[],
+        ddp_find_unused_parameters=False,
+        dataloader_pin_memory=torch.cuda.is_available(),
+        use_cpu=not torch.accelerator.is_available(),  # else processes on CPUs would not find one another
+    )
+    arguments.gradient_accumulation_steps = settings.accumulation(arguments.world_size, key)
+    return arguments
