@@ -7,11 +7,14 @@ Requests that follow each other with one context, such as the choices of a quest
 # pyright: reportMissingImports=false
 
 import importlib
+import sys
 from collections.abc import Iterator, Sequence
+from importlib.resources import files
 from itertools import groupby
 from typing import Any
 
 import torch
+import yaml
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from torch import Tensor
@@ -40,7 +43,7 @@ class HarnessModel(TemplateLM):
     """A target under one method; the arguments are what `--model_args` gives.
 
     Args:
-        pretrained: Hub id or local folder of the target.
+        pretrained: Hub id or local folder of the base model; a packaged file that a recipe names is used offline.
         method: Name of the method, such as snapkv; full for the full cache.
         budget: KV entries per layer and KV head, or a ratio of the prompt such as 0.1.
         adapter: Lookahead adapter: a folder or Hub id.
@@ -48,7 +51,7 @@ class HarnessModel(TemplateLM):
         draft: Draft model: a Hub id or folder, or indices of the target's own layers joined by `+`, such as 0+1+5.
         revision: Branch, tag or commit of the target.
         dtype: auto, float32, bfloat16 or float16.
-        device: auto, cpu, cuda, ...; the harness's command gives its own `--device`.
+        device: auto, cpu, cuda, ...; the harness gives its own `--device`, cuda:0 by default: the CPU without a GPU.
         attention: auto, sdpa, eager or flash_attention_2.
         max_length: Longest context with its answer, in tokens; the target's own by default. Longer contexts lose their
             beginning, as the harness's own models have it.
@@ -80,8 +83,14 @@ class HarnessModel(TemplateLM):
         super().__init__()
         if str(batch_size) not in ("1", "auto"):
             raise UserError(f"batch_size={batch_size} must be 1: contexts are compressed one at a time")
+        if str(device).startswith("cuda") and not torch.cuda.is_available():  # the harness's own default is cuda:0
+            print(f"device={device}: this machine has no GPU that torch can use; running on the CPU", file=sys.stderr)
+            device = "cpu"
         loading: dict[str, Any] = {"dtype": dtype, "device": device or "auto", "attention": attention}
-        self.target = load_target(pretrained, revision=revision, **loading)
+        try:
+            self.target = load_target(pretrained, revision=revision, **_packaged(pretrained), **loading)
+        except UserError as error:  # which names the key of keepsight's own commands
+            raise UserError(str(error).replace("model.id=", "pretrained=")) from None
         self.model = self.target.model
         self.tokenizer: Any = self.target.tokenizer
         self._device = self.model.device
@@ -152,17 +161,20 @@ class HarnessModel(TemplateLM):
         prompt = self._fitting(group[0][1], longest)
         state = self.method.start(self.model, prompt)
         for request, _, continuation in group:
+            if not continuation:
+                yield request, (0.0, True)
+                continue
             answer = torch.tensor([continuation], device=self.device)
             reader, reapply = self.method.reader(self.model), self.method.reapply(self.model)
             nll, hits = score(reader, state.copy(), answer, reapply)
             yield request, (-nll.sum().item(), bool(hits.all()))
 
     def _fitting(self, context: list[int], answer_tokens: int) -> Tensor:
-        """[1, N] int64: the end of the context, as long as the answer leaves room for."""
+        """[1, N] int64: the end of the context that fits before the answer; of an empty one the prefix token."""
         room = self.max_length - answer_tokens
         if room < 1:
             raise UserError(f"an answer of {answer_tokens} tokens leaves no room in max_length={self.max_length}")
-        ids = torch.tensor([context[-room:]], device=self.device)
+        ids = torch.tensor([(context or [self.prefix_token_id])[-room:]], device=self.device)
         self.method.check(ids.shape[1], self.max_length)
         return ids
 
@@ -188,3 +200,12 @@ class HarnessModel(TemplateLM):
             self.cache_hook.add_partial("generate_until", request.args, text)
             answers.append(text)
         return answers
+
+
+def _packaged(model_id: str) -> dict[str, str]:
+    """The packaged file of a model and its digest, as arguments of `load_target`, if a recipe names them."""
+    for recipe in (files("keepsight.recipes") / "recipe").iterdir():
+        model = yaml.safe_load(recipe.read_text(encoding="utf-8")).get("model") or {}
+        if model.get("packaged_id") == model_id:
+            return {name: model[name] for name in ("packaged", "packaged_digest")}
+    return {}

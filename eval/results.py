@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, FiniteFloat
 from typing_extensions import NotRequired, TypedDict
 
 from keepsight.errors import UserError, require_same
@@ -32,11 +32,11 @@ Digest = Annotated[str, Field(pattern=r"\Asha256:[0-9a-f]{64}\z")]
 class Phases(TypedDict):
     """Seconds before the first token; see `keepsight.eval.compress.Seconds`."""
 
-    prefill: float
-    draft: float
-    observe: float
-    select: float
-    question: float
+    prefill: FiniteFloat
+    draft: FiniteFloat
+    observe: FiniteFloat
+    select: FiniteFloat
+    question: FiniteFloat
 
 
 class Measured(TypedDict):
@@ -46,24 +46,24 @@ class Measured(TypedDict):
     length: int
     sample: str
     method: str
-    budget: int | float | None
-    score: float
-    excess_nll: float
-    agreement: float
-    kept: float
+    budget: int | FiniteFloat | None
+    score: FiniteFloat
+    excess_nll: FiniteFloat
+    agreement: FiniteFloat
+    kept: FiniteFloat
     kv_bytes: float
     seconds: Phases
-    time_to_first_token: float
-    tokens_per_second: float | None
+    time_to_first_token: FiniteFloat
+    tokens_per_second: FiniteFloat | None
     rows: int
     answer: str
     references: list[str]
     question: str
     date: str
-    depth: NotRequired[float | None]
-    recall: NotRequired[float | None]
-    mass: NotRequired[float | None]
-    tau: NotRequired[float | None]
+    depth: NotRequired[FiniteFloat | None]
+    recall: NotRequired[FiniteFloat | None]
+    mass: NotRequired[FiniteFloat | None]
+    tau: NotRequired[FiniteFloat | None]
     first_difference: NotRequired[int | None]
     prompt_tokens: NotRequired[int]
     answer_tokens: NotRequired[int]

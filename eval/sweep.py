@@ -12,6 +12,7 @@ conversation, which is the same for all.
 """
 
 import functools
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -105,6 +106,12 @@ def row_of(
     sample, state = asked.sample, compressed.state
     seconds = asdict(replace(compressed.seconds, question=answered.question))
     text = str(target.tokenizer.decode(answered.ids, skip_special_tokens=True))
+    excess_nll = (answered.nll - asked.full.nll).mean().item()
+    if not math.isfinite(excess_nll):
+        raise UserError(
+            f"sample {sample.task}/{sample.id}: {variant.name} at budget {variant.budget} gives logits that "
+            f"are not finite in {target.model.dtype}; leave the method out, or choose model.dtype=float32"
+        )
     return {
         "task": sample.task,
         "length": sample.length,
@@ -113,7 +120,7 @@ def row_of(
         "method": variant.name,
         "budget": variant.budget,
         "score": score(sample, text),
-        "excess_nll": (answered.nll - asked.full.nll).mean().item(),
+        "excess_nll": excess_nll,
         "agreement": answered.hits.float().mean().item(),
         **measured,
         "first_difference": first_difference(answered.ids, asked.full.ids),
@@ -147,7 +154,7 @@ def go_on(target: Target, question: Tensor, answer: Tensor, sample: RenderedSamp
     return torch.cat([question, said[None], sample.question_ids[None].to(answer.device)], dim=1)
 
 
-def in_own_words(
+def own_conversations(
     target: Target,
     asked: Asked,
     methods: Sequence[Method],
@@ -155,7 +162,7 @@ def in_own_words(
     answers: Sequence[Answered],
     questions: Sequence[Tensor],
 ) -> list[Answered]:
-    """The answers of variants, those that said something else before than the full cache in their own conversation.
+    """The answers of variants, each in its own conversation where its earlier answers differ from the full cache's.
 
     Args:
         target: The model that answers.
@@ -279,7 +286,7 @@ def run_samples(
                 said_before = zip(questions, answers, strict=True)
                 questions = [go_on(target, before, answer.ids, each.sample) for before, answer in said_before]
                 answers = _answers(target, each, methods, compressed)
-                answers = in_own_words(target, each, methods, compressed, answers, questions)
+                answers = own_conversations(target, each, methods, compressed, answers, questions)
             else:
                 questions, answers = [each.question] * len(group), _answers(target, each, methods, compressed)
             columns = zip(group, compressed, answers, measured, strict=True)

@@ -12,25 +12,70 @@ from keepsight.eval.report.figures import Plot, glyph, in_order, label_of, style
 from keepsight.eval.report.tables import Table, interval_text, number_text, sort_key, value_text
 from keepsight.eval.results import Row, Run, key_of, names_of
 
+Settings = Mapping[str, Any]
 _FUNCTIONS = (glyph, label_of, value_text, interval_text, number_text, sort_key)
-"""What templates may call."""
+"""Functions that templates may call."""
 
 
 def render_page(template: str, **values: Any) -> str:
-    """The page of a template in `templates/`, as one self-contained HTML text.
+    """The page of a template in `templates/`, as one self-contained HTML text; values are escaped.
 
     Args:
         template: File name of the template, such as `report.html.j2`.
         **values: What the template names; a name that is missing raises `jinja2.UndefinedError`.
     """
+    folder = resources.files("keepsight.eval.report") / "templates"
+    loader = FunctionLoader(lambda name: (folder / name).read_text(encoding="utf-8"))
     environment = Environment(
-        loader=FunctionLoader(_read), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.globals.update({each.__name__: each for each in _FUNCTIONS})
     return environment.get_template(template).render(values)
 
 
-def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+def render_results(
+    template: str,
+    runs: Sequence[Run],
+    folder: Path,
+    plots: Iterable[Plot],
+    tables: Iterable[Table],
+    title: str = "",
+    **values: Any,
+) -> str:
+    """The page of a template that extends `page.html.j2`, about some runs.
+
+    Args:
+        template: File name of the template.
+        runs: Their rows and settings are summed up at the head.
+        folder: Where the page goes; plots and tables that are there are linked.
+        plots: Shown by the template, as are `tables` and the other `values`.
+        tables: See `plots`.
+        title: Heading, where it is not the model's.
+        **values: See `plots`.
+    """
+    rows = [row for run in runs for row in run.rows]
+    settings = [run.settings for run in runs]
+    of_model, subtitle = headline(rows, settings)
+    styles = styles_of(row["method"] for row in rows)
+    return render_page(
+        template,
+        title=title or of_model,
+        subtitle=f"{of_model} · {subtitle}" if title else subtitle,
+        facts=_facts(rows, settings),
+        styles=styles,
+        numbers={method: number for number, method in enumerate(styles)},
+        choices={
+            name: sorted({row[name] for row in rows if row[name] is not None}) for name in ("budget", "task", "length")
+        },
+        plots={plot.name: plot for plot in plots},
+        tables={table.name: table for table in tables},
+        beside=[name for name in ("plots", "tables") if (folder / name).is_dir()],
+        settings={name: flatten(run.settings) for name, run in zip(names_of(runs), runs, strict=True)},
+        **values,
+    )
+
+
+def flatten(settings: Settings, prefix: str = "") -> dict[str, str]:
     """Nested settings as dotted names and texts, such as `{"model.id": "..."}`, in their own order."""
     flat: dict[str, str] = {}
     for name, value in settings.items():
@@ -43,37 +88,26 @@ def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     return flat
 
 
-def _read(template: str) -> str:
-    return (resources.files("keepsight.eval.report") / "templates" / template).read_text(encoding="utf-8")
-
-
-Settings = Mapping[str, Any]
-
-
-def model_of(settings: Settings) -> str:
-    """The model's name without its owner; empty where the settings do not say it."""
-    return str((settings.get("target") or {}).get("name") or "").rstrip("/").rpartition("/")[2]
-
-
 def headline(rows: Sequence[Row], runs: Sequence[Settings]) -> tuple[str, str]:
     """Title of a page and the line below it: model; dtype, quantization, adapter and date."""
-    models = _joined(model_of(each) for each in runs)
+    models = _joined(_last_part(_target(each).get("name")) for each in runs)
     title = f"KV-cache eviction on {models}" if models else "KV-cache eviction: evaluation"
-    parts = [_precision(runs), _joined(_short(_used(each, "adapter")) for each in runs), _dates(rows)]
+    parts = [_precision(runs), _joined(_last_part(_used(each, "adapter")) for each in runs), _dates(rows)]
     return title, " · ".join(filter(None, parts))
 
 
-def facts_of(rows: Sequence[Row], runs: Sequence[Settings]) -> dict[str, str]:
-    """Everything that a reader needs to judge the numbers; what is not known is left out."""
+def _facts(rows: Sequence[Row], runs: Sequence[Settings]) -> dict[str, str]:
+    """Facts that a reader needs to judge the numbers; what is not known is left out."""
     samples = Counter((row["task"], row["length"]) for row in {key_of(row): row for row in rows}.values())
     counts = sorted(set(samples.values()))
     budgets = sorted({row["budget"] for row in rows if row["budget"] is not None})
+    versions = [(each.get("versions") or {}).items() for each in runs]
     facts = {
-        "model": _joined(_artifact(each.get("target") or {}) for each in runs),
+        "model": _joined(_named(_target(each).get("name"), _target(each).get("version")) for each in runs),
         "adapter": _joined(_named(_used(each, "adapter"), each.get("adapter_digest")) for each in runs),
         "retrieval head": _joined(_named(_used(each, "retrieval"), each.get("retrieval_digest")) for each in runs),
         "precision": _precision(runs),
-        "attention": _joined((each.get("target") or {}).get("attention") for each in runs),
+        "attention": _joined(_target(each).get("attention") for each in runs),
         "measured": _dates(rows),
         "tasks": ", ".join(sorted({row["task"] for row in rows})),
         "lengths": ", ".join(str(length) for length in sorted({row["length"] for row in rows})) + " tokens",
@@ -82,17 +116,17 @@ def facts_of(rows: Sequence[Row], runs: Sequence[Settings]) -> dict[str, str]:
         "samples": "-".join(str(count) for count in dict.fromkeys((counts[0], counts[-1])))
         + f" for each task and length, {sum(samples.values())} in all",
         "question while compressing": _joined(str(row["question"]) for row in rows),
-        "versions": _joined(
-            ", ".join(f"{name} {version}" for name, version in (each.get("versions") or {}).items()) for each in runs
-        ),
+        "versions": _joined(", ".join(f"{name} {version}" for name, version in each) for each in versions),
     }
     return {name: value for name, value in facts.items() if value}
 
 
+def _target(settings: Settings) -> Mapping[str, Any]:
+    return settings.get("target") or {}
+
+
 def _precision(runs: Sequence[Settings]) -> str:
-    targets = [each.get("target") or {} for each in runs]
-    quantized = _joined(each.get("quantization") for each in targets)
-    dtype = _joined(each.get("dtype") for each in targets)
+    quantized, dtype = (_joined(_target(each).get(name) for each in runs) for name in ("quantization", "dtype"))
     return f"{dtype}, {'not quantized' if quantized == 'none' else quantized}" if dtype and quantized else dtype
 
 
@@ -106,65 +140,15 @@ def _used(settings: Settings, kind: str) -> str | None:
     return settings.get(kind) if settings.get(f"{kind}_digest") else None
 
 
-def _artifact(target: Mapping[str, Any]) -> str:
-    return _named(target.get("name"), target.get("version"))
-
-
 def _named(name: str | None, version: str | None) -> str:
     """A name with the first digits of its digest or commit."""
-    if not name:
-        return ""
-    return f"{name} ({str(version).removeprefix('sha256:')[:12]})" if version else str(name)
+    return f"{name} ({str(version).removeprefix('sha256:')[:12]})" if name and version else str(name or "")
 
 
-def _short(path: str | None) -> str:
+def _last_part(path: str | None) -> str:
     return str(path or "").rstrip("/").rpartition("/")[2]
 
 
 def _joined(values: Iterable[str | None]) -> str:
     """The distinct values, in their order."""
     return "; ".join(dict.fromkeys(str(value) for value in values if value))
-
-
-def render_results(
-    template: str,
-    runs: Sequence[Run],
-    folder: Path,
-    plots: Iterable[Plot],
-    tables: Iterable[Table],
-    title: str = "",
-    **values: Any,
-) -> str:
-    """The page of a template that extends `page.html.j2`.
-
-    Args:
-        template: File name of the template.
-        runs: What was measured.
-        folder: Where the page goes; plots and tables that are there are linked.
-        plots: What the template shows.
-        tables: What the template shows.
-        title: Heading, where it is not the model's.
-        **values: What else the template names.
-    """
-    rows = [row for run in runs for row in run.rows]
-    settings = [run.settings for run in runs]
-    of_model, subtitle = headline(rows, settings)
-    styles = styles_of(row["method"] for row in rows)
-    return render_page(
-        template,
-        title=title or of_model,
-        subtitle=f"{of_model} · {subtitle}" if title else subtitle,
-        facts=facts_of(rows, settings),
-        styles=styles,
-        numbers={method: number for number, method in enumerate(styles)},
-        choices={
-            "budget": sorted({row["budget"] for row in rows if row["budget"] is not None}),
-            "task": sorted({row["task"] for row in rows}),
-            "length": sorted({row["length"] for row in rows}),
-        },
-        plots={plot.name: plot for plot in plots},
-        tables={table.name: table for table in tables},
-        beside=[name for name in ("plots", "tables") if (folder / name).is_dir()],
-        settings={name: flatten(run.settings) for name, run in zip(names_of(runs), runs, strict=True)},
-        **values,
-    )

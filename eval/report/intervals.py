@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 RESAMPLES = 2000
 LONE = 0.05
 """Largest share of a mean that may come from strata of one sample, which no bootstrap can draw from."""
-_SEED = 95
-_Z = 1.96
+FEW = 10
+"""A bootstrap of fewer samples is too narrow: of 2 samples its interval ends at their values."""
+_SEED, _Z = 95, 1.96
 
 Interval = tuple[float, float]
 
@@ -42,13 +43,13 @@ class Estimate:
 
     @functools.cached_property
     def interval(self) -> Interval | None:
-        """Ends of the 95 % interval; None where a single sample says nothing about it."""
+        """Ends of the 95 % interval; None where a single sample, or a few equal ones, say nothing about it."""
         if self.is_share:
             return wilson_interval(self.value, self.n)
         if not self.is_drawn:
             return None
         low, high = np.percentile(self.draws, [2.5, 97.5])
-        return float(low), float(high)
+        return None if low == high and self.n < FEW else (float(low), float(high))
 
     @property
     def ends(self) -> Interval:
@@ -69,10 +70,9 @@ def estimate(values: Sequence[float], stratum: str, can_be_share: bool = False) 
         stratum: Task and length: estimates of one stratum share their draws.
         can_be_share: Whether the mean is a proportion where every value is 0 or 1.
     """
-    column = np.asarray(values, np.float32)
-    draws = np.asarray(_counts(len(values), zlib.crc32(stratum.encode())) @ column / len(values), np.float32)
-    is_share = can_be_share and set(values) <= {0.0, 1.0}
-    return Estimate(math.fsum(values) / len(values), draws, len(values), is_share, len(values) > 1)
+    n, column = len(values), np.asarray(values, np.float32)
+    draws = np.asarray(_counts(n, zlib.crc32(stratum.encode())) @ column / n, np.float32)
+    return Estimate(math.fsum(values) / n, draws, n, can_be_share and set(values) <= {0.0, 1.0}, n > 1)
 
 
 def weighted(parts: Sequence[Estimate], weights: Sequence[float]) -> Estimate:

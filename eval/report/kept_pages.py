@@ -2,10 +2,9 @@
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from itertools import chain, takewhile, zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,30 +18,18 @@ from keepsight.files import read_json, write_text
 EXAMPLES = 10
 
 
-@dataclass(frozen=True)
-class Answer:
-    """An answer for a page.
-
-    Attributes:
-        row: Its row of `results.jsonl`.
-        same: Where it begins as the full cache's answer does.
-        own: The rest.
-    """
+class Answer(NamedTuple):
+    """An answer for a page: its row, the beginning that it shares with the full cache's answer, and the rest."""
 
     row: Row
     same: str
     own: str
 
 
-@dataclass(frozen=True)
-class Example:
-    """One sample, with what the full cache and each method answered at the budget where they differ most.
+class Example(NamedTuple):
+    """One sample, with the rows of the full cache (if it was run) and of each method, the best score first.
 
-    Attributes:
-        full: The full cache's row; None where it was not run.
-        others: A row for each method at `budget`, the best score first.
-        budget: KV entries per layer and KV head.
-        difference: Largest distance of a score from the full cache's, 0 to 1.
+    `budget` is the one where scores differ most from the full cache's, and `difference` (0 to 1) how far.
     """
 
     full: Row | None
@@ -64,21 +51,18 @@ class Example:
 def answers_of(rows: Sequence[Row]) -> list[Answer]:
     """Answers with what they have in common with the full cache's, which is `rows[0]` where it was run."""
     whole = rows[0]["answer"] if rows and rows[0]["method"] == FULL else ""
-    ends = [_common(whole, row["answer"]) for row in rows]
+    ends = []
+    for row in rows:
+        pairs = enumerate(zip(whole, row["answer"], strict=False))
+        ends.append(next((at for at, (a, b) in pairs if a != b), min(len(whole), len(row["answer"]))))
     return [Answer(row, row["answer"][:end], row["answer"][end:]) for row, end in zip(rows, ends, strict=True)]
-
-
-def _common(first: str, second: str) -> int:
-    """Number of characters with which both texts begin."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
 
 
 def place_of(row: Row) -> str:
     """A sample's label: `niah_single, 512 tokens, needle at 40 % depth`."""
     depth = row.get("depth")
-    return f"{row['task']}, {row['length']} tokens" + (
-        "" if depth is None else f", needle at {100 * depth:.0f} % depth"
-    )
+    needle = "" if depth is None else f", needle at {100 * depth:.0f} % depth"
+    return f"{row['task']}, {row['length']} tokens{needle}"
 
 
 def choose_examples(rows: Sequence[Row], count: int = EXAMPLES) -> list[Example]:
@@ -88,39 +72,20 @@ def choose_examples(rows: Sequence[Row], count: int = EXAMPLES) -> list[Example]
         samples[key_of(row)].append(row)
     places: dict[tuple[str, int], list[Example]] = defaultdict(list)
     for (task, length, _), group in samples.items():
-        places[task, length] += _example(group)
+        full = next((row for row in group if row["method"] == FULL), None)
+        budgets = sorted({row["budget"] for row in group if row["budget"] is not None})
+        at_budget = [_example(full, [row for row in group if row["budget"] == budget]) for budget in budgets]
+        places[task, length] += [max(at_budget, key=lambda example: example.difference)] if at_budget else []
     for examples in places.values():
         examples.sort(key=lambda example: (-example.difference, example.sample["sample"]))
     turns = chain.from_iterable(zip_longest(*(places[place] for place in sorted(places))))
     return [example for example in turns if example is not None][:count]
 
 
-def _example(group: list[Row]) -> list[Example]:
-    full = next((row for row in group if row["method"] == FULL), None)
-    budgets = sorted({row["budget"] for row in group if row["budget"] is not None})
-    at_budget = [_at_budget(full, [row for row in group if row["budget"] == budget]) for budget in budgets]
-    return [max(at_budget, key=lambda example: example.difference)] if at_budget else []
-
-
-def _at_budget(full: Row | None, rows: list[Row]) -> Example:
+def _example(full: Row | None, rows: list[Row]) -> Example:
     others = tuple(sorted(rows, key=lambda row: (-row["score"], row["excess_nll"], row["method"])))
     best = full["score"] if full else others[0]["score"]
     return Example(full, others, others[0]["budget"], max(abs(best - row["score"]) for row in others))
-
-
-@dataclass(frozen=True)
-class KeptCounts:
-    """What one method kept.
-
-    Attributes:
-        name: As the page shows it.
-        colour: `#rrggbb`.
-        counts: How many heads kept each token, as `encode_counts` gives it.
-    """
-
-    name: str
-    colour: str
-    counts: str
 
 
 def write_inspect_page(
@@ -131,7 +96,7 @@ def write_inspect_page(
     settings: dict[str, Any],
     answers: Mapping[str, str] | None = None,
 ) -> None:
-    """Write one HTML file that shades every token of a prompt by how many heads kept it.
+    """Write the page of `keepsight inspect`, which shades every token of a prompt by how many heads kept it.
 
     Args:
         path: The file to write.
@@ -140,140 +105,87 @@ def write_inspect_page(
         kept: For each method a bool array [layers, kv_heads, N]; the first two methods are shown at the start, the
             others can be chosen.
         title: Heading of the page.
-        settings: What was run; shown below the page.
-        answers: For each method, and for the full cache first, what it answered.
+        settings: Settings of the command, shown below the page.
+        answers: The answer of each method, the full cache's first.
 
     Raises:
         ValueError: `kept` is empty, or its arrays do not all have the shape [layers, kv_heads, N].
     """
-    shape = _shape(kept, len(tokens))
-    styles = styles_of([*kept, FULL])
-    rows = [{"method": method, "answer": answer} for method, answer in (answers or {}).items()]
-    page = render_kept_page(
-        title=title,
-        subtitle="",
-        tokens=tokens,
-        shape=shape,
-        kept=[KeptCounts(name, styles[name].colour, encode_counts(array)) for name, array in kept.items()],
-        facts={},
-        answers=[(each.row["method"], styles[each.row["method"]].colour, each) for each in answers_of(rows)],
-        back="",
-        settings=settings,
-    )
-    write_text(path, page)
-
-
-def render_kept_page(
-    *,
-    title: str,
-    subtitle: str,
-    tokens: Sequence[str],
-    shape: tuple[int, int],
-    kept: Sequence[KeptCounts],
-    facts: Mapping[str, str],
-    answers: Sequence[tuple[str, str, Answer]],
-    back: str,
-    settings: Mapping[str, Any],
-) -> str:
-    """The page as text.
-
-    Args:
-        title: Heading.
-        subtitle: The line below it; empty for none.
-        tokens: As for `write_inspect_page`.
-        shape: Number of layers and of KV heads.
-        kept: What each method kept.
-        facts: About the prompt, by name.
-        answers: Name, colour and answer of each method.
-        back: A page to go back to; empty for none.
-        settings: What was run.
-    """
-    layers, heads = shape
-    data = {"layers": layers, "heads": heads, "tokens": tokens, "methods": [asdict(each) for each in kept]}
-    return render_page(
-        "inspect.html.j2",
-        title=title,
-        subtitle=subtitle,
-        data=data,
-        facts=facts,
-        answers=answers,
-        back=back,
-        settings=flatten(settings),
-    )
-
-
-def _shape(kept: dict[str, NDArray[np.bool_]], length: int) -> tuple[int, int]:
-    """Layers and KV heads, the same for every method."""
     if not kept:
         raise ValueError("kept: at least one method is needed")
     layers, heads = next(iter(kept.values())).shape[:2]
     for name, array in kept.items():
-        if array.shape != (layers, heads, length):
-            raise ValueError(f"kept[{name!r}]: shape {array.shape}, expected {(layers, heads, length)}")
+        if array.shape != (layers, heads, len(tokens)):
+            raise ValueError(f"kept[{name!r}]: shape {array.shape}, expected {(layers, heads, len(tokens))}")
     if heads > np.iinfo(np.uint8).max:
         raise ValueError(f"kept: {heads} KV heads, at most 255 can be shown")
-    return layers, heads
+    colours = {name: style.colour for name, style in styles_of([*kept, FULL]).items()}
+    rows = [{"method": method, "answer": answer} for method, answer in (answers or {}).items()]
+    methods = [(name, colours[name], encode_counts(array)) for name, array in kept.items()]
+    found = [(each.row["method"], colours[each.row["method"]], each) for each in answers_of(rows)]
+    content = KeptOfSample(tokens, layers, heads, {})
+    write_text(path, _render(content, methods, found, title=title, settings=flatten(settings)))
 
 
 def write_sample_pages(runs: Sequence[Run], folder: Path) -> dict[Key, str]:
-    """Write the pages of all samples whose kept tokens were stored.
+    """Write a page for each sample whose kept tokens were stored.
 
     Returns:
         For `task, length, sample` of each, the page relative to the folder that holds `folder`.
     """
-    pages = {}
-    for key, group in _by_sample(runs).items():
-        rows = [row for _, row in group]
-        found = {path: None for run, row in group if (path := path_of(run.folder, row)).is_file()}
-        kept = [read_json(path, KeptOfSample) for path in found]
-        counts = {name: each for content in kept for name, each in content.counts.items()}
-        if not any(count_key(row) in counts for row in rows):
-            continue
-        settings = {id(run): run.settings for run, _ in group}
-        text = _page(rows, kept[0], counts, [*settings.values()])
-        name = f"{next(iter(found)).stem}.html"
-        write_text(folder / name, text)
-        pages[key] = f"{folder.name}/{name}"
-    return pages
-
-
-def _by_sample(runs: Sequence[Run]) -> dict[Key, list[tuple[Run, Row]]]:
     samples: dict[Key, list[tuple[Run, Row]]] = defaultdict(list)
     for run in runs:
         for row in run.rows:
             if row.get("sample_digest"):
                 samples[key_of(row)].append((run, row))
-    return samples
+    pages = {}
+    for key, group in samples.items():
+        found = {path: None for run, row in group if (path := path_of(run.folder, row)).is_file()}
+        kept = [read_json(path, KeptOfSample) for path in found]
+        counts = {name: each for content in kept for name, each in content.counts.items()}
+        if not any(count_key(row) in counts for _, row in group):
+            continue
+        settings = {id(run): run.settings for run, _ in group}
+        name = f"{next(iter(found)).stem}.html"
+        write_text(folder / name, _sample_page([row for _, row in group], kept[0], counts, [*settings.values()]))
+        pages[key] = f"{folder.name}/{name}"
+    return pages
 
 
-def _page(rows: list[Row], kept: KeptOfSample, counts: dict[str, str], settings: list[Row]) -> str:
-    order = {method: place for place, method in enumerate(in_order(row["method"] for row in rows))}
-    rows = sorted(rows, key=lambda row: (row["budget"] or 0, order[row["method"]]))
-    styles, sample = styles_of(order), rows[0]
-    shown = [
-        KeptCounts(_label(row), styles[row["method"]].colour, counts[count_key(row)])
+def _sample_page(rows: list[Row], kept: KeptOfSample, counts: dict[str, str], settings: list[Row]) -> str:
+    order = in_order(row["method"] for row in rows)
+    rows = sorted(rows, key=lambda row: (row["budget"] or 0, order.index(row["method"])))
+    colours, sample = {name: style.colour for name, style in styles_of(order).items()}, rows[0]
+    model, subtitle = headline(rows, settings)
+    methods = [
+        (_label(row), colours[row["method"]], counts[count_key(row)])
         for row in rows
         if row["method"] != FULL and count_key(row) in counts
     ]
-    model, subtitle = headline(rows, settings)
-    return render_kept_page(
-        title=place_of(sample),
-        subtitle=f"{model} · {subtitle}",
-        tokens=kept.tokens,
-        shape=(kept.layers, kept.heads),
-        kept=shown,
-        facts={
-            "sample": str(sample["sample"]),
-            "prompt": f"{len(kept.tokens)} tokens",
-            "question": str(sample.get("asks") or ""),
-            "expected": " | ".join(sample["references"]),
-        },
-        answers=[(_label(each.row), styles[each.row["method"]].colour, each) for each in answers_of(rows)],
-        back="../report.html",
-        settings={},
-    )
+    facts = {
+        "sample": str(sample["sample"]),
+        "prompt": f"{len(kept.tokens)} tokens",
+        "question": str(sample.get("asks") or ""),
+        "expected": " | ".join(sample["references"]),
+    }
+    answers = [(_label(each.row), colours[each.row["method"]], each) for each in answers_of(rows)]
+    head = {"title": place_of(sample), "subtitle": f"{model} · {subtitle}"}
+    return _render(kept, methods, answers, facts=facts, back="../report.html", **head)
 
 
 def _label(row: Row) -> str:
     name = label_of(row["method"])
     return name if row["budget"] is None else f"{name}, budget {row['budget']}"
+
+
+def _render(
+    kept: KeptOfSample,
+    methods: Sequence[tuple[str, str, str]],
+    answers: Sequence[tuple[str, str, Answer]],
+    **shown: Any,
+) -> str:
+    """The page of a prompt; of methods the name, colour and counts, of answers the name, colour and answer."""
+    named = [dict(zip(("name", "colour", "counts"), each, strict=True)) for each in methods]
+    data = {"layers": kept.layers, "heads": kept.heads, "tokens": kept.tokens, "methods": named}
+    values = {"subtitle": "", "facts": {}, "back": "", "settings": {}} | shown
+    return render_page("inspect.html.j2", data=data, answers=answers, **values)

@@ -5,39 +5,25 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from keepsight.eval.report import plots, tables
 from keepsight.eval.report.figures import Plot
 from keepsight.eval.report.html import flatten, render_results
 from keepsight.eval.report.kept_pages import choose_examples, place_of, write_sample_pages
-from keepsight.eval.report.plots import (
-    comparison_plot,
-    depth_plot,
-    excess_nll_plot,
-    overview_plot,
-    scores_plot,
-    tradeoffs_plot,
-)
 from keepsight.eval.report.summary import (
     MEASURES,
-    Difference,
     SummaryRow,
     difference,
     mean_over_tasks,
+    notes_on,
     summarize,
     write_summary,
 )
-from keepsight.eval.report.tables import (
-    PLACE,
-    VARIANT,
-    Cells,
-    Column,
-    Table,
-    cost_table,
-    difference_table,
-    overall_table,
-    task_table,
-)
+from keepsight.eval.report.tables import PLACE, VARIANT, Cells, Column, Table
 from keepsight.eval.results import Key, Row, Run, names_of
 from keepsight.files import write_text
+
+Summaries = Sequence[Sequence[SummaryRow]]
+_LABELS = {"score": "Score", "excess_nll": "Excess NLL (nats/token)", "agreement": "Top-1 agreement"}
 
 
 def write_outputs(runs: Sequence[Run], folder: Path) -> None:
@@ -59,15 +45,16 @@ def write_outputs(runs: Sequence[Run], folder: Path) -> None:
 def plots_of(rows: Sequence[Row]) -> list[Plot]:
     """The plots of a run, in the order of the page."""
     summary = summarize(rows)
-    plots = [make(summary) for make in (overview_plot, tradeoffs_plot, scores_plot, excess_nll_plot)]
-    deep = depth_plot(rows)
-    return [*plots, deep] if deep else plots
+    makers = (plots.overview_plot, plots.tradeoffs_plot, plots.scores_plot, plots.excess_nll_plot)
+    deep = plots.depth_plot(rows)
+    return [*(make(summary) for make in makers), *([deep] if deep else [])]
 
 
 def tables_of(rows: Sequence[Row]) -> list[Table]:
     """The tables of a run, in the order of the page."""
     summary = summarize(rows)
-    return [overall_table(summary), difference_table(summary), task_table(summary), cost_table(rows)]
+    of_scores = [make(summary) for make in (tables.overall_table, tables.difference_table, tables.task_table)]
+    return [*of_scores, tables.cost_table(rows)]
 
 
 def write_report(runs: Sequence[Run], folder: Path, pages: Mapping[Key, str]) -> None:
@@ -80,21 +67,9 @@ def write_report(runs: Sequence[Run], folder: Path, pages: Mapping[Key, str]) ->
         pages: For a sample, the page about it, relative to `folder`.
     """
     rows = [row for run in runs for row in run.rows]
-    page = render_results(
-        "report.html.j2",
-        runs,
-        folder,
-        plots_of(rows),
-        tables_of(rows),
-        examples=choose_examples(rows),
-        place_of=place_of,
-        pages=pages,
-    )
+    more: dict[str, Any] = {"examples": choose_examples(rows), "place_of": place_of, "pages": pages}
+    page = render_results("report.html.j2", runs, folder, plots_of(rows), tables_of(rows), **more)
     write_text(folder / "report.html", page)
-
-
-Summaries = Sequence[Sequence[SummaryRow]]
-_LABELS = {"score": "Score", "excess_nll": "Excess NLL (nats/token)", "agreement": "Top-1 agreement"}
 
 
 def write_comparison(runs: Sequence[Run], folder: Path) -> list[Table]:
@@ -110,21 +85,25 @@ def write_comparison(runs: Sequence[Run], folder: Path) -> list[Table]:
     names = names_of(runs)
     by_task = [summarize(run.rows) for run in runs]
     means = [mean_over_tasks(summary) for summary in by_task]
-    tables = [_table(measure, means, names) for measure in MEASURES]
+    overall = [_table(measure, means, names) for measure in MEASURES]
     detailed = [_table(measure, by_task, names, PLACE) for measure in MEASURES]
-    plot = _plot(means, names)
+    later = list(enumerate(names))[1:]
+    pairs = {
+        f"{name} - {names[0]}": [difference(found[at], found[0]) for found in _matched(means)] for at, name in later
+    }
+    plot = plots.comparison_plot({name: [each for each in found if each] for name, found in pairs.items()})
     if plot.panels:
         plot.save(folder / "plots")
-    for table in (*tables, *detailed):
+    for table in (*overall, *detailed):
         table.save(folder / "tables")
     title, differing = " against ".join(names), _differing(runs)
-    page = render_results("compare.html.j2", runs, folder, [plot], [*tables, *detailed], title, differing=differing)
+    page = render_results("compare.html.j2", runs, folder, [plot], [*overall, *detailed], title, differing=differing)
     write_text(folder / "compare.html", page)
-    return tables
+    return overall
 
 
 def _table(measure: str, summaries: Summaries, names: Sequence[str], places: Sequence[Column] = ()) -> Table:
-    """One measure of every run, and how far the later ones are from the first; `places` are its first columns."""
+    """One measure of every run, and its difference from the first run; `places` are the first columns."""
     later = list(enumerate(names))[1:]
     columns = (
         *places,
@@ -138,13 +117,15 @@ def _table(measure: str, summaries: Summaries, names: Sequence[str], places: Seq
         first = next(row for row in found if row)
         cells: dict[str, Any] = {each.name: getattr(first, each.name) for each in (*places, *VARIANT)}
         cells |= {f"run{at}": row and row.estimates[measure] for at, row in enumerate(found)}
-        paired = [(at, _minus_first(found, at)) for at, _ in later]
-        cells |= {f"minus{at}": pair and pair.estimates[measure] for at, pair in paired}
+        for at, _ in later:
+            pair = difference(found[at], found[0])
+            cells[f"minus{at}"] = pair and pair.estimates[measure]
         counts = {row.n for row in found if row}
         rows.append(cells | {"n": counts.pop() if len(counts) == 1 else None})
-    if places:
-        return Table(f"{measure}_by_task", f"{_LABELS[measure]} by task and length", columns, rows)
-    return Table(measure, f"{_LABELS[measure]}, mean over tasks", columns, rows)
+    notes = notes_on([row for summary in summaries for row in summary])
+    name, title = (f"{measure}_by_task", "by task and length") if places else (measure, "mean over tasks")
+    caption = f"{_LABELS[measure]}{' ' if places else ', '}{title}"
+    return Table(name, f"{caption}. {notes}" if notes else caption, columns, rows)
 
 
 def _matched(summaries: Summaries) -> list[list[SummaryRow | None]]:
@@ -155,20 +136,6 @@ def _matched(summaries: Summaries) -> list[list[SummaryRow | None]]:
             key = (row.task if row.length else "", row.length, row.method, row.budget)  # a mean's task is a sentence
             places.setdefault(key, [None] * len(summaries))[at] = row
     return list(places.values())
-
-
-def _minus_first(found: Sequence[SummaryRow | None], at: int) -> Difference | None:
-    first, other = found[0], found[at]
-    return difference(other, first) if first and other else None
-
-
-def _plot(means: Summaries, names: Sequence[str]) -> Plot:
-    pairs = {
-        f"{name} - {names[0]}": [_minus_first(found, at) for found in _matched(means)]
-        for at, name in enumerate(names)
-        if at
-    }
-    return comparison_plot({name: [each for each in found if each] for name, found in pairs.items()})
 
 
 def _differing(runs: Sequence[Run]) -> dict[str, list[str]]:

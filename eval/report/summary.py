@@ -1,23 +1,21 @@
 """From `results.jsonl` to means: `summary.csv`, the table that the terminal shows, and paired differences."""
 
-import functools
 import math
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations, groupby
 from pathlib import Path
 
-from keepsight.eval.report.intervals import Estimate, estimate, weighted
-from keepsight.eval.results import FULL, Row
+from keepsight.eval.report.intervals import FEW, Estimate, estimate, weighted
+from keepsight.eval.results import FULL, Key, Row, key_of
 from keepsight.files import write_csv
 
 MEASURES = ("score", "excess_nll", "agreement")
 """Columns that get an interval."""
 MEANS = ("recall", "mass", "tau", "same_tokens")
 """Means reported beside them."""
-COSTS = ("time_to_first_token", "kv_mib", "budget_entries")
 COLUMNS = (
     *("task", "length", "method", "budget", "n", *MEASURES),
     *(f"{measure}_{end}" for measure in MEASURES for end in ("low", "high")),
@@ -25,6 +23,28 @@ COLUMNS = (
 )
 MAX_BLOCKS = 4
 """Max pairs of task and length that get a block each in the terminal."""
+
+
+def _same_tokens(row: Row) -> int | None:
+    """Tokens of the answer before it differs from the full cache's; all of them where it does not."""
+    first = row.get("first_difference")
+    return row.get("answer_tokens") if first is None else first
+
+
+def _budget_entries(row: Row) -> float | None:
+    budget: float | None = row["budget"]
+    return budget * (row.get("prompt_tokens") or row["length"]) if isinstance(budget, float) else budget
+
+
+_MEAN_OF: dict[str, Callable[[Row], float | None]] = {
+    "recall": lambda row: row.get("recall"),
+    "mass": lambda row: row.get("mass"),
+    "tau": lambda row: row.get("tau"),
+    "same_tokens": _same_tokens,
+    "time_to_first_token": lambda row: row["time_to_first_token"],
+    "kv_mib": lambda row: row["kv_bytes"] / 2**20,
+    "budget_entries": _budget_entries,
+}
 
 
 @dataclass(frozen=True)
@@ -35,17 +55,18 @@ class SummaryRow:
         task: Name of the task; a sentence such as `mean of 3 tasks` in what `mean_over_tasks` returns.
         length: Nominal prompt length in tokens; 0 for a mean over lengths.
         method: Name of the method; `full` is the cache with nothing evicted.
-        budget: KV entries per layer and KV head; None for the full cache.
+        budget: KV entries per layer and KV head, or a share of the prompt; None for the full cache.
         n: Number of samples.
         estimates: By the names in `MEASURES`: the score of the task's metric, 0 to 1; excess NLL
             (delta NLL vs. full cache), the mean negative log-likelihood of the full cache's own answer under the
             evicted cache minus that under the full cache, in nats per token; top-1 agreement, the share of that
             answer's tokens that stay the arg-max.
-        means: By the names in `MEANS` and `COSTS`, None where it was not measured: recall of the entries that the
-            answer attends to most, attention mass kept, Kendall's tau, tokens before the answer first differs from the
-            full cache's; seconds before the first token, MiB of keys and values, and
-            the budget in entries.
+        means: Other means, None where something was not measured: recall of the entries that the answer attends to
+            most, attention mass kept, Kendall's tau, tokens before the answer first differs from the full cache's,
+            seconds before the first token, MiB of keys and values, and the budget in entries.
         samples: The samples, as text.
+        whole: Number of samples in which the method evicted nothing: it kept as much as the full cache.
+        against: In a paired difference, the method that is subtracted.
     """
 
     task: str
@@ -56,6 +77,8 @@ class SummaryRow:
     estimates: Mapping[str, Estimate]
     means: Mapping[str, float | None]
     samples: str = ""
+    whole: int = 0
+    against: str = ""
 
     @property
     def score(self) -> float:
@@ -67,11 +90,6 @@ class SummaryRow:
         """Mean excess NLL."""
         return self.estimates["excess_nll"].value
 
-    @property
-    def agreement(self) -> float:
-        """Mean top-1 agreement."""
-        return self.estimates["agreement"].value
-
 
 def summarize(rows: Iterable[Row]) -> list[SummaryRow]:
     """Mean over samples for each task, length, method and budget, in the order of `summary.csv`.
@@ -80,19 +98,22 @@ def summarize(rows: Iterable[Row]) -> list[SummaryRow]:
         rows: Rows of `results.jsonl`.
     """
     groups: dict[tuple[str, int, str, int | None], list[Row]] = defaultdict(list)
+    rows = [*rows]
+    full = {key_of(row): row["kept"] for row in rows if row["method"] == FULL}
     for row in rows:
         groups[row["task"], row["length"], row["method"], row["budget"]].append(row)
-    return sorted((_mean_over_samples(*key, group) for key, group in groups.items()), key=_file_order)
+    found = [_mean_over_samples(*key, group, full) for key, group in groups.items()]
+    return sorted(found, key=lambda row: (row.task, row.length, row.method != FULL, row.method, row.budget or 0))
 
 
 def write_summary(rows: Iterable[Row], path: Path) -> None:
     """Write `summary.csv`: the columns `COLUMNS`, floats with 4 decimals, an empty budget for the full cache."""
     cells = []
     for row in summarize(rows):
+        means = [row.estimates[measure].value for measure in MEASURES]
         ends = [end for measure in MEASURES for end in row.estimates[measure].interval or (None, None)]
-        first = (row.task, row.length, row.method, row.budget, row.n, row.score, row.excess_nll, row.agreement)
-        values = map(_cell, (*first, *ends, *(row.means[name] for name in MEANS)))
-        cells.append(dict(zip(COLUMNS, values, strict=True)))
+        values = (row.task, row.length, row.method, row.budget, row.n, *means, *ends, *(row.means[m] for m in MEANS))
+        cells.append(dict(zip(COLUMNS, map(_cell, values), strict=True)))
     write_csv(path, COLUMNS, cells)
 
 
@@ -124,6 +145,27 @@ def ranked(rows: Iterable[SummaryRow]) -> list[SummaryRow]:
     return sorted(rows, key=lambda row: (row.budget or 0, -row.score, row.excess_nll, row.method))
 
 
+def difference(row: SummaryRow | None, other: SummaryRow | None) -> SummaryRow | None:
+    """One row with another one subtracted from its estimates; None where one is missing, or their samples differ."""
+    if row is None or other is None or row.samples != other.samples:
+        return None
+    estimates = {name: row.estimates[name] - other.estimates[name] for name in MEASURES}
+    return replace(row, estimates=estimates, against=other.method)
+
+
+def differences(rows: Sequence[SummaryRow]) -> list[SummaryRow]:
+    """All pairs of methods at equal budget, the better score first, and every method against the full cache.
+
+    Args:
+        rows: Rows of one task and length, or means over tasks, in the order of `ranked`.
+    """
+    full = [row for row in rows if row.method == FULL]
+    evicting = [row for row in rows if row.method != FULL]
+    pairs = [(row, other) for row in evicting for other in full]
+    pairs += [(row, other) for row, other in combinations(evicting, 2) if row.budget == other.budget]
+    return [each for each in (difference(*pair) for pair in pairs) if each is not None]
+
+
 def share_of_full(row: SummaryRow, rows: Iterable[SummaryRow]) -> float | None:
     """`row.score` as a share of the full cache's score among `rows`; None where that is missing or zero."""
     full = next((other.score for other in rows if other.method == FULL), 0.0)
@@ -134,23 +176,26 @@ def summary_table(summary: Sequence[SummaryRow]) -> str:
     """A plain-text table for the terminal: the mean over tasks last, after a block for each of a few tasks."""
     groups = by_task_and_length(summary)
     blocks = [_block(f"{task}, {length} tokens", rows) for (task, length), rows in groups.items()]
-    if len(blocks) == 1:
-        return blocks[0]
     mean = mean_over_tasks(summary)
-    if not mean:
-        return ""
-    shown = blocks if len(blocks) <= MAX_BLOCKS else []
-    return "\n\n".join([*shown, _block(f"{mean[0].task}, all lengths", mean)])
+    if len(blocks) > 1:
+        blocks = [*(blocks if len(blocks) <= MAX_BLOCKS else []), _block(f"{mean[0].task}, all lengths", mean)]
+    return "\n\n".join([*blocks, *filter(None, [notes_on(mean)])])
 
 
-def _mean_over_samples(task: str, length: int, method: str, budget: int | None, rows: list[Row]) -> SummaryRow:
+def _mean_over_samples(
+    task: str, length: int, method: str, budget: int | None, rows: list[Row], full: Mapping[Key, float]
+) -> SummaryRow:
     rows, stratum = sorted(rows, key=lambda row: str(row["sample"])), f"{task}, {length} tokens"
     estimates = {
         name: estimate([float(row[name]) for row in rows], stratum, can_be_share=name == "score") for name in MEASURES
     }
-    means = {name: _mean([value(row) for row in rows]) for name, value in _MEAN_OF.items()}
+    means = {}
+    for name, value_of in _MEAN_OF.items():
+        known = [value for row in rows if (value := value_of(row)) is not None]
+        means[name] = statistics.fmean(known) if known else None
     samples = f"{stratum}: {', '.join(str(row.get('sample_digest') or row['sample']) for row in rows)}"
-    return SummaryRow(task, length, method, budget, len(rows), estimates, means, samples)
+    whole = sum(budget is not None and row["kept"] >= full.get(key_of(row), math.inf) for row in rows)
+    return SummaryRow(task, length, method, budget, len(rows), estimates, means, samples, whole)
 
 
 def _weighted_mean(title: str, rows: list[SummaryRow]) -> SummaryRow:
@@ -158,51 +203,28 @@ def _weighted_mean(title: str, rows: list[SummaryRow]) -> SummaryRow:
     for row in rows:
         samples[row.task] += row.n
     weights = [row.n / samples[row.task] / len(samples) for row in rows]
-
-    def mean(name: str) -> float | None:
-        values = [row.means[name] for row in rows]
-        known = [weight * value for weight, value in zip(weights, values, strict=True) if value is not None]
-        return math.fsum(known) if len(known) == len(rows) else None
-
-    return SummaryRow(
-        task=title,
-        length=0,
-        method=rows[0].method,
-        budget=rows[0].budget,
-        n=sum(row.n for row in rows),
-        estimates={name: weighted([row.estimates[name] for row in rows], weights) for name in MEASURES},
-        means={name: mean(name) for name in _MEAN_OF},
-        samples="; ".join(row.samples for row in rows),
-    )
+    means: dict[str, float | None] = {}
+    for name in _MEAN_OF:
+        pairs = zip(weights, (row.means[name] for row in rows), strict=True)
+        known = [weight * value for weight, value in pairs if value is not None]
+        means[name] = math.fsum(known) if len(known) == len(rows) else None
+    estimates = {name: weighted([row.estimates[name] for row in rows], weights) for name in MEASURES}
+    text, n, whole = "; ".join(row.samples for row in rows), sum(row.n for row in rows), sum(row.whole for row in rows)
+    return SummaryRow(title, 0, rows[0].method, rows[0].budget, n, estimates, means, text, whole)
 
 
-def _same_tokens(row: Row) -> int | None:
-    """Tokens of the answer before it differs from the full cache's; all of them where it does not."""
-    first = row.get("first_difference")
-    return row.get("answer_tokens") if first is None else first
+def notes_on(rows: Sequence[SummaryRow]) -> str:
+    """What weakens the numbers of some rows, as sentences: nothing was evicted, or there are few samples."""
+    whole = [f"{row.method} {row.budget} ({row.whole} of {row.n})" for row in rows if row.whole]
+    notes = [f"Nothing was evicted in some samples: {', '.join(dict.fromkeys(whole))}."] if whole else []
+    if any(row.n < FEW for row in rows):
+        notes.append(f"Intervals of fewer than {FEW} samples are too narrow.")
+    return " ".join(notes)
 
 
-def _budget_entries(row: Row) -> float | None:
-    budget: float | None = row["budget"]
-    return budget * (row.get("prompt_tokens") or row["length"]) if isinstance(budget, float) else budget
-
-
-_MEAN_OF: dict[str, Callable[[Row], float | None]] = {
-    **{name: functools.partial(lambda name, row: row.get(name), name) for name in ("recall", "mass", "tau")},
-    "same_tokens": _same_tokens,
-    "time_to_first_token": lambda row: row["time_to_first_token"],
-    "kv_mib": lambda row: row["kv_bytes"] / 2**20,
-    "budget_entries": _budget_entries,
-}
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.fmean(known) if known else None
-
-
-def _file_order(row: SummaryRow) -> tuple[str, int, bool, str, float]:
-    return row.task, row.length, row.method != FULL, row.method, row.budget or 0
+def one_line(text: str) -> str:
+    """The text with line breaks and control characters escaped: names come from files, and terminals obey some."""
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
 def _cell(value: object) -> object:
@@ -212,54 +234,18 @@ def _cell(value: object) -> object:
 
 
 def _block(title: str, rows: Sequence[SummaryRow]) -> str:
-    width = max(len("method"), *(len(row.method) for row in rows))
+    names = [one_line(row.method) for row in rows]
+    width = max(len("method"), *map(len, names))
     columns = f"{'score':>6}  {'95 %':<14}  {'':<12}  {'excess NLL':>10}  {'top-1 agreement':>15}  {'n':>4}"
-    lines = [title, f"{'budget':>6}  {'method':<{width}}  {columns}"]
-    previous: object = object()
-    for row in rows:
-        budget = "all" if row.budget is None else str(row.budget)
+    lines, previous = [one_line(title), f"{'budget':>6}  {'method':<{width}}  {columns}"], object()
+    for name, row in zip(names, rows, strict=True):
+        budget = "" if row.budget == previous else "all" if row.budget is None else str(row.budget)
         share, ends = share_of_full(row, rows), row.estimates["score"].interval
         of_full = "" if row.method == FULL or share is None else f"{share:.2f} of full"
         interval = f"[{ends[0]:.3f}, {ends[1]:.3f}]" if ends else ""
         lines.append(
-            f"{budget if row.budget != previous else '':>6}  {row.method:<{width}}  {row.score:6.3f}  {interval:<14}  "
-            f"{of_full:<12}  {round(row.excess_nll, 3) + 0.0:10.3f}  {row.agreement:15.3f}  {row.n:4d}"
+            f"{budget:>6}  {name:<{width}}  {row.score:6.3f}  {interval:<14}  {of_full:<12}  "
+            f"{round(row.excess_nll, 3) + 0.0:10.3f}  {row.estimates['agreement'].value:15.3f}  {row.n:4d}"
         )
         previous = row.budget
     return "\n".join(lines)
-
-
-@dataclass(frozen=True)
-class Difference:
-    """A method minus another one, over the same samples.
-
-    Attributes:
-        row: The method.
-        against: The other one.
-        estimates: By the names in `MEASURES`.
-    """
-
-    row: SummaryRow
-    against: SummaryRow
-    estimates: dict[str, Estimate]
-
-
-def difference(row: SummaryRow, against: SummaryRow) -> Difference | None:
-    """One row minus another one; None where their samples are not the same."""
-    if row.samples != against.samples:
-        return None
-    return Difference(row, against, {name: row.estimates[name] - against.estimates[name] for name in MEASURES})
-
-
-def differences(rows: Sequence[SummaryRow]) -> list[Difference]:
-    """All pairs of methods at equal budget, the better score first, and every method against the full cache.
-
-    Args:
-        rows: Rows of one task and length, or means over tasks, in the order of `ranked`.
-    """
-    full = [row for row in rows if row.method == FULL]
-    evicting = [row for row in rows if row.method != FULL]
-    pairs = [(row, other) for row in evicting for other in full]
-    pairs += [(row, other) for row, other in combinations(evicting, 2) if row.budget == other.budget]
-    found = [difference(*pair) for pair in pairs]
-    return [each for each in found if each is not None]

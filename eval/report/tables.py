@@ -1,53 +1,42 @@
 """The tables of an evaluation, which a page shows sortable, and which are saved as Markdown, LaTeX and CSV."""
 
-import re
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from keepsight.eval.report.figures import in_order
 from keepsight.eval.report.intervals import Estimate
 from keepsight.eval.report.summary import (
-    MEANS,
-    MEASURES,
     SummaryRow,
     by_task_and_length,
     differences,
     mean_over_tasks,
+    notes_on,
+    one_line,
     share_of_full,
 )
 from keepsight.eval.results import FULL, Row
 from keepsight.files import write_csv, write_text
-
-
-@dataclass(frozen=True)
-class Column:
-    """A column.
-
-    Attributes:
-        name: Key of its cells.
-        title: Heading.
-        digits: Decimals of its numbers.
-        is_signed: Whether positive numbers get a plus.
-        is_text: Whether its cells are texts.
-    """
-
-    name: str
-    title: str
-    digits: int = 3
-    is_signed: bool = False
-    is_text: bool = False
-
 
 _LATEX = str.maketrans(
     {each: rf"\{each}" for each in "&%#_{}$"}
     | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
     | {"–": "--", "τ": r"$\tau$"}
 )
-Value = str | int | float | Estimate | None
-Cells = Mapping[str, Value]
+Cells = Mapping[str, str | int | float | Estimate | None]
+
+
+class Column(NamedTuple):
+    """A column: key of its cells, heading, decimals of its numbers, whether they are signed, whether it holds texts."""
+
+    name: str
+    title: str
+    digits: int = 3
+    is_signed: bool = False
+    is_text: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,7 +47,7 @@ class Table:
         name: File name without its ending.
         caption: One sentence on what it shows.
         columns: From left to right.
-        rows: Cells by column; beside them whatever a page filters by: `task`, `length`, `method`, `budget`.
+        rows: Cells by column; also the keys that a page filters by: `task`, `length`, `method`, `budget`.
     """
 
     name: str
@@ -78,53 +67,47 @@ class Table:
         columns = []
         for column in self.columns:
             texts = [column.title, *(text_of(row, column) for row in self.rows)]
-            cells = [_escaped(text, "|") for text in texts]
+            cells = [one_line(text).replace("|", r"\|") for text in texts]
             width = max(3, *map(len, cells))
             cells = [cell.ljust(width) if column.is_text else cell.rjust(width) for cell in cells]
             rule = "-" * width if column.is_text else "-" * (width - 1) + ":"
             columns.append([cells[0], rule, *cells[1:]])
         lines = (f"| {' | '.join(line)} |" for line in zip(*columns, strict=True))
-        return "\n".join([self.caption, "", *lines]) + "\n"
+        return "\n".join([one_line(self.caption), "", *lines]) + "\n"
 
     def latex(self) -> str:
         """A `table` with intervals in small type."""
-        heads = " & ".join(_latex(column.title) for column in self.columns)
         rows = [" & ".join(_latex_cell(row, column) for column in self.columns) for row in self.rows]
-        return "\n".join(
-            [
-                r"\begin{table}",
-                r"\centering",
-                rf"\caption{{{_latex(self.caption)}}}",
-                rf"\label{{tab:{self.name}}}",
-                rf"\begin{{tabular}}{{{''.join('l' if column.is_text else 'r' for column in self.columns)}}}",
-                r"\toprule",
-                rf"{heads} \\",
-                r"\midrule",
-                *(rf"{row} \\" for row in rows),
-                r"\bottomrule",
-                r"\end{tabular}",
-                r"\end{table}",
-                "",
-            ]
-        )
+        lines = [
+            r"\begin{table}",
+            r"\centering",
+            rf"\caption{{{self.caption.translate(_LATEX)}}}",
+            rf"\label{{tab:{self.name}}}",
+            rf"\begin{{tabular}}{{{''.join('l' if column.is_text else 'r' for column in self.columns)}}}",
+            r"\toprule",
+            " & ".join(column.title.translate(_LATEX) for column in self.columns) + r" \\",
+            r"\midrule",
+            *(rf"{row} \\" for row in rows),
+            r"\bottomrule",
+            r"\end{tabular}",
+            r"\end{table}",
+        ]
+        return "\n".join(lines) + "\n"
 
     def csv_rows(self) -> tuple[list[str], list[dict[str, object]]]:
         """Columns and cells of the CSV: whole numbers as they are, others with 6 digits; two columns an interval."""
-        spans = {column.name for column in self.columns if any(isinstance(r[column.name], Estimate) for r in self.rows)}
-        names = [[name, f"{name}_low", f"{name}_high"] if name in spans else [name] for name in self._names()]
+        names = [column.name for column in self.columns]
+        spans = {name for name in names if any(isinstance(row[name], Estimate) for row in self.rows)}
         rows = []
         for row in self.rows:
             cells: dict[str, object] = {}
-            for own in names:
-                value = row[own[0]]
-                low_and_high = (value.interval or (None, None)) if isinstance(value, Estimate) else (None, None)
-                parts = (value.value if isinstance(value, Estimate) else value, *low_and_high)
-                cells |= {name: _plain(part) for name, part in zip(own, parts, strict=False)}
+            for name in names:
+                value = row[name]
+                low, high = (isinstance(value, Estimate) and value.interval) or (None, None)
+                cells[name] = _plain(value.value if isinstance(value, Estimate) else value)
+                cells |= {f"{name}_low": _plain(low), f"{name}_high": _plain(high)} if name in spans else {}
             rows.append(cells)
-        return [name for own in names for name in own], rows
-
-    def _names(self) -> list[str]:
-        return [column.name for column in self.columns]
+        return [f"{name}{end}" for name in names for end in ("", "_low", "_high")[: 3 if name in spans else 1]], rows
 
 
 def number_text(value: float, digits: int, is_signed: bool = False) -> str:
@@ -145,10 +128,8 @@ def value_text(row: Cells, column: Column) -> str:
 def interval_text(row: Cells, column: Column) -> str:
     """`0.12, 0.34`, or nothing where a cell has no interval."""
     value = row[column.name]
-    ends = [
-        number_text(end, column.digits, column.is_signed)
-        for end in (isinstance(value, Estimate) and value.interval) or ()
-    ]
+    found = value.interval if isinstance(value, Estimate) else None
+    ends = [number_text(end, column.digits, column.is_signed) for end in found or ()]
     return "" if len(set(ends)) < 2 else ", ".join(ends)  # the full cache against itself has no width
 
 
@@ -159,29 +140,21 @@ def text_of(row: Cells, column: Column) -> str:
 
 
 def sort_key(row: Cells, column: Column) -> str:
-    """What a page sorts a cell by."""
+    """The value that a page sorts a cell by."""
     value = row[column.name]
-    if isinstance(value, Estimate):
-        return repr(value.value)
-    return "" if value is None else str(value)
+    return repr(value.value) if isinstance(value, Estimate) else "" if value is None else str(value)
 
 
-def _plain(value: Value) -> object:
+def _plain(value: object) -> object:
     return "" if value is None else f"{value:.6g}" if isinstance(value, float) else value
 
 
-def _escaped(text: str, symbols: str) -> str:
-    return re.sub(f"([{re.escape(symbols)}])", r"\\\1", text.replace("\n", " "))
-
-
-def _latex(text: str) -> str:
-    return text.translate(_LATEX)
-
-
 def _latex_cell(row: Cells, column: Column) -> str:
-    text, ends = _latex(value_text(row, column)), interval_text(row, column)
+    text, ends = value_text(row, column).translate(_LATEX), interval_text(row, column)
     return rf"{text} {{\scriptsize [{ends}]}}" if ends else text
 
+
+# The tables of a report
 
 PLACE = (Column("task", "task", is_text=True), Column("length", "length"))
 VARIANT = (Column("budget", "budget"), Column("method", "method", is_text=True))
@@ -204,61 +177,9 @@ _DIFFERENCES = (
     Column("agreement", "top-1 agreement", is_signed=True),
     Column("n", "n"),
 )
-
-
-def overall_table(summary: Sequence[SummaryRow]) -> Table:
-    """The mean over tasks of every method and budget."""
-    mean = mean_over_tasks(summary)
-    title = f"{mean[0].task}, all lengths" if mean else "no results"
-    caption = f"Score and fidelity with 95 % intervals over samples: {title}."
-    return Table("overall", caption, (*VARIANT, *_SCORES), _score_rows(mean))
-
-
-def task_table(summary: Sequence[SummaryRow]) -> Table:
-    """Every method and budget at each task and length."""
-    rows = [
-        {"task": task, "length": length, **row}
-        for (task, length), group in by_task_and_length(summary).items()
-        for row in _score_rows(group)
-    ]
-    caption = "Score and fidelity by task and prompt length, with 95 % intervals over samples."
-    return Table("by_task", caption, (*PLACE, *VARIANT, *_SCORES), rows)
-
-
-def difference_table(summary: Sequence[SummaryRow]) -> Table:
-    """Every pair of methods at equal budget, and each against the full cache, over all tasks."""
-    rows: list[Cells] = [
-        {
-            "budget": each.row.budget,
-            "method": each.row.method,
-            "against": each.against.method,
-            **each.estimates,
-            "n": each.row.n,
-        }
-        for each in differences(mean_over_tasks(summary))
-    ]
-    caption = "Paired differences of methods over the same samples, with 95 % intervals."
-    return Table("differences", caption, _DIFFERENCES, rows)
-
-
-def _score_rows(rows: Sequence[SummaryRow]) -> list[Cells]:
-    return [
-        {
-            "budget": row.budget,
-            "method": row.method,
-            **{name: row.estimates[name] for name in MEASURES},
-            "of_full": share_of_full(row, rows),
-            **{name: row.means[name] for name in MEANS},
-            "n": row.n,
-        }
-        for row in rows
-    ]
-
-
 _PHASES = ("prefill", "draft", "observe", "select")
-_COLUMNS = (
-    Column("budget", "budget"),
-    Column("method", "method", is_text=True),
+_COSTS = (
+    *VARIANT,
     *(Column(phase, f"{phase} (s)") for phase in _PHASES),
     Column("time_to_first_token", "time to first token (s)"),
     Column("question", "question (s)"),
@@ -269,23 +190,65 @@ _COLUMNS = (
 )
 
 
+def overall_table(summary: Sequence[SummaryRow]) -> Table:
+    """The mean over tasks of every method and budget."""
+    mean = mean_over_tasks(summary)
+    title = f"{mean[0].task}, all lengths" if mean else "no results"
+    caption = f"Score and fidelity with 95 % intervals over samples: {title}. {notes_on(mean)}".strip()
+    return Table("overall", caption, (*VARIANT, *_SCORES), _score_rows(mean))
+
+
+def task_table(summary: Sequence[SummaryRow]) -> Table:
+    """Every method and budget at each task and length."""
+    groups = by_task_and_length(summary).items()
+    rows = [{"task": task, "length": length, **row} for (task, length), group in groups for row in _score_rows(group)]
+    rest = notes_on([row for _, group in groups for row in group])
+    caption = f"Score and fidelity by task and prompt length, with 95 % intervals over samples. {rest}".strip()
+    return Table("by_task", caption, (*PLACE, *VARIANT, *_SCORES), rows)
+
+
+def difference_table(summary: Sequence[SummaryRow]) -> Table:
+    """Every pair of methods at equal budget, and each against the full cache, over all tasks."""
+    names = ("budget", "method", "against", "n")
+    found = differences(mean_over_tasks(summary))
+    rows = [{name: getattr(each, name) for name in names} | {**each.estimates} for each in found]
+    rest = notes_on([replace(each, whole=0) for each in found])
+    caption = f"Paired differences of methods over the same samples, with 95 % intervals. {rest}".strip()
+    return Table("differences", caption, _DIFFERENCES, rows)
+
+
 def cost_table(rows: Sequence[Row]) -> Table:
-    """Means over all samples of every method and budget, the full cache first."""
-    order = {method: place for place, method in enumerate(in_order(row["method"] for row in rows))}
+    """Seconds by phase, decoding speed, KV entries and memory: means over all samples, the full cache first."""
+    order = in_order(row["method"] for row in rows)
     variants: dict[tuple[float, int], list[Row]] = defaultdict(list)
     for row in rows:
-        variants[row["budget"] or 0, order[row["method"]]].append(row)
-    cells = [_cells(variants[key]) for key in sorted(variants)]
-    return Table("costs", "Time and memory, means over samples.", _COLUMNS, cells)
+        variants[row["budget"] or 0, order.index(row["method"])].append(row)
+    cells: list[Cells] = []
+    for _, group in sorted(variants.items()):
+        speeds = [row["tokens_per_second"] for row in group if row["tokens_per_second"] is not None]
+        cells.append(
+            {
+                "budget": group[0]["budget"],
+                "method": group[0]["method"],
+                **{name: statistics.fmean(row["seconds"][name] for row in group) for name in (*_PHASES, "question")},
+                **{
+                    name: statistics.fmean(row[name] for row in group)
+                    for name in ("time_to_first_token", "rows", "kept")
+                },
+                "tokens_per_second": statistics.fmean(speeds) if speeds else None,
+                "kv_mib": statistics.fmean(row["kv_bytes"] for row in group) / 2**20,
+            }
+        )
+    return Table("costs", "Time and memory, means over samples.", _COSTS, cells)
 
 
-def _cells(rows: list[Row]) -> Cells:
-    speeds = [row["tokens_per_second"] for row in rows if row["tokens_per_second"] is not None]
-    return {
-        "budget": rows[0]["budget"],
-        "method": rows[0]["method"],
-        **{phase: statistics.fmean(row["seconds"][phase] for row in rows) for phase in (*_PHASES, "question")},
-        **{name: statistics.fmean(row[name] for row in rows) for name in ("time_to_first_token", "rows", "kept")},
-        "tokens_per_second": statistics.fmean(speeds) if speeds else None,
-        "kv_mib": statistics.fmean(row["kv_bytes"] for row in rows) / 2**20,
-    }
+def _score_rows(rows: Sequence[SummaryRow]) -> list[Cells]:
+    return [
+        {
+            **{name: getattr(row, name) for name in ("budget", "method", "n")},
+            **row.estimates,
+            **row.means,
+            "of_full": share_of_full(row, rows),
+        }
+        for row in rows
+    ]

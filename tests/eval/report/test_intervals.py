@@ -49,7 +49,7 @@ def test_differences_are_paired() -> None:
 
 
 def test_a_mean_over_strata_draws_within_each() -> None:
-    parts = [estimate([0.0, 0.0], "a"), estimate([2.0, 2.0], "b")]
+    parts = [estimate([0.0] * 20, "a"), estimate([2.0] * 20, "b")]
     mean = weighted(parts, [0.5, 0.5])
     assert mean.value == 1.0
     assert mean.ends == (1.0, 1.0)
@@ -61,7 +61,7 @@ def test_a_mean_over_strata_draws_within_each() -> None:
 
 def test_methods_are_paired_at_equal_budget_and_with_the_full_cache(rows: list[Row]) -> None:
     found = differences(mean_over_tasks(summarize(rows)))
-    assert [(each.row.method, each.row.budget, each.against.method) for each in found] == [
+    assert [(each.method, each.budget, each.against) for each in found] == [
         ("lookaheadkv", 64, "full"),
         ("snapkv", 64, "full"),
         ("lookaheadkv", 128, "full"),
@@ -77,3 +77,8 @@ def test_different_samples_have_no_paired_difference() -> None:
     assert difference(first, second) is None
     (first, second) = summarize([row("snapkv", 64, 1.0, sample_digest="a"), row("laq", 64, 1.0, sample_digest="b")])
     assert difference(first, second) is None
+
+
+def test_few_equal_samples_have_no_interval() -> None:
+    assert estimate([0.25, 0.25], "a").interval is None
+    assert estimate([0.25] * 10, "a").interval == (0.25, 0.25)

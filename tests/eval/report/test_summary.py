@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 from keepsight.eval.report import summary
+from keepsight.eval.report.pages import tables_of
+from keepsight.eval.report.tables import overall_table
 from keepsight.eval.results import Row
 from tests.eval.report.results import row
 
@@ -20,7 +22,7 @@ def test_summary_csv_holds_means_in_a_fixed_order(rows: list[Row], tmp_path: Pat
     )
     assert text.splitlines()[1].startswith("niah_single,512,full,,4,1.0000,0.0000,1.0000,0.5101,1.0000,")
     assert text.splitlines()[4].startswith("niah_single,512,snapkv,64,4,0.2500,2.5000,0.7500,0.0456,0.6994,")
-    assert text.splitlines()[4].endswith(",0.7500,0.7500,0.5000,0.9000,0.3000,2.0000")
+    assert text.splitlines()[4].endswith(",,,0.5000,0.9000,0.3000,2.0000")
     parsed = list(csv.DictReader(text.splitlines()))
     assert [(line["task"], line["method"], line["budget"]) for line in parsed[5:]] == [
         ("qa, short", "full", ""),
@@ -60,7 +62,7 @@ def test_table_sorts_by_score_at_equal_budget_and_shows_the_share_of_full(rows: 
     shown = summary.summary_table(summary.summarize([line for line in rows if line["task"] == "qa, short"]))
     lines = shown.splitlines()
     assert lines[0] == "qa, short, 512 tokens"
-    assert [line.replace("128", "").replace("64", "").replace("   all", "").split()[0] for line in lines[2:]] == [
+    assert [line.replace("128", "").replace("64", "").replace("   all", "").split()[0] for line in lines[2:7]] == [
         "full",
         "lookaheadkv",
         "snapkv",
@@ -74,8 +76,9 @@ def test_table_sorts_by_score_at_equal_budget_and_shows_the_share_of_full(rows: 
         "niah_single, 512 tokens",
         "qa, short, 512 tokens",
         "mean of 2 tasks, all lengths",
+        "Intervals of fewer than 10 samples are too narrow.",
     ]
-    assert "0.67 of full" in both.split("\n\n")[-1]  # lookaheadkv at 64: 0.5 of 0.75
+    assert "0.67 of full" in both.split("\n\n")[-2]  # lookaheadkv at 64: 0.5 of 0.75
 
 
 def test_many_groups_leave_the_mean_alone_in_the_table() -> None:
@@ -99,3 +102,20 @@ def test_what_was_not_measured_is_left_out(rows: list[Row]) -> None:
     ]
     assert lines[0].means["tau"] is None
     assert lines[0].means["same_tokens"] == 5  # all of the answer
+
+
+def test_samples_in_which_nothing_was_evicted_are_named() -> None:
+    rows = [row("full", None, 1.0, sample=str(at)) for at in range(12)]
+    rows += [row("snapkv", 512, 1.0, sample=str(at), kept=500 if at < 5 else 400) for at in range(12)]
+    told = "Nothing was evicted in some samples: snapkv 512 (5 of 12)."
+    assert summary.summary_table(summary.summarize(rows)).endswith(f"\n\n{told}")
+    assert all(table.caption.endswith(told) for table in (overall_table(summary.summarize(rows)), tables_of(rows)[2]))
+    rows[-1]["kept"] = 600  # more than there was: with what was generated
+    assert "(6 of 12)" in summary.summary_table(summary.summarize(rows))
+
+
+def test_names_cannot_steer_the_terminal() -> None:
+    steering = "a\x1b[2J\nb\x9b\u202e"
+    lines = summary.summarize([row("full", None, 1.0, task=steering), row(steering, 64, 0.5, task=steering)])
+    for text in (summary.summary_table(lines), overall_table(lines).markdown()):
+        assert all(each.isprintable() or each == "\n" for each in text) and r"a\x1b[2J\nb" in text
