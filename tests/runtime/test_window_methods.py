@@ -14,7 +14,7 @@ from keepsight.runtime.allocate import Adaptive, Pyramid
 from keepsight.runtime.attention import recording
 from keepsight.runtime.drafting.observer import DraftObserver
 from keepsight.runtime.generate import decode, stop_after
-from keepsight.runtime.importance import Pool, Reduce
+from keepsight.runtime.importance import Reduce
 from keepsight.runtime.methods.drafts import Oracle, OwnAnswer
 from keepsight.runtime.methods.lookaheadkv import LookaheadKV
 from keepsight.runtime.methods.positions import (
@@ -306,17 +306,6 @@ def test_ladders_stop_at_any_budget(observer):
             for budget in range(4, length):
                 expected = _compacted(length, budget, layer, 6, ladder, kept)
                 assert sorted(_best(ranks, budget)) == expected, (length, layer, budget)
-
-
-def test_named_methods_are_one_composition_with_the_published_defaults():
-    snapkv, lacache = SnapKV(64), LaCache(64)
-    assert (snapkv.window, snapkv.pool) == (32, Pool("max", 7))
-    assert (H2O(64).window, H2O(64).pool.kernel) == (32, 1)
-    assert (TOVA(64).window, TOVA(64).sinks) == (1, 0)
-    assert PyramidKV(64) == PyramidKV(64, snapkv.observer, window=32, allocate=Pyramid(20))
-    assert AdaKV(64) == AdaKV(64, snapkv.observer, window=32, allocate=Adaptive(0.2))
-    assert isinstance(lacache.bound_observer, Ladder)
-    assert lacache.bound_observer.sinks == lacache.sinks == StreamingLLM(64).sinks == 4
 
 
 @pytest.mark.parametrize(
