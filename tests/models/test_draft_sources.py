@@ -19,7 +19,6 @@ from keepsight.models.draft_sources import LayerSubset, LoadedDraft, load_draft
 from keepsight.models.lookahead import Lookahead
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.models.targets import Target, load_target
-from keepsight.runtime.attention import recording
 from tests.close import assert_close
 from tests.tiny import prompt_ids, save_tiny_target, tiny_model, tiny_tokenizer
 
@@ -93,25 +92,6 @@ def test_the_weights_are_the_targets(target: PreTrainedModel) -> None:
         assert {name: weight.data_ptr() for name, weight in own.items()} == {
             name: weight.data_ptr() for name, weight in theirs.items()
         }
-
-
-@torch.no_grad()
-def recorded(model: PreTrainedModel) -> tuple[list[int], Tensor]:
-    """The layers that a recorder sees, and the logits."""
-    layers: list[int] = []
-    with recording(model):
-        output = model(input_ids=IDS, use_cache=False, recorder=lambda layer, *_: layers.append(layer))
-    return layers, output.logits
-
-
-def test_attention_is_recorded_on_the_draft_alone(target: PreTrainedModel) -> None:
-    draft = LayerSubset(KEPT).of(target)
-    assert draft.config._attn_implementation == target.config._attn_implementation == "sdpa"
-    layers, output = recorded(draft)
-    assert layers == list(range(len(KEPT)))
-    assert_close(output, logits(reference(target, KEPT)))
-    assert target.config._attn_implementation == "sdpa"
-    assert {layer.self_attn.config._attn_implementation for layer in target.model.layers} == {"sdpa"}
 
 
 def test_adapters_stay_with_the_target(target: PreTrainedModel) -> None:

@@ -214,18 +214,6 @@ def test_sharing_between_all_layers_equals_its_definition(prompt, floor, weighte
         assert counts[:, row].tolist() == expected
 
 
-@pytest.mark.parametrize(
-    "allocate", [Pyramid(4), Adaptive(floor=0.25), Adaptive(floor=0.25, blend=False), Global(0.25)], ids=repr
-)
-@given(seed=st.integers(0, 999), budget=st.integers(4, 12), concentrated=st.booleans())
-def test_no_head_is_left_without_entries(allocate, seed, budget, concentrated):
-    allocate.check(budget, 0)
-    importance = _importance(3, 1, 4, 60, seed)
-    if concentrated:
-        importance = [layer + torch.tensor([1.0, 0, 0, 0])[:, None] for layer in importance]
-    assert int(torch.stack(divide(allocate, importance, budget)).min()) >= 1
-
-
 def test_ties_go_to_the_first_head():
     equal = [torch.zeros(1, 3, 9)]
     assert divide(Adaptive(floor=0.0), equal, 4)[0].tolist() == [[9, 3, 0]]

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 from transformers.cache_utils import DynamicCache
-from transformers.generation.streamers import BaseStreamer
 
 from keepsight import Conversation, generate, load_state, save_state
 from keepsight.errors import UserError
@@ -20,17 +19,6 @@ SMALL = SnapKV(12, window=4, pool=Pool(kernel=3))
 GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
 DICT: dict[str, Any] = GREEDY | {"return_dict_in_generate": True}
 METHODS: list[Any] = [FullCache(), SMALL, StreamingLLM(12), Kivi(residual=8, group=8), Truncation(20)]
-
-
-class _Noted(BaseStreamer):
-    def __init__(self):
-        self.tokens, self.ended = [], False
-
-    def put(self, value):
-        self.tokens += value.flatten().tolist()
-
-    def end(self):
-        self.ended = True
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: type(method).__name__)
@@ -81,13 +69,6 @@ def test_each_prompt_is_answered_as_often_as_asked():
     torch.manual_seed(0)
     assert torch.equal(found, model.generate(ids, attention_mask=mask, num_return_sequences=3, **options))
     assert len(found) == 6 and len(found.unique(dim=0)) == 6
-
-
-def test_a_streamer_works_through_the_hook():
-    model, ids, noted = tiny_model(), prompt_ids(30)[0], _Noted()
-    answer = model.generate(ids, custom_generate=SMALL, streamer=noted, **GREEDY)
-    assert noted.tokens == answer[0].tolist()
-    assert noted.ended
 
 
 def _right_padded():

@@ -18,7 +18,6 @@ from keepsight.errors import UserError
 from keepsight.models.decoder import decoder_of
 from keepsight.models.draft_sources import LoadedDraft
 from keepsight.runtime.generate import generate
-from keepsight.runtime.methods.window import SnapKV
 from keepsight.runtime.state import prefill
 from tests.close import assert_close
 from tests.families import family_model, fresh_model
@@ -173,11 +172,3 @@ def test_the_loaded_attention_gets_every_argument(family):
             assert ours.get(name) == its.get(name)
         assert (ours.get("s_aux") is None) == (its.get("s_aux") is None)
     assert model.config._attn_implementation == "test_unknown"
-
-
-def test_attention_weights_are_given_to_who_asks_for_them():
-    model = tiny_model()
-    model.set_attn_implementation("eager")
-    generate(model, PROMPT, SnapKV(16, window=8), max_new_tokens=2)
-    with torch.no_grad():
-        assert model(PROMPT, output_attentions=True).attentions[0].shape == (1, 4, 41, 41)

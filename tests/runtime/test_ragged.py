@@ -12,7 +12,7 @@ from keepsight.runtime.attention import recording
 from keepsight.runtime.generate import FullCache, decode, stop_after
 from keepsight.runtime.importance import Pool
 from keepsight.runtime.join import join
-from keepsight.runtime.layer import KeptLayer, RaggedLayer
+from keepsight.runtime.layer import RaggedLayer
 from keepsight.runtime.methods import SnapKV, StreamingLLM
 from keepsight.runtime.state import Needs, prefill, read
 from tests.close import assert_close
@@ -30,21 +30,6 @@ def random_cache(lengths, dtype=torch.float32, layers=2, seen=50):
     counts, total = np.array(lengths), sum(map(sum, lengths))
     packed = [torch.randn(2, total, 4, generator=generator, dtype=torch.float32).to(dtype) for _ in range(layers)]
     return Cache(layers=[RaggedLayer(keys, values, counts, seen) for keys, values in packed]), packed
-
-
-def test_keep_is_dense_where_all_heads_keep_the_same_number():
-    keys, values = torch.randn(2, 1, 2, 6, 4)
-    mask = torch.zeros(1, 2, 6).bool()
-    mask[0, 0, [1, 4]] = mask[0, 1, [0, 5]] = True
-    dense = KeptLayer(keys, values, 9).keep(mask, mask.sum(dim=-1).numpy())
-    assert type(dense) is KeptLayer
-    assert torch.equal(dense.keys[0], torch.stack([keys[0, 0, [1, 4]], keys[0, 1, [0, 5]]]))
-    mask[0, 1, 2] = True
-    ragged = KeptLayer(keys, values, 9).keep(mask, mask.sum(dim=-1).numpy())
-    assert type(ragged) is RaggedLayer
-    assert ragged.counts.tolist() == [[2, 3]]
-    assert torch.equal(ragged.kept_values, torch.cat([values[0, 0, [1, 4]], values[0, 1, [0, 2, 5]]]))
-    assert (dense.get_seq_length(), ragged.get_seq_length()) == (9, 9)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,6 +1,6 @@
 """Prefill, eviction and decoding on tiny random models, against full attention and against one another."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -9,14 +9,23 @@ from transformers import LogitsProcessorList
 from keepsight import generate
 from keepsight.errors import UserError
 from keepsight.runtime.drafting.observer import DraftObserver
+from keepsight.runtime.drafting.speckv import ModelDrafter
 from keepsight.runtime.evict import Evict, call
-from keepsight.runtime.generate import decode, stop_after
-from keepsight.runtime.methods import Oracle, SnapKV, StreamingLLM
+from keepsight.runtime.generate import Conversation, decode, stop_after
+from keepsight.runtime.methods import H2O, LAQ, Oracle, SnapKV, StreamingLLM
 from keepsight.runtime.methods.drafts import OwnAnswer
+from keepsight.runtime.methods.laq import QueryCache
+from keepsight.runtime.methods.positions import LaCache, Ladder
+from keepsight.runtime.methods.window import PromptWindow
 from keepsight.runtime.observe import Observer
+from keepsight.runtime.quantized.kivi import Kivi
+from keepsight.runtime.quantized.specache import SpeCache
+from keepsight.runtime.saved import save_state
 from keepsight.runtime.state import Needs, entries, prefill
 from tests.close import assert_close
+from tests.runtime.prompt_compression.prompts import small_cascade, small_specpc, tiny_draft
 from tests.runtime.recording import recorded
+from tests.runtime.test_ragged import random_cache
 from tests.tiny import FAMILIES, prompt_ids, tiny_model
 
 SMALL = [StreamingLLM(12), SnapKV(12, window=4), Oracle(12, DraftObserver(OwnAnswer(8)))]
@@ -129,3 +138,63 @@ def test_an_observer_without_queries_says_so():
     model = tiny_model()
     with pytest.raises(UserError, match="no query is left of the 4"):
         SMALL[1].compress(model, prefill(model, prompt_ids(40)[0], needs=Needs()))
+
+
+PACKED = [Kivi(2, 8, 8), SpeCache(2, 8, 8, topk=4), SpeCache(2, 8, 8, topk=4, speculative=False)]
+
+
+def test_h2o_refuses_a_state_that_another_method_has_read():
+    model, ids = tiny_model(), prompt_ids(60)[0]
+    conversation = Conversation(model, H2O(40), SnapKV(40).start(model, ids))
+    with pytest.raises(UserError, match="h2o: the attention that entries received was not recorded"):
+        conversation.say(ids[:, :20], max_new_tokens=3)
+
+
+@pytest.mark.parametrize("method", [small_specpc(lookahead=5), small_cascade()], ids=["specpc", "speckvpc"])
+def test_a_draft_that_does_not_fit_the_context_is_refused(method):
+    method.check(95, 100)
+    with pytest.raises(UserError, match="5 drafted tokens after a prompt of 96 do not fit the context of 100"):
+        method.check(96, 100)
+
+
+def test_a_draft_model_of_a_short_context_is_refused():
+    model, draft = tiny_model(), tiny_draft(max_position_embeddings=64)
+    for run in (
+        ModelDrafter(draft, 5).write,
+        lambda _, ids: small_specpc(draft=draft, lookahead=5).look(model, ids[0]),
+    ):
+        run(model, prompt_ids(59)[0])
+        with pytest.raises(UserError, match="of 60 tokens and a draft of 5 do not fit the draft model's context of 64"):
+            run(model, prompt_ids(60)[0])
+
+
+@pytest.mark.parametrize("method", PACKED, ids=repr)
+def test_a_packed_state_is_neither_saved_nor_continued_from(method, tmp_path):
+    model, ids = tiny_model(), prompt_ids(40)[0]
+    state = method.start(model, ids)
+    with pytest.raises(UserError, match=r"in its own form .* cannot be saved"):
+        save_state(state, tmp_path, model=model)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(UserError, match="give the state that it was made from"):
+        Conversation(model, method, state)
+
+
+def test_a_replaced_field_reaches_what_the_observer_leaves_open():
+    assert replace(LAQ(64), budget=100) == LAQ(100)
+    assert replace(LAQ(64), budget=100).bound_observer == QueryCache(budget=100)
+    assert replace(LaCache(64), sinks=2).bound_observer == Ladder(sinks=2)
+    assert replace(SnapKV(64), window=8).bound_observer == PromptWindow(8)
+
+
+def test_ragged_layers_are_cropped_to_their_last_eviction_at_most():
+    cache, _ = random_cache([[3, 1]])
+    new = torch.ones(1, 2, 2, 4)
+    for index in range(2):
+        cache.update(new, new, index)
+    with pytest.raises(UserError, match="cannot remove 3 tokens, only the 2"):
+        cache.crop(-3)
+    assert cache.get_seq_length() == 52
+    cache.crop(-2)
+    assert cache.get_seq_length() == 50
+    held = [each.real for each in entries(cache)]
+    assert [None if real is None else real.sum(dim=-1).tolist() for real in held] == [[[3, 1]]] * 2

@@ -7,14 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from keepsight import SnapKV, SpeCache, SpeContext, generate
+from keepsight import SnapKV, SpeContext, generate
 from keepsight.errors import UserError
 from keepsight.runtime.generate import Conversation
-from keepsight.runtime.join import join
 from keepsight.runtime.methods.make import make_method
 from keepsight.runtime.saved import load_state, save_state
 from keepsight.runtime.state import read
-from tests.close import assert_close
 from tests.devices import FIRST, HOST, SECOND, device_of, in_halves, several_devices
 from tests.families import fresh_model
 from tests.models.retrieval_heads import tiny_retrieval_head
@@ -94,15 +92,6 @@ def test_a_saved_state_goes_back_to_the_devices_of_its_layers(halves: Any, tmp_p
         assert torch.equal(*(read(halves, each.copy(), token)[1] for each in (state, loaded)))
 
 
-def test_joined_states(halves: Any) -> None:
-    with several_devices():
-        ids, tokens = IDS.to(FIRST), IDS[:1, :3].to(FIRST)
-        states = [SnapKV(budget, window=8).start(halves, ids[:1]) for budget in (24, 16)]
-        _, logits = read(halves, join(states), tokens.expand(2, -1))
-        for row, state in zip(logits, states, strict=True):
-            assert_close(row, read(halves, state.copy(), tokens)[1][0])
-
-
 def test_entries_in_cpu_memory_are_for_one_device(halves: Any) -> None:
     method = SpeContext(16, tiny_retrieval_head("none"), offload=1)
     with (
@@ -110,14 +99,6 @@ def test_entries_in_cpu_memory_are_for_one_device(halves: Any) -> None:
         pytest.raises(UserError, match="layers of llama lie on cpu:0, cpu:1; load the model on one"),
     ):
         generate(halves, IDS[:1].to(FIRST), method, max_new_tokens=2)
-
-
-@pytest.mark.parametrize("guessing", [True, False])
-def test_specache(whole: Any, halves: Any, guessing: bool) -> None:
-    method = SpeCache(1, 8, 16, 6, speculative=guessing)
-    expected = answer(whole, method)
-    with several_devices():
-        assert answer(halves, method) == expected
 
 
 def test_a_sparse_prefill_and_features(whole: Any, halves: Any, folder: Path) -> None:

@@ -78,25 +78,3 @@ def test_top_pages(budget: int, page: int, heads: int, kv_heads: int) -> None:
                 start = 0 if padding is None else int(padding[row])
                 expected = sorted(start + place for place in slow(own, entries[start:], SCALING))
                 assert places_of(chosen, row, kv_head) == expected
-
-
-@pytest.mark.parametrize("padding", [None, torch.tensor([0, 5, 2])])
-def test_copies_of_pages_and_entries_that_are_taken_back(padding: torch.Tensor | None) -> None:
-    """Two copies that read different tokens, and one that goes back and reads others."""
-    _, keys = random_step(4, 2)
-    _, others = random_step(4, 2, length=61)
-    other = torch.cat([keys[:, :, :18], others[:, :, 18:41]], dim=2)
-    pages = TopPages(16, 4)
-    pages.summarise(keys[:, :, :18], padding)
-    copy = pages.share()
-    for length in range(19, 42):
-        pages.summarise(keys[:, :, :length], padding)
-        copy.summarise(other[:, :, :length], padding)
-    back = pages.share()
-    back.summarise(other[:, :, :18], padding)
-    back.summarise(other[:, :, :41], padding)
-    query, _ = random_step(4, 2)
-    for made, entries in ((pages, keys), (copy, other), (back, other)):
-        fresh = TopPages(16, 4)
-        fresh.summarise(entries, padding)
-        assert torch.equal(made.scores(query), fresh.scores(query)) and made.bytes == fresh.bytes

@@ -7,10 +7,17 @@ import numpy as np
 import pytest
 import torch
 
+from keepsight.runtime.generate import Conversation
+from keepsight.runtime.join import can_join, join
 from keepsight.runtime.layer import GROWTH, ROOM, KeptLayer, RaggedLayer
+from keepsight.runtime.methods.window import AdaKV, SnapKV
 from keepsight.runtime.retrieval.specontext import HeadKeys
+from keepsight.runtime.saved import load_state, save_state
 from keepsight.runtime.sparse_read.cache import SelectedLayer
-from keepsight.runtime.sparse_read.selection import TopPages
+from keepsight.runtime.state import read
+from tests.close import assert_close
+from tests.families import family_model, fresh_model
+from tests.tiny import prompt_ids
 
 
 def kept(entries: int = 5) -> KeptLayer:
@@ -90,14 +97,68 @@ def test_room_grows_by_a_share_of_what_is_held(make):
     assert layer.keys.untyped_storage().nbytes() <= (layer.keys.shape[2] * (1 + GROWTH) + ROOM) * row
 
 
-def test_room_for_quests_pages_grows_by_a_share_of_them() -> None:
-    """5,000 pages one by one, where 16 at a time would be 312 moves."""
-    pages, places, keys = TopPages(8, page=1), [], torch.randn(1, 2, 5000, 4)
-    bounds = keys[:, :, :0]
-    for length in range(1, 5001):
-        pages.summarise(keys[:, :, :length], None)
-        assert pages._bounds is not None
-        bounds = pages._bounds[:, :, :length]
-        places.append(bounds.data_ptr())
-    assert sum(one != other for one, other in itertools.pairwise(places)) <= 80
-    assert torch.equal(bounds, torch.cat([keys, keys], dim=3))
+FAMILIES = ["Llama 4 (text)", "Gemma 2", "GPT-OSS", "Mistral with a window", "Qwen3-Next"]
+METHODS = [SnapKV(16, window=8), AdaKV(16, window=8)]
+each_family = pytest.mark.parametrize("family", FAMILIES)
+each_method = pytest.mark.parametrize("method", METHODS, ids=["snapkv", "adakv"])
+ANSWER = prompt_ids(5, seed=1)[0]
+
+
+@pytest.mark.parametrize("family", ["Mistral with a window", "Mixtral", "Phi-3, Phi-4"])
+def test_models_of_windows_alone_answer_as_without_us(family):
+    model, ids = fresh_model(family, sliding_window=12), prompt_ids(41)[0]
+    expected = model.generate(ids, max_new_tokens=6, do_sample=False)
+    for method in METHODS:
+        assert torch.equal(model.generate(ids, custom_generate=method, max_new_tokens=6, do_sample=False), expected)
+
+
+@each_family
+@each_method
+def test_padded_rows_answer_as_they_do_alone(family, method):
+    model, (ids, mask) = family_model(family), prompt_ids(41, 27)
+    state, logits = read(model, method.start(model, ids, mask, chunk=7), ANSWER.expand(2, -1))
+
+    for row, length in enumerate((41, 27)):
+        own, alone = read(model, method.start(model, ids[row : row + 1, 41 - length :]), ANSWER)
+        assert_close(logits[row : row + 1], alone)
+        for both, single in zip(state.counts(), own.counts(), strict=True) if own.entries() else ():
+            assert torch.equal(both[row], single[0])
+
+
+@each_family
+@each_method
+def test_a_saved_state_answers_as_it_did(family, method, tmp_path):
+    model = family_model(family)
+    state = method.start(model, prompt_ids(41)[0])
+    loaded = load_state(save_state(state, tmp_path, model=model), model).state
+    assert torch.equal(read(model, loaded, ANSWER)[1], read(model, state, ANSWER)[1])
+
+
+@pytest.mark.parametrize("family", ["DeepSeek-V3", *FAMILIES[:-1]])
+@each_method
+def test_joined_states_are_read_as_alone(family, method):
+    model = family_model(family)
+    states = [method.start(model, prompt_ids(length)[0]) for length in (41, 30, 9)]
+    joined = join(states)
+    found = []
+    for part in ANSWER.split(3, dim=1):
+        joined, logits = read(model, joined, part.expand(3, -1))
+        found.append(logits)
+    for row, state in enumerate(states):
+        assert_close(torch.cat(found, dim=1)[row], read(model, state.copy(), ANSWER)[1][0])
+
+
+def test_recurrent_states_are_not_joined():
+    model = family_model("Qwen3-Next")
+    assert not can_join(METHODS[0].start(model, prompt_ids(41)[0]))
+
+
+@each_family
+def test_a_turn_goes_on_from_the_same_windows(family):
+    model, ids = family_model(family), prompt_ids(41)[0]
+    talk = Conversation(model, SnapKV(60, window=8))
+    first = talk.say(ids, max_new_tokens=3, eos_token_id=999)
+    second = talk.say(ANSWER, max_new_tokens=3, eos_token_id=999)
+    whole = torch.cat([ids, first, ANSWER], dim=1)
+    expected = model.generate(whole, max_new_tokens=3, do_sample=False, eos_token_id=999)[:, whole.shape[1] :]
+    assert torch.equal(second, expected)
