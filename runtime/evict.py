@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from keepsight.errors import UserError, require_whole
+from keepsight.runtime import registry
 from keepsight.runtime.allocate import Allocation, Budget, HeadSizes, Uniform
 from keepsight.runtime.attention import is_bounded
 from keepsight.runtime.generate import CacheMethod, Reapply
@@ -33,6 +34,7 @@ Scores = Callable[[Observer, PreTrainedModel, State, Reduce], list[Tensor]]
 """Calls an observer, or remembers what an equal one has returned for the state."""
 
 
+@registry.method("evict")
 @dataclass(frozen=True)
 class Evict(CacheMethod):
     """Keeps the `budget` most important entries of a prompt; see the module for what the budget counts.

@@ -29,6 +29,7 @@ from typing_extensions import override
 
 from keepsight.errors import UserError
 from keepsight.models.decoder import require_supported
+from keepsight.runtime import registry
 from keepsight.runtime.attention import Reader
 from keepsight.runtime.images import IMAGE_INPUTS, Images
 from keepsight.runtime.state import Needs, State, context_of, positions_of, prefill, read
@@ -480,6 +481,7 @@ class CacheMethod(Method):
         return self.compress(model, prefill(model, input_ids, mask, chunk=chunk, needs=self.needs(), images=images))
 
 
+@registry.method("full", colour="#6A6A6A", line="--")
 @dataclass(frozen=True)
 class FullCache(CacheMethod):
     """Evicts nothing: the reference that every other method is compared with."""

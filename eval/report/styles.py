@@ -1,47 +1,19 @@
 """How each method is named and drawn, the same in every plot and page of a run."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from itertools import product
-from typing import Literal
 
 import numpy as np
 from markupsafe import Markup
 from matplotlib.markers import MarkerStyle
 from matplotlib.path import Path as Outline
 
-from keepsight.eval.results import FULL
+import keepsight.runtime.methods  # noqa: F401 - methods register how they are drawn
+from keepsight.runtime import registry
+from keepsight.runtime.registry import LABELS, PLACES, Line, Style
 
-Line = Literal["-", "--", "-.", ":"]
-
-
-@dataclass(frozen=True)
-class Style:
-    """Colour, marker and line of a method, as matplotlib takes them."""
-
-    colour: str
-    marker: str
-    line: Line = "-"
-
-
-# The Okabe-Ito palette, which stays apart under the common colour-vision deficiencies, less its pale yellow.
-_BLUE, _VERMILLION, _GREEN, _ORANGE = "#0072B2", "#D55E00", "#009E73", "#E69F00"
-_SKY, _PURPLE, _GREY = "#56B4E9", "#CC79A7", "#8A8A8A"
-_INDIGO, _WINE, _TEAL, _OLIVE = "#332288", "#882255", "#44AA99", "#999933"  # Tol's muted palette, for further methods
-STYLES = {
-    FULL: Style("#6A6A6A", "", "--"),
-    "oracle": Style(_GREEN, "D", ":"),
-    "lookaheadkv": Style(_BLUE, "o"),
-    "snapkv": Style(_VERMILLION, "s"),
-    "streamingllm": Style(_GREY, "v"),
-    "laq": Style(_PURPLE, "^"),
-    "speckv": Style(_SKY, "P"),
-    "dapq": Style(_ORANGE, "X"),
-    "specontext": Style(_INDIGO, "h"),
-    "quest": Style(_WINE, "p"),
-    "exact_topk": Style(_TEAL, "D", ":"),
-    "best shared": Style(_OLIVE, "d", ":"),
-}
+# The Okabe-Ito palette, which stays apart under the common colour-vision deficiencies, and Tol's muted palette.
+STYLES = {**registry.STYLES, "best shared": Style("#999933", "d", ":")}
 _FURTHER = ("#8C510A", "#6A3D9A", "#B2182B", "#1B7837", "#E7298A", "#B8860B", "#00838F", "#5A6B00")
 _MARKERS = ("<", ">", "*", "H", "d", "8")
 _LINES: tuple[Line, ...] = ("-", "-.", "--", ":")
@@ -49,14 +21,13 @@ _DASHES = {"-": "", "--": "4 2", ":": "1.5 2", "-.": "5 2 1 2"}
 
 
 def label_of(method: str) -> str:
-    """A method's name in plots and pages. The oracle is no upper bound: it pools, and is beaten here and there."""
-    return "oracle attention" if method == "oracle" else method
+    """A method's name in plots and pages."""
+    return LABELS.get(method, method)
 
 
 def in_order(methods: Iterable[str]) -> list[str]:
-    """Methods, each once: those with a style of their own first, in the order of `STYLES`."""
-    named = list(STYLES)
-    return sorted(set(methods), key=lambda method: (named.index(method) if method in STYLES else len(named), method))
+    """Methods, each once: those that have a place first, the others by name."""
+    return sorted(set(methods), key=lambda method: (PLACES.get(method, len(PLACES)), method))
 
 
 def styles_of(methods: Iterable[str]) -> dict[str, Style]:

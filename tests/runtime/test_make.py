@@ -251,8 +251,8 @@ def test_resources_are_looked_for_only_where_they_are_needed() -> None:
 
 
 WRONG: list[tuple[str, Any, dict[str, Any], str]] = [
-    ("snapkvv", 64, {}, "method 'snapkvv' is unknown; choose one of full, .*; did you mean 'snapkv'"),
-    ("zzz", 64, {}, "method 'zzz' is unknown; choose one of full, .*, evict$"),
+    ("snapkvv", 64, {}, "method 'snapkvv' is unknown; choose one of adakv, .*; did you mean 'snapkv'"),
+    ("zzz", 64, {}, "method 'zzz' is unknown; choose one of adakv, .*, truncation$"),
     ("snapkv", None, {}, "method 'snapkv' needs a budget"),
     ("snapkv", 0, {}, "SnapKV: budget 0 is below 1"),
     ("snapkv", "64", {}, "SnapKV: budget '64' must be a whole number"),
@@ -269,7 +269,7 @@ WRONG: list[tuple[str, Any, dict[str, Any], str]] = [
     ("snapkv", 64, {"pool": {"size": 5}}, "method 'snapkv': pool: there is no option 'size'; it takes kind, kernel"),
     ("snapkv", 64, {"pool": "min"}, "method 'snapkv': pool: kind 'min' is unknown"),
     ("snapkv", 64, {"reduce": "sum"}, "method 'snapkv': reduce: queries 'sum' is unknown"),
-    ("snapkv", 64, {"allocate": "ada"}, "method 'snapkv': allocate: 'ada' is unknown; choose one of uniform, "),
+    ("snapkv", 64, {"allocate": "ada"}, "method 'snapkv': allocate: 'ada' is unknown; choose one of adakv, "),
     ("snapkv", 64, {"allocate": {"floor": 1}}, "method 'snapkv': allocate: there is no option 'floor'; it takes none"),
     ("adakv", 64, {"allocate": {"floor": 2}}, "method 'adakv': allocate: adakv: floor 2 must be between 0 and 1"),
     (
@@ -279,7 +279,7 @@ WRONG: list[tuple[str, Any, dict[str, Any], str]] = [
         "adakv: budget 4 with floor 0.2 can leave a head without entries",
     ),
     ("pyramidkv", 9, {"window": 0, "observer": {"size": 4}}, "pyramidkv: budget 9 with beta 20 leaves"),
-    ("evict", 64, {}, "method 'evict': option 'observer' is missing, one of soft_tokens, "),
+    ("evict", 64, {}, "method 'evict': option 'observer' is missing, one of draft_tokens, "),
     ("evict", 64, {"observer": "window"}, "method 'evict': observer: 'window' is unknown; choose one of "),
     ("evict", 64, {"observer": {"size": 4}}, "method 'evict': observer: give it a name, one of "),
     ("evict", 64, {"observer": "draft_tokens"}, "method 'evict': observer: option 'drafter' is missing"),
