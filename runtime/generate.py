@@ -7,7 +7,7 @@ A method is also a `custom_generate` of transformers: `model.generate(**inputs, 
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -448,7 +448,7 @@ class Method(CustomGenerate):
             state = self.start(model, ids, mask, chunk=request.chunk, images=request.images)
         reapply = self.reapply(model)
         if reapply is None and not request.goes_on and state.needs != Needs():
-            state = state.unrecorded()  # recording without a reader would cost every step
+            state = replace(state, needs=Needs(), features=())  # recording without a reader would cost every step
         return request.decode(self.reader(model), state, reapply)
 
 
