@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from accelerate.utils import has_offloaded_params
@@ -22,6 +23,10 @@ _OTHER_CACHES = ("minimax", "recurrent_gemma")
 
 
 # Structure
+
+
+_SUPPORTED: WeakKeyDictionary[PreTrainedModel, torch.device] = WeakKeyDictionary()
+"""Models that were found to be supported, and the device that they were on then."""
 
 
 def decoder_of(model: PreTrainedModel) -> Any:
@@ -94,6 +99,8 @@ def require_supported(model: PreTrainedModel) -> None:
     Raises:
         UserError: one line that names what is not supported.
     """
+    if model in _SUPPORTED and _SUPPORTED[model] == model.device:
+        return
     kind, decoder = model.config.model_type, decoder_of(model)
     if model.config.is_encoder_decoder:
         raise UserError(f"{kind} is an encoder-decoder model; load a decoder-only model")
@@ -117,6 +124,7 @@ def require_supported(model: PreTrainedModel) -> None:
         require_one_device(model)
     if odd := sorted(set(layer_kinds(model.config)) - {FULL, *BOUNDED}):
         raise UserError(f"{kind} has layers of {', '.join(odd)}; supported are {', '.join((FULL, *BOUNDED))}")
+    _SUPPORTED[model] = model.device
 
 
 def require_one_device(model: PreTrainedModel) -> None:

@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from keepsight.errors import UserError, require_whole
 from keepsight.models.lookahead_settings import HeadWeights, checked_weights
+from keepsight.runtime import registry
 from keepsight.runtime.importance import stacked, top_mask
 from keepsight.runtime.layer import Counts
 
@@ -116,6 +117,7 @@ class Allocation(ABC):
         """
 
 
+@registry.allocation("uniform")
 @dataclass(frozen=True)
 class Uniform(Allocation):
     """The same number of entries in every layer and KV head."""
@@ -129,6 +131,7 @@ class Uniform(Allocation):
         return np.stack([_evenly(sizes.real[:, row], budget) for row, budget in enumerate(budgets)], axis=1)
 
 
+@registry.allocation("pyramidkv")
 @dataclass(frozen=True)
 class Pyramid(Allocation):
     """Budgets that shrink with depth (PyramidKV, arXiv 2406.02069, section 4; KVCache-Factory's integer schedule).
@@ -192,6 +195,7 @@ def pyramid_schedule(budget: int, candidates: int, layers: int, beta: int = 20) 
     return [largest - layer * step for layer in range(layers)]
 
 
+@registry.allocation("adakv")
 @dataclass(frozen=True)
 class Adaptive(Allocation):
     """Heads of a layer share its budget by where its most important entries are (AdaKV, arXiv 2407.11550, algorithm 1).
@@ -266,6 +270,7 @@ class Adaptive(Allocation):
         return functional.pad(best, (0, most - best.shape[-1]), value=-torch.inf)
 
 
+@registry.allocation("global")
 @dataclass(frozen=True)
 class Global(Allocation):
     """The heads of all layers share a budget by where the most important entries are.

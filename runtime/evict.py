@@ -10,6 +10,7 @@ tokens are not counted and never evicted, unless `every` is set: then prompt and
 the budget.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -20,11 +21,21 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from keepsight.errors import UserError, require_whole
+from keepsight.runtime import registry
 from keepsight.runtime.allocate import Allocation, Budget, HeadSizes, Uniform
 from keepsight.runtime.attention import is_bounded
 from keepsight.runtime.generate import CacheMethod, Reapply
 from keepsight.runtime.images import Images
-from keepsight.runtime.importance import Pool, Reduce, protected, reduce_group, require_scores, select_top, value_norms
+from keepsight.runtime.importance import (
+    Pool,
+    Reduce,
+    protected,
+    reduce_group,
+    require_scores,
+    select_top,
+    top_mask,
+    value_norms,
+)
 from keepsight.runtime.layer import Counts, KeptLayer
 from keepsight.runtime.observe import LayerObserver, Observer
 from keepsight.runtime.state import Needs, State, empty_cache, prefill, with_full_layers
@@ -33,6 +44,7 @@ Scores = Callable[[Observer, PreTrainedModel, State, Reduce], list[Tensor]]
 """Calls an observer, or remembers what an equal one has returned for the state."""
 
 
+@registry.method("evict")
 @dataclass(frozen=True)
 class Evict(CacheMethod):
     """Keeps the `budget` most important entries of a prompt; see the module for what the budget counts.
@@ -96,7 +108,7 @@ class Evict(CacheMethod):
             )
         self.allocate.check(self.budget_for(0), protected)
 
-    @property
+    @functools.cached_property
     def bound_observer(self) -> Observer:
         """The observer, with what it leaves open taken from this method."""
         return self.observer.bound(self.budget, self.sinks, self.window)
@@ -304,7 +316,8 @@ class _LayerEviction:
                 self._of_all_layers = method.allocate(self._sizes(self.layers, importance), self.budgets, [])
             marked = bool(self._of_all_layers.min() != self._of_all_layers.max())
             counts = self._of_all_layers[place]
-        (mask,) = select_top([importance], counts[None])
+        same = counts.min() == counts.max()
+        mask = top_mask(importance, int(counts.min()) if same else counts)
         return layer.keep(mask, counts, window=method.window, ragged=self.ragged, marked=marked)
 
     def _sizes(self, layers: int, importance: Tensor) -> HeadSizes:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
@@ -54,6 +55,11 @@ class RecordFeatures:
     def outputs(self) -> tuple[Tensor, ...]:
         """For each of the layers, [B, q, hidden] of the q tokens of the latest pass, on the model's first device."""
         return tuple(self._outputs[place].to(self._device) for place in range(len(self._modules)))
+
+    def after(self, before: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """`outputs` of the latest pass behind those of the tokens before it; none before the first pass."""
+        new = self.outputs()
+        return tuple(torch.cat(pair, dim=1) for pair in zip(before, new, strict=True)) if before else new
 
     def _keeper(self, place: int) -> Any:
         mine = threading.get_ident()

@@ -7,7 +7,7 @@ A method is also a `custom_generate` of transformers: `model.generate(**inputs, 
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from typing_extensions import override
 
 from keepsight.errors import UserError
 from keepsight.models.decoder import require_supported
+from keepsight.runtime import registry
 from keepsight.runtime.attention import Reader
 from keepsight.runtime.images import IMAGE_INPUTS, Images
 from keepsight.runtime.state import Needs, State, context_of, positions_of, prefill, read
@@ -447,7 +448,7 @@ class Method(CustomGenerate):
             state = self.start(model, ids, mask, chunk=request.chunk, images=request.images)
         reapply = self.reapply(model)
         if reapply is None and not request.goes_on and state.needs != Needs():
-            state = state.unrecorded()  # recording without a reader would cost every step
+            state = replace(state, needs=Needs(), features=())  # recording without a reader would cost every step
         return request.decode(self.reader(model), state, reapply)
 
 
@@ -480,6 +481,7 @@ class CacheMethod(Method):
         return self.compress(model, prefill(model, input_ids, mask, chunk=chunk, needs=self.needs(), images=images))
 
 
+@registry.method("full", colour="#6A6A6A", line="--")
 @dataclass(frozen=True)
 class FullCache(CacheMethod):
     """Evicts nothing: the reference that every other method is compared with."""

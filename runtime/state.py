@@ -192,7 +192,7 @@ class Recorder:
         self.cache, self.needs, self.mask, self.after_layer = cache, needs, mask, after_layer
         self.places, self.seconds = 0, 0.0
         self._ahead: Tensor | None = None  # of the pass's own tokens
-        self._mask_on = on_each(mask)
+        self._mask_on = None if mask is None else on_each(mask)
 
     def __call__(
         self, index: int, query: Tensor, key: Tensor, softmax: Softmax, real: Tensor | None, mask: Any
@@ -208,8 +208,9 @@ class Recorder:
             if before.queries is not None and recent.shape[2] < window:
                 recent = torch.cat([before.queries, recent], dim=2)[:, :, -window:]
             queries = recent.clone()  # a slice would keep the whole prompt's queries alive
-            query_mask = None if self.mask is None else self._mask_on(query.device)[:, -queries.shape[2] :]
-            ahead = _ahead_of(before, self._ahead, rows, queries)
+            query_mask = None if self._mask_on is None else self._mask_on(query.device)[:, -queries.shape[2] :]
+            if before.ahead is not None or self._ahead is not None:
+                ahead = _ahead_of(before, self._ahead, rows, queries)
         if self.needs.accumulated:
             start = time.perf_counter()
             accumulated = self._accumulated(before.accumulated, query, key, softmax, real)
@@ -238,10 +239,8 @@ class Recorder:
         return total
 
 
-def _ahead_of(before: Recorded, own: Tensor | None, rows: int, queries: Tensor) -> Tensor | None:
+def _ahead_of(before: Recorded, own: Tensor | None, rows: int, queries: Tensor) -> Tensor:
     """`Recorded.ahead` of queries [B, H, w, d], the last of which were read in a pass over `rows` tokens."""
-    if before.ahead is None and own is None:
-        return None
     width = queries.shape[2]
     own = queries.new_zeros(len(queries), min(rows, width), dtype=torch.long) if own is None else own[:, -width:]
     earlier = own.new_zeros(len(queries), width - own.shape[1]) if before.ahead is None else before.ahead
@@ -291,7 +290,7 @@ def prefill(
         seen = None if mask is None else mask[:, :end]
         recorder = Recorder(cache, needs, seen, after_layer if end == length else None)
         inputs = images.with_tokens(input_ids) if images else {"input_ids": input_ids[:, start:end]}
-        with _features(model, needs) as recorded:
+        with RecordFeatures(model, needs.features) if needs.features else nullcontext() as recorded:
             output = run(
                 model,
                 cache,
@@ -301,7 +300,8 @@ def prefill(
                 logits_to_keep=1,
                 **inputs,
             )
-        features, seconds = _appended(features, recorded), seconds + recorder.seconds
+        features = features if recorded is None else recorded.after(features)
+        seconds += recorder.seconds
         layers = full_layers(cache)
         if recorder.places != len(layers) or any(layer.get_seq_length() != end for layer in layers):
             raise UserError(
@@ -330,7 +330,7 @@ def read(model: Reader, state: State, tokens: Tensor, *, logits_to_keep: int = 0
     mask = None if mask is None else functional.pad(mask, (0, count), value=True)
     if state.needs != Needs():
         recorder = Recorder(state.cache, state.needs, mask)
-    with _features(model, state.needs) as recorded:
+    with RecordFeatures(model, state.needs.features) if state.needs.features else nullcontext() as recorded:
         output = run(
             model,
             state.cache,
@@ -346,19 +346,10 @@ def read(model: Reader, state: State, tokens: Tensor, *, logits_to_keep: int = 0
         logits=logits[:, -1],
         tokens=torch.cat([state.tokens, tokens], dim=1),
         lengths=state.lengths + count,
-        features=_appended(state.features, recorded),
+        features=state.features if recorded is None else recorded.after(state.features),
         seconds=state.seconds + (recorder.seconds if recorder else 0.0),
     )
     return after, logits
-
-
-def _features(model: Any, needs: Needs) -> Any:
-    return RecordFeatures(model, needs.features) if needs.features else nullcontext()
-
-
-def _appended(before: tuple[Tensor, ...], recorded: RecordFeatures | None) -> tuple[Tensor, ...]:
-    new = recorded.outputs() if recorded is not None else ()
-    return tuple(torch.cat(pair, dim=1) for pair in zip(before, new, strict=True)) if before else new
 
 
 def positions_of(mask: Tensor | None, length: int, device: torch.device) -> Tensor:

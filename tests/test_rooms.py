@@ -22,7 +22,7 @@ BELOW: dict[str, set[str]] = {
     "eval.tasks": {"models"},
 }
 BELOW["eval"] = {"eval.tasks", "runtime.methods", *BELOW["runtime.methods"]}
-BELOW["eval.report"] = {"eval"}
+BELOW["eval.report"] = {"eval", "runtime", "runtime.methods"}
 BELOW["eval.bench"] = {"eval", *BELOW["eval"]}
 BELOW["checkpoints"] = BELOW["recipes"] = set()  # data
 BELOW["commands"] = set(BELOW)

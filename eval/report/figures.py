@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import matplotlib
 import numpy as np
@@ -18,8 +18,10 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.markers import MarkerStyle
 
-from keepsight.eval.results import FULL
+import keepsight.runtime.methods  # noqa: F401 - methods register how they are drawn
 from keepsight.files import DPI, atomic_file
+from keepsight.runtime import registry
+from keepsight.runtime.registry import LABELS, PLACES, Line, Style
 
 SIZE = (3.0, 2.35)
 """Width and height of one panel, in inches."""
@@ -30,45 +32,21 @@ _CHARACTER = 0.075
 """Inches of a legend's character."""
 
 
-@dataclass(frozen=True)
-class Style:
-    """Colour, marker and line of a method, as matplotlib takes them."""
-
-    colour: str
-    marker: str
-    line: Literal["-", "-.", "--", ":"] = "-"
-
-
-# The Okabe-Ito palette, which stays apart under the common colour-vision deficiencies, less its pale yellow; then Tol's
-# muted palette.
-STYLES = {
-    FULL: Style("#6A6A6A", "", "--"),
-    "oracle": Style("#009E73", "D", ":"),
-    "lookaheadkv": Style("#0072B2", "o"),
-    "snapkv": Style("#D55E00", "s"),
-    "streamingllm": Style("#8A8A8A", "v"),
-    "laq": Style("#CC79A7", "^"),
-    "speckv": Style("#56B4E9", "P"),
-    "dapq": Style("#E69F00", "X"),
-    "specontext": Style("#332288", "h"),
-    "quest": Style("#882255", "p"),
-    "exact_topk": Style("#44AA99", "D", ":"),
-    "best shared": Style("#999933", "d", ":"),
-}
+# The Okabe-Ito palette, which stays apart under the common colour-vision deficiencies, and Tol's muted palette.
+STYLES = {**registry.STYLES, "best shared": Style("#999933", "d", ":")}
 _FURTHER = ("#8C510A", "#6A3D9A", "#B2182B", "#1B7837", "#E7298A", "#B8860B", "#00838F", "#5A6B00")
 _MARKERS = ("<", ">", "*", "H", "d", "8")
-_DASHES: dict[Literal["-", "-.", "--", ":"], str] = {"-": "", "-.": "5 2 1 2", "--": "4 2", ":": "1.5 2"}
+_DASHES: dict[Line, str] = {"-": "", "-.": "5 2 1 2", "--": "4 2", ":": "1.5 2"}
 
 
 def label_of(method: str) -> str:
-    """A method's name in plots and pages. The oracle is no upper bound: it pools, and is beaten here and there."""
-    return "oracle attention" if method == "oracle" else method
+    """A method's name in plots and pages."""
+    return LABELS.get(method, method)
 
 
 def in_order(methods: Iterable[str]) -> list[str]:
-    """Methods, each once: those with a style of their own first, in the order of `STYLES`."""
-    named = list(STYLES)
-    return sorted(set(methods), key=lambda method: (named.index(method) if method in STYLES else len(named), method))
+    """Methods, each once: those that have a place first, the others by name."""
+    return sorted(set(methods), key=lambda method: (PLACES.get(method, len(PLACES)), method))
 
 
 def styles_of(methods: Iterable[str]) -> dict[str, Style]:

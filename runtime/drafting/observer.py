@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from keepsight.errors import require_whole
+from keepsight.runtime import registry
 from keepsight.runtime.generate import decode, end_ids, stop_after
 from keepsight.runtime.importance import Reduce
 from keepsight.runtime.observe import Observer, combine, look_back, recorded_queries, window_attention
@@ -64,6 +65,7 @@ class GivenDraft(Drafter):
         return self.draft.ids.shape[1]
 
 
+@registry.observer("draft_tokens")
 @dataclass(frozen=True)
 class DraftObserver(Observer):
     """The tokens of a draft observe, at the positions of the answer, together with the last prompt tokens.

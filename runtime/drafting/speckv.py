@@ -16,6 +16,7 @@ from typing_extensions import override
 from keepsight.errors import UserError, require_whole
 from keepsight.models.decoder import has_latents
 from keepsight.models.draft_sources import DraftHeadSource, DraftSource
+from keepsight.runtime import registry
 from keepsight.runtime.attention import OwnAttention, Softmax, grouped_attention, run
 from keepsight.runtime.drafting.observer import Drafter, DraftIds, DraftObserver, GivenDraft, greedy_draft
 from keepsight.runtime.drafting.speculative import head_answer
@@ -245,6 +246,7 @@ class _SparseLayer(DynamicLayer, OwnAttention):
         return layer
 
 
+@registry.drafter("draft_model")
 @dataclass(frozen=True)
 class ModelDrafter(Drafter):
     """A draft's greedy answer to everything the target has read.
@@ -291,6 +293,7 @@ class ModelDrafter(Drafter):
         return greedy_draft(drafting, prefill(drafting, tokens, mask, needs=Needs()), self.lookahead)
 
 
+@registry.method("speckv", colour="#56B4E9", marker="P")
 @dataclass(frozen=True)
 class SpecKV(Evict):
     """Keeps what the draft or the last 33 prompt tokens attend to most (arXiv 2506.08373, section 4 and table 8).

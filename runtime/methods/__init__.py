@@ -1,4 +1,10 @@
-"""The methods: one short file a family, a registry by name, and `make_method` for names and plain options."""
+"""The methods: a file a family, here or beside the mechanism of a family; each registers itself by name.
+
+Modules of this folder are imported by themselves, so that a new file is a new method.
+"""
+
+from importlib import import_module as _import_module
+from pkgutil import iter_modules as _iter_modules
 
 from keepsight.runtime.drafting.speckv import SpecKV as SpecKV
 from keepsight.runtime.evict import Evict as Evict
@@ -8,9 +14,6 @@ from keepsight.runtime.methods.drafts import Oracle as Oracle
 from keepsight.runtime.methods.laq import LAQ as LAQ
 from keepsight.runtime.methods.laq import LAQPlus as LAQPlus
 from keepsight.runtime.methods.lookaheadkv import LookaheadKV as LookaheadKV
-from keepsight.runtime.methods.make import DRAFTERS as DRAFTERS
-from keepsight.runtime.methods.make import METHODS as METHODS
-from keepsight.runtime.methods.make import OBSERVERS as OBSERVERS
 from keepsight.runtime.methods.make import make_method as make_method
 from keepsight.runtime.methods.positions import KeyNorm as KeyNorm
 from keepsight.runtime.methods.positions import LaCache as LaCache
@@ -29,6 +32,12 @@ from keepsight.runtime.prompt_compression.text import SentenceSimilarity as Sent
 from keepsight.runtime.prompt_compression.text import Truncation as Truncation
 from keepsight.runtime.quantized.kivi import Kivi as Kivi
 from keepsight.runtime.quantized.specache import SpeCache as SpeCache
+from keepsight.runtime.registry import DRAFTERS as DRAFTERS
+from keepsight.runtime.registry import METHODS as METHODS
+from keepsight.runtime.registry import OBSERVERS as OBSERVERS
 from keepsight.runtime.retrieval.specontext import SpeContext as SpeContext
 from keepsight.runtime.sparse_read.selection import ExactTopK as ExactTopK
 from keepsight.runtime.sparse_read.selection import Quest as Quest
+
+for _module in _iter_modules(__path__):
+    _import_module(f"{__name__}.{_module.name}")

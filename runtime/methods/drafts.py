@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from keepsight.errors import UserError, require_whole
+from keepsight.runtime import registry
 from keepsight.runtime.drafting.observer import Drafter, DraftIds, DraftObserver, greedy_draft
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.importance import NO_POOL, Pool
@@ -16,6 +17,7 @@ from keepsight.runtime.observe import Observer
 from keepsight.runtime.state import State
 
 
+@registry.drafter("own_answer")
 @dataclass(frozen=True)
 class OwnAnswer(Drafter):
     """The target's greedy answer from the whole state (LookaheadKV, arXiv 2603.10899, section 2, equation 1).
@@ -38,6 +40,7 @@ class OwnAnswer(Drafter):
         return 0  # it takes the positions of the answer itself, which has to fit anyway
 
 
+@registry.method("oracle", label="oracle attention", colour="#009E73", marker="D", line=":")
 @dataclass(frozen=True)
 class Oracle(Evict):
     """Keeps what the full cache's own answer attends to."""
@@ -45,6 +48,7 @@ class Oracle(Evict):
     observer: Observer = DraftObserver(OwnAnswer())
 
 
+@registry.drafter("prompt_ends")
 @dataclass(frozen=True)
 class PromptEnds(Drafter):
     """The first and the last tokens of what was read (DapQ, arXiv 2603.11564, section 5.1).
@@ -77,6 +81,7 @@ class PromptEnds(Drafter):
         return self.first + self.last
 
 
+@registry.drafter("random_tokens")
 @dataclass(frozen=True)
 class RandomTokens(Drafter):
     """Tokens drawn uniformly from the vocabulary, the same ones for every prompt.
@@ -104,6 +109,7 @@ class RandomTokens(Drafter):
         return self.count
 
 
+@registry.drafter("constant_text")
 @dataclass(frozen=True)
 class ConstantText(Drafter):
     """The same text after every prompt.
@@ -134,6 +140,7 @@ class ConstantText(Drafter):
         return len(self.ids)
 
 
+@registry.method("dapq", colour="#E69F00", marker="X")
 @dataclass(frozen=True)
 class DapQ(Evict):
     """32 pseudo tokens observe from the answer's first positions (DapQ, arXiv 2603.11564, section 4).

@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from keepsight.errors import UserError, require_whole
 from keepsight.models.decoder import on_each
+from keepsight.runtime import registry
 from keepsight.runtime.allocate import Budget
 from keepsight.runtime.drafting.observer import until_end
 from keepsight.runtime.evict import Evict
@@ -23,6 +24,7 @@ from keepsight.runtime.state import Needs, State, read
 _MASKS = ("corrected", "published")
 
 
+@registry.observer("query_cache")
 @dataclass(frozen=True)
 class QueryCache(Observer):
     """The queries of a guess that the target writes from a SnapKV cache score the whole cache (LAQ).
@@ -146,6 +148,7 @@ def _under_triangle(layers: list[KeptLayer], queries: list[Tensor], real: Tensor
         )
 
 
+@registry.method("laq", colour="#CC79A7", marker="^")
 @dataclass(frozen=True)
 class LAQ(Evict):
     """The target's guess of 8 tokens observes (Lookahead Q-Cache, arXiv 2505.20334); no window is kept.
@@ -157,6 +160,7 @@ class LAQ(Evict):
     observer: Observer = QueryCache()
 
 
+@registry.method("laq++")
 @dataclass(frozen=True)
 class LAQPlus(LAQ):
     """LAQ++ (arXiv 2505.20334): the last 8 prompt tokens observe beside the guess, and are kept."""

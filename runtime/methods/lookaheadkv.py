@@ -9,6 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from typing_extensions import override
 
 from keepsight.models.lookahead import LookaheadAdapter
+from keepsight.runtime import registry
 from keepsight.runtime.allocate import Adaptive, Allocation, Global, Uniform
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.importance import Pool, Reduce
@@ -16,6 +17,7 @@ from keepsight.runtime.observe import Observer, look_back
 from keepsight.runtime.state import State
 
 
+@registry.observer("soft_tokens")
 @dataclass(frozen=True)
 class SoftTokens(Observer):
     """A lookahead module's soft tokens observe through its LoRA (LookaheadKV, arXiv 2603.10899, algorithm 2).
@@ -41,6 +43,7 @@ class SoftTokens(Observer):
         return self.artifact.digest
 
 
+@registry.method("lookaheadkv", colour="#0072B2", marker="o")
 @dataclass(frozen=True)
 class LookaheadKV(Evict):
     """Keeps what a lookahead module expects the answer to attend to, and no window (arXiv 2603.10899, appendix F)."""

@@ -1,4 +1,4 @@
-"""Every method by name, and methods from names and plain values, as YAML and the command line give them.
+"""Methods from names and plain values, as YAML and the command line give them.
 
 `{name: snapkv, window: 16, pool: {kernel: 5}, allocate: adakv}`: an option is a field of the method, and a part (an
 observer, drafter, reduction, pooling or allocation) is its name, a mapping with its name and options, or a mapping of
@@ -12,90 +12,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from keepsight.errors import UserError
-from keepsight.runtime.allocate import Adaptive, Allocation, Global, Pyramid, Uniform
-from keepsight.runtime.drafting.observer import Drafter, DraftObserver
+from keepsight.runtime.drafting.observer import DraftObserver
 from keepsight.runtime.drafting.speckv import ModelDrafter, SparsePrefill, SpecKV
-from keepsight.runtime.evict import Evict
-from keepsight.runtime.generate import FullCache, Method
+from keepsight.runtime.generate import Method
 from keepsight.runtime.importance import NO_POOL, Pool, Reduce
-from keepsight.runtime.methods.drafts import ConstantText, DapQ, Oracle, OwnAnswer, PromptEnds, RandomTokens
-from keepsight.runtime.methods.laq import LAQ, LAQPlus, QueryCache
-from keepsight.runtime.methods.lookaheadkv import LookaheadKV, SoftTokens, parts_of
-from keepsight.runtime.methods.positions import (
-    Earliness,
-    KeyNorm,
-    LaCache,
-    Ladder,
-    RandomEntries,
-    RandomScores,
-    Recency,
-    ShortKeys,
-    StreamingLLM,
-)
+from keepsight.runtime.methods.lookaheadkv import LookaheadKV, parts_of
 from keepsight.runtime.methods.resources import Resources
-from keepsight.runtime.methods.window import H2O, TOVA, AdaKV, PromptWindow, PyramidKV, ReceivedAttention, SnapKV
-from keepsight.runtime.observe import Observer
-from keepsight.runtime.prompt_compression.specpc import SpecKVPC, SpecPC
-from keepsight.runtime.prompt_compression.text import Cosine, LLMLingua2, Package, SentenceSimilarity, Truncation
-from keepsight.runtime.quantized.kivi import Kivi
-from keepsight.runtime.quantized.specache import SpeCache
-from keepsight.runtime.retrieval.specontext import SpeContext
-from keepsight.runtime.sparse_read.selection import ExactTopK, Quest
+from keepsight.runtime.prompt_compression.text import Cosine, Package
+from keepsight.runtime.registry import ALLOCATIONS, DRAFTERS, METHODS, OBSERVERS
 
-METHODS: dict[str, type[Method]] = {
-    "full": FullCache,
-    "oracle": Oracle,
-    "lookaheadkv": LookaheadKV,
-    "laq": LAQ,
-    "laq++": LAQPlus,
-    "speckv": SpecKV,
-    "dapq": DapQ,
-    "snapkv": SnapKV,
-    "pyramidkv": PyramidKV,
-    "adakv": AdaKV,
-    "h2o": H2O,
-    "tova": TOVA,
-    "streamingllm": StreamingLLM,
-    "lacache": LaCache,
-    "key_norm": KeyNorm,
-    "random": RandomEntries,
-    "specpc": SpecPC,
-    "speckvpc": SpecKVPC,
-    "llmlingua2": LLMLingua2,
-    "sentence_similarity": SentenceSimilarity,
-    "truncation": Truncation,
-    "kivi": Kivi,
-    "specache": SpeCache,
-    "specontext": SpeContext,
-    "quest": Quest,
-    "exact_topk": ExactTopK,
-    "evict": Evict,
-}
-OBSERVERS: dict[str, type[Observer]] = {
-    "soft_tokens": SoftTokens,
-    "draft_tokens": DraftObserver,
-    "query_cache": QueryCache,
-    "prompt_window": PromptWindow,
-    "received_attention": ReceivedAttention,
-    "short_keys": ShortKeys,
-    "recency": Recency,
-    "earliness": Earliness,
-    "ladder": Ladder,
-    "random_scores": RandomScores,
-}
-DRAFTERS: dict[str, type[Drafter]] = {
-    "own_answer": OwnAnswer,
-    "draft_model": ModelDrafter,
-    "prompt_ends": PromptEnds,
-    "random_tokens": RandomTokens,
-    "constant_text": ConstantText,
-}
-ALLOCATIONS: dict[str, type[Allocation]] = {
-    "uniform": Uniform,
-    "pyramidkv": Pyramid,
-    "adakv": Adaptive,
-    "global": Global,
-}
+_RESOURCES = ("artifact", "head", "draft", "tokenizer")
+_TRAINED = ("adapter", "retrieval")
 
 
 _RESOURCES = ("artifact", "head", "draft", "tokenizer")
@@ -146,7 +73,7 @@ def _kind(name: str) -> type[Method]:
         return METHODS[name]
     near = difflib.get_close_matches(name, METHODS, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise UserError(f"method {name!r} is unknown; choose one of {', '.join(METHODS)}{hint}")
+    raise UserError(f"method {name!r} is unknown; choose one of {', '.join(sorted(METHODS))}{hint}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,7 +110,7 @@ class _OptionReader:
             required = each.default is dataclasses.MISSING and each.default_factory is dataclasses.MISSING
             if required and each.name not in (*values, *taken):
                 if each.name not in _RESOURCES:
-                    choices = f", one of {', '.join(OBSERVERS)}" if each.name == "observer" else ""
+                    choices = f", one of {', '.join(sorted(OBSERVERS))}" if each.name == "observer" else ""
                     raise UserError(f"option {each.name!r} is missing{choices}")
                 values[each.name] = self.resources.find(each.name)
         return values
@@ -213,9 +140,9 @@ class _OptionReader:
         name = options.pop("name", None)
         kinds = _KINDS.get(role) or {}
         if name is not None and name not in kinds:
-            raise UserError(f"{role}: {name!r} is unknown; choose one of {', '.join(kinds)}")
+            raise UserError(f"{role}: {name!r} is unknown; choose one of {', '.join(sorted(kinds))}")
         if name is None and not dataclasses.is_dataclass(default):
-            raise UserError(f"{role}: give it a name, one of {', '.join(kinds)}")
+            raise UserError(f"{role}: give it a name, one of {', '.join(sorted(kinds))}")
         kind: Any = type(default) if name is None else kinds[name]
         same = {each.name: getattr(default, each.name) for each in dataclasses.fields(kind)} if name is None else {}
         try:

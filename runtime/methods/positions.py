@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from keepsight.errors import UserError, require_whole
+from keepsight.runtime import registry
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.importance import NO_POOL, Pool, Reduce
 from keepsight.runtime.layer import KeptLayer
@@ -16,6 +17,7 @@ from keepsight.runtime.observe import LayerObserver, Observer
 from keepsight.runtime.state import State
 
 
+@registry.observer("recency")
 @dataclass(frozen=True)
 class Recency(LayerObserver):
     """Scores later entries higher."""
@@ -26,6 +28,7 @@ class Recency(LayerObserver):
         return torch.arange(keys.shape[2], dtype=torch.float32, device=keys.device).expand(*keys.shape[:2], -1)
 
 
+@registry.observer("earliness")
 @dataclass(frozen=True)
 class Earliness(LayerObserver):
     """Scores earlier entries higher."""
@@ -35,6 +38,7 @@ class Earliness(LayerObserver):
         return -Recency().score(layer, reduction)
 
 
+@registry.method("streamingllm", colour="#8A8A8A", marker="v")
 @dataclass(frozen=True)
 class StreamingLLM(Evict):
     """Keeps the first 4 entries (sinks) and the most recent ones (StreamingLLM, arXiv 2309.17453, section 3).
@@ -51,6 +55,7 @@ class StreamingLLM(Evict):
 _SINKS = 4
 
 
+@registry.observer("ladder")
 @dataclass(frozen=True)
 class Ladder(Observer):
     """Entries that a ladder-shaped cache would drop later count more (LaCache, arXiv 2507.14204, section 3).
@@ -120,6 +125,7 @@ class Ladder(Observer):
         return torch.empty(length, dtype=torch.float32).scatter_(0, order, torch.arange(length, dtype=torch.float32))
 
 
+@registry.method("lacache")
 @dataclass(frozen=True)
 class LaCache(Evict):
     """4 sinks, and a ladder of positions that shifts from layer to layer (LaCache, arXiv 2507.14204, section 3)."""
@@ -129,6 +135,7 @@ class LaCache(Evict):
     sinks: int = _SINKS
 
 
+@registry.observer("short_keys")
 @dataclass(frozen=True)
 class ShortKeys(LayerObserver):
     """Minus the L2 norm of each key, after RoPE (arXiv 2406.11430, section 2)."""
@@ -138,6 +145,7 @@ class ShortKeys(LayerObserver):
         return -layer.entries().keys.float().norm(dim=-1)
 
 
+@registry.method("key_norm")
 @dataclass(frozen=True)
 class KeyNorm(Evict):
     """Keeps the entries with the shortest keys (arXiv 2406.11430, section 2), without sinks or window.
@@ -149,6 +157,7 @@ class KeyNorm(Evict):
     pool: Pool = NO_POOL
 
 
+@registry.observer("random_scores")
 @dataclass(frozen=True)
 class RandomScores(Observer):
     """A random score from 0 to 1 for every entry, from the same seed at every call.
@@ -186,6 +195,7 @@ def _drawn(seed: int, length: int, layers: int, heads: int) -> Tensor:
     return torch.rand(length, layers, heads, generator=generator).permute(1, 2, 0)
 
 
+@registry.method("random")
 @dataclass(frozen=True)
 class RandomEntries(Evict):
     """Keeps random entries; `observer=RandomScores(seed)` draws others."""

@@ -9,6 +9,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from keepsight.errors import UserError
+from keepsight.runtime import registry
 from keepsight.runtime.allocate import Adaptive, Allocation, Pyramid
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.importance import NO_POOL, Pool, Reduce
@@ -17,6 +18,7 @@ from keepsight.runtime.observe import LayerObserver, Observer, window_attention
 from keepsight.runtime.state import Needs
 
 
+@registry.observer("prompt_window")
 @dataclass(frozen=True)
 class PromptWindow(LayerObserver):
     """The last tokens observe (SnapKV, arXiv 2404.14469, section 4); their queries were kept when they were read.
@@ -45,6 +47,7 @@ class PromptWindow(LayerObserver):
         return PromptWindow(window) if self.size is None else self
 
 
+@registry.method("snapkv", colour="#D55E00", marker="s")
 @dataclass(frozen=True)
 class SnapKV(Evict):
     """The last 32 prompt tokens observe and are kept, with what they attend to (arXiv 2404.14469, section 4)."""
@@ -53,6 +56,7 @@ class SnapKV(Evict):
     window: int = 32
 
 
+@registry.method("pyramidkv")
 @dataclass(frozen=True)
 class PyramidKV(SnapKV):
     """SnapKV in which early layers keep more than late ones (PyramidKV, arXiv 2406.02069, section 4)."""
@@ -60,6 +64,7 @@ class PyramidKV(SnapKV):
     allocate: Allocation = Pyramid()
 
 
+@registry.method("adakv")
 @dataclass(frozen=True)
 class AdaKV(SnapKV):
     """SnapKV whose heads share their layer's budget (AdaKV, arXiv 2407.11550, algorithm 1)."""
@@ -67,6 +72,7 @@ class AdaKV(SnapKV):
     allocate: Allocation = Adaptive()
 
 
+@registry.method("tova")
 @dataclass(frozen=True)
 class TOVA(Evict):
     """Keeps what the last token attends to, averaged over a layer's heads, and that token (TOVA, section 4).
@@ -81,6 +87,7 @@ class TOVA(Evict):
     window: int = 1
 
 
+@registry.observer("received_attention")
 @dataclass(frozen=True)
 class ReceivedAttention(LayerObserver):
     """The attention that each entry received, summed over all queries (H2O, arXiv 2306.14048, section 4).
@@ -104,6 +111,7 @@ class ReceivedAttention(LayerObserver):
         return Needs(accumulated=True)
 
 
+@registry.method("h2o")
 @dataclass(frozen=True)
 class H2O(Evict):
     """Keeps what has received most attention, and the last 32 entries (H2O, arXiv 2306.14048, algorithm 1).

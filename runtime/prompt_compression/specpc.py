@@ -12,6 +12,7 @@ from typing_extensions import override
 from keepsight.errors import UserError, require_whole
 from keepsight.models.decoder import full_attention_layers
 from keepsight.models.draft_sources import DraftHeadSource, DraftSource
+from keepsight.runtime import registry
 from keepsight.runtime.allocate import Allocation, Budget, Uniform
 from keepsight.runtime.attention import Softmax
 from keepsight.runtime.drafting.observer import DraftIds, DraftObserver, GivenDraft
@@ -71,6 +72,7 @@ def _nearest_first(neighbors: int) -> Tensor:
 _FIRST_LAYER = 8  # of the published configurations, whose drafts have 16 and 24 layers
 
 
+@registry.method("specpc")
 @dataclass(frozen=True)
 class SpecPC(ShortenPrompt):
     """Keeps the tokens that a draft model attends to as it begins to answer, and their neighbours (algorithm 2).
@@ -249,6 +251,7 @@ def require_room(name: str, length: int, lookahead: int, context: int) -> None:
         )
 
 
+@registry.method("speckvpc")
 @dataclass(frozen=True)
 class SpecKVPC(Method):
     """Shortens the prompt by a draft model's attention, then evicts by the draft model's answer (arXiv 2506.08373).

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from typing_extensions import override
 
 from keepsight.errors import UserError
+from keepsight.runtime import registry
 from keepsight.runtime.images import Images
 from keepsight.runtime.prompt_compression.method import ShortenPrompt
 
@@ -125,6 +126,7 @@ class Package:
         return [(word, label == "1") for word, _, label in pairs]
 
 
+@registry.method("llmlingua2")
 @dataclass(frozen=True)
 class LLMLingua2(ShortenText):
     """Keeps the window, and the words before it that LLMLingua-2 (arXiv 2403.12968, section 4) keeps.
@@ -238,6 +240,7 @@ class Cosine:
         return (embeddings[:-1] @ embeddings[-1]).float().cpu()
 
 
+@registry.method("sentence_similarity")
 @dataclass(frozen=True)
 class SentenceSimilarity(ShortenText):
     """Keeps the window, and in their order the sentences before it that are closest to its text.
@@ -299,6 +302,7 @@ def _encoder(model: str) -> Any:
         ) from None
 
 
+@registry.method("truncation")
 @dataclass(frozen=True)
 class Truncation(ShortenPrompt):
     """Spends half of the budget on either end of the prompt and drops the middle (LongBench, arXiv 2308.14508).

@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from keepsight.errors import UserError
 from keepsight.models.decoder import has_latents
+from keepsight.runtime import registry
 from keepsight.runtime.attention import OwnAttention, Softmax, is_bounded, run
 from keepsight.runtime.generate import CacheMethod
 from keepsight.runtime.images import Images
@@ -241,6 +242,7 @@ class PackedMethod(CacheMethod):
         return Quantizer(self.bits, self.group, self.one_bit)
 
 
+@registry.method("kivi")
 @dataclass(frozen=True)
 class Kivi(PackedMethod):
     """Packs entries in groups; the most recent ones stay in full precision (KIVI, arXiv 2402.02750, section 3.3).

@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from keepsight.errors import UserError, require_whole
 from keepsight.models.decoder import head_width
+from keepsight.runtime import registry
 from keepsight.runtime.attention import Reader, Softmax, run
 from keepsight.runtime.images import Images
 from keepsight.runtime.importance import Reduce, reduce_group
@@ -193,6 +194,7 @@ class _TrialLayer(SpeCacheLayer):
         return self._next
 
 
+@registry.method("specache")
 @dataclass(frozen=True)
 class SpeCache(PackedMethod):
     """Reads packed entries, and the `topk` that matter most in full precision (arXiv 2503.16163, section 3.3).

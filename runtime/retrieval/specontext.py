@@ -17,6 +17,7 @@ from keepsight.errors import UserError, require_whole
 from keepsight.files import read_bytes
 from keepsight.models.decoder import has_latents, require_one_device
 from keepsight.models.retrieval_head import NONE, RetrievalHead, of_the_token_before
+from keepsight.runtime import registry
 from keepsight.runtime.attention import Reader, Softmax, run
 from keepsight.runtime.features import RecordFeatures
 from keepsight.runtime.images import Images
@@ -271,6 +272,7 @@ _BLOCK = 4096
 """Prompt tokens whose features are concatenated at a time."""
 
 
+@registry.method("specontext", colour="#332288", marker="h")
 @dataclass(frozen=True)
 class SpeContext(SparseRead):
     """Reads what a retrieval head selects before the target runs: the same entries in all layers of a group.

@@ -8,6 +8,7 @@ from torch.nn import functional
 from typing_extensions import override
 
 from keepsight.errors import require_whole
+from keepsight.runtime import registry
 from keepsight.runtime.attention import Softmax, products
 from keepsight.runtime.importance import attention_weights, reduce_group
 from keepsight.runtime.layer import GROWTH, KeptLayer
@@ -99,6 +100,7 @@ class TopAttention(LayerSelector):
         return most_attended(query, keys, softmax, padding, self.budget)
 
 
+@registry.method("exact_topk", colour="#44AA99", marker="D", line=":")
 @dataclass(frozen=True)
 class ExactTopK(SparseRead):
     """The upper bound of methods that read a few entries per step: selecting them takes all keys.
@@ -245,6 +247,7 @@ def _starts(padding: Tensor | None) -> list[int]:
     return [0] if padding is None else padding.tolist()
 
 
+@registry.method("quest", colour="#882255", marker="p")
 @dataclass(frozen=True)
 class Quest(SparseRead):
     """Reads whole pages, selected by the channel-wise extremes of their keys (Quest, arXiv 2406.10774, section 3).

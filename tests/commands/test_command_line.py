@@ -197,7 +197,7 @@ WRONG = {
     "train data=a out=b lookahead.kernel=6": "lookahead.kernel=6 must be odd",
     "train_retrieval_head data=a out=b retrieval_head.features=foo": "retrieval_head.features=foo is unknown; ",
     "eval out=out methods=[7]": "methods=7: expected a method's name, or {name: NAME, option: value}",
-    "eval out=out methods=[snapkw]": "method 'snapkw' is unknown; choose one of full, oracle, lookaheadkv, ",
+    "eval out=out methods=[snapkw]": "method 'snapkw' is unknown; choose one of adakv, ",
     "eval out=out methods=[full]": "methods= and budgets= must name at least one method that evicts, and one budget",
     "eval out=out methods=[{name:snapkv,windw:8}]": "method 'snapkv': there is no option 'windw'; it takes observer, ",
     "eval out=out methods=[{name:snapkv,budget:64}]": "methods={'name': 'snapkv', 'budget': 64}: there is no option ",

@@ -75,7 +75,7 @@ def _method(case: str, budget: int | float) -> Any:
     if name in ("quest", "specontext"):  # they read a page, or a window, beside what they choose
         budget = {16: 40, 24: 48, 0.5: 0.9}[budget]
     if name == "specontext":
-        return METHODS[name](budget, tiny_retrieval_head("none", kv_heads=2, max_position_embeddings=1024))  # type: ignore[call-arg]
+        return METHODS[name](budget, tiny_retrieval_head("none", kv_heads=2, max_position_embeddings=1024))
     if takes(name, "every") and options.get("every") and isinstance(budget, float):
         budget = 32
     return make_method(name, budget if takes(name, "budget") else None, _resources(), **options)

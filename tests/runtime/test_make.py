@@ -233,7 +233,7 @@ def test_resources_are_looked_for_only_where_they_are_needed() -> None:
 
 
 WRONG: list[tuple[str, Any, dict[str, Any], str]] = [
-    ("snapkvv", 64, {}, "method 'snapkvv' is unknown; choose one of full, .*; did you mean 'snapkv'"),
+    ("snapkvv", 64, {}, "method 'snapkvv' is unknown; choose one of adakv, .*; did you mean 'snapkv'"),
     ("snapkv", None, {}, "needs a budget"),
     ("snapkv", 0, {}, "budget 0 is below 1"),
     ("snapkv", True, {}, "budget True must be a whole number"),
@@ -255,11 +255,11 @@ WRONG: list[tuple[str, Any, dict[str, Any], str]] = [
     ("snapkv", 64, {"pool": "min"}, "pool: kind 'min' is unknown"),
     ("snapkv", 64, {"pool": None}, "pool: None must be a name, or a mapping"),
     ("snapkv", 64, {"reduce": "sum"}, "reduce: queries 'sum' is unknown"),
-    ("snapkv", 64, {"allocate": "ada"}, "allocate: 'ada' is unknown; choose one of uniform, "),
+    ("snapkv", 64, {"allocate": "ada"}, "allocate: 'ada' is unknown; choose one of adakv, "),
     ("snapkv", 64, {"allocate": {"floor": 1}}, "allocate: there is no option 'floor'; it takes none"),
     ("adakv", 64, {"allocate": {"floor": "x"}}, "allocate: adakv: floor 'x' must be between 0 and 1"),
     ("adakv", 4, {"window": 0, "observer": {"size": 4}}, "budget 4 with floor 0.2 can leave a head without entries"),
-    ("evict", 64, {}, "option 'observer' is missing, one of soft_tokens, "),
+    ("evict", 64, {}, "option 'observer' is missing, one of draft_tokens, "),
     ("evict", 64, {"observer": {"size": 4}}, "observer: give it a name, one of "),
     ("evict", 64, {"observer": "draft_tokens"}, "observer: option 'drafter' is missing"),
     ("dapq", 64, {"observer": {"drafter": {"first": "a"}}}, "observer: drafter: DapQ: first 'a' must be a whole"),

@@ -1,0 +1,78 @@
+"""The registry: what YAML and the command line call methods and their parts, and how reports draw a method.
+
+A new method is one file: a class under `@method("name")`. Files in `runtime/methods/` are found by themselves, others
+are named as a plugin (`plugins=[my_module]`).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+Line = Literal["-", "--", "-.", ":"]
+Registered = TypeVar("Registered", bound=type)
+
+
+@dataclass(frozen=True)
+class Style:
+    """Colour, marker and line of a method, as matplotlib takes them."""
+
+    colour: str
+    marker: str
+    line: Line = "-"
+
+
+METHODS: dict[str, type[Any]] = {}
+OBSERVERS: dict[str, type[Any]] = {}
+DRAFTERS: dict[str, type[Any]] = {}
+ALLOCATIONS: dict[str, type[Any]] = {}
+LABELS: dict[str, str] = {}
+"""What plots and pages call a method, where that is not its name."""
+STYLES: dict[str, Style] = {}
+"""How methods are drawn; those without a style take the colours that are left."""
+PLACES: dict[str, int] = {}
+"""Where methods stand in tables and legends; the others follow by name."""
+
+
+def method(
+    name: str, *, label: str = "", place: int | None = None, colour: str = "", marker: str = "", line: Line = "-"
+) -> Callable[[Registered], Registered]:
+    """Register a method.
+
+    Args:
+        name: What `methods=` calls it.
+        label: What plots and pages call it; the name by default.
+        place: Where it stands in tables and legends; after all that have a place by default.
+        colour: Its colour in every plot, `#RRGGBB`; without one it takes a colour that is left over.
+        marker: Its marker, as matplotlib names it.
+        line: Its line.
+    """
+    if label:
+        LABELS[name] = label
+    if place is not None:
+        PLACES[name] = place
+    if colour:
+        STYLES[name] = Style(colour, marker, line)
+    return _into(METHODS, name)
+
+
+def observer(name: str) -> Callable[[Registered], Registered]:
+    """Register an observer, for the option `observer` of a method."""
+    return _into(OBSERVERS, name)
+
+
+def drafter(name: str) -> Callable[[Registered], Registered]:
+    """Register a drafter, for the option `drafter` of an observer."""
+    return _into(DRAFTERS, name)
+
+
+def allocation(name: str) -> Callable[[Registered], Registered]:
+    """Register an allocation, for the option `allocate` of a method."""
+    return _into(ALLOCATIONS, name)
+
+
+def _into(table: dict[str, type[Any]], name: str) -> Callable[[Registered], Registered]:
+    def register(kind: Registered) -> Registered:
+        table[name] = kind
+        return kind
+
+    return register
