@@ -9,7 +9,8 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
 
-from keepsight.eval.report.figures import STYLES, Style, look
+from keepsight.eval.report.figures import STYLES, look
+from keepsight.runtime.registry import Style
 
 DOCS = Path(__file__).parent
 ROWS = {  # a row of the table, as it is labelled and drawn

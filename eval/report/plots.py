@@ -12,9 +12,10 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, MaxNLocator, NullFormatter, NullLocator, PercentFormatter
 
-from keepsight.eval.report.figures import MAX_COLUMNS, TEXT, Panel, Plot, Style, in_order, label_of, look, styles_of
+from keepsight.eval.report.figures import MAX_COLUMNS, TEXT, Panel, Plot, in_order, label_of, look, styles_of
 from keepsight.eval.report.summary import SummaryRow, by_task_and_length, mean_over_tasks
 from keepsight.eval.results import Row
+from keepsight.runtime.registry import Style
 
 _MAX_DEPTHS = 11
 """More depths than these are binned into fifths."""
