@@ -40,7 +40,7 @@ def test_the_same_command_goes_on(keepsight: CommandLine, here: Path) -> None:
     keepsight("bench", "draft", *TINY, *TEXTS, "keep=[1]")
     assert (here / "draft" / "search.jsonl").read_text().startswith(log)
     message = keepsight.fails("bench", "draft", *TINY, *TEXTS, "keep=[1]", "answer_tokens=3", "data=draft/data")
-    assert message.startswith("draft/search.jsonl: this search began with another target or other texts; ")
+    assert message.startswith("draft/search.jsonl: this search began with another model or other texts; ")
 
 
 def test_texts_of_a_data_folder(keepsight: CommandLine, here: Path) -> None:
