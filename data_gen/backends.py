@@ -1,6 +1,8 @@
-"""Who answers prompts greedily: transformers in this process, a server, or vLLM's offline engine."""
+"""Backends that answer prompts: transformers in this process, a server, or vLLM's offline engine."""
 
 import os
+import random
+import re
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -10,6 +12,8 @@ from typing import Any, Protocol
 
 import torch
 from pydantic import TypeAdapter
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
 from typing_extensions import NotRequired, TypedDict
 
 from keepsight.data_gen.prompts import BadRow
@@ -21,7 +25,11 @@ from keepsight.models.targets import Target
 
 _UNKNOWN_FORM = (400, 404, 422)
 """Statuses with which servers refuse prompts in a form that they do not know; 404 is also an unknown model."""
-_ENDED = ("stop", "eos_token", "stop_sequence")
+_ENDED = ("stop", "eos", "eos_token", "stop_token", "stop_sequence", "end_turn", "complete")
+_FULL = ("length", "max_tokens", "max_length")
+_FILTERED = ("content_filter", "safety", "guardrail_intervened")
+_FILTER = re.compile(r"content.?(filter|policy|management)|responsible.?ai", re.IGNORECASE)
+"""What the bodies of refusals call the refusal of a prompt for what it says."""
 _AGAIN = "run the same command again to go on"
 
 
@@ -42,14 +50,40 @@ class Rendered:
     response: list[int] | None
 
 
+@dataclass(frozen=True)
+class Decoding:
+    """How answers are decoded.
+
+    Attributes:
+        max_new_tokens: Longest answer in tokens.
+        temperature: Of sampling; 0 decodes greedily.
+        top_p: Sampling is from the likeliest tokens that together have this probability.
+        seed: Random seed of sampling; the draws of a prompt depend on it and on the prompt's index alone.
+    """
+
+    max_new_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def options(self, index: int) -> dict[str, Any]:
+        """Parameters of a request for prompt `index`, by the names of the completions protocol and of vLLM."""
+        fixed = {"max_tokens": self.max_new_tokens, "temperature": self.temperature}
+        return fixed | ({"top_p": self.top_p, "seed": self.seed_of(index)} if self.temperature else {})
+
+    def seed_of(self, index: int) -> int:
+        """The random seed of prompt `index`."""
+        return random.Random(f"keepsight:{self.seed}:{index}:answer").getrandbits(31)
+
+
 Answers = list[tuple[Rendered, list[int] | BadRow]]
 """Prompts with the token ids of their answers, end token included, or with the reason why there is none."""
 
 
 class Backend(Protocol):
-    """Something that answers as the base model does, greedily."""
+    """Something that answers as the base model does."""
 
-    def __call__(self, prompts: list[Rendered], max_new_tokens: int) -> Iterator[Answers]:
+    def __call__(self, prompts: list[Rendered], decoding: Decoding) -> Iterator[Answers]:
         """Answer prompts that have no response of their own; yields what is ready, in any order."""
         ...
 
@@ -61,10 +95,10 @@ class InThisProcess:
     target: Target
     batch_tokens: int
 
-    def __call__(self, prompts: list[Rendered], max_new_tokens: int) -> Iterator[Answers]:
+    def __call__(self, prompts: list[Rendered], decoding: Decoding) -> Iterator[Answers]:
         """See `Backend`."""
         for batch in batches(prompts, self.batch_tokens):
-            yield list(zip(batch, answer(self.target, batch, max_new_tokens), strict=True))
+            yield list(zip(batch, answer(self.target, batch, decoding), strict=True))
 
 
 def batches(prompts: list[Rendered], max_tokens: int) -> Iterator[list[Rendered]]:
@@ -80,12 +114,31 @@ def batches(prompts: list[Rendered], max_tokens: int) -> Iterator[list[Rendered]
 
 
 @torch.no_grad()
-def answer(target: Target, batch: list[Rendered], max_new_tokens: int) -> list[list[int]]:
-    """Greedy answers of at most `max_new_tokens` tokens, end token included."""
+def answer(target: Target, batch: list[Rendered], decoding: Decoding) -> list[list[int]]:
+    """The token ids of the answers to a batch, end tokens included."""
     inputs = target.tokenizer.pad({"input_ids": [prompt.ids for prompt in batch]}, return_tensors="pt")
     generate: Any = target.model.generate
-    output = generate(**inputs.to(target.model.device), max_new_tokens=max_new_tokens, do_sample=False)
+    sampling = LogitsProcessorList([_Sampling(decoding, batch)] if decoding.temperature else [])
+    options = {"max_new_tokens": decoding.max_new_tokens, "do_sample": False, "logits_processor": sampling}
+    output = generate(**inputs.to(target.model.device), **options)
     return [_until(target.end_tokens, row) for row in output[:, inputs["input_ids"].shape[1] :].tolist()]
+
+
+class _Sampling(LogitsProcessor):
+    """Adds Gumbel noise of each prompt's own generator, so that the largest logit is a sample in any batch."""
+
+    def __init__(self, decoding: Decoding, batch: list[Rendered]) -> None:
+        self._warpers = LogitsProcessorList([TemperatureLogitsWarper(decoding.temperature)])
+        if decoding.top_p < 1:
+            self._warpers.append(TopPLogitsWarper(decoding.top_p))
+        self._generators = [torch.Generator().manual_seed(decoding.seed_of(prompt.index)) for prompt in batch]
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Noisy logits, [B, vocabulary] float64."""
+        size = scores.shape[1]
+        uniform = torch.stack([torch.rand(size, generator=each, dtype=torch.float64) for each in self._generators])
+        logits: Tensor = self._warpers(input_ids, scores.float())  # type: ignore[arg-type]
+        return logits - uniform.log().neg().log().to(scores.device)
 
 
 def _until(ends: list[int], ids: list[int]) -> list[int]:
@@ -125,7 +178,7 @@ class Server:
         self._endpoint = Endpoint(settings.url, settings.key, settings.tries)
         self._forms = [self._ids_both_ways, self._ids, self._text]
 
-    def __call__(self, prompts: list[Rendered], max_new_tokens: int) -> Iterator[Answers]:
+    def __call__(self, prompts: list[Rendered], decoding: Decoding) -> Iterator[Answers]:
         """See `Backend`; when the server fails, no further prompt is sent.
 
         Raises:
@@ -133,10 +186,10 @@ class Server:
         """
         first, *others = prompts
         stopped, failure = threading.Event(), None
-        yield [(first, self._ask(first, max_new_tokens, stopped))]
+        yield [(first, self._ask(first, decoding, stopped))]
 
         def ask(prompt: Rendered) -> Answers:
-            return [] if stopped.is_set() else [(prompt, self._ask(prompt, max_new_tokens, stopped))]
+            return [] if stopped.is_set() else [(prompt, self._ask(prompt, decoding, stopped))]
 
         if not others:
             return
@@ -156,16 +209,16 @@ class Server:
         if failure:
             raise failure
 
-    def _ask(self, prompt: Rendered, max_new_tokens: int, stopped: threading.Event) -> list[int] | BadRow:
+    def _ask(self, prompt: Rendered, decoding: Decoding, stopped: threading.Event) -> list[int] | BadRow:
         """The answer, in the first of the forms that the server takes; the forms that it refuses are forgotten."""
         while True:
             form = self._forms[0]
             try:
-                return self._post(prompt, max_new_tokens, form, stopped)
+                return self._post(prompt, decoding, form, stopped)
             except BadRow as error:
                 return error
             except EndpointError as error:
-                if any(name in str(error).lower() for name in ("content_filter", "content filter", "content_policy")):
+                if error.status and _FILTER.search(error.body):
                     return BadRow(f"prompt {prompt.index} ({prompt.source}): {error}")
                 if error.status not in _UNKNOWN_FORM or len(self._forms) == 1 or self._known:
                     after = f"once this is mended, {_AGAIN}" if error.status else _AGAIN
@@ -176,22 +229,23 @@ class Server:
                 if form is self._forms[0]:  # no other thread has met the refusal before
                     self._forms.pop(0)
 
-    def _post(self, prompt: Rendered, max_new_tokens: int, form: Any, stopped: threading.Event) -> list[int]:
-        body = {"model": self._settings.model or self._target.name, "max_tokens": max_new_tokens, "temperature": 0.0}
-        reply = self._endpoint.post("completions", body | form(prompt), _completion, stopped)
+    def _post(self, prompt: Rendered, decoding: Decoding, form: Any, stopped: threading.Event) -> list[int]:
+        body = {"model": self._settings.model or self._target.name, **decoding.options(prompt.index), **form(prompt)}
+        reply = self._endpoint.post("completions", body, _completion, stopped)
+        longest = decoding.max_new_tokens
         choice, usage = reply["choices"][0], reply.get("usage") or {}
         url, said = f"server.url={self._endpoint.url}", f"prompt {prompt.index} ({prompt.source})"
-        reason = choice.get("finish_reason")
-        if reason == "content_filter":
+        reason = (choice.get("finish_reason") or "").lower()
+        if reason in _FILTERED:
             raise BadRow(f"{said}: the server's content filter refuses it")
         if usage.get("prompt_tokens") not in (None, len(prompt.ids)):
             raise UserError(
                 f"{url}: it read {said} as {usage['prompt_tokens']} tokens, not as {len(prompt.ids)}; it must serve "
                 f"{self._target.name!r}"
             )
-        if reason == "length" and (usage.get("completion_tokens") or max_new_tokens) < max_new_tokens:
+        if reason in _FULL and (usage.get("completion_tokens") or longest) < longest:
             raise UserError(
-                f"{url}: {said} has {len(prompt.ids)} tokens, which leaves no room for {max_new_tokens} more; serve it "
+                f"{url}: {said} has {len(prompt.ids)} tokens, which leaves no room for {longest} more; serve it "
                 "with a longer context"
             )
         ids = choice.get("token_ids") or self._tokenised(choice["text"], reason)
@@ -201,12 +255,12 @@ class Server:
                 f"{self._target.name!r}"
             )
         self._known = True
-        return ids[:max_new_tokens]
+        return ids[:longest]
 
     _known = False
     """Whether a prompt has been answered in `_forms[0]`."""
 
-    def _tokenised(self, text: str, reason: str | None) -> list[int]:
+    def _tokenised(self, text: str, reason: str) -> list[int]:
         """The ids of a text, and the end token that is taken to have ended it."""
         ids = list(self._target.tokenizer(text, add_special_tokens=False)["input_ids"])
         ends, usual = self._target.end_tokens, self._target.tokenizer.eos_token_id
@@ -238,8 +292,8 @@ def _completion(reply: Any) -> _Completion:
         ValueError: it has another form, or its answer is cut.
     """
     read = TypeAdapter(_Completion).validate_python(reply, strict=True)
-    reason = read["choices"][0].get("finish_reason")
-    if reason not in (*_ENDED, "length", "content_filter", "", None):
+    reason = read["choices"][0].get("finish_reason") or ""
+    if reason.lower() not in (*_ENDED, *_FULL, *_FILTERED, ""):
         raise ValueError(f"the answer is cut: finish_reason={reason}")  # vLLM and SGLang abort it when they end
     return read
 
@@ -272,34 +326,30 @@ class VllmEngine:
         self._target, self._options = target, options
         self._engine: Any = None
 
-    def __call__(self, prompts: list[Rendered], max_new_tokens: int) -> Iterator[Answers]:
+    def __call__(self, prompts: list[Rendered], decoding: Decoding) -> Iterator[Answers]:
         """See `Backend`.
 
         Raises:
             UserError: the engine does not start, ends, or its context is too short for an answer.
         """
         ends, config = self._target.end_tokens, self._target.model.generation_config
-        greedy = self._vllm.SamplingParams(
-            temperature=0.0,
-            max_tokens=max_new_tokens,
-            stop_token_ids=ends,
-            repetition_penalty=getattr(config, "repetition_penalty", None) or 1.0,  # vLLM reads it for servers alone
-        )
+        penalty = getattr(config, "repetition_penalty", None) or 1.0  # vLLM reads it for servers alone
+        fixed = {"stop_token_ids": ends, "repetition_penalty": penalty}
+        options = [self._vllm.SamplingParams(**decoding.options(each.index), **fixed) for each in prompts]
         if self._engine is None:
             self._engine = self._start()
         try:
-            replies = self._engine.generate(
-                [{"prompt_token_ids": each.ids} for each in prompts], greedy, use_tqdm=False
-            )
+            asked = [{"prompt_token_ids": each.ids} for each in prompts]
+            replies = self._engine.generate(asked, options, use_tqdm=False)
         except Exception as error:  # its own have no class in common
             said = f"no answer ({_said(error)}); what was answered is kept: {_AGAIN}"
             raise UserError(f"backend=vllm: {said}") from error
         answers = [reply.outputs[0] for reply in replies]
         for prompt, made in zip(prompts, answers, strict=True):
-            if made.finish_reason == "length" and len(made.token_ids) < max_new_tokens:
+            if made.finish_reason == "length" and len(made.token_ids) < decoding.max_new_tokens:
                 raise UserError(
                     f"backend=vllm: prompt {prompt.index} has {len(prompt.ids)} tokens, which leaves no room for "
-                    f"{max_new_tokens} more; raise max_model_len in vllm="
+                    f"{decoding.max_new_tokens} more; raise max_model_len in vllm="
                 )
         yield [(prompt, _until(ends, list(made.token_ids))) for prompt, made in zip(prompts, answers, strict=True)]
 

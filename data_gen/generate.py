@@ -11,7 +11,7 @@ from typing import Any
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from keepsight.data_gen.backends import Answers, Backend, Rendered
+from keepsight.data_gen.backends import Answers, Backend, Decoding, Rendered
 from keepsight.data_gen.mixture import Mixture
 from keepsight.data_gen.prompts import BadRow, CountTokens, Prompt
 from keepsight.data_gen.store import DataSettings, ShardWriter, Skipped, TrainingSample
@@ -38,22 +38,26 @@ def generate_data(
     shard_size: int,
     backend: Backend,
     skip: int | None = None,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
 ) -> dict[str, Any]:
     """Answer `limit` prompts and write them to `out`, resuming where an earlier run stopped.
 
     Several processes of one launch divide the shards among themselves.
 
     Args:
-        target: Base model that answers, greedily; only its tokenizer and configuration are used here.
+        target: Base model that answers; only its tokenizer and configuration are used here.
         mixture: Draws prompt i from (seed, i) alone.
         mixture_values: The mixture as plain values, for the manifest.
         out: Data folder.
         limit: Number of samples.
-        seed: Random seed of the draws.
+        seed: Random seed of prompts and of sampled answers.
         max_new_tokens: Longest answer in tokens.
         shard_size: Samples per shard.
         backend: Who answers.
         skip: Bad rows at most, in this run and process; None for any number.
+        temperature: Of sampled answers; 0 decodes greedily.
+        top_p: See `Decoding`.
 
     Returns:
         The manifest.
@@ -66,6 +70,8 @@ def generate_data(
     settings = DataSettings(
         *(target.name, target.version, target.template_digest, mixture_values, seed, limit, shard_size, max_new_tokens),
         date=date.today().isoformat() if clock else "",
+        temperature=temperature,
+        top_p=top_p,
     )
     _check_lengths(target, mixture, max_new_tokens)
     _check_disk(out, mixture, limit)
@@ -113,7 +119,9 @@ class _Run:
             except BadRow as error:
                 self.writer.append(shard, [self._bad(index, error)])
                 progress.update()
-        for ready in answers(self.backend, prompts, self.writer.settings.max_new_tokens):
+        made = self.writer.settings
+        decoding = Decoding(made.max_new_tokens, made.temperature, made.top_p, made.seed)
+        for ready in answers(self.backend, prompts, decoding):
             self.writer.append(shard, [self._sample(prompt, made) for prompt, made in ready])
             progress.update(len(ready))
         self.writer.finish(shard)
@@ -172,13 +180,13 @@ def render_prompt(index: int, prompt: Prompt, tokenizer: PreTrainedTokenizerBase
     return Rendered(index, prompt.source, list(ids), response)
 
 
-def answers(backend: Backend, prompts: list[Rendered], max_new_tokens: int) -> Iterator[Answers]:
-    """The responses that prompts come with, then a backend's answers; each of at most `max_new_tokens`."""
-    ready: Answers = [(prompt, prompt.response[:max_new_tokens]) for prompt in prompts if prompt.response is not None]
-    if ready:
-        yield ready
+def answers(backend: Backend, prompts: list[Rendered], decoding: Decoding) -> Iterator[Answers]:
+    """The responses that prompts come with, cut to `max_new_tokens`, then a backend's answers to the others."""
+    longest = decoding.max_new_tokens
+    if ready := [(prompt, prompt.response[:longest]) for prompt in prompts if prompt.response is not None]:
+        yield [*ready]
     if asked := [prompt for prompt in prompts if prompt.response is None]:
-        yield from backend(asked, max_new_tokens)
+        yield from backend(asked, decoding)
 
 
 def _context(target: Target) -> int:

@@ -45,7 +45,7 @@ class Lengths:
 
     weight: Annotated[FiniteFloat, Field(gt=0)] = 1.0
     min_tokens: Annotated[int, Field(ge=64)] = 200
-    max_tokens: int = 2048
+    max_tokens: Annotated[int, Field(le=10_000_000)] = 2048
 
     def __post_init__(self) -> None:
         if self.min_tokens > self.max_tokens:
@@ -86,6 +86,16 @@ class Mixture:
         if not isinstance(sources, list) or not sources:
             raise UserError("mixture: sources must be a list of at least one {kind: ..., weight: ...}")
         return cls(tuple(_entry(f"mixture.sources[{row}]", source, values) for row, source in enumerate(sources)))
+
+    def check(self) -> None:
+        """Refuse data sets of the Hub that cannot be had, before a model is loaded.
+
+        Raises:
+            UserError: one of them.
+        """
+        for entry in self.entries:
+            if isinstance(entry.source, HubDataset):
+                entry.source.check()
 
     def prompt(self, seed: int, index: int, count_tokens: CountTokens) -> Prompt:
         """Prompt `index`, the same for the same seed, index and tokenizer.

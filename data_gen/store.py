@@ -90,6 +90,8 @@ class DataSettings:
         shard_size: Samples per shard.
         max_new_tokens: Longest answer in tokens.
         date: For chat templates that tell the date: the day on which the data was begun; a resumed run keeps it.
+        temperature: Of sampled answers; 0 for greedy ones.
+        top_p: Of sampled answers.
     """
 
     model: str
@@ -101,6 +103,8 @@ class DataSettings:
     shard_size: PositiveInt
     max_new_tokens: int
     date: str = ""
+    temperature: float = 0.0
+    top_p: float = 1.0
 
     def shards(self) -> Iterator[range]:
         """The samples' indices, shard by shard."""

@@ -10,7 +10,9 @@ import logging
 import random
 import re
 import zlib
+from array import array
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -50,16 +52,12 @@ class LocalJsonl:
     Attributes:
         path: The file.
         response_field: The field whose text, where a row has it, is used instead of the model's answer.
-        include: Keep only rows whose `source` is one of these or begins with one of these; all when empty.
-        exclude: Drop rows whose `source` is one of these or begins with one of these.
         template: Whether the chat template is applied to `prompt` rows; otherwise they are continued as they are.
         shortest: Rows with fewer tokens than this are left out, and those with more than `max_tokens`.
     """
 
     path: str
     response_field: str = "response"
-    include: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
     template: bool = True
     shortest: int = 0
 
@@ -77,19 +75,12 @@ class LocalJsonl:
         return row
 
     def rows(self) -> Iterator[Prompt | BadRow]:
-        """The rows that `include` and `exclude` leave, in the file's order."""
+        """The prompts of all rows, in the file's order."""
         for number, row in _json_rows(Path(self.path)):
-            if isinstance(row, BadRow):
-                yield row
-            elif self._is_chosen(str(row.get("source", ""))):
-                try:
-                    yield self._prompt(row)
-                except BadRow as error:
-                    yield BadRow(f"{self.path}: row {number}: {error}")
-
-    def _is_chosen(self, source: str) -> bool:
-        included = not self.include or source.startswith(self.include)
-        return included and not (self.exclude and source.startswith(self.exclude))
+            try:
+                yield row if isinstance(row, BadRow) else self._prompt(row)
+            except BadRow as error:
+                yield BadRow(f"{self.path}: row {number}: {error}")
 
     def _prompt(self, row: Row) -> Prompt:
         response, source = row.get(self.response_field), str(row.get("source") or Path(self.path).stem)
@@ -141,7 +132,8 @@ def _content(turn: dict[str, Any]) -> str:
     if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
         content = "".join(str(part.get("text", "")) for part in content)
     if not isinstance(content, str):
-        raise _OtherTurns(f"each of messages needs a text in content, got {type(content).__name__}")
+        cause = "tool calls" if turn.get("tool_calls") else type(content).__name__
+        raise _OtherTurns(f"each of messages needs a text in content, the {_role(turn)}'s has {cause}")
     return content
 
 
@@ -161,19 +153,17 @@ def _fits(source: "LocalJsonl | HubDataset", prompt: Prompt, limit: int, count_t
     return not too_long and source.shortest <= count_tokens(text) <= limit
 
 
-@lru_cache(maxsize=8)
-def _shuffled(name: str, count: int) -> list[int]:
+@lru_cache(maxsize=64)
+def _shuffled(name: str, count: int) -> "array[int]":
     """The numbers below `count` in an order that the name decides."""
-    order = list(range(count))
+    order = array("q", range(count))
     random.Random(name).shuffle(order)
     return order
 
 
 @dataclass(frozen=True)
 class HubDataset:
-    """Rows of a data set without its own answers: assistant turns at the end of a conversation are dropped.
-
-    Exactly one of `prompt`, `messages` and `text` names the column that is read.
+    """Rows of a data set; exactly one of `prompt`, `messages` and `text` names the column of prompts.
 
     Attributes:
         id: Hub id of the data set, or a folder with the same files.
@@ -185,6 +175,8 @@ class HubDataset:
         prompt: Column of texts, each the one turn of a user.
         messages: Column of lists of turns with role and content; rows with turns of other roles are left out.
         text: Column of documents, which are cut at a random point and continued without the chat template.
+        response: Column of responses, texts or lists of one, used instead of the model's answers; with the column of
+            `messages`, the assistant's turns at the ends of conversations. By default the model answers.
         strip: What is cut off a prompt's ends, such as the words that separate speakers.
         rows: Streams that many rows, evenly from each of `files`, where the whole is too large; 0 downloads all of it.
         template: Whether the chat template is applied to `prompt`s; otherwise they are continued as they are.
@@ -200,6 +192,7 @@ class HubDataset:
     prompt: str = ""
     messages: str = ""
     text: str = ""
+    response: str = ""
     strip: tuple[str, ...] = ()
     rows: int = 0
     template: bool = True
@@ -208,11 +201,18 @@ class HubDataset:
     def __post_init__(self) -> None:
         if sum(bool(getattr(self, name)) for name in _COLUMNS) != 1:
             raise UserError(f"{self.id}: a mixture's hub_dataset names one column, as one of {', '.join(_COLUMNS)}")
+        if self.text and self.response:
+            raise UserError(f"{self.id}: documents of text are cut and continued, and have no response")
 
     @property
     def column(self) -> str:
-        """The column that is read."""
+        """The column of prompts."""
         return self.prompt or self.messages or self.text
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns that are read."""
+        return (self.column, *{self.response} - {self.column, ""})
 
     @property
     def name(self) -> str:
@@ -229,23 +229,48 @@ class HubDataset:
         text = fit(partial(cut_at_word, part), replace(request, tokens=request.limit))
         return user_prompt(self.name, text, template=False)
 
-    def row_prompt(self, value: Any) -> Prompt | None:
-        """The prompt in a row's column; None where there is none, as in a row without a turn of the user.
+    def check(self) -> None:
+        """Refuse a data set that cannot be had or is no plain data; nothing is downloaded but what its card says.
 
         Raises:
-            BadRow: the column holds something else.
+            UserError: so it is.
         """
+        _builder(self)
+
+    def row_prompt(self, row: Row) -> Prompt | None:
+        """The prompt of a row; None where there is none, as in a conversation without a turn of the user.
+
+        Raises:
+            BadRow: a column holds something else.
+        """
+        value = row[self.column]
         if self.messages:
-            turns = list(value) if isinstance(value, list) else value
-            while isinstance(turns, list) and turns and _role(turns[-1]) == "assistant":
-                turns.pop()
-            read = () if turns == [] else _turns(turns)
-            return Prompt(self.name, read) if read and read[-1]["role"] == "user" else None
+            return self._conversation(value, row)
         if not isinstance(value, str):
             raise BadRow(f"expected a text, got {type(value).__name__}")
         for end in self.strip:
             value = value.removeprefix(end).rstrip().removesuffix(end).rstrip()
-        return user_prompt(self.name, value, template=self.template and not self.text) if value.strip() else None
+        made = user_prompt(self.name, value, template=self.template and not self.text)
+        return replace(made, response=self._response(row)) if value.strip() else None
+
+    def _conversation(self, value: Any, row: Row) -> Prompt | None:
+        turns, last = list(value) if isinstance(value, list) else value, None
+        while isinstance(turns, list) and turns and _role(turns[-1]) == "assistant":
+            last = turns.pop()
+        read = () if turns == [] else _turns(turns)
+        if not read or read[-1]["role"] != "user":
+            return None
+        if self.response != self.messages:
+            return Prompt(self.name, read, self._response(row))
+        return Prompt(self.name, read, _content(last)) if last else None
+
+    def _response(self, row: Row) -> str | None:
+        value = row[self.response] if self.response else None
+        if isinstance(value, list) and len(value) == 1:
+            (value,) = value
+        if self.response and not isinstance(value, str):
+            raise BadRow(f"response {self.response!r}: expected a text, got {type(value).__name__}")
+        return value
 
 
 class _Fitting:
@@ -287,16 +312,46 @@ class _Fitting:
             self._good += 1
 
     def _at(self, row: int) -> Prompt | None:
-        column = self._source.column
         try:
-            return self._source.row_prompt(self._rows[row][column])
+            return self._source.row_prompt(self._rows[row])
         except BadRow as error:
-            raise type(error)(f"{self._source.id}: row {row}: column {column!r}: {error}") from None
+            raise type(error)(f"{self._source.id}: row {row}: column {self._source.column!r}: {error}") from None
 
 
 @lru_cache(maxsize=32)
 def _fitting(source: HubDataset, limit: int, count_tokens: CountTokens, seed: int) -> _Fitting:
     return _Fitting(source, limit, count_tokens, seed)
+
+
+def _options(source: HubDataset) -> Row:
+    revision = None if Path(source.id).is_dir() else commit_of(source.revision)
+    return {"path": source.id, "name": source.subset or None, "revision": revision}
+
+
+@contextmanager
+def _reading(source: HubDataset) -> Iterator[None]:
+    """Turns what `datasets` raises into a `UserError`."""
+    from datasets.exceptions import DatasetsError  # importing it takes seconds
+
+    try:
+        yield
+    except (OSError, ValueError, KeyError, RuntimeError, DatasetsError) as error:
+        reason = " ".join(str(error.__cause__ or error).split())[:300]
+        gated = "; accept its terms on the Hub and log in with `hf auth login`" if "gated" in reason.lower() else ""
+        raise UserError(f"data set {source.id!r} cannot be read: {reason}{gated}") from None
+
+
+@lru_cache(maxsize=32)
+def _builder(source: HubDataset) -> Any:
+    """The builder of a data set that is plain data."""
+    from datasets import load_dataset_builder
+
+    with _reading(source):
+        builder = load_dataset_builder(**_options(source), data_files=list(source.files) or None)
+        kind = type(builder).__module__.split(".")[2]
+        if kind not in _FORMATS:
+            raise UserError(f"it is read by {kind}, which is none of {', '.join(_FORMATS)}")
+        return builder
 
 
 @lru_cache(maxsize=32)
@@ -306,41 +361,32 @@ def _loaded(source: HubDataset) -> Any:
     Raises:
         UserError: the data set cannot be had, is no plain data, or has no such configuration, split or column.
     """
-    from datasets import Dataset, load_dataset_builder  # takes seconds
-    from datasets.exceptions import DatasetsError
+    from datasets import Dataset
 
-    revision = None if Path(source.id).is_dir() else commit_of(source.revision)
-    options = {"path": source.id, "name": source.subset or None, "revision": revision}
-    try:
-        builder = load_dataset_builder(**options, data_files=list(source.files) or None)
-        kind = type(builder).__module__.split(".")[2]
-        if kind not in _FORMATS:
-            raise UserError(f"it is read by {kind}, which is none of {', '.join(_FORMATS)}")
+    builder = _builder(source)
+    with _reading(source):
         if source.rows:
-            given = {**options, "split": source.split, "column": source.column, "rows": source.rows}
-            return Dataset.from_generator(_streamed, gen_kwargs={**given, "patterns": source.files or (None,)})
+            given = {**_options(source), "split": source.split, "columns": source.columns, "rows": source.rows}
+            given["patterns"] = source.files or (None,)  # a tuple: lists would be divided among processes
+            return Dataset.from_generator(_streamed, gen_kwargs=given)
         builder.download_and_prepare()
         rows = builder.as_dataset(split=source.split)
-    except (OSError, ValueError, KeyError, RuntimeError, DatasetsError) as error:
-        reason = " ".join(str(error.__cause__ or error).split())[:300]
-        gated = "; accept its terms on the Hub and log in with `hf auth login`" if "gated" in reason.lower() else ""
-        raise UserError(f"data set {source.id!r} cannot be read: {reason}{gated}") from None
-    if source.column not in rows.column_names:
+    if missing := [each for each in source.columns if each not in rows.column_names]:
         names = ", ".join(rows.column_names)
-        raise UserError(f"data set {source.id!r} has no column {source.column!r}; it has {names}")
-    return rows
+        raise UserError(f"data set {source.id!r} has no column {missing[0]!r}; it has {names}")
+    return rows.select_columns([*source.columns])
 
 
-def _streamed(column: str, patterns: tuple[str | None, ...], rows: int, **options: Any) -> Iterator[dict[str, Any]]:
+def _streamed(columns: tuple[str, ...], patterns: tuple[str | None, ...], rows: int, **options: Any) -> Iterator[Row]:
     """The first rows of each pattern's files, in a shuffled order that is always the same."""
     from datasets import load_dataset
 
     for pattern in patterns:
         stream = load_dataset(**options, data_files=pattern, streaming=True)
         for row in stream.shuffle(seed=0, buffer_size=_BUFFER).take(-(-rows // len(patterns))):
-            if column not in row:
-                raise ValueError(f"it has no column {column!r}; it has {', '.join(row)}")
-            yield {column: row[column]}
+            if missing := [each for each in columns if each not in row]:
+                raise ValueError(f"it has no column {missing[0]!r}; it has {', '.join(row)}")
+            yield {each: row[each] for each in columns}
 
 
 def pinned(mixture: dict[str, Any], folder: Path) -> dict[str, Any]:

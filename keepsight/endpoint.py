@@ -1,15 +1,17 @@
-"""Requests to an OpenAI-compatible endpoint: JSON in, JSON out, retried while that may help."""
+"""Requests to an OpenAI-compatible endpoint: JSON in, JSON out, sent again while that may help."""
 
+import html
 import json
 import os
+import re
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from http.client import HTTPException
-from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
@@ -24,12 +26,12 @@ FIRST_WAIT = 2.0
 LONGEST_WAIT = 60.0
 """Seconds between two tries at most."""
 LOOK = 10.0
-"""Seconds after which a pending request checks that the server still listens: vLLM's, when it ends, keeps open
+"""Seconds between checks that the server of a pending request still listens: vLLM's, when it ends, keeps open
 connections and never replies."""
 _BUSY = (408, 425, 429)
 """Statuses below 500 after which another try may succeed."""
-_LARGEST = 64 << 20
-"""Bytes of a reply at most."""
+_LARGEST, _LARGEST_REFUSAL = 64 << 20, 64 << 10
+"""Bytes of a reply and of a refusal that are read at most."""
 
 Reply = TypeVar("Reply")
 
@@ -39,12 +41,13 @@ class EndpointError(Exception):
 
     Attributes:
         status: HTTP status of a request that was refused for good; 0 where there was no reply, or a malformed one.
+        body: The refusal on one line, without the API key; the message has its beginning.
         wait: Seconds that the server asks to wait before the next try.
     """
 
     def __init__(self, reason: str, status: int = 0, wait: float = 0.0) -> None:
-        super().__init__(reason)
-        self.status, self.wait = status, wait
+        super().__init__(reason[:300])
+        self.status, self.body, self.wait = status, reason, wait
 
 
 class _NoRedirects(HTTPRedirectHandler):
@@ -56,7 +59,7 @@ class _NoRedirects(HTTPRedirectHandler):
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where requests go.
+    """A server's URL, and how long a reply is waited for.
 
     Attributes:
         url: Such as http://localhost:8000/v1.
@@ -78,7 +81,7 @@ class Endpoint:
         Args:
             path: Appended to the URL.
             body: The request.
-            read: Takes the reply's JSON and returns what is needed of it; a reply on which it fails is asked for again.
+            read: Takes the reply's JSON and returns what is needed of it; where it raises, the request is sent again.
             stopped: Ends the waiting between tries.
 
         Raises:
@@ -93,41 +96,39 @@ class Endpoint:
                 if error.status:
                     raise
             except (OSError, HTTPException, ValueError, LookupError, TypeError, AttributeError) as problem:
-                error = EndpointError(self._shown(f"{type(problem).__name__}: {problem}"))
-            wait = min(max(FIRST_WAIT * 2**attempt, error.wait), LONGEST_WAIT)
-            if attempt + 1 < self.tries and (stopped or threading.Event()).wait(wait):
+                error = EndpointError(self._without_key(f"{type(problem).__name__}: {problem}"))
+            pause = min(max(FIRST_WAIT * 2**attempt, error.wait), LONGEST_WAIT)
+            if attempt + 1 < self.tries and (stopped or threading.Event()).wait(pause):
                 break
         raise error
 
     def _reply(self, path: str, data: bytes) -> bytes:
         """One reply, within `patience` and while the server listens."""
-        box = SimpleQueue[bytes | Exception]()
-        threading.Thread(target=lambda: box.put(self._sent(path, data)), daemon=True).start()
-        deadline = time.monotonic() + self.patience
-        while True:
-            try:
-                reply = box.get(timeout=LOOK)
-            except Empty:
-                if time.monotonic() > deadline:
-                    raise TimeoutError("timed out") from None
-                self._check_listens()
-                continue
-            if isinstance(reply, Exception):
-                raise reply
-            return reply
+        reply, deadline = Future[bytes](), time.monotonic() + self.patience
 
-    def _sent(self, path: str, data: bytes) -> bytes | Exception:
+        def send() -> None:
+            try:
+                reply.set_result(self._sent(path, data))
+            except Exception as error:
+                reply.set_exception(error)
+
+        threading.Thread(target=send, daemon=True).start()
+        while not wait([reply], min(LOOK, self.patience)).done:
+            if time.monotonic() > deadline:
+                raise TimeoutError("timed out")
+            self._check_listens()
+        return reply.result()
+
+    def _sent(self, path: str, data: bytes) -> bytes:
+        request = Request(f"{self.url.rstrip('/')}/{path}", data, self._headers)
         try:
-            request = Request(f"{self.url.rstrip('/')}/{path}", data, self._headers)
             with build_opener(_NoRedirects).open(request, timeout=self.patience) as response:
                 reply = bytes(response.read(_LARGEST + 1))
-                if len(reply) <= _LARGEST and response.length:
-                    return ValueError("the reply is cut off")
-                return reply if len(reply) <= _LARGEST else ValueError("the reply is too large")
+                if len(reply) > _LARGEST or response.length:
+                    raise ValueError(f"the reply is {'too large' if len(reply) > _LARGEST else 'cut off'}")
+                return reply
         except HTTPError as refusal:
-            return self._refused(refusal)
-        except Exception as error:  # raised where the reply is waited for
-            return error
+            raise self._refused(refusal) from None
 
     def _check_listens(self) -> None:
         host = urlsplit(self.url)
@@ -138,21 +139,28 @@ class Endpoint:
             socket.create_connection((host.hostname, port), timeout=LOOK).close()
 
     def _refused(self, refusal: HTTPError) -> EndpointError:
-        said = ""
+        said, asked = b"", 0.0
         with suppress(OSError, HTTPException):
-            said = refusal.read(2000).decode(errors="replace")
-        wait = 0.0
+            said = refusal.read(_LARGEST_REFUSAL)
         with suppress(ValueError):  # a date
-            wait = float(refusal.headers.get("Retry-After") or 0)
+            asked = float(refusal.headers.get("Retry-After") or 0)
+        text = self._without_key(f"HTTPError: {refusal} {said.decode(errors='replace')}")
+        if len(said) == _LARGEST_REFUSAL:
+            text = text[: -6 * len(self._secret) or None]  # which may be the first half of the key
         passing = refusal.code >= 500 or refusal.code in _BUSY
-        return EndpointError(self._shown(f"HTTPError: {refusal} {said}"), 0 if passing else refusal.code, wait)
+        return EndpointError(text, 0 if passing else refusal.code, asked)
 
-    def _shown(self, text: str) -> str:
-        """At most 300 characters on one line, without the key, which some servers repeat."""
-        secret = self._secret
-        for written in filter(None, (secret, json.dumps(secret)[1:-1])):
-            text = text.replace(written, "***")
-        return " ".join(text.split())[:300]
+    def _without_key(self, text: str) -> str:
+        """The text on one line, without the key, which some servers repeat, also escaped."""
+        forms = (
+            rf"\\*{re.escape(each)}|\\+u{ord(each):04x}|%{ord(each):02x}|&#0*{ord(each)};|{html.escape(each)}"
+            if not each.isalnum()
+            else each
+            for each in self._secret
+        )
+        pattern = "".join(f"(?:{form})" for form in forms)
+        text = re.sub(pattern, "***", text, flags=re.IGNORECASE) if pattern else text
+        return " ".join(text.split())
 
     @property
     def _secret(self) -> str:
@@ -160,8 +168,8 @@ class Endpoint:
 
     @property
     def _headers(self) -> dict[str, str]:
-        if not self._secret.isprintable():
-            raise EndpointError(f"the key in {self.key} has control characters", 400)
+        if not (self._secret.isprintable() and self._secret.isascii()):
+            raise EndpointError(f"the key in {self.key} has control characters, or others than ASCII's", 400)
         authorization = {"Authorization": f"Bearer {self._secret}"} if self._secret else {}
         return {"Content-Type": "application/json"} | authorization
 
@@ -197,16 +205,21 @@ class ServerSettings:
 
 
 def check_url(key: str, url: str) -> None:
-    """Refuse a text that is no URL of an endpoint.
+    """Refuse a text that is no URL of an endpoint, or that holds an API key.
 
     Raises:
-        UserError: it begins with something else, or its port is no number.
+        UserError: it begins with something else, its port is no number, or it has a query or a password.
     """
+    shown = f"{key}=" + " ".join(re.sub(r"[^/@]*@|[?#][\s\S]*", "", url).split())
     if not url.startswith(("http://", "https://")):
-        raise UserError(f"{key}={url} must begin with http:// or https://")
+        raise UserError(f"{shown} must begin with http:// or https://")
     try:
-        port = urlsplit(url).port
+        host = urlsplit(url)
+        port = host.port
     except ValueError as error:
-        raise UserError(f"{key}={url}: {error}") from None
-    if port == 0 or not urlsplit(url).hostname:
-        raise UserError(f"{key}={url} must name a host, and a port above 0 if any")
+        raise UserError(f"{shown}: {error}") from None
+    if port == 0 or not host.hostname:
+        raise UserError(f"{shown} must name a host, and a port above 0 if any")
+    if host.query or host.fragment or "@" in host.netloc or not url.isprintable() or " " in url:
+        variable = f"{key.removesuffix('url')}key"
+        raise UserError(f"{shown}: a URL has no query, password or space; an API key is read from {variable}=VARIABLE")

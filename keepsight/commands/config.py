@@ -8,7 +8,7 @@ imports neither torch nor transformers.
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
+from pydantic import AfterValidator, Field, FiniteFloat, NonNegativeInt, PositiveInt
 
 from keepsight.endpoint import ServerSettings
 from keepsight.eval.judge import Judge
@@ -130,6 +130,8 @@ class DataKeys(UsesModel):
         mixture: Name of a file in recipes/mixtures/, or a path to a YAML file of your own.
         limit: Number of samples.
         max_new_tokens: Longest answer of the data in tokens.
+        temperature: Samples the answers; 0 decodes greedily.
+        top_p: Samples from the likeliest tokens that together have this probability.
         backend: Who answers: transformers, in this process; vllm, in this process; or server, at server.url.
         server: The server of backend=server.
         vllm: Arguments of vLLM's engine, such as {gpu_memory_utilization: 0.5, max_model_len: 4096}.
@@ -139,6 +141,8 @@ class DataKeys(UsesModel):
     mixture: str = "offline"
     limit: PositiveInt = 200
     max_new_tokens: PositiveInt = 128
+    temperature: Annotated[FiniteFloat, Field(ge=0)] = 0.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     backend: Annotated[str, one_of("transformers", "vllm", "server")] = "transformers"
     server: ServerSettings = field(default_factory=ServerSettings)
     vllm: dict[str, Any] = field(default_factory=dict)
@@ -147,7 +151,7 @@ class DataKeys(UsesModel):
 
 @dataclass
 class Data(DataKeys):
-    """keepsight data: make training data: prompts of a mixture and the base model's greedy answers.
+    """keepsight data: make training data: prompts of a mixture and the base model's answers.
 
         keepsight data recipe=smollm2-135m out=runs/data limit=200
         keepsight data recipe=llama8b mixture=my_mixture.yaml out=runs/data limit=20000
@@ -158,7 +162,7 @@ class Data(DataKeys):
 
     Attributes:
         out: Folder for the shards and the manifest.
-        seed: Random seed of the mixture's draws.
+        seed: Random seed of the mixture's draws, and of sampled answers.
         shard_size: Samples per shard.
         batch_tokens: Prompt tokens per batch; lower it when memory runs out.
     """

@@ -1,14 +1,16 @@
 """keepsight data: training data, and what a data folder contains."""
 
 import json
+import math
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from keepsight import recipes
 from keepsight.commands.config import Data as Config
@@ -25,6 +27,9 @@ from keepsight.files import from_json, require_writable, write_png
 from keepsight.models.distributed import launched
 from keepsight.models.targets import Target
 
+_LARGEST = 100_000
+"""Nodes of a mixture's YAML file at most."""
+
 
 def run(config: Config) -> None:
     """Make the data and print its size."""
@@ -33,6 +38,7 @@ def run(config: Config) -> None:
     Mixture.from_config(values)  # refuses a wrong mixture before the Hub is asked
     values = pinned(values, Path(config.out))
     mixture = Mixture.from_config(values)
+    mixture.check()
     with _answering(config) as (target, backend):
         manifest = generate_data(
             target,
@@ -45,6 +51,8 @@ def run(config: Config) -> None:
             shard_size=config.shard_size,
             backend=backend,
             skip=config.skip,
+            temperature=config.temperature,
+            top_p=config.top_p,
         )
     if launched().is_main_process:
         print(
@@ -91,11 +99,24 @@ def read_mixture(name: str) -> dict[str, Any]:
     path = known.get(name) or Path(name)
     if not path.is_file():
         raise UserError(f"mixture={name} is neither a file nor one of {', '.join(known)}")
-    try:  # variables stay text: a file must not read the environment
-        loaded = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    try:
+        if _size(yaml.compose(path.read_text(encoding="utf-8"), yaml.SafeLoader), {}) > _LARGEST:
+            raise ValueError("with its aliases written out it is too large")
+        loaded = OmegaConf.to_container(OmegaConf.load(path), resolve=False)  # a file must not read the environment
         values = from_json(json.dumps(loaded, ensure_ascii=False).encode())  # as the manifest will hold them
-    except (YAMLError, OmegaConfBaseException, ValueError, TypeError, RecursionError) as error:
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError, RecursionError) as error:
         raise UserError(f"{path}: not a YAML file ({' '.join(str(error).split())})") from None
     if not isinstance(values, dict):
         raise UserError(f"{path}: expected keys such as min_tokens, max_tokens and sources")
     return values
+
+
+def _size(node: Any, sizes: dict[int, float]) -> float:
+    """Nodes of a YAML file with aliases written out; `sizes` has those of the nodes that were met before."""
+    if not isinstance(node, yaml.CollectionNode):
+        return 1
+    if id(node) not in sizes:
+        sizes[id(node)] = math.inf  # where an alias is within what it stands for
+        below = chain.from_iterable(node.value) if isinstance(node, yaml.MappingNode) else node.value
+        sizes[id(node)] = 1 + sum(_size(each, sizes) for each in below)
+    return sizes[id(node)]

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,10 @@ def test_a_mixture_that_is_no_mixture(keepsight: CommandLine, here: Path) -> Non
     assert keepsight.fails("data", *TINY, *DATA).startswith("mixture.yaml: not a YAML file (")
     (here / "mixture.yaml").write_text(mixture.replace("local_jsonl", "local_json"))
     assert "unknown kind 'local_json'; did you mean local_jsonl?" in keepsight.fails("data", *TINY, *DATA)
+    lists = [f"{name}: &{name} [{', '.join(9 * ['*' + before])}]" for before, name in pairwise("abcdefgh")]
+    for aliases in (["a: &a [x]", *lists], ["a: &a [*a]"]):
+        (here / "mixture.yaml").write_text("\n".join(aliases))
+        assert "with its aliases written out it is too large" in keepsight.fails("data", *TINY, *DATA)
     (here / "mixture.yaml").write_text("- 1")
     assert keepsight.fails("data", *TINY, *DATA).startswith("mixture.yaml: expected keys such as min_tokens")
 

@@ -31,15 +31,14 @@ class Vllm(ModuleType):
         super().__init__("vllm")
         self.made: list[dict[str, Any]] = []
         self.calls = self.ended = 0
-        self.fails_at = -1
+        self.fails_at, self.sampling = -1, list[dict[str, Any]]()
         self.starts = True
 
-    class SamplingParams:
-        def __init__(
-            self, *, temperature: float, max_tokens: int, stop_token_ids: list[int], repetition_penalty: float = 1.0
-        ) -> None:
-            assert temperature == 0.0
-            self.max_tokens, self.ends, self.penalty = max_tokens, stop_token_ids, repetition_penalty
+    def SamplingParams(
+        self, *, max_tokens: int, stop_token_ids: list[int], repetition_penalty: float = 1.0, **sampling: Any
+    ) -> SimpleNamespace:
+        self.sampling.append(sampling)
+        return SimpleNamespace(max_tokens=max_tokens, ends=stop_token_ids, penalty=repetition_penalty)
 
     def LLM(self, model: str, **options: Any) -> Any:
         if not self.starts:
@@ -49,7 +48,7 @@ class Vllm(ModuleType):
         target = load_target(model, device="cpu", dtype="float32")
         room = options.get("max_model_len", 4096)
 
-        def answer(ids: list[int], sampling: "Vllm.SamplingParams") -> Any:
+        def answer(ids: list[int], sampling: SimpleNamespace) -> Any:
             if len(ids) >= room:
                 raise ValueError(f"This model's maximum context length is {room} tokens.")
             longest = min(sampling.max_tokens, room - len(ids))
@@ -61,11 +60,11 @@ class Vllm(ModuleType):
             reason = "stop" if made[-1] in sampling.ends else "length"
             return SimpleNamespace(outputs=[SimpleNamespace(token_ids=tuple(made), finish_reason=reason)])
 
-        def generate(prompts: list[dict[str, list[int]]], sampling: Vllm.SamplingParams, *, use_tqdm: bool) -> Any:
+        def generate(prompts: list[dict[str, Any]], sampling: list[SimpleNamespace], *, use_tqdm: bool) -> Any:
             self.calls += 1
             if self.calls == self.fails_at:
                 raise RuntimeError("EngineCore encountered an issue.\nSee stack trace (above) for the root cause.")
-            return [answer(each["prompt_token_ids"], sampling) for each in prompts]
+            return [answer(each["prompt_token_ids"], own) for each, own in zip(prompts, sampling, strict=True)]
 
         def shutdown() -> None:
             self.ended += 1
@@ -91,6 +90,13 @@ def test_vllm_answers_as_transformers_does(
     keepsight("data", *TINY, *DATA, "out=own")
     own, theirs = (read_json(here / name / "manifest.json") for name in ("own", "vllm"))
     assert theirs == own
+    assert engine.sampling == [{"temperature": 0.0}] * 6
+    engine.sampling.clear()
+    keepsight("data", *ASKED, "out=sampled", "temperature=0.7", "top_p=0.9")
+    assert {(each["temperature"], each["top_p"]) for each in engine.sampling} == {(0.7, 0.9)}
+    assert len({each["seed"] for each in engine.sampling}) == 6
+    settings = read_json(here / "sampled" / "manifest.json")["settings"]
+    assert (settings["temperature"], settings["top_p"]) == (0.7, 0.9)
 
 
 def test_a_models_own_repetition_penalty(keepsight: CommandLine, here: Path, engine: Vllm) -> None:

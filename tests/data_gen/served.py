@@ -18,7 +18,7 @@ from urllib.request import urlopen
 
 import torch
 
-from keepsight.data_gen.backends import Rendered, Server, ServerSettings, answer
+from keepsight.data_gen.backends import Decoding, Rendered, Server, ServerSettings, answer
 from keepsight.models.targets import Target
 
 Reply = tuple[int, dict[str, Any]] | None
@@ -81,7 +81,7 @@ def server(say: Say, port: int = 0) -> Iterator[Heard]:
     made = ThreadingHTTPServer(("127.0.0.1", port), Handler)
     made.daemon_threads = True
     heard = Heard(f"http://127.0.0.1:{made.server_port}/v1")
-    threading.Thread(target=made.serve_forever, daemon=True).start()
+    threading.Thread(target=made.serve_forever, args=(0.01,), daemon=True).start()
     try:
         yield heard
     finally:
@@ -102,7 +102,7 @@ def speaks(target: Target, takes: str = "ids and back") -> Say:
         assert body["temperature"] == 0.0 and body["model"] == "served"
         ids = target.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
         with lock:
-            made = answer(target, [Rendered(0, "", ids, None)], body["max_tokens"])[0]
+            made = answer(target, [Rendered(0, "", ids, None)], Decoding(body["max_tokens"]))[0]
         text = target.tokenizer.decode(made, skip_special_tokens=True)
         choice: dict[str, Any] = {"text": text, "finish_reason": "stop" if made[-1] in target.end_tokens else "length"}
         if takes == "ids and back":
@@ -118,7 +118,8 @@ def client(target: Target, heard: Heard, **changes: Any) -> Server:
 
 
 def answered(backend: Server, asked: list[Rendered], longest: int = 12) -> dict[int, list[int]]:
-    pairs = [(prompt.index, ids) for ready in backend(asked, longest) for prompt, ids in ready if isinstance(ids, list)]
+    made = [pair for ready in backend(asked, Decoding(longest)) for pair in ready]
+    pairs = [(prompt.index, ids) for prompt, ids in made if isinstance(ids, list)]
     assert len(dict(pairs)) == len(pairs) == len(asked)
     return dict(pairs)
 

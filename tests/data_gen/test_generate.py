@@ -9,7 +9,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import date, datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ import torch
 import yaml
 
 from keepsight.data_gen import generate
-from keepsight.data_gen.backends import Answers, Backend, InThisProcess, Rendered, answer, batches
+from keepsight.data_gen.backends import Answers, Backend, Decoding, InThisProcess, Rendered, answer, batches
 from keepsight.data_gen.generate import answers, generate_data, render_prompt
 from keepsight.data_gen.mixture import Mixture
 from keepsight.data_gen.prompts import BadRow, Prompt
@@ -28,6 +28,7 @@ from keepsight.data_gen.store import TrainingSample, finished_manifest, finished
 from keepsight.errors import UserError
 from keepsight.files import read_json, write_lines
 from keepsight.models.targets import Target, load_target
+from tests.data_gen.served import prompts
 
 ROOT = Path(__file__).parents[2]
 
@@ -59,14 +60,6 @@ def mixture_of(path: Path, kinds: tuple[str, ...] = ()) -> dict[str, Any]:
     return {"min_tokens": 100, "max_tokens": 400, "sources": sources}
 
 
-def rendered(*lengths: int) -> list[Rendered]:
-    generator = torch.Generator().manual_seed(0)
-    return [
-        Rendered(index, "test", torch.randint(6, 512, (length,), generator=generator).tolist(), None)
-        for index, length in enumerate(lengths)
-    ]
-
-
 def make(target: Target, values: dict[str, Any], out: Path, **changes: Any) -> dict[str, Any]:
     settings = {"limit": 24, "seed": 3, "max_new_tokens": 40, "shard_size": 5} | changes
     backend = settings.pop("backend", None) or InThisProcess(target, 400)
@@ -79,19 +72,17 @@ def samples_of(out: Path) -> list[TrainingSample]:
 
 def test_batches_are_of_similar_length_and_bounded_with_their_padding() -> None:
     lengths = [*random.Random(0).choices(range(1, 60), k=80), 300]
-    made = list(batches(rendered(*lengths), 200))
+    made = list(batches(prompts(*lengths), 200))
     assert [len(prompt.ids) for batch in made for prompt in batch] == sorted(lengths)
     assert sorted(prompt.index for batch in made for prompt in batch) == list(range(81))
     assert max(len(batch) * len(batch[-1].ids) for batch in made[:-1]) <= 200 and len(made[-1]) == 1
-    firsts = [len(batch[0].ids) for batch in made[1:]]
-    assert all((len(batch) + 1) * first > 200 for batch, first in zip(made, firsts, strict=False))
-    assert list(batches([], 20)) == []
+    assert len(made) < 20 and list(batches([], 20)) == []
 
 
 def test_batched_answers_equal_single_ones_and_end_with_the_first_end_token(target: Target) -> None:
-    prompts = rendered(*range(8, 40, 2))
-    made = answer(target, prompts, 24)
-    assert made == [answer(target, [prompt], 24)[0] for prompt in prompts]
+    asked = prompts(*range(8, 40, 2))
+    made = answer(target, asked, Decoding(24))
+    assert made == [answer(target, [prompt], Decoding(24))[0] for prompt in asked]
     ended = [ids for ids in made if ids[-1] in target.end_tokens]
     assert len(ended) > 0 and len({len(ids) for ids in made}) > 2
     for ids in made:
@@ -99,23 +90,45 @@ def test_batched_answers_equal_single_ones_and_end_with_the_first_end_token(targ
         assert len(ids) == 24 or ids in ended
 
 
+def test_sampled_answers_depend_on_the_seed_and_the_index_alone(target: Target) -> None:
+    asked, sampled = prompts(*range(8, 40, 2)), Decoding(8, temperature=1.0, seed=1)
+    made = answer(target, asked, sampled)
+    assert made == [answer(target, [prompt], sampled)[0] for prompt in asked]
+    assert made != answer(target, asked, replace(sampled, seed=2)) and made != answer(target, asked, Decoding(8))
+    assert answer(target, asked, replace(sampled, top_p=1e-6)) == answer(target, asked, Decoding(8))
+
+
+def test_samples_follow_the_models_distribution(target: Target) -> None:
+    """Temperature 1.5 and a nucleus of 0.6: the first token of 2,000 samples, against probabilities in float64."""
+    (prompt,) = prompts(12)
+    with torch.no_grad():
+        logits = target.model(torch.tensor([prompt.ids])).logits[0, -1].double()
+    shares, order = torch.softmax(logits / 1.5, -1).sort(descending=True)
+    nucleus = order[: int((shares.cumsum(0) < 0.6).sum()) + 1]
+    expected = torch.zeros_like(logits).index_put((nucleus,), torch.softmax(logits[nucleus] / 1.5, -1))
+    same = [replace(prompt, index=index) for index in range(2000)]
+    drawn = [ids[0] for ids in answer(target, same, Decoding(1, temperature=1.5, top_p=0.6))]
+    assert {*drawn} <= {*nucleus.tolist()}
+    found = torch.bincount(torch.tensor(drawn), minlength=len(logits)) / 2000
+    spread = (expected * (1 - expected) / 2000).sqrt()
+    assert ((found - expected).abs() <= 5 * spread + 1e-9).all()
+
+
 def test_given_responses_are_used_and_nothing_is_generated(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     turns = ({"role": "user", "content": "Hello?"},)
-    prompts = [
+    asked = [
         render_prompt(0, Prompt("mine", turns, response="So be it."), target.tokenizer),
         render_prompt(1, Prompt("mine", turns), target.tokenizer),
     ]
-    assert prompts[0].ids == prompts[1].ids
 
     def answered(asked: list[Rendered], longest: int) -> list[list[int] | BadRow]:
-        return [ids for ready in answers(InThisProcess(target, 400), asked, longest) for _, ids in ready]
+        return [ids for ready in answers(InThisProcess(target, 400), asked, Decoding(longest)) for _, ids in ready]
 
-    first, second = answered(prompts, 16)
+    first, second = answered(asked, 16)
     assert isinstance(first, list) and target.tokenizer.decode(first) == "So be it.<|end|>"
-    assert second == answer(target, prompts[1:], 16)[0] != first
+    assert second == answer(target, asked[1:], Decoding(16))[0] != first
     monkeypatch.setattr(type(target.model), "generate", None)
-    assert answered(prompts[:1], 16) == [first]
-    assert answered(prompts[:1], 3) == [first[:3]]
+    assert answered(asked[:1], 3) == [first[:3]]
 
 
 def test_prompts_go_through_the_chat_template_unless_they_are_raw(target: Target) -> None:
@@ -160,17 +173,17 @@ def test_raising_the_limit_keeps_the_samples(
     make(target, mixture_values, tmp_path / "data", limit=7)
     first, asked = samples_of(tmp_path / "data"), list[int]()
 
-    def noted(backend: Backend, prompts: list[Rendered], limit: int) -> Iterator[Answers]:
+    def noted(backend: Backend, prompts: list[Rendered], decoding: Decoding) -> Iterator[Answers]:
         asked.extend(prompt.index for prompt in prompts)
-        return answers(backend, prompts, limit)
+        return answers(backend, prompts, decoding)
 
     monkeypatch.setattr(generate, "answers", noted)
     make(target, mixture_values, tmp_path / "data", limit=12)
     assert sorted(asked) == list(range(7, 12)) and samples_of(tmp_path / "data")[:7] == first
     make(target, mixture_values, tmp_path / "once", limit=12)
     assert samples_of(tmp_path / "data") == samples_of(tmp_path / "once")
-    with pytest.raises(UserError, match="seed=3, now it is 4"):
-        make(target, mixture_values, tmp_path / "data", limit=12, seed=4)
+    with pytest.raises(UserError, match=r"temperature=0.0, now it is 0.7"):
+        make(target, mixture_values, tmp_path / "data", limit=12, temperature=0.7)
 
 
 def test_lengths_beyond_the_context_and_sizes_beyond_the_disk_are_refused(

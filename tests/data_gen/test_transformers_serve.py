@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from keepsight.data_gen.backends import Answers, Rendered, Server, answer
+from keepsight.data_gen.backends import Answers, Decoding, Rendered, Server, answer
 from keepsight.data_gen.generate import generate_data
 from keepsight.data_gen.mixture import Mixture
 from keepsight.data_gen.store import finished_manifest, finished_samples
@@ -60,8 +60,8 @@ def test_a_real_server_and_a_client_that_are_killed_and_started_again(
     backend = Server(outline, ServerSettings(url=f"http://127.0.0.1:{port}/v1", parallel=2, tries=3))
     killed: list[subprocess.Popen[bytes]] = []
 
-    def until_it_is_killed(prompts: list[Rendered], max_new_tokens: int) -> Iterator[Answers]:
-        for number, ready in enumerate(backend(prompts, max_new_tokens)):
+    def until_it_is_killed(prompts: list[Rendered], decoding: Decoding) -> Iterator[Answers]:
+        for number, ready in enumerate(backend(prompts, decoding)):
             yield ready
             if number == 3:
                 killed[0].kill()
@@ -84,6 +84,6 @@ def test_a_real_server_and_a_client_that_are_killed_and_started_again(
     assert [row.index for row in rows] == list(range(16))
     target = load_target(str(folder), dtype="float32", device="cpu")
     for row in rows:  # the server gives texts, whose ids may differ from those that were generated
-        ids = answer(target, [Rendered(0, "", row.prompt_ids, None)], 6)[0]
+        ids = answer(target, [Rendered(0, "", row.prompt_ids, None)], Decoding(6))[0]
         text = target.tokenizer.decode(ids, skip_special_tokens=True)
         assert row.answer_ids == target.tokenizer(text)["input_ids"][:6]

@@ -2,7 +2,7 @@
 
 import gzip
 import json
-import random
+import pickle
 import threading
 import time
 from collections import Counter
@@ -18,9 +18,9 @@ import yaml
 from keepsight import recipes
 from keepsight.data_gen import user_data
 from keepsight.data_gen.mixture import Mixture
-from keepsight.data_gen.prompts import BadRow, Prompt, Request
+from keepsight.data_gen.prompts import BadRow, Prompt
 from keepsight.data_gen.store import DataSettings
-from keepsight.data_gen.user_data import HubDataset, LocalJsonl, commit_of, pinned
+from keepsight.data_gen.user_data import HubDataset, LocalJsonl, pinned
 from keepsight.errors import UserError
 
 PAPER = yaml.safe_load((Path(recipes.__file__).parent / "mixtures" / "paper.yaml").read_text())
@@ -68,40 +68,30 @@ def test_local_rows_come_once_before_any_comes_again(tmp_path: Path) -> None:
         assert len(set(drawn[50 * turn : 50 * turn + 50])) == 50
 
 
-def test_local_rows_keep_their_fields(tmp_path: Path) -> None:
-    chat = [{"role": "system", "content": "Be brief."}, user("Hello")]
-    path = write(tmp_path / "mine.jsonl", {"messages": chat, "source": "book"}, {"prompt": "Hi", "reference": "Ho"})
-    made = mixture(path, response_field="reference", template=False)
-    by_source = {prompt.source: prompt for prompt in (made.prompt(0, index, count_tokens) for index in range(2))}
-    assert by_source["book"] == Prompt("book", tuple(chat))
-    assert by_source["mine"] == Prompt("mine", (user("Hi"),), "Ho", template=False)
+def test_local_rows_keep_their_fields_and_fit_the_lengths(tmp_path: Path) -> None:
+    chat = [{"role": "system", "content": "Be brief."}, user("Hello there")]
+    rows = {"messages": chat, "source": "book"}, {"prompt": "Hi", "reference": "Ho"}, {"prompt": "long " * 300}
+    path = write(tmp_path / "mine.jsonl", *rows)
 
+    def made(**options: Any) -> dict[str, Prompt]:
+        source = mixture(path, response_field="reference", template=False, **options)
+        drawn = [source.prompt(0, index, count_tokens) for index in range(3)]
+        return {prompt.messages[-1]["content"][:5]: prompt for prompt in drawn}
 
-def test_local_rows_are_chosen_by_source_and_length(tmp_path: Path) -> None:
-    names = ["P3/a", "P3/b", "news", "newsreel", "long"]
-    rows = [{"prompt": "long " * 300 if name == "long" else name, "source": name} for name in names]
-    path = write(tmp_path / "rows.jsonl", *rows)
-
-    def sources(**options: Any) -> set[str]:
-        made = mixture(path, **options)
-        return {made.prompt(0, index, count_tokens).source for index in range(5)}
-
-    assert sources() == {"P3/a", "P3/b", "news", "newsreel"}
-    assert sources(max_tokens=700) == set(names)
-    assert sources(max_tokens=700, shortest=250) == {"long"}
-    assert sources(include=["P3", "news"], exclude=["P3/b", "newsreel"]) == {"P3/a", "news"}
+    book, mine = Prompt("book", tuple(chat)), Prompt("mine", (user("Hi"),), "Ho", template=False)
+    assert made() == {"Hello": book, "Hi": mine}
+    assert made(max_tokens=700).keys() == {"Hello", "Hi", "long "} and made(shortest=2) == {"Hello": book}
 
 
 @pytest.mark.parametrize(
     ("row", "expected"),
     [
         ({"text": "x"}, r"row 1: expected a text in prompt, or a list in messages; got the fields \['text'\]"),
-        ({"prompt": "  "}, "row 1: expected a text in prompt"),
         ({"prompt": "x", "response": 3}, "row 1: response must be a string, got int"),
         ({"messages": []}, "messages must be a list of turns"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "each of messages needs a role"),
-        ({"messages": [{"role": "user", "content": None}]}, "each of messages needs a text in content, got NoneType"),
         ({"messages": [assistant("x")]}, "must end with the user's turn, not with the"),
+        ({"messages": [{"role": "gpt", "content": None, "tool_calls": [{}]}]}, "the assistant's has tool calls"),
         ({"prompt": "word " * 1000}, "no row has 0 to 200 tokens; raise the mixture"),
         ([1], ":1: expected an object|:1: .*dict"),
     ],
@@ -115,16 +105,17 @@ def test_rows_that_are_all_bad_end_in_one_line(tmp_path: Path, row: object, expe
 
 def test_one_bad_row_is_named_when_it_is_drawn_and_the_others_are_used(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    path.write_text('{"prompt": "a"}\n{"prompt": null}\n{"prompt": "c"}\n{"prompt": "d')
+    path.write_text('{"prompt": "a"}\n{"prompt": null}\n{"prompt": "c"}\n{"prompt": "\\ud800"}\n{"prompt": "d')
     made, drawn, reasons = mixture(str(path)), list[str](), list[str]()
-    for index in range(4):
+    for index in range(5):
         try:
             drawn += texts([made.prompt(0, index, count_tokens)])
         except BadRow as error:
             reasons.append(str(error))
     assert sorted(drawn) == ["a", "c"]
-    null, cut = sorted(reasons)
-    assert null.startswith(f"{path}: row 2: expected a text") and "rows.jsonl:4: not valid" in cut
+    null, surrogate, cut = sorted(reasons)
+    assert null.startswith(f"{path}: row 2: expected a text")
+    assert "rows.jsonl:4: not valid" in surrogate and "rows.jsonl:5: not valid" in cut
 
 
 def test_encodings_and_forms_of_conversations(tmp_path: Path) -> None:
@@ -134,26 +125,26 @@ def test_encodings_and_forms_of_conversations(tmp_path: Path) -> None:
     ]
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     expected = [(user("Hé"), assistant("Ho"), user("?")), (user("ab"),)]
-    for number, data in enumerate(
-        (text.encode(), text.encode("utf-8-sig"), text.encode("utf-16"), gzip.compress(text.encode()))
-    ):
-        path = tmp_path / f"{number}.jsonl"
+    path, zipped = tmp_path / "rows.jsonl", gzip.compress(text.encode())
+    for data in (text.encode(), text.encode("utf-8-sig"), text.encode("utf-16"), zipped):
         path.write_bytes(data)
         read = [*LocalJsonl(str(path)).rows()]
         assert [row.messages for row in read if isinstance(row, Prompt)] == expected
-    path.write_bytes(gzip.compress(text.encode())[:20])
+    path.write_bytes(zipped[:20])
     with pytest.raises(UserError, match="neither JSON Lines nor gzip"):
         [*LocalJsonl(str(path)).rows()]
 
 
 def test_drawing_from_many_rows_takes_no_time_for_each(tmp_path: Path) -> None:
-    """Shuffling 200,000 rows at every draw took 0.6 s a prompt."""
-    made = mixture(write(tmp_path / "rows.jsonl", *({"prompt": f"row {row}"} for row in range(40_000))))
-    made.prompt(0, 0, count_tokens)
+    """Shuffling 200,000 rows at every draw took 0.6 s a prompt; so did ten files, one after the other."""
+    paths = [
+        write(tmp_path / f"{file}.jsonl", *({"prompt": f"row {row}"} for row in range(5000))) for file in range(10)
+    ]
+    made = Mixture.from_config({"sources": [{"kind": "local_jsonl", "path": path} for path in paths]})
+    [made.prompt(0, index, count_tokens) for index in range(100)]
     began = time.process_time()
-    for index in range(200):
-        made.prompt(0, index, count_tokens)
-    assert time.process_time() - began < 1
+    [made.prompt(0, index, count_tokens) for index in range(300)]
+    assert time.process_time() - began < 0.3
 
 
 ROWS: dict[str, tuple[str, list[dict[str, Any]]]] = {
@@ -223,6 +214,26 @@ def test_what_becomes_of_the_papers_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rows", [0, 12])
+def test_responses_of_the_data_set(rows: int, tmp_path: Path) -> None:
+    """Columns of texts or lists of one, and the assistant's last turn."""
+    for name, column, expected in (
+        ("ChatQA2-Long-SFT-data", "answer", {str(row) for row in range(12)}),
+        ("ARC_DPO_FewShot", "chosen", {"3"}),
+        ("tulu-3-sft-olmo-2-mixture", "messages", {"No"}),
+    ):
+        made = prompts(local(name, tmp_path, response=column, rows=rows), 12)
+        assert {prompt.response for prompt in made} == expected
+        assert texts(made) == texts(prompts(local(name, tmp_path, rows=rows), 12))
+    with pytest.raises(UserError, match="has no column 'answers'; it has prompt, chosen, rejected"):
+        prompts(local("ARC_DPO_FewShot", tmp_path, response="answers", rows=rows), 1)
+    source = {"kind": "hub_dataset", "id": str(tmp_path / "null"), "license": "mit", "prompt": "a", "response": "b"}
+    write(tmp_path / "null" / "rows.jsonl", {"a": "x", "b": "y"}, {"a": "z", "b": None})
+    made_of = Mixture.from_config({"sources": [source]})
+    with pytest.raises(BadRow, match="row 1: column 'a': response 'b': expected a text, got NoneType"):
+        [made_of.prompt(0, index, count_tokens) for index in range(2)]
+
+
+@pytest.mark.parametrize("rows", [0, 12])
 def test_a_document_is_cut_at_a_random_point(rows: int, tmp_path: Path) -> None:
     source = local("the-stack-dedup", tmp_path, rows=rows)
     documents = [row["content"] for row in ROWS["the-stack-dedup"][1]]
@@ -268,9 +279,8 @@ def test_rows_without_a_user_or_too_long_are_left_out_and_bad_ones_named(tmp_pat
         prompts(source | {"id": str(tmp_path / "short"), "shortest": 3}, 1, max_tokens=64)
 
 
-@pytest.mark.parametrize("rows", [0, 3])
-def test_missing_columns_and_splits_are_named(rows: int, tmp_path: Path) -> None:
-    source = local("ARC_DPO_FewShot", tmp_path, rows=rows)
+def test_missing_columns_and_splits_are_named(tmp_path: Path) -> None:
+    source = local("ARC_DPO_FewShot", tmp_path)
     with pytest.raises(UserError, match="has no column 'promt'; it has prompt, chosen, rejected"):
         prompts(source | {"prompt": "promt"}, 1)
     with pytest.raises(UserError, match=r"cannot be read: .* split.*tset"):
@@ -282,11 +292,12 @@ def test_missing_columns_and_splits_are_named(rows: int, tmp_path: Path) -> None
 def test_a_data_set_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    made = Mixture.from_config({"sources": [SOURCE | {"id": "ada/none"}]})
     with pytest.raises(UserError, match="data set 'ada/none' cannot be read: Couldn't reach"):
-        prompts({"kind": "hub_dataset", "id": "ada/none", "license": "mit", "text": "text"}, 1)
+        made.check()
 
 
-@pytest.mark.parametrize("name", ["pandas", "rows"])
+@pytest.mark.parametrize("name", ["pandas", "webdataset", "rows"])
 def test_data_that_may_run_code_is_not_read(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pickles, by the name of a builder of `datasets` or in a folder; and a script in a folder."""
 
@@ -294,17 +305,16 @@ def test_data_that_may_run_code_is_not_read(name: str, tmp_path: Path, monkeypat
         def __reduce__(self) -> tuple[Any, ...]:
             return Path.touch, (tmp_path / "ran",)
 
-    import pickle
-
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows").mkdir()
     (tmp_path / "rows" / "x.pkl").write_bytes(pickle.dumps(Touch()))
     (tmp_path / "rows" / "rows.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
-    source = {"kind": "hub_dataset", "id": name, "license": "mit", "text": "text", "files": ["rows/x.pkl"]}
-    for rows in (0, 3):
-        for files in (source["files"], ["x.pkl"], []):
-            with pytest.raises(UserError, match=r"cannot be read: "):
-                prompts({**source, "files": files, "rows": rows}, 1)
+    source = {"kind": "hub_dataset", "id": name, "license": "mit", "text": "text"}
+    for files in (["rows/x.pkl"], ["x.pkl"], []):
+        with pytest.raises(UserError, match=r"cannot be read: "):
+            Mixture.from_config({"sources": [source | {"files": files, "rows": 3}]}).check()
+        with pytest.raises(UserError, match=r"cannot be read: "):
+            prompts(source | {"files": files}, 1)
     assert not (tmp_path / "ran").exists()
 
 
@@ -393,16 +403,15 @@ def test_a_revision_that_the_hub_does_not_know_stays_with_a_warning(
     assert "data set ada/rows: the commit of v9 is unknown, its rows may change" in caplog.text
 
 
-@pytest.mark.parametrize(("revision", "asked"), [(f"main@{OLD}", OLD), (OLD, OLD), ("release@2", "release@2")])
-def test_the_commit_is_read(revision: str, asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    given: dict[str, Any] = {}
+def test_the_commit_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
 
     def load_dataset_builder(**options: Any) -> Any:
-        given.update(options)
+        asked.append(options["revision"])
         raise ValueError("enough")
 
     monkeypatch.setattr("datasets.load_dataset_builder", load_dataset_builder)
-    source = HubDataset("ada/rows", "mit", revision=revision, prompt=f"column of {revision}")
-    with pytest.raises(UserError, match="enough"):
-        source.sample(Request(random.Random(0), 10, 10, len, 0, 0))
-    assert given["revision"] == asked == commit_of(revision)
+    for revision in (f"main@{OLD}", OLD, "release@2"):
+        with pytest.raises(UserError, match="enough"):
+            HubDataset("ada/rows", "mit", revision=revision, prompt="question").check()
+    assert asked == [OLD, OLD, "release@2"]
