@@ -77,11 +77,16 @@ class _Written:
 
 def default_batch_tokens(model: PreTrainedModel) -> int:
     """KV entries per head that fill a quarter of the free memory."""
+    return max(int(free_tokens(model) * _SHARE_OF_FREE_MEMORY), 1)
+
+
+def free_tokens(model: PreTrainedModel) -> int:
+    """How many tokens' KV entries fill the free memory."""
     if model.device.type == "cuda":
         free = torch.cuda.mem_get_info(model.device)[0]
     else:
         free = psutil.virtual_memory().available
-    return max(int(free * _SHARE_OF_FREE_MEMORY / _entry_bytes(model)), 1)
+    return int(free / _entry_bytes(model))
 
 
 def answer_full(model: PreTrainedModel, state: State, question: Tensor, limits: Limits) -> tuple[Tensor, Answered]:

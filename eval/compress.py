@@ -16,6 +16,7 @@ from scipy.stats import kendalltau
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from keepsight.errors import UserError
 from keepsight.models.decoder import joined
 from keepsight.runtime.drafting.observer import Drafter, DraftIds, DraftObserver, GivenDraft
 from keepsight.runtime.evict import Evict
@@ -189,7 +190,10 @@ class SharedPrompt:
                 draft, drafting = self._draft(observer.drafter)
                 observer = replace(observer, drafter=GivenDraft(draft))
             start = time.perf_counter()
-            observed = observer(self.model, self.state, reduce)
+            scored = observer(self.model, self.state, reduce)
+            observed = [scores if scores.is_floating_point() else scores.float() for scores in scored]
+            if any(scores.isnan().any() for scores in observed):
+                raise UserError(f"{type(observer).__name__} returned scores that are NaN")
             took = since(start) + (self.state.seconds if observer.needs().accumulated else 0.0)
             self._observed[key] = observed, Seconds(self.seconds, draft=drafting, observe=took)
         return self._observed[key]

@@ -5,7 +5,7 @@ parts into `results.jsonl`.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,8 +25,8 @@ EARLIER = "earlier.jsonl"
 """Rows of before a run was extended; those that are still to come take them from there."""
 _MAY_CHANGE = ("command", "versions", "notes")
 
-
 Digest = Annotated[str, Field(pattern=r"\Asha256:[0-9a-f]{64}\z")]
+Count = Annotated[int, Field(ge=0, le=2**53)]
 
 
 class Phases(TypedDict):
@@ -40,22 +40,26 @@ class Phases(TypedDict):
 
 
 class Measured(TypedDict):
-    """Columns of a row that are read again; it may have others. Those not required are younger than some results."""
+    """Columns of a row that are read again; it may have others. Those not required are younger than some results.
+
+    `length` is what was asked for, `prompt_tokens` what the prompt has. `tokens_per_second` counts what the whole batch
+    of `rows` answers decoded, each from where it leaves the full cache's; null where nothing was left to decode.
+    """
 
     task: str
-    length: int
+    length: Count
     sample: str
     method: str
-    budget: int | FiniteFloat | None
+    budget: Count | FiniteFloat | None
     score: FiniteFloat
     excess_nll: FiniteFloat
     agreement: FiniteFloat
     kept: FiniteFloat
-    kv_bytes: float
+    kv_bytes: FiniteFloat
     seconds: Phases
     time_to_first_token: FiniteFloat
     tokens_per_second: FiniteFloat | None
-    rows: int
+    rows: Count
     answer: str
     references: list[str]
     question: str
@@ -64,9 +68,9 @@ class Measured(TypedDict):
     recall: NotRequired[FiniteFloat | None]
     mass: NotRequired[FiniteFloat | None]
     tau: NotRequired[FiniteFloat | None]
-    first_difference: NotRequired[int | None]
-    prompt_tokens: NotRequired[int]
-    answer_tokens: NotRequired[int]
+    first_difference: NotRequired[Count | None]
+    prompt_tokens: NotRequired[Count]
+    answer_tokens: NotRequired[Count]
     asks: NotRequired[str]
     before: NotRequired[list[str]]
     sample_digest: NotRequired[Digest | None]
@@ -100,35 +104,38 @@ def part_of(out: Path, process: int, processes: int) -> Path:
     return out / (f"results-{process}.jsonl" if processes > 1 else "results.jsonl")
 
 
-def finished(out: Path) -> set[Key]:
-    """`Sample.key` of all samples in `results.jsonl`."""
-    return {key_of(row) for row in whole_lines(out / "results.jsonl", Measured)}
+def finished(rows: Iterable[Row], rows_each: int) -> set[Key]:
+    """`Sample.key` of the samples that have a row for the full cache and for every variant, `rows_each` in all."""
+    counts = Counter(map(key_of, rows))
+    return {key for key, count in counts.items() if count == rows_each}
 
 
-def merge(out: Path, settings: dict[str, Any], rows_each: int) -> None:
+def merge(out: Path, settings: dict[str, Any]) -> None:
     """Bring what all processes of this and earlier runs have written into `results.jsonl`.
 
-    A sample of fewer rows than `rows_each`, cut short by a kill or a full disk, is done again: its rows are dropped.
-    Where the settings name more than before, all rows go to `EARLIER`.
+    Where the settings name more than before, all rows go to `EARLIER` instead.
 
     Raises:
         UserError: `out` holds results of other settings; all that differ are listed.
     """
-    path, results = out / "settings.json", out / "results.jsonl"
+    path, results, earlier = out / "settings.json", out / "results.jsonl", out / EARLIER
     parts = sorted(out.glob("results-*.jsonl"))
     written: list[Row] = [row for part in (results, *parts) for row in whole_lines(part, Measured)]
-    if written and _is_extended(out, settings, read_json(path, MadeWith)):
-        write_lines(out / EARLIER, [*whole_lines(out / EARLIER, Measured), *written])
+    rows = _latest(written)
+    if rows and _is_extended(out, settings, read_json(path, MadeWith)):
+        write_lines(earlier, _latest([*whole_lines(earlier, Measured), *rows]))
         write_lines(results, [])
-        written = []
+        rows = written = []
     write_json(path, settings)
-    rows = list({(key_of(row), row["method"], row["budget"]): row for row in written}.values())
-    counts = Counter(key_of(row) for row in rows)
-    whole = [row for row in rows if counts[key_of(row)] == rows_each]
-    if parts or len(whole) < len(written):
-        write_lines(results, whole)
+    if parts or len(rows) < len(written):
+        write_lines(results, rows)
     for part in parts:
         part.unlink()
+
+
+def _latest(rows: Iterable[Row]) -> list[Row]:
+    """One row for each sample, method and budget: the last, where a sample was done again after a kill."""
+    return [*{(key_of(row), row["method"], row["budget"]): row for row in rows}.values()]
 
 
 def _is_extended(out: Path, settings: dict[str, Any], before: dict[str, Any]) -> bool:
@@ -184,7 +191,7 @@ def read_run(folder: str | Path) -> Run:
     """
     folder = Path(folder)
     path = folder / "results.jsonl"
-    rows = list(read_jsonl(path, Measured)) if path.is_file() else []
+    rows = _latest(read_jsonl(path, Measured)) if path.is_file() else []
     if not rows:
         raise UserError(f"{folder}: no results.jsonl with results; name folders that keepsight eval has written")
     return Run(folder, rows, read_json(folder / "settings.json", MadeWith))

@@ -48,14 +48,14 @@ _SHOWN = 400
 """Characters at the end of a prompt that a row shows where its question is not known apart."""
 
 
+Cell = tuple[str, int | float | None]
+Refused = dict[Cell, UserError]
+"""The errors of variants that were left out, by name and budget."""
+
+
 @dataclass(frozen=True)
 class Variant:
-    """A method at one budget, under the names that the results show.
-
-    Attributes:
-        name: What the `method` column shows.
-        method: The method at its budget.
-    """
+    """A method at its budget, and the name that the `method` column shows."""
 
     name: str
     method: Method
@@ -64,6 +64,11 @@ class Variant:
     def budget(self) -> int | float | None:
         """Entries per layer and KV head; None for the full cache."""
         return getattr(self.method, "budget", None)
+
+    @property
+    def cell(self) -> Cell:
+        """Name and budget, as rows have them."""
+        return self.name, self.budget
 
 
 @dataclass(frozen=True)
@@ -96,7 +101,7 @@ def row_of(
     """What a variant answered, as `results.jsonl` has it.
 
     Args:
-        target: The model.
+        target: The base model.
         asked: The question.
         variant: The method at its budget.
         compressed: What it answered from.
@@ -106,13 +111,7 @@ def row_of(
     sample, state = asked.sample, compressed.state
     seconds = asdict(replace(compressed.seconds, question=answered.question))
     text = str(target.tokenizer.decode(answered.ids, skip_special_tokens=True))
-    excess_nll = (answered.nll - asked.full.nll).mean().item()
-    if not math.isfinite(excess_nll):
-        raise UserError(
-            f"sample {sample.task}/{sample.id}: {variant.name} at budget {variant.budget} gives logits that "
-            f"are not finite in {target.model.dtype}; leave the method out, or choose model.dtype=float32"
-        )
-    return {
+    row = {
         "task": sample.task,
         "length": sample.length,
         "sample": sample.id,
@@ -120,7 +119,7 @@ def row_of(
         "method": variant.name,
         "budget": variant.budget,
         "score": score(sample, text),
-        "excess_nll": excess_nll,
+        "excess_nll": (answered.nll - asked.full.nll).mean().item(),
         "agreement": answered.hits.float().mean().item(),
         **measured,
         "first_difference": first_difference(answered.ids, asked.full.ids),
@@ -136,13 +135,21 @@ def row_of(
         "asks": (sample.question or sample.prompt[-_SHOWN:]).strip(),
         "date": datetime.now(timezone.utc).date().isoformat(),
     }
+    numbers = {name: value for name, value in row.items() if isinstance(value, float)}
+    infinite = [name for name in numbers if not math.isfinite(numbers[name]) and not (name == "score" and sample.judge)]
+    if infinite:
+        dtype = target.model.dtype
+        advice = f"logits that are not finite in {dtype}; leave the method out, or choose model.dtype=float32"
+        cause = advice if "excess_nll" in infinite else f"{infinite[0]}={row[infinite[0]]}"
+        raise UserError(f"sample {sample.task}/{sample.id}: {variant.name} at budget {variant.budget} gives {cause}")
+    return row
 
 
-def go_on(target: Target, question: Tensor, answer: Tensor, sample: RenderedSample) -> Tensor:
+def _next_question(target: Target, question: Tensor, answer: Tensor, sample: RenderedSample) -> Tensor:
     """What is read after the compressed prompt for a later turn.
 
     Args:
-        target: The model that answers.
+        target: The base model.
         question: [1, q] int64, what was read for the turn before.
         answer: [T] int64, what was answered then.
         sample: The later turn.
@@ -154,7 +161,18 @@ def go_on(target: Target, question: Tensor, answer: Tensor, sample: RenderedSamp
     return torch.cat([question, said[None], sample.question_ids[None].to(answer.device)], dim=1)
 
 
-def own_conversations(
+def _answers(
+    target: Target, asked: Asked, methods: Sequence[Method], compressed: Sequence[Compressed]
+) -> list[Answered]:
+    """Methods that evict while decoding and states that cannot be joined answer alone, all others in batches."""
+    states = [each.state for each in compressed]
+    alone = [_alone(target, asked, *pair, asked.question) for pair in zip(methods, states, strict=True)]
+    rest = [state for state, answered in zip(states, alone, strict=True) if answered is None]
+    batched = iter(answer_all(target.model, rest, asked.question, asked.answer, asked.limits))
+    return [answered or next(batched) for answered in alone]
+
+
+def _own_conversations(
     target: Target,
     asked: Asked,
     methods: Sequence[Method],
@@ -165,33 +183,42 @@ def own_conversations(
     """The answers of variants, each in its own conversation where its earlier answers differ from the full cache's.
 
     Args:
-        target: The model that answers.
+        target: The base model.
         asked: The turn, in the full cache's conversation.
         methods: The variants.
         compressed: What they answer from.
         answers: Their answers in the full cache's conversation.
-        questions: For each variant, [1, q] int64, what is read after the compressed prompt; see `go_on`.
+        questions: For each variant, [1, q] int64, what is read after the compressed prompt; see `_next_question`.
     """
-    model, own = target.model, dict[int, Tensor]()
-    differing = [index for index, each in enumerate(questions) if not torch.equal(each, asked.question)]
-    for index in differing:
-        method, state = methods[index], compressed[index].state
-        reapply = method.reapply(model)
-        if reapply is not None or not can_join(state):
-            readers = method.turn_reader(model), method.reader(model)
-            alone = answer_alone(readers, state, questions[index], asked.answer, asked.limits, reapply)
-            own[index] = alone.ids
-    together = [index for index in differing if index not in own]
+    own, together = dict[int, Tensor](), list[int]()
+    for index, question in enumerate(questions):
+        if not torch.equal(question, asked.question):
+            alone = _alone(target, asked, methods[index], compressed[index].state, question)
+            if alone is None:
+                together.append(index)
+            else:
+                own[index] = alone.ids
     states, rest = [compressed[index].state for index in together], [questions[index] for index in together]
-    own.update(zip(together, answer_each(model, states, rest, asked.limits), strict=True))
+    own.update(zip(together, answer_each(target.model, states, rest, asked.limits), strict=True))
     return [replace(answer, ids=own.get(index, answer.ids)) for index, answer in enumerate(answers)]
 
 
-def add_before(samples: Sequence[RenderedSample], rows: Sequence[list[dict[str, Any]]]) -> None:
+def _alone(target: Target, asked: Asked, method: Method, state: State, question: Tensor) -> Answered | None:
+    """The answer of a method that evicts while decoding, or from a state that cannot be joined; None for others."""
+    model, reapply = target.model, method.reapply(target.model)
+    if reapply is None and can_join(state):
+        return None
+    return answer_alone(
+        (method.turn_reader(model), method.reader(model)), state, question, asked.answer, asked.limits, reapply
+    )
+
+
+def _add_earlier_answers(samples: Sequence[RenderedSample], rows: Sequence[list[Row]]) -> None:
     """Add to the rows of later turns what their variants answered in the turns before, as `before`."""
     for sample, earlier, made in zip(samples[1:], rows, rows[1:], strict=False):
-        for row, said in zip(made if sample.earlier else [], earlier, strict=False):
-            row["before"] = [*said.get("before", []), said["answer"]]
+        said = {(row["method"], row["budget"]): [*row.get("before", []), row["answer"]] for row in earlier}
+        for row in made if sample.earlier else []:
+            row["before"] = said[row["method"], row["budget"]]
 
 
 Note = Callable[[Sequence[RenderedSample], Variant, Tensor], object]
@@ -241,16 +268,18 @@ def run_samples(
     batch_tokens: int,
     question: str = "seen",
     note: Note = lambda *_: None,
+    refused: Refused | None = None,
 ) -> list[list[Row]]:
     """All rows of samples that share a context, or of one sample: the full cache first, then every variant.
 
     Args:
-        target: The model that answers.
+        target: The base model.
         samples: Prompt, references and metric; several only under `question=multi`, or the turns of a conversation.
         variants: Methods and budgets; a full cache among them is answered once, not twice.
         batch_tokens: Bounds the batches; see `keepsight.eval.answers.Limits`.
         question: What the methods see: `seen`, `unseen` or `multi`. The samples come split for all but `seen`.
         note: Is told which entries of the prompt each variant keeps, where that is known.
+        refused: Gets the error of each variant that raises a UserError, which then has no rows; None to raise it.
 
     Raises:
         UserError: as `check_samples`.
@@ -258,40 +287,74 @@ def run_samples(
     check_samples(target, samples, variants)
     compared = evicting(variants)
     prompt = samples[0].prompt_ids[None].to(target.model.device)
-    images, needs = _images(target, samples[0]), needs_of_all([variant.method for variant in compared])
+    pictures = samples[0].pictures.inputs() if samples[0].pictures else {}
+    images = Images.among({name: each.to(target.model.device) for name, each in pictures.items()})
+    needs = needs_of_all([variant.method for variant in compared])
     start = time.perf_counter()
     state = prefill(target.model, prompt, needs=needs, images=images)
     seconds = since(start) - state.seconds
     asked = _ask(target, state, samples, batch_tokens)
-    shared = _shared(target, state, asked, seconds, images)
-    ranks, attention = shared.ranks(), shared.attention()
-    shown = [{"prompt_tokens": prompt.shape[1] + each.question.shape[1], "question": question} for each in asked]
+    whole = asked[-1:] if asked[-1].sample.earlier else asked  # a conversation's last question holds all before it
+    answers = DraftIds(torch.cat([ids for each in whole for ids in (each.question, each.answer)], dim=1))
+    decoding = sum(len(each.full.ids) / (each.full.tokens_per_second or 1.0) for each in asked)
+    shared = SharedPrompt(target.model, state, answers, seconds, decoding, images)
+    attended = shared.attention(), shared.ranks()
     full = FULL_CACHE, Compressed(state, Seconds(prefill=seconds), None)
-    whole = {"recall": 1.0, "mass": 1.0, "tau": None}
-    rows = [[row_of(target, each, *full, each.full, whole) | more] for each, more in zip(asked, shown, strict=True)]
+    kept = {"recall": 1.0, "mass": 1.0, "tau": None}
+    rows = [[row_of(target, each, *full, each.full, kept)] for each in asked]
+
+    def run(group: Sequence[Variant]) -> None:
+        for made, found in zip(rows, _rows_of_group(target, shared, attended, asked, group, note), strict=True):
+            made += found
+
     length = prompt.shape[1]
     for group in batched_by_entries(compared, lambda each: min(each.method.budget_for(length), length), batch_tokens):
-        methods = [variant.method for variant in group]
-        compressed = [shared.compress(method) for method in methods]
-        measured = [
-            {"recall": recall(kept, ranks), "mass": attention_mass(kept, attention), "tau": shared.tau(method)}
-            for method, kept in zip(methods, (each.kept for each in compressed), strict=True)
-        ]
-        for variant, made_of in zip(group, compressed, strict=True):
-            if made_of.kept is not None:
-                note(samples, variant, made_of.kept)
-        questions, answers = list[Tensor](), list[Answered]()
-        for each, more, made in zip(asked, shown, rows, strict=True):
-            if each.sample.earlier:
-                said_before = zip(questions, answers, strict=True)
-                questions = [go_on(target, before, answer.ids, each.sample) for before, answer in said_before]
-                answers = _answers(target, each, methods, compressed)
-                answers = own_conversations(target, each, methods, compressed, answers, questions)
-            else:
-                questions, answers = [each.question] * len(group), _answers(target, each, methods, compressed)
-            columns = zip(group, compressed, answers, measured, strict=True)
-            made += [row_of(target, each, *column) | more for column in columns]
-    add_before(samples, rows)
+        try:
+            run(group)
+        except UserError:  # by one of them: the others have their rows
+            if refused is None:
+                raise
+            for variant in group:
+                try:
+                    run([variant])
+                except UserError as error:
+                    refused[variant.cell] = error
+    for each, made in zip(asked, rows, strict=True):
+        more = {"prompt_tokens": length + each.question.shape[1], "question": question}
+        made[:] = [row | more for row in made]
+    _add_earlier_answers(samples, rows)
+    return rows
+
+
+def _rows_of_group(
+    target: Target,
+    shared: SharedPrompt,
+    attended: tuple[Tensor, Tensor],
+    asked: Sequence[Asked],
+    group: Sequence[Variant],
+    note: Note,
+) -> list[list[Row]]:
+    """For each question, the rows of variants that are decoded together; `attended`: `attention` and `ranks`."""
+    (attention, ranks), methods = attended, [variant.method for variant in group]
+    compressed = [shared.compress(method) for method in methods]
+    measured = [
+        {"recall": recall(each.kept, ranks), "mass": attention_mass(each.kept, attention), "tau": shared.tau(method)}
+        for method, each in zip(methods, compressed, strict=True)
+    ]
+    questions, answers, rows = list[Tensor](), list[Answered](), list[list[Row]]()
+    for each in asked:
+        if each.sample.earlier:
+            before = zip(questions, answers, strict=True)
+            questions = [_next_question(target, *pair, each.sample) for pair in before]
+            answers = _answers(target, each, methods, compressed)
+            answers = _own_conversations(target, each, methods, compressed, answers, questions)
+        else:
+            questions, answers = [each.question] * len(group), _answers(target, each, methods, compressed)
+        columns = zip(group, compressed, answers, measured, strict=True)
+        rows.append([row_of(target, each, *column) for column in columns])
+    for variant, state in zip(group, compressed, strict=True):
+        if state.kept is not None:
+            note([each.sample for each in asked], variant, state.kept)
     return rows
 
 
@@ -317,43 +380,10 @@ def _ask(target: Target, state: State, samples: Sequence[RenderedSample], batch_
     for sample in samples:
         rest = sample.question_ids[None].to(target.model.device)
         if sample.earlier:
-            rest = go_on(target, asked[-1].question, asked[-1].answer[0], sample)
+            rest = _next_question(target, asked[-1].question, asked[-1].answer[0], sample)
         limits = Limits(sample.max_new_tokens, target.end_tokens, batch_tokens)
         asked.append(Asked(sample, rest, limits, *answer_full(target.model, state, rest, limits)))
     return asked
-
-
-def _images(target: Target, sample: RenderedSample) -> Images | None:
-    """The images in a prompt, on the target's device."""
-    made = sample.pictures.inputs() if sample.pictures else {}
-    return Images.among({name: each.to(target.model.device) for name, each in made.items()})
-
-
-def _shared(
-    target: Target, state: State, asked: Sequence[Asked], seconds: float, images: Images | None
-) -> SharedPrompt:
-    """What methods share. All questions with their answers, one after another, are what comes."""
-    whole = asked[-1:] if asked[-1].sample.earlier else asked  # a conversation's last question holds all before it
-    coming = DraftIds(torch.cat([ids for each in whole for ids in (each.question, each.answer)], dim=1))
-    writing = sum(len(each.full.ids) / (each.full.tokens_per_second or 1.0) for each in asked)
-    return SharedPrompt(target.model, state, coming, seconds, writing, images)
-
-
-def _answers(
-    target: Target, asked: Asked, methods: Sequence[Method], compressed: Sequence[Compressed]
-) -> list[Answered]:
-    """Methods that evict while decoding and states that cannot be joined answer alone, all others in batches."""
-    model, question = target.model, (asked.question, asked.answer, asked.limits)
-    answers = {}
-    for index, (method, each) in enumerate(zip(methods, compressed, strict=True)):
-        reapply = method.reapply(model)
-        if reapply is not None or not can_join(each.state):
-            readers = method.turn_reader(model), method.reader(model)
-            answers[index] = answer_alone(readers, each.state, *question, reapply)
-    together = [index for index in range(len(methods)) if index not in answers]
-    batched = answer_all(model, [compressed[index].state for index in together], *question)
-    answers.update(zip(together, batched, strict=True))
-    return [answers[index] for index in range(len(methods))]
 
 
 def sweep(
@@ -365,13 +395,14 @@ def sweep(
     question: str = "seen",
     earlier: Earlier = NOTHING,
     note: Note = lambda *_: None,
+    refused: Refused | None = None,
 ) -> Iterator[list[Row]]:
     """The rows of each sample whose key is not in `done`, with what they depend on as digests.
 
     Under `question=multi` samples that stand one after another and share task, length and context are one group.
 
     Args:
-        target: The model that answers.
+        target: The base model.
         samples: Prompts, references and metrics.
         variants: Methods and budgets.
         done: `Sample.key` of those that are left out.
@@ -379,24 +410,38 @@ def sweep(
         question: See `run_samples`.
         earlier: Rows that are used again where they depend on the same inputs.
         note: See `run_samples`.
+        refused: See `run_samples`; a variant that was refused is left out of all later samples.
+
+    Raises:
+        UserError: as `run_samples`, and where every variant was refused.
     """
-    columns = [FULL_CACHE, *evicting(variants)]
-    of_target, methods = target_digest(target), [method_text(variant.method) for variant in columns]
+    of_target, digest_of = target_digest(target), {}
+    for variant in (columns := [FULL_CACHE, *evicting(variants)]):
+        digest_of[variant.cell] = method_text(variant.method)
     for group in groups_of(samples, question):
         wanted = [sample.key not in done for sample in group]
         if not any(wanted):
             continue
         contents = [sample_digest(sample) for sample in group]
         inputs = [
-            [inputs_digest(of_target, contents, place, question, method) for method in methods]
+            {
+                cell: inputs_digest(of_target, contents, place, question, method)
+                for cell, method in digest_of.items()
+                if cell not in (refused or ())
+            }
             for place in range(len(group))
         ]
-        run = functools.partial(run_samples, target, group, batch_tokens=batch_tokens, question=question, note=note)
-        rows = _completed(run, columns, earlier.of(inputs))
+        columns = [variant for variant in columns if variant.cell in inputs[0]]
+        run = functools.partial(
+            run_samples, target, group, batch_tokens=batch_tokens, question=question, note=note, refused=refused
+        )
+        rows = _completed(run, columns, earlier.of([[*each.values()] for each in inputs]))
         for sample, content, made, digests, missing in zip(group, contents, rows, inputs, wanted, strict=True):
             names = {"task": sample.task, "length": sample.length, "sample": sample.id, "sample_digest": content}
             if missing:
-                yield [row | names | {"inputs_digest": digest} for row, digest in zip(made, digests, strict=True)]
+                yield [row | names | {"inputs_digest": digests[row["method"], row["budget"]]} for row in made]
+        if refused and len(refused) == len(digest_of) - 1:
+            raise next(iter(refused.values()))
 
 
 def _completed(
@@ -409,14 +454,17 @@ def _completed(
     missing = [variant for variant, row in zip(columns, found[0], strict=True) if row is None]
     if FULL_CACHE in missing:
         return run(columns)
-    made: Sequence[Sequence[Row | None]] = run(missing) if missing else found
-    if any(old[0] and new[0] and old[0]["answer"] != new[0]["answer"] for old, new in zip(found, made, strict=True)):
+    made = run(missing) if missing else [[] for _ in found]
+    if any(old[0] and new and old[0]["answer"] != new[0]["answer"] for old, new in zip(found, made, strict=True)):
         return run(columns)
     rows = []
     for old, new in zip(found, made, strict=True):
-        fresh = iter([row for row in new[1:] if row])
-        cells = [{"method": variant.name, "budget": variant.budget} for variant in columns]
-        rows.append([(row or next(fresh)) | cell for row, cell in zip(old, cells, strict=True)])
+        fresh = {(row["method"], row["budget"]): row for row in new}
+        cells = [
+            (row or fresh.get(variant.cell), {"method": variant.name, "budget": variant.budget})
+            for variant, row in zip(columns, old, strict=True)
+        ]
+        rows.append([row | cell for row, cell in cells if row])
     return rows
 
 

@@ -1,6 +1,10 @@
-"""The one error that is the user's to mend. Every folder may import this file; it imports nothing of ours."""
+"""The error for bad input, and text that is safe to print. Every folder may import this file; it imports no other."""
 
+import re
 from collections.abc import Mapping
+
+_STEERING = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+_LINES = re.compile(rf"{_STEERING.pattern}|[\t\n]")
 
 
 class UserError(ValueError):
@@ -42,3 +46,14 @@ def require_same(what: str, found: Mapping[str, object], wanted: Mapping[str, ob
     if names:
         listed = "; ".join(f"{name}={found.get(name)!r}, now it is {wanted.get(name)!r}" for name in names)
         raise UserError(f"{what} with {listed}; {advice}")
+
+
+def printable(text: str, lines: bool = False) -> str:
+    """Text from files, servers or users for a terminal: what could steer it is escaped.
+
+    Args:
+        text: Any text.
+        lines: Whether line breaks and tabs stay; names and messages are one line.
+    """
+    pattern = _STEERING if lines else _LINES
+    return pattern.sub(lambda found: found[0].encode("unicode_escape").decode(), text)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from huggingface_hub import CommitOperationAdd, HfApi, get_token
 
-from keepsight.errors import UserError
+from keepsight.errors import UserError, printable
 from keepsight.files import file_digest, text_digest
 from keepsight.models.artifacts import Artifact, check_repo_id, hub_errors
 from keepsight.models.card import CARD, HUB_ID
@@ -61,14 +61,14 @@ class Upload:
 
     def describe(self) -> str:
         """A line that names the destination, and one for each file: its size in bytes, its digest, its path."""
-        lines = [f"to {self.url} ({'public' if self.public else 'private'} if it has to be created):"]
+        lines = [f"to {printable(self.url)} ({'public' if self.public else 'private'} if it has to be created):"]
         for name in self.files:
             path = self.folder / name
             size, digest = path.stat().st_size, file_digest(path)
             if name == CARD:
                 size, digest = len(self.card().encode()), text_digest(self.card())
-            lines.append(f"  {size:>12,} bytes  {digest}  {_printable(path)}")
-        lines += [f"  left out: {_printable(self.folder / name)}" for name in self.left_out]
+            lines.append(f"  {size:>12,} bytes  {digest}  {printable(str(path))}")
+        lines += [f"  left out: {printable(str(self.folder / name))}" for name in self.left_out]
         return "\n".join(lines)
 
 
@@ -88,7 +88,9 @@ def plan_upload(folder: Path, repo_id: str, *, public: bool = False, revision: s
     pictures = sorted(path.name for path in folder.glob("[!.]*.png") if _is_picture(path))
     files = (*kind.files, *optional, CARD, *pictures)
     if other := [name for name in files if (folder / name).is_symlink() or not (folder / name).is_file()]:
-        raise UserError(f"{_printable(folder / other[0])}: only regular files are sent; put a copy of the file here")
+        raise UserError(
+            f"{printable(str(folder / other[0]))}: only regular files are sent; put a copy of the file here"
+        )
     left_out = tuple(sorted(path.name for path in folder.iterdir() if path.name not in files))
     return Upload(folder, repo_id, files, left_out, public, revision)
 
@@ -98,11 +100,6 @@ def _is_picture(path: Path) -> bool:
         return False
     with path.open("rb") as stream:
         return stream.read(len(_PNG)) == _PNG
-
-
-def _printable(path: Path) -> str:
-    """A path on one line without control characters, which a terminal would obey."""
-    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in str(path))
 
 
 def push(upload: Upload) -> str:

@@ -234,6 +234,7 @@ class Evict(CacheMethod):
         """Scores [B, H or K, C] of a layer reduced over heads and pooled, with protected entries and padding marked."""
         entries = layer.entries()
         require_scores(type(self.observer).__name__, scores, entries)
+        scores = scores if scores.is_floating_point() else scores.float()
         importance = reduce_group(scores, entries.keys.shape[1], self.reduce.heads)
         if self.value_norm:
             importance = importance * value_norms(layer.attended().values, importance.shape[1])

@@ -3,8 +3,8 @@
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 from transformers.generation import StoppingCriteriaList
 
-from keepsight.eval.bench.measure import random_ids, read_greedily, seconds_of
+from keepsight.eval.bench.measure import random_ids, read_greedily, require_room, seconds_of
 from keepsight.models.targets import Target
 from keepsight.runtime.drafting.speculative import (
     DraftingHead,
@@ -33,18 +33,10 @@ def bench_decode(
 ) -> Iterator[str]:
     """A line for each method: milliseconds a decoding step, over those of the full cache and of the first method.
 
-    The last column is the KV entries held.
-
-    The methods take turns step by step, so that a machine that slows down slows all of them: ratios hold where times
-    do not. For this the caches of all methods are held at once.
-
-    Args:
-        model: The target.
-        methods: Methods by the name to print.
-        tokens: Prompt length; prompts are random tokens.
-        batch: Number of prompts.
-        steps: Timed steps, each of one token a prompt.
+    Prompts are random tokens. The methods take turns step by step, so that a machine that slows down slows all of them:
+    ratios hold where times do not. For this the caches of all methods are in memory at once.
     """
+    require_room(model, tokens + _WARM_UP + steps, batch)
     ids = random_ids(model, batch, tokens)
     for method in methods.values():
         method.check(tokens, context_of(model))
@@ -87,8 +79,7 @@ class _Decoding:
         return self.state.kv_bytes / 2**20
 
 
-@dataclass(frozen=True)
-class _Compared:
+class _Compared(NamedTuple):
     """One prompt's answers by both kinds of decoding, and their seconds without the prefill."""
 
     plain: Tensor
@@ -100,14 +91,9 @@ class _Compared:
 def bench_speculate(
     target: Target, head: DraftingHead, prompts: Sequence[Sequence[int]], answer_tokens: int, draft_tokens: int
 ) -> Iterator[str]:
-    """A few lines of text. The head's pass over the prompt counts as decoding, the target's does not.
+    """Speculative decoding against plain decoding, both from the full cache; the first prompt also warms up.
 
-    Args:
-        target: The model; it decodes from the full cache.
-        head: The draft head.
-        prompts: Token ids of each prompt; the first is answered twice, once to warm up.
-        answer_tokens: Longest answer in tokens; an end token ends it earlier.
-        draft_tokens: Tokens per draft.
+    The head's pass over the prompt counts as decoding, the model's does not.
     """
     criteria = stop_after(answer_tokens, end_ids(target.model))
     _compare(target, head, prompts[0], criteria, draft_tokens)
@@ -124,7 +110,7 @@ def bench_speculate(
         yield f"{name:<14}{tokens:>8}{seconds:>9.2f}{tokens / seconds:>10.1f}"
     yield f"{'ratio':<14}{'':>17}{ours[0] / ours[1] / (plain[0] / plain[1]):>10.2f}"
     rounds = [each for one in compared for each in one.speculated.rounds]
-    yield f"acceptance length {acceptance_length(rounds):.2f} tokens a pass of the target (1 is plain decoding)"
+    yield f"acceptance length {acceptance_length(rounds):.2f} tokens a pass of the model (1 is plain decoding)"
     shares = " ".join(f"{share:.2f}" for share in acceptance_by_position(rounds))
     yield f"share of drafts accepted up to position 1, 2, ...: {shares or 'nothing was drafted'}"
     same = sum(torch.equal(each.plain, each.speculated.ids) for each in compared)

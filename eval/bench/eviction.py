@@ -1,10 +1,10 @@
 """What eviction costs: time and memory against the prefill; operators and syncs, counted on any device."""
 
 import functools
+import itertools
 import operator
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -17,13 +17,13 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 from typing_extensions import override
 
-from keepsight.eval.bench.measure import median_seconds, peak_bytes, peak_kv_bytes, random_ids, seconds_of
+from keepsight.eval.bench.measure import median_seconds, peak_bytes, peak_kv_bytes, random_ids, require_room, seconds_of
 from keepsight.models.targets import Target
 from keepsight.runtime.evict import Evict, call
 from keepsight.runtime.generate import Method
 from keepsight.runtime.state import State, context_of, prefill, read
 
-_NO_WORK = {"_unsafe_view", "_reshape_alias", "lift_fresh", "detach"}
+_FREE = {"_unsafe_view", "_reshape_alias", "lift_fresh", "detach"}
 """Operators that only describe memory in another way, beside those whose result is declared to be a view."""
 _SYNCS = {"_local_scalar_dense", "equal", "nonzero", "masked_select"}
 _SYNCS |= {"_unique2", "unique_consecutive", "repeat_interleave"}
@@ -49,17 +49,10 @@ class Counts:
     syncs: int = 0
 
 
-@contextmanager
-def counting() -> Iterator[Counts]:
-    """Count what runs within the block, on the CPU as it would be on a GPU."""
+def count(step: Callable[[], object]) -> Counts:
+    """What a call runs, counted on the CPU as it would be on a GPU."""
     counts = Counts()
     with _Reads(counts), _Operators(counts):
-        yield counts
-
-
-def count(step: Callable[[], object]) -> Counts:
-    """What a call runs."""
-    with counting() as counts:
         step()
     return counts
 
@@ -72,8 +65,8 @@ class _Operators(TorchDispatchMode):
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, result = func.overloadpacket.__name__, func(*args, **(kwargs or {}))
-        free = name in _NO_WORK or name.startswith(("empty", "new_empty"))
-        self.counts.operators += not (free or (_is_view(func) and _shares_memory(result, args)))
+        free = name in _FREE or name.startswith(("empty", "new_empty"))
+        self.counts.operators += not (free or _is_view(func, result, args))
         self.counts.syncs += name in _SYNCS or (name.startswith("index") and _has_mask(args[1:2]))
         return result
 
@@ -89,13 +82,10 @@ class _Reads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _is_view(func: Any) -> bool:
-    returned = [each.alias_info for each in func._schema.returns]
-    return any(alias is not None and not alias.is_write for alias in returned)
-
-
-def _shares_memory(result: Any, given: Any) -> bool:
-    """Whether what may be a view is one: `to`, `contiguous` and `reshape` copy where they must."""
+def _is_view(func: Any, result: Any, given: Any) -> bool:
+    """Whether the result is a view: `to`, `contiguous` and `reshape` copy where they must."""
+    if not any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns):
+        return False
     first = result[0] if isinstance(result, list | tuple) and result else result
     places = {each.untyped_storage().data_ptr() for each in given if isinstance(each, Tensor)}
     return not isinstance(first, Tensor) or first.untyped_storage().data_ptr() in places
@@ -135,14 +125,9 @@ def operators_of_plain_step(model: PreTrainedModel, ids: Tensor) -> Counts:
 
 
 def bench_operators(model: PreTrainedModel, methods: Mapping[str, Method], tokens: int) -> Iterator[str]:
-    """A line for each method: operators and syncs a layer in each step.
-
-    Args:
-        model: The target.
-        methods: Methods by the name to print.
-        tokens: Length of the prompt, which is random tokens.
-    """
+    """A line for each method: operators and syncs a layer in each step, for a prompt of random tokens."""
     layers = model.config.get_text_config().num_hidden_layers
+    require_room(model, tokens)
     ids = random_ids(model, 1, tokens)
     for method in methods.values():
         method.check(tokens, context_of(model))
@@ -169,16 +154,12 @@ _LEAST_SECONDS = 0.4
 def bench_evict(target: Target, methods: Mapping[str, Evict], lengths: Sequence[int], repeats: int) -> Iterator[str]:
     """A line for each length and method: time and memory of observe and of select, against the prefill.
 
-    The prefill and the methods take turns, and a share is the median of the shares of single turns, so that a machine
-    that slows down slows both: shares hold where times do not.
-
-    Args:
-        target: The model; prompts are random tokens.
-        methods: Methods by the name to print.
-        lengths: Prompt lengths in tokens.
-        repeats: Turns, after one to warm up; medians are printed. In each, observing and selecting are repeated for
-            0.4 seconds.
+    Prompts are random tokens. The prefill and the methods take turns, and a share is the median of the shares of single
+    turns, so that a machine that slows down slows both: shares hold where times do not.
     """
+    require_room(target.model, max(lengths))
+    for length, method in itertools.product(lengths, methods.values()):
+        method.check(length, context_of(target.model))
     yield (
         f"{torch.get_num_threads()} threads, median of {repeats} turns; peak: beyond what the prefill holds; "
         "KV: the most bytes of keys and values while the prompt is read and compressed"
@@ -186,78 +167,55 @@ def bench_evict(target: Target, methods: Mapping[str, Evict], lengths: Sequence[
     heads = f"{'observe ms':>11}{'select ms':>11}{'of prefill':>12}{'peak MiB':>10}{'KV MiB':>9}"
     yield f"{'tokens':>7}  {'method':<14}{heads}"
     for length in tqdm(lengths, desc="lengths"):
-        for method in methods.values():
-            method.check(length, context_of(target.model))
-        for line in _Length(target.model, methods, length).lines(repeats):
+        for line in _lines(target.model, methods, random_ids(target.model, 1, length), repeats):
             yield f"{length:>7}  {line}"
 
 
 class _Seconds(NamedTuple):
-    """What one turn took.
-
-    Attributes:
-        prefill: Reading the prompt.
-        summing: Reading it with the sums of attention that H2O needs; as `prefill` where no method does.
-        steps: By method, observing and selecting.
-    """
+    """Seconds of one turn: of the prefill, also with the attention sums that H2O needs, and of each method's steps."""
 
     prefill: float
     summing: float
     steps: dict[str, tuple[float, float]]
 
 
-class _Length:
-    """The benchmark of prompts of one length."""
+def _lines(model: PreTrainedModel, methods: Mapping[str, Evict], ids: Tensor, repeats: int) -> Iterator[str]:
+    """A line for the prefill, one for H2O's sums where they are needed, and one for each method."""
+    needs = functools.reduce(operator.or_, (method.needs() for method in methods.values()))
 
-    def __init__(self, model: PreTrainedModel, methods: Mapping[str, Evict], length: int) -> None:
-        self.model, self.methods, self.ids = model, methods, random_ids(model, 1, length)
-        self.needs = functools.reduce(operator.or_, (method.needs() for method in methods.values()))
+    def read(accumulated: bool = False) -> State:
+        return prefill(model, ids, needs=replace(needs, accumulated=accumulated))
 
-    def lines(self, repeats: int) -> Iterator[str]:
-        """A line for the prefill, one for H2O's sums where they are needed, and one for each method."""
-        turns = [self._turn() for _ in tqdm(range(repeats + 1), desc="turns", leave=False)][1:]
-        state, peak = self._read(), peak_bytes(self._plain) / 2**20
-        held, taken = peak_kv_bytes(self.model, self._plain) / 2**20, statistics.median(each.prefill for each in turns)
-        yield f"{'prefill':<14}{taken * 1000:>11.0f}{'':>11}{'':>12}{peak:>10.1f}{held:>9.1f}"
-        if self.needs.accumulated:  # summed up during the prefill, not after it
-            extra = statistics.median(each.summing - each.prefill for each in turns) * 1000
-            share = statistics.median(each.summing / each.prefill for each in turns) - 1
-            yield f"{'sums for h2o':<14}{extra:>11.0f}{'':>11}{share:>12.2%}"
-        for name, method in self.methods.items():
-            times = [statistics.median(each) * 1000 for each in zip(*(turn.steps[name] for turn in turns), strict=True)]
-            share = statistics.median(sum(turn.steps[name]) / turn.prefill for turn in turns)
-            peak = max(map(peak_bytes, _steps(self.model, method, state))) / 2**20
-            held = peak_kv_bytes(self.model, functools.partial(method.start, self.model, self.ids)) / 2**20
-            yield f"{name:<14}{times[0]:>11.1f}{times[1]:>11.1f}{share:>12.2%}{peak:>10.1f}{held:>9.1f}"
-
-    def _turn(self) -> _Seconds:
-        taken, state = self._timed(self._plain)
-        summing = taken
-        if self.needs.accumulated:
-            del state  # two caches would not fit where one just does
-            summing, state = self._timed(self._read)
+    def turn() -> _Seconds:
+        states = list[State]()
+        taken = summing = seconds_of(lambda: states.append(read()))
+        if needs.accumulated:
+            states.clear()  # two caches would not fit where one just does
+            summing = seconds_of(lambda: states.append(read(accumulated=True)))
         steps = dict[str, tuple[float, float]]()
-        for name, method in self.methods.items():
-            observe, select = (median_seconds(step, 1, _LEAST_SECONDS) for step in _steps(self.model, method, state))
+        for name, method in methods.items():
+            observe, select = (median_seconds(step, 1, _LEAST_SECONDS) for step in _steps(model, method, states[0]))
             steps[name] = observe, select
         return _Seconds(taken, summing, steps)
 
-    def _timed(self, read: Callable[[], State]) -> tuple[float, State]:
-        states = list[State]()
-        return seconds_of(lambda: states.append(read())), states[0]
-
-    def _read(self) -> State:
-        return prefill(self.model, self.ids, needs=self.needs)
-
-    def _plain(self) -> State:
-        return prefill(self.model, self.ids, needs=replace(self.needs, accumulated=False))
+    turns = [turn() for _ in tqdm(range(repeats + 1), desc="turns", leave=False)][1:]
+    state, peak = read(needs.accumulated), peak_bytes(read) / 2**20
+    entries, taken = peak_kv_bytes(model, read) / 2**20, statistics.median(each.prefill for each in turns)
+    yield f"{'prefill':<14}{taken * 1000:>11.0f}{'':>11}{'':>12}{peak:>10.1f}{entries:>9.1f}"
+    if needs.accumulated:  # summed up during the prefill, not after it
+        extra = statistics.median(each.summing - each.prefill for each in turns) * 1000
+        share = statistics.median(each.summing / each.prefill for each in turns) - 1
+        yield f"{'sums for h2o':<14}{extra:>11.0f}{'':>11}{share:>12.2%}"
+    for name, method in methods.items():
+        times = [statistics.median(each) * 1000 for each in zip(*(turn.steps[name] for turn in turns), strict=True)]
+        share = statistics.median(sum(turn.steps[name]) / turn.prefill for turn in turns)
+        peak = max(map(peak_bytes, _steps(model, method, state))) / 2**20
+        entries = peak_kv_bytes(model, functools.partial(method.start, model, ids)) / 2**20
+        yield f"{name:<14}{times[0]:>11.1f}{times[1]:>11.1f}{share:>12.2%}{peak:>10.1f}{entries:>9.1f}"
 
 
 def _steps(model: PreTrainedModel, method: Evict, state: State) -> tuple[Callable[[], object], Callable[[], object]]:
     """Observing and selecting, each by itself."""
     observe = functools.partial(call, method.bound_observer, model, state, method.reduce)
     scores = observe()
-    return (
-        observe,
-        lambda: method.compress(model, state, lambda *_: scores),
-    )
+    return observe, lambda: method.compress(model, state, lambda *_: scores)

@@ -12,8 +12,25 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from keepsight.errors import UserError
+from keepsight.eval.answers import free_tokens
 from keepsight.runtime.attention import Reader
-from keepsight.runtime.state import State, cache_bytes, full_layers, read
+from keepsight.runtime.state import State, cache_bytes, context_of, full_layers, read
+
+
+def require_room(model: PreTrainedModel, tokens: int, rows: int = 1, beyond_context: bool = False) -> None:
+    """Refuse `rows` prompts that do not fit the context or the free memory, before anything is allocated for them.
+
+    Raises:
+        UserError: with one line that names the length and what there is room for.
+    """
+    context, free = context_of(model), free_tokens(model)
+    if tokens > context and not beyond_context:
+        raise UserError(
+            f"{tokens} tokens do not fit the context of {context}; lower tokens=, lengths= or answer_tokens="
+        )
+    if tokens * rows > free:
+        raise UserError(f"{rows} x {tokens} tokens: the free memory has room for the KV entries of {free}; lower them")
 
 
 def random_ids(model: PreTrainedModel, batch: int, length: int) -> Tensor:
@@ -41,13 +58,7 @@ def seconds_of(action: Callable[[], object]) -> float:
 
 @torch.no_grad()
 def median_seconds(action: Callable[[], object], repeats: int, least: float = 0.0) -> float:
-    """Median seconds of an action, after one run to warm up.
-
-    Args:
-        action: What is timed.
-        repeats: Minimum number of runs.
-        least: Minimum seconds that all runs take together, so that short actions are run more often.
-    """
+    """Median seconds of an action over at least `repeats` runs of `least` seconds in all, after one to warm up."""
     action()
     times: list[float] = []
     while len(times) < repeats or sum(times) < least:
@@ -89,10 +100,6 @@ def peak_kv_bytes(model: nn.Module, start: Callable[[], State]) -> int:
     """The most bytes of keys and values that are held at once while a prompt is read and compressed.
 
     They are counted in every layer: before attention, and again once a smaller layer lies beside the whole one.
-
-    Args:
-        model: The target.
-        start: Reads a prompt with it.
     """
     filled, most = Cache(layers=[]), 0
 

@@ -10,7 +10,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from keepsight.eval.bench.measure import median_seconds, random_ids, read_greedily, seconds_of
+from keepsight.eval.bench.measure import median_seconds, random_ids, read_greedily, require_room, seconds_of
 from keepsight.eval.tasks.niah import read_haystack
 from keepsight.eval.tasks.samples import Sample, render
 from keepsight.models.draft_head import DraftHead
@@ -31,12 +31,11 @@ from keepsight.runtime.state import Needs, State, context_of, prefill
 
 def size_lines(target: Target, head: RetrievalHead, draft: DraftHead | None) -> Iterator[str]:
     """The head's parameters and bytes; given the draft head it was pruned from, the share that pruning removed."""
-    own, whole = parameters(head), parameters(target.model)
-    size = sum(each.nbytes for each in head.parameters())
+    own, whole, size = parameters(head), parameters(target.model), sum(each.nbytes for each in head.parameters())
     yield (
         f"retrieval head (features: {head.config.features}): {own:,} parameters, {size:,} bytes as "
-        f"{_dtype(head.q_proj.weight)}, {own / whole:.2%} of the target's {whole:,}; {head.key_bytes} bytes of keys a "
-        "token"
+        f"{_dtype(head.q_proj.weight)}, {own / whole:.2%} of the model's {whole:,}; {head.key_bytes} bytes of keys "
+        "a token"
     )
     if draft is not None:
         yield f"draft head: {pruning(head, draft)}"
@@ -47,19 +46,12 @@ def step_lines(
 ) -> Iterator[str]:
     """A line for each length and method, with the parts of a step that reads with the head.
 
-    `head` is the time of its projections and selection, `gather` that of gathering in all layers, each measured alone;
-    `rest` is the remainder of the step. With entries in CPU memory both overlap with the model, and only the whole step
-    is measured.
-
-    Args:
-        target: The model; KV entries, tokens and features are random, and no prompt is read.
-        head: The retrieval head.
-        budget: KV entries that a KV head reads per step.
-        lengths: KV entries in the cache; more than the model's context are timed all the same.
-        batch: Batch size.
-        repeats: Timed steps, after one to warm up; medians are printed.
+    KV entries, tokens and features are random. `head` is the time of its projections and selection, `gather` that of
+    gathering in all layers, each measured alone; `rest` is the remainder of the step. With entries in CPU memory both
+    overlap with the model, and only the whole step is measured. Lengths beyond the context are timed all the same.
     """
     model = target.model
+    require_room(model, max(lengths), batch, beyond_context=True)
     methods: dict[str, CacheMethod] = {
         "full": FullCache(),
         "quest": Quest(budget),
@@ -68,10 +60,8 @@ def step_lines(
     }
     threads = torch.get_num_threads()
     yield f"{batch} rows of random entries, budget {budget}, {_dtype(model)}, {repeats} steps, {threads} threads"
-    yield (
-        f"{'entries':<9}{'method':<22}{'ms a step':>10}{'tokens/s':>10}{'speed-up':>9}{'head':>8}{'gather':>8}"
-        f"{'rest':>8}{'loaded MB':>11}"
-    )
+    parts = f"{'head':>8}{'gather':>8}{'rest':>8}{'loaded MB':>11}"
+    yield f"{'entries':<9}{'method':<22}{'ms a step':>10}{'tokens/s':>10}{'speed-up':>9}{parts}"
     for length in lengths:
         full = None
         for name, method in methods.items():
@@ -139,10 +129,15 @@ _QUESTION = "\n\nSummarize the text above."
 
 def text_prompts(target: Target, tokens: int, count: int) -> list[list[int]]:
     """Prompts of about `tokens` tokens: the evaluation part of Python's documentation, with a task at the end."""
-    hay = read_haystack(None, target.tokenizer)
-    bare = len(_rendered("", target))
+    require_room(target.model, tokens)
+
+    def rendered(text: str) -> list[int]:
+        sample = Sample("text", "documentation", 0, text + _QUESTION, (), "", 1, question=_QUESTION)
+        return render(sample, target.tokenizer).prompt_ids.tolist()
+
+    hay, room = read_haystack(None, target.tokenizer), tokens - len(rendered(""))
     starts = [len(hay.sentences) * each // count for each in range(count)]
-    return [_rendered(" ".join(hay.cut(start, hay.count_in(start, tokens - bare))), target) for start in starts]
+    return [rendered(" ".join(hay.cut(start, hay.count_in(start, room)))) for start in starts]
 
 
 def traffic_lines(
@@ -150,15 +145,9 @@ def traffic_lines(
 ) -> Iterator[str]:
     """The bytes a step loads when all layers' KV entries lie in CPU memory, a line for each budget.
 
-    The first step of an answer, which fills the slots, is left out. `saved` is also the share of its entries that a
-    step has in common with the one before. `sent` is each new token's own entry, sent to the CPU.
-
-    Args:
-        target: The model.
-        head: A trained retrieval head: what a random one selects says nothing.
-        budgets: KV entries that a KV head reads per step.
-        prompts: Token ids of each prompt.
-        steps: Greedy tokens after each prompt; end tokens are ignored.
+    The first step of an answer, which fills the slots, is left out, and end tokens are ignored. `saved` is also the
+    share of its entries that a step has in common with the one before. `sent` is each new token's own entry, sent to
+    the CPU.
 
     Raises:
         UserError: a prompt does not fit the model's context.
@@ -192,31 +181,26 @@ def _traffic(model: PreTrainedModel, method: SpeContext, state: State, steps: in
     return Traffic(*(getattr(traffic, name) - value for name, value in vars(before).items()))
 
 
-def _rendered(text: str, target: Target) -> list[int]:
-    sample = Sample("text", "documentation", 0, text + _QUESTION, (), "", 1, question=_QUESTION)
-    return render(sample, target.tokenizer).prompt_ids.tolist()
-
-
 def bench_specache(target: Target, method: SpeCache, tokens: int, batch: int, steps: int) -> Iterator[str]:
-    """A line for each cache and for each part of a step, in milliseconds.
+    """A line for each cache and for each part of a step, in milliseconds; prompts are random tokens.
 
     SpeCache, with its speculative token and without, is compared with the full cache and KIVI. `waited` is the time for
     which the model waited for entries being fetched, `hidden` the share of the fetches' time in which it did not.
-
-    Args:
-        target: The model; prompts are random tokens.
-        method: SpeCache with its options.
-        tokens: Prompt length in tokens.
-        batch: Batch size.
-        steps: Timed steps, after three to warm up.
     """
     model = target.model
+    require_room(model, tokens + steps, batch)
     ids = random_ids(model, batch, tokens)
     yield f"{batch} rows of {tokens} tokens, {steps} steps, {torch.get_num_threads()} threads; {method}"
-    yield (
-        f"{'cache':<22}{'ms a step':>11}{'tokens/s':>10}{'KV MB':>9}{'moved MB a step':>17}{'waited ms':>11}"
-        f"{'hidden':>8}"
-    )
+    heads = {
+        "cache": -22,
+        "ms a step": 11,
+        "tokens/s": 10,
+        "KV MB": 9,
+        "moved MB a step": 17,
+        "waited ms": 11,
+        "hidden": 8,
+    }
+    yield "".join(name.ljust(-width) if width < 0 else name.rjust(width) for name, width in heads.items())
     kivi = Kivi(method.bits, method.group, method.residual, one_bit=method.one_bit)
     guessing, waiting = (replace(method, speculative=each) for each in (True, False))
     methods = {"full": FullCache(), "KIVI": kivi, "SpeCache": guessing, "no guess": waiting}
@@ -253,27 +237,18 @@ def _part_lines(model: PreTrainedModel, method: SpeCache, ids: Tensor, repeats: 
     """Parts measured one by one on the first layer; a real step runs all layers, its fetches in parallel."""
     state = read_greedily(method.reader(model), method.start(model, ids), 1)
     layer, config = specache_layers(state.cache)[0], model.config.get_text_config()
-    held, heads = layer.held, config.num_attention_heads
-    query = held.recent_values[:, :, -2:].repeat_interleave(heads // held.recent_values.shape[1], dim=1)
-    attention = attend_packed(query, held, Softmax(1.0))[1]
+    packed, recent = layer.held, layer.held.recent_values
+    query = recent[:, :, -2:].repeat_interleave(config.num_attention_heads // recent.shape[1], dim=1)
+    attention = attend_packed(query, packed, Softmax(1.0))[1]
 
     def fetch() -> None:
         if (coming := layer.begin_fetch(attention)) is not None:
             coming.wait()
 
-    def select() -> Tensor:
-        return layer.selector.select(attention)
-
-    def dequantise() -> tuple[Tensor, Tensor]:
-        return held.keys(), held.values()
-
-    def attend() -> Tensor:
-        return attend_packed(query, held, Softmax(1.0))[0]
-
     parts: dict[str, Callable[[], object]] = {
-        "dequantise": dequantise,
-        "attention, with it": attend,
-        "select": select,
+        "dequantise": lambda: (packed.keys(), packed.values()),
+        "attention, with it": lambda: attend_packed(query, packed, Softmax(1.0)),
+        "select": lambda: layer.selector.select(attention),
         "select and fetch": fetch,
     }
     for name, part in parts.items():

@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from keepsight.eval.answers import default_batch_tokens
-from keepsight.eval.bench.measure import seconds_of
+from keepsight.eval.bench.measure import require_room, seconds_of
 from keepsight.eval.sweep import Variant, run_sample, sweep
 from keepsight.eval.tasks.niah import make_samples
 from keepsight.eval.tasks.samples import RenderedSample
@@ -24,6 +24,7 @@ def bench_sweep(
     The sweep's time includes the full cache's own answer, the teacher-forced scores and the recall, which separate
     runs lack. Every answer has exactly `answer_tokens` tokens in both: end tokens are ignored.
     """
+    require_room(target.model, tokens)
     variants = [Variant(name, method) for name, method in methods.items()]
     chosen = [
         replace(sample, max_new_tokens=answer_tokens)

@@ -42,12 +42,12 @@ def render_results(
     title: str = "",
     **values: Any,
 ) -> str:
-    """The page of a template that extends `page.html.j2`, about some runs.
+    """The page about some runs of a template that extends `page.html.j2`; plots and tables in `folder` are linked.
 
     Args:
         template: File name of the template.
         runs: Their rows and settings are summed up at the head.
-        folder: Where the page goes; plots and tables that are there are linked.
+        folder: Where the page goes.
         plots: Shown by the template, as are `tables` and the other `values`.
         tables: See `plots`.
         title: Heading, where it is not the model's.
@@ -110,7 +110,7 @@ def _facts(rows: Sequence[Row], runs: Sequence[Settings]) -> dict[str, str]:
         "attention": _joined(_target(each).get("attention") for each in runs),
         "measured": _dates(rows),
         "tasks": ", ".join(sorted({row["task"] for row in rows})),
-        "lengths": ", ".join(str(length) for length in sorted({row["length"] for row in rows})) + " tokens",
+        "lengths": f"{', '.join(map(str, sorted({row['length'] for row in rows})))} tokens{_prompt_tokens(rows)}",
         "methods": ", ".join(in_order(row["method"] for row in rows)),
         "budgets": ", ".join(map(str, budgets)) + " KV entries per layer and KV head" if budgets else "full cache only",
         "samples": "-".join(str(count) for count in dict.fromkeys((counts[0], counts[-1])))
@@ -133,6 +133,12 @@ def _precision(runs: Sequence[Settings]) -> str:
 def _dates(rows: Sequence[Row]) -> str:
     dates = sorted({str(row["date"]) for row in rows if row.get("date")})
     return " to ".join(dict.fromkeys((dates[0], dates[-1]))) if dates else ""
+
+
+def _prompt_tokens(rows: Sequence[Row]) -> str:
+    """How long the prompts are, beside the lengths that were asked for."""
+    counts = [row["prompt_tokens"] for row in rows if "prompt_tokens" in row]
+    return f"; prompts of {min(counts)} to {max(counts)}" if counts else ""
 
 
 def _used(settings: Settings, kind: str) -> str | None:

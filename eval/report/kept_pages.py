@@ -19,7 +19,7 @@ EXAMPLES = 10
 
 
 class Answer(NamedTuple):
-    """An answer for a page: its row, the beginning that it shares with the full cache's answer, and the rest."""
+    """A row's answer: the beginning that it shares with the full cache's answer, and the rest."""
 
     row: Row
     same: str
@@ -27,25 +27,15 @@ class Answer(NamedTuple):
 
 
 class Example(NamedTuple):
-    """One sample, with the rows of the full cache (if it was run) and of each method, the best score first.
+    """A sample at the budget where scores differ most from the full cache's, by `difference` (0 to 1).
 
-    `budget` is the one where scores differ most from the full cache's, and `difference` (0 to 1) how far.
+    The answers are the full cache's, if it was run, then the others', the best score first; `sample` is one's row.
     """
 
-    full: Row | None
-    others: tuple[Row, ...]
+    sample: Row
+    answers: list[Answer]
     budget: int
     difference: float
-
-    @property
-    def sample(self) -> Row:
-        """The row that names the task, length, sample and references."""
-        return self.others[0]
-
-    @property
-    def answers(self) -> list[Answer]:
-        """The full cache's, then the others'."""
-        return answers_of([*([self.full] if self.full else []), *self.others])
 
 
 def answers_of(rows: Sequence[Row]) -> list[Answer]:
@@ -75,7 +65,7 @@ def choose_examples(rows: Sequence[Row], count: int = EXAMPLES) -> list[Example]
         full = next((row for row in group if row["method"] == FULL), None)
         budgets = sorted({row["budget"] for row in group if row["budget"] is not None})
         at_budget = [_example(full, [row for row in group if row["budget"] == budget]) for budget in budgets]
-        places[task, length] += [max(at_budget, key=lambda example: example.difference)] if at_budget else []
+        places[task, length] += sorted(at_budget, key=lambda example: -example.difference)[:1]
     for examples in places.values():
         examples.sort(key=lambda example: (-example.difference, example.sample["sample"]))
     turns = chain.from_iterable(zip_longest(*(places[place] for place in sorted(places))))
@@ -83,9 +73,10 @@ def choose_examples(rows: Sequence[Row], count: int = EXAMPLES) -> list[Example]
 
 
 def _example(full: Row | None, rows: list[Row]) -> Example:
-    others = tuple(sorted(rows, key=lambda row: (-row["score"], row["excess_nll"], row["method"])))
-    best = full["score"] if full else others[0]["score"]
-    return Example(full, others, others[0]["budget"], max(abs(best - row["score"]) for row in others))
+    rows.sort(key=lambda row: (-row["score"], row["excess_nll"], row["method"]))
+    best = (full or rows[0])["score"]
+    answers = answers_of([full, *rows] if full else rows)
+    return Example(rows[0], answers, rows[0]["budget"], max(abs(best - row["score"]) for row in rows))
 
 
 def write_inspect_page(
@@ -102,23 +93,13 @@ def write_inspect_page(
         path: The file to write.
         tokens: Text of each prompt token, N of them; empty for a token that is only a part of a character, whose text
             stands with the last of its tokens.
-        kept: For each method a bool array [layers, kv_heads, N]; the first two methods are shown at the start, the
-            others can be chosen.
+        kept: For each method, at least one, a bool array [layers, kv_heads, N] with at most 255 heads; the first two
+            methods are shown at the start, the others can be chosen.
         title: Heading of the page.
         settings: Settings of the command, shown below the page.
         answers: The answer of each method, the full cache's first.
-
-    Raises:
-        ValueError: `kept` is empty, or its arrays do not all have the shape [layers, kv_heads, N].
     """
-    if not kept:
-        raise ValueError("kept: at least one method is needed")
     layers, heads = next(iter(kept.values())).shape[:2]
-    for name, array in kept.items():
-        if array.shape != (layers, heads, len(tokens)):
-            raise ValueError(f"kept[{name!r}]: shape {array.shape}, expected {(layers, heads, len(tokens))}")
-    if heads > np.iinfo(np.uint8).max:
-        raise ValueError(f"kept: {heads} KV heads, at most 255 can be shown")
     colours = {name: style.colour for name, style in styles_of([*kept, FULL]).items()}
     rows = [{"method": method, "answer": answer} for method, answer in (answers or {}).items()]
     methods = [(name, colours[name], encode_counts(array)) for name, array in kept.items()]

@@ -10,17 +10,18 @@ from keepsight.eval.report.figures import Plot
 from keepsight.eval.report.html import flatten, render_results
 from keepsight.eval.report.kept_pages import choose_examples, place_of, write_sample_pages
 from keepsight.eval.report.summary import (
+    COLUMNS,
     MEASURES,
     SummaryRow,
     difference,
     mean_over_tasks,
     notes_on,
     summarize,
-    write_summary,
+    summary_rows,
 )
 from keepsight.eval.report.tables import PLACE, VARIANT, Cells, Column, Table
 from keepsight.eval.results import Key, Row, Run, names_of
-from keepsight.files import write_text
+from keepsight.files import write_csv, write_text
 
 Summaries = Sequence[Sequence[SummaryRow]]
 _LABELS = {"score": "Score", "excess_nll": "Excess NLL (nats/token)", "agreement": "Top-1 agreement"}
@@ -34,53 +35,44 @@ def write_outputs(runs: Sequence[Run], folder: Path) -> None:
         folder: Where all of it goes.
     """
     rows = [row for run in runs for row in run.rows]
-    write_summary(rows, folder / "summary.csv")
-    for plot in plots_of(rows):
+    write_csv(folder / "summary.csv", COLUMNS, summary_rows(summary := summarize(rows)))
+    for plot in plots_of(rows, summary):
         plot.save(folder / "plots")
-    for table in tables_of(rows):
+    for table in tables_of(rows, summary):
         table.save(folder / "tables")
-    write_report(runs, folder, write_sample_pages(runs, folder / "samples"))
+    write_report(runs, folder, write_sample_pages(runs, folder / "samples"), summary)
 
 
-def plots_of(rows: Sequence[Row]) -> list[Plot]:
+def plots_of(rows: Sequence[Row], summary: Sequence[SummaryRow]) -> list[Plot]:
     """The plots of a run, in the order of the page."""
-    summary = summarize(rows)
     makers = (plots.overview_plot, plots.tradeoffs_plot, plots.scores_plot, plots.excess_nll_plot)
     deep = plots.depth_plot(rows)
     return [*(make(summary) for make in makers), *([deep] if deep else [])]
 
 
-def tables_of(rows: Sequence[Row]) -> list[Table]:
+def tables_of(rows: Sequence[Row], summary: Sequence[SummaryRow]) -> list[Table]:
     """The tables of a run, in the order of the page."""
-    summary = summarize(rows)
     of_scores = [make(summary) for make in (tables.overall_table, tables.difference_table, tables.task_table)]
     return [*of_scores, tables.cost_table(rows)]
 
 
-def write_report(runs: Sequence[Run], folder: Path, pages: Mapping[Key, str]) -> None:
-    """Write `report.html` into `folder`.
-
-    Args:
-        runs: As for `write_outputs`. Of their settings `command` (str), `target`, `adapter` and `versions` are also
-            shown at the head.
-        folder: Where the report goes; made where it is missing. Plots and tables that are there are linked.
-        pages: For a sample, the page about it, relative to `folder`.
-    """
+def write_report(
+    runs: Sequence[Run], folder: Path, pages: Mapping[Key, str], summary: Sequence[SummaryRow] = ()
+) -> None:
+    """Write `report.html` into `folder`; `pages` are those of single samples, relative to it."""
     rows = [row for run in runs for row in run.rows]
+    summary = summary or summarize(rows)
     more: dict[str, Any] = {"examples": choose_examples(rows), "place_of": place_of, "pages": pages}
-    page = render_results("report.html.j2", runs, folder, plots_of(rows), tables_of(rows), **more)
+    page = render_results("report.html.j2", runs, folder, plots_of(rows, summary), tables_of(rows, summary), **more)
     write_text(folder / "report.html", page)
 
 
 def write_comparison(runs: Sequence[Run], folder: Path) -> list[Table]:
-    """Write `compare.html`, its plot and its tables.
+    """Write `compare.html`, its plot and its tables; returns a table for each measure, means over tasks.
 
     Args:
         runs: At least two, as `keepsight.eval.results.comparable` gives them.
         folder: Where all of it goes.
-
-    Returns:
-        A table for each measure, means over tasks.
     """
     names = names_of(runs)
     by_task = [summarize(run.rows) for run in runs]
@@ -122,7 +114,7 @@ def _table(measure: str, summaries: Summaries, names: Sequence[str], places: Seq
             cells[f"minus{at}"] = pair and pair.estimates[measure]
         counts = {row.n for row in found if row}
         rows.append(cells | {"n": counts.pop() if len(counts) == 1 else None})
-    notes = notes_on([row for summary in summaries for row in summary])
+    notes = " ".join(filter(None, dict.fromkeys(notes_on(summary) for summary in summaries)))
     name, title = (f"{measure}_by_task", "by task and length") if places else (measure, "mean over tasks")
     caption = f"{_LABELS[measure]}{' ' if places else ', '}{title}"
     return Table(name, f"{caption}. {notes}" if notes else caption, columns, rows)

@@ -1,25 +1,26 @@
 """From `results.jsonl` to means: `summary.csv`, the table that the terminal shows, and paired differences."""
 
 import math
+import operator
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, groupby
-from pathlib import Path
 
+from keepsight.errors import printable
 from keepsight.eval.report.intervals import FEW, Estimate, estimate, weighted
 from keepsight.eval.results import FULL, Key, Row, key_of
-from keepsight.files import write_csv
 
 MEASURES = ("score", "excess_nll", "agreement")
 """Columns that get an interval."""
-MEANS = ("recall", "mass", "tau", "same_tokens")
+MEANS = ("recall", "mass", "tau", "same_tokens", "prompt_tokens")
 """Means reported beside them."""
 COLUMNS = (
     *("task", "length", "method", "budget", "n", *MEASURES),
     *(f"{measure}_{end}" for measure in MEASURES for end in ("low", "high")),
     *MEANS,
+    "not_evicted",
 )
 MAX_BLOCKS = 4
 """Max pairs of task and length that get a block each in the terminal."""
@@ -37,9 +38,7 @@ def _budget_entries(row: Row) -> float | None:
 
 
 _MEAN_OF: dict[str, Callable[[Row], float | None]] = {
-    "recall": lambda row: row.get("recall"),
-    "mass": lambda row: row.get("mass"),
-    "tau": lambda row: row.get("tau"),
+    **{name: operator.methodcaller("get", name) for name in ("recall", "mass", "tau", "prompt_tokens")},
     "same_tokens": _same_tokens,
     "time_to_first_token": lambda row: row["time_to_first_token"],
     "kv_mib": lambda row: row["kv_bytes"] / 2**20,
@@ -57,15 +56,14 @@ class SummaryRow:
         method: Name of the method; `full` is the cache with nothing evicted.
         budget: KV entries per layer and KV head, or a share of the prompt; None for the full cache.
         n: Number of samples.
-        estimates: By the names in `MEASURES`: the score of the task's metric, 0 to 1; excess NLL
-            (delta NLL vs. full cache), the mean negative log-likelihood of the full cache's own answer under the
-            evicted cache minus that under the full cache, in nats per token; top-1 agreement, the share of that
-            answer's tokens that stay the arg-max.
-        means: Other means, None where something was not measured: recall of the entries that the answer attends to
-            most, attention mass kept, Kendall's tau, tokens before the answer first differs from the full cache's,
-            seconds before the first token, MiB of keys and values, and the budget in entries.
+        estimates: By the names in `MEASURES`: the score of the task's metric, 0 to 1; excess NLL (delta NLL vs. full
+            cache): the mean negative log-likelihood of the full cache's own answer minus that under the full cache, in
+            nats per token; top-1 agreement, the share of that answer's tokens that stay the arg-max.
+        means: By the names in `_MEAN_OF`, None where something was not measured: recall of the entries that the answer
+            attends to most, attention mass kept, Kendall's tau, tokens of the prompt, tokens before the answer differs
+            from the full cache's, seconds before the first token, MiB of keys and values, the budget in entries.
         samples: The samples, as text.
-        whole: Number of samples in which the method evicted nothing: it kept as much as the full cache.
+        not_evicted: Number of samples of which the method kept as much as the full cache.
         against: In a paired difference, the method that is subtracted.
     """
 
@@ -77,7 +75,7 @@ class SummaryRow:
     estimates: Mapping[str, Estimate]
     means: Mapping[str, float | None]
     samples: str = ""
-    whole: int = 0
+    not_evicted: int = 0
     against: str = ""
 
     @property
@@ -97,7 +95,7 @@ def summarize(rows: Iterable[Row]) -> list[SummaryRow]:
     Args:
         rows: Rows of `results.jsonl`.
     """
-    groups: dict[tuple[str, int, str, int | None], list[Row]] = defaultdict(list)
+    groups: dict[tuple[str, int, str, float | None], list[Row]] = defaultdict(list)
     rows = [*rows]
     full = {key_of(row): row["kept"] for row in rows if row["method"] == FULL}
     for row in rows:
@@ -106,15 +104,16 @@ def summarize(rows: Iterable[Row]) -> list[SummaryRow]:
     return sorted(found, key=lambda row: (row.task, row.length, row.method != FULL, row.method, row.budget or 0))
 
 
-def write_summary(rows: Iterable[Row], path: Path) -> None:
-    """Write `summary.csv`: the columns `COLUMNS`, floats with 4 decimals, an empty budget for the full cache."""
+def summary_rows(summary: Iterable[SummaryRow]) -> list[dict[str, object]]:
+    """What `summary.csv` has in its `COLUMNS`: floats with 4 decimals, an empty budget for the full cache."""
     cells = []
-    for row in summarize(rows):
+    for row in summary:
         means = [row.estimates[measure].value for measure in MEASURES]
         ends = [end for measure in MEASURES for end in row.estimates[measure].interval or (None, None)]
-        values = (row.task, row.length, row.method, row.budget, row.n, *means, *ends, *(row.means[m] for m in MEANS))
+        place = row.task, row.length, row.method, row.budget, row.n
+        values = *place, *means, *ends, *(row.means[name] for name in MEANS), row.not_evicted
         cells.append(dict(zip(COLUMNS, map(_cell, values), strict=True)))
-    write_csv(path, COLUMNS, cells)
+    return cells
 
 
 def mean_over_tasks(summary: Sequence[SummaryRow]) -> list[SummaryRow]:
@@ -179,11 +178,11 @@ def summary_table(summary: Sequence[SummaryRow]) -> str:
     mean = mean_over_tasks(summary)
     if len(blocks) > 1:
         blocks = [*(blocks if len(blocks) <= MAX_BLOCKS else []), _block(f"{mean[0].task}, all lengths", mean)]
-    return "\n\n".join([*blocks, *filter(None, [notes_on(mean)])])
+    return "\n\n".join(filter(None, [*blocks, printable(notes_on(mean))]))
 
 
 def _mean_over_samples(
-    task: str, length: int, method: str, budget: int | None, rows: list[Row], full: Mapping[Key, float]
+    task: str, length: int, method: str, budget: float | None, rows: list[Row], full: Mapping[Key, float]
 ) -> SummaryRow:
     rows, stratum = sorted(rows, key=lambda row: str(row["sample"])), f"{task}, {length} tokens"
     estimates = {
@@ -194,8 +193,8 @@ def _mean_over_samples(
         known = [value for row in rows if (value := value_of(row)) is not None]
         means[name] = statistics.fmean(known) if known else None
     samples = f"{stratum}: {', '.join(str(row.get('sample_digest') or row['sample']) for row in rows)}"
-    whole = sum(budget is not None and row["kept"] >= full.get(key_of(row), math.inf) for row in rows)
-    return SummaryRow(task, length, method, budget, len(rows), estimates, means, samples, whole)
+    not_evicted = sum(budget is not None and row["kept"] >= full.get(key_of(row), math.inf) for row in rows)
+    return SummaryRow(task, length, method, budget, len(rows), estimates, means, samples, not_evicted)
 
 
 def _weighted_mean(title: str, rows: list[SummaryRow]) -> SummaryRow:
@@ -209,22 +208,24 @@ def _weighted_mean(title: str, rows: list[SummaryRow]) -> SummaryRow:
         known = [weight * value for weight, value in pairs if value is not None]
         means[name] = math.fsum(known) if len(known) == len(rows) else None
     estimates = {name: weighted([row.estimates[name] for row in rows], weights) for name in MEASURES}
-    text, n, whole = "; ".join(row.samples for row in rows), sum(row.n for row in rows), sum(row.whole for row in rows)
-    return SummaryRow(title, 0, rows[0].method, rows[0].budget, n, estimates, means, text, whole)
+    n, not_evicted = sum(row.n for row in rows), sum(row.not_evicted for row in rows)
+    text = "; ".join(row.samples for row in rows)
+    return SummaryRow(title, 0, rows[0].method, rows[0].budget, n, estimates, means, text, not_evicted)
 
 
 def notes_on(rows: Sequence[SummaryRow]) -> str:
-    """What weakens the numbers of some rows, as sentences: nothing was evicted, or there are few samples."""
-    whole = [f"{row.method} {row.budget} ({row.whole} of {row.n})" for row in rows if row.whole]
-    notes = [f"Nothing was evicted in some samples: {', '.join(dict.fromkeys(whole))}."] if whole else []
+    """What weakens the numbers of some rows, as sentences: nothing was evicted, or samples are missing or few."""
+    most = Counter[tuple[str, int]]()
+    for row in rows:
+        most[row.task, row.length] = max(row.n, most[row.task, row.length])
+    whole = [f"{row.method} {row.budget} ({row.not_evicted} of {row.n})" for row in rows if row.not_evicted]
+    counts = [(row, most[row.task, row.length]) for row in rows]
+    missing = [f"{row.method} {row.budget} ({row.n} of {wanted})" for row, wanted in counts if row.n < wanted]
+    titles = {"Nothing was evicted in some samples": whole, "Some samples were not measured": missing}
+    notes = [f"{title}: {', '.join(dict.fromkeys(found))}." for title, found in titles.items() if found]
     if any(row.n < FEW for row in rows):
         notes.append(f"Intervals of fewer than {FEW} samples are too narrow.")
     return " ".join(notes)
-
-
-def one_line(text: str) -> str:
-    """The text with line breaks and control characters escaped: names come from files, and terminals obey some."""
-    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
 def _cell(value: object) -> object:
@@ -234,10 +235,12 @@ def _cell(value: object) -> object:
 
 
 def _block(title: str, rows: Sequence[SummaryRow]) -> str:
-    names = [one_line(row.method) for row in rows]
+    names = [printable(row.method) for row in rows]
     width = max(len("method"), *map(len, names))
     columns = f"{'score':>6}  {'95 %':<14}  {'':<12}  {'excess NLL':>10}  {'top-1 agreement':>15}  {'n':>4}"
-    lines, previous = [one_line(title), f"{'budget':>6}  {'method':<{width}}  {columns}"], object()
+    length = rows[0].means["prompt_tokens"]
+    prompts = "" if length is None else f" (prompts: {length:.0f} on average)"
+    lines, previous = [f"{printable(title)}{prompts}", f"{'budget':>6}  {'method':<{width}}  {columns}"], object()
     for name, row in zip(names, rows, strict=True):
         budget = "" if row.budget == previous else "all" if row.budget is None else str(row.budget)
         share, ends = share_of_full(row, rows), row.estimates["score"].interval

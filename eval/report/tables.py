@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from keepsight.errors import printable
 from keepsight.eval.report.figures import in_order
 from keepsight.eval.report.intervals import Estimate
 from keepsight.eval.report.summary import (
@@ -15,7 +16,6 @@ from keepsight.eval.report.summary import (
     differences,
     mean_over_tasks,
     notes_on,
-    one_line,
     share_of_full,
 )
 from keepsight.eval.results import FULL, Row
@@ -45,7 +45,7 @@ class Table:
 
     Attributes:
         name: File name without its ending.
-        caption: One sentence on what it shows.
+        caption: What it shows.
         columns: From left to right.
         rows: Cells by column; also the keys that a page filters by: `task`, `length`, `method`, `budget`.
     """
@@ -67,13 +67,13 @@ class Table:
         columns = []
         for column in self.columns:
             texts = [column.title, *(text_of(row, column) for row in self.rows)]
-            cells = [one_line(text).replace("|", r"\|") for text in texts]
+            cells = [printable(text).replace("|", r"\|") for text in texts]
             width = max(3, *map(len, cells))
             cells = [cell.ljust(width) if column.is_text else cell.rjust(width) for cell in cells]
             rule = "-" * width if column.is_text else "-" * (width - 1) + ":"
             columns.append([cells[0], rule, *cells[1:]])
         lines = (f"| {' | '.join(line)} |" for line in zip(*columns, strict=True))
-        return "\n".join([one_line(self.caption), "", *lines]) + "\n"
+        return "\n".join([printable(self.caption), "", *lines]) + "\n"
 
     def latex(self) -> str:
         """A `table` with intervals in small type."""
@@ -81,11 +81,11 @@ class Table:
         lines = [
             r"\begin{table}",
             r"\centering",
-            rf"\caption{{{self.caption.translate(_LATEX)}}}",
+            rf"\caption{{{printable(self.caption).translate(_LATEX)}}}",
             rf"\label{{tab:{self.name}}}",
             rf"\begin{{tabular}}{{{''.join('l' if column.is_text else 'r' for column in self.columns)}}}",
             r"\toprule",
-            " & ".join(column.title.translate(_LATEX) for column in self.columns) + r" \\",
+            " & ".join(printable(column.title).translate(_LATEX) for column in self.columns) + r" \\",
             r"\midrule",
             *(rf"{row} \\" for row in rows),
             r"\bottomrule",
@@ -122,7 +122,7 @@ def value_text(row: Cells, column: Column) -> str:
         value = value.value
     if value is None:
         return "all" if column.name == "budget" and row.get("method") == FULL else "–"
-    return number_text(value, column.digits, column.is_signed) if isinstance(value, float) else str(value)
+    return number_text(value, column.digits, column.is_signed) if isinstance(value, float) else printable(str(value))
 
 
 def interval_text(row: Cells, column: Column) -> str:
@@ -167,7 +167,9 @@ _SCORES = (
     Column("mass", "attention mass", digits=2),
     Column("tau", "τ", digits=2),
     Column("same_tokens", "same tokens", digits=1),
+    Column("prompt_tokens", "prompt tokens", digits=0),
     Column("n", "n"),
+    Column("not_evicted", "nothing evicted"),
 )
 _DIFFERENCES = (
     *VARIANT,
@@ -177,10 +179,8 @@ _DIFFERENCES = (
     Column("agreement", "top-1 agreement", is_signed=True),
     Column("n", "n"),
 )
-_PHASES = ("prefill", "draft", "observe", "select")
-_COSTS = (
-    *VARIANT,
-    *(Column(phase, f"{phase} (s)") for phase in _PHASES),
+_MEANS = (
+    *(Column(phase, f"{phase} (s)") for phase in ("prefill", "draft", "observe", "select")),
     Column("time_to_first_token", "time to first token (s)"),
     Column("question", "question (s)"),
     Column("tokens_per_second", "tokens/s of its batch", digits=1),
@@ -212,7 +212,7 @@ def difference_table(summary: Sequence[SummaryRow]) -> Table:
     names = ("budget", "method", "against", "n")
     found = differences(mean_over_tasks(summary))
     rows = [{name: getattr(each, name) for name in names} | {**each.estimates} for each in found]
-    rest = notes_on([replace(each, whole=0) for each in found])
+    rest = notes_on([replace(each, not_evicted=0) for each in found])
     caption = f"Paired differences of methods over the same samples, with 95 % intervals. {rest}".strip()
     return Table("differences", caption, _DIFFERENCES, rows)
 
@@ -225,30 +225,21 @@ def cost_table(rows: Sequence[Row]) -> Table:
         variants[row["budget"] or 0, order.index(row["method"])].append(row)
     cells: list[Cells] = []
     for _, group in sorted(variants.items()):
-        speeds = [row["tokens_per_second"] for row in group if row["tokens_per_second"] is not None]
-        cells.append(
-            {
-                "budget": group[0]["budget"],
-                "method": group[0]["method"],
-                **{name: statistics.fmean(row["seconds"][name] for row in group) for name in (*_PHASES, "question")},
-                **{
-                    name: statistics.fmean(row[name] for row in group)
-                    for name in ("time_to_first_token", "rows", "kept")
-                },
-                "tokens_per_second": statistics.fmean(speeds) if speeds else None,
-                "kv_mib": statistics.fmean(row["kv_bytes"] for row in group) / 2**20,
-            }
-        )
-    return Table("costs", "Time and memory, means over samples.", _COSTS, cells)
+        made = [{**row, **row["seconds"], "kv_mib": row["kv_bytes"] / 2**20} for row in group]
+        known = {column.name: [row[column.name] for row in made if row[column.name] is not None] for column in _MEANS}
+        means = {name: statistics.fmean(values) if values else None for name, values in known.items()}
+        cells.append({"budget": group[0]["budget"], "method": group[0]["method"]} | means)
+    caption = (
+        "Time and memory, means over samples. tokens/s counts what the whole batch of an answer decoded, each answer "
+        "from where it leaves the full cache's; the batch size is the number of its answers."
+    )
+    return Table("costs", caption, (*VARIANT, *_MEANS), cells)
 
 
 def _score_rows(rows: Sequence[SummaryRow]) -> list[Cells]:
+    names = ("budget", "method", "n", "not_evicted")
     return [
-        {
-            **{name: getattr(row, name) for name in ("budget", "method", "n")},
-            **row.estimates,
-            **row.means,
-            "of_full": share_of_full(row, rows),
-        }
+        {name: getattr(row, name) for name in names}
+        | {**row.estimates, **row.means, "of_full": share_of_full(row, rows)}
         for row in rows
     ]

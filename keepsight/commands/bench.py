@@ -23,6 +23,7 @@ from keepsight.data_gen.store import read_training_samples
 from keepsight.errors import UserError
 from keepsight.eval.bench.decoding import bench_decode, bench_speculate
 from keepsight.eval.bench.eviction import bench_evict, bench_operators
+from keepsight.eval.bench.measure import require_room
 from keepsight.eval.bench.offload import bench_specache, size_lines, step_lines, text_prompts, traffic_lines
 from keepsight.eval.bench.sweep import bench_sweep
 from keepsight.eval.tasks.niah import make_samples
@@ -40,6 +41,7 @@ from keepsight.train.plan import bench_step
 def train(config: BenchTrain) -> None:
     """Measure a training step."""
     model = target_of(config).model
+    require_room(model, config.tokens + config.answer_tokens, config.train.batch_size)
     cells = [Lookahead(model, config.lookahead) for _ in range(config.cells)]
     _print(bench_step(cells, config.tokens, config.answer_tokens, config.repeats, config.train))
 
@@ -91,6 +93,7 @@ def speculate(config: BenchSpeculate) -> None:
 
 
 def _needle_prompts(config: BenchSpeculate, target: Target) -> list[list[int]]:
+    require_room(target.model, config.tokens)
     samples = make_samples("single", config.tokens, config.samples, 0, target.tokenizer)
     return [sample.prompt_ids.tolist() for sample in samples]
 

@@ -7,10 +7,10 @@ from typing import Any
 from tqdm import tqdm
 
 from keepsight.commands.config import BenchHits as Config
-from keepsight.commands.eval import check, samples_of
+from keepsight.commands.eval import check, print_notes, samples_of
 from keepsight.commands.from_recipe import resources_later, resources_of, target_of
 from keepsight.commands.variants import bound, variants_of
-from keepsight.errors import UserError, require_same
+from keepsight.errors import UserError, printable, require_same
 from keepsight.eval.hits import SHARED, Hits, answering, best_shared, choices, compare, mean_of
 from keepsight.eval.report.plots import hits_plot
 from keepsight.eval.sweep import Variant, check_samples
@@ -51,8 +51,7 @@ def run(config: Config) -> None:
     check_samples(target, samples, variants)
     with one_writer(out):
         _check_same(out, config, target)
-        for subject, note in notes.items():
-            print(f"{subject}: {note}")
+        print_notes(notes)
         path = out / "hits.jsonl"
         done = {(row.task, row.length, row.sample) for row in whole_lines(path, _Row)}
         for sample in tqdm([each for each in samples if each.key not in done], desc="samples", unit="sample"):
@@ -133,5 +132,5 @@ def _summary(rows: list[_Row]) -> list[dict[str, Any]]:
 
 def _table(rows: list[dict[str, Any]]) -> str:
     lines = ["| " + " | ".join(_COLUMNS) + " |", "|" + " --- |" * len(_COLUMNS)]
-    lines += ["| " + " | ".join(str(row[column]) for column in _COLUMNS) + " |" for row in rows]
+    lines += ["| " + " | ".join(printable(str(row[column])) for column in _COLUMNS) + " |" for row in rows]
     return "\n".join(lines)

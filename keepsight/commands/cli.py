@@ -5,14 +5,13 @@ import importlib
 import inspect
 import logging
 import os
-import re
 import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from keepsight import __version__
-from keepsight.errors import UserError
+from keepsight.errors import UserError, printable
 
 BAD_INPUT, STOPPED = 2, 141
 """Exit statuses: an error the user can fix, and what a shell reports when a pipe's reader is gone."""
@@ -25,7 +24,6 @@ MOVED = {
 """Commands of before, and what does their work now."""
 _HELP = ("-h", "--help")
 _FULL_DISK = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
-_STEERING = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,11 +35,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.getLogger("httpx").setLevel(logging.WARNING)
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # tells every command what is slow on a CPU
     return _guard(lambda: _dispatch(given))
-
-
-def printable(text: str) -> str:
-    """The text with control characters (but tabs and line breaks), changes of direction and lone surrogates escaped."""
-    return _STEERING.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def _dispatch(given: list[str]) -> None:

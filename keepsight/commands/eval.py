@@ -17,19 +17,18 @@ from accelerate import PartialState
 from tqdm import tqdm
 
 from keepsight import __version__
-from keepsight.commands.cli import printable
 from keepsight.commands.config import Eval as Config
 from keepsight.commands.config import ModelConfig, TaskKeys
 from keepsight.commands.from_recipe import resources_later, resources_of, target_of
 from keepsight.commands.variants import bound, import_plugins, variants_of
-from keepsight.errors import UserError
+from keepsight.errors import UserError, printable
 from keepsight.eval.answers import default_batch_tokens
 from keepsight.eval.kept_tokens import KeptTokens, first_of_each
 from keepsight.eval.report.pages import write_outputs
 from keepsight.eval.report.summary import summarize, summary_table
-from keepsight.eval.results import EARLIER, Measured, finished, merge, part_of, read_run
+from keepsight.eval.results import EARLIER, Measured, finished, key_of, merge, part_of, read_run
 from keepsight.eval.reuse import Earlier
-from keepsight.eval.sweep import Variant, check_samples, groups_of, sweep
+from keepsight.eval.sweep import Refused, Variant, check_samples, groups_of, sweep
 from keepsight.eval.tasks.benchmark import TaskRequest, protocol_named
 from keepsight.eval.tasks.registry import make_all, tasks_of
 from keepsight.eval.tasks.samples import RenderedSample, render_apart
@@ -61,19 +60,24 @@ def run(config: Config) -> None:
     samples.sort(key=lambda sample: -len(sample.prompt_ids))
     with one_writer(out) if processes.is_main_process else nullcontext():
         if processes.is_main_process:
-            merge(out, settings, 1 + len(variants))
-            for subject, note in notes.items():
-                print(f"{subject}: {note}")
+            merge(out, settings)
+            print_notes(notes)
             _show(samples[0], target)
         processes.wait_for_everyone()
         kept = KeptTokens(out, target, [sample for sample in samples if sample.key in pages], config.reuse)
-        earlier = earlier.and_rows(whole_lines(out / EARLIER, Measured))
-        _measure(config, target, samples, variants, earlier, kept, processes)
+        refused = _measure(config, target, samples, variants, earlier, kept, processes)
         processes.wait_for_everyone()
+        said = {f"{name} at budget {budget}": f"left out: {error}" for (name, budget), error in refused.items()}
         if processes.is_main_process:
-            merge(out, settings, 1 + len(variants))
+            merge(out, settings | {"notes": notes | said})
             write_all(out)
             (out / EARLIER).unlink(missing_ok=True)
+    if refused:
+        (name, budget), error = next(iter(refused.items()))
+        raise UserError(
+            f"{name} at budget {budget} was left out: {error}; the rows of the other methods are in {out}"
+            + f", {len(refused)} variants were left out" * (len(refused) > 1)
+        )
 
 
 def check(config: TaskKeys) -> None:
@@ -96,21 +100,24 @@ def _measure(
     earlier: Earlier,
     kept: KeptTokens,
     processes: PartialState,
-) -> None:
-    """Append the rows of this process's share of the samples to its part of the results."""
-    out = Path(config.out)
-    done = finished(out)
+) -> Refused:
+    """Append the rows of this process's share of the samples to its part of the results; returns what was refused."""
+    out, refused = Path(config.out), Refused()
+    rows = whole_lines(out / "results.jsonl", Measured)
+    done = finished(rows, 1 + len(variants))
+    earlier = earlier.and_rows([*whole_lines(out / EARLIER, Measured), *rows])
     own = own_share(samples, config.question, processes.process_index, processes.num_processes)
     part = part_of(out, processes.process_index, processes.num_processes)
     most = config.max_batch_tokens or default_batch_tokens(target.model) // processes.num_processes
     with tqdm(total=len(own), desc="samples", unit="sample", disable=not processes.is_main_process) as progress:
         progress.update(sum(sample.key in done for sample in own))
         by_key = {sample.key: sample for sample in own}
-        for rows in sweep(target, own, variants, done, most, config.question, earlier, kept.note):
-            sample = by_key[rows[0]["task"], rows[0]["length"], rows[0]["sample"]]
-            kept.write(rows)
-            append_lines(part, config.judge.score(sample, rows))
+        for made in sweep(target, own, variants, done, most, config.question, earlier, kept.note, refused):
+            sample = by_key[key_of(made[0])]
+            kept.write(made)
+            append_lines(part, config.judge.score(sample, made))
             progress.update()
+    return refused
 
 
 def own_share(samples: list[RenderedSample], question: str, process: int, processes: int) -> list[RenderedSample]:
@@ -155,8 +162,14 @@ def _show(sample: RenderedSample, target: Target) -> None:
     ids = [*sample.prompt_ids.tolist(), *sample.question_ids.tolist()]
     head, tail = target.tokenizer.decode(ids[:48]), target.tokenizer.decode(ids[-48:])
     cut = "its middle cut out" if sample.is_cut else "nothing cut"
-    print(f"first prompt, {sample.task} {sample.id}: {len(ids)} tokens, {cut}")
-    print(printable(f"--- head\n{head}\n--- tail\n{tail}\n---"))
+    print(f"first prompt, {printable(f'{sample.task} {sample.id}')}: {len(ids)} tokens, {cut}")
+    print(printable(f"--- head\n{head}\n--- tail\n{tail}\n---", lines=True))
+
+
+def print_notes(notes: Mapping[str, str]) -> None:
+    """Print what samples_of notes."""
+    for subject, note in notes.items():
+        print(printable(f"{subject}: {note}"))
 
 
 def settings_of(config: Config, target: Target, variants: list[Variant]) -> dict[str, Any]:

@@ -13,7 +13,9 @@ from typing_extensions import override
 from keepsight.errors import UserError
 from keepsight.models.decoder import has_latents
 from keepsight.runtime import registry
+from keepsight.runtime.allocate import Uniform
 from keepsight.runtime.attention import OwnAttention, Softmax, is_bounded, run
+from keepsight.runtime.evict import Evict
 from keepsight.runtime.generate import CacheMethod
 from keepsight.runtime.images import Images
 from keepsight.runtime.layer import KeptLayer, LayerEntries
@@ -119,6 +121,12 @@ PackLayer = Callable[[Tensor, Tensor, int], PackedLayer]
 """Makes a layer from keys and values [B, K, T, d] in full precision and the logical length."""
 
 
+_RAGGED = (
+    "KV heads that hold different numbers of entries cannot be packed; use an allocation that keeps the same number in "
+    "every KV head of a layer, such as uniform"
+)
+
+
 def pack_state(state: State, pack: PackLayer) -> PackedState:
     """A packed copy of a state; nothing is recorded for observers from here on.
 
@@ -129,10 +137,7 @@ def pack_state(state: State, pack: PackLayer) -> PackedState:
     layers: list[KeptLayer] = []
     for keys, values, real in state.entries():
         if real is not None and not real.all():
-            raise UserError(
-                "KV heads that hold different numbers of entries cannot be packed; use an allocation that keeps the "
-                "same number in every KV head of a layer, such as uniform"
-            )
+            raise UserError(_RAGGED)
         layers.append(pack(keys, values, state.cache.get_seq_length()))
     cache = with_full_layers(state.cache, layers)
     return state.as_kind(PackedState, cache)
@@ -263,6 +268,9 @@ class Kivi(PackedMethod):
             raise UserError("inner: entries that are packed cannot be packed again; give a method that evicts")
         if self.inner is not None and self.inner.every:
             raise UserError("inner: a method that evicts while decoding cannot be packed; set its every to 0")
+        allocate = self.inner.allocate if isinstance(self.inner, Evict) else Uniform()
+        if allocate.reads_scores and getattr(allocate, "floor", 0) < 1:
+            raise UserError(f"inner: {_RAGGED}")
 
     @override
     def needs(self) -> Needs:

@@ -11,10 +11,10 @@ import pytest
 import yaml
 
 from keepsight import __version__, recipes
-from keepsight.commands.cli import MOVED, printable
+from keepsight.commands.cli import MOVED
 from keepsight.commands.config import COMMANDS, Data, Eval, Fit, Inspect, Train
 from keepsight.commands.parse import keys_of, parse, parse_cells
-from keepsight.errors import UserError
+from keepsight.errors import UserError, printable
 from keepsight.models.card import LICENSES
 from tests.commands.commands import DATA, NEEDLES, WITH_MODEL, CommandLine, tree
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -244,7 +244,7 @@ def test_commands_of_before_name_what_does_their_work(keepsight: CommandLine) ->
 
 
 def test_no_text_steers_the_terminal(keepsight: CommandLine) -> None:
-    assert printable("\x1b[2Ja\u202eb\ud800\r\tc\n") == "\\x1b[2Ja\\u202eb\\ud800\\r\tc\n"
+    assert printable("\x1b[2Ja\u202eb\ud800\r\tc\n", lines=True) == "\\x1b[2Ja\\u202eb\\ud800\\r\tc\n"
     assert keepsight.fails("push", "\x1b[2J", "ada/x").startswith("\\x1b[2J: holds nothing")
 
 

@@ -1,6 +1,7 @@
 """The sweep shares one prefill and decodes in batches; each row is what the method alone would give."""
 
 import copy
+import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from transformers import PreTrainedModel
 from keepsight.errors import UserError
 from keepsight.eval import answers as answers_module
 from keepsight.eval import sweep as sweep_module
-from keepsight.eval.sweep import Variant, check_samples, run_sample, sweep
+from keepsight.eval.sweep import Refused, Variant, check_samples, run_sample, sweep
 from keepsight.eval.tasks.samples import Sample, render
 from keepsight.models.card import Provenance
 from keepsight.models.lookahead import Lookahead
@@ -131,20 +132,14 @@ def test_answers_of_one_token(target: Target, variants: list[Variant], ending: b
     assert [(row["answer"], row["agreement"], row["excess_nll"]) for row in rows] == [(expected, 1.0, 0.0)] * 11
 
 
-def test_budgets_are_exact(target: Target, rows: list[dict[str, Any]]) -> None:
-    tokens = ids_of(target).shape[1]
-    expected = [16, round(tokens / 2), 40, 64, 8, round(tokens / 4), 12, tokens]
-    assert [row["kept"] for row in rows[1:]] == expected
-
-
-@pytest.mark.parametrize("batch_tokens", [1, 300, 400])
+@pytest.mark.parametrize("batch_tokens", [1, 400])
 def test_the_size_of_batches_changes_nothing(
     target: Target, variants: list[Variant], rows: list[dict[str, Any]], batch_tokens: int
 ) -> None:
     assert [row | CLOCKS for row in run(target, SAMPLE, variants, batch_tokens)] == comparable(rows)
 
 
-@pytest.mark.parametrize("batch_tokens", [1, 200, 400])
+@pytest.mark.parametrize("batch_tokens", [1, 400])
 def test_batches_stay_within_their_tokens(
     target: Target, variants: list[Variant], batch_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,22 +183,46 @@ def test_one_prefill_a_sample_and_one_observation_a_method(target: Target, monke
     assert prefills == one.calls == two.calls == [ids_of(target, sample).shape[1] for sample in (SAMPLE, OTHER)]
 
 
-def test_a_cut_span_is_refused(target: Target, variants: list[Variant]) -> None:
-    run(target, replace(SAMPLE, spans=("lazy dog",)), variants[:1])
-    with pytest.raises(UserError, match="sample test/one: the answer span 'lazy cat' was cut from the prompt"):
-        run(target, replace(SAMPLE, spans=("lazy dog", "lazy cat")), variants[:1])
+@dataclass(frozen=True)
+class Plugin(Observer):
+    """Scores everything with one value, or refuses."""
+
+    value: float | None = None
+
+    def __call__(self, model: PreTrainedModel, state: State, reduce: Reduce) -> list[Tensor]:
+        if self.value is None:
+            raise UserError("not this prompt")
+        return [torch.full((1, 4, state.length), self.value) for _ in state.cache.layers]
 
 
-def test_nothing_is_refused_after_the_first_sample_ran(target: Target, variants: list[Variant]) -> None:
+def test_a_method_that_is_refused_leaves_the_rows_of_the_others(target: Target, variants: list[Variant]) -> None:
+    """It is left out from then on; scores that are whole numbers are as good as any."""
+    odd = {"nan": math.nan, "refusing": None, "whole": 3}
+    mixed = [variants[2], *(Variant(name, Evict(8, Plugin(value))) for name, value in odd.items())]
+    samples = [render(sample, target.tokenizer) for sample in (SAMPLE, OTHER)]
+    refused = Refused()
+    made = list(sweep(target, samples, mixed, set(), MANY, refused=refused))
+    assert [[row["method"] for row in rows] for rows in made] == [["full", "snapkv", "whole"]] * 2
+    assert {name: str(error) for (name, _), error in refused.items()} == {
+        "nan": "Plugin returned scores that are NaN",
+        "refusing": "not this prompt",
+    }
+    for sample, rows in zip((SAMPLE, OTHER), made, strict=True):
+        alone = run(target, sample, [mixed[0], mixed[3]])
+        assert [{name: row[name] for name in alone[0]} | CLOCKS for row in rows] == comparable(alone)
+    for name in ("nan", "refusing"):
+        with pytest.raises(UserError, match=r"NaN|not this"):
+            list(sweep(target, samples, [each for each in mixed if each.name == name], set(), MANY, refused=Refused()))
+
+
+def test_samples_are_checked_before_the_first_runs(target: Target, variants: list[Variant]) -> None:
     samples = [render(sample, target.tokenizer) for sample in (SAMPLE, OTHER)]
     check_samples(target, samples, variants)
-    with pytest.raises(UserError, match="the answer span 'lazy cat' was cut"):
-        render(replace(SAMPLE, spans=("lazy cat",)), target.tokenizer)
+    with pytest.raises(UserError, match="sample test/one: the answer span 'lazy cat' was cut from the prompt"):
+        render(replace(SAMPLE, spans=("lazy dog", "lazy cat")), target.tokenizer)
     with pytest.raises(UserError, match=r"Truncation: a prompt of .* is shorter than the window of 999"):
         check_samples(target, samples, [Variant("truncation", Truncation(1000, window=999))])
 
-
-def test_a_prompt_beyond_the_context_is_refused(target: Target, variants: list[Variant]) -> None:
     longest = 4096 - ids_of(target).shape[1]
     with pytest.raises(
         UserError, match=r"sample test/one has \d+ tokens, with \d+ for the answer more than the context"

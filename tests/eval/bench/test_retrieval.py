@@ -35,7 +35,7 @@ def test_parameters_and_bytes(target):
     own = norms + fc + projections
     (line,) = size_lines(target, head, None)
     whole = sum(each.numel() for each in target.model.parameters())
-    assert f": {own:,} parameters, {own * 4:,} bytes as float32, {own / whole:.2%} of the target's {whole:,}; " in line
+    assert f": {own:,} parameters, {own * 4:,} bytes as float32, {own / whole:.2%} of the model's {whole:,}; " in line
     assert line.endswith("; 64 bytes of keys a token")  # 2 KV heads of 8 dimensions in float32
 
 
