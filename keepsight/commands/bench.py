@@ -119,18 +119,17 @@ def retrieve(config: BenchRetrieve) -> None:
 def _retrieval_lines(config: BenchRetrieve, target: Target) -> Iterator[str]:
     if config.retrieval is None:
         yield "retrieval= is not given: this head has random weights, and takes as long as a trained one"
-        context = context_of(target.model)
-        shape = config.retrieval_head
+        context, shape, prompts = context_of(target.model), config.retrieval_head, list[list[int]]()
         head = RetrievalHead.untrained(target.model, shape.features, context, shape.groups).to(target.model.dtype)
     else:
         head = resources_of(config, target).head
+        prompts = text_prompts(target, config.tokens, config.samples)
     yield from size_lines(target, head, _pruned_draft(config, target))
     yield from step_lines(target, head, max(config.budgets), config.lengths, config.batch, config.repeats)
-    if config.retrieval is None:
+    if prompts:
+        yield from traffic_lines(target, head, config.budgets, prompts, config.answer_tokens)
+    else:
         yield "bytes moved are not measured: what a random head chooses says nothing; give retrieval=FOLDER_OR_HUB_ID"
-        return
-    prompts = text_prompts(target, config.tokens, config.samples)
-    yield from traffic_lines(target, head, config.budgets, prompts, config.answer_tokens)
 
 
 def _pruned_draft(config: BenchRetrieve, target: Target) -> DraftHead | None:

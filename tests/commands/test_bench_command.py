@@ -23,13 +23,6 @@ def test_a_training_step_against_a_prefill(keepsight: CommandLine) -> None:
     assert [line.split()[0] for line in lines[1:]] == ["prefill", "step", "a"]
 
 
-def test_a_training_step_at_several_cuts(keepsight: CommandLine) -> None:
-    small = ("train.replays=2", "train.cuts=3", "tokens=60", "answer_tokens=5", "repeats=1")
-    lines = keepsight("bench", "train", *TINY[:2], *small).splitlines()
-    assert lines[0] == "1 x 60 prompt + 5 answer tokens, 2 steps a pass of the model at 3 cuts, 1 repeats"
-    assert lines[-1].startswith("a step takes ")
-
-
 def test_modules_that_learn_side_by_side(keepsight: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     cells, read = list[int](), SideBySide.run_teacher
 
@@ -110,6 +103,25 @@ def test_operators_of_methods(keepsight: CommandLine) -> None:
         "lookaheadkv 48",
         "kivi group=8",
     ]
+
+
+HUGE = "1000000000"
+HUGE_VALUES = [
+    *(f"{name} tokens={HUGE}" for name in ("train", "eval", "decode", "ops", "specache")),
+    *(f"{name} lengths=[64,{HUGE}]" for name in ("evict", "retrieve")),
+    *(f"{name} batch={HUGE}" for name in ("decode", "specache", "retrieve")),
+    f"decode tokens=64 answer_tokens={HUGE}",
+    f"train train.batch_size={HUGE}",
+]
+
+
+@pytest.mark.parametrize("given", HUGE_VALUES)
+def test_what_has_no_room_is_refused_before_it_is_allocated(keepsight: CommandLine, given: str) -> None:
+    name, *keys = given.split()
+    keys += [] if name in ("train", "retrieve", "specache") else ["methods=[snapkv]", "adapter=adapter"]
+    keys += ["retrieval_head.features=none"] if name == "retrieve" else []
+    message = keepsight.fails("bench", name, *TINY[:2], *keys)
+    assert "fit the context of 4096" in message or "the free memory has room for " in message
 
 
 def test_bad_values(keepsight: CommandLine) -> None:

@@ -93,7 +93,7 @@ def test_one_prompt_is_shown_before_anything_is_scored(keepsight: CommandLine, h
     assert tail.partition("\n---\n")[0].endswith("mentioned in the provided text is")
 
 
-@pytest.mark.parametrize("whole_rows", [0, 4, 8])
+@pytest.mark.parametrize("whole_rows", [0, 4])
 def test_a_stopped_evaluation_goes_on(
     keepsight: CommandLine, here: Path, whole: Any, whole_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,9 +130,7 @@ def test_a_stopped_evaluation_goes_on(
     assert (here / "out" / "results.jsonl").read_bytes() == before
 
 
-@pytest.mark.parametrize(
-    "change", ["budgets=[48]", "seed=7", "methods=[snapkv]", "question=unseen", "model.dtype=bfloat16"]
-)
+@pytest.mark.parametrize("change", ["budgets=[48]", "seed=7", "methods=[snapkv]", "model.dtype=bfloat16"])
 def test_other_settings_do_not_mix(keepsight: CommandLine, here: Path, change: str) -> None:
     given = [*NEEDLES, "methods=[oracle,snapkv]", "samples=1"]
     keepsight("eval", *TINY, *given)
@@ -307,7 +305,7 @@ def test_all_methods_of_the_papers(keepsight: CommandLine, here: Path) -> None:
         assert (row["seconds"]["draft"] > 0) == (row["method"] in ("oracle", "speckv", "dapq", "specpc"))
 
 
-@pytest.mark.parametrize("method", ["adakv", "pyramidkv", "speckv", "h2o", "laq"])
+@pytest.mark.parametrize("method", ["adakv", "speckv"])
 def test_every_eviction_can_be_inspected(keepsight: CommandLine, here: Path, method: str) -> None:
     given = [f"method={method}", "budget=48", "draft.layers=[0,1]", "adapter=null", "out=page.html"]
     printed = keepsight("inspect", *TINY[:2], "prompt=" + "Ada wrote it. " * 20, *given)
@@ -400,11 +398,38 @@ def test_one_evaluation_writes_to_a_folder_at_a_time(keepsight: CommandLine, her
     assert message.startswith("out: process ") and "is writing here; wait for it to end" in message
 
 
-@pytest.mark.parametrize("line", ["[3]", "{}", '{"task": 7}', '{"task": "t", "length": "8", "sample": "a"}'])
-def test_rows_of_another_shape_are_named(keepsight: CommandLine, here: Path, line: str) -> None:
-    given = [*NEEDLES, "methods=[snapkv]", "samples=1", "budgets=[40]"]
-    keepsight("eval", *TINY, *given)
-    with (here / "out" / "results.jsonl").open("a") as stream:
-        stream.write(f"{line}\n")
-    for command in (["eval", *TINY, *given], ["report", "out", "out=page"]):
-        assert keepsight.fails(*command).startswith("out/results.jsonl:3: ")
+PACKED = "{name: kivi, group: 8, residual: 32, inner: {name: adakv, budget: 40}}"
+REFUSING = """
+from keepsight.errors import UserError
+from keepsight.runtime.methods import METHODS, SnapKV
+
+def refuse(self, state, importance):
+    raise UserError("not with these scores")
+
+METHODS["mine"] = type("Mine", (SnapKV,), {"select": refuse})
+"""
+
+
+def test_what_no_prompt_can_be_packed_with_is_refused_before_the_model_is_loaded(
+    keepsight: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluation, "target_of", lambda *_: pytest.fail("loaded"))
+    message = keepsight.fails("eval", *TINY, *NEEDLES, f"methods=[snapkv,{PACKED}]")
+    assert message.startswith("inner: KV heads that hold different numbers of entries cannot be packed; use an alloc")
+
+
+def test_a_method_that_is_refused_meanwhile_loses_no_row_of_the_others(
+    keepsight: CommandLine, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (here / "refusing_of_a_test.py").write_text(REFUSING)
+    monkeypatch.setitem(known.METHODS, "mine", SnapKV)  # taken out again after the test
+    given = [*NEEDLES, "methods=[mine,snapkv]", "budgets=[40]", "plugins=refusing_of_a_test"]
+    message = keepsight.fails("eval", *TINY, *given)
+    said = "not with these scores"
+    assert message == f"mine at budget 40 was left out: {said}; the rows of the other methods are in out"
+    rows = list(read_jsonl(here / "out" / "results.jsonl"))
+    assert Counter(row["method"] for row in rows) == {"full": 3, "snapkv": 3}
+    assert files_of_run(here / "out") == RUN_FILES
+    assert read_json(here / "out" / "settings.json")["notes"]["mine at budget 40"] == f"left out: {said}"
+    assert keepsight.fails("eval", *TINY, *given) == message
+    assert list(read_jsonl(here / "out" / "results.jsonl")) == rows, "nothing is measured twice"

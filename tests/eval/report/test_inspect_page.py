@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from keepsight.eval.kept_tokens import encode_counts
 from keepsight.eval.report.figures import styles_of
 from keepsight.eval.report.kept_pages import write_inspect_page
 
@@ -62,11 +61,6 @@ def test_page_needs_nothing_else_and_prompt_text_cannot_become_markup(
     assert len(re.findall("</script", page)) == 2
 
 
-def test_counts_reach_the_number_of_heads() -> None:
-    counts = decode(encode_counts(np.ones((2, 255, 3), bool)), 2, 3)
-    np.testing.assert_array_equal(counts, np.full((2, 3), 255))
-
-
 def test_a_long_prompt_stays_small(tmp_path: Path) -> None:
     generator = np.random.default_rng(0)
     kept = {name: generator.random((30, 3, 4000)) < 0.5 for name in ("lookaheadkv", "snapkv")}
@@ -74,22 +68,3 @@ def test_a_long_prompt_stays_small(tmp_path: Path) -> None:
     size = (tmp_path / "page.html").stat().st_size
     entropy = 1.81  # bits of a count
     assert 2 * 30 * 4000 * entropy / 8 * 4 / 3 < size < 600_000
-
-
-@pytest.mark.parametrize(
-    ("shapes", "message"),
-    [
-        ({}, "at least one method"),
-        ({"snapkv": (2, 3, 8)}, r"kept\['snapkv'\]: shape \(2, 3, 8\), expected \(2, 3, 9\)"),
-        ({"snapkv": (2, 3, 9), "laq": (2, 1, 9)}, r"kept\['laq'\]: shape \(2, 1, 9\), expected \(2, 3, 9\)"),
-        ({"snapkv": (2, 256, 9)}, "256 KV heads, at most 255"),
-    ],
-)
-def test_arrays_that_do_not_fit_are_refused(
-    shapes: dict[str, tuple[int, int, int]], message: str, tmp_path: Path
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        write_inspect_page(
-            tmp_path / "page.html", TOKENS, {name: np.ones(shape, bool) for name, shape in shapes.items()}, "t", {}
-        )
-    assert not (tmp_path / "page.html").exists()

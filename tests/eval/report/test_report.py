@@ -7,6 +7,7 @@ import pytest
 
 from keepsight.eval.report import pages as report
 from keepsight.eval.report.kept_pages import choose_examples
+from keepsight.eval.report.summary import summarize
 from keepsight.eval.report.tables import cost_table, interval_text
 from keepsight.eval.results import Row, Run
 from tests.eval.report.results import row
@@ -22,7 +23,7 @@ def test_report_is_one_file_that_needs_nothing_else(rows: list[Row], tmp_path: P
     report.write_report([Run(tmp_path / "out", rows, settings)], tmp_path / "out", {})
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["report.html"]
     page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
-    drawn = sum(len(plot.panels) for plot in report.plots_of(rows))
+    drawn = sum(len(plot.panels) for plot in report.plots_of(rows, summarize(rows)))
     assert len(re.findall(r'<figure class="panel[^>]*>\s*<figcaption>[^<]*</figcaption><svg', page)) == drawn == 16
     assert not re.search(r"""(?:src|href)=["'](?!#)""", page)
     assert page.count("<script") == page.count("</script") == 1
@@ -63,6 +64,7 @@ def test_the_length_of_a_prompt_stands_beside_its_bucket(tmp_path: Path) -> None
     report.write_report([Run(tmp_path, [row("full", None, 1.0), row("snapkv", 64, 0.0)], {})], tmp_path, {})
     page = " ".join((tmp_path / "report.html").read_text("utf-8").split())
     assert "niah_single, 512 tokens, " in page and "<dt>prompt</dt><dd>500 tokens</dd>" in page
+    assert "<dt>lengths</dt><dd>512 tokens; prompts of 500 to 500</dd>" in page
 
 
 def test_a_head_that_no_method_read_is_not_named(tmp_path: Path) -> None:
@@ -92,7 +94,7 @@ def test_an_example_is_headed_by_its_place_and_shows_the_question(tmp_path: Path
 def test_tables_on_the_page_have_intervals(rows: list[Row], tmp_path: Path) -> None:
     report.write_report([Run(tmp_path, rows, {})], tmp_path, {})
     page = (tmp_path / "report.html").read_text("utf-8")
-    for table in report.tables_of(rows)[:3]:
+    for table in report.tables_of(rows, summarize(rows))[:3]:
         shown = page.partition(f'id="table-{table.name}"')[2].partition("</table>")[0]
         ends = [interval_text(line, column) for line in table.rows for column in table.columns]
         assert any(ends) and re.findall("<small>([^<]+)</small>", shown) == [each for each in ends if each]
@@ -104,8 +106,7 @@ def test_examples_are_those_that_differ_most_taking_tasks_in_turn(rows: list[Row
     first = examples[0]
     assert first.sample["sample"] == "s1"  # snapkv answers s0 rightly
     assert first.difference == 1.0
-    assert first.full is not None and first.full["method"] == "full"
-    assert [other["method"] for other in first.others] == ["lookaheadkv", "snapkv"]
+    assert [answer.row["method"] for answer in first.answers] == ["full", "lookaheadkv", "snapkv"]
 
 
 def test_an_example_shows_the_budget_where_the_answers_differ_most() -> None:
