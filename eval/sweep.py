@@ -345,7 +345,7 @@ def _rows_of_group(
     for each in asked:
         if each.sample.earlier:
             before = zip(questions, answers, strict=True)
-            questions = [_next_question(target, *pair, each.sample) for pair in before]
+            questions = [_next_question(target, question, said.ids, each.sample) for question, said in before]
             answers = _answers(target, each, methods, compressed)
             answers = _own_conversations(target, each, methods, compressed, answers, questions)
         else:
