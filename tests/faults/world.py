@@ -58,7 +58,7 @@ TRAIN = Scene(
     ("data/*.json*", "data/*.arrow"),
 )
 HEAD_WEIGHTS = Scene(
-    "finetune",
+    "finetune with the module frozen",
     _train(
         *("finetune", "finetune.train", "weighted", "adapter=adapter"),
         *("finetune.budgets=[8]", "finetune.freeze_module=true"),

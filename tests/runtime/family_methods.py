@@ -146,7 +146,8 @@ def method_of(name: str, family: str, folder: Path) -> Any:
 def table() -> str:
     """The table of README: what is evicted from and what is refused, for each family."""
     lines = ["| family | layers | methods |", "| --- | --- | --- |"]
-    lines += [_row(family, family, [name for name in sorted(NAMES) if (family, name) in REFUSED]) for family in FAMILIES]
+    for family in FAMILIES:
+        lines.append(_row(family, family, [name for name in sorted(NAMES) if (family, name) in REFUSED]))
     for family, called in WITH_IMAGE.items():
         lines.append(_row(family, called, [name for name in sorted(NAMES) if not reads_images(family, name)]))
     return "\n".join(lines)
