@@ -16,10 +16,9 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
 from typing_extensions import NotRequired, TypedDict
 
-from keepsight.data_gen.prompts import BadRow
 from keepsight.data_gen.store import TokenIds
 from keepsight.endpoint import Endpoint, EndpointError, ServerSettings
-from keepsight.errors import UserError
+from keepsight.errors import BadRow, UserError
 from keepsight.models.distributed import launched
 from keepsight.models.targets import Target
 

@@ -13,9 +13,9 @@ from transformers import PreTrainedTokenizerBase
 
 from keepsight.data_gen.backends import Answers, Backend, Decoding, Rendered
 from keepsight.data_gen.mixture import Mixture
-from keepsight.data_gen.prompts import BadRow, CountTokens, Prompt
+from keepsight.data_gen.prompts import CountTokens, Prompt
 from keepsight.data_gen.store import DataSettings, ShardWriter, Skipped, TrainingSample
-from keepsight.errors import UserError
+from keepsight.errors import BadRow, UserError
 from keepsight.files import free_bytes, one_writer, read_json
 from keepsight.models.chat import chat_text, with_date
 from keepsight.models.distributed import launched

@@ -64,10 +64,6 @@ class DoesNotFit(UserError):
     """A draw is too long for the wanted length even without filling; another may fit."""
 
 
-class BadRow(UserError):
-    """A row of the user's data, or its answer, that cannot be used; the run goes on without it."""
-
-
 class Source(Protocol):
     """A kind of prompts; its fields are the options of a mixture's entry."""
 

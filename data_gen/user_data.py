@@ -20,9 +20,9 @@ from typing import Any
 
 from huggingface_hub import HfApi
 
-from keepsight.data_gen.prompts import BadRow, CountTokens, Prompt, Request, cut_at_word, fit, user_prompt
+from keepsight.data_gen.prompts import CountTokens, Prompt, Request, cut_at_word, fit, user_prompt
 from keepsight.data_gen.store import earlier_settings
-from keepsight.errors import UserError
+from keepsight.errors import BadRow, UserError
 from keepsight.files import Row, from_json
 
 logger = logging.getLogger("keepsight")

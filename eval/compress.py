@@ -4,6 +4,7 @@ Methods with the same observer and reduction share one observation, those with t
 """
 
 import functools
+import math
 import operator
 import time
 from collections.abc import Sequence
@@ -50,9 +51,12 @@ def attention_mass(kept: Tensor | None, attention: Tensor) -> float | None:
 
     Args:
         kept: [L, K, N] bool; None where it is not known, which leaves the mass unknown too.
-        attention: [L, K, N] float32, as `SharedPrompt.attention` gives it.
+        attention: [L, K, N] float32, as `SharedPrompt.attention` gives it; not finite or all 0, the mass is unknown.
     """
-    return None if kept is None else ((attention * kept).sum(-1) / attention.sum(-1)).mean().item()
+    if kept is None:
+        return None
+    mass = ((attention * kept).sum(-1) / attention.sum(-1)).mean().item()
+    return mass if math.isfinite(mass) else None
 
 
 def kendall_tau(scores: Tensor, attention: Tensor) -> float:

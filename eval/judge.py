@@ -19,9 +19,10 @@ from typing import Any
 import yaml
 
 from keepsight.endpoint import Endpoint, EndpointError, check_url
-from keepsight.errors import UserError
+from keepsight.errors import BadRow, UserError
 from keepsight.eval.tasks.benchmark import fill_in
 from keepsight.eval.tasks.samples import Sample
+from keepsight.files import from_json
 
 MODES = ("single", "pairwise")
 LONGBENCH_WRITE = "longbench-write"
@@ -41,7 +42,8 @@ class Judge:
         mode: single, a mark for each answer, or pairwise, a comparison with the full cache's answer.
         parallel: Judgments that are asked for at once.
         key: Environment variable that holds the endpoint's API key; none is sent where it is not set.
-        options: Further parameters of each request, such as {reasoning_effort: low}; they replace the usual ones.
+        options: Further parameters of each request, such as {reasoning_effort: low}; they replace the usual ones, and
+            null leaves one out: {temperature: null}.
     """
 
     url: str | None = None
@@ -74,7 +76,8 @@ class Judge:
         """The rows of a sample, the full cache's first, with their scores and the judge's words as `judgments`.
 
         Raises:
-            UserError: the endpoint does not answer, or never with what was asked for.
+            BadRow: the endpoint gives no verdict on one of the answers, or its content filter refuses it.
+            UserError: the endpoint does not answer.
         """
         if not sample.judge:
             return [dict(row) for row in rows]
@@ -121,42 +124,67 @@ class Judge:
         words = ""
         for attempt in range(_TRIES):
             temperature = 0.5 if attempt or name == LONGBENCH_WRITE else 0.0
-            words = self._complete({"messages": messages, "temperature": temperature, "max_tokens": _TOKENS})
+            words = self._complete(
+                {"messages": messages, "temperature": temperature, "max_tokens": _TOKENS}, f"{sample.task}/{sample.id}"
+            )
             if (value := read(words)) is not None:
                 return value, words
-        raise UserError(
+        raise BadRow(
             f"judge.model={self.model}: no verdict on {sample.task}/{sample.id} in {_TRIES} tries, the last said "
             f"{words[-80:]!r}; choose another judge, what was judged is kept"
         )
 
-    def _complete(self, body: Mapping[str, Any]) -> str:
+    def _complete(self, body: Mapping[str, Any], subject: str) -> str:
+        """The judge's words; `subject` names what is judged in messages."""
         assert self.url is not None
         endpoint, body = Endpoint(self.url, self.key, _TRIES), {"model": self.model, **body}
         while True:
             try:
-                return endpoint.post("chat/completions", body | self.options, _said)
+                words = endpoint.post("chat/completions", self._with_options(body), _words)
             except EndpointError as error:
-                changed = _without_refused(body, str(error)) if error.status in (400, 422) else body
+                if any(name in error.body.lower() for name in _FILTERS):
+                    raise BadRow(f"judge.url={self.url}: no judgment of {subject} ({error})") from None
+                changed = _without_refused(body, error.body) if error.status in (400, 422) else body
                 if changed == body:
                     raise UserError(
                         f"judge.url={self.url}: no judgment ({error}); run the same command again to go on"
                     ) from None
                 body = changed
+            else:
+                if words is None:
+                    raise BadRow(f"judge.url={self.url}: its content filter refuses to judge {subject}")
+                return words
+
+    def _with_options(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The request with `options`; a limit of tokens among them replaces the usual one under either name."""
+        limits = {"max_tokens", "max_completion_tokens"}
+        usual = {name: value for name, value in body.items() if name not in limits or not limits & self.options.keys()}
+        return {name: value for name, value in {**usual, **self.options}.items() if value is not None}
+
+
+_FILTERS = ("content_filter", "content filter", "content_policy", "content policy", "responsibleai")
+"""What refusals by a content filter say, in lower case: OpenAI's and Azure's."""
 
 
 def _without_refused(body: dict[str, Any], reason: str) -> dict[str, Any]:
     """The request without the parameter that a refusal names: reasoning models take other ones."""
-    if "max_tokens" in body and "max_tokens" in reason:
-        return {name: value for name, value in body.items() if name != "max_tokens"} | {
-            "max_completion_tokens": body["max_tokens"]
-        }
-    if "temperature" in body and "temperature" in reason:
-        return {name: value for name, value in body.items() if name != "temperature"}
-    return body
+    changed = dict(body)
+    if "max_tokens" in reason and "max_tokens" in body:
+        changed["max_completion_tokens"] = changed.pop("max_tokens")
+    elif "temperature" in reason:
+        changed.pop("temperature", None)
+    return changed
 
 
-def _said(reply: Any) -> str:
-    return str(reply["choices"][0]["message"]["content"])
+def _words(reply: Any) -> str | None:
+    """The text of a reply; None where a content filter stopped it."""
+    choice = reply["choices"][0]
+    if choice.get("finish_reason") == "content_filter":
+        return None
+    words = choice["message"]["content"]
+    if isinstance(words, str):
+        return words
+    raise TypeError(f"the reply has no text (finish_reason {choice.get('finish_reason')})")
 
 
 def _talk(row: Mapping[str, Any]) -> tuple[str, ...]:
@@ -175,14 +203,20 @@ def _prompts() -> dict[str, dict[str, str]]:
 
 
 _QUOTED = (
-    re.compile(r"<think>.*?(?:</think>|\Z)|\A.*</think>", re.DOTALL),  # some templates put <think> into the prompt
-    re.compile(r"```.*?(?:```|\Z)", re.DOTALL),
-    re.compile(r"`[^`\n]*`|\"[^\"\n]*\"|“[^”\n]*”|«[^»\n]*»|^\s*>.*$", re.MULTILINE),
+    re.compile(r"(```|~~~).*?(?:\1|\Z)", re.DOTALL),
+    re.compile(r"`[^`\n]*`|\"[^\"\n]*\"|“[^”]*”|«[^»]*»|'\[[^'\n]*\]'|^\s*>.*$", re.MULTILINE),
 )
+
+
+def _conclusion(words: str) -> str:
+    """The judge's words without its thinking, whose beginning may be part of the prompt and whose end may be cut."""
+    after = re.split(r"</(?:think|thinking|thought|reasoning)>", words)[-1]
+    return re.split(r"<(?:think|thinking|thought|reasoning)>", after)[0]
 
 
 def _verdict(words: str) -> str:
     """The judge's words without its thinking and its quotations."""
+    words = _conclusion(words)
     for quoted in _QUOTED:
         words = quoted.sub("", words)
     return words
@@ -203,10 +237,10 @@ def _winner(words: str) -> float | None:
 
 def _mean_mark(words: str) -> float | None:
     """LongWriter's: the mean over the six dimensions, 1 as 0 and 5 as 1."""
-    words = _QUOTED[0].sub("", words)
+    words = _conclusion(words)
     fenced = re.findall(r"```json\n(.*?)\n```", words, re.DOTALL)
     try:
-        given = json.loads((fenced[-1] if fenced else words).replace("\n", ""))
+        given = from_json((fenced[-1] if fenced else words).replace("\n", "").encode(), dict[str, Any])
         marks = [(float(given[dimension]) - 1) / 4 for dimension in _MARKS]
     except (ValueError, KeyError, TypeError):
         return None

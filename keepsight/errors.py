@@ -14,6 +14,10 @@ class UserError(ValueError):
     """
 
 
+class BadRow(UserError):
+    """A row of data, or an answer to it, that cannot be used; the run goes on without it."""
+
+
 def require_whole(name: str, least: int = 0, **values: object) -> None:
     """Refuse values that are no whole numbers of at least `least`.
 

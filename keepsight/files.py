@@ -4,7 +4,9 @@ The text of a JSON object, of a file or of a line, begins with a digest of what 
 digits", ...}`. The digest is no part of the value; JSON from elsewhere has none and is read as it is.
 """
 
+import codecs
 import csv
+import gzip
 import hashlib
 import io
 import json
@@ -13,6 +15,7 @@ import re
 import shutil
 import socket
 import tempfile
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
@@ -238,7 +241,7 @@ def from_json(text: bytes, kind: Any = Any) -> Any:
     Raises:
         ValueError: it is not JSON, not of that type, or was changed; the message is one line.
     """
-    text = text.strip()
+    text = text.strip().removeprefix(codecs.BOM_UTF8)
     if digest := _DIGEST.match(text):
         rest = text[digest.end() :]
         if _short_digest(rest) != digest[1].decode():
@@ -319,6 +322,24 @@ def _lines(path: Path, kind: Any) -> Iterator[Any]:
                 except ValueError as error:
                     value = UserError(f"{path}:{number}: {error}")
                 yield value
+
+
+def text_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Number, from 1, and UTF-8 of each line that is not empty of a text in UTF-8 or UTF-16, plain or gzipped.
+
+    Raises:
+        UserError: the file can be read as none of these.
+    """
+    data = path.read_bytes()
+    try:
+        data = gzip.decompress(data) if data.startswith(b"\x1f\x8b") else data
+        if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            data = data.decode("utf-16").encode()
+    except (OSError, EOFError, zlib.error, UnicodeError) as error:
+        raise UserError(f"{path}: neither text nor gzip of it ({error})") from None
+    for number, line in enumerate(data.removeprefix(codecs.BOM_UTF8).split(b"\n"), start=1):
+        if line.strip():
+            yield number, line
 
 
 def whole_lines(path: Path, kind: Any = Row) -> list[Any]:

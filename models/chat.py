@@ -1,6 +1,8 @@
 """Tokenizers: loading, chat templates, and the digests by which artifacts recognise them."""
 
 import json
+import math
+import re
 import string
 from collections.abc import Mapping, Sequence
 from datetime import date, datetime, time
@@ -63,8 +65,10 @@ def with_arguments(template: Any, arguments: Mapping[str, Any]) -> str:
     if not isinstance(template, str):
         raise UserError(f"model.template={dict(arguments)}: the model has no single chat template to set this in")
     for name, value in arguments.items():
-        if not name.isidentifier() or not isinstance(value, str | int | float | bool):
-            raise UserError(f"model.template: {name}={value!r} must be a name with a text, a number, true or false")
+        number = isinstance(value, int | float) and math.isfinite(value)
+        text = isinstance(value, str) and not re.search("[\ud800-\udfff]", value)  # a lone surrogate has no UTF-8
+        if not name.isidentifier() or not (number or text):
+            raise UserError(f"model.template: {name}={value!a} must be a name with a text, a number, true or false")
     return "".join(f"{{% set {name} = {json.dumps(value)} %}}" for name, value in arguments.items()) + template
 
 

@@ -3,19 +3,21 @@
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from keepsight.errors import UserError
 from keepsight.eval.tasks.samples import RenderedSample
-from keepsight.files import read_jsonl
+from keepsight.files import Row, from_json, text_lines
 
 _HUB_SECONDS = 5.0
 """Timeout of the first request to the Hub; its own client tries for half a minute."""
 NO_TEMPLATE = frozenset({"trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p"})
 """LongBench's few-shot and code tasks, whose prompts its authors do not put through the chat template."""
+Make = Callable[[str, Row, int], Sequence[RenderedSample]]
+"""Makes the samples of a row, given its place in a file, which messages name, its fields, and its number from 0."""
 _RULER_TOKENS = {"niah": 128, "vt": 30, "cwe": 120, "fwe": 50, "qa": 32}
 
 
@@ -139,6 +141,8 @@ class TaskRequest:
         protocol: Conventions for prompts, truncation and post-processing.
         judge: `Judge.name` of the judge; empty for none.
         processor: Loads the model's image processor, or raises a UserError.
+        skip: Rows at most that cannot be made into samples; None for any number.
+        skipped: Filled by the tasks: why each row that was skipped cannot be made into a sample.
         notes: Filled by the tasks: sources of texts and samples left out. Results are shown with them.
     """
 
@@ -152,22 +156,76 @@ class TaskRequest:
     protocol: Protocol = REFERENCE
     judge: str = ""
     processor: Callable[[], Any] = no_images
+    skip: int | None = None
+    skipped: list[str] = field(default_factory=list)
     notes: dict[str, str] = field(default_factory=dict)
 
-    def fitting(self, name: str, samples: Iterable[RenderedSample]) -> list[RenderedSample]:
-        """The first `self.samples` samples (0: all) that fit the context; a note counts the others met on the way."""
+    def collect(
+        self, name: str, rows: Iterable[tuple[str, Row]], make: Make, most: int | None = None
+    ) -> list[RenderedSample]:
+        """The samples of the first `self.samples` rows (0: of all) that fit; equal ids of a task are numbered.
+
+        Rows that cannot be made into samples are skipped. Notes count them and those that do not fit.
+
+        Args:
+            name: What the notes are about.
+            rows: The rows, each with its place in a file, which messages name.
+            make: Makes the samples of a row: one, or the turns of a conversation.
+            most: Longest prompt in tokens; None for prompts that, with their answers, fit the context.
+
+        Raises:
+            UserError: all rows are bad, or more than `self.skip` of this evaluation.
+        """
         made: list[RenderedSample] = []
-        left_out = 0
-        for sample in samples:
-            if len(sample.prompt_ids) + sample.max_new_tokens <= self.context:
-                made.append(sample)
-            else:
-                left_out += 1
-            if len(made) == self.samples > 0:
+        faults: list[UserError] = []
+        count = too_long = 0
+        ids: dict[str, dict[str, int]] = {}
+        for number, (where, row) in enumerate(rows):
+            try:
+                samples = make(where, row, number)
+            except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+                faults.append(_fault(where, error))
+                self.skipped.append(str(faults[-1]))
+                if self.skip is not None and len(self.skipped) > self.skip:
+                    raise UserError(f"{faults[-1]}; mend the row, or raise skip={self.skip}") from None
+                continue
+            if _tokens(samples, answers=most is None) > (most or self.context):
+                too_long += 1
+                continue
+            made += [replace(each, id=_numbered(each.id, ids.setdefault(each.task, {}))) for each in samples]
+            count += 1
+            if count == self.samples:
                 break
-        if left_out:
-            self.notes[name] = f"{left_out} samples do not fit the context of {self.context} tokens"
+        if faults and not made and not too_long:
+            raise faults[0]
+        limit = f"the context of {self.context} tokens" if most is None else f"max_tokens={most}"
+        said = [f"{too_long} samples do not fit {limit}"] if too_long else []
+        said += [f"{len(faults)} rows were skipped, such as {faults[0]}"] if faults else []
+        if said:
+            self.notes[name] = "; ".join(said)
         return made
+
+
+def _fault(where: str, error: Exception) -> UserError:
+    """Why a row cannot be made into a sample, with its place."""
+    said = str(error) if isinstance(error, UserError) else f"not in the benchmark's own layout ({error!r:.100})"
+    return UserError(" ".join((said if where in said else f"{where}: {said}").split()))
+
+
+def _tokens(samples: Sequence[RenderedSample], answers: bool) -> int:
+    """Tokens of a prompt, or of a conversation from its first prompt on, with or without the answers."""
+    more = sum(len(each.question_ids) + answers * each.max_new_tokens for each in samples)
+    return len(samples[0].prompt_ids) + more
+
+
+def _numbered(name: str, known: dict[str, int]) -> str:
+    """The name, with the first free number where it is known already."""
+    made = name
+    while made in known:
+        known[name] += 1
+        made = f"{name}-{known[name]}"
+    known[made] = 1
+    return made
 
 
 @dataclass
@@ -186,17 +244,28 @@ class Benchmark(ABC):
         """The samples of one task, by its name in `TASKS`."""
 
 
-def rows_of(path: Path, missing: str = "name an existing file") -> Iterator[tuple[str, dict[str, Any]]]:
-    """The rows of a JSON Lines file, each with its place (`FILE:LINE`) for messages.
+def rows_of(path: Path, missing: str = "name an existing file") -> Iterator[tuple[str, Row]]:
+    """The rows of a JSON Lines file, UTF-8 or UTF-16, plain or gzipped; each with its place (`FILE:LINE`) for messages.
 
     Raises:
         UserError: the file is missing, for which `missing` is the advice, or a line is not a JSON object.
     """
     if not path.is_file():
         raise UserError(f"{path}: no such file; {missing}")
-    with path.open("rb") as lines:
-        numbers = (number for number, line in enumerate(lines, start=1) if line.strip())
-        yield from ((f"{path}:{number}", row) for number, row in zip(numbers, read_jsonl(path), strict=False))
+    return json_rows(str(path), text_lines(path))
+
+
+def json_rows(source: str, lines: Iterable[tuple[int, bytes]]) -> Iterator[tuple[str, Row]]:
+    """The objects in numbered lines, each with its place; `source` names the file.
+
+    Raises:
+        UserError: a line is not a JSON object.
+    """
+    for number, line in lines:
+        try:
+            yield f"{source}:{number}", from_json(line, Row)
+        except ValueError as error:
+            raise UserError(f"{source}:{number}: {error}") from None
 
 
 def text_field(where: str, row: Mapping[str, Any], name: str) -> str:
@@ -229,11 +298,6 @@ def _got(row: Mapping[str, Any], name: str) -> str:
 def fill_in(template: str, fields: Mapping[str, str]) -> str:
     """The template with its fields, in one pass: braces inside a field's text stay, no attribute is looked up."""
     return re.sub("{(" + "|".join(fields) + ")}", lambda match: fields[match[1]], template)
-
-
-def bucket(tokens: int) -> int:
-    """The smallest of 512, 1024, 2048, ... that is at least `tokens`."""
-    return max(512, 1 << (tokens - 1).bit_length())
 
 
 def ruler_family(task: str) -> str:

@@ -3,7 +3,7 @@
 import hashlib
 import random
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -16,6 +16,7 @@ from keepsight.errors import UserError
 from keepsight.eval.tasks.benchmark import Benchmark, Protocol, TaskRequest, fill_in, rows_of, text_field
 from keepsight.eval.tasks.metrics import metric, normalise
 from keepsight.eval.tasks.samples import RenderedSample, Sample, render
+from keepsight.files import Row
 
 _LENGTHS = (4096, 8192, 16384, 32768, 65536, 131072)
 _PAIRS = (50, 105, 220, 440, 900, 1800)
@@ -93,93 +94,128 @@ class Helmet(Benchmark):
             raise UserError(
                 f"helmet: lengths={wrong[0]} is none of {', '.join(map(str, _LENGTHS))}, its data's lengths"
             )
-        make = _recall if task in _RECALL else _rag if task in _RAG_FILES else _icl if task in _ICL_SHOTS else _pairs
-        made = []
-        for size in map(_LENGTHS.index, request.lengths):
-            asked = _Asked(task, Path(self.dir), size, request.samples or None)
-            made += [render(sample, request.tokenizer) for sample in make(asked)]
+        read = _recall if task in _RECALL else _rag if task in _RAG_FILES else _icl if task in _ICL_SHOTS else _pairs
+        made: list[RenderedSample] = []
+        for length in request.lengths:
+            rows, sample = read(task, Path(self.dir), _LENGTHS.index(length))
+
+            def make(where: str, row: Row, number: int, sample: _Maker = sample) -> list[RenderedSample]:
+                return [render(sample(where, row, number), request.tokenizer)]
+
+            made += request.collect(f"helmet {task} {length}", rows, make)
         return made
 
 
-@dataclass(frozen=True)
-class _Asked:
-    """A task at the length of index `size` in `_LENGTHS`, with the most samples to make of it."""
-
-    task: str
-    folder: Path
-    size: int
-    limit: int | None
-
-    def rows(self, *path: str) -> list[tuple[str, dict[str, Any]]]:
-        """The first rows of a file below the folder."""
-        return _rows(self.folder.joinpath(*path))[: self.limit]
-
-    def sample(
-        self, name: object, template: str, fields: Mapping[str, str], answers: Any, metric: str, tokens: int
-    ) -> Sample:
-        """A sample; its question is the template's part after the context, where no examples are in it."""
-        after = template.partition("{context}")[2]
-        return Sample(
-            id=str(name),
-            task=f"helmet_{self.task}",
-            length=_LENGTHS[self.size],
-            prompt=fill_in(template, fields),
-            question="" if "{demos}" in after else fill_in(after, fields),
-            references=_texts(answers),
-            metric=metric,
-            max_new_tokens=tokens,
-            chat=False,
-        )
+Rows = list[tuple[str, Row]]
 
 
 @lru_cache(maxsize=2)
-def _rows(path: Path) -> list[tuple[str, dict[str, Any]]]:
+def _rows(path: Path) -> Rows:
     return list(rows_of(path, "helmet.dir must hold HELMET's data in its own layout"))
 
 
-def _texts(value: Any) -> tuple[str, ...]:
-    """One answer, several, or lists of them, as HELMET's files have them."""
-    return (value,) if isinstance(value, str) else tuple(text for each in value for text in _texts(each))
+_Maker = Callable[[str, Row, int], Sample]
+"""Makes the sample of a row; the arguments are those of `keepsight.eval.tasks.benchmark.Make`."""
 
 
-def _recall(asked: _Asked) -> list[Sample]:
-    folder, template, tokens = _RECALL[asked.task]
-    made = []
-    for place, (where, row) in enumerate(asked.rows("ruler", folder, f"validation_{_LENGTHS[asked.size]}.jsonl")):
+def _recall(task: str, folder: Path, size: int) -> tuple[Rows, _Maker]:
+    name, template, tokens = _RECALL[task]
+
+    def make(where: str, row: Row, number: int) -> Sample:
         fields = {name: text_field(where, row, name) for name in ("type_needle_v", "context", "query")}
-        answers = row.get("answer", row.get("outputs"))
-        made.append(asked.sample(row.get("index", place), template, fields, answers, "string_match_all", tokens))
-    return made
+        answers = _texts(row.get("answer", row.get("outputs")))
+        return _sample(task, size, row.get("index", number), template, fields, answers, "string_match_all", tokens)
+
+    return _rows(folder / "ruler" / name / f"validation_{_LENGTHS[size]}.jsonl"), make
 
 
-def _pairs(asked: _Asked) -> list[Sample]:
-    made = []
-    for place, (where, row) in enumerate(asked.rows("json_kv", f"test_k{_PAIRS[asked.size]}_dep6.jsonl")):
-        shown = [f"Key: {key}\nCorresponding value: {value}" for key, value in row.get("demos", [])[:_SHOTS]]
-        fields = {name: text_field(where, row, name) for name in ("context", "question")}
-        fields["demos"] = "".join(f"{each}\n\n" for each in shown)
-        made.append(asked.sample(place, _KEY_VALUE, fields, row["answer"], "topic_in_prediction", 100))
-    return made
+def _pairs(task: str, folder: Path, size: int) -> tuple[Rows, _Maker]:
+    def make(where: str, row: Row, number: int) -> Sample:
+        shown = [f"Key: {key}\nCorresponding value: {value}\n\n" for key, value in row.get("demos", [])[:_SHOTS]]
+        fields = {name: text_field(where, row, name) for name in ("context", "question")} | {"demos": "".join(shown)}
+        answers = _texts(row["answer"])
+        return _sample(task, size, number, _KEY_VALUE, fields, answers, "topic_in_prediction", 100)
+
+    return _rows(folder / "json_kv" / f"test_k{_PAIRS[size]}_dep6.jsonl"), make
 
 
-def _rag(asked: _Asked) -> list[Sample]:
-    name = _RAG_FILES[asked.task]
-    test, train = name.format(part="test" if asked.task == "rag_popqa" else "dev"), name.format(part="train")
-    examples = [row for _, row in _rows(asked.folder / "kilt" / f"{train}_k3_dep6.jsonl")]
-    made = []
-    for place, (where, row) in enumerate(asked.rows("kilt", f"{test}_k{_DOCUMENTS[asked.size]}_dep6.jsonl")):
+def _rag(task: str, folder: Path, size: int) -> tuple[Rows, _Maker]:
+    name = _RAG_FILES[task]
+    test, train = name.format(part="test" if task == "rag_popqa" else "dev"), name.format(part="train")
+    examples = [row for _, row in _rows(folder / "kilt" / f"{train}_k3_dep6.jsonl")]
+
+    def make(where: str, row: Row, number: int) -> Sample:
         key = "id" if "id" in row else "question"
         shown = [
-            f"{_documents(each)}\n\nQuestion: {each['question']}\nAnswer: {each['answers'][0]}"
+            f"{_documents(each)}\n\nQuestion: {each['question']}\nAnswer: {each['answers'][0]}\n\n"
             for each in _demonstrations(str(row[key]), key, examples)
         ]
-        fields = {"question": text_field(where, row, "question"), "context": _documents(row)}
-        fields["demos"] = "".join(f"{each}\n\n" for each in shown)
-        made.append(asked.sample(place, _RAG, fields, row["answers"], "answer_in_prediction", 20))
-    return made
+        question = text_field(where, row, "question")
+        fields = {"question": question, "context": _documents(row), "demos": "".join(shown)}
+        return _sample(task, size, number, _RAG, fields, _texts(row["answers"]), "answer_in_prediction", 20)
+
+    return _rows(folder / "kilt" / f"{test}_k{_DOCUMENTS[size]}_dep6.jsonl"), make
 
 
-def _demonstrations(own: str, key: str, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _icl(task: str, folder: Path, size: int) -> tuple[Rows, _Maker]:
+    """Balanced demonstrations, whose labels are numbers drawn anew for each text."""
+    files = folder / "icl" / task.removeprefix("icl_")
+    train = [row for _, row in _rows(files / "train.jsonl")]
+    shown = _balanced(train, _ICL_SHOTS[task][size])
+    try:
+        count = 1 + max(int(row["label"]) for row in train)
+    except (KeyError, TypeError, ValueError):
+        raise UserError(f"{files / 'train.jsonl'}: expected rows of text and label, a whole number") from None
+
+    def make(where: str, row: Row, number: int) -> Sample:
+        text, labels = text_field(where, row, "text"), list(range(count))
+        random.Random((int(hashlib.sha256(text.encode()).hexdigest(), 16) + _SEED) % 2**31).shuffle(labels)
+        context = "\n\n".join(f"{each['text']}\nlabel: {labels[int(each['label'])]}" for each in shown)
+        fields, answers = {"context": context, "question": text}, (str(labels[int(row["label"])]),)
+        return _sample(task, size, number, _ICL, fields, answers, "exact_label", 20)
+
+    return _rows(files / "test.jsonl"), make
+
+
+def _sample(
+    task: str,
+    size: int,
+    name: object,
+    template: str,
+    fields: Mapping[str, str],
+    answers: tuple[str, ...],
+    metric: str,
+    tokens: int,
+) -> Sample:
+    """A sample; its question is the template's part after the context, where no examples are in it."""
+    after = template.partition("{context}")[2]
+    return Sample(
+        id=str(name),
+        task=f"helmet_{task}",
+        length=_LENGTHS[size],
+        prompt=fill_in(template, fields),
+        question="" if "{demos}" in after else fill_in(after, fields),
+        references=answers,
+        metric=metric,
+        max_new_tokens=tokens,
+        chat=False,
+    )
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    """One answer, several, or lists of them, as HELMET's files have them.
+
+    Raises:
+        TypeError: something else is among them.
+    """
+    if isinstance(value, list) and value:
+        return tuple(text for each in value for text in _texts(each))
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r:.60} is no answer")
+    return (value,)
+
+
+def _demonstrations(own: str, key: str, rows: Sequence[Row]) -> list[Row]:
     """The first of a shuffling seeded by the question, each question once and never the row's own."""
     seed = int(hashlib.sha256(own.encode()).hexdigest(), 16) % 2**31
     others = [row for row in rows if str(row[key]) != own]
@@ -187,34 +223,18 @@ def _demonstrations(own: str, key: str, rows: Sequence[dict[str, Any]]) -> list[
     return list({str(row[key]): row for row in reversed(list(shuffled))}.values())[::-1][:_SHOTS]
 
 
-def _documents(row: Mapping[str, Any]) -> str:
+def _documents(row: Row) -> str:
     return "\n\n".join(f"Document (Title: {each['title']}): {each['text']}" for each in row["ctxs"])
 
 
-def _icl(asked: _Asked) -> list[Sample]:
-    """Balanced demonstrations, whose labels are numbers drawn anew for each text."""
-    name = asked.task.removeprefix("icl_")
-    train = [row for _, row in _rows(asked.folder / "icl" / name / "train.jsonl")]
-    shown = _balanced(train, _ICL_SHOTS[asked.task][asked.size])
-    count = 1 + max(int(row["label"]) for row in train)
-    made = []
-    for place, (where, row) in enumerate(asked.rows("icl", name, "test.jsonl")):
-        text, labels = text_field(where, row, "text"), list(range(count))
-        random.Random((int(hashlib.sha256(text.encode()).hexdigest(), 16) + _SEED) % 2**31).shuffle(labels)
-        context = "\n\n".join(f"{each['text']}\nlabel: {labels[int(each['label'])]}" for each in shown)
-        answer = str(labels[int(row["label"])])
-        made.append(asked.sample(place, _ICL, {"context": context, "question": text}, answer, "exact_label", 20))
-    return made
-
-
-def _balanced(rows: Iterable[dict[str, Any]], shots: int) -> list[dict[str, Any]]:
+def _balanced(rows: Iterable[Row], shots: int) -> list[Row]:
     """As many rows of each label, in rounds that each have every label once in random order."""
     rng = random.Random(_SEED)
-    by_label: dict[Any, list[dict[str, Any]]] = {}
+    by_label: dict[Any, list[Row]] = {}
     for row in rows:
         by_label.setdefault(row["label"], []).append(row)
     rounds = -(-shots // len(by_label))
-    drawn: list[list[dict[str, Any]]] = [[] for _ in range(rounds)]
+    drawn: list[list[Row]] = [[] for _ in range(rounds)]
     for own in by_label.values():
         places = rng.sample(range(len(own)), rounds % len(own))
         while len(places) < rounds:

@@ -8,9 +8,8 @@ are named after LongBench's tasks are read as those.
 
 import logging
 import re
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from keepsight.eval.tasks.benchmark import (
     NO_TEMPLATE,
     Benchmark,
     TaskRequest,
-    bucket,
     fill_in,
     rows_of,
     ruler_family,
@@ -31,8 +29,8 @@ from keepsight.eval.tasks.benchmark import (
 )
 from keepsight.eval.tasks.longbench import longbench_tasks
 from keepsight.eval.tasks.metrics import METRICS, score
-from keepsight.eval.tasks.samples import RenderedSample, Sample, render
-from keepsight.files import read_json
+from keepsight.eval.tasks.samples import RenderedSample, Sample, render_in_bucket
+from keepsight.files import Row, read_json
 
 _log = logging.getLogger(__name__)
 
@@ -69,54 +67,16 @@ class Jsonl(Benchmark):
     def samples(self, task: str, request: TaskRequest) -> list[RenderedSample]:
         if self.dir is None:
             raise UserError("tasks=[jsonl] needs jsonl.dir=FOLDER with JSONL files and a tasks.json")
-        folder, limit = Path(self.dir), request.samples or None
-        made, dropped = read_samples(folder, self.files, request.max_tokens, request.tokenizer, limit)
-        for name, count in dropped.items():
-            if count:
-                request.notes[name] = (
-                    f"{count} samples are longer than max_tokens={request.max_tokens} and were dropped"
-                )
+        made: list[RenderedSample] = []
+        for file in _choose_files(Path(self.dir), self.files):
+
+            def make(where: str, row: Row, _: int, file: _File = file) -> list[RenderedSample]:
+                sample = (_longbench_sample if file.layout == "longbench" else _ruler_sample)(file, where, row)
+                score(sample, sample.references[0])  # a metric may need references of another form
+                return [render_in_bucket(sample, request.tokenizer)]
+
+            made += request.collect(file.task, rows_of(file.path), make, request.max_tokens)
         return made
-
-
-def read_samples(
-    folder: Path, files: Sequence[str] | None, max_tokens: int, tokenizer: Any, limit: int | None = None
-) -> tuple[list[RenderedSample], dict[str, int]]:
-    """The samples of a folder whose rendered prompt has at most `max_tokens` tokens, in the order of the files.
-
-    A sample's `length` is the smallest of 512, 1024, 2048, ... tokens that is at least its rendered prompt's.
-
-    Args:
-        folder: Contains `NAME.jsonl` files; `tasks.json` is in it or, failing that, in its parent.
-        files: The names to read, without ending. None or empty: every file that can be scored, sorted by name;
-            why another is left out is logged as a warning.
-        max_tokens: The longest prompt to keep, chat template and answer prefix included.
-        tokenizer: The model's.
-        limit: How many samples to keep of each file: the first ones that fit.
-
-    Returns:
-        The samples, and for every file read how many samples were passed over as too long.
-
-    Raises:
-        UserError: the folder, a file, its entry in tasks.json, or a row is missing or malformed.
-    """
-    for name, value in (("max_tokens", max_tokens), ("limit", limit)):
-        if value is not None and value < 1:
-            raise UserError(f"{name}={value}: expected at least 1")
-    samples: list[RenderedSample] = []
-    too_long: dict[str, int] = {}
-    for file in _choose_files(folder, files):
-        too_long[file.task], first = 0, len(samples)
-        for sample in _read(file):
-            rendered = render(sample, tokenizer)
-            tokens = len(rendered.prompt_ids)
-            if tokens > max_tokens:
-                too_long[file.task] += 1
-            else:
-                samples.append(replace(rendered, length=bucket(tokens)))
-            if len(samples) - first == limit:
-                break
-    return samples, too_long
 
 
 @dataclass(frozen=True)
@@ -243,28 +203,10 @@ def _check_template(where: str, layout: str, template: Any) -> str:
     return template
 
 
-def _read(file: _File) -> Iterator[Sample]:
-    """The samples of a file in its order, their length not yet known (0), their ids unique."""
-    seen: set[str] = set()
-    counts: Counter[str] = Counter()
-    for where, row in rows_of(file.path):
-        sample = (_longbench_sample if file.layout == "longbench" else _ruler_sample)(file, where, row)
-        name = wanted = sample.id or where.rpartition(":")[2]
-        while name in seen:  # the counter makes many equal ids linear
-            counts[wanted] += 1
-            name = f"{wanted}-{counts[wanted] + 1}"
-        seen.add(name)
-        try:
-            score(sample, sample.references[0])  # a metric may need references of another form
-        except UserError as error:
-            raise UserError(f"{where}: {error}") from None
-        yield replace(sample, id=name)
-
-
-def _longbench_sample(file: _File, where: str, row: Mapping[str, Any]) -> Sample:
+def _longbench_sample(file: _File, where: str, row: Row) -> Sample:
     texts = {name: text_field(where, row, name) for name in ("context", "input")}
     return Sample(
-        id=str(row["_id"]) if "_id" in row else "",
+        id=str(row.get("_id", where.rpartition(":")[2])),
         task=file.task,
         length=0,
         prompt=fill_in(file.template, texts),
@@ -277,12 +219,12 @@ def _longbench_sample(file: _File, where: str, row: Mapping[str, Any]) -> Sample
     )
 
 
-def _ruler_sample(file: _File, where: str, row: Mapping[str, Any]) -> Sample:
+def _ruler_sample(file: _File, where: str, row: Row) -> Sample:
     # RULER's own files hold one task each and are named after it; rows of several tasks name theirs.
     task = text_field(where, row, "task") if "task" in row else file.task
     by_task = "string_match_part" if ruler_family(task) == "qa" else "string_match_all"
     return Sample(
-        id=f"{task}-{row['index']}" if "index" in row else "",
+        id=f"{task}-{row['index']}" if "index" in row else where.rpartition(":")[2],
         task=file.task,
         length=0,
         prompt=fill_in(file.template.removesuffix("{answer_prefix}"), {"input": text_field(where, row, "input")}),

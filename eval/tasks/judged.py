@@ -3,9 +3,8 @@
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from typing_extensions import override
 
@@ -13,6 +12,7 @@ from keepsight.errors import UserError
 from keepsight.eval.tasks.benchmark import Benchmark, Protocol, TaskRequest, hub_rows, rows_of, text_field, texts_field
 from keepsight.eval.tasks.metrics import metric
 from keepsight.eval.tasks.samples import RenderedSample, Sample, render, render_turns
+from keepsight.files import Row
 
 _WITH_REFERENCES = ("math", "reasoning", "coding")
 _ANSWER_TOKENS = 1024
@@ -36,28 +36,20 @@ class MtBench(Benchmark):
     def samples(self, task: str, request: TaskRequest) -> list[RenderedSample]:
         _require_judge("mt_bench", request)
         answers = dict(_reference_answers(Path(self.references))) if self.references else {}
-        made: list[RenderedSample] = []
-        questions = left_out = blind = 0
-        for where, row in self._rows():
-            if questions == request.samples > 0:
-                break
-            turns = _turns(where, row, answers, request)
-            asked = sum(len(turn.question_ids) + turn.max_new_tokens for turn in turns)
-            if len(turns[0].prompt_ids) + asked > request.context:
-                left_out += 1
-                continue
-            made += turns
-            questions += 1
-            blind += row.get("category") in _WITH_REFERENCES and not turns[0].references
-        if left_out:
-            request.notes["mt_bench"] = f"{left_out} questions do not fit the context of {request.context} tokens"
-        if blind:
+
+        def make(where: str, row: Row, _: int) -> list[RenderedSample]:
+            return _turns(where, row, answers, request)
+
+        rows = list(self._rows())
+        made = request.collect("mt_bench", rows, make)
+        needy = {str(row.get("question_id")) for _, row in rows if row.get("category") in _WITH_REFERENCES}
+        if blind := sum(each.id in needy and not each.earlier and not each.references for each in made):
             request.notes["mt_bench references"] = (
                 f"{blind} questions of {', '.join(_WITH_REFERENCES)} lack reference answers and are judged without"
             )
         return made
 
-    def _rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    def _rows(self) -> Iterator[tuple[str, Row]]:
         if self.file is not None:
             yield from rows_of(Path(self.file))
             return
@@ -74,14 +66,12 @@ def _reference_answers(path: Path) -> Iterator[tuple[str, tuple[str, ...]]]:
     """The answers of FastChat's file by question."""
     for where, row in rows_of(path):
         try:
-            yield str(row["question_id"]), tuple(str(turn) for turn in row["choices"][0]["turns"])
-        except (KeyError, IndexError, TypeError):
+            yield str(row["question_id"]), texts_field(where, row["choices"][0], "turns")
+        except (AttributeError, LookupError, TypeError):
             raise UserError(f"{where}: expected question_id and choices[0].turns, as FastChat writes") from None
 
 
-def _turns(
-    where: str, row: Mapping[str, Any], answers: Mapping[str, tuple[str, ...]], request: TaskRequest
-) -> list[RenderedSample]:
+def _turns(where: str, row: Row, answers: Mapping[str, tuple[str, ...]], request: TaskRequest) -> list[RenderedSample]:
     name, turns = str(row.get("question_id")), texts_field(where, row, "turns")
     references = answers.get(name) or (texts_field(where, row, "reference") if row.get("reference") else ())
     if row.get("category") not in _WITH_REFERENCES or len(references) < len(turns):
@@ -129,16 +119,17 @@ class LongWriter(Benchmark):
             raise UserError("longwriter tasks need longwriter.file=FILE, LongWriter's longbench_write.jsonl")
         if not task:
             _require_judge("longwriter", request)
-        rows = islice(rows_of(Path(self.file)), request.samples or None)
-        return [self._sample(task, where, row, place, request) for place, (where, row) in enumerate(rows, start=1)]
 
-    def _sample(
-        self, task: str, where: str, row: Mapping[str, Any], place: int, request: TaskRequest
-    ) -> RenderedSample:
-        if not isinstance(row.get("length"), int) or row["length"] < 1:
+        def make(where: str, row: Row, number: int) -> list[RenderedSample]:
+            return [self._sample(task, where, row, number + 1, request)]
+
+        return request.collect("longwriter", rows_of(Path(self.file)), make)
+
+    def _sample(self, task: str, where: str, row: Row, number: int, request: TaskRequest) -> RenderedSample:
+        if type(row.get("length")) is not int or row["length"] < 1:
             raise UserError(f"{where}: field 'length' must be a whole number of words of at least 1")
         sample = Sample(
-            id=str(row.get("id", place)),
+            id=str(row.get("id", number)),
             task="longwriter_length" if task else "longwriter",
             length=request.context,
             prompt=text_field(where, row, "prompt"),
@@ -159,6 +150,8 @@ def _wanted_length(prediction: str, reference: str) -> float:
     LongWriter's S_l, eval_length.py and count_words in pred.py.
     """
     words, wanted = len(re.findall(r"[\u4e00-\u9fff]|\b[a-zA-Z]+\b", prediction)), int(reference)
+    if wanted < 1:
+        raise ValueError(f"{wanted} words")
     if words > wanted:
         return max(0.0, 1 - (words / wanted - 1) / 3)
     return max(0.0, 1 - (wanted / words - 1) / 2) if words else 0.0

@@ -3,7 +3,6 @@
 Prompts, truncation and metrics as in https://github.com/THUDM/LongBench: `pred.py`, `eval.py`, `metrics.py`.
 """
 
-import json
 import re
 import string
 import zipfile
@@ -27,13 +26,14 @@ from keepsight.eval.tasks.benchmark import (
     TaskRequest,
     fill_in,
     hub_file,
+    json_rows,
     rows_of,
     text_field,
     texts_field,
 )
 from keepsight.eval.tasks.metrics import METRICS, f1, integers, metric, of_first_line, rouge_l
 from keepsight.eval.tasks.samples import RenderedSample, Sample, render
-from keepsight.files import read_json
+from keepsight.files import Row, read_json
 
 _TEMPLATE_TOKENS = 64
 """Tokens that a chat template may add to a prompt."""
@@ -110,25 +110,24 @@ class LongBench(Benchmark):
         if request.protocol.shuffled:  # as datasets' shuffle(seed=42)
             all_rows = [*rows]
             rows = (all_rows[place] for place in np.random.default_rng(42).permutation(len(all_rows)))
-        made = []
-        for place, (where, row) in enumerate(islice(rows, request.samples or None)):
-            sample = self._sample(name, entry, where, row, place, request)
-            made.append(
-                sample if task == name else replace(sample, task=f"longbench_{task}", length=_words_bucket(row))
-            )
-        return request.fitting(f"longbench {task}", made)
 
-    def _rows(self, task: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        def make(where: str, row: Row, number: int) -> list[RenderedSample]:
+            sample = self._sample(name, entry, where, row, number, request)
+            return [sample if task == name else replace(sample, task=f"longbench_{task}", length=_words_bucket(row))]
+
+        return request.collect(f"longbench {task}", islice(rows, request.samples or None), make)
+
+    def _rows(self, task: str) -> Iterator[tuple[str, Row]]:
         """Where a row stands, and the row."""
         if self.dir is not None:
             yield from rows_of(Path(self.dir) / _file_name(task), "without longbench.dir it is taken from the Hub")
             return
         archive = hub_file("THUDM/LongBench", "data.zip", "name a folder with its files: longbench.dir=FOLDER")
         with zipfile.ZipFile(archive) as members, members.open(f"data/{_file_name(task)}") as lines:
-            yield from ((f"{archive}:{task}:{number}", json.loads(line)) for number, line in enumerate(lines, start=1))
+            yield from json_rows(f"{archive}:{task}", enumerate(lines, start=1))
 
     def _sample(
-        self, name: str, entry: LongBenchTask, where: str, row: Mapping[str, Any], place: int, request: TaskRequest
+        self, name: str, entry: LongBenchTask, where: str, row: Row, number: int, request: TaskRequest
     ) -> RenderedSample:
         protocol, tokenizer, model = request.protocol, request.tokenizer, request.tokenizer.name_or_path
         fields = {key: text_field(where, row, key) for key in ("context", "input")}
@@ -142,7 +141,7 @@ class LongBench(Benchmark):
         whole = fill_in(entry.before, fields) + asked
         prompt = without_middle(whole, limit, tokenizer) if protocol.truncate else whole
         sample = Sample(
-            id=str(row.get("_id", place)),
+            id=str(row.get("_id", number)),
             task=f"longbench_{name}",
             length=limit if protocol.truncate else request.context,
             prompt=prompt,
@@ -172,7 +171,7 @@ def without_middle(prompt: str, limit: int, tokenizer: Any) -> str:
     return "".join(tokenizer.decode(part, skip_special_tokens=True) for part in (ids[:half], ids[-half:]))
 
 
-def _words_bucket(row: Mapping[str, Any]) -> int:
+def _words_bucket(row: Row) -> int:
     """LongBench-E's classes by number of words: below 4000, below 8000, and the rest, which is shown as 16000."""
     words = int(row.get("length", 0))
     return next((most for most in (4000, 8000) if words < most), 16000)
@@ -293,22 +292,20 @@ class LongBenchV2(Benchmark):
         advice = "name its data.json: longbench_v2.file=FILE"
         path = hub_file("THUDM/LongBench-v2", "data.json", advice) if self.file is None else Path(self.file)
         limit = self.max_tokens or request.context - _V2_TOKENS - _TEMPLATE_TOKENS
-        rows = [row for row in _v2_rows(path) if row.get("length") == task]
-        return [_v2_sample(path, task, row, limit, request.tokenizer) for row in rows[: request.samples or None]]
+        rows = ((f"{path}: {row.get('_id')}", row) for row in _v2_rows(path) if row.get("length") == task)
+
+        def make(where: str, row: Row, _: int) -> list[RenderedSample]:
+            return [_v2_sample(task, where, row, limit, request.tokenizer)]
+
+        return request.collect(f"longbench_v2 {task}", rows, make)
 
 
 @lru_cache(maxsize=1)
-def _v2_rows(path: Path) -> list[dict[str, Any]]:
-    if path.suffix == ".jsonl":
-        return [row for _, row in rows_of(path)]
-    rows = read_json(path)
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise UserError(f"{path}: expected a list of objects, as in LongBench v2's data.json")
-    return rows
+def _v2_rows(path: Path) -> list[Row]:
+    return [row for _, row in rows_of(path)] if path.suffix == ".jsonl" else read_json(path, list[Row])
 
 
-def _v2_sample(path: Path, task: str, row: Mapping[str, Any], limit: int, tokenizer: Any) -> RenderedSample:
-    where = f"{path}: {row.get('_id')}"
+def _v2_sample(task: str, where: str, row: Row, limit: int, tokenizer: Any) -> RenderedSample:
     fields = {name: text_field(where, row, name).strip() for name in _V2_FIELDS}
     question = fill_in(_V2_QUESTION, fields)
     whole = fill_in(_V2_BEFORE, fields) + question

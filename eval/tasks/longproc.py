@@ -7,18 +7,19 @@ import csv
 import re
 import string
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from typing_extensions import override
 
 from keepsight.errors import UserError
-from keepsight.eval.tasks.benchmark import Benchmark, Protocol, TaskRequest, bucket, rows_of, text_field
+from keepsight.eval.tasks.benchmark import Benchmark, Protocol, TaskRequest, rows_of, text_field
 from keepsight.eval.tasks.metrics import metric
-from keepsight.eval.tasks.samples import RenderedSample, Sample, render
+from keepsight.eval.tasks.samples import RenderedSample, Sample, render_in_bucket
+from keepsight.files import Row
 
 _METRICS = {
     "path_traversal": "same_route",
@@ -58,19 +59,22 @@ class LongProc(Benchmark):
     def samples(self, task: str, request: TaskRequest) -> list[RenderedSample]:
         if self.dir is None:
             raise UserError("longproc tasks need longproc.dir=FOLDER with what LongProc's load_longproc_data returns")
-        rows = [(where, row) for where, row in self._rows() if row.get("task") == task]
-        made = (_sample(task, place, *row, request) for place, row in enumerate(rows))
-        return request.fitting(f"longproc {task}", made)
+        rows = ((where, row) for where, row in self._rows() if row.get("task") == task)
 
-    def _rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        def make(where: str, row: Row, number: int) -> list[RenderedSample]:
+            return [render_in_bucket(_sample(task, where, row, number), request.tokenizer)]
+
+        return request.collect(f"longproc {task}", rows, make)
+
+    def _rows(self) -> Iterator[tuple[str, Row]]:
         for path in sorted(Path(self.dir or "").glob("*.jsonl")):
             yield from rows_of(path)
 
 
-def _sample(task: str, place: int, where: str, row: Mapping[str, Any], request: TaskRequest) -> RenderedSample:
+def _sample(task: str, where: str, row: Row, number: int) -> Sample:
     family, _, size = task.rpartition("_")
-    sample = Sample(
-        id=str(row.get("id", place)),
+    return Sample(
+        id=str(row.get("id", number)),
         task=f"longproc_{task}",
         length=0,
         prompt=text_field(where, row, "input_prompt" if "input_prompt" in row else "prompt"),
@@ -78,14 +82,15 @@ def _sample(task: str, place: int, where: str, row: Mapping[str, Any], request: 
         metric=_METRICS[family],
         max_new_tokens=_TOKENS[size],
     )
-    rendered = render(sample, request.tokenizer)
-    return replace(rendered, length=bucket(len(rendered.prompt_ids)))
 
 
-def _reference(family: str, where: str, row: Mapping[str, Any]) -> str:
+def _reference(family: str, where: str, row: Row) -> str:
     try:
         if family == "countdown":
-            return f"{' '.join(str(int(number)) for number in row['item']['nums'])} -> {int(row['item']['target'])}"
+            numbers, target = row["item"]["nums"], row["item"]["target"]
+            if all(type(each) is int for each in (*numbers, target)):
+                return f"{' '.join(map(str, numbers))} -> {target}"
+            raise TypeError
         if family == "travel_planning":
             texts = (row["item"][f"ground_truth_{name}"] for name in ("cities", "durations"))
             cities, days = ([part for part in text.split("**") if part] for text in texts)
@@ -151,8 +156,9 @@ def _reaches_target(prediction: str, reference: str) -> float:
         prediction: Holds the equations between <Solution> and </Solution>.
         reference: Such as `26 42 6 22 -> 40`.
     """
-    given, _, target = reference.partition(" -> ")
-    numbers, lines = [int(number) for number in given.split()], (_tagged(prediction, "Solution") or "").split("\n")
+    given, _, result = reference.partition(" -> ")
+    numbers, target = [int(number) for number in given.split()], int(result)
+    lines = (_tagged(prediction, "Solution") or "").split("\n")
     for line in lines:
         found = re.fullmatch(r"\s*(-?\d{1,99})\s*([-+*/])\s*(-?\d{1,99})\s*=\s*(-?\d{1,99})\s*", line)
         if found is None or not _is_right(int(found[1]), found[2], int(found[3]), int(found[4])):
@@ -162,7 +168,7 @@ def _reaches_target(prediction: str, reference: str) -> float:
                 return 0.0
             numbers.remove(used)
         numbers.append(int(found[4]))
-    return float(len(lines) == 3 and numbers[0] == int(target))
+    return float(len(lines) == 3 and numbers[0] == target)
 
 
 def _is_right(left: int, sign: str, right: int, result: int) -> bool:

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from decimal import Decimal
 from functools import lru_cache
+from numbers import Real
 from typing import Any, TypeVar
 
 from keepsight.errors import UserError
@@ -41,20 +42,22 @@ def score(sample: Sample, prediction: str) -> float:
     """The score of an answer, from 0 to 1, by the sample's own metric; NaN where a judge is still to be asked.
 
     Raises:
-        UserError: the metric is not in `METRICS`, or cannot work with the sample's references.
+        UserError: the metric is not in `METRICS`, cannot work with the sample's references, or gives no finite number.
     """
     if sample.judge:
         return math.nan
     if sample.metric not in METRICS:
         known = ", ".join(sorted(METRICS))
         raise UserError(f"sample {sample.task}/{sample.id}: unknown metric {sample.metric!r}; known: {known}")
+    where = f"sample {sample.task}/{sample.id}: metric {sample.metric!r}"
     try:
-        return METRICS[sample.metric](CLEAN[sample.clean](prediction), sample)
-    except (ValueError, IndexError, ArithmeticError) as error:
-        raise UserError(
-            f"sample {sample.task}/{sample.id}: metric {sample.metric!r} does not fit its references "
-            f"{str(sample.references)[:60]} ({' '.join(str(error).split())[:80]})"
-        ) from None
+        value = METRICS[sample.metric](CLEAN[sample.clean](prediction), sample)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        references, said = str(sample.references)[:60], " ".join(str(error).split())[:80]
+        raise UserError(f"{where} does not fit its references {references} ({said})") from None
+    if not isinstance(value, Real) or not math.isfinite(value):
+        raise UserError(f"{where} gives {value!r:.60}; it must give a finite number")
+    return float(value)
 
 
 _TAGS = ("<think>", "Answer:", "Summary:", "The final answer is:", "The answer is:", "Next line of code:")

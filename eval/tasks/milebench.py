@@ -9,17 +9,17 @@ cuts its beginning.
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
 from keepsight.errors import UserError
-from keepsight.eval.tasks.benchmark import Benchmark, Protocol, TaskRequest, bucket, text_field, texts_field
+from keepsight.eval.tasks.benchmark import Benchmark, Protocol, TaskRequest, text_field, texts_field
 from keepsight.eval.tasks.metrics import METRICS, metric, rouge_l
-from keepsight.eval.tasks.samples import RenderedSample, Sample
-from keepsight.files import file_digest, read_json, text_digest
+from keepsight.eval.tasks.samples import RenderedSample, Sample, bucket
+from keepsight.files import Row, file_digest, read_json, text_digest
 from keepsight.models.chat import chat_text
 
 if TYPE_CHECKING:
@@ -50,27 +50,41 @@ class MileBench(Benchmark):
 
     @override
     def samples(self, task: str, request: TaskRequest) -> list[RenderedSample]:
-        processor = request.processor()
-        made = (
-            render_pictured(sample, parts, request.tokenizer, processor)
-            for sample, parts in _samples(Path(self.dir or "") / task / f"{task}.json")
-        )
-        return [
-            replace(each, length=bucket(len(each.prompt_ids))) for each in request.fitting(f"milebench_{task}", made)
-        ]
+        path, processor = Path(self.dir or "") / task / f"{task}.json", request.processor()
+        instructions, scored_by, rows = _data_set(path)
+
+        def make(where: str, row: Row, number: int) -> list[RenderedSample]:
+            instance = row.get("task_instance")
+            if not isinstance(instance, dict):
+                raise UserError(f"{where}: task_instance must be an object with context and images_path")
+            choices = texts_field(where, instance, "choice_list") if "choice_list" in instance else ()
+            text = f"{_instruction(where, instructions, row)}\n{text_field(where, instance, 'context')}"
+            text += _choice_list(task, choices)
+            images = [path.parent / "images" / each for each in texts_field(where, instance, "images_path")]
+            if missing := next((each for each in images if not each.is_file()), None):
+                raise UserError(f"{where}: its image {missing} is missing; unpack all of MileBench's archives")
+            sample = Sample(
+                id=str(row.get("sample_id", number)),
+                task=f"milebench_{task}",
+                length=0,
+                prompt=text,
+                references=(_response(where, row, scored_by, choices),),
+                metric=scored_by,
+                max_new_tokens=_TOKENS,
+                classes=choices,
+            )
+            return [render_pictured(sample, _parts(where, text, images), request.tokenizer, processor)]
+
+        return request.collect(f"milebench_{task}", rows, make)
 
 
-def _samples(path: Path) -> Iterator[tuple[Sample, list[str | Path]]]:
-    """Each sample of a data set's file, and the texts and image files of its prompt."""
+def _data_set(path: Path) -> tuple[Any, str, Iterator[tuple[str, Row]]]:
+    """The instructions of a data set's file, its metric, and its rows with their places."""
     name, value = path.stem, read_json(path)
     try:
-        instructions, kind, rows = (
-            value["meta_data"]["task_instruction"],
-            value["meta_data"]["question_type"],
-            value["data"],
-        )
+        instructions, kind = value["meta_data"]["task_instruction"], value["meta_data"]["question_type"]
         word = "milebench_word" if "NeedleInAHaystack" in name else "milebench_text" if "MMCoQA" in name else ""
-        scored_by = word or _METRICS[kind]
+        scored_by, rows = word or _METRICS[kind], value["data"]
     except (KeyError, TypeError):
         raise UserError(
             f"{path}: expected data, and meta_data with task_instruction and a question_type of "
@@ -78,35 +92,20 @@ def _samples(path: Path) -> Iterator[tuple[Sample, list[str | Path]]]:
         ) from None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise UserError(f"{path}: data must be a list of objects")
-    for place, row in enumerate(rows):
-        where, instance = f"{path}: data[{place}]", row.get("task_instance")
-        if not isinstance(instance, dict):
-            raise UserError(f"{where}: task_instance must be an object with context and images_path")
-        choices = texts_field(where, instance, "choice_list") if "choice_list" in instance else ()
-        instruction = _instruction(where, instructions, row)
-        text = f"{instruction}\n{text_field(where, instance, 'context')}{_choice_list(name, choices)}"
-        images = [path.parent / "images" / each for each in texts_field(where, instance, "images_path")]
-        if missing := next((each for each in images if not each.is_file()), None):
-            raise UserError(f"{where}: its image {missing} is missing; unpack all of MileBench's archives")
-        response = str(row.get("response", ""))
-        if not plain(response):
-            raise UserError(f"{where}: response is empty or missing, so that no answer can be scored")
-        if scored_by == "milebench_choice" and plain(response) not in map(plain, choices):
-            raise UserError(f"{where}: response {response[:60]!r} must be one of choice_list")
-        sample = Sample(
-            id=str(row.get("sample_id", place)),
-            task=f"milebench_{name}",
-            length=0,
-            prompt=text,
-            references=(response,),
-            metric=scored_by,
-            max_new_tokens=_TOKENS,
-            classes=choices,
-        )
-        yield sample, _parts(where, text, images)
+    return instructions, scored_by, ((f"{path}: data[{place}]", row) for place, row in enumerate(rows))
 
 
-def _instruction(where: str, instructions: Any, row: Mapping[str, Any]) -> str:
+def _response(where: str, row: Row, scored_by: str, choices: Sequence[str]) -> str:
+    response = row.get("response")
+    text = str(response) if isinstance(response, str | int | float) else ""
+    if not plain(text):
+        raise UserError(f"{where}: response is empty or missing, so that no answer can be scored")
+    if scored_by == "milebench_choice" and plain(text) not in map(plain, choices):
+        raise UserError(f"{where}: response {text[:60]!r} must be one of choice_list")
+    return text
+
+
+def _instruction(where: str, instructions: Any, row: Row) -> str:
     number = row.get("task_instruction_id")
     try:
         return str(instructions[number])
@@ -181,7 +180,8 @@ def render_pictured(sample: Sample, parts: list[str | Path], tokenizer: Any, pro
     text = chat_text(tokenizer, [{"role": "user", "content": content}])
     pictures = Pictures(text, tuple(part for part in parts if isinstance(part, Path)), processor)
     ids = pictures.inputs()["input_ids"][0]
-    return RenderedSample(**vars(sample), prompt_ids=ids, question_ids=ids[:0], pictures=pictures)
+    fields = vars(sample) | {"length": bucket(len(ids))}
+    return RenderedSample(**fields, prompt_ids=ids, question_ids=ids[:0], pictures=pictures)
 
 
 def _load_image(path: Path) -> Any:

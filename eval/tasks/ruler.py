@@ -16,7 +16,7 @@ import numpy as np
 from typing_extensions import override
 
 from keepsight.errors import UserError
-from keepsight.eval.tasks.benchmark import Benchmark, Protocol, TaskRequest, bucket, rows_of, ruler_family
+from keepsight.eval.tasks.benchmark import Benchmark, Protocol, TaskRequest, rows_of, ruler_family, text_field
 from keepsight.eval.tasks.ruler_texts import (
     NEEDLES,
     RulerText,
@@ -29,7 +29,8 @@ from keepsight.eval.tasks.ruler_texts import (
     squad,
     variables,
 )
-from keepsight.eval.tasks.samples import RenderedSample, Sample, render, render_all
+from keepsight.eval.tasks.samples import RenderedSample, Sample, bucket, render, render_all
+from keepsight.files import Row
 
 _SHORT = 4096
 """Below this length the reference makes smaller examples."""
@@ -121,46 +122,48 @@ def _sample(task: str, length: int, name: str, text: RulerText, protocol: Protoc
 
 
 def _ready_made(task: str, folder: Path, request: TaskRequest) -> list[RenderedSample]:
-    rows = [row for row in _rows(folder) if row[0] == task]
+    rows = [(where, row) for where, row in _rows(folder) if row["task"] == task]
     if request.protocol.shuffled:
         rows = [rows[place] for place in np.random.RandomState(42).permutation(len(rows))]
     if not rows:
         raise UserError(f"ruler.dir: no row of {task} in the .jsonl files of {folder}; drop ruler.dir to generate it")
     request.notes[f"ruler {task}"] = str(folder)
-    taken = rows[: request.samples or None]
-    made = [_read_sample(task, length, where, row, request) for _, length, where, row in taken]
-    return [sample for sample in made if len(sample.prompt_ids) + sample.max_new_tokens <= request.context]
+
+    def make(where: str, row: Row, _: int) -> list[RenderedSample]:
+        return [_read_sample(task, where, row, request)]
+
+    return request.collect(f"ruler {task} rows", rows[: request.samples or None], make)
 
 
 @lru_cache(maxsize=1)
-def _rows(folder: Path) -> list[tuple[str, int, str, dict[str, Any]]]:
-    """Task, length, place and fields of each row below a folder.
+def _rows(folder: Path) -> list[tuple[str, Row]]:
+    """The rows below a folder, each with its place, with their tasks in `task` and those lengths known in `nominal`.
 
     A row's task is its field `task`, else the name of its file, or of the folder for RULER's own `validation.jsonl`.
-    Its length is a folder's name such as 4096, else the row's own, rounded up to a power of two.
+    Its length is a folder's name such as 4096.
     """
     if not folder.is_dir():
         raise UserError(f"ruler.dir={folder}: no such folder; it takes a folder of RULER's .jsonl files")
     found = []
     for path in sorted(folder.rglob("*.jsonl")):
         named = path.parent.name if path.stem in ("validation", "test") else path.stem
-        lengths = [int(part) for part in path.relative_to(folder).parts if part.isdigit()]
-        for where, row in rows_of(path):
-            own = bucket(int(row.get("length", 0)))
-            found.append((str(row.get("task", named)), lengths[-1] if lengths else own, where, row))
+        lengths = [int(part) for part in path.relative_to(folder).parts if part.isdecimal()]
+        known = {"nominal": lengths[-1]} if lengths else {}
+        found += [(where, {"task": named, **row, **known}) for where, row in rows_of(path)]
     return found
 
 
-def _read_sample(task: str, length: int, where: str, row: dict[str, Any], request: TaskRequest) -> RenderedSample:
-    text, answers, prefix = row.get("input"), row.get("outputs"), row.get("answer_prefix")
-    if not isinstance(text, str) or not isinstance(answers, list) or not answers:
-        raise UserError(f"{where}: expected a text in input and a list in outputs, as RULER writes")
+def _read_sample(task: str, where: str, row: Row, request: TaskRequest) -> RenderedSample:
+    text, answers, prefix = text_field(where, row, "input"), row.get("outputs"), row.get("answer_prefix")
+    if not isinstance(answers, list) or not answers or not all(type(each) in (str, int) for each in answers):
+        raise UserError(f"{where}: field 'outputs' must be a list of texts or whole numbers, as RULER writes")
     if not isinstance(prefix, str):  # older files hold it in the text, in the model's own template or in none
         place = text.rfind(_PREFIXES.get(ruler_family(task), _ACCORDING))
         text, prefix = (text[:place], text[place:]) if place >= 0 else (text, "")
     place = text.rfind("\nWhat " if ruler_family(task) == "niah" else "\nQuestion:")
     before, after = (text[:place], text[place:]) if place >= 0 else (text, "")
-    parts = RulerText("", before, after, prefix, tuple(str(answer) for answer in answers))
+    parts = RulerText("", before, after, prefix, tuple(map(str, answers)))
+    length = row.get("nominal") or bucket(int(row.get("length", 0)))  # the row's own, rounded up
     name = str(row.get("index", row.get("id", "")))
     return render(_sample(task, length, name, parts, request.protocol), request.tokenizer)
 

@@ -88,6 +88,17 @@ def render(sample: Sample, tokenizer: Any) -> RenderedSample:
     return render_all([sample], tokenizer)[0]
 
 
+def render_in_bucket(sample: Sample, tokenizer: Any) -> RenderedSample:
+    """`render`, with the smallest of 512, 1024, 2048, ... that is at least the prompt's tokens as `length`."""
+    rendered = render(sample, tokenizer)
+    return replace(rendered, length=bucket(len(rendered.prompt_ids)))
+
+
+def bucket(tokens: int) -> int:
+    """The smallest of 512, 1024, 2048, ... that is at least `tokens`."""
+    return max(512, 1 << (tokens - 1).bit_length())
+
+
 def render_all(samples: Sequence[Sample], tokenizer: Any) -> list[RenderedSample]:
     """The samples with their whole prompts as token ids: chat template, then the answer prefix.
 

@@ -374,6 +374,8 @@ class TaskKeys(Benchmarks, EvalKeys):
             question), multi (the same, and every question about a context is asked of one compressed cache).
         plugins: Modules of your own, or entry points of the group keepsight, that are imported first: what they add to
             METHODS can be named in `methods`.
+        skip: Rows of files that make no sample, and answers that the judge gives no verdict on, at most; null skips any
+            number, 0 ends the run at the first.
     """
 
     out: str = "???"
@@ -386,6 +388,7 @@ class TaskKeys(Benchmarks, EvalKeys):
     judge: Judge = field(default_factory=Judge)
     question: Annotated[str, one_of("seen", "unseen", "multi")] = "seen"
     plugins: list[str] = field(default_factory=list)
+    skip: NonNegativeInt | None = None
 
 
 @dataclass

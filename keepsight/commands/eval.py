@@ -21,7 +21,7 @@ from keepsight.commands.config import Eval as Config
 from keepsight.commands.config import ModelConfig, TaskKeys
 from keepsight.commands.from_recipe import resources_later, resources_of, target_of
 from keepsight.commands.variants import bound, import_plugins, variants_of
-from keepsight.errors import UserError, printable
+from keepsight.errors import BadRow, UserError, printable
 from keepsight.eval.answers import default_batch_tokens
 from keepsight.eval.kept_tokens import KeptTokens, first_of_each
 from keepsight.eval.report.pages import write_outputs
@@ -38,8 +38,10 @@ from keepsight.models.retrieval_head import WEIGHTS
 from keepsight.models.targets import Target, processor_of
 from keepsight.runtime.state import context_of
 
-_OF_NO_RESULT = ("out", "max_batch_tokens", "reuse", "pages")
+_OF_NO_RESULT = ("out", "max_batch_tokens", "reuse", "pages", "skip")
 """Keys that no answer depends on."""
+SKIPPED = "rows skipped"
+"""What the note on all rows that make no sample is about."""
 
 
 def run(config: Config) -> None:
@@ -65,13 +67,20 @@ def run(config: Config) -> None:
             _show(samples[0], target)
         processes.wait_for_everyone()
         kept = KeptTokens(out, target, [sample for sample in samples if sample.key in pages], config.reuse)
-        refused = _measure(config, target, samples, variants, earlier, kept, processes)
+        unjudged = list[BadRow]()
+        refused = _measure(config, target, samples, variants, earlier, kept, processes, unjudged)
         processes.wait_for_everyone()
         said = {f"{name} at budget {budget}": f"left out: {error}" for (name, budget), error in refused.items()}
         if processes.is_main_process:
             merge(out, settings | {"notes": notes | said})
+            if unjudged and not (out / "results.jsonl").stat().st_size:
+                raise unjudged[0]
             write_all(out)
             (out / EARLIER).unlink(missing_ok=True)
+            if SKIPPED in notes:
+                print(f"{SKIPPED}: {notes[SKIPPED]}")
+    if unjudged:
+        print(f"{len(unjudged)} samples have no verdict, such as {unjudged[0]}; run the command again to ask again")
     if refused:
         (name, budget), error = next(iter(refused.items()))
         raise UserError(
@@ -100,8 +109,12 @@ def _measure(
     earlier: Earlier,
     kept: KeptTokens,
     processes: PartialState,
+    unjudged: list[BadRow],
 ) -> Refused:
-    """Append the rows of this process's share of the samples to its part of the results; returns what was refused."""
+    """Append the rows of this process's share of the samples to its part of the results; returns what was refused.
+
+    `unjudged` is filled with why the judge gives no verdict on some samples, which then have no rows.
+    """
     out, refused = Path(config.out), Refused()
     rows = whole_lines(out / "results.jsonl", Measured)
     done = finished(rows, 1 + len(variants))
@@ -115,7 +128,12 @@ def _measure(
         for made in sweep(target, own, variants, done, most, config.question, earlier, kept.note, refused):
             sample = by_key[key_of(made[0])]
             kept.write(made)
-            append_lines(part, config.judge.score(sample, made))
+            try:
+                append_lines(part, config.judge.score(sample, made))
+            except BadRow as error:
+                unjudged.append(error)
+                if config.skip is not None and len(unjudged) > config.skip:
+                    raise
             progress.update()
     return refused
 
@@ -145,6 +163,7 @@ def samples_of(config: TaskKeys, target: Target) -> tuple[list[RenderedSample], 
         protocol=protocol_named(config.protocol),
         judge=config.judge.name,
         processor=partial(processor_of, target),
+        skip=config.skip,
     )
     samples = make_all(config, config.tasks, request)
     if not samples:
@@ -154,6 +173,8 @@ def samples_of(config: TaskKeys, target: Target) -> tuple[list[RenderedSample], 
     if config.max_new_tokens:
         limit = config.max_new_tokens
         samples = [replace(sample, max_new_tokens=min(limit, sample.max_new_tokens)) for sample in samples]
+    if request.skipped:
+        request.notes[SKIPPED] = f"{len(request.skipped)}, such as {request.skipped[0]}; skip=0 makes it an error"
     return samples, request.notes
 
 

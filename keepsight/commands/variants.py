@@ -4,7 +4,7 @@ import importlib
 import os
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -13,7 +13,7 @@ from keepsight.eval.results import FULL
 from keepsight.eval.sweep import Variant
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.generate import Method
-from keepsight.runtime.methods import Resources, make_method
+from keepsight.runtime.methods import METHODS, Resources, make_method
 from keepsight.runtime.methods.make import takes
 from keepsight.runtime.methods.resources import bind
 
@@ -42,21 +42,28 @@ def import_plugins(names: Iterable[str]) -> None:
     """Import modules, of the working folder too, or entry points of the group keepsight; they may add to METHODS.
 
     Raises:
-        UserError: one cannot be imported.
+        UserError: one cannot be imported, or adds to METHODS what is no method.
     """
+    here = os.getcwd()
     for name in names:
         points = entry_points(group="keepsight", name=name)
-        sys.path.append(os.getcwd())
+        sys.path.append(here)
         try:
             for point in points:
                 point.load()
             if not points:
                 importlib.import_module(name)
-        except Exception as error:  # whatever that code raises
+        except (Exception, SystemExit) as error:  # whatever that code raises
             said = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             raise UserError(f"plugins={name} cannot be imported ({said}); name a module or an entry point") from error
         finally:
-            sys.path.remove(os.getcwd())
+            os.chdir(here)  # paths of other keys are relative to it
+            sys.path.remove(here)
+        for key, kind in METHODS.items():
+            if not (isinstance(kind, type) and issubclass(kind, Method) and is_dataclass(kind)):
+                raise UserError(
+                    f"plugins={name}: METHODS[{key!r}] must be a dataclass derived from Method, got {kind!r:.60}"
+                )
 
 
 def bound(variants: list[Variant], resources: Resources) -> list[Variant]:

@@ -23,9 +23,9 @@ from keepsight.data_gen import generate
 from keepsight.data_gen.backends import Answers, Backend, Decoding, InThisProcess, Rendered, answer, batches
 from keepsight.data_gen.generate import answers, generate_data, render_prompt
 from keepsight.data_gen.mixture import Mixture
-from keepsight.data_gen.prompts import BadRow, Prompt
+from keepsight.data_gen.prompts import Prompt
 from keepsight.data_gen.store import TrainingSample, finished_manifest, finished_samples
-from keepsight.errors import UserError
+from keepsight.errors import BadRow, UserError
 from keepsight.files import read_json, write_lines
 from keepsight.models.targets import Target, load_target
 from tests.data_gen.served import prompts

@@ -15,10 +15,9 @@ import yaml
 from keepsight.data_gen.backends import Decoding, Rendered, answer
 from keepsight.data_gen.generate import generate_data
 from keepsight.data_gen.mixture import Mixture
-from keepsight.data_gen.prompts import BadRow
 from keepsight.data_gen.store import TrainingSample, finished_manifest, finished_samples
 from keepsight.endpoint import ServerSettings
-from keepsight.errors import UserError
+from keepsight.errors import BadRow, UserError
 from keepsight.files import read_json
 from keepsight.models.targets import Target, outline_target
 from tests.data_gen.served import Heard, Reply, answered, client, prompts, server, speaks

@@ -18,10 +18,10 @@ import yaml
 from keepsight import recipes
 from keepsight.data_gen import user_data
 from keepsight.data_gen.mixture import Mixture
-from keepsight.data_gen.prompts import BadRow, Prompt
+from keepsight.data_gen.prompts import Prompt
 from keepsight.data_gen.store import DataSettings
 from keepsight.data_gen.user_data import HubDataset, LocalJsonl, pinned
-from keepsight.errors import UserError
+from keepsight.errors import BadRow, UserError
 
 PAPER = yaml.safe_load((Path(recipes.__file__).parent / "mixtures" / "paper.yaml").read_text())
 SOURCES = {source["id"].rpartition("/")[2]: source for source in PAPER["sources"]}

@@ -25,8 +25,8 @@ class Heard:
 
 
 @contextmanager
-def endpoint(say: Callable[[dict[str, Any]], str | int | tuple[int, str]]) -> Iterator[Heard]:
-    """An endpoint that answers a request with the text of `say`, or with a status of failure and its reason."""
+def endpoint(say: Callable[[dict[str, Any]], str | int | tuple[int, str] | dict[str, Any]]) -> Iterator[Heard]:
+    """An endpoint that answers a request with the text or choice of `say`, or a status of failure and its reason."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -35,8 +35,9 @@ def endpoint(say: Callable[[dict[str, Any]], str | int | tuple[int, str]]) -> It
             heard.bodies.append(body)
             heard.headers.append(dict(self.headers))
             said = say(body)
-            status, said = said if isinstance(said, tuple) else (200, said) if isinstance(said, str) else (said, "no")
-            reply = {"choices": [{"message": {"role": "assistant", "content": said}}]}
+            status, said = said if isinstance(said, tuple) else (said, "no") if isinstance(said, int) else (200, said)
+            choice = said if isinstance(said, dict) else {"message": {"role": "assistant", "content": said}}
+            reply = {"choices": [choice]}
             data = json.dumps(reply if status == 200 else {"error": said}).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(data)))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from keepsight.errors import UserError
+from keepsight.errors import BadRow, UserError
 from keepsight.eval.judge import LONGBENCH_WRITE, Judge
 from keepsight.eval.tasks.samples import Sample
 from tests.eval.judging import endpoint
@@ -38,6 +38,9 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
         ("<think>[[3]]</think> Rating: [[8]]", 0.8),
         ("so [[3]] </think> Rating: [[8]]", 0.8),
         ('It says "[[10]]", `[[9]]`.\n> [[10]]\nRating: [[4]]\nThe format was "[[5]]".', 0.4),
+        ("<think>[[3]] <think>[[2]]</think> [[1]]</think> Rating: [[8]] ", 0.8),
+        ("<reasoning>[[3]]</reasoning>~~~\n[[2]]\n~~~\nRating: [[8]]\n```\nRating: [[5]]\n```", 0.8),
+        ("It isn't '[[10]]', it's “the\nworst”: [[4]]", 0.4),
         ("Rating: [6]", 0.6),
         ("of [3], but [[4]]", 0.4),
     ],
@@ -88,7 +91,7 @@ def test_equal_answers_are_judged_once_and_judged_rows_keep_their_scores() -> No
 @pytest.mark.parametrize(
     ("verdicts", "expected"),
     # In game 1 assistant A is the variant, in game 2 it is the full cache.
-    [("AB", 1.0), ("BA", 0.0), ("AA", 0.5), ("BB", 0.5), ("CC", 0.5), ("AC", 0.5), ("CB", 0.5), ("CA", 0.5)],
+    [("AB", 1.0), ("BA", 0.0), ("AA", 0.5), ("CC", 0.5), ("AC", 0.5), ("CB", 0.5)],
 )
 def test_pairs_are_compared_in_both_orders(verdicts: str, expected: float) -> None:
     def say(body: dict[str, Any]) -> str:
@@ -123,21 +126,34 @@ def test_texts_get_six_marks() -> None:
 
 def test_no_verdict_and_no_endpoint_end_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     with endpoint(lambda _: "It is fine.") as heard:
-        with pytest.raises(
-            UserError, match=r"no verdict on mt_bench_turn_1/81 in 5 tries, the last said 'It is fine.'"
-        ):
+        with pytest.raises(BadRow, match=r"no verdict on mt_bench_turn_1/81 in 5 tries, the last said 'It is fine.'"):
             Judge(heard.url).score(FIRST, rows("A cod."))
         assert [body["temperature"] for body in heard.bodies] == [0, 0.5, 0.5, 0.5, 0.5]
     with endpoint(lambda _: 401) as heard, pytest.raises(UserError, match=r"no judgment \(HTTPError: HTTP Error 401"):
         Judge(heard.url).score(FIRST, rows("A cod."))
     assert len(heard.bodies) == 1
-    said: Iterator[str | int] = iter([500, 429, "[[1]]"])
+    said: Iterator[Any] = iter([500, 429, {"message": None}, {"message": {"content": None}}, "[[1]]"])
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     with endpoint(lambda _: next(said)) as heard:
         assert Judge(heard.url).score(FIRST, rows("A cod."))[0]["score"] == 0.1
     assert {each["Authorization"] for each in heard.headers} == {"Bearer secret"}
     with pytest.raises(UserError, match="no judgment"):
         Judge(heard.url).score(FIRST, rows("A cod."))  # it is gone
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        {"finish_reason": "content_filter", "message": {"content": None}},
+        {"finish_reason": "content_filter", "message": {"content": "[[1"}},
+        (400, {"code": "content_filter", "message": "The response was filtered"}),
+        (403, {"message": "Blocked by our Content Policy."}),
+    ],
+)
+def test_what_a_content_filter_refuses_is_a_bad_row(reply: Any) -> None:
+    with endpoint(lambda _: reply) as heard, pytest.raises(BadRow, match=r"judge.* mt_bench_turn_1/81"):
+        Judge(heard.url).score(FIRST, rows("A cod."))
+    assert len(heard.bodies) == 1
 
 
 @pytest.mark.parametrize(
@@ -153,14 +169,15 @@ def test_bad_keys_are_refused(judge: Judge, message: str) -> None:
         judge.check()
 
 
-@pytest.mark.parametrize("words", ["[[0]]", "[[11]]", "[[NaN]]", "<think>[[3]]", '"[[7]]"'])
+@pytest.mark.parametrize("words", ["[[0]]", "[[11]]", "[[NaN]]", "<think>[[3]]", '"[[7]]"', "```\n[[7]]", "> [[7]]"])
 def test_marks_outside_the_scale_thinking_and_quotes_are_no_verdict(words: str) -> None:
     with endpoint(lambda _: words) as heard, pytest.raises(UserError, match="no verdict"):
         Judge(heard.url).score(FIRST, rows("A cod."))
 
 
 def test_nan_among_six_marks_is_no_verdict() -> None:
-    said = iter([json.dumps(MARKS | {"Clarity": math.nan}), json.dumps(MARKS)])
+    wrong = [json.dumps(MARKS | {"Clarity": mark}) for mark in (math.nan, 9, None)]
+    said = iter([*wrong, "[" * 100_000, f"<think>{json.dumps(MARKS | {'Clarity': 5})}</think>{json.dumps(MARKS)}"])
     with endpoint(lambda _: next(said)) as heard:
         assert Judge(heard.url).score(TEXT, rows("Words."))[0]["score"] == pytest.approx(0.5)
 
@@ -175,5 +192,8 @@ def test_a_judge_that_refuses_parameters_is_asked_without_them() -> None:
     with endpoint(say) as heard:
         judge = Judge(heard.url, options={"reasoning_effort": "low"})
         assert judge.score(FIRST, rows("A cod."))[0]["score"] == 0.7
-    assert len(heard.bodies) == 3
-    assert heard.bodies[-1]["max_completion_tokens"] == 2048 and heard.bodies[-1]["reasoning_effort"] == "low"
+        assert len(heard.bodies) == 3
+        assert heard.bodies[-1]["max_completion_tokens"] == 2048 and heard.bodies[-1]["reasoning_effort"] == "low"
+        judge.options = {"max_completion_tokens": 99, "temperature": None}
+        assert judge.score(FIRST, rows("A cod."))[0]["score"] == 0.7
+    assert len(heard.bodies) == 4 and heard.bodies[-1].keys() == {"model", "messages", "max_completion_tokens"}

@@ -150,7 +150,7 @@ def test_samples_beyond_the_context_are_counted(target: Target, folder: Path) ->
     assert len(first.prompt_ids) > len(second.prompt_ids)
     samples = made(target, folder, "milebench_SceneTransition", context=context, notes=notes)
     assert [each.id for each in samples] == ["8"]
-    assert notes == {"milebench_SceneTransition": f"1 samples do not fit the context of {context} tokens"}
+    assert notes["milebench_SceneTransition"] == f"1 samples do not fit the context of {context} tokens"
 
 
 def test_faults_of_the_folder_are_one_line(target: Target, folder: Path, tmp_path: Path) -> None:

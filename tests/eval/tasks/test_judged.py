@@ -42,7 +42,8 @@ def test_a_question_is_two_turns(words: Any, mt_bench: Benchmarks) -> None:
     assert [(each.task, each.id) for each in samples] == [
         (f"mt_bench_turn_{turn}", name) for name in ("81", "111", "121") for turn in (1, 2)
     ]
-    assert [each.references for each in samples[::2]] == [(), ("3", "1"), ("def", "assert")] and not notes
+    assert [each.references for each in samples[::2]] == [(), ("3", "1"), ("def", "assert")]
+    assert not notes
     first, second = samples[:2]
     assert (first.prompt, first.earlier, second.prompt, second.earlier) == ("Write .", (), "Rewrite .", ("Write .",))
     assert {each.max_new_tokens for each in samples} == {1024} and {each.judge for each in samples} == {"gpt-4 single"}
@@ -53,13 +54,10 @@ def test_questions_without_room_or_references_are_noted(words: Any, mt_bench: Be
     mt_bench.mt_bench.references = None
     samples, notes = made(words, mt_bench, "mt_bench")
     assert [bool(each.references) for each in samples[::2]] == [False, True, False]
-    assert (
-        notes["mt_bench references"]
-        == "1 questions of math, reasoning, coding lack reference answers and are judged without"
-    )
+    assert notes["mt_bench references"].startswith("1 questions of math, reasoning, coding lack reference answers")
     samples, notes = made(words, mt_bench, "mt_bench", context=2059)
     assert {each.id for each in samples} == {"81", "121"}
-    assert notes["mt_bench"] == "1 questions do not fit the context of 2059 tokens"
+    assert notes["mt_bench"] == "1 samples do not fit the context of 2059 tokens"
     assert [each.id for each in made(words, mt_bench, "mt_bench", samples=1)[0]] == ["81", "81"]
 
 
@@ -76,12 +74,13 @@ def test_writing_is_judged_or_counted(words: Any, tmp_path: Path) -> None:
 
 
 def test_what_is_missing_is_said(words: Any, mt_bench: Benchmarks, tmp_path: Path, no_hub: None) -> None:
+    (tmp_path / "length.jsonl").write_text('{"prompt": "Write.", "length": 1e999}\n')
     for benchmarks, name, judge, message in (
         (mt_bench, "mt_bench", "", "task mt_bench needs a judge: judge.url="),
         (Benchmarks(), "mt_bench", "j", "the Hub cannot be reached; name FastChat's question.jsonl"),
         (Benchmarks(), "longwriter", "j", "longwriter.file=FILE"),
         (
-            Benchmarks(longwriter=LongWriter(str(tmp_path / "question.jsonl"))),
+            Benchmarks(longwriter=LongWriter(str(tmp_path / "length.jsonl"))),
             "longwriter_length",
             "",
             "'length' must be",
@@ -90,6 +89,7 @@ def test_what_is_missing_is_said(words: Any, mt_bench: Benchmarks, tmp_path: Pat
     ):
         with pytest.raises(UserError, match=message):
             made(words, benchmarks, name, judge=judge)
-    write_lines(tmp_path / "gpt-4.jsonl", [{"question_id": 1}])
-    with pytest.raises(UserError, match=r"gpt-4.jsonl:1: expected question_id and choices"):
-        made(words, mt_bench, "mt_bench")
+    for choices in ([], [None], [{"turns": None}], "n/a"):
+        write_lines(tmp_path / "gpt-4.jsonl", [{"question_id": 1, "choices": choices}])
+        with pytest.raises(UserError, match=r"gpt-4.jsonl:1: (expected question_id and choices|field 'turns')"):
+            made(words, mt_bench, "mt_bench")

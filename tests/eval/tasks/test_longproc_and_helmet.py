@@ -1,6 +1,5 @@
 """LongProc and HELMET from files in their own layouts."""
 
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -24,13 +23,7 @@ def request_of(tokenizer: Any, **changes: Any) -> TaskRequest:
 def test_longproc(tmp_path: Path, words: Any) -> None:
     numbers = {"nums": [2, 3, 4, 1], "target": 10}
     rows = [
-        {
-            "task": "countdown_0.5k",
-            "input_prompt": "Count.",
-            "reference_output": "# Search",
-            "item": numbers,
-            "id": "a",
-        },
+        {"task": "countdown_0.5k", "input_prompt": "Count.", "item": numbers, "id": "a"},
         {"task": "tom_tracking_2k", "prompt": "Where?", "reference_output": "- Step 0: hall", "item": {}},
         {"task": "tom_tracking_2k", "prompt": "x " * 7000, "reference_output": "- Step 0: hall", "item": {}},
         {"task": "pseudo_to_code_2k", "prompt": "Write.", "reference_output": "int main", "item": {}},
@@ -42,7 +35,7 @@ def test_longproc(tmp_path: Path, words: Any) -> None:
     assert (countdown.task, countdown.id, countdown.max_new_tokens) == ("longproc_countdown_0.5k", "a", 1024)
     assert score(countdown, "<Solution>2 + 3 = 5\n5 + 4 = 9\n9 + 1 = 10</Solution>") == 1.0
     assert (tom.prompt, tom.length, tom.max_new_tokens) == ("Where?", 512, 3072)
-    assert request.notes == {"longproc tom_tracking_2k": "1 samples do not fit the context of 9000 tokens"}
+    assert request.notes["longproc tom_tracking_2k"] == "1 samples do not fit the context of 9000 tokens"
     trip = {"ground_truth_cities": "Oslo**Rome", "ground_truth_durations": "4**3"}
     plan = "<Plan>\nDay 1-4: Oslo\nDay 4: Fly from Oslo to Rome.\nDay 4-6: Rome\n</Plan>"
     travel = {"task": "travel_planning_2k", "input_prompt": "Plan.", "reference_output": plan, "item": trip}
@@ -54,9 +47,10 @@ def test_longproc(tmp_path: Path, words: Any) -> None:
         make_all(benchmarks, ["longproc_travel_planning_2k"], request)
     with pytest.raises(UserError, match=r"longproc tasks need longproc\.dir=FOLDER"):
         make_all(Benchmarks(), ["longproc"], request)
-    write_lines(tmp_path / "rows.jsonl", [{**rows[0], "item": {"nums": "2"}}])
-    with pytest.raises(UserError, match=r"rows\.jsonl:1: field 'item' must hold nums"):
-        make_all(benchmarks, ["longproc_countdown_0.5k"], request)
+    for item in ({"nums": "2"}, {"nums": [2, 7.9], "target": 3}, {"nums": [2, True], "target": 3}, None):
+        write_lines(tmp_path / "rows.jsonl", [{**rows[0], "item": item}])
+        with pytest.raises(UserError, match=r"rows\.jsonl:1: field 'item' must hold nums"):
+            make_all(benchmarks, ["longproc_countdown_0.5k"], request)
 
 
 def put(folder: Path, path: str, rows: list[dict[str, Any]]) -> None:
@@ -79,11 +73,8 @@ def test_recall(tmp_path: Path, words: Any) -> None:
     )
     assert (sample.chat, sample.length, sample.max_new_tokens, score(sample, "1")) == (False, 4096, 50, 0.5)
     assert sample.context.endswith("hay")
-    put(
-        tmp_path,
-        "json_kv/test_k50_dep6.jsonl",
-        [{"context": "{}", "question": "k", "answer": "v-1", "demos": [["a", "b"], ["c", "d"], ["e", "f"]]}],
-    )
+    pair = {"context": "{}", "question": "k", "answer": "v-1", "demos": [["a", "b"], ["c", "d"], ["e", "f"]]}
+    put(tmp_path, "json_kv/test_k50_dep6.jsonl", [pair])
     (sample,) = made(tmp_path, "helmet_recall_json_kv", words)
     assert sample.prompt == (
         "{}\n\nExtract the value corresponding to the specified key in the JSON object below.\n\nKey: a\nCorresponding "
@@ -125,6 +116,28 @@ def test_icl(tmp_path: Path, words: Any) -> None:
     assert score(first, f" {first.references[0]}\n") == 1.0
 
 
+@pytest.mark.parametrize(
+    ("file", "task", "bad"),
+    [
+        ("ruler/niah_multivalue/validation_4096.jsonl", "recall_niah_mv", {"answer": None}),
+        ("ruler/niah_multivalue/validation_4096.jsonl", "recall_niah_mv", {"answer": [["1"], 2]}),
+        ("json_kv/test_k50_dep6.jsonl", "recall_json_kv", {"demos": [None]}),
+        ("kilt/nq-dev-multikilt_1000_k20_dep6.jsonl", "rag_nq", {"ctxs": None}),
+        ("kilt/nq-dev-multikilt_1000_k20_dep6.jsonl", "rag_nq", {"answers": {}}),
+        ("icl/trec_coarse/test.jsonl", "icl_trec_coarse", {"label": None}),
+    ],
+)
+def test_bad_rows_of_helmet_are_skipped(tmp_path: Path, words: Any, file: str, task: str, bad: dict[str, Any]) -> None:
+    good = {"type_needle_v": "n", "context": "{}", "query": "q", "question": "k", "text": "t", "label": 1}
+    good |= {"answer": "v", "answers": ["v"], "ctxs": [{"title": "T", "text": "x"}], "demos": []}
+    put(tmp_path, "kilt/nq-train-multikilt_1000_k3_dep6.jsonl", [])
+    put(tmp_path, "icl/trec_coarse/train.jsonl", [{"text": f"{label}", "label": label} for label in range(3)])
+    put(tmp_path, file, [good, {**good, **bad}])
+    request = request_of(words)
+    assert len(make_all(Benchmarks(helmet=Helmet(str(tmp_path))), [f"helmet_{task}"], request)) == 1
+    assert f"{file}:2: not in the benchmark's own layout" in request.skipped[0]
+
+
 def test_what_is_missing(tmp_path: Path, words: Any) -> None:
     with pytest.raises(UserError, match=r"helmet tasks need helmet\.dir=FOLDER"):
         make_all(Benchmarks(), ["helmet_rag"], request_of(words))
@@ -133,4 +146,6 @@ def test_what_is_missing(tmp_path: Path, words: Any) -> None:
     with pytest.raises(UserError, match="helmet: lengths=1000 is none of 4096, 8192"):
         made(tmp_path, "helmet", words, lengths=[1000])
     assert len(Helmet().groups(request_of(words).protocol)[""]) == 13
-    assert json.dumps([*Helmet().groups(request_of(words).protocol)]) == '["", "recall", "rag", "icl"]'
+    put(tmp_path, "icl/nlu/train.jsonl", [{"text": "t", "label": None}])
+    with pytest.raises(UserError, match=r"train\.jsonl: expected rows of text and label"):
+        made(tmp_path, "helmet_icl_nlu", words)
