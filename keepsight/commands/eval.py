@@ -73,7 +73,7 @@ def run(config: Config) -> None:
         said = {f"{name} at budget {budget}": f"left out: {error}" for (name, budget), error in refused.items()}
         if processes.is_main_process:
             merge(out, settings | {"notes": notes | said})
-            if unjudged and not (out / "results.jsonl").stat().st_size:
+            if unjudged and not whole_lines(out / "results.jsonl", Measured):
                 raise unjudged[0]
             write_all(out)
             (out / EARLIER).unlink(missing_ok=True)
