@@ -163,7 +163,7 @@ class _Completion(TypedDict):
 
 
 class Server:
-    """Any endpoint of OpenAI's completions protocol, such as those of vLLM, SGLang or llama.cpp.
+    """A server of OpenAI's completions protocol, such as those of vLLM, SGLang or llama.cpp.
 
     Prompts are sent as token ids, or as text to a server that takes no ids. vLLM returns the answer's token ids; the
     text that others return is tokenised, which gives the ids that were generated, except for rare words that the model
@@ -173,7 +173,7 @@ class Server:
     def __init__(self, target: Target, settings: ServerSettings) -> None:
         settings.check()
         assert settings.url is not None
-        self._target, self._settings = target, settings
+        self._target, self._settings, self._name = target, settings, f"server.url={settings.url}"
         self._endpoint = Endpoint(settings.url, settings.key, settings.tries)
         self._forms = [self._ids_both_ways, self._ids, self._text]
 
@@ -183,13 +183,13 @@ class Server:
         Raises:
             UserError: the server is gone, refuses a prompt, or reads it as other tokens.
         """
-        first, *others = prompts
         stopped, failure = threading.Event(), None
-        yield [(first, self._ask(first, decoding, stopped))]
 
         def ask(prompt: Rendered) -> Answers:
             return [] if stopped.is_set() else [(prompt, self._ask(prompt, decoding, stopped))]
 
+        first, *others = prompts
+        yield ask(first)
         if not others:
             return
         pool = ThreadPool(min(self._settings.parallel, len(others)))  # Ctrl-C does not wait for its threads
@@ -197,11 +197,10 @@ class Server:
         try:
             for _ in others:
                 try:
-                    if answered := next(replies):
-                        yield answered
+                    yield next(replies)
                 except UserError as error:
                     failure = failure or error
-                    stopped.set()  # what the others have asked is still waited for
+                    stopped.set()  # pending replies are still waited for
         finally:
             stopped.set()
             pool.close()
@@ -209,55 +208,45 @@ class Server:
             raise failure
 
     def _ask(self, prompt: Rendered, decoding: Decoding, stopped: threading.Event) -> list[int] | BadRow:
-        """The answer, in the first of the forms that the server takes; the forms that it refuses are forgotten."""
-        while True:
-            form = self._forms[0]
+        """The answer; the first one tells which form of prompts the server takes."""
+        refusal = EndpointError("not asked")
+        for form in self._forms:
             try:
-                return self._post(prompt, decoding, form, stopped)
+                made = self._post(prompt, decoding, form, stopped)
+                self._forms = [form]
+                return made
             except BadRow as error:
                 return error
             except EndpointError as error:
                 if error.status and _FILTER.search(error.body):
                     return BadRow(f"prompt {prompt.index} ({prompt.source}): {error}")
-                if error.status not in _UNKNOWN_FORM or len(self._forms) == 1 or self._known:
-                    after = f"once this is mended, {_AGAIN}" if error.status else _AGAIN
-                    raise UserError(
-                        f"server.url={self._endpoint.url}: no answer to prompt {prompt.index} ({error}); what was "
-                        f"answered is kept: {after}"
-                    ) from None
-                if form is self._forms[0]:  # no other thread has met the refusal before
-                    self._forms.pop(0)
+                refusal = error
+                if error.status not in _UNKNOWN_FORM:
+                    break
+        after = f"once this is fixed, {_AGAIN}" if refusal.status else _AGAIN
+        reason = f"no answer to prompt {prompt.index} ({refusal}); finished answers are kept: {after}"
+        raise UserError(f"{self._name}: {reason}")
 
     def _post(self, prompt: Rendered, decoding: Decoding, form: Any, stopped: threading.Event) -> list[int]:
         body = {"model": self._settings.model or self._target.name, **decoding.options(prompt.index), **form(prompt)}
         reply = self._endpoint.post("completions", body, _completion, stopped)
-        longest = decoding.max_new_tokens
         choice, usage = reply["choices"][0], reply.get("usage") or {}
-        url, said = f"server.url={self._endpoint.url}", f"prompt {prompt.index} ({prompt.source})"
+        said, longest = f"prompt {prompt.index} ({prompt.source})", decoding.max_new_tokens
         reason = (choice.get("finish_reason") or "").lower()
         if reason in _FILTERED:
             raise BadRow(f"{said}: the server's content filter refuses it")
+        serve = f"it must serve {self._target.name!r}"
         if usage.get("prompt_tokens") not in (None, len(prompt.ids)):
-            raise UserError(
-                f"{url}: it read {said} as {usage['prompt_tokens']} tokens, not as {len(prompt.ids)}; it must serve "
-                f"{self._target.name!r}"
-            )
+            read = f"it read {said} as {usage['prompt_tokens']} tokens, not as {len(prompt.ids)}"
+            raise UserError(f"{self._name}: {read}; {serve}")
         if reason in _FULL and (usage.get("completion_tokens") or longest) < longest:
-            raise UserError(
-                f"{url}: {said} has {len(prompt.ids)} tokens, which leaves no room for {longest} more; serve it "
-                "with a longer context"
-            )
+            room = f"{said} has {len(prompt.ids)} tokens, which leaves no room for {longest} more"
+            raise UserError(f"{self._name}: {room}; serve it with a longer context")
         ids = choice.get("token_ids") or self._tokenised(choice["text"], reason)
         if not ids or max(ids) >= self._target.vocabulary:
-            raise UserError(
-                f"{url}: its answer to {said} is empty or has tokens outside the vocabulary; it must serve "
-                f"{self._target.name!r}"
-            )
-        self._known = True
+            fault = f"its answer to {said} is empty or has tokens outside the vocabulary"
+            raise UserError(f"{self._name}: {fault}; {serve}")
         return ids[:longest]
-
-    _known = False
-    """Whether a prompt has been answered in `_forms[0]`."""
 
     def _tokenised(self, text: str, reason: str) -> list[int]:
         """The ids of a text, and the end token that is taken to have ended it."""
@@ -279,8 +268,8 @@ class Server:
             if list(tokenizer(text)["input_ids"]) == prompt.ids:
                 return {"prompt": text}
         raise UserError(
-            f"server.url={self._endpoint.url}: it takes no token ids, and no text stands for the ids of prompt "
-            f"{prompt.index}; use a server that takes ids, such as vLLM's"
+            f"{self._name}: it takes no token ids, and no text stands for the ids of prompt {prompt.index}; use a "
+            "server that takes ids, such as vLLM's"
         )
 
 
@@ -341,8 +330,7 @@ class VllmEngine:
             asked = [{"prompt_token_ids": each.ids} for each in prompts]
             replies = self._engine.generate(asked, options, use_tqdm=False)
         except Exception as error:  # its own have no class in common
-            said = f"no answer ({_said(error)}); what was answered is kept: {_AGAIN}"
-            raise UserError(f"backend=vllm: {said}") from error
+            raise UserError(f"backend=vllm: no answer ({_said(error)}); finished answers are kept: {_AGAIN}") from error
         answers = [reply.outputs[0] for reply in replies]
         for prompt, made in zip(prompts, answers, strict=True):
             if made.finish_reason == "length" and len(made.token_ids) < decoding.max_new_tokens:

@@ -1,9 +1,9 @@
 """Make training data: a mixture's prompts, answered by the base model, in resumable shards."""
 
 import logging
+import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,7 @@ _BYTES_A_TOKEN = 4
 
 def generate_data(
     target: Target,
-    mixture: Mixture,
-    mixture_values: dict[str, Any],
+    mixture: dict[str, Any],
     out: Path,
     *,
     limit: int,
@@ -46,9 +45,8 @@ def generate_data(
     Several processes of one launch divide the shards among themselves.
 
     Args:
-        target: Base model that answers; only its tokenizer and configuration are used here.
-        mixture: Draws prompt i from (seed, i) alone.
-        mixture_values: The mixture as plain values, for the manifest.
+        target: Base model; only its tokenizer and configuration are used here.
+        mixture: Plain values that `Mixture.from_config` accepts; prompt i depends on them, the seed and i alone.
         out: Data folder.
         limit: Number of samples.
         seed: Random seed of prompts and of sampled answers.
@@ -57,28 +55,29 @@ def generate_data(
         backend: Who answers.
         skip: Bad rows at most, in this run and process; None for any number.
         temperature: Of sampled answers; 0 decodes greedily.
-        top_p: See `Decoding`.
+        top_p: Of sampled answers; see `Decoding`.
 
     Returns:
         The manifest.
 
     Raises:
         UserError: prompts and answers do not fit the model's context, the samples do not fit the disk, more rows than
-            `skip` are bad, or `out` holds other data or is being written to.
+            `skip` are bad, or `out` has other data or is being written to.
     """
+    sources = Mixture.from_config(mixture)
     clock = "strftime_now" in str(target.tokenizer.chat_template)
     settings = DataSettings(
-        *(target.name, target.version, target.template_digest, mixture_values, seed, limit, shard_size, max_new_tokens),
+        *(target.name, target.version, target.template_digest, mixture, seed, limit, shard_size, max_new_tokens),
         date=date.today().isoformat() if clock else "",
         temperature=temperature,
         top_p=top_p,
     )
-    _check_lengths(target, mixture, max_new_tokens)
-    _check_disk(out, mixture, limit)
+    _check_lengths(target, sources, max_new_tokens)
+    _check_disk(out, sources, limit)
     processes = launched()
     with one_writer(out) if processes.is_main_process else nullcontext():
         with processes.main_process_first():
-            run = _Run(target, mixture, ShardWriter(out, settings), backend, skip)
+            run = _Run(target, sources, ShardWriter(out, settings), backend, skip)
         with tqdm(total=limit, desc="answers", unit="sample", disable=not processes.is_main_process) as progress:
             for number, shard in enumerate(settings.shards()):
                 if number % processes.num_processes == processes.process_index:
@@ -94,23 +93,20 @@ def generate_data(
     return dict(manifest)
 
 
-@dataclass
 class _Run:
-    target: Target
-    mixture: Mixture
-    writer: ShardWriter
-    backend: Backend
-    skip: int | None
-    skipped: int = 0
-    count_tokens: CountTokens = field(init=False)
+    """One process's part of the work."""
 
-    def __post_init__(self) -> None:
-        tokenizer = self.target.tokenizer  # sources keep the counter, so it must not hold the model
-        self.count_tokens = lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"])
+    def __init__(
+        self, target: Target, mixture: Mixture, writer: ShardWriter, backend: Backend, skip: int | None
+    ) -> None:
+        self.target, self.mixture, self.writer, self.backend, self.skip = target, mixture, writer, backend, skip
+        self.skipped, tokenizer = 0, target.tokenizer
+        # sources keep the counter, which therefore must not hold the model
+        self.count_tokens: CountTokens = lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def fill(self, shard: range, progress: "tqdm[Any]") -> None:
-        """Answer what a shard lacks."""
-        missing = self.writer.missing(shard)
+        """Answer the prompts of a shard that have no answer yet."""
+        missing, settings = self.writer.missing(shard), self.writer.settings
         progress.update(len(shard) - len(missing))
         prompts: list[Rendered] = []
         for index in missing:
@@ -119,18 +115,16 @@ class _Run:
             except BadRow as error:
                 self.writer.append(shard, [self._bad(index, error)])
                 progress.update()
-        made = self.writer.settings
-        decoding = Decoding(made.max_new_tokens, made.temperature, made.top_p, made.seed)
+        decoding = Decoding(settings.max_new_tokens, settings.temperature, settings.top_p, settings.seed)
         for ready in answers(self.backend, prompts, decoding):
             self.writer.append(shard, [self._sample(prompt, made) for prompt, made in ready])
             progress.update(len(ready))
         self.writer.finish(shard)
 
     def _rendered(self, index: int) -> Rendered:
-        settings = self.writer.settings
+        settings, context = self.writer.settings, _context(self.target)
         prompt = self.mixture.prompt(settings.seed, index, self.count_tokens)
         rendered = render_prompt(index, prompt, self.target.tokenizer, settings.date)
-        context = _context(self.target)
         if len(rendered.ids) + settings.max_new_tokens > context:
             raise BadRow(
                 f"prompt {index} ({prompt.source}) has {len(rendered.ids)} tokens, with {settings.max_new_tokens} for "
@@ -148,7 +142,7 @@ class _Run:
     def _bad(self, index: int, error: BadRow) -> Skipped:
         self.skipped += 1
         if self.skip is not None and self.skipped > self.skip:
-            raise UserError(f"{error}; mend it, or raise skip={self.skip}")
+            raise UserError(f"{error}; fix it, or raise skip={self.skip}")
         return Skipped(index, str(error))
 
 
@@ -162,7 +156,7 @@ def render_prompt(index: int, prompt: Prompt, tokenizer: PreTrainedTokenizerBase
         day: Date (ISO 8601) for a chat template with a clock; today by default.
 
     Raises:
-        BadRow: the chat template refuses it.
+        BadRow: the chat template refuses it, or its response is empty.
     """
     text = prompt.messages[0]["content"]
     if prompt.template:
@@ -176,7 +170,10 @@ def render_prompt(index: int, prompt: Prompt, tokenizer: PreTrainedTokenizerBase
     ids = tokenizer(text + prompt.answer_prefix, add_special_tokens=not prompt.template)["input_ids"]
     response = None
     if prompt.response is not None:
-        response = [*tokenizer(prompt.response, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        response = [*tokenizer(prompt.response, add_special_tokens=False)["input_ids"], *end]
+        if not response:
+            raise BadRow(f"prompt {index} ({prompt.source}): its response has no tokens")
     return Rendered(index, prompt.source, list(ids), response)
 
 
@@ -190,7 +187,8 @@ def answers(backend: Backend, prompts: list[Rendered], decoding: Decoding) -> It
 
 
 def _context(target: Target) -> int:
-    return int(target.model.config.get_text_config().max_position_embeddings)
+    config = target.model.config.get_text_config(decoder=True)
+    return int(getattr(config, "max_position_embeddings", None) or sys.maxsize)
 
 
 def _check_lengths(target: Target, mixture: Mixture, max_new_tokens: int) -> None:

@@ -2,8 +2,8 @@
 
 out/manifest.json                       settings and counts; `complete` once all samples are there
 out/shard-00000-0123456789abcdef.arrow  a finished shard, named by its number and the digest of its bytes
-out/shard-00001.jsonl.partial           the shard in work: a line per sample, each with a digest of itself
-out/*.damaged-01234567                  a file that was found changed; what it held is made again
+out/shard-00001.jsonl.partial           an unfinished shard: a line per sample, each with a digest of itself
+out/*.damaged-01234567                  a file that was found changed; its samples are made again
 
 Earlier versions wrote finished shards as `shard-00000.jsonl`, and a copy of all in `.arrow/`: reading converts these.
 """
@@ -140,7 +140,7 @@ class Manifest:
 
 
 class _Damaged(UserError):
-    """A shard of an earlier version is missing, or some of its lines are no samples."""
+    """A shard of an earlier version is missing, or has lines that are not samples."""
 
 
 class LazySamples(Sequence[TrainingSample]):
@@ -205,7 +205,7 @@ class ShardWriter:
         if earlier:
             settings = replace(settings, date=earlier.settings.date or settings.date)
         if earlier and has_shards:
-            same = asdict(replace(earlier.settings, limit=settings.limit, date=settings.date))
+            same = asdict(earlier.settings) | {"limit": settings.limit, "date": settings.date}
             advice = "choose another out=, or delete the folder"
             require_same(f"{folder}: this data was made", same, asdict(settings), advice)
         if earlier and earlier.complete:
@@ -219,7 +219,7 @@ class ShardWriter:
             self._mark_unfinished()
 
     def missing(self, shard: range) -> list[int]:
-        """Indices of a shard that no earlier run has answered. An unfinished one is reopened for `append`."""
+        """Indices of a shard that no earlier run has answered; a shard that lacks some is reopened for `append`."""
         finished, journal = self._finished(shard), self._journal(shard)
         earlier = self.folder / f"{_name(self._number(shard))}.jsonl"
         if len(finished) == 1 and not (journal.exists() or earlier.exists()):
@@ -237,12 +237,12 @@ class ShardWriter:
         return [index for index in shard if index not in rows]
 
     def append(self, shard: range, samples: Iterable[TrainingSample | Skipped]) -> None:
-        """Add samples to the shard in work."""
+        """Add samples to an unfinished shard."""
         self._mark_unfinished()
         append_lines(self._journal(shard), map(asdict, samples))
 
     def finish(self, shard: range) -> None:
-        """Write a shard in work as Arrow, sorted."""
+        """Write an unfinished shard as Arrow, sorted."""
         journal, start = self._journal(shard), self._number(shard) * self.settings.shard_size
         if not journal.exists():
             return
@@ -281,23 +281,22 @@ class ShardWriter:
     def _finished(self, shard: range) -> list[Path]:
         """The Arrow files of a shard, usually one. A damaged one is put aside."""
         paths = sorted(self.folder.glob(f"{_name(self._number(shard))}-*.arrow"))
-        damaged = [path for path in paths if not _is_sound(path)]
-        for path in damaged:
-            self._mark_unfinished()
-            logger.warning("%s: changed since it was written; its samples are made again", path)
-            path.rename(path.with_name(f"{path.name}.damaged-{file_digest(path)[7:15]}"))
-        return [path for path in paths if path not in damaged]
+        for path in paths:
+            if not _is_sound(path):
+                self._mark_unfinished()
+                logger.warning("%s: changed since it was written; its samples are made again", path)
+                path.rename(_aside(path))
+        return [path for path in paths if path.exists()]
 
     def _sound_lines(self, path: Path) -> list[TrainingSample | Skipped]:
-        """The samples of a file of lines. One with changed lines is kept aside, and its sound lines take its place."""
+        """The samples of a file of lines. If some lines are changed, the others replace it and it is set aside."""
         if not path.exists():
             return []
         samples, faults = sound_lines(path, TrainingSample | Skipped)
         if faults:
-            aside = path.with_name(f"{path.name}.damaged-{file_digest(path)[7:15]}")
             self._mark_unfinished()
-            logger.warning("%s; it is kept as %s, and what its place lacks is made again", faults[0], aside.name)
-            shutil.copyfile(path, aside)
+            logger.warning("%s; it is kept as %s, and its sample is made again", faults[0], _aside(path).name)
+            shutil.copyfile(path, _aside(path))
             write_lines(path, map(asdict, samples))
         return samples
 
@@ -373,24 +372,25 @@ def finished_samples(folder: Path, manifest: Manifest) -> StoredSamples:
         UserError: the folder is empty or damaged.
     """
     if not manifest.shards or not manifest.samples:
-        raise UserError(f"{folder}: this data folder holds no samples; raise limit=")
-    shards, held = folder, None
+        cause = f"all were skipped, such as {manifest.skipped[0]}" if manifest.skipped else "raise limit="
+        raise UserError(f"{folder}: this data folder has no samples; {cause}")
+    shards, temporary = folder, None
     if any(name.endswith(".jsonl") for name in manifest.shards):
         try:
             with FileLock(folder / ".lock"):
                 manifest = _converted(folder, finished_manifest(folder), folder)
         except OSError:  # nothing can be written there
-            held = tempfile.TemporaryDirectory(prefix="keepsight-")
-            shards = Path(held.name)
+            temporary = tempfile.TemporaryDirectory(prefix="keepsight-")
+            shards = Path(temporary.name)
             manifest = _converted(folder, manifest, shards)
     paths = [shards / Path(name).name for name in manifest.shards]
     for path in paths:
         if not path.is_file():
             raise UserError(f"{path}: no such file; {_again(folder)}")
         if not _is_sound(path):
-            raise UserError(f"{path}: changed since it was written; {_again(folder)}, which mends it")
+            raise UserError(f"{path}: changed since it was written; {_again(folder)} to repair it")
     try:
-        return StoredSamples(paths, manifest.samples, held)
+        return StoredSamples(paths, manifest.samples, temporary)
     except UserError as error:
         raise UserError(f"{folder}: {error}; restore its files, or make the data again") from None
 
@@ -409,9 +409,9 @@ def _converted(folder: Path, manifest: Manifest, out: Path) -> Manifest:
                 raise UserError(f"{path}: no such file")
             rows = [row for row in read_jsonl(path, TrainingSample) if row.index in shard]
             if [row.index for row in rows] != [*shard]:
-                raise UserError(f"{path}: does not hold the samples {shard.start} to {shard.stop - 1} in order")
+                raise UserError(f"{path}: lacks one of the samples {shard.start} to {shard.stop - 1} in order")
         except UserError as error:
-            raise _Damaged(f"{error}; {_again(folder)}, which keeps a damaged file aside and mends it") from None
+            raise _Damaged(f"{error}; {_again(folder)}, which sets a damaged file aside and repairs it") from None
         digest.update(path.read_bytes())
         shards[_write_shard(out, shard.start // manifest.settings.shard_size, rows)] = shard
     if f"sha256:{digest.hexdigest()}" != manifest.digest:
@@ -440,6 +440,10 @@ def _counted(settings: DataSettings, shards: dict[Path, range]) -> Manifest:
     names = [path.name for path in shards]
     counts = (sources.total(), prompts, answers, dict(sources.most_common()))
     return Manifest(True, settings, *counts, names, text_digest("\n".join(names)), skipped)
+
+
+def _aside(path: Path) -> Path:
+    return path.with_name(f"{path.name}.damaged-{file_digest(path)[7:15]}")
 
 
 def _name(number: int) -> str:

@@ -9,7 +9,6 @@ from keepsight.commands.data import read_mixture
 from keepsight.commands.from_recipe import target_of
 from keepsight.data_gen.backends import InThisProcess
 from keepsight.data_gen.generate import generate_data
-from keepsight.data_gen.mixture import Mixture
 from keepsight.data_gen.store import TrainingSample, read_training_samples
 from keepsight.errors import UserError
 from keepsight.files import write_json, write_png
@@ -65,7 +64,6 @@ def _answer(config: Config, target: Target, folder: Path, count: int) -> None:
     values = read_mixture(config.mixture) | {"min_tokens": shortest, "max_tokens": longest}
     generate_data(
         target,
-        Mixture.from_config(values),
         values,
         folder,
         limit=count,

@@ -37,12 +37,10 @@ def run(config: Config) -> None:
     values = read_mixture(config.mixture)
     Mixture.from_config(values)  # refuses a wrong mixture before the Hub is asked
     values = pinned(values, Path(config.out))
-    mixture = Mixture.from_config(values)
-    mixture.check()
+    Mixture.from_config(values).check()
     with _answering(config) as (target, backend):
         manifest = generate_data(
             target,
-            mixture,
             values,
             Path(config.out),
             limit=config.limit,

@@ -22,7 +22,6 @@ import yaml
 from keepsight.data_gen import generate
 from keepsight.data_gen.backends import Answers, Backend, Decoding, InThisProcess, Rendered, answer, batches
 from keepsight.data_gen.generate import answers, generate_data, render_prompt
-from keepsight.data_gen.mixture import Mixture
 from keepsight.data_gen.prompts import Prompt
 from keepsight.data_gen.store import TrainingSample, finished_manifest, finished_samples
 from keepsight.errors import BadRow, UserError
@@ -63,7 +62,7 @@ def mixture_of(path: Path, kinds: tuple[str, ...] = ()) -> dict[str, Any]:
 def make(target: Target, values: dict[str, Any], out: Path, **changes: Any) -> dict[str, Any]:
     settings = {"limit": 24, "seed": 3, "max_new_tokens": 40, "shard_size": 5} | changes
     backend = settings.pop("backend", None) or InThisProcess(target, 400)
-    return generate_data(target, Mixture.from_config(values), values, out, backend=backend, **settings)
+    return generate_data(target, values, out, backend=backend, **settings)
 
 
 def samples_of(out: Path) -> list[TrainingSample]:
@@ -227,7 +226,7 @@ def test_a_bad_row_is_skipped_counted_and_named(
     monkeypatch.setattr(InThisProcess, "__call__", None)
     assert make(target, values, tmp_path / "data", **made) == manifest
     monkeypatch.undo()
-    with pytest.raises(UserError, match=rf"{reason}.*; mend it, or raise skip=0"):
+    with pytest.raises(UserError, match=rf"{reason}.*; fix it, or raise skip=0"):
         make(target, values, tmp_path / "strict", **made, skip=0)
     assert make(target, values, tmp_path / "strict", **made, skip=1) == manifest
 

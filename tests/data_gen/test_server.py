@@ -14,7 +14,6 @@ import yaml
 
 from keepsight.data_gen.backends import Decoding, Rendered, answer
 from keepsight.data_gen.generate import generate_data
-from keepsight.data_gen.mixture import Mixture
 from keepsight.data_gen.store import TrainingSample, finished_manifest, finished_samples
 from keepsight.endpoint import ServerSettings
 from keepsight.errors import BadRow, UserError
@@ -142,11 +141,11 @@ def test_a_server_with_too_short_a_context_is_refused(target: Target) -> None:
         answered(client(target, heard), prompts(9))
 
 
-def test_what_a_server_refuses_is_to_be_mended_first(target: Target) -> None:
+def test_what_a_server_refuses_is_to_be_fixed_first(target: Target) -> None:
     """Of a later prompt that is too long vLLM says so with status 400; the same command would meet it again."""
     say = speaks(target)
     too_long = {"message": "This model's maximum context length is 10 tokens."}
-    refused = r"HTTP Error 400: Bad Request .*maximum context length is 10 tokens.*once this is mended, run the same"
+    refused = r"HTTP Error 400: Bad Request .*maximum context length is 10 tokens.*once this is fixed, run the same"
     with (
         server(lambda body: say(body) if len(body["prompt"]) < 10 else (400, {"error": too_long})) as heard,
         pytest.raises(UserError, match=refused),
@@ -175,9 +174,8 @@ def test_bad_keys() -> None:
 
 
 def make(outline: Target, heard: Heard, out: Path) -> dict[str, Any]:
-    backend, mixture = client(outline, heard, parallel=3), Mixture.from_config(MIXTURE)
     made: dict[str, Any] = {"limit": 20, "seed": 3, "max_new_tokens": 8, "shard_size": 8}
-    return generate_data(outline, mixture, MIXTURE, out, backend=backend, **made)
+    return generate_data(outline, MIXTURE, out, backend=client(outline, heard, parallel=3), **made)
 
 
 def samples(out: Path) -> list[TrainingSample]:
@@ -197,7 +195,7 @@ def test_a_server_that_dies_ends_the_run_clearly_and_nothing_is_lost_or_doubled(
         return say(body) if left[0] >= 0 else None
 
     with server(dies) as heard:
-        with pytest.raises(UserError, match=r"no answer .*what was answered is kept: run the same command again"):
+        with pytest.raises(UserError, match=r"no answer .*finished answers are kept: run the same command again"):
             make(outline, heard, tmp_path / "data")
         assert read_json(tmp_path / "data" / "manifest.json")["complete"] is False
     assert len([*(tmp_path / "data").glob("*.arrow")]) == 1

@@ -1,4 +1,4 @@
-"""The data folder: stopped runs resume, damage is found and mended, and earlier versions' data is converted."""
+"""The data folder: stopped runs resume, damage is found and repaired, and earlier versions' data is converted."""
 
 import gc
 import json
@@ -201,7 +201,7 @@ def test_folders_without_usable_data_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="has token 7, but the vocabulary of 'ada/tiny' ends at 6; make the data again"):
         read_training_samples(tmp_path, "ada/tiny", "sha256:template", 7)
     write_json(tmp_path / "manifest.json", manifest | {"shards": []})
-    with pytest.raises(UserError, match="holds no samples"):
+    with pytest.raises(UserError, match="has no samples"):
         read(tmp_path)
     write_json(tmp_path / "manifest.json", manifest)
     shard_of(tmp_path).unlink()
@@ -213,7 +213,7 @@ def test_folders_without_usable_data_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", [0.0, 0.4, 0.999])
-def test_a_changed_bit_is_found_named_and_mended(
+def test_a_changed_bit_is_found_named_and_repaired(
     tmp_path: Path, place: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     reference = run(tmp_path)
@@ -222,7 +222,7 @@ def test_a_changed_bit_is_found_named_and_mended(
     changed = bytearray(whole)
     changed[int(place * len(whole))] ^= 1
     shard.write_bytes(changed)
-    for _ in range(2):  # reading mends nothing
+    for _ in range(2):  # reading repairs nothing
         with pytest.raises(UserError, match=rf"{shard.name}: changed .*{AGAIN}") as caught:
             read(tmp_path)
         assert "\n" not in str(caught.value)
@@ -232,7 +232,7 @@ def test_a_changed_bit_is_found_named_and_mended(
     assert read(tmp_path) == expected()
 
 
-def test_mending_may_be_killed_and_give_other_answers(tmp_path: Path) -> None:
+def test_repairing_may_be_killed_and_give_other_answers(tmp_path: Path) -> None:
     """As on another GPU: the folder is finished with the new samples, and is not refused."""
     run(tmp_path)
     shard_of(tmp_path).write_bytes(b"damaged")
@@ -295,7 +295,7 @@ def test_data_of_earlier_versions_is_converted_once(
     assert after["shards"] == run(tmp_path / "new")["shards"]
 
 
-def test_data_of_earlier_versions_is_resumed_and_mended(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_data_of_earlier_versions_is_resumed_and_repaired(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = tmp_path / "data"
     before = earlier(folder)
     assert run(folder, stop_after=0)["digest"] == before["digest"]
@@ -342,7 +342,7 @@ def test_converting_refuses_exchanged_lines(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=r"not those that manifest.json names; restore"):
             use(tmp_path / "data")
     write_lines(shard, rows[:2] + rows[3:])
-    with pytest.raises(UserError, match=r"shard-00001.jsonl: does not hold the samples 4 to 7 in order"):
+    with pytest.raises(UserError, match=r"shard-00001.jsonl: lacks one of the samples 4 to 7 in order"):
         read(tmp_path / "data")
 
 

@@ -14,7 +14,6 @@ import yaml
 
 from keepsight.data_gen.backends import Answers, Decoding, Rendered, Server, answer
 from keepsight.data_gen.generate import generate_data
-from keepsight.data_gen.mixture import Mixture
 from keepsight.data_gen.store import finished_manifest, finished_samples
 from keepsight.endpoint import ServerSettings
 from keepsight.errors import UserError
@@ -67,8 +66,7 @@ def test_a_real_server_and_a_client_that_are_killed_and_started_again(
                 killed[0].kill()
 
     def make(answering: Any) -> dict[str, Any]:
-        mixture = Mixture.from_config(MIXTURE)
-        return generate_data(outline, mixture, MIXTURE, tmp_path / "data", backend=answering, **MADE)
+        return generate_data(outline, MIXTURE, tmp_path / "data", backend=answering, **MADE)
 
     with serving(folder, port) as process:
         before = kill_a_client(folder, port, tmp_path / "data")
