@@ -15,7 +15,7 @@ from keepsight.data_gen.backends import Answers, Backend, Decoding, Rendered
 from keepsight.data_gen.mixture import Mixture
 from keepsight.data_gen.prompts import CountTokens, Prompt
 from keepsight.data_gen.store import DataSettings, ShardWriter, Skipped, TrainingSample
-from keepsight.errors import BadRow, UserError
+from keepsight.errors import BadRow, UserError, printable
 from keepsight.files import free_bytes, one_writer, read_json
 from keepsight.models.chat import chat_text, with_date
 from keepsight.models.distributed import launched
@@ -88,7 +88,7 @@ def generate_data(
         with processes.main_process_first():
             manifest = run.writer.complete() if processes.is_main_process else read_json(out / "manifest.json")
     if processes.is_main_process and (skipped := manifest["skipped"]):
-        shown = f"such as {skipped[0]['index']}: {skipped[0]['reason']}"
+        shown = printable(f"such as {skipped[0]['index']}: {skipped[0]['reason']}")
         logger.warning("%s: %d of %d samples were skipped, %s; see manifest.json", out, len(skipped), limit, shown)
     return dict(manifest)
 
@@ -143,7 +143,7 @@ class _Run:
         self.skipped += 1
         if self.skip is not None and self.skipped > self.skip:
             raise UserError(f"{error}; fix it, or raise skip={self.skip}")
-        return Skipped(index, str(error))
+        return Skipped(index, " ".join(str(error).split()))
 
 
 def render_prompt(index: int, prompt: Prompt, tokenizer: PreTrainedTokenizerBase, day: str = "") -> Rendered:

@@ -7,6 +7,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from keepsight.data_gen.store import TrainingSample
+from keepsight.errors import printable
 
 
 def stats_of(samples: Iterable[TrainingSample], max_new_tokens: int) -> pd.DataFrame:
@@ -36,7 +37,7 @@ def stats_table(frame: pd.DataFrame) -> str:
     groups = sorted(frame.groupby("source"), key=lambda pair: (-len(pair[1]), str(pair[0])))
     rows = [
         (name, len(own), _span(own["prompt"]), _span(own["answer"]), own["duplicate"].sum(), own["truncated"].sum())
-        for name, own in [*groups, ("all", frame)]
+        for name, own in [*((printable(name), own) for name, own in groups), ("all", frame)]
     ]
     columns = ["source", "samples", "prompt tokens", "answer tokens", "duplicates", "truncated"]
     return pd.DataFrame(rows, columns=columns).to_string(index=False)

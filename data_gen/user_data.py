@@ -4,12 +4,9 @@ Rows are drawn in a shuffled order, each once before any comes again. Rows that 
 a row that cannot be read is a `BadRow` when it is drawn.
 """
 
-import codecs
-import gzip
 import logging
 import random
 import re
-import zlib
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +20,7 @@ from huggingface_hub import HfApi
 from keepsight.data_gen.prompts import CountTokens, Prompt, Request, cut_at_word, fit, user_prompt
 from keepsight.data_gen.store import earlier_settings
 from keepsight.errors import BadRow, UserError
-from keepsight.files import Row, from_json
+from keepsight.files import Row, from_json, text_lines
 
 logger = logging.getLogger("keepsight")
 
@@ -76,11 +73,11 @@ class LocalJsonl:
 
     def rows(self) -> Iterator[Prompt | BadRow]:
         """The prompts of all rows, in the file's order."""
-        for number, row in _json_rows(Path(self.path)):
+        for number, line in text_lines(Path(self.path)):
             try:
-                yield row if isinstance(row, BadRow) else self._prompt(row)
-            except BadRow as error:
-                yield BadRow(f"{self.path}: row {number}: {error}")
+                yield self._prompt(from_json(line, Row))
+            except ValueError as error:
+                yield BadRow(f"{self.path}:{number}: {error}")
 
     def _prompt(self, row: Row) -> Prompt:
         response, source = row.get(self.response_field), str(row.get("source") or Path(self.path).stem)
@@ -94,23 +91,6 @@ class LocalJsonl:
         if not isinstance(row.get("prompt"), str) or not row["prompt"].strip():
             raise BadRow(f"expected a text in prompt, or a list in messages; got the fields {sorted(row)}")
         return replace(user_prompt(source, row["prompt"], template=self.template), response=response)
-
-
-def _json_rows(path: Path) -> Iterator[tuple[int, Row | BadRow]]:
-    """The number of each line that is not empty, from 1, and its object."""
-    data = path.read_bytes()
-    try:
-        data = gzip.decompress(data) if data.startswith(b"\x1f\x8b") else data
-        if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-            data = data.decode("utf-16").encode()
-    except (OSError, EOFError, zlib.error, UnicodeError) as error:
-        raise UserError(f"{path}: neither JSON Lines nor gzip of it ({error})") from None
-    for number, line in enumerate(data.removeprefix(codecs.BOM_UTF8).split(b"\n"), start=1):
-        if line.strip():
-            try:
-                yield number, from_json(line, Row)
-            except ValueError as error:
-                yield number, BadRow(f"{path}:{number}: {error}")
 
 
 def _turns(value: Any) -> tuple[dict[str, str], ...]:

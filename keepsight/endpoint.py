@@ -152,14 +152,10 @@ class Endpoint:
 
     def _without_key(self, text: str) -> str:
         """The text on one line, without the key, which some servers repeat, also escaped."""
-        forms = (
-            rf"\\*{re.escape(each)}|\\+u{ord(each):04x}|%{ord(each):02x}|&#0*{ord(each)};|{html.escape(each)}"
-            if not each.isalnum()
-            else each
-            for each in self._secret
-        )
-        pattern = "".join(f"(?:{form})" for form in forms)
-        text = re.sub(pattern, "***", text, flags=re.IGNORECASE) if pattern else text
+        codes = ((re.escape(each), html.escape(each), ord(each)) for each in self._secret)
+        forms = (rf"{plain}|{entity}|u{code:04x}|%{code:02x}|&#x?0*({code}|{code:x});" for plain, entity, code in codes)
+        if pattern := "".join(rf"(\\|%5c)*({form})" for form in forms):
+            text = re.sub(pattern, "***", text, flags=re.IGNORECASE)
         return " ".join(text.split())
 
     @property

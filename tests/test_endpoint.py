@@ -1,11 +1,13 @@
 """Requests to a server that stops listening, takes long, or replies with anything but JSON."""
 
+import html
 import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from urllib.parse import quote
 
 import pytest
 
@@ -121,20 +123,25 @@ def test_a_reply_has_a_largest_size(monkeypatch: pytest.MonkeyPatch) -> None:
         ask(port)
 
 
-@pytest.mark.parametrize("key", ["s3cret-key", "s3cret\"-'key", "s3cret-key\n"])
-@pytest.mark.parametrize("filling", [0, 285])
-def test_a_key_is_sent_and_never_shown(key: str, filling: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Servers repeat it, also escaped as JSON; the message's end may cut it."""
+@pytest.mark.parametrize("key", ["s3cret-key", "s3cret\"-'<k/y", "s3cret-key\n"])
+@pytest.mark.parametrize("filling", [0, 285, (64 << 10) - 25])
+@pytest.mark.parametrize(
+    "escape", [str, html.escape, lambda text: quote(text, safe=""), lambda text: text.replace("/", "\\/")]
+)
+def test_a_key_is_sent_and_never_shown(
+    key: str, filling: int, escape: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Servers repeat it, also escaped; the message's end, or that of the bytes that are read, may cut it."""
     monkeypatch.setenv("MY_KEY", key)
     requests: list[bytes] = []
-    said = "x" * filling + json.dumps({"error": f"no key like {key.strip()}"})
+    said = " " * filling + escape(json.dumps({"error": f"no key like {key.strip()}"}))
     with (
         serving(f"HTTP/1.1 401 No\r\nContent-Length: {len(said)}\r\n\r\n{said}".encode(), requests=requests) as port,
         pytest.raises(EndpointError) as refused,
     ):
         ask(port, key="MY_KEY", tries=3)
     assert f"Authorization: Bearer {key.strip()}\r\n".encode() in requests[0] and len(requests) == 1
-    assert "s3c" not in str(refused.value) and refused.value.status == 401
+    assert "s3c" not in refused.value.body and refused.value.status == 401
 
 
 def test_a_redirect_is_refused_and_a_key_with_control_characters_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,9 +157,17 @@ def test_a_redirect_is_refused_and_a_key_with_control_characters_not_sent(monkey
 
 
 @pytest.mark.parametrize(
-    "url", ["localhost:8000", "http://a:eight", "http://a:99999", "http://a:0", "http://", "http://[::1"]
+    "url", ["localhost:8000", "http://a:eight", "http://a:99999", "http://a:0", "http://", "http://[::1", "http://a b"]
 )
 def test_malformed_urls(url: str) -> None:
     with pytest.raises(UserError) as caught:
         check_url("server.url", url)
     assert str(caught.value).startswith(f"server.url={url}") and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("url", ["http://a/v1?api-key=s3cret", "https://user:s3cret@a", "s3cret@a", "http://a/#s3cret"])
+def test_a_url_holds_no_key(url: str) -> None:
+    """It would be stored with an evaluation's settings, and shown in its report."""
+    with pytest.raises(UserError) as caught:
+        check_url("judge.url", url)
+    assert "s3cret" not in str(caught.value) and "judge.url=" in str(caught.value)

@@ -86,11 +86,11 @@ def test_needles_and_question_are_in_the_prompt(monkeypatch: pytest.MonkeyPatch)
     assert [word for word in words if word.isdigit()] == [str(row) for row in range(100)]
 
 
-@pytest.mark.parametrize("kind", sorted(synthetic.STREAMS))
-def test_haystacks_have_no_end(kind: str) -> None:
-    taken = synthetic.take(synthetic.STREAMS[kind](random.Random(0)), 20_000)
-    assert 18_000 < len("".join(taken)) <= 20_000
-    assert all(piece[-1] in " \n" for piece in taken)
+def test_haystacks_have_no_end() -> None:
+    for stream in synthetic.STREAMS.values():
+        taken = synthetic.take(stream(random.Random(0)), 20_000)
+        assert 18_000 < len("".join(taken)) <= 20_000
+        assert all(piece[-1] in " \n" for piece in taken)
 
 
 def test_options_of_needles() -> None:
@@ -107,8 +107,7 @@ def test_asked_pairs_stand_in_the_list(form: str) -> None:
     text = synthetic._listed(pairs, synthetic.FORMATS[form], "Q {key} {value} {other}", (0.99, 0.0), 3, 200)
     asked = re.search(r"Q k(\d+)x v(\d+)y k(\d+)x", text)
     assert asked is not None and asked[1] == asked[2]
-    for row in (asked[1], asked[3]):
-        assert re.search(rf"k{row}x\W+(value\W+)?v{row}y", text)
+    assert all(re.search(rf"k{row}x\W+(value\W+)?v{row}y", text) for row in (asked[1], asked[3]))
     assert 3 <= len(set(re.findall(r"k\d+x", text))) < 40
 
 
@@ -155,16 +154,13 @@ def test_draws_follow_the_weights_and_lengths() -> None:
     ("config", "expected"),
     [
         ({"source": []}, "unknown key 'source'; did you mean sources"),
-        ({"sources": []}, "sources must be a list of at least one"),
         ({"sources": ["needles"]}, r"sources\[0\]: expected \{kind: \.\.\., weight: \.\.\.\}, got 'needles'"),
         ({"sources": [{"kind": "needle"}]}, "unknown kind 'needle'; did you mean needles"),
-        ({"sources": [{"kind": "everyday", "lang": "de"}]}, r"\(everyday\): unknown option 'lang' \(known: none\)"),
         ({"sources": [{"kind": "needles", "prefixed": 2}]}, "prefixed: expected less than or equal to 1, got 2|pref"),
         ({"sources": [{"kind": "needles", "forms": [1, 2]}]}, r"forms needs 4 weights .*got \[1"),
-        ({"sources": [{"kind": "needles", "forms": "all"}]}, "forms: .*got 'all'"),
-        ({"sources": [{"kind": "needles", "weight": 0}]}, "weight: .*got 0"),
         ({"sources": [{"kind": "needles", "weight": float("nan")}]}, "weight: |NaN|finite"),
         ({"min_tokens": 8, "sources": [{"kind": "needles"}]}, "min_tokens: .*64, got 8"),
+        ({"max_tokens": 10**12, "sources": [{"kind": "local_jsonl", "path": __file__}]}, "max_tokens: .*got 10000"),
         ({"max_tokens": 100, "sources": [{"kind": "needles"}]}, "min_tokens=200 is more than max_tokens=100"),
         ({"sources": [{"kind": "local_jsonl"}]}, r"\(local_jsonl\): path: .*required|missing"),
         ({"sources": [{"kind": "local_jsonl", "path": "no.jsonl"}]}, r"no.jsonl: no such file"),

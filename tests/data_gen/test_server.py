@@ -1,16 +1,10 @@
-"""Answers from a server that speaks the completions protocol: forms of prompts, retries, refusals, kills."""
+"""Answers from a server that speaks the completions protocol: forms of prompts, retries, refusals, a death."""
 
-import os
-import signal
-import subprocess
-import sys
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from keepsight.data_gen.backends import Decoding, Rendered, answer
 from keepsight.data_gen.generate import generate_data
@@ -22,7 +16,6 @@ from keepsight.models.targets import Target, outline_target
 from tests.data_gen.served import Heard, Reply, answered, client, prompts, server, speaks
 
 pytestmark = pytest.mark.usefixtures("no_waiting")
-ROOT = Path(__file__).parents[2]
 MIXTURE = {"min_tokens": 100, "max_tokens": 200, "sources": [{"kind": "key_values"}]}
 
 
@@ -210,30 +203,3 @@ def test_a_server_that_dies_ends_the_run_clearly_and_nothing_is_lost_or_doubled(
     assert all(
         row.answer_ids == answer(target, [Rendered(0, "", row.prompt_ids, None)], Decoding(8))[0] for row in rows
     )
-
-
-def test_a_client_that_is_killed_resumes(target: Target, folder: Path, tmp_path: Path) -> None:
-    mixture, out, say = tmp_path / "mixture.yaml", tmp_path / "data", speaks(target)
-    mixture.write_text(yaml.safe_dump(MIXTURE))
-
-    def slowly(body: dict[str, Any]) -> Reply:
-        time.sleep(0.05)
-        return say(body)
-
-    with server(slowly) as heard:
-        given = ["data", f"model.id={folder}", f"mixture={mixture}", f"out={out}", "limit=20", "seed=3"]
-        given += ["max_new_tokens=8", "shard_size=8", "backend=server", f"server.url={heard.url}"]
-        given += ["server.model=served", "server.parallel=3"]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-        process = subprocess.Popen([sys.executable, "-m", "keepsight", *given], env=environment)
-        deadline = time.monotonic() + 90
-        while process.poll() is None and len(heard.bodies) < 10 and time.monotonic() < deadline:
-            time.sleep(0.002)
-        process.send_signal(signal.SIGKILL)
-        assert process.wait(30) == -signal.SIGKILL
-    outline = outline_target(str(folder))
-    with server(say) as heard:
-        make(outline, heard, out)
-        assert 0 < len(heard.bodies) < 20
-        make(outline, heard, tmp_path / "once")
-    assert samples(out) == samples(tmp_path / "once") and len(samples(out)) == 20

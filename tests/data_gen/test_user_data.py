@@ -3,13 +3,11 @@
 import gzip
 import json
 import pickle
-import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import asdict
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -86,8 +84,8 @@ def test_local_rows_keep_their_fields_and_fit_the_lengths(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("row", "expected"),
     [
-        ({"text": "x"}, r"row 1: expected a text in prompt, or a list in messages; got the fields \['text'\]"),
-        ({"prompt": "x", "response": 3}, "row 1: response must be a string, got int"),
+        ({"text": "x"}, r":1: expected a text in prompt, or a list in messages; got the fields \['text'\]"),
+        ({"prompt": "x", "response": 3}, ":1: response must be a string, got int"),
         ({"messages": []}, "messages must be a list of turns"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "each of messages needs a role"),
         ({"messages": [assistant("x")]}, "must end with the user's turn, not with the"),
@@ -114,7 +112,7 @@ def test_one_bad_row_is_named_when_it_is_drawn_and_the_others_are_used(tmp_path:
             reasons.append(str(error))
     assert sorted(drawn) == ["a", "c"]
     null, surrogate, cut = sorted(reasons)
-    assert null.startswith(f"{path}: row 2: expected a text")
+    assert null.startswith(f"{path}:2: expected a text")
     assert "rows.jsonl:4: not valid" in surrogate and "rows.jsonl:5: not valid" in cut
 
 
@@ -131,7 +129,7 @@ def test_encodings_and_forms_of_conversations(tmp_path: Path) -> None:
         read = [*LocalJsonl(str(path)).rows()]
         assert [row.messages for row in read if isinstance(row, Prompt)] == expected
     path.write_bytes(zipped[:20])
-    with pytest.raises(UserError, match="neither JSON Lines nor gzip"):
+    with pytest.raises(UserError, match="neither text nor gzip"):
         [*LocalJsonl(str(path)).rows()]
 
 
@@ -322,44 +320,24 @@ OLD, NEW = "c0ffee" * 6 + "c0ff", "beef" * 10
 SOURCE = {"kind": "hub_dataset", "id": "ada/rows", "license": "mit", "prompt": "question"}
 
 
-class Hub(ThreadingHTTPServer):
-    """Says the commit of each branch of one data set, and its history, through the Hub's own interface."""
+class Hub:
+    """Stands for the Hub's interface: the commit of each branch of one data set, and its history."""
 
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Answer)
         self.commits, self.asked = {"main": OLD, "v1": "1" * 40}, list[str]()
 
+    def dataset_info(self, name: str, *, revision: str, timeout: float) -> SimpleNamespace:
+        self.asked.append(revision)
+        return SimpleNamespace(sha=self.commits[revision])
 
-class Answer(BaseHTTPRequestHandler):
-    server: Hub
-
-    def do_GET(self) -> None:
-        self.server.asked.append(self.path)
-        name = self.path.removeprefix("/api/datasets/ada/rows/").partition("?")[0]
-        commit = self.server.commits.get(name.removeprefix("revision/"))
-        found: Any = {"id": "ada/rows", "sha": commit} if commit else None
-        if name == "commits/main":
-            date = "2026-01-01T00:00:00.000Z"
-            found = [{"id": each, "title": "", "message": "", "date": date, "authors": []} for each in (NEW, OLD)]
-        body = json.dumps(found or {"error": "Revision Not Found"}).encode()
-        self.send_response(200 if found else 404)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
+    def list_repo_commits(self, name: str, *, repo_type: str) -> list[SimpleNamespace]:
+        return [SimpleNamespace(commit_id=each) for each in (NEW, OLD)]
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    with Hub() as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        api = user_data.HfApi
-        monkeypatch.setattr(user_data, "HfApi", lambda: api(endpoint=f"http://127.0.0.1:{server.server_port}"))
-        yield server
-        server.shutdown()
+def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
+    monkeypatch.setattr(user_data, "HfApi", lambda: made)
+    return (made := Hub())
 
 
 def begun(folder: Path, mixture: dict[str, Any]) -> None:
