@@ -242,6 +242,22 @@ def top_mask(importance: Tensor, count: int | Counts) -> Tensor:
     return above | (tied & (tied.cumsum(dim=-1, dtype=torch.int32) <= wanted - above.sum(dim=-1, keepdim=True)))
 
 
+def top_indices(importance: Tensor, count: int) -> Tensor:
+    """Indices [..., count] int64 of the most important entries, in descending order; ties go to the lowest index.
+
+    They are the entries of `top_mask`, found without waiting for the device.
+
+    Args:
+        importance: [..., N] float32, without NaN.
+        count: At most N.
+    """
+    bits = (importance + 0.0).view(torch.int32)  # of 0.0 where it was -0.0
+    order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()  # ascends with the number, as its bits do where it is positive
+    last = importance.shape[-1] - 1
+    places = torch.arange(last, -1, -1, device=importance.device)
+    return last - ((order << 32) | places).topk(count, dim=-1).values.bitwise_and(0xFFFFFFFF)
+
+
 def select_top(importance: Sequence[Tensor], counts: Counts) -> list[Tensor]:
     """For each layer, its most important entries [B, K, C] bool, [L, B, K] in each head; ties go to the first index."""
     chosen: list[Tensor] = []

@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 from transformers.generation import StoppingCriteriaList
 
 from keepsight.eval.bench.measure import random_ids, read_greedily, require_room, seconds_of
+from keepsight.models.draft_head import EagleHead
 from keepsight.models.targets import Target
 from keepsight.runtime.drafting.speculative import (
-    DraftingHead,
     Speculated,
     acceptance_by_position,
     acceptance_length,
@@ -89,7 +89,7 @@ class _Compared(NamedTuple):
 
 
 def bench_speculate(
-    target: Target, head: DraftingHead, prompts: Sequence[Sequence[int]], answer_tokens: int, draft_tokens: int
+    target: Target, head: EagleHead, prompts: Sequence[Sequence[int]], answer_tokens: int, draft_tokens: int
 ) -> Iterator[str]:
     """Speculative decoding against plain decoding, both from the full cache; the first prompt also warms up.
 
@@ -119,7 +119,7 @@ def bench_speculate(
 
 @torch.no_grad()
 def _compare(
-    target: Target, head: DraftingHead, prompt: Sequence[int], criteria: StoppingCriteriaList, draft_tokens: int
+    target: Target, head: EagleHead, prompt: Sequence[int], criteria: StoppingCriteriaList, draft_tokens: int
 ) -> _Compared:
     model = target.model
     ids = torch.tensor([prompt], device=model.device)

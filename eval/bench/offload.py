@@ -237,7 +237,7 @@ def _part_lines(model: PreTrainedModel, method: SpeCache, ids: Tensor, repeats: 
     """Parts measured one by one on the first layer; a real step runs all layers, its fetches in parallel."""
     state = read_greedily(method.reader(model), method.start(model, ids), 1)
     layer, config = specache_layers(state.cache)[0], model.config.get_text_config()
-    packed, recent = layer.held, layer.held.recent_values
+    packed, recent = layer.packed, layer.packed.recent_values
     query = recent[:, :, -2:].repeat_interleave(config.num_attention_heads // recent.shape[1], dim=1)
     attention = attend_packed(query, packed, Softmax(1.0))[1]
 

@@ -1,8 +1,4 @@
-"""Draft tokens observe the prompt from the positions of the answer.
-
-SpecKV, DapQ and the oracle differ in who writes the draft and in how many of the prompt's last queries observe beside
-it; what they share is here.
-"""
+"""Draft tokens observe the prompt from the positions of the answer: the observer of SpecKV, DapQ and the oracle."""
 
 import functools
 from abc import ABC, abstractmethod
@@ -39,7 +35,7 @@ class Drafter(ABC):
 
     @abstractmethod
     def __call__(self, model: PreTrainedModel, state: State) -> DraftIds:
-        """Write the draft for a state that `model`, the target, has read."""
+        """Write the draft for a state that `model`, the base model, has read."""
 
     def needs(self) -> Needs:
         """What the prefill must record for this drafter."""
@@ -52,7 +48,7 @@ class Drafter(ABC):
 
 @dataclass(frozen=True, eq=False)
 class GivenDraft(Drafter):
-    """Gives a draft that has been written already."""
+    """A draft that has been written already."""
 
     draft: DraftIds
 

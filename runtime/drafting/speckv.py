@@ -1,4 +1,8 @@
-"""SpecKV (arXiv 2506.08373, section 4): a draft's tokens observe; long prompts may be read in a sparse prefill."""
+"""SpecKV (arXiv 2506.08373, section 4): a draft's tokens observe; long prompts may be read in a sparse prefill.
+
+The sparse prefill's mask: a query sees its KV head's *vertical columns*, selected by importance, and a *band* of the
+most recent keys, counted from the start of its block of 64 queries.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,11 +21,10 @@ from keepsight.errors import UserError, require_whole
 from keepsight.models.decoder import has_latents
 from keepsight.models.draft_sources import DraftHeadSource, DraftSource
 from keepsight.runtime import registry
-from keepsight.runtime.attention import OwnAttention, Softmax, grouped_attention, run
+from keepsight.runtime.attention import OwnAttention, Softmax, grouped_attention, later, run
 from keepsight.runtime.drafting.observer import Drafter, DraftIds, DraftObserver, GivenDraft, greedy_draft
 from keepsight.runtime.drafting.speculative import head_answer
 from keepsight.runtime.evict import Evict
-from keepsight.runtime.images import Images
 from keepsight.runtime.importance import Pool, Reduce, observed_attention, protected, reduce_group, top_entries
 from keepsight.runtime.layer import KeptLayer, Recorded
 from keepsight.runtime.state import (
@@ -42,7 +45,7 @@ _FLEX_LEAST_WIDTH = 16  # FlexAttention's kernels take no smaller head dimension
 
 
 def sparse_attention(query: Tensor, key: Tensor, value: Tensor, columns: Tensor, band: int, softmax: Softmax) -> Tensor:
-    """Attention of N queries to N keys under the module's mask; no N x N tensor is made.
+    """Attention [B, N, H, d] of N queries to N keys under the module's mask; no N x N tensor is made.
 
     On CUDA FlexAttention computes it, which has not been run on a GPU.
 
@@ -53,9 +56,6 @@ def sparse_attention(query: Tensor, key: Tensor, value: Tensor, columns: Tensor,
         columns: [B, K, V] int64, ascending: each KV head's vertical columns.
         band: Multiple of 64.
         softmax: The layer's.
-
-    Returns:
-        [B, N, H, d], contiguous.
     """
     plain = softmax.softcap is None and softmax.sinks is None
     if plain and query.is_cuda and query.shape[-1] >= _FLEX_LEAST_WIDTH:
@@ -67,7 +67,6 @@ def by_blocks(query: Tensor, key: Tensor, value: Tensor, columns: Tensor, band: 
     """`sparse_attention`, 64 queries at a time over nothing but their band and the columns before it."""
     length = query.shape[2]
     first_keys, first_values = _at_columns(key, columns), _at_columns(value, columns)
-    later = torch.ones(BLOCK, BLOCK, dtype=torch.bool, device=query.device).triu(1)
     blocks = []
     for start in range(0, length, BLOCK):
         end, left = min(start + BLOCK, length), max(start - band, 0)
@@ -80,7 +79,7 @@ def by_blocks(query: Tensor, key: Tensor, value: Tensor, columns: Tensor, band: 
         # Added to the logits, not a bool mask: sdpa on a CPU takes twice as long with one.
         hidden = query.new_zeros(*columns.shape[:2], end - start, keys.shape[2])
         hidden[..., :count].masked_fill_(~before[:, :, None, :count], -torch.inf)
-        hidden[..., count + start - left :].masked_fill_(later[: end - start, : end - start], -torch.inf)
+        hidden[..., count + start - left :].masked_fill_(later(end - start, query.device), -torch.inf)
         blocks.append(grouped_attention(query[:, :, start:end], keys, values, hidden, softmax))
     return torch.cat(blocks, dim=1)
 
@@ -100,14 +99,7 @@ def by_flex(
 
 
 def block_mask(columns: Tensor, heads: int, length: int, band: int) -> BlockMask:
-    """The mask of `by_flex`, made from the columns alone: neither N x N nor slow to build.
-
-    Args:
-        columns: See `sparse_attention`.
-        heads: H.
-        length: N.
-        band: See `sparse_attention`.
-    """
+    """The mask of `by_flex` for H = `heads` and N = `length`, made from the columns alone, without an N x N tensor."""
     count, group = columns.shape[-1], heads // columns.shape[1]
     keys = count + length
 
@@ -166,7 +158,8 @@ class SparsePrefill:
 
     def __post_init__(self) -> None:
         require_whole("sparse prefill", 1, vertical=self.vertical)
-        if type(self.band) is not int or self.band < BLOCK or self.band % BLOCK:
+        require_whole("sparse prefill", band=self.band)
+        if self.band < BLOCK or self.band % BLOCK:
             raise UserError(f"sparse prefill: band {self.band!r} must be a multiple of {BLOCK}, at least {BLOCK}")
 
     def active(self, length: int) -> bool:
@@ -180,7 +173,7 @@ class SparsePrefill:
         """Read a prompt and its draft.
 
         Args:
-            model: The target.
+            model: The base model.
             input_ids: [B, N] int64, without padding.
             draft_ids: [B, L] int64, padded on the right.
             score: Scores the prompt's entries.
@@ -212,19 +205,12 @@ class SparsePrefill:
 
 
 class _SparseLayer(DynamicLayer, OwnAttention):
-    """A layer of the pass, which scores its entries and attends to some of them.
-
-    Attributes:
-        importance: [B, K, N] float32.
-        queries: [B, H, w, d] of the prompt's last tokens.
-        softmax: The layer's.
-    """
+    """A layer of the pass, which scores its entries, `importance` [B, K, N], and attends to some of them."""
 
     keys: Tensor
     values: Tensor
     importance: Tensor
-    queries: Tensor
-    softmax: Softmax
+    recorded: Recorded
 
     def __init__(self, sparse: SparsePrefill, score: Score, length: int, candidates: int, window: int) -> None:
         super().__init__()
@@ -233,8 +219,9 @@ class _SparseLayer(DynamicLayer, OwnAttention):
 
     @override
     def attend(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
-        self.importance, self.softmax = self.score(query, key, softmax), softmax
-        self.queries = query[:, :, max(self.length - self.window, 0) : self.length].clone()
+        self.importance = self.score(query, key, softmax)
+        queries = query[:, :, max(self.length - self.window, 0) : self.length].clone() if self.window else None
+        self.recorded = Recorded(softmax, queries)
         columns = top_entries(self.importance[..., : self.candidates], min(self.sparse.vertical, self.candidates))
         return sparse_attention(query, key, value, columns, self.sparse.band, softmax)
 
@@ -242,17 +229,17 @@ class _SparseLayer(DynamicLayer, OwnAttention):
         """A layer of the first `length` entries alone."""
         keys, values = (each[:, :, :length].contiguous() for each in (self.keys, self.values))
         layer = KeptLayer(keys, values, length)
-        layer.recorded = Recorded(self.softmax, self.queries if self.window else None)
+        layer.recorded = self.recorded
         return layer
 
 
 @registry.drafter("draft_model")
 @dataclass(frozen=True)
 class ModelDrafter(Drafter):
-    """A draft's greedy answer to everything the target has read.
+    """A draft's greedy answer to everything the base model has read.
 
     A draft model reads all of it again. A draft head reads the features that the prefill recorded, in one layer, and
-    continues from the target's own first token.
+    continues from the base model's own first token.
 
     Attributes:
         draft: Source of the draft model, or a draft head.
@@ -269,7 +256,7 @@ class ModelDrafter(Drafter):
     @override
     def __call__(self, model: PreTrainedModel, state: State) -> DraftIds:
         if isinstance(self.draft, DraftHeadSource):
-            return head_answer(model, state, self.draft, self.lookahead).draft
+            return head_answer(model, state, self.draft, self.lookahead)[0]
         return self.write(model, state.tokens, state.tokens_mask)
 
     @override
@@ -281,13 +268,13 @@ class ModelDrafter(Drafter):
         return self.lookahead
 
     def write(self, model: PreTrainedModel, tokens: Tensor, mask: Tensor | None = None) -> DraftIds:
-        """The draft for tokens [B, M] that `model`, the target, need not have read; `mask` is False for padding.
+        """The draft for tokens [B, M] that `model`, the base model, need not have read; `mask` is False for padding.
 
         Raises:
             UserError: prompt and draft do not fit the draft model's context, or the draft is a head.
         """
         if isinstance(self.draft, DraftHeadSource):
-            raise UserError("SpecKV: a draft head reads what the target has read; give a draft model to write before")
+            raise UserError("SpecKV: a draft head reads what the model has read; give a draft model to write before")
         drafting = self.draft.of(model)
         require_draft_fits("SpecKV", tokens.shape[1], self.lookahead, drafting)
         return greedy_draft(drafting, prefill(drafting, tokens, mask, needs=Needs()), self.lookahead)
@@ -323,10 +310,10 @@ class SpecKV(Evict):
         if self._drafter() is None:
             raise UserError(
                 "SpecKV: sparse needs an observer that is DraftObserver of a ModelDrafter, and a draft that is a "
-                "model: a draft head reads what the target has read"
+                "model: a draft head reads what the model has read"
             )
         most = self.sparse.vertical + self.sparse.band
-        if not isinstance(self.budget, int) or self.budget > most:
+        if isinstance(self.budget, float) or self.budget > most:
             raise UserError(
                 f"SpecKV: sparse needs a budget of at most {most} entries (vertical + band), not {self.budget}"
             )
@@ -350,35 +337,26 @@ class SpecKV(Evict):
         return not self.sparse.active(length + drafter.lookahead)
 
     @override
-    def start(
-        self,
-        model: PreTrainedModel,
-        input_ids: Tensor,
-        mask: Tensor | None = None,
-        *,
-        chunk: int | None = None,
-        images: Images | None = None,
-    ) -> State:
+    def start(self, model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None = None, **options: Any) -> State:
         drafter, length = self._drafter(), input_ids.shape[1]
         if drafter is None or self.sparse is None or self.shares_prefill(length):
-            return super().start(model, input_ids, mask, chunk=chunk, images=images)
-        _refuse(length, mask, chunk)
+            return super().start(model, input_ids, mask, **options)
+        _require_whole_prompts(length, mask, options.get("chunk"))
         draft = drafter.write(model, input_ids)
         if not self.sparse.active(length + draft.ids.shape[1]):
             given = replace(self, sparse=None, observer=replace(self.observer, drafter=GivenDraft(draft)))  # type: ignore[type-var]
             return given.start(model, input_ids)
         score = self._score(draft, length)
-        read = self.sparse(model, input_ids, draft.ids, score, needs=self.needs(), window=self.window)
-        return self.keep(read[0], self.select(*read))
+        state, importance = self.sparse(model, input_ids, draft.ids, score, needs=self.needs(), window=self.window)
+        return self.keep(state, self.select(state, importance))
 
     def _drafter(self) -> ModelDrafter | None:
         drafter = self.observer.drafter if isinstance(self.observer, DraftObserver) else None
         return drafter if isinstance(drafter, ModelDrafter) and not isinstance(drafter.draft, DraftHeadSource) else None
 
     def _score(self, draft: DraftIds, length: int) -> Score:
-        """What `reduced` says of a prompt of `length` tokens, for one layer of a pass over prompt and draft."""
-        observer = self.bound_observer
-        window = min(getattr(observer, "window", 0), length)
+        """Scores a prompt of `length` tokens in one layer of a pass over prompt and draft, as `importance` does."""
+        window = min(getattr(self.bound_observer, "window", 0), length)
         rows, real = window + draft.ids.shape[1], draft.mask
         if real is not None:
             real = functional.pad(real, (window, 0), value=True)
@@ -394,11 +372,7 @@ class SpecKV(Evict):
 
 
 def require_draft_fits(name: str, length: int, lookahead: int, drafting: PreTrainedModel) -> None:
-    """Refuse prompts that a draft model cannot read and answer.
-
-    Raises:
-        UserError: with one line that names the numbers.
-    """
+    """Refuse prompts that a draft model cannot read and answer."""
     if length + lookahead > (context := context_of(drafting)):
         raise UserError(
             f"{name}: a prompt of {length} tokens and a draft of {lookahead} do not fit the draft model's context of "
@@ -406,7 +380,7 @@ def require_draft_fits(name: str, length: int, lookahead: int, drafting: PreTrai
         )
 
 
-def _refuse(length: int, mask: Tensor | None, chunk: int | None) -> None:
+def _require_whole_prompts(length: int, mask: Tensor | None, chunk: int | None) -> None:
     if chunk is not None and chunk < length:
         raise UserError(
             f"SpecKV: sparse reads the prompt of {length} tokens in one pass, not in chunks of {chunk}; "

@@ -1,8 +1,7 @@
 """Prompt compression: the model reads only some of a prompt's tokens.
 
-The shortened prompt is a prompt in its own right: its tokens have positions 0..C-1 and KV entries in every layer and
-head, and the answer continues at position C. No chat template is applied again; what must survive of it has to be among
-the kept tokens, so these methods protect the prompt's last tokens (question and assistant header).
+The shortened prompt has positions 0..C-1 and KV entries in every layer and head, and the answer continues at position
+C. No chat template is applied again: these methods keep the prompt's last tokens (question and assistant header).
 
 The budget: tokens kept per prompt. A ratio (a float between 0 and 1) stands for `round(ratio * N)`, N being the
 prompt's own length. A prompt no longer than the budget is left as it is.
@@ -10,6 +9,7 @@ prompt's own length. A prompt no longer than the budget is left as it is.
 
 from abc import abstractmethod
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,15 +43,15 @@ class ShortenPrompt(Method):
         name, budget, window = type(self).__name__, self.budget, self.window
         require_whole(name, window=window)
         Budget(budget, "tokens").check(name)
-        if type(budget) is int and window:
-            self._require_choice(budget)
+        if window and not Budget(budget).is_ratio:
+            self._require_choice(int(budget))
 
     @abstractmethod
     def select(self, model: PreTrainedModel, input_ids: Tensor, images: Images | None = None) -> Tensor:
         """Select the tokens of one prompt that are kept.
 
         Args:
-            model: The target.
+            model: The base model.
             input_ids: [N] int64, without padding; longer than the budget.
             images: Images in the prompt, for methods that read them.
 
@@ -69,7 +69,7 @@ class ShortenPrompt(Method):
         if length < self.window:
             raise UserError(
                 f"{type(self).__name__}: a prompt of {length} tokens is shorter than the window of {self.window}; "
-                f"give a longer prompt or a smaller window"
+                "give a longer prompt or a smaller window"
             )
         if (kept := self.budget_for(length)) < length and self.window:
             self._require_choice(kept)
@@ -97,17 +97,9 @@ class ShortenPrompt(Method):
         return [prompt if kept is None else prompt[kept] for prompt, kept in zip(prompts, chosen, strict=True)]
 
     @override
-    def start(
-        self,
-        model: PreTrainedModel,
-        input_ids: Tensor,
-        mask: Tensor | None = None,
-        *,
-        chunk: int | None = None,
-        images: Images | None = None,
-    ) -> State:
-        short, short_mask = pad_left(self.shorten(model, input_ids, mask))
-        return prefill(model, short, short_mask, chunk=chunk, needs=Needs())
+    def start(self, model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None = None, **options: Any) -> State:
+        short = pad_left(self.shorten(model, input_ids, mask))
+        return prefill(model, *short, chunk=options.get("chunk"), needs=Needs())
 
 
 def unpadded(input_ids: Tensor, mask: Tensor | None = None) -> list[Tensor]:
@@ -119,7 +111,6 @@ def unpadded(input_ids: Tensor, mask: Tensor | None = None) -> list[Tensor]:
 
 def pad_left(prompts: list[Tensor]) -> tuple[Tensor, Tensor | None]:
     """A batch [B, N] int64 of prompts, padded on the left with 0, and its mask [B, N] bool; None without padding."""
-    ids = pad_sequence(prompts, batch_first=True, padding_side="left")
-    lengths = torch.tensor([len(prompt) for prompt in prompts], device=ids.device)
-    mask = torch.arange(ids.shape[1], device=ids.device) >= ids.shape[1] - lengths[:, None]
+    real = [torch.ones_like(prompt, dtype=torch.bool) for prompt in prompts]
+    ids, mask = (pad_sequence(each, batch_first=True, padding_side="left") for each in (prompts, real))
     return ids, None if bool(mask.all()) else mask

@@ -1,6 +1,7 @@
 """SpecPC and SpecKV-PC (arXiv 2506.08373): a draft model's attention decides which prompt tokens the model reads."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,16 +70,13 @@ def _nearest_first(neighbors: int) -> Tensor:
     return offsets[offsets.abs().argsort(stable=True)]
 
 
-_FIRST_LAYER = 8  # of the published configurations, whose drafts have 16 and 24 layers
-
-
 @registry.method("specpc")
 @dataclass(frozen=True)
 class SpecPC(ShortenPrompt):
     """Keeps the tokens that a draft model attends to as it begins to answer, and their neighbours (algorithm 2).
 
     Attributes:
-        draft: Source of the draft model, or a draft head (see the module).
+        draft: Source of the draft model, or a draft head.
         lookahead: Tokens that the draft generates. The last of them is never read, so that one less observes beside
             the window; with 1 (as published) the window observes alone.
         first_layer: First of the draft's layers that scores; None for 8, or for half of the draft's layers where that
@@ -113,27 +111,20 @@ class SpecPC(ShortenPrompt):
         super().check(length, context)
         if self.budget_for(length) == length:
             return  # nothing is drafted
-        require_room(type(self).__name__, length, self.lookahead, context)
+        _require_room(type(self).__name__, length, self.lookahead, context)
 
     @override
-    def start(
-        self,
-        model: PreTrainedModel,
-        input_ids: Tensor,
-        mask: Tensor | None = None,
-        *,
-        chunk: int | None = None,
-        images: Images | None = None,
-    ) -> State:
+    def start(self, model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None = None, **options: Any) -> State:
+        images: Images | None = options.get("images")
         if not images:
-            return super().start(model, input_ids, mask, chunk=chunk)
+            return super().start(model, input_ids, mask, **options)
         if len(input_ids) != 1 or (mask is not None and not mask.all()):
             raise UserError(
                 f"{type(self).__name__}: a prompt with images is shortened alone, without padding; give one"
             )
         if (kept := self.tokens_to_read(model, input_ids[0], images)) is not None:
             images, input_ids = images.shortened(model, input_ids, kept), input_ids[:, kept]
-        return prefill(model, input_ids, chunk=chunk, needs=Needs(), images=images)
+        return prefill(model, input_ids, chunk=options.get("chunk"), needs=Needs(), images=images)
 
     @override
     def select(self, model: PreTrainedModel, input_ids: Tensor, images: Images | None = None) -> Tensor:
@@ -147,16 +138,11 @@ class SpecPC(ShortenPrompt):
 
     @torch.no_grad()
     def look(self, model: PreTrainedModel, input_ids: Tensor, images: Images | None = None) -> tuple[Tensor, Tensor]:
-        """Let the draft read a prompt and begin its answer.
-
-        Args:
-            model: The target.
-            input_ids: [N] int64, without padding.
-            images: Images in the prompt.
+        """Let the draft read a prompt [N] int64 and begin its answer.
 
         Returns:
-            The scores [N] float32 of the prompt's tokens, and what the draft generated: [T] int64, at most
-            `lookahead` tokens, its end token included. Both on the device of `input_ids`.
+            The scores [N] float32 of the prompt's tokens, and the draft's answer: [T] int64, at most `lookahead`
+            tokens, its end token included. Both on the device of `input_ids`.
 
         Raises:
             UserError: the draft has no layer `first_layer`, reads no images where there are some, or its context is too
@@ -184,11 +170,10 @@ class SpecPC(ShortenPrompt):
         if self.first_layer is not None:
             raise UserError(f"{type(self).__name__}: a draft head has one layer; leave out first_layer")
         state = prefill(model, input_ids[None], needs=Needs(features=draft.layers))
-        answer = head_answer(model, state, draft, self.lookahead, self.window)
-        real, cache = answer.draft.mask, answer.cache
-        generated = answer.draft.ids[0] if real is None else answer.draft.ids[0, real[0]]
+        answer, cache = head_answer(model, state, draft, self.lookahead, self.window)
+        generated = answer.ids[0] if answer.mask is None else answer.ids[0, answer.mask[0]]
         read = len(generated) - 1
-        cache.crop(len(input_ids) - 1 + read)
+        cache.keep_first(len(input_ids) - 1 + read)
         assert cache.queries is not None
         seen = observed_attention(
             cache.queries,
@@ -214,7 +199,9 @@ class SpecPC(ShortenPrompt):
 
     def _weights(self, generated: int) -> Tensor:
         """[window + generated] float32: what the attention of each observing query counts."""
-        ramp = torch.linspace(0, 1, self.window) if self.window > 1 else torch.ones(1)
+        ramp = torch.linspace(0, 1, self.window, dtype=torch.float32)
+        if self.window == 1:
+            ramp = torch.ones(1, dtype=torch.float32)
         return functional.pad(ramp, (0, generated), value=1.0)
 
     def _over_heads(self, by_head: Tensor) -> Tensor:
@@ -224,7 +211,8 @@ class SpecPC(ShortenPrompt):
     def _scoring(self, draft: PreTrainedModel) -> list[int]:
         """Which of the draft's layers with full attention score, by their places among these."""
         layers = draft.config.get_text_config().num_hidden_layers
-        first = min(_FIRST_LAYER, layers // 2) if self.first_layer is None else self.first_layer
+        # 8 in the published configurations, whose drafts have 16 and 24 layers.
+        first = min(8, layers // 2) if self.first_layer is None else self.first_layer
         if first >= layers:
             raise UserError(
                 f"{type(self).__name__}: first_layer {first} is out of range: the draft's layers are 0 to {layers - 1}"
@@ -238,12 +226,7 @@ class SpecPC(ShortenPrompt):
         return places
 
 
-def require_room(name: str, length: int, lookahead: int, context: int) -> None:
-    """Refuse prompts that leave no room for a draft in the target's context.
-
-    Raises:
-        UserError: with one line that names the numbers.
-    """
+def _require_room(name: str, length: int, lookahead: int, context: int) -> None:
     if length + lookahead > context:
         raise UserError(
             f"{name}: {lookahead} drafted tokens after a prompt of {length} do not fit the context of {context}; "
@@ -290,19 +273,11 @@ class SpecKVPC(Method):
     @override
     def check(self, length: int, context: int) -> None:
         self._shorten(0).check(length, context)
-        require_room(type(self).__name__, length, self.lookahead, context)
+        _require_room(type(self).__name__, length, self.lookahead, context)
 
     @override
     @torch.no_grad()
-    def start(
-        self,
-        model: PreTrainedModel,
-        input_ids: Tensor,
-        mask: Tensor | None = None,
-        *,
-        chunk: int | None = None,
-        images: Images | None = None,
-    ) -> State:
+    def start(self, model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None = None, **options: Any) -> State:
         prompts = unpadded(input_ids, mask)
         short, drafted = [], []
         for prompt in prompts:
@@ -312,7 +287,7 @@ class SpecKVPC(Method):
             short.append(prompt[shorten.select_by(scores)])
             drafted.append(generated)
         evict = self._evict(_pad_right(drafted), tuple(len(prompt) for prompt in prompts))
-        state = prefill(model, *pad_left(short), chunk=chunk, needs=evict.needs())
+        state = prefill(model, *pad_left(short), needs=evict.needs(), **options)
         return evict.compress(model, state)
 
     @override
@@ -346,7 +321,5 @@ class _OfWholePrompt(SpecKV):
 
 
 def _pad_right(drafted: list[Tensor]) -> DraftIds:
-    ids = pad_sequence(drafted, batch_first=True)
-    lengths = torch.tensor([len(each) for each in drafted], device=ids.device)
-    mask = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
-    return DraftIds(ids, None if bool(mask.all()) else mask)
+    mask = pad_sequence([torch.ones_like(each, dtype=torch.bool) for each in drafted], batch_first=True)
+    return DraftIds(pad_sequence(drafted, batch_first=True), None if bool(mask.all()) else mask)

@@ -25,13 +25,10 @@ from keepsight.runtime.prompt_compression.method import ShortenPrompt
 
 @dataclass(frozen=True)
 class ShortenText(ShortenPrompt):
-    """A method that works on the prompt's text.
-
-    It is the text of the tokens themselves, special tokens included, so that what is kept of it maps back to tokens
-    without tokenising again. The window (question and assistant header) is kept as it is.
+    """A method that selects from the prompt's text: that of the tokens themselves, so that nothing is tokenised again.
 
     Attributes:
-        tokenizer: The target's tokenizer.
+        tokenizer: The base model's tokenizer.
     """
 
     window: int = 64
@@ -45,14 +42,14 @@ class ShortenText(ShortenPrompt):
 def token_texts(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]:
     """The text of each token; joined, they are the text of all tokens.
 
-    Tokens that are parts (bytes) of one character give their text to the last of them. A token is decoded together with
-    the one before it, because some tokenizers drop the space before a text's first word.
+    The text of tokens that are parts (bytes) of one character is that of the last of them.
     """
     texts: list[str] = []
     before: list[int] = []
     group: list[int] = []
     for token in ids:
         group.append(token)
+        # Decoded after the token before it: some tokenizers drop the space before a text's first word.
         prefix, text = _decode(tokenizer, before), _decode(tokenizer, before + group)
         if text.endswith("\ufffd") and len(group) < _LONGEST_CHARACTER:
             texts.append("")
@@ -69,16 +66,8 @@ def _decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
     return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
-def optional_package(name: str, extra: str) -> ModuleType:
-    """Import an optional package.
-
-    Args:
-        name: Name of the module.
-        extra: Extra of keepsight that installs it.
-
-    Raises:
-        UserError: it is not installed.
-    """
+def _optional_package(name: str, extra: str) -> ModuleType:
+    """Import a package that an extra of keepsight installs."""
     try:
         return import_module(name)
     except ModuleNotFoundError as error:
@@ -87,13 +76,12 @@ def optional_package(name: str, extra: str) -> ModuleType:
         raise UserError(f"package {name!r} is not installed; run `pip install keepsight[{extra}]`") from None
 
 
-LabelledWords = list[tuple[str, bool]]
-"""The words of a text in their order, and whether each is kept."""
-
 _KINDS = ("xlm-roberta-large", "bert-base-multilingual-cased")
 _STEP = 0.01  # the package keeps whole percents
 _SLACK = 32  # characters between two words, beyond what could not be found
 _BETWEEN_WORDS, _BEFORE_LABEL = "\t\t|\t\t", " "
+LabelledWords = list[tuple[str, bool]]
+"""The words of a text in their order, and whether each is kept."""
 
 
 @dataclass(frozen=True)
@@ -101,10 +89,7 @@ class Package:
     """Word labels from the `llmlingua` package with its own defaults.
 
     Attributes:
-        model: Folder or Hub id of the encoder, whose name tells the package its kind.
-
-    Raises:
-        UserError: the name says nothing to the package.
+        model: Folder or Hub id of the encoder, whose name tells the package its kind; others are a `UserError`.
     """
 
     model: str = "microsoft/llmlingua-2-xlm-roberta-large-meetingbank"
@@ -114,11 +99,7 @@ class Package:
             raise UserError(f"LLMLingua2: model {self.model!r} must have {' or '.join(_KINDS)} in its name")
 
     def __call__(self, text: str, rate: float) -> LabelledWords:
-        """The words of a text, a share `rate` of which is kept.
-
-        Raises:
-            UserError: the package is not installed or its models cannot be had.
-        """
+        """The words of a text, a share `rate` of which is kept; a `UserError` without the package or its models."""
         labelled = _compressor(self.model).compress_prompt_llmlingua2(
             [text], rate=rate, return_word_label=True, word_sep=_BETWEEN_WORDS, label_sep=_BEFORE_LABEL
         )["fn_labeled_original_prompt"]
@@ -131,9 +112,9 @@ class Package:
 class LLMLingua2(ShortenText):
     """Keeps the window, and the words before it that LLMLingua-2 (arXiv 2403.12968, section 4) keeps.
 
-    The package is asked for the share of words that fits the budget. Its words are not the target's tokens, and it
-    rounds to whole percents of each stretch of 510 of its own tokens, so that the result may fall short of the budget;
-    where it would exceed it, the package is asked again for less. Line breaks are not words and are dropped.
+    The package is asked for the share of words that fits the budget. Its words are not the model's tokens, and it
+    rounds to whole percents of each stretch of 510 of its own tokens: the result may fall short of the budget; where it
+    would exceed it, the package is asked again for less. Line breaks are not words and are dropped.
 
     Attributes:
         label: Labels the words of a text, given the share of them to keep; the package by default.
@@ -159,7 +140,7 @@ def kept_tokens(texts: list[str], words: LabelledWords) -> list[int]:
     """The tokens that hold a part of a kept word, ascending.
 
     Args:
-        texts: The text of each token; see `keepsight.runtime.prompt_compression.text.token_texts`.
+        texts: The text of each token.
         words: The words of the joined text in order. A word that is not found where it should be (the encoder
             rewrites some characters) is skipped.
     """
@@ -188,7 +169,7 @@ def kept_tokens(texts: list[str], words: LabelledWords) -> list[int]:
 
 @lru_cache(maxsize=1)
 def _compressor(model: str) -> Any:
-    package = optional_package("llmlingua", "llmlingua")
+    package = _optional_package("llmlingua", "llmlingua")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         with _same_random_numbers():
@@ -199,8 +180,12 @@ def _compressor(model: str) -> Any:
                 use_llmlingua2=True,
             )
     except OSError as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"LLMLingua2: model {model!r} cannot be loaded; give a folder or a Hub id: {reason}") from None
+        raise _not_loaded("LLMLingua2", model, error) from None
+
+
+def _not_loaded(name: str, model: str, error: OSError) -> UserError:
+    reason = str(error).strip().splitlines()[0]
+    return UserError(f"{name}: model {model!r} cannot be loaded; give a folder or a Hub id: {reason}")
 
 
 @contextmanager
@@ -229,11 +214,7 @@ class Cosine:
     model: str = "sentence-transformers/all-MiniLM-L6-v2"
 
     def __call__(self, sentences: list[str], question: str) -> Tensor:
-        """How close each sentence is to the question, [S] float32.
-
-        Raises:
-            UserError: the package is not installed or the encoder cannot be had.
-        """
+        """How close each sentence is to the question, [S] float32; a `UserError` without the package or encoder."""
         embeddings = _encoder(self.model).encode(
             [*sentences, question], convert_to_tensor=True, normalize_embeddings=True, show_progress_bar=False
         )
@@ -260,9 +241,10 @@ class SentenceSimilarity(ShortenText):
         before = len(texts) - self.window
         sentences, owners = split_sentences(texts[:before])
         worth = [place for place, sentence in enumerate(sentences) if sentence.strip()]
-        scores = torch.full((len(sentences),), -torch.inf)
+        scores = torch.full((len(sentences),), -torch.inf, dtype=torch.float32)
         if worth:
-            scores[worth] = self.similarity([sentences[place] for place in worth], "".join(texts[before:]))
+            found = self.similarity([sentences[place] for place in worth], "".join(texts[before:]))
+            scores[worth] = found.to(scores.dtype)
         place = torch.empty(len(sentences), dtype=torch.long)
         place[scores.argsort(descending=True, stable=True)] = torch.arange(len(sentences))
         by_rank = place[torch.tensor(owners, dtype=torch.long)].argsort(stable=True)
@@ -274,11 +256,11 @@ def split_sentences(texts: list[str]) -> tuple[list[str], list[int]]:
     """The sentences of a text, and which of them each token belongs to.
 
     Args:
-        texts: The text of each token; see `keepsight.runtime.prompt_compression.text.token_texts`.
+        texts: The text of each token.
 
     Returns:
-        The sentences, which together are the joined text, and for each token the index of one of them. A sentence ends
-        at a line break, or at a full stop, exclamation or question mark before white space.
+        The sentences, which joined are the text, and for each token the index of one of them. A sentence ends at a line
+        break, or at a full stop, exclamation or question mark before white space.
     """
     sentences = _SENTENCE.findall("".join(texts)) or [""]
     ends = [*accumulate(len(sentence) for sentence in sentences)]
@@ -292,14 +274,11 @@ def split_sentences(texts: list[str]) -> tuple[list[str], list[int]]:
 
 @lru_cache(maxsize=1)
 def _encoder(model: str) -> Any:
-    package = optional_package("sentence_transformers", "sentences")
+    package = _optional_package("sentence_transformers", "sentences")
     try:
         return package.SentenceTransformer(model, trust_remote_code=False, model_kwargs={"use_safetensors": True})
     except OSError as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(
-            f"SentenceSimilarity: model {model!r} cannot be loaded; give a folder or a Hub id: {reason}"
-        ) from None
+        raise _not_loaded("SentenceSimilarity", model, error) from None
 
 
 @registry.method("truncation")

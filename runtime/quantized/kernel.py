@@ -1,4 +1,4 @@
-"""Attention to packed entries: a Triton kernel on a GPU (experimental), the same in torch elsewhere."""
+"""Attention to packed entries: a Triton kernel on a GPU (experimental), torch operators elsewhere."""
 
 from __future__ import annotations
 
@@ -30,43 +30,83 @@ def usable(query: Tensor) -> bool:
     return query.is_cuda and HAS_TRITON and torch.version.hip is None
 
 
-def attend_in_kernel(
-    query: Tensor, held: PackedEntries, softmax: Softmax, fetched: FetchedEntries | None, watched: int
+def attend_packed(
+    query: Tensor,
+    entries: PackedEntries,
+    softmax: Softmax,
+    fetched: FetchedEntries | None = None,
+    scored: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See `keepsight.runtime.quantized.kernel.attend_packed`."""
+    """Causal attention of the last q of T tokens; without the kernel, all entries of the layer are unpacked at once.
+
+    Args:
+        query: [B, H, q, d].
+        entries: T entries of K KV heads.
+        softmax: The layer's.
+        fetched: Read in full precision in place of the packed entries with their indices.
+        scored: Number n of first entries whose attention is returned, at least the fetched ones; the packed ones
+            by default.
+
+    Returns:
+        The output [B, q, H, d], and the attention of the last query to the scored entries, [B, K, H / K, n] float32.
+    """
+    scored = entries.packed_length if scored is None else scored
+    if usable(query):
+        return attend_in_kernel(query, entries, softmax, fetched, scored)
     batch, heads, rows, width = query.shape
-    kv_heads, length, quantizer = held.recent_keys.shape[1], held.length, held.quantizer
+    keys, values = entries.keys(), entries.values()
+    if fetched is not None:
+        places = fetched.indices[..., None].expand(-1, -1, -1, width)
+        # Under autocast keys are float32 and values are not; on the CPU both are float32.
+        keys.scatter_(2, places, fetched.keys.to(keys.dtype))
+        values.scatter_(2, places, fetched.values.to(values.dtype))
+    with torch.autocast(query.device.type, enabled=False):  # which would round the logits
+        logits = softmax.logits(query.reshape(batch, keys.shape[1], -1, width).float(), keys.float())
+        logits = logits.unflatten(2, (-1, rows))
+        if rows > 1:
+            logits[..., -rows:].masked_fill_(later(rows, query.device), -torch.inf)
+        weights = softmax.normalised(logits)
+        output = (weights.flatten(2, 3).to(values.dtype) @ values).view(batch, heads, rows, width)
+    return output.transpose(1, 2).contiguous(), weights[..., -1, :scored]
+
+
+def attend_in_kernel(
+    query: Tensor, entries: PackedEntries, softmax: Softmax, fetched: FetchedEntries | None, scored: int
+) -> tuple[Tensor, Tensor]:
+    """`attend_packed` on a GPU."""
+    batch, heads, rows, width = query.shape
+    kv_heads, length, quantizer = entries.recent_keys.shape[1], entries.length, entries.quantizer
     grouped = query.reshape(batch, kv_heads, -1, width)
     parts, of_head = -(-length // PART), grouped.shape[2]
     outputs = query.new_empty(batch, kv_heads, parts, of_head, width, dtype=torch.float32)
     totals = outputs.new_empty(outputs.shape[:4])
-    logits = outputs.new_empty(batch, kv_heads, heads // kv_heads, watched)
+    logits = outputs.new_empty(batch, kv_heads, heads // kv_heads, scored)
     with torch.cuda.device_of(query):
         _compiled()[batch * kv_heads, parts](
             grouped,
-            *held.packed_keys,
-            *held.packed_values,
-            held.recent_keys.contiguous(),
-            held.recent_values.contiguous(),
-            *_fetched(fetched, held),
+            *entries.packed_keys,
+            *entries.packed_values,
+            entries.recent_keys.contiguous(),
+            entries.recent_values.contiguous(),
+            *_fetched(fetched, entries),
             outputs,
             totals,
             logits,
             length,
-            held.packed_length,
-            held.packed_values.scale.shape[2],
-            watched,
+            entries.packed_length,
+            entries.packed_values.scale.shape[2],
+            scored,
             kv_heads,
-            *held.packed_keys.scale.stride()[:2],
-            *held.packed_values.scale.stride()[:2],
+            *entries.packed_keys.scale.stride()[:2],
+            *entries.packed_values.scale.stride()[:2],
             softmax.scaling,
             SOFTCAP=softmax.softcap or 0.0,
             BITS=quantizer.bits,
             GROUP=quantizer.group,
             WIDTH=width,
-            COLUMNS=max(16, _power_of_two(width)),
+            COLUMNS=max(16, triton.next_power_of_2(width)),
             ROWS=of_head,
-            PADDED=max(16, _power_of_two(of_head)),
+            PADDED=max(16, triton.next_power_of_2(of_head)),
             QUERIES=rows,
             PART=PART,
             BLOCK=BLOCK,
@@ -81,21 +121,17 @@ def attend_in_kernel(
     return output.view(batch, heads, rows, width).transpose(1, 2).contiguous(), (logits - last).exp()
 
 
-def _fetched(fetched: FetchedEntries | None, held: PackedEntries) -> tuple[Tensor, Tensor, Tensor, int, int]:
+def _fetched(fetched: FetchedEntries | None, entries: PackedEntries) -> tuple[Tensor, Tensor, Tensor, int, int]:
     """Keys and values [B, K, k, d], for each packed entry its place among them or -1, k, and the stride of an entry."""
     if fetched is None:
-        return held.recent_keys, held.recent_values, held.recent_keys, 0, 0
+        return entries.recent_keys, entries.recent_values, entries.recent_keys, 0, 0
     indices, keys, values = fetched
     count = indices.shape[2]
-    slots = indices.new_full((*indices.shape[:2], held.packed_length), -1, dtype=torch.int32)
+    slots = indices.new_full((*indices.shape[:2], entries.packed_length), -1, dtype=torch.int32)
     slots.scatter_(2, indices, torch.arange(count, dtype=torch.int32, device=indices.device).expand_as(indices))
     if keys.stride()[1:] != values.stride()[1:] or keys.stride(1) != count * keys.stride(2):
         keys, values = keys.contiguous(), values.contiguous()
     return keys, values, slots, count, keys.stride(2)
-
-
-def _power_of_two(count: int) -> int:
-    return 1 << (count - 1).bit_length()
 
 
 @functools.cache
@@ -124,7 +160,7 @@ def attend_part(  # type: ignore[no-untyped-def]
     length,
     packed_keys,
     packed_values,
-    watched,
+    scored,
     kv_heads,
     key_row,
     key_head,
@@ -143,13 +179,13 @@ def attend_part(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     FETCHED: tl.constexpr,
 ):
-    """One part of the entries of one KV head: its output, logarithm of the denominator, and watched logits."""
+    """Attention to one part of a KV head's entries: output, logarithm of the denominator, logits of the last query."""
     head, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     group_bytes: tl.constexpr = GROUP * BITS // 8
     rows, columns = tl.arange(0, PADDED), tl.arange(0, COLUMNS)
-    inside, asking = columns < WIDTH, rows < ROWS
-    of_rows = asking[:, None] & inside[None, :]
-    asked = tl.load(query + (head * ROWS + rows[:, None]) * WIDTH + columns[None, :], mask=of_rows, other=0.0)
+    inside, query_rows = columns < WIDTH, rows < ROWS
+    of_rows = query_rows[:, None] & inside[None, :]
+    queries = tl.load(query + (head * ROWS + rows[:, None]) * WIDTH + columns[None, :], mask=of_rows, other=0.0)
     keys_at = head // kv_heads * key_row + head % kv_heads * key_head
     values_at = head // kv_heads * value_row + head % kv_heads * value_head
 
@@ -158,19 +194,19 @@ def attend_part(  # type: ignore[no-untyped-def]
     summed = tl.zeros([PADDED, COLUMNS], tl.float32)
     for start in range(part * PART, tl.minimum(part * PART + PART, length), BLOCK):
         tokens = start + tl.arange(0, BLOCK)
-        held = tokens < length
+        exists = tokens < length
 
         packed = tokens < packed_keys
-        shown = inside[:, None] & packed[None, :]
+        loaded = inside[:, None] & packed[None, :]
         place = keys_at + (tokens // GROUP)[None, :] * WIDTH + columns[:, None]
         bit = tokens % GROUP * BITS
-        codes = tl.load(key_codes + place * group_bytes + (bit // 8)[None, :], mask=shown, other=0).to(tl.int32)
+        codes = tl.load(key_codes + place * group_bytes + (bit // 8)[None, :], mask=loaded, other=0).to(tl.int32)
         codes = (codes >> (bit % 8)[None, :]) & (2**BITS - 1)
-        scale = tl.load(key_scale + place, mask=shown, other=0.0).to(tl.float32)
-        keys = tl.load(key_zero + place, mask=shown, other=0.0).to(tl.float32) + codes.to(tl.float32) * scale
+        scale = tl.load(key_scale + place, mask=loaded, other=0.0).to(tl.float32)
+        keys = tl.load(key_zero + place, mask=loaded, other=0.0).to(tl.float32) + codes.to(tl.float32) * scale
         place = (head * (length - packed_keys) + tokens - packed_keys)[None, :] * WIDTH + columns[:, None]
-        recent = tl.load(recent_keys + place, mask=inside[:, None] & (held & ~packed)[None, :], other=0.0)
-        keys = tl.where(packed[None, :], keys.to(asked.dtype), recent)
+        recent = tl.load(recent_keys + place, mask=inside[:, None] & (exists & ~packed)[None, :], other=0.0)
+        keys = tl.where(packed[None, :], keys.to(queries.dtype), recent)
 
         if FETCHED:
             slot = tl.load(slots + head * packed_keys + tokens, mask=packed, other=-1)
@@ -179,31 +215,31 @@ def attend_part(  # type: ignore[no-untyped-def]
             read = tl.load(fetched_keys + row[None, :] + columns[:, None], chosen, other=0.0)
             keys = tl.where(chosen, read, keys)
 
-        looks = tl.dot(asked, keys, input_precision="tf32x3") * scaling
+        scores = tl.dot(queries, keys, input_precision="tf32x3") * scaling
         if SOFTCAP > 0:
-            looks = (2 * tl.sigmoid(2 * looks / SOFTCAP) - 1) * SOFTCAP
-        visible = held[None, :] & (tokens[None, :] <= length - QUERIES + (rows % QUERIES)[:, None])
-        looks = tl.where(visible, looks, float("-inf"))
-        last = asking & (rows % QUERIES == QUERIES - 1)
-        place = (head * (ROWS // QUERIES) + rows // QUERIES)[:, None] * watched + tokens[None, :]
-        tl.store(logits + place, looks, mask=last[:, None] & (tokens < watched)[None, :])
+            scores = (2 * tl.sigmoid(2 * scores / SOFTCAP) - 1) * SOFTCAP
+        visible = exists[None, :] & (tokens[None, :] <= length - QUERIES + (rows % QUERIES)[:, None])
+        scores = tl.where(visible, scores, float("-inf"))
+        last = query_rows & (rows % QUERIES == QUERIES - 1)
+        place = (head * (ROWS // QUERIES) + rows // QUERIES)[:, None] * scored + tokens[None, :]
+        tl.store(logits + place, scores, mask=last[:, None] & (tokens < scored)[None, :])
 
-        highest = tl.maximum(best, tl.max(looks, 1))
-        least = tl.where(highest == float("-inf"), 0.0, highest)  # no query of a row sees anything yet
-        weights, fade = tl.exp(looks - least[:, None]), tl.exp(best - least)
+        highest = tl.maximum(best, tl.max(scores, 1))
+        least = tl.where(highest == float("-inf"), 0.0, highest)  # where a query sees no entry yet
+        weights, fade = tl.exp(scores - least[:, None]), tl.exp(best - least)
         total, best = total * fade + tl.sum(weights, 1), highest
 
         packed = tokens < packed_values
-        shown = packed[:, None] & inside[None, :]
+        loaded = packed[:, None] & inside[None, :]
         place = values_at + tokens[:, None] * (WIDTH // GROUP) + (columns // GROUP)[None, :]
         bit = columns % GROUP * BITS
-        codes = tl.load(value_codes + place * group_bytes + (bit // 8)[None, :], mask=shown, other=0).to(tl.int32)
+        codes = tl.load(value_codes + place * group_bytes + (bit // 8)[None, :], mask=loaded, other=0).to(tl.int32)
         codes = (codes >> (bit % 8)[None, :]) & (2**BITS - 1)
-        scale = tl.load(value_scale + place, mask=shown, other=0.0).to(tl.float32)
-        values = tl.load(value_zero + place, mask=shown, other=0.0).to(tl.float32) + codes.to(tl.float32) * scale
+        scale = tl.load(value_scale + place, mask=loaded, other=0.0).to(tl.float32)
+        values = tl.load(value_zero + place, mask=loaded, other=0.0).to(tl.float32) + codes.to(tl.float32) * scale
         place = (head * (length - packed_values) + tokens - packed_values)[:, None] * WIDTH + columns[None, :]
-        recent = tl.load(recent_values + place, mask=(held & ~packed)[:, None] & inside[None, :], other=0.0)
-        values = tl.where(packed[:, None], values.to(asked.dtype), recent)
+        recent = tl.load(recent_values + place, mask=(exists & ~packed)[:, None] & inside[None, :], other=0.0)
+        values = tl.where(packed[:, None], values.to(queries.dtype), recent)
 
         if FETCHED:
             chosen = (slot >= 0)[:, None] & inside[None, :]
@@ -218,41 +254,4 @@ def attend_part(  # type: ignore[no-untyped-def]
     tl.store(
         outputs + at[:, None] * WIDTH + columns[None, :], summed / tl.where(seen, total, 1.0)[:, None], mask=of_rows
     )
-    tl.store(totals + at, tl.where(seen, best + tl.log(total), float("-inf")), mask=asking)
-
-
-def attend_packed(
-    query: Tensor,
-    held: PackedEntries,
-    softmax: Softmax,
-    fetched: FetchedEntries | None = None,
-    watched: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Causal attention of the last q of T tokens; but for the kernel, all entries of the layer are unpacked at once.
-
-    Args:
-        query: [B, H, q, d].
-        held: T entries of K KV heads.
-        softmax: The layer's.
-        fetched: Read in full precision in place of the packed entries with their indices.
-        watched: Number n of first entries whose attention is returned, at least the fetched ones; the packed ones
-            by default.
-
-    Returns:
-        The output [B, q, H, d], and the attention of the last query to the watched entries, [B, K, H / K, n] float32.
-    """
-    watched = held.packed_length if watched is None else watched
-    if usable(query):
-        return attend_in_kernel(query, held, softmax, fetched, watched)
-    batch, heads, rows, width = query.shape
-    keys, values = held.keys(), held.values()
-    if fetched is not None:
-        places = fetched.indices[..., None].expand(-1, -1, -1, width)
-        keys.scatter_(2, places, fetched.keys)
-        values.scatter_(2, places, fetched.values)
-    logits = softmax.logits(query.reshape(batch, keys.shape[1], -1, width), keys).unflatten(2, (-1, rows))
-    if rows > 1:
-        logits[..., -rows:].masked_fill_(later(rows, query.device), -torch.inf)
-    weights = softmax.normalised(logits)
-    output = (weights.flatten(2, 3).to(values.dtype) @ values).view(batch, heads, rows, width)
-    return output.transpose(1, 2).contiguous(), weights[..., -1, :watched]
+    tl.store(totals + at, tl.where(seen, best + tl.log(total), float("-inf")), mask=query_rows)

@@ -1,5 +1,6 @@
 """KIVI (arXiv 2402.02750): a cache whose entries are packed, keys by channel and values by token."""
 
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +11,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 from typing_extensions import override
 
-from keepsight.errors import UserError
+from keepsight.errors import UserError, require_whole
 from keepsight.models.decoder import has_latents
 from keepsight.runtime import registry
 from keepsight.runtime.allocate import Uniform
@@ -28,50 +29,50 @@ class PackedLayer(OwnAttention, KeptLayer):
     """A low-bit cache layer.
 
     Args:
-        held: The entries.
+        packed: The entries.
         seen: Logical length.
     """
 
     is_croppable = False
 
-    def __init__(self, held: PackedEntries, seen: int) -> None:
-        super().__init__(held.recent_keys, held.recent_values, seen)
-        self.held = held
+    def __init__(self, packed: PackedEntries, seen: int) -> None:
+        super().__init__(packed.recent_keys, packed.recent_values, seen)
+        self.packed = packed
 
     @property
     def bytes(self) -> int:
         """Bytes on the device."""
-        return self.held.bytes
+        return self.packed.bytes
 
     @override
     def attend(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
         outputs = []
-        for row in zip(*(each.split(1, dim=2) for each in (query, key, value)), strict=True):
-            self.add(*row[1:])
-            outputs.append(self.look(row[0], softmax))
-            self.settle()
+        for token in zip(*(each.split(1, dim=2) for each in (query, key, value)), strict=True):
+            self.append(*token[1:])
+            outputs.append(self.attend_last(token[0], softmax))
+            self.pack()
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
-    def look(self, query: Tensor, softmax: Softmax) -> Tensor:
+    def attend_last(self, query: Tensor, softmax: Softmax) -> Tensor:
         """The attention [B, 1, H, d] of the last token, query [B, H, 1, d]."""
-        return attend_packed(query, self.held, softmax, watched=0)[0]
+        return attend_packed(query, self.packed, softmax, scored=0)[0]
 
-    def add(self, keys: Tensor, values: Tensor) -> None:
-        """Append a token in full precision; `settle` packs it."""
-        self.hold(self.held.with_recent(keys, values))
+    def append(self, keys: Tensor, values: Tensor) -> None:
+        """Append entries [B, K, q, d] in full precision; `pack` packs them."""
+        self.replace(self.packed.with_recent(keys, values))
         self.seen += keys.shape[2]
 
-    def settle(self) -> None:
+    def pack(self) -> None:
         """Pack what exceeds the residual."""
-        self.hold(self.held.settled())
+        self.replace(self.packed.packed())
 
-    def hold(self, held: PackedEntries) -> None:
+    def replace(self, packed: PackedEntries) -> None:
         """Replace the entries."""
-        self.held, self.keys, self.values = held, held.recent_keys, held.recent_values
+        self.packed, self.keys, self.values = packed, packed.recent_keys, packed.recent_values
 
     @override
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.held.length + query_length, self.seen - self.held.length
+        return self.packed.length + query_length, self.seen - self.packed.length
 
     @override
     def crop(self, tokens_to_remove: int) -> None:
@@ -80,11 +81,11 @@ class PackedLayer(OwnAttention, KeptLayer):
     @override
     def entries(self) -> LayerEntries:
         """All entries, unpacked, as observers see them."""
-        return LayerEntries(self.held.keys(), self.held.values(), None)
+        return LayerEntries(self.packed.keys(), self.packed.values(), None)
 
     @override
     def share(self) -> "PackedLayer":
-        return PackedLayer(self.held, self.seen)
+        return PackedLayer(self.packed, self.seen)
 
 
 @dataclass(frozen=True)
@@ -94,21 +95,19 @@ class PackedState(State):
     @property
     @override
     def length(self) -> int:
-        return max((layer.held.length for layer in packed_layers(self.cache)), default=0)
+        return max((layer.packed.length for layer in packed_layers(self.cache)), default=0)
 
     @property
     @override
     def kv_bytes(self) -> int:
-        """Bytes on the device: codes, scales, zero points, recent entries and slots, and what bounded layers hold."""
+        """Bytes on the device: codes, scales, zero points, recent entries and slots, and those of bounded layers."""
         bounded = [layer for layer in self.cache.layers if is_bounded(layer)]
         return sum(layer.bytes for layer in packed_layers(self.cache)) + cache_bytes(Cache(layers=bounded))
 
     @override
     def counts(self) -> Tensor:
-        rows = [
-            torch.full(layer.keys.shape[:2], layer.held.length, device=layer.keys.device)
-            for layer in packed_layers(self.cache)
-        ]
+        layers = packed_layers(self.cache)
+        rows = [torch.full(each.keys.shape[:2], each.packed.length, device=each.keys.device) for each in layers]
         return torch.stack(rows)
 
 
@@ -127,42 +126,8 @@ _RAGGED = (
 )
 
 
-def pack_state(state: State, pack: PackLayer) -> PackedState:
-    """A packed copy of a state; nothing is recorded for observers from here on.
-
-    Raises:
-        UserError: entries are padded, or their number differs between the KV heads of a layer.
-    """
-    require_unpadded(state.tokens_mask)
-    layers: list[KeptLayer] = []
-    for keys, values, real in state.entries():
-        if real is not None and not real.all():
-            raise UserError(_RAGGED)
-        layers.append(pack(keys, values, state.cache.get_seq_length()))
-    cache = with_full_layers(state.cache, layers)
-    return state.as_kind(PackedState, cache)
-
-
-@torch.no_grad()
-def prefill_packed(model: PreTrainedModel, input_ids: Tensor, chunk: int | None, pack: PackLayer) -> PackedState:
-    """Read prompts [B, N] of one length, packing each layer as soon as it has been read.
-
-    Only one layer's entries are on the device in full precision at a time; those of earlier chunks wait in CPU memory.
-    """
-    length = input_ids.shape[1]
-    cache = empty_cache(model)
-    arriving = [_ArrivingLayer(length, pack) for _ in full_layers(cache)]
-    cache = with_full_layers(cache, arriving)
-    positions = torch.arange(length, device=input_ids.device)[None]
-    for ids, at in zip(input_ids.split(chunk or length, dim=1), positions.split(chunk or length, dim=1), strict=True):
-        output = run(model, cache, input_ids=ids, position_ids=at, logits_to_keep=1)
-    lengths = torch.full((len(input_ids),), length, device=input_ids.device)
-    packed = with_full_layers(cache, [layer.packed for layer in arriving])
-    return PackedState(packed, output.logits[:, -1].float(), input_ids, lengths, padded=False)
-
-
 class _ArrivingLayer(DynamicLayer):
-    """A layer of a prompt that is being read.
+    """A layer of a prompt that is being read, packed at its end; entries of earlier chunks wait in CPU memory.
 
     Args:
         length: Length of the prompt in tokens.
@@ -193,32 +158,9 @@ class _ArrivingLayer(DynamicLayer):
         return keys, values
 
 
-def require_packable(model: PreTrainedModel) -> None:
-    """Refuse models whose cache cannot be packed.
-
-    Raises:
-        UserError: attention is latent.
-    """
-    if has_latents(model):
-        raise UserError(
-            f"{model.config.model_type} has layers of latent attention; the cache can only be packed where it holds "
-            "keys and values of each head"
-        )
-
-
-def require_unpadded(mask: Tensor | None) -> None:
-    """Refuse padded rows: groups would mix tokens with padding, and a row would depend on its neighbours.
-
-    Raises:
-        UserError: with one line that says why.
-    """
-    if mask is not None and not bool(mask.bool().all()):
-        raise UserError("prompts of different lengths cannot be packed in one batch; give rows of one length each time")
-
-
 @dataclass(frozen=True)
 class PackedMethod(CacheMethod):
-    """What methods that pack entries have in common.
+    """A method that packs entries.
 
     Attributes:
         bits: Bits per number of the packed entries: 1, 2 or 4.
@@ -238,13 +180,82 @@ class PackedMethod(CacheMethod):
 
     def __post_init__(self) -> None:
         group, residual = self.quantizer.group, self.residual
-        if type(residual) is not int or residual < group or residual % group:
+        require_whole(type(self).__name__, residual=residual)
+        if residual < group or residual % group:
             raise UserError(f"residual {residual!r} must be a multiple of the group of {group}, and not below it")
 
     @property
     def quantizer(self) -> Quantizer:
         """Bits and groups."""
         return Quantizer(self.bits, self.group, self.one_bit)
+
+    def packed_entries(self, keys: Tensor, values: Tensor) -> PackedEntries:
+        """Keys and values [B, K, T, d], packed.
+
+        Raises:
+            UserError: the group does not divide the head dimension.
+        """
+        self.quantizer.check_head(keys.shape[3])
+        return PackedEntries.pack(self.quantizer, self.residual, keys, values)
+
+    @abstractmethod
+    def packer(self) -> PackLayer:
+        """What packs the layers of a state."""
+
+    def check_model(self, model: PreTrainedModel, tokens: Tensor) -> None:
+        """Refuse a model or prompts [B, N] that cannot be packed.
+
+        Raises:
+            UserError: with one line that says why.
+        """
+        if has_latents(model):
+            raise UserError(
+                f"{model.config.model_type} has layers of latent attention; the cache can only be packed where it "
+                "holds keys and values of each head"
+            )
+
+    @override
+    @torch.no_grad()
+    def start(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        mask: Tensor | None = None,
+        *,
+        chunk: int | None = None,
+        images: Images | None = None,
+    ) -> State:
+        """Read prompts of one length; only one layer at a time is in full precision on the device."""
+        self.check_model(model, input_ids)
+        _require_unpadded(mask)
+        (batch, length), pack, cache = input_ids.shape, self.packer(), empty_cache(model)
+        arriving = [_ArrivingLayer(length, pack) for _ in full_layers(cache)]
+        cache = with_full_layers(cache, arriving)
+        positions = torch.arange(length, device=input_ids.device)[None]
+        for start in range(0, length, chunk or length):
+            part = slice(start, start + (chunk or length))
+            output = run(model, cache, input_ids=input_ids[:, part], position_ids=positions[:, part], logits_to_keep=1)
+        lengths = torch.full((batch,), length, device=input_ids.device)
+        packed = with_full_layers(cache, [layer.packed for layer in arriving])
+        return PackedState(packed, output.logits[:, -1].float(), input_ids, lengths, padded=False)
+
+    @override
+    def compress(self, model: PreTrainedModel, state: State) -> State:
+        """A packed copy of a state; nothing is recorded for observers from here on."""
+        self.check_model(model, state.tokens)
+        _require_unpadded(state.tokens_mask)
+        pack, layers = self.packer(), list[KeptLayer]()
+        for keys, values, real in state.entries():
+            if real is not None and not real.all():
+                raise UserError(_RAGGED)
+            layers.append(pack(keys, values, state.cache.get_seq_length()))
+        return state.as_kind(PackedState, with_full_layers(state.cache, layers))
+
+
+def _require_unpadded(mask: Tensor | None) -> None:
+    """Refuse padded rows: groups would mix tokens with padding, and a row would depend on its neighbours."""
+    if mask is not None and not bool(mask.bool().all()):
+        raise UserError("prompts of different lengths cannot be packed in one batch; give rows of one length each time")
 
 
 @registry.method("kivi")
@@ -282,26 +293,17 @@ class Kivi(PackedMethod):
             self.inner.check(length, context)
 
     @override
-    def start(
-        self,
-        model: PreTrainedModel,
-        input_ids: Tensor,
-        mask: Tensor | None = None,
-        *,
-        chunk: int | None = None,
-        images: Images | None = None,
-    ) -> State:
-        require_packable(model)
-        require_unpadded(mask)
-        if self.inner is not None:
-            return pack_state(self.inner.start(model, input_ids, mask, chunk=chunk), self._pack)
-        return prefill_packed(model, input_ids, chunk, self._pack)
+    def start(self, model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None = None, **options: Any) -> State:
+        if self.inner is None:
+            return super().start(model, input_ids, mask, **options)
+        self.check_model(model, input_ids)
+        _require_unpadded(mask)
+        return super().compress(model, self.inner.start(model, input_ids, mask, **options))
 
     @override
     def compress(self, model: PreTrainedModel, state: State) -> State:
-        require_packable(model)
-        return pack_state(state if self.inner is None else self.inner.compress(model, state), self._pack)
+        return super().compress(model, state if self.inner is None else self.inner.compress(model, state))
 
-    def _pack(self, keys: Tensor, values: Tensor, seen: int) -> PackedLayer:
-        self.quantizer.check_head(keys.shape[3])
-        return PackedLayer(PackedEntries.pack(self.quantizer, self.residual, keys, values), seen)
+    @override
+    def packer(self) -> PackLayer:
+        return lambda keys, values, seen: PackedLayer(self.packed_entries(keys, values), seen)

@@ -1,4 +1,4 @@
-"""Packed KV entries: codes of 1 to 8 bits with scales and zero points, in groups, and memory that they grow in."""
+"""Packed KV entries: codes of 1, 2 or 4 bits with scales and zero points, in groups, and memory that they grow in."""
 
 import functools
 from dataclasses import dataclass, field, replace
@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from keepsight.errors import UserError
+from keepsight.errors import UserError, require_whole
 from keepsight.runtime.layer import spare
 
 BITS = (1, 2, 4)
@@ -35,7 +35,7 @@ class Packed(NamedTuple):
 
 @dataclass(frozen=True)
 class Quantizer:
-    """How keys and values become codes and come back.
+    """Quantises keys and values.
 
     Attributes:
         bits: Bits per code: 1, 2 or 4.
@@ -51,9 +51,10 @@ class Quantizer:
     one_bit: str = "middles"
 
     def __post_init__(self) -> None:
-        if type(self.bits) is not int or self.bits not in BITS:
+        require_whole("quantizer", 1, bits=self.bits, group=self.group)
+        if self.bits not in BITS:
             raise UserError(f"bits {self.bits!r} is not offered; choose one of {', '.join(map(str, BITS))}")
-        if type(self.group) is not int or self.group < 8 or self.group % 8:
+        if self.group % 8:
             raise UserError(f"group {self.group!r} must be a multiple of 8, such as 32 or 64")
         if self.one_bit not in LEVELS:
             raise UserError(f"one_bit {self.one_bit!r} is unknown; choose one of {', '.join(LEVELS)}")
@@ -93,7 +94,8 @@ class Quantizer:
             zero, scale = low + (high - low) / 4, (high - low) / 2
         else:
             zero, scale = low, (high - low) / (2**self.bits - 1)
-        zero, scale = zero.to(groups.dtype), scale.to(groups.dtype)
+        most = min(torch.finfo(each).max for each in (groups.dtype, scale.dtype))  # a range may exceed that of float16
+        zero, scale = zero.to(groups.dtype), scale.clamp(max=most).to(groups.dtype)
         # A constant group has the scale 0, and is 0 above its zero point.
         step = scale.float().clamp(min=torch.finfo(torch.float32).tiny)[..., None]
         # Under `middles` the largest element is at 1.5, which rounds to 2: codes are clamped.
@@ -123,39 +125,39 @@ def _shifts(bits: int, device: torch.device) -> Tensor:
 
 
 class PackedRoom:
-    """Memory to which groups are appended; whoever holds some of them holds a view, which stays valid.
+    """Memory to which groups are appended. Views of it stay valid: only what follows the longest view is written.
 
-    Only what follows the longest view is written. What is appended to a shorter one moves to a room of its own.
+    What is appended to a shorter view moves to a room of its own.
     """
 
     def __init__(self) -> None:
         self._rows: tuple[Tensor, ...] = ()
         self._filled = 0
 
-    def append(self, held: Packed, new: Packed) -> tuple["PackedRoom", Packed]:
+    def append(self, packed: Packed, new: Packed) -> tuple["PackedRoom", Packed]:
         """Groups of this room and more after them, along dimension 2, and the room that these are in."""
-        before, after = held.scale.shape[2], held.scale.shape[2] + new.scale.shape[2]
+        before, after = packed.scale.shape[2], packed.scale.shape[2] + new.scale.shape[2]
         fits = bool(self._rows) and before == self._filled and after <= self._rows[0].shape[2]
-        room = self if fits else _moved(held, after)
+        room = self if fits else _moved(packed, after)
         for rows, part in zip(room._rows, new, strict=True):
             rows[:, :, before:after] = part
         room._filled = after
         return room, Packed(*(rows[:, :, :after] for rows in room._rows))
 
 
-def _moved(held: Packed, after: int) -> PackedRoom:
-    """A new room that begins with `held`, for `after` groups and, where there were some before, a share more."""
-    room, before = PackedRoom(), held.scale.shape[2]
+def _moved(packed: Packed, after: int) -> PackedRoom:
+    """A new room that begins with `packed`, for `after` groups and, where there were some before, a share more."""
+    room, before = PackedRoom(), packed.scale.shape[2]
     capacity = after + (spare(after) if before else 0)
-    room._rows = tuple(part.new_empty(*part.shape[:2], capacity, *part.shape[3:]) for part in held)
-    for rows, part in zip(room._rows, held, strict=True):
+    room._rows = tuple(part.new_empty(*part.shape[:2], capacity, *part.shape[3:]) for part in packed)
+    for rows, part in zip(room._rows, packed, strict=True):
         rows[:, :, :before] = part
     return room
 
 
 @dataclass(frozen=True)
 class PackedEntries:
-    """The entries of one layer; immutable, and what is appended to shares what is packed.
+    """The entries of one layer; immutable, and longer copies share the memory of what is packed.
 
     Attributes:
         quantizer: Bits and groups.
@@ -164,8 +166,8 @@ class PackedEntries:
         packed_values: Groups [B, K, m, d / g] of the first m tokens; m is at most n.
         recent_keys: [B, K, T - n, d].
         recent_values: [B, K, T - m, d].
-        key_room: Where the packed keys are, and more can follow.
-        value_room: The same for values.
+        key_room: Memory of the packed keys.
+        value_room: Memory of the packed values.
     """
 
     quantizer: Quantizer
@@ -180,8 +182,8 @@ class PackedEntries:
     @classmethod
     def pack(cls, quantizer: Quantizer, residual: int, keys: Tensor, values: Tensor) -> "PackedEntries":
         """Pack the entries [B, K, T, d] of a prompt."""
-        none = keys[:, :, :0]
-        return cls(quantizer, residual, quantizer.pack_keys(none), quantizer.pack_values(none), keys, values).settled()
+        packed_keys, packed_values = quantizer.pack_keys(keys[:, :, :0]), quantizer.pack_values(values[:, :, :0])
+        return cls(quantizer, residual, packed_keys, packed_values, keys, values).packed()
 
     @property
     def packed_length(self) -> int:
@@ -196,8 +198,7 @@ class PackedEntries:
     @property
     def bytes(self) -> int:
         """Bytes of codes, scales, zero points and recent entries."""
-        recent = (each.nbytes for each in (self.recent_keys, self.recent_values))
-        return self.packed_keys.bytes + self.packed_values.bytes + sum(recent)
+        return self.packed_keys.bytes + self.packed_values.bytes + self.recent_keys.nbytes + self.recent_values.nbytes
 
     def with_recent(self, keys: Tensor, values: Tensor) -> "PackedEntries":
         """The entries with more [B, K, q, d] in full precision; nothing is packed yet."""
@@ -207,7 +208,7 @@ class PackedEntries:
             recent_values=torch.cat([self.recent_values, values], dim=2),
         )
 
-    def settled(self) -> "PackedEntries":
+    def packed(self) -> "PackedEntries":
         """The entries with whatever exceeds the residual packed."""
         recent, old = self.recent_keys.shape[2], max(self.recent_values.shape[2] - self.residual, 0)
         full, packed = recent - recent % self.residual, self
@@ -225,14 +226,16 @@ class PackedEntries:
 
     def keys(self) -> Tensor:
         """All keys [B, K, T, d], a copy."""
-        keys = _room(self.recent_keys, packed := self.packed_length)
+        packed = self.packed_length
+        keys = self.recent_keys.new_empty(_longer(self.recent_keys, packed))
         self.quantizer.unpack_keys(self.packed_keys, keys[:, :, :packed])
         keys[:, :, packed:] = self.recent_keys
         return keys
 
     def values(self) -> Tensor:
         """All values [B, K, T, d], a copy."""
-        values = _room(self.recent_values, packed := self.packed_values.scale.shape[2])
+        packed = self.packed_values.scale.shape[2]
+        values = self.recent_values.new_empty(_longer(self.recent_values, packed))
         self.quantizer.unpack_values(self.packed_values, values[:, :, :packed])
         values[:, :, packed:] = self.recent_values
         return values
@@ -243,6 +246,5 @@ class PackedEntries:
         return self.recent_keys, self.recent_values[:, :, packed:]
 
 
-def _room(recent: Tensor, packed: int) -> Tensor:
-    """Room for `packed` entries and, after them, the recent ones."""
-    return recent.new_empty(*recent.shape[:2], packed + recent.shape[2], recent.shape[3])
+def _longer(recent: Tensor, packed: int) -> tuple[int, ...]:
+    return *recent.shape[:2], packed + recent.shape[2], recent.shape[3]

@@ -13,32 +13,19 @@ from keepsight.errors import UserError, require_whole
 from keepsight.models.decoder import head_width
 from keepsight.runtime import registry
 from keepsight.runtime.attention import Reader, Softmax, run
-from keepsight.runtime.images import Images
-from keepsight.runtime.importance import Reduce, reduce_group
+from keepsight.runtime.importance import Reduce, reduce_group, top_indices
 from keepsight.runtime.layer import LayerEntries
 from keepsight.runtime.offload import Fetch, FullEntries, Traffic, require_memory
 from keepsight.runtime.quantized.kernel import attend_packed
-from keepsight.runtime.quantized.kivi import (
-    PackedLayer,
-    PackedMethod,
-    pack_state,
-    prefill_packed,
-    require_packable,
-    require_unpadded,
-)
+from keepsight.runtime.quantized.kivi import PackedLayer, PackedMethod, PackLayer
 from keepsight.runtime.quantized.packing import PackedEntries
 from keepsight.runtime.readers import TokenReader, TurnReader
-from keepsight.runtime.state import State, record_past, roll_back, with_full_layers
+from keepsight.runtime.state import record_past, roll_back, with_full_layers
 
 
 @dataclass(frozen=True)
 class FetchSelector:
-    """Selects the entries to fetch.
-
-    Attributes:
-        topk: Entries per KV head; all packed ones where there are fewer.
-        heads: Reduction of attention over the query heads of a KV head; see `Reduce.heads`.
-    """
+    """Selects the entries to fetch; see `SpeCache` for the attributes."""
 
     topk: int
     heads: str
@@ -46,39 +33,44 @@ class FetchSelector:
     def select(self, attention: Tensor) -> Tensor:
         """Attention [B, K, H / K, n] -> indices [B, K, k] int64 of the entries with the most."""
         reduced = reduce_group(attention.flatten(1, 2), attention.shape[1], self.heads)
-        return reduced.topk(min(self.topk, attention.shape[3]), dim=-1).indices
+        return top_indices(reduced, min(self.topk, attention.shape[3]))
 
 
-class _Ahead(NamedTuple):
+class _Prefetched(NamedTuple):
     """What a step leaves for the next one.
 
     Attributes:
-        guess: [B, 1] int64, the guess of the token after the next.
+        token: [B, 1] int64, the speculative token: a guess of the token after the next.
         fetch: Entries that the next token reads in full precision; None for none.
     """
 
-    guess: Tensor
+    token: Tensor
     fetch: Fetch | None
 
 
 class SpeCacheLayer(PackedLayer):
     """Packed entries, backed by the same ones in full precision on the CPU.
 
-    It fetches what each token's own attention asks for; `PairReader` makes it fetch ahead.
+    It fetches what each token's own attention asks for; `SpeculativeReader` makes it fetch ahead.
 
     Args:
-        held: The entries on the device.
+        packed: The entries on the device.
         seen: Logical length.
         full: The entries with packed keys in full precision.
         selector: Selects what to fetch.
-        ahead: What the last step of a `PairReader` left.
+        prefetched: What the last step of a `SpeculativeReader` left.
     """
 
     def __init__(
-        self, held: PackedEntries, seen: int, full: FullEntries, selector: FetchSelector, ahead: _Ahead | None = None
+        self,
+        packed: PackedEntries,
+        seen: int,
+        full: FullEntries,
+        selector: FetchSelector,
+        prefetched: _Prefetched | None = None,
     ) -> None:
-        super().__init__(held, seen)
-        self.full, self.selector, self.ahead = full, selector, ahead
+        super().__init__(packed, seen)
+        self.full, self.selector, self.prefetched = full, selector, prefetched
 
     @property
     @override
@@ -86,13 +78,13 @@ class SpeCacheLayer(PackedLayer):
         """Bytes on the device: packed and recent entries, and the slots with their indices."""
         batch, kv_heads, _, width = self.keys.shape
         slots = batch * kv_heads * min(self.selector.topk, self.full.length)
-        return self.held.bytes + slots * (2 * width * self.keys.element_size() + 8)
+        return self.packed.bytes + slots * (2 * width * self.keys.element_size() + 8)
 
     @override
-    def look(self, query: Tensor, softmax: Softmax) -> Tensor:
-        output, attention = attend_packed(query, self.held, softmax)
+    def attend_last(self, query: Tensor, softmax: Softmax) -> Tensor:
+        output, attention = attend_packed(query, self.packed, softmax)
         fetch = self.begin_fetch(attention)
-        return output if fetch is None else attend_packed(query, self.held, softmax, fetch.wait())[0]
+        return output if fetch is None else attend_packed(query, self.packed, softmax, fetch.wait())[0]
 
     def begin_fetch(self, attention: Tensor) -> Fetch | None:
         """Start to fetch the entries with the most attention [B, K, H / K, n]; None for no entries."""
@@ -100,21 +92,20 @@ class SpeCacheLayer(PackedLayer):
         return self.full.fetch(indices) if indices.shape[2] else None
 
     @override
-    def settle(self) -> None:
-        before, held = self.held, self.held.settled()
-        if packed := held.packed_length - before.packed_length:
-            keys, values = (each[:, :, :packed] for each in before.recent())
-            self.full = self.full.append(keys, values)
-        self.hold(held)
+    def pack(self) -> None:
+        before, after = self.packed, self.packed.packed()
+        if count := after.packed_length - before.packed_length:
+            self.full = self.full.append(*(each[:, :, :count] for each in before.recent()))
+        self.replace(after)
 
     def read_turn(self, keys: Tensor, values: Tensor) -> LayerEntries:
         """Append entries [B, K, q, d] and return all in full precision; see `keepsight.runtime.readers`."""
-        self.add(keys, values)
-        recent = self.held.recent()
-        packed = self.full.read(keys.device).chunk(2, dim=3)
-        self.settle()
-        self.ahead = None
-        whole = [torch.cat(pair, dim=2) for pair in zip(packed, recent, strict=True)]
+        self.append(keys, values)
+        recent = self.packed.recent()
+        offloaded = self.full.read(keys.device).chunk(2, dim=3)
+        self.pack()
+        self.prefetched = None
+        whole = [torch.cat([old.to(new.dtype), new], dim=2) for old, new in zip(offloaded, recent, strict=True)]
         return LayerEntries(whole[0], whole[1], None)
 
     @override
@@ -123,7 +114,7 @@ class SpeCacheLayer(PackedLayer):
 
     @override
     def share(self) -> "SpeCacheLayer":
-        return SpeCacheLayer(self.held, self.seen, self.full, self.selector)
+        return SpeCacheLayer(self.packed, self.seen, self.full, self.selector)
 
 
 def specache_layers(cache: Cache) -> list[SpeCacheLayer]:
@@ -131,16 +122,16 @@ def specache_layers(cache: Cache) -> list[SpeCacheLayer]:
     return [layer for layer in cache.layers if isinstance(layer, SpeCacheLayer)]
 
 
-class PairReader(TokenReader):
-    """A model that reads each token of a SpeCache state together with a guess of the next one."""
+class SpeculativeReader(TokenReader):
+    """Reads each token of a SpeCache state together with a speculative token, a guess of the next one."""
 
     @override
     def step(self, token: Tensor, position: Tensor, attention_mask: Tensor | None, cache: Cache) -> Tensor:
         before = cache
-        if _guess(before) is None:  # the first guess comes from a step on packed entries alone
+        if _speculative_token(before) is None:  # the first comes from a step on packed entries alone
             _, before = self._step(token, position, before, 0)
-        guess = _guess(before)
-        pair = token if guess is None else torch.cat([token, guess], dim=1)
+        speculative = _speculative_token(before)
+        pair = token if speculative is None else torch.cat([token, speculative], dim=1)
         logits, after = self._step(pair, position, before, 1)
         cache.layers[:] = after.layers  # all layers at once, so that an interrupted step changes none
         return logits
@@ -152,45 +143,40 @@ class PairReader(TokenReader):
         record_past(trial)
         positions = position + torch.arange(tokens.shape[1], device=tokens.device)
         output = run(self._model, trial, input_ids=tokens, position_ids=positions)
-        guess = output.logits[:, -1:].argmax(dim=-1)
+        speculative = output.logits[:, -1:].argmax(dim=-1)
         roll_back(trial, tokens.shape[1] - accepted)
-        return output.logits[:, :1], with_full_layers(trial, [each.after(guess) for each in trials])
+        return output.logits[:, :1], with_full_layers(trial, [each.after(speculative) for each in trials])
 
 
-def _guess(cache: Cache) -> Tensor | None:
-    """[B, 1] int64: what the last step guessed; None before the first one, and where nothing is packed."""
-    ahead = next((layer.ahead for layer in specache_layers(cache)), None)
-    return None if ahead is None else ahead.guess
+def _speculative_token(cache: Cache) -> Tensor | None:
+    """[B, 1] int64, of the last step; None before the first one, and where nothing is packed."""
+    prefetched = next((layer.prefetched for layer in specache_layers(cache)), None)
+    return None if prefetched is None else prefetched.token
 
 
 class _TrialLayer(SpeCacheLayer):
-    """A layer during a step: it keeps what the step adds apart.
-
-    Args:
-        layer: The layer before the step; it stays unchanged.
-        accepted: Number of the step's tokens that stay.
-    """
+    """A layer during a step; the layer before the step stays unchanged, and only `accepted` tokens are appended."""
 
     def __init__(self, layer: SpeCacheLayer, accepted: int) -> None:
-        super().__init__(layer.held, layer.seen, layer.full, layer.selector, layer.ahead)
+        super().__init__(layer.packed, layer.seen, layer.full, layer.selector, layer.prefetched)
         self._accepted, self._next = accepted, layer.share()
         self._fetch: Fetch | None = None
 
     @override
     def attend(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
-        self._next.add(*(each[:, :, : self._accepted] for each in (key, value)))
-        self._next.settle()
-        self.hold(self.held.with_recent(key, value))
-        fetch = self.ahead.fetch if self.ahead is not None else None
+        self._next.append(*(each[:, :, : self._accepted] for each in (key, value)))
+        self._next.pack()
+        self.replace(self.packed.with_recent(key, value))
+        fetch = self.prefetched.fetch if self.prefetched is not None else None
         fetched = fetch.wait() if fetch is not None else None
-        watched = self._next.held.packed_length  # those packed at the end of this step included
-        output, attention = attend_packed(query, self.held, softmax, fetched, watched)
+        scored = self._next.packed.packed_length  # those packed at the end of this step included
+        output, attention = attend_packed(query, self.packed, softmax, fetched, scored)
         self._fetch = self._next.begin_fetch(attention)
         return output
 
-    def after(self, guess: Tensor) -> SpeCacheLayer:
-        """The layer after the step."""
-        self._next.ahead = _Ahead(guess, self._fetch)
+    def after(self, speculative: Tensor) -> SpeCacheLayer:
+        """The layer after the step, which speculated a token [B, 1] int64."""
+        self._next.prefetched = _Prefetched(speculative, self._fetch)
         return self._next
 
 
@@ -203,8 +189,8 @@ class SpeCache(PackedMethod):
         topk: Entries fetched per KV head; all packed ones where there are fewer, none for 0. More than the prompt has
             tokens is refused.
         heads: Reduction of attention over the query heads of a KV head; see `Reduce.heads`.
-        speculative: Prefetch with a guessed token. Otherwise fetch what a token's own attention asks for, and attend
-            again: exact, but every fetch is waited for (the paper's table 4).
+        speculative: Prefetch with a speculative token. Otherwise fetch what a token's own attention asks for, and
+            attend again: exact, but every fetch is waited for (the paper's table 4).
     """
 
     residual: int = 64
@@ -225,51 +211,26 @@ class SpeCache(PackedMethod):
 
     @override
     def reader(self, model: PreTrainedModel) -> Reader:
-        return PairReader(model) if self.speculative and self.topk else model
+        return SpeculativeReader(model) if self.speculative and self.topk else model
 
     @override
     def turn_reader(self, model: PreTrainedModel) -> Reader:
         return TurnReader(model)
 
     @override
-    def start(
-        self,
-        model: PreTrainedModel,
-        input_ids: Tensor,
-        mask: Tensor | None = None,
-        *,
-        chunk: int | None = None,
-        images: Images | None = None,
-    ) -> State:
-        self._require(model, input_ids)
-        require_unpadded(mask)
-        return prefill_packed(model, input_ids, chunk, self._packer())
+    def check_model(self, model: PreTrainedModel, tokens: Tensor) -> None:
+        super().check_model(model, tokens)
+        config = model.config.get_text_config()
+        entry = config.num_hidden_layers, config.num_key_value_heads, head_width(config), model.dtype.itemsize
+        require_memory(*tokens.shape, *entry)
 
     @override
-    def compress(self, model: PreTrainedModel, state: State) -> State:
-        self._require(model, state.tokens)
-        return pack_state(state, self._packer())
+    def packer(self) -> PackLayer:
+        traffic, selector = Traffic(), FetchSelector(self.topk, self.heads)
 
-    def _require(self, model: PreTrainedModel, tokens: Tensor) -> None:
-        require_packable(model)
-        config = model.config.get_text_config()
-        rows, length = tokens.shape
-        entry = config.num_hidden_layers, config.num_key_value_heads, head_width(config), model.dtype.itemsize
-        require_memory(rows, length, *entry)
+        def pack(keys: Tensor, values: Tensor, seen: int) -> SpeCacheLayer:
+            entries = self.packed_entries(keys, values)
+            offloaded = (each[:, :, : entries.packed_length] for each in (keys, values))
+            return SpeCacheLayer(entries, seen, FullEntries.offload(*offloaded, traffic), selector)
 
-    def _packer(self) -> "_Packer":
-        return _Packer(self, Traffic())
-
-
-@dataclass(frozen=True)
-class _Packer:
-    method: SpeCache
-    traffic: Traffic
-
-    def __call__(self, keys: Tensor, values: Tensor, seen: int) -> "SpeCacheLayer":
-        quantizer = self.method.quantizer
-        quantizer.check_head(keys.shape[3])
-        held = PackedEntries.pack(quantizer, self.method.residual, keys, values)
-        packed = held.packed_length
-        full = FullEntries.offload(keys[:, :, :packed], values[:, :, :packed], self.traffic)
-        return SpeCacheLayer(held, seen, full, FetchSelector(self.method.topk, self.method.heads))
+        return pack

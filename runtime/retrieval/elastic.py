@@ -3,9 +3,9 @@
 import time
 import weakref
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,62 +26,53 @@ from keepsight.runtime.offload import (
     on_side_stream,
 )
 from keepsight.runtime.retrieval.memory_plan import MemoryPlan
-from keepsight.runtime.sparse_read.cache import SelectedLayer, Selection, real_mask
+from keepsight.runtime.sparse_read.cache import SelectedLayer, Selection
 
-_NONE, _STAYS = -1, -2
-
-
-class Moves(NamedTuple):
-    """What a change copies.
-
-    Attributes:
-        entries: [n] int64 on the CPU: flat indices into the entries [S, B, K] of a layer.
-        slots: [n] int64 on the CPU: flat indices into slots [B, K, budget].
-        reused: Number of entries that stay in their slots.
-    """
-
-    entries: Tensor
-    slots: Tensor
-    reused: int
+_EMPTY, _UNCHANGED = -1, -2
 
 
-class Change:
+class SlotChange:
     """The change from what the slots hold to what a step selects, the same for all layers.
 
     Args:
-        after: What the slots hold after it.
-        arriving: [B, K, budget] int64: the entry to be copied into each slot, -1 where none is held, -2 where it stays.
+        after: The slots after it.
+        arriving: [B, K, budget] int64: the entry to be copied into each slot, -1 for none, -2 where the entry stays.
     """
 
-    def __init__(self, after: "Arrangement", arriving: Tensor) -> None:
+    def __init__(self, after: "SlotMap", arriving: Tensor) -> None:
         self.after, self._arriving = after, FromDevice(arriving)
 
     @cached_property
-    def moves(self) -> Moves:
-        """What it copies; for the fetching thread, because it waits for the device."""
+    def moves(self) -> tuple[Tensor, Tensor, int]:
+        """What it copies; for the fetching thread, because it waits for the device.
+
+        Returns:
+            Flat indices [n] int64 on the CPU into the entries [S, B, K] of a layer and into its slots [B, K, budget],
+            and the number of entries that stay in their slots.
+        """
         arriving = self._arriving.get()
         slots = (arriving.flatten() >= 0).nonzero()[:, 0]
-        return Moves(flat_rows(arriving).flatten()[slots], slots, int((arriving == _STAYS).sum()))
+        return flat_rows(arriving).flatten()[slots], slots, int((arriving == _UNCHANGED).sum())
 
 
-class Arrangement:
+class SlotMap:
     """Which entry each slot of a layer holds; immutable, and shared by the layers that hold the same.
 
     Args:
-        held: [B, K, budget] int64, -1 for none.
+        entries: [B, K, budget] int64, -1 for an empty slot.
     """
 
-    def __init__(self, held: Tensor) -> None:
-        self.held = held
-        self._asked: Selection | None = None
-        self._answered: weakref.ref[Change] | None = None  # an old state would keep all later ones alive
+    def __init__(self, entries: Tensor) -> None:
+        self.entries = entries
+        self._selection: Selection | None = None
+        self._change: weakref.ref[SlotChange] | None = None  # an old state would keep all later ones alive
 
     @classmethod
-    def empty(cls, batch: int, kv_heads: int, budget: int, device: torch.device) -> "Arrangement":
+    def empty(cls, batch: int, kv_heads: int, budget: int, device: torch.device) -> "SlotMap":
         """Empty slots."""
-        return cls(torch.full((batch, kv_heads, budget), _NONE, device=device))
+        return cls(torch.full((batch, kv_heads, budget), _EMPTY, device=device))
 
-    def to(self, chosen: Selection, length: int) -> Change:
+    def to(self, selection: Selection, length: int) -> SlotChange:
         """The change to what a step selects among `length` entries, which the first slots then hold.
 
         It is computed once for all layers of a step, as long as one of them keeps it.
@@ -89,70 +80,43 @@ class Arrangement:
         Raises:
             UserError: more is selected than there are slots.
         """
-        known = self._answered() if self._answered is not None and self._asked is chosen else None
+        known = self._change() if self._change is not None and self._selection is selection else None
         if known is None:
-            known = self._change(chosen, length)
-            self._asked, self._answered = chosen, weakref.ref(known)
+            known = self._changed(selection, length)
+            self._selection, self._change = selection, weakref.ref(known)
         return known
 
-    def cropped(self, length: int) -> "Arrangement":
-        """The arrangement without entries from `length` on: other tokens will take their places."""
-        gone = self.held >= length
-        return Arrangement(self.held.masked_fill(gone, _NONE)) if bool(gone.any()) else self
+    def cropped(self, length: int) -> "SlotMap":
+        """The map without entries from `length` on: other tokens will take their places."""
+        gone = self.entries >= length
+        return SlotMap(self.entries.masked_fill(gone, _EMPTY)) if bool(gone.any()) else self
 
-    def _change(self, chosen: Selection, length: int) -> Change:
-        now, budget = chosen.indices, self.held.shape[2]
+    def _changed(self, selection: Selection, length: int) -> SlotChange:
+        now, budget = selection.indices, self.entries.shape[2]
         if now.shape[2] > budget:
             raise UserError(f"{now.shape[2]} entries are selected, and a layer on the CPU has slots for {budget}")
-        if chosen.real is not None:
-            now = now.masked_fill(~chosen.real, _NONE)
-        held = self.held[:, :, : now.shape[2]]
-        stays = _is_among(held, now, length)
-        lacking = ~_is_among(now, held, length) & (now != _NONE)
+        if selection.real is not None:
+            now = now.masked_fill(~selection.real, _EMPTY)
+        before = self.entries[:, :, : now.shape[2]]
+        stays = _is_among(before, now, length)
+        lacking = ~_is_among(now, before, length) & (now != _EMPTY)
         # Per head, the first lacking entry goes into the first free slot, and so on.
-        queue = now.new_full((*now.shape[:2], now.shape[2] + 1), _NONE)
+        queue = now.new_full((*now.shape[:2], now.shape[2] + 1), _EMPTY)
         queue.scatter_(2, torch.where(lacking, lacking.cumsum(dim=2) - 1, now.shape[2]), now)
-        queue[:, :, -1] = _NONE
+        queue[:, :, -1] = _EMPTY
         incoming = queue.gather(2, ((~stays).cumsum(dim=2) - 1).clamp(min=0))
-        after = torch.where(stays, held, incoming)
         free = 0, budget - now.shape[2]
-        arriving = functional.pad(incoming.masked_fill(stays, _STAYS), free, value=_NONE)
-        return Change(Arrangement(functional.pad(after, free, value=_NONE)), arriving)
+        after = functional.pad(torch.where(stays, before, incoming), free, value=_EMPTY)
+        arriving = functional.pad(incoming.masked_fill(stays, _UNCHANGED), free, value=_EMPTY)
+        return SlotChange(SlotMap(after), arriving)
 
 
-def _is_among(wanted: Tensor, given: Tensor, length: int) -> Tensor:
-    """[B, K, n] bool: which of `wanted` [B, K, n] are among their head's `given` [B, K, m]; -1 never is."""
-    marks = torch.zeros(*given.shape[:2], length + 1, dtype=torch.bool, device=given.device)
-    marks.scatter_(2, torch.where(given < 0, length, given), True)
+def _is_among(wanted: Tensor, known: Tensor, length: int) -> Tensor:
+    """[B, K, n] bool: which of `wanted` [B, K, n] are among their head's `known` [B, K, m]; -1 never is."""
+    marks = torch.zeros(*known.shape[:2], length + 1, dtype=torch.bool, device=known.device)
+    marks.scatter_(2, torch.where(known < 0, length, known), True)
     marks[:, :, -1] = False  # where -1 was marked
     return marks.gather(2, torch.where(wanted < 0, length, wanted))
-
-
-@dataclass
-class Slots:
-    """The device memory of a layer on the CPU.
-
-    Attributes:
-        arrangement: Which entries are in the slots, or on their way there.
-        rows: [B, K, budget + 1, 2d], keys beside values. The newest token's row follows those that a step selected.
-        key_width: Dimensions of a key.
-    """
-
-    arrangement: Arrangement
-    rows: Tensor
-    key_width: int
-
-    def first(self, count: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, K, count, d] of the first slots."""
-        return self.split(self.rows[:, :, :count])
-
-    def split(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows [..., 2d] -> keys and values [..., d]."""
-        return rows[..., : self.key_width], rows[..., self.key_width :]
-
-    def copy(self) -> "Slots":
-        """A copy that shares no memory."""
-        return replace(self, rows=self.rows.clone())
 
 
 class ElasticLayer(SelectedLayer):
@@ -160,73 +124,77 @@ class ElasticLayer(SelectedLayer):
 
     Args:
         full: All entries.
-        slots: Those of them that are on the device.
+        slots: Which of them are on the device, or on their way there.
+        rows: [B, K, budget + 1, 2d], the slots' keys beside values. The newest token's row follows the selected ones.
+        key_width: Dimensions of a key.
         seen: Logical length.
         padding: See `SelectedLayer`.
     """
 
-    def __init__(self, full: FullEntries, slots: Slots, seen: int, padding: Tensor | None = None) -> None:
-        super().__init__(*slots.first(0), seen, padding)
-        self.full, self.slots = full, slots
+    def __init__(
+        self,
+        full: FullEntries,
+        slots: SlotMap,
+        rows: Tensor,
+        key_width: int,
+        seen: int,
+        padding: Tensor | None = None,
+    ) -> None:
+        self.full, self.slots, self.rows, self.key_width = full, slots, rows, key_width
+        super().__init__(*self._split(rows[:, :, :0]), seen, padding)
         self._newest: Tensor | None = None
         self._prepared: Selection | None = None
-        self._change: Change | None = None
+        self._change: SlotChange | None = None  # kept for the other layers of the step
         self._loading: Future[Begun] | None = None
 
     @classmethod
-    def from_layer(cls, layer: SelectedLayer, arrangement: Arrangement, traffic: Traffic) -> "ElasticLayer":
+    def from_layer(cls, layer: SelectedLayer, slots: SlotMap, traffic: Traffic) -> "ElasticLayer":
         """Move a layer to the CPU.
 
         Args:
             layer: The layer; it stays unchanged.
-            arrangement: What the slots of the other layers on the CPU hold; these are filled alike.
+            slots: What the slots of the other layers on the CPU hold; these are filled alike.
             traffic: Counts what moves from step to step.
         """
-        keys, values, held = layer.keys, layer.values, arrangement.held
-        rows = torch.zeros(
-            *held.shape[:2],
-            held.shape[2] + 1,
-            keys.shape[3] + values.shape[3],
-            dtype=keys.dtype,
-            device=held.device,
-        )
-        slots = Slots(arrangement, rows, keys.shape[3])
-        places = held.clamp(min=0).to(keys.device)[..., None]
-        for part, own in zip(slots.first(held.shape[2]), (keys, values), strict=True):
-            part.copy_(own.gather(2, places.expand(-1, -1, -1, own.shape[3])))
-        return cls(FullEntries.offload(keys, values, traffic), slots, layer.seen, layer.padding)
+        keys, values, places = layer.keys, layer.values, slots.entries.clamp(min=0).to(layer.keys.device)[..., None]
+        filled = [each.gather(2, places.expand(-1, -1, -1, each.shape[3])) for each in (keys, values)]
+        rows = functional.pad(torch.cat(filled, dim=3).to(slots.entries.device), (0, 0, 0, 1))
+        return cls(FullEntries.offload(keys, values, traffic), slots, rows, keys.shape[3], layer.seen, layer.padding)
+
+    def _split(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows [..., 2d] -> keys and values [..., d]."""
+        return rows[..., : self.key_width], rows[..., self.key_width :]
 
     @property
     @override
     def bytes(self) -> int:
         """Bytes of the slots, without the list of what they hold, which all layers share."""
-        return self.slots.rows.nbytes
+        return self.rows.nbytes
 
     @override
-    def prepare(self, chosen: Selection) -> None:
-        super().prepare(chosen)
-        self._prepared = chosen
-        self._change = self.slots.arrangement.to(chosen, self.full.length)
-        self.slots.arrangement = self._change.after
-        self._loading = in_background(_load, self.full, self.slots.rows, self._change, Begun(self.slots.rows.device))
+    def prepare(self, selection: Selection) -> None:
+        super().prepare(selection)
+        self._prepared, self._change = selection, self.slots.to(selection, self.full.length)
+        self.slots = self._change.after
+        self._loading = in_background(_load, self.full, self.rows, self._change, Begun(self.rows.device))
 
     @override
-    def gather(self, chosen: Selection) -> LayerEntries:
-        if self._prepared is not chosen:
-            self.prepare(chosen)
-        self._settle()
-        count, rows = chosen.indices.shape[2], self.slots.rows
+    def gather(self, selection: Selection) -> LayerEntries:
+        if self._prepared is not selection:
+            self.prepare(selection)
+        self._await_loading()
+        count = selection.indices.shape[2]
         assert self._newest is not None
-        rows[:, :, count : count + 1] = self._newest
+        self.rows[:, :, count : count + 1] = self._newest
         real = None
-        if chosen.real is not None:
+        if selection.real is not None:
             assert self.padding is not None
-            real = self.slots.arrangement.held[:, :, :count] >= self.padding[:, None, None]
+            real = self.slots.entries[:, :, :count] >= self.padding[:, None, None]
             real = functional.pad(real, (0, 1), value=True)
-        return LayerEntries(*self.slots.first(count + 1), real)
+        return LayerEntries(*self._split(self.rows[:, :, : count + 1]), real)
 
-    def _settle(self) -> None:
-        """Let the device's work from here on wait until the slots hold what the arrangement says."""
+    def _await_loading(self) -> None:
+        """Let the device's work from here on wait until the rows are those of the slots."""
         if self._loading is not None:
             await_counted(self._loading, self.full.traffic).precede()
             self._loading = None
@@ -243,26 +211,22 @@ class ElasticLayer(SelectedLayer):
 
     @override
     def crop(self, tokens_to_remove: int) -> None:
-        self._settle()
+        self._await_loading()
         self.full, self.seen = self.full.cropped(self.full.length + tokens_to_remove), self.seen + tokens_to_remove
-        self.slots.arrangement = self.slots.arrangement.cropped(self.full.length)
+        self.slots = self.slots.cropped(self.full.length)
 
     @override
     def entries(self) -> LayerEntries:
         """All entries, copied to the device."""
-        keys, values = self.slots.split(self.full.read(self.slots.rows.device))
-        real = None
-        if self.padding is not None:
-            real = real_mask(self.padding, keys.shape[2])[:, None].expand(-1, keys.shape[1], -1)
-        return LayerEntries(keys, values, real)
+        return LayerEntries(*self._split(self.full.read(self.rows.device)), self.real_entries(self.full.length))
 
     @override
     def share(self) -> "ElasticLayer":
-        self._settle()
-        return ElasticLayer(self.full, self.slots.copy(), self.seen, self.padding)
+        self._await_loading()
+        return ElasticLayer(self.full, self.slots, self.rows.clone(), self.key_width, self.seen, self.padding)
 
 
-def _load(full: FullEntries, rows: Tensor, change: Change, begun: Begun) -> Begun:
+def _load(full: FullEntries, rows: Tensor, change: SlotChange, begun: Begun) -> Begun:
     """Copy what a change brings into the slots' rows [B, K, budget + 1, 2d], after the device's earlier work.
 
     Returns:
@@ -324,17 +288,18 @@ class Placement:
         places = [index for index, layer in enumerate(layers) if not is_bounded(layer)]
         moving = self.on_cpu(len(layers[places[0]].keys), length) if places else 0
         for index in reversed(places[max(len(places) - moving, 0) :]):
-            if not isinstance(layers[index], ElasticLayer):
-                layers[index] = self._moved(layers[index], next(iter(elastic_layers(layers)), None))
-
-    def _moved(self, layer: SelectedLayer, other: ElasticLayer | None) -> ElasticLayer:
-        """The layer on the CPU, with the same entries in its slots as another one."""
-        if layer.selector is not None:
-            raise UserError("a layer that reads its own keys to select has to have them on the device; offload none")
-        if other is not None:
-            return ElasticLayer.from_layer(layer, other.slots.arrangement, other.full.traffic)
-        batch, kv_heads, _, _ = layer.keys.shape
-        return ElasticLayer.from_layer(layer, Arrangement.empty(batch, kv_heads, self.budget, self.device), Traffic())
+            layer: SelectedLayer = layers[index]
+            if isinstance(layer, ElasticLayer):
+                continue
+            if layer.selector is not None:
+                raise UserError(
+                    "a layer that reads its own keys to select has to have them on the device; offload none"
+                )
+            if others := elastic_layers(layers):
+                slots, traffic = others[0].slots, others[0].full.traffic
+            else:
+                slots, traffic = SlotMap.empty(*layer.keys.shape[:2], self.budget, self.device), Traffic()
+            layers[index] = ElasticLayer.from_layer(layer, slots, traffic)
 
 
 def elastic_layers(layers: list[Any]) -> list[ElasticLayer]:

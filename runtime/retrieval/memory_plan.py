@@ -1,8 +1,8 @@
 """Memory plan: how many layers' entries must be in CPU memory at which length, given the device's memory.
 
-SpeContext (arXiv 2512.00722), section 6.2, equations 6 and 7 and algorithm 1, with corrections. The device holds the
-weights, with a margin for activations; the retrieval head's keys; the entries of the layers on the device; and slots,
-into which entries are fetched, for every layer on the CPU.
+SpeContext (arXiv 2512.00722), section 6.2, equations 6 and 7 and algorithm 1, with corrections. On the device are the
+weights, with a margin for activations; the retrieval head's keys; the entries of the layers there; and slots for
+fetched entries of every other layer.
 """
 
 import math
@@ -27,17 +27,15 @@ class MemoryPlan:
 
     Attributes:
         limit: Bytes of device memory.
-        weights: Bytes of the target's weights.
+        weights: Bytes of the base model's weights.
         head: Bytes of the retrieval head's weights.
-        layers: Number of the target's layers.
+        layers: Number of the base model's layers.
         kv_heads: KV heads per layer.
         head_dim: Dimensions of a key, and of a value.
         requests: Rows decoded together.
         budget: Slots per request, layer on the CPU, and KV head.
         head_keys: Bytes per token of the retrieval head's keys; it stores no values.
         item: Bytes per number.
-        scratch: Further bytes per token that one layer's attention needs: 0 for kernels that support grouped queries.
-        buffers: Copies of the slots: 1 where entries are fetched into freed slots, 2 for double buffering.
         room: Tokens per request that a layer on the device, and the head, may have room for beyond those they hold.
         growth: Share of the tokens they hold for which they may have room besides.
         groups: Groups of layers for which the retrieval head selects; the slots of each hold entries of their own.
@@ -57,8 +55,6 @@ class MemoryPlan:
     budget: int
     head_keys: int
     item: int = 2
-    scratch: int = 0
-    buffers: int = 1
     room: int = 0
     growth: float = 0.0
     groups: int = 1
@@ -68,7 +64,7 @@ class MemoryPlan:
         if self.weights_held > self.limit:
             raise UserError(
                 f"a memory limit of {size_text(self.limit)} is below the weights alone: {self.share} x "
-                f"({size_text(self.weights)} target + {size_text(self.head)} retrieval head) = "
+                f"({size_text(self.weights)} base model + {size_text(self.head)} retrieval head) = "
                 f"{size_text(self.weights_held)}; raise the limit or take a smaller model"
             )
 
@@ -85,15 +81,10 @@ class MemoryPlan:
     @property
     def slots(self) -> int:
         """Bytes of one layer's slots, the newest token's included."""
-        return self.buffers * self.requests * (self.budget + 1) * self.entry
+        return self.requests * (self.budget + 1) * self.entry
 
     def memory(self, length: int, layers_on_cpu: int) -> int:
-        """Bytes on the device (equation 7).
-
-        Args:
-            length: Entries per layer and KV head, of all requests together.
-            layers_on_cpu: Number of layers whose entries are in CPU memory.
-        """
+        """Bytes on the device for a length and a number of layers on the CPU (equation 7)."""
         return self._fixed(layers_on_cpu) + math.ceil(length * self._each(layers_on_cpu))
 
     def _fixed(self, layers_on_cpu: int) -> int:
@@ -109,7 +100,7 @@ class MemoryPlan:
 
     def _each(self, layers_on_cpu: int) -> float:
         """Bytes per token."""
-        return (1 + self.growth) * self._growing(layers_on_cpu) + self.scratch
+        return (1 + self.growth) * self._growing(layers_on_cpu)
 
     @cached_property
     def thresholds(self) -> tuple[int, ...]:
@@ -172,19 +163,10 @@ def plan_for(
     head_keys: int = 0,
     groups: int = 1,
 ) -> MemoryPlan:
-    """The plan for a model under SpeContext; its weights may be on the meta device.
-
-    Args:
-        model: The target.
-        limit: Bytes of device memory.
-        requests: Rows decoded together.
-        budget: Slots per request, layer on the CPU, and KV head.
-        head: Bytes of the retrieval head's weights.
-        head_keys: Bytes per token of the retrieval head's keys.
-        groups: Its groups of layers.
+    """The plan for a model under SpeContext, whose weights may be on the meta device; see `MemoryPlan`.
 
     Raises:
-        UserError: the weights alone exceed the limit, or the target's attention is latent.
+        UserError: the weights alone exceed the limit, or the model's attention is latent.
     """
     config = model.config.get_text_config()
     if getattr(config, "kv_lora_rank", None):

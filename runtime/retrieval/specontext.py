@@ -1,14 +1,13 @@
 """SpeContext (arXiv 2512.00722): a retrieval head selects for all layers what the next step reads, before it runs."""
 
+import copy
 import functools
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from typing_extensions import override
@@ -16,55 +15,25 @@ from typing_extensions import override
 from keepsight.errors import UserError, require_whole
 from keepsight.files import read_bytes
 from keepsight.models.decoder import has_latents, require_one_device
-from keepsight.models.retrieval_head import NONE, RetrievalHead, of_the_token_before
+from keepsight.models.retrieval_head import NONE, RetrievalHead
 from keepsight.runtime import registry
 from keepsight.runtime.attention import Reader, Softmax, run
 from keepsight.runtime.features import RecordFeatures
-from keepsight.runtime.images import Images
-from keepsight.runtime.layer import spare
+from keepsight.runtime.layer import KeptLayer
 from keepsight.runtime.readers import TokenReader, TurnReader
 from keepsight.runtime.retrieval.elastic import Placement
 from keepsight.runtime.retrieval.memory_plan import plan_for
 from keepsight.runtime.sparse_read.cache import (
+    LatentLayer,
     MakeLayer,
     SelectedLayer,
     SelectedState,
     Selection,
     SparseRead,
-    layers_of,
     selected_layers,
 )
 from keepsight.runtime.sparse_read.selection import StepBudget, most_attended
 from keepsight.runtime.state import Needs, State, full_layers, positions_of, prefill, share, with_full_layers
-
-
-class HeadKeys:
-    """Keys that grow in place; copies are independent.
-
-    Args:
-        keys: [B, K, C, d].
-    """
-
-    def __init__(self, keys: Tensor) -> None:
-        self._room, self.length = keys, keys.shape[2]
-
-    @property
-    def keys(self) -> Tensor:
-        """[B, K, C, d]."""
-        return self._room[:, :, : self.length]
-
-    def append(self, keys: Tensor) -> None:
-        """Append keys [B, K, q, d]."""
-        end = self.length + keys.shape[2]
-        if end > self._room.shape[2]:
-            self._room = functional.pad(self.keys, (0, 0, 0, end + spare(end) - self.length))
-        self._room[:, :, self.length : end] = keys
-        self.length = end
-
-    def crop(self, length: int) -> None:
-        """Keep the first `length` keys."""
-        if length < self.length:
-            self._room, self.length = self._room[:, :, :length], length  # no room: a copy may share what follows
 
 
 class HeadSelector:
@@ -72,75 +41,76 @@ class HeadSelector:
 
     Args:
         head: The retrieval head, for as many positions as there are keys; it is extended as they grow.
-        layers: The target's layers whose outputs are the head's features; empty when it reads embeddings alone.
-        keys: [B, K, C, d], the head's keys of all tokens so far; K counts the KV heads of all groups.
-        features: [B, 1, w], the target's features of the last token; None when the head reads none.
+        layers: The base model's layers whose outputs are the head's features; empty when it reads embeddings alone.
         padding: [B] int64, number of padding tokens on the left; None for none.
         budget: How many entries to select.
     """
 
     def __init__(
-        self,
-        head: RetrievalHead,
-        layers: tuple[int, ...],
-        keys: Tensor,
-        features: Tensor | None,
-        padding: Tensor | None,
-        budget: StepBudget,
+        self, head: RetrievalHead, layers: tuple[int, ...], padding: Tensor | None, budget: StepBudget
     ) -> None:
-        self.head, self.layers, self.features = head, layers, features
-        self.padding, self.budget = padding, budget
-        self.keys = HeadKeys(keys)
+        self.head, self.layers, self.padding, self.budget = head, layers, padding, budget
+        self.features: Tensor | None = None  # [B, 1, w] of the last token; None before the first, or without layers
+        self._layer = KeptLayer()  # of keys alone
 
     @property
-    def bytes(self) -> int:
-        """Bytes of its keys."""
-        return self.keys.keys.nbytes
+    def keys(self) -> Tensor:
+        """[B, K, C, d] of all tokens so far; K counts the KV heads of all groups."""
+        return self._layer.keys
 
     def select(self, embeddings: Tensor, positions: Tensor) -> Selection:
-        """Select what the target reads for a token, group after group; its key is appended to the head's.
+        """Select what the base model reads for a token, group after group, and append its key.
 
         Args:
-            embeddings: [B, 1, hidden], the target's embedding of the token.
+            embeddings: [B, 1, hidden], the base model's embedding of the token.
             positions: [B or 1, 1] int64.
         """
-        self._reach(self.keys.length + 1)
+        self._reach(self._layer.seen + 1)
         query, key = self.head.project(embeddings, self.features, positions)
-        self.keys.append(key)
-        return most_attended(query, self.keys.keys, Softmax(self.head.scaling), self.padding, self.budget)
+        self._layer.update(key, key[..., :0])
+        return most_attended(query, self.keys, Softmax(self.head.scaling), self.padding, self.budget)
 
     def read(self, embeddings: Tensor, features: Tensor | None, positions: Tensor) -> None:
-        """Append the keys of tokens that the target has read without it.
+        """Append the keys of tokens that the base model has read without it.
 
         Args:
-            embeddings: [B, q, hidden], the target's embeddings of the tokens.
-            features: [B, q, w], the target's features of these tokens; None when the head reads none.
+            embeddings: [B, q, hidden], the base model's embeddings of the tokens.
+            features: [B, q, w], its features of these tokens, zeros for padding; None when the head reads none.
             positions: [B or 1, q] int64.
         """
-        self._reach(self.keys.length + embeddings.shape[1])
+        self._reach(self._layer.seen + embeddings.shape[1])
         before = None
-        if features is not None and self.features is not None:
-            before = torch.cat([self.features, features[:, :-1]], dim=1)
-            self.features = features[:, -1:]
-        self.keys.append(self.head.keys(self.head.inputs(embeddings, before), positions))
+        if features is not None:
+            last = torch.zeros_like(features[:, :1]) if self.features is None else self.features
+            before, self.features = torch.cat([last, features[:, :-1]], dim=1), features[:, -1:]
+        keys = self.head.keys(self.head.inputs(embeddings, before), positions)
+        self._layer.update(keys, keys[..., :0])
+
+    def crop(self, length: int) -> None:
+        """Keep the keys of the first `length` tokens."""
+        if (extra := self._layer.seen - length) > 0:
+            self._layer.crop(-extra)
 
     def _reach(self, length: int) -> None:
         """Extend the head, and turn its keys to the angles that it then has."""
         if (head := self.head.reaching(length)) is not self.head:
-            places = torch.arange(self.keys.length, device=self.keys.keys.device)[None]
+            places = torch.arange(self._layer.seen, device=self.keys.device)[None]
             positions = places if self.padding is None else (places - self.padding[:, None]).clamp(min=0)
-            self.keys, self.head = HeadKeys(head.turned(self.keys.keys, positions, self.head)), head
+            keys = head.turned(self.keys, positions, self.head)
+            self._layer, self.head = KeptLayer(keys, keys[..., :0], self._layer.seen), head
 
     def share(self) -> "HeadSelector":
         """An independent copy."""
-        return HeadSelector(self.head, self.layers, self.keys.keys, self.features, self.padding, self.budget)
+        twin = copy.copy(self)
+        twin._layer = self._layer.share()
+        return twin
 
 
 class RetrievalCache(Cache):
     """Layers that read what is announced to them, and the selector that announces it.
 
     Args:
-        layers: One for each layer of the target.
+        layers: One for each layer of the base model.
         selector: Selector that has seen as many tokens as the layers.
         placement: Decides which layers' entries are on the CPU.
     """
@@ -154,25 +124,20 @@ class RetrievalCache(Cache):
         """The layers with full attention."""
         return [layer for layer in self.layers if isinstance(layer, SelectedLayer)]
 
-    def by_layer(self, chosen: Selection) -> list[tuple[SelectedLayer, Selection]]:
+    def by_layer(self, selection: Selection) -> list[tuple[SelectedLayer, Selection]]:
         """Each layer with full attention, and what the retrieval head selected for it, on its device."""
         layers, config = self.selected_layers, self.selector.head.config
 
         @functools.cache
         def part(group: int, device: torch.device) -> Selection:
-            return chosen.part(group, config.groups).on(device)
+            return selection.part(group, config.groups).on(device)
 
         groups = [config.group_of(place, len(layers)) for place in range(len(layers))]
         return [(layer, part(group, layer.keys.device)) for layer, group in zip(layers, groups, strict=True)]
 
-    def announce(self, chosen: Selection) -> None:
-        """Tell every layer what the next step reads."""
-        for layer, part in self.by_layer(chosen):
-            layer.prepare(part)
-
-    def forget_after(self, length: int) -> None:
-        """Drop what any layer holds of tokens beyond the first `length`."""
-        self.selector.keys.crop(length)
+    def keep_first(self, length: int) -> None:
+        """Drop all entries of tokens beyond the first `length`."""
+        self.selector.crop(length)
         for layer in self.selected_layers:
             if layer.seen > length:
                 layer.crop(length - layer.seen)
@@ -191,7 +156,7 @@ class RetrievalState(SelectedState):
     @override
     def kv_bytes(self) -> int:
         """Bytes on the device: keys and values there, and the retrieval head's keys."""
-        return super().kv_bytes + retrieval_cache(self.cache).selector.bytes
+        return super().kv_bytes + retrieval_cache(self.cache).selector.keys.nbytes
 
     @override
     def counts(self) -> Tensor:
@@ -205,22 +170,14 @@ class RetrievalState(SelectedState):
 
 
 def retrieval_cache(cache: Cache) -> RetrievalCache:
-    """The cache, if it is one.
-
-    Raises:
-        UserError: it is another one.
-    """
+    """The cache; a `UserError` if it is another one."""
     if not isinstance(cache, RetrievalCache):
         raise UserError("a retrieval head's reader reads states of its own method; give the state of method.start")
     return cache
 
 
 class RetrievalTurnReader:
-    """A model that reads a further turn after a `RetrievalState`; the retrieval head reads it too.
-
-    Args:
-        model: The target.
-    """
+    """A model that reads a further turn after a `RetrievalState`; the retrieval head reads it too."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model, self.config = model, model.config
@@ -248,8 +205,8 @@ class RetrievalReader(TokenReader):
         cache.placement.place(cache.layers, before + 1)
         layers = with_full_layers(cache, full_layers(cache)).layers
         try:
-            chosen = selector.select(self._model.get_input_embeddings()(token), position)
-            cache.announce(chosen)
+            for layer, part in cache.by_layer(selector.select(self._model.get_input_embeddings()(token), position)):
+                layer.prepare(part)
             with RecordFeatures(self._model, selector.layers) as recorded:
                 output = run(
                     self._model,
@@ -263,19 +220,19 @@ class RetrievalReader(TokenReader):
                 selector.features = torch.cat(recorded.outputs(), dim=-1)
         except BaseException:
             cache.layers[:] = layers
-            cache.forget_after(before)
+            cache.keep_first(before)
             raise
         return output.logits
 
 
 _BLOCK = 4096
-"""Prompt tokens whose features are concatenated at a time."""
+"""Bounds the memory of a prompt's concatenated features, in tokens."""
 
 
 @registry.method("specontext", colour="#332288", marker="h")
 @dataclass(frozen=True)
 class SpeContext(SparseRead):
-    """Reads what a retrieval head selects before the target runs: the same entries in all layers of a group.
+    """Reads what a retrieval head selects before the base model runs: the same entries in all layers of a group.
 
     SpeContext (arXiv 2512.00722), section 4.3, where all layers are one group.
 
@@ -283,7 +240,7 @@ class SpeContext(SparseRead):
     it to twice that length, four times, and so on.
 
     Attributes:
-        head: The retrieval head; it is moved to the target's device.
+        head: The retrieval head; it is moved to the model's device.
         sinks: Number of first entries that are always read; none in the paper.
         window: Number of last entries that are always read; none in the paper.
         offload: Number of last layers whose entries are in CPU memory from the start.
@@ -338,26 +295,17 @@ class SpeContext(SparseRead):
         return RetrievalTurnReader(model)
 
     @override
-    def start(
-        self,
-        model: PreTrainedModel,
-        input_ids: Tensor,
-        mask: Tensor | None = None,
-        *,
-        chunk: int | None = None,
-        images: Images | None = None,
-    ) -> State:
-        self._require(model)
+    def start(self, model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None = None, **options: Any) -> State:
+        self._check_model(model)
         self._placement(model, *input_ids.shape).on_cpu(*input_ids.shape)  # what can never fit ends here
         needs = _needs(self.head.layers_of(model))
-        return self.compress(model, prefill(model, input_ids, mask, chunk=chunk, needs=needs))
+        return self.compress(model, prefill(model, input_ids, mask, needs=needs, **options))
 
     @override
     @torch.no_grad()
     def compress(self, model: PreTrainedModel, state: State) -> State:
-        self._require(model)
-        selected = selected_layers(state, layers_of(model, state, self.layers_for(state)))
-        layers = with_full_layers(state.cache, selected).layers
+        self._check_model(model)
+        layers = with_full_layers(state.cache, selected_layers(state, self.layers_for(state))).layers
         placement = self._placement(model, *state.tokens.shape)
         placement.place(layers, state.tokens.shape[1])
         cache = RetrievalCache(layers, self._selector(model, state), placement)
@@ -365,9 +313,15 @@ class SpeContext(SparseRead):
 
     @override
     def layers_for(self, state: State) -> MakeLayer:
-        return lambda index, *entries: SelectedLayer(*entries)
+        expansions: list[Any] = [layer.expansion for layer in state.layers]
 
-    def _require(self, model: PreTrainedModel) -> None:
+        def make(index: int, *entries: Any) -> KeptLayer:
+            expand = expansions[index]
+            return SelectedLayer(*entries) if expand is None else LatentLayer(expand, *entries)
+
+        return make
+
+    def _check_model(self, model: PreTrainedModel) -> None:
         self.head.check_model(model)
         if self.offload or self.memory_limit is not None:
             require_one_device(model)
@@ -400,33 +354,17 @@ class SpeContext(SparseRead):
                 f"SpeContext: the prefill did not record layer {missing[0]}; give it needs=method.needs(), or call "
                 "method.start"
             )
-        return HeadSelector(
-            head,
-            layers,
-            torch.cat([*_prompt_keys(head, layers, model, state)], dim=2),
-            state.features_of(layers, slice(-1, None)) if layers else None,
-            None if mask is None else length - state.lengths,
-            StepBudget(tuple(self.budgets(state)), self.sinks, self.window),
-        )
+        padding = None if mask is None else length - state.lengths
+        selector = HeadSelector(head, layers, padding, StepBudget(tuple(self.budgets(state)), self.sinks, self.window))
+        embed, positions = model.get_input_embeddings(), positions_of(mask, length, state.tokens.device)
+        for start in range(0, length, _BLOCK):
+            block, features = slice(start, start + _BLOCK), None
+            if layers:
+                features = state.features_of(layers, block)
+                features = features if mask is None else features.masked_fill(~mask[:, block, None], 0)
+            selector.read(embed(state.tokens[:, block]), features, positions[:, block])
+        return selector
 
 
 def _needs(layers: tuple[int, ...]) -> Needs:
     return Needs(features=tuple(sorted(layers)))
-
-
-def _prompt_keys(
-    head: RetrievalHead, layers: tuple[int, ...], model: PreTrainedModel, state: State
-) -> Iterator[Tensor]:
-    """The head's keys [B, K, n, d] of everything read, block after block."""
-    embed, mask, length = model.get_input_embeddings(), state.tokens_mask, state.tokens.shape[1]
-    positions = positions_of(mask, length, state.tokens.device)
-    for start in range(0, length, _BLOCK):
-        block = slice(start, start + _BLOCK)
-        features = None
-        if layers:
-            before = slice(max(start - 1, 0), start + _BLOCK)
-            recorded = state.features_of(layers, before)
-            features = of_the_token_before(recorded, None if mask is None else mask[:, before])
-            features = features[:, start - before.start :]
-        inputs = head.inputs(embed(state.tokens[:, block]), features)
-        yield head.keys(inputs, positions[:, block])

@@ -1,4 +1,4 @@
-"""Sparse reading: a cache that keeps every entry, of which each step reads a few; base of the methods that do so."""
+"""Sparse reading: the cache keeps every entry, and each step reads a few of them; base of the methods that do so."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from keepsight.runtime.state import State, cache_bytes, with_full_layers
 
 
 class Selection(NamedTuple):
-    """What the KV heads of a layer, or of all layers, read at one step beside the token's own entry.
+    """The entries that the KV heads of a layer, or of all layers, read at one step beside the token's own.
 
     Attributes:
         indices: [B, K, k] int64, indices into the C entries before the token, in any order.
@@ -50,13 +50,9 @@ class LayerSelector(ABC):
 
     @abstractmethod
     def select(self, query: Tensor, softmax: Softmax, keys: Tensor, padding: Tensor | None) -> Selection:
-        """Select what a step reads.
+        """Select what a step reads, from its query [B, H, 1, d] and keys [B, K, C + 1, d], its own last, after RoPE.
 
-        Args:
-            query: [B, H, 1, d] after RoPE.
-            softmax: The layer's.
-            keys: [B, K, C + 1, d] after RoPE, the token's own key last.
-            padding: [B] int64, number of padding entries on the left; None for none.
+        `padding` [B] int64 is the number of padding entries on the left; None for none.
         """
 
     @property
@@ -70,12 +66,9 @@ class LayerSelector(ABC):
 
 
 class SelectedLayer(OwnAttention, KeptLayer):
-    """A cache layer that attends to selected entries only.
+    """A cache layer that attends to selected entries only; see `KeptLayer`.
 
     Args:
-        keys: [B, K, C, d].
-        values: [B, K, C, d].
-        seen: Logical length.
         padding: [B] int64, number of padding entries on the left; None for none.
         selector: Selects inside the layer; None when every step is announced with `prepare`.
     """
@@ -95,23 +88,16 @@ class SelectedLayer(OwnAttention, KeptLayer):
     @property
     def bytes(self) -> int:
         """Bytes on the device: entries, and what the selector holds."""
-        own = sum(each.nbytes for each in (self.keys, self.values))
-        return own + (self.selector.bytes if self.selector is not None else 0)
+        return self.keys.nbytes + self.values.nbytes + (self.selector.bytes if self.selector is not None else 0)
 
-    def prepare(self, chosen: Selection) -> None:
+    def prepare(self, selection: Selection) -> None:
         """Announce what the next step reads, before the model runs; a layer may start to fetch it."""
-        self._announced = chosen
+        self._announced = selection
 
-    def gather(self, chosen: Selection) -> LayerEntries:
-        """The selected entries and, last, the newest one.
-
-        Returns:
-            Keys and values [B, K, k + 1, d], and which of them are real, [B, K, k + 1] or None for all. Their order
-            need not be that of the selection.
-        """
-        newest = self.keys.shape[2] - 1
-        indices = functional.pad(chosen.indices, (0, 1), value=newest)
-        real = None if chosen.real is None else functional.pad(chosen.real, (0, 1), value=True)
+    def gather(self, selection: Selection) -> LayerEntries:
+        """The selected entries in any order, [B, K, k + 1, d], and the newest one last."""
+        indices = functional.pad(selection.indices, (0, 1), value=self.keys.shape[2] - 1)
+        real = None if selection.real is None else functional.pad(selection.real, (0, 1), value=True)
         keys, values = self._room or (self.keys, self.values)
         batch, kv_heads, room, _ = keys.shape
         # Whole rows are copied: `gather` along an expanded index would copy them number by number.
@@ -128,12 +114,12 @@ class SelectedLayer(OwnAttention, KeptLayer):
     def step(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
         """Append a token and attend: query [B, H, 1, d], key and value [B, K, 1, d] -> [B, 1, H, d]."""
         self.append(key, value)
-        chosen, self._announced = self._announced, None
-        if chosen is None:
+        selection, self._announced = self._announced, None
+        if selection is None:
             if self.selector is None:
                 raise UserError("this state is read by its method's reader: give method.reader(model) for the model")
-            chosen = self.selector.select(query, softmax, self.keys, self.padding)
-        keys, values, real = self.gather(chosen)
+            selection = self.selector.select(query, softmax, self.keys, self.padding)
+        keys, values, real = self.gather(selection)
         return grouped_attention(query, keys, values, None if real is None else real[:, :, None], softmax)
 
     def append(self, keys: Tensor, values: Tensor) -> None:
@@ -148,10 +134,13 @@ class SelectedLayer(OwnAttention, KeptLayer):
 
     @override
     def entries(self) -> LayerEntries:
-        real = None
-        if self.padding is not None:
-            real = real_mask(self.padding, self.keys.shape[2])[:, None].expand(-1, self.keys.shape[1], -1)
-        return LayerEntries(self.keys, self.values, real)
+        return LayerEntries(self.keys, self.values, self.real_entries(self.keys.shape[2]))
+
+    def real_entries(self, length: int) -> Tensor | None:
+        """[B, K, length] bool, False for padding; None when there is none."""
+        if self.padding is None:
+            return None
+        return real_mask(self.padding, length)[:, None].expand(-1, self.keys.shape[1], -1)
 
     @override
     def share(self) -> "SelectedLayer":
@@ -190,8 +179,7 @@ class SelectedState(State):
 
 
 MakeLayer = Callable[[int, Tensor, Tensor, int, Tensor | None], KeptLayer]
-"""Makes a layer from its index, its keys and values [B, K, C, d], the logical length, and each row's padding [B]
-(None without padding)."""
+"""Makes a layer from its index, keys and values [B, K, C, d], logical length, and each row's padding [B] or None."""
 
 
 def selected_layers(state: State, make: MakeLayer) -> list[KeptLayer]:
@@ -219,17 +207,12 @@ def real_mask(padding: Tensor, length: int) -> Tensor:
 
 
 class LatentLayer(SelectedLayer):
-    """A cache layer that holds latents and expands, for each head, those that a step reads.
-
-    Its `keys` are the latents after their norm, [B, 1, C, rank], and its `values` the keys' part with RoPE,
-    [B, 1, C, rope]: what transformers caches. Selections have H heads.
+    """A cache layer that holds latents and expands, for each head, those that a step reads. Selections have H heads.
 
     Args:
         expand: The layer's expansion.
-        latents: [B, 1, C, rank].
-        rotated: [B, 1, C, rope].
-        seen: Logical length.
-        padding: See `SelectedLayer`.
+        latents: [B, 1, C, rank] after their norm, stored as `keys`.
+        rotated: [B, 1, C, rope], the keys' part with RoPE, stored as `values`.
     """
 
     def __init__(
@@ -248,8 +231,8 @@ class LatentLayer(SelectedLayer):
         return super().attend(query, *self._new, softmax)
 
     @override
-    def gather(self, chosen: Selection) -> LayerEntries:
-        latents, rotated, real = super().gather(chosen)
+    def gather(self, selection: Selection) -> LayerEntries:
+        latents, rotated, real = super().gather(selection)
         return LayerEntries(*self.expand(latents, rotated), real)
 
     @override
@@ -262,7 +245,7 @@ class LatentLayer(SelectedLayer):
         return LatentLayer(self.expand, self.keys, self.values, self.seen, self.padding)
 
 
-def expanded(model: PreTrainedModel, state: State) -> State:
+def expanded(state: State) -> State:
     """A state of latents with every head's keys and values in their place; any other state unchanged.
 
     For methods that select by keys. It can be compressed, not read: the model appends latents.
@@ -275,17 +258,9 @@ def expanded(model: PreTrainedModel, state: State) -> State:
     return replace(state, cache=with_full_layers(state.cache, layers))
 
 
-def layers_of(model: PreTrainedModel, state: State, make: MakeLayer) -> MakeLayer:
-    """Makes layers of latents for a state that holds them; `make` for any other state."""
-    each: list[Any] = [layer.expansion for layer in state.layers]
-    if not any(each):
-        return make
-    return lambda index, *held: LatentLayer(each[index], *held)
-
-
 @dataclass(frozen=True)
 class SparseRead(CacheMethod):
-    """Reads `budget` entries of the cache for every token; see the module for what the budget counts.
+    """Reads `budget` entries of the cache for every token, beside the token's own.
 
     Attributes:
         budget: Entries per KV head and step, or a ratio.
@@ -299,13 +274,9 @@ class SparseRead(CacheMethod):
 
     def __post_init__(self) -> None:
         budget = Budget(self.budget)
-        budget.check(self._name)
+        budget.check(type(self).__name__)
         if not budget.is_ratio:
             self._check_budget(budget.entries(0))
-
-    @property
-    def _name(self) -> str:
-        return type(self).__name__
 
     def least(self) -> tuple[int, str]:
         """The smallest budget that leaves something to select, and why."""
@@ -318,16 +289,15 @@ class SparseRead(CacheMethod):
     @override
     def check(self, length: int, context: int) -> None:
         if length > context:
-            raise UserError(
-                f"{self._name}: a prompt of {length} tokens does not fit the context of {context}; shorten it"
-            )
+            name = type(self).__name__
+            raise UserError(f"{name}: a prompt of {length} tokens does not fit the context of {context}; shorten it")
         if (budget := self.budget_for(length)) < length:
             self._check_budget(budget)
 
     @override
     @torch.no_grad()
     def compress(self, model: PreTrainedModel, state: State) -> State:
-        state = expanded(model, state)
+        state = expanded(state)
         cache = with_full_layers(state.cache, selected_layers(state, self.layers_for(state)))
         return state.as_kind(SelectedState, cache)
 
@@ -342,7 +312,6 @@ class SparseRead(CacheMethod):
     def _check_budget(self, budget: int) -> None:
         least, reason = self.least()
         if budget < least:
-            given = "" if budget == self.budget else f" leaves {budget} entries, which"
-            raise UserError(
-                f"{self._name}: budget {self.budget}{given} is below {least} ({reason}); give a larger budget"
-            )
+            entries = "" if budget == self.budget else f" leaves {budget} entries, which"
+            name = f"{type(self).__name__}: budget {self.budget}"
+            raise UserError(f"{name}{entries} is below {least} ({reason}); give a larger budget")

@@ -9,8 +9,8 @@ from typing_extensions import override
 
 from keepsight.errors import require_whole
 from keepsight.runtime import registry
-from keepsight.runtime.attention import Softmax, products
-from keepsight.runtime.importance import attention_weights, reduce_group
+from keepsight.runtime.attention import Softmax
+from keepsight.runtime.importance import attention_weights, reduce_group, top_indices
 from keepsight.runtime.layer import GROWTH, KeptLayer
 from keepsight.runtime.sparse_read.cache import (
     DenseLayer,
@@ -39,15 +39,11 @@ class StepBudget:
     window: int = 0
 
     def top(self, importance: Tensor, padding: Tensor | None) -> Selection:
-        """The most important of C entries.
+        """The k most important of C entries; rows that read fewer, or have fewer real ones, are filled up.
 
         Args:
-            importance: [B, K, C] float, at least 0; it may be written to.
+            importance: [B, K, C] float32, at least 0; it may be written to.
             padding: [B] int64, number of padding entries on the left; None for none.
-
-        Returns:
-            k = min(entries, C) different entries per head, of the row that reads most; rows that read fewer, or have
-            fewer real ones, are filled up with what is not real.
         """
         length = importance.shape[2]
         importance[..., max(length - self.window, 0) :] = torch.inf
@@ -58,28 +54,17 @@ class StepBudget:
             first = ~real_mask(padding + self.sinks, length)[:, None]
             importance = importance.masked_fill(first, torch.inf).masked_fill(~real, -1.0)
         counts = self.entries if isinstance(self.entries, tuple) else (self.entries,)
-        alike = min(counts) == max(counts)
-        indices = importance.topk(min(max(counts), length), dim=-1, sorted=not alike).indices
+        indices = top_indices(importance, min(max(counts), length))
         if padding is None:
             return Selection(indices, None)
-        real = indices >= padding[:, None, None]
-        if not alike:
-            real &= torch.arange(indices.shape[2], device=indices.device) < indices.new_tensor(counts)[:, None, None]
-        return Selection(indices, real)
+        within = torch.arange(indices.shape[2], device=indices.device) < indices.new_tensor(counts)[:, None, None]
+        return Selection(indices, within & (indices >= padding[:, None, None]))
 
 
 def most_attended(
     query: Tensor, keys: Tensor, softmax: Softmax, padding: Tensor | None, budget: StepBudget
 ) -> Selection:
-    """Select the entries that one token attends to most.
-
-    Args:
-        query: [B, H, 1, d] after RoPE.
-        keys: [B, K, C + 1, d] after RoPE, the token's own key last.
-        softmax: The layer's.
-        padding: [B] int64, number of padding entries on the left; None for none.
-        budget: How many entries to select.
-    """
+    """Select the entries that one token attends to most; see `LayerSelector.select`."""
     mask = None if padding is None else real_mask(padding, keys.shape[2])
     weights = attention_weights(query, keys, softmax, mask)[:, :, 0, :-1]
     return budget.top(reduce_group(weights, keys.shape[1], "max"), padding)
@@ -87,11 +72,7 @@ def most_attended(
 
 @dataclass(frozen=True)
 class TopAttention(LayerSelector):
-    """Selects what a layer's own attention weighs most, an upper bound: all keys are read to select.
-
-    Attributes:
-        budget: How many entries to select.
-    """
+    """Selects what a layer's own attention weighs most, an upper bound: all keys are read to select."""
 
     budget: StepBudget
 
@@ -132,10 +113,6 @@ class ExactTopK(SparseRead):
         return make
 
 
-_ROOM = 16
-"""Least room, in pages, that is added when more are made."""
-
-
 class TopPages(LayerSelector):
     """Selects the pages that can hold the largest dot products, and the entries that do not fill a page yet.
 
@@ -150,35 +127,26 @@ class TopPages(LayerSelector):
     Args:
         budget: Entries that a KV head reads per step, beside the token's own; one number, or one for each row.
         page: Entries per page.
-        bounds: [B, K, P, 2d] of known pages, maxima before minima; none by default.
-        filled: Number of known pages per row, or for all rows.
     """
 
-    def __init__(
-        self,
-        budget: int | tuple[int, ...],
-        page: int = 16,
-        bounds: Tensor | None = None,
-        filled: tuple[int, ...] = (),
-    ) -> None:
+    def __init__(self, budget: int | tuple[int, ...], page: int = 16) -> None:
         self.budget, self.page = budget, page
-        self._bounds, self._filled = bounds, list(filled)
+        self._bounds: Tensor | None = None  # [B, K, P, 2d] of known pages, maxima before minima
+        self._filled = list[int]()  # number of known pages per row, or for all rows
 
     @property
     @override
     def bytes(self) -> int:
-        if self._bounds is None:
-            return 0
-        known = self._bounds[:, :, : max(self._filled)]
-        return known.nbytes
+        return 0 if self._bounds is None else self._bounds[:, :, : max(self._filled)].nbytes
 
     @override
     def share(self) -> "TopPages":
-        if self._bounds is None:
-            return TopPages(self.budget, self.page)
-        bounds = self._bounds[:, :, : max(self._filled)]  # neither writes below it, unless rows differ
-        alike = min(self._filled) == max(self._filled)
-        return TopPages(self.budget, self.page, bounds if alike else bounds.clone(), tuple(self._filled))
+        twin = TopPages(self.budget, self.page)
+        if self._bounds is not None:
+            bounds = self._bounds[:, :, : max(self._filled)]  # neither writes below it, unless rows differ
+            twin._bounds = bounds if min(self._filled) == max(self._filled) else bounds.clone()
+            twin._filled = [*self._filled]
+        return twin
 
     @override
     def select(self, query: Tensor, softmax: Softmax, keys: Tensor, padding: Tensor | None) -> Selection:
@@ -189,7 +157,7 @@ class TopPages(LayerSelector):
         budgets = self.budget if isinstance(self.budget, tuple) else [self.budget] * len(starts)
         room = [max(budget - each, 0) // self.page for budget, each in zip(budgets, open_entries, strict=False)]
         taken = [min(pair) for pair in zip(room, self._filled, strict=True)]
-        pages = self.scores(query).topk(max(taken), dim=-1).indices
+        pages = top_indices(self.scores(query), max(taken))
         first = pages.new_tensor(starts).view(-1, 1, 1, 1)
         within = torch.arange(self.page, device=pages.device)
         indices = (first + pages[..., None] * self.page + within).flatten(2)
@@ -203,25 +171,24 @@ class TopPages(LayerSelector):
         return Selection(indices.clamp(max=length - 1), real[:, None].expand_as(indices))
 
     def scores(self, query: Tensor) -> Tensor:
-        """Query [B, H, 1, d] -> [B, K, P] float32, -inf for pages that a row does not have."""
+        """Query [B, H, 1, d] -> [B, K, P] float32, -inf for pages that a row does not have.
+
+        In float32: bounds can exceed what float16 holds though no dot product does.
+        """
         assert self._bounds is not None
         pages = max(self._filled)
         bounds = self._bounds[:, :, :pages]
-        grouped = query.view(len(query), bounds.shape[1], -1, query.shape[3])
+        grouped = query.view(len(query), bounds.shape[1], -1, query.shape[3]).float()
         signed = torch.cat([grouped.clamp(min=0), grouped.clamp(max=0)], dim=3)
-        scores = products(signed, bounds).amax(dim=2).float()
+        with torch.autocast(query.device.type, enabled=False):
+            scores = (signed @ bounds.float().mT).amax(dim=2)
         if min(self._filled) == pages:
             return scores
         filled = torch.tensor(self._filled, device=query.device).view(-1, 1, 1)
         return scores.masked_fill(torch.arange(pages, device=query.device) >= filled, -torch.inf)
 
     def summarise(self, keys: Tensor, padding: Tensor | None) -> None:
-        """Make the pages that have filled since the last step; drop those of cropped entries.
-
-        Args:
-            keys: [B, K, C, d] after RoPE.
-            padding: See `select`.
-        """
+        """Make the pages of keys [B, K, C, d] that have filled since the last step; drop those of cropped entries."""
         starts = _starts(padding)
         wanted = [(keys.shape[2] - start) // self.page for start in starts]
         known = self._filled or [0] * len(starts)
@@ -230,8 +197,8 @@ class TopPages(LayerSelector):
         if any(now < before for now, before in zip(wanted, known, strict=True)):
             known = [min(pair) for pair in zip(wanted, known, strict=True)]
             self._bounds = self._bounds[:, :, : max(known)].clone()  # others may share what is to be written again
-        if (missing := max(wanted) - self._bounds.shape[2]) > 0:
-            more = max(_ROOM, int(max(wanted) * GROWTH))
+        if (missing := max(wanted) - self._bounds.shape[2]) > 0:  # room for 16 pages at least
+            more = max(16, int(max(wanted) * GROWTH))
             self._bounds = functional.pad(self._bounds, (0, 0, 0, missing + more))
         for place, (start, now, before) in enumerate(zip(starts, wanted, known, strict=True)):
             if now > before:

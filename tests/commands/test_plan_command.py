@@ -106,7 +106,7 @@ def test_the_memory_of_this_machines_gpu(keepsight: CommandLine, here: Path, mon
 
 
 WRONG = {
-    "memory=8GiB": "a memory limit of 8.00 GiB is below the weights alone: 1.3 x (14.96 GiB target + 176.02 MiB ret",
+    "memory=8GiB": "a memory limit of 8.00 GiB is below the weights alone: 1.3 x (14.96 GiB base model + ",
     "memory=24gib": "'24gib' is no amount of memory; write it as 24GiB, 24GB or a number of bytes",
     "memory=null": "memory= is required, as this machine has no GPU; give the GPU's memory, such as memory=24GiB",
     "requests=0": "requests=0 must be greater than 0",

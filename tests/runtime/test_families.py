@@ -82,7 +82,7 @@ def _compare_packed(model: Any, state: State) -> None:
         positions = torch.arange(LENGTH + 1)[None]  # Qwen2.5-VL's own would go on from the prompt that it read last
         model(PROMPT, past_key_values=plain, position_ids=positions[:, :-1])
         for layer, packed in zip(full_layers(plain), full_layers(state.cache), strict=True):
-            layer.keys, layer.values = packed.held.keys(), packed.held.values()
+            layer.keys, layer.values = packed.packed.keys(), packed.packed.values()
         expected = model(ANSWER[:, :1], past_key_values=plain, position_ids=positions[:, -1:]).logits[:, 0]
     _, logits = read(model, state, ANSWER[:, :1])
     assert_close(logits[:, 0], expected)

@@ -11,7 +11,6 @@ from keepsight.runtime.generate import Conversation
 from keepsight.runtime.join import can_join, join
 from keepsight.runtime.layer import GROWTH, ROOM, KeptLayer, RaggedLayer
 from keepsight.runtime.methods.window import AdaKV, SnapKV
-from keepsight.runtime.retrieval.specontext import HeadKeys
 from keepsight.runtime.saved import load_state, save_state
 from keepsight.runtime.sparse_read.cache import SelectedLayer
 from keepsight.runtime.state import read
@@ -33,10 +32,6 @@ def selected() -> KeptLayer:
 def ragged() -> KeptLayer:
     keys, values = torch.randn(2, 4, 4)
     return RaggedLayer(keys, values, np.array([[3, 1]]), 5)
-
-
-def head_keys() -> HeadKeys:
-    return HeadKeys(torch.randn(1, 2, 5, 4))
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -84,13 +79,13 @@ def test_what_was_forgotten_is_overwritten_without_a_copy():
     assert copy.keys.shape[2] == 136
 
 
-@pytest.mark.parametrize("make", [kept, selected, ragged, head_keys])
+@pytest.mark.parametrize("make", [kept, selected, ragged])
 def test_room_grows_by_a_share_of_what_is_held(make):
     """A long answer moves its cache seldom: 5,000 tokens one by one, where 64 at a time would be 79 moves."""
     layer, places = make(), []
     for _ in range(5000):
         new = torch.zeros(1, 2, 1, 4)
-        layer.append(new) if isinstance(layer, HeadKeys) else layer._append(new, new)
+        layer._append(new, new)
         places.append(layer.keys.untyped_storage().data_ptr())
     assert sum(one != other for one, other in itertools.pairwise(places)) <= 45
     row = 2 * 4 * 4

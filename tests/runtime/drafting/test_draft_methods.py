@@ -16,7 +16,6 @@ from keepsight.runtime.methods.laq import LAQ, LAQPlus, QueryCache
 from keepsight.runtime.state import prefill
 from tests.close import assert_close
 from tests.runtime.dense import best, observed, pooled, run_dense
-from tests.runtime.scoring import score_answer
 from tests.tiny import FAMILIES, prompt_ids, tiny_model
 
 DRAFT = LayerSubset((0, 2))
@@ -32,7 +31,6 @@ METHODS = {
     "speckv mean": SpecKV.with_draft(DRAFT, 16, 5, window=9, reduce=Reduce()),
     "ada-speckv": SpecKV.with_draft(DRAFT, 16, 5, window=9, allocate=Adaptive()),
 }
-each_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 
 
 def kept(method, model, ids):
@@ -47,9 +45,6 @@ def continued(model, ids, count, see=None):
     for _ in range(count):
         ids = torch.cat([ids, run_dense(model, ids, see)[1][-1].argmax()[None, None]], dim=1)
     return ids
-
-
-# SpecKV
 
 
 def published_speckv(model, ids, draft, capacity, window):
@@ -77,9 +72,8 @@ def test_speckv_keeps_the_published_set(family, drafted):
         assert ours == [head | window | {59} for head in theirs]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_draft_is_the_draft_models_greedy_answer(family):
-    model, (ids, mask) = tiny_model(family), prompt_ids(40, 23)
+def test_the_draft_is_the_draft_models_greedy_answer():
+    model, (ids, mask) = tiny_model("qwen3"), prompt_ids(40, 23)
     draft = ModelDrafter(DRAFT, 6)(model, prefill(model, ids, mask))
     drafting: Any = DRAFT.of(model)
     expected = drafting.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False)[:, 40:]
@@ -88,9 +82,6 @@ def test_the_draft_is_the_draft_models_greedy_answer(family):
     for row in range(2):
         answer = expected[row].tolist()
         assert real[row].sum() == (answer.index(2) + 1 if 2 in answer else 6)
-
-
-# LAQ
 
 
 def guessed(model, ids, budget, first_window, count):
@@ -119,7 +110,7 @@ def guessed(model, ids, budget, first_window, count):
 
 @pytest.mark.parametrize(
     ("family", "mask", "window"),
-    [("llama", "corrected", 0), ("llama", "published", 4), ("qwen3", "corrected", 4), ("qwen3", "published", 0)],
+    [("llama", "published", 4), ("qwen3", "corrected", 4), ("qwen3", "published", 0)],
 )
 def test_laq_keeps_the_published_set(family, mask, window):
     """Facts B1, 4: softmax over the prompt's keys alone; the queries are those of the small cache's hidden states."""
@@ -152,13 +143,9 @@ def test_laq_stops_guessing_at_an_end_token():
                 assert_close(both[row, :, -length:], one[0])
 
 
-# DapQ
-
-
 @pytest.mark.parametrize(
     ("kernel", "drafter", "pseudo"),
     [
-        (1, PromptEnds(), lambda ids: [*ids[:4], *ids[-28:]]),
         (7, PromptEnds(2, 30), lambda ids: [*ids[:2], *ids[-30:]]),
         (
             1,
@@ -167,7 +154,7 @@ def test_laq_stops_guessing_at_an_end_token():
         ),
         (7, ConstantText([7, 8, 9]), lambda ids: [7, 8, 9]),
     ],
-    ids=["4+28", "2+30", "random", "text"],
+    ids=["2+30", "random", "text"],
 )
 def test_dapq_keeps_what_the_pseudo_tokens_attend_to(kernel, drafter, pseudo):
     model, ids = tiny_model("qwen3"), prompt_ids(60)[0]
@@ -188,26 +175,11 @@ def test_short_prompts_repeat_their_ends():
     assert drafted[1].tolist() == [*second, second[2], *[second[0]] * 3, *second]
 
 
-# All of them
-
-
-@each_method
-def test_padded_batches_equal_single_prompts(method):
-    """Rows of 60, 38 and 12 tokens at budget 16: the last one loses nothing."""
-    model, (ids, mask) = tiny_model("qwen3"), prompt_ids(60, 38, 12)
-    answer = torch.randint(3, 128, (3, 5), generator=torch.Generator().manual_seed(1))
-    together, _ = score_answer(model, method.start(model, ids, mask), answer)
-    for row, length in enumerate([60, 38, 12]):
-        alone, _ = score_answer(model, method.start(model, ids[row : row + 1, -length:]), answer[row : row + 1])
-        assert_close(together[row : row + 1], alone)
-
-
 @pytest.mark.parametrize(
     ("make", "said"),
     [
         (lambda: QueryCache(mask="none"), "mask 'none' is unknown; choose one of corrected, published"),
         (lambda: PromptEnds(0, 0), "no pseudo token"),
-        (lambda: ConstantText([]), "at least one"),
         (lambda: ModelDrafter(DRAFT, 0), "lookahead 0 must be a whole number of at least 1"),
         (lambda: DapQ(4, DraftObserver(ConstantText([500]))).start(tiny_model(), prompt_ids(9)[0]), "token id 500"),
     ],
@@ -215,3 +187,15 @@ def test_padded_batches_equal_single_prompts(method):
 def test_bad_values_are_named(make, said):
     with pytest.raises(UserError, match=said):
         make()
+
+
+def test_dot_products_beyond_float16():
+    """The entries kept in float16 are finite in score, and those of float32 arithmetic on the same weights."""
+    model, ids = tiny_model(num_hidden_layers=1), prompt_ids(60)[0]
+    with torch.no_grad():
+        for each in (model.model.layers[0].self_attn.q_proj, model.model.layers[0].self_attn.k_proj):
+            each.weight.mul_(400)
+    method = SpecKV(20, DraftObserver(GivenDraft(DraftIds(prompt_ids(5, seed=5)[0])), window=None), window=9)
+    wide, narrow = kept(method, model, ids)[0], kept(method, model.half(), ids)[0]
+    assert [len(head) for head in narrow] == [20, 20]
+    assert all(len(one & other) >= 18 for one, other in zip(wide, narrow, strict=True))

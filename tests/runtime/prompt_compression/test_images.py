@@ -8,7 +8,7 @@ from torch import Tensor
 
 from keepsight.errors import UserError
 from keepsight.models.draft_sources import DraftHeadSource
-from keepsight.runtime.generate import FullCache, generate
+from keepsight.runtime.generate import generate
 from keepsight.runtime.images import Images
 from keepsight.runtime.prompt_compression.specpc import SpecPC, select_tokens
 from tests.close import assert_close
@@ -78,13 +78,6 @@ def test_a_turn_goes_on_at_the_new_positions() -> None:
     turn = torch.cat([first.sequences, ANSWER], dim=1)
     second = model.generate(turn, past_key_values=first.past_key_values, custom_generate=small(), **options)
     assert torch.equal(second.sequences[:, : turn.shape[1]], turn)
-
-
-@pytest.mark.parametrize("family", [QWEN, GEMMA])
-def test_a_prompt_within_the_budget_is_read_whole(family: str) -> None:
-    model, inputs = family_model(family), prompt(family)
-    expected = generate(model, method=FullCache(), **inputs, **GREEDY)
-    assert torch.equal(generate(model, method=small(LENGTH), **inputs, **GREEDY), expected)
 
 
 def test_a_draft_scores_in_its_layers_with_full_attention() -> None:

@@ -19,7 +19,7 @@ def dequantised(quantizer: Quantizer, residual: int, keys, values):
 
 
 class SlowSpeCache:
-    """The target with a SpeCache that keeps everything in full precision and pretends."""
+    """The base model with a SpeCache that keeps everything in full precision and pretends."""
 
     def __init__(self, model, method, ids):
         cache = DynamicCache()

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -13,7 +13,7 @@ from keepsight.errors import UserError
 from keepsight.runtime.generate import FullCache, decode, stop_after
 from keepsight.runtime.join import join
 from keepsight.runtime.quantized.kivi import Kivi, PackedState
-from keepsight.runtime.quantized.specache import SpeCache, specache_layers
+from keepsight.runtime.quantized.specache import FetchSelector, SpeCache, specache_layers
 from keepsight.runtime.state import read
 from tests.close import assert_close
 from tests.runtime.quantized.slow_specache import SlowSpeCache
@@ -47,7 +47,7 @@ def test_decoding_equals_a_slow_specache(bits, speculative, heads):
     # A padding token's embedding is zero: guessed, it would look at all entries alike.
     model = tiny_model(head_dim=WIDTH, pad_token_id=None)
     method = _method(6, bits=bits, speculative=speculative, heads=heads)
-    ids, answer = prompt_ids(50)[0], _answer(36)
+    ids, answer = prompt_ids(50, 50)[0], _answer(36, 36)
     slow, state = SlowSpeCache(model, method, ids), method.start(model, ids)
     with torch.no_grad():
         for token in answer.split(1, dim=1):
@@ -56,24 +56,51 @@ def test_decoding_equals_a_slow_specache(bits, speculative, heads):
 
 
 def test_no_slots_are_kivi():
-    model, ids = tiny_model(head_dim=WIDTH), prompt_ids(50)[0]
+    model, ids, method = tiny_model(head_dim=WIDTH), prompt_ids(50)[0], _method(0)
     expected, _ = score_answer(model, Kivi(1, 8, 16).start(model, ids), _answer(30))
-    for speculative in VARIANTS:
-        method = _method(0, speculative=speculative)
-        state = method.start(model, ids)
-        nll, _ = score_answer(method.reader(model), state, _answer(30))
-        assert_close(nll, expected)
-        assert _traffic(state).fetched == 0
+    state = method.start(model, ids)
+    assert_close(score_answer(method.reader(model), state, _answer(30))[0], expected)
+    assert _traffic(state).fetched == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_another_default_dtype_changes_nothing(dtype):
+    model, ids = tiny_model(head_dim=WIDTH, pad_token_id=None), prompt_ids(50)[0]
+    for method in (_method(6), _method(6, speculative=False)):
+        found = []
+        for default in (torch.float32, dtype):
+            torch.set_default_dtype(default)
+            try:
+                state, logits = read(method.reader(model), method.start(model, ids), _answer(20))
+            finally:
+                torch.set_default_dtype(torch.float32)
+            chosen = [each.prefetched.fetch.wait().indices for each in specache_layers(state.cache) if each.prefetched]
+            found.append((logits, chosen))
+        assert torch.equal(found[0][0], found[1][0])
+        assert all(torch.equal(*pair) for pair in zip(found[0][1], found[1][1], strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("speculative", VARIANTS)
-def test_batch_equals_single(speculative):
-    model, ids = tiny_model(head_dim=WIDTH), prompt_ids(45, 45, 45)[0]
-    method = _method(6, speculative=speculative)
-    options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
-    together = generate(model, ids, method, **options)
-    for row, expected in zip(ids, together, strict=True):
-        assert torch.equal(generate(model, row[None], method, **options)[0], expected)
+def test_autocast(speculative, dtype):
+    """Values are in half precision, keys after RoPE are not: with slots for all entries it is full attention still."""
+    model, ids, method = tiny_model(head_dim=WIDTH), prompt_ids(50)[0], _method(1000, speculative=speculative)
+    with torch.autocast("cpu", dtype):
+        expected = read(model, FullCache().start(model, ids), _answer(40))[1]
+        state = method.start(model, ids)
+        logits = read(method.reader(model), state, _answer(40))[1]
+        assert_close(logits, expected, dtype)
+        few = _method(6, speculative=speculative)
+        answers = [generate(model, ids, few, max_new_tokens=20, do_sample=False) for _ in range(2)]
+        assert torch.equal(*answers)
+        turn = few.resume(model, few.start(model, ids), _answer(20))
+    assert turn.logits.isfinite().all()
+
+
+def test_ties_go_to_the_first_entries():
+    """Equal keys are attended to alike; the fetched ones are the first of them."""
+    attention = torch.tensor([0.1, 0.2, 0.2, 0.05, 0.2, 0.2, 0.05]).expand(2, KV_HEADS, 2, -1)
+    assert FetchSelector(3, "max").select(attention).sort().values.tolist() == [[[1, 2, 4]] * KV_HEADS] * 2
 
 
 @pytest.mark.parametrize("failing", [0, 2])
@@ -85,7 +112,7 @@ def test_an_interrupted_step_changes_nothing(failing, monkeypatch):
     for token in tokens:
         expected, wanted = read(method.reader(model), expected, token)
         with monkeypatch.context() as patch:
-            patch.setattr(model.model.layers[failing].mlp, "forward", _interrupt)
+            patch.setattr(model.model.layers[failing].mlp, "forward", Mock(side_effect=KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
                 read(method.reader(model), state, token)
         state, logits = read(method.reader(model), state, token)
@@ -95,10 +122,6 @@ def test_an_interrupted_step_changes_nothing(failing, monkeypatch):
         everything = [layer.full.fetch(torch.arange(64).expand(1, KV_HEADS, -1)).wait() for layer in (one, other)]
         assert_close(everything[0].keys, everything[1].keys)
         assert_close(everything[0].values, everything[1].values)
-
-
-def _interrupt(*args, **kwargs):
-    raise KeyboardInterrupt
 
 
 def test_bytes_on_the_device_and_bytes_moved():
@@ -113,11 +136,11 @@ def test_bytes_on_the_device_and_bytes_moved():
     assert traffic.offloaded == heads * 64 * entry  # the answer's 14 first tokens fill another 16 with the prompt's 2
     tensors = []
     for layer in specache_layers(state.cache):
-        assert layer.ahead is not None
-        assert layer.ahead.fetch is not None
-        slots = layer.ahead.fetch.wait()
-        tensors += [*layer.held.packed_keys, *layer.held.packed_values, layer.held.recent_keys]
-        tensors += [layer.held.recent_values, *slots]
+        assert layer.prefetched is not None
+        assert layer.prefetched.fetch is not None
+        slots = layer.prefetched.fetch.wait()
+        tensors += [*layer.packed.packed_keys, *layer.packed.packed_values, layer.packed.recent_keys]
+        tensors += [layer.packed.recent_values, *slots]
     assert state.kv_bytes == sum(each.numel() * each.element_size() for each in tensors)
     # Counted once all are there; the step before the first one fetches as well.
     assert traffic.fetched == (1 + steps) * heads * 6 * entry
@@ -130,16 +153,11 @@ def _traffic(state):
     return specache_layers(state.cache)[0].full.traffic
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"topk": -1}, "topk -1 must be a whole number"),
-        ({"heads": "sum"}, "heads 'sum' is unknown; choose one of mean, max"),
-    ],
-)
-def test_bad_options_are_refused(options, words):
-    with pytest.raises(UserError, match=words):
-        SpeCache(**options)
+def test_bad_options_are_refused():
+    with pytest.raises(UserError, match="topk -1 must be a whole number"):
+        SpeCache(topk=-1)
+    with pytest.raises(UserError, match="heads 'sum' is unknown; choose one of mean, max"):
+        SpeCache(heads="sum")
 
 
 def test_bad_inputs_are_refused(monkeypatch):

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -23,10 +24,10 @@ def device_bytes(layers: list[Any]) -> int:
     The retrieval head's keys and the weights come on top of them.
     """
     on_cpu = elastic_layers(layers)
-    lists = {id(layer.slots.arrangement): layer.slots.arrangement.held for layer in on_cpu}
-    held = [*lists.values(), *(layer.slots.rows for layer in on_cpu)]
-    held += [each for layer in layers if not isinstance(layer, ElasticLayer) for each in (layer.keys, layer.values)]
-    return sum(each.untyped_storage().nbytes() for each in held)
+    lists = {id(layer.slots): layer.slots.entries for layer in on_cpu}
+    tensors = [*lists.values(), *(layer.rows for layer in on_cpu)]
+    tensors += [each for layer in layers if not isinstance(layer, ElasticLayer) for each in (layer.keys, layer.values)]
+    return sum(each.untyped_storage().nbytes() for each in tensors)
 
 
 def _method(budget=BUDGET, **options):
@@ -74,25 +75,21 @@ def test_specontext_never_exceeds_its_limit():
         state, step = read(reader, state, token)
         logits.append(step)
         on_cpu.append(len(elastic_layers(state.cache.layers)))
-        keys = retrieval_cache(state.cache).selector.keys.keys.untyped_storage().nbytes()
+        keys = retrieval_cache(state.cache).selector.keys.untyped_storage().nbytes()
         assert plan.weights_held + device_bytes(state.cache.layers) + keys <= plan.limit
         assert on_cpu[-1] == plan.layers_on_cpu(ROWS * length)
     assert sorted(set(on_cpu)) == [0, 1, 2, 3]
     assert_close(torch.cat(logits, dim=1), expected)
 
 
-def test_a_prompt_that_can_never_fit_is_refused_before_it_is_read():
+def test_bad_limits_are_refused_before_anything_is_read():
     model = tiny_model()
     plan = retrieval_cache(_method(memory_limit="1GB").start(model, prompt_ids(30)[0]).cache).placement.plan
     assert plan is not None
-    method = _method(memory_limit=plan.weights_held + 9000)
     with pytest.raises(UserError, match=r"240 tokens in 1 requests do not fit into 0.2. MiB"):
-        method.start(model, prompt_ids(240)[0])
+        _method(memory_limit=plan.weights_held + 9000).start(model, prompt_ids(240)[0])
     with pytest.raises(UserError, match="is below the weights alone"):
         _method(memory_limit=1000).start(model, prompt_ids(30)[0])
-
-
-def test_bad_options_are_refused():
     with pytest.raises(UserError, match="SpeContext: offload -1 must be a whole number"):
         _method(offload=-1)
     with pytest.raises(UserError, match="'24 gigs' is no amount of memory"):
@@ -108,12 +105,8 @@ def test_an_interrupted_step_changes_nothing(failing, monkeypatch):
     state, reader = method.start(model, *ids), method.reader(model)
     for token, wanted in zip(answer.split(1, dim=1), expected.split(1, dim=1), strict=True):
         with monkeypatch.context() as patch:
-            patch.setattr(model.model.layers[failing].mlp, "forward", _interrupt)
+            patch.setattr(model.model.layers[failing].mlp, "forward", Mock(side_effect=KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
                 read(reader, state, (token + 1) % 128)
         state, logits = read(reader, state, token)
         assert_close(logits, wanted)
-
-
-def _interrupt(*args, **kwargs):
-    raise KeyboardInterrupt

@@ -10,12 +10,11 @@ from keepsight import generate
 from keepsight.errors import UserError
 from keepsight.runtime.generate import FullCache, Method
 from keepsight.runtime.methods.window import SnapKV
-from keepsight.runtime.retrieval.specontext import SpeContext, retrieval_cache
-from keepsight.runtime.sparse_read.cache import SelectedLayer, Selection
+from keepsight.runtime.retrieval.specontext import SpeContext
 from keepsight.runtime.sparse_read.selection import ExactTopK, Quest
 from keepsight.runtime.state import Needs, prefill, read
 from tests.close import assert_close
-from tests.models.retrieval_heads import grouped_retrieval_head, tiny_retrieval_head
+from tests.models.retrieval_heads import grouped_retrieval_head, tiny_deepseek
 from tests.runtime.sparse_read.slow_selection import SlowReader, everything, top_attention, top_pages
 from tests.tiny import prompt_ids, tiny_model
 
@@ -34,20 +33,11 @@ def method_of(name: str, budget: int | float, kv_heads: int = 2, **options: Any)
     return ExactTopK(budget, **options)
 
 
-def watched(monkeypatch: pytest.MonkeyPatch, name: str) -> list[Selection]:
-    """What a method of all layers is called with from here on."""
-    calls: list[Selection] = []
-    original = getattr(SelectedLayer, name)
-
-    def watching(layer: SelectedLayer, chosen: Selection) -> Any:
-        calls.append(chosen)
-        return original(layer, chosen)
-
-    monkeypatch.setattr(SelectedLayer, name, watching)
-    return calls
-
-
 each_method = pytest.mark.parametrize("name", NAMES)
+
+
+def model_of(kv_heads: int, latent: bool = False) -> Any:
+    return tiny_deepseek() if latent else tiny_model("qwen3", num_key_value_heads=kv_heads)
 
 
 def answer_of(*lengths: int) -> torch.Tensor:
@@ -55,17 +45,17 @@ def answer_of(*lengths: int) -> torch.Tensor:
 
 
 @each_method
-@pytest.mark.parametrize(("family", "kv_heads"), [("qwen3", 1), ("llama", 4)])
-def test_a_budget_for_all_entries_gives_full_attention(family: str, kv_heads: int, name: str) -> None:
+@pytest.mark.parametrize(("kv_heads", "latent"), [(1, False), (4, True)])
+def test_a_budget_for_all_entries_gives_full_attention(kv_heads: int, latent: bool, name: str) -> None:
     """Also of rows of different lengths, and of the entries that the answer adds."""
-    model, method = tiny_model(family, num_key_value_heads=kv_heads), method_of(name, 1000, kv_heads)
+    model, method = model_of(kv_heads, latent), method_of(name, 1000, kv_heads)
     ids, mask = prompt_ids(50, 33, 41)
     expected = read(model, FullCache().start(model, ids, mask), answer_of(30, 30, 30))[1]
     logits = read(method.reader(model), method.start(model, ids, mask, chunk=7), answer_of(30, 30, 30))[1]
     assert_close(logits, expected)
 
 
-def slow_of(name: str, model: Any, ids: torch.Tensor, method: Any) -> SlowReader:
+def slow_of(model: Any, ids: torch.Tensor, method: Any) -> SlowReader:
     layers = model.config.num_hidden_layers
     if isinstance(method, Quest):
         pages = top_pages(method.budget_for(30), method.page)
@@ -77,17 +67,16 @@ def slow_of(name: str, model: Any, ids: torch.Tensor, method: Any) -> SlowReader
 
 @each_method
 @pytest.mark.parametrize(
-    ("kv_heads", "options"), [(2, {}), (4, {"sinks": 2, "window": 3}), (1, {"sinks": 2, "window": 3})]
+    ("kv_heads", "latent", "options"), [(2, False, {}), (4, False, {"sinks": 2, "window": 3}), (4, True, {})]
 )
-def test_few_entries_equal_slow_loops(options: dict[str, int], kv_heads: int, name: str) -> None:
-    """Over several pages of generated tokens."""
+def test_few_entries_equal_slow_loops(options: dict[str, int], latent: bool, kv_heads: int, name: str) -> None:
+    """Over several pages of generated tokens; of latents over the keys and values of every head."""
     if options and "quest" in name:
         options = {"page": 5}
-    model, method = tiny_model(num_key_value_heads=kv_heads), method_of(name, 12, kv_heads, **options)
+    model, method = model_of(kv_heads, latent), method_of(name, 12, kv_heads, **options)
     ids, answer = prompt_ids(30)[0], answer_of(20)
-    slow, state, reader = slow_of(name, model, ids, method), method.start(model, ids), method.reader(model)
-    plain = FullCache().start(model, ids)
-    differs = False
+    slow, state, reader = slow_of(model, ids, method), method.start(model, ids), method.reader(model)
+    plain, differs = FullCache().start(model, ids), False
     for token in answer.split(1, dim=1):
         state, logits = read(reader, state, token)
         plain, dense = read(model, plain, token)
@@ -139,68 +128,29 @@ def test_kv_bytes_count_all_that_is_held() -> None:
     assert int(state.counts().min()) == 45
 
 
-@pytest.mark.parametrize("failing", [0, 2])
-def test_an_interrupted_step_changes_nothing(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever layer it ends in."""
-    model, ids = tiny_model(), prompt_ids(40)[0]
-    method = SpeContext(12, tiny_retrieval_head())
-    reader, answer = method.reader(model), answer_of(8)
-    expected = read(reader, method.start(model, ids), answer)[1]
-    state, first = read(reader, method.start(model, ids), answer[:, :3])
-    calls = []
-    step = SelectedLayer.step
-
-    def fails(layer: SelectedLayer, *rest: Any, **options: Any) -> torch.Tensor:
-        calls.append(layer)
-        if len(calls) == failing + 1:
-            raise KeyboardInterrupt
-        return step(layer, *rest, **options)
-
-    monkeypatch.setattr(SelectedLayer, "step", fails)
-    with pytest.raises(KeyboardInterrupt):
-        read(reader, state, answer[:, 3:4])
-    monkeypatch.undo()
-    assert {layer.seen for layer in retrieval_cache(state.cache).selected_layers} == {43}
-    rest = read(reader, state, answer[:, 3:])[1]
-    assert_close(torch.cat([first, rest], dim=1), expected)
-
-
-REFUSED: dict[str, tuple[Any, str]] = {
-    "a budget of nothing": (lambda: ExactTopK(0), "ExactTopK: budget 0 is below 1"),
-    "sinks and window": (
+REFUSED: list[tuple[Any, str]] = [
+    (lambda: ExactTopK(0), "ExactTopK: budget 0 is below 1"),
+    (
         lambda: method_of("specontext", 10, sinks=4, window=6),
         r"SpeContext: budget 10 is below 11 \(sinks \+ window \+ one entry to choose\)",
     ),
-    "less than two pages": (lambda: Quest(20), "Quest: budget 20 is below 31"),
-    "pages of nothing": (lambda: Quest(64, page=0), "Quest: page 0 must be a whole number of at least 1"),
-    "a ratio that leaves too little": (
-        lambda: ExactTopK(0.1, sinks=4).check(40, 256),
-        "ExactTopK: budget 0.1 leaves 4 entries, which is below 5",
-    ),
-    "a prompt beyond the context": (
-        lambda: Quest(64).check(300, 256),
-        "Quest: a prompt of 300 tokens does not fit the context of 256",
-    ),
-}
+    (lambda: Quest(20), "Quest: budget 20 is below 31"),
+    (lambda: Quest(64, page=0), "Quest: page 0 must be a whole number of at least 1"),
+    (lambda: ExactTopK(0.1, sinks=4).check(40, 256), "ExactTopK: budget 0.1 leaves 4 entries, which is below 5"),
+    (lambda: Quest(64).check(300, 256), "Quest: a prompt of 300 tokens does not fit the context of 256"),
+]
 
 
-@pytest.mark.parametrize("make, message", REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize("make, message", REFUSED)
 def test_bad_values_are_refused(make: Any, message: str) -> None:
     with pytest.raises(UserError, match=f"^{message}[^\n]*$"):
         make()
 
 
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"vocab_size": 200}, "vocabulary 128 against 200"),
-        ({"num_key_value_heads": 4}, "KV heads 2 against 4"),
-    ],
-)
-def test_a_head_for_another_target_is_refused_before_it_runs(change: dict[str, Any], message: str) -> None:
-    model, method = tiny_model(**change), method_of("specontext", 12)
+def test_a_head_for_another_model_is_refused_before_it_runs() -> None:
+    model, method = tiny_model(vocab_size=200), method_of("specontext", 12)
     model.forward = None  # nothing may run
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match="vocabulary 128 against 200"):
         method.start(model, prompt_ids(40)[0])
 
 
