@@ -1,6 +1,7 @@
 """Kept KV entries and greedy answers of every method, index for index, as released on 2026-11-24.
 
 `python -m tests.golden.test_golden` writes `golden.json` anew: only when a change of what is kept is intended.
+Since then: SpeCache and exact top-k read the first of entries with equal attention (six answers changed).
 """
 
 import json

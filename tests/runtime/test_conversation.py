@@ -223,5 +223,5 @@ def test_a_head_is_extended_while_the_answer_grows(turn: int, features: str) -> 
     mine, its = (retrieval_cache(each.cache).selector for each in (state, whole))
     assert mine.head.config == its.head.config
     real = torch.arange(250) >= torch.tensor([0, 17])[:, None]
-    assert_close(mine.keys.keys.transpose(1, 2)[real], its.keys.keys.transpose(1, 2)[real])
+    assert_close(mine.keys.transpose(1, 2)[real], its.keys.transpose(1, 2)[real])
     assert retrieval_cache(early.cache).selector.head.config.max_position_embeddings == 64
