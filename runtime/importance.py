@@ -242,20 +242,29 @@ def top_mask(importance: Tensor, count: int | Counts) -> Tensor:
     return above | (tied & (tied.cumsum(dim=-1, dtype=torch.int32) <= wanted - above.sum(dim=-1, keepdim=True)))
 
 
-def top_indices(importance: Tensor, count: int) -> Tensor:
+def top_indices(importance: Tensor, count: int, *, signed: bool = False) -> Tensor:
     """Indices [..., count] int64 of the most important entries, in descending order; ties go to the lowest index.
 
-    They are the entries of `top_mask`, found without waiting for the device.
+    They are the entries of `top_mask`, found without waiting for the device, in few operators.
 
     Args:
         importance: [..., N] float32, without NaN.
         count: At most N.
+        signed: Whether numbers may be negative; otherwise these have no order, and come last.
     """
-    bits = (importance + 0.0).view(torch.int32)  # of 0.0 where it was -0.0
-    order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()  # ascends with the number, as its bits do where it is positive
-    last = importance.shape[-1] - 1
-    places = torch.arange(last, -1, -1, device=importance.device)
-    return last - ((order << 32) | places).topk(count, dim=-1).values.bitwise_and(0xFFFFFFFF)
+    bits = importance.view(torch.int32)  # the order of positive floats is that of their bits
+    if signed:
+        bits = (importance + 0.0).view(torch.int32)  # -0.0 becomes 0.0
+        bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    places = _descending(bits.shape[-1], bits.device).expand_as(bits)
+    order = torch.stack([places, bits], dim=-1).view(torch.int64)[..., 0]  # the low half breaks ties
+    return order.topk(count, dim=-1).indices
+
+
+@functools.lru_cache(maxsize=8)
+@torch.inference_mode(False)  # a cached tensor may be used in any mode
+def _descending(count: int, device: torch.device) -> Tensor:
+    return torch.arange(count - 1, -1, -1, dtype=torch.int32, device=device)
 
 
 def select_top(importance: Sequence[Tensor], counts: Counts) -> list[Tensor]:

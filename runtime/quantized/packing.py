@@ -94,8 +94,9 @@ class Quantizer:
             zero, scale = low + (high - low) / 4, (high - low) / 2
         else:
             zero, scale = low, (high - low) / (2**self.bits - 1)
-        most = min(torch.finfo(each).max for each in (groups.dtype, scale.dtype))  # a range may exceed that of float16
-        zero, scale = zero.to(groups.dtype), scale.clamp(max=most).to(groups.dtype)
+        if groups.dtype == torch.float16:  # whose range that of a group may exceed
+            scale = scale.clamp(max=torch.finfo(torch.float16).max)
+        zero, scale = zero.to(groups.dtype), scale.to(groups.dtype)
         # A constant group has the scale 0, and is 0 above its zero point.
         step = scale.float().clamp(min=torch.finfo(torch.float32).tiny)[..., None]
         # Under `middles` the largest element is at 1.5, which rounds to 2: codes are clamped.
