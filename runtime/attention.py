@@ -63,7 +63,8 @@ class Softmax(NamedTuple):
         """
         if keys.dtype == torch.float16:
             grouped, keys = grouped.float(), keys.float()
-        return self.capped(products(grouped * self.scaling, keys).float())
+        logits = products(grouped * self.scaling, keys).float()
+        return logits if self.softcap is None else self.capped(logits)
 
     def capped(self, logits: Tensor) -> Tensor:
         """Scaled dot products -> logits."""
@@ -174,14 +175,14 @@ def _attention(
     softmax = Softmax(scale, options.get("softcap"), options.get("s_aux"))
     if isinstance(layer, OwnAttention):
         return layer.attend(query, key, value, softmax), None
-    real = getattr(layer, "keys_mask", None)
+    real = getattr(layer, "real", None)
     if recorder is not None and not (layer is not None and is_bounded(layer)):
         recorder(index, query, key, softmax, real, attention_mask)
     if real is not None:
         return grouped_attention(query, key, value, visible(query.shape[2], real), softmax), None
     # Under a mask transformers repeats keys and values for every query head; grouping the queries copies none.
     few = query.shape[1] * query.shape[2] <= key.shape[2]
-    special = any(options.get(name) for name in ("dropout", "softcap", "position_bias"))
+    special = options.get("dropout") or softmax.softcap or options.get("position_bias")
     if loaded == "sdpa" and attention_mask is not None and few and not special:
         return grouped_attention(query, key, value, attention_mask, Softmax(scale)), None
     return _delegate(loaded, module, query, key, value, attention_mask, scaling=scaling, **options)

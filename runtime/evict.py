@@ -11,6 +11,7 @@ the budget.
 """
 
 import functools
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
 from typing_extensions import override
 
 from keepsight.errors import UserError, require_whole
@@ -38,7 +40,7 @@ from keepsight.runtime.importance import (
 )
 from keepsight.runtime.layer import Counts, KeptLayer
 from keepsight.runtime.observe import LayerObserver, Observer
-from keepsight.runtime.state import Needs, State, empty_cache, prefill, with_full_layers
+from keepsight.runtime.state import Needs, State, full_layers, prefill, with_full_layers
 
 Scores = Callable[[Observer, PreTrainedModel, State, Reduce], list[Tensor]]
 """Calls an observer, or remembers what an equal one has returned for the state."""
@@ -120,7 +122,8 @@ class Evict(CacheMethod):
 
     @override
     def budget_for(self, length: int) -> int:
-        return Budget(self.budget).entries(length) - self.every
+        whole = Budget(self.budget).entries(length) if isinstance(self.budget, float) else self.budget
+        return whole - self.every
 
     @override
     def needs(self) -> Needs:
@@ -131,7 +134,7 @@ class Evict(CacheMethod):
         name, observer, budget = type(self).__name__, self.bound_observer, self.budget_for(length)
         if length <= budget:
             return
-        self._check_room(budget)
+        self._check_room([budget])
         if (window := observer.needs().window) > length:
             raise UserError(f"{name}: a prompt of {length} tokens is shorter than the {window} that observe it")
         if (positions := observer.positions()) + length > context:
@@ -140,15 +143,18 @@ class Evict(CacheMethod):
                 "shorten the draft (lookahead) or the prompt"
             )
 
-    def _check_room(self, budget: int) -> None:
+    def _check_room(self, budgets: list[int]) -> None:
         """A ratio becomes a number only where a prompt is known."""
+        if isinstance(self.budget, int):
+            return  # checked when the method was made
         protected = self.sinks + self.window
-        if protected and budget <= protected:
-            raise UserError(
-                f"{type(self).__name__}: budget {self.budget} leaves {budget} entries, which must be above the "
-                f"{protected} protected ones (sinks + window)"
-            )
-        self.allocate.check(budget, protected)
+        for budget in {*budgets}:
+            if protected and budget <= protected:
+                raise UserError(
+                    f"{type(self).__name__}: budget {self.budget} leaves {budget} entries, which must be above the "
+                    f"{protected} protected ones (sinks + window)"
+                )
+            self.allocate.check(budget, protected)
 
     @override
     @torch.no_grad()
@@ -161,27 +167,22 @@ class Evict(CacheMethod):
         chunk: int | None = None,
         images: Images | None = None,
     ) -> State:
-        evict = self._layer_eviction(model, input_ids, mask)
+        evict = self._layer_eviction(input_ids, mask)
         state = prefill(model, input_ids, mask, chunk=chunk, needs=self.needs(), after_layer=evict, images=images)
         return self.compress(model, state) if evict is None else state
 
-    def _layer_eviction(
-        self, model: PreTrainedModel, input_ids: Tensor, mask: Tensor | None
-    ) -> "_LayerEviction | None":
+    def _layer_eviction(self, input_ids: Tensor, mask: Tensor | None) -> "_LayerEviction | None":
         """What evicts during the prefill; None where nothing is to be evicted, or not before its end."""
         batch, width = input_ids.shape
         lengths = [width] * batch if mask is None else mask.sum(dim=1).tolist()
-        budgets = [self.budget_for(length) for length in lengths]
+        budgets = [*map(self.budget_for, lengths)]
         waits = self.during_prefill is False or self.allocate.across_layers
-        if waits or all(length <= budget for length, budget in zip(lengths, budgets, strict=True)):
+        if waits or all(map(operator.le, lengths, budgets)):
             return None
         if not isinstance(observer := self.bound_observer, LayerObserver):
             return None
-        kinds = [is_bounded(layer) for layer in empty_cache(model).layers]
-        for budget in {*budgets}:
-            self._check_room(budget)
-        ragged = min(lengths) < width and any(kinds)
-        return None if all(kinds) else _LayerEviction(self, observer, kinds.count(False), lengths, budgets, ragged)
+        self._check_room(budgets)
+        return _LayerEviction(self, observer, lengths, budgets, min(lengths) < width)
 
     @override
     @torch.no_grad()
@@ -243,8 +244,7 @@ class Evict(CacheMethod):
     def select(self, state: State, importance: list[Tensor]) -> list[Tensor]:
         """For each layer, which entries stay: [B, K, C] bool. Ties go to the lowest index."""
         budgets = self.budgets(state)
-        for budget in {*budgets}:
-            self._check_room(budget)
+        self._check_room(budgets)
         return select_top(importance, self.allocate(self._sizes(state), budgets, importance))
 
     def keep(self, state: State, selected: list[Tensor]) -> State:
@@ -293,34 +293,30 @@ class _LayerEviction:
     Attributes:
         method: The method.
         observer: Its observer.
-        layers: Number of layers with full attention.
         lengths: Tokens of each prompt.
         budgets: Budget of each prompt.
-        ragged: See `KeptLayer.keep`.
+        padded: Whether a prompt is padded.
     """
 
     method: Evict
     observer: LayerObserver
-    layers: int
     lengths: list[int]
     budgets: list[int]
-    ragged: bool
-    _of_all_layers: Counts | None = field(default=None, init=False)
+    padded: bool
+    _ragged: bool = field(default=False, init=False)
+    _counts: Counts | None = field(default=None, init=False)
 
-    def __call__(self, place: int, layer: KeptLayer) -> KeptLayer:
-        method = self.method
+    def __call__(self, cache: Cache, place: int, layer: KeptLayer) -> KeptLayer:
+        method, alone = self.method, self.method.allocate.reads_scores
         importance = method.layer_importance(self.observer.score(layer, method.reduce.queries), layer)
-        if method.allocate.reads_scores:
-            counts, marked = method.allocate(self._sizes(1, importance), self.budgets, [importance])[0], True
-        else:
-            if self._of_all_layers is None:
-                self._of_all_layers = method.allocate(self._sizes(self.layers, importance), self.budgets, [])
-            marked = bool(self._of_all_layers.min() != self._of_all_layers.max())
-            counts = self._of_all_layers[place]
+        if self._counts is None or alone:
+            full = len(full_layers(cache))
+            self._ragged = self.padded and full < len(cache.layers)  # bounded layers need the model's mask of padding
+            real = np.broadcast_to(np.array(self.lengths)[:, None], (1 if alone else full, *importance.shape[:2]))
+            sizes = HeadSizes.of(real, method.sinks + method.window)
+            self._counts = method.allocate(sizes, self.budgets, [importance] if alone else [])
+        marked = alone or bool(self._counts.min() != self._counts.max())
+        counts = self._counts[0 if alone else place]
         same = counts.min() == counts.max()
         mask = top_mask(importance, int(counts.min()) if same else counts)
-        return layer.keep(mask, counts, window=method.window, ragged=self.ragged, marked=marked)
-
-    def _sizes(self, layers: int, importance: Tensor) -> HeadSizes:
-        real = np.broadcast_to(np.array(self.lengths)[:, None], (layers, *importance.shape[:2]))
-        return HeadSizes.of(real, self.method.sinks + self.method.window)
+        return layer.keep(mask, counts, window=method.window, ragged=self._ragged, marked=marked)

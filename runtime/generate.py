@@ -226,8 +226,12 @@ class CustomGenerate(ABC):
         require_supported(model)
         options = _options_of_generate()
         _require_honoured(generation_config, options, model_kwargs)
-        mask, past = model_kwargs.get("attention_mask"), self._past(input_ids, model_kwargs.get("past_key_values"))
-        if images := Images.among(model_kwargs, options.get("kwargs")):
+        mask, past = model_kwargs.get("attention_mask"), model_kwargs.get("past_key_values")
+        images = Images.among(model_kwargs, options.get("kwargs")) if IMAGE_INPUTS & model_kwargs.keys() else None
+        past = past if isinstance(past, Past) else None  # transformers gives an empty cache
+        if past is not None:
+            self._require_continued(past, input_ids)
+        if images:
             self._require_images(past)
         if past is None:
             _require_padded_on_the_left(mask, input_ids, None if images else model_kwargs.get("position_ids"))
@@ -266,29 +270,21 @@ class CustomGenerate(ABC):
                 "method that evicts from the cache, such as SnapKV or LookaheadKV"
             )
 
-    def _past(self, input_ids: Tensor, given: Cache | None) -> Past | None:
-        """The given past, if `input_ids` continue it and this can go on from it; None for an empty one."""
-        if not isinstance(given, Past):
-            if given is not None and (given.get_seq_length() or getattr(given, "_is_user_defined", False)):
-                raise UserError(
-                    "custom_generate: past_key_values must be those of a keepsight answer with "
-                    f"return_dict_in_generate=True, not a {type(given).__name__} of another origin"
-                )
-            return None
+    def _require_continued(self, past: Past, input_ids: Tensor) -> None:
+        """Refuse ids that do not continue what an earlier answer has read, and a past of another method's form."""
         if len(input_ids) != 1:
             raise UserError("custom_generate: past_key_values go on with one sequence at a time; give [1, n] ids")
-        read = given.ids.shape[1]
-        if input_ids.shape[1] <= read or not torch.equal(input_ids[:, :read], given.ids):
+        read = past.ids.shape[1]
+        if input_ids.shape[1] <= read or not torch.equal(input_ids[:, :read], past.ids):
             raise UserError(
                 f"custom_generate: with past_key_values the input_ids must begin with the {read} tokens already read, "
                 "as output.sequences does, and go on with the next turn"
             )
-        if given.method != self and not given.state.joins:
+        if past.method != self and not past.state.joins:
             raise UserError(
-                f"custom_generate: past_key_values of {type(given.method).__name__} are stored in its own form; go on "
+                f"custom_generate: past_key_values of {type(past.method).__name__} are stored in its own form; go on "
                 "with the same method"
             )
-        return given
 
 
 class _Recorder(LogitsProcessor):
@@ -321,20 +317,32 @@ def _require_honoured(config: GenerationConfig, options: dict[str, Any], inputs:
             f"custom_generate: {mode.replace('_', ' ')} (num_beams={config.num_beams}) is not possible with a "
             "compressed cache; decode greedily or sample, and leave out num_beams and assistants"
         )
-    given = {name for name, value in inputs.items() if value is not None and value != {}} - _READ
-    given |= {name for name in ("output_attentions", "output_hidden_states") if getattr(config, name)}
-    given |= {"synced_gpus"} if options.get("synced_gpus") else set()
-    given |= {"cache_implementation"} & options.get("kwargs", {}).keys()  # the model's own is no wish
-    if given:
+    asked = {
+        **inputs,
+        "output_attentions": config.output_attentions or None,
+        "output_hidden_states": config.output_hidden_states or None,
+        "synced_gpus": options.get("synced_gpus") or None,
+        "cache_implementation": options.get("kwargs", {}).get("cache_implementation"),  # the model's own is no wish
+    }
+    for name in sorted(asked.keys() - _READ):
+        if asked[name] is not None and asked[name] != {}:
+            raise UserError(
+                f"custom_generate: {name} is not supported; leave it out, or call generate without a method"
+            )
+    past = inputs.get("past_key_values")
+    foreign = past is not None and not isinstance(past, Past)
+    if foreign and (past.get_seq_length() or getattr(past, "_is_user_defined", False)):
         raise UserError(
-            f"custom_generate: {min(given)} is not supported; leave it out, or call generate without a method"
+            "custom_generate: past_key_values must be those of a keepsight answer with "
+            f"return_dict_in_generate=True, not a {type(past).__name__} of another origin"
         )
 
 
 def _require_padded_on_the_left(mask: Tensor | None, input_ids: Tensor, positions: Tensor | None) -> None:
     width = input_ids.shape[1]
-    if odd := [each.shape[-1] for each in (mask, positions) if each is not None and each.shape[-1] != width]:
-        raise UserError(f"custom_generate: attention_mask or position_ids are for {odd[0]} tokens, not for {width}")
+    for name, each in (("attention_mask", mask), ("position_ids", positions)):
+        if each is not None and each.shape[-1] != width:
+            raise UserError(f"custom_generate: {name} are for {each.shape[-1]} tokens, not for {width}")
     if mask is not None and bool((mask[:, :-1] > mask[:, 1:]).any()):
         raise UserError(
             "custom_generate: the attention_mask hides tokens after a prompt's first; pad on the left, and give an "

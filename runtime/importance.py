@@ -5,7 +5,6 @@ entries, d head dimension. The order is that of LookaheadKV's implementation bas
 granularity): softmax over all keys, slice the observed ones, reduce over queries, reduce over the group, pool.
 """
 
-import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -101,11 +100,12 @@ def observed_attention(
     """
     assert reduction in _OVER_QUERIES
     batch, _, rows, _ = query.shape
-    masks = key_mask, query_mask, ahead  # one for all layers, which may lie on several devices
-    key_mask, query_mask, ahead = (None if each is None else each.to(query.device) for each in masks)
-    last = None if ahead is None else torch.arange(rows, device=ahead.device) + ahead  # that each query sees
-
-    def block(start: int) -> Tensor:
+    # The masks are one for all layers, which may lie on several devices.
+    key_mask = None if key_mask is None else key_mask.to(query.device)
+    query_mask = None if query_mask is None else query_mask.to(query.device)
+    last = None if ahead is None else torch.arange(rows, device=query.device) + ahead.to(query.device)  # each sees
+    join, total = torch.maximum if reduction == "max" else torch.add, None
+    for start in range(0, rows, ROWS_AT_ONCE):
         chosen = slice(start, min(start + ROWS_AT_ONCE, rows))
         # Without `ahead`, no query of the block sees what comes after the block.
         visible = key.shape[2] - (rows - chosen.stop if last is None else 0)
@@ -113,10 +113,9 @@ def observed_attention(
         seen_mask = None if key_mask is None else key_mask[..., :visible]
         weights = attention_weights(query[:, :, chosen], key[:, :, :visible], softmax, seen_mask, hidden)[..., :length]
         reduced = _reduced(weights, None if query_mask is None else query_mask[..., chosen], reduction)
-        return functional.pad(reduced, (0, length - reduced.shape[-1]))
-
-    join = torch.maximum if reduction == "max" else torch.add
-    total = functools.reduce(join, map(block, range(0, rows, ROWS_AT_ONCE)))
+        reduced = functional.pad(reduced, (0, length - reduced.shape[-1]))
+        total = reduced if total is None else join(total, reduced)
+    assert total is not None
     if reduction != "mean":
         return total
     counted = query_mask.sum(dim=-1) if query_mask is not None else query.new_full((batch,), rows, dtype=torch.long)

@@ -69,7 +69,8 @@ class Recorded:
         if self.queries is None:
             return self
         start = max(self.queries.shape[2] - rows, 0)
-        query_mask, ahead = (None if each is None else each[:, start:] for each in (self.query_mask, self.ahead))
+        query_mask = None if self.query_mask is None else self.query_mask[:, start:]
+        ahead = None if self.ahead is None else self.ahead[:, start:]
         return Recorded(self.softmax, self.queries[:, :, start:], query_mask, ahead, self.accumulated)
 
 
@@ -85,8 +86,8 @@ class KeptLayer(DynamicLayer):
         keys: [B, K, C, d]; None for a layer that has read nothing.
         values: [B, K, C, d]; None likewise.
         seen: Logical length: tokens seen so far, evicted ones included.
-        real: [B, K, C] bool, False for entries that were padded to one length; attention then heeds it, and no mask of
-            the model. None otherwise.
+        real: [B, K, C] bool, False for keys returned by `update` that were padded to one length; attention then heeds
+            it, and no mask of the model. None otherwise.
 
     Attributes:
         token_mask: [B, M] bool, False for left padding among the first tokens of a batch from which nothing was
@@ -133,11 +134,6 @@ class KeptLayer(DynamicLayer):
         if self.recorded is None:
             raise UserError("nothing was recorded of the tokens read: prefill with needs=method.needs()")
         return self.recorded.softmax
-
-    @property
-    def keys_mask(self) -> Tensor | None:
-        """[B, K, S] bool: which of the keys that `update` has returned are real; None for all that a mask shows."""
-        return self.real
 
     def _append(self, keys: Tensor, values: Tensor) -> None:
         """Append in place where there is room: copying all entries for every token would cost more than attention.
@@ -199,15 +195,9 @@ class KeptLayer(DynamicLayer):
     def share(self) -> "KeptLayer":
         """An independent layer over the same tensors."""
         self._shared = self.keys.shape[2]
-        return self._with_records(
-            KeptLayer(self.keys, self.values, self.seen, self.real), self.recorded, self.token_mask
-        )
-
-    def _with_records(
-        self, layer: "KeptLayer", recorded: Recorded | None, token_mask: Tensor | None = None
-    ) -> "KeptLayer":
-        layer.recorded, layer.token_mask, layer.expansion = recorded, token_mask, self.expansion
-        return layer
+        twin = KeptLayer(self.keys, self.values, self.seen, self.real)
+        twin.recorded, twin.token_mask, twin.expansion = self.recorded, self.token_mask, self.expansion
+        return twin
 
     def keep(
         self, mask: Tensor, counts: Counts, *, window: int = 0, ragged: bool = False, marked: bool = False
@@ -225,7 +215,8 @@ class KeptLayer(DynamicLayer):
         count = None if ragged or counts.min() != counts.max() else int(counts.min())
         rows = torch.nonzero_static(mask.flatten(), size=int(counts.sum()))[:, 0]  # the CPU does not wait for it
         # Whole rows are copied: indexing by the mask itself would copy number by number.
-        keys, values = (each.reshape(-1, each.shape[-1]).index_select(0, rows) for each in (keys, values))
+        keys = keys.reshape(-1, keys.shape[-1]).index_select(0, rows)
+        values = values.reshape(-1, values.shape[-1]).index_select(0, rows)
         if count is None:
             kept: KeptLayer = RaggedLayer(keys, values, counts, self.seen)
         else:
@@ -235,7 +226,8 @@ class KeptLayer(DynamicLayer):
         recorded = self.recorded and self.recorded.last(window)
         if recorded and recorded.accumulated is not None:
             recorded = replace(recorded, accumulated=_accumulated_at(recorded.accumulated, mask, counts))
-        return self._with_records(kept, recorded)
+        kept.recorded, kept.expansion = recorded, self.expansion
+        return kept
 
 
 class RaggedLayer(KeptLayer):
@@ -298,17 +290,13 @@ class RaggedLayer(KeptLayer):
         longest = self._stored.keys.shape[2] - self.keys.shape[2]
         self._stored._append(keys, values)
         self.keys, self.values = self._stored.keys[:, :, longest:], self._stored.values[:, :, longest:]
+        self.real = self._stored.real
 
     @override
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> Any:
         super().update(key_states, value_states)
         keys, values, _ = self.entries()
         return keys, values
-
-    @property
-    @override
-    def keys_mask(self) -> Tensor | None:
-        return self._stored.real if isinstance(self._stored, KeptLayer) else None
 
     @override
     def entries(self) -> LayerEntries:
@@ -335,6 +323,7 @@ class RaggedLayer(KeptLayer):
         super().crop(tokens_to_remove)
         if isinstance(self._stored, KeptLayer):
             self._stored.crop(tokens_to_remove)
+            self.real = self._stored.real
 
     @override
     def share(self) -> "RaggedLayer":

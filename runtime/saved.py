@@ -286,11 +286,11 @@ def layer_tensors(layer: Any) -> dict[str, Tensor | None]:
         states = ("conv", layer.conv_states), ("recurrent", layer.recurrent_states)
         return {f"{kind}.{place}": tensor for kind, held in states for place, tensor in held.items()}
     of_layer: dict[str, Tensor | None] = {"keys": layer.keys, "values": layer.values}
-    if isinstance(layer, KeptLayer):
-        of_layer |= {"real": layer.real}
     if isinstance(layer, RaggedLayer):
         counts = torch.from_numpy(layer.counts)
         of_layer |= {"kept_keys": layer.kept_keys, "kept_values": layer.kept_values, "counts": counts}
+    elif isinstance(layer, KeptLayer):
+        of_layer |= {"real": layer.real}
     return of_layer
 
 

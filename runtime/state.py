@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from itertools import filterfalse
 from typing import Any, TypeVar
 
 import torch
@@ -23,7 +24,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from keepsight.errors import UserError
-from keepsight.models.decoder import FULL, has_latents, on_each, require_supported
+from keepsight.models.decoder import FULL, has_latents, require_supported
 from keepsight.runtime.attention import Reader, Softmax, is_bounded, run
 from keepsight.runtime.features import RecordFeatures
 from keepsight.runtime.images import Images
@@ -31,8 +32,9 @@ from keepsight.runtime.importance import observed_attention, seen_ahead
 from keepsight.runtime.latents import expansions
 from keepsight.runtime.layer import KeptLayer, LayerEntries, Recorded
 
-AfterLayer = Callable[[int, KeptLayer], KeptLayer]
-"""Gives the layer to go on with in place of one that has been read, from its place among those with full attention."""
+AfterLayer = Callable[[Cache, int, KeptLayer], KeptLayer]
+"""Gives the layer to go on with in place of one that has been read, from the cache that it belongs to, and its place
+among the layers with full attention."""
 Kind = TypeVar("Kind", bound="State")
 
 
@@ -177,22 +179,27 @@ class State:
         return self.tokens_mask if needed else None
 
 
+@dataclass
 class Recorder:
     """Records what is needed of one forward pass, in the layers of the cache that it appends to.
 
-    Args:
+    Attributes:
         cache: The cache.
         needs: What to record.
         mask: [B, C + q] bool over the entries after the pass, False for padding; None when none is.
         after_layer: Gives another layer in place of each that has been read; attention goes on with the whole layer,
             which is freed after it.
+        places: Number of layers read so far.
+        seconds: Time spent summing accumulated attention.
     """
 
-    def __init__(self, cache: Cache, needs: Needs, mask: Tensor | None, after_layer: AfterLayer | None = None) -> None:
-        self.cache, self.needs, self.mask, self.after_layer = cache, needs, mask, after_layer
-        self.places, self.seconds = 0, 0.0
-        self._ahead: Tensor | None = None  # of the pass's own tokens
-        self._mask_on = None if mask is None else on_each(mask)
+    cache: Cache
+    needs: Needs
+    mask: Tensor | None
+    after_layer: AfterLayer | None = None
+    places: int = 0
+    seconds: float = 0.0
+    _ahead: Tensor | None = None  # of the pass's own tokens
 
     def __call__(
         self, index: int, query: Tensor, key: Tensor, softmax: Softmax, real: Tensor | None, mask: Any
@@ -200,7 +207,7 @@ class Recorder:
         """See `keepsight.runtime.attention.Recorder`."""
         layer: KeptLayer = self.cache.layers[index]  # type: ignore[assignment]
         before, rows, window = layer.recorded or Recorded(softmax), query.shape[2], self.needs.window
-        if not self.places:  # layers with full attention have one mask
+        if not self.places and mask is not None:  # layers with full attention have one mask
             self._ahead = seen_ahead(mask, rows if self.needs.accumulated else min(rows, window))
         queries = query_mask = ahead = accumulated = None
         if window:
@@ -208,7 +215,7 @@ class Recorder:
             if before.queries is not None and recent.shape[2] < window:
                 recent = torch.cat([before.queries, recent], dim=2)[:, :, -window:]
             queries = recent.clone()  # a slice would keep the whole prompt's queries alive
-            query_mask = None if self._mask_on is None else self._mask_on(query.device)[:, -queries.shape[2] :]
+            query_mask = None if self.mask is None else self.mask[:, -queries.shape[2] :].to(query.device)
             if before.ahead is not None or self._ahead is not None:
                 ahead = _ahead_of(before, self._ahead, rows, queries)
         if self.needs.accumulated:
@@ -217,7 +224,7 @@ class Recorder:
             self.seconds += time.perf_counter() - start
         layer.recorded = Recorded(softmax, queries, query_mask, ahead, accumulated)
         if self.after_layer is not None:
-            self.cache.layers[index] = self.after_layer(self.places, layer)
+            self.cache.layers[index] = self.after_layer(self.cache, self.places, layer)
         self.places += 1
 
     def _accumulated(
@@ -303,7 +310,7 @@ def prefill(
         features = features if recorded is None else recorded.after(features)
         seconds += recorder.seconds
         layers = full_layers(cache)
-        if recorder.places != len(layers) or any(layer.get_seq_length() != end for layer in layers):
+        if recorder.places != len(layers) or not {end}.issuperset(map(KeptLayer.get_seq_length, layers)):
             raise UserError(
                 f"{model.config.model_type} attends or caches in a way of its own, so that its queries or entries are "
                 "not seen; load another model, such as Llama, Qwen, Mistral or Gemma"
@@ -326,7 +333,7 @@ def read(model: Reader, state: State, tokens: Tensor, *, logits_to_keep: int = 0
         The state after them, and the logits [B, q, V] float32 of all q tokens, or of the last ones.
     """
     count = tokens.shape[1]
-    mask, recorder = state.attention_mask(), None
+    mask, recorder = None if state.padded is False else state.attention_mask(), None
     mask = None if mask is None else functional.pad(mask, (0, count), value=True)
     if state.needs != Needs():
         recorder = Recorder(state.cache, state.needs, mask)
@@ -393,7 +400,7 @@ def empty_cache(model: PreTrainedModel, mask: Tensor | None = None) -> Cache:
 
 def full_layers(cache: Cache) -> list[Any]:
     """The layers with full attention."""
-    return [layer for layer in cache.layers if not is_bounded(layer)]
+    return [*filterfalse(is_bounded, cache.layers)]
 
 
 def entries(cache: Cache) -> list[LayerEntries]:

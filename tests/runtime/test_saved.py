@@ -36,9 +36,13 @@ STATES: dict[str, Any] = {
 
 def of_cache(state):
     """Every tensor of the cache as it lies in memory."""
-    layers, names = state.cache.layers, ["keys", "values", "real", "kept_keys", "kept_values"]
-    counts = [torch.from_numpy(layer.counts) for layer in layers if isinstance(layer, RaggedLayer)]
-    return [getattr(layer, name, None) for layer in layers for name in names] + counts
+    found = list[Any]()
+    for layer in state.cache.layers:
+        ragged = isinstance(layer, RaggedLayer)  # whose padded form is made when it is read from
+        names = ["keys", "values", *(["kept_keys", "kept_values"] if ragged else ["real"])]
+        found += [getattr(layer, name, None) for name in names]
+        found += [torch.from_numpy(layer.counts)] if ragged else []
+    return found
 
 
 def of_rest(state):
