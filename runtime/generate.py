@@ -330,11 +330,11 @@ def _require_honoured(config: GenerationConfig, options: dict[str, Any], inputs:
                 f"custom_generate: {name} is not supported; leave it out, or call generate without a method"
             )
     past = inputs.get("past_key_values")
-    foreign = past is not None and not isinstance(past, Past)
-    if foreign and (past.get_seq_length() or getattr(past, "_is_user_defined", False)):
+    foreign = past if not isinstance(past, Past) else None
+    if foreign is not None and (foreign.get_seq_length() or getattr(foreign, "_is_user_defined", False)):
         raise UserError(
             "custom_generate: past_key_values must be those of a keepsight answer with "
-            f"return_dict_in_generate=True, not a {type(past).__name__} of another origin"
+            f"return_dict_in_generate=True, not a {type(foreign).__name__} of another origin"
         )
 
 
