@@ -95,22 +95,25 @@ class LocalJsonl:
 
 def _turns(value: Any) -> tuple[dict[str, str], ...]:
     """A conversation as `role` and `content`, also from `from` and `value`, and from lists of text parts."""
-    if not isinstance(value, list) or not value or not all(isinstance(turn, dict) for turn in value):
+    if not isinstance(value, list) or not value:
         raise BadRow("messages must be a list of turns that is not empty")
     return tuple({"role": _role(turn), "content": _content(turn)} for turn in value)
 
 
-def _role(turn: dict[str, Any]) -> str:
+def _role(turn: Any) -> str:
+    if not isinstance(turn, dict):
+        raise BadRow(f"each of messages must be a turn with role and content, got {type(turn).__name__}")
     role = turn.get("role") or turn.get("from")
-    if role not in _ROLES:
+    if not isinstance(role, str) or role not in _ROLES:
         raise _OtherTurns(f"each of messages needs a role ({', '.join(_ROLES)}), got {role!r}")
     return _ROLES[role]
 
 
 def _content(turn: dict[str, Any]) -> str:
     content = turn["content"] if turn.get("content") is not None else turn.get("value")
-    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-        content = "".join(str(part.get("text", "")) for part in content)
+    if isinstance(content, list) and content and all(isinstance(part, dict) for part in content):
+        texts = [part.get("text") if part.get("type") == "text" else None for part in content]
+        content = "".join(texts) if all(isinstance(text, str) for text in texts) else content
     if not isinstance(content, str):
         cause = "tool calls" if turn.get("tool_calls") else type(content).__name__
         raise _OtherTurns(f"each of messages needs a text in content, the {_role(turn)}'s has {cause}")
@@ -120,11 +123,16 @@ def _content(turn: dict[str, Any]) -> str:
 @lru_cache(maxsize=16)
 def _fitting_rows(source: LocalJsonl, limit: int, count_tokens: CountTokens) -> tuple[Prompt | BadRow, ...]:
     """The rows of at most `limit` tokens and the bad ones; counted once for each `count_tokens` function."""
-    rows = [row for row in source.rows() if isinstance(row, BadRow) or _fits(source, row, limit, count_tokens)]
+    every = [*source.rows()]
+    rows = [row for row in every if isinstance(row, BadRow) or _fits(source, row, limit, count_tokens)]
     if all(isinstance(row, BadRow) for row in rows):
-        message = f"{source.path}: no row has {source.shortest} to {limit} tokens; raise the mixture's max_tokens"
-        raise UserError(rows[0] if rows else message)
+        raise UserError(rows[0] if rows else _none_fits(source.path, source, limit if every else 0))
     return tuple(rows)
+
+
+def _none_fits(name: str, source: "LocalJsonl | HubDataset", limit: int) -> str:
+    fault = f"no row has {source.shortest} to {limit} tokens; raise the mixture's max_tokens" if limit else "no rows"
+    return f"{name}: {fault}"
 
 
 def _fits(source: "LocalJsonl | HubDataset", prompt: Prompt, limit: int, count_tokens: CountTokens) -> bool:
@@ -269,8 +277,8 @@ class _Fitting:
         while len(self._found) <= number and self._waiting:
             self._try(self._waiting.pop())
         if not self._found or (not self._good and (len(self._found) >= _TRIES or not self._waiting)):
-            source, longest = self._source, f"no row has {self._source.shortest} to {self._limit} tokens"
-            raise UserError(self._reason or f"{source.id}: {longest}; raise the mixture's max_tokens")
+            limit = self._limit if len(self._rows) else 0
+            raise UserError(self._reason or _none_fits(self._source.id, self._source, limit))
         turn, place = divmod(number, len(self._found))
         place = _shuffled(f"{self._name}:{turn}", len(self._found))[place] if turn else place
         prompt = self._at(self._found[place])
@@ -311,12 +319,10 @@ def _options(source: HubDataset) -> Row:
 @contextmanager
 def _reading(source: HubDataset) -> Iterator[None]:
     """Turns what `datasets` raises into a `UserError`."""
-    from datasets.exceptions import DatasetsError  # importing it takes seconds
-
     try:
         yield
-    except (OSError, ValueError, KeyError, RuntimeError, DatasetsError) as error:
-        reason = " ".join(str(error.__cause__ or error).split())[:300]
+    except Exception as error:  # of its readers, the Hub's client and the network
+        reason = " ".join(str(error.__cause__ or error).split())[:300] or type(error).__name__
         gated = "; accept its terms on the Hub and log in with `hf auth login`" if "gated" in reason.lower() else ""
         raise UserError(f"data set {source.id!r} cannot be read: {reason}{gated}") from None
 
@@ -324,7 +330,7 @@ def _reading(source: HubDataset) -> Iterator[None]:
 @lru_cache(maxsize=32)
 def _builder(source: HubDataset) -> Any:
     """The builder of a data set that is plain data."""
-    from datasets import load_dataset_builder
+    from datasets import load_dataset_builder  # importing it takes seconds
 
     with _reading(source):
         builder = load_dataset_builder(**_options(source), data_files=list(source.files) or None)

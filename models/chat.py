@@ -9,8 +9,6 @@ from datetime import date, datetime, time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import TemplateError
-
 from keepsight.errors import UserError
 from keepsight.files import text_digest
 
@@ -51,7 +49,7 @@ def chat_text(tokenizer: Any, turns: Sequence[dict[str, Any]], chat_template: st
     try:
         options = {"tokenize": False, "add_generation_prompt": True, "chat_template": chat_template}
         return str(tokenizer.apply_chat_template(list(turns), **options))
-    except (TemplateError, TypeError, ValueError) as error:
+    except Exception as error:  # a template computes with what the turns hold
         roles = ", ".join(turn["role"] for turn in turns)
         raise UserError(f"the chat template of {name!r} refuses the turns {roles}: {error}") from None
 

@@ -201,6 +201,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "role": ({"messages": [{"role": "tool", "content": "4"}]}, "needs a role"),
     "null": ({"prompt": None}, "expected a text in prompt"),
     "template": ({"messages": [{"role": "user", "content": "refused"}]}, "the chat template of .* refuses the turns"),
+    "division": ({"prompt": "zero"}, "the chat template of .* refuses the turns user: .*division by zero"),
     "long": ({"prompt": "x", "response": "fine"}, "more than the context of 4096; lower the mixture's max_tokens"),
 }
 
@@ -214,6 +215,7 @@ def test_a_bad_row_is_skipped_counted_and_named(
     target.tokenizer.chat_template = (
         "{% if 'refused' in messages[0].content %}{{ raise_exception('no') }}{% endif %}"
         + target.tokenizer.chat_template
+        + "{% if messages[0].content == 'zero' %}{{ 1 / 0 }}{% endif %}"
         + ("{% if messages[0].content == 'x' %}{{ ' long' * 4100 }}{% endif %}" if kind == "long" else "")
     )
     write_lines(tmp_path / "rows.jsonl", [*good, row])

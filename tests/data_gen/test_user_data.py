@@ -87,7 +87,8 @@ def test_local_rows_keep_their_fields_and_fit_the_lengths(tmp_path: Path) -> Non
         ({"text": "x"}, r":1: expected a text in prompt, or a list in messages; got the fields \['text'\]"),
         ({"prompt": "x", "response": 3}, ":1: response must be a string, got int"),
         ({"messages": []}, "messages must be a list of turns"),
-        ({"messages": [{"role": "robot", "content": "x"}]}, "each of messages needs a role"),
+        ({"messages": [{"role": ["user"], "content": "x"}]}, "each of messages needs a role"),
+        ({"messages": [user("x") | {"content": [{"type": "text", "text": None}]}]}, "the user's has list"),
         ({"messages": [assistant("x")]}, "must end with the user's turn, not with the"),
         ({"messages": [{"role": "gpt", "content": None, "tool_calls": [{}]}]}, "the assistant's has tool calls"),
         ({"prompt": "word " * 1000}, "no row has 0 to 200 tokens; raise the mixture"),
@@ -267,6 +268,9 @@ def test_rows_without_a_user_or_too_long_are_left_out_and_bad_ones_named(tmp_pat
     assert texts(prompts(source, 3, max_tokens=200)) == ["Hello"] * 3
     with pytest.raises(UserError, match=r"row 1: column 'messages': each of messages needs a role .*got 'tool'"):
         prompts(source | {"shortest": 2}, 1, max_tokens=64)
+    write(tmp_path / "texts" / "rows.jsonl", {"messages": ["Hello"]})
+    with pytest.raises(UserError, match="row 0: column 'messages': each of messages must be a turn .*got str"):
+        prompts(source | {"id": str(tmp_path / "texts")}, 1)
     write(tmp_path / "null" / "rows.jsonl", {"text": "a b"}, {"text": None})
     source = {"kind": "hub_dataset", "id": str(tmp_path / "null"), "license": "mit", "prompt": "text"}
     made = Mixture.from_config({"sources": [source]})
