@@ -61,3 +61,8 @@ def printable(text: str, lines: bool = False) -> str:
     """
     pattern = _STEERING if lines else _LINES
     return pattern.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def one_line(error: object, most: int = 300) -> str:
+    """The message of an error from elsewhere on one line, of at most so many characters."""
+    return " ".join(str(error).split())[:most]

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
+import yaml
 from filelock import FileLock, Timeout
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import is_typeddict
@@ -43,6 +44,9 @@ _UNFINISHED = ".unfinished-"
 _FORMULA = re.compile(r"[=@\t\r\n]|[+-](?!\d*\.?\d+(?:e[+-]?\d+)?\Z)", re.IGNORECASE)
 _DIGEST = re.compile(rb'\{\s*"_sha256": "([0-9a-f]{16})",\s*')
 _FIRST_KEY = re.compile(rb'\{\s*"(.{7})"')
+_UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+_YAML_BYTES, _YAML_VALUES = 1 << 20, 100_000
+"""Largest YAML file, and number of values in one once its aliases are replaced; larger ones are no configurations."""
 
 
 # Paths
@@ -84,6 +88,7 @@ def _nearest(path: Path) -> Path:
 @contextmanager
 def atomic_folder(folder: Path) -> Iterator[Path]:
     """Yield an empty folder that replaces `folder` when the block ends; when it raises, `folder` stays as it was."""
+    _require_regular(folder)
     with _unfinished(folder.parent) as beside:
         made = beside / folder.name
         made.mkdir()
@@ -100,10 +105,15 @@ def atomic_files(folder: Path, last: str) -> Iterator[Path]:
     """Yield an empty folder whose files move into `folder` when the block ends, the one called `last` after the others.
 
     A reader that requires `last` never sees a mixture of old and new files. Files of other names stay.
+
+    Raises:
+        UserError: the folder or one of the files is a device, a pipe or a socket.
     """
+    _require_regular(folder, folder / last)
     with _unfinished(folder) as unfinished:
         yield unfinished
         paths = sorted(unfinished.iterdir(), key=lambda path: path.name == last)
+        _require_regular(*(folder / path.name for path in paths))
         sync(*paths)
         (folder / last).unlink(missing_ok=True)
         for path in paths:
@@ -118,13 +128,19 @@ def atomic_file(path: Path) -> Iterator[Path]:
     Raises:
         UserError: `path` is a device, a pipe or a socket.
     """
-    if path.exists() and not (path.is_file() or path.is_dir()):
-        raise UserError(f"{path}: not a regular file; choose another path")
+    _require_regular(path)
     with _unfinished(path.parent) as beside:
         yield beside / path.name
         sync(beside / path.name)
         (beside / path.name).replace(path)
         sync(path.parent)
+
+
+def _require_regular(*paths: Path) -> None:
+    """Refuse devices, pipes and sockets, which a rename would replace and an open file could wait for."""
+    for path in paths:
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise UserError(f"{path}: not a regular file; choose another path")
 
 
 @contextmanager
@@ -234,13 +250,15 @@ def from_json(text: bytes, kind: Any = Any) -> Any:
     """The value of JSON, without its digest.
 
     Args:
-        text: UTF-8.
+        text: UTF-8, also with a byte order mark.
         kind: Type of the value, such as a dataclass. Nothing is converted, and no field may be missing or unknown;
             only a TypedDict may have others.
 
     Raises:
         ValueError: it is not JSON, not of that type, or was changed; the message is one line.
     """
+    if text.startswith(_UTF_16):
+        raise ValueError("UTF-16; save it as UTF-8")
     text = text.strip().removeprefix(codecs.BOM_UTF8)
     if digest := _DIGEST.match(text):
         rest = text[digest.end() :]
@@ -291,6 +309,36 @@ def read_json(path: Path, kind: Any = Any) -> Any:
         raise UserError(f"{path}: no such file") from None
     except ValueError as error:
         raise UserError(f"{path}: {error}; restore the file or make it again") from None
+
+
+def read_yaml(path: Path) -> str:
+    """The text of a YAML file that is safe to load: neither its size nor its aliases ask for much memory.
+
+    Raises:
+        UserError: it is too large, is not YAML, or its aliases stand for too many values or for themselves.
+    """
+    with path.open("rb") as stream:
+        content = stream.read(_YAML_BYTES + 1)
+    if len(content) > _YAML_BYTES:
+        raise UserError(f"{path}: larger than {size_text(_YAML_BYTES)}, which no configuration is")
+    try:
+        text = content.decode("utf-16" if content.startswith(_UTF_16) else "utf-8-sig")
+        root = yaml.compose(text, yaml.SafeLoader)
+        values = _values(root, {}) if root else 0
+    except (yaml.YAMLError, UnicodeError, RecursionError) as error:
+        raise UserError(f"{path}: not a YAML file ({' '.join(str(error).split())})") from None
+    if values > _YAML_VALUES:
+        raise UserError(f"{path}: with its aliases written out it is too large")
+    return text
+
+
+def _values(node: yaml.Node, known: dict[int, float]) -> float:
+    """Number of values in a YAML node with its aliases replaced; infinite where an alias stands for itself."""
+    if id(node) not in known:
+        known[id(node)] = float("inf")
+        inside = [part for entry in node.value for part in (entry if isinstance(entry, tuple) else [entry])]
+        known[id(node)] = 1 + sum(_values(part, known) for part in inside if isinstance(part, yaml.Node))
+    return known[id(node)]
 
 
 def read_jsonl(path: Path, kind: Any = Row) -> Iterator[Any]:
@@ -360,6 +408,7 @@ def cut_torn_line(path: Path) -> None:
 
 def append_lines(path: Path, rows: Iterable[Row]) -> None:
     """Append objects to a JSON Lines file, each with its digest, and wait until they are on the disk."""
+    _require_regular(path)
     with path.open("a", encoding="utf-8") as stream:
         stream.write("".join(to_json(row) + "\n" for row in rows))
         stream.flush()

@@ -47,12 +47,12 @@ _CARD = """---
 
 ## Training
 
-{% for name, value in origin.training.items() %}- {{ name }}: {{ value }}
+{% for name, value in training.items() %}- {{ name }}: {{ value }}
 {% else %}Not recorded.
 {% endfor %}
-Base model version: `{{ origin.base_version }}`. Chat template: `{{ origin.template_digest }}`. \
-Training data: `{{ origin.data_digest }}`.
-keepsight {{ origin.keepsight_version }}.
+Base model version: `{{ base_version }}`. Chat template: `{{ template_digest }}`. \
+Training data: `{{ data_digest }}`.
+keepsight {{ keepsight_version }}.
 
 ## Data
 
@@ -66,6 +66,8 @@ keepsight {{ origin.keepsight_version }}.
 
 {{ measured }}
 """
+
+_QUOTED = ("base_version", "template_digest", "data_digest", "keepsight_version")
 
 _EXAMPLE = """```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -149,7 +151,7 @@ class CardBasics:
     @property
     def base_model(self) -> str:
         """Hub id of the base model, or its name, which has no slash."""
-        return self.provenance.base_model
+        return _quotable(self.provenance.base_model)
 
 
 def write_card(
@@ -173,9 +175,9 @@ def write_card(
         measured: The measurements; empty where nothing was measured.
         library: The Hub's `library_name`.
     """
-    base = basics.base_model if "/" in basics.base_model else None
+    origin = basics.provenance
     data = ModelCardData(
-        base_model=base,
+        base_model=basics.base_model if "/" in basics.base_model else None,
         library_name=library,
         pipeline_tag="text-generation",
         tags=["keepsight", *tags],
@@ -184,11 +186,12 @@ def write_card(
     card = ModelCard.from_template(
         data,
         template_str=_CARD,
-        title=" ".join(basics.title.split()),
+        title=plain_text(basics.title),
         about=about,
         use=use,
-        origin=basics.provenance,
-        sources={_cell(name): count for name, count in basics.sources.items()},
+        training={plain_text(name): plain_text(value) for name, value in origin.training.items()},
+        **{name: _quotable(getattr(origin, name)) for name in _QUOTED},
+        sources={plain_text(name): count for name, count in basics.sources.items()},
         notes=basics.notes,
         heading=heading,
         measured=measured or "Not measured.",
@@ -204,9 +207,20 @@ def _license(license: str | None, base_model: str) -> dict[str, Any]:
     return {"license": "other", "license_name": "license-of-the-base-model", **link}
 
 
-def _cell(text: str) -> str:
-    """Text from outside as one cell of a Markdown table, without markup."""
-    return re.sub(r"([|<\[`])", r"\\\1", " ".join(text.split()))
+def plain_text(value: object) -> str:
+    """Text from outside on one line of Markdown, also in a table: without markup, links and control characters."""
+    printable = "".join(each if each.isprintable() else " " for each in str(value))
+    return re.sub(r"([\\|<`*]|(?<=])\()", r"\\\1", " ".join(printable.split()))
+
+
+def _quotable(text: str) -> str:
+    """Text from outside without the characters that end a quotation in Markdown or Python."""
+    return re.sub(r"[^\w ./:@+=,()-]", "", text)
+
+
+def read_card(folder: Path) -> str:
+    """The card in a folder; what is no UTF-8 in it is replaced."""
+    return (folder / CARD).read_text(encoding="utf-8-sig", errors="replace")
 
 
 def example(base_model: str, method: str, budget: int) -> str:
@@ -237,11 +251,10 @@ def with_eviction(
         before: The measurements at the first step, `eval_excess_nll_at_BUDGET` in nats among them.
         after: Those after the last step.
     """
-    path = folder / CARD
-    card = path.read_text(encoding="utf-8") if path.is_file() else "# keepsight lookahead adapter\n"
+    card = read_card(folder) if (folder / CARD).is_file() else "# keepsight lookahead adapter\n"
     budgets = {name: name.rpartition("_")[2] for name in after if name.startswith("eval_excess_nll_at_")}
     rows = [f"| {budget} entries | {before[name]:.3f} | {after[name]:.3f} |" for name, budget in budgets.items()]
-    listed = "\n".join(f"- {name}: {value}" for name, value in training.items())
+    listed = "\n".join(f"- {plain_text(name)}: {plain_text(value)}" for name, value in training.items())
     section = _EVICTION.format(about=about, training=listed, rows="\n".join(rows) or "| not measured | | |")
     return _with_section(card, section)
 

@@ -9,7 +9,7 @@ from datetime import date, datetime, time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from keepsight.errors import UserError
+from keepsight.errors import UserError, one_line
 from keepsight.files import text_digest
 
 if TYPE_CHECKING:
@@ -49,9 +49,9 @@ def chat_text(tokenizer: Any, turns: Sequence[dict[str, Any]], chat_template: st
     try:
         options = {"tokenize": False, "add_generation_prompt": True, "chat_template": chat_template}
         return str(tokenizer.apply_chat_template(list(turns), **options))
-    except Exception as error:  # a template computes with what the turns hold
-        roles = ", ".join(turn["role"] for turn in turns)
-        raise UserError(f"the chat template of {name!r} refuses the turns {roles}: {error}") from None
+    except Exception as error:  # templates, which come with models, raise anything
+        roles = ", ".join(str(turn.get("role")) for turn in turns)
+        raise UserError(f"the chat template of {name!r} refuses the turns {roles}: {one_line(error)}") from None
 
 
 def with_arguments(template: Any, arguments: Mapping[str, Any]) -> str:

@@ -1,7 +1,8 @@
 """The decoder of a base model: kinds of layers, shapes, devices, and which models are supported."""
 
 import functools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,6 +21,7 @@ BOUNDED = ("sliding_attention", CHUNKED, *RECURRENT)
 """Kinds of layers whose cache does not grow with the prompt; the last ones keep a recurrent state."""
 _OTHER_HEADS = ("diffllama", "jetmoe")
 _OTHER_CACHES = ("minimax", "recurrent_gemma")
+_MAY_BE_INFINITE = ("time_step_limit", "text_config.time_step_limit")
 
 
 # Structure
@@ -101,30 +103,52 @@ def require_supported(model: PreTrainedModel) -> None:
     """
     if model in _SUPPORTED and _SUPPORTED[model] == model.device:
         return
+    require_supported_config(model.config)
     kind, decoder = model.config.model_type, decoder_of(model)
-    if model.config.is_encoder_decoder:
-        raise UserError(f"{kind} is an encoder-decoder model; load a decoder-only model")
     if not (hasattr(decoder, "layers") and decoder._can_set_attn_implementation()):
         raise UserError(
             f"{kind} does not compute attention by transformers' AttentionInterface, so that no query can be read; "
             "load a model that does, such as Llama, Qwen, Mistral or Gemma"
         )
-    if kind in _OTHER_HEADS:
-        raise UserError(f"{kind} shares its KV heads among query heads in its own way; load a model with grouped heads")
-    if kind in _OTHER_CACHES:
-        raise UserError(f"{kind} has its own kind of cache; load a model that takes transformers' DynamicCache")
     if has_latents(model) and any(hasattr(module, "indexer") for module in decoder.modules()):
         raise UserError(
             f"{kind} selects itself what its latent attention reads; load a model with full attention, such as "
             "DeepSeek-V3"
         )
-    if not any(isinstance(layer, DynamicLayer) for layer in DynamicCache(config=model.config).layers):
-        raise UserError(f"{kind} has no attention, and so no KV entries; use it without keepsight")
     if not hasattr(model, "hf_device_map"):  # no hook moves activations between devices
         require_one_device(model)
-    if odd := sorted(set(layer_kinds(model.config)) - {FULL, *BOUNDED}):
-        raise UserError(f"{kind} has layers of {', '.join(odd)}; supported are {', '.join((FULL, *BOUNDED))}")
     _SUPPORTED[model] = model.device
+
+
+def require_supported_config(config: Any) -> None:
+    """The part of `require_supported` that a configuration decides, before any weights are read.
+
+    Raises:
+        UserError: see `require_supported`; or a value is NaN or infinite.
+    """
+    kind = config.model_type
+    if config.is_encoder_decoder:
+        raise UserError(f"{kind} is an encoder-decoder model; load a decoder-only model")
+    if kind in _OTHER_HEADS:
+        raise UserError(f"{kind} shares its KV heads among query heads in its own way; load a model with grouped heads")
+    if kind in _OTHER_CACHES:
+        raise UserError(f"{kind} has its own kind of cache; load a model that takes transformers' DynamicCache")
+    if odd := sorted(set(layer_kinds(config)) - {FULL, *BOUNDED}):
+        raise UserError(f"{kind} has layers of {', '.join(odd)}; supported are {', '.join((FULL, *BOUNDED))}")
+    if not any(isinstance(layer, DynamicLayer) for layer in DynamicCache(config=config).layers):
+        raise UserError(f"{kind} has no attention, and so no KV entries; use it without keepsight")
+    for name, value in _numbers(config.to_dict()):
+        if not math.isfinite(value) and not name.startswith(_MAY_BE_INFINITE):
+            raise UserError(f"{kind}: {name}={value} in its configuration is not finite; copy the model again")
+
+
+def _numbers(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
+    """The floats in a configuration, by dotted names."""
+    if isinstance(value, float):
+        yield name, value
+    elif isinstance(value, dict | list | tuple):
+        for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _numbers(each, f"{name}.{key}" if name else str(key))
 
 
 def require_one_device(model: PreTrainedModel) -> None:

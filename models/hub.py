@@ -8,7 +8,7 @@ from huggingface_hub import CommitOperationAdd, HfApi, get_token
 from keepsight.errors import UserError, printable
 from keepsight.files import file_digest, text_digest
 from keepsight.models.artifacts import Artifact, check_repo_id, hub_errors
-from keepsight.models.card import CARD, HUB_ID
+from keepsight.models.card import CARD, HUB_ID, read_card
 from keepsight.models.draft_head import EagleHead
 from keepsight.models.lookahead import LookaheadAdapter
 from keepsight.models.retrieval_head import RetrievalHead
@@ -50,18 +50,14 @@ class Upload:
     public: bool = False
     revision: str | None = None
 
-    @property
-    def url(self) -> str:
-        """The page of the branch on the Hub."""
-        return f"{HfApi().endpoint}/{self.repo_id}" + (f"/tree/{self.revision}" if self.revision else "")
-
     def card(self) -> str:
         """The card as it is sent: it names the repository."""
-        return (self.folder / CARD).read_text(encoding="utf-8").replace(HUB_ID, self.repo_id)
+        return read_card(self.folder).replace(HUB_ID, self.repo_id)
 
     def describe(self) -> str:
         """A line that names the destination, and one for each file: its size in bytes, its digest, its path."""
-        lines = [f"to {printable(self.url)} ({'public' if self.public else 'private'} if it has to be created):"]
+        url = f"{HfApi().endpoint}/{self.repo_id}" + (f"/tree/{self.revision}" if self.revision else "")
+        lines = [f"to {printable(url)} ({'public' if self.public else 'private'} if it has to be created):"]
         for name in self.files:
             path = self.folder / name
             size, digest = path.stat().st_size, file_digest(path)

@@ -19,15 +19,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from typing_extensions import Self
 
-from keepsight.errors import UserError
+from keepsight.errors import UserError, one_line
 from keepsight.files import file_digest, read_json, write_json
-from keepsight.models.artifacts import Artifact, as_weights, check_digest, one_line, read_tensors
+from keepsight.models.artifacts import Artifact, as_weights, check_digest, read_tensors
 from keepsight.models.card import CardBasics, Provenance, example, metrics_table, write_card
 from keepsight.models.decoder import input_embedding, input_width
 from keepsight.models.distributed import gathered
-from keepsight.models.folded_lora import FoldedLora
 from keepsight.models.lookahead_settings import HeadWeights, LookaheadSettings, checked_weights
-from keepsight.models.lora import PREFIX, Lora, chosen_targets
+from keepsight.models.lora import PREFIX, FoldedLora, Lora, chosen_targets
 from keepsight.models.model_files import logger, warn_of_another_base, warn_of_another_tokenizer
 
 ADAPTER, TOKENS, CONFIG = "adapter_model.safetensors", "lookahead_tokens.safetensors", "lookahead_config.json"
@@ -147,6 +146,13 @@ class LookaheadAdapter(Artifact):
     _on: "WeakKeyDictionary[PreTrainedModel, tuple[Any, Tensor, FoldedLora | None]]" = field(
         default_factory=WeakKeyDictionary, init=False, repr=False
     )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the copies on models' devices, for pickles and copies."""
+        return {name: value for name, value in self.__dict__.items() if name != "_on"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _on=WeakKeyDictionary())
 
     @contextmanager
     def attached(self, model: PreTrainedModel) -> Iterator[Tensor]:
@@ -308,7 +314,7 @@ def _invocation(folder: Path) -> int:
         config: Any = PeftConfig.from_pretrained(str(folder))
         return max(int(each) for each in config.alora_invocation_tokens or [-1])
     except Exception as error:  # PEFT raises anything
-        raise UserError(f"{folder / PEFT_CONFIG}: not a PEFT configuration ({one_line(error)})") from None
+        raise UserError(f"{folder / PEFT_CONFIG}: not a PEFT configuration ({one_line(error, 200)})") from None
 
 
 def _head_weights(folder: Path, config: _Config) -> HeadWeights | None:

@@ -7,6 +7,8 @@ is as it was once they are removed. Names and shapes of the saved tensors are PE
 
 import math
 import re
+import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -29,6 +31,8 @@ _SCORED = re.compile(r"(^|\.)(qkv|q|kv|k)_[^.]*$")
 _QUERIES_AND_VALUES = r"(qkv|q|kv|v)_[^.]*"
 """What makes queries and values, alone or together with keys."""
 
+_SAME_INPUT = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"})
+"""Modules of one parent that read the same input."""
 
 _ATTACHED: ContextVar[tuple[object, ...]] = ContextVar("attached", default=())
 """What is attached in this thread, or asyncio task."""
@@ -123,6 +127,92 @@ class _Hook:
 
     def __call__(self, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         return (output + self.update(inputs[0])).to(output.dtype)
+
+
+class FoldedLora:
+    """A trained LoRA for inference: in a model's dtype, scaling folded into B, one A for modules with the same input.
+
+    A copy without gradients and dropout.
+
+    Args:
+        lora: The trained LoRA.
+        dtype: Dtype of the model.
+    """
+
+    def __init__(self, lora: Lora, dtype: torch.dtype) -> None:
+        self._hooks: list[tuple[Any, _FoldedHook]] = []
+        self._inputs: list[_Input] = []
+        together = defaultdict(list)
+        for name, linear, update in lora.parts():
+            parent, _, own = name.rpartition(".")
+            kind = next((place for place, names in enumerate(_SAME_INPUT) if own in names), name)
+            together[parent, kind].append((linear, update))
+        for group in together.values():
+            read = _Input([update.lora_A.detach().to(dtype) for _, update in group])
+            self._inputs.append(read)
+            for place, (linear, update) in enumerate(group):
+                up = (update.lora_B.detach() * update.scaling).to(dtype)
+                self._hooks.append((linear, _FoldedHook(read, place, up.t())))
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Within the block, the linear modules give their output plus the update."""
+        try:
+            with hooked(self._hooks):
+                yield
+        finally:
+            for read in self._inputs:
+                read.forget()
+
+
+class _Pass(threading.local):
+    """The input of a thread's pass, and its products with the A of the modules that read it."""
+
+    inputs: Tensor | None = None
+    low: tuple[Tensor, ...] = ()
+    left = 0
+
+
+class _Input:
+    """The input that one or more modules read, multiplied by all their A at once.
+
+    Args:
+        downs: The A of each module, [r, in].
+    """
+
+    def __init__(self, downs: Sequence[Tensor]) -> None:
+        self._down, self._rank = torch.cat([*downs]), len(downs[0])
+        self._readers, self._pass = len(downs), _Pass()
+
+    def low(self, place: int, inputs: Tensor) -> Tensor:
+        """Inputs [..., in] times the A of the module at `place`: [m, r], m the product of the leading dimensions.
+
+        The inputs are released once all modules have read them: those of all layers would outweigh a layer's scores.
+        """
+        own = self._pass
+        if inputs is not own.inputs:
+            low = functional.linear(inputs, self._down.to(inputs)).flatten(0, -2)
+            own.inputs, own.low, own.left = inputs, low.split(self._rank, dim=-1), self._readers
+        low = own.low[place]
+        own.left -= 1
+        if not own.left:
+            self.forget()
+        return low
+
+    def forget(self) -> None:
+        """Release the input."""
+        self._pass.inputs, self._pass.low, self._pass.left = None, (), 0
+
+
+class _FoldedHook:
+    """Adds a module's update to its output, in place."""
+
+    def __init__(self, read: _Input, place: int, up: Tensor) -> None:
+        self._read, self._place, self._up = read, place, up
+
+    def __call__(self, module: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        low = self._read.low(self._place, inputs[0]).to(output.dtype)
+        return output.flatten(0, -2).addmm_(low, self._up.to(output)).view(output.shape)
 
 
 def nothing(*_: object) -> None:

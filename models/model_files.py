@@ -20,9 +20,10 @@ from huggingface_hub import constants, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from typing_extensions import TypedDict
 
-from keepsight.errors import UserError
-from keepsight.files import atomic_folder, file_digest, read_json
+from keepsight.errors import UserError, one_line
+from keepsight.files import atomic_folder, file_digest, free_bytes, read_json, size_text
 from keepsight.models.chat import template_digest, vocabulary_digest
 
 logger = logging.getLogger("keepsight")
@@ -30,6 +31,12 @@ logger = logging.getLogger("keepsight")
 _RECORDED = "_keepsight_version"
 _BLOCKS, _BLOCK = 256, 4096
 _IRRELEVANT = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version")
+
+
+class _Index(TypedDict):
+    """Content of model.safetensors.index.json: the file of each tensor."""
+
+    weight_map: dict[str, str]
 
 
 # Where files are
@@ -44,27 +51,47 @@ def located(
         The folder or Hub id, the version where it is known without loading, and options for `from_pretrained`.
 
     Raises:
-        UserError: it is neither a folder, nor on the Hub, nor in an installed package.
+        UserError: it is neither a whole folder, nor on the Hub, nor in an installed package.
     """
     if Path(model_id).is_dir():
-        if other := [path for path in Path(model_id).glob("*.json") if not path.is_file()]:  # transformers ignores it
-            raise UserError(f"{other[0]}: expected a file; remove it, or copy the model again")
+        _require_whole(Path(model_id))
         return Path(model_id), folder_version(Path(model_id)), {}
+    if Path(model_id).exists():
+        raise UserError(f"model {model_id!r} is a file; name the folder of its config.json and weights")
     try:
         validate_repo_id(model_id)
     except HFValidationError:
         raise UserError(f"model {model_id!r} is neither a folder nor a Hub id; a Hub id looks like user/name") from None
     offline = not hub_answers()
-    if not offline or try_to_load_from_cache(model_id, "config.json", revision=revision):
+    if not offline or isinstance(try_to_load_from_cache(model_id, "config.json", revision=revision), str):
         return model_id, None, {"revision": revision, "local_files_only": offline}
     if packaged is None:
+        silent = "HF_HUB_OFFLINE is set" if constants.is_offline_mode() else "the Hub does not answer"
         raise UserError(
-            f"model {model_id!r} is no folder, is not in the Hub's cache, and the Hub does not answer; give a folder "
-            "with its config.json as model.id="
+            f"model {model_id!r} is no folder, is not in the Hub's cache, and {silent}; give a folder with its "
+            "config.json as model.id="
         )
     path = packaged_file(packaged)
     logger.warning("%s cannot be fetched from the Hub; using the packaged file %s instead", model_id, path.name)
     return *dequantised(path, packaged_digest), {}
+
+
+def _require_whole(folder: Path) -> None:
+    """Refuse a folder that lacks files, before any is loaded.
+
+    Raises:
+        UserError: config.json or a file of the weights is missing, or not in this folder.
+    """
+    if other := [path for path in folder.glob("*.json") if not path.is_file()]:  # transformers ignores it
+        raise UserError(f"{other[0]}: expected a file; remove it, or copy the model again")
+    if not (folder / "config.json").is_file():
+        kind = " (it holds a PEFT adapter, not a model)" if (folder / "adapter_config.json").is_file() else ""
+        raise UserError(f"{folder}: no config.json in this folder{kind}; name the folder of a base model")
+    index = folder / "model.safetensors.index.json"
+    if index.is_file() and not (folder / "model.safetensors").is_file():
+        for name in sorted({*read_json(index, _Index)["weight_map"].values()}):
+            if Path(name).name != name or not (folder / name).is_file():
+                raise UserError(f"{folder}: {index.name} names {name!r}, which is not here; copy the model again")
 
 
 def hub_answers() -> bool:
@@ -94,7 +121,7 @@ def packaged_file(reference: str) -> Path:
         UserError: the package is not installed or has no such file.
     """
     package, _, name = reference.partition("/")
-    spec = importlib.util.find_spec(package)
+    spec = importlib.util.find_spec(package) if package.isidentifier() and ".." not in Path(name).parts else None
     for folder in (spec.submodule_search_locations or []) if spec else []:
         if (path := Path(folder) / name).is_file():
             return path
@@ -107,7 +134,7 @@ def dequantised(path: Path, expected: str | None) -> tuple[Path, str]:
     """The folder with a GGUF file's weights (float32) and tokenizer as transformers saves them, and the file's digest.
 
     Raises:
-        UserError: the digest is not the expected one, or the folder cannot be written.
+        UserError: the digest is not the expected one, the file cannot be read, or the folder cannot be written.
     """
     digest = file_digest(path)
     if expected is not None and digest != expected:
@@ -115,24 +142,40 @@ def dequantised(path: Path, expected: str | None) -> tuple[Path, str]:
     folder = cache_folder() / "targets" / digest.removeprefix("sha256:")[:16]
     if not (folder / "config.json").is_file():
         logger.warning("dequantising %s once; the next start reads %s", path.name, folder)
-        try:
-            _dequantise(path, folder)
-        except OSError as error:
-            raise UserError(
-                f"{folder}: the dequantised model cannot be written ({error}); name another folder by KEEPSIGHT_CACHE="
-            ) from error
+        _dequantise(path, folder)
     return folder, digest
 
 
 def _dequantise(path: Path, folder: Path) -> None:
-    with atomic_folder(folder) as unfinished:
-        AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name).save_pretrained(unfinished)
+    from gguf import GGUFReader  # takes a while
+
+    try:
+        needed = 4 * sum(int(tensor.n_elements) for tensor in GGUFReader(path).tensors)
+        room = free_bytes(folder)
+        if room < needed:
+            raise UserError(
+                f"{folder}: the dequantised model takes {size_text(needed)}, and {size_text(room)} are free; free some "
+                "space, or name another folder by KEEPSIGHT_CACHE="
+            )
+        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
         read = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
-        read.config.__dict__.pop("quantization_config", None)
-        plain = AutoModelForCausalLM.from_config(read.config)  # transformers refuses to save a model read from GGUF
-        plain.load_state_dict(read.state_dict())
-        plain.generation_config = read.generation_config
-        plain.save_pretrained(unfinished)
+    except UserError:
+        raise
+    except Exception as error:  # damaged files raise anything
+        raise UserError(f"{path}: cannot be read ({one_line(error)}); install the package again") from error
+    read.config.__dict__.pop("quantization_config", None)
+    plain = AutoModelForCausalLM.from_config(read.config)  # transformers refuses to save a model read from GGUF
+    plain.load_state_dict(read.state_dict())
+    plain.generation_config = read.generation_config
+    try:
+        with atomic_folder(folder) as unfinished:
+            tokenizer.save_pretrained(unfinished)
+            plain.save_pretrained(unfinished)
+    except Exception as error:  # safetensors and tokenizers have errors of their own for a full disk
+        raise UserError(
+            f"{folder}: the dequantised model cannot be written ({one_line(error)}); name another folder by "
+            "KEEPSIGHT_CACHE="
+        ) from error
 
 
 # Which weights they hold

@@ -23,17 +23,9 @@ from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 from typing_extensions import Self
 
-from keepsight.errors import UserError
+from keepsight.errors import UserError, one_line
 from keepsight.files import file_digest, read_json, write_json
-from keepsight.models.artifacts import (
-    LARGEST_SIZE,
-    Artifact,
-    as_weights,
-    check_digest,
-    check_names_and_shapes,
-    one_line,
-    read_tensors,
-)
+from keepsight.models.artifacts import LARGEST_SIZE, Artifact, check_digest, load_weights, read_tensors
 from keepsight.models.card import CardBasics, Provenance, example, metrics_table, write_card
 from keepsight.models.decoder import cached_kv_heads, full_attention_layers, input_width
 from keepsight.models.draft_head import DraftHead, HeadRotaryEmbedding, default_feature_layers, normed_features
@@ -95,7 +87,7 @@ class RetrievalConfig:
     num_attention_heads: Size
     num_key_value_heads: Size
     head_dim: Size
-    rms_norm_eps: float
+    rms_norm_eps: Annotated[float, Field(gt=0, lt=1)]
     max_position_embeddings: Size
     rope_parameters: dict[str, Any] = field(hash=False)
     feature_layers: tuple[int, ...] | None = None
@@ -387,28 +379,22 @@ class RetrievalHead(nn.Module, Artifact):
     def load(cls, folder: Path, model: PreTrainedModel | None = None) -> Self:
         """Read and verify a head; see `Artifact.load`."""
         cls._require_files(folder)
-        try:
-            read: _Saved = read_json(folder / CONFIG, _Saved)
-        except ArithmeticError as error:
-            raise UserError(f"{folder / CONFIG}: not a retrieval head's configuration ({one_line(error)})") from None
+        read: _Saved = read_json(folder / CONFIG, _Saved)
         check_digest(folder / WEIGHTS, read.digests.get(WEIGHTS, "missing"), CONFIG)
         try:
             with torch.device("meta"):
                 head = cls(read.head)
         except (StrictDataclassError, ArithmeticError, KeyError, RuntimeError, TypeError, ValueError) as error:
-            raise UserError(f"{folder / CONFIG}: no head can be made of it ({one_line(error)})") from None
-        tensors = read_tensors(folder / WEIGHTS)
-        check_names_and_shapes(folder / WEIGHTS, tensors, head.state_dict())
+            raise UserError(f"{folder / CONFIG}: no head can be made of it ({one_line(error, 200)})") from None
         if model is not None:
             try:
                 head.check_model(model)
             except UserError as error:
                 raise UserError(f"{folder}: {error}") from None
             warn_of_another_base(folder, read.provenance.base_model, read.provenance.base_version, model)
-        dtype = model.dtype if model is not None else tensors["q_proj.weight"].dtype
-        head.load_state_dict(as_weights(folder / WEIGHTS, tensors, dtype), assign=True)
+        load_weights(head, folder / WEIGHTS, read_tensors(folder / WEIGHTS), model, "q_proj.weight")
         head.provenance = read.provenance
-        return head.to(model.device if model is not None else "cpu").requires_grad_(False).eval()
+        return head.requires_grad_(False)
 
     def _write(self, folder: Path) -> None:
         state = {name: value.detach().cpu().contiguous() for name, value in self.state_dict().items()}
@@ -497,15 +483,15 @@ def comparison(first: Mapping[str, float], last: Mapping[str, float], before: st
     """
     if not first:
         return "Not measured."
-    budgets = [name.removeprefix("eval_hit_") for name in first if name.startswith("eval_hit_")]
-    heads = ["budget", "samples", f"hit rate, {before}", "distilled", "without a head"]
-    heads += [f"mass, {before}", "distilled", "without a head", "at best", f"overlap, {before}", "distilled"]
-    rows = [heads, ["---"] * len(heads)]
-    for budget in budgets:
-        columns = [(first, "hit"), (last, "hit"), (last, "window_hit"), (first, "mass"), (last, "mass")]
-        columns += [(last, "window_mass"), (last, "best_mass"), (first, "overlap"), (last, "overlap")]
-        names = [(log, f"eval_{name}_{budget}") for log, name in columns]
-        values = [f"{log[name]:.3f}" if name in log else "-" for log, name in names]
+    columns = [
+        *((f"hit rate, {before}", first, "hit"), ("distilled", last, "hit"), ("without a head", last, "window_hit")),
+        *((f"mass, {before}", first, "mass"), ("distilled", last, "mass"), ("without a head", last, "window_mass")),
+        *(("at best", last, "best_mass"), (f"overlap, {before}", first, "overlap"), ("distilled", last, "overlap")),
+    ]
+    rows = [["budget", "samples", *(title for title, _, _ in columns)], ["---"] * (2 + len(columns))]
+    for budget in [name.removeprefix("eval_hit_") for name in first if name.startswith("eval_hit_")]:
+        found = [log.get(f"eval_{name}_{budget}") for _, log, name in columns]
+        values = ["-" if value is None else f"{value:.3f}" for value in found]
         rows.append([budget, f"{last[f'eval_samples_{budget}']:.0f}", *values])
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
     kl = f"{before} {first['eval_kl']:.3f}, distilled {last['eval_kl']:.3f}"

@@ -2,7 +2,8 @@
 
 import inspect
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,11 +24,11 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils import is_flash_attn_2_available, is_torchvision_available
+from transformers.utils import is_flash_attn_2_available
 
-from keepsight.errors import UserError
+from keepsight.errors import UserError, one_line
 from keepsight.models.chat import load_tokenizer, template_digest, with_arguments
-from keepsight.models.decoder import require_supported, values_of
+from keepsight.models.decoder import require_supported, require_supported_config, values_of
 from keepsight.models.distributed import gathered
 from keepsight.models.model_files import hub_answers, located, published_name, record_version, version_of
 
@@ -134,26 +135,27 @@ def load_target(
         **placement(quantize, device_map, devices, loaded_dtype),
     }
     source, version, where = located(model_id, revision, packaged, packaged_digest)
-    try:
-        tokenizer, model = _read(source, options | where)
-    except UserError:
-        raise
-    except Exception as error:  # damaged files raise anything, tokenizers' errors have no type
-        raise UserError(f"model {model_id!r} cannot be loaded: {_one_line(error)}") from error
+    with _reading(model_id):
+        tokenizer, model = _read(source, options | where, template)
     _require_finite(model_id, model)
     if "device_map" not in options:
         model = model.to(devices[0])
     require_supported(model)
-    target = _target(model_id, model.requires_grad_(False).eval(), tokenizer, source, version, template)
+    target = _target(model_id, model.requires_grad_(False).eval(), tokenizer, source, version)
     if not (ends := target.end_tokens) or not all(isinstance(each, int) and each >= 0 for each in ends):
         raise UserError(f"model {model_id!r}: eos_token_id is {ends}, expected token ids; copy the model again")
     return target
 
 
-def _read(source: str | Path, options: dict[str, Any]) -> tuple[PreTrainedTokenizerBase, Any]:
+def _read(
+    source: str | Path, options: dict[str, Any], template: Mapping[str, Any] | None
+) -> tuple[PreTrainedTokenizerBase, Any]:
+    """The tokenizer and the model; what can be refused without the weights is refused before these are read."""
     shared = {key: options[key] for key in ("trust_remote_code", "revision", "local_files_only") if key in options}
-    tokenizer = load_tokenizer(source, **shared)
-    kind = type(AutoConfig.from_pretrained(source, **shared))
+    tokenizer = _tokenizer(source, shared, template)
+    config = AutoConfig.from_pretrained(source, **shared)
+    require_supported_config(config)
+    kind = type(config)
     with_images = kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and kind not in MODEL_FOR_CAUSAL_LM_MAPPING
     loader: Any = AutoModelForImageTextToText if with_images else AutoModelForCausalLM
     loaded: Any = loader.from_pretrained(source, output_loading_info=True, use_safetensors=True, **options)
@@ -163,16 +165,18 @@ def _read(source: str | Path, options: dict[str, Any]) -> tuple[PreTrainedTokeni
     return tokenizer, model
 
 
-def _target(
-    model_id: str,
-    model: Any,
-    tokenizer: PreTrainedTokenizerBase,
-    source: str | Path,
-    version: str | None,
-    template: Mapping[str, Any] | None,
-) -> Target:
+def _tokenizer(
+    source: str | Path, options: dict[str, Any], template: Mapping[str, Any] | None
+) -> PreTrainedTokenizerBase:
+    tokenizer = load_tokenizer(source, **options)
     if template:
         tokenizer.chat_template = with_arguments(tokenizer.chat_template, template)
+    return tokenizer
+
+
+def _target(
+    model_id: str, model: Any, tokenizer: PreTrainedTokenizerBase, source: str | Path, version: str | None
+) -> Target:
     model.config.name_or_path = model_id
     record_version(model, version)
     return Target(model, tokenizer, model_id, version_of(model), source if isinstance(source, Path) else None)
@@ -316,30 +320,29 @@ def outline_target(
     source, version, where = located(model_id, revision, packaged, packaged_digest)
     options = where | {"trust_remote_code": trust_remote_code}
     model = _on_meta(model_id, source, options, torch.bfloat16)
-    try:
-        tokenizer = load_tokenizer(source, **options)
+    with _reading(model_id, "tokenizer or generation_config.json"):
+        tokenizer = _tokenizer(source, options, template)
         model.generation_config = GenerationConfig.from_pretrained(source, **where)
-    except Exception as error:  # damaged files raise anything
-        raise _unreadable(model_id, "tokenizer or generation_config.json", error) from None
-    return _target(model_id, model, tokenizer, source, version, template)
+    return _target(model_id, model, tokenizer, source, version)
 
 
 def _on_meta(model_id: str, source: str | Path, options: dict[str, Any], dtype: torch.dtype) -> PreTrainedModel:
-    try:
+    with _reading(model_id, "configuration"), torch.device("meta"):
         config = AutoConfig.from_pretrained(source, **options)
-        with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    except Exception as error:  # values of another shape raise anything
-        raise _unreadable(model_id, "configuration", error) from None
-    return model
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        return model
 
 
-def _unreadable(model_id: str, what: str, error: Exception) -> UserError:
-    return UserError(f"model {model_id!r}: its {what} cannot be had: {_one_line(error)}")
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]
+@contextmanager
+def _reading(model_id: str, what: str = "") -> Iterator[None]:
+    """Turn any error of the block, which reads a model or a part of one, into one line."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # damaged files and values of another shape raise anything, tokenizers' have no type
+        read = f": its {what} cannot be read" if what else " cannot be loaded"
+        raise UserError(f"model {model_id!r}{read}: {one_line(error)}") from error
 
 
 # Images
@@ -362,9 +365,9 @@ def processor_of(target: Target) -> Any:
     try:
         processor = AutoProcessor.from_pretrained(target.name, trust_remote_code=False, **where)
     except Exception as error:  # damaged files raise anything
-        remedy = "fetch the model again" if is_torchvision_available() else "install torchvision, which Qwen's needs"
+        remedy = "install what it names" if isinstance(error, ImportError) else "fetch the model again"
         raise UserError(
-            f"{target.name!r}: its processor of images cannot be loaded; {remedy} ({_one_line(error)[:150]})"
+            f"{target.name!r}: its processor of images cannot be loaded ({one_line(error, 200)}); {remedy}"
         ) from error
     if not hasattr(processor, "image_processor"):
         raise UserError(f"model {target.name!r} comes without a preprocessor_config.json; fetch it again, whole")

@@ -1,16 +1,15 @@
 """keepsight data: training data, and what a data folder contains."""
 
+import io
 import json
-import math
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from keepsight import recipes
 from keepsight.commands.config import Data as Config
@@ -23,12 +22,9 @@ from keepsight.data_gen.stats import stats_figure, stats_of, stats_table
 from keepsight.data_gen.store import finished_manifest, finished_samples
 from keepsight.data_gen.user_data import pinned
 from keepsight.errors import UserError
-from keepsight.files import from_json, require_writable, write_png
+from keepsight.files import from_json, read_yaml, require_writable, write_png
 from keepsight.models.distributed import launched
 from keepsight.models.targets import Target
-
-_LARGEST = 100_000
-"""Nodes of a mixture's YAML file at most."""
 
 
 def run(config: Config) -> None:
@@ -97,24 +93,14 @@ def read_mixture(name: str) -> dict[str, Any]:
     path = known.get(name) or Path(name)
     if not path.is_file():
         raise UserError(f"mixture={name} is neither a file nor one of {', '.join(known)}")
+    text = read_yaml(path)
     try:
-        if _size(yaml.compose(path.read_text(encoding="utf-8"), yaml.SafeLoader), {}) > _LARGEST:
-            raise ValueError("with its aliases written out it is too large")
-        loaded = OmegaConf.to_container(OmegaConf.load(path), resolve=False)  # a file must not read the environment
+        loaded = OmegaConf.to_container(
+            OmegaConf.load(io.StringIO(text)), resolve=False
+        )  # must not read the environment
         values = from_json(json.dumps(loaded, ensure_ascii=False).encode())  # as the manifest will hold them
-    except (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError, RecursionError) as error:
+    except (YAMLError, OmegaConfBaseException, ValueError, TypeError, RecursionError) as error:
         raise UserError(f"{path}: not a YAML file ({' '.join(str(error).split())})") from None
     if not isinstance(values, dict):
         raise UserError(f"{path}: expected keys such as min_tokens, max_tokens and sources")
     return values
-
-
-def _size(node: Any, sizes: dict[int, float]) -> float:
-    """Nodes of a YAML file with aliases written out; `sizes` has those of the nodes that were met before."""
-    if not isinstance(node, yaml.CollectionNode):
-        return 1
-    if id(node) not in sizes:
-        sizes[id(node)] = math.inf  # where an alias is within what it stands for
-        below = chain.from_iterable(node.value) if isinstance(node, yaml.MappingNode) else node.value
-        sizes[id(node)] = 1 + sum(_size(each, sizes) for each in below)
-    return sizes[id(node)]

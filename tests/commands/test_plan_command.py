@@ -112,7 +112,7 @@ WRONG = {
     "requests=0": "requests=0 must be greater than 0",
     "budget=0": "budget=0 must be greater than 0",
     "model.dtype=float8": "dtype 'float8' is unknown; choose auto or one of float32, bfloat16, float16",
-    "model.id=.": "model '.': its configuration cannot be had: ",
+    "model.id=.": "model '.': its configuration cannot be read: ",
 }
 
 

@@ -10,59 +10,22 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 # Llama-3.1-8B's EAGLE-3 head: without head_dim, without RoPE's base.
-LLAMA3: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "bos_token_id": 128000,
-    "eos_token_id": 128001,
-    "hidden_act": "silu",
-    "hidden_size": 32,
-    "initializer_range": 0.02,
-    "intermediate_size": 112,
-    "max_position_embeddings": 2048,
-    "model_type": "llama",
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 1,
-    "pad_token_id": 0,
-    "rms_norm_eps": 1e-05,
-    "tie_word_embeddings": False,
-    "torch_dtype": "float16",
-    "transformers_version": "4.28.1",
-    "use_cache": True,
-    "vocab_size": 128,
-    "draft_vocab_size": 24,
-}
-# Qwen3-8B's, as SpecForge writes it: heads together wider than the hidden state is allowed.
-QWEN3: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLMEagle3"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "bos_token_id": 151643,
-    "eos_token_id": 151645,
-    "head_dim": 16,
-    "hidden_act": "silu",
-    "hidden_size": 32,
-    "initializer_range": 0.02,
-    "intermediate_size": 96,
-    "max_position_embeddings": 40960,
-    "max_window_layers": 36,
-    "model_type": "llama",
-    "num_attention_heads": 4,
-    "num_hidden_layers": 1,
-    "num_key_value_heads": 1,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": None,
-    "rope_theta": 1000000,
-    "sliding_window": None,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "transformers_version": "4.51.0",
-    "use_cache": True,
-    "use_sliding_window": False,
-    "vocab_size": 128,
-    "draft_vocab_size": 24,
-    "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2], "use_aux_hidden_state": True},
-}
+LLAMA3: dict[str, Any] = json.loads("""{
+  "architectures": ["LlamaForCausalLM"], "bos_token_id": 128000, "eos_token_id": 128001, "pad_token_id": 0,
+  "hidden_act": "silu", "hidden_size": 32, "initializer_range": 0.02, "intermediate_size": 112,
+  "max_position_embeddings": 2048, "model_type": "llama", "num_attention_heads": 8, "num_key_value_heads": 2,
+  "num_hidden_layers": 1, "rms_norm_eps": 1e-05, "tie_word_embeddings": false, "torch_dtype": "float16",
+  "transformers_version": "4.28.1", "use_cache": true, "vocab_size": 128, "draft_vocab_size": 24}""")
+# Qwen3-8B's, as SpecForge writes it: heads together wider than the hidden state.
+QWEN3: dict[str, Any] = json.loads("""{
+  "architectures": ["LlamaForCausalLMEagle3"], "attention_bias": false, "attention_dropout": 0.0,
+  "bos_token_id": 151643, "eos_token_id": 151645, "head_dim": 16, "hidden_act": "silu", "hidden_size": 32,
+  "initializer_range": 0.02, "intermediate_size": 96, "max_position_embeddings": 40960, "max_window_layers": 36,
+  "model_type": "llama", "num_attention_heads": 4, "num_hidden_layers": 1, "num_key_value_heads": 1,
+  "rms_norm_eps": 1e-06, "rope_scaling": null, "rope_theta": 1000000, "sliding_window": null,
+  "tie_word_embeddings": false, "torch_dtype": "bfloat16", "transformers_version": "4.51.0", "use_cache": true,
+  "use_sliding_window": false, "vocab_size": 128, "draft_vocab_size": 24,
+  "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2], "use_aux_hidden_state": true}}""")
 # Llama-3-8B's EAGLE-1 head, and Vicuna's, which says neither bias nor KV heads.
 EAGLE1: dict[str, Any] = {
     **{name: value for name, value in LLAMA3.items() if name != "draft_vocab_size"},

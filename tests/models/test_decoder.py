@@ -5,11 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from keepsight.errors import UserError
 from keepsight.models.decoder import require_supported
@@ -32,7 +28,6 @@ SMALL: dict[str, Any] = {
 INTERFACE, OWN_WAY = "does not compute attention by transformers' AttentionInterface", "in a way of its own"
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "bert": ({"is_decoder": True}, INTERFACE),
-    "bloom": ({}, INTERFACE),
     "falcon": ({}, INTERFACE),
     "mpt": ({"d_model": 32, "n_heads": 4, "n_layers": 2}, INTERFACE),
     "stablelm": ({}, OWN_WAY),

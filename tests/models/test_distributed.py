@@ -37,11 +37,6 @@ def test_a_lock_that_nobody_holds_is_named(lock: Path) -> None:
     check_builds()
 
 
-def test_a_build_that_has_just_begun_is_waited_for(lock: Path) -> None:
-    lock.touch()
-    check_builds()
-
-
 def test_a_build_that_goes_on_is_waited_for(lock: Path) -> None:
     """ninja works in the folder of what it builds."""
     builder = subprocess.Popen([sys.executable, "-c", "input()"], cwd=lock.parent, stdin=subprocess.PIPE)
@@ -53,28 +48,20 @@ def test_a_build_that_goes_on_is_waited_for(lock: Path) -> None:
         check_builds()
 
 
-def as_processes(monkeypatch: pytest.MonkeyPatch, count: int, parts: list[int]) -> tuple[list[list[int]], list[Any]]:
-    """What each of several processes works on, and what each gets: they take turns, and then all have gathered."""
-    done: list[list[int]] = [[] for _ in range(count)]
-    results: list[Any] = []
-
-    def as_process(index: int, own: list[int], gathered: list[int]) -> Any:
-        monkeypatch.setattr(distributed, "launched", lambda: SimpleNamespace(num_processes=count, process_index=index))
-        monkeypatch.setattr(distributed, "gather_object", lambda _: gathered)
-        return distributed.divided(lambda part: own.append(part), parts)
-
-    for index in range(count):
-        as_process(index, done[index], [0] * 100)
-    for index in range(count):
-        results.append(as_process(index, [], [10 * part for own in done for part in own]))
-    return done, results
-
-
 @pytest.mark.parametrize(("count", "shares"), [(1, [5]), (2, [3, 3]), (4, [2, 2, 2, 2])])
 def test_each_process_does_its_share_and_all_get_everything_in_order(
     monkeypatch: pytest.MonkeyPatch, count: int, shares: list[int]
 ) -> None:
-    done, results = as_processes(monkeypatch, count, [1, 2, 3, 4, 5])
-    assert [len(own) for own in done] == shares
-    assert {part for own in done for part in own} == {1, 2, 3, 4, 5}
-    assert results == [[10, 20, 30, 40, 50]] * count
+    """The processes take turns: first each works, then each gathers what all have made."""
+    done: list[list[int]] = [[] for _ in range(count)]
+
+    def as_process(index: int, own: list[int], gathered: list[int]) -> Any:
+        monkeypatch.setattr(distributed, "launched", lambda: SimpleNamespace(num_processes=count, process_index=index))
+        monkeypatch.setattr(distributed, "gather_object", lambda _: gathered)
+        return distributed.divided(own.append, [1, 2, 3, 4, 5])
+
+    for index in range(count):
+        as_process(index, done[index], [0] * 100)
+    assert [len(own) for own in done] == shares and {part for own in done for part in own} == {1, 2, 3, 4, 5}
+    for index in range(count):
+        assert as_process(index, [], [10 * part for own in done for part in own]) == [10, 20, 30, 40, 50]

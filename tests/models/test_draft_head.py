@@ -37,7 +37,6 @@ POSITIONS = torch.arange(6)[None]
 EAGLE3_CONFIGS = {
     "llama-3.1": LLAMA3,
     "qwen3": QWEN3,
-    "one KV head a query head": LLAMA3 | {"num_key_value_heads": 8},
     "another width": LLAMA3 | {"target_hidden_size": 20},
     "biases": LLAMA3 | {"qkv_bias": True},
     "eagle-3.1 norms": QWEN3 | {"fc_norm": True, "norm_output": True},
@@ -110,41 +109,21 @@ def test_a_public_eagle1_head_is_the_slow_one(name, tmp_path):
         DraftHead.load(tmp_path)
 
 
-def test_angles_of_far_positions_stay_exact_in_half_precision(dtype=torch.float16):
-    head, _ = head_of(QWEN3)
-    far = torch.tensor([[39_999]])
-    expected = head.rotary_emb(torch.zeros(1, 1, 32), far)
-    assert head.to(dtype).fc.weight.dtype == dtype
-    for found, exact in zip(head.rotary_emb(torch.zeros(1, 1, 32), far), expected, strict=True):
-        assert torch.equal(found, exact)
-
-
 def test_the_feature_layers_are_the_named_ones_or_eagle3s():
     assert head_of(QWEN3)[0].layers_of(tiny_model()) == (0, 1, 2)
-    assert head_of(LLAMA3)[0].layers_of(tiny_model(num_hidden_layers=8)) == (2 - 1, 8 // 2 - 1, 8 - 3 - 1)
-    assert default_feature_layers(32) == (1, 15, 28)
-    for layers in (1, 6):
-        with pytest.raises(UserError, match=f"a model of {layers} layers is too shallow"):
-            default_feature_layers(layers)
+    assert default_feature_layers(8) == (1, 3, 4) and default_feature_layers(32) == (1, 15, 28)
+    with pytest.raises(UserError, match="a model of 6 layers is too shallow"):
+        default_feature_layers(6)
 
 
 # Folders
-
-
-def test_an_eagle3_head_whose_layer_is_numbered_loads(tmp_path):
-    """As vLLM's speculators and SpecForge's newer exports name it."""
-    tensors = eagle3_tensors(LLAMA3)
-    numbered = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
-    state = DraftHead.load(write_head(tmp_path, LLAMA3, numbered)).state_dict()
-    assert state.keys() == tensors.keys()
-    assert all(torch.equal(value, tensors[name]) for name, value in state.items())
 
 
 @pytest.mark.parametrize("make", [eagle3_tensors, eagle1_tensors], ids=["EAGLE-3", "EAGLE-1"])
 def test_an_embedding_of_its_own_is_kept_and_drafts(tmp_path, make):
     model, config = tiny_model(), LLAMA3 if make is eagle3_tensors else EAGLE1
     embedding = model.get_input_embeddings().weight.detach()
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):  # the model's own, rounded
+    for dtype in (torch.float32, torch.bfloat16):  # the model's own, rounded
         repeated = {"embed_tokens.weight": embedding.to(dtype)}
         head = EagleHead.load(write_head(tmp_path, config, make(config) | repeated), model)
         assert head.own_embedding is None and head.embedding(model) is model.get_input_embeddings()
@@ -170,73 +149,47 @@ def test_an_embedding_of_its_own_is_kept_and_drafts(tmp_path, make):
 
 
 @pytest.mark.parametrize(
-    ("rope", "expected"),
+    ("changes", "theta"),
     [
-        ({}, {"rope_type": "default", "rope_theta": 10000.0}),
-        ({"rope_theta": 1e6, "rope_scaling": YARN}, {"rope_theta": 1e6, **YARN}),
-        ({"rope_parameters": {"rope_theta": 1e6, **YARN}}, {"rope_theta": 1e6, **YARN}),
+        ({"head_dim": 16, "qkv_bias": True, "fc_norm": True, "norm_output": True}, 10000.0),
+        ({"target_hidden_size": 20, "rope_theta": 1e6, "rope_scaling": YARN}, 1e6),
+        ({"rope_parameters": {"rope_theta": 1e6, **YARN}}, 1e6),
     ],
-    ids=["none", "scaling", "parameters"],
 )
-def test_every_way_to_state_rope_is_read_and_comes_back(tmp_path, rope, expected):
-    config = LLAMA3 | {"max_position_embeddings": 8192} | rope
-    head = DraftHead.load(write_head(tmp_path / "public", config, eagle3_tensors(config)))
+def test_a_saved_head_comes_back_under_public_names(tmp_path, changes, theta):
+    """Also one whose layer is numbered, as in vLLM's speculators and newer exports of SpecForge."""
+    config = LLAMA3 | {"max_position_embeddings": 8192} | changes
+    tensors = eagle3_tensors(config)
+    numbered = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+    head = DraftHead.load(write_head(tmp_path / "public", config, numbered))
     head.save(tmp_path / "ours", Provenance("ada/tiny"))
+    assert load_file(tmp_path / "ours" / "model.safetensors").keys() == tensors.keys()
     again = DraftHead.load(tmp_path / "ours")
-    assert head.config.rope_parameters == again.config.rope_parameters == expected
-    ours, theirs = (each.rotary_emb(torch.zeros(1), POSITIONS) for each in (again, head))
-    assert all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True))
-    written = json.loads((tmp_path / "ours" / "config.json").read_text())
-    assert written["rope_theta"] == expected["rope_theta"]
-    assert written["rope_scaling"] == (YARN if "factor" in expected else None)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}},
-        {"head_dim": 16, "qkv_bias": True, "fc_norm": True, "norm_output": True},
-        {"target_hidden_size": 20, "draft_vocab_size": 128},
-    ],
-    ids=["layers", "norms", "widths"],
-)
-def test_a_saved_head_comes_back_under_public_names(tmp_path, changes):
-    config = LLAMA3 | changes
-    head, tensors = head_of(config)
-    head.save(tmp_path, Provenance("ada/tiny"))
-    assert load_file(tmp_path / "model.safetensors").keys() == tensors.keys()
-    again = DraftHead.load(tmp_path)
-    assert again.feature_layers == head.feature_layers
     embeddings, features = rows(config)
     outputs = [each(embeddings, each.combine(features), POSITIONS, causal_attend) for each in (head, again)]
     assert torch.equal(*outputs)
     assert torch.equal(head.logits(outputs[0]), again.logits(outputs[1]))
-    written = json.loads((tmp_path / "config.json").read_text())
+    written = json.loads((tmp_path / "ours" / "config.json").read_text())
     for name in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "draft_vocab_size"):
         assert written[name] == config[name], name
     assert written["architectures"] == ["LlamaForCausalLMEagle3"] and written["torch_dtype"] == "float32"
+    assert (written["rope_theta"], written["rope_scaling"]) == (theta, None if theta == 10000.0 else YARN)
     assert ("target_hidden_size" in written) == ("target_hidden_size" in changes)  # EAGLE's code would read another
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_head_takes_its_models_dtype_or_its_files(folder, dtype):
+def test_a_head_takes_its_models_dtype_or_its_files_and_angles_stay_exact(folder):
+    far = torch.zeros(1, 1, 32), torch.tensor([[39_999]])
+    expected = DraftHead.load(folder).rotary_emb(*far)
     half = {name: each.half() if each.is_floating_point() else each for name, each in eagle3_tensors(LLAMA3).items()}
     save_file(half, folder / "model.safetensors")
     assert {each.dtype for each in DraftHead.load(folder).parameters()} == {torch.float16}
-    head = DraftHead.load(folder, tiny_model().to(dtype))
-    assert {each.dtype for each in head.parameters()} == {dtype}
+    head = DraftHead.load(folder, tiny_model().bfloat16())
+    assert {each.dtype for each in head.parameters()} == {torch.bfloat16}
     assert (head.d2t.dtype, head.t2d.dtype) == (torch.int64, torch.bool)
-    assert all(each.requires_grad for each in head.parameters())
+    assert all(torch.equal(*pair) for pair in zip(head.rotary_emb(*far), expected, strict=True))
 
 
 # Refusals; `test_artifacts.py` has those of all artifacts
-
-
-def change(folder: Path, **tensors: Tensor | None) -> None:
-    """Replace tensors of a head's file, `__` in the name standing for a dot; None removes one."""
-    changes = {name.replace("__", "."): value for name, value in tensors.items()}
-    state = load_file(folder / "model.safetensors") | changes
-    save_file({name: value for name, value in state.items() if value is not None}, folder / "model.safetensors")
 
 
 def refused(folder: Path, *said: str, model: Any = None) -> None:
@@ -245,41 +198,24 @@ def refused(folder: Path, *said: str, model: Any = None) -> None:
     assert "\n" not in str(caught.value) and all(each in str(caught.value) for each in said), str(caught.value)
 
 
-def test_missing_and_surplus_tensors_are_named_and_counted(folder):
-    change(folder, norm__weight=None, fc__weight=None, lm_head__weight=None)
-    refused(folder, "tensor 'fc.weight' is missing, and 2 more;")
-    write_head(folder, LLAMA3, eagle3_tensors(LLAMA3))
-    change(folder, midlayer__self_attn__q_proj__bias=torch.zeros(32), fc__bias=torch.zeros(32))
-    refused(folder, "tensor 'fc.bias' is surplus, and 1 more;")
-    for bias in (True, False):
-        write_head(folder, EAGLE1 | {"bias": not bias}, eagle1_tensors(EAGLE1 | {"bias": bias}))
-        refused(folder, f"tensor 'fc.bias' is {'surplus' if bias else 'missing'};")
-
-
-@pytest.mark.parametrize("name", ["fc.weight", "d2t"])
-def test_a_tensor_of_another_shape_is_named_with_both(folder, name):
-    tensor = eagle3_tensors(LLAMA3)[name]
-    change(folder, **{name: torch.cat([tensor, tensor[:1]])})
-    shape = list(tensor.shape)
-    refused(folder, f"'{name}' has shape {[shape[0] + 1, *shape[1:]]}, the configuration beside it needs {shape}")
-
-
-@pytest.mark.parametrize("spoil", [lambda d2t: d2t.flip(0), lambda d2t: d2t - 1000])
-def test_maps_that_disagree_are_refused(folder, spoil):
-    change(folder, d2t=spoil(eagle3_tensors(LLAMA3)["d2t"]))
-    refused(folder, "d2t and t2d name different tokens")
+D2T = eagle3_tensors(LLAMA3)["d2t"]
 
 
 @pytest.mark.parametrize(
-    ("config", "model", "said"),
+    ("changes", "said"),
     [
-        ({}, {"vocab_size": 96}, "vocabulary 128, but that of LlamaForCausalLM is 96"),
-        ({"target_hidden_size": 20}, {}, "feature width 20, but that of LlamaForCausalLM is 32"),
+        ({"norm.weight": None, "fc.weight": None}, "tensor 'fc.weight' is missing, and 1 more;"),
+        ({"fc.bias": torch.zeros(32)}, "tensor 'fc.bias' is surplus;"),
+        ({"fc.weight": torch.zeros(33, 96)}, "shape [33, 96], the configuration beside it needs [32, 96]"),
+        ({"d2t": torch.cat([D2T, D2T[:1]])}, "'d2t' has shape [25]"),
+        ({"d2t": D2T.flip(0)}, "d2t and t2d name different tokens"),
+        ({"d2t": D2T - 1000}, "d2t and t2d name different tokens"),
     ],
 )
-def test_a_head_for_another_model_is_refused(folder, config, model, said):
-    write_head(folder, LLAMA3 | config, eagle3_tensors(LLAMA3 | config))
-    refused(folder, str(folder), said, "choose the model's own head", model=tiny_model(**model))
+def test_tensors_that_do_not_fit_are_named(folder, changes, said):
+    tensors = {**eagle3_tensors(LLAMA3), **changes}
+    write_head(folder, LLAMA3, {name: each for name, each in tensors.items() if each is not None})
+    refused(folder, said)
 
 
 @pytest.mark.parametrize(
@@ -290,12 +226,16 @@ def test_a_head_for_another_model_is_refused(folder, config, model, said):
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2]}}, "expected three whole numbers"),
         ({"num_attention_heads": 5}, "not a Llama layer's configuration"),
         ({"rope_scaling": {"rope_type": "spiral"}}, "no layer can be made of it"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan must be above 0"),
+        ({"rope_theta": float("inf")}, "not a Llama layer's configuration"),
+        ({"rope_theta": float("nan")}, "not a Llama layer's configuration"),
+        ({"vocab_size": 96}, "vocabulary 96, but that of LlamaForCausalLM is 128"),
+        ({"target_hidden_size": 20}, "feature width 20, but that of LlamaForCausalLM is 32"),
     ],
 )
-def test_a_configuration_that_makes_no_head_is_refused(folder, changes, said):
-    values = json.loads((folder / "config.json").read_text()) | changes
-    (folder / "config.json").write_text(json.dumps(values))
-    refused(folder, str(folder / "config.json"), said)
+def test_a_configuration_that_makes_no_head_for_the_model_is_refused(folder, changes, said):
+    (folder / "config.json").write_text(json.dumps(LLAMA3 | changes))
+    refused(folder, str(folder), said, model=tiny_model())
 
 
 # Pickles
@@ -327,14 +267,17 @@ def test_a_pickled_head_is_read_and_can_be_saved(pickled, tmp_path, caplog, lega
         assert all(torch.equal(value, tensors[name]) for name, value in state.items())
 
 
-@pytest.mark.parametrize("write", [torch.save, lambda value, path: path.write_bytes(pickle.dumps(value))])
-def test_a_pickle_that_runs_something_does_not(pickled, write):
-    write({"fc.weight": Trap()}, pickled / "pytorch_model.bin")
+def test_a_pickle_that_runs_something_or_stands_for_any_size_is_not_read(pickled):
+    path = pickled / "pytorch_model.bin"
+    torch.save({"fc.weight": torch.zeros(1).expand(10**6, 10**6)}, path)
+    refused(pickled, "tensors of 4,000,000,000,000 bytes in a file of ")
+    path.write_bytes(pickle.dumps({"fc.weight": Trap()}))
+    refused(pickled, "pytorch_model.bin: not a pickle of tensors alone")
+    torch.save({"fc.weight": Trap()}, path)
     refused(pickled, "pytorch_model.bin: not a pickle of tensors alone")
     assert not Path("trapped").exists()
-    if write is torch.save:
-        torch.load(pickled / "pytorch_model.bin", weights_only=False)
-        assert Path("trapped").exists(), "the trap works"
+    torch.load(path, weights_only=False)
+    assert Path("trapped").exists(), "the trap works"
 
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
@@ -343,7 +286,7 @@ def test_whatever_a_damaged_pickle_raises_is_one_line(pickled, legacy):
     path, rng = pickled / "pytorch_model.bin", random.Random(0)
     torch.save({"a": torch.ones(3, 4), "b.c": torch.ones(2)}, path, _use_new_zipfile_serialization=not legacy)
     whole = path.read_bytes()
-    for _ in range(150):
+    for _ in range(60):
         damaged = bytearray(whole)
         for _ in range(rng.choice((1, 3, 20))):
             damaged[rng.randrange(len(damaged))] = rng.randrange(256)

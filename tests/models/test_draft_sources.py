@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import AddedToken
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
@@ -62,36 +61,22 @@ def adapted(target: PreTrainedModel) -> Lookahead:
     return lookahead
 
 
-@pytest.mark.parametrize("layers", [KEPT, (4,)])
-def test_a_draft_is_the_chosen_layers(target: PreTrainedModel, layers: tuple[int, ...]) -> None:
-    assert torch.equal(logits(LayerSubset(layers).of(target)), logits(reference(target, layers)))
+def test_a_draft_is_the_chosen_layers_over_the_targets_weights(target: PreTrainedModel) -> None:
+    for layers in (KEPT, (4,)):
+        draft = LayerSubset(layers).of(target)
+        assert torch.equal(logits(draft), logits(reference(target, layers)))
+        owned = {tensor.data_ptr() for tensor in [*target.parameters(), *target.buffers()]}
+        assert all(tensor.data_ptr() in owned for tensor in [*draft.parameters(), *draft.buffers()])
 
 
-def test_decoding_with_a_cache_is_decoding_without(target: PreTrainedModel, layers: tuple[int, ...] = KEPT) -> None:
-    draft, cache = LayerSubset(layers).of(target), DynamicCache()
+def test_decoding_with_a_cache_is_decoding_without(target: PreTrainedModel) -> None:
+    draft, cache = LayerSubset(KEPT).of(target), DynamicCache()
     whole = logits(draft)
     with torch.no_grad():
         steps = [draft(input_ids=IDS[:, :20], past_key_values=cache, use_cache=True).logits]
         steps += [draft(input_ids=IDS[:, n : n + 1], past_key_values=cache, use_cache=True).logits for n in (20, 21)]
-    assert len(cache.layers) == len(layers)
+    assert len(cache.layers) == len(KEPT)
     assert_close(torch.cat(steps, dim=1), whole[:, :22])
-    answer = draft.generate(IDS, max_new_tokens=5, do_sample=False)  # type: ignore[operator]
-    for place in range(IDS.shape[1], answer.shape[1]):
-        assert answer[0, place] == logits(draft, answer[:, :place])[0, -1].argmax()
-
-
-def test_the_weights_are_the_targets(target: PreTrainedModel) -> None:
-    draft = LayerSubset(KEPT).of(target)
-    owned = {tensor.data_ptr() for tensor in [*target.parameters(), *target.buffers()]}
-    shared = dict(draft.named_parameters()) | dict(draft.named_buffers())
-    assert all(tensor.data_ptr() in owned for tensor in shared.values())
-    for place, layer in enumerate(KEPT):
-        own, theirs = (
-            dict(each.named_parameters()) for each in (draft.model.layers[place], target.model.layers[layer])
-        )
-        assert {name: weight.data_ptr() for name, weight in own.items()} == {
-            name: weight.data_ptr() for name, weight in theirs.items()
-        }
 
 
 def test_adapters_stay_with_the_target(target: PreTrainedModel) -> None:
@@ -145,26 +130,19 @@ def loaded(folder: Path) -> Target:
     return load_target(str(folder), device="cpu")
 
 
-def with_tokens(target: Target, *tokens: str) -> Target:
-    """The target with further tokens in its vocabulary."""
-    tokenizer: Any = copy.deepcopy(target.tokenizer)
-    tokenizer.add_tokens([AddedToken(token, special=True) for token in tokens])
-    return replace(target, tokenizer=tokenizer)
-
-
 def test_another_model_with_the_same_vocabulary(tmp_path: Path, loaded: Target) -> None:
     path = str(save_tiny_target(tmp_path / "small", "qwen3"))
     draft = load_draft(path, loaded, device="cpu")
     model = draft.of(loaded.model)
     assert model.config.model_type == "qwen3" and model is draft.of(deep())
-    assert (draft.name, draft.version) == (path, load_target(path, device="cpu").version)
-    assert draft == load_draft(path, loaded, device="cpu") and len({draft, load_draft(path, loaded, device="cpu")}) == 1
+    assert len({draft, load_draft(path, loaded, device="cpu")}) == 1
     assert draft != LoadedDraft(path, "another version", model)
 
 
 def test_vocabularies_are_compared_token_by_token(folder: Path, loaded: Target) -> None:
-    size = len(loaded.tokenizer)
-    other = replace(with_tokens(loaded, "<|think|>"), name="big")
+    size, tokenizer = len(loaded.tokenizer), copy.deepcopy(loaded.tokenizer)
+    tokenizer.add_tokens(["<|think|>"], special_tokens=True)
+    other = replace(loaded, tokenizer=tokenizer, name="big")
     with pytest.raises(UserError) as caught:
         load_draft(str(folder), other, device="cpu")
     assert str(caught.value) == (
@@ -182,5 +160,3 @@ def test_the_draft_of_a_recipe(folder: Path, loaded: Target) -> None:
     assert isinstance(other, LoadedDraft) and other.model.dtype == torch.bfloat16
     with pytest.raises(UserError, match=r"draft.layers and draft.id=.* name two drafts; add draft.layers=null or"):
         draft_of(replace(recipe, draft=DraftConfig(layers=[0], id=str(folder))), loaded)
-    with pytest.raises(UserError, match="'a b' is neither a folder nor a Hub id"):
-        draft_of(replace(recipe, draft=DraftConfig(id="a b")), loaded)

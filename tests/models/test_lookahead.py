@@ -80,6 +80,11 @@ def test_plain_peft_loads_it_and_leaves_the_base_model_as_it_is(tmp_path, family
     saved = module.lora_state()
     assert set(weights) == set(saved)
     assert all(torch.equal(weights[name], saved[name]) for name in saved)
+    embeddings = torch.randn(1, 5, 32, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():  # told how many rows it is for, PEFT applies the same LoRA
+        with module.active():
+            expected = module.model(inputs_embeds=embeddings).logits
+        assert_close(loaded(inputs_embeds=embeddings, alora_offsets=[5]).logits, expected)
 
 
 def test_an_invocation_token_that_the_model_has_is_named(tmp_path, caplog):
@@ -95,18 +100,6 @@ def test_an_invocation_token_that_the_model_has_is_named(tmp_path, caplog):
         LookaheadAdapter.load(folder).check_base(model)
     (said,) = [each.getMessage() for each in caplog.records if each.name == "keepsight"]
     assert "plain PEFT would apply this LoRA where token 128 occurs" in said
-
-
-def test_plain_peft_with_the_lora_forced_on_applies_the_same_lora(tmp_path, family="qwen3"):
-    """The saved LoRA is an activated one of PEFT: told how many rows it is for, it does what our second pass does."""
-    module = random_module(family)
-    embeddings = torch.randn(1, 5, 32, generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        with module.active():
-            expected = module.model(inputs_embeds=embeddings).logits
-        loaded = PeftModel.from_pretrained(tiny_model(family), str(save(module, tmp_path / "adapter")))
-        logits = loaded(inputs_embeds=embeddings, alora_offsets=[5]).logits
-    assert_close(logits, expected)
 
 
 @pytest.mark.parametrize("change", [{}, {"rank": 0}, {"alpha": 16}])
@@ -142,13 +135,7 @@ def reseal(folder: Path, **changes: object) -> None:
 
 
 @pytest.mark.parametrize(
-    "changed",
-    [
-        {"tokens": 10**13},
-        {"alpha": 0.0},
-        {"sharing": "model"},
-        {"tokens": 1000},
-    ],
+    "changed", [{"tokens": 10**13}, {"alpha": 0.0}, {"alpha": float("nan")}, {"sharing": "model"}, {"tokens": 1000}]
 )
 def test_settings_out_of_bounds_allocate_nothing(adapter, changed):
     reseal(adapter, settings=read_json(adapter / CONFIG)["settings"] | changed)
@@ -160,7 +147,8 @@ def test_files_of_another_kind_are_named(adapter):
     reseal(adapter)
     one_line(lambda: LookaheadAdapter.load(adapter), str(adapter / TOKENS), "lookahead_tokens")
     save(random_module(), adapter)
-    for content in ('{"peft_type": "LORA", "r":', '{"peft_type": "LORA", "alora_invocation_tokens": ["a"]}', "{}"):
+    nested = '{"peft_type": "LORA", "r": ' + "[" * 150 + "]" * 150 + "}"
+    for content in (nested, '{"peft_type": "LORA", "alora_invocation_tokens": ["a"]}', "{}", "["):
         (adapter / PEFT_CONFIG).write_text(content)
         reseal(adapter)
         one_line(lambda: LookaheadAdapter.load(adapter), PEFT_CONFIG)

@@ -9,10 +9,9 @@ from safetensors.torch import load_file
 
 from keepsight.errors import UserError
 from keepsight.eval.bench.eviction import count
-from keepsight.models.folded_lora import FoldedLora
 from keepsight.models.lookahead import LookaheadAdapter
 from keepsight.models.lookahead_settings import LookaheadSettings
-from keepsight.models.lora import Lora, chosen_targets, lora_targets
+from keepsight.models.lora import FoldedLora, Lora, chosen_targets, lora_targets
 from keepsight.runtime.methods import LookaheadKV
 from keepsight.runtime.state import prefill
 from keepsight.train.dataset import Batch
@@ -61,20 +60,6 @@ def test_targets_are_chosen_by_structure(family):
     assert _of_layer(names, 3) == _named(last)
 
 
-QV = {
-    "Llama 3": ("self_attn.q_proj v_proj", "self_attn.q_proj"),
-    "Phi-3, Phi-4": ("self_attn.qkv_proj", "self_attn.qkv_proj"),
-    "DeepSeek-V3": ("self_attn.q_a_proj q_b_proj kv_a_proj_with_mqa",) * 2,
-}
-
-
-@pytest.mark.parametrize("family", QV)
-def test_queries_and_values_alone(family):
-    names, (inner, last) = list(chosen_targets(family_model(family), ["qv"])), QV[family]
-    assert _of_layer(names, 1) == _named(inner)
-    assert _of_layer(names, 3) == _named(last)
-
-
 def test_targets_are_chosen_by_name():
     model = family_model("Llama 3")
     every = lora_targets(model)
@@ -84,15 +69,14 @@ def test_targets_are_chosen_by_name():
     assert named == [name for name in every if name in named]
     assert _of_layer(named, 1) == {"mlp.up_proj", "self_attn.q_proj", "self_attn.v_proj"}
     assert _of_layer(named, 2) == {*_of_layer(named, 1), "self_attn.k_proj"}
-    for wrong in ("proj", "layers", "UP_PROJ", "up_pro."):
+    fused = list(chosen_targets(family_model("Phi-3, Phi-4"), ["qv"]))
+    assert _of_layer(fused, 1) == _of_layer(fused, 3) == {"self_attn.qkv_proj"}
+    for targets in ([], [""], ["all", "q_proj"], ["qv", "none"]):
+        with pytest.raises(UserError, match=r"^lookahead.targets="):
+            LookaheadSettings(targets=targets).check()
+    for wrong in ("proj", "UP_PROJ", "up_pro."):
         with pytest.raises(UserError, match=rf"no module that can get a LoRA is '{wrong}'; there are q_proj, k_proj, "):
             chosen_targets(model, ["q_proj", wrong])
-
-
-@pytest.mark.parametrize("targets", [[], [""], ["all", "q_proj"], ["qv", "none"]])
-def test_targets_that_say_nothing_or_two_things_are_refused(targets):
-    with pytest.raises(UserError, match=r"^lookahead.targets="):
-        LookaheadSettings(targets=targets).check()
 
 
 @pytest.mark.parametrize(("targets", "tensors"), [(["qv"], 2 * (4 * 2 - 1)), (["none"], 0)])
