@@ -76,14 +76,11 @@ class LayerSubset:
         """
         made = _DRAFTS.setdefault(target, {})
         if self.layers not in made:
-            self._check_range(target)
+            last, count = self.layers[-1], target.config.get_text_config().num_hidden_layers
+            if last >= count:
+                raise UserError(f"draft layer {last} is out of range: the target's layers are 0 to {count - 1}")
             made[self.layers] = keep_layers(target, self.layers)
         return made[self.layers]
-
-    def _check_range(self, target: PreTrainedModel) -> None:
-        count = target.config.get_text_config().num_hidden_layers
-        if self.layers[-1] >= count:
-            raise UserError(f"draft layer {self.layers[-1]} is out of range: the target's layers are 0 to {count - 1}")
 
 
 @dataclass(frozen=True)
@@ -184,11 +181,8 @@ def _check_vocabulary(draft: Target, target: Target) -> None:
     numbers = {**own, **wanted}
     if odd := [token for token in numbers if own.get(token) != wanted.get(token)]:
         token = min(odd, key=numbers.__getitem__)
+        there, here = (f"id {each[token]}" if token in each else "missing" for each in (own, wanted))
         raise UserError(
-            f"draft {draft.name!r} has another vocabulary than the target {target.name!r}: token {token!r} is "
-            f"{_number(own, token)} there and {_number(wanted, token)} in the target; choose a draft of its family"
+            f"draft {draft.name!r} has another vocabulary than the target {target.name!r}: token {token!r} is {there} "
+            f"there and {here} in the target; choose a draft of its family"
         )
-
-
-def _number(vocabulary: dict[str, int], token: str) -> str:
-    return f"id {vocabulary[token]}" if token in vocabulary else "missing"

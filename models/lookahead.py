@@ -130,6 +130,7 @@ class LookaheadAdapter(Artifact):
         provenance: Origin of the adapter.
         folder: Folder that it was read from; there is none before it is saved.
         digest: Digest of `lookahead_config.json`, which holds the settings and the digests of the tensors' files.
+        invocation: Largest id of a token that makes PEFT apply the LoRA.
     """
 
     kind = "lookahead adapter"
@@ -166,16 +167,12 @@ class LookaheadAdapter(Artifact):
         """
         key = model.dtype, input_embedding(model).device
         if self._on.get(model, (None,))[0] != key:
-            self._on[model] = key, *self._weights(model)
+            module = self.module(model)
+            lora = None if module.lora is None else FoldedLora(module.lora, model.dtype)
+            self._on[model] = key, module.observers(1)[0].detach(), lora  # no reference to the model
         _, tokens, lora = self._on[model]
         with nullcontext() if lora is None else lora.attached():
             yield tokens
-
-    def _weights(self, model: PreTrainedModel) -> tuple[Tensor, FoldedLora | None]:
-        """The soft tokens and the LoRA on the model's device; they hold no reference to the model."""
-        module = self.module(model)
-        lora = None if module.lora is None else FoldedLora(module.lora, model.dtype)
-        return module.observers(1)[0].detach(), lora
 
     def module(self, model: PreTrainedModel) -> Lookahead:
         """The module beside a model, for further training.
@@ -202,11 +199,9 @@ class LookaheadAdapter(Artifact):
         is_hub_id = re.fullmatch(r"[\w.-]+/[\w.-]+", loaded) and not Path(loaded).exists()
         if is_hub_id and expected and loaded != expected:
             raise UserError(f"{folder}: this adapter is for {expected!r}, but the model is {loaded!r}")
-        hidden = input_width(model)
-        if self.tokens.shape[1] != hidden:
+        if (own := self.tokens.shape[1]) != (hidden := input_width(model)):
             raise UserError(
-                f"{folder}: this adapter is for {expected!r} with hidden size {self.tokens.shape[1]}, "
-                f"but the model's is {hidden}"
+                f"{folder}: this adapter is for {expected!r} with hidden size {own}, but the model's is {hidden}"
             )
         embedding: Any = model.get_input_embeddings()  # under ZeRO-3 its weight is empty
         if self.invocation < embedding.num_embeddings:
@@ -237,16 +232,9 @@ class LookaheadAdapter(Artifact):
         )
         if list(tokens) != ["lookahead_tokens"] or tokens["lookahead_tokens"].dim() != 2:
             raise UserError(f"{folder / TOKENS}: expected one tensor 'lookahead_tokens', [n, hidden]; fetch it again")
-        adapter = cls(
-            config.settings,
-            lora,
-            tokens["lookahead_tokens"],
-            _head_weights(folder, config),
-            config.provenance,
-            folder,
-            file_digest(folder / CONFIG),
-            _invocation(folder),
-        )
+        weights, digest = _head_weights(folder, config), file_digest(folder / CONFIG)
+        rest = (weights, config.provenance, folder, digest, _invocation(folder))
+        adapter = cls(config.settings, lora, tokens["lookahead_tokens"], *rest)
         adapter._check_shapes(folder)
         if model is not None:
             adapter.check_base(model)

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import torch
@@ -85,7 +86,8 @@ class Lora(nn.Module):
     @contextmanager
     def attached(self) -> Iterator[None]:
         """Within the block, the linear modules give their output plus the update."""
-        with hooked((linear, _Hook(update)) for linear, update in zip(self._linears, self.updates, strict=True)):
+        pairs = zip(self._linears, self.updates, strict=True)
+        with hooked((linear, partial(_add_update, update)) for linear, update in pairs):
             yield
 
     def parts(self) -> Iterator[tuple[str, nn.Module, Any]]:
@@ -119,14 +121,10 @@ class Update(nn.Module):
         return functional.linear(low, self.lora_B.to(inputs.device))
 
 
-class _Hook:
-    """Adds an update to a module's output."""
-
-    def __init__(self, update: Callable[[Tensor], Tensor]) -> None:
-        self.update = update
-
-    def __call__(self, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        return (output + self.update(inputs[0])).to(output.dtype)
+def _add_update(
+    update: Callable[[Tensor], Tensor], module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor
+) -> Tensor:
+    return (output + update(inputs[0])).to(output.dtype)
 
 
 class FoldedLora:
@@ -140,19 +138,19 @@ class FoldedLora:
     """
 
     def __init__(self, lora: Lora, dtype: torch.dtype) -> None:
-        self._hooks: list[tuple[Any, _FoldedHook]] = []
+        self._hooks: list[tuple[nn.Module, Callable[..., Tensor]]] = []
         self._inputs: list[_Input] = []
-        together = defaultdict(list)
+        groups = defaultdict(list)
         for name, linear, update in lora.parts():
             parent, _, own = name.rpartition(".")
             kind = next((place for place, names in enumerate(_SAME_INPUT) if own in names), name)
-            together[parent, kind].append((linear, update))
-        for group in together.values():
-            read = _Input([update.lora_A.detach().to(dtype) for _, update in group])
+            groups[parent, kind].append((linear, update))
+        for group in groups.values():
+            read = _Input(torch.cat([update.lora_A.detach().to(dtype) for _, update in group]), len(group))
             self._inputs.append(read)
             for place, (linear, update) in enumerate(group):
                 up = (update.lora_B.detach() * update.scaling).to(dtype)
-                self._hooks.append((linear, _FoldedHook(read, place, up.t())))
+                self._hooks.append((linear, partial(_add_folded, read, place, up.t())))
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -162,57 +160,48 @@ class FoldedLora:
                 yield
         finally:
             for read in self._inputs:
-                read.forget()
+                read.release()
 
 
-class _Pass(threading.local):
-    """The input of a thread's pass, and its products with the A of the modules that read it."""
+class _Input(threading.local):
+    """The input that one or more modules read, multiplied by all their A at once; each thread's pass has its own.
+
+    Args:
+        down: The A of the modules, [modules * r, in].
+        readers: Number of modules.
+    """
 
     inputs: Tensor | None = None
     low: tuple[Tensor, ...] = ()
     left = 0
 
+    def __init__(self, down: Tensor, readers: int) -> None:  # called again in each thread
+        self._down, self._readers = down, readers
 
-class _Input:
-    """The input that one or more modules read, multiplied by all their A at once.
-
-    Args:
-        downs: The A of each module, [r, in].
-    """
-
-    def __init__(self, downs: Sequence[Tensor]) -> None:
-        self._down, self._rank = torch.cat([*downs]), len(downs[0])
-        self._readers, self._pass = len(downs), _Pass()
-
-    def low(self, place: int, inputs: Tensor) -> Tensor:
+    def low_rank(self, place: int, inputs: Tensor) -> Tensor:
         """Inputs [..., in] times the A of the module at `place`: [m, r], m the product of the leading dimensions.
 
         The inputs are released once all modules have read them: those of all layers would outweigh a layer's scores.
         """
-        own = self._pass
-        if inputs is not own.inputs:
+        if inputs is not self.inputs:
             low = functional.linear(inputs, self._down.to(inputs)).flatten(0, -2)
-            own.inputs, own.low, own.left = inputs, low.split(self._rank, dim=-1), self._readers
-        low = own.low[place]
-        own.left -= 1
-        if not own.left:
-            self.forget()
+            self.inputs, self.low, self.left = inputs, low.chunk(self._readers, dim=-1), self._readers
+        low = self.low[place]
+        self.left -= 1
+        if not self.left:
+            self.release()
         return low
 
-    def forget(self) -> None:
+    def release(self) -> None:
         """Release the input."""
-        self._pass.inputs, self._pass.low, self._pass.left = None, (), 0
+        self.inputs, self.low, self.left = None, (), 0
 
 
-class _FoldedHook:
-    """Adds a module's update to its output, in place."""
-
-    def __init__(self, read: _Input, place: int, up: Tensor) -> None:
-        self._read, self._place, self._up = read, place, up
-
-    def __call__(self, module: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        low = self._read.low(self._place, inputs[0]).to(output.dtype)
-        return output.flatten(0, -2).addmm_(low, self._up.to(output)).view(output.shape)
+def _add_folded(
+    read: _Input, place: int, up: Tensor, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor
+) -> Tensor:
+    low = read.low_rank(place, inputs[0]).to(output.dtype)
+    return output.flatten(0, -2).addmm_(low, up.to(output)).view(output.shape)
 
 
 def nothing(*_: object) -> None:

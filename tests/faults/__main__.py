@@ -1,6 +1,7 @@
-"""The campaign: what happens to the commands when they are killed, and to damaged files and malformed arguments.
+"""The campaign: what happens to the commands when they are killed, and to damaged files and malformed arguments; and to
+the package with threads, the user's rows, servers, paths and texts of all kinds.
 
-    python -m tests.faults                       # 200 kills, 600 inputs, 1,000 damaged files
+    python -m tests.faults                       # 200 kills, 600 inputs, 1,000 damaged files, 2,000 of the others
     python -m tests.faults kills=6 inputs=40     # a few; seed=0 draws others
 
 Prints how the trials of each kind ended, and every one that ended as none may; the exit status is then 1.
@@ -22,6 +23,11 @@ _COUNTS = {
     "two_writers": 10,
     "damaged_files": 1000,
     "inputs": 600,
+    "threads": 200,
+    "rows": 700,
+    "servers": 300,
+    "paths": 300,
+    "sinks": 500,
 }
 
 
@@ -36,7 +42,7 @@ def main(arguments: list[str]) -> int:
     import torch
     from tqdm import tqdm
 
-    from tests.faults import trials
+    from tests.faults import paths, rows, servers, sinks, threads, trials
     from tests.faults.child import preload
     from tests.faults.inputs import wrong_lines
     from tests.faults.world import World
@@ -53,6 +59,11 @@ def main(arguments: list[str]) -> int:
             "two_writers": lambda rng, count: trials.two_writers(world, rng, count),
             "damaged_files": lambda rng, count: trials.damaged_files(world, rng, count),
             "inputs": lambda rng, count: trials.inputs(world, wrong_lines(rng, count)),
+            "threads": lambda rng, count: threads.threads(world, rng, count),
+            "rows": lambda rng, count: rows.rows(world, rng, count),
+            "servers": lambda rng, count: servers.servers(world, rng, count),
+            "paths": lambda rng, count: paths.paths(world, rng, count),
+            "sinks": lambda rng, count: sinks.sinks(world, rng, count),
         }
         for name, trial in campaigns.items():
             ended = Counter[str]()

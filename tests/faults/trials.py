@@ -9,6 +9,7 @@ from random import Random
 from tests.commands.commands import last_of_each_key
 from tests.faults import damage
 from tests.faults.child import Disturbance, Outcome, Run, run
+from tests.faults.texts import Verdict
 from tests.faults.world import (
     COMPARE,
     DATA,
@@ -29,9 +30,7 @@ from tests.faults.world import (
     results_of,
 )
 
-Verdict = tuple[str, str]
-"""How a trial ended in one word, and what was done; `GOOD` words are those that may be."""
-GOOD = ("identical", "one line", "as it says")
+GOOD = ("identical", "one line", "as it says", "right")
 _KILLS_A_TRIAL = 4
 _OPTIONAL = "keepsight.json"
 """A draft head without it is one of another maker."""

@@ -1,0 +1,145 @@
+"""Rows of the user's data and mixtures: each is read as it says, or refused in one line with its place."""
+
+import codecs
+import gzip
+import json
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from random import Random
+from time import monotonic
+from typing import Any
+
+from keepsight.commands.data import read_mixture
+from keepsight.data_gen.prompts import BadRow, Prompt
+from keepsight.data_gen.user_data import HubDataset, LocalJsonl
+from tests.faults.texts import Verdict, accepted, hostile, judged
+from tests.faults.world import World
+
+_NO_TEXT: tuple[Any, ...] = (None, 7, 1.5, True, [], {}, [1], {"text": "x"}, "", " \n\t")
+_NO_TURNS: tuple[Any, ...] = (None, [], {}, "text", 7, [None], ["text"], [{}], [{"role": "user"}], [[{"role": "user"}]])
+_NO_JSON = ("{", '{"prompt": "a"', "[1]", '"text"', "null", '{"prompt": "\\ud800"}', "[" * 9000, "\x00", '{"a":1}{}')
+_NO_TURN: tuple[Any, ...] = (
+    *(None, "user", {"content": "x"}, {"role": "user", "content": 7}, {"role": "user", "content": [{"type": "image"}]}),
+    *({"role": role, "content": "x"} for role in ("tool", 7, None, ["user"], {}, "User")),
+)
+_ROLES = ("system", "user", "assistant", "human", "gpt")
+_PLAIN = {"human": "user", "gpt": "assistant"}
+Turns = list[dict[str, str]]
+
+
+def rows(world: World, rng: Random, count: int) -> Iterator[Verdict]:
+    """A file, a column of a data set, or a mixture, each with an oracle of what is in it."""
+    folder = world.folder.with_name("rows")
+    folder.mkdir(exist_ok=True)
+    for _ in range(count):
+        kind = rng.choice((_file, _file, _column, _mixture))
+        seed = rng.random()
+        yield judged((kind.__name__, seed), partial(kind, folder, Random(seed)))
+
+
+def _file(folder: Path, rng: Random) -> str:
+    drawn = [_row(rng) for _ in range(rng.randint(1, 6))]
+    lines: list[tuple[str, Prompt | None]] = []
+    for line, expected in drawn:
+        lines += [("", None)] * (rng.random() < 0.2) + [(line, expected)]
+    end = rng.choice(("\n", "\r\n"))
+    data = end.join(line for line, _ in lines) + rng.choice((end, ""))
+    content = rng.choice((data.encode(), codecs.BOM_UTF8 + data.encode(), data.encode("utf-16")))
+    path = folder / "rows.jsonl"
+    path.write_bytes(gzip.compress(content) if rng.random() < 0.2 else content)
+    numbers = [number for number, (line, _) in enumerate(lines, start=1) if line]
+    found = accepted(lambda: list(LocalJsonl(str(path)).rows()))
+    assert len(found) == len(drawn), f"{len(found)} rows of {len(drawn)}"
+    for number, (line, expected), own in zip(numbers, drawn, found, strict=True):
+        if expected is None:
+            assert isinstance(own, BadRow), f"{line[:200]!r} was read as {own}"
+            assert str(number) in str(own) and len(str(own).splitlines()) == 1, f"{line[:200]!r}: {own!r}"
+        else:
+            assert own == expected, f"{line[:200]!r} was read as {own!r}"
+    return "right"
+
+
+def _row(rng: Random) -> tuple[str, Prompt | None]:
+    """A line, and the prompt that it holds; None where it holds none."""
+    if rng.random() < 0.15:
+        return rng.choice(_NO_JSON), None
+    row: dict[str, Any] = {"other": [hostile(rng), {"a": None}], "id": rng.randrange(9)} if rng.random() < 0.3 else {}
+    source, response = rng.choice(("rows", hostile(rng))), rng.choice((None, hostile(rng)))
+    row |= {"source": source} if source != "rows" else {}
+    row |= {"response": response} if response is not None else {}
+    is_bad = rng.random() < 0.3
+    if rng.random() < 0.5:
+        text = hostile(rng)
+        row["prompt"] = rng.choice(_NO_TEXT) if is_bad else text
+        turns = [{"role": "user", "content": text}]
+        is_bad = is_bad or not text.strip()
+    else:
+        row["messages"], turns = _turns(rng, is_bad)
+        is_bad = is_bad or turns[-1]["role"] != "user"
+    if rng.random() < 0.1:
+        row["response"], is_bad = rng.choice((7, ["a"], {}, True)), True
+    expected = None if is_bad else Prompt(source, tuple(turns), response)
+    return json.dumps(row, ensure_ascii=rng.random() < 0.5), expected
+
+
+def _turns(rng: Random, is_bad: bool) -> tuple[Any, Turns]:
+    """Turns in one of the forms that data sets have them in, and as the product should read them."""
+    given: list[Any] = []
+    read: Turns = []
+    for place in range(count := rng.randint(1, 4)):
+        role = rng.choice(_ROLES) if place + 1 < count else rng.choice(("user", "user", "human", "assistant"))
+        text = hostile(rng)
+        parts = [{"type": "text", "text": text[:2]}, {"type": "text", "text": text[2:]}]
+        forms = {"role": role, "content": text}, {"from": role, "value": text}, {"role": role, "content": parts}
+        given.append(rng.choice(forms))
+        read.append({"role": _PLAIN.get(role, role), "content": text})
+    if is_bad and rng.random() < 0.5:
+        return rng.choice(_NO_TURNS), read
+    if is_bad:
+        given[rng.randrange(count)] = rng.choice(_NO_TURN)
+    return given, read
+
+
+def _column(folder: Path, rng: Random) -> str:
+    """A data set's column; assistant turns at its end are dropped."""
+    if rng.random() < 0.5:
+        value: Any = rng.choice((hostile(rng), None, 7, b"x", ["a"]))
+        found = HubDataset("x", "mit", prompt="column").row_prompt(value)
+        assert isinstance(value, str), f"{value!r} was read as {found}"
+        assert (found.messages[0]["content"] if found else "") == (value if value.strip() else ""), repr(value)
+        return "right"
+    given, read = _turns(rng, is_bad := rng.random() < 0.3)
+    source = HubDataset("x", "mit", messages="column")
+    while read and read[-1]["role"] == "assistant":
+        read.pop()
+    if is_bad:
+        found = source.row_prompt(given)
+        assert found is None or len(found.messages) < len(given), f"{given} was read as {found}"
+        return "right"
+    found = accepted(lambda: source.row_prompt(given))
+    wanted = tuple(read) if read and read[-1]["role"] == "user" else None
+    assert (found.messages if found else None) == wanted, f"{given} was read as {found}"
+    return "right"
+
+
+def _mixture(folder: Path, rng: Random) -> str:
+    """A mixture's file: what is too large, too deep or no YAML is refused at once."""
+    path, began = folder / "mixture.yaml", monotonic()
+    if rng.random() < 0.3:
+        kind = "".join(each for each in hostile(rng) if each.isprintable()).replace("${", "$")
+        text = f"min_tokens: 80\nsources: [{{kind: {json.dumps(kind, ensure_ascii=False)}}}]\n"
+        path.write_text(text, encoding=rng.choice(("utf-8", "utf-8-sig", "utf-16")))
+        found = accepted(lambda: read_mixture(str(path)))
+        assert found == {"min_tokens": 80, "sources": [{"kind": kind}]}, f"{text!r} was read as {found}"
+        return "right"
+    levels, nine = range(1, rng.randint(8, 40)), [", ".join([f"*a{level}"] * 9) for level in range(40)]
+    bomb = ["a0: &a0 [x, x]", *(f"a{level}: &a{level} [{nine[level - 1]}]" for level in levels)]
+    merged = ["a0: &a0 {x: 1}", *(f"a{level}: &a{level}\n  <<: [{nine[level - 1]}]" for level in levels)]
+    bad = (*map("\n".join, (bomb, merged)), "[" * 90_000, "a: &a [*a]", "sources: [{", "a: 1\n" * 300_000, "\x00", "[]")
+    path.write_text(text := rng.choice(bad), encoding="utf-8")
+    try:
+        found = read_mixture(str(path))
+    finally:
+        assert monotonic() - began < 10, "it took long"
+    raise AssertionError(f"{text[:200]!r} was read as {str(found)[:200]}")

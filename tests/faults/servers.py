@@ -1,0 +1,149 @@
+"""Servers that reply with anything: the answer is the first right reply's, or one line says why there is none."""
+
+import json
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from random import Random
+from typing import Any
+from unittest.mock import patch
+
+from keepsight import endpoint
+from keepsight.data_gen.backends import Rendered, Server
+from keepsight.data_gen.prompts import BadRow
+from keepsight.endpoint import ServerSettings
+from keepsight.errors import UserError
+from keepsight.models.targets import Target, load_target
+from tests.faults.texts import Verdict, hostile, judged
+from tests.faults.world import World
+
+_KEY = "KEEPSIGHT_FAULTS_KEY"
+_TRIES = 4
+_IDS = (30, 31, 32)
+_NO_COMPLETION: tuple[Any, ...] = (
+    *(None, 7, [], "text", {}, {"choices": None}, {"choices": []}, {"choices": [None]}, {"choices": {}}),
+    *({"choices": [{"text": text, "finish_reason": "stop"}]} for text in (None, 7, ["a"], {})),
+    *({"choices": [{"text": "a", "token_ids": ids}]} for ids in ([7.9], [True], "789", [-1], [2**40], [None], {})),
+    *({"choices": [{"text": "a", "token_ids": [7], "finish_reason": reason}]} for reason in ("abort", "error", 7, [])),
+    *({"choices": [{"text": "a", "token_ids": [7]}], "usage": usage} for usage in ("n/a", 7, {"prompt_tokens": "9"})),
+)
+Part = tuple[bytes, float]
+"""Bytes that are sent after a pause in seconds."""
+
+
+def servers(world: World, rng: Random, count: int) -> Iterator[Verdict]:
+    """Each prompt meets a few replies drawn at random, one a request."""
+    target = load_target(str(world.folder / "tiny"), device="cpu")
+    with patch.object(endpoint, "FIRST_WAIT", 0.0), patch.object(endpoint, "LONGEST_WAIT", 0.01):
+        for _ in range(count):
+            names, number, seed = [rng.choice([*_REPLIES]) for _ in range(_TRIES)], rng.getrandbits(64), rng.random()
+            key = rng.choice(("", f"sk-{number}", f'"{number}\\"', f"k-{number}\n"))
+            yield judged((names, key), partial(_ask, target, names, key, Random(seed)))
+
+
+def _ask(target: Target, names: list[str], key: str, rng: Random) -> str:
+    replies = [_REPLIES[name](rng, key.strip()) for name in names]
+    ends = next((name for name in names if name in ("right", *_FINAL)), "")
+    with _serving(replies) as url, patch.dict(os.environ, {_KEY: key}):
+        server = Server(target, ServerSettings(url, "tiny", key=_KEY, tries=_TRIES))
+        try:
+            ((_, answer),) = next(server([Rendered(0, "x", [5, 6, 7], None)], 8))
+            said = str(answer) if isinstance(answer, BadRow) else ""
+        except UserError as error:
+            answer, said = None, str(error)
+    secret = key.strip()
+    assert not secret or (secret not in said and json.dumps(secret)[1:-1] not in said), f"the key is shown: {said}"
+    assert len(said.splitlines()) <= 1 and len(said) < 2000, f"not one line: {said}"
+    if ends == "right":
+        assert answer == [*_IDS], f"{answer} instead of {_IDS}; {said}"
+        return "right"
+    assert answer is None or isinstance(answer, BadRow), f"{answer} of no right reply"
+    return "one line"
+
+
+@contextmanager
+def _serving(replies: list[list[Part]]) -> Iterator[str]:
+    """A server that gives each request the next reply, and the last one to all further requests."""
+    listener, left, lock = socket.create_server(("127.0.0.1", 0)), [*replies], threading.Lock()
+
+    def reply(connection: socket.socket) -> None:
+        with connection, suppress(OSError):
+            if not _request(connection):
+                return
+            with lock:
+                parts = left.pop(0) if len(left) > 1 else left[0]
+            for data, pause in parts:
+                threading.Event().wait(pause)
+                connection.sendall(data)
+
+    def serve() -> None:
+        with suppress(OSError):
+            while True:
+                threading.Thread(target=reply, args=(listener.accept()[0],), daemon=True).start()
+
+    threading.Thread(target=serve, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+    finally:
+        listener.close()
+
+
+def _request(connection: socket.socket) -> bytes:
+    """A whole request; a connection that is closed before may lose the reply."""
+    request = b""
+    while received := connection.recv(65536):
+        request += received
+        head, found, body = request.partition(b"\r\n\r\n")
+        if found and len(body) >= int(head.lower().partition(b"content-length:")[2].split()[0]):
+            return request
+    return b""
+
+
+def _http(body: bytes, status: str = "200 OK", extra: str = "") -> bytes:
+    return f"HTTP/1.1 {status}\r\nConnection: close\r\nContent-Length: {len(body)}\r\n{extra}\r\n".encode() + body
+
+
+def _json(value: Any) -> bytes:
+    return _http(json.dumps(value).encode())
+
+
+def _right(rng: Random) -> bytes:
+    reason = rng.choice(("stop", "eos_token", "length", "", None))
+    choice = {"text": hostile(rng), "token_ids": [*_IDS], "finish_reason": reason}
+    usage = rng.choice((None, {}, {"prompt_tokens": 3}, {"prompt_tokens": 3, "completion_tokens": 8, "x": [1]}))
+    return _json({"id": hostile(rng), "choices": [choice], "usage": usage, "other": {"deep": [[[]]]}})
+
+
+def _dripping(rng: Random) -> list[Part]:
+    reply, step = _right(rng), 60
+    return [(reply[at : at + step], 0.005) for at in range(0, len(reply), step)]
+
+
+def _refusal(status: str) -> Callable[[Random, str], list[Part]]:
+    """A refusal that repeats the key, as some servers do."""
+    return lambda rng, key: [(_http(json.dumps({"error": f"bad key {key} " * rng.randint(1, 60)}).encode(), status), 0)]
+
+
+_AGAIN = [f"Retry-After: {after}\r\n" for after in ("0", "-1", "nan", "x", "9" * 400)]
+_REPLIES: dict[str, Callable[[Random, str], list[Part]]] = {
+    "right": lambda rng, key: rng.choice(([(_right(rng), 0.0)], _dripping(rng))),
+    "no completion": lambda rng, key: [(_json(rng.choice(_NO_COMPLETION)), 0)],
+    "no JSON": lambda rng, key: [
+        (_http(rng.choice((b"", b"{", b"[" * 90_000, b"\xff\xfe", b"<html>", b"NaN", b'{"choices": 1e999}'))), 0)
+    ],
+    "cut": lambda rng, key: [(_right(rng)[:-40], 0)],
+    "dropped": lambda rng, key: [],
+    "no status": lambda rng, key: [(rng.choice((b"\r\n\r\n", b"HTTP/9 x y\r\n\r\n", b"SSH-2.0\r\n", b"\x00" * 99)), 0)],
+    "large head": lambda rng, key: [(_http(b"{}", extra=f"X: {'a' * 70_000}\r\n"), 0)],
+    "many heads": lambda rng, key: [(_http(b"{}", extra="X: a\r\n" * 200), 0)],
+    "bad chunks": lambda rng, key: [(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n{}", 0)],
+    "busy": lambda rng, key: [(_http(b"{}", "429 Busy", rng.choice(_AGAIN)), 0)],
+    "broken": _refusal("503 Unavailable"),
+    "unauthorized": _refusal("401 Unauthorized"),
+    "redirect": lambda rng, key: [(_http(b"", "302 Found", "Location: http://127.0.0.1:9/v1/completions\r\n"), 0)],
+}  # fmt: skip
+_FINAL = ("unauthorized", "redirect")
+"""What is not asked again."""

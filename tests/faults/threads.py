@@ -1,0 +1,96 @@
+"""Threads and asyncio tasks that share models, with random methods: each answer is what it is alone."""
+
+import asyncio
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
+from random import Random
+from threading import Barrier
+from typing import Any
+
+from keepsight.models.draft_sources import LayerSubset
+from keepsight.models.targets import load_target
+from keepsight.runtime.generate import generate
+from keepsight.runtime.methods.make import make_method
+from keepsight.runtime.methods.resources import Resources
+from tests.faults.texts import Verdict, judged
+from tests.faults.world import World
+from tests.tiny import prompt_ids, tiny_model
+
+_FOR_ALL: dict[str, dict[str, Any]] = {
+    **{name: {"window": 8} for name in ("snapkv", "adakv", "pyramidkv", "h2o")},
+    **{name: {} for name in ("tova", "streaming_llm", "lacache", "key_norm", "dapq", "laq", "quest", "speckv", "full")},
+    "kivi": {"bits": 2, "group": 8, "residual": 8},
+}
+_TRAINED = ("lookaheadkv", "specontext")
+_BUDGETS = {"kivi": (None,), "full": (None,), "quest": (32, 48), "specontext": (32, 48)}
+Job = tuple[int, str, int | None, int, int, str]
+"""Number of the model, method, budget, tokens of the prompt, its seed, and how the method is called."""
+
+
+def threads(world: World, rng: Random, count: int) -> Iterator[Verdict]:
+    """Two to eight jobs at once, on one or two models, in threads or in tasks."""
+    target = load_target(str(world.folder / "tiny"), device="cpu")
+    trained = Resources(world.folder / "adapter", world.folder / "retrieval", draft=LayerSubset((0, 2)))
+    models, resources = (target.model, tiny_model("qwen3", seed=1)), (trained, Resources(draft=LayerSubset((0, 2))))
+
+    @cache
+    def method(model: int, name: str, budget: int | None) -> Any:
+        return make_method(name, budget, resources[model], **_FOR_ALL.get(name, {}))
+
+    @cache
+    def alone(job: Job) -> list[int]:
+        return answer(job)
+
+    def answer(job: Job) -> list[int]:
+        number, name, budget, tokens, seed, way = job
+        model, ids = models[number], prompt_ids(tokens, seed=seed)[0]
+        options: dict[str, Any] = {"max_new_tokens": 6, "eos_token_id": None, "do_sample": False}
+        if way == "plain":
+            return list(model.generate(ids, **options)[0, tokens:].tolist())
+        if way == "custom_generate":
+            made = model.generate(ids, custom_generate=method(number, name, budget), **options)
+            return list(made[0, tokens:].tolist())
+        return list(generate(model, ids, method(number, name, budget), **options)[0].tolist())
+
+    def trial(jobs: list[Job], run: Callable[[Any, list[Job]], list[list[int]]]) -> str:
+        expected, found = [alone(job) for job in jobs], run(answer, jobs)
+        differing = [job for job, own, other in zip(jobs, expected, found, strict=True) if own != other]
+        assert not differing, f"other answers of {differing}"
+        return "right"
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
+    try:
+        for _ in range(count):
+            jobs, run = [_job(rng) for _ in range(rng.randint(2, 8))], rng.choice((_in_threads, _in_tasks))
+            yield judged((run.__name__, jobs), partial(trial, jobs, run))
+    finally:
+        sys.setswitchinterval(before)
+
+
+def _job(rng: Random) -> Job:
+    model = rng.randrange(2)
+    name = rng.choice([*_FOR_ALL, *(_TRAINED * 2 if model == 0 else ())])
+    budget = rng.choice(_BUDGETS.get(name, (16, 24)))
+    way = rng.choice(("generate", "generate", "custom_generate", "plain"))
+    return model, name, budget, rng.choice((60, 75, 90)), rng.randrange(4), way
+
+
+def _in_threads(answer: Callable[[Job], list[int]], jobs: list[Job]) -> list[list[int]]:
+    together = Barrier(len(jobs))
+
+    def start(job: Job) -> list[int]:
+        together.wait()
+        return answer(job)
+
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        return list(pool.map(start, jobs))
+
+
+def _in_tasks(answer: Callable[[Job], list[int]], jobs: list[Job]) -> list[list[int]]:
+    async def main() -> list[list[int]]:
+        return list(await asyncio.gather(*(asyncio.to_thread(answer, job) for job in jobs)))
+
+    return asyncio.run(main())
