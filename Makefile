@@ -88,7 +88,8 @@ test-cpus: setup
 	        tests/runtime tests/train tests/models tests/eval; \
 	done; done
 
-# Kills, damaged files and malformed arguments: how many ended how. FAULTS='kills=20 seed=1' chooses.
+# Kills, damaged files, malformed arguments, threads, rows, servers, paths and texts: how many ended how.
+# FAULTS='kills=20 seed=1' chooses.
 faults: setup
 	$(BIN)/python -m tests.faults $(FAULTS)
 

@@ -169,10 +169,10 @@ def write_card(
     Args:
         basics: Title, provenance, data and licence.
         tags: Tags on the Hub.
-        about: What the module is.
-        use: How it is used.
-        heading: Heading of the measurements.
-        measured: The measurements; empty where nothing was measured.
+        about: What the module is, as Markdown; as `use`, how it is used.
+        use: See `about`.
+        heading: Heading of the measurements, `measured`, which may be empty.
+        measured: See `heading`.
         library: The Hub's `library_name`.
     """
     origin = basics.provenance
@@ -248,8 +248,8 @@ def with_eviction(
         folder: The adapter's.
         about: `HEAD_WEIGHTS` or `FINETUNING`; it replaces the section with the same heading.
         training: How it was trained, by name.
-        before: The measurements at the first step, `eval_excess_nll_at_BUDGET` in nats among them.
-        after: Those after the last step.
+        before: Measurements at the first step, `eval_excess_nll_at_BUDGET` in nats among them; `after` the last one.
+        after: See `before`.
     """
     card = read_card(folder) if (folder / CARD).is_file() else "# keepsight lookahead adapter\n"
     budgets = {name: name.rpartition("_")[2] for name in after if name.startswith("eval_excess_nll_at_")}

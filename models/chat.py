@@ -19,14 +19,8 @@ if TYPE_CHECKING:
 def load_tokenizer(source: str | Path, **options: Any) -> "PreTrainedTokenizerBase":
     """The tokenizer of a folder or Hub id; pads on the left, with its end token where it has no padding token.
 
-    It encodes a word at once, because some values of a damaged tokenizer_config.json raise only then.
-
-    Args:
-        source: Folder or Hub id.
-        options: Passed on to transformers' `from_pretrained`.
-
-    Raises:
-        Exception: of any type, as transformers and tokenizers raise them where files are missing or damaged.
+    It encodes a word at once, because some values of a damaged tokenizer_config.json raise only then. Where files are
+    missing or damaged, transformers and tokenizers raise exceptions of any type.
     """
     from transformers import AutoTokenizer
 

@@ -43,7 +43,7 @@ class _Index(TypedDict):
 
 
 def located(
-    model_id: str, revision: str | None, packaged: str | None, packaged_digest: str | None
+    model_id: str, revision: str | None = None, packaged: str | None = None, packaged_digest: str | None = None
 ) -> tuple[str | Path, str | None, dict[str, Any]]:
     """Locate a model's files; the arguments are those of `load_target`.
 
@@ -252,13 +252,9 @@ def published_name(reference: str) -> str:
 
 
 def warn_of_another_base(artifact: Path, base: str, version: str, model: PreTrainedModel) -> None:
-    """Log one line where an artifact was trained on other weights than the model's, as far as both are known.
+    """Log one line where an artifact (its folder) was trained on other weights than the model's, if both are known.
 
-    Args:
-        artifact: Its folder.
-        base: Hub id or name of the model that it was trained on.
-        version: `version_of` that model.
-        model: The model that it is used on.
+    `base` is the Hub id or name of the model that it was trained on, and `version` the `version_of` that model.
     """
     own = version_of(model)
     if not own.startswith("unknown") and version not in ("", "unknown") and own != version:
@@ -272,13 +268,9 @@ def warn_of_another_base(artifact: Path, base: str, version: str, model: PreTrai
 def warn_of_another_tokenizer(
     artifact: Path, template: str, vocabulary: str, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Log one line, once, where a tokenizer differs from the one that an artifact was trained with.
+    """Log one line, once, where a tokenizer differs from the one that an artifact (its folder) was trained with.
 
-    Args:
-        artifact: Its folder.
-        template: `template_digest` in its training; empty where it is not recorded.
-        vocabulary: `vocabulary_digest` in its training; empty where it is not recorded.
-        tokenizer: The tokenizer that it is used with.
+    `template` and `vocabulary` are the digests of then; empty where they are not recorded.
     """
     if vocabulary and vocabulary != (now := vocabulary_digest(tokenizer)):
         what, was, advice = "tokenizer", vocabulary, "take the base model's own, token ids differ here"

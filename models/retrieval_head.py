@@ -98,13 +98,12 @@ class RetrievalConfig:
     def __post_init__(self) -> None:
         if self.features not in VARIANTS:
             raise UserError(f"features={self.features!r} is unknown; choose one of {', '.join(VARIANTS)}")
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise UserError(
-                f"num_attention_heads={self.num_attention_heads} is no multiple of "
-                f"num_key_value_heads={self.num_key_value_heads}"
-            )
+        if (heads := self.num_attention_heads) % (kv_heads := self.num_key_value_heads):
+            raise UserError(f"num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}")
         if not {"rope_type", "rope_theta"} <= self.rope_parameters.keys():
             raise UserError(f"rope_parameters={self.rope_parameters} must name rope_type and rope_theta")
+        if type(self.trained) is not int or not 0 < self.trained <= LARGEST_SIZE:
+            raise UserError(f"rope_parameters: original_max_position_embeddings={self.trained} is no possible size")
 
     def group_of(self, place: int, layers: int) -> int:
         """The group of the layer at a place among the model's `layers` layers with full attention."""
@@ -124,14 +123,8 @@ class RetrievalConfig:
         """
         if context <= self.max_position_embeddings or self.rope_parameters["rope_type"] not in ("default", "yarn"):
             return self
-        yarn = {
-            "rope_type": "yarn",
-            "rope_theta": self.rope_parameters["rope_theta"],
-            "factor": context / self.trained,
-            "original_max_position_embeddings": self.trained,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-        }
+        yarn = {"rope_type": "yarn", "rope_theta": self.rope_parameters["rope_theta"], "factor": context / self.trained}
+        yarn |= {"original_max_position_embeddings": self.trained, "beta_fast": 32.0, "beta_slow": 1.0}
         return replace(self, rope_parameters=yarn, max_position_embeddings=context)
 
     def trained_on(self, tokens: int, layers: tuple[int, ...]) -> Self:
@@ -143,14 +136,9 @@ class RetrievalConfig:
 
     def llama(self) -> LlamaConfig:
         """The configuration that transformers needs for RoPE."""
-        return LlamaConfig(
-            hidden_size=self.hidden_size,
-            num_attention_heads=self.num_attention_heads,
-            num_key_value_heads=self.num_key_value_heads,
-            head_dim=self.head_dim,
-            max_position_embeddings=self.max_position_embeddings,
-            rope_parameters=dict(self.rope_parameters),
-        )
+        names = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings")
+        values = {name: getattr(self, name) for name in names}
+        return LlamaConfig(rope_parameters=dict(self.rope_parameters), **values)
 
 
 class RetrievalHead(nn.Module, Artifact):
@@ -202,16 +190,13 @@ class RetrievalHead(nn.Module, Artifact):
         return self.config.feature_layers or default_feature_layers(model.config.get_text_config().num_hidden_layers)
 
     def project(self, embeddings: Tensor, features: Tensor | None, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and keys of some tokens, after RoPE.
+        """Queries [B, H, q, d] and keys [B, K, q, d] of some tokens, after RoPE, in the dtype of the weights.
 
         Args:
             embeddings: [B, q, hidden], the model's embeddings of the tokens.
             features: [B, q, 3 * target_hidden], the model's features of each token's predecessor (see
                 `of_the_token_before`); None for a head that reads none.
             positions: [B or 1, q] int64, the tokens' positions.
-
-        Returns:
-            The queries [B, H, q, d] and the keys [B, K, q, d], in the dtype of the weights.
         """
         inputs = self.inputs(embeddings, features)
         return self.queries(inputs, positions), self.keys(inputs, positions)

@@ -279,17 +279,11 @@ def keep_gradients(model: nn.Module) -> None:
 
 
 def outline_model(
-    model_id: str,
-    *,
-    revision: str | None = None,
-    packaged: str | None = None,
-    packaged_digest: str | None = None,
-    dtype: str = "auto",
-    trust_remote_code: bool = False,
+    model_id: str, *, dtype: str = "auto", trust_remote_code: bool = False, **files: str | None
 ) -> PreTrainedModel:
-    """A model on the meta device, made from its configuration alone; `dtype` auto means bfloat16.
+    """A model on the meta device, made from its configuration alone; arguments as of `outline_target`.
 
-    The arguments are those of `load_target`; a folder needs only a config.json.
+    `dtype` auto means bfloat16; a folder needs only a config.json.
 
     Raises:
         UserError: the configuration cannot be read, or the dtype is unknown.
@@ -297,27 +291,25 @@ def outline_model(
     source: str | Path = model_id
     where: dict[str, Any] = {}
     if not Path(model_id).is_dir():
-        source, _, where = located(model_id, revision, packaged, packaged_digest)
+        source, _, where = located(model_id, **files)
     return _on_meta(model_id, source, where | {"trust_remote_code": trust_remote_code}, _dtype(dtype, "meta"))
 
 
 def outline_target(
     model_id: str,
     *,
-    revision: str | None = None,
-    packaged: str | None = None,
-    packaged_digest: str | None = None,
     template: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
+    **files: str | None,
 ) -> Target:
     """A base model without weights (tokenizer, configuration, version), for answers that a server gives.
 
-    The arguments are those of `load_target`.
+    The arguments are those of `load_target`; `files` are its `revision`, `packaged` and `packaged_digest`.
 
     Raises:
         UserError: its configuration, tokenizer or version cannot be read.
     """
-    source, version, where = located(model_id, revision, packaged, packaged_digest)
+    source, version, where = located(model_id, **files)
     options = where | {"trust_remote_code": trust_remote_code}
     model = _on_meta(model_id, source, options, torch.bfloat16)
     with _reading(model_id, "tokenizer or generation_config.json"):

@@ -44,30 +44,20 @@ def main(arguments: list[str]) -> int:
 
     from tests.faults import paths, rows, servers, sinks, threads, trials
     from tests.faults.child import preload
-    from tests.faults.inputs import wrong_lines
     from tests.faults.world import World
 
+    modules = (trials, threads, rows, servers, paths, sinks)
     torch.set_num_threads(1)
     preload()
     bad, started = 0, monotonic()
     with tempfile.TemporaryDirectory() as folder:
         world = World(Path(folder) / "world")
-        campaigns: dict[str, Callable[[Random, int], Iterator[trials.Verdict]]] = {
-            "kills": lambda rng, count: trials.kills(world, rng, count),
-            "full_disks": lambda rng, count: trials.full_disks(world, rng, count),
-            "removed_folders": lambda rng, count: trials.removed_folders(world, rng, count),
-            "two_writers": lambda rng, count: trials.two_writers(world, rng, count),
-            "damaged_files": lambda rng, count: trials.damaged_files(world, rng, count),
-            "inputs": lambda rng, count: trials.inputs(world, wrong_lines(rng, count)),
-            "threads": lambda rng, count: threads.threads(world, rng, count),
-            "rows": lambda rng, count: rows.rows(world, rng, count),
-            "servers": lambda rng, count: servers.servers(world, rng, count),
-            "paths": lambda rng, count: paths.paths(world, rng, count),
-            "sinks": lambda rng, count: sinks.sinks(world, rng, count),
+        campaigns: dict[str, Callable[[World, Random, int], Iterator[trials.Verdict]]] = {
+            name: next(getattr(module, name) for module in modules if hasattr(module, name)) for name in counts
         }
         for name, trial in campaigns.items():
             ended = Counter[str]()
-            ends = trial(Random(f"{name} {seed}"), counts[name]) if counts[name] else ()
+            ends = trial(world, Random(f"{name} {seed}"), counts[name]) if counts[name] else ()
             for word, said in tqdm(ends, desc=name, total=counts[name], disable=not counts[name], mininterval=10):
                 ended[word] += 1
                 if word not in trials.GOOD:

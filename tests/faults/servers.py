@@ -20,9 +20,7 @@ from keepsight.models.targets import Target, load_target
 from tests.faults.texts import Verdict, hostile, judged
 from tests.faults.world import World
 
-_KEY = "KEEPSIGHT_FAULTS_KEY"
-_TRIES = 4
-_IDS = (30, 31, 32)
+_KEY, _TRIES, _IDS = "KEEPSIGHT_FAULTS_KEY", 4, [30, 31, 32]
 _NO_COMPLETION: tuple[Any, ...] = (
     *(None, 7, [], "text", {}, {"choices": None}, {"choices": []}, {"choices": [None]}, {"choices": {}}),
     *({"choices": [{"text": text, "finish_reason": "stop"}]} for text in (None, 7, ["a"], {})),
@@ -30,8 +28,9 @@ _NO_COMPLETION: tuple[Any, ...] = (
     *({"choices": [{"text": "a", "token_ids": [7], "finish_reason": reason}]} for reason in ("abort", "error", 7, [])),
     *({"choices": [{"text": "a", "token_ids": [7]}], "usage": usage} for usage in ("n/a", 7, {"prompt_tokens": "9"})),
 )
-Part = tuple[bytes, float]
-"""Bytes that are sent after a pause in seconds."""
+_NO_JSON = (b"", b"{", b"[" * 90_000, b"\xff\xfe", b"<html>", b"NaN", b'{"choices": 1e999}')
+_NO_HTTP = (b"", b"\r\n\r\n", b"HTTP/9 x y\r\n\r\n", b"SSH-2.0\r\n", b"\x00" * 99)
+_AGAIN = [f"Retry-After: {after}\r\n" for after in ("0", "-1", "nan", "x", "9" * 400)]
 
 
 def servers(world: World, rng: Random, count: int) -> Iterator[Verdict]:
@@ -45,7 +44,7 @@ def servers(world: World, rng: Random, count: int) -> Iterator[Verdict]:
 
 
 def _ask(target: Target, names: list[str], key: str, rng: Random) -> str:
-    replies = [_REPLIES[name](rng, key.strip()) for name in names]
+    replies, secret = [_REPLIES[name](rng, key.strip()) for name in names], key.strip()
     ends = next((name for name in names if name in ("right", *_FINAL)), "")
     with _serving(replies) as url, patch.dict(os.environ, {_KEY: key}):
         server = Server(target, ServerSettings(url, "tiny", key=_KEY, tries=_TRIES))
@@ -54,30 +53,30 @@ def _ask(target: Target, names: list[str], key: str, rng: Random) -> str:
             said = str(answer) if isinstance(answer, BadRow) else ""
         except UserError as error:
             answer, said = None, str(error)
-    secret = key.strip()
     assert not secret or (secret not in said and json.dumps(secret)[1:-1] not in said), f"the key is shown: {said}"
     assert len(said.splitlines()) <= 1 and len(said) < 2000, f"not one line: {said}"
     if ends == "right":
-        assert answer == [*_IDS], f"{answer} instead of {_IDS}; {said}"
+        assert answer == _IDS, f"{answer} instead of {_IDS}; {said}"
         return "right"
     assert answer is None or isinstance(answer, BadRow), f"{answer} of no right reply"
     return "one line"
 
 
 @contextmanager
-def _serving(replies: list[list[Part]]) -> Iterator[str]:
-    """A server that gives each request the next reply, and the last one to all further requests."""
+def _serving(replies: list[bytes]) -> Iterator[str]:
+    """A server that gives each request the next reply, dripping, and the last one to all further requests."""
     listener, left, lock = socket.create_server(("127.0.0.1", 0)), [*replies], threading.Lock()
 
     def reply(connection: socket.socket) -> None:
         with connection, suppress(OSError):
-            if not _request(connection):
+            if not _is_request(connection):
                 return
             with lock:
-                parts = left.pop(0) if len(left) > 1 else left[0]
-            for data, pause in parts:
-                threading.Event().wait(pause)
-                connection.sendall(data)
+                data = left.pop(0) if len(left) > 1 else left[0]
+            step = max(99, len(data) // 3)
+            for start in range(0, len(data), step):
+                connection.sendall(data[start : start + step])
+                threading.Event().wait(0.002)
 
     def serve() -> None:
         with suppress(OSError):
@@ -91,59 +90,42 @@ def _serving(replies: list[list[Part]]) -> Iterator[str]:
         listener.close()
 
 
-def _request(connection: socket.socket) -> bytes:
-    """A whole request; a connection that is closed before may lose the reply."""
+def _is_request(connection: socket.socket) -> bool:
+    """Whether a whole request comes; a connection that is closed before may lose the reply."""
     request = b""
     while received := connection.recv(65536):
         request += received
         head, found, body = request.partition(b"\r\n\r\n")
         if found and len(body) >= int(head.lower().partition(b"content-length:")[2].split()[0]):
-            return request
-    return b""
+            return True
+    return False
 
 
-def _http(body: bytes, status: str = "200 OK", extra: str = "") -> bytes:
-    return f"HTTP/1.1 {status}\r\nConnection: close\r\nContent-Length: {len(body)}\r\n{extra}\r\n".encode() + body
+def _http(body: Any, status: str = "200 OK", extra: str = "") -> bytes:
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return f"HTTP/1.1 {status}\r\nConnection: close\r\nContent-Length: {len(data)}\r\n{extra}\r\n".encode() + data
 
 
-def _json(value: Any) -> bytes:
-    return _http(json.dumps(value).encode())
-
-
-def _right(rng: Random) -> bytes:
+def _right(rng: Random, key: str) -> bytes:
     reason = rng.choice(("stop", "eos_token", "length", "", None))
-    choice = {"text": hostile(rng), "token_ids": [*_IDS], "finish_reason": reason}
+    choice = {"text": hostile(rng), "token_ids": _IDS, "finish_reason": reason}
     usage = rng.choice((None, {}, {"prompt_tokens": 3}, {"prompt_tokens": 3, "completion_tokens": 8, "x": [1]}))
-    return _json({"id": hostile(rng), "choices": [choice], "usage": usage, "other": {"deep": [[[]]]}})
+    return _http({"id": hostile(rng), "choices": [choice], "usage": usage, "other": {"deep": [[[]]]}})
 
 
-def _dripping(rng: Random) -> list[Part]:
-    reply, step = _right(rng), 60
-    return [(reply[at : at + step], 0.005) for at in range(0, len(reply), step)]
-
-
-def _refusal(status: str) -> Callable[[Random, str], list[Part]]:
-    """A refusal that repeats the key, as some servers do."""
-    return lambda rng, key: [(_http(json.dumps({"error": f"bad key {key} " * rng.randint(1, 60)}).encode(), status), 0)]
-
-
-_AGAIN = [f"Retry-After: {after}\r\n" for after in ("0", "-1", "nan", "x", "9" * 400)]
-_REPLIES: dict[str, Callable[[Random, str], list[Part]]] = {
-    "right": lambda rng, key: rng.choice(([(_right(rng), 0.0)], _dripping(rng))),
-    "no completion": lambda rng, key: [(_json(rng.choice(_NO_COMPLETION)), 0)],
-    "no JSON": lambda rng, key: [
-        (_http(rng.choice((b"", b"{", b"[" * 90_000, b"\xff\xfe", b"<html>", b"NaN", b'{"choices": 1e999}'))), 0)
-    ],
-    "cut": lambda rng, key: [(_right(rng)[:-40], 0)],
-    "dropped": lambda rng, key: [],
-    "no status": lambda rng, key: [(rng.choice((b"\r\n\r\n", b"HTTP/9 x y\r\n\r\n", b"SSH-2.0\r\n", b"\x00" * 99)), 0)],
-    "large head": lambda rng, key: [(_http(b"{}", extra=f"X: {'a' * 70_000}\r\n"), 0)],
-    "many heads": lambda rng, key: [(_http(b"{}", extra="X: a\r\n" * 200), 0)],
-    "bad chunks": lambda rng, key: [(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n{}", 0)],
-    "busy": lambda rng, key: [(_http(b"{}", "429 Busy", rng.choice(_AGAIN)), 0)],
-    "broken": _refusal("503 Unavailable"),
-    "unauthorized": _refusal("401 Unauthorized"),
-    "redirect": lambda rng, key: [(_http(b"", "302 Found", "Location: http://127.0.0.1:9/v1/completions\r\n"), 0)],
-}  # fmt: skip
+_REPLIES: dict[str, Callable[[Random, str], bytes]] = {
+    "right": _right,
+    "no completion": lambda rng, key: _http(rng.choice(_NO_COMPLETION)),
+    "no JSON": lambda rng, key: _http(rng.choice(_NO_JSON)),
+    "no HTTP": lambda rng, key: rng.choice(_NO_HTTP),
+    "cut": lambda rng, key: _right(rng, key)[:-40],
+    "large head": lambda rng, key: _http({}, extra=f"X: {'a' * 70_000}\r\n"),
+    "many heads": lambda rng, key: _http({}, extra="X: a\r\n" * 200),
+    "bad chunks": lambda rng, key: b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n{}",
+    "busy": lambda rng, key: _http({}, "429 Busy", rng.choice(_AGAIN)),
+    "broken": lambda rng, key: _http({"error": f"bad key {key} " * rng.randint(1, 60)}, "503 Unavailable"),
+    "unauthorized": lambda rng, key: _http({"error": f"bad key {key} " * rng.randint(1, 60)}, "401 Unauthorized"),
+    "redirect": lambda rng, key: _http(b"", "302 Found", "Location: http://127.0.0.1:9/v1/completions\r\n"),
+}
 _FINAL = ("unauthorized", "redirect")
 """What is not asked again."""

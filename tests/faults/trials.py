@@ -9,6 +9,7 @@ from random import Random
 from tests.commands.commands import last_of_each_key
 from tests.faults import damage
 from tests.faults.child import Disturbance, Outcome, Run, run
+from tests.faults.inputs import wrong_lines
 from tests.faults.texts import Verdict
 from tests.faults.world import (
     COMPARE,
@@ -154,11 +155,11 @@ def _end(outcome: Outcome, here: Path, scene: Scene, world: World) -> Verdict:
     return ("other result", f"{differing}; {said}") if differing else ("identical", said)
 
 
-def inputs(world: World, lines: list[str]) -> Iterator[Verdict]:
+def inputs(world: World, rng: Random, count: int) -> Iterator[Verdict]:
     """Each line of arguments ends in one line, and nothing is written."""
     here = world.copy(world.folder.with_name("asked"))
     before = _tree(here)
-    for line in lines:
+    for line in wrong_lines(rng, count):
         outcome = run(last_of_each_key(line.split(" ")), here)
         if outcome.fault or outcome.code != 2:
             yield outcome.fault or "accepted", f"{line}: {outcome.errors[-500:]}"

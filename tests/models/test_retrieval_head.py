@@ -25,6 +25,7 @@ from tests.models.slow_heads import norm
 from tests.tiny import tiny_model
 
 VARIANTS = ["previous-step", "none"]
+YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 2.0}
 
 
 def rotated(vector, position, frequencies, factor=1.0):
@@ -227,6 +228,7 @@ def refused(folder: Path, message: str) -> None:
         ({"num_key_value_heads": 0}, "head.num_key_value_heads: expected greater than or equal to 1, got 0"),
         ({"rope_parameters": {"rope_type": "spiral", "rope_theta": 1.0}}, "no head can be made of it"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": float("nan")}}, "no head can be made of it"),
+        ({"rope_parameters": {**YARN, "original_max_position_embeddings": "x"}}, "embeddings=x is no possible size"),
         ({"rms_norm_eps": float("inf")}, "head.rms_norm_eps: expected less than 1, got inf"),
     ],
 )
