@@ -137,18 +137,18 @@ def require_supported_config(config: Any) -> None:
         raise UserError(f"{kind} has layers of {', '.join(odd)}; supported are {', '.join((FULL, *BOUNDED))}")
     if not any(isinstance(layer, DynamicLayer) for layer in DynamicCache(config=config).layers):
         raise UserError(f"{kind} has no attention, and so no KV entries; use it without keepsight")
-    for name, value in _numbers(config.to_dict()):
+    for name, value in floats_of(config.to_dict()):
         if not math.isfinite(value) and _MAY_BE_INFINITE not in name:
             raise UserError(f"{kind}: {name}={value} in its configuration is not finite; copy the model again")
 
 
-def _numbers(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
+def floats_of(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
     """The floats in a configuration, by dotted names."""
     if isinstance(value, float):
         yield name, value
     elif isinstance(value, dict | list | tuple):
         for key, each in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _numbers(each, f"{name}.{key}" if name else str(key))
+            yield from floats_of(each, f"{name}.{key}" if name else str(key))
 
 
 def require_one_device(model: PreTrainedModel) -> None:

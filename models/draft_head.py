@@ -11,6 +11,7 @@ model's own lm_head guesses token t + 2.
 Module names are the keys of public checkpoints; `eagle_files.py` reads their folders.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
@@ -34,7 +35,7 @@ from keepsight.errors import UserError, one_line
 from keepsight.files import file_digest, read_json, write_json
 from keepsight.models.artifacts import Artifact, load_weights
 from keepsight.models.card import CardBasics, metrics_table, write_card
-from keepsight.models.decoder import head_width
+from keepsight.models.decoder import floats_of, head_width
 from keepsight.models.eagle_files import (
     CONFIG,
     EMBEDDING,
@@ -130,8 +131,9 @@ class HeadRotaryEmbedding(LlamaRotaryEmbedding):
     def __init__(self, config: LlamaConfig) -> None:
         with torch.device("cpu"):
             super().__init__(config)
-        if not all(each.isfinite().all() for each in self.buffers()):
-            raise ValueError(f"RoPE's parameters {config.rope_parameters} give frequencies that are not finite")
+        values = dict(floats_of(config.rope_parameters))
+        if not all(map(math.isfinite, values.values())) or not all(each.isfinite().all() for each in self.buffers()):
+            raise ValueError(f"RoPE's parameters {config.rope_parameters} are not finite")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         exact = dict(self.named_buffers())

@@ -95,9 +95,7 @@ def read_mixture(name: str) -> dict[str, Any]:
         raise UserError(f"mixture={name} is neither a file nor one of {', '.join(known)}")
     text = read_yaml(path)
     try:
-        loaded = OmegaConf.to_container(
-            OmegaConf.load(io.StringIO(text)), resolve=False
-        )  # must not read the environment
+        loaded = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)  # without the environment
         values = from_json(json.dumps(loaded, ensure_ascii=False).encode())  # as the manifest will hold them
     except (YAMLError, OmegaConfBaseException, ValueError, TypeError, RecursionError) as error:
         raise UserError(f"{path}: not a YAML file ({' '.join(str(error).split())})") from None

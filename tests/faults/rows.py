@@ -11,8 +11,9 @@ from time import monotonic
 from typing import Any
 
 from keepsight.commands.data import read_mixture
-from keepsight.data_gen.prompts import BadRow, Prompt
+from keepsight.data_gen.prompts import Prompt
 from keepsight.data_gen.user_data import HubDataset, LocalJsonl
+from keepsight.errors import BadRow
 from tests.faults.texts import Verdict, accepted, hostile, judged
 from tests.faults.world import World
 

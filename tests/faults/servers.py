@@ -13,9 +13,8 @@ from unittest.mock import patch
 
 from keepsight import endpoint
 from keepsight.data_gen.backends import Rendered, Server
-from keepsight.data_gen.prompts import BadRow
 from keepsight.endpoint import ServerSettings
-from keepsight.errors import UserError
+from keepsight.errors import BadRow, UserError
 from keepsight.models.targets import Target, load_target
 from tests.faults.texts import Verdict, hostile, judged
 from tests.faults.world import World

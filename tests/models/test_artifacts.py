@@ -172,7 +172,7 @@ def test_a_configuration_with_a_byte_order_mark_is_read(kind: str, tmp_path: Pat
     "header",
     [
         '{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}}',
-        '{"a":{"dtype":"F4","shape":[8],"data_offsets":[0,4]}}',
+        '{"a":{"dtype":"X4","shape":[8],"data_offsets":[0,4]}}',
         '{"a":{"dtype":"F32","shape":[1],"data_offsets":[4,0]}}',
         '{"a":{"dtype":"F32","shape":[-1],"data_offsets":[0,4]}}',
         '{"a":{"dtype":"F32","shape":[1e999],"data_offsets":[0,4]}}',

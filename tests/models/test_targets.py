@@ -27,6 +27,7 @@ from keepsight.runtime.methods.resources import Later, Resources, ResourcesLater
 from tests.tiny import FAMILIES, save_tiny_target, tiny_model, tiny_tokenizer
 
 HUB_ID = "ada/not-there"
+INFINITE = {"rope_type": "default", "rope_theta": float("inf")}
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +145,10 @@ SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a shard elsewhere": (as_shards("../target/model-1.safetensors"), "names '../target/model-1.safetensors', which"),
     "NaN": (edit(rms_norm_eps=float("nan")), "llama: rms_norm_eps=nan in its configuration is not finite"),
-    "infinite": (edit(rope_theta=float("inf")), "rope_theta=inf in its configuration is not finite"),
+    "infinite": (
+        edit(rope_parameters=INFINITE),
+        "rope_theta=inf in its configuration is not finite",
+    ),
     "deep": (lambda folder: (folder / "config.json").write_text("[" * 100_000), "not valid JSON"),
     "deep tokenizer": (lambda folder: (folder / "tokenizer_config.json").write_text("[" * 100_000), "cannot be loaded"),
     "unsupported": (edit(model_type="recurrent_gemma"), "recurrent_gemma has its own kind of cache"),
