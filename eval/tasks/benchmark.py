@@ -2,11 +2,14 @@
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, ClassVar, Literal
+
+import yaml
 
 from keepsight.errors import UserError
 from keepsight.eval.tasks.samples import RenderedSample
@@ -23,7 +26,7 @@ _RULER_TOKENS = {"niah": 128, "vt": 30, "cwe": 120, "fwe": 50, "qa": 32}
 
 @dataclass(frozen=True)
 class Protocol:
-    """The conventions of one repository, as far as they are known to change scores.
+    """The conventions of one repository, as far as they are known to change scores; protocols.yaml has them all.
 
     Attributes:
         truncate: Whether LongBench prompts that are too long lose their middle; otherwise they are left out.
@@ -45,10 +48,10 @@ class Protocol:
 
     truncate: bool = True
     limits: Mapping[str, int] = field(default_factory=dict)
-    no_template: frozenset[str] = NO_TEMPLATE
-    templated: tuple[str, ...] = ("",)
-    always_templated: tuple[str, ...] = ()
-    left_out: frozenset[str] = frozenset()
+    no_template: Collection[str] = NO_TEMPLATE
+    templated: Sequence[str] = ("",)
+    always_templated: Sequence[str] = ()
+    left_out: Collection[str] = ()
     extra_tokens: int = 0
     cue_after: bool = False
     system: str = ""
@@ -69,41 +72,9 @@ class Protocol:
         return any(part in model.lower() for part in parts)
 
 
-REFERENCE = Protocol()
-PROTOCOLS = {
-    "reference": REFERENCE,
-    # Zefan-Cai/KVCache-Factory: run_longbench.py, run_ruler.py.
-    "kvcache-factory": Protocol(
-        limits={"llama-3": 7500, "llama3": 7500, "llama-2": 3950, "llama2": 3950, "mistral": 31500},
-        templated=("llama",),
-        left_out=frozenset({"qa_1", "qa_2"}),
-        ruler_tokens=dict.fromkeys(_RULER_TOKENS, 64),
-        ruler_prefix="prompt",
-        ruler_template=False,
-    ),
-    # NVIDIA/kvpress: evaluation/; its own default also hides the question, which here is question=unseen.
-    "kvpress": Protocol(
-        truncate=False,
-        no_template=frozenset(),
-        extra_tokens=20,
-        cue_after=True,
-        clean="left_stripped",
-        ruler_clean="no_control_characters",
-    ),
-    # furiosa-ai/draft-based-approx-llm, the repository of SpecKV and SpecPC.
-    "draft-based": Protocol(
-        truncate=False,
-        always_templated=("qwen3",),
-        left_out=frozenset({"passage_count", "passage_retrieval_en"}),
-        system="A chat between a curious human and an artificial intelligence assistant. "
-        "The assistant gives helpful, detailed, and polite answers to the human's questions.",
-        shuffled=True,
-        clean="after_last_tag",
-        ruler_clean="after_last_tag",
-        ruler_tokens={"niah": 128, "vt": 64, "cwe": 120, "fwe": 64, "qa": 64},
-        ruler_prefix="none",
-    ),
-}
+_TABLE = yaml.safe_load((files("keepsight.eval.tasks") / "protocols.yaml").read_text(encoding="utf-8"))
+PROTOCOLS = {name: Protocol(**fields) for name, fields in _TABLE.items()}
+REFERENCE = PROTOCOLS["reference"]
 
 
 def protocol_named(name: str) -> Protocol:
@@ -159,6 +130,17 @@ class TaskRequest:
     skip: int | None = None
     skipped: list[str] = field(default_factory=list)
     notes: dict[str, str] = field(default_factory=dict)
+
+    def check_lengths(self) -> None:
+        """Refuse lengths of generated prompts beyond the context, which would be generated for hours.
+
+        Raises:
+            UserError: a length is beyond the context.
+        """
+        if self.lengths and max(self.lengths) > self.context:
+            raise UserError(
+                f"lengths={max(self.lengths)} is more than the context of {self.context} tokens; lower lengths="
+            )
 
     def collect(
         self, name: str, rows: Iterable[tuple[str, Row]], make: Make, most: int | None = None

@@ -6,10 +6,12 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+import yaml
 from typing_extensions import override
 
 from keepsight.errors import UserError
@@ -18,52 +20,37 @@ from keepsight.eval.tasks.metrics import metric, normalise
 from keepsight.eval.tasks.samples import RenderedSample, Sample, render
 from keepsight.files import Row
 
-_LENGTHS = (4096, 8192, 16384, 32768, 65536, 131072)
-_PAIRS = (50, 105, 220, 440, 900, 1800)
-_DOCUMENTS = (20, 50, 105, 220, 440, 1000)
 _SHOTS = 2
 _SEED = 42
-_MAGIC = "hidden within the following text. Make sure to memorize it. I will quiz you about the"
-_ONE_NEEDLE = (
-    f"A special magic {{type_needle_v}} is {_MAGIC} {{type_needle_v}} afterwards.\n{{context}}\n"
-    "What is the special magic {type_needle_v} for {query} mentioned in the provided text?\n"
-    "The special magic {type_needle_v} for {query} mentioned in the provided text is"
-)
-_NEEDLES = (
-    f"Some special magic {{type_needle_v}} are {_MAGIC} {{type_needle_v}} afterwards.\n{{context}}\n"
-    "What are all the special magic {type_needle_v} for {query} mentioned in the provided text?\n"
-    "The special magic {type_needle_v} for {query} mentioned in the provided text are"
-)
-_KEY_VALUE = (
-    "{context}\n\nExtract the value corresponding to the specified key in the JSON object below.\n\n{demos}"
-    "Key: {question}\nCorresponding value:"
-)
-_RAG = (
-    "Use the given documents to write a concise and short answer to the question. Write your answer in the following "
-    "format:\nAnswer: [answer]\n\n{demos}{context}\n\nQuestion: {question}\nAnswer:"
-)
-_ICL = (
-    'Use the provided mapping from the text to label to assign a label to the text. Only output "label: {label}" and '
-    "nothing else. \n\n{context}\n\n{question}\nlabel:"
-)
-_RECALL = {  # RULER's folder, template and generation length
-    "recall_niah_mk_2": ("niah_multikey_2", _ONE_NEEDLE, 50),
-    "recall_niah_mk_3": ("niah_multikey_3", _ONE_NEEDLE, 100),
-    "recall_niah_mv": ("niah_multivalue", _NEEDLES, 50),
-}
-_RAG_FILES = {
-    "rag_nq": "nq-{part}-multikilt_1000",
-    "rag_triviaqa": "triviaqa-{part}-multikilt_1000",
-    "rag_hotpotqa": "hotpotqa-{part}-multikilt_1000",
-    "rag_popqa": "popqa_{part}_1000",
-}
-_ICL_SHOTS = {
-    "icl_trec_coarse": (200, 400, 800, 1600, 3300, 6600),
-    "icl_trec_fine": (200, 400, 800, 1600, 3200, 6400),
-    "icl_banking77": (180, 360, 720, 1450, 2900, 5900),
-    "icl_clinic150": (220, 440, 880, 1750, 3525, 7050),
-    "icl_nlu": (250, 510, 1020, 2040, 4080, 8296),
-}
+
+
+@dataclass(frozen=True)
+class HelmetTask:
+    """A task of HELMET.
+
+    Attributes:
+        prompt: The template, with {context}.
+        file: The rows' file below HELMET's folder, {size} in it for one of `sizes`.
+        sizes: Lengths, or numbers of pairs, documents or demonstrations, one for each of HELMET's lengths.
+        metric: A key of `keepsight.eval.tasks.metrics.METRICS`.
+        tokens: Generation length.
+        examples: The file of the demonstrations.
+    """
+
+    prompt: str
+    file: str
+    sizes: list[int]
+    metric: str
+    tokens: int
+    examples: str = ""
+
+
+_TABLE = yaml.safe_load((files("keepsight.eval.tasks") / "helmet.yaml").read_text(encoding="utf-8"))
+HELMET_TASKS = {name: HelmetTask(**entry) for name, entry in _TABLE["tasks"].items()}
+_LENGTHS: list[int] = _TABLE["lengths"]
+
+Fields = Callable[[str, Row], tuple[dict[str, str], Any]]
+"""The texts that a row, whose place the first argument names, fills the prompt with, and its answers."""
 
 
 @dataclass
@@ -75,7 +62,7 @@ class Helmet(Benchmark):
             rows of text and label (a whole number).
     """
 
-    TASKS: ClassVar[tuple[str, ...]] = (*_RECALL, "recall_json_kv", *_RAG_FILES, *_ICL_SHOTS)
+    TASKS: ClassVar[tuple[str, ...]] = tuple(HELMET_TASKS)
 
     dir: str | None = None
 
@@ -94,112 +81,40 @@ class Helmet(Benchmark):
             raise UserError(
                 f"helmet: lengths={wrong[0]} is none of {', '.join(map(str, _LENGTHS))}, its data's lengths"
             )
-        read = _recall if task in _RECALL else _rag if task in _RAG_FILES else _icl if task in _ICL_SHOTS else _pairs
-        made: list[RenderedSample] = []
-        for length in request.lengths:
-            rows, sample = read(task, Path(self.dir), _LENGTHS.index(length))
+        return [sample for length in request.lengths for sample in self._samples(task, length, request)]
 
-            def make(where: str, row: Row, number: int, sample: _Maker = sample) -> list[RenderedSample]:
-                return [render(sample(where, row, number), request.tokenizer)]
+    def _samples(self, task: str, length: int, request: TaskRequest) -> list[RenderedSample]:
+        entry, folder = HELMET_TASKS[task], Path(self.dir or "")
+        size, examples = entry.sizes[_LENGTHS.index(length)], folder / entry.examples
+        if task.startswith("icl"):
+            fields_of = _icl(examples, size)
+        elif task.startswith("rag"):
+            fields_of = _rag([row for _, row in _rows(examples)])
+        else:
+            fields_of = _key_value if task == "recall_json_kv" else _needle
+        question = entry.prompt.partition("{context}")[2]
 
-            made += request.collect(f"helmet {task} {length}", rows, make)
-        return made
+        def make(where: str, row: Row, number: int) -> list[RenderedSample]:
+            fields, answers = fields_of(where, row)
+            sample = Sample(
+                id=str(row.get("index", number)),
+                task=f"helmet_{task}",
+                length=length,
+                prompt=fill_in(entry.prompt, fields),
+                question="" if "{demos}" in question else fill_in(question, fields),
+                references=_texts(answers),
+                metric=entry.metric,
+                max_new_tokens=entry.tokens,
+                chat=False,
+            )
+            return [render(sample, request.tokenizer)]
 
-
-Rows = list[tuple[str, Row]]
+        return request.collect(f"helmet {task} {length}", _rows(folder / entry.file.format(size=size)), make)
 
 
 @lru_cache(maxsize=2)
-def _rows(path: Path) -> Rows:
+def _rows(path: Path) -> list[tuple[str, Row]]:
     return list(rows_of(path, "helmet.dir must hold HELMET's data in its own layout"))
-
-
-_Maker = Callable[[str, Row, int], Sample]
-"""Makes the sample of a row; the arguments are those of `keepsight.eval.tasks.benchmark.Make`."""
-
-
-def _recall(task: str, folder: Path, size: int) -> tuple[Rows, _Maker]:
-    name, template, tokens = _RECALL[task]
-
-    def make(where: str, row: Row, number: int) -> Sample:
-        fields = {name: text_field(where, row, name) for name in ("type_needle_v", "context", "query")}
-        answers = _texts(row.get("answer", row.get("outputs")))
-        return _sample(task, size, row.get("index", number), template, fields, answers, "string_match_all", tokens)
-
-    return _rows(folder / "ruler" / name / f"validation_{_LENGTHS[size]}.jsonl"), make
-
-
-def _pairs(task: str, folder: Path, size: int) -> tuple[Rows, _Maker]:
-    def make(where: str, row: Row, number: int) -> Sample:
-        shown = [f"Key: {key}\nCorresponding value: {value}\n\n" for key, value in row.get("demos", [])[:_SHOTS]]
-        fields = {name: text_field(where, row, name) for name in ("context", "question")} | {"demos": "".join(shown)}
-        answers = _texts(row["answer"])
-        return _sample(task, size, number, _KEY_VALUE, fields, answers, "topic_in_prediction", 100)
-
-    return _rows(folder / "json_kv" / f"test_k{_PAIRS[size]}_dep6.jsonl"), make
-
-
-def _rag(task: str, folder: Path, size: int) -> tuple[Rows, _Maker]:
-    name = _RAG_FILES[task]
-    test, train = name.format(part="test" if task == "rag_popqa" else "dev"), name.format(part="train")
-    examples = [row for _, row in _rows(folder / "kilt" / f"{train}_k3_dep6.jsonl")]
-
-    def make(where: str, row: Row, number: int) -> Sample:
-        key = "id" if "id" in row else "question"
-        shown = [
-            f"{_documents(each)}\n\nQuestion: {each['question']}\nAnswer: {each['answers'][0]}\n\n"
-            for each in _demonstrations(str(row[key]), key, examples)
-        ]
-        question = text_field(where, row, "question")
-        fields = {"question": question, "context": _documents(row), "demos": "".join(shown)}
-        return _sample(task, size, number, _RAG, fields, _texts(row["answers"]), "answer_in_prediction", 20)
-
-    return _rows(folder / "kilt" / f"{test}_k{_DOCUMENTS[size]}_dep6.jsonl"), make
-
-
-def _icl(task: str, folder: Path, size: int) -> tuple[Rows, _Maker]:
-    """Balanced demonstrations, whose labels are numbers drawn anew for each text."""
-    files = folder / "icl" / task.removeprefix("icl_")
-    train = [row for _, row in _rows(files / "train.jsonl")]
-    shown = _balanced(train, _ICL_SHOTS[task][size])
-    try:
-        count = 1 + max(int(row["label"]) for row in train)
-    except (KeyError, TypeError, ValueError):
-        raise UserError(f"{files / 'train.jsonl'}: expected rows of text and label, a whole number") from None
-
-    def make(where: str, row: Row, number: int) -> Sample:
-        text, labels = text_field(where, row, "text"), list(range(count))
-        random.Random((int(hashlib.sha256(text.encode()).hexdigest(), 16) + _SEED) % 2**31).shuffle(labels)
-        context = "\n\n".join(f"{each['text']}\nlabel: {labels[int(each['label'])]}" for each in shown)
-        fields, answers = {"context": context, "question": text}, (str(labels[int(row["label"])]),)
-        return _sample(task, size, number, _ICL, fields, answers, "exact_label", 20)
-
-    return _rows(files / "test.jsonl"), make
-
-
-def _sample(
-    task: str,
-    size: int,
-    name: object,
-    template: str,
-    fields: Mapping[str, str],
-    answers: tuple[str, ...],
-    metric: str,
-    tokens: int,
-) -> Sample:
-    """A sample; its question is the template's part after the context, where no examples are in it."""
-    after = template.partition("{context}")[2]
-    return Sample(
-        id=str(name),
-        task=f"helmet_{task}",
-        length=_LENGTHS[size],
-        prompt=fill_in(template, fields),
-        question="" if "{demos}" in after else fill_in(after, fields),
-        references=answers,
-        metric=metric,
-        max_new_tokens=tokens,
-        chat=False,
-    )
 
 
 def _texts(value: Any) -> tuple[str, ...]:
@@ -213,6 +128,47 @@ def _texts(value: Any) -> tuple[str, ...]:
     if not isinstance(value, str):
         raise TypeError(f"{value!r:.60} is no answer")
     return (value,)
+
+
+def _needle(where: str, row: Row) -> tuple[dict[str, str], Any]:
+    fields = {name: text_field(where, row, name) for name in ("type_needle_v", "context", "query")}
+    return fields, row.get("answer", row.get("outputs"))
+
+
+def _key_value(where: str, row: Row) -> tuple[dict[str, str], Any]:
+    fields = {name: text_field(where, row, name) for name in ("context", "question")}
+    shown = [f"Key: {key}\nCorresponding value: {value}\n\n" for key, value in row.get("demos", [])[:_SHOTS]]
+    return fields | {"demos": "".join(shown)}, row["answer"]
+
+
+def _rag(examples: Sequence[Row]) -> Fields:
+    def fields(where: str, row: Row) -> tuple[dict[str, str], Any]:
+        key = "id" if "id" in row else "question"
+        shown = [
+            f"{_documents(each)}\n\nQuestion: {each['question']}\nAnswer: {each['answers'][0]}\n\n"
+            for each in _demonstrations(str(row[key]), key, examples)
+        ]
+        question = text_field(where, row, "question")
+        return {"question": question, "context": _documents(row), "demos": "".join(shown)}, row["answers"]
+
+    return fields
+
+
+def _icl(examples: Path, shots: int) -> Fields:
+    """Balanced demonstrations, whose labels are numbers drawn anew for each text."""
+    train = [row for _, row in _rows(examples)]
+    try:
+        shown, count = _balanced(train, shots), 1 + max(int(row["label"]) for row in train)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError):
+        raise UserError(f"{examples}: expected rows of text and label, a whole number") from None
+
+    def fields(where: str, row: Row) -> tuple[dict[str, str], Any]:
+        text, labels = text_field(where, row, "text"), list(range(count))
+        random.Random((int(hashlib.sha256(text.encode()).hexdigest(), 16) + _SEED) % 2**31).shuffle(labels)
+        context = "\n\n".join(f"{each['text']}\nlabel: {labels[int(each['label'])]}" for each in shown)
+        return {"context": context, "question": text}, str(labels[int(row["label"])])
+
+    return fields
 
 
 def _demonstrations(own: str, key: str, rows: Sequence[Row]) -> list[Row]:

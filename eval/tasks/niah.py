@@ -93,6 +93,7 @@ class Niah(Benchmark):
 
     @override
     def samples(self, task: str, request: TaskRequest) -> list[RenderedSample]:
+        request.check_lengths()
         haystack = Path(self.haystack) if self.haystack else None
         if wrong := [depth for depth in self.depths if not 0 <= depth <= 1]:
             raise UserError(f"niah.depths: {wrong[0]} is not a share of the haystack from 0 to 1")

@@ -64,6 +64,7 @@ class Ruler(Benchmark):
     def samples(self, task: str, request: TaskRequest) -> list[RenderedSample]:
         if self.dir is not None:
             return _ready_made(task, Path(self.dir), request)
+        request.check_lengths()
         return [sample for length in request.lengths for sample in self._generated(task, length, request)]
 
     def _generated(self, task: str, length: int, request: TaskRequest) -> list[RenderedSample]:
