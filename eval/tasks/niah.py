@@ -8,9 +8,11 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
+import yaml
 from typing_extensions import override
 
 from keepsight.corpus import evaluation_paragraphs, sentences
@@ -18,35 +20,8 @@ from keepsight.errors import UserError
 from keepsight.eval.tasks.benchmark import Benchmark, Protocol, TaskRequest, read_text
 from keepsight.eval.tasks.samples import RenderedSample, Sample, render
 
-ADJECTIVES = (
-    *("abundant", "adorable", "blissful", "bouncy", "candid", "cheerful", "chubby", "clumsy", "cozy", "cranky"),
-    *("dapper", "dizzy", "drowsy", "elastic", "elegant", "fancy", "fearless", "feisty", "fluffy", "frugal"),
-    *("fuzzy", "giddy", "glossy", "graceful", "grumpy", "hasty", "honest", "jittery", "keen", "lanky"),
-    *("lavish", "loyal", "lucid", "mighty", "nimble", "obedient", "peppy", "plucky", "polite", "quirky"),
-    *("robust", "rowdy", "sassy", "shiny", "sincere", "sleepy", "spicy", "stubborn", "sturdy", "tangy"),
-    *("thrifty", "timid", "upbeat", "vivid", "wacky", "witty", "zany", "zesty"),
-)
-NOUNS = (
-    *("abacus", "accordion", "acorn", "almanac", "armchair", "badger", "bagpipe", "banjo", "biscuit", "blueberry"),
-    *("boomerang", "buffalo", "cactus", "caravan", "cardigan", "catapult", "chandelier", "chipmunk", "cinnamon"),
-    *("clarinet", "coconut", "cricket", "cupcake", "dolphin", "doorbell", "dragonfly", "eggplant", "flamingo"),
-    *("flannel", "gazebo", "gondola", "grapefruit", "hedgehog", "igloo", "jigsaw", "kangaroo", "kayak", "koala"),
-    *("lobster", "mandolin", "mango", "marmalade", "mosaic", "narwhal", "nutmeg", "ostrich", "parsnip", "pelican"),
-    *("pineapple", "porcupine", "pretzel", "pumpkin", "raccoon", "radish", "scooter", "spatula", "squirrel"),
-    *("tambourine", "toaster", "toboggan", "trombone", "turnip", "walnut", "walrus", "yogurt", "zeppelin"),
-)
-NEEDLE = "One of the special magic numbers for {key} is: {value}."
-ONE = (
-    "A special magic number is hidden within the following text. Make sure to memorize it. I will quiz you about the "
-    "number afterwards.\n{text}\nWhat is the special magic number for {keys} mentioned in the provided text?"
-)
-SOME = (
-    "Some special magic numbers are hidden within the following text. Make sure to memorize it. I will quiz you about "
-    "the numbers afterwards.\n{text}\nWhat are all the special magic numbers for {keys} mentioned in the provided text?"
-)
-ONE_PREFIX = "The special magic number for {keys} mentioned in the provided text is"
-SOME_PREFIX = "The special magic numbers for {keys} mentioned in the provided text are"
-
+TEXTS = yaml.safe_load((files("keepsight.eval.tasks") / "niah.yaml").read_text(encoding="utf-8"))
+"""The words of keys, the sentence of a needle, and the prompt and the answer's prefix for one value and for several."""
 _LONGEST_PIECE = 60
 """Words; needles stand between pieces of the haystack of at most this length."""
 _GOLDEN = (5**0.5 - 1) / 2
@@ -140,8 +115,7 @@ def make_samples(
     for index in range(count):
         rng = random.Random(f"niah:{kind}:{length}:{seed}:{index}")
         depths = needle_depths(index, NEEDLE_KINDS[kind].keys * NEEDLE_KINDS[kind].values, rng)
-        quiz = _quiz(kind, length, f"{seed}-{index}", limit, rng)
-        quizzes = _for_each_key(quiz) if every_key else [quiz]
+        quizzes = _quizzes(kind, length, f"{seed}-{index}", limit, rng, every_key)
         made += _filled(quizzes, depths, hay, rng.randrange(len(hay.sentences)), tokenizer)
     return made
 
@@ -155,49 +129,48 @@ def _depth_grid(
     for depth in depths:
         for index in range(count):
             rng = random.Random(f"niah:depth:{depth}:{length}:{seed}:{index}")
-            quiz = _quiz("single", length, f"{seed}-{index}-{depth}", NEEDLE_KINDS["single"].max_new_tokens, rng)
-            quiz = replace(quiz, task="niah_depth")
-            made += _filled([quiz], [depth], hay, rng.randrange(len(hay.sentences)), tokenizer)
+            limit = NEEDLE_KINDS["single"].max_new_tokens
+            (quiz,) = _quizzes("single", length, f"{seed}-{index}-{depth}", limit, rng)
+            made += _filled(
+                [replace(quiz, task="niah_depth")], [depth], hay, rng.randrange(len(hay.sentences)), tokenizer
+            )
     return made
 
 
-def _quiz(kind: str, length: int, name: str, max_new_tokens: int, rng: random.Random) -> Sample:
-    """The sample with `{text}` in place of the haystack; its spans are the needles, the asked key's first."""
+def _quizzes(
+    kind: str, length: int, name: str, max_new_tokens: int, rng: random.Random, every_key: bool = False
+) -> list[Sample]:
+    """The samples of one haystack, with `{text}` in its place and the needles as spans; arguments as `make_samples`."""
     shape = NEEDLE_KINDS[kind]
-    # No word comes twice in a sample.
-    pairs = zip(rng.sample(ADJECTIVES, shape.keys), rng.sample(NOUNS, shape.keys), strict=True)
+    # No word comes twice in a haystack.
+    pairs = zip(rng.sample(TEXTS["adjectives"], shape.keys), rng.sample(TEXTS["nouns"], shape.keys), strict=True)
     keys = [f"{adjective}-{noun}" for adjective, noun in pairs]
     values = rng.sample(range(10**6, 10**7), shape.keys * shape.values)
     facts = [(key, str(values.pop())) for key in keys for _ in range(shape.values)]
-    asked = keys[: shape.asked]
-    wording, prefix = (ONE, ONE_PREFIX) if shape.values * shape.asked == 1 else (SOME, SOME_PREFIX)
-    return Sample(
-        id=name,
-        task=f"niah_{kind}",
-        length=length,
-        prompt=wording.replace("{keys}", listed(asked)),
-        question=wording.partition("{text}")[2].replace("{keys}", listed(asked)),
-        references=tuple(value for key, value in facts if key in asked),
-        metric="string_match_all",
-        max_new_tokens=max_new_tokens,
-        answer_prefix=prefix.format(keys=listed(asked)),
-        spans=tuple(NEEDLE.format(key=key, value=value) for key, value in facts),
-    )
+    intro = _wording(shape.values * shape.asked)["prompt"].partition("{text}")[0]
+    samples = []
+    for number, asked in enumerate([[key] for key in keys] if every_key else [keys[: shape.asked]]):
+        references = tuple(value for key, value in facts if key in asked)
+        wording = _wording(len(references))
+        question = wording["prompt"].partition("{text}")[2].replace("{keys}", listed(asked))
+        sample = Sample(
+            id=f"{name}-{number}" if every_key else name,
+            task=f"niah_{kind}",
+            length=length,
+            prompt=f"{intro}{{text}}{question}",
+            question=question,
+            references=references,
+            metric="string_match_all",
+            max_new_tokens=max_new_tokens,
+            answer_prefix=wording["prefix"].format(keys=listed(asked)),
+            spans=tuple(TEXTS["needle"].format(key=key, value=value) for key, value in facts),
+        )
+        samples.append(sample)
+    return samples
 
 
-def _for_each_key(quiz: Sample) -> list[Sample]:
-    """The quiz once for each key in its haystack."""
-    facts: dict[str, list[str]] = {}
-    for span in quiz.spans:
-        key, _, value = span.removeprefix(NEEDLE.partition("{key}")[0]).removesuffix(".").partition(" is: ")
-        facts.setdefault(key, []).append(value)
-    asked = []
-    for number, (key, values) in enumerate(facts.items()):
-        wording, prefix = (ONE, ONE_PREFIX) if len(values) == 1 else (SOME, SOME_PREFIX)
-        question = wording.partition("{text}")[2].replace("{keys}", key)
-        changes: dict[str, Any] = {"id": f"{quiz.id}-{number}", "prompt": quiz.context + question, "question": question}
-        asked.append(replace(quiz, **changes, references=tuple(values), answer_prefix=prefix.format(keys=key)))
-    return asked
+def _wording(values: int) -> dict[str, str]:
+    return dict(TEXTS["one" if values == 1 else "some"])
 
 
 def listed(keys: Sequence[str]) -> str:
