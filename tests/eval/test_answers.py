@@ -20,13 +20,10 @@ END = [2, *range(100, 128)]
 METHODS = [
     SnapKV(200),
     SnapKV(40),
-    SnapKV(12, window=4),
     AdaKV(24, window=4),
     AdaKV(9, window=1),
     PyramidKV(24, window=4),
-    Truncation(30),
     Truncation(7),
-    StreamingLLM(8),
     TOVA(5),
 ]
 NOTHING = torch.empty(1, 0, dtype=torch.long)
@@ -63,29 +60,23 @@ def guesses(model: PreTrainedModel, states: list[State], limits: Limits) -> dict
     }
 
 
-@pytest.mark.parametrize("end_tokens", [END, [2]])
-@pytest.mark.parametrize("most", [1, 2, 16])
-def test_any_guess_gives_the_greedy_answer(
+@pytest.mark.parametrize(("most", "end_tokens"), [(1, END), (16, END), (16, [2])])
+def test_any_guess_gives_the_greedy_answer_and_its_likelihood(
     model: PreTrainedModel, states: list[State], most: int, end_tokens: list[int]
 ) -> None:
     limits = Limits(most, end_tokens, MANY)
     expected = [plain(model, state, limits).tolist() for state in states]
     if most == 16:
-        assert len({len(each) for each in expected}) > (3 if end_tokens == END else 0)
-        assert len({tuple(each) for each in expected}) > 5
+        assert len({len(each) for each in expected}) > (2 if end_tokens == END else 0)
+        assert len({tuple(each) for each in expected}) > 4
     for name, guess in guesses(model, states, limits).items():
         answered = answer_all(model, states, NOTHING, guess, limits)
         assert [each.ids.tolist() for each in answered] == expected, name
-
-
-def test_how_likely_the_guess_is_equals_each_state_alone(model: PreTrainedModel, states: list[State]) -> None:
-    limits = Limits(16, END, MANY)
-    for guess in guesses(model, states, limits).values():
-        for state, answered in zip(states, answer_all(model, states, NOTHING, guess, limits), strict=True):
+        for state, each in zip(states, answered, strict=True):
             nll, hits = score_answer(model, state.copy(), guess)
-            assert_close(answered.nll, nll[0])
-            assert answered.hits.tolist() == hits[0].tolist()
-            assert (answered.tokens_per_second is None) == (answered.rows == 0)
+            assert_close(each.nll, nll[0])
+            assert each.hits.tolist() == hits[0].tolist()
+            assert (each.tokens_per_second is None) == (each.rows == 0)
 
 
 def test_a_question_is_read_first(model: PreTrainedModel, states: list[State]) -> None:
@@ -93,35 +84,28 @@ def test_a_question_is_read_first(model: PreTrainedModel, states: list[State]) -
     before = [state.length for state in states]
     answer, full = answer_full(model, states[0], question, limits)
     assert answer[0].tolist() == full.ids.tolist() == plain(model, states[0], limits, question).tolist()
-    assert full.hits.all()
+    assert full.hits.all() and full.rows == 1
+    assert_close(full.nll, score_answer(model, read(model, states[0].copy(), question)[0], answer)[0][0])
     answered = answer_all(model, states, question, answer, limits)
     for state, each in zip(states, answered, strict=True):
         assert each.ids.tolist() == plain(model, state, limits, question).tolist()
         alone = read(model, state.copy(), question)[0]
         assert_close(each.nll, score_answer(model, alone, answer)[0][0])
-    assert len({tuple(each.ids.tolist()) for each in answered}) > 5
+    assert len({tuple(each.ids.tolist()) for each in answered}) > 4
     assert [state.length for state in states] == before
 
 
-@pytest.mark.parametrize("batch_tokens", [1, 60, 150])
-def test_small_batches_give_the_same(model: PreTrainedModel, states: list[State], batch_tokens: int) -> None:
-    limits = Limits(16, END, MANY)
-    answer, _ = answer_full(model, states[0], NOTHING, limits)
-    expected = [each.ids.tolist() for each in answer_all(model, states, NOTHING, answer, limits)]
-    small = answer_all(model, states, NOTHING, answer, Limits(16, END, batch_tokens))
-    assert [each.ids.tolist() for each in small] == expected
-
-
-@pytest.mark.parametrize("block", [1, 3, 15])
-def test_scoring_in_blocks_gives_the_same(
-    model: PreTrainedModel, states: list[State], block: int, monkeypatch: pytest.MonkeyPatch
+def test_small_batches_and_blocks_give_the_same(
+    model: PreTrainedModel, states: list[State], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    limits, guess = Limits(16, END, MANY), prompt_ids(16, seed=4)[0]
-    expected = answer_all(model, states, NOTHING, guess, limits)
-    monkeypatch.setattr("keepsight.eval.answers._TOKENS_AT_ONCE", block)
-    for each, other in zip(answer_all(model, states, NOTHING, guess, limits), expected, strict=True):
-        assert each.ids.tolist() == other.ids.tolist()
-        assert_close(each.nll, other.nll)
+    guess = prompt_ids(16, seed=4)[0]
+    expected = answer_all(model, states, NOTHING, guess, Limits(16, END, MANY))
+    for batch_tokens, block in ((1, 64), (60, 1), (150, 3), (MANY, 15)):
+        monkeypatch.setattr("keepsight.eval.answers._TOKENS_AT_ONCE", block)
+        small = answer_all(model, states, NOTHING, guess, Limits(16, END, batch_tokens))
+        assert [each.ids.tolist() for each in small] == [each.ids.tolist() for each in expected]
+        for each, other in zip(small, expected, strict=True):
+            assert_close(each.nll, other.nll)
 
 
 def test_a_padded_state_and_one_of_other_tokens_answer_together(model: PreTrainedModel) -> None:
@@ -136,37 +120,15 @@ def test_a_padded_state_and_one_of_other_tokens_answer_together(model: PreTraine
     assert [each.ids.tolist() for each in answered] == [plain(model, each, limits).tolist() for each in alone]
 
 
-def test_how_likely_the_full_answer_is(model: PreTrainedModel, states: list[State]) -> None:
-    question = prompt_ids(5, seed=6)[0]
-    for state in states:
-        answer, full = answer_full(model, state, question, Limits(16, END, MANY))
-        nll, hits = score_answer(model, read(model, state.copy(), question)[0], answer)
-        assert hits.all() and full.rows == 1
-        assert_close(full.nll, nll[0])
-
-
-def test_one_alone_reads_its_question_first(model: PreTrainedModel, states: list[State]) -> None:
-    question, limits = prompt_ids(7, seed=3)[0], Limits(12, END, MANY)
-    for state in states:
-        answered = answer_alone((model, model), state, question, prompt_ids(9, seed=4)[0], limits, None)
-        assert answered.ids.tolist() == plain(model, state, limits, question).tolist()
-
-
-def test_no_state_no_answer(model: PreTrainedModel) -> None:
-    assert answer_all(model, [], NOTHING, torch.tensor([[5]]), Limits(4, END, MANY)) == []
-
-
 EVICTING: list[Any] = [
     SnapKV(40, window=8, every=4),
-    SnapKV(200, window=8, every=4),
     AdaKV(24, window=4, every=3),
     H2O(20, window=8, every=1),
-    TOVA(12, every=2),
     StreamingLLM(40, every=30),
 ]
 
 
-@pytest.mark.parametrize("most", [1, 2, 15])
+@pytest.mark.parametrize("most", [1, 15])
 @pytest.mark.parametrize("method", EVICTING, ids=lambda method: f"{type(method).__name__} {method.budget}")
 def test_eviction_while_decoding(model: PreTrainedModel, method: Any, most: int) -> None:
     ids, _ = prompt_ids(90)

@@ -169,8 +169,9 @@ def test_faults_of_the_folder_are_one_line(target: Target, folder: Path, tmp_pat
     refused("task 'milebench_Nothing' is unknown; milebench has .*milebench_IEdit", "milebench_Nothing")
     with_row(task_instruction_id=3)
     refused(r"IEdit\.json: data\[0\]: meta_data has no task_instruction 3")
-    with_row(response="")
-    refused(r"data\[0\]: response is empty")
+    for response in ("", None, {"a": 1}):
+        with_row(response=response)
+        refused(r"data\[0\]: response is empty")
     with_row(task_instance={"context": "What?", "images_path": ["z.png"]})
     refused(r"data\[0\]: 1 images have 0 places such as {image#1} in the context")
     with_row(task_instance={"context": "{image#1}", "images_path": ["gone.png"]})

@@ -1,5 +1,6 @@
 """RULER: that each task asks for what its text holds, at the length asked for, by the protocol asked for."""
 
+import json
 import random
 import re
 from collections import Counter
@@ -18,7 +19,6 @@ from keepsight.eval.tasks.ruler import Ruler
 from keepsight.eval.tasks.ruler_texts import (
     NEEDLES,
     OFFLINE,
-    NeedleText,
     Question,
     common_words,
     essay_words,
@@ -33,30 +33,16 @@ from keepsight.eval.tasks.samples import RenderedSample, Sample, render_all
 from keepsight.files import write_json, write_lines
 
 ESSAY = ("Every", "good", "thing", "has", "its", "time.", "Whoever", "waits", "will", "see", "it", "come.")
-SQUAD: dict[str, Any] = {
-    "data": [
-        {
-            "title": "Rome",
-            "paragraphs": [
-                {
-                    "context": "Rome lies on seven hills.",
-                    "qas": [
-                        {"question": "How many hills?", "answers": [{"text": "seven"}, {"text": "7"}]},
-                        {"question": "Who?", "answers": [], "is_impossible": True},
-                    ],
-                },
-                {"context": "The Tiber flows there.", "qas": [{"question": "Flows?", "answers": [{"text": "Tiber"}]}]},
-            ],
-        }
-    ]
-}
+HILLS = [
+    {"question": "How many hills?", "answers": [{"text": "seven"}, {"text": "7"}]},
+    {"question": "Who?", "answers": [], "is_impossible": True},
+]
+RIVER = [{"question": "Flows?", "answers": [{"text": "Tiber"}]}]
+ROME = [{"context": "Rome lies on seven hills.", "qas": HILLS}, {"context": "The Tiber flows there.", "qas": RIVER}]
+SQUAD = {"data": [{"title": "Rome", "paragraphs": ROME}]}
+PO = [["Po", ["The Po", " ends."]], ["Alps", ["High."]], ["Adria", ["A town."]]]
 HOTPOT = [
-    {
-        "question": "Which sea?",
-        "answer": "Adriatic",
-        "supporting_facts": [["Po", 0], ["Adria", 1]],
-        "context": [["Po", ["The Po", " ends."]], ["Alps", ["High."]], ["Adria", ["A town."]]],
-    }
+    {"question": "Which sea?", "answer": "Adriatic", "supporting_facts": [["Po", 0], ["Adria", 1]], "context": PO}
 ]
 
 
@@ -72,17 +58,21 @@ def made(task: str, tokenizer: Any, length: int = 3000, count: int = 3, **settin
 
 
 @pytest.mark.parametrize("task", Ruler.TASKS)
-@pytest.mark.parametrize("length", [2500, 5000])
-def test_every_task_fills_its_length_and_can_be_solved(task: str, length: int, words: Any) -> None:
-    samples = made(task, words, length)
-    assert len({sample.id for sample in samples}) == len({sample.prompt for sample in samples}) == 3
-    for sample in samples:
-        used = len(sample.prompt_ids) + sample.max_new_tokens
-        assert 0.9 * length < used <= length == sample.length
-        assert used == 3 + len((sample.prompt + sample.answer_prefix).split()) + sample.max_new_tokens
-        assert sample.question.startswith("\n") and sample.prompt.endswith(sample.question)
-        assert all(reference in sample.context for reference in sample.references)
-        assert score(sample, " ".join(sample.references)) == 1.0
+def test_every_task_fills_its_length_and_can_be_solved(task: str, words: Any) -> None:
+    limits = {"niah": 128, "vt": 30, "cwe": 120, "fwe": 50, "qa": 32}
+    for length in (2500, 5000):
+        samples = made(task, words, length)
+        assert len({sample.id for sample in samples}) == len({sample.prompt for sample in samples}) == 3
+        for sample in samples:
+            used = len(sample.prompt_ids) + sample.max_new_tokens
+            assert 0.9 * length < used <= length == sample.length
+            assert used == 3 + len((sample.prompt + sample.answer_prefix).split()) + sample.max_new_tokens
+            assert sample.question.startswith("\n") and sample.prompt.endswith(sample.question)
+            assert all(reference in sample.context for reference in sample.references)
+            assert score(sample, " ".join(sample.references)) == 1.0
+            assert sample.max_new_tokens == limits[task.split("_")[0]]
+            assert sample.answer_prefix.startswith(" Answer:" if not task.startswith("niah") else " The special magic ")
+            assert sample.metric == ("string_match_part" if task.startswith("qa") else "string_match_all")
     assert [sample.prompt for sample in made(task, words, length)] == [sample.prompt for sample in samples]
 
 
@@ -98,18 +88,6 @@ def test_prompts_are_rendered_less_than_twice_on_average(words: Any, monkeypatch
     for task in Ruler.TASKS:
         made(task, words, 4096, count=32)
     assert sum(rendered.values()) <= 2 * 32 * len(Ruler.TASKS), rendered
-
-
-def test_generation_lengths_and_prefixes(words: Any) -> None:
-    """Those of the reference."""
-    limits = {
-        task: made(task, words, count=1)[0].max_new_tokens for task in ("niah_single_1", "vt", "cwe", "fwe", "qa_1")
-    }
-    assert limits == {"niah_single_1": 128, "vt": 30, "cwe": 120, "fwe": 50, "qa_1": 32}
-    for task in Ruler.TASKS:
-        (sample,) = made(task, words, count=1)
-        assert sample.answer_prefix.startswith(" Answer:" if not task.startswith("niah") else " The special magic ")
-        assert sample.metric == ("string_match_part" if task.startswith("qa") else "string_match_all")
 
 
 FACT = re.compile(r"One of the special magic (numbers|uuids) for (.+?) is: (.+?)\.(?= |\n|$)")
@@ -129,19 +107,11 @@ def test_needles(task: str) -> None:
     shape = UUID if knobs.value == "uuids" else r"\d{7}"
     assert all(re.fullmatch(shape, value) for _, _, value in facts)
     assert ("What are all" in text.after) == (len(text.references) > 1) == text.before.startswith("Some")
+    larger = needles(knobs, ESSAY, random.Random(0), 200)
+    assert (larger.after, larger.references) == (text.after, text.references)  # whatever the size
     if knobs.haystack == "essay":
         without = FACT.sub("", text.context).split()
         assert without == [*ESSAY] * 5  # 60 words
-
-
-def test_wording_of_one_and_of_several() -> None:
-    one = needles(NeedleText("noise", value="uuids"), (), random.Random(0), 3)
-    assert one.before.startswith("A special magic uuid is hidden within the following text. Make sure to memorize it.")
-    assert re.fullmatch(r"\nWhat is the special magic uuid for .* mentioned in the provided text\?", one.after)
-    assert one.prefix.endswith(" mentioned in the provided text is")
-    several = needles(NEEDLES["niah_multiquery"], ESSAY, random.Random(0), 30)
-    assert "for the numbers" not in several.before and "quiz you about the numbers afterwards" in several.before
-    assert several.after.count(", ") == 3 and ", and " in several.after
 
 
 @pytest.mark.parametrize("task", ["niah_single_1", "niah_single_2", "niah_multikey_3"])
@@ -151,12 +121,6 @@ def test_the_depth_is_that_of_the_asked_needle(task: str) -> None:
         assert text.depth is not None
         place = text.context.index(text.references[0]) / len(text.context)
         assert text.depth <= place < text.depth + 0.03
-
-
-def test_needles_do_not_depend_on_the_size() -> None:
-    for task in NEEDLES:
-        small, large = (needles(NEEDLES[task], ESSAY, random.Random(1), size) for size in (10, 200))
-        assert small.after == large.after and small.references == large.references
 
 
 def test_variables_follow_from_each_other() -> None:
@@ -188,11 +152,8 @@ def test_common_words_are_the_most_frequent(short: bool, often: int, seldom: int
     assert {word: counts[word] for word in text.references} == dict.fromkeys(text.references, often)
     assert sorted(counts.values()) == [seldom] * 40 + [often] * 10
     assert "1. " in text.before and text.before.count("Memorize the ones") == 2
-
-
-def test_lists_can_be_longer_than_the_dictionary() -> None:
-    text = common_words(True, random.Random(0), 12000)
-    assert len(Counter(re.findall(r"\d+\. (.+?)(?= \d+\. |$)", text.context))) == 12000
+    longer = common_words(True, random.Random(0), 12_000)  # than the dictionary
+    assert len(Counter(re.findall(r"\d+\. (.+?)(?= \d+\. |$)", longer.context))) == 12_000
 
 
 def test_frequent_words_are_the_most_frequent() -> None:
@@ -234,18 +195,15 @@ def test_sources_from_files(tmp_path: Path, words: Any) -> None:
 
 
 def test_sources_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = (("Hills.", "How many?", ["7"]), ("Hills.", "Who?", []))
+    context = {"title": ["Po", "Alps"], "sentences": [["The Po", " ends."], ["High."]]}
     rows = {
         "rajpurkar/squad_v2": [
             {"title": "R", "context": paragraph, "question": question, "answers": {"text": answers}}
-            for paragraph, question, answers in (("Hills.", "How many?", ["7"]), ("Hills.", "Who?", []))
+            for paragraph, question, answers in asked
         ],
         "hotpotqa/hotpot_qa": [
-            {
-                "question": "Which?",
-                "answer": "this",
-                "supporting_facts": {"title": ["Po"], "sent_id": [0]},
-                "context": {"title": ["Po", "Alps"], "sentences": [["The Po", " ends."], ["High."]]},
-            }
+            {"question": "Which?", "answer": "this", "supporting_facts": {"title": ["Po"]}, "context": context}
         ],
         "alessiodevoto/paul_graham_essays": [{"text": "One two."}, {"text": "Three."}],
     }
@@ -293,42 +251,38 @@ def test_protocols(words: Any) -> None:
 
 
 def test_a_length_that_is_too_short(words: Any) -> None:
-    with pytest.raises(
-        UserError,
-        match=r"ruler_niah_single_1: length 100 is too short; a sample without haystack needs 1[0-9]{2} tokens",
-    ):
+    with pytest.raises(UserError, match=r"ruler_niah_single_1: length 100 is too short; .* needs 1[0-9]{2} tokens"):
         made("niah_single_1", words, 100)
 
 
 def test_ready_made_files(tmp_path: Path, words: Any) -> None:
     """NVIDIA's layout, the older one with the prefix in the text, and rows that name their task."""
-    row: dict[str, Any] = {
-        "index": 3,
-        "input": "Memorize.\nA is 7.\nWhat is the special magic number for a?",
-        "outputs": ["7"],
-    }
-    prefix = " The special magic number for a is"
+    text, prefix = "Memorize.\nA is 7.\nWhat is the special magic number for a?", " The special magic number for a is"
+    row: dict[str, Any] = {"index": 3, "input": text, "outputs": ["7"]}
     write_lines(_new(tmp_path / "4096" / "niah_single_1" / "validation.jsonl"), [{**row, "answer_prefix": prefix}])
-    write_lines(_new(tmp_path / "8192" / "niah_single_1.jsonl"), [{**row, "input": row["input"] + prefix, "index": 4}])
+    write_lines(_new(tmp_path / "8192" / "niah_single_1.jsonl"), [{**row, "input": text + prefix, "index": 4}])
     vt = {
         "index": 0,
         "task": "vt",
         "input": "x\nQuestion: which?",
-        "outputs": ["A"],
+        "outputs": [7],
         "answer_prefix": " B",
         "length": 900,
     }
-    write_lines(_new(tmp_path / "mixed.jsonl"), [vt])
+    bad = [{"length": None}, {"length": "1e9"}, {"outputs": [None]}, {"outputs": "A"}, {"input": None}]
+    lines = [*(json.dumps({**vt, **each}) for each in bad), json.dumps(vt).replace("900", "1e999"), json.dumps(vt)]
+    _new(tmp_path / "mixed.jsonl").write_text("\n".join(lines))
     samples = made("niah_single_1", words, count=0, dir=str(tmp_path))
     assert [(sample.id, sample.length, sample.max_new_tokens) for sample in samples] == [
         ("3", 4096, 128),
         ("4", 8192, 128),
     ]
     for sample in samples:
-        assert (sample.prompt, sample.answer_prefix) == (row["input"], prefix)
-        assert sample.context == "Memorize.\nA is 7."
-    (sample,) = made("vt", words, dir=str(tmp_path))
-    assert (sample.length, sample.task, sample.references) == (1024, "ruler_vt", ("A",))
+        assert (sample.prompt, sample.answer_prefix, sample.context) == (text, prefix, "Memorize.\nA is 7.")
+    request = TaskRequest(words, 1 << 20, samples=0)
+    (sample,) = Ruler(dir=str(tmp_path)).samples("vt", request)
+    assert (sample.length, sample.task, sample.references) == (1024, "ruler_vt", ("7",))
+    assert len(request.skipped) == len(bad) + 1 and "6 rows were skipped" in request.notes["ruler vt rows"]
     with pytest.raises(UserError, match="no row of cwe"):
         made("cwe", words, dir=str(tmp_path))
 
