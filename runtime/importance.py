@@ -5,6 +5,7 @@ entries, d head dimension. The order is that of LookaheadKV's implementation bas
 granularity): softmax over all keys, slice the observed ones, reduce over queries, reduce over the group, pool.
 """
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
