@@ -2,7 +2,6 @@
 
 import os
 import random
-import re
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogits
 from typing_extensions import NotRequired, TypedDict
 
 from keepsight.data_gen.store import TokenIds
-from keepsight.endpoint import Endpoint, EndpointError, ServerSettings
+from keepsight.endpoint import FILTERED, Endpoint, EndpointError, ServerSettings
 from keepsight.errors import BadRow, UserError
 from keepsight.models.distributed import launched
 from keepsight.models.targets import Target
@@ -26,9 +25,6 @@ _UNKNOWN_FORM = (400, 404, 422)
 """Statuses with which servers refuse prompts in a form that they do not know; 404 is also an unknown model."""
 _ENDED = ("stop", "eos", "eos_token", "stop_token", "stop_sequence", "end_turn", "complete")
 _FULL = ("length", "max_tokens", "max_length")
-_FILTERED = ("content_filter", "safety", "guardrail_intervened")
-_FILTER = re.compile(r"content.?(filter|policy|management)|responsible.?ai", re.IGNORECASE)
-"""What the bodies of refusals call the refusal of a prompt for what it says."""
 _AGAIN = "run the same command again to go on"
 
 
@@ -218,7 +214,7 @@ class Server:
             except BadRow as error:
                 return error
             except EndpointError as error:
-                if error.status and _FILTER.search(error.body):
+                if error.is_filter:
                     return BadRow(f"prompt {prompt.index} ({prompt.source}): {error}")
                 refusal = error
                 if error.status not in _UNKNOWN_FORM:
@@ -233,7 +229,7 @@ class Server:
         choice, usage = reply["choices"][0], reply.get("usage") or {}
         said, longest = f"prompt {prompt.index} ({prompt.source})", decoding.max_new_tokens
         reason = (choice.get("finish_reason") or "").lower()
-        if reason in _FILTERED:
+        if reason in FILTERED:
             raise BadRow(f"{said}: the server's content filter refuses it")
         serve = f"it must serve {self._target.name!r}"
         if usage.get("prompt_tokens") not in (None, len(prompt.ids)):
@@ -281,7 +277,7 @@ def _completion(reply: Any) -> _Completion:
     """
     read = TypeAdapter(_Completion).validate_python(reply, strict=True)
     reason = read["choices"][0].get("finish_reason") or ""
-    if reason.lower() not in (*_ENDED, *_FULL, *_FILTERED, ""):
+    if reason.lower() not in (*_ENDED, *_FULL, *FILTERED, ""):
         raise ValueError(f"the answer is cut: finish_reason={reason}")  # vLLM and SGLang abort it when they end
     return read
 

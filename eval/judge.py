@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from keepsight.endpoint import Endpoint, EndpointError, check_url
+from keepsight.endpoint import FILTERED, Endpoint, EndpointError, check_url
 from keepsight.errors import BadRow, UserError
 from keepsight.eval.tasks.benchmark import fill_in
 from keepsight.eval.tasks.samples import Sample
@@ -142,7 +142,7 @@ class Judge:
             try:
                 words = endpoint.post("chat/completions", self._with_options(body), _words)
             except EndpointError as error:
-                if any(name in error.body.lower() for name in _FILTERS):
+                if error.is_filter:
                     raise BadRow(f"judge.url={self.url}: no judgment of {subject} ({error})") from None
                 changed = _without_refused(body, error.body) if error.status in (400, 422) else body
                 if changed == body:
@@ -162,10 +162,6 @@ class Judge:
         return {name: value for name, value in {**usual, **self.options}.items() if value is not None}
 
 
-_FILTERS = ("content_filter", "content filter", "content_policy", "content policy", "responsibleai")
-"""What refusals by a content filter say, in lower case: OpenAI's and Azure's."""
-
-
 def _without_refused(body: dict[str, Any], reason: str) -> dict[str, Any]:
     """The request without the parameter that a refusal names: reasoning models take other ones."""
     changed = dict(body)
@@ -179,7 +175,7 @@ def _without_refused(body: dict[str, Any], reason: str) -> dict[str, Any]:
 def _words(reply: Any) -> str | None:
     """The text of a reply; None where a content filter stopped it."""
     choice = reply["choices"][0]
-    if choice.get("finish_reason") == "content_filter":
+    if (choice.get("finish_reason") or "").lower() in FILTERED:
         return None
     words = choice["message"]["content"]
     if isinstance(words, str):

@@ -33,6 +33,10 @@ _BUSY = (408, 425, 429)
 _LARGEST, _LARGEST_REFUSAL = 64 << 20, 64 << 10
 """Bytes of a reply and of a refusal that are read at most."""
 
+FILTERED = ("content_filter", "safety", "guardrail_intervened")
+"""`finish_reason`, in lower case, of answers that a content filter stopped."""
+_FILTER = re.compile(r"content.?(filter|policy|management)|responsible.?ai", re.IGNORECASE)
+
 Reply = TypeVar("Reply")
 
 
@@ -48,6 +52,11 @@ class EndpointError(Exception):
     def __init__(self, reason: str, status: int = 0, wait: float = 0.0) -> None:
         super().__init__(reason[:300])
         self.status, self.body, self.wait = status, reason, wait
+
+    @property
+    def is_filter(self) -> bool:
+        """Whether a content filter refuses the request for what it says."""
+        return bool(self.status and _FILTER.search(self.body))
 
 
 class _NoRedirects(HTTPRedirectHandler):
