@@ -1,1 +1,1 @@
-"""Prompts, the target's own answers to them, and the shards that hold both."""
+"""Training data: prompts of a mixture, the base model's answers to them, and the shards that store both."""

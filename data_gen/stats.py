@@ -15,7 +15,7 @@ def stats_of(samples: Iterable[TrainingSample], max_new_tokens: int) -> pd.DataF
 
     Args:
         samples: A data folder's; one at least. A sample is a duplicate if an earlier one has its prompt.
-        max_new_tokens: Longest answer allowed. The tokens that end shorter answers are those that end an answer.
+        max_new_tokens: Longest answer allowed. Any last token of a shorter answer counts as an end token.
     """
     rows = [
         (each.source, len(each.prompt_ids), len(each.answer_ids), each.answer_ids[-1], _digest(each.prompt_ids))

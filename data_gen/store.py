@@ -44,7 +44,7 @@ logger = logging.getLogger("keepsight")
 
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 31)]], Field(min_length=1)]
 _CONVERTING = "%s: converting the samples of an earlier version to Arrow"
-_EXCHANGED = "its shards are not those that manifest.json names"
+_EXCHANGED = "its shards are not the ones that manifest.json names"
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ class ShardWriter:
     """Writes samples in shards; several processes may write different shards of one folder at a time.
 
     Raises:
-        UserError: the folder holds data made with other settings, or shards without a manifest.
+        UserError: the folder has data made with other settings, or shards without a manifest.
     """
 
     def __init__(self, folder: Path, settings: DataSettings) -> None:
@@ -258,7 +258,7 @@ class ShardWriter:
         """Write the final manifest and return it.
 
         Raises:
-            UserError: nothing was missing, but the shards are not those that the manifest was written for.
+            UserError: nothing was missing, but the manifest was written for other shards.
         """
         shards = {path: shard for shard in self.settings.shards() for path in self._finished(shard)}
         if len(shards) != len([*self.settings.shards()]):
@@ -464,7 +464,7 @@ def _features() -> Any:
 
 
 def _write_shard(folder: Path, number: int, rows: Sequence[TrainingSample | Skipped]) -> Path:
-    """Write samples as an Arrow stream that `datasets` reads; its metadata holds those that were skipped."""
+    """Write samples as an Arrow stream that `datasets` reads; its metadata has the skipped ones."""
     import pyarrow as pa
 
     samples = [asdict(row) for row in rows if isinstance(row, TrainingSample)]

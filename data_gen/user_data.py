@@ -112,8 +112,8 @@ def _role(turn: Any) -> str:
 def _content(turn: dict[str, Any]) -> str:
     content = turn["content"] if turn.get("content") is not None else turn.get("value")
     if isinstance(content, list) and content and all(isinstance(part, dict) for part in content):
-        texts = [part.get("text") if part.get("type") == "text" else None for part in content]
-        content = "".join(texts) if all(isinstance(text, str) for text in texts) else content
+        texts = [part["text"] for part in content if part.get("type") == "text" and isinstance(part.get("text"), str)]
+        content = "".join(texts) if len(texts) == len(content) else content
     if not isinstance(content, str):
         cause = "tool calls" if turn.get("tool_calls") else type(content).__name__
         raise _OtherTurns(f"each of messages needs a text in content, the {_role(turn)}'s has {cause}")
@@ -159,7 +159,7 @@ class HubDataset:
         revision: Commit, tag or branch; `branch@commit`, as a manifest says it, is that commit.
         subset: Its configuration; the only one by default.
         split: Its split.
-        files: Patterns of the files to read; by default those that the data set's card names.
+        files: Patterns of the files to read; by default the ones that the data set's card names.
         prompt: Column of texts, each the one turn of a user.
         messages: Column of lists of turns with role and content; rows with turns of other roles are left out.
         text: Column of documents, which are cut at a random point and continued without the chat template.
@@ -208,7 +208,7 @@ class HubDataset:
         return "/".join(part for part in (self.id.rstrip("/").rpartition("/")[2], self.subset) if part)
 
     def sample(self, request: Request) -> Prompt:
-        """Row `request.number` of those that fit, in an order that depends on `request.seed`; see `Source`."""
+        """Row `request.number` of the rows that fit, in an order that depends on `request.seed`; see `Source`."""
         prompt = _fitting(self, request.limit, request.count_tokens, request.seed).prompt(request.number)
         if not self.text:
             return prompt
@@ -352,9 +352,9 @@ def _loaded(source: HubDataset) -> Any:
     builder = _builder(source)
     with _reading(source):
         if source.rows:
-            given = {**_options(source), "split": source.split, "columns": source.columns, "rows": source.rows}
-            given["patterns"] = source.files or (None,)  # a tuple: lists would be divided among processes
-            return Dataset.from_generator(_streamed, gen_kwargs=given)
+            options = {**_options(source), "split": source.split, "columns": source.columns, "rows": source.rows}
+            options["patterns"] = source.files or (None,)  # a tuple: lists would be divided among processes
+            return Dataset.from_generator(_streamed, gen_kwargs=options)
         builder.download_and_prepare()
         rows = builder.as_dataset(split=source.split)
     if missing := [each for each in source.columns if each not in rows.column_names]:

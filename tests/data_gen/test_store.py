@@ -159,7 +159,8 @@ def test_raising_and_lowering_the_limit(tmp_path: Path) -> None:
 def test_other_settings_do_not_mix(tmp_path: Path) -> None:
     stopped(tmp_path, 1)
     before = contents(tmp_path)
-    for name, value in {"model": "ada/other", "mixture": {}, "seed": 4, "temperature": 0.7}.items():
+    changes: dict[str, Any] = {"model": "ada/other", "mixture": {}, "seed": 4, "temperature": 0.7}
+    for name, value in changes.items():
         with pytest.raises(UserError, match=f"made with {name}=.*; choose another out=, or delete the folder"):
             run(tmp_path, replace(SETTINGS, **{name: value}))
     assert contents(tmp_path) == before
@@ -240,7 +241,7 @@ def test_exchanged_shards_are_refused(tmp_path: Path) -> None:
     run(tmp_path)
     shard_of(tmp_path).unlink()
     _write_shard(tmp_path, 1, [replace(each, answer_ids=[1]) for each in expected()[4:8]])
-    with pytest.raises(UserError, match=r"not those that manifest.json names; restore its files"):
+    with pytest.raises(UserError, match=r"not the ones that manifest.json names; restore its files"):
         run(tmp_path)
     with pytest.raises(UserError, match=rf"no such file; {AGAIN}"):
         read(tmp_path)
@@ -317,7 +318,7 @@ def test_converting_refuses_exchanged_lines(tmp_path: Path) -> None:
     rows = [*read_jsonl(shard)]
     write_lines(shard, [rows[0] | {"answer_ids": [9]}, *rows[1:]])
     for use in (read, run):
-        with pytest.raises(UserError, match=r"not those that manifest.json names; restore"):
+        with pytest.raises(UserError, match=r"not the ones that manifest.json names; restore"):
             use(tmp_path / "data")
     write_lines(shard, rows[:2] + rows[3:])
     with pytest.raises(UserError, match=r"shard-00001.jsonl: lacks one of the samples 4 to 7 in order"):

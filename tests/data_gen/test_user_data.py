@@ -269,7 +269,7 @@ def test_rows_without_a_user_or_too_long_are_left_out_and_bad_ones_named(tmp_pat
     with pytest.raises(UserError, match=r"row 1: column 'messages': each of messages needs a role .*got 'tool'"):
         prompts(source | {"shortest": 2}, 1, max_tokens=64)
     write(tmp_path / "texts" / "rows.jsonl", {"messages": ["Hello"]})
-    with pytest.raises(UserError, match="row 0: column 'messages': each of messages must be a turn .*got str"):
+    with pytest.raises(UserError, match=r"row 0: column 'messages': each of messages must be a turn .*got str"):
         prompts(source | {"id": str(tmp_path / "texts")}, 1)
     write(tmp_path / "null" / "rows.jsonl", {"text": "a b"}, {"text": None})
     source = {"kind": "hub_dataset", "id": str(tmp_path / "null"), "license": "mit", "prompt": "text"}
@@ -340,8 +340,9 @@ class Hub:
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
+    made = Hub()
     monkeypatch.setattr(user_data, "HfApi", lambda: made)
-    return (made := Hub())
+    return made
 
 
 def begun(folder: Path, mixture: dict[str, Any]) -> None:
