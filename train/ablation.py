@@ -43,11 +43,8 @@ class Cell:
 class SideBySide(ReplayedObjective):
     """The sum of the cells' losses on the same teacher outputs, so that each learns what it would learn alone.
 
-    Args:
-        cells: The modules, at least one, on one base model.
-
     Attributes:
-        cells: The same.
+        cells: The modules, at least one, on one base model.
         losses: Losses of the cells since the list was last emptied, [cells] float32 for each batch.
 
     Raises:
@@ -123,15 +120,7 @@ class SideBySide(ReplayedObjective):
 
 
 class AblationTrainer(ModuleTrainer[SideBySide]):
-    """Each cell sees the samples in the order of a training alone, and has its own learning rate and clipping.
-
-    Args:
-        cells: The modules, at least one.
-        run: Where they are trained, and on what.
-
-    Raises:
-        UserError: see `SideBySide` and `ModuleTrainer`.
-    """
+    """Each cell sees the samples in the order of a training alone, and has its own learning rate and clipping."""
 
     def __init__(self, cells: Sequence[Cell], run: TrainingRun) -> None:
         super().__init__(SideBySide(cells), cells[0].settings, run)
@@ -139,10 +128,8 @@ class AblationTrainer(ModuleTrainer[SideBySide]):
     def trained_cells(self) -> list[Trained]:
         """The result of the training of each cell."""
         whole = self.trained()
-        return [
-            replace(whole, settings=cell.settings, log=[*map(cell.of, whole.log)], metrics=cell.of(whole.metrics))
-            for cell in self.objective.cells
-        ]
+        parts = ((cell, [*map(cell.of, whole.log)], cell.of(whole.metrics)) for cell in self.objective.cells)
+        return [replace(whole, settings=cell.settings, log=log, metrics=metrics) for cell, log, metrics in parts]
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         """Clip the gradients of each cell to its own norm; returns the norm of all before."""

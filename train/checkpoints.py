@@ -25,8 +25,12 @@ _NAME = re.compile(r"checkpoint-\d{1,18}\Z")
 
 def checkpoints(work: Path) -> dict[int, Path]:
     """The complete checkpoints in `work` by step, in order; one without a seal is what a kill has left."""
-    named = {int(path.name.rpartition("-")[2]): path for path in work.glob("checkpoint-*") if _NAME.match(path.name)}
+    named = {int(path.name.rpartition("-")[2]): path for path in _folders(work)}
     return {step: named[step] for step in sorted(named) if (named[step] / SEAL).is_file()}
+
+
+def _folders(work: Path) -> list[Path]:
+    return [path for path in work.glob("checkpoint-*") if _NAME.match(path.name)]
 
 
 def last_checkpoint(work: Path, before: int | None = None) -> Path | None:
@@ -35,7 +39,7 @@ def last_checkpoint(work: Path, before: int | None = None) -> Path | None:
 
 
 @contextmanager
-def sealing(checkpoint: Path, kept: int) -> Iterator[None]:
+def sealing(checkpoint: Path, kept: int, is_main: bool = True) -> Iterator[None]:
     """Seal the checkpoint written within the block with digests of its files, then delete all but the newest.
 
     transformers' `save_total_limit` would delete the one before while the new one is not yet whole.
@@ -43,20 +47,17 @@ def sealing(checkpoint: Path, kept: int) -> Iterator[None]:
     Args:
         checkpoint: Its folder, among those of the others.
         kept: Checkpoints that stay, at least 1.
+        is_main: Whether this is the process that seals and deletes; others write files of their own.
 
     Raises:
         UserError: it cannot be written; the checkpoint before it stays.
     """
     try:
-        shutil.rmtree(checkpoint, ignore_errors=True)  # what a kill has left
+        if is_main:
+            shutil.rmtree(checkpoint, ignore_errors=True)  # what a kill has left
         yield
-        paths = [path for path in sorted(checkpoint.rglob("*")) if path.is_file()]
-        sync(*paths, *{path.parent for path in paths})
-        write_json(checkpoint / SEAL, {path.relative_to(checkpoint).as_posix(): file_digest(path) for path in paths})
-        newest = [*checkpoints(checkpoint.parent).values()][-kept:]
-        for other in checkpoint.parent.glob("checkpoint-*"):
-            if _NAME.match(other.name) and other not in newest:
-                shutil.rmtree(other, ignore_errors=True)
+        if is_main:
+            _seal(checkpoint, kept)
     except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have errors of their own
         shutil.rmtree(checkpoint, ignore_errors=True)
         said = " ".join(str(error).split())[:200]
@@ -64,6 +65,15 @@ def sealing(checkpoint: Path, kept: int) -> Iterator[None]:
             f"{checkpoint}: the checkpoint cannot be written ({said}); once that is mended, the same command goes on "
             "from the checkpoint before"
         ) from error
+
+
+def _seal(checkpoint: Path, kept: int) -> None:
+    paths = [path for path in sorted(checkpoint.rglob("*")) if path.is_file()]
+    sync(*paths, *{path.parent for path in paths})
+    write_json(checkpoint / SEAL, {path.relative_to(checkpoint).as_posix(): file_digest(path) for path in paths})
+    newest = [*checkpoints(checkpoint.parent).values()][-kept:]
+    for other in {*_folders(checkpoint.parent)} - {*newest}:
+        shutil.rmtree(other, ignore_errors=True)
 
 
 def check_seal(checkpoint: Path) -> None:
@@ -89,10 +99,13 @@ def check_same_settings(work: Path, settings: dict[str, Any]) -> None:
         settings: Values by their names in a recipe.
 
     Raises:
-        UserError: the training began with other settings; all that differ are listed.
+        UserError: the training began with other settings, all of which are listed, or the folder has checkpoints that
+            another program wrote.
     """
     path = work / SETTINGS
     if last_checkpoint(work) is None:
+        if not path.exists() and (others := _folders(work)):  # which would be deleted as half written
+            raise UserError(f"{others[0]}: not a checkpoint of this training; choose another out=")
         write_json(path, settings)
     else:
         advice = "choose another out=, or delete the folder"

@@ -47,12 +47,12 @@ class Batch:
 
     def joined(self) -> tuple[Tensor, Tensor | None]:
         """Prompts followed by answers, [B, N + T], and their mask; None when nothing is padded."""
-        ids, masks = (self.prompt_ids, self.answer_ids), (self.prompt_mask, self.answer_mask)
-        if masks == (None, None):
-            return torch.cat(ids, dim=1), None
-        pairs = zip(ids, masks, strict=True)
-        real = [torch.ones_like(each, dtype=torch.bool) if mask is None else mask for each, mask in pairs]
-        return torch.cat(ids, dim=1), torch.cat(real, dim=1)
+        pairs = (self.prompt_ids, self.prompt_mask), (self.answer_ids, self.answer_mask)
+        joined = torch.cat([ids for ids, _ in pairs], dim=1)
+        if all(mask is None for _, mask in pairs):
+            return joined, None
+        masks = [torch.ones_like(ids, dtype=torch.bool) if mask is None else mask for ids, mask in pairs]
+        return joined, torch.cat(masks, dim=1)
 
     def texts(self) -> list[Tensor]:
         """For each sample, its prompt and answer without padding, [n] int64."""

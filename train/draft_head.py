@@ -47,22 +47,23 @@ Teacher = Callable[[Tensor], HiddenStates]
 """The token ids of a text, [n] int64 -> the base model's hidden states."""
 
 
+@dataclass(frozen=True)
 class RunModel:
     """A teacher that runs the base model, without gradients.
 
-    Args:
+    Attributes:
         model: In evaluation mode.
         layers: Indices of the layers whose outputs are the features.
     """
 
-    def __init__(self, model: PreTrainedModel, layers: Sequence[int]) -> None:
-        self._model, self._layers = model, tuple(layers)
+    model: PreTrainedModel
+    layers: Sequence[int]
 
     @torch.no_grad()
     def __call__(self, ids: Tensor) -> HiddenStates:
         """See `Teacher`."""
-        with RecordFeatures(self._model, self._layers) as features:
-            output = decoder_of(self._model)(input_ids=ids[None].to(self._model.device), use_cache=False)
+        with RecordFeatures(self.model, tuple(self.layers)) as features:
+            output = decoder_of(self.model)(input_ids=ids[None].to(self.model.device), use_cache=False)
         joined = torch.cat(features.outputs(), dim=-1)[0]
         return HiddenStates(joined, output.last_hidden_state[0].to(joined.device))
 
@@ -85,13 +86,9 @@ _TEACHER_ROWS = 256
 
 @torch.no_grad()
 def next_tokens(hidden: Tensor, model: PreTrainedModel, vocabulary: Tensor, dtype: torch.dtype) -> NextTokens:
-    """The next-token distributions, computed a few rows at a time.
+    """The next-token distributions, computed a few rows at a time, with probabilities in `dtype`.
 
-    Args:
-        hidden: [n, hidden], the input of the lm_head.
-        model: The base model.
-        vocabulary: [V] int64, the draft vocabulary in the base model's ids.
-        dtype: Dtype of the probabilities.
+    From the input of the base model's lm_head, [n, hidden], over a draft vocabulary in its ids, [V] int64.
     """
     probabilities = hidden.new_empty(len(hidden), len(vocabulary), dtype=dtype)
     known, vocabulary_on = torch.empty(len(hidden), dtype=torch.bool, device=hidden.device), on_each(vocabulary)
@@ -110,12 +107,7 @@ _MANIFEST, _SHARD = "manifest.json", 32
 
 @dataclass(frozen=True)
 class _Manifest:
-    """The content of manifest.json.
-
-    Attributes:
-        made_of: The settings on which the hidden states depend, by name.
-        digests: `sha256:...` of the complete files, by name.
-    """
+    """The settings on which stored hidden states depend, and the digests of the complete files, by name."""
 
     made_of: dict[str, Any]
     digests: dict[str, str] = field(default_factory=dict)
@@ -154,13 +146,8 @@ class StoredStates:
 def write_states(folder: Path, teacher: Teacher, texts: Sequence[list[int]], made_of: Mapping[str, Any]) -> None:
     """Write the hidden states of all texts that the folder lacks, so that a run that was killed resumes.
 
-    Several processes of one launch divide the files among themselves.
-
-    Args:
-        folder: Folder for the files; created if absent.
-        teacher: Runs the base model.
-        texts: Token ids of each text.
-        made_of: The settings on which the hidden states depend, by name: data, model, layers.
+    Several processes of one launch divide the files among themselves. `made_of` are the settings on which the hidden
+    states depend, by name: data, model, layers.
 
     Raises:
         UserError: the folder was written with other settings.
@@ -318,7 +305,7 @@ class DraftHeadObjective(HeadObjective):
         return measure_draft_head(self, batches)
 
     def next_tokens(self, hidden: Tensor, dtype: torch.dtype) -> NextTokens:
-        """The base model's next-token distributions from the input of its lm_head; see `draft_teacher.next_tokens`."""
+        """`next_tokens` of the base model over the head's vocabulary."""
         return next_tokens(hidden, self._model[0], self.head.t2d.nonzero()[:, 0], dtype)
 
     def states(self, ids: Tensor) -> tuple[list[Tensor], Tensor]:
@@ -354,14 +341,10 @@ def _product_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def measure_draft_head(objective: DraftHeadObjective, batches: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Compare a head with its base model on the answers of held-out samples.
+    """Compare a head with its base model on the answers of held-out samples; see `Objective.measure`.
 
     The answers are the model's greedy ones, so while the tokens of a draft are right, the steps unrolled over the
-    answer are those of the draft. The processes divide the batches among themselves.
-
-    Args:
-        objective: Holds the head and the base model.
-        batches: Made by `keepsight.train.dataset.collate`; the same on every process.
+    answer are those of the draft.
 
     Returns:
         Lists of a value for each unrolled step, and their means `eval_kl` and `eval_agreement`: `eval_kl_by_step`,
@@ -403,17 +386,17 @@ def _sums(objective: DraftHeadObjective, ids: Tensor, prompt_length: int) -> Ten
     choices = objective.head.target_ids(teacher.probabilities.argmax(-1))  # the base model's, where it is known
     alive = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
     for step, rows in enumerate(steps):
-        guessed, divergence = _guess(objective, rows[start:], teacher.probabilities[step:])
+        drafted, divergence = _drafted(objective, rows[start:], teacher.probabilities[step:])
         known, actual = teacher.known[step:], ids[start + 2 + step :]
-        agreeing = known & (guessed == choices[step:])
+        agreeing = known & (drafted == choices[step:])
         tried = alive[: len(actual)]
-        alive = tried & (guessed[: len(actual)] == actual)
+        alive = tried & (drafted[: len(actual)] == actual)
         counts = (divergence[known].sum(), known.sum(), agreeing.sum(), len(known), alive.sum(), tried.sum())
         sums[step] = torch.tensor([float(count) for count in counts])
     return sums
 
 
-def _guess(objective: DraftHeadObjective, hidden: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
+def _drafted(objective: DraftHeadObjective, hidden: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
     """The head's top-1 tokens in the base model's ids, and KL(model || head) of each row."""
     choices, divergences = [hidden.new_zeros(0, dtype=torch.long)], [hidden.new_zeros(0, dtype=torch.float32)]
     for rows, expected in zip(hidden.split(_ROWS), probabilities.split(_ROWS), strict=True):

@@ -61,14 +61,6 @@ class Subset(Closeness):
     layers: list[int]
 
 
-@dataclass(frozen=True)
-class _Search:
-    """The first line of a log, by which a search is recognised."""
-
-    target: str
-    texts: str
-
-
 @torch.no_grad()
 def read_answer(model: PreTrainedModel, prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> Text:
     """Read a given answer with the model."""
@@ -89,9 +81,9 @@ def closeness(draft: PreTrainedModel, texts: Sequence[Text], hidden: Sequence[Te
     divergences, agreements, accepted = [], [], []
     for text, states in zip(texts, hidden or _embedded(draft, texts), strict=True):
         logits = draft(inputs_embeds=states, use_cache=False, logits_to_keep=len(text.expected)).logits[0]
-        guess = logits.float().log_softmax(-1)
-        divergences.append(functional.kl_div(guess, text.expected, reduction="none", log_target=True).sum(-1))
-        agreements.append(guess.argmax(-1) == text.expected.argmax(-1))
+        drafted = logits.float().log_softmax(-1)
+        divergences.append(functional.kl_div(drafted, text.expected, reduction="none", log_target=True).sum(-1))
+        agreements.append(drafted.argmax(-1) == text.expected.argmax(-1))
         accepted.append(int(agreements[-1].long().cumprod(0).sum()))
     return Closeness(float(torch.cat(divergences).mean()), float(torch.cat(agreements).float().mean()), mean(accepted))
 
@@ -160,10 +152,10 @@ def draft_figure(searched: Sequence[Subset], held_out: Sequence[Subset]) -> Figu
 def _logged(log: Path, model: PreTrainedModel, texts: Sequence[Text]) -> list[Subset]:
     """The subsets of an earlier run of the same search; the log's first line says which search it is."""
     ids = text_digest(str([(text.ids.tolist(), len(text.expected)) for text in texts]))
-    search = _Search(str(model.config.name_or_path), ids)
-    rows: list[_Search | Subset] = whole_lines(log, _Search | Subset)
+    search = {"target": str(model.config.name_or_path), "texts": ids}
+    rows: list[dict[str, str] | Subset] = whole_lines(log, dict[str, str] | Subset)
     if not rows:
-        write_lines(log, [asdict(search)])
+        write_lines(log, [search])
     elif rows[0] != search:
         raise UserError(f"{log}: this search began with another model or other texts; choose another out=")
     return [row for row in rows if isinstance(row, Subset)]

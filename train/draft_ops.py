@@ -34,16 +34,23 @@ class _ChunkedLoss(Function):
         narrow_weight = weight.to(teacher.dtype)
         expected = (teacher @ narrow_weight).float()
         taught = torch.zeros_like(expected)
-        for_weight = _WeightGradient(weight, teacher.dtype)
         # Memory that is used again and again: fresh pages cost a CPU as much as the arithmetic.
-        logits, guessed = teacher.new_empty(2, min(_ROWS, len(teacher)), len(weight))
+        logits, probabilities = teacher.new_empty(2, min(_ROWS, len(teacher)), len(weight))
+        for_weight = torch.zeros_like(weight, dtype=torch.float32)
+        wide, product = torch.empty_like(for_weight), torch.empty_like(weight, dtype=teacher.dtype)
+
+        def add(shares: Tensor, hidden: Tensor) -> None:
+            """Add shares.T @ hidden, made in the dtype of the matrix products, to the gradient in float32."""
+            torch.mm(shares.T, hidden.to(shares.dtype), out=product)
+            for_weight.add_(wide.copy_(product))
+
         total, for_steps = expected.new_zeros(()), []
         for step, counts in zip(steps, weights, strict=True):
             for_step = torch.empty_like(step, dtype=torch.float32)
             for start in range(0, len(step), _ROWS):
                 chunk = slice(start, min(start + _ROWS, len(step)))
                 hidden, count = step[chunk].to(teacher.dtype), counts[chunk, None]
-                scores, shares = logits[: len(hidden)], guessed[: len(hidden)]
+                scores, shares = logits[: len(hidden)], probabilities[: len(hidden)]
                 rows = slice(chunk.start - len(step) + len(teacher), chunk.stop - len(step) + len(teacher))
                 torch.mm(hidden, narrow_weight.T, out=scores)
                 torch.softmax(scores, -1, out=shares)
@@ -52,11 +59,11 @@ class _ChunkedLoss(Function):
                 total += (norm - (hidden.float() * expected[rows]).sum(-1)) @ counts[chunk]
                 for_step[chunk] = ((shares @ narrow_weight).float() - expected[rows]) * count
                 weighted = hidden.float() * count
-                for_weight.add(shares, weighted)
+                add(shares, weighted)
                 taught[rows] += weighted
             for_steps.append(for_step)
-        for_weight.add(teacher, -taught)
-        ctx.save_for_backward(for_weight.total, *for_steps)
+        add(teacher, -taught)
+        ctx.save_for_backward(for_weight, *for_steps)
         ctx.dtypes = [weight.dtype, *(step.dtype for step in steps)]
         return total
 
@@ -65,20 +72,6 @@ class _ChunkedLoss(Function):
         found = (saved * gradients[0] for saved in ctx.saved_tensors)
         for_weight, *for_steps = (value.to(dtype) for value, dtype in zip(found, ctx.dtypes, strict=True))
         return for_weight, None, None, *for_steps
-
-
-class _WeightGradient:
-    """Sums outer products in float32, each made in the dtype of the matrix products."""
-
-    def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
-        self.total = torch.zeros_like(weight, dtype=torch.float32)
-        self._product = torch.empty_like(weight, dtype=dtype)
-        self._wide = torch.empty_like(self.total)
-
-    def add(self, shares: Tensor, hidden: Tensor) -> None:
-        """Add shares.T @ hidden, [r, V] and [r, h]."""
-        torch.mm(shares.T, hidden.to(shares.dtype), out=self._product)
-        self.total += self._wide.copy_(self._product)
 
 
 _ATEN = torch.ops.aten

@@ -7,7 +7,7 @@ all entries; gradients flow through gates and importance to the weights of heads
 """
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
-from typing_extensions import Self, override
+from typing_extensions import override
 
 from keepsight.errors import UserError
 from keepsight.models.decoder import cached_kv_heads, full_attention_layers, has_latents, require_full_attention
@@ -34,19 +33,16 @@ from keepsight.train.dataset import Batch
 from keepsight.train.importance import load_module_weights, module_weights
 from keepsight.train.objective import ReplayedObjective
 from keepsight.train.replay import TeacherOutputs
-from keepsight.train.settings import FinetuneSettings, TrainSettings
+from keepsight.train.settings import SHARPEST, FinetuneSettings, TrainSettings
 
 _HALVINGS = 40
+"""Bisections for a threshold."""
 _WEIGHTS = "log_weights"
 
 
 @dataclass(frozen=True, eq=False)
 class TokensInTraining(Observer):
-    """The soft tokens of a module in training, to which gradients flow.
-
-    Attributes:
-        lookahead: The module.
-    """
+    """The soft tokens of a module in training, to which gradients flow."""
 
     lookahead: Lookahead
 
@@ -66,11 +62,9 @@ class EvictionObjective(ReplayedObjective):
     Args:
         model: The base model; frozen.
         method: How entries are scored, with importance that is not negative; its budget and allocation are not used.
-        allocate: Divides the budget: its floor counts, and its weights are the initial ones.
-        settings: Budgets, temperature, and the learning rate of the weights. Samples and turn decide which of the
-            budgets a loss is at.
-        lookahead: The module in training, whose soft tokens then score in place of the method's observer; None where
-            only the weights of heads learn.
+        allocate: Its floor counts, and its weights are the initial ones.
+        settings: Samples and turn decide which of its budgets a loss is at.
+        lookahead: The module in training, whose soft tokens then score in place of the method's observer.
 
     Attributes:
         log_weights: [L, K] float32, logarithms of the weights by which the importance of a KV head's entries is
@@ -96,7 +90,7 @@ class EvictionObjective(ReplayedObjective):
         require_full_attention(model)
         if has_latents(model):
             raise UserError(f"{model.config.model_type} caches latents: heads that share a budget need keys and values")
-        model.requires_grad_(False)
+        model.requires_grad_(False).eval()
         for budget in settings.budgets:
             allocate.check(budget, 0)
         self.model, self.floor, self.settings = model, allocate.floor, settings
@@ -109,12 +103,6 @@ class EvictionObjective(ReplayedObjective):
         self.lookahead = lookahead
         # With a module in training, ZeRO-2 gave the last of the weights of heads other gradients in a test.
         self.launchers = () if lookahead else ("zero2",)
-
-    @override
-    def train(self, mode: bool = True) -> Self:
-        super().train(mode)
-        self.model.eval()
-        return self
 
     @override
     def decisive(self) -> dict[str, Any]:
@@ -206,8 +194,8 @@ class EvictionObjective(ReplayedObjective):
         full = self._cross_entropy(outputs, batch, [~torch.isneginf(each) for each in importance])
         excess = {}
         for budget in self.settings.budgets:
-            selected = self._selected(importance, budget)
-            excess[budget] = (self._cross_entropy(outputs, batch, selected) - full).tolist()
+            kept = selected(importance, self.head_weights(), budget, self.floor)
+            excess[budget] = (self._cross_entropy(outputs, batch, kept) - full).tolist()
         return excess
 
     def _zero(self) -> Tensor:
@@ -215,15 +203,9 @@ class EvictionObjective(ReplayedObjective):
         device = self.log_weights.device
         return torch.stack([each.sum().to(device) for each in self.trained_parameters()]).sum() * 0
 
-    def _selected(self, importance: list[Tensor], budget: int) -> list[Tensor]:
-        """For each layer, the entries [B, K, N] bool that an eviction keeps."""
-        real = np.array([(~torch.isneginf(each)).sum(dim=-1).tolist() for each in importance])
-        allocate = Global(self.floor, tuple(map(tuple, self.head_weights().tolist())))
-        return select_top(importance, allocate(HeadSizes.of(real, 0), [budget] * real.shape[1], importance))
-
-    def _cross_entropy(self, outputs: TeacherOutputs, batch: Batch, selected: list[Tensor]) -> Tensor:
-        """[B], in nats: the mean over an answer's tokens but the first, after the selected entries."""
-        log_probabilities = self._log_probabilities(outputs, batch, [*map(_hard_gates, selected)])
+    def _cross_entropy(self, outputs: TeacherOutputs, batch: Batch, kept: list[Tensor]) -> Tensor:
+        """[B], in nats: the mean over an answer's tokens but the first, after the entries that are kept."""
+        log_probabilities = self._log_probabilities(outputs, batch, [*map(_hard_gates, kept)])
         nats = -log_probabilities.gather(-1, batch.answer_ids[:, 1:, None])[..., 0]
         return _answer_means(nats, batch)
 
@@ -232,17 +214,14 @@ class EvictionObjective(ReplayedObjective):
         cache = outputs.cache(self.model, batch.prompt_ids.shape[1])
         pairs = zip(entries(cache), gates, strict=True)
         layers = [GatedLayer(each.keys, each.values, gate.to(each.keys.device)) for each, gate in pairs]
-        logits = self._answer_logits(batch, as_observed(cache, layers), len(layers) < len(cache.layers))
-        return logits.float().log_softmax(dim=-1)
-
-    def _answer_logits(self, batch: Batch, cache: Cache, has_bounded: bool) -> Tensor:
-        """Logits [B, T - 1, V] of an answer's tokens but the first."""
-        ids = batch.answer_ids[:, :-1]
+        ids, seen = batch.answer_ids[:, :-1], None
+        if batch.prompt_mask is not None and len(layers) < len(cache.layers):  # in the others the gates hide padding
+            seen = functional.pad(batch.prompt_mask, (0, ids.shape[1]), value=True)
         first = torch.tensor(batch.prompt_lengths(), device=ids.device)
-        mask = batch.prompt_mask if has_bounded else None  # in the others the gates hide padding
-        seen = None if mask is None else functional.pad(mask, (0, ids.shape[1]), value=True)
         positions = first[:, None] + torch.arange(ids.shape[1], device=ids.device)
-        return run(self.model, cache, input_ids=ids, position_ids=positions, attention_mask=seen).logits
+        gated = as_observed(cache, layers)
+        output = run(self.model, gated, input_ids=ids, position_ids=positions, attention_mask=seen)
+        return output.logits.float().log_softmax(dim=-1)
 
 
 def _answer_means(nats: Tensor, batch: Batch) -> Tensor:
@@ -251,10 +230,17 @@ def _answer_means(nats: Tensor, batch: Batch) -> Tensor:
     return (nats * real).sum(dim=1) / real.sum(dim=1).clamp(min=1)
 
 
-def _hard_gates(selected: Tensor) -> Tensor:
-    """Logarithms of the gates of a selection: 0 for the selected entries, very low for the others."""
-    gates = torch.zeros_like(selected, dtype=torch.float32)
-    return gates.masked_fill_(~selected, torch.finfo(torch.float32).min)
+def selected(importance: Sequence[Tensor], weights: Tensor, budget: int, floor: float) -> list[Tensor]:
+    """For each layer, the entries [B, K, N] bool that an eviction keeps; importance [B, K, N], weights [L, K]."""
+    real = np.array([(~torch.isneginf(each)).sum(dim=-1).tolist() for each in importance])
+    allocate = Global(floor, tuple(map(tuple, weights.tolist())))
+    layers = [*importance]
+    return select_top(layers, allocate(HeadSizes.of(real, 0), [budget] * real.shape[1], layers))
+
+
+def _hard_gates(kept: Tensor) -> Tensor:
+    """Logarithms of the gates of a selection: 0 for the entries that are kept, very low for the others."""
+    return torch.zeros_like(kept, dtype=torch.float32).masked_fill_(~kept, torch.finfo(torch.float32).min)
 
 
 def soft_gates(importance: Tensor, log_weights: Tensor, budget: int, floor: float, temperature: float) -> Tensor:
@@ -270,11 +256,14 @@ def soft_gates(importance: Tensor, log_weights: Tensor, budget: int, floor: floa
         log_weights: [L, K] float32, logarithms of the weights of heads.
         budget: Entries per layer and KV head on average.
         floor: See `Global`.
-        temperature: In nats; towards 0 the selection becomes hard.
+        temperature: In nats; towards 0 the selection becomes hard. Below `SHARPEST` it is: the gates, without
+            gradients, are those of the very entries that an eviction keeps, of equal ones too.
 
     Returns:
         [L, B, K, N] float32.
     """
+    if temperature < SHARPEST:
+        return _hard_gates(torch.stack(selected([*importance], log_weights.detach().exp(), budget, floor)))
     real = ~torch.isneginf(importance)
     least, tiny = torch.finfo(importance.dtype).min, torch.finfo(importance.dtype).tiny
     scores = importance.clamp(min=tiny).log() + log_weights[:, None, :, None]

@@ -95,11 +95,11 @@ class Fidelity:
 def measure_fidelity(
     compared: Callable[[Batch], Iterable[Importances]], batches: Iterable[dict[str, Any]], kv_heads: int, budget: int
 ) -> list[Fidelity]:
-    """The fidelity of each of several predictions; the processes divide the batches among themselves.
+    """The fidelity of each of several predictions; see `Objective.measure`.
 
     Args:
         compared: Target and predicted importance of a batch for every prediction.
-        batches: Made by `keepsight.train.dataset.collate`; the same on every process.
+        batches: Held-out ones.
         kv_heads: Number of KV heads.
         budget: KV entries per head at which recall is measured; a prompt no longer than that has recall 1.
     """

@@ -169,7 +169,7 @@ class ImportanceObjective(ReplayedObjective):
                 "earlier cut; use train.cuts=1"
             )
         self.lookahead, self.far, self.checkpoints, self._cuts = lookahead, far, checkpoints, cuts
-        lookahead.model.requires_grad_(False)
+        lookahead.model.requires_grad_(False).eval()
         self._weights = weights_per_token(lookahead.model)
 
     @property

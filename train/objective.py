@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import override
+from transformers import PreTrainedModel
+from typing_extensions import Self, override
 
 from keepsight.train.dataset import Batch
 from keepsight.train.replay import ReplayBuffer, TeacherOutputs
@@ -133,6 +134,15 @@ class ReplayedObjective(Objective):
     buffer: ReplayBuffer | None = None
 
     @override
+    def train(self, mode: bool = True) -> Self:
+        """As in torch, but base models stay in evaluation mode: gradient checkpointing left on would drop the cache."""
+        super().train(mode)
+        for each in self.modules():
+            if isinstance(each, PreTrainedModel):
+                each.eval()
+        return self
+
+    @override
     def loss(self, batch: Batch) -> Tensor:
         return self.loss_of(self.teacher_outputs(batch), batch)
 
@@ -146,9 +156,9 @@ class ReplayedObjective(Objective):
 
     def teacher_outputs(self, batch: Batch) -> TeacherOutputs:
         """The teacher outputs of a batch: those that were kept, where they are."""
-        return (
-            self.run_teacher(batch) if self.buffer is None else self.buffer.take(batch, lambda: self.run_teacher(batch))
-        )
+        if self.buffer is None:
+            return self.run_teacher(batch)
+        return self.buffer.take(batch, lambda: self.run_teacher(batch))
 
     def token_bytes(self, batch: Batch) -> float:
         """Bytes of kept teacher outputs per token, measured on a batch of one sample."""
@@ -157,5 +167,4 @@ class ReplayedObjective(Objective):
 
     def kept_tokens(self, batch: Batch) -> int:
         """Number of tokens of a batch that its teacher outputs cover, padding included."""
-        ids, _ = batch.joined()
-        return ids.numel()
+        return batch.prompt_ids.numel() + batch.answer_ids.numel()

@@ -87,8 +87,8 @@ def plan_step(
         dtype: The base model's dtype.
         settings: The module's shape.
         far: See `ImportanceObjective`.
-        checkpoints: See `ImportanceObjective`.
-        cuts: See `ImportanceObjective`.
+        checkpoints: The same.
+        cuts: The same.
         tokens: Prompt length in tokens.
         answer: Answer length in tokens.
         quantize: `nf4` or `int8`: how the linear layers are stored; None for the dtype.
@@ -155,11 +155,7 @@ def _fake_tensors() -> Iterator[None]:
 
 
 class _LiveBytes(TorchDispatchMode):
-    """Counts the storages that operations within the block have made and that something still refers to.
-
-    Attributes:
-        now: Bytes of these.
-    """
+    """Counts the bytes, `now`, of the storages made within the block that something still refers to."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,19 +175,13 @@ class _LiveBytes(TorchDispatchMode):
             tensor.untyped_storage()._cdata for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)
         }
         output = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(output):
-            if isinstance(tensor, Tensor):
-                self._note(tensor.untyped_storage(), known)
+        for storage in (each.untyped_storage() for each in tree_leaves(output) if isinstance(each, Tensor)):
+            if (key := storage._cdata) not in self._alive and key not in known:  # no view, nor changed in place
+                self._alive[key] = storage.nbytes()
+                self.now += self._alive[key]
+                self._most = max(self._most, self.now)
+                weakref.finalize(storage, self._forget, key)
         return output
-
-    def _note(self, storage: torch.UntypedStorage, known: set[int]) -> None:
-        key = storage._cdata
-        if key in self._alive or key in known:  # a view, or changed in place
-            return
-        self._alive[key] = storage.nbytes()
-        self.now += self._alive[key]
-        self._most = max(self._most, self.now)
-        weakref.finalize(storage, self._forget, key)
 
     def _forget(self, key: int) -> None:
         self.now -= self._alive.pop(key)

@@ -1,4 +1,4 @@
-"""Training curves."""
+"""Training curves: a figure for each kind of training, drawn from its log."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,10 +16,13 @@ LINES = ("o-", "s--", "^:")
 """Past the first lines, colours repeat in another style."""
 SMOOTHING = 0.95
 """Weight of the past in the running mean of the loss."""
-
 _FIDELITY = {"kl": "KL divergence (nats)", "recall": "recall at the budget", "tau": "Kendall's tau"}
+_LOSS = "Training loss, and KL divergence of held-out samples (nats)"
+
 Log = Sequence[Mapping[str, Any]]
 """Rows of a trainer's log, each with `step`, in the order of the steps; values that are not finite are not drawn."""
+Curve = tuple[str, str, str, str]
+"""The key of a number in the log, its label, colour and line style."""
 
 
 def series(log: Log, key: str) -> tuple[list[int], list[float]]:
@@ -38,34 +41,10 @@ def running_mean(values: Sequence[float], weight: float = SMOOTHING) -> list[flo
     return means
 
 
-def draw_loss(panel: Axes, log: Log) -> None:
-    """The logged training losses, faint, and their running mean."""
-    steps, losses = series(log, "loss")
-    panel.plot(steps, losses, color=BLUE, linewidth=0.8, alpha=0.3)
-    draw_line(panel, steps, running_mean(losses), "training (running mean)", BLUE, "-")
-
-
-def draw_ends(panel: Axes, log: Log, key: str, start: int) -> None:
-    """The lists under `key` at the first and the last measurement; their places count from `start`."""
-    rows = [row for row in log if key in row]
-    ends = {rows[0]["step"]: (rows[0], GREY, "o:"), rows[-1]["step"]: (rows[-1], BLUE, "o-")} if rows else {}
-    for step, (row, colour, line) in ends.items():
-        draw_line(panel, range(start, start + len(row[key])), row[key], f"step {step}", colour, line)
-
-
 def draw_line(panel: Axes, places: Sequence[int], values: Sequence[float], label: str, colour: str, line: str) -> None:
     """A labelled line through the values; none when there is nothing to draw."""
     if values:
         panel.plot(places, values, line, color=colour, linewidth=1.6, markersize=4, label=label)
-
-
-def log_scale(panel: Axes, values: Sequence[float]) -> None:
-    """A logarithmic vertical axis with readable ticks, if all values are above zero."""
-    if values and min(values) > 0:
-        panel.set_yscale("log")
-        panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        panel.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        panel.yaxis.set_minor_formatter(NullFormatter())
 
 
 def tidy(panel: Axes, title: str, axis: str = "step") -> None:
@@ -84,40 +63,56 @@ def tidy(panel: Axes, title: str, axis: str = "step") -> None:
         panel.text(0.5, 0.5, "nothing logged", transform=panel.transAxes, ha="center", va="center", color=GREY)
 
 
-def _draw_loss_and_kl(panel: Axes, log: Log) -> None:
-    draw_loss(panel, log)
-    draw_line(panel, *series(log, "eval_kl"), "held-out KL", VERMILLION, "s-")
-    log_scale(panel, series(log, "loss")[1] + series(log, "eval_kl")[1])
-    tidy(panel, "Training loss, and KL divergence of held-out samples (nats)")
+def _curves(panel: Axes, log: Log, title: str, *curves: Curve) -> None:
+    """Numbers over steps."""
+    for key, *look in curves:
+        draw_line(panel, *series(log, key), *look)
+    tidy(panel, title)
+
+
+def _loss(panel: Axes, log: Log, title: str, *curves: Curve, scaled: bool = True) -> None:
+    """The logged training losses, faint, and their running mean, beside other numbers; logarithmic if `scaled`."""
+    steps, losses = series(log, "loss")
+    panel.plot(steps, losses, color=BLUE, linewidth=0.8, alpha=0.3)
+    draw_line(panel, steps, running_mean(losses), "training (running mean)", BLUE, "-")
+    if scaled:
+        _log_scale(panel, losses + [value for key, *_ in curves for value in series(log, key)[1]])
+    _curves(panel, log, title, *curves)
+
+
+def _ends(panel: Axes, log: Log, key: str, title: str, axis: str, start: int = 0) -> None:
+    """The lists under `key` at the first and the last measurement; their places count from `start`."""
+    rows = [row for row in log if key in row]
+    ends = {rows[0]["step"]: (rows[0], GREY, "o:"), rows[-1]["step"]: (rows[-1], BLUE, "o-")} if rows else {}
+    for step, (row, colour, line) in ends.items():
+        draw_line(panel, range(start, start + len(row[key])), row[key], f"step {step}", colour, line)
+    tidy(panel, title, axis)
+
+
+def _log_scale(panel: Axes, values: Sequence[float]) -> None:
+    """A logarithmic vertical axis with readable ticks, if all values are above zero."""
+    if values and min(values) > 0:
+        panel.set_yscale("log")
+        panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        panel.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        panel.yaxis.set_minor_formatter(NullFormatter())
 
 
 def lookahead_figure(log: Log) -> Figure:
-    """Five panels: KL and ranking over steps; KL, recall and tau by layer at the first and the last measurement.
-
-    Args:
-        log: Rows with `step` and any of `loss`, `eval_kl`, `eval_recall`, `eval_tau` (floats; KL in nats, the others
-            1 at best) and `eval_kl_by_layer`, `eval_recall_by_layer`, `eval_tau_by_layer` (a float for each layer).
-    """
+    """Five panels: KL and ranking over steps; KL, recall and tau by layer at the first and the last measurement."""
     figure = Figure(figsize=(10.5, 6.2), layout="constrained")
     panels = figure.subplot_mosaic("LLLPPP;kkrrtt")
-    _draw_loss_and_kl(panels["L"], log)
-    ranks = panels["P"]
-    draw_line(ranks, *series(log, "eval_recall"), "recall at the budget", BLUE, "o-")
-    draw_line(ranks, *series(log, "eval_tau"), "Kendall's tau", GREEN, "^-")
-    ranks.set_ylim(top=1.0)
-    tidy(ranks, "Predicted against true importance, held-out")
+    _loss(panels["L"], log, _LOSS, ("eval_kl", "held-out KL", VERMILLION, "s-"))
+    ranks = ("eval_recall", "recall at the budget", BLUE, "o-"), ("eval_tau", "Kendall's tau", GREEN, "^-")
+    _curves(panels["P"], log, "Predicted against true importance, held-out", *ranks)
+    panels["P"].set_ylim(top=1.0)
     for name, label in _FIDELITY.items():
-        draw_ends(panels[name[0]], log, f"eval_{name}_by_layer", 0)
-        tidy(panels[name[0]], f"{label}, by layer", "layer")
+        _ends(panels[name[0]], log, f"eval_{name}_by_layer", f"{label}, by layer", "layer")
     return figure
 
 
 def ablation_figure(logs: Mapping[str, Log]) -> Figure:
-    """Held-out KL, recall and tau over steps, a line for each cell.
-
-    Args:
-        logs: For each cell by name, rows as for `lookahead_figure`.
-    """
+    """Held-out KL, recall and tau over steps, a line for each cell."""
     figure = Figure(figsize=(12, 3.6), layout="constrained")
     panels = figure.subplots(1, len(_FIDELITY))
     for panel, (name, label) in zip(panels, _FIDELITY.items(), strict=True):
@@ -125,23 +120,15 @@ def ablation_figure(logs: Mapping[str, Log]) -> Figure:
             colour, line = CYCLE[place % len(CYCLE)], LINES[place // len(CYCLE) % len(LINES)]
             draw_line(panel, *series(log, f"eval_{name}"), cell, colour, line)
         tidy(panel, f"Held-out {label}")
-    log_scale(panels[0], [value for log in logs.values() for value in series(log, "eval_kl")[1]])
+    _log_scale(panels[0], [value for log in logs.values() for value in series(log, "eval_kl")[1]])
     return figure
 
 
 def eviction_figure(log: Log, weights: Tensor, budgets: Sequence[int]) -> Figure:
-    """Three panels: the loss and held-out excess NLL over steps, a line for each budget, and the weight of each head.
-
-    Args:
-        log: Rows with `step` and any of `loss` and `eval_excess_nll_at_BUDGET` in nats.
-        weights: [L, K].
-        budgets: Entries per layer and KV head.
-    """
+    """Three panels: the loss, held-out excess NLL at each budget, and the weight of each head, from [L, K]."""
     figure = Figure(figsize=(13, 3.6), layout="constrained")
     losses, curves, heads = figure.subplots(1, 3)
-    draw_loss(losses, log)
-    log_scale(losses, series(log, "loss")[1])
-    tidy(losses, "Training loss: KL divergence of the answers (nats)")
+    _loss(losses, log, "Training loss: KL divergence of the answers (nats)")
     for place, budget in enumerate(budgets):
         line = series(log, f"eval_excess_nll_at_{budget}")
         draw_line(curves, *line, f"{budget} entries", CYCLE[place % len(CYCLE)], LINES[0])
@@ -158,42 +145,28 @@ def eviction_figure(log: Log, weights: Tensor, budgets: Sequence[int]) -> Figure
 
 
 def draft_head_figure(log: Log) -> Figure:
-    """Five panels: loss, KL and agreement, accepted length over steps; acceptance and agreement by position.
-
-    Args:
-        log: Rows with `step` and any of `loss`, `eval_kl`, `eval_agreement`, `eval_accepted_length`, and the lists
-            `eval_acceptance_by_position`, `eval_agreement_by_step`.
-    """
+    """Five panels: loss, KL and agreement, accepted length over steps; acceptance and agreement by position."""
     figure = Figure(figsize=(10.5, 6.2), layout="constrained")
     panels = figure.subplot_mosaic("LLKKAA;pppggg")
-    draw_loss(panels["L"], log)
-    tidy(panels["L"], "Loss (nats)")
-    draw_line(panels["K"], *series(log, "eval_kl"), "KL (nats)", VERMILLION, "s-")
-    draw_line(panels["K"], *series(log, "eval_agreement"), "top-1 agreement", GREEN, "^-")
-    tidy(panels["K"], "Held-out answers, mean over a draft")
-    draw_line(panels["A"], *series(log, "eval_accepted_length"), "greedy drafts", BLUE, "o-")
-    tidy(panels["A"], "Accepted tokens of a draft, held-out")
-    draw_ends(panels["p"], log, "eval_acceptance_by_position", 1)
-    tidy(panels["p"], "Accepted, given that all before are", "position in the draft")
-    draw_ends(panels["g"], log, "eval_agreement_by_step", 1)
-    tidy(panels["g"], "Top-1 agreement with the model", "position in the draft")
+    _loss(panels["L"], log, "Loss (nats)", scaled=False)
+    kl, agreement = ("eval_kl", "KL (nats)", VERMILLION, "s-"), ("eval_agreement", "top-1 agreement", GREEN, "^-")
+    _curves(panels["K"], log, "Held-out answers, mean over a draft", kl, agreement)
+    accepted = "eval_accepted_length", "greedy drafts", BLUE, "o-"
+    _curves(panels["A"], log, "Accepted tokens of a draft, held-out", accepted)
+    axis = "position in the draft"
+    _ends(panels["p"], log, "eval_acceptance_by_position", "Accepted, given that all before are", axis, 1)
+    _ends(panels["g"], log, "eval_agreement_by_step", "Top-1 agreement with the model", axis, 1)
     return figure
 
 
 def retrieval_figure(log: Log) -> Figure:
-    """Two panels: the KL divergence and the hit rates over steps.
-
-    Args:
-        log: Rows with `step` and any of `loss`, `eval_kl` (nats), and `eval_hit_B`, `eval_window_hit_B` (shares) for
-            each budget B.
-    """
+    """Two panels over steps: the KL divergence, and the hit rates at each budget."""
     figure = Figure(figsize=(10.5, 3.6), layout="constrained")
     loss, hits = figure.subplots(1, 2)
-    _draw_loss_and_kl(loss, log)
-    budgets = dict.fromkeys(key for row in log for key in row if key.startswith("eval_hit_"))
-    for key, colour in zip(budgets, (BLUE, GREEN, VERMILLION, GREY), strict=False):
-        budget = key.removeprefix("eval_hit_")
-        draw_line(hits, *series(log, key), f"{budget} entries", colour, "o-")
+    _loss(loss, log, _LOSS, ("eval_kl", "held-out KL", VERMILLION, "s-"))
+    budgets = dict.fromkeys(key.rpartition("_")[2] for row in log for key in row if key.startswith("eval_hit_"))
+    for budget, colour in zip(budgets, (BLUE, GREEN, VERMILLION, GREY), strict=False):
+        draw_line(hits, *series(log, f"eval_hit_{budget}"), f"{budget} entries", colour, "o-")
         hits.plot(*series(log, f"eval_window_hit_{budget}"), ":", color=colour)
     tidy(hits, "hit rate, held-out (dotted: first and latest entries)")
     return figure

@@ -7,8 +7,8 @@ what was kept and continues bit for bit.
 """
 
 import random
-import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
 from mmap import mmap
@@ -25,11 +25,15 @@ from transformers.cache_utils import Cache
 from transformers.trainer_pt_utils import get_length_grouped_indices
 from typing_extensions import Self
 
+from keepsight.errors import UserError
+from keepsight.files import one_writer
 from keepsight.runtime.saved import layer_of_tensors, layer_tensors
 from keepsight.runtime.state import empty_cache
 from keepsight.train.dataset import Batch, Use
 from keepsight.train.settings import ReplaySettings, TrainSettings
 
+_MARK = ".keepsight-replay"
+"""An empty file in each folder that a training fills."""
 _ALIGNED = 64
 """Bytes, at multiples of which tensors begin that share a piece of memory."""
 
@@ -111,8 +115,38 @@ def unpack(packed: TeacherOutputs, devices: TeacherOutputs) -> TeacherOutputs:
     return _map(unpacked, packed, devices)
 
 
+@contextmanager
+def _own_folder(folder: Path) -> Iterator[None]:
+    """Within the block, a folder for this process alone, without what a killed training has left; it is then deleted.
+
+    Raises:
+        UserError: the folder holds files that no training wrote, or another process uses it.
+    """
+    mark = folder / _MARK
+    folder.mkdir(parents=True, exist_ok=True)
+    if not mark.exists() and any(folder.iterdir()):
+        raise UserError(f"replay.dir: {folder} holds files that no training wrote; choose another folder")
+    mark.touch()
+
+    def clear() -> None:
+        for path in folder.glob("*.safetensors"):
+            path.unlink()
+
+    with one_writer(folder):
+        clear()
+        try:
+            yield
+        finally:
+            clear()
+            mark.unlink()
+    with suppress(OSError):  # not empty: someone else's files
+        folder.rmdir()
+
+
 class ReplayBuffer:
-    """Keeps packed teacher outputs that are used again, in memory or as files, and drops them after its last use.
+    """Keeps packed teacher outputs that are used again, in memory or, within a `with` block, as files.
+
+    They are dropped after their last use.
 
     Args:
         settings: How they are packed, and where they are kept.
@@ -125,9 +159,7 @@ class ReplayBuffer:
         self._devices = TeacherOutputs()  # of each tensor, alike for all batches
         self._files = 0
         self._folder = Path(settings.dir) / f"process-{process}" if settings.dir else None
-        if self._folder is not None:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            self._delete_files()
+        self._owned = ExitStack()
 
     def bytes_of(self, outputs: TeacherOutputs) -> int:
         """Bytes of packed teacher outputs."""
@@ -156,17 +188,13 @@ class ReplayBuffer:
         return unpack(TeacherOutputs(**tree_unflatten(tensors, spec)), self._devices)
 
     def __enter__(self) -> Self:
+        if self._folder is not None:
+            self._owned.enter_context(_own_folder(self._folder))
         return self
 
     def __exit__(self, *_: object) -> None:
         self._kept.clear()
-        self._delete_files()
-
-    def _delete_files(self) -> None:
-        """Delete what this or a killed run has kept in the folder, and nothing else."""
-        for path in self._folder.iterdir() if self._folder else ():
-            if re.fullmatch(r"\d+\.safetensors", path.name):
-                path.unlink()
+        self._owned.close()
 
     def _keep(self, tensors: list[Tensor]) -> list[Tensor] | Path:
         if self._folder is None:

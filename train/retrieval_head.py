@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from typing_extensions import Self, override
+from typing_extensions import override
 
 from keepsight.models.decoder import decoder_of, full_attention_layers, require_full_attention
 from keepsight.models.distributed import divided
@@ -207,13 +207,7 @@ def far_steps_divergence(importance: Tensor, scores: Tensor, far: Tensor, counte
 
 
 class RetrievalObjective(ReplayedObjective, HeadObjective):
-    """Distils the base model's importance into a retrieval head.
-
-    Args:
-        head: The head in training.
-        model: The base model; frozen.
-        settings: Number of queries, temperature (see `soften`), and the share of the loss on answers.
-    """
+    """Distils the importance of the frozen base model into a retrieval head."""
 
     head: RetrievalHead
     weights_file = "retrieval_head.safetensors"
@@ -223,13 +217,7 @@ class RetrievalObjective(ReplayedObjective, HeadObjective):
         super().__init__()
         require_full_attention(model)
         self.head, self.settings = head, settings
-        self.model = model.requires_grad_(False)
-
-    @override
-    def train(self, mode: bool = True) -> Self:
-        super().train(mode)
-        self.model.eval()
-        return self
+        self.model = model.requires_grad_(False).eval()
 
     @override
     def run_teacher(self, batch: Batch) -> TeacherOutputs:
@@ -268,12 +256,7 @@ MEASURES = ("hit", "window_hit", "mass", "window_mass", "best_mass", "overlap")
 def measure_retrieval_head(
     objective: RetrievalObjective, batches: Iterable[dict[str, Any]], budgets: Sequence[int]
 ) -> dict[str, float]:
-    """Compare a head's selection with the base model's attention; the processes divide the batches among themselves.
-
-    Args:
-        objective: Holds the head and the base model.
-        batches: Made by `keepsight.train.dataset.collate`; the same on every process.
-        budgets: KV entries per head.
+    """Compare a head's selection with the base model's attention at several budgets; see `Objective.measure`.
 
     Returns:
         Means over held-out samples: `eval_kl`, KL(model || head) in nats; `eval_NAME_BUDGET` for the measures of

@@ -1,5 +1,6 @@
 """Settings of every training. Nothing heavy is imported: configurations read this file."""
 
+import math
 import re
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
@@ -13,6 +14,8 @@ from keepsight.files import read_bytes
 PRECISIONS = ("no", "bf16", "fp16")
 TRACKERS = ("tensorboard", "trackio", "wandb")
 LARGEST_BUDGET = 1 << 24
+SHARPEST = 1e-3
+"""The lowest temperature of a soft selection, in nats: gradients of sharper ones are 0 almost everywhere."""
 _MAY_CHANGE = ("checkpoints", "flops", "gradient_checkpointing")
 """Fields that do not decide what is learned: they may differ when a training is resumed."""
 
@@ -54,7 +57,8 @@ class TrainSettings:
         samples_per_step: Samples per optimiser step over all devices, reached by gradient accumulation; 0 for one batch
             of each device.
         learning_rate: Peak learning rate.
-        warmup: Share of the steps in which the learning rate rises to its peak.
+        warmup: Steps in which the learning rate rises to its peak: a whole number of them, so that 1 is one step, or a
+            share of all steps, below 1.
         min_learning_rate: Final learning rate of the cosine schedule, as a share of the peak.
         clip: Maximum gradient norm.
         precision: Mixed precision: `no`, `bf16` or `fp16`.
@@ -78,7 +82,7 @@ class TrainSettings:
     batch_size: Count = 1
     samples_per_step: Annotated[int, Ge(0)] = 0
     learning_rate: Annotated[float, Gt(0), Le(100)] = 1e-3
-    warmup: Share = 0.03
+    warmup: int | float = 0.03
     min_learning_rate: Share = 0.1
     clip: Annotated[float, Gt(0), Le(1e9)] = 1.0
     precision: str = "no"
@@ -97,6 +101,8 @@ class TrainSettings:
     def check(self, key: str) -> None:
         """Raise a UserError for a value that is out of range; `key` names the settings in a recipe."""
         check_ranges(self, key)
+        if not 0 <= self.warmup < (1 if isinstance(self.warmup, float) else math.inf):
+            raise UserError(f"{key}.warmup={self.warmup} must be a whole number of steps, or a share of them below 1")
         check_choice(f"{key}.precision", self.precision, PRECISIONS)
         for tracker in self.report_to:
             if tracker not in TRACKERS:
@@ -235,7 +241,7 @@ class FinetuneSettings:
     budgets: Annotated[list[Annotated[int, Ge(1), Le(LARGEST_BUDGET)]], MinLen(1)] = field(
         default_factory=lambda: [64, 128, 256]
     )
-    temperature: Positive = 0.5
+    temperature: Annotated[float, Ge(SHARPEST), Le(1e6)] = 0.5
     head_weights_rate: Annotated[float, Gt(0), Le(100)] | None = None
     train: TrainSettings = field(
         default_factory=lambda: TrainSettings(

@@ -1,7 +1,6 @@
 """What experiment trackers get beside the loss: tokens per second, model FLOPs utilisation, memory, values by layer.
 
-transformers' own counters do not fit: its tokens are those of one input and its time has measuring and saving in it
-(`include_num_input_tokens_seen`), and its memory metrics come once, at the end.
+transformers' own counters see one input alone, and the time of measuring and saving too.
 """
 
 import re
@@ -43,16 +42,12 @@ class Throughput(TrainerCallback):
     """Adds to each logged loss what the steps since the one before took, all processes together.
 
     - `tokens_per_second`: tokens of prompts and answers, without padding and in each replay anew, in the time of the
-      steps alone: neither measuring nor saving is in it.
-    - `mfu`, model FLOPs utilisation: the operations that the steps are made of, without what is computed twice to save
-      memory, as a share of all devices' peak. Missing where the peak is not known, or `Objective.flops`.
+      steps alone.
+    - `mfu`, model FLOPs utilisation: the operations of the steps, without what is recomputed to save memory, as a share
+      of all devices' peak. Missing where the peak is not known, or `Objective.flops`.
     - `peak_memory_gib`: the most that a process has held so far of its GPU's memory, or of the CPU's where it has none.
 
     Trackers and the console get them; the training's own log stays the same from run to run.
-
-    Args:
-        objective: What is trained.
-        settings: Its optimisation, with the peak.
     """
 
     def __init__(self, objective: Objective, settings: TrainSettings) -> None:
@@ -117,11 +112,7 @@ def peak_memory() -> int:
 
 
 def log_lists(trainer: Trainer, measured: Mapping[str, Any]) -> None:
-    """Send the lists of a measurement, such as `eval_kl_by_layer`, to trackers, value by value.
-
-    A value's name is that of the list and its place, `eval_kl_by_layer/07`. The console and the training's own log do
-    without them; fidelity.jsonl has them.
-    """
+    """Send the lists of a measurement to trackers, value by value, such as `eval_kl_by_layer/07`."""
     lists = {name: value for name, value in measured.items() if isinstance(value, list)}
     values = {f"{name}/{place:02}": each for name, value in lists.items() for place, each in enumerate(value)}
     for callback in trainer.callback_handler.callbacks:
@@ -130,15 +121,10 @@ def log_lists(trainer: Trainer, measured: Mapping[str, Any]) -> None:
 
 
 def pass_flops(model: PreTrainedModel, weights: float, tokens: int, before: int = 0) -> float:
-    """Operations of a pass: 2 for each weight and token, and 4 for each entry that a channel of a query sees.
+    """Operations of a pass of `tokens` after `before` cached ones; `weights` as of `weights_per_token`.
 
-    Sliding windows and recurrent states, whose share is small where prompts are long, are not counted, nor are logits.
-
-    Args:
-        model: The base model.
-        weights: See `weights_per_token`.
-        tokens: Tokens of the pass, causal among themselves.
-        before: Entries in the cache.
+    2 for each weight and token, and 4 for each entry that a channel of a query sees. Sliding windows and recurrent
+    states, whose share is small where prompts are long, are not counted, nor are logits.
     """
     config = model.config.get_text_config(decoder=True)
     channels = config.num_attention_heads * head_width(config) * len(full_attention_layers(model.config))

@@ -9,6 +9,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -26,13 +27,7 @@ from keepsight.files import append_lines, one_writer, read_bytes, whole_lines, w
 from keepsight.models.artifacts import check_names_and_shapes, read_tensors
 from keepsight.models.decoder import is_spread
 from keepsight.models.distributed import check_builds
-from keepsight.train.checkpoints import (
-    StopOnInterrupt,
-    check_same_settings,
-    check_seal,
-    last_checkpoint,
-    sealing,
-)
+from keepsight.train.checkpoints import StopOnInterrupt, check_same_settings, check_seal, last_checkpoint, sealing
 from keepsight.train.dataset import (
     Batch,
     GroupedByLength,
@@ -43,12 +38,7 @@ from keepsight.train.dataset import (
     prompts_of,
     samples_digest,
 )
-from keepsight.train.distributed import (
-    gather_weights,
-    gathered,
-    leave_to_fsdp,
-    model_is_divided,
-)
+from keepsight.train.distributed import gather_weights, gathered, leave_to_fsdp, model_is_divided
 from keepsight.train.objective import Objective, ReplayedObjective
 from keepsight.train.replay import ReplayBuffer, ReplaySampler
 from keepsight.train.settings import ReplaySettings, TrainSettings
@@ -66,9 +56,9 @@ class TrainingRun:
     Attributes:
         work: Folder for checkpoints, logs and measurements.
         samples: Training and held-out ones.
-        start: What must be the same when the training is resumed, beside its settings, by its name in a recipe.
+        start: What must be the same when the training is resumed, beside its settings, by recipe key.
         replay: How teacher outputs are kept, where the settings' `replays` is above 1.
-        trained: Prompts that the module was trained on in earlier stages; None where that is not known.
+        trained: Prompts of earlier stages; None where they are not known.
     """
 
     work: Path
@@ -90,7 +80,7 @@ class Trained:
         log: Rows with `step` and `loss`, then the measurements: rows with `step`, numbers and lists.
         metrics: Numbers of the latest measurement, by name; empty where nothing was measured.
         held_out: What a card says of the held-out samples.
-        prompts: All prompts that the module was trained on, also in earlier stages; None where that is not known.
+        prompts: All prompts of this and earlier stages; None where those are not known.
     """
 
     settings: TrainSettings
@@ -111,12 +101,9 @@ class Trained:
 class ModuleTrainer(Trainer, Generic[ObjectiveT]):
     """Trains a module, saves it alone, measures it on held-out samples, and stops at a loss that is NaN or infinite.
 
-    Args:
-        objective: The module in training and its base model; kept as an attribute.
-        settings: Optimisation; kept as an attribute.
-        run: Where it is trained, and on what.
-
     Attributes:
+        objective: The module in training and its base model.
+        settings: Its optimisation.
         work: Folder for checkpoints and measurements.
         metrics: Numbers of the latest measurement, by name.
 
@@ -146,14 +133,14 @@ class ModuleTrainer(Trainer, Generic[ObjectiveT]):
         self.objective, self.settings, self.work = objective, settings, run.work
         self.metrics: dict[str, float] = {}
         self._key, self._indices = key, list[int]()  # numbers of the samples in the latest batch
-        self._train_samples, self._held_out_samples = train, held_out
+        self._train_samples, self._held_out_samples, self._sample_count = train, held_out, len(run.samples)
         self._check_launcher()
         leave_to_fsdp(objective)
         data = {"data.samples": len(run.samples), "data.digest": samples_digest(run.samples)}
         start = {**objective.decisive(), **run.start, **data, "launch.processes": self.args.world_size}
         self._decisive = {f"{key}.{name}": value for name, value in settings.decisive().items()} | start
         self._trained_prompts = None if run.trained is None else run.trained | prompts_of(train.samples)
-        self._sample_count, (self._held_out, is_new) = len(run.samples), held_out_text(held_out.samples, run.trained)
+        self._held_out, is_new = held_out_text(held_out.samples, run.trained)
         if not is_new and self.is_world_process_zero():
             logger.warning("held-out samples: %s, so that their fidelity may flatter the module", self._held_out)
         self.callback_handler.callbacks.insert(0, Throughput(objective, settings))  # before what sends the logs
@@ -242,7 +229,11 @@ class ModuleTrainer(Trainer, Generic[ObjectiveT]):
         print(f"resuming from {checkpoint}")
         state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
         if state.global_step < state.max_steps:
-            self.train(resume_from_checkpoint=str(checkpoint))
+            try:
+                self.train(resume_from_checkpoint=str(checkpoint))
+            except UnpicklingError as error:  # all are read with `weights_only`
+                said = str(error).partition("\n")[0][:200]
+                raise UserError(f"{checkpoint}: a file does not load safely ({said}); delete this folder") from None
         else:  # the Trainer would take one more step
             self._load_from_checkpoint(str(checkpoint))
             self.state = state
@@ -346,7 +337,7 @@ class ModuleTrainer(Trainer, Generic[ObjectiveT]):
     @override
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         checkpoint = self.work / f"checkpoint-{self.state.global_step}"
-        with sealing(checkpoint, self.settings.checkpoints) if self.is_world_process_zero() else nullcontext():
+        with sealing(checkpoint, self.settings.checkpoints, self.is_world_process_zero()):
             self.accelerator.wait_for_everyone()
             super()._save_checkpoint(model, trial)
             if self.is_world_process_zero():
@@ -398,7 +389,7 @@ def training_arguments(settings: TrainSettings, work: Path, key: str = "train") 
         weight_decay=0.0,
         lr_scheduler_type="cosine_with_min_lr",
         lr_scheduler_kwargs={"min_lr_rate": settings.min_learning_rate},
-        warmup_steps=min(settings.warmup, math.nextafter(1, 0)),  # the Trainer reads 1.0 as one step
+        warmup_steps=settings.warmup,
         max_grad_norm=settings.clip,
         bf16=settings.precision == "bf16",
         fp16=settings.precision == "fp16",

@@ -278,9 +278,9 @@ class Finetune(Training):
     to the whole prompt is stored for gradients: max_prompt_tokens= bounds the memory. With finetune.freeze_module=true
     only the weights of heads learn, in minutes.
 
-    The heads of all layers of the adapter must share one budget (lookahead.floor=0.2 lookahead.sharing=model). Its
-    shape stays, and its model card gets a section. A training that was stopped resumes from its last checkpoint when
-    the same command is run again.
+    Any adapter can be trained further. Where the heads of its layers do not share one budget yet, they do afterwards
+    (lookahead.floor=0.2 lookahead.sharing=model in its settings). Its shape stays, and its model card gets a section.
+    A training that was stopped resumes from its last checkpoint when the same command is run again.
 
     Attributes:
         adapter: The lookahead adapter to start from: a folder, a Hub id, or shipped:NAME.
@@ -600,7 +600,7 @@ class PlanTrain(UsesModel):
 
     Attributes:
         tokens: Longest prompt in tokens.
-        answer: Longest answer in tokens.
+        answer: Longest answer in tokens, at most 16384: a plan takes time for each of them.
         gpus: Number of GPUs.
         gpu: Memory of each: 80GB, 80GiB or a number of bytes.
         shard: Whether the model is sharded over the GPUs by ZeRO-3; for FSDP2 give model.device_map=fsdp2.
@@ -612,7 +612,7 @@ class PlanTrain(UsesModel):
     """
 
     tokens: PositiveInt = 16384
-    answer: PositiveInt = 512
+    answer: Annotated[PositiveInt, Field(le=1 << 14)] = 512
     gpus: PositiveInt = 1
     gpu: str = "80GB"
     shard: bool = False

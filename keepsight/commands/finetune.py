@@ -12,6 +12,7 @@ from keepsight.commands.from_recipe import training_target
 from keepsight.commands.training import check_paths, metrics_text, read_samples, require_finished, run_of
 from keepsight.errors import UserError
 from keepsight.models.card import FINETUNING, HEAD_WEIGHTS, with_eviction
+from keepsight.models.distributed import launched
 from keepsight.models.lookahead import CONFIG, LookaheadAdapter
 from keepsight.models.targets import keep_gradients
 from keepsight.runtime.allocate import Global
@@ -45,20 +46,26 @@ def run(config: Config) -> None:
 def _start(config: Config) -> tuple[LookaheadAdapter, LookaheadKV, Global]:
     """The adapter that the training starts from, the method with it, of any budget, and its allocation.
 
+    How an adapter is used to select entries is no condition: from here on its heads share one budget.
+
     Raises:
-        UserError: none is named, its heads do not share one budget, or `out` is its folder.
+        UserError: none is named, or `out` is its folder.
     """
     if config.adapter is None:
         raise UserError("adapter= is required: the lookahead adapter to start from")
     artifact = LookaheadAdapter.from_pretrained(config.adapter)
     if Path(config.out).resolve() == artifact.folder.resolve():
         raise UserError(f"out={config.out} is the folder of the adapter that the training starts from; choose another")
+    if (settings := artifact.settings).sharing != "model":
+        floor = Global.floor if settings.floor is None else settings.floor
+        artifact = replace(artifact, settings=replace(settings, floor=floor, sharing="model"))
+        if launched().is_main_process:
+            print(
+                f"adapter={config.adapter}: from now on the heads of all its layers share one budget "
+                f"(lookahead.floor={floor} lookahead.sharing=model)"
+            )
     parts = parts_of(artifact)
-    if not isinstance(allocate := parts.pop("allocate"), Global):
-        raise UserError(
-            f"adapter={config.adapter}: the heads of all its layers do not share one budget, which this training "
-            "needs; train it with lookahead.floor=0.2 lookahead.sharing=model"
-        )
+    allocate = parts.pop("allocate")
     return artifact, LookaheadKV(1, **parts), allocate
 
 

@@ -1,6 +1,7 @@
 """`keepsight finetune` as a user types it: an adapter whose tensors and weights have learned, and bad input."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from keepsight import LookaheadKV
 from keepsight.files import read_json, write_json
 from keepsight.models.lookahead import ADAPTER, CONFIG, TOKENS, LookaheadAdapter
 from keepsight.models.targets import load_target
+from keepsight.runtime.allocate import Global
 from keepsight.runtime.state import prefill
 from tests.commands.commands import CommandLine
 from tests.commands.test_head_weights_command import GIVEN as WEIGHTS
@@ -82,8 +84,23 @@ def test_bad_input_is_one_line(keepsight: CommandLine, adapter: Path) -> None:  
         said = keepsight.fails(*GIVEN, f"finetune.{wrong}")
         assert said.startswith(f"finetune.{wrong.partition('=')[0]}=") and " must " in said, said
     assert "out=adapter is the folder of the adapter" in keepsight.fails(*GIVEN, "out=adapter")
-    config = read_json(adapter / CONFIG)
-    write_json(adapter / CONFIG, config | {"settings": config["settings"] | {"sharing": "layer"}})
-    said = keepsight.fails(*GIVEN)
-    assert "do not share one budget" in said and "lookahead.sharing=model" in said
     assert not Path("finetuned").exists() or not any(Path("finetuned").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("before", "floor"), [({"floor": None, "sharing": "layer", "kernel": 7}, 0.2), ({"sharing": "layer"}, 0.25)]
+)
+def test_an_adapter_of_any_selection_is_trained_and_shares_afterwards(
+    keepsight: CommandLine,
+    adapter: Path,  # noqa: F811
+    before: dict[str, Any],
+    floor: float,
+) -> None:
+    config = read_json(adapter / CONFIG)
+    write_json(adapter / CONFIG, config | {"settings": config["settings"] | before})
+    said = keepsight(*GIVEN, *TUNE)
+    assert f"share one budget (lookahead.floor={floor} lookahead.sharing=model)" in said
+    settings = LookaheadAdapter.load(Path("finetuned")).settings
+    assert vars(settings) == config["settings"] | before | {"floor": floor, "sharing": "model"}
+    method = LookaheadKV.from_pretrained("finetuned", budget=8)
+    assert isinstance(method.allocate, Global) and method.allocate.weights is not None

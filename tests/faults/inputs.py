@@ -15,7 +15,7 @@ _INSPECT = f"inspect {' '.join(TINY)} prompt=@text.txt budget=40 method=snapkv o
 
 KNOWN = (
     *(f"{_TRAIN} train.{each}" for each in (
-        "learning_rate=-1", "learning_rate=nan", "learning_rate=inf", "warmup=-1", "warmup=2", "seed=-1",
+        "learning_rate=-1", "learning_rate=nan", "learning_rate=inf", "warmup=-1", "warmup=2.0", "seed=-1",
         "seed=4294967296", "report_to=[nope]", "report_to=nope", "steps=-1", "epochs=0", "epochs=nan", "batch_size=0",
         "accumulation=0", "clip=0", "clip=nan", "precision=fp8", "held_out=-1", "held_out=99", "measure_every=0",
         "save_every=0", "budget=0", "replays=0", "far=2", "cuts=-1", "cuts=0", "cuts=65", "min_learning_rate=-1",

@@ -1,4 +1,4 @@
-"""`train_draft_head.py` with four texts in a file of features; each process prints how many texts the target read."""
+"""`train_draft_head.py` with four texts in a file of features; each process prints how many texts it read."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""How far the logits of a target that FSDP2 divided over the processes are from those of a whole one."""
+"""How far the logits of a base model that FSDP2 divided over the processes are from those of a whole one."""
 
 import sys
 

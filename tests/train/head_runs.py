@@ -16,7 +16,7 @@ from tests.train.runs import settings as train_settings
 
 
 def deep_model(family: str = "llama", **changes: Any) -> Any:
-    """A tiny target with layers enough for three taps."""
+    """A tiny model with layers enough for three taps."""
     return tiny_model(family, num_hidden_layers=7, **changes)
 
 
@@ -27,7 +27,7 @@ def head_settings(**changes: Any) -> DraftHeadSettings:
 
 
 def head_objective(family: str = "llama", settings: DraftHeadSettings | None = None) -> DraftHeadObjective:
-    """A new head on a tiny target; the same one for the same arguments."""
+    """A new head on a tiny model; the same one for the same arguments."""
     model, settings = deep_model(family), settings or head_settings()
     torch.manual_seed(0)
     head = new_draft_head(model, frequent_tokens(samples(), settings.vocabulary, [2], 128))

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -23,9 +24,14 @@ from keepsight.train.importance import ImportanceObjective
 from keepsight.train.replay import TeacherOutputs
 from keepsight.train.settings import LookaheadTrainSettings, TrainSettings
 from keepsight.train.trainer import ModuleTrainer, TrainingRun
+from tests.families import FAMILIES
 from tests.tiny import tiny_model
 
 SHAPE = LookaheadSettings(tokens=4, rank=2, alpha=8)
+VARIED = ("DeepSeek-V3", "Gemma 2", "Gemma 3 (text)", "GPT-OSS", "Llama 4 (text)", "Phi-3, Phi-4", "Qwen3-Next")
+"""What families differ in: latents, soft caps, windows, sinks, experts, chunks, joint projections, recurrent states."""
+GRID = [each if each in VARIED else pytest.param(each, marks=pytest.mark.slow) for each in sorted(FAMILIES)]
+GRID.remove(next(each for each in GRID if "window" in str(each)))
 LENGTHS = [(24, 6), (17, 3), (31, 8), (12, 5), (28, 2), (20, 7), (15, 4)]
 
 
@@ -53,13 +59,28 @@ def samples(count: int = 14) -> list[TrainingSample]:
     return [TrainingSample(3 * number, "test", ids(n), ids(t), "", "") for number, (n, t) in enumerate(lengths)]
 
 
+def sized(*lengths: tuple[int, int]) -> list[TrainingSample]:
+    """Random samples of (prompt, answer) tokens."""
+    generator = torch.Generator().manual_seed(3)
+
+    def ids(count: int) -> list[int]:
+        return torch.randint(3, 128, (count,), generator=generator).tolist()
+
+    return [TrainingSample(place, "test", ids(n), ids(t), "", "") for place, (n, t) in enumerate(lengths)]
+
+
+def batch_of(rows: list[TrainingSample]) -> dict[str, Any]:
+    """The samples as the fields of one batch, without their numbers."""
+    return collated(SampleDataset(rows)) | {"indices": ()}
+
+
 def numbered(rows: list[TrainingSample]) -> list[TrainingSample]:
     """The samples with indices without gaps, as a data folder has them."""
     return [replace(row, index=number) for number, row in enumerate(rows)]
 
 
 def write_data(folder: Path, target: Target) -> None:
-    """A finished data folder of 14 samples that the target is said to have answered."""
+    """A finished data folder of 14 samples that the base model is said to have answered."""
     mixture = {"sources": [{"kind": "hub_dataset", "id": "ada/books", "license": "odc-by", "text": "text"}]}
     made = DataSettings(target.name, target.version, target.template_digest, mixture, 0, 14, 5, 8)
     writer, every = ShardWriter(folder, made), numbered(samples())

@@ -1,4 +1,4 @@
-"""Modules side by side: each learns what it would learn alone, on readings that are made once for all."""
+"""Modules side by side: each learns what it would learn alone, on teacher outputs that are made once for all."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,9 +12,8 @@ from torch import nn
 from keepsight.errors import UserError
 from keepsight.models.lookahead import Lookahead
 from keepsight.train.ablation import AblationTrainer, Cell, SideBySide
-from keepsight.train.dataset import Batch, SampleDataset
+from keepsight.train.dataset import SampleDataset
 from keepsight.train.importance import ImportanceObjective
-from keepsight.train.replay import TeacherOutputs
 from keepsight.train.settings import LookaheadTrainSettings
 from keepsight.train.trainer import ModuleTrainer, TrainingRun
 from tests.tiny import tiny_model
@@ -88,24 +87,6 @@ def _at_batch(number: int, objective: SideBySide, action: Callable[[], None]) ->
         return forward(**values)
 
     objective.forward = counted  # type: ignore[method-assign]
-
-
-def test_the_target_reads_each_sample_once_for_all_cells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    reads: list[list[int]] = []
-    read = ImportanceObjective.run_teacher
-
-    def counted(self: ImportanceObjective, batch: Batch) -> TeacherOutputs:
-        reads.append([*batch.indices])
-        return read(self, batch)
-
-    monkeypatch.setattr(ImportanceObjective, "run_teacher", counted)
-    trainer = ablation(tmp_path, steps=0, epochs=1.0, replays=3, measure_every=100)
-    assert trainer.fit()
-    assert trainer.state.global_step == 18
-    trained_on = sorted(row.index for row in trainer.train_dataset.samples)  # type: ignore[union-attr]
-    (size_of,), *batches = [batch for batch in reads if {*batch} <= {*trained_on}]
-    assert size_of in trained_on  # one more is read to know how large a reading is
-    assert sorted(index for batch in batches for index in batch) == trained_on
 
 
 def test_what_a_cell_computed_is_freed_before_the_next_begins() -> None:

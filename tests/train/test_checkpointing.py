@@ -15,16 +15,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from keepsight.models.decoder import decoder_of
 from keepsight.models.lookahead_settings import LookaheadSettings
 from keepsight.runtime import observe
-from keepsight.train.ablation import SideBySide
 from keepsight.train.dataset import Batch
 from keepsight.train.importance import ImportanceObjective
-from keepsight.train.plan import plan_step
 from tests.close import assert_close
-from tests.families import FAMILIES, fresh_model
+from tests.families import fresh_model
 from tests.models.modules import random_on
 from tests.tiny import prompt_ids
+from tests.train.runs import GRID, same, samples, settings, tensors, tensors_of, train
 from tests.train.runs import objective as new_objective
-from tests.train.runs import same, samples, settings, side_by_side, tensors, tensors_of, train
 
 SHAPE = LookaheadSettings(tokens=4, rank=2, alpha=8)
 
@@ -39,7 +37,7 @@ def padded() -> Batch:
     return Batch(ids, prompt_ids(5, 5, seed=1)[0], mask.bool())
 
 
-def learned(each: ImportanceObjective | SideBySide, autocast: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
+def learned(each: ImportanceObjective, autocast: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
     """A batch's loss, and the gradients by name."""
     torch.manual_seed(1)  # for dropout
     with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
@@ -48,7 +46,7 @@ def learned(each: ImportanceObjective | SideBySide, autocast: bool = False) -> t
     return loss.detach(), {name: value.grad for name, value in each.named_parameters() if value.grad is not None}
 
 
-@pytest.mark.parametrize("family", sorted({*FAMILIES} - {"Mistral with a window"}))
+@pytest.mark.parametrize("family", GRID)
 def test_the_gradients_are_the_same_in_every_family(family: str) -> None:
     plain, recomputed = (learned(objective(family, checkpoints)) for checkpoints in (False, True))
     assert torch.equal(recomputed[0], plain[0])
@@ -58,25 +56,14 @@ def test_the_gradients_are_the_same_in_every_family(family: str) -> None:
 
 @pytest.mark.parametrize(
     ("shape", "autocast"),
-    [({"dropout": 0.3}, False), ({}, True), ({"tokens": 140}, False), ({"targets": ["none"]}, False)],
-    ids=["dropout", "autocast", "many tokens", "no LoRA"],
+    [({"dropout": 0.3, "tokens": 140}, False), ({"targets": ["none"]}, True)],
+    ids=["dropout, many tokens", "autocast, no LoRA"],
 )
 def test_also_with(shape: dict[str, Any], autocast: bool) -> None:
     given = replace(SHAPE, **shape)
     plain, recomputed = (learned(objective("Llama 3", each, given), autocast) for each in (False, True))
     assert torch.equal(recomputed[0], plain[0])
     assert_close(recomputed[1], plain[1])
-
-
-def test_modules_side_by_side_learn_the_same() -> None:
-    model = fresh_model("Llama 3")
-    sides = [
-        side_by_side([ImportanceObjective(random_on(model, SHAPE, seed), 0.5, checkpoints) for seed in (7, 8)])
-        for checkpoints in (False, True)
-    ]
-    (loss, plain), (again, recomputed) = map(learned, sides)
-    assert torch.equal(again, loss)
-    assert_close(recomputed, plain)
 
 
 def kept_bytes(run: Callable[[], object], known: Iterable[Tensor]) -> int:
@@ -102,16 +89,13 @@ def test_no_layers_attention_is_kept() -> None:
     bytes_of = {}
     for checkpoints in (False, True):
         each = objective("Llama 3", checkpoints)
-        reading = each.run_teacher(batch)
-        known = [*each.parameters(), *tensors_of(reading)]
-        bytes_of[checkpoints] = kept_bytes(partial(each.compared, reading, batch), known)
+        outputs = each.run_teacher(batch)
+        known = [*each.parameters(), *tensors_of(outputs)]
+        bytes_of[checkpoints] = kept_bytes(partial(each.compared, outputs, batch), known)
     assert bytes_of[True] < 0.2 * bytes_of[False], bytes_of
 
 
-@pytest.mark.parametrize(
-    ("family", "checkpoints"),
-    [*((each, False) for each in sorted({*FAMILIES} - {"Mistral with a window"})), ("Llama 3", True)],
-)
+@pytest.mark.parametrize(("family", "checkpoints"), [("GPT-OSS", False), ("DeepSeek-V3", False), ("Llama 3", True)])
 def test_large_attention_weights_alone_may_be_computed_again(
     family: str, checkpoints: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,22 +114,10 @@ def test_large_attention_weights_are_not_kept(monkeypatch: pytest.MonkeyPatch) -
     for least in (weights + 1, weights):
         monkeypatch.setattr(observe, "RECOMPUTED", least)
         each = objective("Llama 3", checkpoints=False)
-        reading = each.run_teacher(batch)
-        kept.append(kept_bytes(partial(each.compared, reading, batch), [*each.parameters(), *tensors_of(reading)]))
+        outputs = each.run_teacher(batch)
+        kept.append(kept_bytes(partial(each.compared, outputs, batch), [*each.parameters(), *tensors_of(outputs)]))
     layers = len(decoder_of(each.lookahead.model).layers)
     assert kept[0] - kept[1] >= layers * weights, kept
-
-
-def test_the_peak_of_a_long_prompt_falls() -> None:
-    """By the plan, which counts every tensor of the step: most of all layers' attention in the second pass goes."""
-    config = fresh_model("Llama 3", max_position_embeddings=4096, num_hidden_layers=6).config
-    shape = LookaheadSettings(tokens=32, rank=2)
-    plain, recomputed = (
-        plan_step(config, torch.float32, shape, 0.5, 2000, 50, checkpoints=checkpoints) for checkpoints in (False, True)
-    )
-    above = [plan.second - plan.outputs for plan in (plain, recomputed)]
-    assert above[1] < 0.6 * above[0], above
-    assert recomputed.outputs == plain.outputs
 
 
 @pytest.mark.parametrize("fails", [False, True])

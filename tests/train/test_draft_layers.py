@@ -5,8 +5,8 @@ import json
 import math
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,21 +14,21 @@ from torch import Tensor, nn
 from keepsight.errors import UserError
 from keepsight.models.draft_sources import keep_layers
 from keepsight.train import draft_layers
-from keepsight.train.draft_layers import Subset, Text, closeness, draft_figure, read_answer, relative_time, search
-from tests.tiny import FAMILIES, prompt_ids, tiny_model
+from keepsight.train.draft_layers import Text, closeness, read_answer, search
+from tests.tiny import prompt_ids, tiny_model
 
-DEPTH = 5
+DEPTH = 4
 PROMPTS = [prompt_ids(length, seed=length)[0][0].tolist() for length in (20, 9, 14)]
 LENGTHS = [6, 1, 4]
 
 
-@pytest.fixture(params=FAMILIES)
-def target(request: pytest.FixtureRequest) -> Any:
-    return tiny_model(request.param, num_hidden_layers=DEPTH)
+@pytest.fixture
+def target() -> Any:
+    return tiny_model("qwen3", num_hidden_layers=DEPTH)
 
 
 def answers(target: Any) -> list[list[int]]:
-    """The target's own greedy answers."""
+    """The base model's own greedy answers."""
     found = []
     for prompt, length in zip(PROMPTS, LENGTHS, strict=True):
         ids = list(prompt)
@@ -48,7 +48,7 @@ def next_logits(model: Any, ids: list[int]) -> Tensor:
 
 
 def without(target: Any, layers: list[int]) -> Any:
-    """A copy of the target that skips the other layers."""
+    """A copy of the base model that skips the other layers."""
     model = copy.deepcopy(target)
     model.model.layers = nn.ModuleList(model.model.layers[layer] for layer in layers)
     model.config.num_hidden_layers = len(layers)
@@ -70,31 +70,11 @@ def by_definition(target: Any, draft: Any) -> tuple[float, float, float]:
     return sum(divergences) / len(divergences), sum(right) / len(right), sum(runs) / len(runs)
 
 
-def plant_a_layer_that_does_nothing(target: Any, layer: int) -> None:
-    with torch.no_grad():
-        target.model.layers[layer].self_attn.o_proj.weight.zero_()
-        target.model.layers[layer].mlp.down_proj.weight.zero_()
-
-
-@pytest.mark.parametrize("layers", [[0, 1, 2, 3], [0, 2, 4], [1]])
+@pytest.mark.parametrize("layers", [[0, 2, 3], [1]])
 def test_closeness_by_its_definition(target: Any, layers: list[int]) -> None:
     found = closeness(keep_layers(target, layers), texts(target))
     expected = by_definition(target, without(target, layers))
     assert (found.kl, found.agreement, found.accepted) == pytest.approx(expected, rel=1e-4)
-
-
-def test_the_target_is_its_own_best_draft(target: Any) -> None:
-    found = closeness(target, texts(target))
-    assert found.kl == pytest.approx(0, abs=1e-6)
-    assert (found.agreement, found.accepted) == (1, pytest.approx(sum(LENGTHS) / len(LENGTHS)))
-
-
-@pytest.mark.parametrize("layer", range(DEPTH))
-def test_a_layer_that_does_nothing_goes_first(target: Any, layer: int, tmp_path: Path) -> None:
-    plant_a_layer_that_does_nothing(target, layer)
-    (subset,) = search(target, texts(target), DEPTH - 1, tmp_path / "log.jsonl")
-    assert subset.layers == [each for each in range(DEPTH) if each != layer]
-    assert subset.kl == pytest.approx(0, abs=1e-6) and subset.agreement == 1
 
 
 def test_every_step_takes_out_what_is_missed_least(target: Any, tmp_path: Path) -> None:
@@ -112,30 +92,19 @@ def test_every_step_takes_out_what_is_missed_least(target: Any, tmp_path: Path) 
     assert len(layers) == 1
 
 
-def test_a_stopped_search_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = tiny_model(num_hidden_layers=DEPTH)
+def test_a_stopped_search_goes_on(target: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = search(target, texts(target), 1, tmp_path / "whole.jsonl")
     log = tmp_path / "log.jsonl"
-    assert search(target, texts(target), 3, log) == whole[:2]
+    assert search(target, texts(target), 2, log) == whole[:2]
     log.write_bytes(log.read_bytes()[:-10])  # as a kill may leave it
-    trials: list[int] = []
-    monkeypatch.setattr(draft_layers, "closeness", counted(trials))
+    trials = Mock(wraps=closeness)
+    monkeypatch.setattr(draft_layers, "closeness", trials)
     resumed = search(target, texts(target), 1, log)
     assert [subset.layers for subset in resumed] == [subset.layers for subset in whole]
-    assert len(trials) == 4 + 3 + 2
+    assert trials.call_count == 3 + 2
     assert log.read_text() == (tmp_path / "whole.jsonl").read_text()
     assert search(target, texts(target), 2, log) == whole
-    assert len(trials) == 4 + 3 + 2
-
-
-def counted(calls: list[int]) -> Any:
-    measured = draft_layers.closeness
-
-    def counting(*arguments: Any) -> Any:
-        calls.append(1)
-        return measured(*arguments)
-
-    return counting
+    assert trials.call_count == 3 + 2
 
 
 def test_a_log_of_another_search_is_refused(tmp_path: Path) -> None:
@@ -146,36 +115,3 @@ def test_a_log_of_another_search_is_refused(tmp_path: Path) -> None:
         search(target, texts(target)[:2], 1, log)
     assert log.read_text() == before
     assert [len(json.loads(line).get("layers", [])) for line in before.splitlines()] == [0, 2]
-
-
-def test_draft_and_target_are_timed_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = tiny_model()
-    draft, calls = keep_layers(target, [1]), []
-    clock = iter(range(100))
-    monkeypatch.setattr(draft_layers.time, "perf_counter", lambda: next(clock))
-
-    def noted(model: Any, name: str, ticks: int) -> None:
-        forward = model.forward
-
-        def note(**inputs: Any) -> Any:
-            calls.append((name, inputs["input_ids"].shape[1]))
-            for _ in range(ticks):
-                next(clock)
-            return forward(**inputs)
-
-        monkeypatch.setattr(model, "forward", note)
-
-    noted(draft, "draft", 2)
-    noted(target, "target", 4)
-    assert relative_time(draft, target, PROMPTS[0], tokens=3) == (2 + 1) / (4 + 1)
-    assert calls == [("draft", 20), ("target", 20), *[("draft", 1), ("target", 1)] * 3]
-
-
-def test_the_figure_shows_search_and_held_out() -> None:
-    searched = [Subset(0.1, 0.9, 3.0, [0, 1, 2]), Subset(0.4, 0.6, 1.0, [0, 1]), Subset(2.0, 0.1, 0.0, [0])]
-    (panel,) = draft_figure(searched, [Subset(0.5, 0.5, 1.0, [0, 1])]).axes
-    drawn = {
-        str(line.get_label()): (np.asarray(line.get_xdata()).tolist(), np.asarray(line.get_ydata()).tolist())
-        for line in panel.get_lines()
-    }
-    assert drawn == {"texts of the search": ([3, 2, 1], [0.9, 0.6, 0.1]), "held-out texts": ([2], [0.5])}

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from keepsight.train import draft_ops as module
-from keepsight.train.draft_ops import UnrolledAttention, chunked_loss, merged_attention
+from keepsight.train.draft_ops import chunked_loss, merged_attention
 from tests.close import assert_close
 
 ROWS = [12, 11, 7]
@@ -37,7 +37,7 @@ def plain(steps: list[Tensor], weight: Tensor, teacher: Tensor, weights: list[Te
     return total
 
 
-@pytest.mark.parametrize("rows", [1024, 5, 1])
+@pytest.mark.parametrize("rows", [1024, 5])
 def test_loss_and_gradients_equal_plain_cross_entropy(rows, monkeypatch):
     monkeypatch.setattr(module, "_ROWS", rows)
     given = inputs()
@@ -48,29 +48,6 @@ def test_loss_and_gradients_equal_plain_cross_entropy(rows, monkeypatch):
         torch.autograd.grad(3 * found, learned), torch.autograd.grad(3 * expected, learned), strict=True
     ):
         assert_close(ours, theirs)
-
-
-def test_half_precision_stays_close_and_keeps_the_dtypes():
-    given = inputs(torch.bfloat16)
-    learned = [*given["steps"], given["weight"]]
-    found, expected = chunked_loss(**given), plain(**given)
-    assert found.dtype == torch.float32
-    assert found.item() == pytest.approx(expected.item(), rel=2e-2)
-    gradients = torch.autograd.grad(found, learned)
-    assert [gradient.dtype for gradient in gradients] == [torch.bfloat16] * 3 + [torch.float32]
-    for ours, theirs in zip(gradients, torch.autograd.grad(expected, learned), strict=True):
-        assert (ours.double() - theirs.double()).norm() < 3e-2 * theirs.double().norm()
-
-
-def test_rows_of_no_weight_change_nothing():
-    given = inputs()
-    others = [
-        torch.where((counts == 0)[:, None], 7.0, step.detach())
-        for step, counts in zip(given["steps"], given["weights"], strict=True)
-    ]
-    expected = chunked_loss(**given).item()
-    given["steps"] = others
-    assert chunked_loss(**given).item() == pytest.approx(expected, rel=1e-5)
 
 
 def dense(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
@@ -91,9 +68,9 @@ def drawn(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
     return (2 * torch.randn(*shape, dtype=torch.float64)).to(dtype).requires_grad_()
 
 
-@pytest.mark.parametrize("steps", [1, 2, 4])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (3, 1)])
-@pytest.mark.parametrize("rows", [1, 37])
+@pytest.mark.parametrize(
+    ("steps", "heads", "kv_heads", "rows"), [(1, 4, 4, 37), (2, 6, 2, 37), (4, 3, 1, 37), (4, 6, 2, 1)]
+)
 def test_values_and_gradients_equal_dense_attention(steps, heads, kv_heads, rows):
     torch.manual_seed(steps)
     query = drawn(2, heads, rows, 8)
@@ -125,16 +102,3 @@ def test_lower_precision_stays_close(dtype, tolerance):
         ),
     ]:
         assert (ours.double() - theirs).norm() < tolerance * theirs.norm()
-
-
-def test_steps_that_lose_rows_see_the_rows_they_still_have():
-    """As in training: each step has one row fewer, because the text ends."""
-    torch.manual_seed(1)
-    attend, keys, values = UnrolledAttention(), [], []
-    for step in range(4):
-        rows = 12 - step
-        query, key, value = drawn(1, 4, rows, 8), drawn(1, 2, rows, 8), drawn(1, 2, rows, 8)
-        keys.append(key)
-        values.append(value)
-        expected = dense(query, [each[:, :, :rows] for each in keys], [each[:, :, :rows] for each in values])
-        assert_close(attend(query, key, value), expected.transpose(1, 2))

@@ -11,27 +11,25 @@ from keepsight.errors import UserError
 from keepsight.models.retrieval_head import RetrievalHead
 from keepsight.train import retrieval_head as module
 from keepsight.train.dataset import Batch, SampleDataset, collate
-from keepsight.train.replay import ReplayBuffer, TeacherOutputs
+from keepsight.train.replay import TeacherOutputs
 from keepsight.train.retrieval_head import (
     MEASURES,
     RetrievalObjective,
     Texts,
     at_budget,
-    divergence,
     head_scores,
     left_padded,
     measure_retrieval_head,
     run_teacher,
-    soften,
 )
-from keepsight.train.settings import ReplaySettings, RetrievalHeadSettings
+from keepsight.train.settings import RetrievalHeadSettings
 from tests.close import assert_close
-from tests.families import FAMILIES, family_model, fresh_model
-from tests.models.retrieval_heads import LAYERS, grouped_retrieval_head, target_for, tiny_deepseek, tiny_retrieval_head
+from tests.families import family_model, fresh_model
+from tests.models.retrieval_heads import LAYERS, grouped_retrieval_head, target_for, tiny_retrieval_head
 from tests.runtime.family_methods import kv_heads_of
 from tests.runtime.slow_families import slow_pass
 from tests.tiny import prompt_ids, tiny_model
-from tests.train.runs import samples
+from tests.train.runs import GRID, samples
 
 
 def objective_of(
@@ -73,35 +71,6 @@ def slow_importance(model, ids, kv_heads, which=slice(None)):
     return result
 
 
-MODELS = {
-    "llama": lambda: tiny_model(),
-    "qwen3": lambda: tiny_model("qwen3"),
-    "MHA": lambda: target_for(4),
-    "MQA": lambda: target_for(1),
-    "MLA": tiny_deepseek,
-}
-KV_HEADS = {"llama": 2, "qwen3": 2, "MHA": 4, "MQA": 1, "MLA": 4}
-
-
-@pytest.mark.parametrize("queries", [5, 40, 1000])
-@pytest.mark.parametrize("name", MODELS)
-def test_importance_is_that_of_dense_attention(name, queries):
-    values, ids = batch_of()
-    kv_heads = KV_HEADS[name]
-    read = run_teacher(
-        MODELS[name](), tiny_retrieval_head("none", kv_heads=kv_heads), left_padded(Batch(**values)), queries
-    )
-    (importance,) = read.importance
-    rows, length = importance.shape[2:]
-    assert rows == min(queries, length) and not read.features
-    for row, tokens in enumerate(ids):
-        expected = slow_importance(MODELS[name](), tokens, kv_heads)
-        shown = min(rows, len(tokens))
-        measured = importance[row, :, -shown:, length - len(tokens) :]
-        assert_close(measured, expected[:, -shown:])
-        assert (importance[row, :, -shown:, : length - len(tokens)] == 0).all()
-
-
 def test_importance_of_groups_is_that_of_their_layers():
     values, ids = batch_of()
     read = run_teacher(tiny_model(), grouped_retrieval_head(2, "none"), left_padded(Batch(**values)), 40)
@@ -114,7 +83,7 @@ def test_importance_of_groups_is_that_of_their_layers():
 
 
 def test_the_loss_of_groups_is_the_mean_of_heads_alone():
-    """Each with the target's layers of its group, in a model of as many layers as groups."""
+    """Each with the model's layers of its group, in a model of as many layers as groups."""
     head, model = grouped_retrieval_head(3), tiny_model()
     values, _ = batch_of(1)
     batch = left_padded(Batch(**values))
@@ -168,14 +137,16 @@ def slow_scores(head, model, ids):
     return result
 
 
-@pytest.mark.parametrize("features", ["previous-step", "none"])
-@pytest.mark.parametrize("kv_heads", [4, 2, 1])
-def test_scores_and_loss_are_those_of_loops(kv_heads, features):
+@pytest.mark.parametrize(
+    ("kv_heads", "features", "temperature"), [(4, "none", 2.0), (2, "previous-step", 0.5), (1, "previous-step", 1.0)]
+)
+def test_scores_and_loss_are_those_of_loops(kv_heads, features, temperature):
+    """Softened, weights count to the power of 1 / temperature."""
     model, head = target_for(kv_heads), tiny_retrieval_head(features, kv_heads=kv_heads)
     with torch.no_grad():
         head.q_proj.weight.mul_(0.3)  # weights far from one-hot
     values, ids = batch_of()
-    objective = objective_of(head, model, 6)
+    objective = objective_of(head, model, 6, temperature)
     batch = left_padded(Batch(**values))
     scores = scores_of(head, model, batch, run_teacher(model, head, batch, 6))
     losses = []
@@ -187,42 +158,10 @@ def test_scores_and_loss_are_those_of_loops(kv_heads, features):
         for kv_head in range(kv_heads):
             for step in range(6):
                 visible = len(tokens) - 6 + step + 1
-                p, q = true[kv_head, step, :visible], expected[kv_head, step, :visible]
+                pair = (each[kv_head, step, :visible] ** (1 / temperature) for each in (true, expected))
+                p, q = (each / each.sum() for each in pair)
                 losses.append((p * (p / q).log()).sum())
     assert objective(**values)["loss"].item() == pytest.approx(torch.stack(losses).mean().item(), rel=1e-3)
-
-
-def test_divergence_is_zero_of_itself_and_leaves_padding_out():
-    importance = torch.randn(2, 3, 4, 9).softmax(-1)
-    real = torch.ones(2, 4).bool()
-    assert divergence(importance, importance.log(), real).item() == pytest.approx(0, abs=1e-6)
-    scores = torch.randn(2, 3, 4, 9).log_softmax(-1)
-    spoiled = scores.clone()
-    spoiled[1, :, 0] = -5
-    real[1, 0] = False
-    assert divergence(importance, spoiled, real) == divergence(importance, scores, real) > 0
-
-
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_softening_is_a_power_of_the_weights(temperature):
-    importance, weights = torch.randn(2, 1, 3, 4, 9).softmax(-1)
-    importance[..., 8] = 0
-    weights[..., 8] = 0
-    scores = weights.log().clamp(min=torch.finfo(torch.float32).min)
-    softened, log_weights = soften(importance, scores, temperature)
-    for own, before in ((softened, importance), (log_weights.exp(), weights)):
-        for place in range(9):
-            expected = before[0, 1, 2, place] ** (1 / temperature) / sum(
-                each ** (1 / temperature) for each in before[0, 1, 2]
-            )
-            assert own[0, 1, 2, place].item() == pytest.approx(expected.item(), abs=1e-6)
-    model, head = tiny_model(), tiny_retrieval_head()
-    values, _ = batch_of()
-    batch = left_padded(Batch(**values))
-    read = run_teacher(model, head, batch, 6)
-    expected = divergence(*soften(read.importance[0], scores_of(head, model, batch, read), temperature), batch.real(6))
-    assert objective_of(head, model, 6, temperature)(**values)["loss"] == expected
-    assert expected.isfinite()
 
 
 def test_a_share_of_the_loss_is_of_the_answers_and_of_far_entries(monkeypatch):
@@ -249,28 +188,9 @@ def test_a_share_of_the_loss_is_of_the_answers_and_of_far_entries(monkeypatch):
     assert_close(mixed, 0.4 * whole + 0.6 * answers)
 
 
-def test_texts_without_far_entries_have_a_loss():
-    values, _ = batch_of()
-    assert objective_of(tiny_retrieval_head(), tiny_model(), 6, answers=1.0)(**values)["loss"].isfinite()
-
-
-@pytest.mark.parametrize("features", ["previous-step", "none"])
-def test_readings_that_are_kept_give_nearly_the_same_loss_and_gradients(features):
-    values, losses, gradients = batch_of()[0], [], []
-    for buffer in (None, ReplayBuffer(ReplaySettings())):
-        objective = objective_of(tiny_retrieval_head(features), tiny_model(), 8, 2.0, 0.5)
-        objective.buffer = buffer
-        objective(**values | {"indices": [0, 1, 2], "last": False})["loss"]
-        losses.append(objective(**values | {"indices": [0, 1, 2]})["loss"])
-        found = torch.autograd.grad(losses[-1], list(objective.head.parameters()))
-        gradients.append(torch.cat([each.flatten() for each in found]))
-    assert losses[1].item() == pytest.approx(losses[0].item(), rel=5e-3)
-    assert torch.cosine_similarity(gradients[0], gradients[1], dim=0) > 0.999
-
-
-@pytest.mark.parametrize("features", ["previous-step", "none"])
-def test_gradients_reach_every_weight_of_the_head_and_none_of_the_target(features):
-    model, head = tiny_model(), tiny_retrieval_head(features)
+def test_gradients_reach_every_weight_of_the_head_and_none_of_the_target():
+    model, head = tiny_model(), tiny_retrieval_head()
+    model.gradient_checkpointing_enable()
     objective = objective_of(head, model, 8).train()
     objective(**batch_of()[0])["loss"].backward()
     assert all(parameter.grad is not None and parameter.grad.any() for parameter in head.parameters())
@@ -278,41 +198,13 @@ def test_gradients_reach_every_weight_of_the_head_and_none_of_the_target(feature
     assert head.training and not model.training
 
 
-@pytest.mark.parametrize("name", ["llama", "MLA"])
-def test_distillation_lowers_the_loss(name):
-    torch.manual_seed(0)
-    model = MODELS[name]()
-    head = RetrievalHead.untrained(model, "none", 64)
-    objective = objective_of(head, model, 8)
-    optimiser = torch.optim.Adam(head.parameters(), lr=1e-2)
-    values, losses = batch_of()[0], []
-    for _ in range(60):
-        loss = objective(**values)["loss"]
-        losses.append(loss.item())
-        optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
-    assert losses[-1] < 0.6 * losses[0]
-
-
-def test_a_long_context_does_not_change_scores_within_the_trained_length():
-    head = tiny_retrieval_head("none")
-    batch = left_padded(Batch(**batch_of()[0]))
-    model = tiny_model()
-    read = run_teacher(model, head, batch, 5)
-    assert torch.equal(scores_of(head, model, batch, read), scores_of(head.extended(64), model, batch, read))
-    assert not torch.equal(scores_of(head, model, batch, read), scores_of(head.extended(640), model, batch, read))
-
-
-WINDOWED = "Mistral with a window"
-
-
-@pytest.mark.parametrize("family", sorted({*FAMILIES} - {WINDOWED}))
+@pytest.mark.parametrize("family", GRID)
 def test_importance_is_the_models_own_attention(family: str) -> None:
     model, kv_heads = family_model(family), kv_heads_of(family)
     (ids, mask), answer = prompt_ids(30, 17), prompt_ids(5, 5, seed=1)[0]
     head = tiny_retrieval_head("none", kv_heads=kv_heads)
     found = run_teacher(model, head, left_padded(Batch(ids, answer, mask.bool())), 10).importance[0]
+    assert (found[1, ..., :13] == 0).all()
     for row, length in enumerate((30, 17)):
         text = torch.cat([ids[row : row + 1, 30 - length :], answer[row : row + 1]], dim=1)
         weights = torch.stack(slow_pass(model, input_ids=text)[0])[:, 0, :, -10:]
@@ -329,7 +221,7 @@ def test_sinks_of_padded_rows_leave_gradients_finite() -> None:
 
 def test_a_model_that_forgets_by_itself_is_refused() -> None:
     with pytest.raises(UserError, match="mistral has no layer with full attention"):
-        objective_of(tiny_retrieval_head("none"), fresh_model(WINDOWED), 10)
+        objective_of(tiny_retrieval_head("none"), fresh_model("Mistral with a window"), 10)
 
 
 def causal(kv_heads, rows, length, seed):
@@ -370,28 +262,16 @@ def slow(target, guess, budget):
 
 @pytest.mark.parametrize(("rows", "budget"), [(6, 5), (30, 7), (30, 3), (6, 29), (30, 30)])
 def test_measures_are_those_of_sets(rows, budget):
+    """None where a sample is within the budget."""
     target, guess = causal(2, rows, 30, 0), causal(2, rows, 30, 1)
     assert at_budget(target, guess, budget) == pytest.approx(slow(target, guess, budget), rel=1e-4)
+    assert bool(at_budget(target, guess, budget)) == (budget < 30)
 
 
-def test_a_head_that_is_right_finds_everything():
-    target = causal(2, 10, 30, 0)
-    measured = at_budget(target, target.log(), 6)
-    assert measured["hit"] == 1
-    assert measured["mass"] == measured["best_mass"]
-
-
-def test_samples_within_the_budget_do_not_count():
-    target = causal(2, 10, 30, 0)
-    assert at_budget(target, target, 30) == at_budget(target, target, 64) == {}
-    assert set(at_budget(target, target, 29)) == set(MEASURES) - {"overlap"}
-
-
-@pytest.mark.parametrize("size", [1, 3])
-def test_batches_measure_what_single_samples_do(size):
+def test_batches_measure_what_single_samples_do():
     objective = objective_of(tiny_retrieval_head(), tiny_model(), 6).train()
     rows = SampleDataset(samples(6))
-    batches = [collate([rows[place] for place in range(start, start + size)]) for start in range(0, 6, size)]
+    batches = [collate([rows[place] for place in range(start, start + 3)]) for start in (0, 3)]
     metrics = measure_retrieval_head(objective, batches, [4, 30, 500])
     assert (metrics["eval_samples_4"], metrics["eval_samples_30"]) == (6, 1)
     assert "eval_hit_500" not in metrics

@@ -65,11 +65,6 @@ def test_losses_come_with_tokens_a_second_mfu_and_memory(changes: dict[str, Any]
         assert 0 < row["peak_memory_gib"] * 2**30 <= peak_memory() + 2**20
 
 
-def test_without_a_known_peak_no_share_of_it_is_shown(tmp_path: Path) -> None:
-    rows, _, _ = logged(tmp_path)
-    assert all("mfu" not in row and row["tokens_per_second"] > 0 for row in rows)
-
-
 def test_tensorboard_shows_them_and_every_layer_but_the_console_does_not(tmp_path: Path, capsys: Any) -> None:
     train(objective(), settings(report_to=["tensorboard"], flops=1.0), tmp_path, samples())
     (file,) = tmp_path.rglob("events.*")
@@ -89,19 +84,6 @@ SHOWN = {"train/loss", "train/tokens_per_second", "train/mfu", "eval/kl", "eval/
 
 
 @pytest.mark.slow
-def test_wandb_gets_them_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wandb: Any = pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
-    trainer, _ = train(objective(), settings(report_to=["wandb"], flops=1.0), tmp_path / "work", samples())
-    summary = dict(wandb.run.summary)
-    wandb.finish()
-    assert summary.keys() >= SHOWN
-    assert summary["eval/kl"] == pytest.approx(trainer.metrics["eval_kl"])
-    assert summary["train/global_step"] == 8
-
-
-@pytest.mark.slow
 def test_trackio_gets_them_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a data base on this machine; nothing goes to the Hub."""
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
@@ -116,14 +98,7 @@ def test_trackio_gets_them_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize(
     ("gpu", "peak"),
-    [
-        ("NVIDIA H100 80GB HBM3", 989),
-        ("NVIDIA H100 PCIe", 756),
-        ("NVIDIA A100-SXM4-40GB", 312),
-        ("NVIDIA L40S", 362),
-        ("NVIDIA L4", 121),
-        ("NVIDIA GeForce RTX 2060", 0),
-    ],
+    [("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA L40S", 362), ("NVIDIA GeForce RTX 2060", 0)],
 )
 def test_peaks_of_known_gpus(gpu: str, peak: float) -> None:
     assert peak_of(gpu) == peak
@@ -136,9 +111,7 @@ def causal_attention(model: Any, length: int) -> int:
     return 2 * length**2 * width * len(full_attention_layers(model.config))
 
 
-@pytest.mark.parametrize(
-    ("family", "cuts"), [("Llama 3", 1), ("Llama 3", 4), ("Phi-3, Phi-4", 1), ("Gemma 3 (text)", 1), ("GLM-4", 1)]
-)
+@pytest.mark.parametrize(("family", "cuts"), [("Llama 3", 4), ("Phi-3, Phi-4", 1), ("Gemma 3 (text)", 1)])
 def test_a_steps_operations_are_those_that_torch_counts(family: str, cuts: int) -> None:
     shape = {"hidden_size": 64, "intermediate_size": 192, "moe_intermediate_size": 96, "head_dim": 16}
     model = fresh_model(family, **shape, max_position_embeddings=4096)

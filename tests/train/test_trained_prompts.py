@@ -12,7 +12,6 @@ from keepsight.commands.config import ModelConfig
 from keepsight.errors import UserError
 from keepsight.files import read_json, write_json
 from keepsight.models.lookahead import CONFIG, LookaheadAdapter
-from keepsight.models.targets import load_target
 from keepsight.train.dataset import (
     held_out_text,
     hold_out,
@@ -21,8 +20,7 @@ from keepsight.train.dataset import (
     prompts_from_text,
     prompts_of,
 )
-from tests.tiny import save_tiny_target
-from tests.train.runs import SHAPE, numbered, samples, settings, write_data
+from tests.train.runs import SHAPE, numbered, samples, settings
 
 
 def test_what_was_seen_is_written_and_read() -> None:
@@ -64,16 +62,6 @@ def test_a_card_says_how_many_were_seen(seen: Any, said: str, is_new: bool) -> N
     assert held_out_text(samples()[:4], seen) == (said, is_new)
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target, data that it answered, and an adapter trained on it."""
-    folder = tmp_path_factory.mktemp("place")
-    save_tiny_target(folder / "target")
-    write_data(folder / "data", load_target(str(folder / "target"), device="cpu"))
-    stage(folder, folder / "first")
-    return folder
-
-
 def stage(place: Path, out: Path, init: Path | None = None, **changes: Any) -> tuple[str, frozenset[bytes] | None]:
     """What the card says of the held-out samples, and what the adapter was trained on by then."""
     given: dict[str, Any] = {"train": settings(steps=1)} | changes
@@ -97,6 +85,7 @@ def test_stages_on_the_same_data_share_their_held_out_samples(
     place: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows = numbered(samples())
+    stage(place, place / "first")
     first = prompts_from_text(LookaheadAdapter.load(place / "first").provenance.trained_on)
     assert first == prompts_of(hold_out(rows, 2)[0].samples)
     with caplog.at_level(logging.WARNING, "keepsight"):

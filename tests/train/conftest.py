@@ -1,0 +1,18 @@
+"""A tiny base model with data, for the tests of the training commands."""
+
+from pathlib import Path
+
+import pytest
+
+from keepsight.models.targets import load_target
+from tests.tiny import save_tiny_target
+from tests.train.runs import write_data
+
+
+@pytest.fixture(scope="session")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a base model, `target`, and `data` that it answered."""
+    folder = tmp_path_factory.mktemp("place")
+    save_tiny_target(folder / "target")
+    write_data(folder / "data", load_target(str(folder / "target"), device="cpu"))
+    return folder
