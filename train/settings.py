@@ -181,7 +181,7 @@ class DraftHeadSettings:
     """
 
     vocabulary: Count = 32000
-    unroll: Count = 7
+    unroll: Annotated[int, Ge(1), Le(64)] = 7
     decay: Annotated[float, Gt(0), Le(1)] = 0.8
     max_tokens: Annotated[int, Ge(3)] = 4096
     train: TrainSettings = field(default_factory=lambda: TrainSettings(learning_rate=1e-4, clip=0.5))

@@ -143,6 +143,7 @@ def test_a_training_from_a_configuration_alone(keepsight: CommandLine, here: Pat
     assert "at an assumed 50% of 100 TFLOP/s:" in printed
     assert "does not fit: lower tokens=" in keepsight(*given, "tokens=512", "gpu=10MiB")
     assert keepsight.fails(*given, "tokens=0") == "tokens=0 must be greater than 0"
+    assert keepsight.fails(*given, "answer=100000") == "answer=100000 must be less than or equal to 16384"
     assert keepsight.fails(*given, "utilisation=2").startswith("utilisation=2.0 must be less than or equal to 1")
     assert keepsight.fails(*given, "model.quantize=int3").startswith(
         "model.quantize=int3 is unknown; choose one of nf4"

@@ -28,7 +28,7 @@ from keepsight.train.draft_head import (
 from tests.close import assert_close
 from tests.families import fresh_model
 from tests.tiny import prompt_ids
-from tests.train.head_runs import deep_model, head_objective, head_settings, objective_of
+from tests.train.head_runs import deep_model, head_objective, head_settings
 from tests.train.runs import GRID, samples
 
 
@@ -116,17 +116,6 @@ def test_a_batch_is_the_mean_of_its_samples_whatever_their_lengths():
     texts = [(torch.tensor(row["prompt_ids"] + row["answer_ids"]), len(row["prompt_ids"])) for row in few]
     alone = [objective.text_loss(*text) for text in texts]
     assert_close(objective(**batch)["loss"], torch.stack(alone).mean())
-
-
-def test_places_whose_first_choice_is_outside_the_vocabulary_teach_nothing():
-    objective = head_objective()
-    head, ids = objective.head, torch.tensor(samples()[0].prompt_ids)
-    greedy = taps(objective._model[0], head, ids)[1].argmax(-1)
-    outside = torch.tensor([token for token in range(128) if token not in greedy.tolist()])[:20]
-    small = new_draft_head(objective._model[0], outside)
-    cut = objective_of(small, objective._model[0], head_settings())
-    assert cut.text_loss(ids).item() == 0
-    assert head.t2d[greedy].any()
 
 
 def _row(sample: TrainingSample) -> dict:

@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributions import Categorical, kl_divergence
 
 from keepsight import LookaheadKV
+from keepsight.data_gen.store import TrainingSample
 from keepsight.errors import UserError
 from keepsight.models.card import Provenance
 from keepsight.models.lookahead import Lookahead
@@ -127,20 +129,20 @@ def objective(model, budgets: tuple[int, ...] = (12,), floor: float = 0.25) -> E
     return made
 
 
-def nats(model, method: Evict, batch: Batch) -> torch.Tensor:
-    """Of each sample alone: the cross-entropy of its answer after the first token, from a state as methods make it."""
-    losses = []
-    for prompt, answer in batch_rows(batch):
-        with torch.no_grad():
-            state = method.start(model, prompt[None])
-            logits = read(model, state, answer[None, :-1], logits_to_keep=len(answer) - 1)[1]
-        losses.append(torch.nn.functional.cross_entropy(logits[0].float(), answer[1:]))
+@torch.no_grad()
+def answer_logits(model, method: Evict, rows: list[TrainingSample]) -> Iterator[torch.Tensor]:
+    """For each sample alone, logits [T - 1, V] of its answer after the first token, from a state as methods make it."""
+    for row in rows:
+        state = method.start(model, torch.tensor([row.prompt_ids]))
+        answer = torch.tensor([row.answer_ids[:-1]])
+        yield read(model, state, answer, logits_to_keep=answer.shape[1])[1][0].float()
+
+
+def nats(model, method: Evict, rows: list[TrainingSample]) -> torch.Tensor:
+    """Their cross-entropies."""
+    pairs = zip(answer_logits(model, method, rows), rows, strict=True)
+    losses = [torch.nn.functional.cross_entropy(logits, torch.tensor(row.answer_ids[1:])) for logits, row in pairs]
     return torch.stack(losses)
-
-
-def batch_rows(batch: Batch) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    pairs = zip(batch.prompt_ids, batch.prompt_lengths(), batch.answer_ids, batch.answer_lengths(), strict=True)
-    return [(prompt[-n:], answer[:t]) for prompt, n, answer, t in pairs]
 
 
 @pytest.mark.parametrize("lengths", [(40, 20)])
@@ -204,17 +206,25 @@ def gradient(made: EvictionObjective) -> torch.Tensor:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_measured_is_what_evicting_with_the_module_costs(family):
-    model = family_model(family)
-    made, batch = finetuned(model, (12, 30)), Batch(**batch_of(samples((40, 5), (25, 9))))
+    """And, at temperature 0, so is the loss; pooling makes plateaus that the budgets cut through."""
+    model, rows = family_model(family), samples((40, 5), (25, 9))
+    made = finetuned(model, (12, 30))
+    made.method = replace(made.method, pool=Pool("max", 7))
     with torch.no_grad():
-        measured = made.excess_nll(batch)
+        measured = made.excess_nll(Batch(**batch_of(rows)))
     weights = tuple(map(tuple, made.head_weights().tolist()))
-    parts: dict[str, Any] = {"observer": made.method.observer, "reduce": Reduce("max"), "value_norm": True}
-    full = nats(model, Evict(200, **parts, pool=NO_POOL), batch)
-    for budget in (12, 30):
-        method = Evict(budget, **parts, pool=NO_POOL, allocate=Global(0.25, weights))
-        assert_close(torch.tensor(measured[budget]) + full, nats(model, method, batch))
+    whole = replace(made.method, budget=200)
+    methods = {budget: replace(whole, budget=budget, allocate=Global(0.25, weights)) for budget in (12, 30)}
+    full = nats(model, whole, rows)
+    for budget, method in methods.items():
+        assert_close(torch.tensor(measured[budget]) + full, nats(model, method, rows))
     assert abs(measured[12][0]) > 1e-4
+    made.settings = replace(made.settings, budgets=[12], temperature=0.0)
+    with torch.no_grad():
+        loss = made(**batch_of(rows))["loss"]
+    pairs = zip(answer_logits(model, whole, rows), answer_logits(model, methods[12], rows), strict=True)
+    costs = [kl_divergence(Categorical(logits=full), Categorical(logits=evicted)).mean() for full, evicted in pairs]
+    assert_close(loss, torch.stack(costs).mean())
 
 
 def test_the_module_in_training_scores_as_its_adapter_does(tmp_path: Path):
