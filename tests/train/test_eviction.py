@@ -1,5 +1,7 @@
 """The soft selection, the loss that eviction causes, and training with it, against methods that evict."""
 
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
