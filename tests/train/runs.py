@@ -1,5 +1,6 @@
 """Small trainings, and what can happen to them."""
 
+import itertools
 import json
 import os
 import signal
@@ -23,7 +24,7 @@ from keepsight.train.fidelity import Fidelity
 from keepsight.train.importance import ImportanceObjective
 from keepsight.train.replay import TeacherOutputs
 from keepsight.train.settings import LookaheadTrainSettings, TrainSettings
-from keepsight.train.trainer import ModuleTrainer, TrainingRun
+from keepsight.train.trainer import ModuleTrainer, ObjectiveT, TrainingRun
 from tests.families import FAMILIES
 from tests.tiny import tiny_model
 
@@ -104,22 +105,20 @@ def train(
     return trainer, trainer.fit()
 
 
-class Disturbed(ImportanceObjective):
-    """An objective to which something happens at the n-th training batch."""
+def at_batch(objective: ObjectiveT, number: int, action: Callable[[ObjectiveT], object]) -> ObjectiveT:
+    """The objective, to which something happens at its n-th training batch."""
+    calls = itertools.count(1)
 
-    def __init__(self, at: int, action: Callable[["Disturbed"], object], lookahead: Lookahead, *given: Any) -> None:
-        super().__init__(lookahead, *given)
-        self.at, self.action, self.calls = at, action, 0
+    def happen(*_: object) -> None:
+        if next(calls) == number:
+            action(objective)
 
-    def forward(self, *args, **kwargs) -> dict[str, Tensor]:
-        self.calls += 1
-        if self.calls == self.at:
-            self.action(self)
-        return super().forward(*args, **kwargs)
+    objective.register_forward_pre_hook(happen)
+    return objective
 
 
-def disturbed(at: int, action: Callable[[Disturbed], object], **options) -> Disturbed:
-    return Disturbed(at, action, objective(**options).lookahead)
+def disturbed(number: int, action: Callable[[ImportanceObjective], object], **options: Any) -> ImportanceObjective:
+    return at_batch(objective(**options), number, action)
 
 
 def crash(_: object) -> None:
@@ -135,7 +134,7 @@ def press_ctrl_c_twice(_: object) -> None:
     press_ctrl_c(_)
 
 
-def spoil(each: Disturbed) -> None:
+def spoil(each: ImportanceObjective) -> None:
     with torch.no_grad():
         each.lookahead.tokens.fill_(torch.nan)
 

@@ -19,7 +19,7 @@ from keepsight.commands.cli import main
 from keepsight.models.lookahead import Lookahead
 from keepsight.train.distributed import divide_layers
 from keepsight.train.importance import ImportanceObjective
-from tests.train.runs import Disturbed
+from tests.train.runs import at_batch
 
 
 def _held(model: nn.Module) -> int:
@@ -36,7 +36,7 @@ def _stopped(lookahead: Lookahead, *given: Any) -> ImportanceObjective:
     print(f"weights held: {_held(lookahead.model)}", flush=True)
     if os.environ["RANK"] == "0":
         return ImportanceObjective(lookahead, *given)
-    return Disturbed(3, lambda _: os.kill(os.getpid(), signal.SIGTERM), lookahead, *given)
+    return at_batch(ImportanceObjective(lookahead, *given), 3, lambda _: os.kill(os.getpid(), signal.SIGTERM))
 
 
 def _saved(*given: Any) -> None:

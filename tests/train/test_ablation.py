@@ -1,6 +1,5 @@
 """Modules side by side: each learns what it would learn alone, on teacher outputs that are made once for all."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,13 +10,13 @@ from torch import nn
 
 from keepsight.errors import UserError
 from keepsight.models.lookahead import Lookahead
-from keepsight.train.ablation import AblationTrainer, Cell, SideBySide
+from keepsight.train.ablation import AblationTrainer, Cell
 from keepsight.train.dataset import SampleDataset
 from keepsight.train.importance import ImportanceObjective
 from keepsight.train.settings import LookaheadTrainSettings
 from keepsight.train.trainer import ModuleTrainer, TrainingRun
 from tests.tiny import tiny_model
-from tests.train.runs import SHAPE, collated, crash, same, samples, settings, side_by_side, tensors
+from tests.train.runs import SHAPE, at_batch, collated, crash, same, samples, settings, side_by_side, tensors
 
 CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "small": ({}, {}),
@@ -67,7 +66,7 @@ def test_a_killed_ablation_goes_on_bit_for_bit(tmp_path: Path) -> None:
     whole = ablation(tmp_path / "whole", replays=2)
     assert whole.fit()
     killed = ablation(tmp_path / "killed", replays=2)
-    _at_batch(4, killed.objective, lambda: crash(None))
+    at_batch(killed.objective, 4, crash)
     with pytest.raises(RuntimeError, match="power failure"):
         killed.fit()
     resumed = ablation(tmp_path / "killed", replays=2)
@@ -75,18 +74,6 @@ def test_a_killed_ablation_goes_on_bit_for_bit(tmp_path: Path) -> None:
     assert resumed.trained_cells() == whole.trained_cells()
     for first, second in zip(whole.objective.cells, resumed.objective.cells, strict=True):
         assert same(tensors(first.objective), tensors(second.objective)), first.name
-
-
-def _at_batch(number: int, objective: SideBySide, action: Callable[[], None]) -> None:
-    forward, calls = objective.forward, [0]
-
-    def counted(**values: Any) -> Any:
-        calls[0] += 1
-        if calls[0] == number:
-            action()
-        return forward(**values)
-
-    objective.forward = counted  # type: ignore[method-assign]
 
 
 def test_what_a_cell_computed_is_freed_before_the_next_begins() -> None:

@@ -21,7 +21,7 @@ from keepsight.train.trainer import ModuleTrainer, TrainingRun
 from tests.close import assert_close
 from tests.families import fresh_model
 from tests.models.modules import random_on
-from tests.train.runs import Disturbed, batch_of, crash, same, samples, settings, sized, tensors
+from tests.train.runs import at_batch, batch_of, crash, same, samples, settings, sized, tensors
 from tests.train.runs import measured as fidelity_of
 from tests.train.runs import objective as new_objective
 
@@ -129,8 +129,7 @@ def test_layers_that_forget_are_refused(family: str) -> None:
 
 
 def trained(work: Path, at: int = 0) -> ModuleTrainer:
-    learning = new_objective()
-    each = Disturbed(at, crash, learning.lookahead, 0.5, False, 3)
+    each = at_batch(ImportanceObjective(new_objective().lookahead, 0.5, False, 3), at, crash)
     run = TrainingRun(work, samples(), replay=ReplaySettings(memory="90KB"))
     trainer = ModuleTrainer(each, settings(replays=3, steps=14, cuts=3), run)
     trainer.fit()

@@ -31,7 +31,7 @@ from keepsight.train.trainer import ModuleTrainer, TrainingRun
 from tests.close import assert_close
 from tests.families import family_model
 from tests.tiny import prompt_ids, tiny_model
-from tests.train.runs import batch_of, crash, same
+from tests.train.runs import at_batch, batch_of, crash, same
 from tests.train.runs import sized as samples
 
 SHAPE = (3, 2, 2, 50)  # layers, rows, KV heads, entries
@@ -319,24 +319,10 @@ def trained(work: Path, made: EvictionObjective | None = None) -> EvictionObject
     return made
 
 
-class Crashing(EvictionObjective):
-    """Its fifth loss is its last: in the second use of teacher outputs that are kept."""
-
-    calls = 0
-
-    def loss(self, batch: Batch) -> torch.Tensor:
-        Crashing.calls += 1
-        if Crashing.calls == 5:
-            crash(batch)
-        return super().loss(batch)
-
-
 def test_a_training_that_is_killed_in_a_replay_resumes_bit_for_bit(tmp_path: Path):
     whole = learned(trained(tmp_path / "whole"))
-    broken = finetuned(tiny_model())
-    broken.__class__ = Crashing
-    with pytest.raises(RuntimeError, match="power failure"):
-        trained(tmp_path / "parts", broken)
+    with pytest.raises(RuntimeError, match="power failure"):  # in the second use of teacher outputs that are kept
+        trained(tmp_path / "parts", at_batch(finetuned(tiny_model()), 5, crash))
     again = learned(trained(tmp_path / "parts"))
     assert same(again, whole)
     saved = load_file(tmp_path / "parts" / "checkpoint-6" / "finetuned.safetensors")

@@ -17,8 +17,9 @@ from keepsight.commands.from_recipe import training_target
 from keepsight.errors import UserError
 from keepsight.models.lookahead import ADAPTER, TOKENS, LookaheadAdapter
 from keepsight.models.targets import load_target
+from keepsight.train.importance import ImportanceObjective
 from tests.tiny import save_tiny_target
-from tests.train.runs import SHAPE, Disturbed, press_ctrl_c, rows, same, settings, spoil
+from tests.train.runs import SHAPE, at_batch, press_ctrl_c, rows, same, settings, spoil
 
 
 def config(place: Path, out: Path, **changes) -> command.Config:
@@ -92,7 +93,9 @@ def _checkpoint(adapter: Path, step: int) -> dict[str, Tensor]:
 
 
 def test_an_interrupted_command_leaves_an_adapter_and_goes_on(place, trained, tmp_path, monkeypatch):
-    monkeypatch.setattr(command, "ImportanceObjective", lambda *given: Disturbed(4, press_ctrl_c, *given))
+    monkeypatch.setattr(
+        command, "ImportanceObjective", lambda *given: at_batch(ImportanceObjective(*given), 4, press_ctrl_c)
+    )
     with pytest.raises(UserError, match=r"interrupted at step 4; .*run the same command again") as caught:
         command.run(config(place, tmp_path / "adapter"))
     assert str(tmp_path / "adapter") in str(caught.value)
@@ -104,7 +107,7 @@ def test_an_interrupted_command_leaves_an_adapter_and_goes_on(place, trained, tm
 
 
 def test_a_command_whose_loss_is_no_number_leaves_no_adapter(place, tmp_path, monkeypatch):
-    monkeypatch.setattr(command, "ImportanceObjective", lambda *given: Disturbed(5, spoil, *given))
+    monkeypatch.setattr(command, "ImportanceObjective", lambda *given: at_batch(ImportanceObjective(*given), 5, spoil))
     with pytest.raises(UserError, match="the loss is nan at step 5"):
         command.run(config(place, tmp_path / "adapter"))
     assert {path.name for path in (tmp_path / "adapter").iterdir()} == {"training"}

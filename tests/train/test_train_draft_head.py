@@ -1,6 +1,5 @@
 """Training draft heads, by the trainer and by the command."""
 
-import itertools
 import json
 import re
 from pathlib import Path
@@ -23,7 +22,7 @@ from keepsight.train.trainer import ModuleTrainer, TrainingRun
 from tests.launch import ROOT, launch
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.train.head_runs import head_objective, head_settings, train_draft_head
-from tests.train.runs import collated, crash, rows, same, samples, write_data
+from tests.train.runs import at_batch, collated, crash, rows, same, samples, write_data
 
 
 def tensors(objective: DraftHeadObjective) -> dict[str, Tensor]:
@@ -47,11 +46,10 @@ def test_it_learns_a_few_samples(tmp_path):
 
 
 def test_a_resumed_training_equals_an_uninterrupted_one(tmp_path):
-    whole, killed, calls = head_objective(), head_objective(), itertools.count(1)
+    whole = head_objective()
     train_draft_head(whole, tmp_path / "whole", samples())
-    killed.register_forward_pre_hook(lambda *_: crash(_) if next(calls) == 5 else None)
     with pytest.raises(RuntimeError, match="power failure"):
-        train_draft_head(killed, tmp_path / "parts", samples())
+        train_draft_head(at_batch(head_objective(), 5, crash), tmp_path / "parts", samples())
     resumed = head_objective()
     _, finished = train_draft_head(resumed, tmp_path / "parts", samples())
     assert finished
