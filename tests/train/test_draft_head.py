@@ -90,15 +90,15 @@ def reference_loss(model, head: DraftHead, ids: Tensor, unroll: int, decay: floa
 
 
 @pytest.mark.parametrize(
-    ("family", "prompt", "length"), [("llama", 9, 17), ("qwen3", 0, 17), ("qwen3", 9, 17), ("llama", 0, 3)]
+    ("family", "prompt", "length", "unroll"), [("llama", 9, 17, 4), ("qwen3", 9, 17, 4), ("llama", 0, 6, 8)]
 )
-def test_loss_and_gradients_equal_drafting_row_by_row(family, prompt, length):
-    """Also of texts shorter than the unrolling, and of longer ones, which are truncated."""
-    objective = head_objective(family, head_settings(max_tokens=length))
+def test_loss_and_gradients_equal_drafting_row_by_row(family, prompt, length, unroll):
+    """Also of texts that are truncated, and then shorter than the unrolling."""
+    objective = head_objective(family, head_settings(max_tokens=length, unroll=unroll))
     model, head = objective._model[0], objective.head
     ids = torch.tensor(samples()[1].prompt_ids)
     found = objective.text_loss(ids, prompt)
-    expected = reference_loss(model, head, ids[:length], unroll=4, decay=0.8, prompt=prompt)
+    expected = reference_loss(model, head, ids[:length], unroll, decay=0.8, prompt=prompt)
     assert_close(found, expected)
     learned = dict(head.named_parameters())
     ours = torch.autograd.grad(found, list(learned.values()))

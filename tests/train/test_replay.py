@@ -188,7 +188,7 @@ def test_packing_changes_loss_and_gradients_by_next_to_nothing(
     """By nothing at all in the base model's dtype."""
     (exact, gradient), (packed, of_packed) = fresh_and_replayed(make(target), long_batch(), dtype)
     assert packed == pytest.approx(exact, rel=0.005)
-    assert torch.cosine_similarity(gradient, of_packed, dim=0) > 0.999
+    assert torch.cosine_similarity(gradient, of_packed, dim=0) > (0.999 if make is lookahead else 0.995)
     if target == torch.bfloat16:
         assert packed == exact and torch.equal(gradient, of_packed)
 
