@@ -148,9 +148,6 @@ class SparsePrefill:
     Attributes:
         vertical: Number of columns that every query of a KV head sees, selected by importance.
         band: Number of most recent keys that a query sees; a multiple of 64.
-
-    Raises:
-        UserError: a value is out of range.
     """
 
     vertical: int = 2048
@@ -170,18 +167,11 @@ class SparsePrefill:
     def __call__(
         self, model: PreTrainedModel, input_ids: Tensor, draft_ids: Tensor, score: Score, *, needs: Needs, window: int
     ) -> tuple[State, list[Tensor]]:
-        """Read a prompt and its draft.
-
-        Args:
-            model: The base model.
-            input_ids: [B, N] int64, without padding.
-            draft_ids: [B, L] int64, padded on the right.
-            score: Scores the prompt's entries.
-            needs: What to record of the prompt; only the window is.
-            window: Number of last prompt entries that are never columns.
+        """Read a prompt [B, N], without padding, and its draft [B, L], padded on the right.
 
         Returns:
-            The state of the prompt alone, and the importance [B, K, N] of each layer's entries.
+            The state of the prompt alone, of which only the window of `needs` is recorded, and the importance [B, K, N]
+            of each layer's entries, of which the last `window` are never columns.
         """
         if has_latents(model):
             raise UserError(f"SpecKV: sparse does not read the latents of {model.config.model_type}; leave out sparse")
@@ -268,11 +258,7 @@ class ModelDrafter(Drafter):
         return self.lookahead
 
     def write(self, model: PreTrainedModel, tokens: Tensor, mask: Tensor | None = None) -> DraftIds:
-        """The draft for tokens [B, M] that `model`, the base model, need not have read; `mask` is False for padding.
-
-        Raises:
-            UserError: prompt and draft do not fit the draft model's context, or the draft is a head.
-        """
+        """The draft for tokens [B, M] that `model`, the base model, need not have read; `mask` is False for padding."""
         if isinstance(self.draft, DraftHeadSource):
             raise UserError("SpecKV: a draft head reads what the model has read; give a draft model to write before")
         drafting = self.draft.of(model)
@@ -322,11 +308,7 @@ class SpecKV(Evict):
     def with_draft(
         cls, draft: DraftSource | DraftHeadSource, budget: int | float, lookahead: int = 32, **parts: Any
     ) -> "SpecKV":
-        """The method with a draft; `parts` are other fields.
-
-        Raises:
-            UserError: a value is out of range.
-        """
+        """The method with a draft; `parts` are other fields."""
         return cls(budget, DraftObserver(ModelDrafter(draft, lookahead), window=None), **parts)
 
     @override

@@ -279,19 +279,12 @@ def head_answer(
 ) -> tuple[DraftIds, HeadCache]:
     """Let a head answer greedily.
 
-    Args:
-        model: The base model.
-        state: State of M >= 2 tokens, with the head's features.
-        drafting: The head.
-        lookahead: Length of the draft in tokens; those after an end token are padding.
-        window: Number of last prompt tokens whose queries the cache keeps, beside those of the draft.
+    The state has M >= 2 tokens, with the head's features. The draft has `lookahead` tokens, those after an end token
+    being padding. The head's cache keeps the queries of the draft and of the last `window` prompt tokens.
 
     Returns:
         The draft, whose first token is the model's own, and the head's cache after it: M - 1 rows for the prompt (row t
         is that of token t + 1), and one for each token of the draft but the last.
-
-    Raises:
-        UserError: the features were not recorded.
     """
     first = state.logits.argmax(dim=-1, keepdim=True)
     chain = ChainDrafter(drafting.head, model, state.tokens_mask, window + lookahead - 1)
@@ -316,9 +309,6 @@ class Speculative(CacheMethod):
         head: The draft head.
         inner: Method that decides what stays in the cache.
         tokens: Tokens per draft.
-
-    Raises:
-        UserError: `tokens` is below 1, or `inner` evicts while decoding or does not read the whole prompt.
     """
 
     head: EagleHead = field(compare=False, repr=False)

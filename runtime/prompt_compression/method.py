@@ -31,9 +31,6 @@ class ShortenPrompt(Method):
     Attributes:
         budget: Tokens to keep, or a ratio; see the module.
         window: Number of last tokens that are always kept; they count towards the budget.
-
-    Raises:
-        UserError: a value is out of range; one line names it.
     """
 
     budget: int | float

@@ -30,21 +30,13 @@ from keepsight.runtime.state import Needs, State, context_of, prefill
 def select_tokens(
     scores: Tensor, budget: int, window: int, kernel: int, neighbors: int, pooling: str = "max"
 ) -> Tensor:
-    """Select tokens by their scores.
+    """Select tokens [min(budget, N)] int64, ascending, by their scores [N] float, not negative.
 
-    The last tokens come first; then the tokens by their pooled scores, the highest first, each followed by its
+    The last `window` tokens come first; then the tokens by their pooled scores, the highest first, each followed by its
     neighbours, the nearest first; until the budget is full. Ties go to the lowest index.
 
-    Args:
-        scores: [N] float, of all tokens, those of the window included; not negative.
-        budget: Tokens to keep.
-        window: Last tokens that are always kept; at most `budget`.
-        kernel: Tokens pooled: of an even number one more follows a token than precedes it. Zeros pad both ends.
-        neighbors: Size of a token's neighbourhood, itself included, of the same shape as the kernel; 0 for none.
-        pooling: `max`, or `avg` that always divides by `kernel`.
-
-    Returns:
-        [min(budget, N)] int64, ascending.
+    Pooling is `max`, or `avg` that always divides by `kernel`; of an even kernel one more token follows a token than
+    precedes it, and zeros pad both ends. A neighbourhood of `neighbors` tokens, itself included, has the same shape.
     """
     length = len(scores)
     if budget >= length:
@@ -250,9 +242,6 @@ class SpecKVPC(Method):
         window: Last tokens of the short prompt that are kept and observe too. The published window of 32 does not
             count the last prompt token, which is here an entry like any other: 33.
         allocate: Divides the budget over layers and KV heads.
-
-    Raises:
-        UserError: a value is out of range; one line names it.
     """
 
     budget: int | float

@@ -15,14 +15,14 @@ from keepsight.errors import UserError, require_whole
 from keepsight.models.decoder import has_latents
 from keepsight.runtime import registry
 from keepsight.runtime.allocate import Uniform
-from keepsight.runtime.attention import OwnAttention, Softmax, is_bounded, run
+from keepsight.runtime.attention import OwnAttention, Softmax, run
 from keepsight.runtime.evict import Evict
 from keepsight.runtime.generate import CacheMethod
 from keepsight.runtime.images import Images
 from keepsight.runtime.layer import KeptLayer, LayerEntries
 from keepsight.runtime.quantized.kernel import attend_packed
 from keepsight.runtime.quantized.packing import PackedEntries, Quantizer
-from keepsight.runtime.state import Needs, State, cache_bytes, empty_cache, full_layers, with_full_layers
+from keepsight.runtime.state import Needs, State, empty_cache, full_layers, with_full_layers
 
 
 class PackedLayer(OwnAttention, KeptLayer):
@@ -40,8 +40,8 @@ class PackedLayer(OwnAttention, KeptLayer):
         self.packed = packed
 
     @property
-    def bytes(self) -> int:
-        """Bytes on the device."""
+    @override
+    def nbytes(self) -> int:
         return self.packed.bytes
 
     @override
@@ -97,13 +97,6 @@ class PackedState(State):
     def length(self) -> int:
         return max((layer.packed.length for layer in packed_layers(self.cache)), default=0)
 
-    @property
-    @override
-    def kv_bytes(self) -> int:
-        """Bytes on the device: codes, scales, zero points, recent entries and slots, and those of bounded layers."""
-        bounded = [layer for layer in self.cache.layers if is_bounded(layer)]
-        return sum(layer.bytes for layer in packed_layers(self.cache)) + cache_bytes(Cache(layers=bounded))
-
     @override
     def counts(self) -> Tensor:
         layers = packed_layers(self.cache)
@@ -144,17 +137,19 @@ class _ArrivingLayer(DynamicLayer):
 
     @override
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> Any:
+        new = key_states, value_states
         if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-            self.keys, self.values = key_states[:, :, :0].cpu(), value_states[:, :, :0].cpu()
-        keys = torch.cat([self.keys.to(key_states.device), key_states], dim=2)
-        values = torch.cat([self.values.to(value_states.device), value_states], dim=2)
+            self.lazy_initialization(*new)
+            self.keys, self.values = (each[:, :, :0].cpu() for each in new)
+        before, device = (self.keys, self.values), key_states.device
+        keys, values = (torch.cat([old.to(device), each], dim=2) for old, each in zip(before, new, strict=True))
         if keys.shape[2] == self.length:
             self.packed = self.pack(keys, values, self.length)
-            self.keys, self.values = self.keys[:, :, :0].clone(), self.values[:, :, :0].clone()
+            self.keys, self.values = (old[:, :, :0].clone() for old in before)
         else:
-            self.keys = torch.cat([self.keys, key_states.cpu()], dim=2)
-            self.values = torch.cat([self.values, value_states.cpu()], dim=2)
+            self.keys, self.values = (
+                torch.cat([old, each.cpu()], dim=2) for old, each in zip(before, new, strict=True)
+            )
         return keys, values
 
 
@@ -167,10 +162,7 @@ class PackedMethod(CacheMethod):
         group: Numbers that share a zero point and a scale; it must divide the head dimension.
         residual: Most recent tokens whose values (and at most whose keys) stay in full precision; a multiple of the
             group.
-        one_bit: Levels at 1 bit; see `keepsight.runtime.quantized.packing.Quantizer`.
-
-    Raises:
-        UserError: a value is not offered; one line names it.
+        one_bit: Levels at 1 bit; see `Quantizer`.
     """
 
     bits: int = 2
@@ -190,11 +182,7 @@ class PackedMethod(CacheMethod):
         return Quantizer(self.bits, self.group, self.one_bit)
 
     def packed_entries(self, keys: Tensor, values: Tensor) -> PackedEntries:
-        """Keys and values [B, K, T, d], packed.
-
-        Raises:
-            UserError: the group does not divide the head dimension.
-        """
+        """Keys and values [B, K, T, d], packed; a `UserError` if the group does not divide the head dimension."""
         self.quantizer.check_head(keys.shape[3])
         return PackedEntries.pack(self.quantizer, self.residual, keys, values)
 
@@ -203,11 +191,7 @@ class PackedMethod(CacheMethod):
         """What packs the layers of a state."""
 
     def check_model(self, model: PreTrainedModel, tokens: Tensor) -> None:
-        """Refuse a model or prompts [B, N] that cannot be packed.
-
-        Raises:
-            UserError: with one line that says why.
-        """
+        """Refuse a model or prompts [B, N] that cannot be packed."""
         if has_latents(model):
             raise UserError(
                 f"{model.config.model_type} has layers of latent attention; the cache can only be packed where it "

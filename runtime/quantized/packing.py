@@ -60,11 +60,7 @@ class Quantizer:
             raise UserError(f"one_bit {self.one_bit!r} is unknown; choose one of {', '.join(LEVELS)}")
 
     def check_head(self, width: int) -> None:
-        """Refuse a head dimension that groups do not divide.
-
-        Raises:
-            UserError: with one line that says why.
-        """
+        """Refuse a head dimension that groups do not divide."""
         if width % self.group:
             fitting = [str(each) for each in range(8, width + 1, 8) if width % each == 0]
             hint = f"choose a group of {', '.join(fitting)}" if fitting else "this model's values cannot be quantised"
@@ -167,8 +163,7 @@ class PackedEntries:
         packed_values: Groups [B, K, m, d / g] of the first m tokens; m is at most n.
         recent_keys: [B, K, T - n, d].
         recent_values: [B, K, T - m, d].
-        key_room: Memory of the packed keys.
-        value_room: Memory of the packed values.
+        key_room, value_room: Their memory.
     """
 
     quantizer: Quantizer

@@ -74,7 +74,7 @@ class SpeCacheLayer(PackedLayer):
 
     @property
     @override
-    def bytes(self) -> int:
+    def nbytes(self) -> int:
         """Bytes on the device: packed and recent entries, and the slots with their indices."""
         batch, kv_heads, _, width = self.keys.shape
         slots = batch * kv_heads * min(self.selector.topk, self.full.length)

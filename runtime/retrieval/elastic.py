@@ -76,9 +76,6 @@ class SlotMap:
         """The change to what a step selects among `length` entries, which the first slots then hold.
 
         It is computed once for all layers of a step, as long as one of them keeps it.
-
-        Raises:
-            UserError: more is selected than there are slots.
         """
         known = self._change() if self._change is not None and self._selection is selection else None
         if known is None:
@@ -149,13 +146,7 @@ class ElasticLayer(SelectedLayer):
 
     @classmethod
     def from_layer(cls, layer: SelectedLayer, slots: SlotMap, traffic: Traffic) -> "ElasticLayer":
-        """Move a layer to the CPU.
-
-        Args:
-            layer: The layer; it stays unchanged.
-            slots: What the slots of the other layers on the CPU hold; these are filled alike.
-            traffic: Counts what moves from step to step.
-        """
+        """A layer on the CPU, whose slots are filled like those of the other layers there; `layer` stays unchanged."""
         keys, values, places = layer.keys, layer.values, slots.entries.clamp(min=0).to(layer.keys.device)[..., None]
         filled = [each.gather(2, places.expand(-1, -1, -1, each.shape[3])) for each in (keys, values)]
         rows = functional.pad(torch.cat(filled, dim=3).to(slots.entries.device), (0, 0, 0, 1))
@@ -167,7 +158,7 @@ class ElasticLayer(SelectedLayer):
 
     @property
     @override
-    def bytes(self) -> int:
+    def nbytes(self) -> int:
         """Bytes of the slots, without the list of what they hold, which all layers share."""
         return self.rows.nbytes
 
@@ -227,11 +218,7 @@ class ElasticLayer(SelectedLayer):
 
 
 def _load(full: FullEntries, rows: Tensor, change: SlotChange, begun: Begun) -> Begun:
-    """Copy what a change brings into the slots' rows [B, K, budget + 1, 2d], after the device's earlier work.
-
-    Returns:
-        The copying, which a GPU may still be at.
-    """
+    """Begin to copy a change's entries into the slots' rows [B, K, budget + 1, 2d], after the device's earlier work."""
     begun.wait()
     entries, slots, reused = change.moves
     start, traffic = time.perf_counter(), full.traffic
@@ -268,19 +255,11 @@ class Placement:
     plan: MemoryPlan | None = None
 
     def on_cpu(self, rows: int, length: int) -> int:
-        """Number of layers on the CPU when each of `rows` rows has `length` entries, padding included.
-
-        Raises:
-            UserError: they do not fit at all.
-        """
+        """Number of layers on the CPU when each of `rows` rows has `length` entries, padding included."""
         return max(self.least, self.plan.layers_on_cpu(rows * length) if self.plan is not None else 0)
 
     def place(self, layers: list[Any], length: int) -> None:
-        """Move layers with full attention to the CPU, in place in their list, before a step.
-
-        Args:
-            layers: Layers of a cache, on the device or on the CPU.
-            length: Entries per row after the step.
+        """Move layers with full attention to the CPU, in place in their list, before a step to `length` entries a row.
 
         Raises:
             UserError: they do not fit with all layers on the CPU either, or a layer selects for itself.

@@ -24,7 +24,6 @@ from keepsight.runtime.readers import TokenReader, TurnReader
 from keepsight.runtime.retrieval.elastic import Placement
 from keepsight.runtime.retrieval.memory_plan import plan_for
 from keepsight.runtime.sparse_read.cache import (
-    LatentLayer,
     MakeLayer,
     SelectedLayer,
     SelectedState,
@@ -32,7 +31,7 @@ from keepsight.runtime.sparse_read.cache import (
     SparseRead,
     selected_layers,
 )
-from keepsight.runtime.sparse_read.selection import StepBudget, most_attended
+from keepsight.runtime.sparse_read.selection import TopAttention
 from keepsight.runtime.state import Needs, State, full_layers, positions_of, prefill, share, with_full_layers
 
 
@@ -43,13 +42,13 @@ class HeadSelector:
         head: The retrieval head, for as many positions as there are keys; it is extended as they grow.
         layers: The base model's layers whose outputs are the head's features; empty when it reads embeddings alone.
         padding: [B] int64, number of padding tokens on the left; None for none.
-        budget: How many entries to select.
+        selector: Selects by attention.
     """
 
     def __init__(
-        self, head: RetrievalHead, layers: tuple[int, ...], padding: Tensor | None, budget: StepBudget
+        self, head: RetrievalHead, layers: tuple[int, ...], padding: Tensor | None, selector: TopAttention
     ) -> None:
-        self.head, self.layers, self.padding, self.budget = head, layers, padding, budget
+        self.head, self.layers, self.padding, self.selector = head, layers, padding, selector
         self.features: Tensor | None = None  # [B, 1, w] of the last token; None before the first, or without layers
         self._layer = KeptLayer()  # of keys alone
 
@@ -68,7 +67,7 @@ class HeadSelector:
         self._reach(self._layer.seen + 1)
         query, key = self.head.project(embeddings, self.features, positions)
         self._layer.update(key, key[..., :0])
-        return most_attended(query, self.keys, Softmax(self.head.scaling), self.padding, self.budget)
+        return self.selector.select(query, Softmax(self.head.scaling), self.keys, self.padding)
 
     def read(self, embeddings: Tensor, features: Tensor | None, positions: Tensor) -> None:
         """Append the keys of tokens that the base model has read without it.
@@ -107,13 +106,7 @@ class HeadSelector:
 
 
 class RetrievalCache(Cache):
-    """Layers that read what is announced to them, and the selector that announces it.
-
-    Args:
-        layers: One for each layer of the base model.
-        selector: Selector that has seen as many tokens as the layers.
-        placement: Decides which layers' entries are on the CPU.
-    """
+    """A layer for each of the base model, the selector of what they read, and which of them are on the CPU."""
 
     def __init__(self, layers: list[Any], selector: HeadSelector, placement: Placement) -> None:
         super().__init__(layers=layers)
@@ -130,7 +123,7 @@ class RetrievalCache(Cache):
 
         @functools.cache
         def part(group: int, device: torch.device) -> Selection:
-            return selection.part(group, config.groups).on(device)
+            return selection.part(group, config.groups, device)
 
         groups = [config.group_of(place, len(layers)) for place in range(len(layers))]
         return [(layer, part(group, layer.keys.device)) for layer, group in zip(layers, groups, strict=True)]
@@ -270,7 +263,7 @@ class SpeContext(SparseRead):
         """The method with a retrieval head (a folder, a Hub id or `shipped:NAME`); `options` are other fields.
 
         Raises:
-            UserError: the head cannot be had, is corrupt, or an option is out of range.
+            UserError: the head cannot be loaded, is corrupt, or an option is out of range.
         """
         return cls(budget, RetrievalHead.from_pretrained(head, revision=revision), **options)
 
@@ -316,8 +309,9 @@ class SpeContext(SparseRead):
         expansions: list[Any] = [layer.expansion for layer in state.layers]
 
         def make(index: int, *entries: Any) -> KeptLayer:
-            expand = expansions[index]
-            return SelectedLayer(*entries) if expand is None else LatentLayer(expand, *entries)
+            layer = SelectedLayer(*entries)
+            layer.expansion = expansions[index]
+            return layer
 
         return make
 
@@ -355,7 +349,9 @@ class SpeContext(SparseRead):
                 "method.start"
             )
         padding = None if mask is None else length - state.lengths
-        selector = HeadSelector(head, layers, padding, StepBudget(tuple(self.budgets(state)), self.sinks, self.window))
+        selector = HeadSelector(
+            head, layers, padding, TopAttention(tuple(self.budgets(state)), self.sinks, self.window)
+        )
         embed, positions = model.get_input_embeddings(), positions_of(mask, length, state.tokens.device)
         for start in range(0, length, _BLOCK):
             block, features = slice(start, start + _BLOCK), None

@@ -9,17 +9,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
 from typing_extensions import override
 
 from keepsight.errors import UserError
 from keepsight.runtime.allocate import Budget
 from keepsight.runtime.attention import OwnAttention, Reader, Softmax, grouped_attention, visible
 from keepsight.runtime.generate import CacheMethod
-from keepsight.runtime.latents import Expansion
 from keepsight.runtime.layer import KeptLayer, LayerEntries
 from keepsight.runtime.readers import TurnReader
-from keepsight.runtime.state import State, cache_bytes, with_full_layers
+from keepsight.runtime.state import State, with_full_layers
 
 
 class Selection(NamedTuple):
@@ -33,16 +31,11 @@ class Selection(NamedTuple):
     indices: Tensor
     real: Tensor | None
 
-    def on(self, device: torch.device) -> "Selection":
-        """The same on a device."""
-        return Selection(self.indices.to(device), None if self.real is None else self.real.to(device))
-
-    def part(self, place: int, parts: int) -> "Selection":
-        """Of KV heads in `parts` runs of the same number, those of the run at `place`."""
-        if parts == 1:
-            return self
-        indices = self.indices.tensor_split(parts, dim=1)[place]
-        return Selection(indices, None if self.real is None else self.real.tensor_split(parts, dim=1)[place])
+    def part(self, place: int, parts: int, device: torch.device) -> "Selection":
+        """Of KV heads in `parts` runs of the same number, those of the run at `place`, on a device."""
+        indices, real = (None if each is None else each.tensor_split(parts, dim=1)[place].to(device) for each in self)
+        assert indices is not None
+        return Selection(indices, real)
 
 
 class LayerSelector(ABC):
@@ -56,7 +49,7 @@ class LayerSelector(ABC):
         """
 
     @property
-    def bytes(self) -> int:
+    def nbytes(self) -> int:
         """Bytes held beside the cache."""
         return 0
 
@@ -67,6 +60,8 @@ class LayerSelector(ABC):
 
 class SelectedLayer(OwnAttention, KeptLayer):
     """A cache layer that attends to selected entries only; see `KeptLayer`.
+
+    With an `expansion` it holds latents, of which it expands those that a step reads; selections then have H heads.
 
     Args:
         padding: [B] int64, number of padding entries on the left; None for none.
@@ -86,9 +81,10 @@ class SelectedLayer(OwnAttention, KeptLayer):
         self._announced: Selection | None = None
 
     @property
-    def bytes(self) -> int:
+    @override
+    def nbytes(self) -> int:
         """Bytes on the device: entries, and what the selector holds."""
-        return self.keys.nbytes + self.values.nbytes + (self.selector.bytes if self.selector is not None else 0)
+        return self.keys.nbytes + self.values.nbytes + (self.selector.nbytes if self.selector is not None else 0)
 
     def prepare(self, selection: Selection) -> None:
         """Announce what the next step reads, before the model runs; a layer may start to fetch it."""
@@ -104,10 +100,20 @@ class SelectedLayer(OwnAttention, KeptLayer):
         heads = torch.arange(batch * kv_heads, device=indices.device).view(batch, kv_heads, 1) * room
         rows = (heads + indices).flatten()
         keys, values = (each.flatten(0, 2).index_select(0, rows).view(*indices.shape, -1) for each in (keys, values))
-        return LayerEntries(keys, values, real)
+        return self._expanded(keys, values, real)
+
+    def _expanded(self, keys: Tensor, values: Tensor, real: Tensor | None) -> LayerEntries:
+        return LayerEntries(*((keys, values) if self.expansion is None else self.expansion(keys, values)), real)
+
+    @override
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> Any:
+        self._new = key_states, value_states
+        return key_states, value_states
 
     @override
     def attend(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
+        if self.expansion is not None:
+            key, value = self._new  # the model has expanded them
         tokens = zip(query.split(1, dim=2), key.split(1, dim=2), value.split(1, dim=2), strict=True)
         return torch.cat([self.step(*token, softmax) for token in tokens], dim=1)
 
@@ -129,8 +135,8 @@ class SelectedLayer(OwnAttention, KeptLayer):
 
     def read_turn(self, keys: Tensor, values: Tensor) -> LayerEntries:
         """Append entries [B, K, q, d] and return all, for tokens that attend to all of them."""
-        self.append(keys, values)
-        return self.entries()
+        self.append(*((keys, values) if self.expansion is None else self._new))
+        return self._expanded(*self.entries())
 
     @override
     def entries(self) -> LayerEntries:
@@ -146,7 +152,9 @@ class SelectedLayer(OwnAttention, KeptLayer):
     def share(self) -> "SelectedLayer":
         self._shared = self.keys.shape[2]
         selector = self.selector.share() if self.selector is not None else None
-        return SelectedLayer(self.keys, self.values, self.seen, self.padding, selector)
+        layer = SelectedLayer(self.keys, self.values, self.seen, self.padding, selector)
+        layer.expansion = self.expansion
+        return layer
 
 
 class DenseLayer(OwnAttention, KeptLayer):
@@ -164,18 +172,8 @@ class DenseLayer(OwnAttention, KeptLayer):
         return DenseLayer(self.keys, self.values, self.seen, self.real)
 
 
-@dataclass(frozen=True)
 class SelectedState(State):
     """A state that keeps every entry and reads a few of them per step. Its layers know what is padding."""
-
-    @property
-    @override
-    def kv_bytes(self) -> int:
-        """Bytes on the device: all keys and values there, and what selectors hold."""
-        return sum(
-            layer.bytes if isinstance(layer, SelectedLayer) else cache_bytes(Cache(layers=[layer]))
-            for layer in self.cache.layers
-        )
 
 
 MakeLayer = Callable[[int, Tensor, Tensor, int, Tensor | None], KeptLayer]
@@ -183,11 +181,7 @@ MakeLayer = Callable[[int, Tensor, Tensor, int, Tensor | None], KeptLayer]
 
 
 def selected_layers(state: State, make: MakeLayer) -> list[KeptLayer]:
-    """A layer for each of a state's layers with full attention.
-
-    Raises:
-        UserError: entries were evicted, so that they cannot be selected.
-    """
+    """A layer for each of a state's layers with full attention, from which nothing may have been evicted."""
     tokens = state.tokens.shape[1]
     if evicted := {keys.shape[2] for keys, _, _ in state.entries()} - {tokens}:
         raise UserError(
@@ -204,45 +198,6 @@ def selected_layers(state: State, make: MakeLayer) -> list[KeptLayer]:
 def real_mask(padding: Tensor, length: int) -> Tensor:
     """Numbers [B] of padding entries on the left -> [B, length] bool, False for padding."""
     return torch.arange(length, device=padding.device) >= padding[:, None]
-
-
-class LatentLayer(SelectedLayer):
-    """A cache layer that holds latents and expands, for each head, those that a step reads. Selections have H heads.
-
-    Args:
-        expand: The layer's expansion.
-        latents: [B, 1, C, rank] after their norm, stored as `keys`.
-        rotated: [B, 1, C, rope], the keys' part with RoPE, stored as `values`.
-    """
-
-    def __init__(
-        self, expand: Expansion, latents: Tensor, rotated: Tensor, seen: int, padding: Tensor | None = None
-    ) -> None:
-        super().__init__(latents, rotated, seen, padding)
-        self.expand = expand
-
-    @override
-    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> Any:
-        self._new = key_states, value_states
-        return key_states, value_states
-
-    @override
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
-        return super().attend(query, *self._new, softmax)
-
-    @override
-    def gather(self, selection: Selection) -> LayerEntries:
-        latents, rotated, real = super().gather(selection)
-        return LayerEntries(*self.expand(latents, rotated), real)
-
-    @override
-    def read_turn(self, keys: Tensor, values: Tensor) -> LayerEntries:
-        latents, rotated, real = super().read_turn(*self._new)
-        return LayerEntries(*self.expand(latents, rotated), real)
-
-    @override
-    def share(self) -> "LatentLayer":
-        return LatentLayer(self.expand, self.keys, self.values, self.seen, self.padding)
 
 
 def expanded(state: State) -> State:
@@ -264,9 +219,6 @@ class SparseRead(CacheMethod):
 
     Attributes:
         budget: Entries per KV head and step, or a ratio.
-
-    Raises:
-        UserError: a value is out of range; one line names it.
     """
 
     budget: int | float

@@ -25,18 +25,25 @@ from keepsight.runtime.state import State
 
 
 @dataclass(frozen=True)
-class StepBudget:
-    """How many entries a KV head reads per step, beside the token's own.
+class TopAttention(LayerSelector):
+    """Selects what the attention weighs most, an upper bound: all keys are read to select.
 
     Attributes:
-        entries: Entries to read; all where there are fewer. One number, or one for each row.
+        budget: Entries that a KV head reads per step, beside the token's own; all where there are fewer. One number, or
+            one for each row.
         sinks: Number of first entries that are always read, within the budget.
         window: Number of last entries that are always read, within the budget.
     """
 
-    entries: int | tuple[int, ...]
+    budget: int | tuple[int, ...]
     sinks: int = 0
     window: int = 0
+
+    @override
+    def select(self, query: Tensor, softmax: Softmax, keys: Tensor, padding: Tensor | None) -> Selection:
+        mask = None if padding is None else real_mask(padding, keys.shape[2])
+        weights = attention_weights(query, keys, softmax, mask)[:, :, 0, :-1]
+        return self.top(reduce_group(weights, keys.shape[1], "max"), padding)
 
     def top(self, importance: Tensor, padding: Tensor | None) -> Selection:
         """The k most important of C entries; rows that read fewer, or have fewer real ones, are filled up.
@@ -53,32 +60,12 @@ class StepBudget:
             real = real_mask(padding, length)[:, None]
             first = ~real_mask(padding + self.sinks, length)[:, None]
             importance = importance.masked_fill(first, torch.inf).masked_fill(~real, -1.0)
-        counts = self.entries if isinstance(self.entries, tuple) else (self.entries,)
+        counts = self.budget if isinstance(self.budget, tuple) else (self.budget,)
         indices = top_indices(importance, min(max(counts), length))
         if padding is None:
             return Selection(indices, None)
         within = torch.arange(indices.shape[2], device=indices.device) < indices.new_tensor(counts)[:, None, None]
         return Selection(indices, within & (indices >= padding[:, None, None]))
-
-
-def most_attended(
-    query: Tensor, keys: Tensor, softmax: Softmax, padding: Tensor | None, budget: StepBudget
-) -> Selection:
-    """Select the entries that one token attends to most; see `LayerSelector.select`."""
-    mask = None if padding is None else real_mask(padding, keys.shape[2])
-    weights = attention_weights(query, keys, softmax, mask)[:, :, 0, :-1]
-    return budget.top(reduce_group(weights, keys.shape[1], "max"), padding)
-
-
-@dataclass(frozen=True)
-class TopAttention(LayerSelector):
-    """Selects what a layer's own attention weighs most, an upper bound: all keys are read to select."""
-
-    budget: StepBudget
-
-    @override
-    def select(self, query: Tensor, softmax: Softmax, keys: Tensor, padding: Tensor | None) -> Selection:
-        return most_attended(query, keys, softmax, padding, self.budget)
 
 
 @registry.method("exact_topk", colour="#44AA99", marker="D", line=":")
@@ -105,10 +92,10 @@ class ExactTopK(SparseRead):
 
     @override
     def layers_for(self, state: State) -> MakeLayer:
-        selection = TopAttention(StepBudget(tuple(self.budgets(state)), self.sinks, self.window))
+        selector = TopAttention(tuple(self.budgets(state)), self.sinks, self.window)
 
         def make(index: int, keys: Tensor, values: Tensor, seen: int, padding: Tensor | None) -> KeptLayer:
-            return SelectedLayer(keys, values, seen, padding, selection)
+            return SelectedLayer(keys, values, seen, padding, selector)
 
         return make
 
@@ -136,7 +123,7 @@ class TopPages(LayerSelector):
 
     @property
     @override
-    def bytes(self) -> int:
+    def nbytes(self) -> int:
         return 0 if self._bounds is None else self._bounds[:, :, : max(self._filled)].nbytes
 
     @override

@@ -45,7 +45,7 @@ def test_elastic_loading_equals_a_layer_on_the_device(walk, count):
         assert_close(step(elastic, selection, states), step(resident, selection, states))
     for mine, its in zip(elastic.entries(), resident.entries(), strict=True):
         torch.testing.assert_close(mine, its, atol=0, rtol=0)
-    assert elastic.bytes == walk.batch * walk.kv_heads * (walk.budget + 1) * ENTRY, "of the slots"
+    assert elastic.nbytes == walk.batch * walk.kv_heads * (walk.budget + 1) * ENTRY, "of the slots"
     assert elastic.get_mask_sizes(1) == resident.get_mask_sizes(1)
     traffic = elastic.full.traffic
     assert (traffic.fetched, traffic.selections) == (traffic.asked - traffic.reused * ENTRY, count)

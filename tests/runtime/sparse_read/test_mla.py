@@ -43,7 +43,7 @@ def test_bytes_are_those_of_the_latents() -> None:
     state, _ = read(method.reader(model), method.start(model, ids, mask), answer_of(5, 5))
     tokens = 2 * (30 + 5)
     latents = LAYERS * tokens * (RANK + ROPE) * 4
-    assert sum(layer.bytes for layer in retrieval_cache(state.cache).selected_layers) == latents
+    assert sum(layer.nbytes for layer in retrieval_cache(state.cache).selected_layers) == latents
     assert state.kv_bytes == latents + tokens * HEADS * 8 * 4  # and the retrieval head's keys
     whole = expanded(prefill(model, ids, mask))
     assert cache_bytes(whole.cache) == LAYERS * 60 * HEADS * (NOPE + ROPE + VALUE) * 4
